@@ -1,0 +1,278 @@
+"""``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers send gradients from a subset of the positions."""
+
+from collections.abc import Sequence
+
+import torch
+from mmdet.registry import MODELS
+from mmengine.dist import get_rank
+from mmengine.logging import MessageHub
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from .layers import ConvNeXtBlock, Downsample, build_norm
+from .masks import mask_generator, positions, stage_masks
+from .settings import SBPSettings
+
+__all__ = ['ARCHS', 'SBPConvNeXt']
+
+# arch: (depths, channels of the first stage; every stage doubles them)
+ARCHS = {
+    'atto': ((2, 2, 6, 2), 40),
+    'femto': ((2, 2, 6, 2), 48),
+    'pico': ((2, 2, 6, 2), 64),
+    'nano': ((2, 2, 8, 2), 80),
+    'tiny': ((3, 3, 9, 3), 96),
+    'small': ((3, 3, 27, 3), 96),
+    'base': ((3, 3, 27, 3), 128),
+    'large': ((3, 3, 27, 3), 192),
+    'xlarge': ((3, 3, 27, 3), 256),
+    'huge': ((3, 3, 27, 3), 352),
+}
+
+
+@MODELS.register_module()
+class SBPConvNeXt(BaseModule):
+    """ConvNeXt for memory-efficient training by Stochastic Backpropagation (SBP).
+
+    The forward pass is ConvNeXt's. In training, the pointwise and 2x2/2 downsampling layers of the leading stages send
+    gradients from a kept subset of the spatial positions, drawn anew in each step and the same for all layers. The
+    depthwise convolutions and the last stage stay exact. Outside of training, or without gradients, nothing is drawn.
+
+    Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``; ``sbp_cfg`` is added.
+
+    Args:
+        arch (str | dict): One of 'atto', 'femto', 'pico', 'nano', 'tiny', 'small', 'base', 'large', 'xlarge', 'huge',
+            or a dict with ``depths`` and ``channels``, one number per stage. Default: 'tiny'.
+        in_channels (int): Channels of the image. Default: 3.
+        stem_patch_size (int): Size and stride of the stem's patches, in pixels. Default: 4.
+        norm_cfg (dict): See :func:`build_norm`. Default: ``dict(type='LN2d', eps=1e-6)``.
+        act_cfg (dict): Activation. Default: ``dict(type='GELU')``.
+        linear_pw_conv (bool): Hold the pointwise weights in linear layers instead of 1x1 convolutions. Default: True.
+        use_grn (bool): Global response normalisation (ConvNeXt V2); not with SBP. Default: False.
+        drop_path_rate (float): Stochastic depth rate of the last block, growing linearly from 0. Default: 0.0.
+        layer_scale_init_value (float): Initial layer scale; 0 means no layer scale. Default: 1e-6.
+        out_indices (Sequence[int] | int): Stages to put out, counted from 0 or from the end. Default: -1.
+        frozen_stages (int): How many leading stages are frozen, stem included. Default: 0.
+        gap_before_final_norm (bool): Average over all positions before each output norm and put out (N, C), for
+            classification. Default: True.
+        with_cp (bool): Checkpoint every block. Works together with SBP. Default: False.
+        sbp_cfg (dict | None): See :class:`sbp_mmdet.settings.SBPSettings`; None is the plain backbone. Default: None.
+        init_cfg (dict | list[dict] | None): mmengine's initialisation; None: truncated normal weights. Default: None.
+
+    Raises:
+        ValueError: For a value that cannot be honoured, naming it and the remedy.
+    """
+
+    def __init__(
+        self,
+        arch: str | dict = 'tiny',
+        in_channels: int = 3,
+        stem_patch_size: int = 4,
+        norm_cfg: dict | None = None,
+        act_cfg: dict | None = None,
+        linear_pw_conv: bool = True,
+        use_grn: bool = False,
+        drop_path_rate: float = 0.0,
+        layer_scale_init_value: float = 1e-6,
+        out_indices: Sequence[int] | int = -1,
+        frozen_stages: int = 0,
+        gap_before_final_norm: bool = True,
+        with_cp: bool = False,
+        sbp_cfg: dict | None = None,
+        init_cfg: dict | list | None = None,
+    ):
+        super().__init__(
+            init_cfg=init_cfg
+            or [
+                dict(type='TruncNormal', layer=['Conv2d', 'Linear'], std=0.02, bias=0.0),
+                dict(type='Constant', layer=['LayerNorm'], val=1.0, bias=0.0),
+            ]
+        )
+        self.depths, self.channels = _parse_arch(arch)
+        self.num_stages = len(self.depths)
+        self.out_indices = _parse_out_indices(out_indices, self.num_stages)
+        self.frozen_stages = frozen_stages
+        self.gap_before_final_norm = gap_before_final_norm
+        self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, arch, self.depths)
+        if self.sbp and use_grn:
+            raise ValueError(
+                'use_grn=True cannot be used with sbp_cfg: GRN normalises over all positions, so none can be dropped; '
+                'set sbp_cfg=None (and with_cp=True to save memory)'
+            )
+
+        fused_ops = bool(self.sbp) and self.sbp.implementation == 'fused'
+        norm_cfg = norm_cfg or dict(type='LN2d', eps=1e-6)
+        rates = torch.linspace(0, drop_path_rate, sum(self.depths)).split(list(self.depths))
+        stem = nn.Sequential(
+            nn.Conv2d(in_channels, self.channels[0], stem_patch_size, stride=stem_patch_size),
+            build_norm(norm_cfg, self.channels[0], lean=fused_ops),
+        )
+        self.downsample_layers = nn.ModuleList([stem])
+        self.downsample_layers.extend(
+            Downsample(c_in, c_out, norm_cfg=norm_cfg, fused=fused_ops)
+            for c_in, c_out in zip(self.channels[:-1], self.channels[1:], strict=True)
+        )
+        self.stages = nn.ModuleList()
+        for channels, stage_rates in zip(self.channels, rates, strict=True):
+            stage = [
+                ConvNeXtBlock(
+                    channels,
+                    norm_cfg=norm_cfg,
+                    act_cfg=act_cfg or dict(type='GELU'),
+                    linear_pw_conv=linear_pw_conv,
+                    use_grn=use_grn,
+                    drop_path_rate=rate,
+                    layer_scale_init_value=layer_scale_init_value,
+                    with_cp=with_cp,
+                    fused=fused_ops,
+                    recompute=bool(self.sbp) and self.sbp.recompute,
+                )
+                for rate in stage_rates.tolist()
+            ]
+            self.stages.append(nn.Sequential(*stage))
+        for i in self.out_indices:
+            self.add_module(f'norm{i}', build_norm(norm_cfg, self.channels[i], lean=fused_ops))
+
+        self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
+        self._last_step = None
+        self._repeats = 0
+        self._freeze_stages()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Runs the backbone.
+
+        Args:
+            x (Tensor): Images, shape (N, 3, H, W).
+
+        Returns:
+            tuple[Tensor, ...]: For each of ``out_indices`` a feature map (N, C, H / stride, W / stride), or (N, C)
+            with ``gap_before_final_norm``.
+
+        Raises:
+            ValueError: If an image is smaller than the total stride.
+        """
+        if min(x.shape[-2:]) < self.min_size:
+            raise ValueError(
+                f'images of {x.shape[-2]} x {x.shape[-1]} pixels are smaller than the total stride {self.min_size} '
+                'of the backbone; resize or pad them'
+            )
+        active = self.sbp and self.training and torch.is_grad_enabled()
+        keep = self._draw(*x.shape[-2:], x.device) if active else {}
+        outs = []
+        for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
+            x = layer(x, keep.get((i, 'downsample'))) if i else layer(x)
+            for j, block in enumerate(stage):
+                x = block(x, keep.get((i, j)))
+            if i in self.out_indices:
+                norm = getattr(self, f'norm{i}')
+                if self.gap_before_final_norm:
+                    outs.append(norm(x.mean((-2, -1), keepdim=True)).flatten(1))
+                else:
+                    outs.append(norm(x))
+        return tuple(outs)
+
+    def keep_ratios(self) -> dict[tuple, float]:
+        """The layers that SBP thins out, and how far.
+
+        Returns:
+            dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` (the layer that leads into the stage)
+            to keep ratio; stages count from 0. Frozen stages and ratios of 1 do not appear.
+        """
+        if self.sbp is None:
+            return {}
+        ratios = iter(self.sbp.keep_ratio)
+        layers = {}
+        latest = self.sbp.keep_ratio[0]
+        for i, depth in enumerate(self.sbp.blocks):
+            in_stage = [next(ratios) for _ in range(depth)]
+            if self.sbp.downsample and 0 < i < self.num_stages - 1:
+                # The layer works at the resolution of the stage it leads into, so it goes with that stage's first
+                # block; where that has no SBP, with the last block before that has.
+                layers[i, 'downsample'] = (in_stage or [latest])[0]
+            layers.update({(i, j): r for j, r in enumerate(in_stage)})
+            latest = (in_stage or [latest])[-1]
+        return {key: r for key, r in layers.items() if r != 1 and key[0] >= self.frozen_stages}
+
+    def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        """(height, width) of each stage's feature map for an image of the given size in pixels."""
+        patch = self.downsample_layers[0][0].stride[0]
+        return [(height // patch // 2**i, width // patch // 2**i) for i in range(self.num_stages)]
+
+    @torch.compiler.disable
+    def _draw(self, height, width, device):
+        """The kept positions of one training step, for every layer of :meth:`keep_ratios`."""
+        layers = self.keep_ratios()
+        if not layers:
+            return {}
+        deepest = max(stage for stage, _ in layers)
+        sizes = self.stage_sizes(height, width)[: deepest + 1]
+        seed, rank, step = torch.initial_seed(), get_rank(), self._step()
+        drawn = {}
+        for ratio in set(layers.values()):
+            masks = stage_masks(sizes, ratio, self.sbp.sampler, mask_generator(seed, rank, *step))
+            for stage in {s for (s, _), r in layers.items() if r == ratio}:
+                drawn[ratio, stage] = positions(masks[stage], device)
+        return {key: drawn[ratio, key[0]] for key, ratio in layers.items()}
+
+    def _step(self):
+        """What the mask is drawn from: the iteration of mmengine's runner, which a resumed run continues, and how often
+        the backbone ran in it already (all of it, where there is no runner). A forward pass inside a backward pass is
+        the replay of somebody's checkpointing and has to use the mask that it used before."""
+        if torch._C._current_graph_task_id() == -1:
+            step = MessageHub.get_current_instance().get_info('iter', 0)
+            self._repeats = self._repeats + 1 if step == self._last_step else 0
+            self._last_step = step
+        return self._last_step, self._repeats
+
+    def _freeze_stages(self):
+        for i in range(self.frozen_stages):
+            for module in (self.downsample_layers[i], self.stages[i]):
+                module.eval().requires_grad_(False)
+
+    def train(self, mode: bool = True) -> 'SBPConvNeXt':
+        """As ``nn.Module.train``; frozen stages stay in evaluation mode."""
+        super().train(mode)
+        self._freeze_stages()
+        return self
+
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        """Depth of a parameter for layer-wise learning-rate decay, as mmpretrain counts it.
+
+        Args:
+            param_name (str): Name of the parameter.
+            prefix (str): Prefix of the backbone's parameters. Default: ''.
+
+        Returns:
+            tuple[int, int]: The layer's depth and the number of layers.
+        """
+        last = 12 if self.depths[-2] > 9 else 6
+        kind, *rest = param_name.removeprefix(prefix).split('.')
+        if not param_name.startswith(prefix) or kind not in ('downsample_layers', 'stages'):
+            return last + 1, last + 2
+        stage = int(rest[0])
+        if stage == 3:
+            depth = last
+        elif kind == 'stages':
+            depth = stage + 1 if stage < 2 else 3 + int(rest[1]) // 3
+        else:
+            depth = stage + 1 if stage else 0
+        return depth, last + 2
+
+
+def _parse_arch(arch):
+    if isinstance(arch, str):
+        if arch not in ARCHS:
+            raise ValueError(f'arch={arch!r} is unknown; choose one of {list(ARCHS)} or give depths and channels')
+        depths, channels = ARCHS[arch]
+        return depths, tuple(channels * 2**i for i in range(len(depths)))
+    if not {'depths', 'channels'} <= set(arch) or len(arch['depths']) != len(arch['channels']):
+        raise ValueError(f'arch={arch!r} must have "depths" and "channels" with one number per stage each')
+    return tuple(arch['depths']), tuple(arch['channels'])
+
+
+def _parse_out_indices(out_indices, num_stages):
+    indices = [out_indices] if isinstance(out_indices, int) else list(out_indices)
+    for i in indices:
+        if not -num_stages <= i < num_stages:
+            raise ValueError(f'out_indices={out_indices!r}: there is no stage {i}; stages count from 0 to {num_stages - 1}')
+    return [i % num_stages for i in indices]

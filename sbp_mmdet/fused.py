@@ -1,0 +1,424 @@
+"""The gradients of Algorithm 1 in less memory: what each operation stores for the backward pass is chosen by hand.
+
+Stored are, for the kept positions only, the normalised input x-hat (without the affine part), its reciprocal standard
+deviation and, unless it is recomputed, the hidden layer of the channel MLP. With the affine part of the norm folded
+into the weights that follow,
+
+    W1' = W1 diag(w_ln),  b1' = b1 + W1 b_ln,  h = x-hat W1'^T + b1',  y = GELU(h) W2^T + b2,
+
+the gradients of the original parameters follow from those of the folded ones:
+
+    dW1 = dW1' diag(w_ln) + db1' b_ln^T,  dw_ln = column sums of dW1' * W1,  db_ln = W1^T db1',  db1 = db1'.
+
+The layer scale gamma is not folded: trained from 1e-6 it would push W2 out of fp16's range. Its gradient still needs no
+stored output: with A = g^T GELU(h) for the gradient g of the block's output, dW2 = diag(gamma) A and
+dgamma = row sums of A * W2 + (column sums of g) * b2.
+
+Precision: parameters are folded in their own precision and then cast, weight gradients are accumulated in fp32, and
+parameters are saved uncast, so that no cast copy of a weight outlives the forward pass.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .masks import Positions
+
+__all__ = ['channel_mlp', 'downsample', 'layer_norm', 'to_patches']
+
+# Elements of the hidden layer that exist at a time: on a CPU what stays in its caches, on a GPU enough to keep it busy.
+_CHUNK = {'cpu': 2**20, 'cuda': 2**26}
+
+
+def to_patches(x: Tensor) -> Tensor:
+    """Cuts a feature map into 2x2 patches; an odd last row or column is left out, as a 2x2/2 convolution does.
+
+    Args:
+        x (Tensor): Shape (N, C, H, W).
+
+    Returns:
+        Tensor: Shape (N, H/2 * W/2, 4, C), the four pixels of a patch row by row.
+    """
+    n, c, h, w = x.shape
+    x = x[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(n, (h // 2) * (w // 2), 4, c)
+
+
+@torch.compiler.disable
+def channel_mlp(
+    x: Tensor,
+    shortcut: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    gamma: Tensor | None,
+    *,
+    scale: Tensor | None = None,
+    eps: float = 1e-6,
+    approximate: str = 'none',
+    keep: Positions | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """``shortcut + scale * gamma * (GELU(LN(x) W1^T + b1) W2^T + b2)`` with gradients from the kept positions.
+
+    The shortcut's gradient is exact everywhere.
+
+    Args:
+        x (Tensor): Output of the depthwise convolution, shape (N, C, H, W).
+        shortcut (Tensor): Shape (N, C, H, W).
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
+        weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
+        gamma (Tensor | None): Layer scale, shape (C,).
+        scale (Tensor | None): Factor of the branch for each image (stochastic depth), shape (N,). Default: None.
+        eps (float): Of the layer norm. Default: 1e-6.
+        approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
+        keep (Positions | None): Which positions send gradients; None: all. Default: None.
+        recompute (bool): Compute the hidden layer again in the backward pass instead of storing it. Default: False.
+
+    Returns:
+        Tensor: Shape (N, C, H, W).
+    """
+    options = (eps, approximate, keep, recompute, _compute_dtype(x))
+    return _ChannelMLP.apply(
+        x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options
+    )
+
+
+@torch.compiler.disable
+def downsample(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float = 1e-6,
+    keep: Positions | None = None,
+) -> Tensor:
+    """Layer norm and 2x2/2 convolution with gradients from the kept output positions.
+
+    Args:
+        x (Tensor): Shape (N, C, H, W).
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        weight, bias (Tensor): Convolution, shapes (C', C, 2, 2) and (C',).
+        eps (float): Of the layer norm. Default: 1e-6.
+        keep (Positions | None): Which output positions send gradients; None: all. Default: None.
+
+    Returns:
+        Tensor: Shape (N, C', H // 2, W // 2).
+    """
+    return _Downsample.apply(x, norm_weight, norm_bias, weight, bias, (eps, keep, _compute_dtype(x)))
+
+
+@torch.compiler.disable
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
+    """Layer norm over the last dimension; under autocast it stores the normalised input in reduced precision.
+
+    Args:
+        x (Tensor): Shape (..., C).
+        weight, bias (Tensor | None): Affine part, shape (C,).
+        eps (float): Added to the variance. Default: 1e-6.
+
+    Returns:
+        Tensor: Shape (..., C), in full precision as CUDA's autocast has it.
+    """
+    dtype = _compute_dtype(x)
+    if dtype == x.dtype or weight is None or bias is None:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return _LayerNorm.apply(x, weight, bias, eps, dtype)
+
+
+class _ChannelMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options):
+        eps, approximate, keep, recompute, dtype = options
+        n, c, height, width = x.shape
+        needs_inner = any(ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5))
+        needs_any = needs_inner or any(ctx.needs_input_grad[6:9])
+        with _no_autocast(x):
+            w1, b1 = _fold(weight1, bias1, norm_weight, norm_bias, dtype)
+            w2, b2 = weight2.to(dtype), bias2.to(dtype)
+
+            def run(index, store):
+                xhat, rstd = _normalise(_rows(x, index), eps, dtype)
+                hidden = xhat.new_empty(len(xhat), len(w1)) if store and not recompute else None
+                rows = xhat.new_empty(len(xhat), c)
+                for chunk in _chunks(len(xhat), len(w1), x.device):
+                    h = torch.addmm(b1, xhat[chunk], w1.t(), out=None if hidden is None else hidden[chunk])
+                    h = F.gelu(h, approximate=approximate) if hidden is not None else _gelu_(h, approximate)
+                    torch.addmm(b2, h, w2.t(), out=rows[chunk])
+                return rows, (xhat if needs_inner or recompute else None, rstd, hidden)
+
+            if keep is None:
+                branch, stored = run(None, needs_any)
+                branch = branch.view(n, height * width, c)
+            else:
+                branch = x.new_empty(n, height * width, c, dtype=dtype)
+                rows, stored = run(keep.keep, needs_any)
+                branch.index_copy_(1, keep.keep, rows.view(n, -1, c))
+                rows, _ = run(keep.drop, False)
+                branch.index_copy_(1, keep.drop, rows.view(n, -1, c))
+            branch = branch.transpose(1, 2).unflatten(2, (height, width))
+            factor = _factor(gamma, scale)
+            out = shortcut + branch if factor is None else torch.addcmul(shortcut, branch, factor)
+        if needs_any:
+            ctx.options = options
+            indices = None if keep is None else keep.keep
+            parameters = (norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma)
+            ctx.save_for_backward(*stored, indices, scale, *parameters)
+        ctx.like = x.shape
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if not any(ctx.needs_input_grad[i] for i in (0, *range(2, 9))):
+            return None, grad, *[None] * 9
+        xhat, rstd, hidden, keep, scale, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma = (
+            ctx.saved_tensors
+        )
+        _, approximate, _, _, dtype = ctx.options
+        needs_x, _, needs_nw, needs_nb, needs_w1, needs_b1, needs_w2, needs_b2, needs_gamma = ctx.needs_input_grad[:9]
+        needs_inner = needs_x or needs_nw or needs_nb or needs_w1 or needs_b1
+        with _no_autocast(grad):
+            w1, b1 = _fold(weight1, bias1, norm_weight, norm_bias, dtype)
+            w2 = weight2.to(dtype)
+            g = _rows(grad, keep)
+            if scale is not None:
+                g = (g.view(len(scale), -1) * scale[:, None]).view_as(g)
+            sum_g = _sum(g)
+            g_scaled = (g if gamma is None else g * gamma).to(dtype)
+            g = g.to(dtype)
+            outer = _zeros(weight2) if needs_w2 or needs_gamma else None  # A of the module's docstring
+            dw1, db1 = (_zeros(weight1), _zeros(bias1)) if needs_inner else (None, None)
+            dx = g.new_empty(g.shape) if needs_x else None
+            for chunk in _chunks(len(g), len(w1), g.device):
+                h = torch.addmm(b1, xhat[chunk], w1.t()) if hidden is None else hidden[chunk]
+                if outer is not None:
+                    _accumulate(outer, g[chunk].t(), F.gelu(h, approximate=approximate))
+                if needs_inner:
+                    dh = torch.ops.aten.gelu_backward(g_scaled[chunk] @ w2, h, approximate=approximate)
+                    if needs_w1 or needs_nw:
+                        _accumulate(dw1, dh.t(), xhat[chunk])
+                    db1 += _sum(dh)
+                    if needs_x:
+                        dx[chunk] = _normalise_backward(dh @ w1, xhat[chunk], rstd[chunk])
+            grads = [None] * 11
+            if needs_x:
+                grads[0] = _scatter(dx, keep, ctx.like)
+            if ctx.needs_input_grad[1]:
+                grads[1] = grad
+            if needs_inner:
+                grads[2:6] = _unfold(dw1, db1, weight1, norm_weight, norm_bias, ctx.needs_input_grad[2:6])
+            if needs_w2:
+                grads[6] = _like(outer if gamma is None else outer * gamma[:, None], weight2)
+            if needs_b2:
+                grads[7] = _like(sum_g if gamma is None else sum_g * gamma, bias2)
+            if needs_gamma:
+                grads[8] = _like((outer * weight2).sum(1) + sum_g * bias2, gamma)
+        return tuple(grads)
+
+
+class _Downsample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, options):
+        eps, keep, dtype = options
+        n, height, width = len(x), x.shape[2] // 2, x.shape[3] // 2
+        with _no_autocast(x):
+            w, b = _fold(*_patch_weights(weight, bias, norm_weight, norm_bias), dtype)
+            xhat, rstd = _normalise(to_patches(x), eps, dtype)  # (N, L, 4, C), (N, L, 4, 1)
+            out = F.linear(xhat.flatten(2), w, b).transpose(1, 2).unflatten(2, (height, width))
+        if any(ctx.needs_input_grad):
+            ctx.shape, ctx.dtype, ctx.positions = x.shape, dtype, height * width
+            indices = None if keep is None else keep.keep
+            if keep is not None:
+                xhat, rstd = xhat.index_select(1, indices), rstd.index_select(1, indices)
+            needs_xhat = ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
+            ctx.save_for_backward(xhat if needs_xhat else None, rstd, indices, norm_weight, norm_bias, weight, bias)
+        return out.contiguous(memory_format=_memory_format(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        xhat, rstd, keep, norm_weight, norm_bias, weight, bias = ctx.saved_tensors
+        needs_x, needs_nw, needs_nb, needs_w, needs_b = ctx.needs_input_grad[:5]
+        n, c, height, width = ctx.shape
+        with _no_autocast(grad):
+            folded = _patch_weights(weight, bias, norm_weight, norm_bias)
+            w, _ = _fold(*folded, ctx.dtype)
+            g = _rows(grad, keep)
+            db = _sum(g)
+            g = g.to(ctx.dtype)
+            grads = [None] * 6
+            dw = _zeros(folded[0])
+            if needs_w or needs_nw:
+                _accumulate(dw, g.t(), xhat.reshape(len(g), 4 * c))
+            if needs_x:
+                dx = _normalise_backward((g @ w).view_as(xhat), xhat, rstd)  # (N, K, 4, C)
+                if keep is not None:
+                    dx = dx.new_zeros(n, ctx.positions, 4, c).index_copy_(1, keep, dx)
+                dx = dx.view(n, height // 2, width // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4)
+                dx = dx.reshape(n, c, height // 2 * 2, width // 2 * 2)
+                grads[0] = F.pad(dx, (0, width % 2, 0, height % 2))
+            if needs_nw or needs_nb or needs_w or needs_b:
+                dnw, dnb, dw, db = _unfold(dw, db, *folded[:1], *folded[2:], (needs_nw, needs_nb, needs_w, needs_b))
+                if needs_w:
+                    grads[3] = _like(dw.view(len(dw), 2, 2, c).permute(0, 3, 1, 2), weight)
+                # Every pixel of a patch is normalised with the same affine part.
+                grads[1] = _like(dnw.view(4, c).sum(0), norm_weight) if needs_nw else None
+                grads[2] = _like(dnb.view(4, c).sum(0), norm_bias) if needs_nb else None
+                grads[4] = _like(db, bias) if needs_b else None
+        return tuple(grads)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, dtype):
+        with _no_autocast(x):
+            xhat, rstd = _normalise(x, eps, torch.float32)
+            ctx.save_for_backward(xhat.to(dtype), rstd, weight)
+            ctx.dtype = x.dtype
+            return torch.addcmul(bias, xhat, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        xhat, rstd, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        with _no_autocast(grad):
+            dims = tuple(range(grad.dim() - 1))
+            dx = _normalise_backward(grad * weight, xhat.float(), rstd).to(ctx.dtype) if needs_x else None
+            dweight = (grad * xhat).sum(dims) if needs_weight else None
+            dbias = grad.sum(dims) if needs_bias else None
+        return dx, dweight, dbias, None, None
+
+
+def _compute_dtype(x):
+    """What autocast would run a matrix product of ``x`` in."""
+    kind = x.device.type
+    if x.dtype == torch.float64:
+        return x.dtype
+    if hasattr(torch, 'get_autocast_dtype'):  # torch 2.4 and newer
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if kind == 'cpu':
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else x.dtype
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else x.dtype
+
+
+def _no_autocast(x):
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _chunks(rows, hidden, device):
+    size = max(_CHUNK.get(device.type, _CHUNK['cuda']) // hidden, 1)
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _rows(x, index):
+    """(N, C, H, W) -> (N * K, C), the rows of the given positions or of all."""
+    tokens = x.flatten(2).transpose(1, 2)  # (N, H * W, C)
+    if index is not None:
+        tokens = tokens.index_select(1, index)
+    return tokens.reshape(-1, x.shape[1])
+
+
+def _scatter(rows, index, shape):
+    """The reverse of :func:`_rows`, zero at the other positions."""
+    n, c, height, width = shape
+    rows = rows.view(n, -1, c)
+    if index is not None:
+        rows = rows.new_zeros(n, height * width, c).index_copy_(1, index, rows)
+    return rows.transpose(1, 2).unflatten(2, (height, width))
+
+
+def _normalise(x, eps, dtype):
+    """x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
+    if x.device.type == 'cpu' and x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()  # the CPU kernel would round the deviation, the CUDA kernel does not
+    xhat, _, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+    return xhat.to(dtype), rstd
+
+
+def _normalise_backward(grad, xhat, rstd):
+    """Gradient of the layer norm's input from that of x-hat; statistics in full precision."""
+    dtype = grad.dtype
+    if grad.device.type == 'cpu' and dtype != rstd.dtype:
+        grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
+    zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
+    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+        grad, xhat, grad.shape[-1:], zero, one, None, None, [True, False, False]
+    )
+    return (dx * rstd).to(dtype)
+
+
+def _gelu_(x, approximate):
+    return torch.ops.aten.gelu_(x, approximate=approximate)
+
+
+def _factor(gamma, scale):
+    """Layer scale and stochastic depth as one factor that broadcasts to (N, C, H, W)."""
+    if gamma is None:
+        return None if scale is None else scale[:, None, None, None]
+    gamma = gamma[:, None, None]
+    return gamma if scale is None else gamma * scale[:, None, None, None]
+
+
+def _fold(weight, bias, norm_weight, norm_bias, dtype):
+    """W1' and b1' of the module's docstring."""
+    if norm_bias is not None:
+        bias = torch.addmv(bias, weight, norm_bias)
+    if norm_weight is not None:
+        weight = weight * norm_weight
+    return weight.to(dtype), bias.to(dtype)
+
+
+def _unfold(dw, db, weight, norm_weight, norm_bias, needs):
+    """From the gradients of W1' and b1' those of (w_ln, b_ln, W1, b1), as far as they are needed."""
+    needs_nw, needs_nb, needs_w, needs_b = needs
+    dnw = _like((dw * weight).sum(0), norm_weight) if needs_nw else None
+    dnb = _like(weight.t().to(db.dtype) @ db, norm_bias) if needs_nb else None
+    if needs_w:
+        dw = dw if norm_weight is None else dw * norm_weight
+        dw = _like(dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype)), weight)
+    return dnw, dnb, dw if needs_w else None, _like(db, db) if needs_b else None
+
+
+def _patch_weights(weight, bias, norm_weight, norm_bias):
+    """The 2x2/2 convolution as a linear layer on patches, and the norm's affine part repeated for its four pixels."""
+    weight = weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of to_patches
+    repeat = [None if p is None else p.repeat(4) for p in (norm_weight, norm_bias)]
+    return weight, bias, *repeat
+
+
+def _sum(rows):
+    return rows.sum(0, dtype=_accumulator(rows))
+
+
+def _zeros(parameter):
+    return torch.zeros_like(parameter, dtype=_accumulator(parameter))
+
+
+def _accumulator(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _accumulate(total, a, b):
+    """total += a @ b, in the precision of ``total``."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _like(grad, parameter):
+    return grad.to(parameter.dtype)
+
+
+def _memory_format(x):
+    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if channels_last else torch.contiguous_format

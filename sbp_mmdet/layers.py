@@ -1,0 +1,230 @@
+"""The parts of ``SBPConvNeXt``: norm, block and downsampling layer.
+
+Names and shapes of the parameters are those of mmpretrain's ``ConvNeXt``. How the block differs from mmpretrain's:
+
+- it takes the kept positions as an argument, so that checkpointing replays the same ones;
+- the channel MLP runs on tokens (..., C), whether its weights are those of linear layers or of 1x1 convolutions;
+- residual connection and stochastic depth are part of the fused operation.
+"""
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as cp
+from mmcv.cnn.bricks import DropPath
+from mmdet.registry import MODELS
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from . import fused
+from .functional import sbp
+from .masks import Positions
+
+__all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'build_norm']
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Layer norm over the channels of a feature map.
+
+    Args:
+        num_channels (int): C.
+        eps (float): Added to the variance. Default: 1e-5.
+        elementwise_affine (bool): With weight and bias. Default: True.
+        lean (bool): Under autocast, store the normalised input in reduced precision for the backward pass instead of
+            the input in full precision. Default: False.
+    """
+
+    def __init__(self, num_channels: int, eps: float = 1e-5, elementwise_affine: bool = True, lean: bool = False):
+        super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine)
+        self.lean = lean
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises (N, C, H, W) over C."""
+        x = x.permute(0, 2, 3, 1)  # (N, C, H, W) -> (N, H, W, C)
+        if self.lean and self.training and torch.is_grad_enabled():
+            x = fused.layer_norm(x, self.weight, self.bias, self.eps)
+        else:
+            x = self.tokens(x)
+        return x.permute(0, 3, 1, 2).contiguous()
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Normalises (..., C) over C."""
+        return super().forward(x)
+
+
+class GRN(nn.Module):
+    """Global response normalisation of ConvNeXt V2 on (N, H, W, C).
+
+    Args:
+        num_channels (int): C.
+        eps (float): Added to the mean response. Default: 1e-6.
+    """
+
+    def __init__(self, num_channels: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.gamma = nn.Parameter(torch.zeros(num_channels))
+        self.beta = nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scales each channel by its norm over all positions, relative to the other channels."""
+        response = x.norm(p=2, dim=(1, 2), keepdim=True)
+        response = response / (response.mean(dim=-1, keepdim=True) + self.eps)
+        return x + self.gamma * (x * response) + self.beta
+
+
+class ConvNeXtBlock(BaseModule):
+    """Depthwise 7x7 convolution, then the channel MLP: LN, pointwise, GELU, pointwise, layer scale.
+
+    Args:
+        channels (int): C.
+        norm_cfg (dict): Of :func:`build_norm`.
+        act_cfg (dict): Activation between the pointwise layers.
+        linear_pw_conv (bool): Linear layers, or 1x1 convolutions, hold the pointwise weights.
+        use_grn (bool): Global response normalisation after the activation.
+        drop_path_rate (float): Stochastic depth rate.
+        layer_scale_init_value (float): Initial layer scale; 0 means none.
+        with_cp (bool): Checkpoint the block.
+        fused (bool): Use :func:`sbp_mmdet.fused.channel_mlp` in training.
+        recompute (bool): Its ``recompute``.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        norm_cfg: dict,
+        act_cfg: dict,
+        linear_pw_conv: bool,
+        use_grn: bool,
+        drop_path_rate: float,
+        layer_scale_init_value: float,
+        with_cp: bool,
+        fused: bool,
+        recompute: bool,
+    ):
+        super().__init__()
+        pointwise = nn.Linear if linear_pw_conv else lambda c_in, c_out: nn.Conv2d(c_in, c_out, 1)
+        self.depthwise_conv = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = build_norm(norm_cfg, channels)
+        self.pointwise_conv1 = pointwise(channels, 4 * channels)
+        self.act = MODELS.build(act_cfg)
+        self.grn = GRN(4 * channels) if use_grn else None
+        self.pointwise_conv2 = pointwise(4 * channels, channels)
+        self.gamma = nn.Parameter(torch.full((channels,), layer_scale_init_value)) if layer_scale_init_value else None
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
+        self.with_cp = with_cp
+        self.fused = fused
+        self.recompute = recompute
+        if fused and not isinstance(self.act, nn.GELU):
+            raise ValueError(
+                f"act_cfg={act_cfg!r}: implementation='fused' knows the derivative of GELU only; "
+                "use type='GELU' or sbp_cfg=dict(implementation='reference')"
+            )
+
+    def forward(self, x: Tensor, keep: Positions | None = None) -> Tensor:
+        """Runs the block on (N, C, H, W).
+
+        Args:
+            x (Tensor): Shape (N, C, H, W).
+            keep (Positions | None): Positions whose channel MLP sends gradients; None: all. The positions are an
+                argument and not drawn in here because checkpointing runs the block twice. Default: None.
+        """
+        if self.with_cp and x.requires_grad:
+            return cp.checkpoint(self._forward, x, keep, use_reentrant=False)
+        return self._forward(x, keep)
+
+    def _forward(self, x, keep):
+        if self.fused and self.training and torch.is_grad_enabled():
+            return self._fused(x, keep)
+        tokens = self.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
+        if keep is None:
+            tokens = self._mlp(tokens)
+        else:
+            tokens = sbp(self._mlp, tokens.flatten(1, 2), keep).view(tokens.shape)
+        return x + self.drop_path(tokens.permute(0, 3, 1, 2))
+
+    def _mlp(self, x):
+        x = self.norm.tokens(x)
+        x = self.act(F.linear(x, self.pointwise_conv1.weight.flatten(1), self.pointwise_conv1.bias))
+        if self.grn is not None:
+            x = self.grn(x)
+        x = F.linear(x, self.pointwise_conv2.weight.flatten(1), self.pointwise_conv2.bias)
+        return x if self.gamma is None else x * self.gamma
+
+    def _fused(self, x, keep):
+        scale = None
+        if isinstance(self.drop_path, DropPath):
+            # The random numbers that drop_path would draw for the output, as the factor that it applies per image.
+            scale = self.drop_path(x.new_ones(len(x), 1, 1, 1)).flatten()
+        return fused.channel_mlp(
+            self.depthwise_conv(x),
+            x,
+            self.norm.weight,
+            self.norm.bias,
+            self.pointwise_conv1.weight.flatten(1),
+            self.pointwise_conv1.bias,
+            self.pointwise_conv2.weight.flatten(1),
+            self.pointwise_conv2.bias,
+            self.gamma,
+            scale=scale,
+            eps=self.norm.eps,
+            approximate=self.act.approximate,
+            keep=keep,
+            recompute=self.recompute,
+        )
+
+
+class Downsample(nn.Sequential):
+    """Layer norm, then a 2x2/2 convolution: patches do not overlap, so each output position is independent
+    (section 3.2.2, the case s >= k).
+
+    Args:
+        in_channels (int): C.
+        out_channels (int): C'.
+        norm_cfg (dict): Of :func:`build_norm`.
+        fused (bool): Use :func:`sbp_mmdet.fused.downsample` in training.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, norm_cfg: dict, fused: bool):
+        super().__init__(build_norm(norm_cfg, in_channels), nn.Conv2d(in_channels, out_channels, 2, stride=2))
+        self.fused = fused
+
+    def forward(self, x: Tensor, keep: Positions | None = None) -> Tensor:
+        """Maps (N, C, H, W) to (N, C', H // 2, W // 2).
+
+        Args:
+            x (Tensor): Shape (N, C, H, W).
+            keep (Positions | None): Output positions that send gradients; None: all. Default: None.
+        """
+        norm, conv = self
+        if self.fused and self.training and torch.is_grad_enabled():
+            return fused.downsample(x, norm.weight, norm.bias, conv.weight, conv.bias, eps=norm.eps, keep=keep)
+        if keep is None:
+            return conv(norm(x))
+        height, width = x.shape[2] // 2, x.shape[3] // 2
+        patches = fused.to_patches(x)  # (N, H/2 * W/2, 4, C)
+        weight = conv.weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of the patches
+
+        def patch_conv(patches):
+            return F.linear(norm.tokens(patches).flatten(2), weight, conv.bias)
+
+        return sbp(patch_conv, patches, keep).transpose(1, 2).unflatten(2, (height, width))
+
+
+def build_norm(cfg: dict, num_channels: int, lean: bool = False) -> LayerNorm2d:
+    """Builds the layer norm that ``norm_cfg`` names.
+
+    Args:
+        cfg (dict): ``type`` 'LN2d' (as in mmpretrain) or 'LN'; optional ``eps``, ``elementwise_affine``,
+            ``requires_grad``.
+        num_channels (int): C.
+        lean (bool): See :class:`LayerNorm2d`. Default: False.
+
+    Raises:
+        ValueError: For any other norm.
+    """
+    cfg = dict(cfg)
+    kind, requires_grad = cfg.pop('type', None), cfg.pop('requires_grad', True)
+    if kind not in ('LN2d', 'LN'):
+        raise ValueError(f"norm_cfg type={kind!r} is not supported; ConvNeXt normalises each position: use 'LN2d'")
+    return LayerNorm2d(num_channels, lean=lean, **cfg).requires_grad_(requires_grad)

@@ -1,0 +1,153 @@
+"""Which spatial positions keep their gradient (paper, section 4, "How to sample the gradient keep mask?").
+
+One base mask is drawn at the resolution of the deepest stage that uses SBP. Shallower stages get it enlarged by whole
+blocks, so that a kept position of a stage is a kept 2x2 patch of the stage before it, and every layer of a forward
+pass drops the same positions of the image (section 3.3.3).
+
+Masks are drawn on the CPU whatever the device of the features: the base mask has a few thousand entries, the same
+(seed, rank, step) then gives the same mask on every kind of device, and the number of kept positions is known without
+waiting for a GPU.
+"""
+
+import hashlib
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ['SAMPLERS', 'Positions', 'parse_keep_ratio', 'mask_generator', 'sample_mask', 'stage_masks', 'positions']
+
+SAMPLERS = ('grid', 'random')
+
+# Every ratio with two decimals is a lattice of at most 100 residues.
+_MAX_DENOMINATOR = 100
+
+
+class Positions(NamedTuple):
+    """Kept and dropped positions of one feature map, as sorted flat indices ``h * width + w``.
+
+    Attributes:
+        keep (Tensor): int64, shape (K,).
+        drop (Tensor): int64, shape (height * width - K,).
+    """
+
+    keep: Tensor
+    drop: Tensor
+
+
+def parse_keep_ratio(ratio: float) -> Fraction:
+    """The keep ratio r (section 3.2.1) as the fraction p/q that the masks honour exactly.
+
+    Args:
+        ratio (float): In (0, 1]; within 5e-5 of a fraction with a denominator of at most 100.
+
+    Returns:
+        Fraction: The ratio.
+
+    Raises:
+        ValueError: If the ratio is out of range, or no such fraction is that near; the nearest two are named.
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float, Fraction)) or not 0 < ratio <= 1:
+        raise ValueError(f'keep_ratio={ratio!r} must be a number in (0, 1]; the paper uses 0.5')
+    fraction = Fraction(ratio).limit_denominator(_MAX_DENOMINATOR)
+    if fraction == 0 or abs(fraction - ratio) > 5e-5:
+        candidates = {Fraction(round(ratio * q), q) for q in range(1, _MAX_DENOMINATOR + 1)} - {Fraction(0)}
+        nearest = sorted(candidates, key=lambda c: abs(c - ratio))[:2]
+        names = ' or '.join(f'{float(c):.6g} (= {c})' for c in nearest)
+        raise ValueError(f'keep_ratio={ratio!r} is not a fraction p/q with q <= {_MAX_DENOMINATOR}; nearest: {names}')
+    return fraction
+
+
+def mask_generator(seed: int, rank: int, step: int, repeat: int = 0) -> torch.Generator:
+    """A CPU generator that depends on nothing but its arguments, so that a resumed run continues the sequence.
+
+    Args:
+        seed (int): Seed of the run.
+        rank (int): Rank of the process; ranks draw different masks.
+        step (int): Training step.
+        repeat (int): Which forward pass of the step. Default: 0.
+    """
+    digest = hashlib.blake2b(f'{seed}/{rank}/{step}/{repeat}'.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
+
+
+def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: torch.Generator) -> Tensor:
+    """Draws one mask.
+
+    ``grid`` keeps evenly spaced diagonals: the residues t of (i + j + phase) mod q with (t * p) mod q < p. For r = 1/n
+    that is every n-th diagonal, for r = 1 - 1/n its complement. Only the phase is random. ``random`` keeps
+    round(r * height * width) positions drawn without replacement.
+
+    Args:
+        height (int): Rows.
+        width (int): Columns.
+        ratio (float): Keep ratio, see :func:`parse_keep_ratio`.
+        sampler (str): 'grid' or 'random'.
+        generator (torch.Generator): Source of randomness, on the CPU.
+
+    Returns:
+        Tensor: bool, shape (height, width), True where the gradient is kept.
+
+    Raises:
+        ValueError: For an unknown sampler or a ratio that cannot be honoured.
+    """
+    fraction = parse_keep_ratio(ratio)
+    p, q = fraction.numerator, fraction.denominator
+    if sampler == 'grid':
+        phase = torch.randint(q, (), generator=generator)
+        diagonal = torch.arange(height)[:, None] + torch.arange(width)
+        return (diagonal + phase) % q * p % q < p
+    if sampler == 'random':
+        # The same draw serves every ratio of a step: a smaller kept set is part of a larger one.
+        order = torch.randperm(height * width, generator=generator)
+        mask = torch.zeros(height * width, dtype=torch.bool)
+        mask[order[: round(fraction * height * width)]] = True
+        return mask.view(height, width)
+    raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')
+
+
+def stage_masks(
+    sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator
+) -> list[Tensor]:
+    """Aligned masks for successive stages, each half the resolution of the one before.
+
+    Sizes need not be divisible by two: the base mask is drawn large enough to cover the last row and column of every
+    stage, and cropped.
+
+    Args:
+        sizes (list[tuple[int, int]]): (height, width) of each stage's feature map, shallow to deep.
+        ratio (float): Keep ratio.
+        sampler (str): 'grid' or 'random'.
+        generator (torch.Generator): Source of randomness, on the CPU.
+
+    Returns:
+        list[Tensor]: A bool mask of shape (height, width) for each stage.
+    """
+    factors = [2 ** (len(sizes) - 1 - i) for i in range(len(sizes))]
+    base_height = max(math.ceil(h / f) for (h, _), f in zip(sizes, factors, strict=True))
+    base_width = max(math.ceil(w / f) for (_, w), f in zip(sizes, factors, strict=True))
+    base = sample_mask(base_height, base_width, ratio, sampler, generator)
+    return [
+        base.repeat_interleave(f, 0).repeat_interleave(f, 1)[:h, :w].contiguous()
+        for (h, w), f in zip(sizes, factors, strict=True)
+    ]
+
+
+def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
+    """Indices of a mask, on the device of the features.
+
+    Args:
+        mask (Tensor): bool, shape (height, width), on the CPU.
+        device (torch.device | str): Where the indices go. Default: 'cpu'.
+
+    Returns:
+        Positions: Kept and dropped flat indices.
+    """
+    flat = mask.flatten()
+    found = (flat.nonzero().squeeze(1), (~flat).nonzero().squeeze(1))
+    if torch.device(device).type == 'cuda':
+        # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
+        found = tuple(index.pin_memory().to(device, non_blocking=True) for index in found)
+    return Positions(*found)

@@ -1,0 +1,83 @@
+"""Counted bytes against sums worked out by hand."""
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from sbp_mmdet.analysis import saved_bytes
+
+FLOAT = 4
+
+
+def test_each_storage_once():
+    x = torch.randn(10, 8, requires_grad=True)
+
+    def forward():
+        y = x.exp()  # saves its output
+        return y * y.t().t()  # saves y twice, once as a view
+
+    assert saved_bytes(forward) == 80 * FLOAT
+
+
+def test_excluded_storages_and_their_views():
+    layer = nn.Linear(8, 3)
+    x = torch.randn(5, 8)
+    assert saved_bytes(lambda: F.relu(layer(x)), exclude=[x]) == 15 * FLOAT
+    # The weight's gradient needs x; nothing needs the weight, for x has no gradient.
+    assert saved_bytes(lambda: layer(x)) == 40 * FLOAT
+    assert saved_bytes(lambda: layer(x.exp()), exclude=[x, *layer.parameters()]) == 40 * FLOAT
+    inner = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
+    assert saved_bytes(lambda: inner(x[1:]), exclude=[x, *inner.parameters()]) == 4 * 6 * FLOAT
+
+
+def test_only_what_is_still_saved():
+    """Graphs that are gone when the function returns do not count, whatever address they had."""
+    x = torch.randn(1000, requires_grad=True)
+
+    def forward():
+        for _ in range(5):
+            x.exp().sum().backward()
+        return x.exp()
+
+    assert saved_bytes(forward) == 1000 * FLOAT
+    assert saved_bytes(lambda: None) == 0
+    with torch.no_grad():
+        assert saved_bytes(lambda: x.exp()) == 0
+
+
+def test_custom_function():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x[::2].clone())
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    x = torch.randn(100, requires_grad=True)
+    assert saved_bytes(lambda: Half.apply(x)) == 50 * FLOAT
+    Half.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((100,), 2.0))
+
+
+def test_checkpointing_stores_the_input_only():
+    body = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    x = torch.randn(10, 16, requires_grad=True)
+    known = list(body.parameters())
+    assert saved_bytes(lambda: body(x), exclude=known) == 10 * (16 + 64 + 64) * FLOAT
+    for reentrant in (False, True):
+        run = lambda reentrant=reentrant: torch.utils.checkpoint.checkpoint(body, x, use_reentrant=reentrant)  # noqa: E731
+        assert saved_bytes(run, exclude=known) == 10 * 16 * FLOAT
+
+
+def test_backward_works_under_the_hooks():
+    x = torch.randn(20, dtype=torch.double, requires_grad=True)
+
+    def forward():
+        (x.sin() * x).sum().backward()
+
+    saved_bytes(forward)
+    torch.testing.assert_close(x.grad, x.detach().cos() * x.detach() + x.detach().sin())

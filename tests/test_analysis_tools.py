@@ -1,0 +1,129 @@
+"""The picture tools write pictures that show what they should."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / 'configs/sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
+sys.path[:0] = [str(ROOT / 'tools'), str(ROOT / 'tools/analysis_tools')]
+import draw_masks  # noqa: E402
+import quickstart_summary  # noqa: E402
+import show_predictions  # noqa: E402
+from make_synthetic_coco import make_set  # noqa: E402
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+    """A folder with a small set, a config for it, and the checkpoint of a model that has learnt nothing."""
+    folder = tmp_path_factory.mktemp('project')
+    make_set(folder / 'data/shapes', train=4, val=3, size=64)
+    config = Config.fromfile(CONFIG)
+    for name in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        config[name].update(num_workers=0, persistent_workers=False, batch_size=2)
+        config[name].dataset.data_root = str(folder / 'data/shapes/')
+    config.dump(folder / 'config.py')
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    model = MODELS.build(config.model)
+    model.init_weights()
+    torch.save({'state_dict': model.state_dict(), 'meta': {}}, folder / 'model.pth')
+    return folder
+
+
+def test_dim_fades_the_dropped_positions_only():
+    image = np.full((34, 37, 3), 100, np.uint8)
+    mask = np.zeros((4, 4), bool)
+    mask[1, 2] = True
+    faded = draw_masks.dim(image, mask, 8)
+    assert (faded[8:16, 16:24] == 100).all()
+    assert (faded == 100).sum() == 8 * 8 * 3
+
+
+def test_stage_sizes_are_those_of_the_layers():
+    layers = [torch.nn.Conv2d(1, 1, 4, 4), torch.nn.Conv2d(1, 1, 2, 2), torch.nn.Conv2d(1, 1, 2, 2)]
+    for height, width in ((64, 64), (63, 97), (800, 1333)):
+        x, sizes = torch.zeros(1, 1, height, width), []
+        for layer in layers:
+            x = layer(x)
+            sizes.append(tuple(x.shape[-2:]))
+        assert draw_masks.stage_sizes(height, width) == sizes
+
+
+@pytest.mark.parametrize('sampler', ['grid', 'random'])
+def test_draw_masks(sampler, project, tmp_path):
+    image = project / 'data/shapes/images/val/000000.jpg'
+    command = [sys.executable, ROOT / 'tools/analysis_tools/draw_masks.py', '--image', image, '--sampler', sampler]
+    subprocess.run([*command, '--out', tmp_path / 'one.png'], check=True)
+    subprocess.run([*command, '--out', tmp_path / 'three.png', '--steps', '3'], check=True)
+    one, three = cv2.imread(str(tmp_path / 'one.png')), cv2.imread(str(tmp_path / 'three.png'))
+    assert one.shape[1] == three.shape[1] and three.shape[0] == 3 * one.shape[0]
+    refused = subprocess.run(
+        [*command, '--out', tmp_path / 'x.png', '--keep-ratio', '1.5'], capture_output=True, text=True
+    )
+    assert refused.returncode == 1 and 'keep_ratio=1.5' in refused.stderr and not (tmp_path / 'x.png').exists()
+
+
+def test_draw_masks_refuses_tiny_images(tmp_path):
+    with pytest.raises(ValueError, match='16 x 64 pixels'):
+        draw_masks.draw_masks(np.zeros((16, 64, 3), np.uint8), tmp_path / 'x.png')
+
+
+def test_show_predictions(project, tmp_path):
+    out = tmp_path / 'folder' / 'picture.png'
+    show_predictions.show_predictions(str(project / 'config.py'), str(project / 'model.pth'), out, num=2, threshold=0)
+    picture = cv2.imread(str(out))
+    assert picture is not None and picture.std() > 10
+
+
+def test_show_predictions_names_a_missing_file(project):
+    command = [sys.executable, ROOT / 'tools/analysis_tools/show_predictions.py', project / 'config.py', 'none.pth']
+    done = subprocess.run([*command, '--out', 'x.png'], capture_output=True, text=True)
+    assert done.returncode == 1 and 'none.pth: no such file' in done.stderr
+
+
+def test_ground_truth_reads_every_kind_of_mask():
+    square = np.zeros((10, 12), np.uint8)
+    square[2:6, 3:9] = 1
+    polygon = [[3, 2, 9, 2, 9, 6, 3, 6]]
+    counts, run, value = [], 0, 0  # COCO's run lengths go down the columns and begin with zeros
+    for pixel in square.T.ravel():
+        if pixel != value:
+            counts.append(run)
+            run, value = 0, pixel
+        run += 1
+    run_lengths = {'size': [10, 12], 'counts': [*counts, run]}
+    box = dict(bbox=[3, 2, 9, 6], bbox_label=1)
+    info = dict(height=10, width=12, instances=[dict(box, mask=mask) for mask in (polygon, run_lengths)] + [box])
+    *with_mask, without = show_predictions.ground_truth(info)
+    for label, found, mask, score in with_mask:
+        assert (label, found, score) == (1, [3, 2, 9, 6], None)
+        np.testing.assert_array_equal(mask, square.astype(bool))
+    assert without[2] is None
+
+
+def test_summary_counts_less_with_sbp(project):
+    config = Config.fromfile(project / 'config.py')
+    batch = dict(
+        inputs=[torch.zeros(3, 64, 64, dtype=torch.uint8)] * 2,
+        data_samples=None,
+    )
+    with_sbp, shape = quickstart_summary.backbone_bytes(config, dict(batch))
+    config.model.backbone.sbp_cfg = None
+    without, _ = quickstart_summary.backbone_bytes(config, dict(batch))
+    assert tuple(shape) == (2, 3, 64, 64)
+    assert 0 < with_sbp < 0.75 * without
+
+
+def test_summary_names_what_is_missing(project):
+    command = [sys.executable, ROOT / 'tools/analysis_tools/quickstart_summary.py', project / 'config.py', project]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and 'last_checkpoint' in done.stderr

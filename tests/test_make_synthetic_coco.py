@@ -1,0 +1,182 @@
+"""The synthetic set: reproducible, and its annotations say what the pictures show."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from pycocotools import mask as mask_utils
+from pycocotools.coco import COCO
+
+TOOLS = Path(__file__).parents[1] / 'tools'
+sys.path.insert(0, str(TOOLS))
+import make_synthetic_coco as synthetic  # noqa: E402
+
+SMALL = dict(train=6, val=3, size=96, seed=3)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
+
+
+def decode_polygons(polygons, shape):
+    return mask_utils.decode(mask_utils.merge(mask_utils.frPyObjects(polygons, *shape))).astype(bool)
+
+
+@pytest.fixture(scope='module')
+def polygon_set(tmp_path_factory):
+    out = tmp_path_factory.mktemp('set') / 'shapes'
+    synthetic.make_set(out, mask='polygon', **SMALL)
+    return out
+
+
+@pytest.fixture(scope='module')
+def rle_set(tmp_path_factory):
+    out = tmp_path_factory.mktemp('set') / 'shapes'
+    synthetic.make_set(out, mask='rle', **SMALL)
+    return out
+
+
+def test_same_seed_same_bytes(polygon_set, tmp_path):
+    synthetic.make_set(tmp_path / 'again', mask='polygon', **SMALL)
+    assert contents(tmp_path / 'again') == contents(polygon_set)
+
+
+def test_seed_and_split_change_the_images(polygon_set, tmp_path):
+    synthetic.make_set(tmp_path / 'other', mask='polygon', **dict(SMALL, seed=4))
+    first, second = contents(polygon_set), contents(tmp_path / 'other')
+    images = [first[name] for name in first if name.endswith('.jpg')]
+    assert len(set(images)) == SMALL['train'] + SMALL['val']
+    assert not set(images) & {second[name] for name in second}
+
+
+def test_larger_set_begins_with_the_smaller_one(polygon_set, tmp_path):
+    synthetic.make_set(tmp_path / 'larger', mask='polygon', **dict(SMALL, train=8))
+    larger = contents(tmp_path / 'larger')
+    for name, data in contents(polygon_set).items():
+        assert not name.endswith('.jpg') or larger[name] == data
+
+
+@pytest.mark.parametrize('split', ['train', 'val'])
+@pytest.mark.parametrize('kind', ['polygon', 'rle'])
+def test_annotations_describe_the_visible_pixels(split, kind, request):
+    out = request.getfixturevalue(f'{kind}_set')
+    coco = COCO(str(out / 'annotations' / f'instances_{split}.json'))
+    assert [category['name'] for category in coco.loadCats(coco.getCatIds())] == list(synthetic.CLASSES)
+    for image in coco.loadImgs(coco.getImgIds()):
+        assert cv2.imread(str(out / 'images' / split / image['file_name'])).shape == (96, 96, 3)
+        annotations = coco.loadAnns(coco.getAnnIds(imgIds=image['id']))
+        masks = [coco.annToMask(annotation).astype(bool) for annotation in annotations]
+        # No pixel shows two objects.
+        assert np.sum(masks, axis=0).max() == 1
+        for annotation, mask in zip(annotations, masks, strict=True):
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+            assert annotation['area'] == mask.sum() > 0
+            left, top, width, height = annotation['bbox']
+            assert (left, left + width - 1, top, top + height - 1) == (columns[0], columns[-1], rows[0], rows[-1])
+
+
+def test_both_encodings_agree(polygon_set, rle_set):
+    for split in ('train', 'val'):
+        one, other = (COCO(str(out / 'annotations' / f'instances_{split}.json')) for out in (polygon_set, rle_set))
+        assert one.getAnnIds() == other.getAnnIds()
+        for a, b in zip(one.loadAnns(one.getAnnIds()), other.loadAnns(other.getAnnIds()), strict=True):
+            assert isinstance(a['segmentation'], list) and isinstance(b['segmentation'], dict)
+            np.testing.assert_array_equal(one.annToMask(a), other.annToMask(b))
+    for name, data in contents(polygon_set).items():
+        assert not name.endswith('.jpg') or contents(rle_set)[name] == data
+
+
+def test_polygons_are_exact_for_any_mask():
+    """Holes, islands, pixels that touch at a corner only."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        mask = rng.random((11, 14)) < rng.uniform(0.1, 0.95)
+        if mask.any():
+            np.testing.assert_array_equal(decode_polygons(synthetic.encode_polygons(mask), mask.shape), mask)
+    ring = np.ones((9, 9), bool)
+    ring[2:7, 3:6] = False
+    np.testing.assert_array_equal(decode_polygons(synthetic.encode_polygons(ring), ring.shape), ring)
+
+
+def test_masks_are_what_is_drawn(monkeypatch):
+    """With flat black ground and flat white objects, the masks together are the white pixels of the image."""
+    surfaces = iter([0.0] + [255.0] * 1000)
+    monkeypatch.setattr(
+        synthetic, 'surface', lambda rng, size: np.full((size, size, 3), next(surfaces), dtype=np.float32)
+    )
+    monkeypatch.setattr(synthetic.cv2, 'GaussianBlur', lambda image, *_: image)
+    image, objects = synthetic.render_image(np.random.default_rng(0), 128)
+    union = np.any([visible for _, visible in objects], axis=0)
+    np.testing.assert_array_equal(image[..., 0] == 255, union)
+    assert set(np.unique(image)) == {0, 255}
+
+
+def test_hidden_objects_keep_their_visible_part(monkeypatch):
+    """An object alone covers at least what it shows among others, and none shows less than the limit."""
+    outlines = []
+    fill = cv2.fillPoly
+
+    def record(canvas, points, value):
+        outlines.append(canvas)
+        return fill(canvas, points, value)
+
+    monkeypatch.setattr(synthetic.cv2, 'fillPoly', record)
+    partly_hidden = 0
+    for number in range(40):
+        outlines.clear()
+        _, objects = synthetic.render_image(np.random.default_rng(number), 96)
+        for _, visible in objects:
+            whole = [canvas for canvas in outlines if not (visible & ~canvas[96:192, 96:192].astype(bool)).any()]
+            shares = [visible.sum() / canvas.sum() for canvas in whole]
+            assert max(shares) >= synthetic.MIN_VISIBLE
+            partly_hidden += max(shares) < 0.95
+    assert partly_hidden > 20
+
+
+def test_again_does_nothing_and_other_arguments_replace(tmp_path):
+    out = tmp_path / 'shapes'
+    assert synthetic.make_set(out, train=3, val=1, size=64)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob('*')}
+    assert not synthetic.make_set(out, train=3, val=1, size=64)
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob('*')}
+    assert synthetic.make_set(out, train=2, val=1, size=64)
+    assert len(list((out / 'images/train').iterdir())) == 2
+
+
+def test_interrupted_set_is_made_again(tmp_path, monkeypatch):
+    out = tmp_path / 'shapes'
+    monkeypatch.setattr(synthetic.cv2, 'imwrite', lambda *_: False)
+    with pytest.raises(OSError, match='could not write'):
+        synthetic.make_set(out, train=2, val=1, size=64)
+    monkeypatch.undo()
+    assert synthetic.make_set(out, train=2, val=1, size=64)
+    assert len(json.loads((out / 'annotations/instances_train.json').read_text())['images']) == 2
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (dict(train=0), '--train 0: must be 1 or more'),
+        (dict(val=-1), '--val -1: must be 1 or more'),
+        (dict(size=8), '--size 8: must be 32 or more'),
+        (dict(seed=-2), '--seed -2: must be 0 or more'),
+        (dict(mask='png'), "--mask png: choose 'polygon' or 'rle'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        synthetic.make_set(tmp_path / 'shapes', **arguments)
+    assert not (tmp_path / 'shapes').exists()
+
+
+def test_foreign_folder_is_refused(tmp_path):
+    (tmp_path / 'mine.txt').write_text('mine')
+    command = [sys.executable, TOOLS / 'make_synthetic_coco.py', '--out', tmp_path, '--train', '1', '--val', '1']
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'not made by this script' in done.stderr and str(tmp_path) in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ['mine.txt']

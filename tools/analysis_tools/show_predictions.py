@@ -1,0 +1,140 @@
+"""Draw predictions beside ground truth, for any mmdet config whose validation set is in COCO format.
+
+python tools/analysis_tools/show_predictions.py CONFIG CHECKPOINT --out predictions.png
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib
+import mmcv
+import numpy as np
+import torch
+from mmdet.apis import inference_detector, init_detector
+from mmdet.registry import DATASETS
+from mmengine.config import Config
+from pycocotools import mask as mask_utils
+
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.patches import Patch, Rectangle  # noqa: E402
+
+__all__ = ['draw_objects', 'ground_truth', 'predictions', 'show_predictions']
+
+
+def ground_truth(info):
+    """Objects of one image as the data set describes them.
+
+    Args:
+        info (dict): what `CocoDataset.get_data_info` returns.
+
+    Returns:
+        list[tuple]: `(label, box, mask or None, score or None)`; box x1, y1, x2, y2.
+    """
+    objects = []
+    for instance in info['instances']:
+        mask = instance.get('mask')
+        if isinstance(mask, list):  # polygons
+            mask = mask_utils.merge(mask_utils.frPyObjects(mask, info['height'], info['width']))
+        elif mask is not None and isinstance(mask['counts'], list):  # run lengths, not compressed
+            mask = mask_utils.frPyObjects(mask, info['height'], info['width'])
+        mask = None if mask is None else mask_utils.decode(mask).astype(bool)
+        objects.append((instance['bbox_label'], instance['bbox'], mask, None))
+    return objects
+
+
+def predictions(sample, threshold):
+    """Predicted objects at or above a score, in the form of `ground_truth`.
+
+    Args:
+        sample (DetDataSample): what `inference_detector` returns.
+        threshold (float): lowest score.
+    """
+    found = sample.pred_instances[sample.pred_instances.scores >= threshold].cpu().numpy()
+    masks = found.masks if 'masks' in found else [None] * len(found)
+    return list(zip(found.labels, found.bboxes, masks, found.scores, strict=True))
+
+
+def draw_objects(axes, image, objects, colours):
+    """Draw masks, boxes and, where there are any, scores over an image.
+
+    Args:
+        axes (matplotlib.axes.Axes): where to draw.
+        image (numpy.ndarray): RGB, (H, W, 3).
+        objects (list[tuple]): as `ground_truth` returns them.
+        colours (numpy.ndarray): one RGB colour in 0..1 per class.
+    """
+    picture = image / 255
+    for label, _, mask, _ in objects:
+        if mask is not None:
+            picture[mask] = 0.5 * picture[mask] + 0.5 * colours[label]
+    axes.imshow(picture)
+    for label, (x1, y1, x2, y2), _, score in objects:
+        axes.add_patch(Rectangle((x1 - 0.5, y1 - 0.5), x2 - x1, y2 - y1, fill=False, color=colours[label], lw=1.2))
+        if score is not None:
+            box = dict(facecolor=colours[label], edgecolor='none', pad=0.6)
+            axes.text(x1, y1, f'{score:.2f}', fontsize=6, color='white', va='bottom', bbox=box)
+    axes.set_axis_off()
+
+
+def show_predictions(config, checkpoint, out, num=6, threshold=0.5, device='cpu'):
+    """Write a picture: `num` validation images, for each the ground truth and the prediction.
+
+    Args:
+        config (str): an mmdet config.
+        checkpoint (str): its checkpoint.
+        out (str | Path): picture to write.
+        num (int): number of images, spread over the set. Defaults to 6.
+        threshold (float): lowest score that is drawn. Defaults to 0.5.
+        device (str): where the model runs. Defaults to 'cpu'.
+    """
+    config = Config.fromfile(config)
+    model = init_detector(config, checkpoint, device=device)
+    dataset = DATASETS.build(dict(config.val_dataloader.dataset, test_mode=True))
+    names = dataset.metainfo['classes']
+    colours = plt.get_cmap('tab10' if len(names) <= 10 else 'gist_rainbow')
+    colours = np.array([colours(i if len(names) <= 10 else i / len(names))[:3] for i in range(len(names))])
+    num = min(num, len(dataset))
+    columns = 2 if num > 1 else 1  # pairs side by side
+    rows = -(-num // columns)
+    figure, grid = plt.subplots(rows, 2 * columns, figsize=(5 * columns, 2.6 * rows), squeeze=False)
+    shown = set()
+    indices = np.linspace(0, len(dataset) - 1, num).round().astype(int).tolist()
+    for pair, index in zip(grid.reshape(-1, 2), indices, strict=False):
+        info = dataset.get_data_info(index)
+        image = mmcv.imread(info['img_path'], channel_order='rgb')
+        both = ground_truth(info), predictions(inference_detector(model, info['img_path']), threshold)
+        for axes, objects, title in zip(pair, both, ('ground truth', 'prediction'), strict=True):
+            draw_objects(axes, image, objects, colours)
+            axes.set_title(title, fontsize=8)
+            shown.update(int(label) for label, *_ in objects)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    handles = [Patch(color=colours[label], label=names[label]) for label in sorted(shown)[:20]]
+    figure.legend(handles=handles, loc='lower center', ncols=10, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.3 / (2.6 * rows), 1, 1), pad=0.4)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config')
+    parser.add_argument('checkpoint')
+    parser.add_argument('--out', required=True, help='picture to write')
+    parser.add_argument('--num', type=int, default=6, help='number of validation images (default 6)')
+    parser.add_argument('--score-thr', type=float, default=0.5, help='lowest score that is drawn (default 0.5)')
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    args = parser.parse_args()
+    for path in (args.config, args.checkpoint):
+        if not Path(path).is_file():
+            sys.exit(f'error: {path}: no such file')
+    if args.num < 1:
+        sys.exit(f'error: --num {args.num}: must be 1 or more')
+    show_predictions(args.config, args.checkpoint, args.out, args.num, args.score_thr, args.device)
+
+
+if __name__ == '__main__':
+    main()
