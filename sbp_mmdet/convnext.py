@@ -9,7 +9,7 @@ from mmengine.logging import MessageHub
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .layers import ConvNeXtBlock, Downsample, build_norm
+from .layers import ConvNeXtBlock, Downsample, Stem, build_norm
 from .masks import mask_generator, positions, stage_masks
 from .settings import SBPSettings
 
@@ -100,18 +100,17 @@ class SBPConvNeXt(BaseModule):
                 'set sbp_cfg=None (and with_cp=True to save memory)'
             )
 
-        fused_ops = bool(self.sbp) and self.sbp.implementation == 'fused'
         norm_cfg = norm_cfg or dict(type='LN2d', eps=1e-6)
-        rates = torch.linspace(0, drop_path_rate, sum(self.depths)).split(list(self.depths))
-        stem = nn.Sequential(
-            nn.Conv2d(in_channels, self.channels[0], stem_patch_size, stride=stem_patch_size),
-            build_norm(norm_cfg, self.channels[0], lean=fused_ops),
+        fused = self.sbp is not None and self.sbp.implementation == 'fused'
+        recompute = fused and self.sbp.recompute
+        self.downsample_layers = nn.ModuleList(
+            [Stem(in_channels, self.channels[0], stem_patch_size, norm_cfg=norm_cfg, fused=fused, recompute=recompute)]
         )
-        self.downsample_layers = nn.ModuleList([stem])
         self.downsample_layers.extend(
-            Downsample(c_in, c_out, norm_cfg=norm_cfg, fused=fused_ops)
+            Downsample(c_in, c_out, norm_cfg=norm_cfg, fused=fused)
             for c_in, c_out in zip(self.channels[:-1], self.channels[1:], strict=True)
         )
+        rates = torch.linspace(0, drop_path_rate, sum(self.depths)).split(list(self.depths))
         self.stages = nn.ModuleList()
         for channels, stage_rates in zip(self.channels, rates, strict=True):
             stage = [
@@ -124,14 +123,14 @@ class SBPConvNeXt(BaseModule):
                     drop_path_rate=rate,
                     layer_scale_init_value=layer_scale_init_value,
                     with_cp=with_cp,
-                    fused=fused_ops,
-                    recompute=bool(self.sbp) and self.sbp.recompute,
+                    fused=fused,
+                    recompute=recompute,
                 )
                 for rate in stage_rates.tolist()
             ]
             self.stages.append(nn.Sequential(*stage))
         for i in self.out_indices:
-            self.add_module(f'norm{i}', build_norm(norm_cfg, self.channels[i], lean=fused_ops))
+            self.add_module(f'norm{i}', build_norm(norm_cfg, self.channels[i], fused))
 
         self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
         self._last_step = None

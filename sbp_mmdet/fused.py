@@ -1,8 +1,8 @@
 """The gradients of Algorithm 1 in less memory: what each operation stores for the backward pass is chosen by hand.
 
 Stored are, for the kept positions only, the normalised input x-hat (without the affine part), its reciprocal standard
-deviation and, unless it is recomputed, the hidden layer of the channel MLP. With the affine part of the norm folded
-into the weights that follow,
+deviation and, unless it is recomputed, the hidden layer of the channel MLP; where the convolution that made the input
+can be run again (:class:`Conv`), not even those. With the affine part of the norm folded into the weights that follow,
 
     W1' = W1 diag(w_ln),  b1' = b1 + W1 b_ln,  h = x-hat W1'^T + b1',  y = GELU(h) W2^T + b2,
 
@@ -18,6 +18,8 @@ Precision: parameters are folded in their own precision and then cast, weight gr
 parameters are saved uncast, so that no cast copy of a weight outlives the forward pass.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,10 +27,38 @@ from torch.autograd.function import once_differentiable
 
 from .masks import Positions
 
-__all__ = ['channel_mlp', 'downsample', 'layer_norm', 'to_patches']
+__all__ = ['Conv', 'autocast_dtype', 'channel_mlp', 'downsample', 'layer_norm', 'to_patches']
 
 # Elements of the hidden layer that exist at a time: on a CPU what stays in its caches, on a GPU enough to keep it busy.
 _CHUNK = {'cpu': 2**20, 'cuda': 2**26}
+
+
+class Conv(NamedTuple):
+    """A convolution that can be run again in the backward pass.
+
+    Its input is in the graph anyway, saved by the convolution itself, if it was cast before and not by autocast.
+
+    Attributes:
+        input (Tensor): Shape (N, C, H, W).
+        weight (Tensor): Uncast.
+        bias (Tensor): Uncast.
+        options (dict): ``stride``, ``padding``, ``groups``.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor
+    options: dict
+
+    @classmethod
+    def of(cls, conv: torch.nn.Conv2d, x: Tensor) -> 'Conv':
+        """The module's convolution of ``x``."""
+        return cls(x, conv.weight, conv.bias, dict(stride=conv.stride, padding=conv.padding, groups=conv.groups))
+
+    def run(self) -> Tensor:
+        """The convolution's output."""
+        dtype = self.input.dtype
+        return F.conv2d(self.input, self.weight.to(dtype), self.bias.to(dtype), **self.options)
 
 
 def to_patches(x: Tensor) -> Tensor:
@@ -62,6 +92,7 @@ def channel_mlp(
     approximate: str = 'none',
     keep: Positions | None = None,
     recompute: bool = False,
+    source: Conv | None = None,
 ) -> Tensor:
     """``shortcut + scale * gamma * (GELU(LN(x) W1^T + b1) W2^T + b2)`` with gradients from the kept positions.
 
@@ -79,11 +110,13 @@ def channel_mlp(
         approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
         keep (Positions | None): Which positions send gradients; None: all. Default: None.
         recompute (bool): Compute the hidden layer again in the backward pass instead of storing it. Default: False.
+        source (Conv | None): Where ``x`` comes from, to compute it again too, with ``recompute``. Default: None.
 
     Returns:
         Tensor: Shape (N, C, H, W).
     """
-    options = (eps, approximate, keep, recompute, _compute_dtype(x))
+    dtype = autocast_dtype(x) or x.dtype
+    options = (eps, approximate, keep, recompute, source if recompute else None, dtype)
     return _ChannelMLP.apply(
         x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options
     )
@@ -112,31 +145,54 @@ def downsample(
     Returns:
         Tensor: Shape (N, C', H // 2, W // 2).
     """
-    return _Downsample.apply(x, norm_weight, norm_bias, weight, bias, (eps, keep, _compute_dtype(x)))
+    return _Downsample.apply(x, norm_weight, norm_bias, weight, bias, (eps, keep, autocast_dtype(x) or x.dtype))
 
 
 @torch.compiler.disable
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
-    """Layer norm over the last dimension; under autocast it stores the normalised input in reduced precision.
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float = 1e-6, source: Conv | None = None
+) -> Tensor:
+    """Layer norm over the channels; under autocast it stores the normalised input in reduced precision.
 
     Args:
-        x (Tensor): Shape (..., C).
+        x (Tensor): Shape (N, C, H, W).
         weight, bias (Tensor | None): Affine part, shape (C,).
         eps (float): Added to the variance. Default: 1e-6.
+        source (Conv | None): Where ``x`` comes from, to compute it again instead of storing it. Default: None.
 
     Returns:
-        Tensor: Shape (..., C), in full precision as CUDA's autocast has it.
+        Tensor: Shape (N, C, H, W), in full precision as CUDA's autocast has it.
     """
-    dtype = _compute_dtype(x)
-    if dtype == x.dtype or weight is None or bias is None:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return _LayerNorm.apply(x, weight, bias, eps, dtype)
+    dtype = autocast_dtype(x)
+    if weight is None or bias is None or (dtype is None and source is None):
+        out = F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps).permute(0, 3, 1, 2)
+    else:
+        out = _LayerNorm.apply(x, weight, bias, eps, source, dtype or x.dtype)
+    return out.contiguous(memory_format=memory_format(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast runs a matrix product of ``x`` in; None where autocast is off or leaves ``x`` alone."""
+    kind = x.device.type
+    if x.dtype == torch.float64:
+        return None
+    if hasattr(torch, 'get_autocast_dtype'):  # torch 2.4 and newer
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if kind == 'cpu':
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Channels last if ``x`` is laid out so, else contiguous."""
+    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if channels_last else torch.contiguous_format
 
 
 class _ChannelMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options):
-        eps, approximate, keep, recompute, dtype = options
+        eps, approximate, keep, recompute, source, dtype = options
         n, c, height, width = x.shape
         needs_inner = any(ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5))
         needs_any = needs_inner or any(ctx.needs_input_grad[6:9])
@@ -152,7 +208,7 @@ class _ChannelMLP(torch.autograd.Function):
                     h = torch.addmm(b1, xhat[chunk], w1.t(), out=None if hidden is None else hidden[chunk])
                     h = F.gelu(h, approximate=approximate) if hidden is not None else _gelu_(h, approximate)
                     torch.addmm(b2, h, w2.t(), out=rows[chunk])
-                return rows, (xhat if needs_inner or recompute else None, rstd, hidden)
+                return rows, (xhat, rstd, hidden)
 
             if keep is None:
                 branch, stored = run(None, needs_any)
@@ -167,11 +223,18 @@ class _ChannelMLP(torch.autograd.Function):
             factor = _factor(gamma, scale)
             out = shortcut + branch if factor is None else torch.addcmul(shortcut, branch, factor)
         if needs_any:
-            ctx.options = options
-            indices = None if keep is None else keep.keep
-            parameters = (norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma)
-            ctx.save_for_backward(*stored, indices, scale, *parameters)
-        ctx.like = x.shape
+            xhat, rstd, hidden = stored
+            if source is not None:
+                xhat = rstd = None
+            elif not (needs_inner or recompute):
+                xhat = None
+            ctx.shape = x.shape
+            # The source is kept by its tensors, saved like all others, so that hooks on saved tensors see them.
+            ctx.options = (eps, approximate, recompute, source and source.options, dtype)
+            ctx.save_for_backward(
+                *(xhat, rstd, hidden, None if keep is None else keep.keep, scale, *(source or [None] * 4)[:3]),
+                *(norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma),
+            )
         return out
 
     @staticmethod
@@ -179,15 +242,17 @@ class _ChannelMLP(torch.autograd.Function):
     def backward(ctx, grad):
         if not any(ctx.needs_input_grad[i] for i in (0, *range(2, 9))):
             return None, grad, *[None] * 9
-        xhat, rstd, hidden, keep, scale, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma = (
-            ctx.saved_tensors
-        )
-        _, approximate, _, _, dtype = ctx.options
+        saved = ctx.saved_tensors
+        xhat, rstd, hidden, keep, scale, *source = saved[:8]
+        norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma = saved[8:]
+        eps, approximate, recompute, conv_options, dtype = ctx.options
         needs_x, _, needs_nw, needs_nb, needs_w1, needs_b1, needs_w2, needs_b2, needs_gamma = ctx.needs_input_grad[:9]
         needs_inner = needs_x or needs_nw or needs_nb or needs_w1 or needs_b1
         with _no_autocast(grad):
             w1, b1 = _fold(weight1, bias1, norm_weight, norm_bias, dtype)
             w2 = weight2.to(dtype)
+            if conv_options is not None:
+                xhat, rstd = _normalise(_rows(Conv(*source, conv_options).run(), keep), eps, dtype)
             g = _rows(grad, keep)
             if scale is not None:
                 g = (g.view(len(scale), -1) * scale[:, None]).view_as(g)
@@ -198,7 +263,7 @@ class _ChannelMLP(torch.autograd.Function):
             dw1, db1 = (_zeros(weight1), _zeros(bias1)) if needs_inner else (None, None)
             dx = g.new_empty(g.shape) if needs_x else None
             for chunk in _chunks(len(g), len(w1), g.device):
-                h = torch.addmm(b1, xhat[chunk], w1.t()) if hidden is None else hidden[chunk]
+                h = torch.addmm(b1, xhat[chunk], w1.t()) if recompute else hidden[chunk]
                 if outer is not None:
                     _accumulate(outer, g[chunk].t(), F.gelu(h, approximate=approximate))
                 if needs_inner:
@@ -210,7 +275,7 @@ class _ChannelMLP(torch.autograd.Function):
                         dx[chunk] = _normalise_backward(dh @ w1, xhat[chunk], rstd[chunk])
             grads = [None] * 11
             if needs_x:
-                grads[0] = _scatter(dx, keep, ctx.like)
+                grads[0] = _scatter(dx, keep, ctx.shape)
             if ctx.needs_input_grad[1]:
                 grads[1] = grad
             if needs_inner:
@@ -240,7 +305,7 @@ class _Downsample(torch.autograd.Function):
                 xhat, rstd = xhat.index_select(1, indices), rstd.index_select(1, indices)
             needs_xhat = ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
             ctx.save_for_backward(xhat if needs_xhat else None, rstd, indices, norm_weight, norm_bias, weight, bias)
-        return out.contiguous(memory_format=_memory_format(x))
+        return out.contiguous(memory_format=memory_format(x))
 
     @staticmethod
     @once_differentiable
@@ -278,36 +343,33 @@ class _Downsample(torch.autograd.Function):
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, dtype):
+    def forward(ctx, x, weight, bias, eps, source, dtype):
         with _no_autocast(x):
-            xhat, rstd = _normalise(x, eps, torch.float32)
-            ctx.save_for_backward(xhat.to(dtype), rstd, weight)
-            ctx.dtype = x.dtype
-            return torch.addcmul(bias, xhat, weight)
+            xhat, rstd = _normalise(x.permute(0, 2, 3, 1), eps, _accumulator(x))
+            ctx.options = (eps, source and source.options, x.dtype)
+            stored = (xhat.to(dtype), rstd) if source is None else (None, None)
+            ctx.save_for_backward(*stored, weight, *(source or [None] * 4)[:3])
+            return torch.addcmul(bias, xhat, weight).permute(0, 3, 1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        xhat, rstd, weight = ctx.saved_tensors
+        xhat, rstd, weight, *source = ctx.saved_tensors
+        eps, conv_options, dtype = ctx.options
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with _no_autocast(grad):
-            dims = tuple(range(grad.dim() - 1))
-            dx = _normalise_backward(grad * weight, xhat.float(), rstd).to(ctx.dtype) if needs_x else None
-            dweight = (grad * xhat).sum(dims) if needs_weight else None
-            dbias = grad.sum(dims) if needs_bias else None
-        return dx, dweight, dbias, None, None
-
-
-def _compute_dtype(x):
-    """What autocast would run a matrix product of ``x`` in."""
-    kind = x.device.type
-    if x.dtype == torch.float64:
-        return x.dtype
-    if hasattr(torch, 'get_autocast_dtype'):  # torch 2.4 and newer
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if kind == 'cpu':
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else x.dtype
-    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else x.dtype
+            if conv_options is not None:
+                xhat, rstd = _normalise(Conv(*source, conv_options).run().permute(0, 2, 3, 1), eps, grad.dtype)
+            xhat = xhat.to(grad.dtype)
+            grad = grad.permute(0, 2, 3, 1)  # (N, H, W, C)
+            dx = dweight = dbias = None
+            if needs_x:
+                dx = _normalise_backward(grad * weight, xhat, rstd).to(dtype).permute(0, 3, 1, 2)
+            if needs_weight:
+                dweight = (grad * xhat).sum((0, 1, 2))
+            if needs_bias:
+                dbias = grad.sum((0, 1, 2))
+        return dx, dweight, dbias, None, None, None
 
 
 def _no_autocast(x):
@@ -417,8 +479,3 @@ def _accumulate(total, a, b):
 
 def _like(grad, parameter):
     return grad.to(parameter.dtype)
-
-
-def _memory_format(x):
-    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return torch.channels_last if channels_last else torch.contiguous_format

@@ -19,7 +19,7 @@ from . import fused
 from .functional import sbp
 from .masks import Positions
 
-__all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'build_norm']
+__all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'Stem', 'build_norm']
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -29,26 +29,57 @@ class LayerNorm2d(nn.LayerNorm):
         num_channels (int): C.
         eps (float): Added to the variance. Default: 1e-5.
         elementwise_affine (bool): With weight and bias. Default: True.
-        lean (bool): Under autocast, store the normalised input in reduced precision for the backward pass instead of
-            the input in full precision. Default: False.
+        fused (bool): Use :func:`sbp_mmdet.fused.layer_norm` in training. Default: False.
     """
 
-    def __init__(self, num_channels: int, eps: float = 1e-5, elementwise_affine: bool = True, lean: bool = False):
+    def __init__(self, num_channels: int, eps: float = 1e-5, elementwise_affine: bool = True, fused: bool = False):
         super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine)
-        self.lean = lean
+        self.fused = fused
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises (N, C, H, W) over C."""
-        x = x.permute(0, 2, 3, 1)  # (N, C, H, W) -> (N, H, W, C)
-        if self.lean and self.training and torch.is_grad_enabled():
-            x = fused.layer_norm(x, self.weight, self.bias, self.eps)
-        else:
-            x = self.tokens(x)
-        return x.permute(0, 3, 1, 2).contiguous()
+    def forward(self, x: Tensor, source: fused.Conv | None = None) -> Tensor:
+        """Normalises (N, C, H, W) over C.
+
+        Args:
+            x (Tensor): Shape (N, C, H, W).
+            source (Conv | None): The convolution that made ``x``, to run it again in the backward pass instead of
+                storing what it made. Default: None.
+        """
+        if _trains(self):
+            return fused.layer_norm(x, self.weight, self.bias, eps=self.eps, source=source)
+        out = self.tokens(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return out.contiguous(memory_format=fused.memory_format(x))
 
     def tokens(self, x: Tensor) -> Tensor:
         """Normalises (..., C) over C."""
         return super().forward(x)
+
+
+class Stem(nn.Sequential):
+    """Patch convolution, then layer norm.
+
+    Args:
+        in_channels (int): Channels of the image.
+        out_channels (int): C.
+        patch_size (int): Kernel size and stride, in pixels.
+        norm_cfg (dict): Of :func:`build_norm`.
+        fused (bool): Use :func:`sbp_mmdet.fused.layer_norm` in training.
+        recompute (bool | str): 'block' runs the convolution again in the backward pass.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, patch_size: int, *, norm_cfg: dict, fused: bool, recompute: bool | str
+    ):
+        conv = nn.Conv2d(in_channels, out_channels, patch_size, stride=patch_size)
+        super().__init__(conv, build_norm(norm_cfg, out_channels, fused))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (N, C', H, W) to (N, C, H // patch_size, W // patch_size)."""
+        conv, norm = self
+        if not _trains(norm):
+            return super().forward(x)
+        x = x.to(fused.autocast_dtype(x) or x.dtype)
+        return norm(conv(x), fused.Conv.of(conv, x) if self.recompute == 'block' else None)
 
 
 class GRN(nn.Module):
@@ -85,7 +116,8 @@ class ConvNeXtBlock(BaseModule):
         layer_scale_init_value (float): Initial layer scale; 0 means none.
         with_cp (bool): Checkpoint the block.
         fused (bool): Use :func:`sbp_mmdet.fused.channel_mlp` in training.
-        recompute (bool): Its ``recompute``.
+        recompute (bool | str): True computes the hidden layer again in the backward pass, 'block' the depthwise
+            convolution and the norm as well.
     """
 
     def __init__(
@@ -100,7 +132,7 @@ class ConvNeXtBlock(BaseModule):
         layer_scale_init_value: float,
         with_cp: bool,
         fused: bool,
-        recompute: bool,
+        recompute: bool | str,
     ):
         super().__init__()
         pointwise = nn.Linear if linear_pw_conv else lambda c_in, c_out: nn.Conv2d(c_in, c_out, 1)
@@ -134,7 +166,7 @@ class ConvNeXtBlock(BaseModule):
         return self._forward(x, keep)
 
     def _forward(self, x, keep):
-        if self.fused and self.training and torch.is_grad_enabled():
+        if _trains(self):
             return self._fused(x, keep)
         tokens = self.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
         if keep is None:
@@ -156,8 +188,10 @@ class ConvNeXtBlock(BaseModule):
         if isinstance(self.drop_path, DropPath):
             # The random numbers that drop_path would draw for the output, as the factor that it applies per image.
             scale = self.drop_path(x.new_ones(len(x), 1, 1, 1)).flatten()
+        # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
+        x_cast = x.to(fused.autocast_dtype(x) or x.dtype)
         return fused.channel_mlp(
-            self.depthwise_conv(x),
+            self.depthwise_conv(x_cast),
             x,
             self.norm.weight,
             self.norm.bias,
@@ -170,7 +204,8 @@ class ConvNeXtBlock(BaseModule):
             eps=self.norm.eps,
             approximate=self.act.approximate,
             keep=keep,
-            recompute=self.recompute,
+            recompute=bool(self.recompute),
+            source=fused.Conv.of(self.depthwise_conv, x_cast) if self.recompute == 'block' else None,
         )
 
 
@@ -197,7 +232,7 @@ class Downsample(nn.Sequential):
             keep (Positions | None): Output positions that send gradients; None: all. Default: None.
         """
         norm, conv = self
-        if self.fused and self.training and torch.is_grad_enabled():
+        if _trains(self):
             return fused.downsample(x, norm.weight, norm.bias, conv.weight, conv.bias, eps=norm.eps, keep=keep)
         if keep is None:
             return conv(norm(x))
@@ -211,14 +246,14 @@ class Downsample(nn.Sequential):
         return sbp(patch_conv, patches, keep).transpose(1, 2).unflatten(2, (height, width))
 
 
-def build_norm(cfg: dict, num_channels: int, lean: bool = False) -> LayerNorm2d:
+def build_norm(cfg: dict, num_channels: int, fused: bool = False) -> LayerNorm2d:
     """Builds the layer norm that ``norm_cfg`` names.
 
     Args:
         cfg (dict): ``type`` 'LN2d' (as in mmpretrain) or 'LN'; optional ``eps``, ``elementwise_affine``,
             ``requires_grad``.
         num_channels (int): C.
-        lean (bool): See :class:`LayerNorm2d`. Default: False.
+        fused (bool): See :class:`LayerNorm2d`. Default: False.
 
     Raises:
         ValueError: For any other norm.
@@ -227,4 +262,9 @@ def build_norm(cfg: dict, num_channels: int, lean: bool = False) -> LayerNorm2d:
     kind, requires_grad = cfg.pop('type', None), cfg.pop('requires_grad', True)
     if kind not in ('LN2d', 'LN'):
         raise ValueError(f"norm_cfg type={kind!r} is not supported; ConvNeXt normalises each position: use 'LN2d'")
-    return LayerNorm2d(num_channels, lean=lean, **cfg).requires_grad_(requires_grad)
+    return LayerNorm2d(num_channels, fused=fused, **cfg).requires_grad_(requires_grad)
+
+
+def _trains(module):
+    """Whether the fused operation replaces the plain one: evaluation and passes without gradients stay plain."""
+    return module.fused and module.training and torch.is_grad_enabled()

@@ -28,8 +28,10 @@ class SBPSettings:
         downsample (bool): SBP on the 2x2/2 layers that lead into stages 2 and 3. Default: True.
         implementation (str): 'fused' stores less for the same gradients; 'reference' is Algorithm 1 as the paper
             writes it. Default: 'fused'.
-        recompute (bool): Do not store the hidden layer of the channel MLP but compute it again in the backward pass,
-            for the kept positions. Needs 'fused'. Default: False.
+        recompute (bool | str): True: do not store the hidden layer of the channel MLP but compute it again in the
+            backward pass, for the kept positions. 'block': compute the norm's input again as well, by running the
+            depthwise convolution once more, so that a block stores nothing but its input. Needs 'fused'.
+            Default: False.
     """
 
     keep_ratio: tuple[float, ...]
@@ -37,7 +39,7 @@ class SBPSettings:
     blocks: tuple[int, ...]
     downsample: bool
     implementation: str
-    recompute: bool
+    recompute: bool | str
 
     @classmethod
     def parse(cls, cfg: dict, arch: str | dict, depths: Sequence[int]) -> 'SBPSettings':
@@ -89,7 +91,7 @@ class SBPSettings:
 
 
 def _one_of(key, value, choices):
-    if value not in choices:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise ValueError(f'sbp_cfg: {key}={value!r} is unknown; choose one of {choices}')
     return value
 
@@ -102,10 +104,10 @@ def _boolean(key, value):
 
 def _parse_implementation(cfg):
     implementation = _one_of('implementation', cfg.get('implementation', 'fused'), IMPLEMENTATIONS)
-    recompute = _boolean('recompute', cfg.get('recompute', False))
+    recompute = _one_of('recompute', cfg.get('recompute', False), (False, True, 'block'))
     if recompute and implementation != 'fused':
         raise ValueError(
-            f"sbp_cfg: recompute=True needs implementation='fused', not {implementation!r}; "
+            f"sbp_cfg: recompute={recompute!r} needs implementation='fused', not {implementation!r}; "
             'with the reference use with_cp=True of the backbone instead'
         )
     return dict(implementation=implementation, recompute=recompute)
