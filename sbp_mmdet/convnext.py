@@ -110,7 +110,7 @@ class SBPConvNeXt(BaseModule):
             Downsample(c_in, c_out, norm_cfg=norm_cfg, fused=fused)
             for c_in, c_out in zip(self.channels[:-1], self.channels[1:], strict=True)
         )
-        rates = torch.linspace(0, drop_path_rate, sum(self.depths)).split(list(self.depths))
+        rates = torch.linspace(0, drop_path_rate, sum(self.depths), device='cpu').split(list(self.depths))
         self.stages = nn.ModuleList()
         for channels, stage_rates in zip(self.channels, rates, strict=True):
             stage = [
@@ -273,5 +273,7 @@ def _parse_out_indices(out_indices, num_stages):
     indices = [out_indices] if isinstance(out_indices, int) else list(out_indices)
     for i in indices:
         if not -num_stages <= i < num_stages:
-            raise ValueError(f'out_indices={out_indices!r}: there is no stage {i}; stages count from 0 to {num_stages - 1}')
+            raise ValueError(
+                f'out_indices={out_indices!r}: there is no stage {i}; stages count from 0 to {num_stages - 1}'
+            )
     return [i % num_stages for i in indices]

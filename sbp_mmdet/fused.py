@@ -117,9 +117,7 @@ def channel_mlp(
     """
     dtype = autocast_dtype(x) or x.dtype
     options = (eps, approximate, keep, recompute, source if recompute else None, dtype)
-    return _ChannelMLP.apply(
-        x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options
-    )
+    return _ChannelMLP.apply(x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options)
 
 
 @torch.compiler.disable
@@ -293,7 +291,7 @@ class _Downsample(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, options):
         eps, keep, dtype = options
-        n, height, width = len(x), x.shape[2] // 2, x.shape[3] // 2
+        height, width = x.shape[2] // 2, x.shape[3] // 2
         with _no_autocast(x):
             w, b = _fold(*_patch_weights(weight, bias, norm_weight, norm_bias), dtype)
             xhat, rstd = _normalise(to_patches(x), eps, dtype)  # (N, L, 4, C), (N, L, 4, 1)

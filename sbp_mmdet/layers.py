@@ -67,7 +67,14 @@ class Stem(nn.Sequential):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, patch_size: int, *, norm_cfg: dict, fused: bool, recompute: bool | str
+        self,
+        in_channels: int,
+        out_channels: int,
+        patch_size: int,
+        *,
+        norm_cfg: dict,
+        fused: bool,
+        recompute: bool | str,
     ):
         conv = nn.Conv2d(in_channels, out_channels, patch_size, stride=patch_size)
         super().__init__(conv, build_norm(norm_cfg, out_channels, fused))

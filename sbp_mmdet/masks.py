@@ -108,9 +108,7 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
     raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')
 
 
-def stage_masks(
-    sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator
-) -> list[Tensor]:
+def stage_masks(sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator) -> list[Tensor]:
     """Aligned masks for successive stages, each half the resolution of the one before.
 
     Sizes need not be divisible by two: the base mask is drawn large enough to cover the last row and column of every

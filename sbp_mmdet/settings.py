@@ -118,5 +118,7 @@ def _parse_blocks(blocks, depths):
         raise ValueError(f'sbp_cfg: blocks={blocks!r} must list one number for each of the {len(depths)} stages')
     for stage, (n, depth) in enumerate(zip(blocks, depths, strict=True)):
         if isinstance(n, bool) or not isinstance(n, Real) or int(n) != n or not 0 <= n <= depth:
-            raise ValueError(f'sbp_cfg: blocks[{stage}]={n!r} must be a whole number from 0 to the {depth} of its stage')
+            raise ValueError(
+                f'sbp_cfg: blocks[{stage}]={n!r} must be a whole number from 0 to the {depth} of its stage'
+            )
     return tuple(int(n) for n in blocks)

@@ -1,0 +1,60 @@
+"""Writes the tables of Markdown files anew from the measurements under docs/results.
+
+    python tools/analysis_tools/update_tables.py README.md
+
+A table stands between ``<!-- table: PATH.json -->`` and ``<!-- end -->``; the path is relative to the Markdown file.
+The JSON file is what ``benchmark_block.py --json`` writes.
+"""
+
+import argparse
+import itertools
+import json
+import re
+from pathlib import Path
+
+BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
+
+
+def table(results: dict) -> str:
+    """A Markdown table of a benchmark's rows, with the machine, the versions and the command below it."""
+    lines = []
+    groups = itertools.groupby(results['rows'], key=lambda row: (row['part'], row['arch'], row['stage']))
+    for i, ((part, arch, stage), rows) in enumerate(groups):
+        rows = list(rows)
+        timed = 'total_ratio' in rows[0]
+        if i == 0:
+            lines.append('| | mode | stored | ratio | peak | ratio |' + (' time, ratio |' if timed else ''))
+            lines.append('|---|---|---|---|---|---|' + ('---|' if timed else ''))
+        label = f'ConvNeXt {arch}' + (f', {part}, stage {stage}' if stage else f', {part}')
+        for row in rows:
+            cells = [label, f'`{row["mode"]}`']
+            for key in ('saved_bytes', 'peak_bytes'):
+                cells += [_bytes(row[key]), f'{row[key] / rows[0][key]:.3f}']
+            cells += [f'{row["total_ratio"]:.2f}'] if timed else []
+            lines.append('| ' + ' | '.join(cells) + ' |')
+            label = ''
+    machine = results['machine']
+    lines += ['', f'*{machine["date"]}, {machine["device"]}, torch {machine["torch"]}: `{machine["command"]}`*']
+    return '\n'.join(lines) + '\n'
+
+
+def _bytes(n):
+    return f'{n / 1e9:.2f} GB' if n >= 1e9 else f'{n / 1e6:.0f} MB'
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('files', nargs='+', type=Path, help='Markdown files')
+    for path in parser.parse_args().files:
+        text = path.read_text()
+
+        def fill(match, path=path):
+            results = json.loads((path.parent / match[2]).read_text())
+            return match[1] + table(results) + match[3]
+
+        path.write_text(BLOCK.sub(fill, text))
+        print(f'{path}: {len(BLOCK.findall(text))} tables')
+
+
+if __name__ == '__main__':
+    main()
