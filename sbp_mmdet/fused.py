@@ -26,8 +26,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .masks import Positions
+from .rows import (
+    accumulate,
+    accumulator,
+    column_sums,
+    fold,
+    from_patches,
+    map_of,
+    memory_format,
+    normalise,
+    normalise_backward,
+    patch_weights,
+    rows_of,
+    to_patches,
+    unfold,
+    zeros_for,
+)
 
-__all__ = ['Conv', 'autocast_dtype', 'channel_mlp', 'downsample', 'layer_norm', 'to_patches']
+__all__ = ['Conv', 'autocast_dtype', 'channel_mlp', 'downsample', 'layer_norm']
 
 # Elements of the hidden layer that exist at a time: on a CPU what stays in its caches, on a GPU enough to keep it busy.
 _CHUNK = {'cpu': 2**20, 'cuda': 2**26}
@@ -59,20 +75,6 @@ class Conv(NamedTuple):
         """The convolution's output."""
         dtype = self.input.dtype
         return F.conv2d(self.input, self.weight.to(dtype), self.bias.to(dtype), **self.options)
-
-
-def to_patches(x: Tensor) -> Tensor:
-    """Cuts a feature map into 2x2 patches; an odd last row or column is left out, as a 2x2/2 convolution does.
-
-    Args:
-        x (Tensor): Shape (N, C, H, W).
-
-    Returns:
-        Tensor: Shape (N, H/2 * W/2, 4, C), the four pixels of a patch row by row.
-    """
-    n, c, h, w = x.shape
-    x = x[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2)
-    return x.permute(0, 2, 4, 3, 5, 1).reshape(n, (h // 2) * (w // 2), 4, c)
 
 
 @torch.compiler.disable
@@ -181,12 +183,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
-def memory_format(x: Tensor) -> torch.memory_format:
-    """Channels last if ``x`` is laid out so, else contiguous."""
-    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return torch.channels_last if channels_last else torch.contiguous_format
-
-
 class _ChannelMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options):
@@ -195,11 +191,11 @@ class _ChannelMLP(torch.autograd.Function):
         needs_inner = any(ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5))
         needs_any = needs_inner or any(ctx.needs_input_grad[6:9])
         with _no_autocast(x):
-            w1, b1 = _fold(weight1, bias1, norm_weight, norm_bias, dtype)
+            w1, b1 = fold(weight1, bias1, norm_weight, norm_bias, dtype)
             w2, b2 = weight2.to(dtype), bias2.to(dtype)
 
             def run(index, store):
-                xhat, rstd = _normalise(_rows(x, index), eps, dtype)
+                xhat, rstd = normalise(rows_of(x, index), eps, dtype)
                 hidden = xhat.new_empty(len(xhat), len(w1)) if store and not recompute else None
                 rows = xhat.new_empty(len(xhat), c)
                 for chunk in _chunks(len(xhat), len(w1), x.device):
@@ -247,43 +243,43 @@ class _ChannelMLP(torch.autograd.Function):
         needs_x, _, needs_nw, needs_nb, needs_w1, needs_b1, needs_w2, needs_b2, needs_gamma = ctx.needs_input_grad[:9]
         needs_inner = needs_x or needs_nw or needs_nb or needs_w1 or needs_b1
         with _no_autocast(grad):
-            w1, b1 = _fold(weight1, bias1, norm_weight, norm_bias, dtype)
+            w1, b1 = fold(weight1, bias1, norm_weight, norm_bias, dtype)
             w2 = weight2.to(dtype)
             if conv_options is not None:
-                xhat, rstd = _normalise(_rows(Conv(*source, conv_options).run(), keep), eps, dtype)
-            g = _rows(grad, keep)
+                xhat, rstd = normalise(rows_of(Conv(*source, conv_options).run(), keep), eps, dtype)
+            g = rows_of(grad, keep)
             if scale is not None:
                 g = (g.view(len(scale), -1) * scale[:, None]).view_as(g)
-            sum_g = _sum(g)
+            sum_g = column_sums(g)
             g_scaled = (g if gamma is None else g * gamma).to(dtype)
             g = g.to(dtype)
-            outer = _zeros(weight2) if needs_w2 or needs_gamma else None  # A of the module's docstring
-            dw1, db1 = (_zeros(weight1), _zeros(bias1)) if needs_inner else (None, None)
+            outer = zeros_for(weight2) if needs_w2 or needs_gamma else None  # A of the module's docstring
+            dw1, db1 = (zeros_for(weight1), zeros_for(bias1)) if needs_inner else (None, None)
             dx = g.new_empty(g.shape) if needs_x else None
             for chunk in _chunks(len(g), len(w1), g.device):
                 h = torch.addmm(b1, xhat[chunk], w1.t()) if recompute else hidden[chunk]
                 if outer is not None:
-                    _accumulate(outer, g[chunk].t(), F.gelu(h, approximate=approximate))
+                    accumulate(outer, g[chunk].t(), F.gelu(h, approximate=approximate))
                 if needs_inner:
                     dh = torch.ops.aten.gelu_backward(g_scaled[chunk] @ w2, h, approximate=approximate)
                     if needs_w1 or needs_nw:
-                        _accumulate(dw1, dh.t(), xhat[chunk])
-                    db1 += _sum(dh)
+                        accumulate(dw1, dh.t(), xhat[chunk])
+                    db1 += column_sums(dh)
                     if needs_x:
-                        dx[chunk] = _normalise_backward(dh @ w1, xhat[chunk], rstd[chunk])
+                        dx[chunk] = normalise_backward(dh @ w1, xhat[chunk], rstd[chunk])
             grads = [None] * 11
             if needs_x:
-                grads[0] = _scatter(dx, keep, ctx.shape)
+                grads[0] = map_of(dx, keep, ctx.shape)
             if ctx.needs_input_grad[1]:
                 grads[1] = grad
             if needs_inner:
-                grads[2:6] = _unfold(dw1, db1, weight1, norm_weight, norm_bias, ctx.needs_input_grad[2:6])
+                grads[2:6] = unfold(dw1, db1, weight1, norm_weight, norm_bias, ctx.needs_input_grad[2:6])
             if needs_w2:
-                grads[6] = _like(outer if gamma is None else outer * gamma[:, None], weight2)
+                grads[6] = outer if gamma is None else outer * gamma[:, None]
             if needs_b2:
-                grads[7] = _like(sum_g if gamma is None else sum_g * gamma, bias2)
+                grads[7] = sum_g if gamma is None else sum_g * gamma
             if needs_gamma:
-                grads[8] = _like((outer * weight2).sum(1) + sum_g * bias2, gamma)
+                grads[8] = (outer * weight2).sum(1) + sum_g * bias2
         return tuple(grads)
 
 
@@ -293,11 +289,11 @@ class _Downsample(torch.autograd.Function):
         eps, keep, dtype = options
         height, width = x.shape[2] // 2, x.shape[3] // 2
         with _no_autocast(x):
-            w, b = _fold(*_patch_weights(weight, bias, norm_weight, norm_bias), dtype)
-            xhat, rstd = _normalise(to_patches(x), eps, dtype)  # (N, L, 4, C), (N, L, 4, 1)
+            w, b = fold(*patch_weights(weight, bias, norm_weight, norm_bias), dtype)
+            xhat, rstd = normalise(to_patches(x), eps, dtype)  # (N, L, 4, C), (N, L, 4, 1)
             out = F.linear(xhat.flatten(2), w, b).transpose(1, 2).unflatten(2, (height, width))
         if any(ctx.needs_input_grad):
-            ctx.shape, ctx.dtype, ctx.positions = x.shape, dtype, height * width
+            ctx.shape, ctx.dtype = x.shape, dtype
             indices = None if keep is None else keep.keep
             if keep is not None:
                 xhat, rstd = xhat.index_select(1, indices), rstd.index_select(1, indices)
@@ -312,30 +308,28 @@ class _Downsample(torch.autograd.Function):
         needs_x, needs_nw, needs_nb, needs_w, needs_b = ctx.needs_input_grad[:5]
         n, c, height, width = ctx.shape
         with _no_autocast(grad):
-            folded = _patch_weights(weight, bias, norm_weight, norm_bias)
-            w, _ = _fold(*folded, ctx.dtype)
-            g = _rows(grad, keep)
-            db = _sum(g)
+            folded = patch_weights(weight, bias, norm_weight, norm_bias)
+            w, _ = fold(*folded, ctx.dtype)
+            g = rows_of(grad, keep)
+            db = column_sums(g)
             g = g.to(ctx.dtype)
             grads = [None] * 6
-            dw = _zeros(folded[0])
+            dw = zeros_for(folded[0])
             if needs_w or needs_nw:
-                _accumulate(dw, g.t(), xhat.reshape(len(g), 4 * c))
+                accumulate(dw, g.t(), xhat.reshape(len(g), 4 * c))
             if needs_x:
-                dx = _normalise_backward((g @ w).view_as(xhat), xhat, rstd)  # (N, K, 4, C)
+                dx = normalise_backward((g @ w).view_as(xhat), xhat, rstd)  # (N, K, 4, C)
                 if keep is not None:
-                    dx = dx.new_zeros(n, ctx.positions, 4, c).index_copy_(1, keep, dx)
-                dx = dx.view(n, height // 2, width // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4)
-                dx = dx.reshape(n, c, height // 2 * 2, width // 2 * 2)
-                grads[0] = F.pad(dx, (0, width % 2, 0, height % 2))
+                    dx = dx.new_zeros(n, (height // 2) * (width // 2), 4, c).index_copy_(1, keep, dx)
+                grads[0] = from_patches(dx, ctx.shape)
             if needs_nw or needs_nb or needs_w or needs_b:
-                dnw, dnb, dw, db = _unfold(dw, db, *folded[:1], *folded[2:], (needs_nw, needs_nb, needs_w, needs_b))
+                dnw, dnb, dw, db = unfold(dw, db, *folded[:1], *folded[2:], (needs_nw, needs_nb, needs_w, needs_b))
                 if needs_w:
-                    grads[3] = _like(dw.view(len(dw), 2, 2, c).permute(0, 3, 1, 2), weight)
+                    grads[3] = dw.view(len(dw), 2, 2, c).permute(0, 3, 1, 2)
                 # Every pixel of a patch is normalised with the same affine part.
-                grads[1] = _like(dnw.view(4, c).sum(0), norm_weight) if needs_nw else None
-                grads[2] = _like(dnb.view(4, c).sum(0), norm_bias) if needs_nb else None
-                grads[4] = _like(db, bias) if needs_b else None
+                grads[1] = dnw.view(4, c).sum(0) if needs_nw else None
+                grads[2] = dnb.view(4, c).sum(0) if needs_nb else None
+                grads[4] = db if needs_b else None
         return tuple(grads)
 
 
@@ -343,7 +337,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, source, dtype):
         with _no_autocast(x):
-            xhat, rstd = _normalise(x.permute(0, 2, 3, 1), eps, _accumulator(x))
+            xhat, rstd = normalise(x.permute(0, 2, 3, 1), eps, accumulator(x))
             ctx.options = (eps, source and source.options, x.dtype)
             stored = (xhat.to(dtype), rstd) if source is None else (None, None)
             ctx.save_for_backward(*stored, weight, *(source or [None] * 4)[:3])
@@ -357,12 +351,12 @@ class _LayerNorm(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with _no_autocast(grad):
             if conv_options is not None:
-                xhat, rstd = _normalise(Conv(*source, conv_options).run().permute(0, 2, 3, 1), eps, grad.dtype)
+                xhat, rstd = normalise(Conv(*source, conv_options).run().permute(0, 2, 3, 1), eps, grad.dtype)
             xhat = xhat.to(grad.dtype)
             grad = grad.permute(0, 2, 3, 1)  # (N, H, W, C)
             dx = dweight = dbias = None
             if needs_x:
-                dx = _normalise_backward(grad * weight, xhat, rstd).to(dtype).permute(0, 3, 1, 2)
+                dx = normalise_backward(grad * weight, xhat, rstd).to(dtype).permute(0, 3, 1, 2)
             if needs_weight:
                 dweight = (grad * xhat).sum((0, 1, 2))
             if needs_bias:
@@ -379,43 +373,6 @@ def _chunks(rows, hidden, device):
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
-def _rows(x, index):
-    """(N, C, H, W) -> (N * K, C), the rows of the given positions or of all."""
-    tokens = x.flatten(2).transpose(1, 2)  # (N, H * W, C)
-    if index is not None:
-        tokens = tokens.index_select(1, index)
-    return tokens.reshape(-1, x.shape[1])
-
-
-def _scatter(rows, index, shape):
-    """The reverse of :func:`_rows`, zero at the other positions."""
-    n, c, height, width = shape
-    rows = rows.view(n, -1, c)
-    if index is not None:
-        rows = rows.new_zeros(n, height * width, c).index_copy_(1, index, rows)
-    return rows.transpose(1, 2).unflatten(2, (height, width))
-
-
-def _normalise(x, eps, dtype):
-    """x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
-    if x.device.type == 'cpu' and x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()  # the CPU kernel would round the deviation, the CUDA kernel does not
-    xhat, _, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
-    return xhat.to(dtype), rstd
-
-
-def _normalise_backward(grad, xhat, rstd):
-    """Gradient of the layer norm's input from that of x-hat; statistics in full precision."""
-    dtype = grad.dtype
-    if grad.device.type == 'cpu' and dtype != rstd.dtype:
-        grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
-    zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
-    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-        grad, xhat, grad.shape[-1:], zero, one, None, None, [True, False, False]
-    )
-    return (dx * rstd).to(dtype)
-
-
 def _gelu_(x, approximate):
     return torch.ops.aten.gelu_(x, approximate=approximate)
 
@@ -426,54 +383,3 @@ def _factor(gamma, scale):
         return None if scale is None else scale[:, None, None, None]
     gamma = gamma[:, None, None]
     return gamma if scale is None else gamma * scale[:, None, None, None]
-
-
-def _fold(weight, bias, norm_weight, norm_bias, dtype):
-    """W1' and b1' of the module's docstring."""
-    if norm_bias is not None:
-        bias = torch.addmv(bias, weight, norm_bias)
-    if norm_weight is not None:
-        weight = weight * norm_weight
-    return weight.to(dtype), bias.to(dtype)
-
-
-def _unfold(dw, db, weight, norm_weight, norm_bias, needs):
-    """From the gradients of W1' and b1' those of (w_ln, b_ln, W1, b1), as far as they are needed."""
-    needs_nw, needs_nb, needs_w, needs_b = needs
-    dnw = _like((dw * weight).sum(0), norm_weight) if needs_nw else None
-    dnb = _like(weight.t().to(db.dtype) @ db, norm_bias) if needs_nb else None
-    if needs_w:
-        dw = dw if norm_weight is None else dw * norm_weight
-        dw = _like(dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype)), weight)
-    return dnw, dnb, dw if needs_w else None, _like(db, db) if needs_b else None
-
-
-def _patch_weights(weight, bias, norm_weight, norm_bias):
-    """The 2x2/2 convolution as a linear layer on patches, and the norm's affine part repeated for its four pixels."""
-    weight = weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of to_patches
-    repeat = [None if p is None else p.repeat(4) for p in (norm_weight, norm_bias)]
-    return weight, bias, *repeat
-
-
-def _sum(rows):
-    return rows.sum(0, dtype=_accumulator(rows))
-
-
-def _zeros(parameter):
-    return torch.zeros_like(parameter, dtype=_accumulator(parameter))
-
-
-def _accumulator(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _accumulate(total, a, b):
-    """total += a @ b, in the precision of ``total``."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
-def _like(grad, parameter):
-    return grad.to(parameter.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import fused
 from .functional import sbp
 from .masks import Positions
+from .rows import memory_format, to_patches
 
 __all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'Stem', 'build_norm']
 
@@ -47,7 +48,7 @@ class LayerNorm2d(nn.LayerNorm):
         if _trains(self):
             return fused.layer_norm(x, self.weight, self.bias, eps=self.eps, source=source)
         out = self.tokens(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return out.contiguous(memory_format=fused.memory_format(x))
+        return out.contiguous(memory_format=memory_format(x))
 
     def tokens(self, x: Tensor) -> Tensor:
         """Normalises (..., C) over C."""
@@ -244,7 +245,7 @@ class Downsample(nn.Sequential):
         if keep is None:
             return conv(norm(x))
         height, width = x.shape[2] // 2, x.shape[3] // 2
-        patches = fused.to_patches(x)  # (N, H/2 * W/2, 4, C)
+        patches = to_patches(x)  # (N, H/2 * W/2, 4, C)
         weight = conv.weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of the patches
 
         def patch_conv(patches):

@@ -1,0 +1,144 @@
+"""Layout and algebra that the fused operations share: rows of feature maps, the norm without its affine part, folding.
+
+A row is one position: C numbers. Rows of kept positions are contiguous, image after image.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    'accumulate',
+    'accumulator',
+    'column_sums',
+    'fold',
+    'from_patches',
+    'map_of',
+    'memory_format',
+    'normalise',
+    'normalise_backward',
+    'patch_weights',
+    'rows_of',
+    'to_patches',
+    'unfold',
+    'zeros_for',
+]
+
+
+def to_patches(x: Tensor) -> Tensor:
+    """Cuts a feature map into 2x2 patches; an odd last row or column is left out, as a 2x2/2 convolution does.
+
+    Args:
+        x (Tensor): Shape (N, C, H, W).
+
+    Returns:
+        Tensor: Shape (N, H/2 * W/2, 4, C), the four pixels of a patch row by row.
+    """
+    n, c, h, w = x.shape
+    x = x[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(n, (h // 2) * (w // 2), 4, c)
+
+
+def from_patches(patches: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """The reverse of :func:`to_patches`, zero in an odd last row or column.
+
+    Args:
+        patches (Tensor): Shape (N, H/2 * W/2, 4, C).
+        shape (tuple): (N, C, H, W).
+    """
+    n, c, h, w = shape
+    x = patches.view(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h // 2 * 2, w // 2 * 2)
+    return F.pad(x, (0, w % 2, 0, h % 2))
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Channels last if ``x`` is laid out so, else contiguous."""
+    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def rows_of(x, index):
+    """(N, C, H, W) -> (N * K, C), the rows of the given positions or of all."""
+    tokens = x.flatten(2).transpose(1, 2)  # (N, H * W, C)
+    if index is not None:
+        tokens = tokens.index_select(1, index)
+    return tokens.reshape(-1, x.shape[1])
+
+
+def map_of(rows, index, shape):
+    """The reverse of :func:`rows_of`, zero at the other positions."""
+    n, c, height, width = shape
+    rows = rows.view(n, -1, c)
+    if index is not None:
+        rows = rows.new_zeros(n, height * width, c).index_copy_(1, index, rows)
+    return rows.transpose(1, 2).unflatten(2, (height, width))
+
+
+def normalise(x, eps, dtype):
+    """x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
+    if x.device.type == 'cpu' and x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()  # the CPU kernel would round the deviation, the CUDA kernel does not
+    xhat, _, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+    return xhat.to(dtype), rstd
+
+
+def normalise_backward(grad, xhat, rstd):
+    """Gradient of the layer norm's input from that of x-hat; statistics in full precision."""
+    dtype = grad.dtype
+    if grad.device.type == 'cpu' and dtype != rstd.dtype:
+        grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
+    zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
+    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+        grad, xhat, grad.shape[-1:], zero, one, None, None, [True, False, False]
+    )
+    return (dx * rstd).to(dtype)
+
+
+def fold(weight, bias, norm_weight, norm_bias, dtype):
+    """The affine part of a norm folded into the linear layer that follows it: W1' and b1' of ``fused.py``."""
+    if norm_bias is not None:
+        bias = torch.addmv(bias, weight, norm_bias)
+    if norm_weight is not None:
+        weight = weight * norm_weight
+    return weight.to(dtype), bias.to(dtype)
+
+
+def unfold(dw, db, weight, norm_weight, norm_bias, needs):
+    """From the gradients of W1' and b1' those of (w_ln, b_ln, W1, b1), as far as they are needed."""
+    needs_nw, needs_nb, needs_w, needs_b = needs
+    dnw = (dw * weight).sum(0) if needs_nw else None
+    dnb = weight.t().to(db.dtype) @ db if needs_nb else None
+    if needs_w:
+        dw = dw if norm_weight is None else dw * norm_weight
+        dw = dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype))
+    return dnw, dnb, dw if needs_w else None, db if needs_b else None
+
+
+def patch_weights(weight, bias, norm_weight, norm_bias):
+    """The 2x2/2 convolution as a linear layer on patches, and the norm's affine part repeated for its four pixels."""
+    weight = weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of to_patches
+    repeat = [None if p is None else p.repeat(4) for p in (norm_weight, norm_bias)]
+    return weight, bias, *repeat
+
+
+def column_sums(rows):
+    """Sum over the rows, in full precision."""
+    return rows.sum(0, dtype=accumulator(rows))
+
+
+def zeros_for(parameter):
+    """Where the gradient of a parameter is accumulated."""
+    return torch.zeros_like(parameter, dtype=accumulator(parameter))
+
+
+def accumulator(x):
+    """The precision that sums over many positions are kept in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def accumulate(total, a, b):
+    """total += a @ b, in the precision of ``total``."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
