@@ -13,6 +13,8 @@ setup(
     long_description=(here / 'README.md').read_text(),
     long_description_content_type='text/markdown',
     license='Apache-2.0',
+    license_files=['LICENSE'],
+    classifiers=['Programming Language :: Python :: 3', 'Topic :: Scientific/Engineering :: Artificial Intelligence'],
     packages=find_packages(include=['sbp_mmdet', 'sbp_mmdet.*']),
     python_requires='>=3.10',
     # The mm stack is an extra, not a requirement: it comes under two sets of distribution names with the
@@ -21,6 +23,6 @@ setup(
     extras_require={
         'onedl': ['onedl-mmcv>=2.3.6', 'onedl-mmengine>=0.10.12', 'onedl-mmdetection>=3.5.1', 'pycocotools'],
         'upstream': ['mmcv>=2.0.0,<2.2.0', 'mmengine>=0.10.4,<1.0', 'mmdet>=3.3.0,<4.0', 'pycocotools'],
-        'test': ['pytest', 'hypothesis', 'matplotlib'],
+        'test': ['pytest', 'hypothesis', 'matplotlib', 'ruff'],
     },
 )

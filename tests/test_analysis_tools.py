@@ -1,6 +1,5 @@
 """The picture tools write pictures that show what they should."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,12 @@ import draw_masks  # noqa: E402
 import quickstart_summary  # noqa: E402
 import show_predictions  # noqa: E402
 from make_synthetic_coco import make_set  # noqa: E402
+
+
+def run(monkeypatch, tool, *arguments):
+    """What typing the command does, without starting another python."""
+    monkeypatch.setattr(sys, 'argv', [tool.__file__, *map(str, arguments)])
+    tool.main()
 
 
 @pytest.fixture(scope='module')
@@ -59,17 +64,20 @@ def test_stage_sizes_are_those_of_the_layers():
 
 
 @pytest.mark.parametrize('sampler', ['grid', 'random'])
-def test_draw_masks(sampler, project, tmp_path):
+def test_draw_masks(sampler, project, tmp_path, monkeypatch):
     image = project / 'data/shapes/images/val/000000.jpg'
-    command = [sys.executable, ROOT / 'tools/analysis_tools/draw_masks.py', '--image', image, '--sampler', sampler]
-    subprocess.run([*command, '--out', tmp_path / 'one.png'], check=True)
-    subprocess.run([*command, '--out', tmp_path / 'three.png', '--steps', '3'], check=True)
-    one, three = cv2.imread(str(tmp_path / 'one.png')), cv2.imread(str(tmp_path / 'three.png'))
+    for steps in (1, 3):
+        out = tmp_path / f'{steps}.png'
+        run(monkeypatch, draw_masks, '--image', image, '--out', out, '--sampler', sampler, '--steps', steps)
+    one, three = cv2.imread(str(tmp_path / '1.png')), cv2.imread(str(tmp_path / '3.png'))
     assert one.shape[1] == three.shape[1] and three.shape[0] == 3 * one.shape[0]
-    refused = subprocess.run(
-        [*command, '--out', tmp_path / 'x.png', '--keep-ratio', '1.5'], capture_output=True, text=True
-    )
-    assert refused.returncode == 1 and 'keep_ratio=1.5' in refused.stderr and not (tmp_path / 'x.png').exists()
+
+
+def test_draw_masks_refuses_a_ratio(project, tmp_path, monkeypatch):
+    image, out = project / 'data/shapes/images/val/000000.jpg', tmp_path / 'x.png'
+    with pytest.raises(SystemExit, match='keep_ratio=1.5'):
+        run(monkeypatch, draw_masks, '--image', image, '--out', out, '--keep-ratio', 1.5)
+    assert not out.exists()
 
 
 def test_draw_masks_refuses_tiny_images(tmp_path):
@@ -84,10 +92,9 @@ def test_show_predictions(project, tmp_path):
     assert picture is not None and picture.std() > 10
 
 
-def test_show_predictions_names_a_missing_file(project):
-    command = [sys.executable, ROOT / 'tools/analysis_tools/show_predictions.py', project / 'config.py', 'none.pth']
-    done = subprocess.run([*command, '--out', 'x.png'], capture_output=True, text=True)
-    assert done.returncode == 1 and 'none.pth: no such file' in done.stderr
+def test_show_predictions_names_a_missing_file(project, monkeypatch):
+    with pytest.raises(SystemExit, match='none.pth: no such file'):
+        run(monkeypatch, show_predictions, project / 'config.py', 'none.pth', '--out', 'x.png')
 
 
 def test_ground_truth_reads_every_kind_of_mask():
@@ -123,7 +130,6 @@ def test_summary_counts_less_with_sbp(project):
     assert 0 < with_sbp < 0.75 * without
 
 
-def test_summary_names_what_is_missing(project):
-    command = [sys.executable, ROOT / 'tools/analysis_tools/quickstart_summary.py', project / 'config.py', project]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and 'last_checkpoint' in done.stderr
+def test_summary_names_what_is_missing(project, monkeypatch):
+    with pytest.raises(SystemExit, match='last_checkpoint'):
+        run(monkeypatch, quickstart_summary, project / 'config.py', project)

@@ -21,9 +21,10 @@ __all__ = ['CLASSES', 'encode_polygons', 'encode_rle', 'make_set', 'render_image
 
 CLASSES = ('ellipse', 'rectangle', 'triangle', 'star')
 SPLITS = ('train', 'val')
-MIN_OBJECTS, MAX_OBJECTS = 3, 10
-MIN_RADIUS, MAX_RADIUS = 0.06, 0.28  # of the image's side
+MIN_OBJECTS, MAX_OBJECTS = 2, 8
+MIN_RADIUS, MAX_RADIUS = 0.1, 0.32  # of the image's side
 MIN_VISIBLE = 0.4  # a shape that would leave less than this of any other, or show less of itself, is not drawn
+MIN_CONTRAST = 80  # distance in RGB between a shape's mean colour and that of what it covers
 RECORD = 'made_by_make_synthetic_coco.json'
 RENDERING = 1  # raise when the same arguments begin to give other images
 
@@ -61,21 +62,21 @@ def surface(rng, size):
     Returns:
         numpy.ndarray: float32, (size, size, 3).
     """
-    coarse = rng.uniform(30, 225, 3) + rng.normal(0, 22, (4, 4, 3))
+    coarse = rng.uniform(30, 225, 3) + rng.normal(0, 16, (4, 4, 3))
     pixels = cv2.resize(coarse.astype(np.float32), (size, size), interpolation=cv2.INTER_CUBIC)
-    if rng.random() < 0.4:
+    if rng.random() < 0.3:
         y, x = np.mgrid[:size, :size]
         angle, period = rng.uniform(0, np.pi), rng.uniform(0.04, 0.12) * size
         stripes = np.sign(np.sin((x * np.cos(angle) + y * np.sin(angle)) * 2 * np.pi / period))
-        pixels += (rng.uniform(8, 24) * stripes[..., None]).astype(np.float32)
+        pixels += (rng.uniform(6, 18) * stripes[..., None]).astype(np.float32)
     return pixels + rng.normal(0, 6, (size, size, 3)).astype(np.float32)
 
 
 def render_image(rng, size):
     """Draw one image, back to front.
 
-    Every object that is drawn is returned: a shape that would be hidden too much, or hide another too much, is left
-    out of the picture, not only out of the annotations.
+    Every object that is drawn is returned: a shape that would be hidden too much, hide another too much, or hardly
+    stand out is left out of the picture, not only out of the annotations.
 
     Args:
         rng (numpy.random.Generator): source of randomness.
@@ -102,7 +103,8 @@ def render_image(rng, size):
         covered = canvas[size : 2 * size, size : 2 * size].astype(bool)
         after = np.where(covered, len(labels), owner)
         shown = np.bincount(after[after >= 0], minlength=len(labels) + 1)
-        if (shown < MIN_VISIBLE * np.array([*areas, canvas.sum()])).any():
+        hides_too_much = (shown < MIN_VISIBLE * np.array([*areas, canvas.sum()])).any()
+        if hides_too_much or np.linalg.norm(texture[covered].mean(0) - image[covered].mean(0)) < MIN_CONTRAST:
             continue
         owner = after
         labels.append(label)

@@ -54,7 +54,8 @@ pip install -q "torch==$torch" 'setuptools>=80,<81' wheel ninja psutil
 
 # pip's own wheel cache does not know which torch a wheel was compiled against; this folder does.
 wheels=$cache/wheels/$tag-torch$("$python" -c 'import torch; print(torch.__version__)')
-if ! ls "$wheels/${mmcv%%==*}"-*.whl "$wheels/$(echo "${mmcv%%==*}" | tr - _)"-*.whl >/dev/null 2>&1; then
+wheel_name=${mmcv//-/_} # onedl-mmcv==2.3.6 -> onedl_mmcv-2.3.6-cp311-...whl
+if ! compgen -G "$wheels/${wheel_name/==/-}-*.whl" >/dev/null; then
     command -v c++ >/dev/null || command -v g++ >/dev/null || die "mmcv's operators need a C++ compiler; on Debian: apt-get install g++"
     say "step 2 of 3: compiling mmcv's operators: about 7 minutes on two cores, once (kept in $wheels)"
     started=$SECONDS

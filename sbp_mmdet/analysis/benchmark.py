@@ -129,7 +129,7 @@ def measure(
         module.zero_grad()
         x.grad = None
         known = [x, *module.parameters()]
-        rows[name] = dict(saved_bytes=saved_bytes(forward, known), peak_bytes=peak_bytes(step), times=[])
+        rows[name] = dict(saved_bytes=saved_bytes(forward, known), peak_bytes=peak_bytes(step, device), times=[])
         yield 'progress', {}
     for i in range(rounds + 1 if rounds else 0):
         for name, (module, run) in cases.items():

@@ -80,7 +80,7 @@ class _LiveBytes(TorchDispatchMode):
         return out
 
 
-def peak_bytes(fn: Callable) -> int:
+def peak_bytes(fn: Callable, device: torch.device | str = 'cpu') -> int:
     """The most bytes that tensors made by ``fn`` hold at a time.
 
     On CUDA the caching allocator's own statistics, elsewhere counted from the storages of all results of all
@@ -88,11 +88,12 @@ def peak_bytes(fn: Callable) -> int:
 
     Args:
         fn (Callable): Runs what is measured, usually a forward and a backward pass.
+        device (torch.device | str): Where it runs. Default: 'cpu'.
 
     Returns:
         int: Bytes on top of those that were held before.
     """
-    if torch.cuda.is_available():
+    if torch.device(device).type == 'cuda':
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
