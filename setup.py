@@ -19,7 +19,7 @@ setup(
     python_requires='>=3.10',
     # The mm stack is an extra, not a requirement: it comes under two sets of distribution names with the
     # same import names, and pip must never install one over the other.
-    install_requires=['torch>=2.0'],
+    install_requires=['torch>=2.1'],
     extras_require={
         'onedl': ['onedl-mmcv>=2.3.6', 'onedl-mmengine>=0.10.12', 'onedl-mmdetection>=3.5.1', 'pycocotools'],
         'upstream': ['mmcv>=2.0.0,<2.2.0', 'mmengine>=0.10.4,<1.0', 'mmdet>=3.3.0,<4.0', 'pycocotools'],

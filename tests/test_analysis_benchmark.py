@@ -1,0 +1,102 @@
+"""The block benchmark against bytes worked out by hand, and the tables that are made from it."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sbp_mmdet.analysis import backbone_options, peak_bytes
+from sbp_mmdet.analysis.benchmark import build_case, measure, stage_shape
+
+ROOT = Path(__file__).parents[1]
+FLOAT = 4
+SHAPE = (1, 40, 16, 16)  # stage 1 of atto
+
+
+def bytes_of(part, mode, **options):
+    case = build_case(part, 'atto', mode, 0, SHAPE, 'cpu', **options)
+    rows = dict(measure({mode: case}, SHAPE, device='cpu', dtype=None, rounds=0))
+    return rows[mode]['saved_bytes']
+
+
+def test_shape_of_a_stage():
+    assert stage_shape('tiny', 0, 2, 800, 1344) == (2, 96, 200, 336)
+    assert stage_shape('base', 3, 1, 800, 1333) == (1, 1024, 25, 41)
+
+
+def test_fused_mlp_stores_what_the_design_says():
+    positions, c = 16 * 16, 40
+    index = positions // 2 * 8
+    kept = positions // 2 * (c + 1) * FLOAT + index  # x-hat, reciprocal deviation, int64 indices
+    assert bytes_of('mlp', 'recompute') == kept
+    assert bytes_of('mlp', 'fused') == kept + positions // 2 * 4 * c * FLOAT
+    assert bytes_of('mlp', 'exact') == positions * (c + 1) * FLOAT
+    assert bytes_of('mlp', 'recompute', keep_ratio=0.25) == (kept - index) // 2 + index // 2
+
+
+def test_a_block_that_is_recomputed_stores_its_input_only():
+    # The input is not counted: the indices of the kept positions remain.
+    assert bytes_of('block', 'block') == 16 * 16 // 2 * 8
+    assert bytes_of('block', 'exact-block') == 0
+    assert bytes_of('block', 'with_cp') == 0
+
+
+def test_rows_of_a_timed_run():
+    cases = {m: build_case('block', 'atto', m, 0, SHAPE, 'cpu') for m in ('none', 'fused')}
+    steps = list(measure(cases, SHAPE, device='cpu', dtype=torch.bfloat16, rounds=2))
+    assert [name for name, _ in steps] == ['progress'] * (2 * (1 + 3)) + ['none', 'fused']
+    rows = dict(steps)
+    assert rows['none']['total_ratio'] == 1.0
+    assert rows['fused']['peak_bytes'] < rows['none']['peak_bytes']
+    assert rows['fused']['forward_s'] > 0
+
+
+def test_unknown_mode_is_named():
+    with pytest.raises(ValueError, match="'fast' is unknown.*with_cp"):
+        backbone_options('fast')
+
+
+def test_peak_counts_what_lives_at_the_same_time():
+    x = torch.zeros(1000)
+
+    def run():
+        for _ in range(3):
+            y = x + 1
+            y = y * 2  # two at a time, never six
+            y.add_(1)  # in place: nothing new
+        del y
+
+    assert peak_bytes(run) == 2 * 1000 * FLOAT
+
+
+def test_peak_of_a_training_step():
+    layer = nn.Linear(30, 20, bias=False)
+    x = torch.zeros(7, 30)
+    scalar, weight = 1, 20 * 30
+    # At the end: the sum, its gradient and the weight's. Nothing needs the output, whose gradient is expanded.
+    assert peak_bytes(lambda: layer(x).sum().backward()) == (2 * scalar + weight) * FLOAT
+
+
+def test_command_and_tables(tmp_path):
+    results = tmp_path / 'results.json'
+    command = [sys.executable, ROOT / 'tools/analysis_tools/benchmark_block.py', '--arch', 'atto', '--stage', '1', '4']
+    command += ['--size', '64', '64', '--rounds', '1', '--modes', 'none', 'recompute', '--json', results]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    assert 'block of atto stage 4, 2 x 320 x 2 x 2' in output
+    written = json.loads(results.read_text())
+    assert [row['mode'] for row in written['rows']] == ['none', 'recompute'] * 2
+    assert written['machine']['torch'] == torch.__version__
+
+    page = tmp_path / 'page.md'
+    page.write_text('before\n<!-- table: results.json -->\nold\n<!-- end -->\nafter\n')
+    update = runpy.run_path(str(ROOT / 'tools/analysis_tools/update_tables.py'))
+    assert 'recompute' in update['table'](written)
+    subprocess.run([sys.executable, ROOT / 'tools/analysis_tools/update_tables.py', page], check=True)
+    text = page.read_text()
+    assert text.startswith('before\n<!-- table') and text.endswith('<!-- end -->\nafter\n') and 'old' not in text
+    assert f'| `none` | {written["rows"][0]["saved_bytes"] / 1e6:.0f} MB | 1.000 |' in text
