@@ -24,7 +24,7 @@ python=$(bash tools/setup_env.sh)
 export CUDA_VISIBLE_DEVICES= # mmcv may have been compiled without its GPU operators
 
 begin 'data: rendered shapes in COCO format, data/shapes'
-"$python" tools/make_synthetic_coco.py --out data/shapes --train 800 --val 100 --size 160 --seed 0
+"$python" tools/make_synthetic_coco.py --out data/shapes --train 1000 --val 100 --size 128 --seed 0
 
 begin "training: Mask R-CNN with an SBP ConvNeXt, from scratch, 4 to 6 minutes on two cores ($work)"
 rm -f "$work/last_checkpoint" # written again at the end of the training, so a checkpoint found there is this one's

@@ -53,7 +53,7 @@ say "step 1 of 3: torch and build tools (a few minutes, most of it download)"
 pip install -q "torch==$torch" 'setuptools>=80,<81' wheel ninja psutil
 
 # pip's own wheel cache does not know which torch a wheel was compiled against; this folder does.
-wheels=$cache/wheels/$tag-torch$("$python" -c 'import torch; print(torch.__version__)')
+wheels=$cache/wheels/$tag-torch$("$python" -W ignore -c 'import torch; print(torch.__version__)')
 wheel_name=${mmcv//-/_} # onedl-mmcv==2.3.6 -> onedl_mmcv-2.3.6-cp311-...whl
 if ! compgen -G "$wheels/${wheel_name/==/-}-*.whl" >/dev/null; then
     command -v c++ >/dev/null || command -v g++ >/dev/null || die "mmcv's operators need a C++ compiler; on Debian: apt-get install g++"

@@ -7,8 +7,8 @@ _base_ = [
 ]
 custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
 
-channels, roi_norm = 64, dict(type='GN', num_groups=8)
-head = dict(num_classes=4, in_channels=channels, conv_out_channels=channels)
+channels = 64
+norm_cfg = dict(type='GN', num_groups=8)
 model = dict(
     backbone=dict(
         _delete_=True,
@@ -19,14 +19,18 @@ model = dict(
         out_indices=[0, 1, 2, 3],
         gap_before_final_norm=False,
         sbp_cfg=dict(keep_ratio=0.5),
+        init_cfg=[  # ConvNeXt's own start, std 0.02, is meant for long training
+            dict(type='Kaiming', layer=['Conv2d', 'Linear'], distribution='normal', mode='fan_in'),
+            dict(type='Constant', layer=['LayerNorm'], val=1.0),
+        ],
     ),
-    neck=dict(in_channels=[40, 80, 160, 320], out_channels=channels, norm_cfg=roi_norm),
+    neck=dict(in_channels=[40, 80, 160, 320], out_channels=channels, norm_cfg=norm_cfg),
     rpn_head=dict(in_channels=channels, feat_channels=channels, anchor_generator=dict(scales=[4])),
     roi_head=dict(
         bbox_roi_extractor=dict(out_channels=channels),
         bbox_head=dict(num_classes=4, in_channels=channels, fc_out_channels=256),
         mask_roi_extractor=dict(out_channels=channels),
-        mask_head=dict(num_convs=2, norm_cfg=roi_norm, **head),
+        mask_head=dict(num_convs=2, num_classes=4, in_channels=channels, conv_out_channels=channels, norm_cfg=norm_cfg),
     ),
     train_cfg=dict(
         rpn=dict(sampler=dict(num=128)),
@@ -37,26 +41,24 @@ model = dict(
 )
 
 data_root = 'data/shapes/'
-metainfo = dict(classes=('ellipse', 'rectangle', 'triangle', 'star'))
-scale = (160, 160)
+shapes = dict(data_root=data_root, metainfo=dict(classes=('ellipse', 'rectangle', 'triangle', 'star')))
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    dict(type='Resize', scale=scale, keep_ratio=True),
+    dict(type='Resize', scale=(128, 128), keep_ratio=True),
     dict(type='RandomFlip', prob=[0.3, 0.3], direction=['horizontal', 'vertical']),
     dict(type='PackDetInputs'),
 ]
 test_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=scale, keep_ratio=True),
+    dict(type='Resize', scale=(128, 128), keep_ratio=True),
     dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
 ]
 train_dataloader = dict(
     batch_size=8,
     num_workers=1,
     dataset=dict(
-        data_root=data_root,
-        metainfo=metainfo,
+        **shapes,
         ann_file='annotations/instances_train.json',
         data_prefix=dict(img='images/train/'),
         filter_cfg=dict(min_size=2),
@@ -67,8 +69,7 @@ val_dataloader = dict(
     batch_size=8,
     num_workers=1,
     dataset=dict(
-        data_root=data_root,
-        metainfo=metainfo,
+        **shapes,
         ann_file='annotations/instances_val.json',
         data_prefix=dict(img='images/val/'),
         pipeline=test_pipeline,
@@ -78,15 +79,11 @@ test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'annotations/instances_val.json')
 test_evaluator = val_evaluator
 
-max_epochs = 10
-train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=2)
+max_epochs = 6
+train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=3)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
-optim_wrapper = dict(
-    type='OptimWrapper',
-    optimizer=dict(type='AdamW', lr=1e-3, weight_decay=0.05),
-    clip_grad=dict(max_norm=10, norm_type=2),
-)
+optim_wrapper = dict(optimizer=dict(type='AdamW', lr=2e-3, weight_decay=0.05), clip_grad=dict(max_norm=10, norm_type=2))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, end=100),
     dict(type='CosineAnnealingLR', eta_min=1e-5, T_max=max_epochs, by_epoch=True, convert_to_iter_based=True),

@@ -1,0 +1,81 @@
+"""A project of a few images and a detector that trains in seconds, for the tests of configs and tools."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ROOT / 'tools'
+CONFIGS = ROOT / 'configs'
+sys.path[:0] = [str(TOOLS)]
+from make_synthetic_coco import make_set  # noqa: E402
+
+TINY_CONFIG = """
+_base_ = '{base}'
+model = dict(
+    backbone=dict(arch=dict(_delete_=True, depths=[1, 1, 2, 1], channels=[8, 16, 32, 64])),
+    neck=dict(in_channels=[8, 16, 32, 64]),
+    roi_head=dict(bbox_head=dict(fc_out_channels=32)),
+    train_cfg=dict(rpn_proposal=dict(nms_pre=50, max_per_img=20), rcnn=dict(sampler=dict(num=16))),
+    test_cfg=dict(rpn=dict(nms_pre=50, max_per_img=20), rcnn=dict(max_per_img=10)),
+)
+train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False)
+val_dataloader = dict(batch_size=1, num_workers=0, persistent_workers=False)
+test_dataloader = val_dataloader
+param_scheduler = [dict(type='LinearLR', start_factor=0.5, by_epoch=False, end=8)]
+train_cfg = dict(max_epochs=2, val_interval=10)
+default_hooks = dict(checkpoint=dict(interval=1), logger=dict(interval=1))
+visualizer = dict(vis_backends=[])
+"""
+
+
+def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> Path:
+    """Writes a data set and a config, as in a project outside of the repository.
+
+    Args:
+        folder (Path): Where to.
+        train (int): Training images. Default: 8.
+        val (int): Validation images. Default: 2.
+        size (int): Their side in pixels. Default: 64.
+
+    Returns:
+        Path: The config; to be used with ``folder`` as working folder.
+    """
+    make_set(folder / 'data/shapes', train=train, val=val, size=size)
+    config = folder / 'tiny.py'
+    base = CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
+    config.write_text(TINY_CONFIG.format(base=base))
+    return config
+
+
+def environment(**variables) -> dict:
+    """The environment of a process that is to run on one CPU core, with this python first in PATH.
+
+    Args:
+        **variables: Added to it.
+    """
+    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+    single = dict(PATH=path, CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1')
+    return {**os.environ, **single, **{key: str(value) for key, value in variables.items()}}
+
+
+def run(*command, cwd: Path, check: bool = True, **variables) -> subprocess.CompletedProcess:
+    """Runs a command to its end and takes its output.
+
+    Args:
+        *command: Words of the command.
+        cwd (Path): Working folder.
+        check (bool): Fail the test, showing the output, if the command fails. Default: True.
+        **variables: Environment variables.
+
+    Returns:
+        subprocess.CompletedProcess: With stdout and stderr as text.
+    """
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=300, check=False
+    )
+    if check and done.returncode:
+        raise AssertionError(f'{words} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}')
+    return done

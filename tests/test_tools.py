@@ -1,0 +1,251 @@
+"""What a person types: bad input ends in one clear message, and the launch scripts pass on what they are given."""
+
+import copy
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, TOOLS, make_project, run
+from mmengine.registry import init_default_scope
+
+import mmdet_script  # isort: skip  (helpers puts tools/ on the path)
+import preflight  # isort: skip
+from preflight import PreflightError
+
+LAUNCHERS = ['dist_train.sh', 'dist_test.sh', 'slurm_train.sh', 'slurm_test.sh']
+ANNOTATIONS = 'data/shapes/annotations/instances_train.json'
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+    """A project in a folder with a blank in its name, and its config."""
+    folder = tmp_path_factory.mktemp('own') / 'my project'
+    return make_project(folder, train=4, val=2)
+
+
+@pytest.fixture(scope='module')
+def loaded(project):
+    return preflight.load_config(str(project))
+
+
+@pytest.fixture
+def config(project, loaded, monkeypatch):
+    monkeypatch.chdir(project.parent)
+    init_default_scope('mmdet')
+    return copy.deepcopy(loaded)
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+
+def test_good_config_passes(config):
+    preflight.check_config(config, ('train', 'val', 'test'))
+
+
+def test_missing_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PreflightError, match=r'config file no/such.py does not exist .*check the path'):
+        preflight.load_config('no/such.py')
+
+
+def test_script_says_what_is_wrong_and_stops(project):
+    """Through the command line, and only one line."""
+    option = 'train_dataloader.dataset.ann_file=no.json'
+    done = run('python', TOOLS / 'train.py', 'tiny.py', '--cfg-options', option, cwd=project.parent, check=False)
+    assert done.returncode == 1
+    assert 'error: train_dataloader.dataset.ann_file: data/shapes/no.json does not exist' in done.stderr
+    assert 'Traceback' not in done.stderr and not (project.parent / 'work_dirs').exists()
+
+
+def test_config_without_custom_imports(project):
+    """In a process of its own: here SBPConvNeXt is registered already."""
+    text = project.read_text()
+    bare = project.with_name('bare.py')
+    bare.write_text(text + "\ncustom_imports = dict(imports=['mmdet.models'], allow_failed_imports=False)\n")
+    done = run('python', TOOLS / 'test.py', 'bare.py', 'none.pth', cwd=project.parent, check=False)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    assert 'uses SBPConvNeXt but does not import it' in done.stderr
+    assert "custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ('{"images": [', 'it is not valid JSON'),
+        ('', 'it is not valid JSON'),
+        ('[1, 2]', 'it holds a list, not an object'),
+        ('{"images": [], "categories": []}', 'it lacks annotations'),
+        ('{"shapes": [], "imagePath": "a.jpg"}', 'it lacks images, annotations, categories'),
+        ('{"images": [], "annotations": [], "categories": [1]}', 'not a COCO-format annotation file'),
+    ],
+)
+def test_file_that_is_not_coco(config, tmp_path, content, message):
+    path = tmp_path / 'bad.json'
+    path.write_text(content)
+    config.train_dataloader.dataset.ann_file = str(path)
+    with pytest.raises(PreflightError, match=f'train_dataloader.dataset.ann_file: {path} .*{message}'):
+        preflight.check_config(config, ('train', 'val'))
+    preflight.check_config(config, ('test',))  # does not read the training set
+
+
+def test_a_picture_is_not_an_annotation_file(config):
+    config.val_evaluator.ann_file = 'data/shapes/images/val/000000.jpg'
+    with pytest.raises(PreflightError, match='val_evaluator.ann_file: .*000000.jpg is not a COCO-format'):
+        preflight.check_config(config, ('train', 'val'))
+
+
+def test_test_set_without_annotations_is_fine(config, tmp_path):
+    content = json.loads(Path(ANNOTATIONS).read_text())
+    del content['annotations']
+    path = tmp_path / 'image_info_test.json'
+    path.write_text(json.dumps(content))
+    config.test_dataloader.dataset.ann_file = config.test_evaluator.ann_file = str(path)
+    preflight.check_config(config, ('test',))
+
+
+def test_classes_that_the_file_does_not_have(config):
+    config.train_dataloader.dataset.metainfo = dict(classes=('cat', 'dog'))
+    with pytest.raises(PreflightError, match=r"file has \['ellipse', .*metainfo has \['cat', 'dog'\]; set"):
+        preflight.check_config(config, ('train',))
+    del config.train_dataloader.dataset['metainfo']  # then mmdet means the 80 classes of COCO
+    with pytest.raises(PreflightError, match="metainfo has .*'person', .* and 70 more"):
+        preflight.check_config(config, ('train',))
+
+
+@pytest.mark.parametrize('wrap', ['RepeatDataset', 'ClassBalancedDataset', 'ConcatDataset', 'MultiImageMixDataset'])
+def test_wrapped_data_sets_are_checked(config, wrap):
+    inner = config.train_dataloader.dataset
+    inner.ann_file = 'no.json'
+    twice = dict(type='RepeatDataset', times=2, dataset=inner)
+    wrapped = dict(datasets=[twice]) if wrap == 'ConcatDataset' else dict(dataset=inner)
+    config.train_dataloader.dataset = dict(type=wrap, **wrapped)
+    with pytest.raises(PreflightError, match='data/shapes/no.json does not exist'):
+        preflight.check_config(config, ('train',))
+
+
+@pytest.mark.parametrize('change', [dict(backend_args=dict(backend='petrel')), dict(data_root='s3://bucket/')])
+def test_files_elsewhere_are_left_alone(config, change):
+    config.train_dataloader.dataset.update(ann_file='no.json', **change)
+    preflight.check_config(config, ('train',))
+
+
+def test_large_files_are_not_parsed(config, tmp_path, monkeypatch):
+    content = Path(ANNOTATIONS).read_bytes()
+    monkeypatch.setattr(preflight, '_PARSE_BYTES', 100)
+    monkeypatch.setattr(preflight.json, 'loads', lambda text: pytest.fail('parsed'))
+    path = Path(ANNOTATIONS)
+    preflight.check_annotations(path, 'key', ('star',))
+    with pytest.raises(PreflightError, match='no category of'):
+        preflight.check_annotations(path, 'key', ('cat',))
+    unlabelled = content.replace(b'"categories"', b'"labels"')
+    for bad, message in ((content[:-20], 'complete'), (unlabelled, 'lacks categories')):
+        path = tmp_path / 'bad.json'
+        path.write_bytes(bad)
+        with pytest.raises(PreflightError, match=message):
+            preflight.check_annotations(path, 'key')
+
+
+def test_mmdet_script_is_found_in_a_source_checkout(tmp_path, monkeypatch):
+    """An editable install has no .mim folder."""
+    for name in ('mmdet/__init__.py', 'tools/train.py'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    origin = type('Spec', (), dict(origin=str(tmp_path / 'mmdet/__init__.py')))
+    monkeypatch.setattr(mmdet_script.importlib.util, 'find_spec', lambda name: origin)
+    assert mmdet_script.find_script('train.py') == tmp_path / 'tools/train.py'
+    with pytest.raises(FileNotFoundError, match="mmdet's test.py was not found at .*reinstall"):
+        mmdet_script.find_script('test.py')
+    monkeypatch.setattr(mmdet_script.importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(FileNotFoundError, match='mmdet is not installed'):
+        mmdet_script.find_script('test.py')
+
+
+# --- launch scripts ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Runs a launch script with stand-ins for srun and python, which write down their arguments and environment."""
+    for name in ('srun', 'python', 'other-python'):
+        stand_in = tmp_path / 'bin' / name
+        stand_in.parent.mkdir(exist_ok=True)
+        stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$(basename "$0")" "$@" >seen\nenv -0 >environment\n')
+        stand_in.chmod(0o755)
+
+    def start(script, *arguments, **variables):
+        search = f'{tmp_path / "bin"}{os.pathsep}{os.environ["PATH"]}'
+        run('bash', TOOLS / script, *arguments, cwd=tmp_path, **{'PATH': search, **variables})
+        lines = (tmp_path / 'environment').read_text().split('\0')
+        return (tmp_path / 'seen').read_text().split('\0')[:-1], dict(line.split('=', 1) for line in lines if line)
+
+    return start
+
+
+@pytest.mark.parametrize('script', LAUNCHERS)
+def test_launcher_is_valid_and_explains_itself(script, tmp_path):
+    run('bash', '-n', TOOLS / script, cwd=tmp_path)
+    done = run('bash', TOOLS / script, 'only-one', cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert f'bash tools/{script} ' in done.stderr and 'PY_ARGS' in done.stderr and 'set -' not in done.stderr
+
+
+def test_dist_train(launch):
+    options = ['--work-dir', 'a dir', '--cfg-options', 'a=*', 'b="[(1, 2)]"']
+    words, environment = launch('dist_train.sh', 'my config.py', '2', *options, PY_ARGS='--amp  c=*')
+    assert words == [
+        *('python', '-m', 'torch.distributed.run', '--nnodes=1', '--node_rank=0', '--master_addr=127.0.0.1'),
+        *('--master_port=29500', '--nproc_per_node=2', str(TOOLS / 'train.py'), 'my config.py'),
+        *('--launcher', 'pytorch', *options, '--amp', 'c=*'),
+    ]
+    assert environment['PYTHONPATH'].split(os.pathsep)[0] == str(ROOT)
+
+
+def test_dist_test_on_several_nodes(launch):
+    variables = dict(NNODES='4', NODE_RANK='3', MASTER_ADDR='node0', PORT='1234', PYTHON='other-python')
+    words, environment = launch('dist_test.sh', 'c.py', 'my model.pth', '8', '--tta', PYTHONPATH='/mine', **variables)
+    assert words == [
+        *('other-python', '-m', 'torch.distributed.run', '--nnodes=4', '--node_rank=3', '--master_addr=node0'),
+        *('--master_port=1234', '--nproc_per_node=8', str(TOOLS / 'test.py'), 'c.py', 'my model.pth'),
+        *('--launcher', 'pytorch', '--tta'),
+    ]
+    assert environment['PYTHONPATH'] == f'{ROOT}{os.pathsep}/mine'
+
+
+def test_slurm_train(launch):
+    variables = dict(SRUN_ARGS='--gres=none --time=1:00', GPUS='16', CPUS_PER_TASK='2', PORT='4321', PY_ARGS='--resume')
+    arguments = ('part', 'my job', 'c.py', 'my dir', '--cfg-options', 'a=*')
+    words, environment = launch('slurm_train.sh', *arguments, **variables)
+    assert words == [
+        *('srun', '--partition=part', '--job-name=my job', '--gres=gpu:8', '--ntasks=16', '--ntasks-per-node=8'),
+        *('--cpus-per-task=2', '--kill-on-bad-exit=1', '--gres=none', '--time=1:00', 'python', '-u'),
+        *(str(TOOLS / 'train.py'), 'c.py', '--work-dir=my dir', '--launcher=slurm', '--cfg-options', 'a=*', '--resume'),
+    ]
+    assert environment['MASTER_PORT'] == '4321'
+
+
+def test_slurm_test_with_the_defaults(launch):
+    words, environment = launch('slurm_test.sh', 'part', 'job', 'c.py', 'm.pth')
+    assert {'--gres=gpu:8', '--ntasks=8', '--ntasks-per-node=8', '--cpus-per-task=5'} <= set(words)
+    assert words[-4:] == [str(TOOLS / 'test.py'), 'c.py', 'm.pth', '--launcher=slurm']
+    assert environment['MASTER_PORT'] == '29500'
+    words, _ = launch('slurm_test.sh', 'part', 'job', 'c.py', 'm.pth', GPUS='2')
+    assert {'--gres=gpu:2', '--ntasks=2', '--ntasks-per-node=2'} <= set(words)
+    words, _ = launch('slurm_test.sh', 'part', 'job', 'c.py', 'm.pth', GPUS='8', GPUS_PER_NODE='4')
+    assert {'--gres=gpu:4', '--ntasks=8', '--ntasks-per-node=4'} <= set(words)
+
+
+def test_two_cpu_ranks_train_and_test(project):
+    """A real launch, from a folder that is not the checkout, in a path with a blank."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    folder = project.parent
+    options = ['--work-dir', folder / 'two ranks', '--cfg-options', 'train_cfg.max_epochs=1']
+    done = run('bash', TOOLS / 'dist_train.sh', 'tiny.py', '2', *options, cwd=folder, PORT=port)
+    assert done.stderr.count('no GPU here: CPU ranks') == 1
+    log = done.stdout + done.stderr
+    assert 'Epoch(train) [1][1/1]' in log and 'coco/segm_mAP:' in log
+    assert 'GPU number: 2' in log and 'Distributed launcher: pytorch' in log
+    assert (folder / 'two ranks/epoch_1.pth').is_file()

@@ -1,0 +1,183 @@
+"""Checks of a config before mmdet builds anything from it: bad input ends in one line that names it and the remedy.
+
+Nothing here imports sbp_mmdet: whether the config does is one of the checks.
+"""
+
+import inspect
+import json
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmdet.datasets import CocoDataset
+from mmdet.registry import DATASETS, MODELS
+from mmengine.config import Config
+
+__all__ = ['PreflightError', 'check_annotations', 'check_backbone', 'check_config', 'load_config']
+
+_KEYS = ('images', 'annotations', 'categories')
+_TEST_KEYS = ('images', 'categories')  # the test sets of COCO come without annotations
+_CUSTOM_IMPORTS = "custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)"
+_REMEDY = 'give the path of a COCO-format file in ann_file (it is joined to data_root)'
+# Up to here a file is parsed (a second for this size); beyond, its ends and its keys are looked at.
+_PARSE_BYTES = 50_000_000
+
+
+class PreflightError(ValueError):
+    """Bad input; the message is meant for the person who typed it."""
+
+
+def load_config(path: str, options: dict | None = None) -> Config:
+    """Reads a config as mmdet's scripts do.
+
+    Args:
+        path (str): Config file.
+        options (dict | None): ``--cfg-options``. Default: None.
+
+    Returns:
+        Config: The config, overrides merged.
+
+    Raises:
+        PreflightError: If there is no such file.
+    """
+    if not Path(path).is_file():
+        raise PreflightError(f'config file {path} does not exist (working folder: {Path.cwd()}); check the path')
+    config = Config.fromfile(path)
+    config.merge_from_dict(options or {})
+    return config
+
+
+def check_config(config: Config, splits: tuple[str, ...]) -> None:
+    """Runs every check.
+
+    Args:
+        config (Config): Config of a detector.
+        splits (tuple[str, ...]): Of 'train', 'val' and 'test', those that the run reads.
+
+    Raises:
+        PreflightError: For the first bad input.
+    """
+    check_backbone(config)
+    for split in splits:
+        needed = _TEST_KEYS if split == 'test' else _KEYS
+        for kind, dataset in _datasets((config.get(f'{split}_dataloader') or {}).get('dataset')):
+            path = _local(dataset.get('ann_file'), dataset.get('data_root'), dataset.get('backend_args'))
+            if path:
+                classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
+                check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
+        evaluators = config.get(f'{split}_evaluator') or []
+        for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
+            path = _local(evaluator.get('ann_file'), None, evaluator.get('backend_args'))
+            if path and evaluator.get('type') in ('CocoMetric', 'mmdet.CocoMetric'):
+                check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
+
+
+def check_backbone(config: Config) -> None:
+    """Finds a config that names SBPConvNeXt without importing the package that registers it.
+
+    Args:
+        config (Config): As read by :func:`load_config`, which carries out ``custom_imports``.
+
+    Raises:
+        PreflightError: If SBPConvNeXt is not registered.
+    """
+    named = any(re.fullmatch(r'(\w+\.)?SBPConvNeXt', str(node.get('type', ''))) for node in _dicts(config.get('model')))
+    if named and MODELS.get('SBPConvNeXt') is None:
+        raise PreflightError(
+            f'{config.filename} uses SBPConvNeXt but does not import it: its custom_imports is '
+            f"{config.get('custom_imports')}; add to the config: {_CUSTOM_IMPORTS} (a child's custom_imports replaces "
+            "its parent's; list every module that you need)"
+        )
+
+
+def check_annotations(
+    path: Path, key: str, classes: tuple[str, ...] | None = None, needed: tuple[str, ...] = _KEYS
+) -> None:
+    """Checks that a file is COCO format and has annotations for some of the classes.
+
+    Args:
+        path (Path): Annotation file.
+        key (str): Where the config names it, for the message.
+        classes (tuple[str, ...] | None): ``metainfo['classes']``; None: not compared. Default: None.
+        needed (tuple[str, ...]): What the file has to have. Default: images, annotations and categories.
+
+    Raises:
+        PreflightError: If the file is missing, not COCO format, or has no category of that name.
+    """
+    if not path.is_file():
+        raise PreflightError(f'{key}: {path} does not exist (working folder: {Path.cwd()}); {_REMEDY}')
+    try:
+        names = _category_names(path, needed)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PreflightError(f'{key}: {path} is not a COCO-format annotation file: {error}; {_REMEDY}') from error
+    if classes and names and not set(classes) & set(names):
+        raise PreflightError(
+            f'{key}: no category of {path} is one of the classes of metainfo, so there is nothing to learn; '
+            f'the file has {_shortened(names)}, metainfo has {_shortened(classes)}; set '
+            "metainfo=dict(classes=(...)) to the file's names, and num_classes to their number"
+        )
+
+
+def _category_names(path, needed):
+    if path.stat().st_size > _PARSE_BYTES:
+        return _category_names_of_large(path, needed)
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f'it is not valid JSON ({error})') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'it holds a {type(content).__name__}, not an object with {", ".join(needed)}')
+    _require(needed, content.__contains__)
+    return [category['name'] for category in content['categories']]
+
+
+def _category_names_of_large(path, needed):
+    """Without parsing: reading the 450 MB of COCO takes several seconds in each process."""
+    with path.open('rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if not content[:64].lstrip().startswith(b'{') or not content[-64:].rstrip().endswith(b'}'):
+            raise ValueError('it is not one whole JSON object; is it complete?')
+        _require(needed, lambda key: content.find(f'"{key}"'.encode()) >= 0)
+        tail = content[content.rfind(b'"categories"') :][:1_000_000].decode(errors='ignore')
+    try:
+        categories, _ = json.JSONDecoder().raw_decode(tail[tail.index('[') :])
+        return [category['name'] for category in categories]
+    except (ValueError, TypeError, KeyError):
+        return []  # an unusual layout: mmdet will read it, or say why not
+
+
+def _require(needed, has):
+    lacks = [key for key in needed if not has(key)]
+    if lacks:
+        raise ValueError(f'it lacks {", ".join(lacks)}')
+
+
+def _shortened(names):
+    return f'{list(names)[:10]}' + (f' and {len(names) - 10} more' if len(names) > 10 else '')
+
+
+def _dicts(node) -> Iterator[dict]:
+    """Every dict inside of a config."""
+    if isinstance(node, dict):
+        yield node
+        node = list(node.values())
+    if isinstance(node, (list, tuple)):
+        for item in node:
+            yield from _dicts(item)
+
+
+def _datasets(node) -> Iterator[tuple[type, dict]]:
+    """Class and config of each COCO-format set of a dataloader, inside of whatever wrappers (RepeatDataset, ...)."""
+    for dataset in _dicts(node):
+        kind = dataset.get('type')
+        kind = DATASETS.get(kind) if isinstance(kind, str) else kind
+        if inspect.isclass(kind) and issubclass(kind, CocoDataset):
+            yield kind, dataset
+
+
+def _local(ann_file, data_root, backend_args) -> Path | None:
+    """The annotation file's path, joined as mmengine does it; None where it does not lie in the local file system."""
+    remote = backend_args and backend_args.get('backend', 'local') not in ('local', 'LocalBackend')
+    if not ann_file or remote or '://' in f'{data_root or ""}{ann_file}':
+        return None
+    return Path(data_root or '') / ann_file

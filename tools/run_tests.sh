@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Style check and tests. Makes its environment like quickstart.sh, or finds the one made before.
+#
+#   bash tools/run_tests.sh [arguments of pytest]
+#
+# The environment variables of tools/setup_env.sh apply.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=$(bash tools/setup_env.sh)
+export CUDA_VISIBLE_DEVICES= # the tests are for the CPU; mmcv may have been compiled without its GPU operators
+if "$python" -c 'import ruff' 2>/dev/null; then
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
+else
+    echo '[tests] no ruff in this environment: style is not checked' >&2
+fi
+exec "$python" -m pytest "$@"

@@ -1,0 +1,9 @@
+"""Train a detector: mmdet's own tools/train.py, with its arguments (see --help), after checks of the config.
+
+python tools/train.py CONFIG [--work-dir DIR] [--resume [CHECKPOINT]] [--cfg-options KEY=VALUE ...] ...
+"""
+
+from mmdet_script import run
+
+if __name__ == '__main__':
+    run('train.py', splits=('train', 'val'))
