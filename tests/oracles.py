@@ -1,0 +1,150 @@
+"""Plain-torch oracles of SBP, inputs of small size, and how to compare; shared by the tests of the core."""
+
+import torch
+import torch.nn.functional as F
+
+from sbp_mmdet import SBPConvNeXt
+
+SMALL = dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20])
+
+
+def small_backbone(sbp_cfg=None, *, dtype=torch.float64, seed=0, arch=SMALL, **kwargs):
+    """A four-stage backbone in training mode whose parameters all have ordinary values: no zeros, no ones, no 1e-6."""
+    kwargs = dict(out_indices=[0, 1, 2, 3], gap_before_final_norm=False, layer_scale_init_value=1.0) | kwargs
+    backbone = SBPConvNeXt(arch, sbp_cfg=sbp_cfg, **kwargs).to(dtype).train()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6 + 0.2 * noise)
+    return backbone
+
+
+def image(n=2, height=64, width=64, *, dtype=torch.float64, seed=0):
+    return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        dtype
+    )
+
+
+def where_sbp(f, x, mask):
+    """SBP by its definition: every value of f, the gradient of those in the mask (which broadcasts to f(x))."""
+    y = f(x)
+    return torch.where(mask, y, y.detach())
+
+
+def mask_of(keep, height, width):
+    """(height, width), True at the kept flat indices."""
+    mask = torch.zeros(height * width, dtype=torch.bool)
+    mask[keep] = True
+    return mask.view(height, width)
+
+
+def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0):
+    """ConvNeXt with SBP by its definition, in plain torch; under autocast, norms in fp32 as CUDA has it.
+
+    Args:
+        state (dict): Parameters by mmpretrain's names; a stage is put out if it has a norm.
+        x (Tensor): Images.
+        depths (Sequence[int]): Blocks of each stage.
+        masks (dict): (stage, block) or (stage, 'downsample') to (height, width) masks; other layers are exact.
+        drop_path_rate (float): Of the last block.
+    """
+
+    def norm(x, name):  # (..., C)
+        with torch.autocast('cpu', enabled=False):
+            x = x if x.dtype == torch.float64 else x.float()
+            return F.layer_norm(x, x.shape[-1:], state[f'{name}.weight'], state[f'{name}.bias'], 1e-6)
+
+    def norm2d(x, name):
+        return norm(x.permute(0, 2, 3, 1), name).permute(0, 3, 1, 2)
+
+    def linear(x, name):
+        return F.linear(x, state[f'{name}.weight'].flatten(1), state[f'{name}.bias'])
+
+    def mlp(x, name):
+        x = norm(x.permute(0, 2, 3, 1), f'{name}.norm')
+        x = linear(F.gelu(linear(x, f'{name}.pointwise_conv1')), f'{name}.pointwise_conv2')
+        return (x * state[f'{name}.gamma'] if f'{name}.gamma' in state else x).permute(0, 3, 1, 2)
+
+    def convolve(x, name, **kwargs):
+        return F.conv2d(x, state[f'{name}.weight'], state[f'{name}.bias'], **kwargs)
+
+    def layer(f, x, key):
+        return where_sbp(f, x, masks[key]) if key in masks else f(x)
+
+    outs = []
+    rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
+    for i, depth in enumerate(depths):
+        down = f'downsample_layers.{i}'
+        if i == 0:
+            x = norm2d(convolve(x, f'{down}.0', stride=4), f'{down}.1')
+        else:
+            x = layer(lambda x: convolve(norm2d(x, f'{down}.0'), f'{down}.1', stride=2), x, (i, 'downsample'))  # noqa: B023
+        for j in range(depth):
+            name, rate = f'stages.{i}.{j}', next(rates)
+            inner = convolve(x, f'{name}.depthwise_conv', padding=3, groups=x.shape[1])
+            branch = layer(lambda x: mlp(x, name), inner, (i, j))  # noqa: B023
+            if rate:
+                branch = branch * (torch.rand(len(x), dtype=x.dtype) >= rate).view(-1, 1, 1, 1) / (1 - rate)
+            x = x + branch
+        if f'norm{i}.weight' in state:
+            outs.append(norm2d(x, f'norm{i}'))
+    return outs
+
+
+def loss_of(outs):
+    """A loss that weighs every entry of every output differently."""
+    weights = [torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape) for out in outs]
+    return sum((out * weight.to(out.dtype)).sum() for out, weight in zip(outs, weights, strict=True))
+
+
+def gradients(backbone, x, forward=None):
+    """Gradient by name of every trainable parameter, and of the image, after one forward and backward pass."""
+    x = x.detach().requires_grad_()
+    parameters = {name: p for name, p in backbone.named_parameters() if p.requires_grad} | {'image': x}
+    loss = loss_of(backbone(x) if forward is None else forward(x))
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+def relative_error(actual, expected):
+    """Largest deviation, in units of the largest entry."""
+    assert actual.shape == expected.shape
+    if not expected.numel():
+        return 0.0
+    difference, largest = (actual.double() - expected.double()).abs().max(), expected.double().abs().max()
+    return (difference / largest.clamp_min(1e-300)).item()
+
+
+def assert_near(actual, expected, tolerance):
+    """Every tensor of a dict near its namesake; None only beside None."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (actual[name] is None) == (value is None), name
+        if value is not None:
+            error = relative_error(actual[name], value)
+            assert error <= tolerance, f'{name}: {error:.3g} of the largest entry'
+
+
+def record_keep(backbone):
+    """The dict that each forward pass fills with the positions that each layer is given: by (stage, block) or
+    (stage, 'downsample'); None: all."""
+    seen = {}
+
+    def add(key, layer):
+        layer.register_forward_pre_hook(lambda _, args: seen.update({key: args[1]}))
+
+    for i, stage in enumerate(backbone.stages):
+        if i:
+            add((i, 'downsample'), backbone.downsample_layers[i])
+        for j, block in enumerate(stage):
+            add((i, j), block)
+    return seen
+
+
+def masks_of(seen, height, width):
+    """What :func:`record_keep` saw, as masks, for an image of that size."""
+    return {
+        key: mask_of(keep.keep, height // 4 // 2 ** key[0], width // 4 // 2 ** key[0])
+        for key, keep in seen.items()
+        if keep is not None
+    }

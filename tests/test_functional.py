@@ -1,0 +1,91 @@
+"""Algorithm 1 against its definition: values of f, gradients of the kept positions."""
+
+import pytest
+import torch
+from oracles import relative_error, where_sbp
+from torch import nn
+
+from sbp_mmdet import sbp
+from sbp_mmdet.masks import positions
+
+MASKS = {
+    'half': torch.arange(12) % 2 == 0,
+    'one': torch.arange(12) == 7,
+    'none': torch.zeros(12, dtype=torch.bool),
+    'all': torch.ones(12, dtype=torch.bool),
+}
+
+
+class Tokens(nn.Sequential):
+    """(N, L, 6) -> (N, L, 5)"""
+
+    shape = (2, 12, 6)
+
+    def __init__(self):
+        super().__init__(nn.LayerNorm(6), nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 5))
+
+
+class Patches(nn.Module):
+    """(N, L, 4, 6) -> (N, L, 7): what a 2x2/2 convolution does to patches."""
+
+    shape = (2, 12, 4, 6)
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(6), nn.Linear(24, 7)
+
+    def forward(self, x):
+        return self.linear(self.norm(x).flatten(2))
+
+
+def setting(kind):
+    torch.manual_seed(0)
+    f = kind().double()
+    x = torch.randn(kind.shape, dtype=torch.float64, requires_grad=True)
+    return f, x, torch.randn_like(f(x))
+
+
+@pytest.mark.parametrize('kind', [Tokens, Patches])
+@pytest.mark.parametrize('mask', MASKS.values(), ids=MASKS.keys())
+def test_equals_the_definition(kind, mask):
+    f, x, weight = setting(kind)
+    expected = where_sbp(f, x, mask[:, None])
+    actual = sbp(f, x, positions(mask))
+    assert relative_error(actual, expected) < 1e-14
+    inputs = [x, *f.parameters()]
+    for got, want in zip(
+        torch.autograd.grad(actual, inputs, weight), torch.autograd.grad(expected, inputs, weight), strict=True
+    ):
+        assert relative_error(got, want) < 1e-13
+    if not mask.any():
+        assert not got.any()
+
+
+def test_gradient_of_the_input_is_zero_where_dropped():
+    f, x, weight = setting(Tokens)
+    mask = MASKS['half']
+    (exact,) = torch.autograd.grad(f(x), x, weight)
+    (grad,) = torch.autograd.grad(sbp(f, x, positions(mask)), x, weight)
+    assert not grad[:, ~mask].any()
+    torch.testing.assert_close(grad[:, mask], exact[:, mask], rtol=1e-12, atol=0)
+
+
+def test_autocast_weights_get_gradients():
+    """A cache of cast weights that is filled inside no_grad would cut them off."""
+    f, x, weight = setting(Tokens)
+    f, x, mask = f.float(), x.detach().float(), MASKS['half']
+    expected = torch.autograd.grad(where_sbp(f, x, mask[:, None]), list(f.parameters()), weight.float())
+    with torch.autocast('cpu', torch.bfloat16):
+        out = sbp(f, x, positions(mask))
+    assert out.dtype == torch.bfloat16
+    out.backward(weight.to(out.dtype))
+    for parameter, want in zip(f.parameters(), expected, strict=True):
+        assert relative_error(parameter.grad, want) < 0.05
+
+
+def test_without_gradients():
+    f, x, _ = setting(Tokens)
+    with torch.no_grad():
+        out = sbp(f, x, positions(MASKS['half']))
+    assert not out.requires_grad
+    assert relative_error(out, f(x)) < 1e-14

@@ -1,0 +1,94 @@
+"""What the fused operations store for the backward pass, in bytes, and what they leave out for frozen parameters."""
+
+import pytest
+import torch
+from fused_cases import (
+    DOWNSAMPLE,
+    KINDS,
+    MLP,
+    autocast,
+    differentiate,
+    downsample_inputs,
+    fused_mlp,
+    fused_norm,
+    half,
+    keep_mask,
+    keep_of,
+    mlp_inputs,
+    stored,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import assert_near
+
+from sbp_mmdet import fused
+from sbp_mmdet.masks import positions
+
+
+@given(trainable=st.sets(st.sampled_from(MLP), min_size=1), kind=KINDS, recompute=st.sampled_from([False, True]))
+def test_frozen_mlp_parameters(trainable, kind, recompute):
+    """Gradients for those who ask, and no more stored than for all."""
+    tensors, _ = mlp_inputs()
+    f = fused_mlp(keep_of(kind, keep_mask(kind, 5, 6)), recompute)
+    everything = differentiate(f, tensors)
+    actual = differentiate(f, tensors, trainable)
+    assert_near(actual, {n: g if n in trainable or n == 'out' else None for n, g in everything.items()}, 1e-13)
+    assert stored(f, tensors, trainable) <= stored(f, tensors)
+    assert stored(f, tensors, ['shortcut']) == 0
+
+
+@given(trainable=st.sets(st.sampled_from(DOWNSAMPLE), min_size=1), kind=KINDS)
+def test_frozen_downsample_parameters(trainable, kind):
+    tensors = downsample_inputs()
+    keep = keep_of(kind, keep_mask(kind, 4, 3))
+
+    def f(**tensors):
+        return fused.downsample(**tensors, keep=keep)
+
+    everything = differentiate(f, tensors)
+    actual = differentiate(f, tensors, trainable)
+    assert_near(actual, {n: g if n in trainable or n == 'out' else None for n, g in everything.items()}, 1e-13)
+    assert stored(f, tensors, trainable) <= stored(f, tensors)
+
+
+@pytest.mark.parametrize('kept', [0, 7, 20, 30])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('recompute', [False, True])
+def test_mlp_stores(kept, dtype, recompute):
+    """For each kept position x-hat, 1 / deviation and the hidden layer; nothing else, nothing of the others."""
+    tensors, _ = mlp_inputs(n=3, c=8, d=20, height=5, width=6, dtype=torch.promote_types(dtype, torch.float32))
+    keep = positions(torch.arange(30).view(5, 6) < kept)
+    f = fused_mlp(keep, recompute)
+    f = f if dtype.itemsize > 2 else half(f, dtype)
+    deviation = 8 if dtype == torch.float64 else 4
+    row = (8 + 20 * (not recompute)) * dtype.itemsize + deviation
+    assert stored(f, tensors) == 3 * kept * row + keep.keep.nbytes
+
+
+@pytest.mark.parametrize('kept', [0, 5, 12])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16])
+def test_downsample_stores(kept, dtype):
+    tensors = downsample_inputs(n=2, c=6, height=8, width=6, dtype=torch.promote_types(dtype, torch.float32))
+    keep = positions(torch.arange(12).view(4, 3) < kept)
+    deviation = 8 if dtype == torch.float64 else 4
+
+    def f(**tensors):
+        with torch.autocast('cpu', dtype, enabled=dtype == torch.bfloat16):
+            return fused.downsample(**tensors, keep=keep)
+
+    assert stored(f, tensors) == 2 * kept * 4 * (6 * dtype.itemsize + deviation) + keep.keep.nbytes
+
+
+def test_layer_norm_stores():
+    """Under autocast x-hat in reduced precision; where its source is stored anyway, nothing."""
+    tensors, source = mlp_inputs(dtype=torch.float32)
+    tensors = {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')}
+    n, c, height, width = tensors['x'].shape
+    assert stored(autocast(fused_norm(), torch.bfloat16), tensors) == n * height * width * (2 * c + 4)
+    assert stored(fused_norm(source), tensors, extra=source[:3]) == 0
+
+
+def test_mlp_with_source_stores_indices_only():
+    tensors, source = mlp_inputs()
+    keep = positions(keep_mask('half', 5, 6))
+    assert stored(fused_mlp(keep, 'source', source), tensors, extra=source[:3]) == keep.keep.nbytes

@@ -1,0 +1,95 @@
+"""Layout and algebra under the fused operations, each against its definition or against autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles import relative_error
+
+from sbp_mmdet import rows
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_patches():
+    x = normal(2, 3, 5, 7)
+    patches = rows.to_patches(x)
+    assert patches.shape == (2, 6, 4, 3)
+    for i in range(2):
+        for j in range(3):
+            window = x[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]  # (N, C, 2, 2)
+            assert torch.equal(patches[:, 3 * i + j], window.flatten(2).transpose(1, 2))
+    back = rows.from_patches(patches, x.shape)
+    assert torch.equal(back[:, :, :4, :6], x[:, :, :4, :6])
+    assert not back[:, :, 4:].any() and not back[..., 6:].any()
+
+
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_rows(layout):
+    x = normal(2, 3, 4, 5).contiguous(memory_format=layout)
+    index = torch.tensor([1, 7, 19])
+    picked = rows.rows_of(x, index)
+    expected = [x[n, :, i // 5, i % 5] for n in range(2) for i in index.tolist()]
+    assert torch.equal(picked, torch.stack(expected))
+    assert torch.equal(rows.rows_of(x, None), x.permute(0, 2, 3, 1).reshape(40, 3))
+    assert torch.equal(rows.map_of(rows.rows_of(x, None), None, x.shape), x)
+    back = rows.map_of(picked, index, x.shape).flatten(2)
+    assert torch.equal(back[..., index], x.flatten(2)[..., index])
+    assert back.count_nonzero() == picked.numel()
+
+
+def test_memory_format():
+    x = normal(2, 3, 4, 5)
+    assert rows.memory_format(x) == torch.contiguous_format
+    assert rows.memory_format(x.contiguous(memory_format=torch.channels_last)) == torch.channels_last
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_normalise_and_its_gradient(dtype):
+    x = (normal(50, 16, seed=1) * 3 + 1).to(dtype).double().requires_grad_()
+    grad = normal(50, 16, seed=2).to(dtype)
+    expected = F.layer_norm(x, (16,), eps=1e-3)
+    (expected_grad,) = torch.autograd.grad(expected, x, grad.double())
+    xhat, rstd = rows.normalise(x.detach().to(dtype), 1e-3, dtype)
+    full = torch.promote_types(dtype, torch.float32)
+    assert xhat.dtype == dtype and rstd.dtype == full
+    assert relative_error(rstd, (x.var(1, correction=0, keepdim=True) + 1e-3).rsqrt()) < 4 * torch.finfo(full).eps
+    assert relative_error(xhat, expected) < 4 * torch.finfo(dtype).eps
+    actual = rows.normalise_backward(grad, xhat, rstd)
+    assert actual.dtype == dtype
+    assert relative_error(actual, expected_grad) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize('has_weight', [True, False])
+@pytest.mark.parametrize('has_bias', [True, False])
+def test_folding_and_its_gradient(has_weight, has_bias):
+    weight, bias = normal(6, 4, seed=1).requires_grad_(), normal(6, seed=2).requires_grad_()
+    norm_weight = normal(4, seed=3).requires_grad_() if has_weight else None
+    norm_bias = normal(4, seed=4).requires_grad_() if has_bias else None
+    xhat = normal(9, 4)
+    affine = xhat * (1 if norm_weight is None else norm_weight) + (0 if norm_bias is None else norm_bias)
+    out = F.linear(affine, weight, bias)
+    folded = rows.fold(weight, bias, norm_weight, norm_bias, torch.float64)
+    assert relative_error(F.linear(xhat, *folded), out) < 1e-12
+
+    grad = normal(9, 6, seed=5)
+    with torch.no_grad():
+        needs = (has_weight, has_bias, True, True)
+        actual = rows.unfold(grad.T @ xhat, grad.sum(0), weight, norm_weight, norm_bias, needs)
+    parameters = [norm_weight, norm_bias, weight, bias]
+    expected = torch.autograd.grad(out, [p for p in parameters if p is not None], grad)
+    for got, want in zip([g for g in actual if g is not None], expected, strict=True):
+        assert relative_error(got, want) < 1e-12
+    assert rows.unfold(grad.T @ xhat, grad.sum(0), weight, norm_weight, norm_bias, (False,) * 4) == (None,) * 4
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_accumulation_is_in_full_precision(dtype):
+    """Thousands of small terms, each of which bf16 would lose beside the sum."""
+    ones = torch.ones(4096, 2, dtype=dtype)
+    assert rows.column_sums(ones).tolist() == [4096.0] * 2
+    total = rows.zeros_for(torch.zeros(2, 2, dtype=dtype))
+    for chunk in ones.split(8):
+        rows.accumulate(total, chunk.T, chunk)
+    assert total.dtype == torch.float32 and (total == 4096).all()
