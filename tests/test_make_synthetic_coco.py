@@ -106,7 +106,7 @@ def test_masks_are_what_is_drawn(monkeypatch):
     """With flat black ground and flat white objects, the masks together are the white pixels of the image."""
     surfaces = iter([0.0] + [255.0] * 1000)
     monkeypatch.setattr(
-        synthetic, 'surface', lambda rng, size: np.full((size, size, 3), next(surfaces), dtype=np.float32)
+        synthetic, 'surface', lambda rng, size, colour: np.full((size, size, 3), next(surfaces), dtype=np.float32)
     )
     monkeypatch.setattr(synthetic.cv2, 'GaussianBlur', lambda image, *_: image)
     image, objects = synthetic.render_image(np.random.default_rng(0), 128)

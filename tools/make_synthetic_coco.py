@@ -4,9 +4,13 @@
 
 writes `images/{train,val}/*.jpg` and `annotations/instances_{train,val}.json`. The same arguments give the same
 bytes; an image depends on the seed, the split and its number only, so a larger set begins with the smaller one.
+
+Classes differ in shape and, less reliably, in hue: each has one that it scatters around, and backgrounds have any. A
+small detector can therefore learn them from scratch in minutes.
 """
 
 import argparse
+import colorsys
 import json
 import shutil
 import sys
@@ -25,6 +29,7 @@ MIN_OBJECTS, MAX_OBJECTS = 2, 8
 MIN_RADIUS, MAX_RADIUS = 0.1, 0.32  # of the image's side
 MIN_VISIBLE = 0.4  # a shape that would leave less than this of any other, or show less of itself, is not drawn
 MIN_CONTRAST = 80  # distance in RGB between a shape's mean colour and that of what it covers
+HUE_SCATTER = 0.08  # standard deviation; the hues of the classes are a quarter of the circle apart
 RECORD = 'made_by_make_synthetic_coco.json'
 RENDERING = 1  # raise when the same arguments begin to give other images
 
@@ -52,17 +57,24 @@ def shape_outline(kind, rng):
     return outline * (1.0, rng.uniform(0.55, 1.0)) if kind == 'ellipse' else outline
 
 
-def surface(rng, size):
+def shape_colour(label, rng):
+    """Colour of a shape: BGR in 0..255, its hue near that of the class."""
+    hue = (label / len(CLASSES) + rng.normal(0, HUE_SCATTER)) % 1
+    return 255 * np.array(colorsys.hsv_to_rgb(hue, rng.uniform(0.5, 1), rng.uniform(0.5, 1)))[::-1]
+
+
+def surface(rng, size, colour):
     """A coloured surface with a soft gradient, sometimes stripes, and fine noise.
 
     Args:
         rng (numpy.random.Generator): source of randomness.
         size (int): side in pixels.
+        colour (numpy.ndarray): mean colour, (3,).
 
     Returns:
         numpy.ndarray: float32, (size, size, 3).
     """
-    coarse = rng.uniform(30, 225, 3) + rng.normal(0, 16, (4, 4, 3))
+    coarse = colour + rng.normal(0, 16, (4, 4, 3))
     pixels = cv2.resize(coarse.astype(np.float32), (size, size), interpolation=cv2.INTER_CUBIC)
     if rng.random() < 0.3:
         y, x = np.mgrid[:size, :size]
@@ -86,16 +98,19 @@ def render_image(rng, size):
         tuple: the image, uint8 BGR (size, size, 3), and a list of `(label, visible)`: index into `CLASSES` and the
         visible pixels, bool (size, size).
     """
-    image = surface(rng, size)
+    image = surface(rng, size, rng.uniform(30, 225, 3))
     owner = np.full((size, size), -1)  # which object a pixel shows
     labels, areas = [], []
-    for _ in range(rng.integers(MIN_OBJECTS, MAX_OBJECTS + 1)):
+    wanted = rng.integers(MIN_OBJECTS, MAX_OBJECTS + 1)
+    for _ in range(4 * wanted):
+        if len(labels) == wanted:
+            break
         label = int(rng.integers(len(CLASSES)))
         radius = size * np.exp(rng.uniform(np.log(MIN_RADIUS), np.log(MAX_RADIUS)))
         turn, centre = rng.uniform(0, 2 * np.pi), rng.uniform(0.05, 0.95, 2) * size
         rotation = np.array([(np.cos(turn), -np.sin(turn)), (np.sin(turn), np.cos(turn))])
         outline = shape_outline(CLASSES[label], rng) @ rotation.T * radius
-        texture = surface(rng, size)
+        texture = surface(rng, size, shape_colour(label, rng))
 
         # Drawn on a canvas of three sides by three, so that the part outside the image counts as hidden.
         canvas = np.zeros((3 * size, 3 * size), np.uint8)

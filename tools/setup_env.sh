@@ -57,6 +57,10 @@ wheels=$cache/wheels/$tag-torch$("$python" -W ignore -c 'import torch; print(tor
 wheel_name=${mmcv//-/_} # onedl-mmcv==2.3.6 -> onedl_mmcv-2.3.6-cp311-...whl
 if ! compgen -G "$wheels/${wheel_name/==/-}-*.whl" >/dev/null; then
     command -v c++ >/dev/null || command -v g++ >/dev/null || die "mmcv's operators need a C++ compiler; on Debian: apt-get install g++"
+    if ! command -v nvcc >/dev/null; then # mmcv would try to build for a GPU that it sees, and fail
+        say "no CUDA compiler (nvcc) here: mmcv's operators are compiled for the CPU only"
+        export CUDA_VISIBLE_DEVICES=
+    fi
     say "step 2 of 3: compiling mmcv's operators: about 7 minutes on two cores, once (kept in $wheels)"
     started=$SECONDS
     MMCV_WITH_OPS=1 MAX_JOBS=${MAX_JOBS:-$(nproc)} "$python" -m pip --disable-pip-version-check wheel -q \

@@ -18,6 +18,7 @@ from pycocotools import mask as mask_utils
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib import patheffects  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 __all__ = ['draw_objects', 'ground_truth', 'predictions', 'show_predictions']
@@ -70,11 +71,13 @@ def draw_objects(axes, image, objects, colours):
         if mask is not None:
             picture[mask] = 0.5 * picture[mask] + 0.5 * colours[label]
     axes.imshow(picture)
+    rim = [patheffects.withStroke(linewidth=2.4, foreground='white')]  # any colour stands out on any image
     for label, (x1, y1, x2, y2), _, score in objects:
-        axes.add_patch(Rectangle((x1 - 0.5, y1 - 0.5), x2 - x1, y2 - y1, fill=False, color=colours[label], lw=1.2))
+        box = Rectangle((x1 - 0.5, y1 - 0.5), x2 - x1, y2 - y1, fill=False, color=colours[label], lw=1.2)
+        axes.add_patch(box).set_path_effects(rim)
         if score is not None:
-            box = dict(facecolor=colours[label], edgecolor='none', pad=0.6)
-            axes.text(x1, y1, f'{score:.2f}', fontsize=6, color='white', va='bottom', bbox=box)
+            tag = dict(facecolor=colours[label], edgecolor='none', pad=0.6)
+            axes.text(x1, y1, f'{score:.2f}', fontsize=6, color='white', va='bottom', bbox=tag)
     axes.set_axis_off()
 
 
@@ -107,13 +110,14 @@ def show_predictions(config, checkpoint, out, num=6, threshold=0.5, device='cpu'
         both = ground_truth(info), predictions(inference_detector(model, info['img_path']), threshold)
         for axes, objects, title in zip(pair, both, ('ground truth', 'prediction'), strict=True):
             draw_objects(axes, image, objects, colours)
-            axes.set_title(title, fontsize=8)
+            if pair[0].get_subplotspec().is_first_row():
+                axes.set_title(title, fontsize=9)
             shown.update(int(label) for label, *_ in objects)
     for axes in grid.flat:
         axes.set_axis_off()
     handles = [Patch(color=colours[label], label=names[label]) for label in sorted(shown)[:20]]
     figure.legend(handles=handles, loc='lower center', ncols=10, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.3 / (2.6 * rows), 1, 1), pad=0.4)
+    figure.tight_layout(rect=(0, 0.3 / (2.6 * rows), 1, 0.995), pad=0.5)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
     plt.close(figure)
