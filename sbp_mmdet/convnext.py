@@ -1,5 +1,6 @@
 """``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers send gradients from a subset of the positions."""
 
+import collections
 from collections.abc import Sequence
 
 import torch
@@ -133,8 +134,9 @@ class SBPConvNeXt(BaseModule):
             self.add_module(f'norm{i}', build_norm(norm_cfg, self.channels[i], fused))
 
         self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
-        self._last_step = None
+        self._iteration = None
         self._repeats = 0
+        self._passes = collections.deque(maxlen=16)  # the last ones: data pointer of the images, iteration, repeat
         self._freeze_stages()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -156,7 +158,7 @@ class SBPConvNeXt(BaseModule):
                 'of the backbone; resize or pad them'
             )
         active = self.sbp and self.training and torch.is_grad_enabled()
-        keep = self._draw(*x.shape[-2:], x.device) if active else {}
+        keep = self._draw(x) if active else {}
         outs = []
         for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
             x = layer(x, keep.get((i, 'downsample'))) if i else layer(x)
@@ -198,30 +200,39 @@ class SBPConvNeXt(BaseModule):
         return [(height // patch // 2**i, width // patch // 2**i) for i in range(self.num_stages)]
 
     @torch.compiler.disable
-    def _draw(self, height, width, device):
+    def _draw(self, x):
         """The kept positions of one training step, for every layer of :meth:`keep_ratios`."""
         layers = self.keep_ratios()
         if not layers:
             return {}
         deepest = max(stage for stage, _ in layers)
-        sizes = self.stage_sizes(height, width)[: deepest + 1]
-        seed, rank, step = torch.initial_seed(), get_rank(), self._step()
+        sizes = self.stage_sizes(*x.shape[-2:])[: deepest + 1]
+        seed, rank, step = torch.initial_seed(), get_rank(), self._step(x)
         drawn = {}
         for ratio in set(layers.values()):
             masks = stage_masks(sizes, ratio, self.sbp.sampler, mask_generator(seed, rank, *step))
             for stage in {s for (s, _), r in layers.items() if r == ratio}:
-                drawn[ratio, stage] = positions(masks[stage], device)
+                drawn[ratio, stage] = positions(masks[stage], x.device)
         return {key: drawn[ratio, key[0]] for key, ratio in layers.items()}
 
-    def _step(self):
-        """What the mask is drawn from: the iteration of mmengine's runner, which a resumed run continues, and how often
-        the backbone ran in it already (all of it, where there is no runner). A forward pass inside a backward pass is
-        the replay of somebody's checkpointing and has to use the mask that it used before."""
-        if torch._C._current_graph_task_id() == -1:
-            step = MessageHub.get_current_instance().get_info('iter', 0)
-            self._repeats = self._repeats + 1 if step == self._last_step else 0
-            self._last_step = step
-        return self._last_step, self._repeats
+    def _step(self, x):
+        """What the mask is drawn from: the iteration of mmengine's runner, which a resumed run continues, and how many
+        passes it saw before this one (all passes, where there is no runner).
+
+        A pass inside a backward pass is the replay of somebody's checkpointing around the backbone. It has to keep as
+        many positions as the first time, so it uses the mask of the pass over the same images.
+        """
+        replay = torch._C._current_graph_task_id() != -1
+        if replay:
+            for images, *step in reversed(self._passes):
+                if images == x.data_ptr():
+                    return step
+        iteration = MessageHub.get_current_instance().get_info('iter', 0)
+        self._repeats = self._repeats + 1 if iteration == self._iteration else 0
+        self._iteration = iteration
+        if not replay:
+            self._passes.append((x.data_ptr(), iteration, self._repeats))
+        return iteration, self._repeats
 
     def _freeze_stages(self):
         for i in range(self.frozen_stages):

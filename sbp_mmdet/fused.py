@@ -189,14 +189,14 @@ class _ChannelMLP(torch.autograd.Function):
         eps, approximate, keep, recompute, source, dtype = options
         n, c, height, width = x.shape
         needs_inner = any(ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5))
-        needs_any = needs_inner or any(ctx.needs_input_grad[6:9])
+        needs_hidden = needs_inner or ctx.needs_input_grad[6] or ctx.needs_input_grad[8]
         with _no_autocast(x):
             w1, b1 = fold(weight1, bias1, norm_weight, norm_bias, dtype)
             w2, b2 = weight2.to(dtype), bias2.to(dtype)
 
-            def run(index, store):
+            def run(index, store_hidden):
                 xhat, rstd = normalise(rows_of(x, index), eps, dtype)
-                hidden = xhat.new_empty(len(xhat), len(w1)) if store and not recompute else None
+                hidden = xhat.new_empty(len(xhat), len(w1)) if store_hidden else None
                 rows = xhat.new_empty(len(xhat), c)
                 for chunk in _chunks(len(xhat), len(w1), x.device):
                     h = torch.addmm(b1, xhat[chunk], w1.t(), out=None if hidden is None else hidden[chunk])
@@ -205,23 +205,23 @@ class _ChannelMLP(torch.autograd.Function):
                 return rows, (xhat, rstd, hidden)
 
             if keep is None:
-                branch, stored = run(None, needs_any)
+                branch, stored = run(None, needs_hidden and not recompute)
                 branch = branch.view(n, height * width, c)
             else:
                 branch = x.new_empty(n, height * width, c, dtype=dtype)
-                rows, stored = run(keep.keep, needs_any)
+                rows, stored = run(keep.keep, needs_hidden and not recompute)
                 branch.index_copy_(1, keep.keep, rows.view(n, -1, c))
                 rows, _ = run(keep.drop, False)
                 branch.index_copy_(1, keep.drop, rows.view(n, -1, c))
             branch = branch.transpose(1, 2).unflatten(2, (height, width))
             factor = _factor(gamma, scale)
             out = shortcut + branch if factor is None else torch.addcmul(shortcut, branch, factor)
-        if needs_any:
-            xhat, rstd, hidden = stored
-            if source is not None:
-                xhat = rstd = None
-            elif not (needs_inner or recompute):
-                xhat = None
+        xhat, rstd, hidden = stored
+        if source is not None or not (needs_inner or (needs_hidden and recompute)):
+            xhat = None
+        if source is not None or not ctx.needs_input_grad[0]:
+            rstd = None
+        if any(ctx.needs_input_grad[i] for i in (0, *range(2, 9))):
             ctx.shape = x.shape
             # The source is kept by its tensors, saved like all others, so that hooks on saved tensors see them.
             ctx.options = (eps, approximate, recompute, source and source.options, dtype)
@@ -249,14 +249,15 @@ class _ChannelMLP(torch.autograd.Function):
                 xhat, rstd = normalise(rows_of(Conv(*source, conv_options).run(), keep), eps, dtype)
             g = rows_of(grad, keep)
             if scale is not None:
-                g = (g.view(len(scale), -1) * scale[:, None]).view_as(g)
+                g = g * scale.repeat_interleave(len(g) // len(scale))[:, None]
             sum_g = column_sums(g)
             g_scaled = (g if gamma is None else g * gamma).to(dtype)
             g = g.to(dtype)
             outer = zeros_for(weight2) if needs_w2 or needs_gamma else None  # A of the module's docstring
             dw1, db1 = (zeros_for(weight1), zeros_for(bias1)) if needs_inner else (None, None)
             dx = g.new_empty(g.shape) if needs_x else None
-            for chunk in _chunks(len(g), len(w1), g.device):
+            chunks = _chunks(len(g), len(w1), g.device) if needs_inner or outer is not None else []
+            for chunk in chunks:
                 h = torch.addmm(b1, xhat[chunk], w1.t()) if recompute else hidden[chunk]
                 if outer is not None:
                     accumulate(outer, g[chunk].t(), F.gelu(h, approximate=approximate))

@@ -53,7 +53,8 @@ def parse_keep_ratio(ratio: float) -> Fraction:
         raise ValueError(f'keep_ratio={ratio!r} must be a number in (0, 1]; the paper uses 0.5')
     fraction = Fraction(ratio).limit_denominator(_MAX_DENOMINATOR)
     if fraction == 0 or abs(fraction - ratio) > 5e-5:
-        candidates = {Fraction(round(ratio * q), q) for q in range(1, _MAX_DENOMINATOR + 1)} - {Fraction(0)}
+        numerators = ((q, p) for q in range(1, _MAX_DENOMINATOR + 1) for p in (int(ratio * q), int(ratio * q) + 1))
+        candidates = {Fraction(min(max(p, 1), q), q) for q, p in numerators}
         nearest = sorted(candidates, key=lambda c: abs(c - ratio))[:2]
         names = ' or '.join(f'{float(c):.6g} (= {c})' for c in nearest)
         raise ValueError(f'keep_ratio={ratio!r} is not a fraction p/q with q <= {_MAX_DENOMINATOR}; nearest: {names}')

@@ -57,6 +57,8 @@ class SBPSettings:
             ValueError: Naming the key, the value and the remedy.
         """
         known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(cfg, dict):
+            raise ValueError(f'sbp_cfg={cfg!r} must be a dict with keys of {known}, or None for the plain backbone')
         for key in cfg:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
@@ -78,7 +80,7 @@ class SBPSettings:
                 )
         else:
             ratios = [ratios] * max(sum(blocks), 1)  # without SBP blocks the downsampling layers still need one
-        for ratio in set(ratios):
+        for ratio in ratios:
             parse_keep_ratio(ratio)
 
         return cls(

@@ -158,13 +158,15 @@ def norms_in_fp32(monkeypatch):
     monkeypatch.setattr(F, 'layer_norm', in_fp32)
 
 
-@EACH_IMPLEMENTATION
+@pytest.mark.parametrize('sbp_cfg', [CFGS[name] for name in ('fused', 'block', 'reference')], ids=str)
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_autocast(sbp_cfg, dtype, norms_in_fp32):
-    """The error against the truth, over many entries, is no larger than that of plain autograd under autocast."""
+    """The error against the truth is no larger than that of plain autograd under autocast: relative to each gradient's
+    norm, over enough parameters and draws that the ratio is a property of the arithmetic (0.9 to 1.1 here)."""
     arch = dict(depths=[3, 1, 1, 1], channels=SMALL['channels'])
     squares = {}
-    for seed in range(6):
+    for seed in range(12):
+        torch.manual_seed(seed)  # of the mask
         backbone = small_backbone(sbp_cfg, dtype=torch.float32, seed=seed, arch=arch)
         seen, x = record_keep(backbone), image(dtype=torch.float32, seed=seed)
         with torch.autocast('cpu', dtype):
@@ -175,7 +177,7 @@ def test_autocast(sbp_cfg, dtype, norms_in_fp32):
         for name, value in truth.items():
             sums = squares.setdefault(re.sub(r'\.\d+|(?<=norm)\d', '', name), [0.0, 0.0])
             for i, grads in enumerate((actual, plain)):
-                sums[i] += (grads[name] - value).square().sum().item()
+                sums[i] += ((grads[name] - value).norm() / value.norm()).square().item()
     ratios = {kind: (mine / reference) ** 0.5 for kind, (mine, reference) in squares.items()}
     assert len(ratios) == 14 and max(ratios.values()) <= 1.2, ratios
 

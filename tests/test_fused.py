@@ -21,7 +21,7 @@ from fused_cases import (
     plain_norm2d,
     small_chunks,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import assert_near, relative_error
 
@@ -44,6 +44,7 @@ DTYPES = st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)])
     recompute=st.sampled_from([False, True, 'source']),
     chunk=st.sampled_from([1, 40, 2**20]),
 )
+@example(0, (1, 4, 8, 3, 5), None, (torch.float64, 1e-10), 'none', True, 1.0, True, False, 40)  # rows that are a view
 @settings(max_examples=100)
 def test_mlp(seed, shape, kind, dtype, approximate, affine, gamma, scaled, recompute, chunk):
     dtype, tolerance = dtype

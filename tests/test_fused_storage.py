@@ -51,6 +51,19 @@ def test_frozen_downsample_parameters(trainable, kind):
     assert stored(f, tensors, trainable) <= stored(f, tensors)
 
 
+@pytest.mark.parametrize('recompute', [False, True])
+def test_frozen_inputs_store_no_xhat(recompute):
+    """x-hat is for the norm and what lies before and behind it; the second pointwise layer needs the hidden one."""
+    tensors, _ = mlp_inputs(n=2, c=8, d=20, height=5, width=6)
+    keep = positions(keep_mask('half', 5, 6))
+    rows = 2 * len(keep.keep)
+    used = stored(fused_mlp(keep, recompute), tensors, ['weight2', 'bias2', 'gamma'])
+    assert used <= rows * (8 if recompute else 20) * 8 + rows * 8 + keep.keep.nbytes
+    tensors = downsample_inputs(n=2, c=6, height=10, width=12)
+    used = stored(lambda **t: fused.downsample(**t, keep=keep), tensors, ['norm_bias', 'bias'])
+    assert used <= rows * 4 * 8 + keep.keep.nbytes
+
+
 @pytest.mark.parametrize('kept', [0, 7, 20, 30])
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('recompute', [False, True])
