@@ -36,7 +36,7 @@ def test_pip_has_no_reason_to_touch_the_mm_stack(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith('.dist-info/METADATA'))
     metadata = Parser().parsestr(wheel.read(name).decode())
     needs = [need for need in metadata.get_all('Requires-Dist') if 'extra ==' not in need]
-    assert needs == ['torch>=2.0']
+    assert [re.split('[<>=]', need)[0] for need in needs] == ['torch']
     assert set(metadata.get_all('Provides-Extra')) >= {'onedl', 'upstream', 'test'}
     assert re.search(r'mmdet\S*; extra == .upstream', '\n'.join(metadata.get_all('Requires-Dist')))
 

@@ -71,6 +71,21 @@ def test_config_without_custom_imports(project):
 
 
 @pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'sbp_cfg.keep_ratio': 1.5}, r'keep_ratio=1.5 must be a number in \(0, 1\]'),
+        ({'sbp_cfg.keep_rato': 0.5}, "unknown key 'keep_rato'; did you mean 'keep_ratio'"),
+        ({'use_grn': True}, 'use_grn=True cannot be used with sbp_cfg'),
+        ({'depth': 50}, "unexpected keyword argument 'depth'"),
+    ],
+)
+def test_bad_arguments_of_the_backbone(config, options, message):
+    config.merge_from_dict({f'model.backbone.{key}': value for key, value in options.items()})
+    with pytest.raises(PreflightError, match=f'{config.filename}, SBPConvNeXt: .*{message}'):
+        preflight.check_backbone(config)
+
+
+@pytest.mark.parametrize(
     ('content', 'message'),
     [
         ('{"images": [', 'it is not valid JSON'),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config
@@ -74,21 +75,28 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
 
 
 def check_backbone(config: Config) -> None:
-    """Finds a config that names SBPConvNeXt without importing the package that registers it.
+    """Finds a config that names SBPConvNeXt without importing the package that registers it, or with bad arguments.
 
     Args:
         config (Config): As read by :func:`load_config`, which carries out ``custom_imports``.
 
     Raises:
-        PreflightError: If SBPConvNeXt is not registered.
+        PreflightError: If SBPConvNeXt is not registered, or refuses its arguments.
     """
-    named = any(re.fullmatch(r'(\w+\.)?SBPConvNeXt', str(node.get('type', ''))) for node in _dicts(config.get('model')))
-    if named and MODELS.get('SBPConvNeXt') is None:
+    nodes = [n for n in _dicts(config.get('model')) if re.fullmatch(r'(\w+\.)?SBPConvNeXt', str(n.get('type', '')))]
+    if nodes and MODELS.get('SBPConvNeXt') is None:
         raise PreflightError(
             f'{config.filename} uses SBPConvNeXt but does not import it: its custom_imports is '
             f"{config.get('custom_imports')}; add to the config: {_CUSTOM_IMPORTS} (a child's custom_imports replaces "
             "its parent's; list every module that you need)"
         )
+    for node in nodes:
+        arguments = {key: value for key, value in node.items() if key not in ('type', 'init_cfg', '_scope_')}
+        try:
+            with torch.device('meta'):
+                MODELS.get('SBPConvNeXt')(**arguments)
+        except (TypeError, ValueError) as error:
+            raise PreflightError(f'{config.filename}, SBPConvNeXt: {error}') from error
 
 
 def check_annotations(
