@@ -9,29 +9,11 @@
 #   SRUN_ARGS       more options of srun, split at blanks; --gres=none for nodes without GPU
 #   PY_ARGS         more options of tools/test.py, split at blanks
 #   PORT            for the processes to meet, 29500; two jobs on one node need two
+#   MASTER_ADDR     where they meet: the first node, by its name in Slurm
 #   PYTHON          the interpreter: python
-set -euo pipefail
-set -f # SRUN_ARGS and PY_ARGS are split into words, but no word is expanded to file names
 
-if [ $# -lt 4 ]; then
-    sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
-    exit 2
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+[ $# -ge 4 ] || usage
 partition=$1 job_name=$2 config=$3 checkpoint=$4
 shift 4
-gpus=${GPUS:-8}
-gpus_per_node=${GPUS_PER_NODE:-$((gpus < 8 ? gpus : 8))}
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-export MASTER_PORT="${PORT:-${MASTER_PORT:-29500}}"
-# shellcheck disable=SC2086
-exec srun \
-    --partition="$partition" \
-    --job-name="$job_name" \
-    --gres="gpu:$gpus_per_node" \
-    --ntasks="$gpus" \
-    --ntasks-per-node="$gpus_per_node" \
-    --cpus-per-task="${CPUS_PER_TASK:-5}" \
-    --kill-on-bad-exit=1 \
-    ${SRUN_ARGS:-} \
-    "${PYTHON:-python}" -u "$root/tools/test.py" "$config" "$checkpoint" --launcher=slurm "$@" ${PY_ARGS:-}
+by_srun "$partition" "$job_name" "$root/tools/test.py" "$config" "$checkpoint" --launcher=slurm "$@"
