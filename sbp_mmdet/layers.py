@@ -64,7 +64,7 @@ class Stem(nn.Sequential):
         patch_size (int): Kernel size and stride, in pixels.
         norm_cfg (dict): Of :func:`build_norm`.
         fused (bool): Use :func:`sbp_mmdet.fused.layer_norm` in training.
-        recompute (bool | str): 'block' runs the convolution again in the backward pass.
+        recompute (bool | str): Run the convolution again in the backward pass. It is cheap: any level of ``recompute``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Stem(nn.Sequential):
         if not _trains(norm):
             return super().forward(x)
         x = x.to(fused.autocast_dtype(x) or x.dtype)
-        return norm(conv(x), fused.Conv.of(conv, x) if self.recompute == 'block' else None)
+        return norm(conv(x), fused.Conv.of(conv, x) if self.recompute else None)
 
 
 class GRN(nn.Module):

@@ -29,9 +29,9 @@ class SBPSettings:
         implementation (str): 'fused' stores less for the same gradients; 'reference' is Algorithm 1 as the paper
             writes it. Default: 'fused'.
         recompute (bool | str): True: do not store the hidden layer of the channel MLP but compute it again in the
-            backward pass, for the kept positions. 'block': compute the norm's input again as well, by running the
-            depthwise convolution once more, so that a block stores nothing but its input. Needs 'fused'.
-            Default: False.
+            backward pass, for the kept positions, and the stem with it. 'block': compute the norm's input again as
+            well, by running the depthwise convolution once more, so that a block stores nothing but its input. Needs
+            'fused'. Default: False.
     """
 
     keep_ratio: tuple[float, ...]

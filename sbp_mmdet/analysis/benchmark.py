@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from sbp_mmdet.convnext import SBPConvNeXt
 from sbp_mmdet.masks import mask_generator, positions, stage_masks
 
-from .memory import autocast, peak_bytes, saved_bytes
+from .cuda_rules import autocast
+from .memory import peak_bytes, saved_bytes
 from .modes import backbone_options
 
 __all__ = ['PARTS', 'build_case', 'describe_machine', 'measure', 'stage_shape']
@@ -120,16 +121,13 @@ def measure(
             with autocast(device, dtype):
                 return _scalar(run(x))
 
-        def step(module=module, forward=forward):
-            module.zero_grad()
+        def step(forward=forward):
             x.grad = None
             forward().backward()
 
-        step()  # gradients exist, caches are warm
-        module.zero_grad()
-        x.grad = None
         known = [x, *module.parameters()]
         rows[name] = dict(saved_bytes=saved_bytes(forward, known), peak_bytes=peak_bytes(step, device), times=[])
+        module.zero_grad()  # the next case needs the memory
         yield 'progress', {}
     for i in range(rounds + 1 if rounds else 0):
         for name, (module, run) in cases.items():
@@ -154,7 +152,6 @@ def _scalar(out):
 
 
 def _timed_step(module, run, x, device, dtype):
-    module.zero_grad()
     x.grad = None
     start = _now(device)
     with autocast(device, dtype):
@@ -162,7 +159,9 @@ def _timed_step(module, run, x, device, dtype):
     outs = out if isinstance(out, tuple) else (out,)
     middle = _now(device)
     torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
-    return middle - start, _now(device) - middle
+    end = _now(device)
+    module.zero_grad()
+    return middle - start, end - middle
 
 
 def _now(device):

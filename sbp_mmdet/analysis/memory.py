@@ -5,13 +5,11 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ['autocast', 'peak_bytes', 'saved_bytes']
+__all__ = ['LiveBytes', 'SavedByPart', 'peak_bytes', 'saved_bytes']
 
 
 class _Packed:
@@ -23,44 +21,93 @@ class _Packed:
         self.tensor = tensor
 
 
-def saved_bytes(fn: Callable, exclude: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd holds for the backward pass when `fn` returns.
+class SavedByPart:
+    """Counts what autograd holds for the backward pass, by the part of the model that saved it.
 
-    Counts each storage once, whole, whoever saved it (torch's own operations or `ctx.save_for_backward` of a custom
-    function). Tensors that a custom function keeps as plain attributes of `ctx` are not seen.
+    Counts each storage once, whole, for whoever saved it first (torch's own operations or `ctx.save_for_backward` of a
+    custom function). Tensors that a custom function keeps as plain attributes of `ctx` are not seen.
+
+    Args:
+        part (Callable): Gives the name of the part that is running. Default: one part, named None.
+    """
+
+    def __init__(self, part: Callable[[], str | None] = lambda: None):
+        self._part = part
+        self._packed = []  # of weak references, in the order of saving
+
+    def hooks(self):
+        """The context in which the forward pass is to run."""
+
+        def pack(tensor):
+            held = _Packed(tensor)
+            self._packed.append((weakref.ref(held), self._part()))
+            return held
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
+
+    def count(self, exclude: Iterable[Tensor] = ()) -> dict:
+        """Bytes that are held now.
+
+        Args:
+            exclude (Iterable[torch.Tensor]): tensors whose storages are not counted, such as parameters, buffers and
+                the input. Defaults to none.
+
+        Returns:
+            dict: part to bytes.
+        """
+        seen = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+        parts = {}
+        # Only what is saved still is looked at: a storage freed on the way may have lent its address to another one.
+        for reference, part in self._packed:
+            if (held := reference()) is not None:
+                storage = held.tensor.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    parts[part] = parts.get(part, 0) + storage.nbytes()
+        return parts
+
+
+def saved_bytes(fn: Callable, exclude: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd holds for the backward pass when `fn` returns; see :class:`SavedByPart`.
 
     Args:
         fn (Callable): runs the forward pass and returns what the graph hangs on: a tensor, or any container of them.
-        exclude (Iterable[torch.Tensor]): tensors whose storages are not counted, such as parameters, buffers and the
-            input. Defaults to none.
+        exclude (Iterable[torch.Tensor]): tensors whose storages are not counted. Defaults to none.
 
     Returns:
         int: bytes.
     """
-    packed = weakref.WeakSet()
-
-    def pack(tensor):
-        held = _Packed(tensor)
-        packed.add(held)
-        return held
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+    saved = SavedByPart()
+    with saved.hooks():
         output = fn()  # noqa: F841  keeps the graph alive while it is counted
-    # Only what is saved still is looked at: a storage freed on the way may have lent its address to another one.
-    storages = [held.tensor.untyped_storage() for held in packed]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    for tensor in exclude:
-        sizes.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(sizes.values())
+    return sum(saved.count(exclude).values())
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Follows every storage that an operation makes, until it is freed. Storages that are older do not count."""
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage that an operation makes, until it is freed. Storages that are older do not count.
+
+    Attributes:
+        live (int): Bytes held now.
+        peak (int): The most that were held at a time.
+        phase (str | None): What the step is doing, set from outside. Default: None.
+        peak_phase (str | None): What it was doing at the peak.
+    """
 
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
+        self.phase = self.peak_phase = None
         self._known = weakref.WeakSet()
+        self._counting = True
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Storages made in here never count."""
+        counting, self._counting = self._counting, False
+        try:
+            yield
+        finally:
+            self._counting = counting
 
     def _freed(self, nbytes):
         self.live -= nbytes
@@ -74,10 +121,16 @@ class _LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
                 self._known.add(storage)
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._freed, storage.nbytes())
+                if self._counting:
+                    self._made(storage)
         return out
+
+    def _made(self, storage):
+        nbytes = storage.nbytes()
+        self.live += nbytes
+        if self.live > self.peak:
+            self.peak, self.peak_phase = self.live, self.phase
+        weakref.finalize(storage, self._freed, nbytes).atexit = False
 
 
 def peak_bytes(fn: Callable, device: torch.device | str = 'cpu') -> int:
@@ -100,35 +153,6 @@ def peak_bytes(fn: Callable, device: torch.device | str = 'cpu') -> int:
         fn()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with _LiveBytes() as counter:
+    with LiveBytes() as counter:
         fn()
     return counter.peak
-
-
-class _LayerNormInFullPrecision(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.layer_norm:
-            with torch.autocast('cpu', enabled=False):
-                return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs)
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def autocast(device: torch.device | str, dtype: torch.dtype | None):
-    """Autocast with CUDA's rules on either device.
-
-    CUDA's autocast runs layer norm in full precision and so stores its input in full precision; the CPU's does not.
-    Left alone, a count on the CPU would come out too low.
-
-    Args:
-        device (torch.device | str): Where the model runs.
-        dtype (torch.dtype | None): Reduced precision; None: no autocast.
-    """
-    kind = torch.device(device).type
-    with contextlib.ExitStack() as stack:
-        if dtype is not None:
-            if kind == 'cpu':
-                stack.enter_context(_LayerNormInFullPrecision())
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
-        yield

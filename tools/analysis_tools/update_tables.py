@@ -3,7 +3,7 @@
     python tools/analysis_tools/update_tables.py README.md
 
 A table stands between ``<!-- table: PATH.json -->`` and ``<!-- end -->``; the path is relative to the Markdown file.
-The JSON file is what ``benchmark_block.py --json`` writes.
+The JSON file is what ``benchmark_block.py --json`` or ``benchmark_memory.py --json`` writes.
 """
 
 import argparse
@@ -11,6 +11,8 @@ import itertools
 import json
 import re
 from pathlib import Path
+
+from sbp_mmdet.analysis.report import markdown
 
 BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
@@ -50,7 +52,8 @@ def main():
 
         def fill(match, path=path):
             results = json.loads((path.parent / match[2]).read_text())
-            return match[1] + table(results) + match[3]
+            make = markdown if 'setting' in results['rows'][0] else table
+            return match[1] + make(results) + match[3]
 
         path.write_text(BLOCK.sub(fill, text))
         print(f'{path}: {len(BLOCK.findall(text))} tables')

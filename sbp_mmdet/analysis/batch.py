@@ -1,0 +1,117 @@
+"""A batch as COCO's training pipeline would give it, and proposals as a trained RPN would."""
+
+import numpy as np
+import torch
+from mmdet.structures import DetDataSample
+from mmdet.structures.bbox import HorizontalBoxes
+from mmdet.structures.mask import BitmapMasks
+from mmengine.structures import InstanceData
+from torch import nn
+
+__all__ = ['build_batch', 'proposals_of_a_trained_rpn']
+
+# Share of the image's shorter side, from COCO's small to its large objects.
+_BOX_SIDES = (0.02, 0.6)
+
+
+def build_batch(
+    batch: int, height: int, width: int, boxes: int, num_classes: int, with_masks: bool, seed: int = 0
+) -> dict:
+    """Random images with ground truth.
+
+    Args:
+        batch (int): Images.
+        height, width (int): Their size before padding.
+        boxes (int): Boxes in each.
+        num_classes (int): Labels are below it.
+        with_masks (bool): With a bitmap for each box, an ellipse that fills it.
+        seed (int): Of sizes and places. Default: 0.
+
+    Returns:
+        dict: ``inputs`` and ``data_samples``, for a detector's data preprocessor.
+    """
+    rng = np.random.default_rng(seed)
+    inputs, samples = [], []
+    for i in range(batch):
+        inputs.append(torch.from_numpy(rng.integers(0, 256, (3, height, width), dtype=np.uint8)))
+        bboxes = _random_boxes(rng, boxes, height, width)
+        instances = InstanceData(
+            bboxes=HorizontalBoxes(torch.from_numpy(bboxes)),
+            labels=torch.from_numpy(rng.integers(0, num_classes, boxes)),
+        )
+        if with_masks:
+            instances.masks = BitmapMasks(_ellipses(bboxes, height, width), height, width)
+        sample = DetDataSample(
+            metainfo=dict(
+                img_id=i,
+                img_path=f'{i}.jpg',
+                ori_shape=(height, width),
+                img_shape=(height, width),
+                pad_shape=(height, width),
+                scale_factor=(1.0, 1.0),
+                flip=False,
+                flip_direction=None,
+            )
+        )
+        sample.gt_instances = instances
+        sample.ignored_instances = InstanceData(
+            bboxes=HorizontalBoxes(torch.zeros(0, 4)), labels=torch.zeros(0, dtype=torch.long)
+        )
+        samples.append(sample)
+    return dict(inputs=inputs, data_samples=samples)
+
+
+def _random_boxes(rng, number, height, width):
+    low, high = _BOX_SIDES
+    sides = min(height, width) * np.exp(rng.uniform(np.log(low), np.log(high), number))
+    aspect = np.exp(rng.uniform(-0.7, 0.7, number))
+    w = np.clip(sides * aspect**0.5, 4, width)
+    h = np.clip(sides / aspect**0.5, 4, height)
+    x, y = rng.uniform(0, 1, number) * (width - w), rng.uniform(0, 1, number) * (height - h)
+    return np.stack([x, y, x + w, y + h], 1).astype(np.float32)
+
+
+def _ellipses(bboxes, height, width):
+    masks = np.zeros((len(bboxes), height, width), np.uint8)
+    for mask, (x1, y1, x2, y2) in zip(masks, bboxes, strict=True):
+        rows, columns = np.arange(int(y1), int(np.ceil(y2))), np.arange(int(x1), int(np.ceil(x2)))
+        dy = (rows[:, None] + 0.5 - (y1 + y2) / 2) / (y2 - y1) * 2
+        dx = (columns[None] + 0.5 - (x1 + x2) / 2) / (x2 - x1) * 2
+        mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] = dy**2 + dx**2 <= 1
+    return masks
+
+
+def proposals_of_a_trained_rpn(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
+    """Replaces the RPN's proposals by what a trained one would find: boxes near the ground truth, and others.
+
+    An untrained RPN finds next to nothing, so the RoI heads would get fewer positive samples, and the mask heads store
+    less, than in all but the first steps of a training.
+
+    Args:
+        detector (nn.Module): A two-stage detector, changed in place; others are left as they are.
+        per_box (int): Proposals near each box; half of all at most. Default: 8.
+        seed (int): Of places and sizes. Default: 0.
+    """
+    rpn = getattr(detector, 'rpn_head', None)
+    if not hasattr(rpn, 'loss_and_predict'):
+        return
+    original = rpn.loss_and_predict
+
+    def loss_and_predict(x, batch_data_samples, *args, **kwargs):
+        losses, results = original(x, batch_data_samples, *args, **kwargs)
+        rng = np.random.default_rng(seed)
+        total = (kwargs.get('proposal_cfg') or {}).get('max_per_img')
+        proposals = []
+        for sample, found in zip(batch_data_samples, results, strict=True):
+            truth = sample.gt_instances.bboxes
+            truth = getattr(truth, 'tensor', truth).cpu().numpy()
+            number = total or len(found)
+            near = truth[np.arange(min(per_box * len(truth), number // 2)) % max(len(truth), 1)]
+            near = near + rng.uniform(-0.05, 0.05, near.shape) * np.tile(near[:, 2:] - near[:, :2], 2)
+            others = _random_boxes(rng, number - len(near), *sample.img_shape[:2])
+            boxes = torch.from_numpy(np.concatenate([near, others]).astype(np.float32)).to(found.bboxes.device)
+            scores, labels = boxes.new_zeros(number), boxes.new_zeros(number, dtype=torch.long)
+            proposals.append(InstanceData(bboxes=boxes, scores=scores, labels=labels))
+        return losses, proposals
+
+    rpn.loss_and_predict = loss_and_predict

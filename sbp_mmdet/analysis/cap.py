@@ -1,0 +1,74 @@
+"""Whether training runs under a cap on the GPU's memory."""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from mmengine.config import Config
+
+from .detector import measure_detector
+from .variants import with_setting
+
+__all__ = ['cuda_cap', 'run_under_cap']
+
+
+@contextlib.contextmanager
+def cuda_cap(cap: int, device: str = 'cuda'):
+    """Lets torch's allocator have no more than ``cap`` bytes of the GPU.
+
+    CUDA's context and what libraries take by themselves are outside of torch's allocator and so outside of the cap.
+
+    Args:
+        cap (int): Bytes.
+        device (str): The GPU. Default: 'cuda'.
+
+    Raises:
+        ValueError: If the GPU has less than that.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    if cap > total:
+        raise ValueError(f'the cap of {cap / 2**30:.2f} GiB is above the {total / 2**30:.2f} GiB of {device}')
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(cap / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def run_under_cap(
+    config: Config,
+    settings: list[str],
+    cap: int,
+    *,
+    device: str = 'cuda',
+    capped: Callable = cuda_cap,
+    measure: Callable[..., dict] = measure_detector,
+    done: Callable[[], None] = lambda: None,
+    **case,
+) -> list[dict]:
+    """Trains a few steps in each setting under the cap.
+
+    Args:
+        config (Config): Config of a detector.
+        settings (list[str]): Settings that apply to it.
+        cap (int): Bytes.
+        device (str): The GPU. Default: 'cuda'.
+        capped (Callable): Context that enforces the cap. Default: :func:`cuda_cap`.
+        measure (Callable): Runs the steps. Default: :func:`measure_detector`.
+        done (Callable): Called after each setting.
+        **case: ``batch``, ``height``, ``width``, ``boxes`` and further arguments of ``measure``.
+
+    Returns:
+        list[dict]: For each setting ``setting``, ``fits``, and the measured row if it does.
+    """
+    rows = []
+    for setting in settings:
+        changed = with_setting(config, setting)
+        with capped(cap, device):
+            try:
+                rows.append(dict(setting=setting, fits=True, **measure(changed, device=device, **case)))
+            except torch.cuda.OutOfMemoryError:
+                rows.append(dict(setting=setting, fits=False))
+        done()
+    return rows

@@ -1,0 +1,253 @@
+"""A training step of a whole detector: what it holds, part by part, and how long it takes.
+
+On CUDA the allocator counts. On a CPU the tensors themselves are counted, made as CUDA's rules would have them.
+"""
+
+import contextlib
+import copy
+import gc
+import logging
+import statistics
+from unittest import mock
+
+import torch
+from mmdet.registry import HOOKS, MODELS
+from mmdet.structures.mask import BitmapMasks
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import init_default_scope
+from torch import Tensor, nn
+
+from .batch import build_batch, proposals_of_a_trained_rpn
+from .cuda_rules import autocast_rules, cuda_kernels
+from .eight_bit import AdamW8bitStates
+from .hollow import SkipArithmetic
+from .memory import LiveBytes, SavedByPart
+from .parts import PartTracker
+
+__all__ = ['build_detector', 'measure_detector']
+
+_OWN_HOOKS = ('CheckpointModulesHook', 'TargetsInChunksHook')
+
+
+def measure_detector(
+    config: Config,
+    *,
+    batch: int,
+    height: int,
+    width: int,
+    boxes: int,
+    device: str = 'cpu',
+    compute: bool = False,
+    trained_proposals: bool = True,
+    rounds: int = 5,
+) -> dict:
+    """Runs training steps of a config's model on random images, and counts in the last one.
+
+    Args:
+        config (Config): Config of a detector, its hooks of this package included.
+        batch (int): Images.
+        height, width (int): Their size, before padding.
+        boxes (int): Ground-truth boxes in each.
+        device (str): 'cpu', or a CUDA device. Default: 'cpu'.
+        compute (bool): On a CPU, carry out the arithmetic of large operations too; the bytes are the same.
+            Default: False.
+        trained_proposals (bool): See :func:`.batch.proposals_of_a_trained_rpn`. Default: True.
+        rounds (int): Timed steps on CUDA. Default: 5.
+
+    Returns:
+        dict: Bytes of ``parameters`` (buffers included), ``optimizer``, ``gradients``, ``saved`` (part to bytes),
+        ``forward`` (everything at the end of the forward pass), ``peak``; ``peak_phase``; on CUDA ``reserved`` and
+        ``step_s`` as well, which are None elsewhere.
+    """
+    cuda = torch.device(device).type == 'cuda'
+    # Hooks of the config may change how masks are cropped for the whole process: undone afterwards.
+    with (
+        mock.patch.object(BitmapMasks, 'crop_and_resize', BitmapMasks.crop_and_resize),
+        contextlib.ExitStack() as stack,
+    ):
+        counter = LiveBytes()
+        if not cuda:
+            stack.enter_context(cuda_kernels(counter, compute))
+        model, wrapper = build_detector(config, device)
+        if trained_proposals:
+            proposals_of_a_trained_rpn(model)
+        data = build_batch(batch, height, width, boxes, *_labels(config))
+        try:
+            if cuda:
+                return _measure_cuda(model, wrapper, data, rounds)
+            return _measure_cpu(model, wrapper, data, counter, config, compute)
+        finally:
+            del model, wrapper, data
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+
+
+def build_detector(config: Config, device: str):
+    """Builds model and optimizer as mmengine's runner does, without loading weights.
+
+    Args:
+        config (Config): Config of a detector.
+        device (str): Where it runs; on a CPU the optimizer wrapper of mixed precision is a plain one.
+
+    Returns:
+        tuple: The model in training mode, and its optimizer wrapper.
+    """
+    init_default_scope('mmdet')
+    model = MODELS.build(_without_weights(config.model)).to(device).train()
+    for cfg in config.get('custom_hooks') or []:
+        if cfg.get('type') in _OWN_HOOKS:
+            HOOKS.build(cfg).apply(model)
+    cfg = copy.deepcopy(config.optim_wrapper)
+    if torch.device(device).type == 'cpu':
+        if 'Amp' in str(cfg.get('type', '')):
+            cfg.type = 'OptimWrapper'
+            for key in ('dtype', 'loss_scale', 'use_fsdp'):
+                cfg.pop(key, None)
+        if cfg.optimizer.type == 'AdamW8bit':
+            cfg.optimizer.type = AdamW8bitStates
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # constructors of optimizers print every parameter's name
+    try:
+        wrapper = build_optim_wrapper(model, cfg)
+    finally:
+        logger.setLevel(level)
+    if torch.device(device).type == 'cpu':
+        for group in wrapper.optimizer.param_groups:
+            # CUDA's default: all parameters of a group at a time, with temporaries of the group's size.
+            if group.get('foreach', 0) is None and not group.get('fused'):
+                group['foreach'] = True
+    return model, wrapper
+
+
+def _without_weights(cfg):
+    """A copy that downloads nothing."""
+    cfg = copy.deepcopy(cfg)
+    for key in ('init_cfg', 'pretrained'):
+        cfg.pop(key, None)
+    backbone = cfg.get('backbone')
+    if backbone:
+        backbone.pop('pretrained', None)
+        backbone.init_cfg = None
+    return cfg
+
+
+def _labels(config):
+    """Number of classes, and whether there are masks."""
+    found = []
+
+    def look(node):
+        if isinstance(node, dict):
+            if isinstance(node.get('num_classes'), int):
+                found.append(node['num_classes'])
+            node = list(node.values())
+        if isinstance(node, (list, tuple)):
+            for item in node:
+                look(item)
+
+    look(config.model)
+    masks = any((config.model.get(key) or {}).get('mask_head') for key in ('roi_head',)) or config.model.get(
+        'mask_head'
+    )
+    masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')
+    return min(found, default=1), bool(masks)
+
+
+def _amp_dtype(config):
+    """Of the config's optimizer wrapper; on a CPU bf16 stands for fp16."""
+    if 'Amp' not in str(config.optim_wrapper.get('type', '')):
+        return None
+    return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
+
+
+def _bytes(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _states(optimizer) -> list[Tensor]:
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+
+
+def _watch(wrapper, row, model, saved, live, phase):
+    """Notes what is held when the forward pass and the backward pass end."""
+    update, step = wrapper.update_params, wrapper.step
+
+    def update_params(loss, *args, **kwargs):
+        row['saved'] = saved.count([*model.parameters(), *model.buffers()])
+        row['forward'] = live()
+        phase('backward')
+        return update(loss, *args, **kwargs)
+
+    def optimizer_step(*args, **kwargs):
+        row['gradients'] = _bytes([p.grad for p in model.parameters() if p.grad is not None])
+        phase('optimizer step')
+        return step(*args, **kwargs)
+
+    return mock.patch.multiple(wrapper, update_params=update_params, step=optimizer_step)
+
+
+def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
+    tracker = PartTracker(model)
+    saved = SavedByPart(tracker.current)
+    skip = SkipArithmetic(lambda: not compute and (counter.phase != 'forward' or tracker.in_network))
+    with skip:  # the first optimizer step makes the states; gradients go after each step
+        counter.phase = 'optimizer step'
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p)
+        wrapper.step()
+        wrapper.zero_grad()
+    row = dict(parameters=_bytes([*model.parameters(), *model.buffers()]), optimizer=_bytes(_states(wrapper.optimizer)))
+    static = row['parameters'] + row['optimizer']
+
+    @contextlib.contextmanager
+    def optim_context(model):
+        dtype = _amp_dtype(config)
+        with saved.hooks(), torch.autocast('cpu', dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            yield
+
+    counter.phase = 'forward'
+    watch = _watch(wrapper, row, model, saved, lambda: static + counter.live, lambda p: setattr(counter, 'phase', p))
+    with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), skip, counter:
+        torch.manual_seed(0)
+        model.train_step(data, wrapper)
+    return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, reserved=None, step_s=None)
+
+
+def _measure_cuda(model: nn.Module, wrapper, data, rounds):
+    for _ in range(2):  # the first step makes the optimizer's states and lets cuDNN choose its algorithms
+        model.train_step(copy.deepcopy(data), wrapper)
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        batch = copy.deepcopy(data)
+        start.record()
+        model.train_step(batch, wrapper)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    row = dict(parameters=_bytes([*model.parameters(), *model.buffers()]), optimizer=_bytes(_states(wrapper.optimizer)))
+    torch.cuda.reset_peak_memory_stats()
+    model.train_step(copy.deepcopy(data), wrapper)
+    torch.cuda.synchronize()
+    row.update(peak=torch.cuda.max_memory_allocated(), peak_phase=None, reserved=torch.cuda.max_memory_reserved())
+    # Once more, with hooks on everything, for the parts.
+    tracker = PartTracker(model)
+    saved = SavedByPart(tracker.current)
+    original = wrapper.optim_context
+
+    @contextlib.contextmanager
+    def optim_context(model):
+        with saved.hooks(), original(model):
+            yield
+
+    with (
+        mock.patch.object(wrapper, 'optim_context', optim_context),
+        _watch(wrapper, row, model, saved, torch.cuda.memory_allocated, lambda phase: None),
+    ):
+        model.train_step(copy.deepcopy(data), wrapper)
+    tracker.remove()
+    return dict(row, step_s=statistics.median(times) if times else None)

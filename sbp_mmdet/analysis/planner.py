@@ -1,0 +1,225 @@
+"""Which setting of a detector fits into a GPU, and is fast."""
+
+import re
+from collections.abc import Callable
+
+from mmengine.config import Config
+
+from .variants import applicable, backbone_change, is_convnext, piece_change
+
+__all__ = ['CONTEXT', 'MARGIN', 'candidates', 'cfg_options', 'choose', 'needed', 'parse_bytes', 'parse_size', 'snippet']
+
+# On top of the counted bytes: rounding and fragmentation of CUDA's allocator, and what kernels use inside themselves,
+# are a share; CUDA's context and its libraries' workspaces are about this much, whatever the model.
+MARGIN = 0.10
+CONTEXT = 0.6e9
+
+# What decides which of two settings is faster: estimates of the step's time relative to the plain backbone. The modes
+# by the channel MLP's time on a CPU (docs/results/mlp_stage1_cpu.json), the pieces by the share of the step that runs
+# again. Not yet compared with a GPU.
+_TIME = {
+    'fused': 0.79,
+    'recompute': 0.83,
+    'block': 0.90,
+    'none': 1.0,
+    'exact': 1.30,
+    'exact-block': 1.33,
+    'with_cp': 1.37,
+}
+_TIME_MORE = {'targets': 0.01, 'cp-heads': 0.08, 'cp-rpn': 0.04, 'cp-neck': 0.03, 'adamw8bit': 1.0}
+_PIECES = [[], ['targets'], ['targets', 'cp-heads'], ['targets', 'cp-heads', 'cp-rpn', 'cp-neck']]
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a budget.
+
+    Args:
+        text (str): Number and unit: '8GiB', '7.5 GB', '6000MiB'.
+
+    Returns:
+        int: Bytes.
+
+    Raises:
+        ValueError: If it cannot be read, or is not positive.
+    """
+    match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*', str(text), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise ValueError(f'budget {text!r} cannot be read; give a number and a unit, such as 8GiB or 7.5GB')
+    unit = match[2].lower()
+    return int(float(match[1]) * (1024 if 'i' in unit else 1000) ** (1 + 'kmgt'.index(unit[0])))
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Reads the size of an image.
+
+    Args:
+        text (str): Height and width: '800x1333'.
+
+    Returns:
+        tuple[int, int]: Height and width.
+
+    Raises:
+        ValueError: If it cannot be read, or a side is below 32 pixels.
+    """
+    match = re.fullmatch(r'\s*(\d+)\s*[x,]\s*(\d+)\s*', str(text), re.IGNORECASE)
+    if not match:
+        raise ValueError(f'size {text!r} cannot be read; give height and width, such as 800x1333')
+    height, width = int(match[1]), int(match[2])
+    if min(height, width) < 32:
+        raise ValueError(f'size {text!r} is too small for a detector; both sides must be 32 or more')
+    return height, width
+
+
+def candidates(config: Config, *, exact: bool = False, eight_bit: bool = False) -> list[str]:
+    """Settings to consider, fastest first, smallest last.
+
+    Args:
+        config (Config): Config of a detector.
+        exact (bool): Those with exact gradients; otherwise those with the paper's. Default: False.
+        eight_bit (bool): After all others, those with 8-bit optimizer states too. Default: False.
+
+    Returns:
+        list[str]: Settings that apply to the model; none with the paper's gradients if its backbone is no ConvNeXt.
+    """
+    modes = ['none', 'exact', 'exact-block'] if exact else ['fused', 'recompute', 'block']
+    if not is_convnext(config):
+        modes = ['none', 'with_cp'] if exact else []
+    combined = [[*pieces, *more] for pieces in _PIECES for more in ([], *([['adamw8bit']] if eight_bit else []))]
+    settings = [_fitting(config, [mode, *pieces]) for mode in modes for pieces in combined]
+    kept, _ = applicable(config, list(dict.fromkeys(settings)))
+    return sorted(kept, key=_time)
+
+
+def _time(setting):
+    mode, *pieces = setting.split('+')
+    return _TIME[mode] + sum(_TIME_MORE[piece] for piece in pieces)
+
+
+def _fitting(config, words):
+    """The setting without the pieces that the model has nothing for."""
+    mode, *pieces = words
+    if not any(config.model.get(head) for head in ('rpn_head', 'roi_head', 'bbox_head')):
+        pieces = [piece for piece in pieces if piece != 'targets']
+    return '+'.join([mode, *(piece for piece in pieces if applicable(config, [f'none+{piece}'])[0])])
+
+
+def needed(row: dict, ddp: bool = False) -> int:
+    """Bytes of GPU memory that a setting needs.
+
+    Args:
+        row (dict): Of ``measure_detector``.
+        ddp (bool): With the buckets of distributed training, which hold all gradients once more. Default: False.
+
+    Returns:
+        int: The peak with the margin, plus CUDA's context.
+    """
+    return int((row['peak'] + (row['gradients'] if ddp else 0)) * (1 + MARGIN) + CONTEXT)
+
+
+def choose(
+    settings: list[str],
+    budget: int,
+    measure: Callable[[str], dict],
+    *,
+    ddp: bool = False,
+    tell: Callable[[str, int, bool], None] = lambda *_: None,
+) -> str | None:
+    """Finds the first setting that fits.
+
+    The last one is looked at first: where that is far from fitting, nothing does.
+
+    Args:
+        settings (list[str]): Fastest first, smallest last.
+        budget (int): Bytes of the GPU.
+        measure (Callable): Gives ``measure_detector``'s row of a setting.
+        ddp (bool): See :func:`needed`. Default: False.
+        tell (Callable): Gets each setting that was looked at, the bytes that it needs, and whether it fits.
+
+    Returns:
+        str | None: The setting; None if nothing fits.
+    """
+
+    def look(setting):
+        need = needed(measure(setting), ddp)
+        tell(setting, need, need <= budget)
+        return need
+
+    *faster, smallest = settings
+    need = look(smallest)
+    # The smallest by rule: where little is left, running a part again can need more than what it had stored.
+    if need > 1.1 * budget:
+        return None
+    last = smallest if need <= budget else None
+    return next((setting for setting in faster if look(setting) <= budget), last)
+
+
+def snippet(config: Config, setting: str) -> str:
+    """What to paste into a config for a setting.
+
+    Args:
+        config (Config): The config that it is for.
+        setting (str): The setting.
+
+    Returns:
+        str: Lines of Python.
+    """
+    mode, *pieces = setting.split('+')
+    backbone, change = backbone_change(config, mode), piece_change(config, pieces)
+    lines = []
+    if is_convnext(config) or change['custom_hooks']:
+        own = (config.get('custom_imports') or {}).get('imports') or []
+        own = [name for name in ([own] if isinstance(own, str) else own) if not name.startswith('mmpretrain')]
+        imports = list(dict.fromkeys([*own, 'sbp_mmdet']))
+        lines.append(f'custom_imports = dict(imports={imports}, allow_failed_imports=False)')
+    if backbone:
+        was = config.model.backbone.type
+        note = f'  # was: {was!r}' if backbone.get('type', was) != was else ''
+        lines.append(f'model = dict(backbone={_literal(backbone)}){note}')
+    if change['custom_hooks']:
+        hooks = [*(config.get('custom_hooks') or []), *change['custom_hooks']]  # a child's list replaces its parent's
+        lines += ['custom_hooks = [', *(f'    {_literal(hook)},' for hook in hooks), ']']
+    if change['optimizer']:
+        lines.append(f'optim_wrapper = dict(optimizer={_literal(change["optimizer"])})  # needs bitsandbytes')
+    return '\n'.join(lines)
+
+
+def cfg_options(config: Config, setting: str) -> str | None:
+    """The same for the command line, where that is possible: hooks and imports have to stand in a config.
+
+    Args:
+        config (Config): The config that it is for.
+        setting (str): The setting.
+
+    Returns:
+        str | None: Arguments of ``tools/train.py``.
+    """
+    mode, *pieces = setting.split('+')
+    change = piece_change(config, pieces)
+    imported = 'sbp_mmdet' in ((config.get('custom_imports') or {}).get('imports') or [])
+    if change['custom_hooks'] or (is_convnext(config) and not imported):
+        return None
+    wanted = {'model.backbone': backbone_change(config, mode), 'optim_wrapper.optimizer': change['optimizer']}
+    options = [option for prefix, values in wanted.items() for option in _flat(config, prefix, values)]
+    return '--cfg-options ' + ' '.join(options) if options else None
+
+
+def _flat(config, prefix, values):
+    """Options for the values that are not the config's already."""
+    for key, value in values.items():
+        name = f'{prefix}.{key}'
+        if isinstance(value, dict):
+            yield from _flat(config, name, value)
+        elif _lookup(config, name) != value and (value or _lookup(config, name)):
+            yield f'{name}={value}'.replace(' ', '')
+
+
+def _lookup(config, name):
+    for key in name.split('.'):
+        config = config.get(key) if isinstance(config, (dict, Config)) else None
+    return config
+
+
+def _literal(value):
+    if isinstance(value, dict):
+        return 'dict(' + ', '.join(f'{key}={_literal(item)}' for key, item in value.items()) + ')'
+    return repr(value)

@@ -1,0 +1,199 @@
+"""One config, many settings: modes of the backbone, and exact pieces outside of it.
+
+A setting is a mode of :data:`sbp_mmdet.analysis.MODES`, followed by pieces: ``'recompute+cp-heads+targets'``.
+"""
+
+import copy
+import importlib.util
+import inspect
+from pathlib import Path
+
+from mmdet.registry import MODELS
+from mmengine.config import Config
+
+from .modes import MODES, backbone_options
+
+__all__ = ['PIECES', 'applicable', 'backbone_change', 'is_convnext', 'load_config', 'piece_change', 'with_setting']
+
+_CHECKPOINTED = {'cp-heads': ('box and mask heads',), 'cp-neck': ('neck',), 'cp-rpn': ('rpn_head',)}
+PIECES = {
+    'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
+    'cp-neck': 'the neck runs again in the backward pass; gradients exact',
+    'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
+    'targets': 'mask targets and IoUs are made piece by piece; targets exact',
+    'adamw8bit': 'optimizer states in 8 bits (bitsandbytes); gradients exact, updates are not',
+}
+
+
+class NotApplicable(ValueError):
+    """The setting makes no sense for this model."""
+
+
+def load_config(path: str, options: dict | None = None) -> Config:
+    """Reads a config. The import of mmpretrain may fail: its ConvNeXt is replaced.
+
+    Args:
+        path (str): Config file, or ``mmdet::family/name.py``.
+        options (dict | None): ``--cfg-options``. Default: None.
+
+    Returns:
+        Config: The config, overrides merged.
+
+    Raises:
+        ValueError: If there is no such file, it has no model, or an import fails.
+    """
+    file = _of_package(path) if '::' in str(path) else Path(path)
+    if not file.is_file():
+        raise ValueError(f'config file {file} does not exist (working folder: {Path.cwd()}); check the path')
+    config = Config.fromfile(file, import_custom_modules=False)
+    config.merge_from_dict(options or {})
+    if not config.get('model') or not config.get('optim_wrapper'):
+        raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
+    imports = (config.get('custom_imports') or {}).get('imports') or []
+    for name in [imports] if isinstance(imports, str) else imports:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            if not name.startswith('mmpretrain'):
+                raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {error}') from error
+    return config
+
+
+def _of_package(path):
+    """The file that 'mmdet::family/name.py' means, found as mmengine does it, but without importing what it imports."""
+    package, name = path.split('::', 1)
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f'{path}: there is no package {package}')
+    folder = Path(spec.submodule_search_locations[0])
+    installed = folder / '.mim/configs' / name
+    return installed if installed.is_file() else folder.parent / 'configs' / name
+
+
+def is_convnext(config: Config) -> bool:
+    """Whether ``SBPConvNeXt`` can be the model's backbone."""
+    kind = (config.model.get('backbone') or {}).get('type')
+    name = kind if isinstance(kind, str) else getattr(kind, '__name__', '')
+    return name.split('.')[-1] in ('ConvNeXt', 'SBPConvNeXt')
+
+
+def backbone_change(config: Config, mode: str) -> dict:
+    """What a mode changes in ``model.backbone``.
+
+    Args:
+        config (Config): Config of a detector.
+        mode (str): A key of ``MODES``.
+
+    Returns:
+        dict: New values.
+
+    Raises:
+        NotApplicable: If the backbone has no such mode.
+    """
+    backbone = config.model.get('backbone') or {}
+    if is_convnext(config):
+        own = {'keep_ratio': 0.5, **(backbone.get('sbp_cfg') or {})}
+        # Said in full, for a child config is merged with what it inherits.
+        own.update(recompute=False, **(dict(implementation='fused') if 'implementation' in own else {}))
+        return dict(type='SBPConvNeXt', **backbone_options(mode, **own))
+    if mode not in MODES:
+        raise ValueError(f'mode {mode!r} is unknown; choose from {list(MODES)}')
+    kind = backbone.get('type')
+    built = MODELS.get(kind) if isinstance(kind, str) else kind
+    takes_cp = built is not None and 'with_cp' in inspect.signature(built.__init__).parameters
+    if mode not in ('none', 'with_cp') or (mode == 'with_cp' and not takes_cp):
+        modes = 'none and with_cp apply' if takes_cp else 'only none applies'
+        raise NotApplicable(f'{mode}: the backbone is {kind or "missing"}, not a ConvNeXt: {modes}')
+    return dict(with_cp=mode == 'with_cp') if takes_cp else {}
+
+
+def piece_change(config: Config, pieces: list[str]) -> dict:
+    """What pieces change in a config.
+
+    Args:
+        config (Config): Config of a detector.
+        pieces (list[str]): Keys of ``PIECES``.
+
+    Returns:
+        dict: New ``custom_hooks`` and ``optimizer`` values.
+
+    Raises:
+        NotApplicable: If the model lacks what the piece is about.
+        ValueError: For an unknown piece.
+    """
+    hooks, modules, optimizer = [], [], {}
+    model = config.model
+    for piece in pieces:
+        if piece not in PIECES:
+            raise ValueError(f'piece {piece!r} is unknown; choose from {list(PIECES)}')
+        if piece in _CHECKPOINTED:
+            found = _modules_of(model, piece)
+            if not found:
+                raise NotApplicable(f'{piece}: the model has none')
+            modules += found
+        elif piece == 'targets':
+            hooks.append(dict(type='TargetsInChunksHook'))
+        elif piece == 'adamw8bit':
+            kind = str(config.optim_wrapper.optimizer.type)
+            if kind not in ('Adam', 'AdamW', 'AdamW8bit'):
+                raise NotApplicable(f'adamw8bit: the optimizer is {kind}, not AdamW')
+            optimizer = dict(type='AdamW8bit')
+    if modules:
+        hooks.insert(0, dict(type='CheckpointModulesHook', modules=modules))
+    return dict(custom_hooks=hooks, optimizer=optimizer)
+
+
+def _modules_of(model, piece):
+    if piece != 'cp-heads':
+        name = dict(_CHECKPOINTED)[piece][0]
+        return [name] if model.get(name) else []
+    roi = model.get('roi_head') or {}
+    return [f'roi_head.{h}' for h in ('bbox_head', 'mask_head') if roi.get(h)] or (
+        ['bbox_head'] if model.get('bbox_head') else []
+    )
+
+
+def with_setting(config: Config, setting: str) -> Config:
+    """A config with a setting.
+
+    Args:
+        config (Config): Config of a detector.
+        setting (str): Mode, then pieces, joined by '+'.
+
+    Returns:
+        Config: A changed copy.
+
+    Raises:
+        NotApplicable: If the setting makes no sense for this model.
+        ValueError: For an unknown mode or piece.
+    """
+    mode, *pieces = setting.split('+')
+    changed = copy.deepcopy(config)
+    changed.model.backbone.update(backbone_change(config, mode))
+    change = piece_change(config, pieces)
+    changed.custom_hooks = [*(config.get('custom_hooks') or []), *change['custom_hooks']]
+    changed.optim_wrapper.optimizer.update(change['optimizer'])
+    return changed
+
+
+def applicable(config: Config, settings: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Sorts settings.
+
+    Args:
+        config (Config): Config of a detector.
+        settings (list[str]): Settings.
+
+    Returns:
+        tuple: Those that apply, and the reason for each of the others.
+
+    Raises:
+        ValueError: For an unknown mode or piece.
+    """
+    good, bad = [], {}
+    for setting in settings:
+        try:
+            with_setting(config, setting)
+            good.append(setting)
+        except NotApplicable as error:
+            bad[setting] = str(error)
+    return good, bad

@@ -1,0 +1,214 @@
+"""What else a detector can do without, outside of its backbone: exact, opt-in, one line of ``custom_hooks`` each.
+
+custom_hooks = [
+    dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head']),
+    dict(type='TargetsInChunksHook'),
+]
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.utils.checkpoint as cp
+from mmdet.registry import HOOKS
+from mmdet.structures.mask import BitmapMasks
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ['CheckpointModulesHook', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
+
+
+@contextlib.contextmanager
+def _keep_running_stats(module: nn.Module):
+    """Batch norms in here normalise as in training, but leave their running statistics as they are."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None]
+    before = [(m, m.momentum, m.num_batches_tracked.clone()) for m in norms]
+    for norm in norms:
+        norm.momentum = 0.0  # the share of the new batch in the running statistics
+    try:
+        yield
+    finally:
+        for norm, momentum, tracked in before:
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(tracked)
+
+
+class _Checkpointed:
+    """Mixed into the class of a module: its forward pass stores its input only."""
+
+    def forward(self, *args, **kwargs):
+        forward = super().forward
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        replay = False
+        # One by one, for what stands inside of lists is not saved for the backward pass but held on to.
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def run(*leaves):
+            nonlocal replay
+            args, kwargs = tree_unflatten(leaves, structure)
+            with _keep_running_stats(self) if replay else contextlib.nullcontext():
+                replay = True
+                return forward(*args, **kwargs)
+
+        return cp.checkpoint(run, *leaves, use_reentrant=False)
+
+
+def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
+    """Checkpoints submodules: their forward pass runs again in the backward pass, and the gradients stay as they are.
+
+    Random numbers are the same in both runs, and batch norms update their running statistics in the first only. Names
+    and shapes of parameters do not change.
+
+    Args:
+        model (nn.Module): The model; changed in place.
+        modules (Sequence[str]): Names of submodules. A list of modules means each of its members.
+
+    Returns:
+        list[str]: Names of the modules that are checkpointed now.
+
+    Raises:
+        ValueError: If the model has no such submodule.
+    """
+    done = []
+    for name in modules:
+        try:
+            found = model.get_submodule(name)
+        except AttributeError:
+            children = [child for child, _ in model.named_children()]
+            raise ValueError(f'modules={list(modules)}: there is no {name!r}; the model has {children}') from None
+        members = found.named_children() if isinstance(found, (nn.ModuleList, nn.ModuleDict)) else [('', found)]
+        for key, module in members:
+            if not isinstance(module, _Checkpointed):
+                # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
+                kind = type(module)
+                module.__class__ = type(kind.__name__, (_Checkpointed, kind), {'__module__': kind.__module__})
+            done.append(f'{name}.{key}' if key else name)
+    return done
+
+
+@HOOKS.register_module()
+class CheckpointModulesHook(Hook):
+    """Checkpoints submodules of the model, see :func:`checkpoint_modules`.
+
+    Args:
+        modules (Sequence[str]): Names of submodules, such as 'neck', 'rpn_head', 'roi_head.bbox_head',
+            'roi_head.mask_head'. A list of modules means each of its members.
+    """
+
+    def __init__(self, modules: Sequence[str]):
+        self.modules = [modules] if isinstance(modules, str) else list(modules)
+
+    def apply(self, model: nn.Module) -> None:
+        """Changes the model in place."""
+        checkpoint_modules(model, self.modules)
+
+    def before_run(self, runner) -> None:
+        """Called by mmengine's runner."""
+        self.apply(_unwrapped(runner.model))
+        runner.logger.info(f'CheckpointModulesHook: {", ".join(self.modules)} run again in the backward pass')
+
+
+class _InChunks:
+    """An IoU calculator that compares a number of priors at a time; what it puts out is the same.
+
+    Args:
+        calculator (Callable): mmdet's IoU calculator.
+        chunk (int): Priors at a time.
+    """
+
+    def __init__(self, calculator, chunk):
+        self.calculator, self.chunk = calculator, chunk
+
+    def __call__(self, boxes1, boxes2, mode='iou', is_aligned=False):
+        if is_aligned or len(boxes2) <= self.chunk or not len(boxes1):
+            return self.calculator(boxes1, boxes2, mode=mode, is_aligned=is_aligned)
+        out = None
+        for start in range(0, len(boxes2), self.chunk):
+            part = self.calculator(boxes1, boxes2[start : start + self.chunk], mode=mode)
+            if out is None:
+                out = part.new_empty(len(boxes1), len(boxes2))
+            out[:, start : start + self.chunk] = part
+        return out
+
+    def __repr__(self):
+        return f'{self.calculator!r} for {self.chunk} priors at a time'
+
+
+def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> None:
+    """Makes the training targets of mask heads and assigners piece by piece.
+
+    mmdet makes a float copy of a whole-image mask for each positive proposal (128 of 800 x 1344: 550 MB, at the moment
+    when all activations are stored), and compares all anchors with all boxes at once. The targets stay the same.
+
+    Args:
+        model (nn.Module): The model; its assigners are changed in place. Masks are changed for the whole process.
+        masks (int): Proposals whose masks are cropped at a time. Default: 8.
+        priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    for name, value in dict(masks=masks, priors=priors).items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f'{name}={value!r} must be a whole number, 1 or more')
+    for assigner in _assigners(model):
+        calculator = assigner.iou_calculator
+        if isinstance(calculator, _InChunks):
+            calculator = calculator.calculator
+        assigner.iou_calculator = _InChunks(calculator, priors)
+    whole = getattr(BitmapMasks.crop_and_resize, 'whole', BitmapMasks.crop_and_resize)
+
+    def crop_and_resize(self, bboxes, out_shape, inds, *args, **kwargs):
+        if len(bboxes) <= masks or not len(self.masks):
+            return whole(self, bboxes, out_shape, inds, *args, **kwargs)
+        parts = []
+        for i in range(0, len(bboxes), masks):
+            # Chosen here and not by mmdet on the device, where all masks of the image would go for each piece.
+            chosen = BitmapMasks(self.masks[inds[i : i + masks]], self.height, self.width)
+            order = np.arange(len(chosen.masks))
+            parts.append(whole(chosen, bboxes[i : i + masks], out_shape, order, *args, **kwargs).masks)
+        return BitmapMasks(np.concatenate(parts), *out_shape)
+
+    crop_and_resize.whole = whole
+    BitmapMasks.crop_and_resize = crop_and_resize
+
+
+def _assigners(model: nn.Module) -> Iterator:
+    """Everything in the model that assigns boxes to priors by IoU."""
+    for module in model.modules():
+        for name in ('assigner', 'bbox_assigner'):
+            found = getattr(module, name, None)
+            for assigner in found if isinstance(found, (list, tuple)) else [found]:
+                if hasattr(assigner, 'iou_calculator'):
+                    yield assigner
+
+
+@HOOKS.register_module()
+class TargetsInChunksHook(Hook):
+    """Makes training targets piece by piece, see :func:`targets_in_chunks`.
+
+    Args:
+        masks (int): Proposals whose masks are cropped at a time. Default: 8.
+        priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
+    """
+
+    def __init__(self, masks: int = 8, priors: int = 16384):
+        self.options = dict(masks=masks, priors=priors)
+
+    def apply(self, model: nn.Module) -> None:
+        """Changes the model in place."""
+        targets_in_chunks(model, **self.options)
+
+    def before_run(self, runner) -> None:
+        """Called by mmengine's runner."""
+        self.apply(_unwrapped(runner.model))
+
+
+def _unwrapped(model):
+    return model.module if is_model_wrapper(model) else model

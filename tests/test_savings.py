@@ -1,0 +1,193 @@
+"""The pieces outside of the backbone change memory and nothing else."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import CONFIGS, make_project
+from mmdet.models.necks import FPN
+from mmdet.models.task_modules.assigners import BboxOverlaps2D, MaxIoUAssigner
+from mmdet.registry import HOOKS
+from mmdet.structures.mask import BitmapMasks
+from mmengine.config import Config
+from mmengine.model import BaseModule
+from mmengine.runner import Runner
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sbp_mmdet.analysis import saved_bytes
+from sbp_mmdet.savings import checkpoint_modules, targets_in_chunks
+
+FLOAT = 4
+
+
+class Net(BaseModule):
+    """Has all that makes checkpointing difficult: batch norm, dropout, lists as arguments, keyword arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.neck = Neck()
+        norm = lambda: nn.BatchNorm2d(4, momentum=0.3)  # noqa: E731
+        self.heads = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3), norm(), nn.ReLU(), norm()) for _ in range(2))
+        self.heads[1][1].momentum = None  # the mean of all batches
+
+    def forward(self, x):
+        a, b = self.neck([x, x * 2], scale=0.5)
+        return self.heads[0](a).square().sum() + self.heads[1](b).sin().sum()
+
+
+class Neck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 4, 1) for _ in range(2))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, xs, scale=1.0):
+        return tuple(self.drop(conv(x).exp()) * scale for conv, x in zip(self.convs, xs, strict=True))
+
+
+@pytest.fixture
+def nets():
+    torch.manual_seed(0)
+    plain = Net().train()
+    lean = copy.deepcopy(plain)
+    assert checkpoint_modules(lean, ['neck', 'heads']) == ['neck', 'heads.0', 'heads.1']
+    return plain, lean
+
+
+def two_steps(net, x):
+    torch.manual_seed(1)
+    for _ in range(2):
+        net.zero_grad()
+        net(x).backward()
+    return {name: p.grad.clone() for name, p in net.named_parameters()}
+
+
+def test_gradients_and_running_statistics_are_those_without(nets):
+    plain, lean = nets
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    expected, found = two_steps(plain, x), two_steps(lean, x)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+    for name, buffer in plain.state_dict().items():
+        assert torch.equal(lean.state_dict()[name], buffer), name
+    assert lean.heads[0][1].num_batches_tracked == 2
+    assert lean.heads[0][1].momentum == 0.3 and lean.heads[1][1].momentum is None
+
+
+def test_stores_the_inputs_only(nets):
+    plain, lean = nets
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    known = [x, *lean.parameters(), *lean.buffers()]
+    # The second input of the neck, its outputs as the heads' inputs, and what square and sin need.
+    positions, inner = 2 * 8 * 8, 2 * 6 * 6
+    assert saved_bytes(lambda: lean(x), known) == (positions * (3 + 4 + 4) + inner * (4 + 4)) * FLOAT
+    assert saved_bytes(lambda: plain(x), known) > 2 * saved_bytes(lambda: lean(x), known)
+
+
+def test_evaluation_stays_plain(nets):
+    plain, lean = nets
+    x = torch.randn(1, 3, 8, 8)
+    assert torch.equal(lean.eval()(x), plain.eval()(x))
+
+
+def test_a_copy_runs_its_own_parameters(nets):
+    """As EMA makes one."""
+    lean = nets[1]
+    other = copy.deepcopy(lean)
+    for p in other.parameters():
+        nn.init.zeros_(p)
+    x = torch.randn(1, 3, 8, 8)
+    assert other(x) == 0 and lean(x) != 0
+    assert type(lean.neck).__name__ == 'Neck' and isinstance(lean.neck, Neck)
+
+
+def test_the_hook_names_what_is_missing(nets):
+    hook = HOOKS.build(dict(type='CheckpointModulesHook', modules='roi_head.bbox_head'))
+    with pytest.raises(ValueError, match=r"no 'roi_head.bbox_head'.*'neck', 'heads'"):
+        hook.apply(nets[0])
+
+
+@pytest.fixture
+def whole_masks(monkeypatch):
+    """The change to masks is for the process: undone after the test."""
+    monkeypatch.setattr(BitmapMasks, 'crop_and_resize', BitmapMasks.crop_and_resize)
+    return BitmapMasks.crop_and_resize
+
+
+@pytest.mark.parametrize('positives', [0, 3, 4, 11])
+def test_mask_targets_are_the_same(whole_masks, positives):
+    rng = np.random.default_rng(0)
+    masks = BitmapMasks(rng.integers(0, 2, (5, 40, 50)).astype(np.uint8), 40, 50)
+    corners = np.sort(rng.uniform(0, 40, (positives, 2, 2)), 1)  # (P, 2, 2) -> upper left, lower right
+    boxes, chosen = corners.reshape(positives, 4).astype(np.float32), rng.integers(0, 5, positives)
+    expected = whole_masks(masks, boxes, (7, 7), chosen, device='cpu')
+    for _ in range(2):  # switching it on twice changes nothing
+        targets_in_chunks(nn.Module(), masks=4)
+    found = masks.crop_and_resize(boxes, (7, 7), chosen, device='cpu')
+    assert np.array_equal(found.masks, expected.masks) and found.height == 7
+
+
+def test_assigners_compare_the_same(whole_masks):
+    model = nn.Module()
+    model.head = nn.Module()
+    model.head.assigner = MaxIoUAssigner(0.5, 0.5)
+    model.head.bbox_assigner = [MaxIoUAssigner(0.5, 0.5), None]
+    targets_in_chunks(model, priors=100)
+    boxes = torch.rand(257, 4).cumsum(1)
+    expected = BboxOverlaps2D()(boxes[:9], boxes)
+    for assigner in (model.head.assigner, model.head.bbox_assigner[0]):
+        assert torch.equal(assigner.iou_calculator(boxes[:9], boxes), expected)
+        assert assigner.iou_calculator(boxes[:0], boxes).shape == (0, 257)
+    with pytest.raises(ValueError, match='masks=0'):
+        targets_in_chunks(model, masks=0)
+
+
+def test_in_mmengines_runner(tmp_path, monkeypatch, whole_masks):
+    """Two steps of the quick start's detector."""
+    config = Config.fromfile(make_project(tmp_path, train=4, size=64))
+    monkeypatch.chdir(tmp_path)
+    config.merge_from_dict(dict(work_dir='out', train_cfg=dict(max_epochs=1), launcher='none'))
+    config.custom_hooks = [
+        dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head']),
+        dict(type='TargetsInChunksHook', masks=2),
+        dict(type='EMAHook'),
+    ]
+    config.default_hooks.checkpoint = None
+    for split in ('val', 'test'):
+        for key in ('dataloader', 'evaluator', 'cfg'):
+            config[f'{split}_{key}'] = None
+    seen = []
+    forward = FPN.forward
+    monkeypatch.setattr(FPN, 'forward', lambda self, x: (seen.append(torch.is_grad_enabled()), forward(self, x))[1])
+    runner = Runner.from_cfg(config)
+    runner.train()
+    assert runner.iter == 2 and len(seen) == 4  # each step runs the neck twice
+    assert isinstance(runner.model.neck, FPN)
+
+
+def test_distributed_with_gradients_in_the_buckets(nets, tmp_path):
+    plain, lean = nets
+    dist.init_process_group('gloo', store=dist.FileStore(str(tmp_path / 'store'), 1), rank=0, world_size=1)
+    try:
+        net = DistributedDataParallel(lean, gradient_as_bucket_view=True)
+        x = torch.randn(2, 3, 8, 8)
+        expected, found = two_steps(plain, x), two_steps(net, x)
+    finally:
+        dist.destroy_process_group()
+    for name, gradient in expected.items():
+        assert torch.equal(found[f'module.{name}'], gradient), name
+
+
+def test_the_configs_are_what_they_say():
+    lean = {path.stem: Config.fromfile(path) for path in sorted((CONFIGS / 'memory').glob('*_*lean*.py'))}
+    assert len(lean) == 4
+    for name, config in lean.items():
+        sbp = dict(keep_ratio=1.0 if 'exact' in name else 0.5, recompute='block')
+        assert config.model.backbone.sbp_cfg == sbp
+        assert [hook.type for hook in config.custom_hooks] == ['CheckpointModulesHook', 'TargetsInChunksHook']
+        assert config.optim_wrapper.optimizer.type == ('AdamW8bit' if '8bit' in name else 'AdamW')
+        assert config.model_wrapper_cfg.gradient_as_bucket_view

@@ -1,0 +1,95 @@
+"""What a training step of a whole detector keeps in memory, part by part, in every setting, relative to the first.
+
+    python tools/analysis_tools/benchmark_memory.py configs/sbp_convnext/mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py
+    python tools/analysis_tools/benchmark_memory.py mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py --modes none with_cp
+    python tools/analysis_tools/benchmark_memory.py CONFIG --modes none recompute block+targets+cp-heads --boxes 90
+
+Forward pass, backward pass and optimizer step as the config has them, mixed precision included, on random images with
+random boxes. On CUDA the allocator's statistics and times; without CUDA the bytes of all tensors, made as CUDA's rules
+would have them (what a kernel uses inside itself, and fragmentation, are not in it). A setting is a mode of the
+backbone, with pieces joined by '+'.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from mmengine.config import DictAction
+from mmengine.utils import ProgressBar
+
+from sbp_mmdet.analysis import MODES
+from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.detector import measure_detector
+from sbp_mmdet.analysis.planner import parse_size
+from sbp_mmdet.analysis.report import picture, table
+from sbp_mmdet.analysis.variants import PIECES, applicable, load_config, with_setting
+
+
+def parse_args():
+    pieces = '\n'.join(f'  {name}: {text}' for name, text in PIECES.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f'pieces:\n{pieces}', formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    parser.add_argument('--modes', nargs='+', default=list(MODES), help=f'first is the baseline (default: {[*MODES]})')
+    parser.add_argument('--batch', type=int, default=2, help='images (default: 2)')
+    parser.add_argument('--size', default='800x1333', help='of the images, before padding (default: 800x1333)')
+    parser.add_argument('--boxes', type=int, default=60, help='ground-truth boxes in each image (default: 60)')
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--rounds', type=int, default=5, help='timed steps, on CUDA (default: 5)')
+    parser.add_argument('--compute', action='store_true', help='on a CPU, carry out all arithmetic: slow, same bytes')
+    parser.add_argument(
+        '--untrained-proposals', action='store_true', help="the untrained RPN's own, not those of a trained one"
+    )
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    parser.add_argument('--json', type=Path, help='write the rows here as well')
+    parser.add_argument('--plot', type=Path, help='write a picture (PNG) here')
+    return parser, parser.parse_args()
+
+
+def main():
+    parser, args = parse_args()
+    try:
+        height, width = parse_size(args.size)
+        config = load_config(args.config, args.cfg_options)
+        settings, refused = applicable(config, args.modes)
+    except ValueError as error:
+        parser.error(str(error))
+    for setting, reason in refused.items():
+        print(f'does not apply: {setting} ({reason})')
+    if not settings:
+        parser.error('none of the modes applies')
+    name = Path(args.config).stem
+    title = f'{name}\n{args.batch} x 3 x {height} x {width}, {args.boxes} boxes an image, {args.device}'
+    print(title)
+    rows = []
+    bar = ProgressBar(len(settings))
+    for setting in settings:
+        row = measure_detector(
+            with_setting(config, setting),
+            batch=args.batch,
+            height=height,
+            width=width,
+            boxes=args.boxes,
+            device=args.device,
+            compute=args.compute,
+            trained_proposals=not args.untrained_proposals,
+            rounds=args.rounds,
+        )
+        rows.append(dict(setting=setting, **row))
+        bar.update()
+    print('\n' + table(rows))
+    if args.json:
+        case = dict(config=name, batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
+        case.update(trained_proposals=not args.untrained_proposals, compute=args.compute or args.device != 'cpu')
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(dict(machine=describe_machine(), case=case, rows=rows), indent=1) + '\n')
+        print(f'written to {args.json}')
+    if args.plot:
+        picture(rows, title, args.plot)
+        print(f'written to {args.plot}')
+
+
+if __name__ == '__main__':
+    main()

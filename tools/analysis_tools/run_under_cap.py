@@ -1,0 +1,74 @@
+"""Real training steps while torch may have no more of the GPU than a cap: ok, or out of memory. Needs a GPU.
+
+    python tools/analysis_tools/run_under_cap.py CONFIG --cap 8GiB --modes none with_cp recompute exact-block
+
+The claims of this package, 60 boxes, 800 x 1333, batch 2, fp16:
+
+    B=configs/sbp_convnext/cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py
+    T=configs/sbp_convnext/mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py
+    LEAN=block+targets+cp-heads+cp-rpn+cp-neck
+    python tools/analysis_tools/run_under_cap.py $B --cap 8GiB --modes none recompute $LEAN --json cap_b_8.json
+    python tools/analysis_tools/run_under_cap.py $B --cap 6GiB --modes none recompute $LEAN --json cap_b_6.json
+    python tools/analysis_tools/run_under_cap.py $T --cap 4GiB --modes none recompute $LEAN --json cap_t_4.json
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from mmengine.config import DictAction
+from mmengine.utils import ProgressBar
+
+from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.cap import run_under_cap
+from sbp_mmdet.analysis.planner import parse_bytes, parse_size
+from sbp_mmdet.analysis.report import format_bytes
+from sbp_mmdet.analysis.variants import applicable, load_config
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    parser.add_argument('--cap', required=True, help='what torch may have: 8GiB')
+    parser.add_argument('--modes', nargs='+', default=['none', 'recompute'], help='settings (default: none recompute)')
+    parser.add_argument('--batch', type=int, default=2, help='images (default: 2)')
+    parser.add_argument('--size', default='800x1333', help='of the images (default: 800x1333)')
+    parser.add_argument('--boxes', type=int, default=60, help='boxes in each image (default: 60)')
+    parser.add_argument('--rounds', type=int, default=5, help='timed steps (default: 5)')
+    parser.add_argument('--device', default='cuda', help='default: cuda')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    parser.add_argument('--json', type=Path, help='write the rows here as well')
+    return parser, parser.parse_args()
+
+
+def main():
+    parser, args = parse_args()
+    try:
+        cap, (height, width) = parse_bytes(args.cap), parse_size(args.size)
+        config = load_config(args.config, args.cfg_options)
+        settings, refused = applicable(config, args.modes)
+        if not torch.cuda.is_available():
+            raise ValueError('a cap needs a GPU, and torch sees none; tools/plan_memory.py predicts without one')
+    except ValueError as error:
+        parser.error(str(error))
+    for setting, reason in refused.items():
+        print(f'does not apply: {setting} ({reason})')
+    case = dict(batch=args.batch, height=height, width=width, boxes=args.boxes, rounds=args.rounds)
+    bar = ProgressBar(len(settings))
+    rows = run_under_cap(config, settings, cap, device=args.device, done=bar.update, **case)
+    print(f'\n{Path(args.config).stem} under {args.cap}:')
+    for row in rows:
+        result = 'out of memory'
+        if row['fits']:
+            result = f'ok, peak {format_bytes(row["peak"])}, reserved {format_bytes(row["reserved"])}'
+            result += f', {row["step_s"] * 1e3:.0f} ms a step' if row['step_s'] else ''
+        print(f'  {row["setting"]:<44} {result}')
+    if args.json:
+        results = dict(machine=describe_machine(), case=dict(case, config=args.config, cap=cap), rows=rows)
+        args.json.write_text(json.dumps(results, indent=1) + '\n')
+        print(f'written to {args.json}')
+
+
+if __name__ == '__main__':
+    main()
