@@ -17,5 +17,7 @@ if _missing:
 
 from .convnext import SBPConvNeXt  # noqa: E402
 from .functional import sbp  # noqa: E402
+from .resume import AtomicBackend  # noqa: E402
+from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 
-__all__ = ['SBPConvNeXt', 'sbp', '__version__']
+__all__ = ['AtomicBackend', 'CheckpointModulesHook', 'SBPConvNeXt', 'TargetsInChunksHook', 'sbp', '__version__']

@@ -1,88 +1,69 @@
-"""A training that was killed goes on as if it had not been.
+"""A training that was killed goes on as if it had not been."""
 
-mmengine restores weights, optimiser, schedules, the iteration and the order of the images, but no random number
-generator. So what draws from those (augmentation, proposal sampling, stochastic depth) is switched off here; the SBP
-masks are drawn from (seed, rank, iteration) and stay on.
-"""
-
-import importlib.metadata
+import shutil
 
 import pytest
 import torch
-from helpers import TOOLS, make_project, run
-
-# 4 iterations an epoch; the process kills itself in the second epoch, after the checkpoint of the first.
-REPRODUCIBLE = """
-_base_ = './tiny.py'
-custom_imports = dict(imports=['sbp_mmdet', 'kill_hook'], allow_failed_imports=False)
-custom_hooks = [dict(type='KillHook')]
-model = dict(
-    backbone=dict(sbp_cfg=dict(sampler='random', keep_ratio=0.5)),
-    train_cfg=dict(rpn=dict(sampler=dict(num=100000)), rcnn=dict(sampler=dict(num=100000))),
-)
-train_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    dict(type='PackDetInputs'),
-]
-train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
-val_dataloader = val_cfg = val_evaluator = None
-randomness = dict(seed=3)
-"""
-
-KILL_HOOK = """
-import os
-import signal
-
-from mmdet.registry import HOOKS
-from mmengine.hooks import Hook
+from helpers import TOOLS, run
+from resume_project import EPOCHS, make_resume_project, masks, weights
 
 
-@HOOKS.register_module()
-class KillHook(Hook):
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter + 1 == int(os.environ.get('KILL_AFTER_ITERATION', 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('resume')
+    make_resume_project(folder)  # 4 iterations an epoch
+    return folder
 
 
-def _version(distribution):
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def train(folder, work_dir, *options, **trouble):
+    command = ('python', TOOLS / 'train.py', 'resume.py', '--work-dir', work_dir, *options)
+    done = run(*command, cwd=folder, check=False, PYTHONPATH=folder, **trouble)
+    assert trouble or done.returncode == 0, done.stderr[-3000:]
+    return done, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(
-    _version('mmengine') is not None and torch.__version__ >= '2.6',
-    reason=f'mmengine {_version("mmengine")} cannot resume on torch {torch.__version__}: it does not tell torch.load '
-    'that its own classes are safe; onedl-mmengine does',
-)
-def test_killed_and_resumed_run_ends_with_the_same_weights(tmp_path):
-    make_project(tmp_path, train=8)
-    (tmp_path / 'resume.py').write_text(REPRODUCIBLE)
-    (tmp_path / 'kill_hook.py').write_text(KILL_HOOK)
+@pytest.fixture(scope='module')
+def whole(folder):
+    train(folder, 'whole')
+    return folder / 'whole'
 
-    def train(work_dir, *options, **variables):
-        command = ('python', TOOLS / 'train.py', 'resume.py', '--work-dir', work_dir, *options)
-        return run(*command, cwd=tmp_path, check=False, PYTHONPATH=tmp_path, **variables)
 
-    def weights(work_dir):
-        saved = torch.load(tmp_path / work_dir / 'epoch_2.pth', weights_only=False, map_location='cpu')
-        assert saved['meta']['iter'] == 8
-        return saved['state_dict']
-
-    whole = train('whole')
-    assert whole.returncode == 0, whole.stderr[-3000:]
-    killed = train('killed', KILL_AFTER_ITERATION=6)
+def test_killed_in_mid_epoch_and_in_mid_write(folder, whole):
+    """SIGKILL in the second epoch; resumed, and killed in the middle of writing its checkpoint; resumed again."""
+    work_dir = folder / 'killed'
+    killed, _ = train(folder, 'killed', KILL_AFTER_ITERATION_0=6)
     assert killed.returncode == -9
-    assert not (tmp_path / 'killed/epoch_2.pth').exists() and (tmp_path / 'killed/epoch_1.pth').exists()
-    resumed = train('killed', '--resume')
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
-    log = resumed.stdout + resumed.stderr
-    assert 'resumed epoch: 1, iter: 4' in log and 'Epoch(train) [1]' not in log
+    assert {path.name for path in work_dir.glob('*.pth*')} == {'epoch_1.pth'}
 
-    expected, found = weights('whole'), weights('killed')
+    killed, log = train(folder, 'killed', '--resume', KILL_WRITING_EPOCH_0=2)
+    assert killed.returncode == -25  # SIGXFSZ
+    assert 'resumed epoch: 1, iter: 4' in log and 'Epoch(train) [1]' not in log
+    assert {path.name for path in work_dir.glob('*.pth*')} == {'epoch_1.pth', 'epoch_2.pth.unfinished'}
+    assert (work_dir / 'last_checkpoint').read_text().endswith('epoch_1.pth')
+
+    _, log = train(folder, 'killed', '--resume')
+    assert 'resumed epoch: 1, iter: 4' in log
+    assert {path.name for path in work_dir.glob('*.pth*')} == {f'epoch_{i}.pth' for i in range(1, EPOCHS + 1)}
+    assert masks(work_dir) == masks(whole)
+    assert len(set(masks(whole).values())) == 4 * EPOCHS
+    expected, found = weights(whole), weights(work_dir)
     assert expected.keys() == found.keys()
-    different = [name for name in expected if not torch.equal(expected[name], found[name])]
-    assert not different
+    assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+
+
+def test_resume_from_a_damaged_checkpoint(folder, whole):
+    """As mmengine's own way of writing leaves it: the last checkpoint, written a second time, and killed at that."""
+    work_dir = folder / 'damaged'
+    shutil.copytree(whole, work_dir)
+    (work_dir / 'epoch_3.pth').unlink()
+    last, older = work_dir / 'epoch_2.pth', work_dir / 'epoch_1.pth'
+    last.write_bytes(last.read_bytes()[:300_000])
+    (work_dir / 'last_checkpoint').write_text(str(last))
+    _, log = train(folder, 'damaged', '--resume', KILL_AFTER_ITERATION_0=5)
+    assert f'{last}, which ' in log and f'is truncated; going on from {older}' in log
+    assert 'resumed epoch: 1, iter: 4' in log
+
+    older.unlink()
+    failed, log = train(folder, 'damaged', '--resume', KILL_AFTER_ITERATION_0=5)
+    assert failed.returncode == 1 and 'Traceback' not in log
+    assert f'error: --resume: {last}, which ' in log and 'no whole checkpoint beside it' in log

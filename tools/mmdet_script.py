@@ -52,11 +52,71 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     try:
         config = load_config(args.config, args.cfg_options)
         check_config(config, splits)
+        if name == 'train.py':
+            _check_start(config, args)
+        else:
+            _checkpoints().check_checkpoint(args.checkpoint, 'checkpoint', config, all_weights=True)
     except PreflightError as error:
         sys.exit(f'error: {error}')
-    if args.launcher != 'none':
-        _allow_cpu_ranks(config)
+    if name == 'train.py':
+        _write_whole_checkpoints(config)
+    cpu_ranks = args.launcher != 'none' and _allow_cpu_ranks(config)
     script['main']()
+    if cpu_ranks:
+        # All is done and written. gloo's threads abort one in ten processes that end in the ordinary way from here.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _checkpoints():
+    import checkpoints  # needs torch
+
+    return checkpoints
+
+
+def _check_start(config, args):
+    """Checks what a training starts from, by mmdet's rules: --resume goes before the config's resume and load_from."""
+    checkpoints = _checkpoints()
+    load_from = config.get('load_from') if args.resume is None else args.resume
+    resume = args.resume is not None or config.get('resume', False)
+    if resume and load_from in (None, 'auto'):
+        work_dir = Path(args.work_dir or config.get('work_dir') or Path('work_dirs', Path(args.config).stem))
+        path, reason = checkpoints.last_whole_checkpoint(work_dir)
+        if reason and path is None:
+            raise checkpoints.PreflightError(
+                f'--resume: {reason}, and there is no whole checkpoint beside it; without --resume the training '
+                'starts anew'
+            )
+        if reason:
+            _say(f'--resume: {reason}; going on from {path}')
+            sys.argv += ['--resume', str(path)]
+        load_from = path
+    if load_from:
+        checkpoints.check_checkpoint(str(load_from), '--resume' if resume else 'load_from', config, whole_run=resume)
+
+
+def _write_whole_checkpoints(config):
+    """Checkpoints appear whole or not at all, unless the config says how to write them."""
+    hook = config.get('default_hooks', {}).get('checkpoint', {})
+    if not isinstance(hook, dict) or 'sbp_mmdet.resume' not in sys.modules:
+        return
+    if not {'backend_args', 'file_client_args'} & set(hook) and '://' not in f'{hook.get("out_dir")}':
+        options = ['default_hooks.checkpoint.backend_args.backend=atomic']
+        if 'type' not in hook:
+            options.append('default_hooks.checkpoint.type=CheckpointHook')
+        sys.argv += ['--cfg-options', *options]
+    if hook.get('max_keep_ckpts') == 1:
+        _say(
+            'default_hooks.checkpoint.max_keep_ckpts=1: mmengine removes the old checkpoint before it writes the new '
+            'one, and a run that is killed between them has none; 2 is safe'
+        )
+
+
+def _say(message):
+    """Once, not in each process."""
+    if os.environ.get('RANK', os.environ.get('SLURM_PROCID', '0')) == '0':
+        print(message, file=sys.stderr)
 
 
 def _allow_cpu_ranks(config):
@@ -67,12 +127,15 @@ def _allow_cpu_ranks(config):
     - DistributedDataParallel is not given the number of a GPU.
 
     Where there is an accelerator this changes nothing.
+
+    Returns:
+        bool: Whether these are CPU ranks.
     """
     import torch
     from mmengine.device import get_device
 
     if get_device() != 'cpu':
-        return
+        return False
     torch.cuda.set_device = lambda device: None
     options = ['env_cfg.dist_cfg.backend=gloo', 'model_wrapper_cfg.device_ids=None']
     if 'model_wrapper_cfg' not in config:  # then mmengine would have made this one
@@ -83,5 +146,5 @@ def _allow_cpu_ranks(config):
             f'model_wrapper_cfg.find_unused_parameters={find_unused}',
         ]
     sys.argv += ['--cfg-options', *options]
-    if os.environ.get('RANK', os.environ.get('SLURM_PROCID', '0')) == '0':
-        print(f'no GPU here: CPU ranks, as if with --cfg-options {" ".join(options)}', file=sys.stderr)
+    _say(f'no GPU here: CPU ranks, as if with --cfg-options {" ".join(options)}')
+    return True

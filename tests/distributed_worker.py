@@ -1,0 +1,142 @@
+"""What each rank of the tests of distributed training runs, under torchrun: ``distributed_worker.py OUT``.
+
+For each case and step the gradients of a backbone in a distributed wrapper and the masks that it used go to
+``OUT/{case}-{rank}.pt``. The images of a rank and step are those of :func:`images`.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mmengine.logging import MessageHub
+from mmengine.model import MMDistributedDataParallel
+from oracles import image, loss_of, masks_of, record_keep, small_backbone
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from sbp_mmdet.layers import ConvNeXtBlock
+
+SEED = 11
+SIZE = (72, 104)  # not divisible by 32: another number of kept positions in each mask
+RANDOM = dict(keep_ratio=0.5, sampler='random')
+REFERENCE = RANDOM | dict(implementation='reference')
+BLOCK = RANDOM | dict(recompute='block')
+# case: (sbp_cfg, arguments of the backbone, arguments of DistributedDataParallel or the name of another wrapper)
+CASES = {
+    'plain': (RANDOM, {}, {}),
+    'later': (RANDOM, {}, {}),
+    'grid': (dict(keep_ratio=0.4), {}, {}),
+    'reference': (REFERENCE, {}, {}),
+    'block': (BLOCK, {}, dict(gradient_as_bucket_view=True)),
+    'with_cp': (RANDOM, dict(with_cp=True), {}),
+    'with_cp reference': (REFERENCE, dict(with_cp=True), dict(static_graph=True)),
+    'find_unused_parameters': (RANDOM, {}, dict(find_unused_parameters=True)),
+    'static_graph': (RANDOM, {}, dict(static_graph=True)),
+    'gradient_as_bucket_view': (RANDOM, {}, dict(gradient_as_bucket_view=True)),
+    'accumulate': (RANDOM, {}, {}),
+    'accumulate with_cp': (RANDOM, dict(with_cp=True), dict(gradient_as_bucket_view=True)),
+    'frozen': (RANDOM, dict(frozen_stages=1), {}),
+    'FSDP': (RANDOM, {}, 'FSDP'),
+    'FSDP with_cp reference': (REFERENCE, dict(with_cp=True), 'FSDP'),
+    'fully_shard': (BLOCK, {}, 'fully_shard'),
+}
+FIRST_ITERATION = {'later': 1}  # as after a resume
+STEPS = 2  # DDP lays its buckets anew after the first step
+
+
+class Detector(nn.Module):
+    """A backbone, and a layer that no loss depends on where the case is about that."""
+
+    def __init__(self, backbone, unused):
+        super().__init__()
+        self.backbone = backbone
+        self.unused = nn.Linear(2, 2) if unused else None
+
+    def forward(self, x):
+        return self.backbone(x)
+
+
+def images(rank: int, step: int) -> torch.Tensor:
+    """The images of one rank and step."""
+    return image(1, *SIZE, seed=100 * rank + step)
+
+
+def wrap(model: Detector, how: dict | str) -> nn.Module:
+    """The wrapper that a case asks for. What shards parameters has the block as its unit."""
+    if how == 'FSDP':
+        policy = ModuleWrapPolicy({ConvNeXtBlock})
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device('cpu')
+        )
+    if how == 'fully_shard':
+        mesh = init_device_mesh('cpu', (dist.get_world_size(),))
+        for stage in model.backbone.stages:
+            for block in stage:
+                fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return MMDistributedDataParallel(model, device_ids=None, **how)
+
+
+def full_gradients(model: nn.Module) -> dict:
+    """Gradients of the backbone by name, whole where the wrapper shards them."""
+    sharded = isinstance(model, FullyShardedDataParallel)
+    whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True) if sharded else contextlib.nullcontext()
+    with whole:
+        found = {}
+        for name, p in model.named_parameters():
+            if 'backbone.' in name and p.grad is not None:
+                grad = p.grad.full_tensor() if hasattr(p.grad, 'full_tensor') else p.grad
+                found[name.replace('_fsdp_wrapped_module.', '').split('backbone.')[1]] = grad.clone()
+        return found
+
+
+def run_case(case: str, rank: int) -> list[dict]:
+    """Gradients and masks of each step of a case.
+
+    Args:
+        case (str): Of :data:`CASES`.
+        rank (int): Of this process.
+    """
+    sbp_cfg, backbone_args, how = CASES[case]
+    backbone = small_backbone(sbp_cfg, **backbone_args)
+    seen = record_keep(backbone)
+    detector = Detector(backbone, 'find_unused_parameters' in how)
+    model = wrap(detector, how)
+    torch.manual_seed(SEED)  # as mmengine does before the training
+    micro_steps = 2 if 'accumulate' in case else 1
+    results = []
+    iteration = FIRST_ITERATION.get(case, 0)
+    for _ in range(STEPS):
+        model.zero_grad()
+        masks = []
+        for micro in range(micro_steps):
+            # mmengine counts micro-batches as iterations.
+            MessageHub.get_current_instance().update_info('iter', iteration)
+            last = micro == micro_steps - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                loss_of(model(images(rank, iteration))).backward()
+            masks.append(masks_of(seen, *SIZE))
+            iteration += 1
+        unused = None if detector.unused is None else detector.unused.weight.grad
+        results.append(dict(grads=full_gradients(model), masks=masks, unused=unused))
+    return results
+
+
+def main(out: str) -> None:
+    """Runs all cases and writes their results."""
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo')
+    rank = dist.get_rank()
+    for case in CASES:
+        torch.save(run_case(case, rank), Path(out) / f'{case}-{rank}.pt')
+    dist.barrier()
+    os._exit(0)  # as tools/mmdet_script.py does it: gloo's threads may abort a process that ends in the ordinary way
+
+
+if __name__ == '__main__':
+    main(sys.argv[1])

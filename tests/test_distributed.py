@@ -1,0 +1,88 @@
+"""Two real ranks (gloo, torchrun): masks of their own, and the gradients that DDP and FSDP make of them."""
+
+import pytest
+import torch
+from distributed_worker import CASES, FIRST_ITERATION, STEPS, images
+from helpers import ROOT, run
+from oracles import SMALL, assert_near, loss_of, oracle_convnext, small_backbone
+
+RANKS = 2
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    """For each case, each rank's steps."""
+    out = tmp_path_factory.mktemp('ranks')
+    command = ('python', '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={RANKS}')
+    run(*command, ROOT / 'tests/distributed_worker.py', out, cwd=out, PYTHONPATH=ROOT)
+    return {case: [torch.load(out / f'{case}-{rank}.pt') for rank in range(RANKS)] for case in CASES}
+
+
+def single_process_gradients(case, rank, iteration, masks):
+    """By the definition of SBP, with plain autograd, without sbp_mmdet's forward and backward."""
+    parameters = dict(small_backbone(CASES[case][0], **CASES[case][1]).named_parameters())
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    loss = loss_of(oracle_convnext(parameters, images(rank, iteration), SMALL['depths'], masks))
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_gradients_are_the_mean_of_single_process_ones(results, case):
+    iteration = FIRST_ITERATION.get(case, 0)
+    for step in range(STEPS):
+        ranks = [steps[step] for steps in results[case]]
+        micro_steps = len(ranks[0]['masks'])
+        expected = {}
+        for rank, result in enumerate(ranks):
+            for micro, masks in enumerate(result['masks']):
+                grads = single_process_gradients(case, rank, iteration + micro, masks)
+                expected = {name: expected.get(name, 0) + grad / RANKS for name, grad in grads.items()}
+        iteration += micro_steps
+        for result in ranks:
+            assert_near(result['grads'], expected, 1e-11)
+    assert ('accumulate' in case) == (micro_steps == 2)
+    if 'frozen' in case:
+        assert not any(name.startswith(('stages.0', 'downsample_layers.0')) for name in expected)
+    if case == 'find_unused_parameters':
+        assert ranks[0]['unused'] is None
+
+
+def fingerprint(masks):
+    """The masks of one forward pass: by stage, all layers of a stage share one."""
+    by_stage = {}
+    for (stage, _), mask in masks.items():
+        assert torch.equal(by_stage.setdefault(stage, mask), mask)
+    return {stage: mask.flatten().tolist() for stage, mask in by_stage.items()}
+
+
+def test_every_rank_and_step_has_its_own_masks(results):
+    seen = []
+    for steps in results['plain']:
+        for step in steps:
+            (masks,) = step['masks']
+            assert len(masks) == sum(SMALL['depths'][:3]) + 2  # the blocks of stages 1 to 3, the layers into 2 and 3
+            for mask in masks.values():
+                assert mask.any() and not mask.all()
+            seen.append(fingerprint(masks))
+    assert len(seen) == RANKS * STEPS
+    for i, one in enumerate(seen):
+        assert all(one[2] != other[2] for other in seen[:i])
+
+
+def test_all_implementations_draw_the_same_masks(results):
+    """They depend on seed, rank and step and on nothing else: not on wrapper, implementation or checkpointing."""
+    for case in ('reference', 'block', 'with_cp', 'with_cp reference', 'static_graph', 'find_unused_parameters'):
+        for rank in range(RANKS):
+            for step in range(STEPS):
+                expected = fingerprint(results['plain'][rank][step]['masks'][0])
+                assert fingerprint(results[case][rank][step]['masks'][0]) == expected
+    # Accumulation: mmengine counts every micro-batch.
+    for rank in range(RANKS):
+        micro = [fingerprint(m) for m in results['accumulate'][rank][0]['masks']]
+        assert micro == [fingerprint(results['plain'][rank][step]['masks'][0]) for step in range(STEPS)]
+
+
+def test_a_run_that_starts_later_continues_the_sequence(results):
+    for rank in range(RANKS):
+        first, second = (fingerprint(step['masks'][0]) for step in results['later'][rank])
+        assert first == fingerprint(results['plain'][rank][1]['masks'][0]) != second

@@ -1,0 +1,313 @@
+"""Which checkpoint a run starts from: whole, readable without trusting it, and of this detector, or a clear message."""
+
+import os
+import pickle
+import sys
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_project
+from mmdet.registry import MODELS
+from mmengine.fileio import get_file_backend
+from mmengine.logging import HistoryBuffer, MessageHub
+from mmengine.registry import init_default_scope
+
+import sbp_mmdet.resume as resume
+
+import checkpoints  # isort: skip  (helpers puts tools/ on the path)
+import mmdet_script  # isort: skip
+import preflight  # isort: skip
+from preflight import PreflightError  # isort: skip
+
+# --- written whole or not at all -----------------------------------------------------------------------------------
+
+
+def test_atomic_backend_writes(tmp_path):
+    backend = get_file_backend(str(tmp_path), backend_args=dict(backend='atomic'))
+    path = tmp_path / 'new folder/model.pth'
+    backend.put(b'one', str(path))
+    backend.put(b'two', path)
+    assert path.read_bytes() == b'two'
+    backend.put_text('zwölf', path)
+    assert path.read_text(encoding='utf-8') == 'zwölf'
+    assert os.listdir(path.parent) == ['model.pth']
+
+
+def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    backend, path = resume.AtomicBackend(), tmp_path / 'model.pth'
+    backend.put(b'old', path)
+
+    def full_disk(_):
+        raise OSError('no space left')
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match='no space'):
+        patch.setattr(os, 'fsync', full_disk)
+        backend.put(b'new', path)
+    assert path.read_bytes() == b'old'
+    backend.put(b'newer', path)  # what the interrupted write left is not in the way
+    assert path.read_bytes() == b'newer' and os.listdir(tmp_path) == ['model.pth']
+
+
+# --- readable without trusting it ----------------------------------------------------------------------------------
+
+
+def load(path):
+    with torch.serialization.safe_globals(resume.safe_globals()):
+        return torch.load(path, weights_only=True)
+
+
+def test_what_mmengine_stores_is_loaded_weights_only(tmp_path):
+    hub = MessageHub.get_instance('test_resume')
+    for loss in (3.0, 1.0, 2.0):
+        hub.update_scalar('train/loss', loss)
+    kinds = (np.float32, np.float64, np.int64, np.bool_)
+    for kind in kinds:
+        hub.update_info(str(kind), kind(1))
+    hub.update_info('palette', np.arange(6, dtype=np.uint8).reshape(2, 3))
+    torch.save(dict(message_hub=hub.state_dict(), meta=dict(classes=('a', 'b'))), tmp_path / 'a.pth')
+    found = load(tmp_path / 'a.pth')['message_hub']
+    history = found['log_scalars']['train/loss']
+    assert isinstance(history, HistoryBuffer) and history.data[0].tolist() == [3, 1, 2]
+    assert (history.min(), history.statistics('mean'), history.current()) == (1, 2, 2)
+    assert found['runtime_info']['palette'].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert all(type(found['runtime_info'][str(kind)]) is kind for kind in kinds)
+
+
+class Evil:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize(
+    'evil',
+    [
+        Evil(os.system, 'exit 1'),
+        Evil(getattr, os, 'system'),
+        Evil(getattr, HistoryBuffer, '__init__'),
+        Evil(getattr, np.ndarray, 'tofile'),
+        Evil(getattr, HistoryBuffer(), 'mean'),
+        Evil(eval, '1'),
+    ],
+    ids=lambda evil: f'{evil.call[0].__name__}-{evil.call[1][-1]}',
+)
+def test_what_mmengine_does_not_store_is_refused(tmp_path, evil):
+    """getattr is what an attack would need, and what pickle uses for the methods of the log history."""
+    if isinstance(evil.call[1][0], type(os)):
+        evil.call = (getattr, (Evil(__import__, 'os'), 'system'))
+    torch.save(dict(a=evil), tmp_path / 'evil.pth')
+    with pytest.raises(pickle.UnpicklingError):
+        load(tmp_path / 'evil.pth')
+
+
+# --- whole ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(tmp_path):
+    path = tmp_path / 'epoch_2.pth'
+    torch.save(dict(state_dict=dict(a=torch.arange(3000.0))), path)
+    return path
+
+
+def test_damage(whole, tmp_path):
+    assert checkpoints.damage(whole) is None
+    content = whole.read_bytes()
+    for size in (2, 100, len(content) // 2, len(content) - 30):
+        whole.write_bytes(content[:size])
+        assert checkpoints.damage(whole) == 'is truncated'
+    for at in (len(content) // 4, len(content) // 2):
+        bad = bytearray(content)
+        bad[at] ^= 1
+        whole.write_bytes(bad)
+        assert 'is corrupt (check sum of ' in checkpoints.damage(whole)
+    whole.write_bytes(b'')
+    assert checkpoints.damage(whole) == 'is empty'
+    whole.write_bytes(b'version https://git-lfs')
+    assert checkpoints.damage(whole) == 'is not a checkpoint of torch'
+    assert checkpoints.damage(tmp_path / 'none.pth') == 'does not exist'
+    torch.save(dict(a=torch.ones(3)), whole, _use_new_zipfile_serialization=False)
+    assert checkpoints.damage(whole) is None
+
+
+def test_resume_falls_back_to_the_last_whole_checkpoint(whole, tmp_path):
+    last = checkpoints.last_whole_checkpoint
+    assert last(tmp_path) == (None, None)  # nothing was written yet: the run begins
+    pointer = tmp_path / 'last_checkpoint'
+    pointer.write_text(str(whole))
+    assert last(tmp_path) == (whole, None)
+
+    content = whole.read_bytes()
+    older, newer, best = (tmp_path / name for name in ('epoch_1.pth', 'epoch_10.pth', 'best_coco_epoch_9.pth'))
+    newer.write_bytes(content[:500])
+    best.write_bytes(content)
+    pointer.write_text(str(newer))
+    path, reason = last(tmp_path)
+    assert path == whole and reason == f'{newer}, which {pointer} names, is truncated'
+    older.write_bytes(content)
+    whole.unlink()
+    assert last(tmp_path)[0] == older
+    pointer.write_text('')  # killed between opening and writing it
+    assert last(tmp_path) == (older, f'{pointer} is empty')
+    older.write_bytes(content[:-1])
+    assert last(tmp_path) == (None, f'{pointer} is empty')
+
+
+# --- of this detector ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+    return make_project(tmp_path_factory.mktemp('checkpoints'), train=2, val=2)
+
+
+@pytest.fixture
+def config(project, monkeypatch):
+    monkeypatch.chdir(project.parent)
+    init_default_scope('mmdet')
+    return preflight.load_config('tiny.py')
+
+
+@pytest.fixture
+def state(config):
+    return MODELS.build(config.model).state_dict()
+
+
+def save(state, path='epoch_1.pth', **parts):
+    torch.save(dict(state_dict=state, meta={}, message_hub=MessageHub('x').state_dict(), optimizer={}) | parts, path)
+    return str(path)
+
+
+KINDS = [dict(whole_run=True), dict(all_weights=True), {}]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_checkpoint_of_the_detector(config, state, kind):
+    path = save(state)
+    checkpoints.check_checkpoint(path, '--resume', config, **kind)
+    # Only sbp_cfg differs: the same weights serve with SBP and without it.
+    for sbp_cfg in (None, dict(keep_ratio=1.0, recompute='block'), dict(implementation='reference')):
+        config.model.backbone.sbp_cfg = sbp_cfg
+        checkpoints.check_checkpoint(path, '--resume', config, **kind)
+        missing, unexpected = MODELS.build(config.model).load_state_dict(state)
+        assert not missing and not unexpected
+    save(OrderedDict((f'module.{name}', value) for name, value in state.items()))
+    checkpoints.check_checkpoint(path, '--resume', config, **kind)
+    checkpoints.check_checkpoint('https://example.org/a.pth', '--resume', config, **kind)
+
+
+def test_check_leaves_alone_what_torch_load_allows(config, state):
+    torch.serialization.add_safe_globals([HistoryBuffer])
+    allowed = set(torch.serialization.get_safe_globals())
+    checkpoints.check_checkpoint(save(state), '--resume', config, whole_run=True)
+    assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_checkpoint_of_another_arch(config, state, kind):
+    path = save(state)
+    config.model.backbone.arch.channels = [16, 32, 64, 128]
+    config.model.neck.in_channels = [16, 32, 64, 128]
+    message = r'--resume: epoch_1.pth is of another model: \d+ weights .*, \(8, 3, 4, 4\) there and \(16, 3, 4, 4\) in '
+    with pytest.raises(PreflightError, match=message):
+        checkpoints.check_checkpoint(path, '--resume', config, **kind)
+    with pytest.raises(PreflightError, match='no weight of other.pth has a name of this detector: it has a, the'):
+        torch.save(dict(a=torch.ones(2)), 'other.pth')
+        checkpoints.check_checkpoint('other.pth', 'load_from', config)
+
+
+def test_checkpoint_with_other_classes(config, state):
+    path = save(state)
+    config.model.roi_head.bbox_head.num_classes = config.model.roi_head.mask_head.num_classes = 7
+    checkpoints.check_checkpoint(path, 'load_from', config)  # fine-tuning: mmengine leaves the last layers out
+    for kind in KINDS[:2]:
+        with pytest.raises(PreflightError, match='is of another model: .*check arch and num_classes'):
+            checkpoints.check_checkpoint(path, '--resume', config, **kind)
+
+
+def test_classification_checkpoint_as_mmpretrain_writes_it(config, state):
+    backbone = {name: value for name, value in state.items() if name.startswith('backbone.')}
+    path = save(backbone | {'head.fc.weight': torch.ones(1000, 64)})
+    checkpoints.check_checkpoint(path, 'load_from', config)
+    for kind in KINDS[:2]:
+        with pytest.raises(PreflightError, match='lacks .* is it a backbone only'):
+            checkpoints.check_checkpoint(path, '--resume', config, **kind)
+
+
+def test_weights_alone_cannot_be_resumed(config, state):
+    torch.save(dict(state_dict=state, meta={}), 'best_coco_epoch_1.pth')
+    with pytest.raises(PreflightError, match='cannot be resumed from: it lacks optimizer, message_hub, .* load_from'):
+        checkpoints.check_checkpoint('best_coco_epoch_1.pth', '--resume', config, whole_run=True)
+    checkpoints.check_checkpoint('best_coco_epoch_1.pth', 'checkpoint', config, all_weights=True)
+
+
+def test_damaged_checkpoint(config, whole):
+    whole.write_bytes(whole.read_bytes()[:300])
+    with pytest.raises(PreflightError, match=r'load_from: .*epoch_2.pth is truncated; name a whole checkpoint'):
+        checkpoints.check_checkpoint(str(whole), 'load_from', config)
+
+
+# --- what the scripts make of it -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def options(monkeypatch):
+    """What the script adds to the command line."""
+    argv = ['train.py']
+    monkeypatch.setattr(sys, 'argv', argv)
+
+    def added(function, *arguments):
+        del argv[1:]
+        function(*arguments)
+        return argv[1:]
+
+    return added
+
+
+ATOMIC = 'default_hooks.checkpoint.backend_args.backend=atomic'
+
+
+def test_training_writes_whole_checkpoints(config, options, capsys):
+    write = mmdet_script._write_whole_checkpoints
+    hook = config.default_hooks.checkpoint
+    assert options(write, config) == ['--cfg-options', ATOMIC]
+    for own in (dict(backend_args=dict(backend='petrel')), dict(out_dir='s3://bucket')):
+        config.default_hooks.checkpoint = {**hook, **own}
+        assert options(write, config) == []
+    assert not capsys.readouterr().err
+    config.default_hooks.checkpoint = {**hook, 'max_keep_ckpts': 1}
+    options(write, config)
+    assert 'max_keep_ckpts=1: mmengine removes the old checkpoint before' in capsys.readouterr().err
+    config.default_hooks.checkpoint = None
+    assert options(write, config) == []
+    config.pop('default_hooks')
+    assert options(write, config) == ['--cfg-options', ATOMIC, 'default_hooks.checkpoint.type=CheckpointHook']
+
+
+def test_what_a_training_starts_from(config, state, options, tmp_path):
+    start = mmdet_script._check_start
+
+    def args(resume=None, work_dir=tmp_path):
+        return SimpleNamespace(resume=resume, work_dir=str(work_dir), config='tiny.py')
+
+    assert options(start, config, args()) == options(start, config, args('auto')) == []  # no checkpoint: from the start
+    save(state, tmp_path / 'epoch_1.pth')
+    (tmp_path / 'epoch_2.pth').write_bytes((tmp_path / 'epoch_1.pth').read_bytes()[:-9])
+    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_2.pth'))
+    assert options(start, config, args('auto')) == ['--resume', str(tmp_path / 'epoch_1.pth')]
+    config.resume = True  # in the config, instead of --resume
+    assert options(start, config, args()) == ['--resume', str(tmp_path / 'epoch_1.pth')]
+    config.load_from = str(tmp_path / 'epoch_2.pth')
+    assert options(start, config, args('auto')) == ['--resume', str(tmp_path / 'epoch_1.pth')]
+    with pytest.raises(PreflightError, match='--resume: .*epoch_2.pth is truncated'):
+        options(start, config, args())
+    config.resume = False
+    with pytest.raises(PreflightError, match='load_from: .*epoch_2.pth is truncated'):
+        options(start, config, args())
+    with pytest.raises(PreflightError, match='--resume: .*none.pth does not exist'):
+        options(start, config, args('none.pth'))

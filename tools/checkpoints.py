@@ -1,0 +1,158 @@
+"""Checks of the checkpoint that a run starts from, before mmdet loads it. By itself mmengine loads what fits, from a
+damaged file too, lists the rest in a warning, and goes on with random weights."""
+
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from preflight import PreflightError
+
+__all__ = ['check_checkpoint', 'damage', 'last_whole_checkpoint']
+
+_RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint file: torch writes zip archives with check sums, but does not look at those.
+
+    Args:
+        path (Path): Local file.
+
+    Returns:
+        str | None: The damage; None if the file is whole, or of torch's format of before 1.6, which has no check sums,
+        or a folder, as FSDP and DeepSpeed write.
+    """
+    if path.is_dir():
+        return None
+    if not path.is_file():
+        return 'does not exist'
+    with path.open('rb') as file:
+        start = file.read(2)
+    if start == b'\x80\x02':
+        return None
+    if start != b'PK':
+        return 'is empty' if not start else 'is not a checkpoint of torch'
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError):
+        return 'is truncated'
+    return bad and f'is corrupt (check sum of {bad})'
+
+
+def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
+    """Where ``--resume`` without a path goes on.
+
+    Args:
+        work_dir (Path): Of the run.
+
+    Returns:
+        tuple[Path | None, str | None]: The checkpoint to go on from, and why it is not the one that mmengine would take
+        (None: it is that one). Without any whole checkpoint, and without a complaint, the run starts anew.
+    """
+    pointer = work_dir / 'last_checkpoint'
+    if not pointer.is_file():
+        return None, None
+    last = Path(pointer.read_text().strip() or work_dir)
+    reason = 'is empty' if last == work_dir else damage(last)
+    if reason is None:
+        return last, None
+    reason = f'{pointer} {reason}' if last == work_dir else f'{last}, which {pointer} names, {reason}'
+    folder = last if last == work_dir else last.parent
+    others = [path for path in folder.glob('*.pth') if path != last and _RESUMABLE.fullmatch(path.name)]
+    others.sort(key=lambda path: int(_RESUMABLE.fullmatch(path.name)[2]), reverse=True)
+    return next((path for path in others if damage(path) is None), None), reason
+
+
+def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = False, all_weights: bool = False) -> None:
+    """Checks that a checkpoint can be read and belongs to the detector of the config.
+
+    Args:
+        path (str): The checkpoint; left alone if it is a URL or a folder.
+        key (str): Where it was named, for the message.
+        config (Config): Config of the detector.
+        whole_run (bool): It has to hold what resuming needs. Default: False.
+        all_weights (bool): Every weight of the detector has to be there. Where it is False, the backbone's have to have
+            the right shapes, and heads for another number of classes may differ. Default: False.
+
+    Raises:
+        PreflightError: For the first thing that is wrong.
+    """
+    if '://' in path or Path(path).expanduser().is_dir():
+        return
+    reason = damage(Path(path).expanduser())
+    if reason:
+        raise PreflightError(f'{key}: {path} {reason}; name a whole checkpoint (working folder: {Path.cwd()})')
+    content = _read(path)
+    if content is None:
+        return
+    lacks = [part for part in ('optimizer', 'message_hub', 'meta') if part not in content]
+    if whole_run and lacks:
+        raise PreflightError(
+            f'{key}: {path} cannot be resumed from: it lacks {", ".join(lacks)}, as published weights and best_*.pth '
+            'do; to start a new training from its weights, use --cfg-options load_from=PATH and not --resume'
+        )
+    shapes = _shapes(config)
+    if shapes is None:
+        return
+    weights = content.get('state_dict', content)
+    found = {name.removeprefix('module.'): tuple(getattr(value, 'shape', ())) for name, value in weights.items()}
+    if not set(found) & set(shapes):
+        raise PreflightError(
+            f'{key}: no weight of {path} has a name of this detector: it has {_some(found)}, '
+            f'the detector {_some(shapes)}'
+        )
+    strict = whole_run or all_weights
+    wrong = [
+        name
+        for name, shape in shapes.items()
+        if found.get(name, shape) != shape and (strict or name.startswith('backbone.'))
+    ]
+    if wrong:
+        name = wrong[0]
+        raise PreflightError(
+            f'{key}: {path} is of another model: {len(wrong)} weights have other shapes, such as {name}, '
+            f'{found[name]} there and {shapes[name]} in {config.filename}; check arch and num_classes'
+        )
+    missing = [name for name in shapes if name not in found]
+    if strict and missing:
+        raise PreflightError(
+            f'{key}: {path} lacks {len(missing)} weights of the detector, such as {_some(missing)}; is it a backbone '
+            'only? To start a training from it, use --cfg-options load_from=PATH'
+        )
+
+
+def _read(path):
+    """The checkpoint, its tensors not read from the disk; None if it is not for here to read it."""
+    resume = sys.modules.get('sbp_mmdet.resume')  # imported by the config; without it there is nothing of ours in it
+    if resume is None:
+        return None
+    try:
+        # At its end the context takes back what it allowed, and with it what was allowed before.
+        allowed = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([item for item in resume.safe_globals() if item not in allowed]):
+            content = torch.load(Path(path).expanduser(), map_location='cpu', mmap=True, weights_only=True)
+    except Exception:  # an old format, or classes of other people: mmengine may know better
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _shapes(config):
+    """Shape by name of the detector's weights; None if it cannot be built without memory for them."""
+    init_default_scope(config.get('default_scope', 'mmdet'))
+    try:
+        with torch.device('meta'):
+            detector = MODELS.build(config.model)
+    except Exception:  # whatever it is, mmdet is about to meet it too, and to say where
+        return None
+    return {name: tuple(value.shape) for name, value in detector.state_dict().items()}
+
+
+def _some(names):
+    names = list(names)
+    return ', '.join(names[:2]) + (f' and {len(names) - 2} more' if len(names) > 2 else '')
