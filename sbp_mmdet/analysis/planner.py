@@ -14,17 +14,18 @@ __all__ = ['CONTEXT', 'MARGIN', 'candidates', 'cfg_options', 'choose', 'needed',
 MARGIN = 0.10
 CONTEXT = 0.6e9
 
-# What decides which of two settings is faster: estimates of the step's time relative to the plain backbone. The modes
-# by the channel MLP's time on a CPU (docs/results/mlp_stage1_cpu.json), the pieces by the share of the step that runs
-# again. Not yet compared with a GPU.
+# What decides which of two settings is faster, relative to the plain backbone: the modes by the matrix products of the
+# channel MLP (plain: 2 forward, 4 backward) plus a little for the convolutions that run again, the pieces by the share
+# of the step that runs again. On a CPU the fused operations are faster than that (docs/results/mlp_stage1_cpu.json);
+# not yet compared with a GPU.
 _TIME = {
-    'fused': 0.79,
-    'recompute': 0.83,
-    'block': 0.90,
+    'fused': 4 / 6,
+    'recompute': 4.5 / 6,
+    'block': 4.5 / 6 + 0.03,
     'none': 1.0,
-    'exact': 1.30,
-    'exact-block': 1.33,
-    'with_cp': 1.37,
+    'exact': 7 / 6,
+    'exact-block': 7 / 6 + 0.03,
+    'with_cp': 8 / 6 + 0.03,
 }
 _TIME_MORE = {'targets': 0.01, 'cp-heads': 0.08, 'cp-rpn': 0.04, 'cp-neck': 0.03, 'adamw8bit': 1.0}
 _PIECES = [[], ['targets'], ['targets', 'cp-heads'], ['targets', 'cp-heads', 'cp-rpn', 'cp-neck']]
