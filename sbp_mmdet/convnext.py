@@ -92,6 +92,8 @@ class SBPConvNeXt(BaseModule):
         self.depths, self.channels = _parse_arch(arch)
         self.num_stages = len(self.depths)
         self.out_indices = _parse_out_indices(out_indices, self.num_stages)
+        if not 0 <= frozen_stages <= self.num_stages:
+            raise ValueError(f'frozen_stages={frozen_stages!r} must be a number from 0 to {self.num_stages}')
         self.frozen_stages = frozen_stages
         self.gap_before_final_norm = gap_before_final_norm
         self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, arch, self.depths)
@@ -275,7 +277,11 @@ def _parse_arch(arch):
             raise ValueError(f'arch={arch!r} is unknown; choose one of {list(ARCHS)} or give depths and channels')
         depths, channels = ARCHS[arch]
         return depths, tuple(channels * 2**i for i in range(len(depths)))
-    if not {'depths', 'channels'} <= set(arch) or len(arch['depths']) != len(arch['channels']):
+    if (
+        not isinstance(arch, dict)
+        or not {'depths', 'channels'} <= set(arch)
+        or len(arch['depths']) != len(arch['channels'])
+    ):
         raise ValueError(f'arch={arch!r} must have "depths" and "channels" with one number per stage each')
     return tuple(arch['depths']), tuple(arch['channels'])
 

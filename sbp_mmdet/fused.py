@@ -14,7 +14,7 @@ The layer scale gamma is not folded: trained from 1e-6 it would push W2 out of f
 stored output: with A = g^T GELU(h) for the gradient g of the block's output, dW2 = diag(gamma) A and
 dgamma = row sums of A * W2 + (column sums of g) * b2.
 
-Precision: parameters are folded in their own precision and then cast, weight gradients are accumulated in fp32, and
+Precision: parameters are folded in their own precision and then cast, weight gradients of chunks are added in fp32, and
 parameters are saved uncast, so that no cast copy of a weight outlives the forward pass.
 """
 
@@ -161,13 +161,13 @@ def layer_norm(
         source (Conv | None): Where ``x`` comes from, to compute it again instead of storing it. Default: None.
 
     Returns:
-        Tensor: Shape (N, C, H, W), in full precision as CUDA's autocast has it.
+        Tensor: Shape (N, C, H, W); under autocast in full precision, as CUDA's autocast has it.
     """
     dtype = autocast_dtype(x)
     if weight is None or bias is None or (dtype is None and source is None):
         out = F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps).permute(0, 3, 1, 2)
     else:
-        out = _LayerNorm.apply(x, weight, bias, eps, source, dtype or x.dtype)
+        out = _LayerNorm.apply(x, weight, bias, eps, source, dtype)
     return out.contiguous(memory_format=memory_format(x))
 
 
@@ -252,7 +252,16 @@ class _ChannelMLP(torch.autograd.Function):
                 g = g * scale.repeat_interleave(len(g) // len(scale))[:, None]
             sum_g = column_sums(g)
             g_scaled = (g if gamma is None else g * gamma).to(dtype)
-            g = g.to(dtype)
+            unit = None
+            if gamma is None:
+                g = g_scaled
+            elif dtype == torch.float16 and len(g):
+                # A small gamma keeps the plain block's gradients in fp16's range; A is formed without gamma. Each
+                # channel is brought below 1/16 instead, which leaves room for the sum over the positions of a chunk.
+                unit = 16 * g.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny)
+                g = (g / unit).to(dtype)
+            else:
+                g = g.to(dtype)
             outer = zeros_for(weight2) if needs_w2 or needs_gamma else None  # A of the module's docstring
             dw1, db1 = (zeros_for(weight1), zeros_for(bias1)) if needs_inner else (None, None)
             dx = g.new_empty(g.shape) if needs_x else None
@@ -268,6 +277,8 @@ class _ChannelMLP(torch.autograd.Function):
                     db1 += column_sums(dh)
                     if needs_x:
                         dx[chunk] = normalise_backward(dh @ w1, xhat[chunk], rstd[chunk])
+            if unit is not None and outer is not None:
+                outer *= unit[:, None]
             grads = [None] * 11
             if needs_x:
                 grads[0] = map_of(dx, keep, ctx.shape)
@@ -296,10 +307,11 @@ class _Downsample(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             ctx.shape, ctx.dtype = x.shape, dtype
             indices = None if keep is None else keep.keep
+            needs_x, needs_nw, _, needs_w, _ = ctx.needs_input_grad[:5]
+            stored = (xhat if needs_x or needs_nw or needs_w else None, rstd if needs_x else None)
             if keep is not None:
-                xhat, rstd = xhat.index_select(1, indices), rstd.index_select(1, indices)
-            needs_xhat = ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-            ctx.save_for_backward(xhat if needs_xhat else None, rstd, indices, norm_weight, norm_bias, weight, bias)
+                stored = (None if s is None else s.index_select(1, indices) for s in stored)
+            ctx.save_for_backward(*stored, indices, norm_weight, norm_bias, weight, bias)
         return out.contiguous(memory_format=memory_format(x))
 
     @staticmethod
@@ -342,7 +354,8 @@ class _LayerNorm(torch.autograd.Function):
             ctx.options = (eps, source and source.options, x.dtype)
             stored = (xhat.to(dtype), rstd) if source is None else (None, None)
             ctx.save_for_backward(*stored, weight, *(source or [None] * 4)[:3])
-            return torch.addcmul(bias, xhat, weight).permute(0, 3, 1, 2)
+            out = torch.addcmul(bias, xhat, weight).permute(0, 3, 1, 2)
+            return out if dtype is not None else out.to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -351,10 +364,10 @@ class _LayerNorm(torch.autograd.Function):
         eps, conv_options, dtype = ctx.options
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with _no_autocast(grad):
+            grad = grad.permute(0, 2, 3, 1).to(accumulator(grad))  # (N, H, W, C)
             if conv_options is not None:
                 xhat, rstd = normalise(Conv(*source, conv_options).run().permute(0, 2, 3, 1), eps, grad.dtype)
             xhat = xhat.to(grad.dtype)
-            grad = grad.permute(0, 2, 3, 1)  # (N, H, W, C)
             dx = dweight = dbias = None
             if needs_x:
                 dx = normalise_backward(grad * weight, xhat, rstd).to(dtype).permute(0, 3, 1, 2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import fused
 from .functional import sbp
 from .masks import Positions
-from .rows import memory_format, to_patches
+from .rows import accumulator, memory_format, to_patches
 
 __all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'Stem', 'build_norm']
 
@@ -194,8 +194,13 @@ class ConvNeXtBlock(BaseModule):
     def _fused(self, x, keep):
         scale = None
         if isinstance(self.drop_path, DropPath):
-            # The random numbers that drop_path would draw for the output, as the factor that it applies per image.
-            scale = self.drop_path(x.new_ones(len(x), 1, 1, 1)).flatten()
+            # The random numbers that drop_path draws for the plain branch, in its precision; the factor that follows
+            # from them is not rounded.
+            dtype = fused.autocast_dtype(x) or x.dtype
+            if self.gamma is not None:
+                dtype = torch.promote_types(dtype, self.gamma.dtype)
+            kept = self.drop_path(x.new_ones(len(x), 1, 1, 1, dtype=dtype)).flatten() != 0
+            scale = kept.to(accumulator(x)) / (1 - self.drop_path.drop_prob)
         # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
         x_cast = x.to(fused.autocast_dtype(x) or x.dtype)
         return fused.channel_mlp(

@@ -149,4 +149,4 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
     if torch.device(device).type == 'cuda':
         # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
         found = tuple(index.pin_memory().to(device, non_blocking=True) for index in found)
-    return Positions(*found)
+    return Positions(*(index.to(device) for index in found))

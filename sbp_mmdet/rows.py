@@ -76,8 +76,10 @@ def map_of(rows, index, shape):
 
 def normalise(x, eps, dtype):
     """x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
-    if x.device.type == 'cpu' and x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()  # the CPU kernel would round the deviation, the CUDA kernel does not
+    reduced = (torch.float16, torch.bfloat16)
+    if x.dtype in reduced and (x.device.type == 'cpu' or dtype not in reduced):
+        # CUDA's kernel computes in full precision and rounds x-hat to x's; the CPU's would round the deviation too.
+        x = x.float()
     xhat, _, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
     return xhat.to(dtype), rstd
 

@@ -73,7 +73,7 @@ class SBPSettings:
 
         ratios = cfg.get('keep_ratio', 0.5)
         if isinstance(ratios, Sequence) and not isinstance(ratios, str):
-            if len(ratios) != sum(blocks):
+            if len(ratios) != sum(blocks) or not ratios:
                 raise ValueError(
                     f'sbp_cfg: keep_ratio lists {len(ratios)} ratios for the {sum(blocks)} SBP blocks of '
                     f'blocks={blocks}; give one per block, or a single number'

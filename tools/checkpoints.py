@@ -119,7 +119,8 @@ def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = Fals
             f'{key}: {path} is of another model: {len(wrong)} weights have other shapes, such as {name}, '
             f'{found[name]} there and {shapes[name]} in {config.filename}; check arch and num_classes'
         )
-    missing = [name for name in shapes if name not in found]
+    # mmengine does without the counters of batch norms, which old checkpoints lack.
+    missing = [name for name in shapes if name not in found and not name.endswith('num_batches_tracked')]
     if strict and missing:
         raise PreflightError(
             f'{key}: {path} lacks {len(missing)} weights of the detector, such as {_some(missing)}; is it a backbone '

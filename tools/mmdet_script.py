@@ -115,7 +115,8 @@ def _write_whole_checkpoints(config):
 
 def _say(message):
     """Once, not in each process."""
-    if os.environ.get('RANK', os.environ.get('SLURM_PROCID', '0')) == '0':
+    ranks = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')  # torchrun, Slurm, MPI
+    if next((os.environ[name] for name in ranks if name in os.environ), '0') == '0':
         print(message, file=sys.stderr)
 
 

@@ -25,9 +25,13 @@ __all__ = ['PARTS', 'build_case', 'describe_machine', 'measure', 'stage_shape']
 PARTS = ('mlp', 'block', 'backbone')
 
 
-def describe_machine() -> dict:
-    """Date, machine, versions and command, to stand beside every published number."""
-    cuda = torch.cuda.is_available()
+def describe_machine(device: torch.device | str = 'cpu') -> dict:
+    """Date, machine, versions and command, to stand beside every published number.
+
+    Args:
+        device (torch.device | str): Where it was measured. Default: 'cpu'.
+    """
+    cuda = torch.device(device).type == 'cuda'
     return dict(
         date=datetime.date.today().isoformat(),
         device=torch.cuda.get_device_name() if cuda else f'{_cpu_name()}, {torch.get_num_threads()} threads',

@@ -69,7 +69,7 @@ def main():
             ]
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(dict(machine=describe_machine(), rows=rows), indent=1) + '\n')
+        args.json.write_text(json.dumps(dict(machine=describe_machine(args.device), rows=rows), indent=1) + '\n')
         print(f'\nwritten to {args.json}')
 
 

@@ -84,7 +84,9 @@ def main():
         case = dict(config=name, batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
         case.update(trained_proposals=not args.untrained_proposals, compute=args.compute or args.device != 'cpu')
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(dict(machine=describe_machine(), case=case, rows=rows), indent=1) + '\n')
+        args.json.write_text(
+            json.dumps(dict(machine=describe_machine(args.device), case=case, rows=rows), indent=1) + '\n'
+        )
         print(f'written to {args.json}')
     if args.plot:
         picture(rows, title, args.plot)

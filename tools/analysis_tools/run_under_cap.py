@@ -65,7 +65,7 @@ def main():
             result += f', {row["step_s"] * 1e3:.0f} ms a step' if row['step_s'] else ''
         print(f'  {row["setting"]:<44} {result}')
     if args.json:
-        results = dict(machine=describe_machine(), case=dict(case, config=args.config, cap=cap), rows=rows)
+        results = dict(machine=describe_machine(args.device), case=dict(case, config=args.config, cap=cap), rows=rows)
         args.json.write_text(json.dumps(results, indent=1) + '\n')
         print(f'written to {args.json}')
 
