@@ -85,6 +85,17 @@ def test_bad_arguments_of_the_backbone(config, options, message):
         preflight.check_backbone(config)
 
 
+def test_images_smaller_than_the_stride(config):
+    config.model.data_preprocessor.pad_size_divisor = 1
+    preflight.check_backbone(config)
+    resize = next(step for step in config.train_dataloader.dataset.pipeline if 'Resize' in step.type)
+    resize.scale = (16, 24)
+    with pytest.raises(PreflightError, match='train_dataloader: .*Resize makes images of at most 24 .*stride 32'):
+        preflight.check_backbone(config)
+    config.model.data_preprocessor.pad_size_divisor = 32
+    preflight.check_backbone(config)
+
+
 @pytest.mark.parametrize(
     ('content', 'message'),
     [

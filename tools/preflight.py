@@ -94,9 +94,27 @@ def check_backbone(config: Config) -> None:
         arguments = {key: value for key, value in node.items() if key not in ('type', 'init_cfg', '_scope_')}
         try:
             with torch.device('meta'):
-                MODELS.get('SBPConvNeXt')(**arguments)
+                backbone = MODELS.get('SBPConvNeXt')(**arguments)
         except (TypeError, ValueError) as error:
             raise PreflightError(f'{config.filename}, SBPConvNeXt: {error}') from error
+        _check_scales(config, backbone.min_size)
+
+
+def _check_scales(config, min_size):
+    """Finds pipelines whose images are smaller than the backbone's stride, however they are padded."""
+    divisor = (config.model.get('data_preprocessor') or {}).get('pad_size_divisor', 1)
+    for split in ('train', 'val', 'test'):
+        for step in _dicts(config.get(f'{split}_dataloader')):
+            scales = step.get('scale', step.get('scales')) if 'Resize' in str(step.get('type')) else None
+            scales = (scales, scales) if isinstance(scales, (int, float)) else scales or []
+            scales = [scales] if scales and not isinstance(scales[0], (list, tuple)) else scales
+            longest = max((max(scale) for scale in scales), default=min_size)
+            if -(-longest // divisor) * divisor < min_size:
+                raise PreflightError(
+                    f'{split}_dataloader: {step["type"]} makes images of at most {longest} pixels, smaller than the '
+                    f'total stride {min_size} of the backbone; give a larger scale, or pad with '
+                    f'model.data_preprocessor.pad_size_divisor={min_size}'
+                )
 
 
 def check_annotations(
