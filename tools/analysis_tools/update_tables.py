@@ -12,7 +12,7 @@ import json
 import re
 from pathlib import Path
 
-from sbp_mmdet.analysis.report import markdown
+from sbp_mmdet.analysis.report import format_bytes, markdown
 
 BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
@@ -31,17 +31,13 @@ def table(results: dict) -> str:
         for row in rows:
             cells = [label, f'`{row["mode"]}`']
             for key in ('saved_bytes', 'peak_bytes'):
-                cells += [_bytes(row[key]), f'{row[key] / rows[0][key]:.3f}']
+                cells += [format_bytes(row[key]), f'{row[key] / rows[0][key]:.3f}']
             cells += [f'{row["total_ratio"]:.2f}'] if timed else []
             lines.append('| ' + ' | '.join(cells) + ' |')
             label = ''
     machine = results['machine']
     lines += ['', f'*{machine["date"]}, {machine["device"]}, torch {machine["torch"]}: `{machine["command"]}`*']
     return '\n'.join(lines) + '\n'
-
-
-def _bytes(n):
-    return f'{n / 1e9:.2f} GB' if n >= 1e9 else f'{n / 1e6:.0f} MB'
 
 
 def main():
