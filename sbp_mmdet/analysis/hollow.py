@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = ['SkipArithmetic']
 
@@ -52,7 +52,7 @@ def _is_view(func):
 def _is_large(func, args, kwargs):
     if func.overloadpacket.__name__ in _FACTORIES:
         return True
-    return any(isinstance(leaf, Tensor) and leaf.numel() >= _LARGE for leaf in tree_leaves((args, kwargs)))
+    return any(isinstance(leaf, Tensor) and leaf.numel() >= _LARGE for leaf in tree_flatten((args, kwargs))[0])
 
 
 def _mutated(func, args, kwargs):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 __all__ = ['LiveBytes', 'SavedByPart', 'peak_bytes', 'saved_bytes']
 
@@ -114,11 +114,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for tensor in tree_leaves((args, kwargs)):
+        for tensor in tree_flatten((args, kwargs))[0]:
             if isinstance(tensor, Tensor):
                 self._known.add(tensor.untyped_storage())
         out = func(*args, **kwargs)
-        for tensor in tree_leaves(out):
+        for tensor in tree_flatten(out)[0]:
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
                 self._known.add(storage)
                 if self._counting:
