@@ -43,14 +43,14 @@ def test_stochastic_depth_draws_what_the_plain_block_draws(gamma):
     cfg = dict(norm_cfg=dict(type='LN'), act_cfg=dict(type='GELU'), linear_pw_conv=True, use_grn=False)
     cfg |= dict(drop_path_rate=0.7, layer_scale_init_value=gamma, with_cp=False, recompute=False)
     dropped = {}
-    x = torch.randn(64, 8, 3, 3).bfloat16()
+    x = torch.randn(4096, 8, 1, 1).bfloat16()  # enough for a draw that was rounded to show
     for name in ('plain', 'fused'):
         torch.manual_seed(0)
         block = ConvNeXtBlock(8, fused=name == 'fused', **cfg).train()
         torch.manual_seed(1)
         with torch.autocast('cpu', dtype=torch.bfloat16):
             dropped[name] = [(a == b).all().item() for a, b in zip(block(x), x, strict=True)]
-    assert dropped['plain'] == dropped['fused'] and 0 < sum(dropped['plain']) < 64
+    assert dropped['plain'] == dropped['fused'] and 0 < sum(dropped['plain']) < len(x)
 
     seen = []
     run = fused.channel_mlp
