@@ -105,12 +105,13 @@ class SBPConvNeXt(BaseModule):
 
         norm_cfg = norm_cfg or dict(type='LN2d', eps=1e-6)
         fused = self.sbp is not None and self.sbp.implementation == 'fused'
+        options = dict(norm_cfg=norm_cfg, fused=fused, storage=self.sbp.storage if fused else 'native')
         recompute = fused and self.sbp.recompute
         self.downsample_layers = nn.ModuleList(
-            [Stem(in_channels, self.channels[0], stem_patch_size, norm_cfg=norm_cfg, fused=fused, recompute=recompute)]
+            [Stem(in_channels, self.channels[0], stem_patch_size, recompute=recompute, **options)]
         )
         self.downsample_layers.extend(
-            Downsample(c_in, c_out, norm_cfg=norm_cfg, fused=fused)
+            Downsample(c_in, c_out, **options)
             for c_in, c_out in zip(self.channels[:-1], self.channels[1:], strict=True)
         )
         rates = torch.linspace(0, drop_path_rate, sum(self.depths), device='cpu').split(list(self.depths))
@@ -119,21 +120,23 @@ class SBPConvNeXt(BaseModule):
             stage = [
                 ConvNeXtBlock(
                     channels,
-                    norm_cfg=norm_cfg,
                     act_cfg=act_cfg or dict(type='GELU'),
                     linear_pw_conv=linear_pw_conv,
                     use_grn=use_grn,
                     drop_path_rate=rate,
                     layer_scale_init_value=layer_scale_init_value,
                     with_cp=with_cp,
-                    fused=fused,
                     recompute=recompute,
+                    **options,
                 )
                 for rate in stage_rates.tolist()
             ]
             self.stages.append(nn.Sequential(*stage))
         for i in self.out_indices:
-            self.add_module(f'norm{i}', build_norm(norm_cfg, self.channels[i], fused))
+            self.add_module(
+                f'norm{i}',
+                build_norm(num_channels=self.channels[i], cfg=norm_cfg, fused=fused, storage=options['storage']),
+            )
 
         self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
         self._iteration = None
@@ -210,11 +213,13 @@ class SBPConvNeXt(BaseModule):
         deepest = max(stage for stage, _ in layers)
         sizes = self.stage_sizes(*x.shape[-2:])[: deepest + 1]
         seed, rank, step = torch.initial_seed(), get_rank(), self._step(x)
+        nearest = self.sbp.dropped == 'nearest'
         drawn = {}
         for ratio in set(layers.values()):
-            masks = stage_masks(sizes, ratio, self.sbp.sampler, mask_generator(seed, rank, *step))
+            generator = mask_generator(seed, rank, *step)
+            masks = stage_masks(sizes, ratio, self.sbp.sampler, generator, aligned=not nearest)
             for stage in {s for (s, _), r in layers.items() if r == ratio}:
-                drawn[ratio, stage] = positions(masks[stage], x.device)
+                drawn[ratio, stage] = positions(masks[stage], x.device, nearest)
         return {key: drawn[ratio, key[0]] for key, ratio in layers.items()}
 
     def _step(self, x):

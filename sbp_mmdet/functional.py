@@ -23,7 +23,7 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
     Returns:
         Tensor: Shape (N, L, ...').
     """
-    keep, drop = positions
+    keep, drop = positions.keep, positions.drop
     # Kept positions first: under autocast the first call fills the cache of cast weights, and a cache that was filled
     # inside no_grad would cut the weights off from their gradients.
     kept = f(x.index_select(1, keep))

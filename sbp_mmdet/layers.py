@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from . import fused
 from .functional import sbp
 from .masks import Positions
-from .rows import accumulator, memory_format, to_patches
 
 __all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'Stem', 'build_norm']
 
@@ -31,11 +30,20 @@ class LayerNorm2d(nn.LayerNorm):
         eps (float): Added to the variance. Default: 1e-5.
         elementwise_affine (bool): With weight and bias. Default: True.
         fused (bool): Use :func:`sbp_mmdet.fused.layer_norm` in training. Default: False.
+        storage (str): How the fused norm stores the normalised input, 'native' or 'int8'. Default: 'native'.
     """
 
-    def __init__(self, num_channels: int, eps: float = 1e-5, elementwise_affine: bool = True, fused: bool = False):
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        fused: bool = False,
+        storage: str = 'native',
+    ):
         super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine)
         self.fused = fused
+        self.storage = storage
 
     def forward(self, x: Tensor, source: fused.Conv | None = None) -> Tensor:
         """Normalises (N, C, H, W) over C.
@@ -46,9 +54,10 @@ class LayerNorm2d(nn.LayerNorm):
                 storing what it made. Default: None.
         """
         if _trains(self):
-            return fused.layer_norm(x, self.weight, self.bias, eps=self.eps, source=source)
+            options = dict(eps=self.eps, source=source, storage=self.storage)
+            return fused.layer_norm(x, self.weight, self.bias, **options)
         out = self.tokens(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return out.contiguous(memory_format=memory_format(x))
+        return out.contiguous(memory_format=fused.memory_format(x))
 
     def tokens(self, x: Tensor) -> Tensor:
         """Normalises (..., C) over C."""
@@ -65,6 +74,7 @@ class Stem(nn.Sequential):
         norm_cfg (dict): Of :func:`build_norm`.
         fused (bool): Use :func:`sbp_mmdet.fused.layer_norm` in training.
         recompute (bool | str): Run the convolution again in the backward pass. It is cheap: any level of ``recompute``.
+        storage (str): How the norm stores its input, 'native' or 'int8'; the image stays as it is. Default: 'native'.
     """
 
     def __init__(
@@ -76,9 +86,10 @@ class Stem(nn.Sequential):
         norm_cfg: dict,
         fused: bool,
         recompute: bool | str,
+        storage: str = 'native',
     ):
         conv = nn.Conv2d(in_channels, out_channels, patch_size, stride=patch_size)
-        super().__init__(conv, build_norm(norm_cfg, out_channels, fused))
+        super().__init__(conv, build_norm(norm_cfg, out_channels, fused, storage))
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,8 +97,8 @@ class Stem(nn.Sequential):
         conv, norm = self
         if not _trains(norm):
             return super().forward(x)
-        x = x.to(fused.autocast_dtype(x) or x.dtype)
-        return norm(conv(x), fused.Conv.of(conv, x) if self.recompute else None)
+        out, source = fused.convolve(conv, x.to(fused.autocast_dtype(x) or x.dtype))
+        return norm(out, source if self.recompute else None)
 
 
 class GRN(nn.Module):
@@ -126,6 +137,8 @@ class ConvNeXtBlock(BaseModule):
         fused (bool): Use :func:`sbp_mmdet.fused.channel_mlp` in training.
         recompute (bool | str): True computes the hidden layer again in the backward pass, 'block' the depthwise
             convolution and the norm as well.
+        storage (str): How the inputs of the convolution and of the channel MLP are stored, 'native' or 'int8'.
+            Default: 'native'.
     """
 
     def __init__(
@@ -141,6 +154,7 @@ class ConvNeXtBlock(BaseModule):
         with_cp: bool,
         fused: bool,
         recompute: bool | str,
+        storage: str = 'native',
     ):
         super().__init__()
         pointwise = nn.Linear if linear_pw_conv else lambda c_in, c_out: nn.Conv2d(c_in, c_out, 1)
@@ -155,6 +169,7 @@ class ConvNeXtBlock(BaseModule):
         self.with_cp = with_cp
         self.fused = fused
         self.recompute = recompute
+        self.storage = storage
         if fused and not isinstance(self.act, nn.GELU):
             raise ValueError(
                 f"act_cfg={act_cfg!r}: implementation='fused' knows the derivative of GELU only; "
@@ -200,11 +215,12 @@ class ConvNeXtBlock(BaseModule):
             if self.gamma is not None:
                 dtype = torch.promote_types(dtype, self.gamma.dtype)
             kept = self.drop_path(x.new_ones(len(x), 1, 1, 1, dtype=dtype)).flatten() != 0
-            scale = kept.to(accumulator(x)) / (1 - self.drop_path.drop_prob)
+            scale = kept.to(fused.accumulator(x)) / (1 - self.drop_path.drop_prob)
         # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
         x_cast = x.to(fused.autocast_dtype(x) or x.dtype)
+        inner, source = fused.convolve(self.depthwise_conv, x_cast, self.storage)
         return fused.channel_mlp(
-            self.depthwise_conv(x_cast),
+            inner,
             x,
             self.norm.weight,
             self.norm.bias,
@@ -218,7 +234,8 @@ class ConvNeXtBlock(BaseModule):
             approximate=self.act.approximate,
             keep=keep,
             recompute=bool(self.recompute),
-            source=fused.Conv.of(self.depthwise_conv, x_cast) if self.recompute == 'block' else None,
+            source=source if self.recompute == 'block' else None,
+            storage=self.storage,
         )
 
 
@@ -231,11 +248,13 @@ class Downsample(nn.Sequential):
         out_channels (int): C'.
         norm_cfg (dict): Of :func:`build_norm`.
         fused (bool): Use :func:`sbp_mmdet.fused.downsample` in training.
+        storage (str): How its input is stored, 'native' or 'int8'. Default: 'native'.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *, norm_cfg: dict, fused: bool):
+    def __init__(self, in_channels: int, out_channels: int, *, norm_cfg: dict, fused: bool, storage: str = 'native'):
         super().__init__(build_norm(norm_cfg, in_channels), nn.Conv2d(in_channels, out_channels, 2, stride=2))
         self.fused = fused
+        self.storage = storage
 
     def forward(self, x: Tensor, keep: Positions | None = None) -> Tensor:
         """Maps (N, C, H, W) to (N, C', H // 2, W // 2).
@@ -246,11 +265,12 @@ class Downsample(nn.Sequential):
         """
         norm, conv = self
         if _trains(self):
-            return fused.downsample(x, norm.weight, norm.bias, conv.weight, conv.bias, eps=norm.eps, keep=keep)
+            options = dict(eps=norm.eps, keep=keep, storage=self.storage)
+            return fused.downsample(x, norm.weight, norm.bias, conv.weight, conv.bias, **options)
         if keep is None:
             return conv(norm(x))
         height, width = x.shape[2] // 2, x.shape[3] // 2
-        patches = to_patches(x)  # (N, H/2 * W/2, 4, C)
+        patches = fused.to_patches(x)  # (N, H/2 * W/2, 4, C)
         weight = conv.weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of the patches
 
         def patch_conv(patches):
@@ -259,7 +279,7 @@ class Downsample(nn.Sequential):
         return sbp(patch_conv, patches, keep).transpose(1, 2).unflatten(2, (height, width))
 
 
-def build_norm(cfg: dict, num_channels: int, fused: bool = False) -> LayerNorm2d:
+def build_norm(cfg: dict, num_channels: int, fused: bool = False, storage: str = 'native') -> LayerNorm2d:
     """Builds the layer norm that ``norm_cfg`` names.
 
     Args:
@@ -267,6 +287,7 @@ def build_norm(cfg: dict, num_channels: int, fused: bool = False) -> LayerNorm2d
             ``requires_grad``.
         num_channels (int): C.
         fused (bool): See :class:`LayerNorm2d`. Default: False.
+        storage (str): See :class:`LayerNorm2d`. Default: 'native'.
 
     Raises:
         ValueError: For any other norm.
@@ -275,7 +296,7 @@ def build_norm(cfg: dict, num_channels: int, fused: bool = False) -> LayerNorm2d
     kind, requires_grad = cfg.pop('type', None), cfg.pop('requires_grad', True)
     if kind not in ('LN2d', 'LN'):
         raise ValueError(f"norm_cfg type={kind!r} is not supported; ConvNeXt normalises each position: use 'LN2d'")
-    return LayerNorm2d(num_channels, fused=fused, **cfg).requires_grad_(requires_grad)
+    return LayerNorm2d(num_channels, fused=fused, storage=storage, **cfg).requires_grad_(requires_grad)
 
 
 def _trains(module):

@@ -15,9 +15,19 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ['SAMPLERS', 'Positions', 'parse_keep_ratio', 'mask_generator', 'sample_mask', 'stage_masks', 'positions']
+__all__ = [
+    'SAMPLERS',
+    'Nearest',
+    'Positions',
+    'mask_generator',
+    'parse_keep_ratio',
+    'positions',
+    'sample_mask',
+    'stage_masks',
+]
 
 SAMPLERS = ('grid', 'random')
 
@@ -25,16 +35,32 @@ SAMPLERS = ('grid', 'random')
 _MAX_DENOMINATOR = 100
 
 
-class Positions(NamedTuple):
-    """Kept and dropped positions of one feature map, as sorted flat indices ``h * width + w``.
+class Nearest(NamedTuple):
+    """Which kept position stands for each dropped one.
 
     Attributes:
-        keep (Tensor): int64, shape (K,).
-        drop (Tensor): int64, shape (height * width - K,).
+        index (Tensor | None): int64, shape (D,), ascending: the i-th dropped position goes with the ``index[i]``-th
+            kept one. None: with the i-th, one for one.
+        starts (Tensor): int64, shape (K + 1,), on the CPU: those that go with the k-th kept position are
+            ``starts[k]`` to ``starts[k + 1]``.
+    """
+
+    index: Tensor | None
+    starts: Tensor
+
+
+class Positions(NamedTuple):
+    """Kept and dropped positions of one feature map, as flat indices ``h * width + w``.
+
+    Attributes:
+        keep (Tensor): int64, shape (K,), sorted.
+        drop (Tensor): int64, shape (D,), D = height * width - K; sorted, with ``nearest`` by kept position.
+        nearest (Nearest | None): For dropped positions that send gradients; None: they do not. Default: None.
     """
 
     keep: Tensor
     drop: Tensor
+    nearest: Nearest | None = None
 
 
 def parse_keep_ratio(ratio: float) -> Fraction:
@@ -109,8 +135,10 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
     raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')
 
 
-def stage_masks(sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator) -> list[Tensor]:
-    """Aligned masks for successive stages, each half the resolution of the one before.
+def stage_masks(
+    sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator, aligned: bool = True
+) -> list[Tensor]:
+    """Masks for successive stages, each half the resolution of the one before.
 
     Sizes need not be divisible by two: the base mask is drawn large enough to cover the last row and column of every
     stage, and cropped.
@@ -120,10 +148,18 @@ def stage_masks(sizes: list[tuple[int, int]], ratio: float, sampler: str, genera
         ratio (float): Keep ratio.
         sampler (str): 'grid' or 'random'.
         generator (torch.Generator): Source of randomness, on the CPU.
+        aligned (bool): One base mask for all stages, as the paper has it. False: one mask for each stage, in which
+            kept positions are as near to dropped ones as can be, and at least one is kept. Default: True.
 
     Returns:
         list[Tensor]: A bool mask of shape (height, width) for each stage.
     """
+    if not aligned:
+        masks = [sample_mask(h, w, ratio, sampler, generator) for h, w in sizes]
+        for mask in masks:
+            if not mask.any():
+                mask[mask.shape[0] // 2, mask.shape[1] // 2] = True
+        return masks
     factors = [2 ** (len(sizes) - 1 - i) for i in range(len(sizes))]
     base_height = max(math.ceil(h / f) for (h, _), f in zip(sizes, factors, strict=True))
     base_width = max(math.ceil(w / f) for (_, w), f in zip(sizes, factors, strict=True))
@@ -134,19 +170,44 @@ def stage_masks(sizes: list[tuple[int, int]], ratio: float, sampler: str, genera
     ]
 
 
-def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
+def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = False) -> Positions:
     """Indices of a mask, on the device of the features.
 
     Args:
         mask (Tensor): bool, shape (height, width), on the CPU.
         device (torch.device | str): Where the indices go. Default: 'cpu'.
+        nearest (bool): Pair each dropped position with a kept one next to it, or with one next to a neighbour that is
+            paired already; at least one position has to be kept. Default: False.
 
     Returns:
         Positions: Kept and dropped flat indices.
     """
     flat = mask.flatten()
-    found = (flat.nonzero().squeeze(1), (~flat).nonzero().squeeze(1))
+    keep, drop = flat.nonzero().squeeze(1), (~flat).nonzero().squeeze(1)
+    pairs = starts = None
+    if nearest:
+        number = torch.full(mask.shape, -1)
+        number[mask] = torch.arange(len(keep))
+        pairs, order = _spread(number).flatten()[drop].sort(stable=True)
+        drop = drop[order]
+        starts = torch.searchsorted(pairs, torch.arange(len(keep) + 1))
+        if len(keep) == len(drop) and torch.equal(pairs, torch.arange(len(keep))):
+            pairs = None  # no rows have to be gathered
+    found = (keep, drop, pairs)
     if torch.device(device).type == 'cuda':
         # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
-        found = tuple(index.pin_memory().to(device, non_blocking=True) for index in found)
-    return Positions(*(index.to(device) for index in found))
+        found = tuple(None if i is None else i.pin_memory().to(device, non_blocking=True) for i in found)
+    keep, drop, pairs = (None if i is None else i.to(device) for i in found)
+    return Positions(keep, drop, Nearest(pairs, starts) if nearest else None)
+
+
+def _spread(number: Tensor) -> Tensor:
+    """Fills entries of -1 from their neighbours until none is left."""
+    while (number < 0).any():
+        source = F.pad(number, (1, 1, 1, 1), value=-1)
+        left, right, up, down = source[1:-1, :-2], source[1:-1, 2:], source[:-2, 1:-1], source[2:, 1:-1]
+        # First the other half of a pair of columns: so each kept position of a checkerboard goes with one dropped.
+        odd = (torch.arange(number.shape[1]) % 2).bool()
+        for candidate in (torch.where(odd, left, right), torch.where(odd, right, left), up, down):
+            number = torch.where(number < 0, candidate, number)
+    return number

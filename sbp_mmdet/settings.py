@@ -5,11 +5,13 @@ import difflib
 from collections.abc import Sequence
 from numbers import Real
 
+from .fused.storage import STORAGES
 from .masks import SAMPLERS, parse_keep_ratio
 
-__all__ = ['IMPLEMENTATIONS', 'SBPSettings']
+__all__ = ['DROPPED', 'IMPLEMENTATIONS', 'SBPSettings']
 
 IMPLEMENTATIONS = ('fused', 'reference')
+DROPPED = ('zero', 'nearest')
 
 # Appendix "Experimental Settings": all blocks of stages 1 and 2; the first 6 (tiny) or 21 (base) of stage 3.
 _PAPER_BLOCKS = {'tiny': (3, 3, 6, 0), 'base': (3, 3, 21, 0)}
@@ -32,6 +34,12 @@ class SBPSettings:
             backward pass, for the kept positions, and the stem with it. 'block': compute the norm's input again as
             well, by running the depthwise convolution once more, so that a block stores nothing but its input. Needs
             'fused'. Default: False.
+        dropped (str): What dropped positions send back through their layer. 'zero': nothing, the paper's method.
+            'nearest': a gradient by the activations of the kept position next to them; nothing more is stored, and each
+            stage draws a mask of its own, so that this position is near. Needs 'fused'. Default: 'zero'.
+        storage (str): How the inputs of convolutions, pointwise layers and norms are stored. 'native': in the precision
+            they are computed in. 'int8': rounded to eight bits, with one scale for each image and channel. A hidden
+            layer that is not recomputed stays as it is. Needs 'fused'. Default: 'native'.
     """
 
     keep_ratio: tuple[float, ...]
@@ -40,6 +48,8 @@ class SBPSettings:
     downsample: bool
     implementation: str
     recompute: bool | str
+    dropped: str
+    storage: str
 
     @classmethod
     def parse(cls, cfg: dict, arch: str | dict, depths: Sequence[int]) -> 'SBPSettings':
@@ -112,7 +122,12 @@ def _parse_implementation(cfg):
             f"sbp_cfg: recompute={recompute!r} needs implementation='fused', not {implementation!r}; "
             'with the reference use with_cp=True of the backbone instead'
         )
-    return dict(implementation=implementation, recompute=recompute)
+    dropped = _one_of('dropped', cfg.get('dropped', 'zero'), DROPPED)
+    storage = _one_of('storage', cfg.get('storage', 'native'), STORAGES)
+    for key, value, plain in (('dropped', dropped, 'zero'), ('storage', storage, 'native')):
+        if implementation != 'fused' and value != plain:
+            raise ValueError(f"sbp_cfg: {key}={value!r} needs implementation='fused', not {implementation!r}")
+    return dict(implementation=implementation, recompute=recompute, dropped=dropped, storage=storage)
 
 
 def _parse_blocks(blocks, depths):

@@ -9,13 +9,14 @@ from oracles import where_sbp
 
 from sbp_mmdet import fused, sbp
 from sbp_mmdet.analysis import saved_bytes
+from sbp_mmdet.fused import mlp
+from sbp_mmdet.fused.storage import store
 from sbp_mmdet.masks import positions
 
 MLP = ('x', 'shortcut', 'norm_weight', 'norm_bias', 'weight1', 'bias1', 'weight2', 'bias2', 'gamma')
 DOWNSAMPLE = ('x', 'norm_weight', 'norm_bias', 'weight', 'bias')
 MAPS = ('x', 'shortcut')
 KINDS = st.sampled_from(['empty', 'full', 'few', 'half', 'half', None])
-CONV = dict(stride=(1, 1), padding=(3, 3))
 
 
 def mlp_inputs(seed=0, n=2, c=8, d=20, height=5, width=6, *, affine=True, gamma=1.0, dtype=torch.float64):
@@ -26,7 +27,9 @@ def mlp_inputs(seed=0, n=2, c=8, d=20, height=5, width=6, *, affine=True, gamma=
         return (mean + std * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
     source = fused.Conv(
-        normal(n, c, height, width, std=2.0), normal(c, 1, 7, 7, std=1 / 7), normal(c), dict(groups=c, **CONV)
+        store(normal(n, c, height, width, std=2.0), 'native', (2, 3)),
+        *(normal(c, 1, 7, 7, std=1 / 7), normal(c)),
+        ((1, 1), (3, 3), (1, 1), c, dtype),
     )
     tensors = dict(
         x=source.run(),
@@ -150,4 +153,4 @@ def keep_of(kind, mask):
 
 
 def small_chunks(size):
-    return mock.patch.dict(fused._CHUNK, cpu=size)
+    return mock.patch.dict(mlp._CHUNK, cpu=size)

@@ -45,7 +45,7 @@ def draws(monkeypatch):
     """Counts the draws of masks."""
     calls = []
     stage_masks = convnext.stage_masks
-    monkeypatch.setattr(convnext, 'stage_masks', lambda *args: calls.append(args) or stage_masks(*args))
+    monkeypatch.setattr(convnext, 'stage_masks', lambda *args, **kw: calls.append(args) or stage_masks(*args, **kw))
     return calls
 
 

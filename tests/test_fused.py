@@ -27,6 +27,7 @@ from oracles import assert_near, relative_error
 
 from sbp_mmdet import fused
 from sbp_mmdet.analysis import saved_bytes
+from sbp_mmdet.fused.storage import store
 from sbp_mmdet.masks import positions
 
 DTYPES = st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)])
@@ -143,7 +144,9 @@ def test_mlp_in_half_precision(dtype, gamma, recompute):
     errors = Errors()
     for seed in range(12):
         tensors, source = mlp_inputs(seed, 2, 32, 128, 12, 12, gamma=gamma, dtype=torch.float32)
-        source = source._replace(input=source.input.to(dtype))
+        source = source._replace(
+            input=store(source.input.load(dtype), 'native', ()), options=(*source.options[:4], dtype)
+        )
         tensors['x'] = source.run().float()
         mask = keep_mask('half', 12, 12, seed)
         oracle = plain(plain_mlp, mask=mask)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from oracles import relative_error
 
-from sbp_mmdet import rows
+from sbp_mmdet.fused import precision, rows
 
 
 def normal(*shape, seed=0):
@@ -88,8 +88,8 @@ def test_folding_and_its_gradient(has_weight, has_bias):
 def test_accumulation_is_in_full_precision(dtype):
     """Thousands of small terms, each of which bf16 would lose beside the sum."""
     ones = torch.ones(4096, 2, dtype=dtype)
-    assert rows.column_sums(ones).tolist() == [4096.0] * 2
-    total = rows.zeros_for(torch.zeros(2, 2, dtype=dtype))
+    assert precision.column_sums(ones).tolist() == [4096.0] * 2
+    total = precision.zeros_for(torch.zeros(2, 2, dtype=dtype))
     for chunk in ones.split(8):
-        rows.accumulate(total, chunk.T, chunk)
+        precision.accumulate(total, chunk.T, chunk)
     assert total.dtype == torch.float32 and (total == 4096).all()

@@ -8,9 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
-    'accumulate',
-    'accumulator',
-    'column_sums',
     'fold',
     'from_patches',
     'map_of',
@@ -21,7 +18,6 @@ __all__ = [
     'rows_of',
     'to_patches',
     'unfold',
-    'zeros_for',
 ]
 
 
@@ -65,12 +61,16 @@ def rows_of(x, index):
     return tokens.reshape(-1, x.shape[1])
 
 
-def map_of(rows, index, shape):
-    """The reverse of :func:`rows_of`, zero at the other positions."""
+def map_of(rows, index, shape, other_rows=None, other=None):
+    """The reverse of :func:`rows_of`, zero at the positions that are neither in ``index`` nor in ``other``."""
     n, c, height, width = shape
     rows = rows.view(n, -1, c)
     if index is not None:
-        rows = rows.new_zeros(n, height * width, c).index_copy_(1, index, rows)
+        # Either the kept positions alone, or the dropped ones as well.
+        new = rows.new_zeros if other is None else rows.new_empty
+        rows = new(n, height * width, c).index_copy_(1, index, rows)
+        if other is not None:
+            rows.index_copy_(1, other, other_rows.view(n, -1, c))
     return rows.transpose(1, 2).unflatten(2, (height, width))
 
 
@@ -121,26 +121,3 @@ def patch_weights(weight, bias, norm_weight, norm_bias):
     weight = weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of to_patches
     repeat = [None if p is None else p.repeat(4) for p in (norm_weight, norm_bias)]
     return weight, bias, *repeat
-
-
-def column_sums(rows):
-    """Sum over the rows, in full precision."""
-    return rows.sum(0, dtype=accumulator(rows))
-
-
-def zeros_for(parameter):
-    """Where the gradient of a parameter is accumulated."""
-    return torch.zeros_like(parameter, dtype=accumulator(parameter))
-
-
-def accumulator(x):
-    """The precision that sums over many positions are kept in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def accumulate(total, a, b):
-    """total += a @ b, in the precision of ``total``."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

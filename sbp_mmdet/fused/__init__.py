@@ -1,0 +1,42 @@
+"""The gradients of Algorithm 1 in less memory: what each operation stores for the backward pass is chosen by hand.
+
+Stored are, for the kept positions only, the normalised input x-hat (without the affine part), its reciprocal standard
+deviation and, unless it is recomputed, the hidden layer of the channel MLP; where the convolution that made the input
+can be run again (:class:`Conv`), not even those. With the affine part of the norm folded into the weights that follow,
+
+    W1' = W1 diag(w_ln),  b1' = b1 + W1 b_ln,  h = x-hat W1'^T + b1',  y = GELU(h) W2^T + b2,
+
+the gradients of the original parameters follow from those of the folded ones:
+
+    dW1 = dW1' diag(w_ln) + db1' b_ln^T,  dw_ln = column sums of dW1' * W1,  db_ln = W1^T db1',  db1 = db1'.
+
+The layer scale gamma is not folded: trained from 1e-6 it would push W2 out of fp16's range. Its gradient still needs no
+stored output: with A = g^T GELU(h) for the gradient g of the block's output, dW2 = diag(gamma) A and
+dgamma = row sums of A * W2 + (column sums of g) * b2.
+
+Precision: parameters are folded in their own precision and then cast, weight gradients of chunks are added in fp32, and
+parameters are saved uncast, so that no cast copy of a weight outlives the forward pass.
+
+Two options trade accuracy against what a step costs. A dropped row may borrow x-hat, deviation and hidden layer of the
+kept row nearest to it (:class:`Neighbours`), so that it sends a gradient without storing anything; and what is stored
+may be rounded to eight bits (:func:`store`). Either way the forward pass is exact.
+"""
+
+from .convs import Conv, convolve
+from .mlp import channel_mlp
+from .norms import layer_norm
+from .patches import downsample
+from .precision import accumulator, autocast_dtype
+from .rows import memory_format, to_patches
+
+__all__ = [
+    'Conv',
+    'accumulator',
+    'autocast_dtype',
+    'channel_mlp',
+    'convolve',
+    'downsample',
+    'layer_norm',
+    'memory_format',
+    'to_patches',
+]

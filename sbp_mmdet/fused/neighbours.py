@@ -1,0 +1,72 @@
+"""Dropped rows that send gradients by the activations of the kept row nearest to them."""
+
+import torch
+from torch import Tensor
+
+from ..masks import Nearest, Positions
+
+__all__ = ['SHARE', 'Neighbours']
+
+# Weight of a dropped row's gradient in those of the weights. Its activations are not its own, so the kept row, whose
+# are, takes over the rest; measured in docs/gradient_study.md.
+SHARE = 0.5
+
+
+class Neighbours:
+    """Which dropped rows of a batch go with which kept rows.
+
+    Args:
+        pairs (Tensor | None): ``Nearest.index`` of the map.
+        nearest (Nearest): Of the map; only what is on the CPU is used.
+        images (int): N; rows are image after image.
+    """
+
+    def __init__(self, pairs: Tensor | None, nearest: Nearest, images: int):
+        self.starts = nearest.starts
+        self.kept, self.images = len(nearest.starts) - 1, images
+        self.own = 2 - SHARE
+        self.pairs = None
+        if pairs is not None:
+            first = self.kept * torch.arange(images, device=pairs.device)
+            self.pairs = (first[:, None] + pairs).flatten()
+            self.own = pairs.new_ones(images * self.kept, 1, dtype=torch.float32)
+            self.own.index_add_(0, self.pairs, self.own.new_full((len(self.pairs), 1), 1 - SHARE))
+
+    @staticmethod
+    def tensors(keep: Positions | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What an operation saves of its positions: kept and, if they have neighbours, dropped ones, and pairs."""
+        if keep is None:
+            return None, None, None
+        return (keep.keep, None, None) if keep.nearest is None else (keep.keep, keep.drop, keep.nearest.index)
+
+    def dropped(self, chunk: slice) -> slice:
+        """The dropped rows that go with a slice of the kept rows."""
+        return slice(self._first(chunk.start), self._first(chunk.stop))
+
+    def _first(self, row):
+        image, kept = divmod(row, self.kept)
+        return image * int(self.starts[-1]) + int(self.starts[kept])
+
+    def lend(self, chunk: slice, *rows: Tensor | None) -> list[Tensor | None]:
+        """Rows of a slice of the kept rows, given to the dropped rows that go with it."""
+        if self.pairs is None:
+            return list(rows)
+        local = self.pairs[self.dropped(chunk)] - chunk.start
+        return [None if r is None else r.index_select(0, local) for r in rows]
+
+    def pool(self, kept: Tensor, dropped: Tensor, chunk: slice | None = None) -> Tensor:
+        """Sums of gradient rows by kept row, for the product with the kept activations.
+
+        Args:
+            kept (Tensor): Shape (K, C).
+            dropped (Tensor): Shape (D, C).
+            chunk (slice | None): Which of the kept rows these are; None: all. Default: None.
+
+        Returns:
+            Tensor: Shape (K, C).
+        """
+        if self.pairs is None:
+            return torch.add(kept * self.own, dropped, alpha=SHARE)
+        chunk = chunk or slice(0, self.images * self.kept)
+        local = self.pairs[self.dropped(chunk)] - chunk.start
+        return (kept * self.own[chunk].to(kept.dtype)).index_add_(0, local, dropped, alpha=SHARE)

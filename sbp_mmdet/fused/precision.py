@@ -1,0 +1,46 @@
+"""What is computed in which precision."""
+
+import torch
+from torch import Tensor
+
+__all__ = ['accumulate', 'accumulator', 'autocast_dtype', 'column_sums', 'no_autocast', 'zeros_for']
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast runs a matrix product of ``x`` in; None where autocast is off or leaves ``x`` alone."""
+    kind = x.device.type
+    if x.dtype == torch.float64:
+        return None
+    if hasattr(torch, 'get_autocast_dtype'):  # torch 2.4 and newer
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if kind == 'cpu':
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+def no_autocast(x):
+    """A context in which every operation runs in the precision of its inputs."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def column_sums(rows):
+    """Sum over the rows, in full precision."""
+    return rows.sum(0, dtype=accumulator(rows))
+
+
+def zeros_for(parameter):
+    """Where the gradient of a parameter is accumulated."""
+    return torch.zeros_like(parameter, dtype=accumulator(parameter))
+
+
+def accumulator(x):
+    """The precision that sums over many positions are kept in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def accumulate(total, a, b):
+    """total += a @ b, in the precision of ``total``."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

@@ -1,0 +1,54 @@
+"""How a tensor waits for the backward pass: as it is, or rounded to eight bits."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .precision import accumulator
+
+__all__ = ['STORAGES', 'Stored', 'store']
+
+STORAGES = ('native', 'int8')
+
+
+class Stored(NamedTuple):
+    """A tensor in its stored form.
+
+    Attributes:
+        values (Tensor | None): The tensor itself, or int8.
+        scale (Tensor | None): What the int8 values are multiplied by, broadcastable; None: nothing.
+    """
+
+    values: Tensor | None
+    scale: Tensor | None = None
+
+    def load(self, dtype: torch.dtype) -> Tensor:
+        """The tensor in ``dtype``."""
+        return self.values.to(dtype) if self.scale is None else (self.values * self.scale).to(dtype)
+
+    def map(self, f) -> 'Stored':
+        """``f`` of the values; the scale has to stay as it is."""
+        return self._replace(values=None if self.values is None else f(self.values))
+
+
+def store(x: Tensor, storage: str, positions: int | tuple[int, ...]) -> Stored:
+    """Rounds to the nearest of 255 steps between the largest magnitude of each image and channel and its negative.
+
+    One scale for each channel and not for each position: trained ConvNeXts have channels that are far larger than the
+    rest, next to which the others would be rounded away. A value that is not finite makes its channel NaN when it is
+    loaded, so that gradient scaling skips the step as it does without rounding.
+
+    Args:
+        x (Tensor): Any shape.
+        storage (str): 'native' or 'int8'.
+        positions (int | tuple[int, ...]): The dimensions of the positions, which share a scale.
+
+    Returns:
+        Stored: The stored form.
+    """
+    if storage == 'native' or not x.numel():
+        return Stored(x)
+    scale = x.abs().amax(positions, keepdim=True).to(accumulator(x)) / 127
+    values = (x / scale.clamp_min(torch.finfo(scale.dtype).tiny)).round_().to(torch.int8)
+    return Stored(values, scale)
