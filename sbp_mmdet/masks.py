@@ -100,7 +100,9 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0) -> torch.Ge
     return torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
 
 
-def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: torch.Generator) -> Tensor:
+def sample_mask(
+    height: int, width: int, ratio: float, sampler: str, generator: torch.Generator, staggered: bool = False
+) -> Tensor:
     """Draws one mask.
 
     ``grid`` keeps evenly spaced diagonals: the residues t of (i + j + phase) mod q with (t * p) mod q < p. For r = 1/n
@@ -113,6 +115,8 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
         ratio (float): Keep ratio, see :func:`parse_keep_ratio`.
         sampler (str): 'grid' or 'random'.
         generator (torch.Generator): Source of randomness, on the CPU.
+        staggered (bool): Shift the diagonals of a grid by one after every period. With an even period they meet the
+            same two pixels of every 2x2 patch, which a downsampling layer treats each in its own way. Default: False.
 
     Returns:
         Tensor: bool, shape (height, width), True where the gradient is kept.
@@ -124,7 +128,10 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
     p, q = fraction.numerator, fraction.denominator
     if sampler == 'grid':
         phase = torch.randint(q, (), generator=generator)
-        diagonal = torch.arange(height)[:, None] + torch.arange(width)
+        column = torch.arange(width)
+        if staggered and q % 2 == 0:
+            column = column + column // q
+        diagonal = torch.arange(height)[:, None] + column
         return (diagonal + phase) % q * p % q < p
     if sampler == 'random':
         # The same draw serves every ratio of a step: a smaller kept set is part of a larger one.
@@ -148,14 +155,15 @@ def stage_masks(
         ratio (float): Keep ratio.
         sampler (str): 'grid' or 'random'.
         generator (torch.Generator): Source of randomness, on the CPU.
-        aligned (bool): One base mask for all stages, as the paper has it. False: one mask for each stage, in which
-            kept positions are as near to dropped ones as can be, and at least one is kept. Default: True.
+        aligned (bool): One base mask for all stages, as the paper has it. False: one mask for each stage at its own
+            resolution, so that kept positions are near to dropped ones; staggered, and at least one is kept.
+            Default: True.
 
     Returns:
         list[Tensor]: A bool mask of shape (height, width) for each stage.
     """
     if not aligned:
-        masks = [sample_mask(h, w, ratio, sampler, generator) for h, w in sizes]
+        masks = [sample_mask(h, w, ratio, sampler, generator, staggered=True) for h, w in sizes]
         for mask in masks:
             if not mask.any():
                 mask[mask.shape[0] // 2, mask.shape[1] // 2] = True

@@ -169,8 +169,55 @@ def test_drawing_leaves_the_global_generators_alone():
 def test_positions_partition_the_map(kept):
     mask = torch.zeros(3, 4, dtype=torch.bool)
     mask.view(-1)[torch.randperm(12, generator=torch.Generator().manual_seed(0))[:kept]] = True
-    keep, drop = positions(mask)
+    keep, drop, _ = positions(mask)
     assert keep.dtype == drop.dtype == torch.int64
     assert keep.tolist() == [i * 4 + j for i in range(3) for j in range(4) if mask[i, j]]
     assert sorted([*keep.tolist(), *drop.tolist()]) == list(range(12))
     assert drop.tolist() == sorted(drop.tolist())
+
+
+@pytest.mark.parametrize('size', [(1, 1), (5, 4), (6, 8), (7, 9), (16, 21)], ids=str)
+@pytest.mark.parametrize('sampler', SAMPLERS)
+@pytest.mark.parametrize('ratio', [0.1, 0.25, 0.5, 0.75])
+def test_nearest(size, sampler, ratio):
+    """Every dropped position goes with a kept one as near as any, by steps to the side; all are there once."""
+    for mask in stage_masks([size], ratio, sampler, mask_generator(1, 0, 0), aligned=False):
+        found = positions(mask, nearest=True)
+        assert torch.equal(found.keep, positions(mask).keep)
+        assert torch.equal(found.drop.sort().values, positions(mask).drop)
+        index, starts = found.nearest
+        index = torch.arange(len(found.drop)) if index is None else index
+        for k in range(len(found.keep)):
+            assert (index[starts[k] : starts[k + 1]] == k).all()
+        assert starts[0] == 0 and starts[-1] == len(found.drop)
+
+        def place(flat):
+            return torch.stack([flat // size[1], flat % size[1]], -1).float()  # noqa: B023
+
+        distances = torch.cdist(place(found.drop), place(found.keep), p=1)
+        assert torch.equal(distances.gather(1, index[:, None]).flatten(), distances.amin(1))
+
+
+@pytest.mark.parametrize('width', [8, 336])
+def test_nearest_is_one_for_one(width):
+    """At keep ratio 0.5, which a map of even width honours in each pair of columns: no rows have to be gathered."""
+    (mask,) = stage_masks([(5, width)], 0.5, 'grid', mask_generator(0, 0, 0), aligned=False)
+    found = positions(mask, nearest=True)
+    assert found.nearest.index is None
+    assert ((found.keep - found.drop).abs() == 1).all() and torch.equal(found.keep // 2, found.drop // 2)
+
+
+@pytest.mark.parametrize('ratio', [0.25, 0.5])
+def test_staggered_grids_meet_every_pixel_of_a_patch(ratio):
+    """Equally often; without the shift two of the four are never kept."""
+    (mask,) = stage_masks([(16, 32)], ratio, 'grid', mask_generator(0, 0, 0), aligned=False)
+    shares = mask.view(8, 2, 16, 2).double().mean((0, 2))
+    assert torch.equal(shares, torch.full((2, 2), ratio, dtype=torch.float64))
+    plain = draw(16, 32, ratio).view(8, 2, 16, 2).double().mean((0, 2))
+    assert (plain == 0).sum() == 2
+
+
+def test_something_is_kept_for_neighbours():
+    for step in range(20):
+        masks = stage_masks([(2, 2), (1, 1)], 0.1, 'grid', mask_generator(0, 0, step), aligned=False)
+        assert all(mask.any() for mask in masks)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from sbp_mmdet.convnext import SBPConvNeXt
-from sbp_mmdet.masks import mask_generator, positions, stage_masks
 
 from .cuda_rules import autocast
 from .memory import peak_bytes, saved_bytes
@@ -84,12 +83,9 @@ def build_case(
     block = model.stages[stage][0]
     if part == 'mlp':
         block.depthwise_conv = nn.Identity()
-    keep = None
-    ratio = model.keep_ratios().get((stage, 0))
-    if ratio is not None:
-        deepest = max(s for s, _ in model.keep_ratios())
-        sizes = [(shape[2] // 2 ** (s - stage), shape[3] // 2 ** (s - stage)) for s in range(stage, deepest + 1)]
-        keep = positions(stage_masks(sizes, ratio, model.sbp.sampler, mask_generator(0, 0, 0))[0], device)
+    stride = model.min_size // 2 ** (model.num_stages - 1 - stage)
+    image = torch.empty(1, device=device).expand(1, 1, shape[2] * stride, shape[3] * stride)
+    keep = model._draw(image).get((stage, 0))
     return block, lambda x: block(x, keep)
 
 

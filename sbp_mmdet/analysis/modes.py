@@ -12,6 +12,10 @@ MODES = {
     'block': (dict(recompute='block'), False),
     'exact': (dict(keep_ratio=1.0, recompute=True), False),
     'exact-block': (dict(keep_ratio=1.0, recompute='block'), False),
+    'nearest': (dict(dropped='nearest', recompute=True), False),
+    'int8': (dict(keep_ratio=1.0, recompute=True, storage='int8'), False),
+    'int8-block': (dict(keep_ratio=1.0, recompute='block', storage='int8'), False),
+    'nearest-int8': (dict(dropped='nearest', recompute=True, storage='int8'), False),
 }
 
 
