@@ -47,9 +47,9 @@ def lenders(keep: Positions):
     place[keep.keep] = torch.arange(len(keep.keep))
     pairs = torch.arange(len(keep.drop)) if keep.nearest.index is None else keep.nearest.index
     place[keep.drop] = pairs
-    weight = torch.full(place.shape, 0.5, dtype=torch.float64)
+    weight = torch.full(place.shape, 0.75, dtype=torch.float64)
     for k, position in enumerate(keep.keep.tolist()):
-        weight[position] = 1 + 0.5 * int((pairs == k).sum())
+        weight[position] = 1 + 0.25 * int((pairs == k).sum())
     return place, weight
 
 
