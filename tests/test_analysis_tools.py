@@ -11,6 +11,8 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
+from sbp_mmdet.masks import mask_generator, sample_mask, stage_masks
+
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / 'configs/sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
 sys.path[:0] = [str(ROOT / 'tools'), str(ROOT / 'tools/analysis_tools')]
@@ -63,14 +65,43 @@ def test_stage_sizes_are_those_of_the_layers():
         assert draw_masks.stage_sizes(height, width) == sizes
 
 
-@pytest.mark.parametrize('sampler', ['grid', 'random'])
-def test_draw_masks(sampler, project, tmp_path, monkeypatch):
+@pytest.mark.parametrize('height, width', [(64, 64), (63, 97), (44, 36)])
+def test_base_mask_is_what_the_stages_were_enlarged_from(height, width):
+    sizes = draw_masks.stage_sizes(height, width)
+    masks = [mask.numpy() for mask in stage_masks(sizes, 0.5, 'random', mask_generator(0, 0, 0))]
+    base = draw_masks.base_mask(masks)
+    # The same draw, at the size that covers every stage.
+    drawn = sample_mask(*base.shape, 0.5, 'random', mask_generator(0, 0, 0)).numpy()
+    np.testing.assert_array_equal(base, drawn)
+    for mask, factor in zip(masks, (4, 2, 1), strict=True):
+        for (y, x), kept in np.ndenumerate(mask):
+            assert kept == base[y // factor, x // factor]
+
+
+@pytest.mark.parametrize('samplers', [['grid'], ['random'], ['grid', 'random']])
+def test_draw_masks(samplers, project, tmp_path, monkeypatch):
     image = project / 'data/shapes/images/val/000000.jpg'
     for steps in (1, 3):
         out = tmp_path / f'{steps}.png'
-        run(monkeypatch, draw_masks, '--image', image, '--out', out, '--sampler', sampler, '--steps', steps)
+        run(monkeypatch, draw_masks, '--image', image, '--out', out, '--sampler', *samplers, '--steps', steps)
     one, three = cv2.imread(str(tmp_path / '1.png')), cv2.imread(str(tmp_path / '3.png'))
     assert one.shape[1] == three.shape[1] and three.shape[0] == 3 * one.shape[0]
+
+
+def test_draw_masks_of_five_iterations(project, tmp_path, monkeypatch):
+    image, out = project / 'data/shapes/images/val/000000.jpg', tmp_path / 'five.png'
+    shown = []
+    monkeypatch.setattr(draw_masks, 'show', lambda axes, picture, mask, title: shown.append((picture, title)))
+    arguments = '--image', image, '--out', out, '--sampler', 'grid', 'random', '--steps', 5, '--base-only'
+    run(monkeypatch, draw_masks, *arguments, '--keep-ratio', 0.25)
+    assert out.is_file() and len(shown) == 10
+    for i, sampler in enumerate(('grid', 'random')):
+        visited = np.zeros((4, 4), bool)
+        for step, (picture, title) in enumerate(shown[i::2]):
+            expected = sample_mask(4, 4, 0.25, sampler, mask_generator(0, 0, step)).numpy()
+            np.testing.assert_array_equal((picture == draw_masks.TONES[1]).all(-1), expected)
+            visited |= expected
+            assert title == f'{sampler}, step {step + 1}: {visited.sum() / 16:.0%} visited'
 
 
 def test_draw_masks_refuses_a_ratio(project, tmp_path, monkeypatch):

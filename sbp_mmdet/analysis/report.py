@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-__all__ = ['format_bytes', 'groups', 'markdown', 'picture', 'table']
+__all__ = ['ORDER', 'format_bytes', 'groups', 'markdown', 'picture', 'table']
 
-_ORDER = ['stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone', 'neck', 'RPN']
+ORDER = ['stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone', 'neck', 'RPN']
 _BACKBONE = ('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone')
 
 
@@ -43,7 +43,7 @@ def table(rows: list[dict]) -> str:
     base = rows[0]
     timed = base.get('step_s') is not None
     width = max(len('setting'), *(len(row['setting']) for row in rows)) + 2
-    parts = [part for part in _ORDER if any(part in row['saved'] for row in rows)]
+    parts = [part for part in ORDER if any(part in row['saved'] for row in rows)]
     parts += sorted({part for row in rows for part in row['saved']} - set(parts))
     fixed = 'params', 'optim.', 'grads'
     head = f'{"MB (1e6 bytes)":<{width}}' + ''.join(f'{name:>8}' for name in fixed)
