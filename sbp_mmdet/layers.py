@@ -218,7 +218,7 @@ class ConvNeXtBlock(BaseModule):
             scale = kept.to(fused.accumulator(x)) / (1 - self.drop_path.drop_prob)
         # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
         x_cast = x.to(fused.autocast_dtype(x) or x.dtype)
-        inner, source = fused.convolve(self.depthwise_conv, x_cast, self.storage)
+        inner, source = self._convolve(x_cast)
         return fused.channel_mlp(
             inner,
             x,
@@ -237,6 +237,9 @@ class ConvNeXtBlock(BaseModule):
             source=source if self.recompute == 'block' else None,
             storage=self.storage,
         )
+
+    def _convolve(self, x):
+        return fused.convolve(self.depthwise_conv, x, self.storage)
 
 
 class Downsample(nn.Sequential):

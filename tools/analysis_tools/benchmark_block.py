@@ -16,7 +16,14 @@ import torch
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis import MODES
-from sbp_mmdet.analysis.benchmark import PARTS, build_case, describe_machine, measure, stage_shape
+from sbp_mmdet.analysis.benchmark import (
+    PARTS,
+    build_case,
+    describe_machine,
+    gradient_errors,
+    measure,
+    stage_shape,
+)
 
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
@@ -33,6 +40,12 @@ def parse_args():
     parser.add_argument('--keep-ratio', type=float, default=0.5, help='of the SBP modes (default: 0.5)')
     parser.add_argument('--sampler', default='grid', help='grid or random (default: grid)')
     parser.add_argument('--rounds', type=int, default=7, help='timed rounds; 0: bytes only (default: 7)')
+    parser.add_argument(
+        '--gradients',
+        action='store_true',
+        help='also compare the gradients with those of the first mode: random weights, smooth random input. '
+        'For those of your model see gradient_study.py',
+    )
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--json', type=Path, help='write the rows here as well')
     return parser.parse_args()
@@ -54,13 +67,17 @@ def main():
             print(f'\n{args.part} of {label}, {" x ".join(map(str, shape))}, amp {amp}, {args.device}')
             options = dict(keep_ratio=args.keep_ratio, sampler=args.sampler)
             cases = {m: build_case(args.part, arch, m, stage - 1, shape, args.device, **options) for m in modes}
-            bar = ProgressBar(len(modes) * (args.rounds + 2 if args.rounds else 1))
+            bar = ProgressBar(len(modes) * (args.rounds + 2 if args.rounds else 1) + len(modes) * args.gradients)
             results = {}
             for name, row in measure(cases, shape, device=args.device, dtype=AMP[amp], rounds=args.rounds):
                 if name == 'progress':
                     bar.update()
                 else:
                     results[name] = row
+            if args.gradients:
+                for name, row in gradient_errors(cases, shape, device=args.device, dtype=AMP[amp]):
+                    results[name].update(row)
+                    bar.update()
             print()
             print_table(results)
             rows += [
@@ -76,13 +93,16 @@ def main():
 def print_table(results):
     base = next(iter(results.values()))
     header = f'{"mode":<12}' + f'{"saved MB":>10}{"ratio":>7}{"peak MB":>10}{"ratio":>7}'
-    print(header + f'{"forward":>9}{"backward":>9}{"total":>7}')
+    header += f'{"forward":>9}{"backward":>9}{"total":>7}' if 'total_ratio' in base else ''
+    print(header + (f'{"cosine":>9}{"error":>8}' if 'cosine' in base else ''))
     for name, row in results.items():
         cells = f'{name:<12}'
         for key in ('saved_bytes', 'peak_bytes'):
             cells += f'{row[key] / 1e6:>10.1f}{row[key] / base[key]:>7.3f}'
         if 'total_ratio' in row:
             cells += f'{row["forward_ratio"]:>9.2f}{row["backward_ratio"]:>9.2f}{row["total_ratio"]:>7.2f}'
+        if 'cosine' in row:
+            cells += f'{row["cosine"]:>9.4f}{row["relative_error"]:>8.4f}'
         print(cells)
 
 
