@@ -1,0 +1,166 @@
+"""Do gradients vanish under SBP? Their norms over a training (paper, appendix, section "Vanishing Gradients?").
+
+The paper finds no vanishing where all layers drop the same positions, and predicts it where two successive layers keep
+disjoint positions. :data:`DISJOINT` forces two such cases, which no ``sbp_cfg`` can make.
+"""
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from mmengine.config import Config
+from torch import nn
+
+from sbp_mmdet.functional import sbp
+from sbp_mmdet.masks import Positions
+
+from .detector import build_detector
+from .gradients import backbone_with, parts_of
+from .kept import in_order
+from .subject import build_model
+
+__all__ = ['DISJOINT', 'disjoint_blocks', 'disjoint_pointwise', 'norms_over_training']
+
+
+def disjoint_blocks(backbone: nn.Module) -> None:
+    """Every second SBP layer keeps the positions that the others drop.
+
+    Args:
+        backbone (nn.Module): ``SBPConvNeXt`` with SBP, changed in place.
+    """
+    draw = backbone._draw
+
+    def alternating(x):
+        kept = draw(x)
+        swapped = {key: Positions(keep=p.drop, drop=p.keep) for key, p in kept.items()}
+        return {key: (swapped if i % 2 else kept)[key] for i, key in enumerate(in_order(kept))}
+
+    backbone._draw = alternating
+
+
+def disjoint_pointwise(backbone: nn.Module) -> None:
+    """Inside of each SBP block, norm and first pointwise layer keep the positions that the second one drops.
+
+    This is the paper's extreme case: between these two layers there is no residual connection around them.
+
+    Args:
+        backbone (nn.Module): ``SBPConvNeXt`` with SBP, changed in place.
+    """
+    for stage in backbone.stages:
+        for block in stage:
+            block._forward = functools.partial(_split_forward, block, block._forward)
+
+
+def _split_forward(block, whole, x, keep):
+    if keep is None:
+        return whole(x, keep)
+
+    def first(t):
+        return F.linear(block.norm.tokens(t), block.pointwise_conv1.weight.flatten(1), block.pointwise_conv1.bias)
+
+    def second(t):
+        t = F.linear(block.act(t), block.pointwise_conv2.weight.flatten(1), block.pointwise_conv2.bias)
+        return t if block.gamma is None else t * block.gamma
+
+    tokens = block.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
+    hidden = sbp(first, tokens.flatten(1, 2), Positions(keep=keep.drop, drop=keep.keep))
+    tokens = sbp(second, hidden, keep).view(tokens.shape)
+    return x + block.drop_path(tokens.permute(0, 3, 1, 2))
+
+
+DISJOINT = types.MappingProxyType({'disjoint blocks': disjoint_blocks, 'disjoint pointwise layers': disjoint_pointwise})
+
+
+def norms_over_training(
+    config: Config,
+    variants: dict[str, tuple[dict | None, Callable | None]],
+    batches: list[dict],
+    steps: int,
+    seed: int = 0,
+    on_progress: Callable[[], None] | None = None,
+    *,
+    checkpoint: str | None = None,
+    device: str = 'cpu',
+    lr: float | None = None,
+    warmup: int = 0,
+) -> dict[str, dict]:
+    """Trains the same detector under each variant, on the same batches in the same order, in fp32.
+
+    Args:
+        config (Config): Config of a detector with a ConvNeXt; its optimizer and gradient clipping are used, its
+            learning rate schedule is not.
+        variants (dict): Label to ``sbp_cfg`` and a function that changes the backbone, such as one of ``DISJOINT``.
+        batches (list[dict]): ``inputs`` and ``data_samples`` of each, gone through again and again.
+        steps (int): Training steps.
+        seed (int): Of the start, and of what is drawn: step i uses seed + i. Default: 0.
+        on_progress (Callable | None): Called after each step. Default: None.
+        checkpoint (str | None): To start from; None: the config's own start. Default: None.
+        device (str): Where it runs. Default: 'cpu'.
+        lr (float | None): Learning rate; None: the config's. Default: None.
+        warmup (int): Steps over which the learning rate grows linearly. Default: 0.
+
+    Returns:
+        dict: Label to ``loss``, a number for each step, and ``norms``: part (see :func:`.gradients.parts_of`) to the L2
+        norm of its gradient before clipping, for each step.
+
+    Raises:
+        ValueError: For a setting that cannot be honoured, before anything is run.
+    """
+    for label, (sbp_cfg, _) in variants.items():
+        try:
+            backbone_with(config, sbp_cfg)
+        except ValueError as error:
+            raise ValueError(f'setting {label!r}: {error}') from error
+    start = build_model(config, checkpoint, device, seed).state_dict()
+    report = on_progress or (lambda: None)
+    results = {}
+    for label, (sbp_cfg, change) in variants.items():
+        model, wrapper = build_detector(_with(config, sbp_cfg, lr), device)
+        model.load_state_dict(start)
+        if change:
+            change(model.backbone)
+        groups = wrapper.optimizer.param_groups
+        rates = [group['lr'] for group in groups]
+        rows = []
+        for step in range(steps):
+            for group, rate in zip(groups, rates, strict=True):
+                group['lr'] = rate * min(1, (step + 1) / max(warmup, 1))
+            torch.manual_seed(seed + step)
+            data = model.data_preprocessor(copy.deepcopy(batches[step % len(batches)]), True)
+            loss, _ = model.parse_losses(model(**data, mode='loss'))
+            wrapper.backward(loss)
+            rows.append((loss.item(), _norms(model)))
+            wrapper.step()
+            wrapper.zero_grad()
+            report()
+        parts = rows[0][1]
+        results[label] = dict(
+            loss=[loss for loss, _ in rows], norms={part: [norms[part] for _, norms in rows] for part in parts}
+        )
+    return results
+
+
+def _with(config, sbp_cfg, lr):
+    config = copy.deepcopy(config)
+    config.model.backbone.update(type='SBPConvNeXt', with_cp=False)
+    config.model.backbone.sbp_cfg = copy.deepcopy(sbp_cfg)
+    # Without mixed precision: its scaled gradients are not those of the loss.
+    config.optim_wrapper.type = 'OptimWrapper'
+    for key in ('dtype', 'loss_scale', 'use_fsdp'):
+        config.optim_wrapper.pop(key, None)
+    if lr is not None:
+        config.optim_wrapper.optimizer.lr = lr
+    return config
+
+
+def _norms(model):
+    squares = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            square = p.grad.detach().double().square().sum().item() if p.grad is not None else 0.0
+            for part in parts_of(name):
+                squares[part] = squares.get(part, 0.0) + square
+    return {part: square**0.5 for part, square in squares.items()}

@@ -1,0 +1,218 @@
+"""Tables and pictures of the studies of gradients."""
+
+import re
+from pathlib import Path
+
+from .gradients import MEASURES, SUMS
+
+__all__ = ['compact', 'norms_picture', 'norms_table', 'study_picture', 'study_table']
+
+_COLOURS = ('#1f77b4', '#d95f02', '#1b9e77', '#7b4fa3', '#e7298a', '#66a61e', '#a6761d', '#444444')
+_NAMES = {'cosine': 'cosine similarity', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
+_LAYERS = {'depthwise_conv': 'depthwise', 'pointwise_conv1': 'PW 1', 'pointwise_conv2': 'PW 2'}
+
+
+def compact(node, digits: int = 5):
+    """A copy of nested dicts and lists with numbers rounded to significant digits, for JSON."""
+    if isinstance(node, dict):
+        return {key: compact(value, digits) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [compact(value, digits) for value in node]
+    return float(f'{node:.{digits}g}') if isinstance(node, float) else node
+
+
+def study_table(study: dict) -> str:
+    """A Markdown table: mean and spread (standard deviation over batches) of each setting.
+
+    Args:
+        study (dict): As ``gradient_study.py --json`` writes it.
+
+    Returns:
+        str: Lines.
+    """
+    results, kept = study['results'], study['kept']
+    stages = [part for part in SUMS if part.startswith('stage') and any(part in row for row in results.values())]
+    columns = [('cosine', part) for part in ('network', 'backbone', *stages, 'mean layer')]
+    columns += [(measure, 'backbone') for measure in MEASURES[1:]]
+    heads = [part if measure == 'cosine' else f'{_NAMES[measure]}, backbone' for measure, part in columns]
+    lines = [f'| setting | cosine: {" | ".join(heads)} | kept positions of the last SBP layer |']
+    lines.append('|---' * (len(columns) + 2) + '|')
+    for label, row in results.items():
+        cells = [_cell(row.get(part, {}).get(measure)) for measure, part in columns]
+        lines.append(f'| {label} | {" | ".join(cells)} | {_kept(kept.get(label))} |')
+    return '\n'.join(lines)
+
+
+def _cell(value):
+    if not value or value['mean'] is None:
+        return '-'
+    spread = '' if value['std'] is None else f' ± {value["std"]:.3f}'
+    return f'{value["mean"]:.3f}{spread}'
+
+
+def _kept(check):
+    if check is None:
+        return '-'
+    dropped = '0' if check['dropped'] == 0 else f'{check["dropped"]:.2f}'
+    return f'`{check["layer"]}`: error {check["error"]:.0e}; dropped ones {dropped}'
+
+
+def study_picture(study: dict, title: str, path: Path) -> None:
+    """Draws each setting: the three measures of the backbone and of the mean layer, and the cosine block by block.
+
+    Args:
+        study (dict): As ``gradient_study.py --json`` writes it.
+        title (str): Above the panels.
+        path (Path): A PNG file.
+    """
+    plt = _pyplot()
+    results = study['results']
+    labels = list(results)
+    colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(labels))]
+    figure, grid = plt.subplots(
+        2, 3, figsize=(11, 4.2 + 0.27 * len(labels)), layout='constrained', height_ratios=(0.6 + 0.27 * len(labels), 3)
+    )
+    for axes, measure in zip(grid[0], MEASURES, strict=True):
+        for place, (label, colour) in enumerate(zip(labels, colours, strict=True)):
+            for part, marker, shift in (('backbone', 'o', -0.13), ('mean layer', 'D', 0.13)):
+                value = results[label][part][measure]
+                if value['mean'] is not None:
+                    bar = dict(fmt=marker, ms=5, capsize=2, color=colour, mfc=colour if marker == 'o' else 'white')
+                    axes.errorbar(value['mean'], place + shift, xerr=value['std'] or 0, **bar)
+        axes.set_yticks(range(len(labels)), labels if axes is grid[0][0] else [], fontsize=9)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_title(_NAMES[measure], fontsize=10)
+        axes.axvline(0 if measure == 'relative_error' else 1, color='black', lw=0.8, ls=':')
+    for axes, (kind, name) in zip(grid[1], _LAYERS.items(), strict=True):
+        blocks = _blocks(results[labels[0]], kind)
+        for label, colour in zip(labels, colours, strict=True):
+            values = [results[label][block]['cosine'] for block in blocks]
+            known = [(i, v['mean'], v['std'] or 0) for i, v in enumerate(values) if v['mean'] is not None]
+            x, mean, std = (list(column) for column in zip(*known, strict=True))
+            low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+            style = '.-' if labels.index(label) < len(_COLOURS) else '.--'
+            axes.plot(x, mean, style, color=colour, lw=1.2, ms=5, label=label)
+            axes.fill_between(x, low, high, color=colour, alpha=0.1, lw=0)
+        _stage_lines(axes, blocks)
+        axes.set_title(f'cosine of each block: {name}', fontsize=10)
+        axes.set_xlabel('block', fontsize=9)
+        axes.set_ylim(top=1.03)
+    markers = [('backbone', 'o', 'black'), ('mean layer', 'D', 'white')]
+    extra = [plt.Line2D([], [], color='black', marker=m, ls='', mfc=f, label=name) for name, m, f in markers]
+    _finish(figure, grid.flat, grid[1][0], title, path, extra)
+
+
+def norms_table(study: dict) -> str:
+    """A Markdown table: norms relative to the first variant, and how many layers get no gradient at all.
+
+    Args:
+        study (dict): As ``gradient_norms.py --json`` writes it.
+
+    Returns:
+        str: Lines.
+    """
+    results = study['results']
+    first = next(iter(results.values()))['norms']
+    parts = [part for part in SUMS if part in first and part not in ('network', 'mean layer')]
+    lines = [f'| setting | first loss | last loss | {" | ".join(parts)} | layers whose gradient is 0 |']
+    lines.append('|---' * (len(parts) + 4) + '|')
+    for label, row in results.items():
+        ratios = [_median_ratio(row['norms'][part], first[part]) for part in parts]
+        layers = [part for part in row['norms'] if part not in SUMS]
+        zero = sum(not any(row['norms'][layer]) for layer in layers)
+        cells = [f'{row["loss"][0]:.3f}', f'{row["loss"][-1]:.3f}', *(f'{ratio:.2f}' for ratio in ratios)]
+        lines.append(f'| {label} | {" | ".join(cells)} | {zero} of {len(layers)} |')
+    return '\n'.join(lines)
+
+
+def _median_ratio(values, others):
+    ratios = sorted(v / o for v, o in zip(values, others, strict=True) if o)
+    return ratios[len(ratios) // 2] if ratios else float('nan')
+
+
+def norms_picture(study: dict, title: str, path: Path) -> None:
+    """Draws the norm of each first pointwise layer over the training, light to dark from shallow to deep, and the
+    backbone's.
+
+    Args:
+        study (dict): As ``gradient_norms.py --json`` writes it.
+        title (str): Above the panels.
+        path (Path): A PNG file.
+    """
+    plt = _pyplot()
+    results = study['results']
+    columns = min(len(results), 4)
+    rows = -(-len(results) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(3 * columns, 2.9 * rows + 0.5), sharex=True, sharey=True, squeeze=False,
+        layout='constrained',
+    )  # fmt: skip
+    everything = [v for row in results.values() for norms in row['norms'].values() for v in norms if v]
+    floor = min(everything) / 3
+    for axes, (label, row) in zip(grid.flat, results.items(), strict=False):
+        blocks = _blocks(row['norms'], 'pointwise_conv1')
+        steps = range(1, len(row['loss']) + 1)
+        for i, block in enumerate(blocks):
+            values = [v or floor for v in row['norms'][block]]
+            colour = plt.get_cmap('viridis_r')(0.1 + 0.9 * i / max(len(blocks) - 1, 1))
+            axes.semilogy(steps, values, color=colour, lw=1, label=_short(block) if i in (0, len(blocks) - 1) else None)
+        axes.semilogy(steps, row['norms']['backbone'], color='black', lw=1.8, label='backbone')
+        zero = sum(not any(row['norms'][block]) for block in blocks)
+        if zero:
+            text = f'{zero} of {len(blocks)} layers: exactly 0'
+            axes.text(0.5, 0.12, text, transform=axes.transAxes, ha='center', va='bottom', fontsize=9, color='#b00020')
+        axes.set_title(label, fontsize=10)
+        axes.set_ylim(bottom=floor / 3)
+    for axes in grid[-1]:
+        axes.set_xlabel('training step', fontsize=9)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in grid[:, 0]:
+        axes.set_ylabel('L2 norm of the gradient', fontsize=9)
+    for axes in list(grid.flat)[len(results) :]:
+        axes.set_axis_off()
+    _finish(figure, grid.flat, grid[0][0], title, path)
+
+
+def _short(layer):
+    _, stage, block, kind = layer.split('.')
+    return f'{_LAYERS[kind]} of stage {int(stage) + 1}, block {int(block) + 1}'
+
+
+def _blocks(parts, kind):
+    """Names of the layers of a kind, in the order of the forward pass."""
+    found = [part for part in parts if re.fullmatch(rf'stages\.\d+\.\d+\.{kind}', part)]
+    return sorted(found, key=lambda part: [int(number) for number in part.split('.')[1:3]])
+
+
+def _stage_lines(axes, blocks):
+    stages = [int(block.split('.')[1]) for block in blocks]
+    starts = [i for i, stage in enumerate(stages) if i == 0 or stage != stages[i - 1]]
+    for start in starts[1:]:
+        axes.axvline(start - 0.5, color='#bbbbbb', lw=0.8)
+    ends = [*starts[1:], len(stages)]
+    axes.set_xticks(
+        [(a + b - 1) / 2 for a, b in zip(starts, ends, strict=True)], [f'stage {stages[a] + 1}' for a in starts]
+    )
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _finish(figure, panels, source, title, path, extra=()):
+    for axes in panels:
+        axes.tick_params(labelsize=8)
+        axes.spines[['top', 'right']].set_visible(False)
+        axes.grid(axis='both', color='#eeeeee')
+        axes.set_axisbelow(True)
+    handles = [*extra, *source.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc='outside lower center', ncols=5, fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10, x=0.01, ha='left')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    _pyplot().close(figure)

@@ -1,0 +1,118 @@
+"""The settings that a study of gradients compares: the paper's, ready made, and any other, as text."""
+
+import argparse
+import shlex
+
+from mmengine.config import Config, DictAction
+
+from .gradients import backbone_with
+
+__all__ = ['GROUPS', 'STEPS', 'group', 'parse_setting', 'steps']
+
+# Section 4, "How much gradients should be kept": increasing keep ratios of eight blocks, 0.5 on average.
+STEPS = (0.25, 0.32, 0.39, 0.46, 0.53, 0.60, 0.68, 0.75)
+
+GROUPS = {
+    'ratios': 'keep ratios 0.25, 0.5 and 0.75 on all SBP blocks',
+    'orders': "the paper's increasing and decreasing ratios, 0.5 everywhere, and the two ratios that keep as much",
+    'samplers': 'grid and random masks at 0.25, 0.5 and 0.75',
+    'options': 'what dropped positions send back, and int8 storage',
+    'blocks': "0.5 on stage 1, on stages 1 and 2, on the config's (or the paper's) blocks, on stages 1 to 3, on all",
+}
+
+_NEAREST = dict(keep_ratio=0.5, dropped='nearest', recompute=True)
+_OPTIONS = {
+    'zero 0.5': dict(keep_ratio=0.5, recompute=True),
+    'nearest 0.5': _NEAREST,
+    'nearest 0.5, downsample=False': dict(_NEAREST, downsample=False),
+    'nearest 0.25': dict(_NEAREST, keep_ratio=0.25),
+    'nearest 0.5, int8': dict(_NEAREST, storage='int8'),
+    'all kept, int8': dict(keep_ratio=1.0, recompute=True, storage='int8'),
+    'all kept, int8, block': dict(keep_ratio=1.0, recompute='block', storage='int8'),
+}
+
+
+def steps(blocks: int) -> list[float]:
+    """The paper's eight increasing keep ratios, spread evenly over a number of blocks.
+
+    Args:
+        blocks (int): SBP blocks, 1 or more.
+
+    Returns:
+        list[float]: A ratio for each; for one block, where nothing can increase, 0.5.
+    """
+    if blocks == 1:
+        return [0.5]
+    return [STEPS[round(i * (len(STEPS) - 1) / (blocks - 1))] for i in range(blocks)]
+
+
+def group(name: str, config: Config) -> dict[str, dict]:
+    """Settings that belong together, on top of the config's own ``sbp_cfg``.
+
+    Args:
+        name (str): A key of ``GROUPS``.
+        config (Config): Config of a detector with a ConvNeXt.
+
+    Returns:
+        dict[str, dict]: Label to ``sbp_cfg``.
+
+    Raises:
+        ValueError: For an unknown name, or a config whose ``sbp_cfg`` is wrong.
+    """
+    if name not in GROUPS:
+        raise ValueError(f'group {name!r} is unknown; choose from {list(GROUPS)}')
+    base = dict(config.model.backbone.get('sbp_cfg') or {})
+    base = {key: value for key, value in base.items() if key not in ('keep_ratio', 'sampler')}
+    backbone = backbone_with(config, base)
+    if name == 'ratios':
+        return {f'{r:g}': dict(base, keep_ratio=r) for r in (0.75, 0.5, 0.25)}
+    if name == 'options':
+        return {label: {**base, **options} for label, options in _OPTIONS.items()}
+    if name == 'samplers':
+        return {
+            f'{s} {r:g}': dict(base, keep_ratio=r, sampler=s) for r in (0.75, 0.5, 0.25) for s in ('grid', 'random')
+        }
+    if name == 'orders':
+        ratios = steps(sum(backbone.sbp.blocks))
+        settings = {'uniform 0.5': 0.5, 'increasing': ratios, 'decreasing': ratios[::-1]}
+        # Early blocks have more positions, so the two do not keep half. What keeps as much, uniformly:
+        for order in (ratios, ratios[::-1]):
+            r = _kept_share(order, backbone.sbp.blocks)
+            settings.setdefault(f'uniform {r:g}', r)
+        return {label: dict(base, keep_ratio=r) for label, r in settings.items()}
+    depths = backbone.depths
+    choices = [(*depths[:n], *[0] * (len(depths) - n)) for n in range(1, len(depths) + 1)]
+    choices = sorted({*choices, tuple(backbone.sbp.blocks)}, key=sum)
+    return {f'blocks {"-".join(map(str, c))}': dict(base, keep_ratio=0.5, blocks=c) for c in choices}
+
+
+def _kept_share(ratios, blocks):
+    """Of what the blocks store for their kept positions: channels x positions, halved from stage to stage."""
+    weights = [0.5**stage for stage, depth in enumerate(blocks) for _ in range(depth)]
+    return round(sum(w * r for w, r in zip(weights, ratios, strict=True)) / sum(weights), 2)
+
+
+def parse_setting(text: str) -> tuple[str, dict]:
+    """Reads 'label: keep_ratio=0.25 sampler=random', values as in ``--cfg-options``.
+
+    Args:
+        text (str): Label, colon, keys and values of ``sbp_cfg``; the label may be left out with its colon.
+
+    Returns:
+        tuple[str, dict]: Label and ``sbp_cfg``; its values are checked where the backbone is built.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    label, colon, rest = text.partition(':')
+    if not colon:
+        label, rest = text, text
+    try:
+        words = shlex.split(rest)
+    except ValueError as error:
+        raise ValueError(f'setting {text!r}: {error}') from error
+    if not label.strip() or not words or any('=' not in word for word in words):
+        raise ValueError(f"setting {text!r} cannot be read; write it as 'label: keep_ratio=0.25 sampler=random'")
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--options', nargs='+', action=DictAction)
+    return label.strip(), parser.parse_args(['--options', *words]).options

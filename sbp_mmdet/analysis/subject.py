@@ -1,0 +1,114 @@
+"""What a study of gradients runs on: a config's detector, its weights, and batches of its training set."""
+
+import contextlib
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.runner import Runner, load_checkpoint, set_random_seed
+from torch import nn
+
+from .detector import build_detector
+from .variants import is_convnext
+
+__all__ = ['build_model', 'train_batches']
+
+
+def build_model(config: Config, checkpoint: str | Path | None = None, device: str = 'cpu', seed: int = 0) -> nn.Module:
+    """A config's detector in training mode, its ConvNeXt without SBP.
+
+    Args:
+        config (Config): Config of a detector with a ConvNeXt of mmpretrain or of this package; not changed.
+        checkpoint (str | Path | None): Its weights, as mmengine saves them; None: ``load_from`` of the config, or the
+            config's own start without anything downloaded. Default: None.
+        device (str): Where it runs. Default: 'cpu'.
+        seed (int): Of the start. Default: 0.
+
+    Returns:
+        nn.Module: The detector.
+
+    Raises:
+        ValueError: If the backbone is no ConvNeXt, or the checkpoint does not fit.
+    """
+    if not is_convnext(config):
+        kind = (config.model.get('backbone') or {}).get('type')
+        raise ValueError(f'model.backbone.type={kind!r} is not a ConvNeXt, so SBP does not apply to it')
+    config = copy.deepcopy(config)
+    config.model.backbone.update(type='SBPConvNeXt', sbp_cfg=None, with_cp=False)
+    set_random_seed(seed)
+    model, _ = build_detector(config, device)
+    checkpoint = checkpoint or config.get('load_from')
+    if checkpoint is None:
+        with _quiet():
+            model.init_weights()
+    else:
+        _load(model, checkpoint)
+    return model.train()
+
+
+def _load(model, checkpoint):
+    with _quiet():
+        try:
+            load_checkpoint(model, str(checkpoint), map_location='cpu', strict=True)
+        except FileNotFoundError as error:
+            raise ValueError(f'checkpoint {checkpoint} does not exist (working folder: {Path.cwd()})') from error
+        except (RuntimeError, OSError, TypeError, pickle.UnpicklingError) as error:
+            reason = ' '.join(str(error).split())
+            raise ValueError(f'checkpoint {checkpoint} is not one of this config: {reason[:300]}') from error
+
+
+@contextlib.contextmanager
+def _quiet():
+    """mmengine names every parameter that it starts."""
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def train_batches(config: Config, number: int, seed: int = 0) -> Iterator[dict]:
+    """Batches of the config's train dataloader, its augmentation included.
+
+    Args:
+        config (Config): With ``train_dataloader``.
+        number (int): How many; a short data set is gone through more than once.
+        seed (int): Of order and augmentation. Default: 0.
+
+    Yields:
+        dict: ``inputs`` and ``data_samples``, before the data preprocessor.
+
+    Raises:
+        ValueError: If the data set cannot be read, or has no whole batch.
+    """
+    cfg = copy.deepcopy(config.train_dataloader)
+    cfg.update(num_workers=0, persistent_workers=False)  # one process, so that one seed decides
+    cfg.pop('prefetch_factor', None)
+    set_random_seed(seed)
+    try:
+        loader = Runner.build_dataloader(cfg, seed=seed)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(
+            f'train_dataloader: {error} (working folder: {Path.cwd()}); '
+            'set train_dataloader.dataset.data_root and ann_file'
+        ) from error
+    given = epoch = 0
+    while given < number:
+        for sampler in (loader.sampler, loader.batch_sampler.sampler):  # the one of the two that mmengine shuffles
+            if hasattr(sampler, 'set_epoch'):
+                sampler.set_epoch(epoch)
+        before = given
+        for batch in loader:
+            yield batch
+            given += 1
+            if given == number:
+                return
+        if given == before:
+            raise ValueError('train_dataloader gives no batch: is its data set empty, or smaller than batch_size?')
+        epoch += 1

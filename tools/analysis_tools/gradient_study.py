@@ -1,0 +1,128 @@
+"""What SBP costs in gradient quality on your model: its gradients next to the exact ones, same weights, same batches.
+
+    python tools/analysis_tools/gradient_study.py CONFIG --checkpoint work_dirs/x/epoch_12.pth --plot study.png
+    python tools/analysis_tools/gradient_study.py CONFIG --settings orders samplers --batches 20 --json study.json
+    python tools/analysis_tools/gradient_study.py CONFIG --settings none --setting 'mine: keep_ratio=0.4 sampler=random'
+
+CONFIG is any mmdet config with a ConvNeXt, of mmpretrain or of this package; batches come from its train dataloader.
+Neck and heads run once for each batch, so all settings see the same proposals and sampled RoIs. Everything in fp32.
+Cosine hides the length of a gradient: the relative error and the ratio of the norms show it. A layer's numbers are in
+the JSON file.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from mmengine.config import DictAction
+from mmengine.utils import ProgressBar
+
+from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.gradients import SUMS, study
+from sbp_mmdet.analysis.kept import check_kept
+from sbp_mmdet.analysis.study_report import compact, study_picture, study_table
+from sbp_mmdet.analysis.study_settings import GROUPS, group, parse_setting
+from sbp_mmdet.analysis.subject import build_model, train_batches
+from sbp_mmdet.analysis.variants import load_config
+
+
+def parse_args():
+    groups = '\n'.join(f'  {name}: {text}' for name, text in GROUPS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f'groups of settings, on top of the sbp_cfg of the config:\n{groups}',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    parser.add_argument('--checkpoint', help="weights (default: the config's load_from, or its start, not downloaded)")
+    parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')
+    parser.add_argument('--seed', type=int, default=0, help='of batches, masks and all that is drawn (default: 0)')
+    parser.add_argument(
+        '--settings', nargs='+', default=['ratios'], help=f'groups of {[*GROUPS]}, or none (default: ratios)'
+    )
+    parser.add_argument(
+        '--setting', action='append', default=[], help="one more: 'label: keep_ratio=0.25 sampler=random'; may repeat"
+    )
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    parser.add_argument('--json', type=Path, help='write the results here as well')
+    parser.add_argument('--plot', type=Path, help='write a picture (PNG) here')
+    return parser, parser.parse_args()
+
+
+def collect(config, names, texts):
+    """Settings of groups, then those given as text.
+
+    Args:
+        config (Config): Config of a detector with a ConvNeXt.
+        names (list[str]): Groups, or 'none'.
+        texts (list[str]): Of :func:`parse_setting`.
+
+    Returns:
+        dict[str, dict]: Label to ``sbp_cfg``.
+
+    Raises:
+        ValueError: For an unknown group, a text that cannot be read, a label that stands twice, or nothing.
+    """
+    settings = {}
+    for name in names:
+        settings.update({} if name == 'none' else group(name, config))
+    for label, sbp_cfg in map(parse_setting, texts):
+        if label in settings:
+            raise ValueError(f'setting {label!r} stands twice; give each a label of its own')
+        settings[label] = sbp_cfg
+    if not settings:
+        raise ValueError(f"no settings: give --settings, of {[*GROUPS]}, or --setting 'label: keep_ratio=0.25'")
+    return settings
+
+
+def main():
+    parser, args = parse_args()
+    try:
+        if args.batches < 1:
+            raise ValueError(f'--batches {args.batches} must be 1 or more')
+        config = load_config(args.config, args.cfg_options)
+        settings = collect(config, args.settings, args.setting)
+        model = build_model(config, args.checkpoint, args.device, args.seed)
+        batches = list(train_batches(config, args.batches, args.seed))
+        bar = ProgressBar(len(batches) * (1 + len(settings)))
+        kept = {}
+
+        def check(exact):
+            if not kept:
+                kept.update({label: check_kept(config, cfg, model.backbone, exact) for label, cfg in settings.items()})
+
+        results = study(config, settings, batches, args.seed, bar.update, model=model, on_exact=check)
+    except ValueError as error:
+        parser.error(str(error))
+    sizes = sorted({'x'.join(map(str, image.shape[-2:])) for batch in batches for image in batch['inputs']})
+    for row in results.values():  # values batch by batch for the sums only: layers are many
+        for part in set(row) - set(SUMS):
+            for measure in row[part].values():
+                del measure['values']
+    found = compact(dict(
+        machine=describe_machine(args.device),
+        case=dict(
+            config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name, seed=args.seed,
+            batches=len(batches), images=len(batches[0]['inputs']), sizes=sizes,
+        ),
+        settings=settings,
+        kept={label: check and check._asdict() for label, check in kept.items()},
+        results=results,
+    ), 4)  # fmt: skip
+    case = found['case']
+    title = f'{case["config"]}: {case["batches"]} batches of {case["images"]} images, gradients against the exact ones'
+    print(f'\n\n{title}\n\n{study_table(found)}\n')
+    print('mean ± standard deviation over batches; error of kept positions relative to the largest gradient there')
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(found) + '\n')
+        print(f'written to {args.json}')
+    if args.plot:
+        study_picture(found, title, args.plot)
+        print(f'written to {args.plot}')
+
+
+if __name__ == '__main__':
+    main()
