@@ -5,9 +5,12 @@ Both take effect by importing the package. The file backend is used where a conf
 ``default_hooks = dict(checkpoint=dict(backend_args=dict(backend='atomic')))``, which tools/train.py does by itself.
 """
 
+import codecs
 import os
+import pickle
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -16,7 +19,10 @@ from mmengine.logging import HistoryBuffer
 from mmengine.runner import checkpoint
 from mmengine.utils import digit_version
 
-__all__ = ['AtomicBackend', 'allow_mmengine_checkpoints', 'safe_globals']
+__all__ = ['AtomicBackend', 'allow_mmengine_checkpoints', 'read_checkpoint', 'safe_globals']
+
+# From here on torch.load reads weights only by default, and what else is allowed can be given under a name of its own.
+_ALLOWS_BY_NAME = digit_version(torch.__version__) >= digit_version('2.6')
 
 
 @register_backend('atomic', force=True)  # force: reloading the module is no error
@@ -78,14 +84,49 @@ def _statistics_method(owner, name):
     raise UnpicklingError(f'the checkpoint asks for {name!r} of {owner!r}, which no checkpoint of mmengine does')
 
 
+def read_checkpoint(path: str | Path):
+    """Reads a checkpoint without trusting it: tensors, plain containers and what :func:`safe_globals` lists.
+
+    Args:
+        path (str | Path): Local file, in torch's format of 1.6 and newer.
+
+    Returns:
+        What was saved. Tensors are on the CPU, and read from the disk when they are looked at.
+
+    Raises:
+        pickle.UnpicklingError: For anything else in it.
+    """
+    options = dict(map_location='cpu', mmap=True)
+    if not _ALLOWS_BY_NAME:
+        restricted = SimpleNamespace(__name__='pickle', Unpickler=_Unpickler)
+        return torch.load(str(path), pickle_module=restricted, weights_only=False, **options)
+    # At its end the context takes back what it allowed, and with it what was allowed before.
+    allowed = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([item for item in safe_globals() if item not in allowed]):
+        return torch.load(path, weights_only=True, **options)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what a newer torch would allow; everything else, whatever a file names, is not even imported."""
+
+    def find_class(self, module, name):
+        module = module.replace('__builtin__', 'builtins')  # its name in torch's version of the format
+        known = {**torch._weights_only_unpickler._get_allowed_globals(), '_codecs.encode': codecs.encode}
+        for item in safe_globals():
+            item, path = item if isinstance(item, tuple) else (item, f'{item.__module__}.{item.__name__}')
+            known[path] = item
+        if f'{module}.{name}' not in known:
+            raise UnpicklingError(f'the checkpoint asks for {module}.{name}, which no checkpoint of mmengine does')
+        return known[f'{module}.{name}']
+
+
 def allow_mmengine_checkpoints() -> None:
     """Lets ``torch.load`` read mmengine's checkpoints where mmengine itself has not seen to it.
 
     From torch 2.6 on ``torch.load`` refuses classes that it does not know; mmengine 0.10.7 fails on its own files then.
     Weights-only loading stays on. onedl-mmengine has a list of its own.
     """
-    refuses = digit_version(torch.__version__) >= digit_version('2.6')
-    if refuses and not hasattr(checkpoint, 'get_torch_safe_globals'):
+    if _ALLOWS_BY_NAME and not hasattr(checkpoint, 'get_torch_safe_globals'):
         torch.serialization.add_safe_globals(safe_globals())
 
 

@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / 'tools'
 CONFIGS = ROOT / 'configs'
@@ -28,6 +31,18 @@ train_cfg = dict(max_epochs=2, val_interval=10)
 default_hooks = dict(checkpoint=dict(interval=1), logger=dict(interval=1))
 visualizer = dict(vis_backends=[])
 """
+
+
+def _cpu_has_fp16():
+    try:
+        with torch.autocast('cpu', torch.float16):
+            return (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float16 and hasattr(torch.amp, 'GradScaler')
+    except RuntimeError:
+        return False
+
+
+needs_fp16 = pytest.mark.skipif(not _cpu_has_fp16(), reason='this torch has no fp16 on a CPU')
+FP16 = pytest.param(torch.float16, marks=needs_fp16)  # as one of the values of a parametrized test
 
 
 def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> Path:

@@ -6,6 +6,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from sbp_mmdet.analysis import saved_bytes
+from sbp_mmdet.analysis.memory import LiveBytes
 
 FLOAT = 4
 
@@ -81,3 +82,21 @@ def test_backward_works_under_the_hooks():
 
     saved_bytes(forward)
     torch.testing.assert_close(x.grad, x.detach().cos() * x.detach() + x.detach().sin())
+
+
+def test_live_bytes_when_addresses_are_used_again():
+    """Freed storages leave their places to others; older ones never counted, and do not when they are freed."""
+    old = torch.zeros(1000)
+    with LiveBytes() as counter:
+        kept = old[:] * 2
+        del old
+        for _ in range(50):
+            part = kept[:250] + 1  # the one before is held while the next one is made, but for the first
+            view = part[5:]
+        assert (counter.live, counter.peak) == ((1000 + 250) * FLOAT, (1000 + 2 * 250) * FLOAT)
+        del part
+        assert counter.live == (1000 + 250) * FLOAT
+        del view
+        assert counter.live == 1000 * FLOAT
+    del kept
+    assert counter.live == 0

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import FP16, needs_fp16
 from oracles import (
     SMALL,
     assert_near,
@@ -159,7 +160,7 @@ def norms_in_fp32(monkeypatch):
 
 
 @pytest.mark.parametrize('sbp_cfg', [CFGS[name] for name in ('fused', 'block', 'reference')], ids=str)
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 def test_autocast(sbp_cfg, dtype, norms_in_fp32):
     """The error against the truth is no larger than that of plain autograd under autocast: relative to each gradient's
     norm, over enough parameters and draws that the ratio is a property of the arithmetic (0.9 to 1.1 here)."""
@@ -182,6 +183,7 @@ def test_autocast(sbp_cfg, dtype, norms_in_fp32):
     assert len(ratios) == 14 and max(ratios.values()) <= 1.2, ratios
 
 
+@needs_fp16
 @EACH_IMPLEMENTATION
 def test_gradient_scaler(sbp_cfg):
     """A step with scaled fp16 gradients is about the step with exact ones."""

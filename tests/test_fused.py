@@ -21,6 +21,7 @@ from fused_cases import (
     plain_norm2d,
     small_chunks,
 )
+from helpers import FP16
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import assert_near, relative_error
@@ -137,7 +138,7 @@ class Errors:
         assert max(ratios.values()) <= limit, ratios
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 @pytest.mark.parametrize('gamma', [1.0, 1e-6, None])
 @pytest.mark.parametrize('recompute', [False, True, 'source'])
 def test_mlp_in_half_precision(dtype, gamma, recompute):
@@ -161,7 +162,7 @@ def test_mlp_in_half_precision(dtype, gamma, recompute):
     errors.assert_fused_as_good()
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 def test_downsample_in_half_precision(dtype):
     errors = Errors()
     for seed in range(12):

@@ -19,6 +19,7 @@ from fused_cases import (
     small_chunks,
     stored,
 )
+from helpers import FP16
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import assert_near, gradients, image, relative_error, small_backbone
@@ -282,7 +283,7 @@ def test_what_is_stored(recompute):
     assert zero - int8 == 3 * 24 * 8 - 3 * 8 * 4
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 @pytest.mark.parametrize('kind', ['grid', 'half'])
 def test_neighbours_in_half_precision(dtype, kind):
     """As far from the oracle as half precision is; a small layer scale only takes those out of fp16's range that pass

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import needs_fp16
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, fused
@@ -10,6 +11,7 @@ from sbp_mmdet.layers import ConvNeXtBlock
 TINY = dict(arch=dict(depths=[1, 1, 1, 1], channels=[8, 16, 24, 32]), out_indices=[0, 1, 2, 3])
 
 
+@needs_fp16
 @pytest.mark.parametrize(('gradient', 'gamma'), [(7e4, 1e-6), (200.0, 0.01), (1.0, 1.0), (1e-6, 1.0)])
 def test_fp16_keeps_the_range_of_the_plain_block(gradient, gamma):
     """Loss scaling makes the block's gradient large, a small layer scale makes the branch's small again."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import needs_fp16
 from oracles import gradients, image, loss_of, record_keep, small_backbone
 
 STATM = Path('/proc/self/statm')
@@ -56,6 +57,7 @@ def parameters_of(backbone):
     return {name: p.detach().clone() for name, p in backbone.named_parameters()}
 
 
+@needs_fp16
 @pytest.mark.parametrize('settings', SETTINGS)
 def test_overflow_steps_are_skipped_and_the_masks_go_on(settings, iteration):
     """fp16 with a loss scale that is far too large at first: it halves until the gradients are finite."""

@@ -134,10 +134,7 @@ def _read(path):
     if resume is None:
         return None
     try:
-        # At its end the context takes back what it allowed, and with it what was allowed before.
-        allowed = torch.serialization.get_safe_globals()
-        with torch.serialization.safe_globals([item for item in resume.safe_globals() if item not in allowed]):
-            content = torch.load(Path(path).expanduser(), map_location='cpu', mmap=True, weights_only=True)
+        content = resume.read_checkpoint(Path(path).expanduser())
     except Exception:  # an old format, or classes of other people: mmengine may know better
         return None
     return content if isinstance(content, dict) else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -95,10 +96,21 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = 0
+        self.peak = 0
         self.phase = self.peak_phase = None
-        self._known = weakref.WeakSet()
+        # Address of a storage: a weak reference, which keeps the address from being given away, and the bytes to count.
+        # torch's own kind of reference: before torch 2.2 Python's is to a wrapper that is gone at once.
+        self._known = {}
+        self._upper = 0  # bytes of all of these, the freed ones since the last look among them
         self._counting = True
+
+    @property
+    def live(self) -> int:
+        for address, (reference, nbytes) in list(self._known.items()):
+            if reference.expired():
+                del self._known[address]
+                self._upper -= nbytes
+        return self._upper
 
     @contextlib.contextmanager
     def paused(self):
@@ -109,28 +121,21 @@ class LiveBytes(TorchDispatchMode):
         finally:
             self._counting = counting
 
-    def _freed(self, nbytes):
-        self.live -= nbytes
+    def _see(self, tensors, counting):
+        for tensor in tree_flatten(tensors)[0]:
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+                nbytes = storage.nbytes() if counting else 0
+                self._known[storage._cdata] = StorageWeakRef(storage), nbytes
+                self._upper += nbytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for tensor in tree_flatten((args, kwargs))[0]:
-            if isinstance(tensor, Tensor):
-                self._known.add(tensor.untyped_storage())
+        self._see((args, kwargs), counting=False)
         out = func(*args, **kwargs)
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
-                self._known.add(storage)
-                if self._counting:
-                    self._made(storage)
+        self._see(out, self._counting)
+        if self._upper > self.peak and (live := self.live) > self.peak:
+            self.peak, self.peak_phase = live, self.phase
         return out
-
-    def _made(self, storage):
-        nbytes = storage.nbytes()
-        self.live += nbytes
-        if self.live > self.peak:
-            self.peak, self.peak_phase = self.live, self.phase
-        weakref.finalize(storage, self._freed, nbytes).atexit = False
 
 
 def peak_bytes(fn: Callable, device: torch.device | str = 'cpu') -> int:
