@@ -11,7 +11,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .layers import ConvNeXtBlock, Downsample, Stem, build_norm
-from .masks import mask_generator, positions, stage_masks
+from .masks import Positions, mask_generator, positions, stage_masks
 from .settings import SBPSettings
 
 __all__ = ['ARCHS', 'SBPConvNeXt']
@@ -163,7 +163,7 @@ class SBPConvNeXt(BaseModule):
                 'of the backbone; resize or pad them'
             )
         active = self.sbp and self.training and torch.is_grad_enabled()
-        keep = self._draw(x) if active else {}
+        keep = self.draw(x) if active else {}
         outs = []
         for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
             x = layer(x, keep.get((i, 'downsample'))) if i else layer(x)
@@ -205,8 +205,15 @@ class SBPConvNeXt(BaseModule):
         return [(height // patch // 2**i, width // patch // 2**i) for i in range(self.num_stages)]
 
     @torch.compiler.disable
-    def _draw(self, x):
-        """The kept positions of one training step, for every layer of :meth:`keep_ratios`."""
+    def draw(self, x: Tensor) -> dict[tuple, Positions]:
+        """The kept positions of one training step.
+
+        Args:
+            x (Tensor): Images, shape (N, 3, H, W).
+
+        Returns:
+            dict[tuple, Positions]: For every layer of :meth:`keep_ratios`.
+        """
         layers = self.keep_ratios()
         if not layers:
             return {}

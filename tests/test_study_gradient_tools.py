@@ -11,7 +11,7 @@ sys.path[:0] = [str(TOOLS / 'analysis_tools')]
 import gradient_norms  # noqa: E402
 import gradient_study  # noqa: E402
 
-from sbp_mmdet.analysis import study_report  # noqa: E402
+from sbp_mmdet.study import report as study_report  # noqa: E402
 
 # A stock config: nothing but the lines of its backbone differ.
 STOCK = """

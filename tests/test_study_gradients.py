@@ -10,11 +10,12 @@ from helpers import CONFIGS, make_project
 from mmengine.config import Config
 from oracles import SMALL, image, loss_of, masks_of, oracle_convnext, record_keep, small_backbone, where_sbp
 
-from sbp_mmdet.analysis import gradient_norms, gradients, kept, study_settings, subject
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.functional import sbp
 from sbp_mmdet.layers import ConvNeXtBlock
 from sbp_mmdet.masks import Positions
+from sbp_mmdet.study import gradient_norms, gradients, kept, subject
+from sbp_mmdet.study import settings as study_settings
 
 BACKBONE = Config(
     dict(

@@ -16,7 +16,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 
-from sbp_mmdet.analysis.similarity import agreement, cosines, match, picture, relabel, table, updates
+from sbp_mmdet.study.similarity import agreement, cosines, match, picture, relabel, table, updates
 
 sys.path[:0] = [str(ROOT / 'tools/analysis_tools')]
 import compare_models  # noqa: E402

@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator
 import mmcv
 import mmdet
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbp_mmdet.convnext import SBPConvNeXt
 
 from .cuda_rules import autocast
-from .gradients import compare
 from .memory import peak_bytes, saved_bytes
 from .modes import backbone_options
 
-__all__ = ['PARTS', 'build_case', 'describe_machine', 'gradient_errors', 'measure', 'stage_shape']
+__all__ = ['PARTS', 'build_case', 'describe_machine', 'measure', 'stage_shape']
 
 PARTS = ('mlp', 'block', 'backbone')
 
@@ -88,7 +86,7 @@ def build_case(
         block._convolve = lambda x: (x, None)
     stride = model.min_size // 2 ** (model.num_stages - 1 - stage)
     image = torch.empty(1, device=device).expand(1, 1, shape[2] * stride, shape[3] * stride)
-    keep = model._draw(image).get((stage, 0))
+    keep = model.draw(image).get((stage, 0))
     return block, lambda x: block(x, keep)
 
 
@@ -122,11 +120,11 @@ def measure(
 
         def forward(run=run):
             with autocast(device, dtype):
-                return _scalar(run(x))
+                return run(x)
 
         def step(forward=forward):
             x.grad = None
-            forward().backward()
+            _scalar(forward()).backward()
 
         known = [x, *module.parameters()]
         rows[name] = dict(saved_bytes=saved_bytes(forward, known), peak_bytes=peak_bytes(step, device), times=[])
@@ -147,47 +145,6 @@ def measure(
             for key, of in dict(forward_ratio=lambda t: t[0], backward_ratio=lambda t: t[1], total_ratio=sum).items():
                 row[key] = statistics.median(of(t) / of(b) for t, b in zip(times, base, strict=True))
         yield name, row
-
-
-def gradient_errors(
-    cases: dict[str, tuple[nn.Module, Callable[[Tensor], object]]],
-    shape: tuple[int, int, int, int],
-    *,
-    device: str,
-    dtype: torch.dtype | None,
-) -> Iterator[tuple[str, dict]]:
-    """How near the gradients of each case are to those of the first, all parameters together.
-
-    Weights are random; the input, and the gradient that comes in, are smooth, so that neighbours are alike as in
-    photos.
-
-    Args:
-        cases (dict): From :func:`build_case`, the baseline first.
-        shape (tuple): (N, C, H, W) of the input.
-        device (str): Where it runs.
-        dtype (torch.dtype | None): Autocast; None: off.
-
-    Yields:
-        tuple[str, dict]: Name of the case; ``cosine``, ``relative_error`` and ``norm_ratio``.
-    """
-    x = _smooth(shape).to(device)
-    exact = None
-    for name, (module, run) in cases.items():
-        with autocast(device, dtype):
-            out = run(x)
-        outs = out if isinstance(out, tuple) else (out,)
-        torch.autograd.backward(outs, [_smooth(o.shape).to(o) for o in outs])
-        found = {n: p.grad.float() for n, p in module.named_parameters() if p.grad is not None}
-        module.zero_grad()
-        exact = exact or found
-        yield name, compare(exact, found)['network']
-
-
-def _smooth(shape):
-    """Noise with a period of some eight positions."""
-    n, c, height, width = shape
-    coarse = torch.randn(n, c, height // 8 + 2, width // 8 + 2, generator=torch.Generator().manual_seed(1))
-    return F.interpolate(coarse, (height, width), mode='bicubic')
 
 
 def _scalar(out):

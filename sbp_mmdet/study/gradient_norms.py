@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from mmengine.config import Config
 from torch import nn
 
-from sbp_mmdet.functional import sbp
-from sbp_mmdet.masks import Positions
-
-from .detector import build_detector
+from ..analysis.detector import build_detector
+from ..functional import sbp
+from ..masks import Positions
 from .gradients import backbone_with, parts_of
 from .kept import in_order
 from .subject import build_model
@@ -31,14 +30,14 @@ def disjoint_blocks(backbone: nn.Module) -> None:
     Args:
         backbone (nn.Module): ``SBPConvNeXt`` with SBP, changed in place.
     """
-    draw = backbone._draw
+    draw = backbone.draw
 
     def alternating(x):
         kept = draw(x)
         swapped = {key: Positions(keep=p.drop, drop=p.keep) for key, p in kept.items()}
         return {key: (swapped if i % 2 else kept)[key] for i, key in enumerate(in_order(kept))}
 
-    backbone._draw = alternating
+    backbone.draw = alternating
 
 
 def disjoint_pointwise(backbone: nn.Module) -> None:

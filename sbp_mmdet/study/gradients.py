@@ -8,14 +8,16 @@ outputs. What differs between two settings is the setting. All in fp32.
 
 import copy
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import Tensor, nn
 
+from ..analysis.cuda_rules import autocast
 from .subject import build_model
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     'compare',
     'estimate',
     'exact_pass',
+    'gradient_errors',
     'gradients_of',
     'parts_of',
     'study',
@@ -324,3 +327,44 @@ def study(
             results[label].append(compare(exact.gradients, found))
             report()
     return {label: summary(found) for label, found in results.items()}
+
+
+def gradient_errors(
+    cases: dict[str, tuple[nn.Module, Callable[[Tensor], object]]],
+    shape: tuple[int, int, int, int],
+    *,
+    device: str,
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[str, dict]]:
+    """How near the gradients of each case are to those of the first, all parameters together.
+
+    Weights are random; the input, and the gradient that comes in, are smooth, so that neighbours are alike as in
+    photos.
+
+    Args:
+        cases (dict): Of :func:`sbp_mmdet.analysis.benchmark.build_case`, the baseline first.
+        shape (tuple): (N, C, H, W) of the input.
+        device (str): Where it runs.
+        dtype (torch.dtype | None): Autocast; None: off.
+
+    Yields:
+        tuple[str, dict]: Name of the case; ``cosine``, ``relative_error`` and ``norm_ratio``.
+    """
+    x = _smooth(shape).to(device)
+    exact = None
+    for name, (module, run) in cases.items():
+        with autocast(device, dtype):
+            out = run(x)
+        outs = out if isinstance(out, tuple) else (out,)
+        torch.autograd.backward(outs, [_smooth(o.shape).to(o) for o in outs])
+        found = {n: p.grad.float() for n, p in module.named_parameters() if p.grad is not None}
+        module.zero_grad()
+        exact = exact or found
+        yield name, compare(exact, found)['network']
+
+
+def _smooth(shape):
+    """Noise with a period of some eight positions."""
+    n, c, height, width = shape
+    coarse = torch.randn(n, c, height // 8 + 2, width // 8 + 2, generator=torch.Generator().manual_seed(1))
+    return F.interpolate(coarse, (height, width), mode='bicubic')

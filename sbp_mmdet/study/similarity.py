@@ -15,8 +15,8 @@ from mmengine.structures import InstanceData
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from .parts import part_of
-from .report import ORDER
+from ..analysis.parts import part_of
+from ..analysis.report import ORDER
 
 __all__ = ['agreement', 'annotations', 'cosines', 'detections', 'match', 'picture', 'relabel', 'table', 'updates']
 

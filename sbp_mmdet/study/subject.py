@@ -12,8 +12,8 @@ from mmengine.logging import MMLogger
 from mmengine.runner import Runner, load_checkpoint, set_random_seed
 from torch import nn
 
-from .detector import build_detector
-from .variants import is_convnext
+from ..analysis.detector import build_detector
+from ..analysis.variants import is_convnext
 
 __all__ = ['build_model', 'train_batches']
 

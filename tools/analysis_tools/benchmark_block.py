@@ -20,10 +20,10 @@ from sbp_mmdet.analysis.benchmark import (
     PARTS,
     build_case,
     describe_machine,
-    gradient_errors,
     measure,
     stage_shape,
 )
+from sbp_mmdet.study.gradients import gradient_errors
 
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 

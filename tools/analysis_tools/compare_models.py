@@ -28,8 +28,8 @@ from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.similarity import agreement, annotations, cosines, detections, picture, relabel, table, updates
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.study.similarity import agreement, annotations, cosines, detections, picture, relabel, table, updates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoints import check_checkpoint  # noqa: E402

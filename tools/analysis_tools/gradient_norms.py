@@ -18,11 +18,11 @@ from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.gradient_norms import DISJOINT, norms_over_training
-from sbp_mmdet.analysis.study_report import compact, norms_picture, norms_table
-from sbp_mmdet.analysis.study_settings import parse_setting
-from sbp_mmdet.analysis.subject import train_batches
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.study.gradient_norms import DISJOINT, norms_over_training
+from sbp_mmdet.study.report import compact, norms_picture, norms_table
+from sbp_mmdet.study.settings import parse_setting
+from sbp_mmdet.study.subject import train_batches
 
 
 def parse_args():

@@ -19,12 +19,12 @@ from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.gradients import SUMS, study
-from sbp_mmdet.analysis.kept import check_kept
-from sbp_mmdet.analysis.study_report import compact, study_picture, study_table
-from sbp_mmdet.analysis.study_settings import GROUPS, group, parse_setting
-from sbp_mmdet.analysis.subject import build_model, train_batches
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.study.gradients import SUMS, study
+from sbp_mmdet.study.kept import check_kept
+from sbp_mmdet.study.report import compact, study_picture, study_table
+from sbp_mmdet.study.settings import GROUPS, group, parse_setting
+from sbp_mmdet.study.subject import build_model, train_batches
 
 
 def parse_args():
