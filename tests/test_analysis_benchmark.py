@@ -12,6 +12,7 @@ from torch import nn
 
 from sbp_mmdet.analysis import backbone_options, peak_bytes
 from sbp_mmdet.analysis.benchmark import build_case, measure, stage_shape
+from sbp_mmdet.study.gradients import gradient_errors
 
 ROOT = Path(__file__).parents[1]
 FLOAT = 4
@@ -40,10 +41,29 @@ def test_fused_mlp_stores_what_the_design_says():
 
 
 def test_a_block_that_is_recomputed_stores_its_input_only():
-    # The input is not counted: the indices of the kept positions remain.
-    assert bytes_of('block', 'block') == 16 * 16 // 2 * 8
-    assert bytes_of('block', 'exact-block') == 0
-    assert bytes_of('block', 'with_cp') == 0
+    index, entries = 16 * 16 // 2 * 8, 16 * 16 * 40
+    assert bytes_of('block', 'block') == index + entries * FLOAT
+    assert bytes_of('block', 'exact-block') == entries * FLOAT
+    assert bytes_of('block', 'with_cp') == entries * FLOAT
+    assert bytes_of('block', 'int8-block') == entries + 40 * FLOAT  # a scale for each channel
+
+
+def test_int8_stores_a_byte_for_what_is_native_otherwise():
+    entries, deviations, scales = 16 * 16 * 40, 16 * 16 * FLOAT, 40 * FLOAT
+    assert bytes_of('block', 'exact') == 2 * entries * FLOAT + deviations
+    assert bytes_of('block', 'int8') == 2 * (entries + scales) + deviations
+
+
+def test_gradient_errors():
+    """Relative to the first mode: nothing for what is exact, something for the rest; dropping is worse."""
+    cases = {
+        m: build_case('block', 'atto', m, 0, SHAPE, 'cpu') for m in ('none', 'with_cp', 'exact', 'nearest', 'fused')
+    }
+    rows = dict(gradient_errors(cases, SHAPE, device='cpu', dtype=None))
+    assert rows['none']['relative_error'] == rows['with_cp']['relative_error'] == 0
+    assert rows['exact']['relative_error'] < 1e-4
+    assert 0.001 < rows['nearest']['relative_error'] < 0.5 * rows['fused']['relative_error']
+    assert rows['nearest']['cosine'] > rows['fused']['cosine']
 
 
 def test_rows_of_a_timed_run():
@@ -93,10 +113,12 @@ def test_command_and_tables(tmp_path):
     assert written['machine']['torch'] == torch.__version__
 
     page = tmp_path / 'page.md'
-    page.write_text('before\n<!-- table: results.json -->\nold\n<!-- end -->\nafter\n')
+    page.write_text('before\n<!-- table: results.json -->\nstale figures\n<!-- end -->\nafter\n')
     update = runpy.run_path(str(ROOT / 'tools/analysis_tools/update_tables.py'))
     assert 'recompute' in update['table'](written)
     subprocess.run([sys.executable, ROOT / 'tools/analysis_tools/update_tables.py', page], check=True)
     text = page.read_text()
-    assert text.startswith('before\n<!-- table') and text.endswith('<!-- end -->\nafter\n') and 'old' not in text
+    assert (
+        text.startswith('before\n<!-- table') and text.endswith('<!-- end -->\nafter\n') and 'stale figures' not in text
+    )
     assert f'| `none` | {written["rows"][0]["saved_bytes"] / 1e6:.0f} MB | 1.000 |' in text

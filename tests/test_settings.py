@@ -43,6 +43,11 @@ def test_values_are_taken():
     assert settings.implementation == 'reference'
     assert parse(recompute=True).recompute is True
     assert parse(recompute='block').recompute == 'block'
+    assert (parse().dropped, parse().storage) == ('zero', 'native')
+    settings = parse(dropped='nearest', storage='int8')
+    assert (settings.dropped, settings.storage) == ('nearest', 'int8')
+    plain = parse(dropped='zero', storage='native', implementation='reference')
+    assert (plain.dropped, plain.storage) == ('zero', 'native')
 
 
 def test_one_ratio_is_for_all_and_no_block_needs_any():
@@ -81,6 +86,10 @@ def test_one_ratio_is_for_all_and_no_block_needs_any():
         (dict(blocks=12), r'blocks=12 .*each of the 4 stages'),
         (dict(downsample=1), r'downsample=1 must be True or False'),
         (dict(recompute='yes'), r"recompute='yes' .*\(False, True, 'block'\)"),
+        (dict(dropped='near'), r"dropped='near' .*'zero', 'nearest'"),
+        (dict(storage='int4'), r"storage='int4' .*'native', 'int8'"),
+        (dict(dropped='nearest', implementation='reference'), r"dropped='nearest' needs implementation='fused'"),
+        (dict(storage='int8', implementation='reference'), r"storage='int8' needs implementation='fused'"),
         (dict(recompute=1), r"recompute=1 .*\(False, True, 'block'\)"),
         (dict(recompute='block', implementation='reference'), r"recompute='block' .*'fused'.*with_cp=True"),
         (dict(recompute=True, implementation='reference'), r"recompute=True .*'fused'.*'reference'.*with_cp=True"),

@@ -3,9 +3,9 @@
     python tools/analysis_tools/benchmark_block.py --arch base --stage 1 --part mlp
     python tools/analysis_tools/benchmark_block.py --arch tiny base --part backbone --amp bf16 --rounds 0
 
-"saved" is what the forward pass stores for the backward pass, parameters and the input excluded; "peak" is the most
-that tensors of one forward and backward pass hold at a time, weight gradients included. Times are medians of ratios to
-the first mode, taken in turn in one run.
+"saved" is what the forward pass stores for the backward pass: parameters and images excluded, the input of a block
+included where the block keeps it; "peak" is the most that tensors of one forward and backward pass hold at a time,
+weight gradients included. Times are medians of ratios to the first mode, taken in turn in one run.
 """
 
 import argparse
