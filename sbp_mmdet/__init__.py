@@ -17,7 +17,16 @@ if _missing:
 
 from .convnext import SBPConvNeXt  # noqa: E402
 from .functional import sbp  # noqa: E402
+from .heads import SBPModulesHook  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 
-__all__ = ['AtomicBackend', 'CheckpointModulesHook', 'SBPConvNeXt', 'TargetsInChunksHook', 'sbp', '__version__']
+__all__ = [
+    'AtomicBackend',
+    'CheckpointModulesHook',
+    'SBPConvNeXt',
+    'SBPModulesHook',
+    'TargetsInChunksHook',
+    'sbp',
+    '__version__',
+]

@@ -1,18 +1,16 @@
 """``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers send gradients from a subset of the positions."""
 
-import collections
 from collections.abc import Sequence
 
 import torch
 from mmdet.registry import MODELS
-from mmengine.dist import get_rank
-from mmengine.logging import MessageHub
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .layers import ConvNeXtBlock, Downsample, Stem, build_norm
-from .masks import Positions, mask_generator, positions, stage_masks
+from .masks import Positions, positions, stage_masks
 from .settings import SBPSettings
+from .steps import Steps, generator_of
 
 __all__ = ['ARCHS', 'SBPConvNeXt']
 
@@ -139,9 +137,7 @@ class SBPConvNeXt(BaseModule):
             )
 
         self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
-        self._iteration = None
-        self._repeats = 0
-        self._passes = collections.deque(maxlen=16)  # the last ones: data pointer of the images, iteration, repeat
+        self._steps = Steps()
         self._freeze_stages()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -219,34 +215,14 @@ class SBPConvNeXt(BaseModule):
             return {}
         deepest = max(stage for stage, _ in layers)
         sizes = self.stage_sizes(*x.shape[-2:])[: deepest + 1]
-        seed, rank, step = torch.initial_seed(), get_rank(), self._step(x)
+        step = self._steps.of(x)
         nearest = self.sbp.dropped == 'nearest'
         drawn = {}
         for ratio in set(layers.values()):
-            generator = mask_generator(seed, rank, *step)
-            masks = stage_masks(sizes, ratio, self.sbp.sampler, generator, aligned=not nearest)
+            masks = stage_masks(sizes, ratio, self.sbp.sampler, generator_of(step), aligned=not nearest)
             for stage in {s for (s, _), r in layers.items() if r == ratio}:
                 drawn[ratio, stage] = positions(masks[stage], x.device, nearest)
         return {key: drawn[ratio, key[0]] for key, ratio in layers.items()}
-
-    def _step(self, x):
-        """What the mask is drawn from: the iteration of mmengine's runner, which a resumed run continues, and how many
-        passes it saw before this one (all passes, where there is no runner).
-
-        A pass inside a backward pass is the replay of somebody's checkpointing around the backbone. It has to keep as
-        many positions as the first time, so it uses the mask of the pass over the same images.
-        """
-        replay = torch._C._current_graph_task_id() != -1
-        if replay:
-            for images, *step in reversed(self._passes):
-                if images == x.data_ptr():
-                    return step
-        iteration = MessageHub.get_current_instance().get_info('iter', 0)
-        self._repeats = self._repeats + 1 if iteration == self._iteration else 0
-        self._iteration = iteration
-        if not replay:
-            self._passes.append((x.data_ptr(), iteration, self._repeats))
-        return iteration, self._repeats
 
     def _freeze_stages(self):
         for i in range(self.frozen_stages):

@@ -31,4 +31,5 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
         dropped = f(x.index_select(1, drop))
         outputs = kept.new_empty(x.shape[:2] + kept.shape[2:])
         outputs.index_copy_(1, drop, dropped)
-    return outputs.index_copy_(1, keep, kept)
+    outputs[:, keep] = kept
+    return outputs

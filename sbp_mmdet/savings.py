@@ -20,7 +20,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ['CheckpointModulesHook', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
+__all__ = [
+    'CheckpointModulesHook',
+    'Mixin',
+    'TargetsInChunksHook',
+    'checkpoint_modules',
+    'members',
+    'mix_in',
+    'targets_in_chunks',
+    'unwrapped',
+]
 
 
 @contextlib.contextmanager
@@ -38,8 +47,12 @@ def _keep_running_stats(module: nn.Module):
             norm.num_batches_tracked.copy_(tracked)
 
 
-class _Checkpointed:
-    """Mixed into the class of a module: its forward pass stores its input only."""
+class Mixin:
+    """Base of what is mixed into the class of a module, see :func:`mix_in`."""
+
+
+class _Checkpointed(Mixin):
+    """Its forward pass stores its input only."""
 
     def forward(self, *args, **kwargs):
         forward = super().forward
@@ -59,6 +72,47 @@ class _Checkpointed:
         return cp.checkpoint(run, *leaves, use_reentrant=False)
 
 
+def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Submodules by their names.
+
+    Args:
+        model (nn.Module): The model.
+        modules (Sequence[str]): Names of submodules. A list of modules means each of its members.
+
+    Yields:
+        tuple[str, nn.Module]: Name and submodule.
+
+    Raises:
+        ValueError: If the model has no such submodule.
+    """
+    for name in modules:
+        try:
+            found = model.get_submodule(name)
+        except AttributeError:
+            children = [child for child, _ in model.named_children()]
+            raise ValueError(f'modules={list(modules)}: there is no {name!r}; the model has {children}') from None
+        if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
+            yield from ((f'{name}.{key}', module) for key, module in found.named_children())
+        else:
+            yield name, found
+
+
+def mix_in(module: nn.Module, mixin: type) -> None:
+    """Puts a class in front of the class of a module; checkpointing stays in front of all others.
+
+    Args:
+        module (nn.Module): Changed in place; its class keeps its name.
+        mixin (type): A :class:`Mixin`.
+    """
+    kind, front = type(module), [mixin]
+    if isinstance(module, _Checkpointed):
+        kind, front = kind.__bases__[1], [mixin, _Checkpointed]
+    # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
+    for cls in front:
+        kind = type(kind.__name__, (cls, kind), {'__module__': kind.__module__})
+    module.__class__ = kind
+
+
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
     """Checkpoints submodules: their forward pass runs again in the backward pass, and the gradients stay as they are.
 
@@ -75,21 +129,11 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
     Raises:
         ValueError: If the model has no such submodule.
     """
-    done = []
-    for name in modules:
-        try:
-            found = model.get_submodule(name)
-        except AttributeError:
-            children = [child for child, _ in model.named_children()]
-            raise ValueError(f'modules={list(modules)}: there is no {name!r}; the model has {children}') from None
-        members = found.named_children() if isinstance(found, (nn.ModuleList, nn.ModuleDict)) else [('', found)]
-        for key, module in members:
-            if not isinstance(module, _Checkpointed):
-                # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
-                kind = type(module)
-                module.__class__ = type(kind.__name__, (_Checkpointed, kind), {'__module__': kind.__module__})
-            done.append(f'{name}.{key}' if key else name)
-    return done
+    found = list(members(model, modules))
+    for _, module in found:
+        if not isinstance(module, _Checkpointed):
+            mix_in(module, _Checkpointed)
+    return [name for name, _ in found]
 
 
 @HOOKS.register_module()
@@ -110,7 +154,7 @@ class CheckpointModulesHook(Hook):
 
     def before_run(self, runner) -> None:
         """Called by mmengine's runner."""
-        self.apply(_unwrapped(runner.model))
+        self.apply(unwrapped(runner.model))
         runner.logger.info(f'CheckpointModulesHook: {", ".join(self.modules)} run again in the backward pass')
 
 
@@ -207,8 +251,9 @@ class TargetsInChunksHook(Hook):
 
     def before_run(self, runner) -> None:
         """Called by mmengine's runner."""
-        self.apply(_unwrapped(runner.model))
+        self.apply(unwrapped(runner.model))
 
 
-def _unwrapped(model):
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that a distributed wrapper holds, or the model itself."""
     return model.module if is_model_wrapper(model) else model

@@ -5,14 +5,16 @@ import torch
 import torch.nn.functional as F
 from helpers import CONFIGS
 from mmcv.ops import nms, roi_align
+from mmdet.models.task_modules.assigners import MaxIoUAssigner
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.model import BaseModel
+from mmengine.structures import InstanceData
 from torch import nn
 
 from sbp_mmdet.analysis.batch import build_batch
 from sbp_mmdet.analysis.cuda_rules import autocast, cuda_kernels
-from sbp_mmdet.analysis.detector import measure_detector
+from sbp_mmdet.analysis.detector import assignment_on_cpu, measure_detector
 from sbp_mmdet.analysis.eight_bit import AdamW8bitStates
 from sbp_mmdet.analysis.memory import LiveBytes, SavedByPart
 from sbp_mmdet.analysis.parts import part_of
@@ -98,15 +100,30 @@ def test_a_step_of_two_layers():
     assert row['peak'] >= 4 * parameters and row['peak_phase'] in ('backward', 'optimizer step')
 
 
-def test_eight_bit_states():
+def state_bytes(kind):
+    """Of parameters of 4095, 4096 and 5000 entries, after two steps: each one's own, and those that they share."""
     weights = [nn.Parameter(torch.zeros(n)) for n in (4095, 4096, 5000)]
-    optimizer = AdamW8bitStates(weights, lr=1e-3, weight_decay=0.1)
+    optimizer = kind(weights, lr=1e-3, weight_decay=0.1)
     for w in weights:
-        w.grad = torch.zeros_like(w)
+        w.grad = torch.ones_like(w)
     optimizer.step()
     optimizer.step()
-    sizes = [sum(t.nbytes for t in optimizer.state[w].values()) for w in weights]
-    assert sizes == [2 * 4095 * 4, 2 * (4096 + 16 * 4), 2 * (5000 + 20 * 4)]
+    states = [{k: v for k, v in optimizer.state[w].items() if isinstance(v, torch.Tensor)} for w in weights]
+    own = [sum(v.nbytes for k, v in state.items() if not k.startswith('qmap')) for state in states]
+    shared = {v.data_ptr(): v.nbytes for state in states for k, v in state.items() if k.startswith('qmap')}
+    return own, sum(shared.values())
+
+
+EIGHT_BIT = [2 * 4095 * FLOAT, 2 * (4096 + 16 * FLOAT), 2 * (5000 + 20 * FLOAT)], 2 * 256 * FLOAT
+
+
+def test_eight_bit_states():
+    assert state_bytes(AdamW8bitStates) == EIGHT_BIT
+
+
+def test_bitsandbytes_makes_these_states():
+    bitsandbytes = pytest.importorskip('bitsandbytes')
+    assert state_bytes(bitsandbytes.optim.AdamW8bit) == EIGHT_BIT
 
 
 def test_static_memory_is_that_of_the_parameters(atto):
@@ -157,6 +174,45 @@ def test_more_boxes_need_more_and_modes_are_in_order(atto):
 
     none, reference, fused, recompute, block = map(backbone, ('none', 'reference', 'fused', 'recompute', 'block'))
     assert none > reference > fused > recompute > block
+
+
+def test_sbp_outside_of_the_backbone(atto):
+    """Half of what the pointwise layers alone store: bf16, in 4 levels of the neck, 5 of the RPN, and RoIs."""
+    config = with_setting(atto, 'none')
+    config.model.neck.norm_cfg = None
+    settings = 'none', 'none+sbp-neck+sbp-rpn+sbp-masks'
+    plain, thin = (measure_detector(with_setting(config, setting), **SMALL)['saved'] for setting in settings)
+    positions = [2 * h * w for h, w in ((24, 32), (12, 16), (6, 8), (3, 4), (2, 2))]  # of 96 x 128, after padding
+    lateral = sum(n * c for n, c in zip(positions, (8, 16, 32, 64), strict=False))
+    index = sum(positions) * 8
+    assert 0 <= lateral / 2 * 2 - (plain['neck'] - thin['neck']) <= index
+    assert 0 <= sum(positions) * 64 / 2 * 2 - (plain['RPN'] - thin['RPN']) <= 2 * index
+    assert thin['mask heads'] < 0.8 * plain['mask heads']
+
+
+def test_sbp_and_checkpointing_in_one_setting(atto):
+    hooks = with_setting(atto, 'none+sbp-rpn+cp-rpn+sbp-neck').custom_hooks
+    assert hooks == [
+        dict(type='CheckpointModulesHook', modules=['rpn_head']),
+        dict(type='SBPModulesHook', modules=['rpn_head', 'neck.lateral_convs']),
+    ]
+    retina = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
+    good, bad = applicable(retina, ['none+sbp-neck', 'none+sbp-rpn', 'none+sbp-masks'])
+    assert good == ['none+sbp-neck'] and bad['none+sbp-masks'] == 'sbp-masks: the model has none'
+
+
+def test_what_is_assigned_on_the_cpu_is_not_the_devices():
+    gt = InstanceData(bboxes=torch.rand(20, 4).cumsum(1), labels=torch.zeros(20, dtype=torch.long))
+    priors = InstanceData(priors=torch.rand(5000, 4).cumsum(1))
+    peaks = {}
+    for threshold in (-1, 19, 20):
+        with LiveBytes() as counter, assignment_on_cpu(counter):
+            result = MaxIoUAssigner(0.5, 0.5, gpu_assign_thr=threshold).assign(priors, gt)
+        peaks[threshold] = counter.peak
+    ious = 20 * 5000 * FLOAT
+    assert peaks[-1] == peaks[20] > 2 * ious  # mmdet's threshold is to be exceeded
+    assert peaks[19] == 5000 * (8 + FLOAT + 8)  # index of the box, overlap, label
+    assert result.gt_inds.shape == (5000,)
 
 
 def test_a_config_that_is_not_ours():

@@ -32,7 +32,7 @@ import run_under_cap as cap_tool  # noqa: E402
 T = str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py')
 STOCK_T = 'mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py'
 STOCK_R = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
-
+TEACHER = 'mmdet::soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py'
 
 read_once = functools.cache(read_config)
 
@@ -158,6 +158,32 @@ def test_bad_input_of_the_planner(monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit):
         typed(monkeypatch, plan_memory, *arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (('--batch', '0'), 'batch=0 must be 1 or more'),
+        (('--boxes', '-1'), 'boxes=-1 must be 0 or more'),
+        (('--rounds', '-1'), 'rounds=-1 must be 0 or more'),
+        (('--device', 'tpu'), "device 'tpu' is unknown"),
+        (('--device', 'cuda:0'), "device 'cuda:0': torch sees no GPU"),
+        (('--json', CONFIGS), 'configs is a folder'),
+    ],
+)
+def test_bad_input_of_the_benchmark(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(benchmark_memory, 'measure_detector', None)  # would fail
+    with pytest.raises(SystemExit):
+        typed(monkeypatch, benchmark_memory, T, *arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(('tool', 'more'), [(benchmark_memory, ()), (plan_memory, ('--budget', '8GiB'))])
+def test_a_model_around_a_model_has_no_backbone(monkeypatch, capsys, tool, more):
+    with pytest.raises(SystemExit):
+        typed(monkeypatch, tool, TEACHER, *more)
+    assert 'no backbone' in capsys.readouterr().err.replace('model.', '')
 
 
 def test_the_planner_prints_what_to_paste(monkeypatch, capsys):

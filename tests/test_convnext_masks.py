@@ -14,7 +14,7 @@ from oracles import (
     small_backbone,
 )
 
-from sbp_mmdet import convnext
+from sbp_mmdet import convnext, steps
 
 RANDOM = dict(sampler='random')
 
@@ -118,7 +118,7 @@ def test_a_resumed_run_continues(iteration):
 def test_seeds_and_ranks_differ(iteration, monkeypatch):
     torch.manual_seed(0)
     first = sequence(small_backbone(RANDOM), iteration)
-    monkeypatch.setattr(convnext, 'get_rank', lambda: 1)
+    monkeypatch.setattr(steps, 'get_rank', lambda: 1)
     assert not torch.equal(sequence(small_backbone(RANDOM), iteration), first)
     monkeypatch.undo()
     torch.manual_seed(0)

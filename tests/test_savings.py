@@ -154,6 +154,7 @@ def test_in_mmengines_runner(tmp_path, monkeypatch, whole_masks):
     config.custom_hooks = [
         dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head']),
         dict(type='TargetsInChunksHook', masks=2),
+        dict(type='SBPModulesHook', modules=['neck.lateral_convs', 'rpn_head', 'roi_head.mask_head']),
         dict(type='EMAHook'),
     ]
     config.default_hooks.checkpoint = None

@@ -11,6 +11,7 @@ import statistics
 from unittest import mock
 
 import torch
+from mmdet.models.task_modules.assigners import MaxIoUAssigner
 from mmdet.registry import HOOKS, MODELS
 from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
@@ -26,9 +27,9 @@ from .hollow import SkipArithmetic
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 
-__all__ = ['build_detector', 'measure_detector']
+__all__ = ['assignment_on_cpu', 'build_detector', 'check_case', 'measure_detector']
 
-_OWN_HOOKS = ('CheckpointModulesHook', 'TargetsInChunksHook')
+_OWN_HOOKS = ('CheckpointModulesHook', 'SBPModulesHook', 'TargetsInChunksHook')
 
 
 def measure_detector(
@@ -60,7 +61,11 @@ def measure_detector(
         dict: Bytes of ``parameters`` (buffers included), ``optimizer``, ``gradients``, ``saved`` (part to bytes),
         ``forward`` (everything at the end of the forward pass), ``peak``; ``peak_phase``; on CUDA ``reserved`` and
         ``step_s`` as well, which are None elsewhere.
+
+    Raises:
+        ValueError: For a number that is too small, or a device that is not there.
     """
+    check_case(batch=batch, boxes=boxes, rounds=rounds, device=device)
     cuda = torch.device(device).type == 'cuda'
     # Hooks of the config may change how masks are cropped for the whole process: undone afterwards.
     with (
@@ -70,6 +75,7 @@ def measure_detector(
         counter = LiveBytes()
         if not cuda:
             stack.enter_context(cuda_kernels(counter, compute))
+            stack.enter_context(assignment_on_cpu(counter))
         model, wrapper = build_detector(config, device)
         if trained_proposals:
             proposals_of_a_trained_rpn(model)
@@ -83,6 +89,44 @@ def measure_detector(
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
+
+
+def check_case(*, batch: int, boxes: int, rounds: int, device: str) -> None:
+    """Raises a ValueError for what :func:`measure_detector` cannot measure; the arguments are those of it."""
+    for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0), ('rounds', rounds, 0)):
+        if value < least:
+            raise ValueError(f'{name}={value} must be {least} or more')
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = None
+    if kind not in ('cpu', 'cuda'):
+        raise ValueError(f"device {device!r} is unknown; give 'cpu' or 'cuda'")
+    if kind == 'cuda' and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r}: torch sees no GPU; 'cpu' counts the same bytes")
+
+
+@contextlib.contextmanager
+def assignment_on_cpu(counter: LiveBytes):
+    """What mmdet's assigner compares on the CPU (``gpu_assign_thr``) is not in the device's memory; its results are.
+
+    Args:
+        counter (LiveBytes): What counts the device's.
+    """
+    assign = MaxIoUAssigner.assign
+
+    def run(self, pred_instances, gt_instances, *args, **kwargs):
+        if not 0 < self.gpu_assign_thr < len(gt_instances.bboxes):
+            return assign(self, pred_instances, gt_instances, *args, **kwargs)
+        with counter.paused():
+            result = assign(self, pred_instances, gt_instances, *args, **kwargs)
+        for key in ('gt_inds', 'max_overlaps', 'labels'):
+            if (value := getattr(result, key)) is not None:
+                setattr(result, key, value.clone())
+        return result
+
+    with mock.patch.object(MaxIoUAssigner, 'assign', run):
+        yield
 
 
 def build_detector(config: Config, device: str):

@@ -1,12 +1,12 @@
-"""The memory of bitsandbytes' 8-bit AdamW, where the library itself cannot run: on a CPU."""
+"""The memory of bitsandbytes' 8-bit AdamW, without bitsandbytes."""
 
 import torch
 
 __all__ = ['AdamW8bitStates']
 
 # bitsandbytes: smaller parameters keep fp32 states; others have one byte an entry and one fp32 number a block (of 256
-# entries, of 2048 in releases before 0.45), twice.
-_SMALLEST, _BLOCK = 4096, 256
+# entries, of 2048 in releases before 0.45), twice. What the bytes stand for is in two tables that all share.
+_SMALLEST, _BLOCK, _CODES = 4096, 256, 256
 
 
 class AdamW8bitStates(torch.optim.Optimizer):
@@ -20,6 +20,7 @@ class AdamW8bitStates(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float = 1e-3, **options):
         super().__init__(params, dict(lr=lr))
+        self._tables = {}
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -34,4 +35,6 @@ class AdamW8bitStates(torch.optim.Optimizer):
                     blocks = -(-p.numel() // _BLOCK)
                     made = {f'state{i}': torch.zeros_like(p, dtype=torch.uint8) for i in (1, 2)}
                     made |= {f'absmax{i}': torch.zeros(blocks, device=p.device) for i in (1, 2)}
+                    made |= self._tables or {f'qmap{i}': torch.zeros(_CODES, device=p.device) for i in (1, 2)}
+                    self._tables = {key: made[key] for key in ('qmap1', 'qmap2')}
                 self.state[p].update(made)

@@ -15,11 +15,13 @@ from .modes import MODES, backbone_options
 
 __all__ = ['PIECES', 'applicable', 'backbone_change', 'is_convnext', 'load_config', 'piece_change', 'with_setting']
 
-_CHECKPOINTED = {'cp-heads': ('box and mask heads',), 'cp-neck': ('neck',), 'cp-rpn': ('rpn_head',)}
 PIECES = {
     'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
     'cp-neck': 'the neck runs again in the backward pass; gradients exact',
     'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
+    'sbp-neck': 'SBP on the 1x1 convolutions of the FPN; gradients are not exact',
+    'sbp-rpn': "SBP on the RPN head's ReLU and 1x1 convolutions; gradients are not exact",
+    'sbp-masks': "SBP on the mask heads' last layers; gradients are not exact",
     'targets': 'mask targets and IoUs are made piece by piece; targets exact',
     'adamw8bit': 'optimizer states in 8 bits (bitsandbytes); gradients exact, updates are not',
 }
@@ -89,6 +91,7 @@ def backbone_change(config: Config, mode: str) -> dict:
 
     Raises:
         NotApplicable: If the backbone has no such mode.
+        ValueError: If there is no backbone.
     """
     backbone = config.model.get('backbone') or {}
     if is_convnext(config):
@@ -98,12 +101,14 @@ def backbone_change(config: Config, mode: str) -> dict:
         return dict(type='SBPConvNeXt', **backbone_options(mode, **own))
     if mode not in MODES:
         raise ValueError(f'mode {mode!r} is unknown; choose from {list(MODES)}')
+    if not backbone:
+        raise ValueError(f'the model ({config.model.get("type")}) has no model.backbone, whose memory this is about')
     kind = backbone.get('type')
     built = MODELS.get(kind) if isinstance(kind, str) else kind
     takes_cp = built is not None and 'with_cp' in inspect.signature(built.__init__).parameters
     if mode not in ('none', 'with_cp') or (mode == 'with_cp' and not takes_cp):
         modes = 'none and with_cp apply' if takes_cp else 'only none applies'
-        raise NotApplicable(f'{mode}: the backbone is {kind or "missing"}, not a ConvNeXt: {modes}')
+        raise NotApplicable(f'{mode}: the backbone is {kind}, not a ConvNeXt: {modes}')
     return dict(with_cp=mode == 'with_cp') if takes_cp else {}
 
 
@@ -121,16 +126,16 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
         NotApplicable: If the model lacks what the piece is about.
         ValueError: For an unknown piece.
     """
-    hooks, modules, optimizer = [], [], {}
-    model = config.model
+    hooks, modules, optimizer = [], {'cp': [], 'sbp': []}, {}
     for piece in pieces:
         if piece not in PIECES:
             raise ValueError(f'piece {piece!r} is unknown; choose from {list(PIECES)}')
-        if piece in _CHECKPOINTED:
-            found = _modules_of(model, piece)
+        kind, _, part = piece.partition('-')
+        if kind in modules:
+            found = _modules_of(config.model, kind, part)
             if not found:
                 raise NotApplicable(f'{piece}: the model has none')
-            modules += found
+            modules[kind] += found
         elif piece == 'targets':
             hooks.append(dict(type='TargetsInChunksHook'))
         elif piece == 'adamw8bit':
@@ -138,19 +143,28 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
             if kind not in ('Adam', 'AdamW', 'AdamW8bit'):
                 raise NotApplicable(f'adamw8bit: the optimizer is {kind}, not AdamW')
             optimizer = dict(type='AdamW8bit')
-    if modules:
-        hooks.insert(0, dict(type='CheckpointModulesHook', modules=modules))
+    for kind, hook in (('sbp', 'SBPModulesHook'), ('cp', 'CheckpointModulesHook')):
+        if modules[kind]:
+            hooks.insert(0, dict(type=hook, modules=modules[kind]))
     return dict(custom_hooks=hooks, optimizer=optimizer)
 
 
-def _modules_of(model, piece):
-    if piece != 'cp-heads':
-        name = dict(_CHECKPOINTED)[piece][0]
-        return [name] if model.get(name) else []
-    roi = model.get('roi_head') or {}
-    return [f'roi_head.{h}' for h in ('bbox_head', 'mask_head') if roi.get(h)] or (
-        ['bbox_head'] if model.get('bbox_head') else []
-    )
+def _modules_of(model, kind, part):
+    """Names of the modules that 'cp' or 'sbp' applies to, of a part of the model."""
+    roi, neck, rpn = (model.get(key) or {} for key in ('roi_head', 'neck', 'rpn_head'))
+    if kind == 'sbp':
+        masks = roi.get('mask_head') or []
+        masks = [masks] if isinstance(masks, dict) else masks
+        return {
+            'neck': ['neck.lateral_convs'] if isinstance(neck, dict) and neck.get('type') == 'FPN' else [],
+            'rpn': ['rpn_head'] if rpn.get('type') == 'RPNHead' else [],
+            'masks': ['roi_head.mask_head'] if {head.get('type') for head in masks} == {'FCNMaskHead'} else [],
+        }[part]
+    if part == 'heads':
+        return [f'roi_head.{h}' for h in ('bbox_head', 'mask_head') if roi.get(h)] or (
+            ['bbox_head'] if model.get('bbox_head') else []
+        )
+    return ['neck' if part == 'neck' else 'rpn_head'] if {'neck': neck, 'rpn': rpn}[part] else []
 
 
 def with_setting(config: Config, setting: str) -> Config:
@@ -168,9 +182,9 @@ def with_setting(config: Config, setting: str) -> Config:
         ValueError: For an unknown mode or piece.
     """
     mode, *pieces = setting.split('+')
+    backbone, change = backbone_change(config, mode), piece_change(config, pieces)
     changed = copy.deepcopy(config)
-    changed.model.backbone.update(backbone_change(config, mode))
-    change = piece_change(config, pieces)
+    changed.model.backbone.update(backbone)
     changed.custom_hooks = [*(config.get('custom_hooks') or []), *change['custom_hooks']]
     changed.optim_wrapper.optimizer.update(change['optimizer'])
     return changed

@@ -20,7 +20,7 @@ from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis import MODES
 from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.detector import measure_detector
+from sbp_mmdet.analysis.detector import check_case, measure_detector
 from sbp_mmdet.analysis.planner import parse_size
 from sbp_mmdet.analysis.report import picture, table
 from sbp_mmdet.analysis.variants import PIECES, applicable, load_config, with_setting
@@ -52,6 +52,10 @@ def main():
     parser, args = parse_args()
     try:
         height, width = parse_size(args.size)
+        check_case(batch=args.batch, boxes=args.boxes, rounds=args.rounds, device=args.device)
+        for path in (args.json, args.plot):
+            if path and path.is_dir():
+                raise ValueError(f'{path} is a folder; give the name of a file in it')
         config = load_config(args.config, args.cfg_options)
         settings, refused = applicable(config, args.modes)
     except ValueError as error:
