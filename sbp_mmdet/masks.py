@@ -100,9 +100,7 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0) -> torch.Ge
     return torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
 
 
-def sample_mask(
-    height: int, width: int, ratio: float, sampler: str, generator: torch.Generator, staggered: bool = False
-) -> Tensor:
+def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: torch.Generator) -> Tensor:
     """Draws one mask.
 
     ``grid`` keeps evenly spaced diagonals: the residues t of (i + j + phase) mod q with (t * p) mod q < p. For r = 1/n
@@ -115,8 +113,6 @@ def sample_mask(
         ratio (float): Keep ratio, see :func:`parse_keep_ratio`.
         sampler (str): 'grid' or 'random'.
         generator (torch.Generator): Source of randomness, on the CPU.
-        staggered (bool): Shift the diagonals of a grid by one after every period. With an even period they meet the
-            same two pixels of every 2x2 patch, which a downsampling layer treats each in its own way. Default: False.
 
     Returns:
         Tensor: bool, shape (height, width), True where the gradient is kept.
@@ -128,10 +124,7 @@ def sample_mask(
     p, q = fraction.numerator, fraction.denominator
     if sampler == 'grid':
         phase = torch.randint(q, (), generator=generator)
-        column = torch.arange(width)
-        if staggered and q % 2 == 0:
-            column = column + column // q
-        diagonal = torch.arange(height)[:, None] + column
+        diagonal = torch.arange(height)[:, None] + torch.arange(width)
         return (diagonal + phase) % q * p % q < p
     if sampler == 'random':
         # The same draw serves every ratio of a step: a smaller kept set is part of a larger one.
@@ -156,14 +149,13 @@ def stage_masks(
         sampler (str): 'grid' or 'random'.
         generator (torch.Generator): Source of randomness, on the CPU.
         aligned (bool): One base mask for all stages, as the paper has it. False: one mask for each stage at its own
-            resolution, so that kept positions are near to dropped ones; staggered, and at least one is kept.
-            Default: True.
+            resolution, so that kept positions are next to dropped ones, and at least one is kept. Default: True.
 
     Returns:
         list[Tensor]: A bool mask of shape (height, width) for each stage.
     """
     if not aligned:
-        masks = [sample_mask(h, w, ratio, sampler, generator, staggered=True) for h, w in sizes]
+        masks = [sample_mask(h, w, ratio, sampler, generator) for h, w in sizes]
         for mask in masks:
             if not mask.any():
                 mask[mask.shape[0] // 2, mask.shape[1] // 2] = True

@@ -90,12 +90,13 @@ def test_candidates():
     config = load_config(T)
     settings = candidates(config)
     assert settings[0] == 'fused' and settings[-1] == 'block+targets+cp-heads+cp-rpn+cp-neck'
-    assert {s.split('+')[0] for s in candidates(config, exact=True)} == {'none', 'exact', 'exact-block'}
+    assert {s.split('+')[0] for s in candidates(config, 'exact')} == {'none', 'exact', 'exact-block'}
+    assert {s.split('+')[0] for s in candidates(config, 'int8')} == {'int8', 'int8-block'}
     with_states = candidates(config, eight_bit=True)
     assert with_states[: len(settings)] == settings and with_states[-1] == settings[-1] + '+adamw8bit'
     retina = load_config(STOCK_R)
     assert candidates(retina) == []
-    settings = candidates(retina, exact=True, eight_bit=True)  # SGD: no 8-bit AdamW; no RPN to checkpoint
+    settings = candidates(retina, 'exact', eight_bit=True)  # SGD: no 8-bit AdamW; no RPN to checkpoint
     assert settings[0] == 'none' and settings[-1] == 'with_cp+targets+cp-heads+cp-neck'
 
 

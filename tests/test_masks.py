@@ -207,16 +207,6 @@ def test_nearest_is_one_for_one(width):
     assert ((found.keep - found.drop).abs() == 1).all() and torch.equal(found.keep // 2, found.drop // 2)
 
 
-@pytest.mark.parametrize('ratio', [0.25, 0.5])
-def test_staggered_grids_meet_every_pixel_of_a_patch(ratio):
-    """Equally often; without the shift two of the four are never kept."""
-    (mask,) = stage_masks([(16, 32)], ratio, 'grid', mask_generator(0, 0, 0), aligned=False)
-    shares = mask.view(8, 2, 16, 2).double().mean((0, 2))
-    assert torch.equal(shares, torch.full((2, 2), ratio, dtype=torch.float64))
-    plain = draw(16, 32, ratio).view(8, 2, 16, 2).double().mean((0, 2))
-    assert (plain == 0).sum() == 2
-
-
 def test_something_is_kept_for_neighbours():
     for step in range(20):
         masks = stage_masks([(2, 2), (1, 1)], 0.1, 'grid', mask_generator(0, 0, step), aligned=False)

@@ -15,6 +15,7 @@ from mmengine.config import DictAction
 from sbp_mmdet.analysis.detector import measure_detector
 from sbp_mmdet.analysis.planner import (
     CONTEXT,
+    GRADIENTS,
     MARGIN,
     candidates,
     cfg_options,
@@ -25,6 +26,12 @@ from sbp_mmdet.analysis.planner import (
 )
 from sbp_mmdet.analysis.report import format_bytes
 from sbp_mmdet.analysis.variants import is_convnext, load_config, with_setting
+
+KINDS = {
+    'paper': "the paper's gradients (SBP)",
+    'int8': 'gradients exact to about a hundredth (what is stored is rounded to int8)',
+    'exact': 'exact gradients',
+}
 
 
 def parse_args():
@@ -69,10 +76,9 @@ def main():
     if not is_convnext(config):
         print(f'The backbone is {config.model.backbone.type}, not a ConvNeXt: SBP does not apply, what is exact does.')
     found = False
-    for exact in [True] if args.exact or not is_convnext(config) else [False, True]:
-        settings = candidates(config, exact=exact, eight_bit=args.adamw8bit)
-        kind = 'exact gradients' if exact else "the paper's gradients (SBP)"
-        print(f'\nWith {kind}:')
+    for kind in ['exact'] if args.exact or not is_convnext(config) else GRADIENTS:
+        settings = candidates(config, kind, eight_bit=args.adamw8bit)
+        print(f'\nWith {KINDS[kind]}:')
         setting = choose(settings, budget, measure, ddp=args.gpus > 1, tell=tell)
         if setting is None:
             print(f'Nothing fits into {format_bytes(budget)}.')

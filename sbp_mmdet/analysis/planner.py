@@ -7,7 +7,18 @@ from mmengine.config import Config
 
 from .variants import applicable, backbone_change, is_convnext, piece_change
 
-__all__ = ['CONTEXT', 'MARGIN', 'candidates', 'cfg_options', 'choose', 'needed', 'parse_bytes', 'parse_size', 'snippet']
+__all__ = [
+    'CONTEXT',
+    'GRADIENTS',
+    'MARGIN',
+    'candidates',
+    'cfg_options',
+    'choose',
+    'needed',
+    'parse_bytes',
+    'parse_size',
+    'snippet',
+]
 
 # On top of the counted bytes: rounding and fragmentation of CUDA's allocator, and what kernels use inside themselves,
 # are a share; CUDA's context and its libraries' workspaces are about this much, whatever the model.
@@ -25,9 +36,16 @@ _TIME = {
     'none': 1.0,
     'exact': 7 / 6,
     'exact-block': 7 / 6 + 0.03,
+    'int8': 7 / 6 + 0.05,
+    'int8-block': 7 / 6 + 0.08,
     'with_cp': 8 / 6 + 0.03,
 }
 _TIME_MORE = {'targets': 0.01, 'cp-heads': 0.08, 'cp-rpn': 0.04, 'cp-neck': 0.03, 'adamw8bit': 1.0}
+GRADIENTS = {
+    'paper': ('fused', 'recompute', 'block'),
+    'int8': ('int8', 'int8-block'),
+    'exact': ('none', 'exact', 'exact-block'),
+}
 _PIECES = [[], ['targets'], ['targets', 'cp-heads'], ['targets', 'cp-heads', 'cp-rpn', 'cp-neck']]
 
 
@@ -71,20 +89,21 @@ def parse_size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def candidates(config: Config, *, exact: bool = False, eight_bit: bool = False) -> list[str]:
+def candidates(config: Config, gradients: str = 'paper', *, eight_bit: bool = False) -> list[str]:
     """Settings to consider, fastest first, smallest last.
 
     Args:
         config (Config): Config of a detector.
-        exact (bool): Those with exact gradients; otherwise those with the paper's. Default: False.
+        gradients (str): Those with the paper's gradients, with gradients exact to about a hundredth ('int8'), or
+            'exact'. Default: 'paper'.
         eight_bit (bool): After all others, those with 8-bit optimizer states too. Default: False.
 
     Returns:
-        list[str]: Settings that apply to the model; none with the paper's gradients if its backbone is no ConvNeXt.
+        list[str]: Settings that apply to the model; if its backbone is no ConvNeXt, only exact ones do.
     """
-    modes = ['none', 'exact', 'exact-block'] if exact else ['fused', 'recompute', 'block']
+    modes = GRADIENTS[gradients]
     if not is_convnext(config):
-        modes = ['none', 'with_cp'] if exact else []
+        modes = ('none', 'with_cp') if gradients == 'exact' else ()
     combined = [[*pieces, *more] for pieces in _PIECES for more in ([], *([['adamw8bit']] if eight_bit else []))]
     settings = [_fitting(config, [mode, *pieces]) for mode in modes for pieces in combined]
     kept, _ = applicable(config, list(dict.fromkeys(settings)))

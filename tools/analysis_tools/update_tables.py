@@ -3,7 +3,8 @@
     python tools/analysis_tools/update_tables.py README.md
 
 A table stands between ``<!-- table: PATH.json -->`` and ``<!-- end -->``; the path is relative to the Markdown file.
-The JSON file is what ``benchmark_block.py --json`` or ``benchmark_memory.py --json`` writes.
+The JSON file is what ``benchmark_block.py``, ``benchmark_memory.py``, ``gradient_study.py`` or ``gradient_norms.py``
+writes with ``--json``.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import re
 from pathlib import Path
 
 from sbp_mmdet.analysis.report import format_bytes, markdown
+from sbp_mmdet.study.report import norms_table, study_table
 
 BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
@@ -35,9 +37,20 @@ def table(results: dict) -> str:
             cells += [f'{row["total_ratio"]:.2f}'] if timed else []
             lines.append('| ' + ' | '.join(cells) + ' |')
             label = ''
-    machine = results['machine']
-    lines += ['', f'*{machine["date"]}, {machine["device"]}, torch {machine["torch"]}: `{machine["command"]}`*']
-    return '\n'.join(lines) + '\n'
+    return '\n'.join([*lines, *footer(results['machine'])]) + '\n'
+
+
+def footer(machine: dict) -> list[str]:
+    """Where, with what and how it was measured."""
+    return ['', f'*{machine["date"]}, {machine["device"]}, torch {machine["torch"]}: `{machine["command"]}`*']
+
+
+def table_of(results: dict) -> str:
+    """The table that fits what a file holds."""
+    if 'case' in results:
+        lines = norms_table(results) if 'steps' in results['case'] else study_table(results)
+        return '\n'.join([lines, *footer(results['machine'])]) + '\n'
+    return markdown(results) if 'setting' in results['rows'][0] else table(results)
 
 
 def main():
@@ -47,9 +60,7 @@ def main():
         text = path.read_text()
 
         def fill(match, path=path):
-            results = json.loads((path.parent / match[2]).read_text())
-            make = markdown if 'setting' in results['rows'][0] else table
-            return match[1] + make(results) + match[3]
+            return match[1] + table_of(json.loads((path.parent / match[2]).read_text())) + match[3]
 
         path.write_text(BLOCK.sub(fill, text))
         print(f'{path}: {len(BLOCK.findall(text))} tables')
