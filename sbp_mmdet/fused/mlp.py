@@ -109,7 +109,14 @@ class _ChannelMLP(torch.autograd.Function):
         if any(ctx.needs_input_grad[i] for i in (0, *range(2, 9))):
             ctx.shape = x.shape
             # The source is kept by its tensors, saved like all others, so that hooks on saved tensors see them.
-            ctx.options = (eps, approximate, recompute, source and source.options, keep and keep.nearest, dtype)
+            ctx.options = (
+                eps,
+                approximate,
+                recompute,
+                source and source.options,
+                keep and keep.nearest and keep.nearest.starts,
+                dtype,
+            )
             ctx.save_for_backward(
                 *(*xhat, rstd, hidden, scale, *Neighbours.tensors(keep)),
                 *(source.tensors if source else [None] * 4),
@@ -124,7 +131,7 @@ class _ChannelMLP(torch.autograd.Function):
             return None, grad, *[None] * 9
         xhat, xhat_scale, rstd, hidden, scale, keep, drop, pairs, *saved = ctx.saved_tensors
         source, (norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma) = saved[:4], saved[4:]
-        eps, approximate, recompute, conv_options, nearest, dtype = ctx.options
+        eps, approximate, recompute, conv_options, starts, dtype = ctx.options
         needs_x, _, needs_nw, needs_nb, needs_w1, needs_b1, needs_w2, needs_b2, needs_gamma = ctx.needs_input_grad[:9]
         needs_inner = needs_x or needs_nw or needs_nb or needs_w1 or needs_b1
         with no_autocast(grad):
@@ -146,10 +153,10 @@ class _ChannelMLP(torch.autograd.Function):
             sum_g = column_sums(g)
             near = None
             if drop is not None:
-                near = Neighbours(pairs, nearest, len(grad))
+                near = Neighbours(pairs, starts, len(grad))
                 g_drop, g_inner_drop = incoming(drop)
                 sum_g += column_sums(g_drop)
-                g = near.pool(g, g_drop)
+                g = near.pool_(g.clone(), g_drop)
                 del g_drop
             g, unit = _in_range(g, gamma, dtype)
             outer = zeros_for(weight2) if needs_w2 or needs_gamma else None  # A of the package's docstring
@@ -177,7 +184,7 @@ class _ChannelMLP(torch.autograd.Function):
                 if near:
                     part = near.dropped(chunk)
                     dh_drop = inner(g_inner_drop[part], *near.lend(chunk, *rows), dx_drop[part] if needs_x else None)
-                    dh = near.pool(dh, dh_drop, chunk)
+                    dh = near.pool_(dh, dh_drop, chunk)
                 if needs_w1 or needs_nw:
                     accumulate(dw1, dh.t(), xhat[chunk])
             if unit is not None and outer is not None:

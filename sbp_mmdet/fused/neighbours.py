@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..masks import Nearest, Positions
+from ..masks import Positions
 
 __all__ = ['SHARE', 'Neighbours']
 
@@ -17,13 +17,13 @@ class Neighbours:
 
     Args:
         pairs (Tensor | None): ``Nearest.index`` of the map.
-        nearest (Nearest): Of the map; only what is on the CPU is used.
+        starts (Tensor): ``Nearest.starts`` of the map, on the CPU.
         images (int): N; rows are image after image.
     """
 
-    def __init__(self, pairs: Tensor | None, nearest: Nearest, images: int):
-        self.starts = nearest.starts
-        self.kept, self.images = len(nearest.starts) - 1, images
+    def __init__(self, pairs: Tensor | None, starts: Tensor, images: int):
+        self.starts = starts
+        self.kept, self.images = len(starts) - 1, images
         self.own = 2 - SHARE
         self.pairs = None
         if pairs is not None:
@@ -54,19 +54,19 @@ class Neighbours:
         local = self.pairs[self.dropped(chunk)] - chunk.start
         return [None if r is None else r.index_select(0, local) for r in rows]
 
-    def pool(self, kept: Tensor, dropped: Tensor, chunk: slice | None = None) -> Tensor:
-        """Sums of gradient rows by kept row, for the product with the kept activations.
+    def pool_(self, kept: Tensor, dropped: Tensor, chunk: slice | None = None) -> Tensor:
+        """Sums of gradient rows by kept row, in place, for the product with the kept activations.
 
         Args:
-            kept (Tensor): Shape (K, C).
+            kept (Tensor): Shape (K, C); holds the sums afterwards.
             dropped (Tensor): Shape (D, C).
             chunk (slice | None): Which of the kept rows these are; None: all. Default: None.
 
         Returns:
-            Tensor: Shape (K, C).
+            Tensor: ``kept``.
         """
         if self.pairs is None:
-            return torch.add(kept * self.own, dropped, alpha=SHARE)
+            return kept.mul_(self.own).add_(dropped, alpha=SHARE)
         chunk = chunk or slice(0, self.images * self.kept)
         local = self.pairs[self.dropped(chunk)] - chunk.start
-        return (kept * self.own[chunk].to(kept.dtype)).index_add_(0, local, dropped, alpha=SHARE)
+        return kept.mul_(self.own[chunk]).index_add_(0, local, dropped, alpha=SHARE)

@@ -64,7 +64,8 @@ class _Downsample(torch.autograd.Function):
             xhat, rstd = normalise(to_patches(x), eps, dtype)  # (N, L, 4, C), (N, L, 4, 1)
             out = F.linear(xhat.flatten(2), w, b).transpose(1, 2).unflatten(2, (height, width))
             if any(ctx.needs_input_grad):
-                ctx.shape, ctx.dtype, ctx.nearest = x.shape, dtype, keep and keep.nearest
+                ctx.shape, ctx.dtype = x.shape, dtype
+                ctx.starts = keep and keep.nearest and keep.nearest.starts
                 needs_x, needs_nw, _, needs_w, _ = ctx.needs_input_grad[:5]
                 stored = (xhat if needs_x or needs_nw or needs_w else None, rstd if needs_x else None)
                 if keep is not None:
@@ -85,14 +86,14 @@ class _Downsample(torch.autograd.Function):
             w, _ = fold(*folded, ctx.dtype)
             if xhat is not None:
                 xhat = Stored(xhat, xhat_scale).load(ctx.dtype).flatten(0, 1)  # (N * K, 4, C)
-            near = None if drop is None else Neighbours(pairs, ctx.nearest, n)
+            near = None if drop is None else Neighbours(pairs, ctx.starts, n)
             incoming = [rows_of(grad, index) for index in ((keep, drop) if near else (keep,))]
             db = sum(column_sums(g) for g in incoming)
             g, *g_drop = incoming = [g.to(ctx.dtype) for g in incoming]
             grads = [None] * 6
             dw = zeros_for(folded[0])
             if needs_w or needs_nw:
-                pooled = near.pool(g, *g_drop) if near else g
+                pooled = near.pool_(g.clone(), *g_drop) if near else g
                 accumulate(dw, pooled.t(), xhat.flatten(1))
             if needs_x:
                 rstd = rstd.flatten(0, 1)
