@@ -1,6 +1,7 @@
 """The tools of the gradient study, typed as a user types them, on our configs and on one that is not ours."""
 
 import json
+import subprocess
 import sys
 
 import cv2
@@ -134,6 +135,19 @@ def test_the_page_shows_the_results():
         found = json.loads(file.read_text())
         table = study_report.norms_table if 'steps' in found['case'] else study_report.study_table
         assert table(found) in page and found['machine']['command'] in page, file.name
+
+
+def test_pages_are_filled_from_results(tmp_path):
+    """By the tool that fills the other tables: a study and norms."""
+    for name in ('orders', 'norms_atto'):
+        results = TOOLS.parent / f'docs/results/gradient_{name}.json'
+        page = tmp_path / f'{name}.md'
+        (tmp_path / results.name).write_text(results.read_text())
+        page.write_text(f'<!-- table: {results.name} -->\n<!-- end -->\n')
+        subprocess.run([sys.executable, TOOLS / 'analysis_tools/update_tables.py', page], check=True)
+        found = json.loads(results.read_text())
+        label = 'increasing' if name == 'orders' else 'disjoint blocks'
+        assert f'| {label} |' in page.read_text() and found['machine']['command'] in page.read_text()
 
 
 def test_rounding():
