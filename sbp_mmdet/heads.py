@@ -66,17 +66,18 @@ class _Masks:
     def __init__(self, keep_ratio, sampler):
         self.keep_ratio, self.sampler = keep_ratio, sampler
         self._steps, self._step = Steps(), Step(0, 0)
-        self._aligned, self._drawn = [], {}
+        self._sizes, self._aligned, self._drawn = [], True, {}
 
     def begin(self, backbone, args):
         """A forward pass begins. Not so where it is run again inside a backward pass: the masks stay."""
         if not _trains(backbone) or is_replay():
             return
         self._step = self._steps.of(args[0])
-        self._aligned, self._drawn = [], {}
+        self._sizes, self._drawn = [], {}
         if isinstance(backbone, SBPConvNeXt) and (layers := backbone.keep_ratios()):
             deepest = max(stage for stage, _ in layers)
-            self._aligned = backbone.stage_sizes(*args[0].shape[-2:])[: deepest + 1]
+            self._sizes = backbone.stage_sizes(*args[0].shape[-2:])[: deepest + 1]
+            self._aligned = backbone.sbp.dropped == 'zero'
 
     @torch.compiler.disable
     def of(self, x):
@@ -84,9 +85,9 @@ class _Masks:
         size = tuple(x.shape[2:])
         if size not in self._drawn:
             generator = generator_of(self._step)
-            if size in self._aligned:
-                masks = stage_masks(self._aligned, self.keep_ratio, self.sampler, generator)
-                mask = masks[self._aligned.index(size)]
+            if size in self._sizes:
+                masks = stage_masks(self._sizes, self.keep_ratio, self.sampler, generator, self._aligned)
+                mask = masks[self._sizes.index(size)]
             else:
                 mask = sample_mask(*size, self.keep_ratio, self.sampler, generator)
             self._drawn[size] = positions(mask, x.device)

@@ -2,7 +2,8 @@
 
 One base mask is drawn at the resolution of the deepest stage that uses SBP. Shallower stages get it enlarged by whole
 blocks, so that a kept position of a stage is a kept 2x2 patch of the stage before it, and every layer of a forward
-pass drops the same positions of the image (section 3.3.3).
+pass drops the same positions of the image (section 3.3.3). Where dropped positions send gradients by their neighbours,
+each stage has a mask of its own instead, and each dropped position a kept one to go with.
 
 Masks are drawn on the CPU whatever the device of the features: the base mask has a few thousand entries, the same
 (seed, rank, step) then gives the same mask on every kind of device, and the number of kept positions is known without
@@ -181,7 +182,12 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = 
 
     Returns:
         Positions: Kept and dropped flat indices.
+
+    Raises:
+        ValueError: If neighbours are asked for and nothing is kept.
     """
+    if nearest and not mask.any():
+        raise ValueError('no position is kept, so dropped ones have no neighbours; keep at least one')
     flat = mask.flatten()
     keep, drop = flat.nonzero().squeeze(1), (~flat).nonzero().squeeze(1)
     pairs = starts = None

@@ -23,6 +23,7 @@ from sbp_mmdet.analysis.planner import (
 )
 from sbp_mmdet.analysis.variants import load_config as read_config
 from sbp_mmdet.analysis.variants import with_setting
+from sbp_mmdet.settings import SBPSettings
 
 sys.path[:0] = [str(TOOLS), str(TOOLS / 'analysis_tools')]
 import benchmark_memory  # noqa: E402
@@ -124,6 +125,20 @@ def test_a_setting_replaces_the_one_before(tmp_path):
     config.model.backbone.sbp_cfg = dict(keep_ratio=0.25, recompute='block', sampler='random')
     found = merged(config, snippet(config, 'fused'), tmp_path)
     assert found.model.backbone.sbp_cfg == dict(keep_ratio=0.25, recompute=False, sampler='random')
+
+
+@pytest.mark.parametrize('setting', ['reference', 'recompute', 'exact', 'int8', 'none'])
+def test_a_mode_does_not_inherit_what_another_is_about(setting, tmp_path):
+    config = load_config(T)
+    config.model.backbone.sbp_cfg = dict(dropped='nearest', storage='int8', sampler='random', implementation='fused')
+    found = merged(config, snippet(config, setting), tmp_path).model.backbone.sbp_cfg
+    if setting == 'none':
+        assert found is None
+        return
+    settings = SBPSettings.parse(found, 'tiny', (3, 3, 9, 3))
+    assert settings.sampler == 'random'
+    assert (settings.dropped, settings.storage) == ('zero', 'int8' if setting == 'int8' else 'native')
+    assert settings.implementation == ('reference' if setting == 'reference' else 'fused')
 
 
 def test_options_for_the_command_line():

@@ -211,3 +211,8 @@ def test_something_is_kept_for_neighbours():
     for step in range(20):
         masks = stage_masks([(2, 2), (1, 1)], 0.1, 'grid', mask_generator(0, 0, step), aligned=False)
         assert all(mask.any() for mask in masks)
+
+
+def test_neighbours_need_a_kept_position():
+    with pytest.raises(ValueError, match='no position is kept'):
+        positions(torch.zeros(3, 4, dtype=torch.bool), nearest=True)

@@ -13,7 +13,16 @@ from mmengine.config import Config
 
 from .modes import MODES, backbone_options
 
-__all__ = ['PIECES', 'applicable', 'backbone_change', 'is_convnext', 'load_config', 'piece_change', 'with_setting']
+__all__ = [
+    'PIECES',
+    'applicable',
+    'backbone_change',
+    'check_convnext',
+    'is_convnext',
+    'load_config',
+    'piece_change',
+    'with_setting',
+]
 
 PIECES = {
     'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
@@ -79,6 +88,13 @@ def is_convnext(config: Config) -> bool:
     return name.split('.')[-1] in ('ConvNeXt', 'SBPConvNeXt')
 
 
+def check_convnext(config: Config) -> None:
+    """Raises a ValueError where the backbone is none that SBP applies to."""
+    if not is_convnext(config):
+        kind = (config.model.get('backbone') or {}).get('type')
+        raise ValueError(f'model.backbone.type={kind!r} is not a ConvNeXt, so SBP does not apply to it')
+
+
 def backbone_change(config: Config, mode: str) -> dict:
     """What a mode changes in ``model.backbone``.
 
@@ -97,7 +113,8 @@ def backbone_change(config: Config, mode: str) -> dict:
     if is_convnext(config):
         own = {'keep_ratio': 0.5, **(backbone.get('sbp_cfg') or {})}
         # Said in full, for a child config is merged with what it inherits.
-        own.update(recompute=False, **(dict(implementation='fused') if 'implementation' in own else {}))
+        plain = dict(implementation='fused', dropped='zero', storage='native')
+        own.update(recompute=False, **{key: value for key, value in plain.items() if key in own})
         return dict(type='SBPConvNeXt', **backbone_options(mode, **own))
     if mode not in MODES:
         raise ValueError(f'mode {mode!r} is unknown; choose from {list(MODES)}')

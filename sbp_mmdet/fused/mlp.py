@@ -172,7 +172,8 @@ class _ChannelMLP(torch.autograd.Function):
                     dx.copy_(normalise_backward(dh @ w1, xhat, rstd))
                 return dh
 
-            for chunk in _chunks(len(g), len(w1), g.device) if needs_inner or outer is not None else []:
+            rows_each = 1 + len(g_inner_drop) // max(len(g), 1) if near else 1  # dropped rows come with kept ones
+            for chunk in _chunks(len(g), rows_each * len(w1), g.device) if needs_inner or outer is not None else []:
                 h = torch.addmm(b1, xhat[chunk], w1.t()) if recompute else hidden[chunk]
                 if outer is not None:
                     accumulate(outer, g[chunk].t(), F.gelu(h, approximate=approximate))

@@ -97,7 +97,7 @@ def normalise_backward(grad, xhat, rstd):
 
 
 def fold(weight, bias, norm_weight, norm_bias, dtype):
-    """The affine part of a norm folded into the linear layer that follows it: W1' and b1' of ``fused.py``."""
+    """The affine part of a norm folded into the linear layer that follows it: W1' and b1' of the package."""
     if norm_bias is not None:
         bias = torch.addmv(bias, weight, norm_bias)
     if norm_weight is not None:

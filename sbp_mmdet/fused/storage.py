@@ -25,7 +25,12 @@ class Stored(NamedTuple):
 
     def load(self, dtype: torch.dtype) -> Tensor:
         """The tensor in ``dtype``."""
-        return self.values.to(dtype) if self.scale is None else (self.values * self.scale).to(dtype)
+        if self.scale is None:
+            return self.values.to(dtype)
+        out = torch.empty_like(self.values, dtype=dtype)
+        for image, values, scale in zip(out, self.values, self.scale, strict=True):
+            image.copy_(values * scale)  # one at a time: the product is in full precision
+        return out
 
     def map(self, f) -> 'Stored':
         """``f`` of the values; the scale has to stay as it is."""
@@ -40,15 +45,18 @@ def store(x: Tensor, storage: str, positions: int | tuple[int, ...]) -> Stored:
     loaded, so that gradient scaling skips the step as it does without rounding.
 
     Args:
-        x (Tensor): Any shape.
+        x (Tensor): Shape (N, ...).
         storage (str): 'native' or 'int8'.
-        positions (int | tuple[int, ...]): The dimensions of the positions, which share a scale.
+        positions (int | tuple[int, ...]): The dimensions of the positions, which share a scale; not the first.
 
     Returns:
         Stored: The stored form.
     """
     if storage == 'native' or not x.numel():
         return Stored(x)
-    scale = x.abs().amax(positions, keepdim=True).to(accumulator(x)) / 127
-    values = (x / scale.clamp_min(torch.finfo(scale.dtype).tiny)).round_().to(torch.int8)
+    scale = torch.maximum(x.amax(positions, keepdim=True), -x.amin(positions, keepdim=True)).to(accumulator(x)) / 127
+    divisor = scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    values = torch.empty_like(x, dtype=torch.int8)
+    for image, rows, unit in zip(values, x, divisor, strict=True):
+        image.copy_((rows / unit).round_())  # one at a time: the quotient is in full precision
     return Stored(values, scale)

@@ -30,6 +30,10 @@ def disjoint_blocks(backbone: nn.Module) -> None:
     Args:
         backbone (nn.Module): ``SBPConvNeXt`` with SBP, changed in place.
     """
+    if backbone.sbp.dropped != 'zero':
+        raise ValueError(
+            f'sbp_cfg: dropped={backbone.sbp.dropped!r}: disjoint masks are about positions that send nothing'
+        )
     draw = backbone.draw
 
     def alternating(x):

@@ -18,6 +18,7 @@ from mmengine.config import Config
 from torch import Tensor, nn
 
 from ..analysis.cuda_rules import autocast
+from ..analysis.variants import check_convnext
 from .subject import build_model
 
 __all__ = [
@@ -146,8 +147,9 @@ def backbone_with(config: Config, sbp_cfg: dict | None, weights: nn.Module | Non
         nn.Module: The backbone.
 
     Raises:
-        ValueError: For a setting that cannot be honoured.
+        ValueError: For a setting that cannot be honoured, or a backbone that is no ConvNeXt.
     """
+    check_convnext(config)
     cfg = copy.deepcopy(config.model.backbone.to_dict())
     cfg.update(type='SBPConvNeXt', sbp_cfg=copy.deepcopy(sbp_cfg), with_cp=False, init_cfg=None)
     with torch.device('meta'):

@@ -40,7 +40,7 @@ def check_kept(config: Config, sbp_cfg: dict, weights: nn.Module, exact: ExactPa
 
     Returns:
         KeptCheck | None: None if the setting drops nothing, if the layer got no gradient (stochastic depth), or if the
-        setting never holds this gradient, because one operation goes through the depthwise convolution as well.
+        setting never holds this gradient where it can be seen: int8 storage runs the convolution past its module.
     """
     backbone = backbone_with(config, sbp_cfg, weights)
     layers = in_order(backbone.keep_ratios())

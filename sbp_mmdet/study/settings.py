@@ -67,7 +67,8 @@ def group(name: str, config: Config) -> dict[str, dict]:
     if name == 'ratios':
         return {f'{r:g}': dict(base, keep_ratio=r) for r in (0.75, 0.5, 0.25)}
     if name == 'options':
-        return {label: {**base, **options} for label, options in _OPTIONS.items()}
+        rest = {key: value for key, value in base.items() if key in ('blocks', 'downsample')}
+        return {label: {**rest, **options} for label, options in _OPTIONS.items()}
     if name == 'samplers':
         return {
             f'{s} {r:g}': dict(base, keep_ratio=r, sampler=s) for r in (0.75, 0.5, 0.25) for s in ('grid', 'random')

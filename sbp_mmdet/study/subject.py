@@ -13,7 +13,7 @@ from mmengine.runner import Runner, load_checkpoint, set_random_seed
 from torch import nn
 
 from ..analysis.detector import build_detector
-from ..analysis.variants import is_convnext
+from ..analysis.variants import check_convnext
 
 __all__ = ['build_model', 'train_batches']
 
@@ -34,9 +34,7 @@ def build_model(config: Config, checkpoint: str | Path | None = None, device: st
     Raises:
         ValueError: If the backbone is no ConvNeXt, or the checkpoint does not fit.
     """
-    if not is_convnext(config):
-        kind = (config.model.get('backbone') or {}).get('type')
-        raise ValueError(f'model.backbone.type={kind!r} is not a ConvNeXt, so SBP does not apply to it')
+    check_convnext(config)
     config = copy.deepcopy(config)
     config.model.backbone.update(type='SBPConvNeXt', sbp_cfg=None, with_cp=False)
     set_random_seed(seed)

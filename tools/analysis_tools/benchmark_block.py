@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis import MODES
+from sbp_mmdet.analysis import MODES, backbone_options
 from sbp_mmdet.analysis.benchmark import (
     PARTS,
     build_case,
@@ -81,7 +81,8 @@ def main():
             print()
             print_table(results)
             rows += [
-                dict(part=args.part, arch=arch, stage=stage or None, shape=shape, amp=amp, mode=name, **options, **row)
+                dict(part=args.part, arch=arch, stage=stage or None, shape=shape, amp=amp, mode=name)
+                | dict(backbone_options(name, **options), **row)
                 for name, row in results.items()
             ]
     if args.json:

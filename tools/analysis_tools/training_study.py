@@ -9,6 +9,7 @@ can be added. On one machine, without a launcher; --jobs runs several trainings 
 
 import argparse
 import concurrent.futures
+import copy
 import json
 import os
 import statistics
@@ -16,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mmengine.config import Config, DictAction
+from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
@@ -70,8 +71,10 @@ def run_training(config, sbp_cfg, seed, folder, threads):
     Raises:
         RuntimeError: If the training fails; names the log.
     """
-    config = Config(dict(config.to_dict(), randomness=dict(seed=seed)))
-    config.model.backbone.sbp_cfg = sbp_cfg
+    config = copy.deepcopy(config)
+    config.randomness = dict(config.get('randomness') or {}, seed=seed)
+    config.model.backbone.update(type='SBPConvNeXt', sbp_cfg=sbp_cfg)
+    config.custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
     result, text = folder / 'result.json', config.pretty_text
     if result.exists() and (found := json.loads(result.read_text()))['config'] == text:
         return found
@@ -84,7 +87,9 @@ def run_training(config, sbp_cfg, seed, folder, threads):
             raise RuntimeError(f'a training failed; {log.name} says why')
     scalars = max(folder.glob('*/vis_data/scalars.json'), key=lambda path: path.stat().st_mtime)
     found = dict(collect(scalars.read_text().splitlines()), config=text)
-    result.write_text(json.dumps(found))
+    whole = result.with_suffix('.part')
+    whole.write_text(json.dumps(found))
+    whole.replace(result)
     return found
 
 
@@ -161,14 +166,16 @@ def main():
                 folder = args.work_dir / f'{label}-{seed}'
                 job = pool.submit(run_training, config, sbp_cfg, seed, folder, threads)
                 jobs[job] = label, seed
-        for job in concurrent.futures.as_completed(jobs):
-            label, seed = jobs[job]
-            try:
+        try:
+            for job in concurrent.futures.as_completed(jobs):
+                label, seed = jobs[job]
                 results[label][seed] = {key: job.result()[key] for key in ('ap', 'loss')}
-            except RuntimeError as error:
-                pool.shutdown(cancel_futures=True)
-                raise SystemExit(f'\n{label}, seed {seed}: {error}') from error
-            bar.update()
+                bar.update()
+        except RuntimeError as error:
+            print(f'\n{label}, seed {seed}: {error}; trainings beside it go on to their end', file=sys.stderr)
+            raise SystemExit(1) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # also where somebody interrupts: nothing new is started
     print()
     print_table(results)
     if args.json:

@@ -25,16 +25,18 @@ def table(results: dict) -> str:
     groups = itertools.groupby(results['rows'], key=lambda row: (row['part'], row['arch'], row['stage']))
     for i, ((part, arch, stage), rows) in enumerate(groups):
         rows = list(rows)
-        timed = 'total_ratio' in rows[0]
+        timed, compared = 'total_ratio' in rows[0], 'cosine' in rows[0]
         if i == 0:
-            lines.append('| | mode | stored | ratio | peak | ratio |' + (' time, ratio |' if timed else ''))
-            lines.append('|---|---|---|---|---|---|' + ('---|' if timed else ''))
+            more = (['time, ratio'] if timed else []) + (['cosine', 'relative error'] if compared else [])
+            lines.append('| | ' + ' | '.join(['mode', 'stored', 'ratio', 'peak', 'ratio', *more]) + ' |')
+            lines.append('|' + '---|' * (6 + len(more)))
         label = f'ConvNeXt {arch}' + (f', {part}, stage {stage}' if stage else f', {part}')
         for row in rows:
             cells = [label, f'`{row["mode"]}`']
             for key in ('saved_bytes', 'peak_bytes'):
                 cells += [format_bytes(row[key]), f'{row[key] / rows[0][key]:.3f}']
             cells += [f'{row["total_ratio"]:.2f}'] if timed else []
+            cells += [f'{row["cosine"]:.4f}', f'{row["relative_error"]:.4f}'] if compared else []
             lines.append('| ' + ' | '.join(cells) + ' |')
             label = ''
     return '\n'.join([*lines, *footer(results['machine'])]) + '\n'
