@@ -35,7 +35,8 @@ class SBPConvNeXt(BaseModule):
 
     The forward pass is ConvNeXt's. In training, the pointwise and 2x2/2 downsampling layers of the leading stages send
     gradients from a kept subset of the spatial positions, drawn anew in each step and the same for all layers (with
-    ``dropped='nearest'``, of a stage). The depthwise convolutions and the last stage stay exact. Outside of training, or without gradients, nothing is drawn.
+    ``dropped='nearest'``, of a stage). The depthwise convolutions and the last stage stay exact. Outside of training
+    and without gradients, nothing is drawn.
 
     Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``; ``sbp_cfg`` is added.
 
