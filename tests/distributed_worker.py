@@ -46,6 +46,8 @@ CASES = {
     'accumulate': (RANDOM, {}, {}),
     'accumulate with_cp': (RANDOM, dict(with_cp=True), dict(gradient_as_bucket_view=True)),
     'frozen': (RANDOM, dict(frozen_stages=1), {}),
+    'nearest': (dict(dropped='nearest', recompute=True), {}, dict(static_graph=True)),
+    'nearest int8 with_cp': (RANDOM | dict(dropped='nearest', storage='int8'), dict(with_cp=True), {}),
     'FSDP': (RANDOM, {}, 'FSDP'),
     'FSDP with_cp reference': (REFERENCE, dict(with_cp=True), 'FSDP'),
     'fully_shard': (BLOCK, {}, 'fully_shard'),
