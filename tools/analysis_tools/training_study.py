@@ -133,7 +133,7 @@ def draw(results, out):
         for axis, name in zip(right, METRICS, strict=True):
             values = [run['ap'][name] for run in runs.values() if name in run['ap']]
             axis.plot([i] * len(values), values, 'o', color=f'C{i}', alpha=0.7)
-    left.set(xlabel='iteration', ylabel='training loss', yscale='log')
+    left.set(xlabel='iteration', ylabel='training loss')
     left.legend()
     for axis, name in zip(right, METRICS, strict=True):
         axis.set(title=f'{name}, one point per seed', xticks=range(len(results)), xlim=(-0.5, len(results) - 0.5))

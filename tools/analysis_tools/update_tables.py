@@ -49,7 +49,7 @@ def footer(machine: dict) -> list[str]:
 
 def table_of(results: dict) -> str:
     """The table that fits what a file holds."""
-    if 'case' in results:
+    if 'rows' not in results:
         lines = norms_table(results) if 'steps' in results['case'] else study_table(results)
         return '\n'.join([lines, *footer(results['machine'])]) + '\n'
     return markdown(results) if 'setting' in results['rows'][0] else table(results)
