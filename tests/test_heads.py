@@ -49,7 +49,7 @@ class Detector(BaseModule):
         )
         generator = torch.Generator().manual_seed(1)
         for p in [*self.neck.parameters(), *self.rpn_head.parameters(), *self.mask_heads.parameters()]:
-            nn.init.normal_(p, std=0.4, generator=generator)
+            p.data.normal_(std=0.4, generator=generator)
         self.to(dtype).train()
 
     def forward(self, x):
