@@ -325,5 +325,5 @@ def test_reports(tmp_path):
     machine = dict(date='2026-01-01', device='here', torch='2', command='python x')
     lines = markdown(dict(machine=machine, rows=rows)).splitlines()
     assert lines[3] == '| `fused` | 100 MB | 200 MB | 100 MB | 1.00 GB | 100 MB | 100 MB | 1.50 GB | 0.500 |'
-    picture(rows, 'title', tmp_path / 'new/bars.png')
-    assert (tmp_path / 'new/bars.png').stat().st_size > 5000
+    picture(rows, 'title', tmp_path / 'bars.png')
+    assert (tmp_path / 'bars.png').stat().st_size > 5000

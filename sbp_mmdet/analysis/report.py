@@ -122,6 +122,5 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
     axes.spines[['top', 'right']].set_visible(False)
     axes.set_title(title, fontsize=10, loc='left')
     figure.legend(loc='outside lower center', ncols=3, fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
     plt.close(figure)

@@ -32,10 +32,6 @@ class Stored(NamedTuple):
             image.copy_(values * scale)  # one at a time: the product is in full precision
         return out
 
-    def map(self, f) -> 'Stored':
-        """``f`` of the values; the scale has to stay as it is."""
-        return self._replace(values=None if self.values is None else f(self.values))
-
 
 def store(x: Tensor, storage: str, positions: int | tuple[int, ...]) -> Stored:
     """Rounds to the nearest of 255 steps between the largest magnitude of each image and channel and its negative.

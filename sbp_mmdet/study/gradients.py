@@ -30,7 +30,6 @@ __all__ = [
     'estimate',
     'exact_pass',
     'gradient_errors',
-    'gradients_of',
     'parts_of',
     'study',
     'summary',
@@ -61,22 +60,6 @@ class ExactPass(NamedTuple):
     output_gradients: tuple[Tensor | None, ...]
     loss: float
     seed: int
-
-
-def gradients_of(model: nn.Module, batch: dict, seed: int) -> dict[str, Tensor]:
-    """Gradients of one whole pass: backbone, neck and heads.
-
-    Args:
-        model (nn.Module): A detector in training mode.
-        batch (dict): ``inputs`` and ``data_samples``; not changed.
-        seed (int): Of the masks, stochastic depth and the sampling of proposals.
-
-    Returns:
-        dict[str, Tensor]: fp32, on the CPU, of every parameter that got a gradient.
-    """
-    torch.manual_seed(seed)
-    _backward(model, model.data_preprocessor(copy.deepcopy(batch), True), seed)
-    return _take_gradients(model)
 
 
 def _backward(model, data, seed):

@@ -213,6 +213,5 @@ def _finish(figure, panels, source, title, path, extra=()):
     handles = [*extra, *source.get_legend_handles_labels()[0]]
     figure.legend(handles=handles, loc='outside lower center', ncols=5, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10, x=0.01, ha='left')
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     _pyplot().close(figure)

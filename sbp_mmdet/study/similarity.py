@@ -325,6 +325,5 @@ def picture(results: dict, path: Path, most: int = 12) -> None:
         axes.spines[['top', 'right']].set_visible(False)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc='outside lower center', fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -9,8 +9,6 @@ weight gradients included. Times are medians of ratios to the first mode, taken 
 """
 
 import argparse
-import json
-from pathlib import Path
 
 import torch
 from mmengine.utils import ProgressBar
@@ -23,6 +21,7 @@ from sbp_mmdet.analysis.benchmark import (
     measure,
     stage_shape,
 )
+from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.study.gradients import gradient_errors
 
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
@@ -47,7 +46,7 @@ def parse_args():
         'For those of your model see gradient_study.py',
     )
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--json', type=Path, help='write the rows here as well')
+    add_outputs(parser, plot=False)
     return parser.parse_args()
 
 
@@ -85,10 +84,8 @@ def main():
                 | dict(backbone_options(name, **options), **row)
                 for name, row in results.items()
             ]
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(dict(machine=describe_machine(args.device), rows=rows), indent=1) + '\n')
-        print(f'\nwritten to {args.json}')
+    print()
+    write_outputs(args, dict(machine=describe_machine(args.device), rows=rows), indent=1)
 
 
 def print_table(results):

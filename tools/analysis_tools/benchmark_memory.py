@@ -11,7 +11,6 @@ backbone, with pieces joined by '+'.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from mmengine.utils import ProgressBar
 from sbp_mmdet.analysis import MODES
 from sbp_mmdet.analysis.benchmark import describe_machine
 from sbp_mmdet.analysis.detector import check_case, measure_detector
+from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.planner import parse_size
 from sbp_mmdet.analysis.report import picture, table
 from sbp_mmdet.analysis.variants import PIECES, applicable, load_config, with_setting
@@ -43,8 +43,7 @@ def parse_args():
         '--untrained-proposals', action='store_true', help="the untrained RPN's own, not those of a trained one"
     )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
-    parser.add_argument('--json', type=Path, help='write the rows here as well')
-    parser.add_argument('--plot', type=Path, help='write a picture (PNG) here')
+    add_outputs(parser)
     return parser, parser.parse_args()
 
 
@@ -53,9 +52,6 @@ def main():
     try:
         height, width = parse_size(args.size)
         check_case(batch=args.batch, boxes=args.boxes, rounds=args.rounds, device=args.device)
-        for path in (args.json, args.plot):
-            if path and path.is_dir():
-                raise ValueError(f'{path} is a folder; give the name of a file in it')
         config = load_config(args.config, args.cfg_options)
         settings, refused = applicable(config, args.modes)
     except ValueError as error:
@@ -84,17 +80,10 @@ def main():
         rows.append(dict(setting=setting, **row))
         bar.update()
     print('\n' + table(rows))
-    if args.json:
-        case = dict(config=name, batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
-        case.update(trained_proposals=not args.untrained_proposals, compute=args.compute or args.device != 'cpu')
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps(dict(machine=describe_machine(args.device), case=case, rows=rows), indent=1) + '\n'
-        )
-        print(f'written to {args.json}')
-    if args.plot:
-        picture(rows, title, args.plot)
-        print(f'written to {args.plot}')
+    case = dict(config=name, batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
+    case.update(trained_proposals=not args.untrained_proposals, compute=args.compute or args.device != 'cpu')
+    results = dict(machine=describe_machine(args.device), case=case, rows=rows)
+    write_outputs(args, results, lambda path: picture(rows, title, path), indent=1)
 
 
 if __name__ == '__main__':

@@ -14,7 +14,6 @@ agreement with the annotations is counted in the same way.
 """
 
 import argparse
-import json
 import sys
 from itertools import islice
 from pathlib import Path
@@ -28,6 +27,7 @@ from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.study.similarity import agreement, annotations, cosines, detections, picture, relabel, table, updates
 
@@ -52,8 +52,7 @@ def parse_args():
     parser.add_argument('--weights-only', action='store_true', help='compare weights; needs no images')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the configs')
-    parser.add_argument('--json', type=Path, help='write the results here as well')
-    parser.add_argument('--plot', type=Path, help='write a picture (PNG) here')
+    add_outputs(parser)
     return parser, parser.parse_args()
 
 
@@ -200,13 +199,7 @@ def main():
     if not args.weights_only:
         case.update(score_thr=args.score_thr, iou=IOU, images=results['pairs'][0]['detections']['images'])
     results = dict(machine=describe_machine(args.device), case=case, **results)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + '\n')
-        print(f'written to {args.json}')
-    if args.plot:
-        picture(results, args.plot)
-        print(f'written to {args.plot}')
+    write_outputs(args, results, lambda path: picture(results, path), indent=1)
 
 
 if __name__ == '__main__':

@@ -10,7 +10,6 @@ drops; and blocks whose two pointwise layers keep disjoint positions, where the 
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.study.gradient_norms import DISJOINT, norms_over_training
 from sbp_mmdet.study.report import compact, norms_picture, norms_table
@@ -40,8 +40,7 @@ def parse_args():
     parser.add_argument('--warmup', type=int, default=10, help='steps over which it grows linearly (default: 10)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
-    parser.add_argument('--json', type=Path, help='write the results here as well')
-    parser.add_argument('--plot', type=Path, help='write a picture (PNG) here')
+    add_outputs(parser)
     return parser, parser.parse_args()
 
 
@@ -76,13 +75,7 @@ def main():
     title = f'{found["case"]["config"]}: {args.steps} steps of {found["case"]["images"]} images'
     print(f'\n\n{title}\n\n{norms_table(found)}\n')
     print('norms of the backbone and its stages: median over the steps of the ratio to the first row')
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found) + '\n')
-        print(f'written to {args.json}')
-    if args.plot:
-        norms_picture(found, title, args.plot)
-        print(f'written to {args.plot}')
+    write_outputs(args, found, lambda path: norms_picture(found, title, path))
 
 
 if __name__ == '__main__':

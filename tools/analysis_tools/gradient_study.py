@@ -11,7 +11,6 @@ the JSON file.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.study.gradients import SUMS, study
 from sbp_mmdet.study.kept import check_kept
@@ -46,8 +46,7 @@ def parse_args():
     )
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
-    parser.add_argument('--json', type=Path, help='write the results here as well')
-    parser.add_argument('--plot', type=Path, help='write a picture (PNG) here')
+    add_outputs(parser)
     return parser, parser.parse_args()
 
 
@@ -115,13 +114,7 @@ def main():
     title = f'{case["config"]}: {case["batches"]} batches of {case["images"]} images, gradients against the exact ones'
     print(f'\n\n{title}\n\n{study_table(found)}\n')
     print('mean ± standard deviation over batches; error of kept positions relative to the largest gradient there')
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found) + '\n')
-        print(f'written to {args.json}')
-    if args.plot:
-        study_picture(found, title, args.plot)
-        print(f'written to {args.plot}')
+    write_outputs(args, found, lambda path: study_picture(found, title, path))
 
 
 if __name__ == '__main__':

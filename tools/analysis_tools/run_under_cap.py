@@ -13,7 +13,6 @@ The claims of this package, 60 boxes, 800 x 1333, batch 2, fp16:
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
 from sbp_mmdet.analysis.cap import run_under_cap
+from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.planner import parse_bytes, parse_size
 from sbp_mmdet.analysis.report import format_bytes
 from sbp_mmdet.analysis.variants import applicable, load_config
@@ -38,7 +38,7 @@ def parse_args():
     parser.add_argument('--rounds', type=int, default=5, help='timed steps (default: 5)')
     parser.add_argument('--device', default='cuda', help='default: cuda')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
-    parser.add_argument('--json', type=Path, help='write the rows here as well')
+    add_outputs(parser, plot=False)
     return parser, parser.parse_args()
 
 
@@ -64,10 +64,8 @@ def main():
             result = f'ok, peak {format_bytes(row["peak"])}, reserved {format_bytes(row["reserved"])}'
             result += f', {row["step_s"] * 1e3:.0f} ms a step' if row['step_s'] else ''
         print(f'  {row["setting"]:<44} {result}')
-    if args.json:
-        results = dict(machine=describe_machine(args.device), case=dict(case, config=args.config, cap=cap), rows=rows)
-        args.json.write_text(json.dumps(results, indent=1) + '\n')
-        print(f'written to {args.json}')
+    results = dict(machine=describe_machine(args.device), case=dict(case, config=args.config, cap=cap), rows=rows)
+    write_outputs(args, results, indent=1)
 
 
 if __name__ == '__main__':

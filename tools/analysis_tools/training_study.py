@@ -21,6 +21,7 @@ from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.study.gradients import backbone_with
 from sbp_mmdet.study.settings import parse_setting
@@ -44,8 +45,7 @@ def parse_args():
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2], help='(default: 0 1 2)')
     parser.add_argument('--jobs', type=int, default=1, help='trainings at a time (default: 1)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
-    parser.add_argument('--json', type=Path, help='write the results here as well')
-    parser.add_argument('--plot', type=Path, help='write a picture (PNG) here')
+    add_outputs(parser)
     return parser, parser.parse_args()
 
 
@@ -178,13 +178,8 @@ def main():
             pool.shutdown(wait=False, cancel_futures=True)  # also where somebody interrupts: nothing new is started
     print()
     print_table(results)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(dict(machine=describe_machine(), settings=settings, results=results)) + '\n')
-    if args.plot:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
-        draw(results, args.plot)
-    print(*(f'written to {path}' for path in (args.json, args.plot) if path), sep='\n')
+    found = dict(machine=describe_machine(), settings=settings, results=results)
+    write_outputs(args, found, lambda path: draw(results, path))
 
 
 if __name__ == '__main__':
