@@ -8,7 +8,7 @@ from ..masks import Positions
 __all__ = ['SHARE', 'Neighbours']
 
 # Weight of a dropped row's gradient in those of the weights. Its activations are not its own, so the kept row, whose
-# are, takes over the rest; measured in docs/gradient_study.md.
+# are, takes over the rest; other weights were tried, see docs/gradient_study.md.
 SHARE = 0.75
 
 
