@@ -1,6 +1,7 @@
 """``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers send gradients from a subset of the positions."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from mmdet.registry import MODELS
@@ -12,7 +13,7 @@ from .masks import Positions, positions, stage_masks
 from .settings import SBPSettings
 from .steps import Steps, generator_of
 
-__all__ = ['ARCHS', 'SBPConvNeXt']
+__all__ = ['ARCHS', 'Drawn', 'SBPConvNeXt']
 
 # arch: (depths, channels of the first stage; every stage doubles them)
 ARCHS = {
@@ -27,6 +28,19 @@ ARCHS = {
     'xlarge': ((3, 3, 27, 3), 256),
     'huge': ((3, 3, 27, 3), 352),
 }
+
+
+class Drawn(NamedTuple):
+    """What a training step draws, layer by layer.
+
+    Attributes:
+        positions (dict[tuple, Positions]): The kept positions, for every layer of :meth:`SBPConvNeXt.keep_ratios`.
+        images (dict[tuple, Tensor]): With ``skip_dropped_images``, ``(stage, block)`` to the images that run the block:
+            bool, shape (N,), on the CPU.
+    """
+
+    positions: dict[tuple, Positions]
+    images: dict[tuple, Tensor]
 
 
 @MODELS.register_module()
@@ -160,12 +174,12 @@ class SBPConvNeXt(BaseModule):
                 'of the backbone; resize or pad them'
             )
         active = self.sbp and self.training and torch.is_grad_enabled()
-        keep = self.draw(x) if active else {}
+        keep, images = self.draw(x) if active else ({}, {})
         outs = []
         for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
             x = layer(x, keep.get((i, 'downsample'))) if i else layer(x)
             for j, block in enumerate(stage):
-                x = block(x, keep.get((i, j)))
+                x = block(x, keep.get((i, j)), images.get((i, j)))
             if i in self.out_indices:
                 norm = getattr(self, f'norm{i}')
                 if self.gap_before_final_norm:
@@ -202,21 +216,30 @@ class SBPConvNeXt(BaseModule):
         return [(height // patch // 2**i, width // patch // 2**i) for i in range(self.num_stages)]
 
     @torch.compiler.disable
-    def draw(self, x: Tensor) -> dict[tuple, Positions]:
-        """The kept positions of one training step.
+    def draw(self, x: Tensor) -> Drawn:
+        """What is random in one training step: kept positions, and with ``skip_dropped_images`` stochastic depth.
 
         Args:
             x (Tensor): Images, shape (N, 3, H, W).
 
         Returns:
-            dict[tuple, Positions]: For every layer of :meth:`keep_ratios`.
+            Drawn: Positions and images.
         """
         layers = self.keep_ratios()
-        if not layers:
-            return {}
+        rates = {}
+        if self.sbp.skip_dropped_images:
+            blocks = {(i, j): block for i, stage in enumerate(self.stages) for j, block in enumerate(stage)}
+            rates = {key: block.drop_path_rate for key, block in blocks.items() if block.drop_path_rate}
+        if not layers and not rates:
+            return Drawn({}, {})
+        step = self._steps.of(x)
+        drawn = torch.rand(len(rates), len(x), generator=generator_of(step, 'images'))
+        images = {key: row >= rate for (key, rate), row in zip(rates.items(), drawn, strict=True)}
+        return Drawn(self._draw_positions(x, layers, step) if layers else {}, images)
+
+    def _draw_positions(self, x, layers, step):
         deepest = max(stage for stage, _ in layers)
         sizes = self.stage_sizes(*x.shape[-2:])[: deepest + 1]
-        step = self._steps.of(x)
         nearest = self.sbp.dropped == 'nearest'
         drawn = {}
         for ratio in set(layers.values()):

@@ -2,7 +2,7 @@
 
 Names and shapes of the parameters are those of mmpretrain's ``ConvNeXt``. How the block differs from mmpretrain's:
 
-- it takes the kept positions as an argument, so that checkpointing replays the same ones;
+- it takes the kept positions, and the images that run it, as arguments, so that checkpointing replays the same ones;
 - the channel MLP runs on tokens (..., C), whether its weights are those of linear layers or of 1x1 convolutions;
 - residual connection and stochastic depth are part of the fused operation.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import fused
 from .functional import sbp
 from .masks import Positions
+from .stochastic_depth import on_images
 
 __all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'Stem', 'build_norm']
 
@@ -176,27 +177,40 @@ class ConvNeXtBlock(BaseModule):
                 "use type='GELU' or sbp_cfg=dict(implementation='reference')"
             )
 
-    def forward(self, x: Tensor, keep: Positions | None = None) -> Tensor:
+    @property
+    def drop_path_rate(self) -> float:
+        """Stochastic depth rate, 0 outside of training."""
+        return self.drop_path.drop_prob if self.training and isinstance(self.drop_path, DropPath) else 0.0
+
+    def forward(self, x: Tensor, keep: Positions | None = None, images: Tensor | None = None) -> Tensor:
         """Runs the block on (N, C, H, W).
 
         Args:
             x (Tensor): Shape (N, C, H, W).
             keep (Positions | None): Positions whose channel MLP sends gradients; None: all. The positions are an
                 argument and not drawn in here because checkpointing runs the block twice. Default: None.
+            images (Tensor | None): bool, shape (N,), on the CPU: images that stochastic depth leaves the block to; the
+                others are not computed. None: the block draws them, computes all and multiplies. Default: None.
         """
-        if self.with_cp and x.requires_grad:
-            return cp.checkpoint(self._forward, x, keep, use_reentrant=False)
-        return self._forward(x, keep)
+        if images is None:
+            return self._checkpointed(x, keep, False)
+        return on_images(lambda x: self._checkpointed(x, keep, True), x, images, self.parameters())
 
-    def _forward(self, x, keep):
+    def _checkpointed(self, x, keep, drawn):
+        if self.with_cp and x.requires_grad:
+            return cp.checkpoint(self._forward, x, keep, drawn, use_reentrant=False)
+        return self._forward(x, keep, drawn)
+
+    def _forward(self, x, keep, drawn):
         if _trains(self):
-            return self._fused(x, keep)
+            return self._fused(x, keep, drawn)
         tokens = self.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
         if keep is None:
             tokens = self._mlp(tokens)
         else:
             tokens = sbp(self._mlp, tokens.flatten(1, 2), keep).view(tokens.shape)
-        return x + self.drop_path(tokens.permute(0, 3, 1, 2))
+        branch = tokens.permute(0, 3, 1, 2)
+        return x + (branch / (1 - self.drop_path_rate) if drawn else self.drop_path(branch))
 
     def _mlp(self, x):
         x = self.norm.tokens(x)
@@ -206,9 +220,11 @@ class ConvNeXtBlock(BaseModule):
         x = F.linear(x, self.pointwise_conv2.weight.flatten(1), self.pointwise_conv2.bias)
         return x if self.gamma is None else x * self.gamma
 
-    def _fused(self, x, keep):
+    def _fused(self, x, keep, drawn):
         scale = None
-        if isinstance(self.drop_path, DropPath):
+        if drawn:
+            scale = x.new_full((len(x),), 1 / (1 - self.drop_path_rate), dtype=fused.accumulator(x))
+        elif isinstance(self.drop_path, DropPath):
             # The random numbers that drop_path draws for the plain branch, in its precision; the factor that follows
             # from them is not rounded.
             dtype = fused.autocast_dtype(x) or x.dtype

@@ -88,7 +88,7 @@ def parse_keep_ratio(ratio: float) -> Fraction:
     return fraction
 
 
-def mask_generator(seed: int, rank: int, step: int, repeat: int = 0) -> torch.Generator:
+def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '') -> torch.Generator:
     """A CPU generator that depends on nothing but its arguments, so that a resumed run continues the sequence.
 
     Args:
@@ -96,8 +96,9 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0) -> torch.Ge
         rank (int): Rank of the process; ranks draw different masks.
         step (int): Training step.
         repeat (int): Which forward pass of the step. Default: 0.
+        purpose (str): What is drawn, if it is not the masks: independent of them. Default: ''.
     """
-    digest = hashlib.blake2b(f'{seed}/{rank}/{step}/{repeat}'.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f'{seed}/{rank}/{step}/{repeat}{purpose}'.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
 
 

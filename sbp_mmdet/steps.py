@@ -30,9 +30,9 @@ def is_replay() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def generator_of(step: Step) -> torch.Generator:
-    """What this rank's masks of a step are drawn from."""
-    return mask_generator(torch.initial_seed(), get_rank(), *step)
+def generator_of(step: Step, purpose: str = '') -> torch.Generator:
+    """What this rank's masks of a step are drawn from, or whatever else the purpose names."""
+    return mask_generator(torch.initial_seed(), get_rank(), *step, purpose)
 
 
 class Steps:

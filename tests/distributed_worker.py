@@ -31,6 +31,7 @@ SIZE = (72, 104)  # not divisible by 32: another number of kept positions in eac
 RANDOM = dict(keep_ratio=0.5, sampler='random')
 REFERENCE = RANDOM | dict(implementation='reference')
 BLOCK = RANDOM | dict(recompute='block')
+SKIP = RANDOM | dict(skip_dropped_images=True)  # with one image a rank, blocks run on one rank and not on the other
 # case: (sbp_cfg, arguments of the backbone, arguments of DistributedDataParallel or the name of another wrapper)
 CASES = {
     'plain': (RANDOM, {}, {}),
@@ -48,6 +49,10 @@ CASES = {
     'frozen': (RANDOM, dict(frozen_stages=1), {}),
     'nearest': (dict(dropped='nearest', recompute=True), {}, dict(static_graph=True)),
     'nearest int8 with_cp': (RANDOM | dict(dropped='nearest', storage='int8'), dict(with_cp=True), {}),
+    'skip': (SKIP, dict(drop_path_rate=0.7), {}),
+    'skip with_cp': (SKIP, dict(drop_path_rate=0.7, with_cp=True), dict(static_graph=True)),
+    'skip FSDP': (SKIP, dict(drop_path_rate=0.7), 'FSDP'),
+    'skip fully_shard': (SKIP, dict(drop_path_rate=0.7), 'fully_shard'),
     'FSDP': (RANDOM, {}, 'FSDP'),
     'FSDP with_cp reference': (REFERENCE, dict(with_cp=True), 'FSDP'),
     'fully_shard': (BLOCK, {}, 'fully_shard'),

@@ -39,7 +39,7 @@ def mask_of(keep, height, width):
     return mask.view(height, width)
 
 
-def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0):
+def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None):
     """ConvNeXt with SBP by its definition, in plain torch; under autocast, norms in fp32 as CUDA has it.
 
     Args:
@@ -48,6 +48,7 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0):
         depths (Sequence[int]): Blocks of each stage.
         masks (dict): (stage, block) or (stage, 'downsample') to (height, width) masks; other layers are exact.
         drop_path_rate (float): Of the last block.
+        images (dict | None): (stage, block) to the images that stochastic depth leaves it; None: they are drawn.
     """
 
     def norm(x, name):  # (..., C)
@@ -85,7 +86,8 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0):
             inner = convolve(x, f'{name}.depthwise_conv', padding=3, groups=x.shape[1])
             branch = layer(lambda x: mlp(x, name), inner, (i, j))  # noqa: B023
             if rate:
-                branch = branch * (torch.rand(len(x), dtype=x.dtype) >= rate).view(-1, 1, 1, 1) / (1 - rate)
+                kept = torch.rand(len(x), dtype=x.dtype) >= rate if images is None else images[i, j]
+                branch = branch * kept.view(-1, 1, 1, 1) / (1 - rate)
             x = x + branch
         if f'norm{i}.weight' in state:
             outs.append(norm2d(x, f'norm{i}'))

@@ -21,8 +21,8 @@ from sbp_mmdet.analysis.planner import (
     parse_size,
     snippet,
 )
+from sbp_mmdet.analysis.variants import applicable, with_setting
 from sbp_mmdet.analysis.variants import load_config as read_config
-from sbp_mmdet.analysis.variants import with_setting
 from sbp_mmdet.settings import SBPSettings
 
 sys.path[:0] = [str(TOOLS), str(TOOLS / 'analysis_tools')]
@@ -90,8 +90,18 @@ def test_the_last_need_not_be_the_smallest():
 def test_candidates():
     config = load_config(T)
     settings = candidates(config)
+    assert settings[0] == 'fused+skip' and settings[-1] == 'block+skip+targets+cp-heads+cp-rpn+cp-neck'
+    exact = candidates(config, 'exact')
+    assert {s.split('+')[0] for s in exact} == {'none', 'exact', 'exact-block'}
+    # A rate of 0.4 in the last block makes 7/6 of the time less than 1; a small one does not, and 0 leaves nothing out.
+    assert exact[0] == 'exact+skip' and exact[-1] == 'exact-block+skip+targets+cp-heads+cp-rpn+cp-neck'
+    config.model.backbone.drop_path_rate = 0.1
+    exact = candidates(config, 'exact')
+    assert exact[0] == 'none' and exact[-1] == 'exact-block+skip+targets+cp-heads+cp-rpn+cp-neck'
+    config.model.backbone.drop_path_rate = 0.0
+    settings = candidates(config)
     assert settings[0] == 'fused' and settings[-1] == 'block+targets+cp-heads+cp-rpn+cp-neck'
-    assert {s.split('+')[0] for s in candidates(config, 'exact')} == {'none', 'exact', 'exact-block'}
+    assert {s.split('+')[0] for s in candidates(config, 'nearest')} == {'nearest', 'nearest-int8'}
     assert {s.split('+')[0] for s in candidates(config, 'int8')} == {'int8', 'int8-block'}
     with_states = candidates(config, eight_bit=True)
     assert with_states[: len(settings)] == settings and with_states[-1] == settings[-1] + '+adamw8bit'
@@ -99,6 +109,17 @@ def test_candidates():
     assert candidates(retina) == []
     settings = candidates(retina, 'exact', eight_bit=True)  # SGD: no 8-bit AdamW; no RPN to checkpoint
     assert settings[0] == 'none' and settings[-1] == 'with_cp+targets+cp-heads+cp-neck'
+
+
+def test_where_images_cannot_be_left_out():
+    config = load_config(T)
+    good, bad = applicable(config, ['none+skip', 'with_cp+skip', 'reference+skip', 'exact+skip+targets'])
+    assert good == ['reference+skip', 'exact+skip+targets']
+    assert all('has no sbp_cfg' in bad[setting] for setting in ('none+skip', 'with_cp+skip'))
+    assert with_setting(config, good[1]).model.backbone.sbp_cfg.skip_dropped_images is True
+    config.model.backbone.drop_path_rate = 0.0
+    assert 'drop_path_rate of the backbone is 0' in applicable(config, ['exact+skip'])[1]['exact+skip']
+    assert 'ResNet, not a ConvNeXt' in applicable(load_config(STOCK_R), ['none+skip'])[1]['none+skip']
 
 
 def merged(config, lines, tmp_path):
@@ -109,7 +130,7 @@ def merged(config, lines, tmp_path):
 
 
 @pytest.mark.parametrize('path', [T, STOCK_T])
-@pytest.mark.parametrize('setting', ['none', 'fused', 'exact-block+targets+cp-heads', 'reference+adamw8bit'])
+@pytest.mark.parametrize('setting', ['none', 'fused', 'exact-block+skip+targets+cp-heads', 'reference+adamw8bit'])
 def test_a_pasted_snippet_is_the_setting(path, setting, tmp_path):
     config = load_config(path)
     config.custom_hooks = [dict(type='EMAHook')]
@@ -130,7 +151,9 @@ def test_a_setting_replaces_the_one_before(tmp_path):
 @pytest.mark.parametrize('setting', ['reference', 'recompute', 'exact', 'int8', 'none'])
 def test_a_mode_does_not_inherit_what_another_is_about(setting, tmp_path):
     config = load_config(T)
-    config.model.backbone.sbp_cfg = dict(dropped='nearest', storage='int8', sampler='random', implementation='fused')
+    config.model.backbone.sbp_cfg = dict(
+        dropped='nearest', storage='int8', sampler='random', implementation='fused', skip_dropped_images=True
+    )
     found = merged(config, snippet(config, setting), tmp_path).model.backbone.sbp_cfg
     if setting == 'none':
         assert found is None
@@ -138,6 +161,7 @@ def test_a_mode_does_not_inherit_what_another_is_about(setting, tmp_path):
     settings = SBPSettings.parse(found, 'tiny', (3, 3, 9, 3))
     assert settings.sampler == 'random'
     assert (settings.dropped, settings.storage) == ('zero', 'int8' if setting == 'int8' else 'native')
+    assert not settings.skip_dropped_images
     assert settings.implementation == ('reference' if setting == 'reference' else 'fused')
 
 
@@ -207,14 +231,16 @@ def test_the_planner_prints_what_to_paste(monkeypatch, capsys):
 
     def measure(config, **case):
         sbp = config.model.backbone.sbp_cfg
+        assert not (sbp or {}).get('skip_dropped_images')  # some step may drop nothing
         name = 'none' if sbp is None else ('recompute' if sbp.recompute else 'fused')
         return row(peaks[name] * (0.5 if config.custom_hooks else 1))
 
     monkeypatch.setattr(plan_memory, 'measure_detector', measure)
     typed(monkeypatch, plan_memory, T, '--budget', '8GiB')
     paper, exact = capsys.readouterr().out.split('With exact gradients:')
-    assert 'fused ' in paper and '10.50 GB  too much' in paper
-    assert 'The fastest that fits: fused+targets' in paper and "dict(type='TargetsInChunksHook')" in paper
+    assert 'fused+skip ' in paper and '10.50 GB  too much' in paper
+    assert 'The fastest that fits: fused+skip+targets' in paper and 'skip_dropped_images=True' in paper
+    assert "dict(type='TargetsInChunksHook')" in paper
     assert 'The fastest that fits: exact' in exact and 'keep_ratio=1.0' in exact
     with pytest.raises(SystemExit, match='No setting fits into 1GiB.*--adamw8bit'):
         typed(monkeypatch, plan_memory, T, '--budget', '1GiB')

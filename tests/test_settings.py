@@ -46,6 +46,7 @@ def test_values_are_taken():
     assert (parse().dropped, parse().storage) == ('zero', 'native')
     settings = parse(dropped='nearest', storage='int8')
     assert (settings.dropped, settings.storage) == ('nearest', 'int8')
+    assert (parse().skip_dropped_images, parse(skip_dropped_images=True).skip_dropped_images) == (False, True)
     plain = parse(dropped='zero', storage='native', implementation='reference')
     assert (plain.dropped, plain.storage) == ('zero', 'native')
 
@@ -85,6 +86,7 @@ def test_one_ratio_is_for_all_and_no_block_needs_any():
         (dict(blocks=(3, 3, 9)), r'blocks=\(3, 3, 9\) .*each of the 4 stages'),
         (dict(blocks=12), r'blocks=12 .*each of the 4 stages'),
         (dict(downsample=1), r'downsample=1 must be True or False'),
+        (dict(skip_dropped_images='yes'), r"skip_dropped_images='yes' must be True or False"),
         (dict(recompute='yes'), r"recompute='yes' .*\(False, True, 'block'\)"),
         (dict(dropped='near'), r"dropped='near' .*'zero', 'nearest'"),
         (dict(storage='int4'), r"storage='int4' .*'native', 'int8'"),

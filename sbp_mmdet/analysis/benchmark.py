@@ -86,7 +86,7 @@ def build_case(
         block._convolve = lambda x: (x, None)
     stride = model.min_size // 2 ** (model.num_stages - 1 - stage)
     image = torch.empty(1, device=device).expand(1, 1, shape[2] * stride, shape[3] * stride)
-    keep = model.draw(image).get((stage, 0))
+    keep = model.draw(image).positions.get((stage, 0))
     return block, lambda x: block(x, keep)
 
 

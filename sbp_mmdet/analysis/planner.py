@@ -18,6 +18,7 @@ __all__ = [
     'parse_bytes',
     'parse_size',
     'snippet',
+    'worst_case',
 ]
 
 # On top of the counted bytes: rounding and fragmentation of CUDA's allocator, and what kernels use inside themselves,
@@ -33,6 +34,8 @@ _TIME = {
     'fused': 4 / 6,
     'recompute': 4.5 / 6,
     'block': 4.5 / 6 + 0.03,
+    'nearest': 4.5 / 6 + 0.1,
+    'nearest-int8': 4.5 / 6 + 0.15,
     'none': 1.0,
     'exact': 7 / 6,
     'exact-block': 7 / 6 + 0.03,
@@ -43,6 +46,7 @@ _TIME = {
 _TIME_MORE = {'targets': 0.01, 'cp-heads': 0.08, 'cp-rpn': 0.04, 'cp-neck': 0.03, 'adamw8bit': 1.0}
 GRADIENTS = {
     'paper': ('fused', 'recompute', 'block'),
+    'nearest': ('nearest', 'nearest-int8'),
     'int8': ('int8', 'int8-block'),
     'exact': ('none', 'exact', 'exact-block'),
 }
@@ -94,8 +98,8 @@ def candidates(config: Config, gradients: str = 'paper', *, eight_bit: bool = Fa
 
     Args:
         config (Config): Config of a detector.
-        gradients (str): Those with the paper's gradients, with gradients exact to about a hundredth ('int8'), or
-            'exact'. Default: 'paper'.
+        gradients (str): A key of ``GRADIENTS``: the paper's, those with dropped positions' estimates ('nearest'), exact
+            to about a hundredth ('int8'), or 'exact'. Default: 'paper'.
         eight_bit (bool): After all others, those with 8-bit optimizer states too. Default: False.
 
     Returns:
@@ -105,22 +109,32 @@ def candidates(config: Config, gradients: str = 'paper', *, eight_bit: bool = Fa
     if not is_convnext(config):
         modes = ('none', 'with_cp') if gradients == 'exact' else ()
     combined = [[*pieces, *more] for pieces in _PIECES for more in ([], *([['adamw8bit']] if eight_bit else []))]
-    settings = [_fitting(config, [mode, *pieces]) for mode in modes for pieces in combined]
+    modes = [mode + '+skip' if applicable(config, [mode + '+skip'])[0] else mode for mode in modes]
+    settings = [_fitting(config, [*mode.split('+'), *pieces]) for mode in modes for pieces in combined]
     kept, _ = applicable(config, list(dict.fromkeys(settings)))
-    return sorted(kept, key=_time)
+    # Blocks drop half of the last one's rate on average.
+    dropped = (config.model.get('backbone') or {}).get('drop_path_rate', 0) / 2
+    *others, smallest = kept or [None]
+    return [*sorted(others, key=lambda setting: _time(setting, dropped)), *([smallest] if smallest else [])]
 
 
-def _time(setting):
+def _time(setting, dropped):
     mode, *pieces = setting.split('+')
-    return _TIME[mode] + sum(_TIME_MORE[piece] for piece in pieces)
+    backbone = _TIME[mode] * (1 - dropped if 'skip' in pieces else 1)
+    return backbone + sum(_TIME_MORE[piece] for piece in pieces if piece != 'skip')
+
+
+def worst_case(setting: str) -> str:
+    """The setting that needs as much as this one can need: in some step, stochastic depth drops next to nothing."""
+    return '+'.join(word for word in setting.split('+') if word != 'skip')
 
 
 def _fitting(config, words):
     """The setting without the pieces that the model has nothing for."""
-    mode, *pieces = words
     if not any(config.model.get(head) for head in ('rpn_head', 'roi_head', 'bbox_head')):
-        pieces = [piece for piece in pieces if piece != 'targets']
-    return '+'.join([mode, *(piece for piece in pieces if applicable(config, [f'none+{piece}'])[0])])
+        words = [word for word in words if word != 'targets']
+    mode = words[0]
+    return '+'.join([mode, *(piece for piece in words[1:] if applicable(config, [f'{mode}+{piece}'])[0])])
 
 
 def needed(row: dict, ddp: bool = False) -> int:
@@ -183,8 +197,7 @@ def snippet(config: Config, setting: str) -> str:
     Returns:
         str: Lines of Python.
     """
-    mode, *pieces = setting.split('+')
-    backbone, change = backbone_change(config, mode), piece_change(config, pieces)
+    backbone, change = backbone_change(config, setting), piece_change(config, setting.split('+')[1:])
     lines = []
     if is_convnext(config) or change['custom_hooks']:
         own = (config.get('custom_imports') or {}).get('imports') or []
@@ -213,12 +226,11 @@ def cfg_options(config: Config, setting: str) -> str | None:
     Returns:
         str | None: Arguments of ``tools/train.py``.
     """
-    mode, *pieces = setting.split('+')
-    change = piece_change(config, pieces)
+    change = piece_change(config, setting.split('+')[1:])
     imported = 'sbp_mmdet' in ((config.get('custom_imports') or {}).get('imports') or [])
     if change['custom_hooks'] or (is_convnext(config) and not imported):
         return None
-    wanted = {'model.backbone': backbone_change(config, mode), 'optim_wrapper.optimizer': change['optimizer']}
+    wanted = {'model.backbone': backbone_change(config, setting), 'optim_wrapper.optimizer': change['optimizer']}
     options = [option for prefix, values in wanted.items() for option in _flat(config, prefix, values)]
     return '--cfg-options ' + ' '.join(options) if options else None
 

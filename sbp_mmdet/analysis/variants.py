@@ -31,6 +31,7 @@ PIECES = {
     'sbp-neck': 'SBP on the 1x1 convolutions of the FPN; gradients are not exact',
     'sbp-rpn': "SBP on the RPN head's ReLU and 1x1 convolutions; gradients are not exact",
     'sbp-masks': "SBP on the mask heads' last layers; gradients are not exact",
+    'skip': 'blocks leave out the images that stochastic depth drops (other ones in each step); gradients exact',
     'targets': 'mask targets and IoUs are made piece by piece; targets exact',
     'adamw8bit': 'optimizer states in 8 bits (bitsandbytes); gradients exact, updates are not',
 }
@@ -95,27 +96,35 @@ def check_convnext(config: Config) -> None:
         raise ValueError(f'model.backbone.type={kind!r} is not a ConvNeXt, so SBP does not apply to it')
 
 
-def backbone_change(config: Config, mode: str) -> dict:
-    """What a mode changes in ``model.backbone``.
+def backbone_change(config: Config, setting: str) -> dict:
+    """What a setting changes in ``model.backbone``.
 
     Args:
         config (Config): Config of a detector.
-        mode (str): A key of ``MODES``.
+        setting (str): Mode, then pieces, joined by '+'.
 
     Returns:
         dict: New values.
 
     Raises:
         NotApplicable: If the backbone has no such mode.
-        ValueError: If there is no backbone.
+        ValueError: If the mode is unknown, or there is no backbone.
     """
+    mode, *pieces = setting.split('+')
     backbone = config.model.get('backbone') or {}
     if is_convnext(config):
         own = {'keep_ratio': 0.5, **(backbone.get('sbp_cfg') or {})}
         # Said in full, for a child config is merged with what it inherits.
-        plain = dict(implementation='fused', dropped='zero', storage='native')
+        plain = dict(implementation='fused', dropped='zero', storage='native', skip_dropped_images=False)
         own.update(recompute=False, **{key: value for key, value in plain.items() if key in own})
-        return dict(type='SBPConvNeXt', **backbone_options(mode, **own))
+        if 'skip' in pieces:
+            own['skip_dropped_images'] = True
+        change = dict(type='SBPConvNeXt', **backbone_options(mode, **own))
+        if 'skip' in pieces and change['sbp_cfg'] is None:
+            raise NotApplicable(f'skip: {mode} has no sbp_cfg to say it in; exact and all other modes have')
+        if 'skip' in pieces and not backbone.get('drop_path_rate'):
+            raise NotApplicable('skip: drop_path_rate of the backbone is 0, so no image is dropped')
+        return change
     if mode not in MODES:
         raise ValueError(f'mode {mode!r} is unknown; choose from {list(MODES)}')
     if not backbone:
@@ -126,11 +135,13 @@ def backbone_change(config: Config, mode: str) -> dict:
     if mode not in ('none', 'with_cp') or (mode == 'with_cp' and not takes_cp):
         modes = 'none and with_cp apply' if takes_cp else 'only none applies'
         raise NotApplicable(f'{mode}: the backbone is {kind}, not a ConvNeXt: {modes}')
+    if 'skip' in pieces:
+        raise NotApplicable(f'skip: the backbone is {kind}, not a ConvNeXt')
     return dict(with_cp=mode == 'with_cp') if takes_cp else {}
 
 
 def piece_change(config: Config, pieces: list[str]) -> dict:
-    """What pieces change in a config.
+    """What pieces change in a config, outside of its backbone.
 
     Args:
         config (Config): Config of a detector.
@@ -198,8 +209,7 @@ def with_setting(config: Config, setting: str) -> Config:
         NotApplicable: If the setting makes no sense for this model.
         ValueError: For an unknown mode or piece.
     """
-    mode, *pieces = setting.split('+')
-    backbone, change = backbone_change(config, mode), piece_change(config, pieces)
+    backbone, change = backbone_change(config, setting), piece_change(config, setting.split('+')[1:])
     changed = copy.deepcopy(config)
     changed.model.backbone.update(backbone)
     changed.custom_hooks = [*(config.get('custom_hooks') or []), *change['custom_hooks']]

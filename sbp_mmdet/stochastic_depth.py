@@ -1,0 +1,59 @@
+"""Stochastic depth by leaving out: a residual block runs on the images that keep it, and the others pass by.
+
+Computing a block's branch for an image and multiplying it by zero gives the same output and the same gradients, but
+costs what a kept image costs, in time and in what is stored. Which images keep a block has to be known before it runs,
+without waiting for a GPU, so it is drawn on the CPU, like the masks.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ['on_images']
+
+
+@torch.compiler.disable
+def on_images(
+    block: Callable[[Tensor], Tensor], x: Tensor, images: Tensor, parameters: Iterable[nn.Parameter]
+) -> Tensor:
+    """Runs a block on some images of a batch.
+
+    Args:
+        block (Callable): Maps (n, C, H, W) to the same shape, image by image; stochastic depth's factor is part of it.
+        x (Tensor): Shape (N, C, H, W).
+        images (Tensor): bool, shape (N,), on the CPU: which ones the block runs on.
+        parameters (Iterable[nn.Parameter]): Of the block. Where no image keeps it they get gradients of zero, as
+            optimizers and distributed training need them.
+
+    Returns:
+        Tensor: Shape (N, C, H, W).
+    """
+    images = images.tolist()
+    if all(images):
+        return block(x)
+    if not any(images):
+        return _PassBy.apply(x, *parameters)
+    # Runs of images with the same fate: a split and a concatenation are one copy each, forwards and backwards, where an
+    # index would fill a batch with zeros and add.
+    runs = [(kept, len(list(run))) for kept, run in itertools.groupby(images)]
+    parts = list(x.split([length for _, length in runs]))
+    kept = [i for i, (keeps, _) in enumerate(runs) if keeps]
+    # Concatenated even if it is one: a view would be stored with all images behind it.
+    out = block(torch.cat([parts[i] for i in kept]))
+    for i, part in zip(kept, out.split([runs[i][1] for i in kept]), strict=True):
+        parts[i] = part
+    return torch.cat(parts)
+
+
+class _PassBy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *parameters):
+        ctx.like = parameters
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        needed = zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
+        return grad, *(torch.zeros_like(p) if needs else None for p, needs in needed)
