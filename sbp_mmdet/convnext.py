@@ -227,7 +227,7 @@ class SBPConvNeXt(BaseModule):
         """
         layers = self.keep_ratios()
         rates = {}
-        if self.sbp.skip_dropped_images:
+        if self.sbp and self.sbp.skip_dropped_images:
             blocks = {(i, j): block for i, stage in enumerate(self.stages) for j, block in enumerate(stage)}
             rates = {key: block.drop_path_rate for key, block in blocks.items() if block.drop_path_rate}
         if not layers and not rates:

@@ -322,8 +322,7 @@ def test_reports(tmp_path):
     assert '0.500  forward' in table(rows)
     timed = [dict(r, reserved=4e9, step_s=s, peak_phase=None) for r, s in zip(rows, (0.2, 0.1), strict=True)]
     assert '100.0   0.50' in table(timed)
-    machine = dict(date='2026-01-01', device='here', torch='2', command='python x')
-    lines = markdown(dict(machine=machine, rows=rows)).splitlines()
+    lines = markdown(rows).splitlines()
     assert lines[3] == '| `fused` | 100 MB | 200 MB | 100 MB | 1.00 GB | 100 MB | 100 MB | 1.50 GB | 0.500 |'
     picture(rows, 'title', tmp_path / 'bars.png')
     assert (tmp_path / 'bars.png').stat().st_size > 5000

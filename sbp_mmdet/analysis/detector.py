@@ -8,6 +8,8 @@ import copy
 import gc
 import logging
 import statistics
+import time
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -27,7 +29,15 @@ from .hollow import SkipArithmetic
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 
-__all__ = ['assignment_on_cpu', 'build_detector', 'check_case', 'measure_detector']
+__all__ = [
+    'assignment_on_cpu',
+    'build_detector',
+    'build_training',
+    'check_case',
+    'measure_detector',
+    'own_crops',
+    'timed_step',
+]
 
 _OWN_HOOKS = ('CheckpointModulesHook', 'SBPModulesHook', 'TargetsInChunksHook')
 
@@ -67,19 +77,13 @@ def measure_detector(
     """
     check_case(batch=batch, boxes=boxes, rounds=rounds, device=device)
     cuda = torch.device(device).type == 'cuda'
-    # Hooks of the config may change how masks are cropped for the whole process: undone afterwards.
-    with (
-        mock.patch.object(BitmapMasks, 'crop_and_resize', BitmapMasks.crop_and_resize),
-        contextlib.ExitStack() as stack,
-    ):
+    with own_crops(), contextlib.ExitStack() as stack:
         counter = LiveBytes()
         if not cuda:
             stack.enter_context(cuda_kernels(counter, compute))
             stack.enter_context(assignment_on_cpu(counter))
-        model, wrapper = build_detector(config, device)
-        if trained_proposals:
-            proposals_of_a_trained_rpn(model)
-        data = build_batch(batch, height, width, boxes, *_labels(config))
+        case = dict(batch=batch, height=height, width=width, boxes=boxes, device=device)
+        model, wrapper, data = build_training(config, trained_proposals=trained_proposals, **case)
         try:
             if cuda:
                 return _measure_cuda(model, wrapper, data, rounds)
@@ -91,9 +95,17 @@ def measure_detector(
                 torch.cuda.empty_cache()
 
 
-def check_case(*, batch: int, boxes: int, rounds: int, device: str) -> None:
-    """Raises a ValueError for what :func:`measure_detector` cannot measure; the arguments are those of it."""
-    for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0), ('rounds', rounds, 0)):
+def check_case(*, batch: int, boxes: int, rounds: int, device: str, least_rounds: int = 0) -> None:
+    """Refuses what cannot be measured.
+
+    Args:
+        batch, boxes, rounds, device: See :func:`measure_detector`.
+        least_rounds (int): Fewer rounds are refused. Default: 0.
+
+    Raises:
+        ValueError: For a number that is too small, or a device that is not there.
+    """
+    for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0), ('rounds', rounds, least_rounds)):
         if value < least:
             raise ValueError(f'{name}={value} must be {least} or more')
     try:
@@ -129,6 +141,35 @@ def assignment_on_cpu(counter: LiveBytes):
         yield
 
 
+def own_crops(crop: Callable | None = None):
+    """Undoes at its end how hooks change the cropping of masks, which they do for the whole process.
+
+    Args:
+        crop (Callable | None): How masks are cropped at its beginning; None: as before. Default: None.
+
+    Returns:
+        A context manager.
+    """
+    return mock.patch.object(BitmapMasks, 'crop_and_resize', crop or BitmapMasks.crop_and_resize)
+
+
+def build_training(
+    config: Config, *, batch: int, height: int, width: int, boxes: int, device: str, trained_proposals: bool = True
+) -> tuple:
+    """What a training step needs. To be called within :func:`own_crops`.
+
+    Args:
+        config, batch, height, width, boxes, device, trained_proposals: See :func:`measure_detector`.
+
+    Returns:
+        tuple: Model in training mode, optimizer wrapper, and a batch.
+    """
+    model, wrapper = build_detector(config, device)
+    if trained_proposals:
+        proposals_of_a_trained_rpn(model)
+    return model, wrapper, build_batch(batch, height, width, boxes, *_labels(config))
+
+
 def build_detector(config: Config, device: str):
     """Builds model and optimizer as mmengine's runner does, without loading weights.
 
@@ -159,11 +200,6 @@ def build_detector(config: Config, device: str):
         wrapper = build_optim_wrapper(model, cfg)
     finally:
         logger.setLevel(level)
-    if torch.device(device).type == 'cpu':
-        for group in wrapper.optimizer.param_groups:
-            # CUDA's default: all parameters of a group at a time, with temporaries of the group's size.
-            if group.get('foreach', 0) is None and not group.get('fused'):
-                group['foreach'] = True
     return model, wrapper
 
 
@@ -236,6 +272,10 @@ def _watch(wrapper, row, model, saved, live, phase):
 def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
     tracker = PartTracker(model)
     saved = SavedByPart(tracker.current)
+    for group in wrapper.optimizer.param_groups:
+        # CUDA's default: all parameters of a group at a time, with temporaries of the group's size.
+        if group.get('foreach', 0) is None and not group.get('fused'):
+            group['foreach'] = True
     skip = SkipArithmetic(lambda: not compute and (counter.phase != 'forward' or tracker.in_network))
     with skip:  # the first optimizer step makes the states; gradients go after each step
         counter.phase = 'optimizer step'
@@ -261,18 +301,34 @@ def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
     return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, reserved=None, step_s=None)
 
 
+def timed_step(model: nn.Module, wrapper, data: dict) -> float:
+    """Runs a training step: forward pass, backward pass, optimizer step.
+
+    Args:
+        model (nn.Module): In training mode.
+        wrapper (OptimWrapper): Of its parameters.
+        data (dict): A batch; stays as it is.
+
+    Returns:
+        float: Seconds.
+    """
+    batch = copy.deepcopy(data)  # a detector's data preprocessor changes it
+    if not next(model.parameters()).is_cuda:
+        start = time.perf_counter()
+        model.train_step(batch, wrapper)
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    model.train_step(batch, wrapper)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def _measure_cuda(model: nn.Module, wrapper, data, rounds):
     for _ in range(2):  # the first step makes the optimizer's states and lets cuDNN choose its algorithms
         model.train_step(copy.deepcopy(data), wrapper)
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        batch = copy.deepcopy(data)
-        start.record()
-        model.train_step(batch, wrapper)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+    times = [timed_step(model, wrapper, data) for _ in range(rounds)]
     row = dict(parameters=_bytes([*model.parameters(), *model.buffers()]), optimizer=_bytes(_states(wrapper.optimizer)))
     torch.cuda.reset_peak_memory_stats()
     model.train_step(copy.deepcopy(data), wrapper)

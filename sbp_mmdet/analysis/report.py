@@ -1,8 +1,18 @@
-"""Tables and pictures of what :func:`.detector.measure_detector` counted."""
+"""Tables and pictures of what :func:`.detector.measure_detector` counted, and of steps' times."""
 
 from pathlib import Path
 
-__all__ = ['ORDER', 'format_bytes', 'groups', 'markdown', 'picture', 'table']
+__all__ = [
+    'ORDER',
+    'format_bytes',
+    'groups',
+    'markdown',
+    'picture',
+    'steps_markdown',
+    'steps_picture',
+    'steps_table',
+    'table',
+]
 
 ORDER = ['stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone', 'neck', 'RPN']
 _BACKBONE = ('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone')
@@ -64,16 +74,15 @@ def _short(part):
     return {'output norms': 'norms', 'box heads': 'boxes', 'mask heads': 'masks'}.get(part, part)[:8]
 
 
-def markdown(results: dict) -> str:
-    """A Markdown table, with what was measured below it.
+def markdown(rows: list[dict]) -> str:
+    """A Markdown table.
 
     Args:
-        results (dict): ``rows`` and ``machine``, as ``benchmark_memory.py --json`` writes them.
+        rows (list[dict]): Of ``measure_detector``, with ``setting``.
 
     Returns:
         str: Lines.
     """
-    rows = results['rows']
     timed = rows[0].get('step_s') is not None
     lines = [
         '| setting | parameters | optimizer | gradients | saved: backbone | neck, RPN | heads | peak | ratio |'
@@ -87,9 +96,7 @@ def markdown(results: dict) -> str:
         cells = [f'`{row["setting"]}`', *map(format_bytes, numbers), f'{row["peak"] / rows[0]["peak"]:.3f}']
         cells += [f'{row["step_s"] / rows[0]["step_s"]:.2f}'] if timed else []
         lines.append('| ' + ' | '.join(cells) + ' |')
-    machine = results['machine']
-    lines += ['', f'*{machine["date"]}, {machine["device"]}, torch {machine["torch"]}: `{machine["command"]}`*']
-    return '\n'.join(lines) + '\n'
+    return '\n'.join(lines)
 
 
 def picture(rows: list[dict], title: str, path: Path) -> None:
@@ -100,14 +107,8 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
         title (str): Above the bars.
         path (Path): A PNG file.
     """
-    import matplotlib
-
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
     colours = ['#9aa0a6', '#5f6b7a', '#1f77b4', '#6fb1e0', '#f2a541', '#e8e3d9']
-    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.45 * len(rows)), layout='constrained')
-    places = range(len(rows))[::-1]
+    figure, axes, places = _axes(rows)
     left = [0.0] * len(rows)
     for i, name in enumerate(groups(rows[0])):
         values = [groups(row)[name] / 1e9 for row in rows]
@@ -116,11 +117,81 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
     for place, row, end in zip(places, rows, left, strict=True):
         ratio = row['peak'] / rows[0]['peak']
         axes.text(end, place, f'  {row["peak"] / 1e9:.2f} GB  ({ratio:.2f}x)', va='center', fontsize=9)
-    axes.set_yticks(list(places), [row['setting'].replace('+', ' + ') for row in rows], fontsize=9)
     axes.set_xlim(0, max(left) * 1.22)
-    axes.set_xlabel('peak of a training step, GB (1e9 bytes)')
-    axes.spines[['top', 'right']].set_visible(False)
-    axes.set_title(title, fontsize=10, loc='left')
     figure.legend(loc='outside lower center', ncols=3, fontsize=8, frameon=False)
+    _save(figure, axes, title, 'peak of a training step, GB (1e9 bytes)', path)
+
+
+def _axes(rows):
+    """Figure, axes, and the place of each row's bar, the first on top."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.45 * len(rows)), layout='constrained')
+    places = range(len(rows))[::-1]
+    axes.set_yticks(list(places), [row['setting'].replace('+', ' + ') for row in rows], fontsize=9)
+    axes.spines[['top', 'right']].set_visible(False)
+    return figure, axes, places
+
+
+def _save(figure, axes, title, label, path):
+    import matplotlib.pyplot as plt
+
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=10, loc='left')
     figure.savefig(path, dpi=140)
     plt.close(figure)
+
+
+def steps_table(rows: list[dict]) -> str:
+    """Text for a terminal: a line for each setting.
+
+    Args:
+        rows (list[dict]): Of :func:`.step_times.measure_steps`.
+
+    Returns:
+        str: Lines.
+    """
+    width = max(len('setting'), *(len(row['setting']) for row in rows)) + 2
+    lines = [f'{"setting":<{width}}{"step, s":>9}  ratio (min to max)']
+    lines += [f'{row["setting"]:<{width}}{row["step_s"]:>9.3g}  {_ratio(row)}' for row in rows]
+    return '\n'.join(lines)
+
+
+def _ratio(row):
+    return f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
+
+
+def steps_markdown(rows: list[dict]) -> str:
+    """A Markdown table.
+
+    Args:
+        rows (list[dict]): Of :func:`.step_times.measure_steps`.
+
+    Returns:
+        str: Lines.
+    """
+    lines = ['| setting | step, s | ratio (min to max) |', '|---|---|---|']
+    lines += [f'| `{row["setting"]}` | {row["step_s"]:.3g} | {_ratio(row)} |' for row in rows]
+    return '\n'.join(lines)
+
+
+def steps_picture(rows: list[dict], title: str, path: Path) -> None:
+    """Draws a bar for each setting: the median of its ratios to the first, and a line from the least to the most.
+
+    Args:
+        rows (list[dict]): Of :func:`.step_times.measure_steps`.
+        title (str): Above the bars.
+        path (Path): A PNG file.
+    """
+    figure, axes, places = _axes(rows)
+    ratios, low, high = ([row[key] for row in rows] for key in ('ratio', 'ratio_min', 'ratio_max'))
+    spread = [[r - a for r, a in zip(ratios, low, strict=True)], [b - r for r, b in zip(ratios, high, strict=True)]]
+    axes.barh(places, ratios, height=0.68, color='#6fb1e0', xerr=spread, ecolor='#5f6b7a', capsize=3)
+    axes.axvline(1, color='#5f6b7a', lw=0.8, ls=':')
+    for place, row in zip(places, rows, strict=True):
+        axes.text(row['ratio_max'], place, f'  {row["ratio"]:.2f}x  ({row["step_s"]:.3g} s)', va='center', fontsize=9)
+    axes.set_xlim(0, max(high) * 1.22)
+    _save(figure, axes, title, f'time of a training step, relative to {rows[0]["setting"]}', path)

@@ -11,10 +11,11 @@ backbone, with pieces joined by '+'.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mmengine.config import DictAction
+from mmengine.config import Config, DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis import MODES
@@ -26,10 +27,11 @@ from sbp_mmdet.analysis.report import picture, table
 from sbp_mmdet.analysis.variants import PIECES, applicable, load_config, with_setting
 
 
-def parse_args():
+def case_parser(description: str) -> argparse.ArgumentParser:
+    """Arguments of what is measured: a config, settings of it, and a batch."""
     pieces = '\n'.join(f'  {name}: {text}' for name, text in PIECES.items())
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=f'pieces:\n{pieces}', formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, epilog=f'pieces:\n{pieces}', formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--modes', nargs='+', default=list(MODES), help=f'first is the baseline (default: {[*MODES]})')
@@ -37,51 +39,62 @@ def parse_args():
     parser.add_argument('--size', default='800x1333', help='of the images, before padding (default: 800x1333)')
     parser.add_argument('--boxes', type=int, default=60, help='ground-truth boxes in each image (default: 60)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--rounds', type=int, default=5, help='timed steps, on CUDA (default: 5)')
-    parser.add_argument('--compute', action='store_true', help='on a CPU, carry out all arithmetic: slow, same bytes')
-    parser.add_argument(
-        '--untrained-proposals', action='store_true', help="the untrained RPN's own, not those of a trained one"
-    )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     add_outputs(parser)
-    return parser, parser.parse_args()
+    return parser
 
 
-def main():
-    parser, args = parse_args()
+def read_case(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, choose: Callable = applicable, least_rounds: int = 0
+) -> tuple[Config, list[str], dict, str]:
+    """What the arguments stand for; ends with a message where they are wrong, before anything is measured.
+
+    Args:
+        parser (ArgumentParser): From :func:`case_parser`, with ``--rounds``.
+        args (Namespace): What it parsed.
+        choose (Callable): Sorts settings as ``applicable`` does. Default: ``applicable``.
+        least_rounds (int): Fewer rounds are refused. Default: 0.
+
+    Returns:
+        tuple: Config, settings that apply, the case (``batch``, ``height``, ``width``, ``boxes``, ``device``), title.
+    """
     try:
         height, width = parse_size(args.size)
-        check_case(batch=args.batch, boxes=args.boxes, rounds=args.rounds, device=args.device)
+        case = dict(batch=args.batch, boxes=args.boxes, device=args.device)
+        check_case(**case, rounds=args.rounds, least_rounds=least_rounds)
         config = load_config(args.config, args.cfg_options)
-        settings, refused = applicable(config, args.modes)
+        settings, refused = choose(config, args.modes)
     except ValueError as error:
         parser.error(str(error))
     for setting, reason in refused.items():
         print(f'does not apply: {setting} ({reason})')
     if not settings:
         parser.error('none of the modes applies')
-    name = Path(args.config).stem
-    title = f'{name}\n{args.batch} x 3 x {height} x {width}, {args.boxes} boxes an image, {args.device}'
+    title = f'{Path(args.config).stem}\n'
+    title += f'{args.batch} x 3 x {height} x {width}, {args.boxes} boxes an image, {args.device}'
     print(title)
+    return config, settings, dict(case, height=height, width=width), title
+
+
+def main():
+    parser = case_parser(__doc__)
+    parser.add_argument('--rounds', type=int, default=5, help='timed steps, on CUDA (default: 5)')
+    parser.add_argument('--compute', action='store_true', help='on a CPU, carry out all arithmetic: slow, same bytes')
+    parser.add_argument(
+        '--untrained-proposals', action='store_true', help="the untrained RPN's own, not those of a trained one"
+    )
+    args = parser.parse_args()
+    config, settings, case, title = read_case(parser, args)
+    options = dict(compute=args.compute, trained_proposals=not args.untrained_proposals)
     rows = []
     bar = ProgressBar(len(settings))
     for setting in settings:
-        row = measure_detector(
-            with_setting(config, setting),
-            batch=args.batch,
-            height=height,
-            width=width,
-            boxes=args.boxes,
-            device=args.device,
-            compute=args.compute,
-            trained_proposals=not args.untrained_proposals,
-            rounds=args.rounds,
-        )
+        row = measure_detector(with_setting(config, setting), rounds=args.rounds, **case, **options)
         rows.append(dict(setting=setting, **row))
         bar.update()
     print('\n' + table(rows))
-    case = dict(config=name, batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
-    case.update(trained_proposals=not args.untrained_proposals, compute=args.compute or args.device != 'cpu')
+    options['compute'] |= args.device != 'cpu'
+    case = dict(config=Path(args.config).stem, **case, **options)
     results = dict(machine=describe_machine(args.device), case=case, rows=rows)
     write_outputs(args, results, lambda path: picture(rows, title, path), indent=1)
 

@@ -3,8 +3,8 @@
     python tools/analysis_tools/update_tables.py README.md
 
 A table stands between ``<!-- table: PATH.json -->`` and ``<!-- end -->``; the path is relative to the Markdown file.
-The JSON file is what ``benchmark_block.py``, ``benchmark_memory.py``, ``gradient_study.py`` or ``gradient_norms.py``
-writes with ``--json``.
+The JSON file is what ``benchmark_block.py``, ``benchmark_memory.py``, ``benchmark_steps.py``, ``gradient_study.py`` or
+``gradient_norms.py`` writes with ``--json``. Below the table stand the machine, the versions and the command.
 """
 
 import argparse
@@ -13,18 +13,18 @@ import json
 import re
 from pathlib import Path
 
-from sbp_mmdet.analysis.report import format_bytes, markdown
+from sbp_mmdet.analysis.report import format_bytes, markdown, steps_markdown
 from sbp_mmdet.study.report import norms_table, study_table
 
 BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 
-def table(results: dict) -> str:
-    """A Markdown table of a benchmark's rows, with the machine, the versions and the command below it."""
+def blocks_table(rows: list[dict]) -> str:
+    """A Markdown table of a benchmark of blocks."""
     lines = []
-    groups = itertools.groupby(results['rows'], key=lambda row: (row['part'], row['arch'], row['stage']))
-    for i, ((part, arch, stage), rows) in enumerate(groups):
-        rows = list(rows)
+    groups = itertools.groupby(rows, key=lambda row: (row['part'], row['arch'], row['stage']))
+    for i, ((part, arch, stage), group) in enumerate(groups):
+        rows = list(group)
         timed, compared = 'total_ratio' in rows[0], 'cosine' in rows[0]
         if i == 0:
             more = (['time, ratio'] if timed else []) + (['cosine', 'relative error'] if compared else [])
@@ -39,20 +39,25 @@ def table(results: dict) -> str:
             cells += [f'{row["cosine"]:.4f}', f'{row["relative_error"]:.4f}'] if compared else []
             lines.append('| ' + ' | '.join(cells) + ' |')
             label = ''
-    return '\n'.join([*lines, *footer(results['machine'])]) + '\n'
+    return '\n'.join(lines)
 
 
-def footer(machine: dict) -> list[str]:
-    """Where, with what and how it was measured."""
-    return ['', f'*{machine["date"]}, {machine["device"]}, torch {machine["torch"]}: `{machine["command"]}`*']
+def table(results: dict) -> str:
+    """The table that fits what a file holds, and where, with what and how it was measured."""
+    machine = results['machine']
+    return f"""{_rows(results)}
+
+*{machine['date']}, {machine['device']}, torch {machine['torch']}: `{machine['command']}`*
+"""
 
 
-def table_of(results: dict) -> str:
-    """The table that fits what a file holds."""
+def _rows(results):
     if 'rows' not in results:
-        lines = norms_table(results) if 'steps' in results['case'] else study_table(results)
-        return '\n'.join([lines, *footer(results['machine'])]) + '\n'
-    return markdown(results) if 'setting' in results['rows'][0] else table(results)
+        return norms_table(results) if 'steps' in results['case'] else study_table(results)
+    rows = results['rows']
+    if 'setting' not in rows[0]:
+        return blocks_table(rows)
+    return markdown(rows) if 'peak' in rows[0] else steps_markdown(rows)
 
 
 def main():
@@ -62,7 +67,7 @@ def main():
         text = path.read_text()
 
         def fill(match, path=path):
-            return match[1] + table_of(json.loads((path.parent / match[2]).read_text())) + match[3]
+            return match[1] + table(json.loads((path.parent / match[2]).read_text())) + match[3]
 
         path.write_text(BLOCK.sub(fill, text))
         print(f'{path}: {len(BLOCK.findall(text))} tables')

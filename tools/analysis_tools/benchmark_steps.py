@@ -1,0 +1,37 @@
+"""How long a training step of a whole detector takes in every setting, relative to the first.
+
+    python tools/analysis_tools/benchmark_steps.py CONFIG --modes none with_cp recompute --size 320x533 --boxes 20
+
+Forward pass, backward pass and optimizer step on random images with random boxes; on CUDA with mixed precision as the
+config has it, on a CPU in fp32. The settings take turns: a step is compared with the first setting's step of the same
+round. A setting is a mode of the backbone, with pieces joined by '+'. One that is named twice shows the noise.
+"""
+
+import functools
+from pathlib import Path
+
+from benchmark_memory import case_parser, read_case
+from mmengine.utils import ProgressBar
+
+from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.output import write_outputs
+from sbp_mmdet.analysis.report import steps_picture, steps_table
+from sbp_mmdet.analysis.step_times import measure_steps, timed_settings
+
+
+def main():
+    parser = case_parser(__doc__)
+    parser.add_argument('--rounds', type=int, default=5, help='timed steps of each setting (default: 5)')
+    args = parser.parse_args()
+    choose = functools.partial(timed_settings, device=args.device)
+    config, settings, case, title = read_case(parser, args, choose, least_rounds=1)
+    bar = ProgressBar(len(settings) * (1 + args.rounds))
+    rows = measure_steps(config, settings, rounds=args.rounds, done=bar.update, **case)
+    print('\n' + steps_table(rows))
+    case = dict(config=Path(args.config).stem, rounds=args.rounds, **case)
+    results = dict(machine=describe_machine(args.device), case=case, rows=rows)
+    write_outputs(args, results, lambda path: steps_picture(rows, title, path), indent=1)
+
+
+if __name__ == '__main__':
+    main()
