@@ -122,6 +122,8 @@ def test_gradient_norms(project, tmp_path, monkeypatch, capsys):
         'depthwise_conv', 'norm', 'pointwise_conv1',
     }  # fmt: skip
     assert study_report.norms_table(found) in printed and '| 12 of ' in printed
+    heads = ['backbone', *(f'stage {i}' for i in range(1, 5)), 'layers whose gradient is 0']
+    assert f'| last loss | {" | ".join(heads)} |' in printed
     picture = cv2.imread(str(files[1]))
     assert picture is not None and picture.std() > 10
     assert '--steps 0 must be' in refusal(monkeypatch, capsys, gradient_norms, project, 'tiny.py', '--steps', 0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import CONFIGS, make_project
+from mmcv.cnn.bricks import DropPath
 from mmengine.config import Config
 from oracles import SMALL, image, loss_of, masks_of, oracle_convnext, record_keep, small_backbone, where_sbp
 
@@ -14,7 +15,7 @@ from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.functional import sbp
 from sbp_mmdet.layers import ConvNeXtBlock
 from sbp_mmdet.masks import Positions
-from sbp_mmdet.study import gradient_norms, gradients, kept, subject
+from sbp_mmdet.study import gradient_norms, gradients, kept, measures, subject
 from sbp_mmdet.study import settings as study_settings
 
 BACKBONE = Config(
@@ -74,7 +75,7 @@ def test_compare_by_hand():
         'backbone.norm3.weight': torch.tensor([[2.0], [-1.0]]),
         'roi_head.fc.weight': exact['roi_head.fc.weight'],
     }
-    found = gradients.compare(exact, estimate)
+    found = measures.compare(exact, estimate)
     assert list(found) == ['network', 'backbone', 'stage 1', 'stages.0.0.norm', 'stage 4', 'norm3', 'mean layer']
 
     def check(part, cosine, relative_error, norm_ratio):
@@ -87,28 +88,28 @@ def test_compare_by_hand():
     check('norm3', 0, (1 + 9) ** 0.5 / 5**0.5, 1)
     check('backbone', 50 / (30 * 130) ** 0.5, (50 + 10) ** 0.5 / 30**0.5, (130 / 30) ** 0.5)
     check('network', 194 / (174 * 274) ** 0.5, 60**0.5 / 174**0.5, (274 / 174) ** 0.5)
-    mean = [(found['stages.0.0.norm'][m] + found['norm3'][m]) / 2 for m in gradients.MEASURES]
+    mean = [(found['stages.0.0.norm'][m] + found['norm3'][m]) / 2 for m in measures.MEASURES]
     check('mean layer', *mean)
 
 
 def test_compare_where_there_is_nothing():
     exact = {'backbone.norm0.weight': torch.ones(2), 'backbone.norm1.weight': torch.zeros(2)}
-    found = gradients.compare(exact, {})
+    found = measures.compare(exact, {})
     assert found['norm0'] == dict(cosine=None, relative_error=1, norm_ratio=0)
     assert found['norm1'] == dict(cosine=None, relative_error=None, norm_ratio=None)
     assert found['mean layer'] == dict(cosine=None, relative_error=1, norm_ratio=0)
     with pytest.raises(ValueError, match='backbone.norm2.weight'):
-        gradients.compare(exact, {'backbone.norm2.weight': torch.ones(2)})
+        measures.compare(exact, {'backbone.norm2.weight': torch.ones(2)})
 
 
 def test_summary():
     rows = [{'x': dict(cosine=c, relative_error=e, norm_ratio=None)} for c, e in ((0.5, 1.0), (0.75, None), (1.0, 4.0))]
-    found = gradients.summary(rows)['x']
+    found = measures.summary(rows)['x']
     assert found['cosine']['mean'] == pytest.approx(0.75) and found['cosine']['values'] == [0.5, 0.75, 1.0]
     assert found['cosine']['std'] == pytest.approx(np.std([0.5, 0.75, 1.0], ddof=1))
     assert found['relative_error'] == dict(mean=2.5, std=pytest.approx(4.5**0.5), values=[1.0, None, 4.0])
     assert found['norm_ratio']['mean'] is None and found['norm_ratio']['std'] is None
-    assert gradients.summary(rows[:1])['x']['cosine'] == dict(mean=0.5, std=None, values=[0.5])
+    assert measures.summary(rows[:1])['x']['cosine'] == dict(mean=0.5, std=None, values=[0.5])
 
 
 @pytest.mark.parametrize('sbp_cfg', [dict(), dict(keep_ratio=0.25, sampler='random', implementation='reference')])
@@ -173,7 +174,7 @@ def test_study(config, model, batches):
     for i, batch in enumerate(batches):
         exact = gradients.exact_pass(model, batch, 5 + i)
         estimate = gradients.estimate(gradients.backbone_with(config, settings['few'], model.backbone), exact)
-        by_hand.append(gradients.compare(exact.gradients, estimate)['backbone']['cosine'])
+        by_hand.append(measures.compare(exact.gradients, estimate)['backbone']['cosine'])
     assert found['few']['backbone']['cosine']['values'] == by_hand and by_hand[0] != by_hand[1]
     assert found['few']['backbone']['cosine']['mean'] == pytest.approx(sum(by_hand) / 2)
 
@@ -224,8 +225,8 @@ def test_kept_positions_of_the_last_layer_are_exact(sbp_cfg, layer, monkeypatch)
     check = kept.check_kept(BACKBONE, sbp_cfg, weights, exact)
     assert check.layer == layer and check.error < 1e-5 and check.dropped == 0
 
-    def swapped(block, x, keep=None):
-        return forward(block, x, keep and Positions(keep=keep.drop, drop=keep.keep))
+    def swapped(block, x, keep=None, images=None):
+        return forward(block, x, keep and Positions(keep=keep.drop, drop=keep.keep), images)
 
     if layer.startswith('stages'):  # the check sees it if other positions than those are kept
         forward = ConvNeXtBlock.forward
@@ -248,7 +249,7 @@ def test_ready_made_settings():
         assert sum(ratios) / blocks == pytest.approx(0.5, abs=0.01)
 
     config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py'))
-    config.model.backbone.sbp_cfg = dict(keep_ratio=0.3, recompute=True)
+    config.model.backbone.sbp_cfg = dict(keep_ratio=0.3, recompute=True, skip_dropped_images=True)
     orders = study_settings.group('orders', config)
     assert orders['uniform 0.5'] == dict(keep_ratio=0.5, recompute=True)
     assert orders['increasing']['keep_ratio'] == orders['decreasing']['keep_ratio'][::-1] == study_settings.steps(12)
@@ -323,8 +324,11 @@ def test_disjoint_pointwise_layers():
     out = x + where_sbp(second, where_sbp(first, tokens, masked(lower)), masked(upper)).permute(0, 3, 1, 2)
     parameters = list(block.parameters())
     expected = torch.autograd.grad((out * weight).sum(), parameters)
-    actual_out = gradient_norms._split_forward(block, None, x, keep)
+    actual_out = gradient_norms._split_forward(block, None, x, keep, False)
     torch.testing.assert_close(actual_out[..., 1:, :], out[..., 1:, :])
+    block.drop_path = DropPath(0.75)  # of images that were drawn before
+    scaled = gradient_norms._split_forward(block, None, x, keep, True)
+    torch.testing.assert_close(scaled - x, 4 * (actual_out - x))
     actual = torch.autograd.grad((actual_out * weight).sum(), parameters)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)

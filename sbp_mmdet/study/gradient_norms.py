@@ -17,8 +17,9 @@ from torch import nn
 from ..analysis.detector import build_detector
 from ..functional import sbp
 from ..masks import Positions
-from .gradients import backbone_with, parts_of
+from .gradients import backbone_with
 from .kept import in_order
+from .measures import parts_of
 from .subject import build_model
 
 __all__ = ['DISJOINT', 'disjoint_blocks', 'disjoint_pointwise', 'norms_over_training']
@@ -37,9 +38,11 @@ def disjoint_blocks(backbone: nn.Module) -> None:
     draw = backbone.draw
 
     def alternating(x):
-        kept = draw(x)
-        swapped = {key: Positions(keep=p.drop, drop=p.keep) for key, p in kept.items()}
-        return {key: (swapped if i % 2 else kept)[key] for i, key in enumerate(in_order(kept))}
+        drawn = draw(x)
+        positions = dict(drawn.positions)
+        for key in in_order(positions)[1::2]:
+            positions[key] = Positions(keep=positions[key].drop, drop=positions[key].keep)
+        return drawn._replace(positions=positions)
 
     backbone.draw = alternating
 
@@ -57,9 +60,9 @@ def disjoint_pointwise(backbone: nn.Module) -> None:
             block._forward = functools.partial(_split_forward, block, block._forward)
 
 
-def _split_forward(block, whole, x, keep):
+def _split_forward(block, whole, x, keep, drawn):
     if keep is None:
-        return whole(x, keep)
+        return whole(x, keep, drawn)
 
     def first(t):
         return F.linear(block.norm.tokens(t), block.pointwise_conv1.weight.flatten(1), block.pointwise_conv1.bias)
@@ -70,8 +73,8 @@ def _split_forward(block, whole, x, keep):
 
     tokens = block.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
     hidden = sbp(first, tokens.flatten(1, 2), Positions(keep=keep.drop, drop=keep.keep))
-    tokens = sbp(second, hidden, keep).view(tokens.shape)
-    return x + block.drop_path(tokens.permute(0, 3, 1, 2))
+    branch = sbp(second, hidden, keep).view(tokens.shape).permute(0, 3, 1, 2)
+    return x + (branch / (1 - block.drop_path_rate) if drawn else block.drop_path(branch))
 
 
 DISJOINT = types.MappingProxyType({'disjoint blocks': disjoint_blocks, 'disjoint pointwise layers': disjoint_pointwise})
@@ -106,7 +109,7 @@ def norms_over_training(
         warmup (int): Steps over which the learning rate grows linearly. Default: 0.
 
     Returns:
-        dict: Label to ``loss``, a number for each step, and ``norms``: part (see :func:`.gradients.parts_of`) to the L2
+        dict: Label to ``loss``, a number for each step, and ``norms``: part (see :func:`.measures.parts_of`) to the L2
         norm of its gradient before clipping, for each step.
 
     Raises:

@@ -1,45 +1,48 @@
 """How near the gradients of SBP are to the exact ones (paper, Figs. 3 and 5, appendix "Gradient Keep-ratios and Keep
 Masks on ConvNeXt-Base"), for detectors.
 
-SBP changes the backward pass of the backbone and nothing else. So neck and heads run once for each batch, without SBP,
-and every setting gets the same images, stochastic depth, proposals, sampled RoIs and gradient at the backbone's
-outputs. What differs between two settings is the setting. All in fp32.
+SBP does not change the forward pass. So neck and heads run once for each batch, without SBP, and every setting of the
+backbone gets the same images, stochastic depth, proposals, sampled RoIs and gradient at the backbone's outputs. What
+differs between two settings is the setting. All in fp32.
+
+A setting may name pieces outside of the backbone too. Then the whole detector runs, seeded the same, and its loss has
+to be the exact pass'.
 """
 
 import copy
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mmdet.registry import MODELS
+from mmdet.registry import HOOKS, MODELS
 from mmengine.config import Config
 from torch import Tensor, nn
 
 from ..analysis.cuda_rules import autocast
-from ..analysis.variants import check_convnext
+from ..analysis.detector import own_crops
+from ..analysis.variants import PIECES, check_convnext, piece_change
+from .measures import compare, summary
 from .subject import build_model
 
 __all__ = [
-    'MEASURES',
-    'SUMS',
+    'HEAD_PIECES',
     'ExactPass',
     'backbone_with',
-    'compare',
     'estimate',
+    'estimate_detector',
     'exact_pass',
     'gradient_errors',
-    'parts_of',
     'study',
-    'summary',
 ]
 
-MEASURES = ('cosine', 'relative_error', 'norm_ratio')
-SUMS = ('network', 'backbone', 'mean layer', *(f'stage {i}' for i in range(1, 5)))  # every other part is a layer
+# The others are about the backbone, which keys of sbp_cfg describe here, or leave gradients alone.
+HEAD_PIECES = {p: text for p, text in PIECES.items() if p == 'targets' or p.startswith(('cp-', 'sbp-'))}
 
 # Rounding of a deep network in fp32, relative to the largest entry; another forward pass differs by far more.
 _SAME_FORWARD = 1e-3
+# The same of a loss, a mean over many entries; one other sampled RoI changes it by more.
+_SAME_LOSS = 1e-4
 
 
 class ExactPass(NamedTuple):
@@ -62,11 +65,13 @@ class ExactPass(NamedTuple):
     seed: int
 
 
-def _backward(model, data, seed):
+def _backward(model, batch, seed):
     """The loss; gradients are left in the parameters. Seeded once more where the backbone begins, so that a backbone
     that runs alone draws the same."""
+    torch.manual_seed(seed)
     hook = model.backbone.register_forward_pre_hook(lambda module, args: torch.manual_seed(seed) and None)
     try:
+        data = model.data_preprocessor(copy.deepcopy(batch), True)
         loss, _ = model.parse_losses(model(**data, mode='loss'))
     finally:
         hook.remove()
@@ -105,9 +110,8 @@ def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
         passes.append((args[0].detach(), outputs))
 
     hook = model.backbone.register_forward_hook(capture)
-    torch.manual_seed(seed)
     try:
-        loss = _backward(model, model.data_preprocessor(copy.deepcopy(batch), True), seed)
+        loss = _backward(model, batch, seed)
     finally:
         hook.remove()
     if len(passes) != 1:
@@ -162,8 +166,8 @@ def estimate(backbone: nn.Module, exact: ExactPass) -> dict[str, Tensor]:
         error = ((got.detach() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
         if not error < _SAME_FORWARD:
             raise ValueError(
-                f'the forward pass differs from the one without SBP by {error:.1e} of the largest value; '
-                'the gradients cannot be compared'
+                f'the forward pass differs from the one without SBP by {error:.1e} of the largest value, so the '
+                'gradients cannot be compared; leave out skip_dropped_images, which draws a stochastic depth of its own'
             )
     used = [(o, g) for o, g in zip(outputs, exact.output_gradients, strict=True) if g is not None]
     torch.autograd.backward([o for o, _ in used], [g for _, g in used])
@@ -171,98 +175,56 @@ def estimate(backbone: nn.Module, exact: ExactPass) -> dict[str, Tensor]:
     return {**{f'backbone.{name}': g for name, g in _take_gradients(backbone).items()}, **others}
 
 
-def parts_of(name: str) -> list[str]:
-    """The parts that a parameter counts for.
+def estimate_detector(
+    config: Config, setting: dict, model: nn.Module, exact: ExactPass, batch: dict
+) -> dict[str, Tensor]:
+    """Gradients of a whole detector under a setting that changes more than its backbone.
 
     Args:
-        name (str): Of the parameter, in a detector.
+        config (Config): Its config.
+        setting (dict): See :func:`study`.
+        model (nn.Module): Of :func:`.subject.build_model`; not changed, its weights are used.
+        exact (ExactPass): Of it; masks and all else are drawn from ``exact.seed``.
+        batch (dict): Of the exact pass.
 
     Returns:
-        list[str]: 'network'; for the backbone also 'backbone', its stage ('stage 1' to 'stage 4', the layer that leads
-        into a stage included) and its layer, without 'backbone.': 'stages.0.2.pointwise_conv1'.
-    """
-    if not name.startswith('backbone.'):
-        return ['network']
-    name = name.removeprefix('backbone.')
-    kind, *rest = name.split('.')
-    stage = int(rest[0] if kind in ('stages', 'downsample_layers') else kind.removeprefix('norm'))
-    return ['network', 'backbone', f'stage {stage + 1}', name.removesuffix('.weight').removesuffix('.bias')]
-
-
-def compare(exact: dict[str, Tensor], estimate: dict[str, Tensor]) -> dict[str, dict[str, float | None]]:
-    """Compares gradients, over the network, the backbone, each stage and each layer.
-
-    Args:
-        exact (dict[str, Tensor]): Gradients e.
-        estimate (dict[str, Tensor]): Gradients s; parameters that it lacks have gradient 0.
-
-    Returns:
-        dict: Part to ``cosine`` <e, s> / (|e| |s|), ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|.
-        Parts are those of :func:`parts_of`, and 'mean layer': the mean over the backbone's layers, where each counts
-        the same whatever the size of its gradient. A number that would need a division by 0 is None.
+        dict[str, Tensor]: fp32, on the CPU, names as in the detector.
 
     Raises:
-        ValueError: If ``estimate`` has parameters that ``exact`` lacks.
+        ValueError: If the loss is not that of the exact pass, so that proposals or sampled RoIs are others.
     """
-    if unknown := sorted(set(estimate) - set(exact)):
-        raise ValueError(f'no exact gradient for {unknown[:3]}')
-    sums = {}
-    for name, e in exact.items():
-        s = estimate.get(name)
-        numbers = _sums(e, torch.zeros_like(e) if s is None else s)
-        for part in parts_of(name):
-            sums[part] = sums.get(part, 0) + numbers
-    found = {part: _measures(*numbers.tolist()) for part, numbers in sums.items()}
-    layers = [numbers for part, numbers in found.items() if part not in SUMS]
-    if layers:
-        found['mean layer'] = {m: _mean([numbers[m] for numbers in layers]) for m in MEASURES}
+    sbp_cfg, pieces = _split(setting)
+    backbone = backbone_with(config, sbp_cfg, model.backbone)
+    # A copy, for the pieces change it in place; of the same weights.
+    shared = {id(model.backbone): backbone, **{id(p): p for p in model.parameters()}}
+    detector = copy.deepcopy(model, shared)
+    with own_crops():
+        for hook in _hooks(config, pieces):
+            HOOKS.build(hook).apply(detector)
+        loss = _backward(detector, batch, exact.seed)
+    found = _take_gradients(detector)
+    if not abs(loss - exact.loss) < _SAME_LOSS * abs(exact.loss):
+        raise ValueError(
+            f'the loss is {loss:.6g}, and {exact.loss:.6g} without SBP: proposals or sampled RoIs are others, so the '
+            'gradients cannot be compared; leave out skip_dropped_images, which draws a stochastic depth of its own'
+        )
     return found
 
 
-def _sums(e, s):
-    """<e, s>, <e, e>, <s, s>, <s - e, s - e>."""
-    same = s is e  # neck and heads: most of the parameters of a small detector
-    e = e.double().flatten()
-    square = e @ e
-    if same:
-        return torch.stack([square, square, square, torch.zeros_like(square)])
-    s = s.double().flatten()
-    difference = s - e
-    return torch.stack([e @ s, square, s @ s, difference @ difference])
+def _split(setting):
+    """``sbp_cfg`` and pieces. Pieces alone leave the backbone without SBP."""
+    sbp_cfg = dict(setting)
+    pieces = sbp_cfg.pop('pieces', [])
+    return None if pieces and not sbp_cfg else sbp_cfg, pieces
 
 
-def _mean(values):
-    known = [v for v in values if v is not None]
-    return statistics.fmean(known) if known else None
-
-
-def _measures(product, exact, estimated, difference):
-    norms = (exact * estimated) ** 0.5
-    return dict(
-        cosine=max(-1.0, min(1.0, product / norms)) if norms else None,
-        relative_error=(difference / exact) ** 0.5 if exact else None,
-        norm_ratio=(estimated / exact) ** 0.5 if exact else None,
-    )
-
-
-def summary(results: list[dict]) -> dict[str, dict[str, dict]]:
-    """Mean and spread over batches.
-
-    Args:
-        results (list[dict]): Of :func:`compare`, one for each batch.
-
-    Returns:
-        dict: Part to measure to ``mean``, ``std`` (of a sample) and ``values``, one for each batch. Numbers that are
-        None are left out of mean and spread; a mean of nothing, and the spread of less than two, are None.
-    """
-    parts = {part: None for result in results for part in result}
-    return {part: {m: _spread([r[part][m] for r in results if part in r]) for m in MEASURES} for part in parts}
-
-
-def _spread(values):
-    known = [v for v in values if v is not None]
-    std = statistics.stdev(known) if len(known) > 1 else None
-    return dict(mean=_mean(values), std=std, values=values)
+def _hooks(config, pieces):
+    for piece in pieces:
+        if piece not in HEAD_PIECES:
+            raise ValueError(
+                f'piece {piece!r} is none of neck and heads; choose from {list(HEAD_PIECES)}, or give a key of sbp_cfg'
+            )
+    return piece_change(config, pieces)['custom_hooks']
 
 
 def study(
@@ -275,11 +237,12 @@ def study(
     model: nn.Module | None = None,
     on_exact: Callable[[ExactPass], None] | None = None,
 ) -> dict[str, dict]:
-    """Compares settings of ``sbp_cfg`` with exact gradients: same weights, same batches.
+    """Compares settings with exact gradients: same weights, same batches.
 
     Args:
         config (Config): Config of a detector with a ConvNeXt.
-        settings (dict[str, dict]): Label to ``sbp_cfg``.
+        settings (dict[str, dict]): Label to ``sbp_cfg``; ``pieces`` in it names those of ``HEAD_PIECES`` to use
+            as well. With pieces alone the backbone runs without SBP.
         batches (Iterable[dict]): ``inputs`` and ``data_samples`` of each, see :func:`.subject.train_batches`.
         seed (int): Batch number i is run with seed + i, under every setting. Default: 0.
         on_progress (Callable | None): Called after each pass: once for each batch, and once for each batch and
@@ -294,9 +257,11 @@ def study(
     Raises:
         ValueError: For a setting that cannot be honoured, before anything is run.
     """
-    for label, sbp_cfg in settings.items():
+    for label, setting in settings.items():
         try:
+            sbp_cfg, pieces = _split(setting)
             backbone_with(config, sbp_cfg)
+            _hooks(config, pieces)
         except ValueError as error:
             raise ValueError(f'setting {label!r}: {error}') from error
     model = build_model(config, seed=seed) if model is None else model
@@ -307,8 +272,12 @@ def study(
         report()
         if on_exact:
             on_exact(exact)
-        for label, sbp_cfg in settings.items():
-            found = estimate(backbone_with(config, sbp_cfg, model.backbone), exact)
+        for label, setting in settings.items():
+            sbp_cfg, pieces = _split(setting)
+            if pieces:
+                found = estimate_detector(config, setting, model, exact, batch)
+            else:
+                found = estimate(backbone_with(config, sbp_cfg, model.backbone), exact)
             results[label].append(compare(exact.gradients, found))
             report()
     return {label: summary(found) for label, found in results.items()}

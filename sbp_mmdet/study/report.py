@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from .gradients import MEASURES, SUMS
+from .measures import HEADS, MEASURES, SUMS
 
 __all__ = ['compact', 'norms_picture', 'norms_table', 'study_picture', 'study_table']
 
@@ -24,6 +24,9 @@ def compact(node, digits: int = 5):
 def study_table(study: dict) -> str:
     """A Markdown table: mean and spread (standard deviation over batches) of each setting.
 
+    Settings of the backbone take a row each. If one changes more than that, each takes a row for each measure, and the
+    columns are the parts of the detector as gradients pass them.
+
     Args:
         study (dict): As ``gradient_study.py --json`` writes it.
 
@@ -32,6 +35,8 @@ def study_table(study: dict) -> str:
     """
     results, kept = study['results'], study['kept']
     stages = [part for part in SUMS if part.startswith('stage') and any(part in row for row in results.values())]
+    if any('pieces' in setting for setting in study['settings'].values()):
+        return _table_of_parts(results, stages)
     columns = [('cosine', part) for part in ('network', 'backbone', *stages, 'mean layer')]
     columns += [(measure, 'backbone') for measure in MEASURES[1:]]
     heads = [part if measure == 'cosine' else f'{_NAMES[measure]}, backbone' for measure, part in columns]
@@ -40,6 +45,17 @@ def study_table(study: dict) -> str:
     for label, row in results.items():
         cells = [_cell(row.get(part, {}).get(measure)) for measure, part in columns]
         lines.append(f'| {label} | {" | ".join(cells)} | {_kept(kept.get(label))} |')
+    return '\n'.join(lines)
+
+
+def _table_of_parts(results, stages):
+    heads = [part for part in HEADS if any(part in row for row in results.values())]
+    columns = ['network', *heads, 'backbone', *reversed(stages), 'mean layer']
+    lines = [f'| setting | measure | {" | ".join(columns)} |', '|---' * (len(columns) + 2) + '|']
+    for label, row in results.items():
+        for measure in MEASURES:
+            cells = [_cell(row.get(part, {}).get(measure)) for part in columns]
+            lines.append(f'| {label if measure == MEASURES[0] else ""} | {_NAMES[measure]} | {" | ".join(cells)} |')
     return '\n'.join(lines)
 
 
@@ -113,7 +129,7 @@ def norms_table(study: dict) -> str:
     """
     results = study['results']
     first = next(iter(results.values()))['norms']
-    parts = [part for part in SUMS if part in first and part not in ('network', 'mean layer')]
+    parts = [part for part in SUMS if part in first and part not in ('network', 'mean layer', *HEADS)]
     lines = [f'| setting | first loss | last loss | {" | ".join(parts)} | layers whose gradient is 0 |']
     lines.append('|---' * (len(parts) + 4) + '|')
     for label, row in results.items():

@@ -5,7 +5,8 @@ import shlex
 
 from mmengine.config import Config, DictAction
 
-from .gradients import backbone_with
+from ..analysis.variants import applicable
+from .gradients import HEAD_PIECES, backbone_with
 
 __all__ = ['GROUPS', 'STEPS', 'group', 'parse_setting', 'steps']
 
@@ -18,6 +19,7 @@ GROUPS = {
     'samplers': 'grid and random masks at 0.25, 0.5 and 0.75',
     'options': 'what dropped positions send back, and int8 storage',
     'blocks': "0.5 on stage 1, on stages 1 and 2, on the config's (or the paper's) blocks, on stages 1 to 3, on all",
+    'heads': 'SBP in neck, RPN and mask heads, alone and with 0.5 in the backbone, and the pieces that are exact',
 }
 
 _NEAREST = dict(keep_ratio=0.5, dropped='nearest', recompute=True)
@@ -54,15 +56,17 @@ def group(name: str, config: Config) -> dict[str, dict]:
         config (Config): Config of a detector with a ConvNeXt.
 
     Returns:
-        dict[str, dict]: Label to ``sbp_cfg``.
+        dict[str, dict]: Label to setting, see :func:`.gradients.study`.
 
     Raises:
-        ValueError: For an unknown name, or a config whose ``sbp_cfg`` is wrong.
+        ValueError: For an unknown name, a config whose ``sbp_cfg`` is wrong, or one that the group has nothing for.
     """
     if name not in GROUPS:
         raise ValueError(f'group {name!r} is unknown; choose from {list(GROUPS)}')
     base = dict(config.model.backbone.get('sbp_cfg') or {})
-    base = {key: value for key, value in base.items() if key not in ('keep_ratio', 'sampler')}
+    # Skipping draws a stochastic depth of its own, and there would be no exact pass to compare with.
+    left_out = ('keep_ratio', 'sampler', 'skip_dropped_images')
+    base = {key: value for key, value in base.items() if key not in left_out}
     backbone = backbone_with(config, base)
     if name == 'ratios':
         return {f'{r:g}': dict(base, keep_ratio=r) for r in (0.75, 0.5, 0.25)}
@@ -81,10 +85,29 @@ def group(name: str, config: Config) -> dict[str, dict]:
             r = _kept_share(order, backbone.sbp.blocks)
             settings.setdefault(f'uniform {r:g}', r)
         return {label: dict(base, keep_ratio=r) for label, r in settings.items()}
+    if name == 'heads':
+        return _heads(config, base)
     depths = backbone.depths
     choices = [(*depths[:n], *[0] * (len(depths) - n)) for n in range(1, len(depths) + 1)]
     choices = sorted({*choices, tuple(backbone.sbp.blocks)}, key=sum)
     return {f'blocks {"-".join(map(str, c))}': dict(base, keep_ratio=0.5, blocks=c) for c in choices}
+
+
+def _heads(config, base):
+    found, _ = applicable(config, [f'none+{piece}' for piece in HEAD_PIECES])
+    pieces = [setting.removeprefix('none+') for setting in found]
+    sbp = [piece for piece in pieces if piece.startswith('sbp-')]
+    exact = [piece for piece in pieces if piece not in sbp]
+    if not sbp:
+        raise ValueError("group 'heads': neck and heads of the model have nothing that SBP applies to; name another")
+    half = dict(base, keep_ratio=0.5)
+    return {
+        **{piece: dict(pieces=[piece]) for piece in sbp},
+        '+'.join(sbp): dict(pieces=sbp),
+        'backbone 0.5': half,
+        '+'.join(['backbone 0.5', *sbp]): dict(half, pieces=sbp),
+        '+'.join(exact): dict(pieces=exact),
+    }
 
 
 def _kept_share(ratios, blocks):
@@ -94,13 +117,13 @@ def _kept_share(ratios, blocks):
 
 
 def parse_setting(text: str) -> tuple[str, dict]:
-    """Reads 'label: keep_ratio=0.25 sampler=random', values as in ``--cfg-options``.
+    """Reads 'label: keep_ratio=0.25 sampler=random pieces=sbp-neck,sbp-rpn', values as in ``--cfg-options``.
 
     Args:
-        text (str): Label, colon, keys and values of ``sbp_cfg``; the label may be left out with its colon.
+        text (str): Label, colon, keys and values of ``sbp_cfg``, and pieces; the label may be left out with its colon.
 
     Returns:
-        tuple[str, dict]: Label and ``sbp_cfg``; its values are checked where the backbone is built.
+        tuple[str, dict]: Label and setting, see :func:`.gradients.study`; its values are checked there.
 
     Raises:
         ValueError: If it cannot be read.
@@ -116,4 +139,7 @@ def parse_setting(text: str) -> tuple[str, dict]:
         raise ValueError(f"setting {text!r} cannot be read; write it as 'label: keep_ratio=0.25 sampler=random'")
     parser = argparse.ArgumentParser()
     parser.add_argument('--options', nargs='+', action=DictAction)
-    return label.strip(), parser.parse_args(['--options', *words]).options
+    setting = parser.parse_args(['--options', *words]).options
+    if isinstance(pieces := setting.get('pieces'), str):  # a list of one is written like a word
+        setting['pieces'] = [pieces]
+    return label.strip(), setting

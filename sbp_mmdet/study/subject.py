@@ -19,7 +19,7 @@ __all__ = ['build_model', 'train_batches']
 
 
 def build_model(config: Config, checkpoint: str | Path | None = None, device: str = 'cpu', seed: int = 0) -> nn.Module:
-    """A config's detector in training mode, its ConvNeXt without SBP.
+    """A config's detector in training mode, without SBP in backbone, neck and heads.
 
     Args:
         config (Config): Config of a detector with a ConvNeXt of mmpretrain or of this package; not changed.
@@ -37,6 +37,7 @@ def build_model(config: Config, checkpoint: str | Path | None = None, device: st
     check_convnext(config)
     config = copy.deepcopy(config)
     config.model.backbone.update(type='SBPConvNeXt', sbp_cfg=None, with_cp=False)
+    config.custom_hooks = [hook for hook in config.get('custom_hooks') or [] if hook['type'] != 'SBPModulesHook']
     set_random_seed(seed)
     model, _ = build_detector(config, device)
     checkpoint = checkpoint or config.get('load_from')

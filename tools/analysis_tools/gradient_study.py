@@ -5,7 +5,7 @@
     python tools/analysis_tools/gradient_study.py CONFIG --settings none --setting 'mine: keep_ratio=0.4 sampler=random'
 
 CONFIG is any mmdet config with a ConvNeXt, of mmpretrain or of this package; batches come from its train dataloader.
-Neck and heads run once for each batch, so all settings see the same proposals and sampled RoIs. Everything in fp32.
+All settings see the same proposals and sampled RoIs. Everything in fp32.
 Cosine hides the length of a gradient: the relative error and the ratio of the norms show it. A layer's numbers are in
 the JSON file.
 """
@@ -20,8 +20,9 @@ from mmengine.utils import ProgressBar
 from sbp_mmdet.analysis.benchmark import describe_machine
 from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
-from sbp_mmdet.study.gradients import SUMS, study
+from sbp_mmdet.study.gradients import HEAD_PIECES, study
 from sbp_mmdet.study.kept import check_kept
+from sbp_mmdet.study.measures import SUMS
 from sbp_mmdet.study.report import compact, study_picture, study_table
 from sbp_mmdet.study.settings import GROUPS, group, parse_setting
 from sbp_mmdet.study.subject import build_model, train_batches
@@ -29,9 +30,12 @@ from sbp_mmdet.study.subject import build_model, train_batches
 
 def parse_args():
     groups = '\n'.join(f'  {name}: {text}' for name, text in GROUPS.items())
+    pieces = '\n'.join(f'  {name}: {text}' for name, text in HEAD_PIECES.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f'groups of settings, on top of the sbp_cfg of the config:\n{groups}',
+        epilog=f'groups of settings, on top of the sbp_cfg of the config:\n{groups}\n\n'
+        f"pieces outside of the backbone, 'label: pieces=sbp-neck,cp-rpn' or with keys of sbp_cfg beside them; alone\n"
+        f'they leave the backbone without SBP:\n{pieces}',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
@@ -59,7 +63,7 @@ def collect(config, names, texts):
         texts (list[str]): Of :func:`parse_setting`.
 
     Returns:
-        dict[str, dict]: Label to ``sbp_cfg``.
+        dict[str, dict]: Label to setting, see :func:`sbp_mmdet.study.gradients.study`.
 
     Raises:
         ValueError: For an unknown group, a text that cannot be read, a label that stands twice, or nothing.
@@ -67,10 +71,10 @@ def collect(config, names, texts):
     settings = {}
     for name in names:
         settings.update({} if name == 'none' else group(name, config))
-    for label, sbp_cfg in map(parse_setting, texts):
+    for label, setting in map(parse_setting, texts):
         if label in settings:
             raise ValueError(f'setting {label!r} stands twice; give each a label of its own')
-        settings[label] = sbp_cfg
+        settings[label] = setting
     if not settings:
         raise ValueError(f"no settings: give --settings, of {[*GROUPS]}, or --setting 'label: keep_ratio=0.25'")
     return settings
@@ -88,9 +92,12 @@ def main():
         bar = ProgressBar(len(batches) * (1 + len(settings)))
         kept = {}
 
+        # Pieces may change the gradient that comes to the last SBP layer, so there is nothing to compare.
+        backbones = {label: setting for label, setting in settings.items() if 'pieces' not in setting}
+
         def check(exact):
             if not kept:
-                kept.update({label: check_kept(config, cfg, model.backbone, exact) for label, cfg in settings.items()})
+                kept.update({label: check_kept(config, cfg, model.backbone, exact) for label, cfg in backbones.items()})
 
         results = study(config, settings, batches, args.seed, bar.update, model=model, on_exact=check)
     except ValueError as error:
@@ -113,7 +120,9 @@ def main():
     case = found['case']
     title = f'{case["config"]}: {case["batches"]} batches of {case["images"]} images, gradients against the exact ones'
     print(f'\n\n{title}\n\n{study_table(found)}\n')
-    print('mean ± standard deviation over batches; error of kept positions relative to the largest gradient there')
+    print('mean ± standard deviation over batches')
+    if len(backbones) == len(settings):
+        print('error of kept positions relative to the largest gradient there')
     write_outputs(args, found, lambda path: study_picture(found, title, path))
 
 
