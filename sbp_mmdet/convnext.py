@@ -173,7 +173,8 @@ class SBPConvNeXt(BaseModule):
                 f'images of {x.shape[-2]} x {x.shape[-1]} pixels are smaller than the total stride {self.min_size} '
                 'of the backbone; resize or pad them'
             )
-        active = self.sbp and self.training and torch.is_grad_enabled()
+        # Images are left out without gradients too: so begins a pass that somebody's checkpointing replays with them.
+        active = self.sbp and self.training and (torch.is_grad_enabled() or self.sbp.skip_dropped_images)
         keep, images = self.draw(x) if active else ({}, {})
         outs = []
         for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
@@ -223,9 +224,9 @@ class SBPConvNeXt(BaseModule):
             x (Tensor): Images, shape (N, 3, H, W).
 
         Returns:
-            Drawn: Positions and images.
+            Drawn: Positions, none of them without gradients, and images.
         """
-        layers = self.keep_ratios()
+        layers = self.keep_ratios() if torch.is_grad_enabled() else {}
         rates = {}
         if self.sbp and self.sbp.skip_dropped_images:
             blocks = {(i, j): block for i, stage in enumerate(self.stages) for j, block in enumerate(stage)}
@@ -233,8 +234,8 @@ class SBPConvNeXt(BaseModule):
         if not layers and not rates:
             return Drawn({}, {})
         step = self._steps.of(x)
-        drawn = torch.rand(len(rates), len(x), generator=generator_of(step, 'images'))
-        images = {key: row >= rate for (key, rate), row in zip(rates.items(), drawn, strict=True)}
+        numbers = torch.rand(len(rates), len(x), generator=generator_of(step, 'images'))
+        images = {key: row >= rate for (key, rate), row in zip(rates.items(), numbers, strict=True)}
         return Drawn(self._draw_positions(x, layers, step) if layers else {}, images)
 
     def _draw_positions(self, x, layers, step):

@@ -59,8 +59,7 @@ def sbp_map(f: Callable[[Tensor], Tensor], x: Tensor, kept: Positions, scale: in
 class _Masks:
     """The kept positions of a training step: one set for each size of feature map.
 
-    They are drawn from seed, rank, iteration and pass, as the backbone's. A map of the size of one of its stages gets
-    that stage's mask, so that with its ratio and sampler the same positions are kept.
+    They are drawn from seed, rank, iteration and pass, as the backbone's.
     """
 
     def __init__(self, keep_ratio, sampler):
@@ -80,18 +79,24 @@ class _Masks:
             self._aligned = backbone.sbp.dropped == 'zero'
 
     @torch.compiler.disable
-    def of(self, x):
-        """Kept and dropped positions of (N, C, H, W)."""
+    def of(self, x, as_backbone=False):
+        """Kept and dropped positions of (N, C, H, W).
+
+        What is next to the backbone takes the masks of its stages where sizes agree (with its ratio and sampler these
+        are its positions), or what is kept here and there would be a quarter. Behind a 3x3 convolution nothing is
+        gained by that, and the fine mask of the map's own size estimates better than a stage's blocks.
+        """
         size = tuple(x.shape[2:])
-        if size not in self._drawn:
+        as_backbone &= size in self._sizes
+        if (size, as_backbone) not in self._drawn:
             generator = generator_of(self._step)
-            if size in self._sizes:
+            if as_backbone:
                 masks = stage_masks(self._sizes, self.keep_ratio, self.sampler, generator, self._aligned)
                 mask = masks[self._sizes.index(size)]
             else:
                 mask = sample_mask(*size, self.keep_ratio, self.sampler, generator)
-            self._drawn[size] = positions(mask, x.device)
-        return self._drawn[size]
+            self._drawn[size, as_backbone] = positions(mask, x.device)
+        return self._drawn[size, as_backbone]
 
 
 class _ThinConv(Mixin):
@@ -99,7 +104,7 @@ class _ThinConv(Mixin):
 
     def forward(self, x):
         forward = super().forward
-        return sbp_map(forward, x, self._sbp_masks.of(x)) if _trains(self) else forward(x)
+        return sbp_map(forward, x, self._sbp_masks.of(x, as_backbone=True)) if _trains(self) else forward(x)
 
 
 class _ThinRPN(Mixin):
@@ -148,8 +153,9 @@ def _trains(module):
 def sbp_modules(model: nn.Module, modules: Sequence[str], keep_ratio: float = 0.5, sampler: str = 'grid') -> list[str]:
     """Lets pointwise layers of submodules send gradients from a kept subset of the positions (section 3.2).
 
-    In training only, and drawn anew in each step, with the backbone's masks where sizes, ratio and sampler agree. Maps
-    of so few positions that none would be kept stay exact. Names and shapes of parameters do not change.
+    In training only, and drawn anew in each step; 1x1 convolutions use the backbone's masks where sizes, ratio and
+    sampler agree. Maps of so few positions that none would be kept stay exact. Names and shapes of parameters do not
+    change.
 
     Args:
         model (nn.Module): The model; changed in place.

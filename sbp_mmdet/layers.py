@@ -196,21 +196,24 @@ class ConvNeXtBlock(BaseModule):
             return self._checkpointed(x, keep, False)
         return on_images(lambda x: self._checkpointed(x, keep, True), x, images, self.parameters())
 
-    def _checkpointed(self, x, keep, drawn):
+    def _checkpointed(self, x, keep, left_out):
         if self.with_cp and x.requires_grad:
-            return cp.checkpoint(self._forward, x, keep, drawn, use_reentrant=False)
-        return self._forward(x, keep, drawn)
+            return cp.checkpoint(self._forward, x, keep, left_out, use_reentrant=False)
+        return self._forward(x, keep, left_out)
 
-    def _forward(self, x, keep, drawn):
+    def _forward(self, x, keep, left_out):
         if _trains(self):
-            return self._fused(x, keep, drawn)
+            return self._fused(x, keep, left_out)
         tokens = self.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
         if keep is None:
             tokens = self._mlp(tokens)
         else:
             tokens = sbp(self._mlp, tokens.flatten(1, 2), keep).view(tokens.shape)
-        branch = tokens.permute(0, 3, 1, 2)
-        return x + (branch / (1 - self.drop_path_rate) if drawn else self.drop_path(branch))
+        return x + self.stochastic_depth(tokens.permute(0, 3, 1, 2), left_out)
+
+    def stochastic_depth(self, branch: Tensor, left_out: bool) -> Tensor:
+        """What is added to the shortcut, (N, C, H, W): dropped images at zero, or ``left_out`` before."""
+        return branch / (1 - self.drop_path_rate) if left_out else self.drop_path(branch)
 
     def _mlp(self, x):
         x = self.norm.tokens(x)
@@ -220,9 +223,9 @@ class ConvNeXtBlock(BaseModule):
         x = F.linear(x, self.pointwise_conv2.weight.flatten(1), self.pointwise_conv2.bias)
         return x if self.gamma is None else x * self.gamma
 
-    def _fused(self, x, keep, drawn):
+    def _fused(self, x, keep, left_out):
         scale = None
-        if drawn:
+        if left_out:
             scale = x.new_full((len(x),), 1 / (1 - self.drop_path_rate), dtype=fused.accumulator(x))
         elif isinstance(self.drop_path, DropPath):
             # The random numbers that drop_path draws for the plain branch, in its precision; the factor that follows

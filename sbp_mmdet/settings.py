@@ -41,8 +41,8 @@ class SBPSettings:
             they are computed in. 'int8': rounded to eight bits, with one scale for each image and channel. A hidden
             layer that is not recomputed stays as it is. Needs 'fused'. Default: 'native'.
         skip_dropped_images (bool): Do not compute a block for the images that stochastic depth drops, instead of
-            computing it and multiplying by zero: the same gradients, in less time, with less stored. The backbone's
-            ``drop_path_rate`` says how many these are. Default: False.
+            computing it and multiplying by zero: the same gradients, in less time, with less stored. How many these
+            are is up to the backbone's ``drop_path_rate``; with 0 nothing changes. Default: False.
     """
 
     keep_ratio: tuple[float, ...]

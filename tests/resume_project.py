@@ -1,8 +1,8 @@
 """A project whose training can be killed at a chosen place, and of which a resumed run has to end like a whole one.
 
 mmengine restores weights, optimiser, schedules, the iteration and the order of the images, but no random number
-generator. So what draws from those (augmentation, proposal sampling, stochastic depth) is switched off here; the SBP
-masks are drawn from (seed, rank, iteration) and stay on.
+generator. So what draws from those (augmentation, proposal sampling) is switched off here; the SBP masks, and
+stochastic depth by leaving out, are drawn from (seed, rank, iteration) and stay on.
 """
 
 from pathlib import Path
@@ -18,7 +18,9 @@ _base_ = './tiny.py'
 custom_imports = dict(imports=['sbp_mmdet', 'trouble'], allow_failed_imports=False)
 custom_hooks = [dict(type='TroubleHook')]
 model = dict(
-    backbone=dict(sbp_cfg=dict(sampler='random', keep_ratio=0.5)),
+    backbone=dict(
+        drop_path_rate=0.5, sbp_cfg=dict(sampler='random', keep_ratio=0.5, skip_dropped_images=True)
+    ),
     train_cfg=dict(rpn=dict(sampler=dict(num=100000)), rcnn=dict(sampler=dict(num=100000))),
 )
 train_pipeline = [

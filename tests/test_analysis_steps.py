@@ -50,15 +50,15 @@ def built(monkeypatch):
     return found
 
 
-def test_settings_take_turns_and_the_first_round_is_not_counted():
+def test_settings_take_turns():
     log = []
 
     def step(case, i):
         log.append((i, case))
         return float(len(log))
 
-    assert in_turn('ab', step, 2, lambda: log.append('done')) == [[5, 7], [9, 11]]
-    assert log == [x for i in range(3) for case in 'ab' for x in ((i, case), 'done')]
+    assert in_turn('ab', step, 2) == [[1, 2], [3, 4]]
+    assert log == [(1, 'a'), (1, 'b'), (2, 'a'), (2, 'b')]
 
 
 def test_ratios_are_taken_within_a_round():
@@ -114,6 +114,31 @@ def test_all_settings_begin_at_the_same_point(atto, built, monkeypatch):
     assert set(map(tuple, rates)) == {(0.0,)} and own == (False, True, True) * 3
     assert BitmapMasks.crop_and_resize is crop
     assert [row['ratio'] for row in rows] == [1.0, 2 / 3, 1 / 3] and len(bar) == 9
+
+
+@pytest.mark.parametrize('large', [0, 1])
+def test_what_does_not_fit_into_the_gpu(atto, built, monkeypatch, large):
+    """Settings that do are timed all the same; without the baseline nothing can be compared."""
+    seconds = iter(range(1, 100))
+
+    def step(model, wrapper, data):
+        if model is built[large][0]:
+            raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+        return float(next(seconds))
+
+    monkeypatch.setattr(step_times, 'timed_step', step)
+
+    def measure():
+        return measure_steps(atto, ['none', 'recompute', 'none'], rounds=1, **SMALL)
+
+    if large == 0:
+        with pytest.raises(ValueError, match='none, which all others are compared with, does not fit'):
+            measure()
+    else:  # two steps that are not counted, then 3 and 4
+        assert [(row['setting'], row['step_s'], row['ratio']) for row in measure()] == [
+            ('none', 3, 1),
+            ('none', 4, 4 / 3),
+        ]
 
 
 def test_another_optimizer_has_states_of_its_own_and_the_same_weights(atto, built, monkeypatch):
@@ -214,20 +239,21 @@ def test_the_tool(monkeypatch, capsys, tmp_path):
     bars = []
     monkeypatch.setattr(benchmark_steps, 'measure_steps', measure)
     monkeypatch.setattr(benchmark_steps, 'ProgressBar', lambda total: bars.append(mock.Mock(total=total)) or bars[-1])
-    modes = '--modes', 'none', 'recompute+targets', 'none+adamw8bit'
+    modes = '--modes', 'none', 'recompute+targets', 'none+adamw8bit', 'fused'
     options = '--rounds', 2, '--size', '320x533', '--boxes', 20, '--batch', 3, '--device', 'cpu'
     out, plot = tmp_path / 'new/steps.json', tmp_path / 'bars.png'
     typed(monkeypatch, ATTO, *modes, *options, '--json', out, '--plot', plot)
     case = dict(batch=3, height=320, width=533, boxes=20, device='cpu')
-    assert calls == [(['none', 'recompute+targets'], 2, case)]
+    assert calls == [(['none', 'recompute+targets', 'fused'], 2, case)]
     printed = capsys.readouterr().out
+    assert 'fused: does not fit into the GPU' in printed and 'none: does not' not in printed
     assert 'does not apply: none+adamw8bit (AdamW8bit: on a CPU' in printed
     assert steps_table(ROWS) in printed
-    assert bars[0].total == bars[0].update.call_count == 6
+    assert bars[0].total == bars[0].update.call_count == 9
     results = json.loads(out.read_text())
     assert results['rows'] == ROWS and results['machine']['torch'] == torch.__version__
     name = 'mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes'
-    assert results['case'] == dict(case, config=name, rounds=2)
+    assert results['case'] == dict(case, config=name, rounds=2, trained_proposals=True)
     assert plot.stat().st_size > 5000
     typed(monkeypatch, ATTO, *modes, '--device', 'cpu')
     printed = capsys.readouterr().out

@@ -58,13 +58,14 @@ class Detector(BaseModule):
         return [*maps, *scores, *boxes, *(head(maps[0][..., 3:9, 5:12]) for head in self.mask_heads)]
 
 
-def oracle(state, x, mask_of, backbone_masks):
-    """The same in plain torch. ``mask_of`` gives the mask for a (height, width)."""
+def oracle(state, x, mask_of, backbone_masks, lateral_mask_of=None):
+    """The same in plain torch. ``mask_of`` gives the mask for a (height, width), ``lateral_mask_of`` that of the
+    lateral convolutions if they have others."""
 
     def conv(x, name, **kwargs):
         return F.conv2d(x, state[f'{name}.weight'], state[f'{name}.bias'], **kwargs)
 
-    def thin(f, x, scale=1):
+    def thin(f, x, scale=1, mask_of=mask_of):
         mask = mask_of(x.shape[2:])
         if mask.all() or not mask.any():
             return f(x)
@@ -72,7 +73,7 @@ def oracle(state, x, mask_of, backbone_masks):
 
     backbone = {name.removeprefix('backbone.'): p for name, p in state.items() if name.startswith('backbone.')}
     maps = [
-        thin(lambda x: conv(x, f'neck.lateral_convs.{i}.conv'), x)  # noqa: B023
+        thin(lambda x: conv(x, f'neck.lateral_convs.{i}.conv'), x, mask_of=lateral_mask_of or mask_of)  # noqa: B023
         for i, x in enumerate(oracle_convnext(backbone, x, SMALL['depths'], backbone_masks))
     ]
     for i in (2, 1, 0):
@@ -147,7 +148,8 @@ def test_gradients_are_those_of_the_definition(options, checkpointed, iteration)
             assert relative_error(out, right) < 1e-12
 
 
-def test_the_backbones_masks_are_used_where_sizes_agree(iteration):
+def test_lateral_convolutions_use_the_backbones_masks_where_sizes_agree(iteration):
+    """All others have masks of their own size."""
     iteration(3)
     model = Detector(dict(HALF))
     state = dict(copy.deepcopy(model).named_parameters())
@@ -156,7 +158,8 @@ def test_the_backbones_masks_are_used_where_sizes_agree(iteration):
     stages = dict(enumerate(stage_masks(sizes, *HALF.values(), mask_generator(torch.initial_seed(), 0, 3))))
     backbone_masks = {key: stages[key[0]] for key in model.backbone.keep_ratios()}
     x = image(1, *SIZE)
-    loss = loss_of(oracle(state, x, masks_of_step(HALF, 3, stages=sizes), backbone_masks))
+    lateral = masks_of_step(HALF, 3, stages=sizes)
+    loss = loss_of(oracle(state, x, masks_of_step(HALF, 3), backbone_masks, lateral))
     expected = dict(zip(state, torch.autograd.grad(loss, list(state.values())), strict=True))
     assert_near(gradients(model, x), expected, 1e-10)
 

@@ -1,8 +1,21 @@
 """Stochastic depth by leaving out: the values and gradients of computing everything and multiplying by zero."""
 
+import copy
+
 import pytest
 import torch
-from oracles import SMALL, assert_near, gradients, image, masks_of, oracle_convnext, record_keep, small_backbone
+import torch.utils.checkpoint as cp
+from oracles import (
+    SMALL,
+    assert_near,
+    gradients,
+    image,
+    loss_of,
+    masks_of,
+    oracle_convnext,
+    record_keep,
+    small_backbone,
+)
 
 from sbp_mmdet.analysis.memory import saved_bytes
 from sbp_mmdet.steps import generator_of
@@ -60,6 +73,84 @@ def test_gradients_are_those_of_multiplying_by_zero(sbp_cfg, with_cp, iteration)
         for block in images.values():
             cases.add('some' if block is not None and 0 < block.sum() < 5 else block is None or block.any().item())
     assert cases == {True, False, 'some'}  # all images, none, and some, which are not always neighbours
+
+
+@pytest.mark.parametrize('use_reentrant', [False, True])
+def test_a_replay_leaves_out_the_same_images(use_reentrant, iteration):
+    """Somebody's checkpoint around the whole backbone. A reentrant one has no gradients in its first pass."""
+    backbone = small_backbone(dict(SKIP, sampler='random'), drop_path_rate=0.8)
+    x, state = image(3).requires_grad_(), dict(backbone.named_parameters())
+    keep, images = record_keep(backbone), record_images(backbone)
+    for step in range(3):
+        iteration(step)
+        backbone.zero_grad()
+        outs = cp.checkpoint(backbone, x, use_reentrant=use_reentrant)
+        first = dict(images)
+        loss_of(outs).backward()
+        assert all(torch.equal(first[key], images[key]) for key in BLOCKS[1:])
+        masks = masks_of(keep, 64, 64)
+        expected = oracle_convnext(state, x, SMALL['depths'], masks, drop_path_rate=0.8, images=images)
+        for a, b in zip(outs, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        found = {name: p.grad for name, p in state.items()}
+        assert_near(
+            found, dict(zip(state, torch.autograd.grad(loss_of(expected), list(state.values())), strict=True)), 1e-9
+        )
+
+
+@pytest.mark.parametrize('options', [dict(dropped='nearest'), dict(storage='int8'), dict(keep_ratio=1.0)], ids=str)
+def test_kept_images_are_those_of_a_smaller_batch(options):
+    """Whatever the block does to its gradients: its branch for the kept images alone, over the rate of keeping."""
+    backbone = small_backbone(dict(SKIP, recompute=True, **options), drop_path_rate=0.5)
+    block, plain = backbone.stages[1][1], copy.deepcopy(backbone.stages[1][1])
+    plain.drop_path = torch.nn.Identity()
+    x = torch.randn(3, 12, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    keep = backbone.draw(image(3)).positions.get((1, 1))
+    images = torch.tensor([True, False, True])
+
+    def expected(x):
+        kept = x[images]
+        branch = plain(kept, keep) - kept
+        return x.index_add(0, images.nonzero().flatten(), branch / (1 - block.drop_path_rate))
+
+    def differentiate(module, forward):
+        parameters = dict(module.named_parameters())
+        out = forward(x)
+        grads = torch.autograd.grad(loss_of([out]), [x, *parameters.values()])
+        return dict(zip(['out', 'x', *parameters], [out.detach(), *grads], strict=True))
+
+    found = differentiate(block, lambda x: block(x, keep, images))
+    assert_near(found, differentiate(plain, expected), 1e-9)
+
+
+@pytest.mark.parametrize('recompute', [False, True, 'block'])
+def test_in_reduced_precision(recompute):
+    """Images that pass a block by keep the precision they come in, beside those that it has raised to fp32."""
+    backbone = small_backbone(dict(SKIP, recompute=recompute, keep_ratio=1.0), dtype=torch.float32, drop_path_rate=0.8)
+    images, x, state = record_images(backbone), image(4, dtype=torch.float32), dict(backbone.named_parameters())
+
+    def forward(x):
+        return oracle_convnext(state, x, SMALL['depths'], {}, drop_path_rate=0.8, images=images)
+
+    with torch.autocast('cpu', torch.bfloat16):
+        found = gradients(backbone, x)
+    assert any(0 < kept.sum() < 4 for kept in images.values() if kept is not None)
+    for name, expected in gradients(backbone, x, forward).items():  # in fp32
+        assert torch.nn.functional.cosine_similarity(found[name].flatten(), expected.flatten(), 0) > 0.995, name
+
+
+def test_compiled(iteration):
+    """The draw differs from call to call; the code that was compiled is the same."""
+    backbone = small_backbone(SKIP, drop_path_rate=0.8)
+    torch.compiler.reset()
+    compiled = torch.compile(backbone, backend='eager')
+    for step in range(3):
+        iteration(step)
+        found = gradients(backbone, image(3), compiled)
+        iteration(100)
+        gradients(backbone, image(3))
+        iteration(step)
+        assert_near(found, gradients(backbone, image(3)), 1e-10)
 
 
 def test_values_are_those_of_multiplying_by_zero():

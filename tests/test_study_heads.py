@@ -177,11 +177,11 @@ def test_study(config, model, batches):
     assert errors('masks', 'mask heads') == pytest.approx(by_hand, rel=1e-4) and by_hand[0] != by_hand[1]
 
 
-def test_skipping_dropped_images_is_refused(config, model, batches, exact):
+def test_skipping_dropped_images_is_refused(config, model, batches):
     """It draws which ones, so that there is no exact pass with the same stochastic depth."""
     for pieces in ([], ['cp-neck']):
         setting = dict(keep_ratio=1.0, skip_dropped_images=True, pieces=pieces)
-        with pytest.raises(ValueError, match='leave out skip_dropped_images'):
+        with pytest.raises(ValueError, match='skip_dropped_images draws .*leave it out'):
             gradients.study(config, {'x': setting}, batches[:1], SEED, model=model)
 
 
@@ -250,6 +250,9 @@ def test_settings_as_text():
     parse = settings.parse_setting
     assert parse('x: recompute=True pieces=cp-rpn,targets')[1] == dict(recompute=True, pieces=['cp-rpn', 'targets'])
     assert parse('y: pieces=sbp-neck') == ('y', dict(pieces=['sbp-neck']))
+    for text in ('z: pieces=5', 'z: pieces=None', 'z: pieces=sbp-neck,5'):
+        with pytest.raises(ValueError, match="setting 'z: pieces=.* must be names, such as pieces=sbp-neck,sbp-rpn"):
+            parse(text)
 
 
 def test_table_by_hand():

@@ -74,7 +74,7 @@ def main():
         )
 
     def tell(setting, need, fits):
-        print(f'  {setting:<50} {format_bytes(need):>8}  {"fits" if fits else "too much"}', flush=True)
+        print(f'  {setting:<60} {format_bytes(need):>8}  {"fits" if fits else "too much"}', flush=True)
 
     print(
         f'{args.batch} images of {height} x {width}, {args.boxes} boxes each, {format_bytes(budget)}; '

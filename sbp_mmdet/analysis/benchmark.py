@@ -1,5 +1,7 @@
 """Bytes and times of backbones and their blocks, mode against mode in one run."""
 
+import contextlib
+import ctypes
 import datetime
 import platform
 import shlex
@@ -19,7 +21,7 @@ from .cuda_rules import autocast
 from .memory import peak_bytes, saved_bytes
 from .modes import backbone_options
 
-__all__ = ['PARTS', 'build_case', 'describe_machine', 'measure', 'stage_shape']
+__all__ = ['PARTS', 'build_case', 'describe_machine', 'keep_freed_memory', 'measure', 'stage_shape']
 
 PARTS = ('mlp', 'block', 'backbone')
 
@@ -48,6 +50,19 @@ def _cpu_name():
             return next(line.split(':')[1].strip() for line in info if line.startswith('model name'))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def keep_freed_memory() -> None:
+    """For times on a CPU: this process keeps what it frees, as CUDA's allocator does. Without glibc nothing happens.
+
+    By its defaults glibc gives large blocks back to the system, which fills them with zeros when they are asked for
+    again: a setting would pay for each byte that it stores.
+    """
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
+        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
 
 
 def stage_shape(arch: str, stage: int, batch: int, height: int, width: int) -> tuple[int, int, int, int]:

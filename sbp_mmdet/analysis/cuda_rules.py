@@ -17,7 +17,7 @@ from mmdet.structures.mask import BitmapMasks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['autocast', 'autocast_rules', 'cuda_kernels']
+__all__ = ['autocast', 'autocast_rules', 'cuda_kernels', 'full_fp32']
 
 _REDUCED = (torch.bfloat16, torch.float16)
 
@@ -31,6 +31,18 @@ _FULL_PRECISION = frozenset(
 )
 # These read what they get and write fp32.
 _FULL_PRECISION_RESULT = frozenset('softmax log_softmax prod sum cumsum cumprod'.split())
+
+
+@contextlib.contextmanager
+def full_fp32():
+    """On a GPU, fp32 is not TF32 in here: that is cuDNN's default, and rounds to ten bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('highest')
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class autocast_rules(TorchFunctionMode):  # noqa: N801  a context like torch.autocast

@@ -116,6 +116,8 @@ def check_case(*, batch: int, boxes: int, rounds: int, device: str, least_rounds
         raise ValueError(f"device {device!r} is unknown; give 'cpu' or 'cuda'")
     if kind == 'cuda' and not torch.cuda.is_available():
         raise ValueError(f"device {device!r}: torch sees no GPU; 'cpu' counts the same bytes")
+    if kind == 'cuda' and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise ValueError(f'device {device!r}: torch sees {torch.cuda.device_count()} GPUs, counted from 0')
 
 
 @contextlib.contextmanager
@@ -164,6 +166,12 @@ def build_training(
     Returns:
         tuple: Model in training mode, optimizer wrapper, and a batch.
     """
+    if torch.device(device).type == 'cuda':
+        torch.cuda.set_device(device)  # allocator's statistics, events and waiting are those of the current one
+        if 'Amp' in str(config.optim_wrapper.get('type', '')):
+            # The usual start of a dynamic scale overflows a few times, and these steps lack the optimizer's.
+            config = copy.deepcopy(config)
+            config.optim_wrapper.loss_scale = 1.0
     model, wrapper = build_detector(config, device)
     if trained_proposals:
         proposals_of_a_trained_rpn(model)

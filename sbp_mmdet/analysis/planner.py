@@ -28,8 +28,8 @@ CONTEXT = 0.6e9
 
 # What decides which of two settings is faster, relative to the plain backbone: the modes by the matrix products of the
 # channel MLP (plain: 2 forward, 4 backward) plus a little for the convolutions that run again, the pieces by the share
-# of the step that runs again. On a CPU the fused operations are faster than that (docs/results/mlp_stage1_cpu.json);
-# not yet compared with a GPU.
+# of the step that runs again. A block's times on a CPU are near that (docs/results/block_cpu.json); not yet compared with
+# a GPU.
 _TIME = {
     'fused': 4 / 6,
     'recompute': 4.5 / 6,
@@ -125,7 +125,7 @@ def _time(setting, dropped):
 
 
 def worst_case(setting: str) -> str:
-    """The setting that needs as much as this one can need: in some step, stochastic depth drops next to nothing."""
+    """The setting whose bytes bound those of this one from above: as if stochastic depth dropped nothing."""
     return '+'.join(word for word in setting.split('+') if word != 'skip')
 
 

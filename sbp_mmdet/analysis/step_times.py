@@ -1,5 +1,6 @@
 """How long whole training steps of a detector take, setting against setting in one run."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -57,30 +58,49 @@ def measure_steps(
 ) -> list[dict]:
     """Times training steps on the same random batch, the settings in turn within each round.
 
-    On CUDA with mixed precision as the config has it; on a CPU in fp32.
+    On CUDA with mixed precision as the config has it; on a CPU in fp32. Each setting's first step is not counted: it
+    makes the optimizer's states.
 
     Args:
         config (Config): Config of a detector.
         settings (Sequence[str]): From :func:`timed_settings`, the baseline first.
-        rounds (int): Timed rounds, after one that is not counted. Default: 5.
+        rounds (int): Timed rounds. Default: 5.
         done (Callable): Called after each step.
         **case: ``batch``, ``height``, ``width``, ``boxes`` and ``device``, see :func:`.detector.measure_detector`.
 
     Returns:
-        list[dict]: See :func:`summary`.
+        list[dict]: See :func:`summary`; a setting that does not fit into the GPU has no row.
 
     Raises:
-        ValueError: For a number that is too small, or a device that is not there.
+        ValueError: For a number that is too small, a device that is not there, or a baseline that does not fit.
     """
     check_case(rounds=rounds, least_rounds=1, **{key: case[key] for key in ('batch', 'boxes', 'device')})
     cases, data = _build(config, settings, case)
 
     def step(case, i):
-        torch.manual_seed(i)  # masks, samples and dropped paths are those of the round, whatever the setting
+        # Samples and what DropPath drops are those of the round in all settings, and so are masks; what 'skip' leaves
+        # out is a draw of its own.
+        torch.manual_seed(i)
         with own_crops(case.crop):
-            return timed_step(case.model, case.wrapper, data)
+            seconds = timed_step(case.model, case.wrapper, data)
+        done()
+        return seconds
 
-    return summary(settings, in_turn(cases, step, rounds, done))
+    fits = [_fits(step, case) for case in cases]
+    if not fits[0]:
+        raise ValueError(f'{settings[0]}, which all others are compared with, does not fit into the GPU; name another')
+    fitting = list(itertools.compress(settings, fits))
+    return summary(fitting, in_turn(list(itertools.compress(cases, fits)), step, rounds))
+
+
+def _fits(step, case):
+    try:
+        step(case, 0)
+    except torch.cuda.OutOfMemoryError:
+        case.wrapper.zero_grad()
+        torch.cuda.empty_cache()
+        return False
+    return True
 
 
 def _build(config, settings, case):
@@ -103,27 +123,18 @@ def _build(config, settings, case):
     return cases, data
 
 
-def in_turn(
-    cases: Sequence, step: Callable[[object, int], float], rounds: int, done: Callable[[], None] = lambda: None
-) -> list[list[float]]:
+def in_turn(cases: Sequence, step: Callable[[object, int], float], rounds: int) -> list[list[float]]:
     """Runs all cases in each round, so that a drift of the machine hits all.
 
     Args:
         cases (Sequence): What ``step`` is called with.
-        step (Callable): Runs a case in a round, counted from 0, and gives its seconds.
-        rounds (int): Rounds, after one that is not counted: the first step of a model makes optimizer states.
-        done (Callable): Called after each step.
+        step (Callable): Runs a case in a round, counted from 1, and gives its seconds.
+        rounds (int): Rounds.
 
     Returns:
         list[list[float]]: For each round the seconds of each case.
     """
-    times = []
-    for i in range(rounds + 1):
-        times.append([])
-        for case in cases:
-            times[-1].append(step(case, i))
-            done()
-    return times[1:]
+    return [[step(case, i) for case in cases] for i in range(1, rounds + 1)]
 
 
 def summary(settings: Sequence[str], times: list[list[float]]) -> list[dict]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from mmengine.config import Config
 from torch import nn
 
+from ..analysis.cuda_rules import full_fp32
 from ..analysis.detector import build_detector
 from ..functional import sbp
 from ..masks import Positions
@@ -60,9 +61,9 @@ def disjoint_pointwise(backbone: nn.Module) -> None:
             block._forward = functools.partial(_split_forward, block, block._forward)
 
 
-def _split_forward(block, whole, x, keep, drawn):
+def _split_forward(block, whole, x, keep, left_out):
     if keep is None:
-        return whole(x, keep, drawn)
+        return whole(x, keep, left_out)
 
     def first(t):
         return F.linear(block.norm.tokens(t), block.pointwise_conv1.weight.flatten(1), block.pointwise_conv1.bias)
@@ -74,12 +75,13 @@ def _split_forward(block, whole, x, keep, drawn):
     tokens = block.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
     hidden = sbp(first, tokens.flatten(1, 2), Positions(keep=keep.drop, drop=keep.keep))
     branch = sbp(second, hidden, keep).view(tokens.shape).permute(0, 3, 1, 2)
-    return x + (branch / (1 - block.drop_path_rate) if drawn else block.drop_path(branch))
+    return x + block.stochastic_depth(branch, left_out)
 
 
 DISJOINT = types.MappingProxyType({'disjoint blocks': disjoint_blocks, 'disjoint pointwise layers': disjoint_pointwise})
 
 
+@full_fp32()
 def norms_over_training(
     config: Config,
     variants: dict[str, tuple[dict | None, Callable | None]],

@@ -19,7 +19,7 @@ from mmdet.registry import HOOKS, MODELS
 from mmengine.config import Config
 from torch import Tensor, nn
 
-from ..analysis.cuda_rules import autocast
+from ..analysis.cuda_rules import autocast, full_fp32
 from ..analysis.detector import own_crops
 from ..analysis.variants import PIECES, check_convnext, piece_change
 from .measures import compare, summary
@@ -41,7 +41,7 @@ HEAD_PIECES = {p: text for p, text in PIECES.items() if p == 'targets' or p.star
 
 # Rounding of a deep network in fp32, relative to the largest entry; another forward pass differs by far more.
 _SAME_FORWARD = 1e-3
-# The same of a loss, a mean over many entries; one other sampled RoI changes it by more.
+# The same of a loss, a mean over many entries; one other sampled RoI changed it by more than ten times that.
 _SAME_LOSS = 1e-4
 
 
@@ -166,8 +166,8 @@ def estimate(backbone: nn.Module, exact: ExactPass) -> dict[str, Tensor]:
         error = ((got.detach() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
         if not error < _SAME_FORWARD:
             raise ValueError(
-                f'the forward pass differs from the one without SBP by {error:.1e} of the largest value, so the '
-                'gradients cannot be compared; leave out skip_dropped_images, which draws a stochastic depth of its own'
+                f'the forward pass differs from the one without SBP by {error:.1e} of the largest value; '
+                'the gradients cannot be compared'
             )
     used = [(o, g) for o, g in zip(outputs, exact.output_gradients, strict=True) if g is not None]
     torch.autograd.backward([o for o, _ in used], [g for _, g in used])
@@ -205,8 +205,8 @@ def estimate_detector(
     found = _take_gradients(detector)
     if not abs(loss - exact.loss) < _SAME_LOSS * abs(exact.loss):
         raise ValueError(
-            f'the loss is {loss:.6g}, and {exact.loss:.6g} without SBP: proposals or sampled RoIs are others, so the '
-            'gradients cannot be compared; leave out skip_dropped_images, which draws a stochastic depth of its own'
+            f'the loss is {loss:.6g}, and {exact.loss:.6g} without SBP: proposals or sampled RoIs are others; '
+            'the gradients cannot be compared'
         )
     return found
 
@@ -227,6 +227,7 @@ def _hooks(config, pieces):
     return piece_change(config, pieces)['custom_hooks']
 
 
+@full_fp32()
 def study(
     config: Config,
     settings: dict[str, dict],
@@ -260,6 +261,11 @@ def study(
     for label, setting in settings.items():
         try:
             sbp_cfg, pieces = _split(setting)
+            if sbp_cfg and sbp_cfg.get('skip_dropped_images'):
+                raise ValueError(
+                    'skip_dropped_images draws a stochastic depth of its own, so there is nothing to compare with; '
+                    'its gradients are exact: leave it out'
+                )
             backbone_with(config, sbp_cfg)
             _hooks(config, pieces)
         except ValueError as error:

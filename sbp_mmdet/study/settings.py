@@ -140,6 +140,9 @@ def parse_setting(text: str) -> tuple[str, dict]:
     parser = argparse.ArgumentParser()
     parser.add_argument('--options', nargs='+', action=DictAction)
     setting = parser.parse_args(['--options', *words]).options
-    if isinstance(pieces := setting.get('pieces'), str):  # a list of one is written like a word
-        setting['pieces'] = [pieces]
+    if 'pieces' in setting:
+        pieces = setting['pieces']
+        setting['pieces'] = pieces = [pieces] if isinstance(pieces, str) else pieces  # a list of one is a word
+        if not isinstance(pieces, list) or not all(isinstance(piece, str) for piece in pieces):
+            raise ValueError(f'setting {text!r}: pieces={pieces!r} must be names, such as pieces=sbp-neck,sbp-rpn')
     return label.strip(), setting

@@ -18,6 +18,7 @@ from sbp_mmdet.analysis.benchmark import (
     PARTS,
     build_case,
     describe_machine,
+    keep_freed_memory,
     measure,
     stage_shape,
 )
@@ -52,6 +53,7 @@ def parse_args():
 
 def main():
     args = parse_args()
+    keep_freed_memory()
     amp = args.amp or ('fp16' if torch.device(args.device).type == 'cuda' else 'off')
     modes = args.modes
     if args.part == 'mlp':  # recomputing the block's convolution makes no sense without one

@@ -7,7 +7,7 @@
 Forward pass, backward pass and optimizer step as the config has them, mixed precision included, on random images with
 random boxes. On CUDA the allocator's statistics and times; without CUDA the bytes of all tensors, made as CUDA's rules
 would have them (what a kernel uses inside itself, and fragmentation, are not in it). A setting is a mode of the
-backbone, with pieces joined by '+'.
+backbone, with pieces joined by '+'. With 'skip' the bytes are those of one step as drawn; others may drop less.
 """
 
 import argparse

@@ -4,7 +4,9 @@
 
 Forward pass, backward pass and optimizer step on random images with random boxes; on CUDA with mixed precision as the
 config has it, on a CPU in fp32. The settings take turns: a step is compared with the first setting's step of the same
-round. A setting is a mode of the backbone, with pieces joined by '+'. One that is named twice shows the noise.
+round. A setting is a mode of the backbone, with pieces joined by '+'. One that is named twice shows the noise; 'skip'
+leaves out other images in each round, so give it many. Proposals are those of a trained RPN, so that the heads get as
+many positive samples as in training.
 """
 
 import functools
@@ -13,7 +15,7 @@ from pathlib import Path
 from benchmark_memory import case_parser, read_case
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.benchmark import describe_machine
+from sbp_mmdet.analysis.benchmark import describe_machine, keep_freed_memory
 from sbp_mmdet.analysis.output import write_outputs
 from sbp_mmdet.analysis.report import steps_picture, steps_table
 from sbp_mmdet.analysis.step_times import measure_steps, timed_settings
@@ -25,10 +27,16 @@ def main():
     args = parser.parse_args()
     choose = functools.partial(timed_settings, device=args.device)
     config, settings, case, title = read_case(parser, args, choose, least_rounds=1)
+    keep_freed_memory()
     bar = ProgressBar(len(settings) * (1 + args.rounds))
-    rows = measure_steps(config, settings, rounds=args.rounds, done=bar.update, **case)
+    try:
+        rows = measure_steps(config, settings, rounds=args.rounds, done=bar.update, **case)
+    except ValueError as error:
+        parser.error(str(error))
     print('\n' + steps_table(rows))
-    case = dict(config=Path(args.config).stem, rounds=args.rounds, **case)
+    for setting in set(settings) - {row['setting'] for row in rows}:
+        print(f'{setting}: does not fit into the GPU')
+    case = dict(config=Path(args.config).stem, rounds=args.rounds, trained_proposals=True, **case)
     results = dict(machine=describe_machine(args.device), case=case, rows=rows)
     write_outputs(args, results, lambda path: steps_picture(rows, title, path), indent=1)
 
