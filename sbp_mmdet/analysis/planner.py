@@ -28,8 +28,8 @@ CONTEXT = 0.6e9
 
 # What decides which of two settings is faster, relative to the plain backbone: the modes by the matrix products of the
 # channel MLP (plain: 2 forward, 4 backward) plus a little for the convolutions that run again, the pieces by the share
-# of the step that runs again. A block's times on a CPU are near that (docs/results/block_cpu.json); not yet compared with
-# a GPU.
+# of the step that runs again. A block's times on a CPU are near that (docs/results/block_cpu.json); those on a GPU were
+# not compared yet.
 _TIME = {
     'fused': 4 / 6,
     'recompute': 4.5 / 6,
