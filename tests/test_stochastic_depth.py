@@ -275,4 +275,7 @@ def test_where_nothing_is_dropped():
     assert given(drop_path_rate=0.5, frozen_stages=4) == set()
     assert given(drop_path_rate=0.5, train=False) == set()
     assert given() == set()
+    with torch.no_grad():  # the pass that a reentrant checkpoint replays; of masks it has no need
+        assert given(drop_path_rate=0.5) == set(BLOCKS[1:])
+        assert not small_backbone(SKIP, drop_path_rate=0.5).draw(x).positions
     assert given(drop_path_rate=0.5, sbp_cfg={}) == given(drop_path_rate=0.5, sbp_cfg=None) == set()

@@ -60,18 +60,19 @@ def exact(model, batches):
 
 
 def by_definition(model, pieces, backbone, stages):
-    """A copy whose neck and heads pass gradients of kept positions; ``stages`` are sizes that share one base mask."""
+    """A copy whose neck and heads pass gradients of kept positions; ``stages`` are sizes that share one base mask in
+    the neck."""
     detector = copy.deepcopy(model)
     detector.backbone = backbone
 
-    def mask_of(size):
+    def mask_of(size, stages):
         generator = mask_generator(SEED, 0, 0, 0)
         if size in stages:
             return stage_masks(stages, 0.5, 'grid', generator)[stages.index(size)]
         return sample_mask(*size, 0.5, 'grid', generator)
 
-    def thin(f, x, scale=1):
-        mask = mask_of(tuple(x.shape[2:]))
+    def thin(f, x, scale=1, stages=()):
+        mask = mask_of(tuple(x.shape[2:]), stages)
         if mask.all() or not mask.any():
             return f(x)
         return where_sbp(f, x, mask.repeat_interleave(scale, 0).repeat_interleave(scale, 1))
@@ -91,7 +92,7 @@ def by_definition(model, pieces, backbone, stages):
 
     if 'sbp-neck' in pieces:
         for lateral in detector.neck.lateral_convs:
-            lateral.conv.forward = functools.partial(thin, lateral.conv.forward)
+            lateral.conv.forward = functools.partial(thin, lateral.conv.forward, stages=stages)
     if 'sbp-rpn' in pieces:
         rpn.forward_single = rpn_forward
     if 'sbp-masks' in pieces:
