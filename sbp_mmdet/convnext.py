@@ -234,8 +234,10 @@ class SBPConvNeXt(BaseModule):
         if not layers and not rates:
             return Drawn({}, {})
         step = self._steps.of(x)
-        numbers = torch.rand(len(rates), len(x), generator=generator_of(step, 'images'))
-        images = {key: row >= rate for (key, rate), row in zip(rates.items(), numbers, strict=True)}
+        images = {}
+        if rates:
+            numbers = torch.rand(len(rates), len(x), generator=generator_of(step, 'images'))
+            images = {key: row >= rate for (key, rate), row in zip(rates.items(), numbers, strict=True)}
         return Drawn(self._draw_positions(x, layers, step) if layers else {}, images)
 
     def _draw_positions(self, x, layers, step):

@@ -1,6 +1,7 @@
 """The block benchmark against bytes worked out by hand, and the tables that are made from it."""
 
 import json
+import platform
 import runpy
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run
 from torch import nn
 
 from sbp_mmdet.analysis import backbone_options, peak_bytes
@@ -122,3 +124,21 @@ def test_command_and_tables(tmp_path):
         text.startswith('before\n<!-- table') and text.endswith('<!-- end -->\nafter\n') and 'stale figures' not in text
     )
     assert f'| `none` | {written["rows"][0]["saved_bytes"] / 1e6:.0f} MB | 1.000 |' in text
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='about glibc')
+@pytest.mark.parametrize('keeps', [True, False])
+def test_freed_memory_is_kept(keeps, tmp_path):
+    """In a process of its own: pages that stay when a block of 200 MB is freed, by what the kernel says."""
+    lines = [
+        'import torch',
+        'from sbp_mmdet.analysis.benchmark import keep_freed_memory',
+        'def pages(): return int(open("/proc/self/statm").read().split()[1])',
+        'keep_freed_memory()' if keeps else '',
+        'before = pages()',
+        'block = torch.ones(50_000_000)',
+        'del block',
+        'print((pages() - before) * 4096)',
+    ]
+    left = int(run(sys.executable, '-c', '\n'.join(lines), cwd=tmp_path, PYTHONPATH=ROOT).stdout.split()[-1])
+    assert (left > 150e6) == keeps

@@ -141,6 +141,23 @@ def test_what_does_not_fit_into_the_gpu(atto, built, monkeypatch, large):
         ]
 
 
+def test_on_a_gpu(atto, monkeypatch):
+    """A fixed loss scale, so that no step goes without the optimizer's, on the GPU that was named."""
+    chosen, built = [], []
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
+    monkeypatch.setattr(detector, 'build_detector', lambda config, device: built.append(config) or (None, None))
+    monkeypatch.setattr(detector, 'proposals_of_a_trained_rpn', lambda model: None)
+    for device in ('cuda:1', 'cpu'):
+        detector.build_training(atto, **{**SMALL, 'device': device})
+    assert chosen == ['cuda:1']
+    assert [config.optim_wrapper.get('loss_scale') for config in built] == [1.0, None]
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    detector.check_case(batch=1, boxes=0, rounds=1, device='cuda:0')
+    with pytest.raises(ValueError, match="'cuda:1': torch sees 1 GPUs"):
+        detector.check_case(batch=1, boxes=0, rounds=1, device='cuda:1')
+
+
 def test_another_optimizer_has_states_of_its_own_and_the_same_weights(atto, built, monkeypatch):
     config = copy.deepcopy(atto)
     monkeypatch.setattr(step_times, 'timed_step', lambda *args: 1.0)

@@ -179,6 +179,22 @@ def test_study(config, model, batches):
     assert found['few']['backbone']['cosine']['mean'] == pytest.approx(sum(by_hand) / 2)
 
 
+def test_fp32_is_not_tf32(config, model, batches):
+    """Neither cuDNN's nor that of matrix products; both are as before afterwards."""
+
+    def precision():
+        return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    seen = []
+    torch.set_float32_matmul_precision('high')
+    try:
+        before = precision()
+        gradients.study(config, {'x': {}}, batches[:1], model=model, on_exact=lambda exact: seen.append(precision()))
+        assert seen == [(False, 'highest')] and precision() == before == (True, 'high')
+    finally:
+        torch.set_float32_matmul_precision('highest')
+
+
 def test_study_names_a_bad_setting_first(config):
     with pytest.raises(ValueError, match="setting 'x'.*keep_ratio=1.5"):
         gradients.study(config, {'x': dict(keep_ratio=1.5)}, batches=None)

@@ -34,8 +34,8 @@ _TIME = {
     'fused': 4 / 6,
     'recompute': 4.5 / 6,
     'block': 4.5 / 6 + 0.03,
-    'nearest': 4.5 / 6 + 0.1,
-    'nearest-int8': 4.5 / 6 + 0.15,
+    'nearest': 5.5 / 6,
+    'nearest-int8': 5.5 / 6 + 0.05,
     'none': 1.0,
     'exact': 7 / 6,
     'exact-block': 7 / 6 + 0.03,
@@ -113,9 +113,9 @@ def candidates(config: Config, gradients: str = 'paper', *, eight_bit: bool = Fa
     settings = [_fitting(config, [*mode.split('+'), *pieces]) for mode in modes for pieces in combined]
     kept, _ = applicable(config, list(dict.fromkeys(settings)))
     # Blocks drop half of the last one's rate on average.
-    dropped = (config.model.get('backbone') or {}).get('drop_path_rate', 0) / 2
-    *others, smallest = kept or [None]
-    return [*sorted(others, key=lambda setting: _time(setting, dropped)), *([smallest] if smallest else [])]
+    dropped = ((config.model.get('backbone') or {}).get('drop_path_rate') or 0) / 2
+    others, smallest = kept[:-1], kept[-1:]
+    return sorted(others, key=lambda setting: _time(setting, dropped)) + smallest
 
 
 def _time(setting, dropped):

@@ -34,8 +34,9 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     print('\n' + steps_table(rows))
-    for setting in set(settings) - {row['setting'] for row in rows}:
-        print(f'{setting}: does not fit into the GPU')
+    for setting in dict.fromkeys(settings):
+        if setting not in [row['setting'] for row in rows]:
+            print(f'{setting}: does not fit into the GPU')
     case = dict(config=Path(args.config).stem, rounds=args.rounds, trained_proposals=True, **case)
     results = dict(machine=describe_machine(args.device), case=case, rows=rows)
     write_outputs(args, results, lambda path: steps_picture(rows, title, path), indent=1)
