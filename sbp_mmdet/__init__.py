@@ -15,9 +15,9 @@ if _missing:
         '(mmcv 2.1, mmdet 3.3); from a checkout, tools/setup_env.sh does it all.'
     )
 
-from .convnext import SBPConvNeXt  # noqa: E402
 from .functional import sbp  # noqa: E402
-from .heads import SBPModulesHook  # noqa: E402
+from .models.convnext import SBPConvNeXt  # noqa: E402
+from .models.heads import SBPModulesHook  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 

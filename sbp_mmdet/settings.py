@@ -5,8 +5,8 @@ import difflib
 from collections.abc import Sequence
 from numbers import Real
 
-from .fused.storage import STORAGES
 from .masks import SAMPLERS, parse_keep_ratio
+from .ops.storage import STORAGES
 
 __all__ = ['DROPPED', 'IMPLEMENTATIONS', 'SBPSettings']
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from sbp_mmdet.layers import ConvNeXtBlock
+from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
 
 try:
     from torch.distributed.device_mesh import init_device_mesh

@@ -5,8 +5,8 @@ import torch
 from helpers import needs_fp16
 from torch import nn
 
-from sbp_mmdet import SBPConvNeXt, fused
-from sbp_mmdet.layers import ConvNeXtBlock
+from sbp_mmdet import SBPConvNeXt, ops
+from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
 
 TINY = dict(arch=dict(depths=[1, 1, 1, 1], channels=[8, 16, 24, 32]), out_indices=[0, 1, 2, 3])
 
@@ -32,7 +32,7 @@ def test_fp16_keeps_the_range_of_the_plain_block(gradient, gamma):
         return x + ((nn.functional.gelu(rows @ w1.t() + b1) @ w2.t() + b2) * gamma).permute(0, 3, 1, 2)
 
     def ours(x, *leaves):
-        return fused.channel_mlp(x.half(), x, None, None, *leaves)
+        return ops.channel_mlp(x.half(), x, None, None, *leaves)
 
     truth = gradients(torch.float64, plain)
     for actual, expected in zip(gradients(torch.float32, ours)[2:], truth[2:], strict=True):
@@ -55,13 +55,13 @@ def test_stochastic_depth_draws_what_the_plain_block_draws(gamma):
     assert dropped['plain'] == dropped['fused'] and 0 < sum(dropped['plain']) < len(x)
 
     seen = []
-    run = fused.channel_mlp
+    run = ops.channel_mlp
     try:
-        fused.channel_mlp = lambda *args, scale, **kwargs: seen.append(scale) or run(*args, scale=scale, **kwargs)
+        ops.channel_mlp = lambda *args, scale, **kwargs: seen.append(scale) or run(*args, scale=scale, **kwargs)
         with torch.autocast('cpu', dtype=torch.bfloat16):
             block(x)
     finally:
-        fused.channel_mlp = run
+        ops.channel_mlp = run
     torch.testing.assert_close(seen[0].max(), torch.tensor(1 / 0.3))
 
 

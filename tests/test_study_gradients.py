@@ -13,8 +13,8 @@ from oracles import SMALL, image, loss_of, masks_of, oracle_convnext, record_kee
 
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.functional import sbp
-from sbp_mmdet.layers import ConvNeXtBlock
 from sbp_mmdet.masks import Positions
+from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
 from sbp_mmdet.study import gradient_norms, gradients, kept, measures, subject
 from sbp_mmdet.study import settings as study_settings
 

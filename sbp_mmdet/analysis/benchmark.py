@@ -15,7 +15,7 @@ import mmdet
 import torch
 from torch import Tensor, nn
 
-from sbp_mmdet.convnext import SBPConvNeXt
+from sbp_mmdet.models.convnext import SBPConvNeXt
 
 from .cuda_rules import autocast
 from .memory import peak_bytes, saved_bytes

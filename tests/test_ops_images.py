@@ -18,8 +18,8 @@ from oracles import (
 )
 
 from sbp_mmdet.analysis.memory import saved_bytes
-from sbp_mmdet.steps import generator_of
-from sbp_mmdet.stochastic_depth import on_images
+from sbp_mmdet.draws import generator_of
+from sbp_mmdet.ops.images import on_images
 
 SKIP = dict(skip_dropped_images=True)
 BLOCKS = [(i, j) for i, depth in enumerate(SMALL['depths']) for j in range(depth)]
@@ -225,7 +225,7 @@ def test_drawn_from_seed_rank_and_step(iteration, monkeypatch):
 
     def sequence(seed=0, rank=0, steps=range(10)):
         torch.manual_seed(seed)
-        monkeypatch.setattr('sbp_mmdet.steps.get_rank', lambda: rank)
+        monkeypatch.setattr('sbp_mmdet.draws.get_rank', lambda: rank)
         return drawn(backbone, steps, iteration, n=4)
 
     first = sequence()
@@ -255,7 +255,7 @@ def test_masks_and_images_do_not_tell_of_each_other(monkeypatch):
         states.append(generator.get_state().numpy().tobytes())
         return generator
 
-    monkeypatch.setattr('sbp_mmdet.convnext.generator_of', spy)
+    monkeypatch.setattr('sbp_mmdet.models.convnext.generator_of', spy)
     small_backbone(SKIP, drop_path_rate=0.5)(image(2))
     assert len(states) == len(set(states)) == 2
 

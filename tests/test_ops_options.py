@@ -4,7 +4,10 @@ runs through a layer whose stored activations are those of its kept row; the for
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import (
+from helpers import FP16
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops_cases import (
     autocast,
     cast,
     differentiate,
@@ -19,15 +22,12 @@ from fused_cases import (
     small_chunks,
     stored,
 )
-from helpers import FP16
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracles import assert_near, gradients, image, relative_error, small_backbone
 
-from sbp_mmdet import fused
+from sbp_mmdet import ops
 from sbp_mmdet.analysis import peak_bytes
-from sbp_mmdet.fused.storage import store
 from sbp_mmdet.masks import Positions, positions, sample_mask
+from sbp_mmdet.ops.storage import store
 
 SHAPES = st.tuples(*(st.integers(*limits) for limits in [(1, 3), (4, 9), (1, 12), (1, 7), (1, 7)]))
 STORAGE = st.sampled_from(['native', 'int8'])
@@ -159,7 +159,7 @@ def test_downsample_with_neighbours(seed, shape, kind, storage, affine):
     tensors = downsample_inputs(seed, *shape, affine=affine)
     n, c, height, width = tensors['x'].shape
     keep = draw(kind, height // 2, width // 2, seed)
-    actual = differentiate(lambda **t: fused.downsample(**t, keep=keep, storage=storage), tensors)
+    actual = differentiate(lambda **t: ops.downsample(**t, keep=keep, storage=storage), tensors)
 
     t = {n: v if v is None else v.detach().requires_grad_() for n, v in tensors.items()}
     out = plain_downsample(*t.values(), mask=torch.tensor(True))
@@ -207,7 +207,7 @@ def test_convolution_of_a_rounded_input():
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(6, 6, 7, padding=3, groups=6).double()
     x = torch.randn(2, 6, 9, 8, dtype=torch.float64, requires_grad=True)
-    out, source = fused.convolve(conv, x, 'int8')
+    out, source = ops.convolve(conv, x, 'int8')
     grad = torch.randn_like(out)
     leaves = [x, conv.weight, conv.bias]
     actual = torch.autograd.grad(out, leaves, grad)
@@ -229,7 +229,7 @@ def test_convolution_under_autocast():
     truth = torch.autograd.grad(conv.double()(x.double()), conv.weight, grad.double())[0]
     conv.float()
     with torch.autocast('cpu', torch.bfloat16):
-        out, _ = fused.convolve(conv, x.bfloat16(), 'int8')
+        out, _ = ops.convolve(conv, x.bfloat16(), 'int8')
         plain_out = conv(x)
     assert torch.equal(out, plain_out)
     actual = torch.autograd.grad(out, conv.weight, grad.bfloat16())[0]
@@ -241,7 +241,7 @@ def test_convolution_under_autocast():
 def test_norm_of_a_rounded_input(dtype):
     tensors, _ = mlp_inputs(n=2, c=8, height=9, width=7, dtype=torch.float32 if dtype else torch.float64)
     tensors = {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')}
-    f = lambda x, norm_weight, norm_bias: fused.layer_norm(x, norm_weight, norm_bias, storage='int8')  # noqa: E731
+    f = lambda x, norm_weight, norm_bias: ops.layer_norm(x, norm_weight, norm_bias, storage='int8')  # noqa: E731
     actual = differentiate(autocast(f, dtype) if dtype else f, tensors)
 
     t = cast(tensors, torch.float64)

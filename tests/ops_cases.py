@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from oracles import where_sbp
 
-from sbp_mmdet import fused, sbp
+from sbp_mmdet import ops, sbp
 from sbp_mmdet.analysis import saved_bytes
-from sbp_mmdet.fused import mlp
-from sbp_mmdet.fused.storage import store
 from sbp_mmdet.masks import positions
+from sbp_mmdet.ops import mlp
+from sbp_mmdet.ops.storage import store
 
 MLP = ('x', 'shortcut', 'norm_weight', 'norm_bias', 'weight1', 'bias1', 'weight2', 'bias2', 'gamma')
 DOWNSAMPLE = ('x', 'norm_weight', 'norm_bias', 'weight', 'bias')
@@ -26,7 +26,7 @@ def mlp_inputs(seed=0, n=2, c=8, d=20, height=5, width=6, *, affine=True, gamma=
     def normal(*shape, mean=0.0, std=1.0):
         return (mean + std * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
-    source = fused.Conv(
+    source = ops.Conv(
         store(normal(n, c, height, width, std=2.0), 'native', (2, 3)),
         *(normal(c, 1, 7, 7, std=1 / 7), normal(c)),
         ((1, 1), (3, 3), (1, 1), c, dtype),
@@ -113,11 +113,11 @@ def plain(f, **options):
 def fused_mlp(keep, recompute, source=None, **options):
     """channel_mlp as a function of named tensors; recompute 'source' runs the convolution again, too."""
     options |= dict(keep=keep, recompute=bool(recompute), source=source if recompute == 'source' else None)
-    return lambda **tensors: fused.channel_mlp(**tensors, **options)
+    return lambda **tensors: ops.channel_mlp(**tensors, **options)
 
 
 def fused_norm(source=None):
-    return lambda x, norm_weight, norm_bias: fused.layer_norm(x, norm_weight, norm_bias, eps=1e-6, source=source)
+    return lambda x, norm_weight, norm_bias: ops.layer_norm(x, norm_weight, norm_bias, eps=1e-6, source=source)
 
 
 def autocast(f, dtype):

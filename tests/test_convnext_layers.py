@@ -5,8 +5,8 @@ import torch
 from oracles import image, loss_of, mask_of, relative_error, small_backbone
 from torch import nn
 
-from sbp_mmdet.layers import GRN, LayerNorm2d, build_norm
 from sbp_mmdet.masks import positions
+from sbp_mmdet.models.convnext_layers import GRN, LayerNorm2d, build_norm
 
 IMPLEMENTATIONS = {
     'fused': dict(),

@@ -8,10 +8,10 @@ from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .layers import ConvNeXtBlock, Downsample, Stem, build_norm
-from .masks import Positions, positions, stage_masks
-from .settings import SBPSettings
-from .steps import Steps, generator_of
+from ..draws import Steps, generator_of
+from ..masks import Positions, positions, stage_masks
+from ..settings import SBPSettings
+from .convnext_layers import ConvNeXtBlock, Downsample, Stem, build_norm
 
 __all__ = ['ARCHS', 'Drawn', 'SBPConvNeXt']
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from oracles import relative_error
 
-from sbp_mmdet.fused import precision, rows
+from sbp_mmdet.ops import precision, rows
 
 
 def normal(*shape, seed=0):

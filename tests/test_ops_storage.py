@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from fused_cases import (
+from helpers import FP16
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import (
     DOWNSAMPLE,
     KINDS,
     MLP,
@@ -17,12 +20,9 @@ from fused_cases import (
     mlp_inputs,
     stored,
 )
-from helpers import FP16
-from hypothesis import given
-from hypothesis import strategies as st
 from oracles import assert_near
 
-from sbp_mmdet import fused
+from sbp_mmdet import ops
 from sbp_mmdet.masks import positions
 
 
@@ -44,7 +44,7 @@ def test_frozen_downsample_parameters(trainable, kind):
     keep = keep_of(kind, keep_mask(kind, 4, 3))
 
     def f(**tensors):
-        return fused.downsample(**tensors, keep=keep)
+        return ops.downsample(**tensors, keep=keep)
 
     everything = differentiate(f, tensors)
     actual = differentiate(f, tensors, trainable)
@@ -61,7 +61,7 @@ def test_frozen_inputs_store_no_xhat(recompute):
     used = stored(fused_mlp(keep, recompute), tensors, ['weight2', 'bias2', 'gamma'])
     assert used <= rows * (8 if recompute else 20) * 8 + rows * 8 + keep.keep.nbytes
     tensors = downsample_inputs(n=2, c=6, height=10, width=12)
-    used = stored(lambda **t: fused.downsample(**t, keep=keep), tensors, ['norm_bias', 'bias'])
+    used = stored(lambda **t: ops.downsample(**t, keep=keep), tensors, ['norm_bias', 'bias'])
     assert used <= rows * 4 * 8 + keep.keep.nbytes
 
 
@@ -88,7 +88,7 @@ def test_downsample_stores(kept, dtype):
 
     def f(**tensors):
         with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return fused.downsample(**tensors, keep=keep)
+            return ops.downsample(**tensors, keep=keep)
 
     assert stored(f, tensors) == 2 * kept * 4 * (6 * dtype.itemsize + deviation) + keep.keep.nbytes
 

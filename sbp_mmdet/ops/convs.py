@@ -53,7 +53,7 @@ def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple
     Args:
         conv (torch.nn.Conv2d): The module.
         x (Tensor): Shape (N, C, H, W), cast before, so that what the convolution saves can be shared.
-        storage (str): How ``x`` is stored, see :func:`sbp_mmdet.fused.storage.store`. Default: 'native'.
+        storage (str): How ``x`` is stored, see :func:`sbp_mmdet.ops.storage.store`. Default: 'native'.
 
     Returns:
         tuple[Tensor, Conv]: The output, and how to compute it again.

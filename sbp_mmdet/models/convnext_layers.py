@@ -15,10 +15,10 @@ from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from . import fused
-from .functional import sbp
-from .masks import Positions
-from .stochastic_depth import on_images
+from .. import ops
+from ..functional import sbp
+from ..masks import Positions
+from ..ops.images import on_images
 
 __all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'Stem', 'build_norm']
 
@@ -30,7 +30,7 @@ class LayerNorm2d(nn.LayerNorm):
         num_channels (int): C.
         eps (float): Added to the variance. Default: 1e-5.
         elementwise_affine (bool): With weight and bias. Default: True.
-        fused (bool): Use :func:`sbp_mmdet.fused.layer_norm` in training. Default: False.
+        fused (bool): Use :func:`sbp_mmdet.ops.layer_norm` in training. Default: False.
         storage (str): How the fused norm stores the normalised input, 'native' or 'int8'. Default: 'native'.
     """
 
@@ -46,7 +46,7 @@ class LayerNorm2d(nn.LayerNorm):
         self.fused = fused
         self.storage = storage
 
-    def forward(self, x: Tensor, source: fused.Conv | None = None) -> Tensor:
+    def forward(self, x: Tensor, source: ops.Conv | None = None) -> Tensor:
         """Normalises (N, C, H, W) over C.
 
         Args:
@@ -56,9 +56,9 @@ class LayerNorm2d(nn.LayerNorm):
         """
         if _trains(self):
             options = dict(eps=self.eps, source=source, storage=self.storage)
-            return fused.layer_norm(x, self.weight, self.bias, **options)
+            return ops.layer_norm(x, self.weight, self.bias, **options)
         out = self.tokens(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return out.contiguous(memory_format=fused.memory_format(x))
+        return out.contiguous(memory_format=ops.memory_format(x))
 
     def tokens(self, x: Tensor) -> Tensor:
         """Normalises (..., C) over C."""
@@ -73,7 +73,7 @@ class Stem(nn.Sequential):
         out_channels (int): C.
         patch_size (int): Kernel size and stride, in pixels.
         norm_cfg (dict): Of :func:`build_norm`.
-        fused (bool): Use :func:`sbp_mmdet.fused.layer_norm` in training.
+        fused (bool): Use :func:`sbp_mmdet.ops.layer_norm` in training.
         recompute (bool | str): Run the convolution again in the backward pass. It is cheap: any level of ``recompute``.
         storage (str): How the norm stores its input, 'native' or 'int8'; the image stays as it is. Default: 'native'.
     """
@@ -98,7 +98,7 @@ class Stem(nn.Sequential):
         conv, norm = self
         if not _trains(norm):
             return super().forward(x)
-        out, source = fused.convolve(conv, x.to(fused.autocast_dtype(x) or x.dtype))
+        out, source = ops.convolve(conv, x.to(ops.autocast_dtype(x) or x.dtype))
         return norm(out, source if self.recompute else None)
 
 
@@ -135,7 +135,7 @@ class ConvNeXtBlock(BaseModule):
         drop_path_rate (float): Stochastic depth rate.
         layer_scale_init_value (float): Initial layer scale; 0 means none.
         with_cp (bool): Checkpoint the block.
-        fused (bool): Use :func:`sbp_mmdet.fused.channel_mlp` in training.
+        fused (bool): Use :func:`sbp_mmdet.ops.channel_mlp` in training.
         recompute (bool | str): True computes the hidden layer again in the backward pass, 'block' the depthwise
             convolution and the norm as well.
         storage (str): How the inputs of the convolution and of the channel MLP are stored, 'native' or 'int8'.
@@ -226,19 +226,19 @@ class ConvNeXtBlock(BaseModule):
     def _fused(self, x, keep, left_out):
         scale = None
         if left_out:
-            scale = x.new_full((len(x),), 1 / (1 - self.drop_path_rate), dtype=fused.accumulator(x))
+            scale = x.new_full((len(x),), 1 / (1 - self.drop_path_rate), dtype=ops.accumulator(x))
         elif isinstance(self.drop_path, DropPath):
             # The random numbers that drop_path draws for the plain branch, in its precision; the factor that follows
             # from them is not rounded.
-            dtype = fused.autocast_dtype(x) or x.dtype
+            dtype = ops.autocast_dtype(x) or x.dtype
             if self.gamma is not None:
                 dtype = torch.promote_types(dtype, self.gamma.dtype)
             kept = self.drop_path(x.new_ones(len(x), 1, 1, 1, dtype=dtype)).flatten() != 0
-            scale = kept.to(fused.accumulator(x)) / (1 - self.drop_path.drop_prob)
+            scale = kept.to(ops.accumulator(x)) / (1 - self.drop_path.drop_prob)
         # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
-        x_cast = x.to(fused.autocast_dtype(x) or x.dtype)
+        x_cast = x.to(ops.autocast_dtype(x) or x.dtype)
         inner, source = self._convolve(x_cast)
-        return fused.channel_mlp(
+        return ops.channel_mlp(
             inner,
             x,
             self.norm.weight,
@@ -258,7 +258,7 @@ class ConvNeXtBlock(BaseModule):
         )
 
     def _convolve(self, x):
-        return fused.convolve(self.depthwise_conv, x, self.storage)
+        return ops.convolve(self.depthwise_conv, x, self.storage)
 
 
 class Downsample(nn.Sequential):
@@ -269,7 +269,7 @@ class Downsample(nn.Sequential):
         in_channels (int): C.
         out_channels (int): C'.
         norm_cfg (dict): Of :func:`build_norm`.
-        fused (bool): Use :func:`sbp_mmdet.fused.downsample` in training.
+        fused (bool): Use :func:`sbp_mmdet.ops.downsample` in training.
         storage (str): How its input is stored, 'native' or 'int8'. Default: 'native'.
     """
 
@@ -288,11 +288,11 @@ class Downsample(nn.Sequential):
         norm, conv = self
         if _trains(self):
             options = dict(eps=norm.eps, keep=keep, storage=self.storage)
-            return fused.downsample(x, norm.weight, norm.bias, conv.weight, conv.bias, **options)
+            return ops.downsample(x, norm.weight, norm.bias, conv.weight, conv.bias, **options)
         if keep is None:
             return conv(norm(x))
         height, width = x.shape[2] // 2, x.shape[3] // 2
-        patches = fused.to_patches(x)  # (N, H/2 * W/2, 4, C)
+        patches = ops.to_patches(x)  # (N, H/2 * W/2, 4, C)
         weight = conv.weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of the patches
 
         def patch_conv(patches):

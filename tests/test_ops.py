@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from fused_cases import (
+from helpers import FP16
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ops_cases import (
     KINDS,
     algorithm1_mlp,
     autocast,
@@ -21,15 +24,12 @@ from fused_cases import (
     plain_norm2d,
     small_chunks,
 )
-from helpers import FP16
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from oracles import assert_near, relative_error
 
-from sbp_mmdet import fused
+from sbp_mmdet import ops
 from sbp_mmdet.analysis import saved_bytes
-from sbp_mmdet.fused.storage import store
 from sbp_mmdet.masks import positions
+from sbp_mmdet.ops.storage import store
 
 DTYPES = st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)])
 
@@ -74,7 +74,7 @@ def test_downsample(seed, shape, kind, dtype, affine):
     dtype, tolerance = dtype
     tensors = downsample_inputs(seed, *shape, affine=affine, dtype=dtype)
     mask = keep_mask(kind, shape[-2] // 2, shape[-1] // 2, seed)
-    actual = differentiate(lambda **t: fused.downsample(**t, keep=keep_of(kind, mask)), tensors)
+    actual = differentiate(lambda **t: ops.downsample(**t, keep=keep_of(kind, mask)), tensors)
     assert actual['out'].dtype == dtype
     truth = differentiate(plain(plain_downsample, mask=mask), cast(tensors, torch.float64))
     assert_near(actual, truth, tolerance)
@@ -100,7 +100,7 @@ def test_mlp_gradcheck(kind, recompute):
     scale = torch.tensor([1.5, 0.5], dtype=torch.float64)
 
     def kept(*args):
-        out = fused.channel_mlp(*args, keep=keep, recompute=recompute, scale=scale).flatten(2)
+        out = ops.channel_mlp(*args, keep=keep, recompute=recompute, scale=scale).flatten(2)
         return out if keep is None else out.index_select(2, keep.keep)
 
     args = [t.requires_grad_() for t in tensors.values()]
@@ -113,7 +113,7 @@ def test_downsample_gradcheck(kind):
     keep = keep_of(kind, keep_mask(kind, 2, 2, seed=1))
 
     def kept(*args):
-        out = fused.downsample(*args, keep=keep).flatten(2)
+        out = ops.downsample(*args, keep=keep).flatten(2)
         return out if keep is None else out.index_select(2, keep.keep)
 
     assert torch.autograd.gradcheck(kept, [t.requires_grad_() for t in tensors.values()])
@@ -169,7 +169,7 @@ def test_downsample_in_half_precision(dtype):
         tensors = downsample_inputs(seed, 2, 32, 64, 16, 16, dtype=torch.float32)
         oracle = plain(plain_downsample, mask=keep_mask('half', 8, 8, seed))
         keep = positions(keep_mask('half', 8, 8, seed))
-        actual = differentiate(autocast(lambda **t: fused.downsample(**t, keep=keep), dtype), tensors)  # noqa: B023
+        actual = differentiate(autocast(lambda **t: ops.downsample(**t, keep=keep), dtype), tensors)  # noqa: B023
         truth = differentiate(oracle, cast(tensors, torch.float64))
         errors.add(actual, differentiate(autocast(oracle, dtype), tensors), truth)
     errors.assert_fused_as_good()
@@ -207,7 +207,7 @@ def test_channels_last(kind):
     keep = keep_of(kind, keep_mask(kind, 4, 3))
     for f, tensors in (
         (fused_mlp(keep, False), mlp_inputs(height=4, width=3)[0]),
-        (lambda **t: fused.downsample(**t, keep=keep), downsample_inputs(height=8, width=6)),
+        (lambda **t: ops.downsample(**t, keep=keep), downsample_inputs(height=8, width=6)),
         (fused_norm(), {n: t for n, t in mlp_inputs()[0].items() if n in ('x', 'norm_weight', 'norm_bias')}),
     ):
         expected = differentiate(f, tensors)
@@ -223,7 +223,7 @@ def test_any_layout_of_the_incoming_gradient(kind):
     keep = keep_of(kind, keep_mask(kind, 4, 3))
     for f, tensors in (
         (fused_mlp(keep, False, scale=torch.ones(1, dtype=torch.float64)), mlp_inputs(n=1, height=4, width=3)[0]),
-        (lambda **t: fused.downsample(**t, keep=keep), downsample_inputs(n=1, height=8, width=6)),
+        (lambda **t: ops.downsample(**t, keep=keep), downsample_inputs(n=1, height=8, width=6)),
     ):
         leaves = [t.requires_grad_() for t in tensors.values()]
         for layout in (lambda g: g[:1, :1, :1, :1].expand(g.shape), lambda g: g.transpose(2, 3).contiguous().mT):
@@ -237,7 +237,7 @@ def test_any_layout_of_the_incoming_gradient(kind):
 def test_double_backward_is_refused():
     for f, tensors in (
         (fused_mlp(None, False), mlp_inputs()[0]),
-        (fused.downsample, downsample_inputs()),
+        (ops.downsample, downsample_inputs()),
     ):
         leaves = {name: t.requires_grad_() for name, t in tensors.items()}
         (grad,) = torch.autograd.grad(f(**leaves).square().sum(), leaves['x'], create_graph=True)

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sbp_mmdet import heads, steps
 from sbp_mmdet.analysis import saved_bytes
-from sbp_mmdet.heads import sbp_map, sbp_modules
 from sbp_mmdet.masks import mask_generator, positions, sample_mask, stage_masks
+from sbp_mmdet.models.heads import sbp_map, sbp_modules
 from sbp_mmdet.savings import checkpoint_modules
 
 FLOAT = 4

@@ -21,12 +21,12 @@ from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
 from torch import Tensor, nn
 
+from ..draws import Step, Steps, generator_of, is_replay
+from ..functional import sbp
+from ..masks import SAMPLERS, Positions, parse_keep_ratio, positions, sample_mask, stage_masks
+from ..ops import memory_format
+from ..savings import Mixin, members, mix_in, unwrapped
 from .convnext import SBPConvNeXt
-from .functional import sbp
-from .fused import memory_format
-from .masks import SAMPLERS, Positions, parse_keep_ratio, positions, sample_mask, stage_masks
-from .savings import Mixin, members, mix_in, unwrapped
-from .steps import Step, Steps, generator_of, is_replay
 
 __all__ = ['SBPModulesHook', 'sbp_map', 'sbp_modules']
 

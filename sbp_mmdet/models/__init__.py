@@ -1,0 +1,1 @@
+"""What mmdet registers: backbones with SBP, and SBP in neck and heads."""
