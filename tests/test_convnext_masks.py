@@ -14,7 +14,8 @@ from oracles import (
     small_backbone,
 )
 
-from sbp_mmdet import convnext, steps
+from sbp_mmdet import draws
+from sbp_mmdet.models import convnext
 
 RANDOM = dict(sampler='random')
 
@@ -40,8 +41,8 @@ def sequence(backbone, iteration, steps=range(5)):
     return torch.stack(drawn)
 
 
-@pytest.fixture
-def draws(monkeypatch):
+@pytest.fixture(name='drawn_masks')
+def fixture_drawn_masks(monkeypatch):
     """Counts the draws of masks."""
     calls = []
     stage_masks = convnext.stage_masks
@@ -81,11 +82,11 @@ def test_which_layers():
     assert layers(blocks=(0, 0, 0, 0), downsample=False) == set()
 
 
-def test_nothing_is_drawn_without_need(draws):
+def test_nothing_is_drawn_without_need(drawn_masks):
     backbone, x = small_backbone(RANDOM), image(1)
     backbone(x)
-    assert draws
-    draws.clear()
+    assert drawn_masks
+    drawn_masks.clear()
     with torch.no_grad():
         backbone(x)
     with torch.inference_mode():
@@ -99,14 +100,14 @@ def test_nothing_is_drawn_without_need(draws):
         small_backbone(dict(blocks=(1, 2, 0, 0)), frozen_stages=3),
     ):
         other(x)
-    assert not draws
+    assert not drawn_masks
 
 
-def test_frozen_stages_need_no_masks(draws):
+def test_frozen_stages_need_no_masks(drawn_masks):
     """The deepest stage that uses SBP and is not frozen is where the mask is drawn."""
     drawn = masks(small_backbone(dict(blocks=(1, 2, 0, 0), downsample=False), frozen_stages=1))
     assert drawn.keys() == {(1, 0), (1, 1)}
-    assert len(draws[0][0]) == 2
+    assert len(drawn_masks[0][0]) == 2
 
 
 def test_a_resumed_run_continues(iteration):
@@ -118,7 +119,7 @@ def test_a_resumed_run_continues(iteration):
 def test_seeds_and_ranks_differ(iteration, monkeypatch):
     torch.manual_seed(0)
     first = sequence(small_backbone(RANDOM), iteration)
-    monkeypatch.setattr(steps, 'get_rank', lambda: 1)
+    monkeypatch.setattr(draws, 'get_rank', lambda: 1)
     assert not torch.equal(sequence(small_backbone(RANDOM), iteration), first)
     monkeypatch.undo()
     torch.manual_seed(0)

@@ -18,9 +18,10 @@ from oracles import SMALL, assert_near, image, loss_of, oracle_convnext, relativ
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sbp_mmdet import heads, steps
+from sbp_mmdet import draws
 from sbp_mmdet.analysis import saved_bytes
 from sbp_mmdet.masks import mask_generator, positions, sample_mask, stage_masks
+from sbp_mmdet.models import heads
 from sbp_mmdet.models.heads import sbp_map, sbp_modules
 from sbp_mmdet.savings import checkpoint_modules
 
@@ -181,7 +182,7 @@ def test_ranks_draw_masks_of_their_own(monkeypatch):
     seen = []
     monkeypatch.setattr(heads, 'positions', lambda mask, device: (seen[-1].append(mask), positions(mask))[1])
     for rank in (0, 0, 1):
-        monkeypatch.setattr(steps, 'get_rank', lambda rank=rank: rank)
+        monkeypatch.setattr(draws, 'get_rank', lambda rank=rank: rank)
         seen.append([])
         copy.deepcopy(model)(image(1, *SIZE))
     first, again, other = seen
