@@ -1,16 +1,34 @@
-"""Which training step a forward pass belongs to: masks are drawn from it, so that a resumed run continues them."""
+"""What a training step draws: which positions of each map are kept, and which images a block runs on.
+
+Everything is drawn from seed, rank, step and pass, so a resumed run continues the sequence. There are two ways to the
+layers. A backbone of this package draws once in its forward pass and gives each layer its positions as an argument
+(:class:`Draws`). Layers whose callers know nothing of SBP, as in heads and in models that are changed in place, share
+an object and look their positions up in it (:class:`SharedDraws`).
+"""
 
 import collections
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from mmengine.dist import get_rank
 from mmengine.logging import MessageHub
-from torch import Tensor
+from torch import Tensor, nn
 
-from .masks import mask_generator
+from .masks import Positions, mask_generator, positions, sample_mask, stage_masks
 
-__all__ = ['Step', 'Steps', 'generator_of', 'is_replay']
+__all__ = [
+    'Drawn',
+    'Draws',
+    'LayerDraws',
+    'MapDraws',
+    'SharedDraws',
+    'Step',
+    'StepCounter',
+    'Thinned',
+    'draw',
+    'generator_of',
+    'is_replay',
+]
 
 
 class Step(NamedTuple):
@@ -25,6 +43,36 @@ class Step(NamedTuple):
     repeat: int
 
 
+class Drawn(NamedTuple):
+    """What a training step draws, layer by layer.
+
+    Attributes:
+        positions (dict[tuple, Positions]): The kept positions, for every layer of :meth:`Thinned.keep_ratios`.
+        images (dict[tuple, Tensor]): With ``skip_dropped_images``, ``(stage, block)`` to the images that run the block:
+            bool, shape (N,), on the CPU.
+    """
+
+    positions: dict[tuple, Positions]
+    images: dict[tuple, Tensor]
+
+
+@runtime_checkable
+class Thinned(Protocol):
+    """Something whose layers SBP thins out: a backbone, or what says of another backbone how to do that.
+
+    Attributes:
+        sbp (SBPSettings | None): With ``sampler`` and ``dropped``; None where nothing is thinned out.
+    """
+
+    sbp: object
+
+    def keep_ratios(self) -> dict[tuple, float]:
+        """Layer to keep ratio. A layer is a tuple that begins with its stage, counted from 0."""
+
+    def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        """(height, width) of each stage's map for images of a size in pixels; a stage halves the one before it."""
+
+
 def is_replay() -> bool:
     """Whether this pass runs inside a backward pass: it is somebody's checkpointing."""
     return torch._C._current_graph_task_id() != -1
@@ -35,11 +83,15 @@ def generator_of(step: Step, purpose: str = '') -> torch.Generator:
     return mask_generator(torch.initial_seed(), get_rank(), *step, purpose)
 
 
-class Steps:
-    """Counts the forward passes of a module in training."""
+class StepCounter:
+    """Counts the forward passes of a module in training.
+
+    Attributes:
+        latest (Step | None): Of the latest pass; None before the first.
+    """
 
     def __init__(self):
-        self._latest = None
+        self.latest = None
         self._passes = collections.deque(maxlen=16)  # the last ones: data pointer of the input, step
 
     def of(self, x: Tensor) -> Step:
@@ -59,8 +111,174 @@ class Steps:
                 if pointer == x.data_ptr():
                     return step
         iteration = MessageHub.get_current_instance().get_info('iter', 0)
-        same = self._latest is not None and self._latest.iteration == iteration
-        self._latest = Step(iteration, self._latest.repeat + 1 if same else 0)
+        same = self.latest is not None and self.latest.iteration == iteration
+        self.latest = Step(iteration, self.latest.repeat + 1 if same else 0)
         if not replay:
-            self._passes.append((x.data_ptr(), self._latest))
-        return self._latest
+            self._passes.append((x.data_ptr(), self.latest))
+        return self.latest
+
+
+def draw(model: Thinned, x: Tensor, step: Step, rates: dict[tuple, float] | None = None) -> Drawn:
+    """Draws for all layers of a backbone.
+
+    Args:
+        model (Thinned): Which layers, how far, and the sizes of their maps.
+        x (Tensor): Images, shape (N, 3, H, W).
+        step (Step): The pass.
+        rates (dict[tuple, float] | None): Blocks that leave out images, and their rate of stochastic depth.
+            Default: None.
+
+    Returns:
+        Drawn: Positions on the device of ``x``, none of them without gradients, and images.
+    """
+    images = {}
+    if rates:
+        numbers = torch.rand(len(rates), len(x), generator=generator_of(step, 'images'))
+        images = {key: row >= rate for (key, rate), row in zip(rates.items(), numbers, strict=True)}
+    layers = model.keep_ratios() if torch.is_grad_enabled() else {}
+    if not layers:
+        return Drawn({}, images)
+    sizes, aligned = _sizes(model, layers, x), _aligned(model)
+    drawn = {}
+    for ratio in set(layers.values()):
+        masks = stage_masks(sizes, ratio, model.sbp.sampler, generator_of(step), aligned)
+        for stage in {key[0] for key, r in layers.items() if r == ratio}:
+            drawn[ratio, stage] = positions(masks[stage], x.device, not aligned)
+    return Drawn({key: drawn[ratio, key[0]] for key, ratio in layers.items()}, images)
+
+
+def _sizes(model, layers, x):
+    """Of the stages down to the deepest one that is thinned out."""
+    return model.stage_sizes(*x.shape[-2:])[: max(key[0] for key in layers) + 1]
+
+
+def _aligned(model):
+    """Whether stages share a base mask: not where dropped positions need a kept one near."""
+    return model.sbp.dropped == 'zero'
+
+
+class Draws:
+    """What the passes of a backbone draw, to be given to its layers as arguments."""
+
+    def __init__(self):
+        self._counter = StepCounter()
+
+    @torch.compiler.disable
+    def of(self, model: Thinned, x: Tensor, rates: dict[tuple, float] | None = None, again: bool = False) -> Drawn:
+        """Draws for a pass that begins now.
+
+        Args:
+            model, x, rates: See :func:`draw`.
+            again (bool): What the latest pass drew, while seed and iteration are still its own. Counts no pass.
+                Default: False.
+
+        Returns:
+            Drawn: Positions and images. Where nothing is to be drawn the pass does not count.
+
+        Raises:
+            ValueError: With ``again``, if no pass has drawn anything.
+        """
+        if not rates and not (torch.is_grad_enabled() and model.keep_ratios()):
+            return Drawn({}, {})
+        step = self._counter.latest if again else self._counter.of(x)
+        if step is None:
+            raise ValueError('again=True: no pass has drawn anything; run one in training mode first')
+        return draw(model, x, step, rates)
+
+
+class SharedDraws:
+    """What the passes of a model draw, to be looked up by its layers.
+
+    ``backbone.register_forward_pre_hook(draws.begin)`` begins each pass. What a layer looks up is drawn when it is
+    asked for first. A layer that runs again inside a backward pass (checkpointing) finds the draws of the latest pass
+    that began; where the backbone itself runs again, that is the pass over the same images.
+    """
+
+    def __init__(self):
+        self._counter, self.step = StepCounter(), Step(0, 0)
+        self._drawn = {}
+
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        """Begins a pass, where it is one of training with gradients.
+
+        Args:
+            module (nn.Module): The backbone.
+            args (tuple): Its arguments; the first one are the images, shape (N, 3, H, W).
+        """
+        if module.training and torch.is_grad_enabled():
+            self.step, self._drawn = self._counter.of(args[0]), {}
+            self._begin(module, args[0])
+
+    def _begin(self, module, x):
+        """What else a pass needs."""
+
+
+class LayerDraws(SharedDraws):
+    """Positions for the layers of a backbone that was changed in place.
+
+    Args:
+        model (Thinned): Says which layers, how far, and the sizes of their maps.
+    """
+
+    def __init__(self, model: Thinned):
+        super().__init__()
+        self.model = model
+        self._like = None  # the images without their values: size and device
+
+    def _begin(self, module, x):
+        self._like = x.new_empty(()).expand(x.shape)
+
+    @torch.compiler.disable
+    def of(self, layer: tuple) -> Positions | None:
+        """The positions of a layer of :meth:`Thinned.keep_ratios`; None: the layer is exact, or no pass has begun."""
+        if self._like is None:
+            return None
+        if not self._drawn:
+            self._drawn = draw(self.model, self._like, self.step).positions
+        return self._drawn.get(layer)
+
+
+class MapDraws(SharedDraws):
+    """Positions for feature maps of any size, as those of neck and heads: one set for each size.
+
+    Args:
+        keep_ratio (float): r in (0, 1].
+        sampler (str): 'grid' or 'random'.
+    """
+
+    def __init__(self, keep_ratio: float, sampler: str):
+        super().__init__()
+        self.keep_ratio, self.sampler = keep_ratio, sampler
+        self._sizes, self._aligned = [], True
+
+    def _begin(self, module, x):
+        self._sizes = []
+        if isinstance(module, Thinned) and (layers := module.keep_ratios()):
+            self._sizes, self._aligned = _sizes(module, layers, x), _aligned(module)
+
+    @torch.compiler.disable
+    def of(self, x: Tensor, as_backbone: bool = False) -> Positions:
+        """Kept and dropped positions of a map.
+
+        What is next to the backbone takes the masks of its stages where sizes agree (with its ratio and sampler these
+        are its positions), or what is kept here and there would be a quarter. Behind a 3x3 convolution nothing is
+        gained by that, and the fine mask of the map's own size estimates better than a stage's blocks.
+
+        Args:
+            x (Tensor): The map, shape (N, C, H, W).
+            as_backbone (bool): Whether it is next to the backbone. Default: False.
+
+        Returns:
+            Positions: On the device of ``x``.
+        """
+        size = tuple(x.shape[2:])
+        as_backbone &= size in self._sizes
+        if (size, as_backbone) not in self._drawn:
+            generator = generator_of(self.step)
+            if as_backbone:
+                masks = stage_masks(self._sizes, self.keep_ratio, self.sampler, generator, self._aligned)
+                mask = masks[self._sizes.index(size)]
+            else:
+                mask = sample_mask(*size, self.keep_ratio, self.sampler, generator)
+            self._drawn[size, as_backbone] = positions(mask, x.device)
+        return self._drawn[size, as_backbone]

@@ -14,22 +14,13 @@ import torch
 import torch.utils.checkpoint as cp
 from mmdet.registry import HOOKS
 from mmdet.structures.mask import BitmapMasks
-from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = [
-    'CheckpointModulesHook',
-    'Mixin',
-    'TargetsInChunksHook',
-    'checkpoint_modules',
-    'members',
-    'mix_in',
-    'targets_in_chunks',
-    'unwrapped',
-]
+from .surgery import Mixin, ModelHook, members, mix_in
+
+__all__ = ['CheckpointModulesHook', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
 
 
 @contextlib.contextmanager
@@ -47,12 +38,10 @@ def _keep_running_stats(module: nn.Module):
             norm.num_batches_tracked.copy_(tracked)
 
 
-class Mixin:
-    """Base of what is mixed into the class of a module, see :func:`mix_in`."""
-
-
 class _Checkpointed(Mixin):
     """Its forward pass stores its input only."""
+
+    outermost = True  # what is mixed in later is run again too
 
     def forward(self, *args, **kwargs):
         forward = super().forward
@@ -70,47 +59,6 @@ class _Checkpointed(Mixin):
                 return forward(*args, **kwargs)
 
         return cp.checkpoint(run, *leaves, use_reentrant=False)
-
-
-def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Submodules by their names.
-
-    Args:
-        model (nn.Module): The model.
-        modules (Sequence[str]): Names of submodules. A list of modules means each of its members.
-
-    Yields:
-        tuple[str, nn.Module]: Name and submodule.
-
-    Raises:
-        ValueError: If the model has no such submodule.
-    """
-    for name in modules:
-        try:
-            found = model.get_submodule(name)
-        except AttributeError:
-            children = [child for child, _ in model.named_children()]
-            raise ValueError(f'modules={list(modules)}: there is no {name!r}; the model has {children}') from None
-        if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
-            yield from ((f'{name}.{key}', module) for key, module in found.named_children())
-        else:
-            yield name, found
-
-
-def mix_in(module: nn.Module, mixin: type) -> None:
-    """Puts a class in front of the class of a module; checkpointing stays in front of all others.
-
-    Args:
-        module (nn.Module): Changed in place; its class keeps its name.
-        mixin (type): A :class:`Mixin`.
-    """
-    kind, front = type(module), [mixin]
-    if isinstance(module, _Checkpointed):
-        kind, front = kind.__bases__[1], [mixin, _Checkpointed]
-    # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
-    for cls in front:
-        kind = type(kind.__name__, (cls, kind), {'__module__': kind.__module__})
-    module.__class__ = kind
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
@@ -137,7 +85,7 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
 
 
 @HOOKS.register_module()
-class CheckpointModulesHook(Hook):
+class CheckpointModulesHook(ModelHook):
     """Checkpoints submodules of the model, see :func:`checkpoint_modules`.
 
     Args:
@@ -145,17 +93,14 @@ class CheckpointModulesHook(Hook):
             'roi_head.mask_head'. A list of modules means each of its members.
     """
 
+    exact = True
+
     def __init__(self, modules: Sequence[str]):
         self.modules = [modules] if isinstance(modules, str) else list(modules)
 
-    def apply(self, model: nn.Module) -> None:
-        """Changes the model in place."""
-        checkpoint_modules(model, self.modules)
-
-    def before_run(self, runner) -> None:
-        """Called by mmengine's runner."""
-        self.apply(unwrapped(runner.model))
-        runner.logger.info(f'CheckpointModulesHook: {", ".join(self.modules)} run again in the backward pass')
+    def apply(self, model: nn.Module) -> str:
+        """See :meth:`.surgery.ModelHook.apply`."""
+        return f'{", ".join(checkpoint_modules(model, self.modules))} run again in the backward pass'
 
 
 class _InChunks:
@@ -234,7 +179,7 @@ def _assigners(model: nn.Module) -> Iterator:
 
 
 @HOOKS.register_module()
-class TargetsInChunksHook(Hook):
+class TargetsInChunksHook(ModelHook):
     """Makes training targets piece by piece, see :func:`targets_in_chunks`.
 
     Args:
@@ -242,18 +187,12 @@ class TargetsInChunksHook(Hook):
         priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
     """
 
+    exact = True
+
     def __init__(self, masks: int = 8, priors: int = 16384):
         self.options = dict(masks=masks, priors=priors)
 
-    def apply(self, model: nn.Module) -> None:
-        """Changes the model in place."""
+    def apply(self, model: nn.Module) -> str:
+        """See :meth:`.surgery.ModelHook.apply`."""
         targets_in_chunks(model, **self.options)
-
-    def before_run(self, runner) -> None:
-        """Called by mmengine's runner."""
-        self.apply(unwrapped(runner.model))
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that a distributed wrapper holds, or the model itself."""
-    return model.module if is_model_wrapper(model) else model
+        return '{masks} masks and {priors} priors at a time'.format(**self.options)

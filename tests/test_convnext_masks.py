@@ -15,7 +15,6 @@ from oracles import (
 )
 
 from sbp_mmdet import draws
-from sbp_mmdet.models import convnext
 
 RANDOM = dict(sampler='random')
 
@@ -45,8 +44,8 @@ def sequence(backbone, iteration, steps=range(5)):
 def fixture_drawn_masks(monkeypatch):
     """Counts the draws of masks."""
     calls = []
-    stage_masks = convnext.stage_masks
-    monkeypatch.setattr(convnext, 'stage_masks', lambda *args, **kw: calls.append(args) or stage_masks(*args, **kw))
+    stage_masks = draws.stage_masks
+    monkeypatch.setattr(draws, 'stage_masks', lambda *args, **kw: calls.append(args) or stage_masks(*args, **kw))
     return calls
 
 

@@ -180,7 +180,7 @@ def test_ranks_draw_masks_of_their_own(monkeypatch):
     model = Detector()
     sbp_modules(model, MODULES, **RANDOM)
     seen = []
-    monkeypatch.setattr(heads, 'positions', lambda mask, device: (seen[-1].append(mask), positions(mask))[1])
+    monkeypatch.setattr(draws, 'positions', lambda mask, device: (seen[-1].append(mask), positions(mask))[1])
     for rank in (0, 0, 1):
         monkeypatch.setattr(draws, 'get_rank', lambda rank=rank: rank)
         seen.append([])
@@ -288,7 +288,7 @@ def test_no_rois_and_maps_of_one_position():
 def test_the_layout_stays(layout):
     x = torch.randn(2, 3, 4, 6).contiguous(memory_format=layout)
     kept = positions(sample_mask(4, 6, 0.5, 'grid', mask_generator(0, 0, 0)))
-    out = sbp_map(lambda x: F.interpolate(x.cos(), scale_factor=2), x, kept, scale=2)
+    out = sbp_map(lambda x: F.interpolate(x.cos(), scale_factor=2), x, kept, upsampling=2)
     assert torch.equal(out, F.interpolate(x.cos(), scale_factor=2)) and out.is_contiguous(memory_format=layout)
 
 

@@ -255,7 +255,7 @@ def test_masks_and_images_do_not_tell_of_each_other(monkeypatch):
         states.append(generator.get_state().numpy().tobytes())
         return generator
 
-    monkeypatch.setattr('sbp_mmdet.models.convnext.generator_of', spy)
+    monkeypatch.setattr('sbp_mmdet.draws.generator_of', spy)
     small_backbone(SKIP, drop_path_rate=0.5)(image(2))
     assert len(states) == len(set(states)) == 2
 

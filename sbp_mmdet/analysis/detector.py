@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from mmdet.models.task_modules.assigners import MaxIoUAssigner
-from mmdet.registry import HOOKS, MODELS
+from mmdet.registry import MODELS
 from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
 from mmengine.logging import MMLogger
@@ -22,6 +22,7 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
+from ..surgery import model_hooks
 from .batch import build_batch, proposals_of_a_trained_rpn
 from .cuda_rules import autocast_rules, cuda_kernels
 from .eight_bit import AdamW8bitStates
@@ -39,8 +40,6 @@ __all__ = [
     'timed_step',
 ]
 
-_OWN_HOOKS = ('CheckpointModulesHook', 'SBPModulesHook', 'TargetsInChunksHook')
-
 
 def measure_detector(
     config: Config,
@@ -57,7 +56,7 @@ def measure_detector(
     """Runs training steps of a config's model on random images, and counts in the last one.
 
     Args:
-        config (Config): Config of a detector, its hooks of this package included.
+        config (Config): Config of a detector, the hooks that change the model included.
         batch (int): Images.
         height, width (int): Their size, before padding.
         boxes (int): Ground-truth boxes in each.
@@ -179,7 +178,7 @@ def build_training(
 
 
 def build_detector(config: Config, device: str):
-    """Builds model and optimizer as mmengine's runner does, without loading weights.
+    """Builds model and optimizer as mmengine's runner does, hooks that change the model included, without weights.
 
     Args:
         config (Config): Config of a detector.
@@ -190,9 +189,8 @@ def build_detector(config: Config, device: str):
     """
     init_default_scope('mmdet')
     model = MODELS.build(_without_weights(config.model)).to(device).train()
-    for cfg in config.get('custom_hooks') or []:
-        if cfg.get('type') in _OWN_HOOKS:
-            HOOKS.build(cfg).apply(model)
+    for hook in model_hooks(config.get('custom_hooks')):
+        hook.apply(model)
     cfg = copy.deepcopy(config.optim_wrapper)
     if torch.device(device).type == 'cpu':
         if 'Amp' in str(cfg.get('type', '')):

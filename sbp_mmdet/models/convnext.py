@@ -1,19 +1,17 @@
 """``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers send gradients from a subset of the positions."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from ..draws import Steps, generator_of
-from ..masks import Positions, positions, stage_masks
+from ..draws import Drawn, Draws
 from ..settings import SBPSettings
 from .convnext_layers import ConvNeXtBlock, Downsample, Stem, build_norm
 
-__all__ = ['ARCHS', 'Drawn', 'SBPConvNeXt']
+__all__ = ['ARCHS', 'SBPConvNeXt']
 
 # arch: (depths, channels of the first stage; every stage doubles them)
 ARCHS = {
@@ -28,19 +26,6 @@ ARCHS = {
     'xlarge': ((3, 3, 27, 3), 256),
     'huge': ((3, 3, 27, 3), 352),
 }
-
-
-class Drawn(NamedTuple):
-    """What a training step draws, layer by layer.
-
-    Attributes:
-        positions (dict[tuple, Positions]): The kept positions, for every layer of :meth:`SBPConvNeXt.keep_ratios`.
-        images (dict[tuple, Tensor]): With ``skip_dropped_images``, ``(stage, block)`` to the images that run the block:
-            bool, shape (N,), on the CPU.
-    """
-
-    positions: dict[tuple, Positions]
-    images: dict[tuple, Tensor]
 
 
 @MODELS.register_module()
@@ -152,7 +137,7 @@ class SBPConvNeXt(BaseModule):
             )
 
         self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
-        self._steps = Steps()
+        self._draws = Draws()
         self._freeze_stages()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -175,12 +160,12 @@ class SBPConvNeXt(BaseModule):
             )
         # Images are left out without gradients too: so begins a pass that somebody's checkpointing replays with them.
         active = self.sbp and self.training and (torch.is_grad_enabled() or self.sbp.skip_dropped_images)
-        keep, images = self.draw(x) if active else ({}, {})
+        positions, images = self.draw(x) if active else ({}, {})
         outs = []
         for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
-            x = layer(x, keep.get((i, 'downsample'))) if i else layer(x)
+            x = layer(x, positions.get((i, 'downsample'))) if i else layer(x)
             for j, block in enumerate(stage):
-                x = block(x, keep.get((i, j)), images.get((i, j)))
+                x = block(x, positions.get((i, j)), images.get((i, j)))
             if i in self.out_indices:
                 norm = getattr(self, f'norm{i}')
                 if self.gap_before_final_norm:
@@ -216,40 +201,22 @@ class SBPConvNeXt(BaseModule):
         patch = self.downsample_layers[0][0].stride[0]
         return [(height // patch // 2**i, width // patch // 2**i) for i in range(self.num_stages)]
 
-    @torch.compiler.disable
-    def draw(self, x: Tensor) -> Drawn:
+    def draw(self, x: Tensor, again: bool = False) -> Drawn:
         """What is random in one training step: kept positions, and with ``skip_dropped_images`` stochastic depth.
 
         Args:
             x (Tensor): Images, shape (N, 3, H, W).
+            again (bool): What the latest pass drew, to look at it afterwards; seed and iteration have to be those of
+                the pass. False: a pass begins. Default: False.
 
         Returns:
             Drawn: Positions, none of them without gradients, and images.
         """
-        layers = self.keep_ratios() if torch.is_grad_enabled() else {}
         rates = {}
         if self.sbp and self.sbp.skip_dropped_images:
             blocks = {(i, j): block for i, stage in enumerate(self.stages) for j, block in enumerate(stage)}
             rates = {key: block.drop_path_rate for key, block in blocks.items() if block.drop_path_rate}
-        if not layers and not rates:
-            return Drawn({}, {})
-        step = self._steps.of(x)
-        images = {}
-        if rates:
-            numbers = torch.rand(len(rates), len(x), generator=generator_of(step, 'images'))
-            images = {key: row >= rate for (key, rate), row in zip(rates.items(), numbers, strict=True)}
-        return Drawn(self._draw_positions(x, layers, step) if layers else {}, images)
-
-    def _draw_positions(self, x, layers, step):
-        deepest = max(stage for stage, _ in layers)
-        sizes = self.stage_sizes(*x.shape[-2:])[: deepest + 1]
-        nearest = self.sbp.dropped == 'nearest'
-        drawn = {}
-        for ratio in set(layers.values()):
-            masks = stage_masks(sizes, ratio, self.sbp.sampler, generator_of(step), aligned=not nearest)
-            for stage in {s for (s, _), r in layers.items() if r == ratio}:
-                drawn[ratio, stage] = positions(masks[stage], x.device, nearest)
-        return {key: drawn[ratio, key[0]] for key, ratio in layers.items()}
+        return self._draws.of(self, x, rates, again)
 
     def _freeze_stages(self):
         for i in range(self.frozen_stages):

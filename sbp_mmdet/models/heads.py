@@ -18,85 +18,40 @@ from mmcv.cnn import ConvModule
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.registry import HOOKS
-from mmengine.hooks import Hook
 from torch import Tensor, nn
 
-from ..draws import Step, Steps, generator_of, is_replay
+from ..draws import MapDraws
 from ..functional import sbp
-from ..masks import SAMPLERS, Positions, parse_keep_ratio, positions, sample_mask, stage_masks
+from ..masks import SAMPLERS, Positions, parse_keep_ratio
 from ..ops import memory_format
-from ..savings import Mixin, members, mix_in, unwrapped
-from .convnext import SBPConvNeXt
+from ..surgery import Mixin, ModelHook, members, mix_in
 
 __all__ = ['SBPModulesHook', 'sbp_map', 'sbp_modules']
 
 
-def sbp_map(f: Callable[[Tensor], Tensor], x: Tensor, kept: Positions, scale: int = 1) -> Tensor:
+def sbp_map(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions, upsampling: int = 1) -> Tensor:
     """:func:`sbp_mmdet.sbp` for feature maps.
 
     Args:
-        f (Callable): Maps (N, C, H, W) to (N, C', scale * H, scale * W), each position of the input independently of
-            the others.
+        f (Callable): Maps (N, C, H, W) to (N, C', u * H, u * W), u = ``upsampling``, each position of the input
+            independently of the others.
         x (Tensor): Shape (N, C, H, W).
-        kept (Positions): Kept and dropped positions of ``x``. Where one of both is empty, all positions are kept.
-        scale (int): Output positions for each input position, in each direction. Default: 1.
+        positions (Positions): Kept and dropped positions of ``x``. Where one of both is empty, all are kept.
+        upsampling (int): Output positions for each input position, in each direction. Default: 1.
 
     Returns:
-        Tensor: Shape (N, C', scale * H, scale * W), laid out like ``x``.
+        Tensor: Shape (N, C', u * H, u * W), laid out like ``x``.
     """
-    if not len(kept.keep) or not len(kept.drop):
+    if not len(positions.keep) or not len(positions.drop):
         return f(x)
 
-    def on_tokens(tokens):  # (N, K, C) -> a map of one column -> (N, K, C', scale, scale)
+    def on_tokens(tokens):  # (N, K, C) -> a map of one column -> (N, K, C', u, u)
         out = f(tokens.transpose(1, 2).unsqueeze(3))
-        return out.unflatten(2, (tokens.shape[1], scale)).permute(0, 2, 1, 3, 4)
+        return out.unflatten(2, (tokens.shape[1], upsampling)).permute(0, 2, 1, 3, 4)
 
-    out = sbp(on_tokens, x.flatten(2).transpose(1, 2), kept)
-    out = out.unflatten(1, x.shape[2:]).permute(0, 3, 1, 4, 2, 5)  # (N, C', H, scale, W, scale)
+    out = sbp(on_tokens, x.flatten(2).transpose(1, 2), positions)
+    out = out.unflatten(1, x.shape[2:]).permute(0, 3, 1, 4, 2, 5)  # (N, C', H, u, W, u)
     return out.flatten(4).flatten(2, 3).contiguous(memory_format=memory_format(x))
-
-
-class _Masks:
-    """The kept positions of a training step: one set for each size of feature map.
-
-    They are drawn from seed, rank, iteration and pass, as the backbone's.
-    """
-
-    def __init__(self, keep_ratio, sampler):
-        self.keep_ratio, self.sampler = keep_ratio, sampler
-        self._steps, self._step = Steps(), Step(0, 0)
-        self._sizes, self._aligned, self._drawn = [], True, {}
-
-    def begin(self, backbone, args):
-        """A forward pass begins. Not so where it is run again inside a backward pass: the masks stay."""
-        if not _trains(backbone) or is_replay():
-            return
-        self._step = self._steps.of(args[0])
-        self._sizes, self._drawn = [], {}
-        if isinstance(backbone, SBPConvNeXt) and (layers := backbone.keep_ratios()):
-            deepest = max(stage for stage, _ in layers)
-            self._sizes = backbone.stage_sizes(*args[0].shape[-2:])[: deepest + 1]
-            self._aligned = backbone.sbp.dropped == 'zero'
-
-    @torch.compiler.disable
-    def of(self, x, as_backbone=False):
-        """Kept and dropped positions of (N, C, H, W).
-
-        What is next to the backbone takes the masks of its stages where sizes agree (with its ratio and sampler these
-        are its positions), or what is kept here and there would be a quarter. Behind a 3x3 convolution nothing is
-        gained by that, and the fine mask of the map's own size estimates better than a stage's blocks.
-        """
-        size = tuple(x.shape[2:])
-        as_backbone &= size in self._sizes
-        if (size, as_backbone) not in self._drawn:
-            generator = generator_of(self._step)
-            if as_backbone:
-                masks = stage_masks(self._sizes, self.keep_ratio, self.sampler, generator, self._aligned)
-                mask = masks[self._sizes.index(size)]
-            else:
-                mask = sample_mask(*size, self.keep_ratio, self.sampler, generator)
-            self._drawn[size, as_backbone] = positions(mask, x.device)
-        return self._drawn[size, as_backbone]
 
 
 class _ThinConv(Mixin):
@@ -104,7 +59,7 @@ class _ThinConv(Mixin):
 
     def forward(self, x):
         forward = super().forward
-        return sbp_map(forward, x, self._sbp_masks.of(x, as_backbone=True)) if _trains(self) else forward(x)
+        return sbp_map(forward, x, self._sbp_draws.of(x, as_backbone=True)) if _trains(self) else forward(x)
 
 
 class _ThinRPN(Mixin):
@@ -119,7 +74,7 @@ class _ThinRPN(Mixin):
             x = F.relu(x)
             return torch.cat([self.rpn_cls(x), self.rpn_reg(x)], 1)
 
-        out = sbp_map(predict, x, self._sbp_masks.of(x))
+        out = sbp_map(predict, x, self._sbp_draws.of(x))
         return out.split([self.rpn_cls.out_channels, self.rpn_reg.out_channels], 1)
 
 
@@ -143,7 +98,7 @@ class _ThinMaskHead(Mixin):
         def predict_again(x):
             return cp.checkpoint(predict, x, use_reentrant=False, preserve_rng_state=False)
 
-        return sbp_map(predict_again, x, self._sbp_masks.of(x), 1 if self.upsample is None else self.scale_factor)
+        return sbp_map(predict_again, x, self._sbp_draws.of(x), 1 if self.upsample is None else self.scale_factor)
 
 
 def _trains(module):
@@ -175,12 +130,12 @@ def sbp_modules(model: nn.Module, modules: Sequence[str], keep_ratio: float = 0.
     if sampler not in SAMPLERS:
         raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')
     found = [(name, *_thinned(name, module)) for name, module in members(model, modules)]
-    masks = _Masks(keep_ratio, sampler)
+    draws = MapDraws(keep_ratio, sampler)
     for _, module, mixin in found:
         if not isinstance(module, mixin):
             mix_in(module, mixin)
-        module._sbp_masks = masks
-    getattr(model, 'backbone', model).register_forward_pre_hook(masks.begin)
+        module._sbp_draws = draws
+    getattr(model, 'backbone', model).register_forward_pre_hook(draws.begin)
     return [name for name, _, _ in found]
 
 
@@ -215,7 +170,7 @@ def _is_as_in(module, kind, method):
 
 
 @HOOKS.register_module()
-class SBPModulesHook(Hook):
+class SBPModulesHook(ModelHook):
     """SBP in pointwise layers of neck and heads, see :func:`sbp_modules`. Gradients are not exact.
 
     Args:
@@ -229,11 +184,6 @@ class SBPModulesHook(Hook):
         self.modules = [modules] if isinstance(modules, str) else list(modules)
         self.options = dict(keep_ratio=keep_ratio, sampler=sampler)
 
-    def apply(self, model: nn.Module) -> None:
-        """Changes the model in place."""
-        sbp_modules(model, self.modules, **self.options)
-
-    def before_run(self, runner) -> None:
-        """Called by mmengine's runner."""
-        self.apply(unwrapped(runner.model))
-        runner.logger.info(f'SBPModulesHook: {", ".join(self.modules)} with {self.options}')
+    def apply(self, model: nn.Module) -> str:
+        """See :meth:`.surgery.ModelHook.apply`."""
+        return f'{", ".join(sbp_modules(model, self.modules, **self.options))} with {self.options}'

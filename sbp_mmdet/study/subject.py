@@ -9,17 +9,19 @@ from pathlib import Path
 
 from mmengine.config import Config
 from mmengine.logging import MMLogger
+from mmengine.registry import init_default_scope
 from mmengine.runner import Runner, load_checkpoint, set_random_seed
 from torch import nn
 
 from ..analysis.detector import build_detector
 from ..analysis.variants import check_convnext
+from ..surgery import model_hook_class
 
 __all__ = ['build_model', 'train_batches']
 
 
 def build_model(config: Config, checkpoint: str | Path | None = None, device: str = 'cpu', seed: int = 0) -> nn.Module:
-    """A config's detector in training mode, without SBP in backbone, neck and heads.
+    """A config's detector in training mode, without SBP in the backbone and without hooks that make gradients inexact.
 
     Args:
         config (Config): Config of a detector with a ConvNeXt of mmpretrain or of this package; not changed.
@@ -37,7 +39,9 @@ def build_model(config: Config, checkpoint: str | Path | None = None, device: st
     check_convnext(config)
     config = copy.deepcopy(config)
     config.model.backbone.update(type='SBPConvNeXt', sbp_cfg=None, with_cp=False)
-    config.custom_hooks = [hook for hook in config.get('custom_hooks') or [] if hook['type'] != 'SBPModulesHook']
+    init_default_scope('mmdet')  # where hooks are looked up by name
+    kinds = [(cfg, model_hook_class(cfg)) for cfg in config.get('custom_hooks') or []]
+    config.custom_hooks = [cfg for cfg, kind in kinds if kind is None or kind.exact]
     set_random_seed(seed)
     model, _ = build_detector(config, device)
     checkpoint = checkpoint or config.get('load_from')
