@@ -213,9 +213,9 @@ def test_numbers_that_are_too_small(atto, built, change, word):
 
 def test_tables(tmp_path):
     assert steps_table(ROWS).splitlines() == [
-        'setting              step, s  ratio (min to max)',
-        'none                      10  1.00 (1.00 to 1.00)',
-        'recompute+targets      0.812  0.85 (0.80 to 1.25)',
+        'setting            step, s   ratio (min to max)',
+        'none                    10  1.00 (1.00 to 1.00)',
+        'recompute+targets    0.812  0.85 (0.80 to 1.25)',
     ]
     lines = steps_markdown(ROWS).splitlines()
     assert lines[0] == '| setting | step, s | ratio (min to max) |'
@@ -228,10 +228,11 @@ def test_tables(tmp_path):
 
 def test_picture(monkeypatch):
     drawn = []
-    monkeypatch.setattr(report, '_save', lambda figure, axes, *rest: drawn.append((axes, rest)))
+    monkeypatch.setattr(report, 'save_picture', lambda figure, path, **rest: drawn.append((*figure.axes, path)))
     steps_picture(ROWS, 'title', 'bars.png')
-    ((axes, rest),) = drawn
-    assert rest == ('title', 'time of a training step, relative to none', 'bars.png')
+    ((axes, path),) = drawn
+    labels = axes.get_title(loc='left'), axes.get_xlabel(), path
+    assert labels == ('title', 'time of a training step, relative to none', 'bars.png')
     assert [bar.get_width() for bar in axes.patches] == [1.0, 0.854]
     assert [label.get_text() for label in axes.get_yticklabels()] == ['none', 'recompute + targets']
     (spread,) = axes.collections

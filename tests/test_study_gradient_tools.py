@@ -150,8 +150,3 @@ def test_pages_are_filled_from_results(tmp_path):
         found = json.loads(results.read_text())
         label = 'increasing' if name == 'orders' else 'disjoint blocks'
         assert f'| {label} |' in page.read_text() and found['machine']['command'] in page.read_text()
-
-
-def test_rounding():
-    node = dict(a=[1.23456789, None, 2], b=dict(c=1.5e-9, d='x'))
-    assert study_report.compact(node, 3) == dict(a=[1.23, None, 2], b=dict(c=1.5e-9, d='x'))

@@ -26,8 +26,8 @@ from sbp_mmdet.analysis.planner import (
     snippet,
     worst_case,
 )
-from sbp_mmdet.analysis.report import format_bytes
 from sbp_mmdet.analysis.variants import is_convnext, load_config, with_setting
+from sbp_mmdet.reporting import format_bytes
 
 KINDS = {
     'paper': "the paper's gradients (SBP)",

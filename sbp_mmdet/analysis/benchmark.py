@@ -2,16 +2,10 @@
 
 import contextlib
 import ctypes
-import datetime
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 
-import mmcv
-import mmdet
 import torch
 from torch import Tensor, nn
 
@@ -21,35 +15,9 @@ from .cuda_rules import autocast
 from .memory import peak_bytes, saved_bytes
 from .modes import backbone_options
 
-__all__ = ['PARTS', 'build_case', 'describe_machine', 'keep_freed_memory', 'measure', 'stage_shape']
+__all__ = ['PARTS', 'build_case', 'keep_freed_memory', 'measure', 'stage_shape']
 
 PARTS = ('mlp', 'block', 'backbone')
-
-
-def describe_machine(device: torch.device | str = 'cpu') -> dict:
-    """Date, machine, versions and command, to stand beside every published number.
-
-    Args:
-        device (torch.device | str): Where it was measured. Default: 'cpu'.
-    """
-    cuda = torch.device(device).type == 'cuda'
-    return dict(
-        date=datetime.date.today().isoformat(),
-        device=torch.cuda.get_device_name() if cuda else f'{_cpu_name()}, {torch.get_num_threads()} threads',
-        python=platform.python_version(),
-        torch=torch.__version__,
-        mmcv=mmcv.__version__,
-        mmdet=mmdet.__version__,
-        command=shlex.join(['python', *sys.argv]),
-    )
-
-
-def _cpu_name():
-    try:
-        with open('/proc/cpuinfo') as info:
-            return next(line.split(':')[1].strip() for line in info if line.startswith('model name'))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def keep_freed_memory() -> None:

@@ -2,25 +2,13 @@
 
 from pathlib import Path
 
-__all__ = [
-    'ORDER',
-    'format_bytes',
-    'groups',
-    'markdown',
-    'picture',
-    'steps_markdown',
-    'steps_picture',
-    'steps_table',
-    'table',
-]
+from ..reporting import Column, format_bytes, markdown_table, panels, save_picture, text_table
+
+__all__ = ['ORDER', 'groups', 'markdown', 'picture', 'steps_markdown', 'steps_picture', 'steps_table', 'table']
 
 ORDER = ['stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone', 'neck', 'RPN']
+_NAME = Column('setting', lambda row: f'`{row["setting"]}`')
 _BACKBONE = ('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone')
-
-
-def format_bytes(n: int) -> str:
-    """GB (1e9 bytes), or MB below one GB."""
-    return f'{n / 1e9:.2f} GB' if n >= 1e9 else f'{n / 1e6:.0f} MB'
 
 
 def groups(row: dict) -> dict[str, int]:
@@ -51,27 +39,28 @@ def table(rows: list[dict]) -> str:
         str: Lines.
     """
     base = rows[0]
-    timed = base.get('step_s') is not None
-    width = max(len('setting'), *(len(row['setting']) for row in rows)) + 2
     parts = [part for part in ORDER if any(part in row['saved'] for row in rows)]
     parts += sorted({part for row in rows for part in row['saved']} - set(parts))
-    fixed = 'params', 'optim.', 'grads'
-    head = f'{"MB (1e6 bytes)":<{width}}' + ''.join(f'{name:>8}' for name in fixed)
-    head += ''.join(f'{_short(part):>9}' for part in parts) + f'{"peak":>9}{"ratio":>7}  peak in'
-    lines = [head + (f'{"reserved":>18}{"step ms":>9}{"ratio":>7}' if timed else '')]
-    for row in rows:
-        line = f'{row["setting"]:<{width}}'
-        line += ''.join(f'{row[key] / 1e6:>8.0f}' for key in ('parameters', 'optimizer', 'gradients'))
-        line += ''.join(f'{row["saved"].get(part, 0) / 1e6:>9.0f}' for part in parts)
-        line += f'{row["peak"] / 1e6:>9.0f}{row["peak"] / base["peak"]:>7.3f}  {row["peak_phase"] or "":<8}'
-        if timed:
-            line += f'{row["reserved"] / 1e6:>18.0f}{row["step_s"] * 1e3:>9.1f}{row["step_s"] / base["step_s"]:>7.2f}'
-        lines.append(line.rstrip())
-    return '\n'.join(lines)
+    fixed = dict(params='parameters', optim='optimizer', grads='gradients')
+    columns = [Column('MB (1e6 bytes)', lambda row: row['setting'])]
+    columns += [Column(head, lambda row, key=key: _megabytes(row[key])) for head, key in fixed.items()]
+    columns += [Column(part, lambda row, part=part: _megabytes(row['saved'].get(part, 0))) for part in parts]
+    columns += [
+        Column('peak', lambda row: _megabytes(row['peak'])),
+        Column('ratio', lambda row: f'{row["peak"] / base["peak"]:.3f}'),
+        Column('peak in', lambda row: row['peak_phase']),
+    ]
+    if base.get('step_s') is not None:
+        columns += [
+            Column('reserved', lambda row: _megabytes(row['reserved'])),
+            Column('step ms', lambda row: f'{row["step_s"] * 1e3:.1f}'),
+            Column('ratio', lambda row: f'{row["step_s"] / base["step_s"]:.2f}'),
+        ]
+    return text_table(columns, rows)
 
 
-def _short(part):
-    return {'output norms': 'norms', 'box heads': 'boxes', 'mask heads': 'masks'}.get(part, part)[:8]
+def _megabytes(n):
+    return f'{n / 1e6:.0f}'
 
 
 def markdown(rows: list[dict]) -> str:
@@ -83,20 +72,18 @@ def markdown(rows: list[dict]) -> str:
     Returns:
         str: Lines.
     """
-    timed = rows[0].get('step_s') is not None
-    lines = [
-        '| setting | parameters | optimizer | gradients | saved: backbone | neck, RPN | heads | peak | ratio |'
-        + (' step, ratio |' if timed else ''),
-        '|---|---|---|---|---|---|---|---|---|' + ('---|' if timed else ''),
+    base, kept = rows[0], ('parameters', 'optimizer', 'gradients')
+    columns = [_NAME, *(Column(key, lambda row, key=key: format_bytes(row[key])) for key in kept)]
+    for name in ('backbone', 'neck and RPN', 'heads'):
+        head = {'backbone': 'saved: backbone', 'neck and RPN': 'neck, RPN'}.get(name, name)
+        columns.append(Column(head, lambda row, name=name: format_bytes(groups(row)[f'saved: {name}'])))
+    columns += [
+        Column('peak', lambda row: format_bytes(row['peak'])),
+        Column('ratio', lambda row: f'{row["peak"] / base["peak"]:.3f}'),
     ]
-    for row in rows:
-        bars = groups(row)
-        numbers = [row['parameters'], row['optimizer'], row['gradients']]
-        numbers += [bars[f'saved: {name}'] for name in ('backbone', 'neck and RPN', 'heads')] + [row['peak']]
-        cells = [f'`{row["setting"]}`', *map(format_bytes, numbers), f'{row["peak"] / rows[0]["peak"]:.3f}']
-        cells += [f'{row["step_s"] / rows[0]["step_s"]:.2f}'] if timed else []
-        lines.append('| ' + ' | '.join(cells) + ' |')
-    return '\n'.join(lines)
+    if base.get('step_s') is not None:
+        columns.append(Column('step, ratio', lambda row: f'{row["step_s"] / base["step_s"]:.2f}'))
+    return markdown_table(columns, rows)
 
 
 def picture(rows: list[dict], title: str, path: Path) -> None:
@@ -108,74 +95,44 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
         path (Path): A PNG file.
     """
     colours = ['#9aa0a6', '#5f6b7a', '#1f77b4', '#6fb1e0', '#f2a541', '#e8e3d9']
-    figure, axes, places = _axes(rows)
+    figure, axes, places = _bars(rows, title, 'peak of a training step, GB (1e9 bytes)')
     left = [0.0] * len(rows)
+    handles = []
     for i, name in enumerate(groups(rows[0])):
         values = [groups(row)[name] / 1e9 for row in rows]
-        axes.barh(places, values, left=left, height=0.68, color=colours[i], label=name)
+        handles.append(axes.barh(places, values, left=left, height=0.68, color=colours[i], label=name))
         left = [a + b for a, b in zip(left, values, strict=True)]
     for place, row, end in zip(places, rows, left, strict=True):
         ratio = row['peak'] / rows[0]['peak']
         axes.text(end, place, f'  {row["peak"] / 1e9:.2f} GB  ({ratio:.2f}x)', va='center', fontsize=9)
     axes.set_xlim(0, max(left) * 1.22)
-    figure.legend(loc='outside lower center', ncols=3, fontsize=8, frameon=False)
-    _save(figure, axes, title, 'peak of a training step, GB (1e9 bytes)', path)
+    save_picture(figure, path, legend=handles, columns=3, dpi=140)
 
 
-def _axes(rows):
+def _bars(rows, title, label):
     """Figure, axes, and the place of each row's bar, the first on top."""
-    import matplotlib
-
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.45 * len(rows)), layout='constrained')
-    places = range(len(rows))[::-1]
-    axes.set_yticks(list(places), [row['setting'].replace('+', ' + ') for row in rows], fontsize=9)
-    axes.spines[['top', 'right']].set_visible(False)
+    figure, grid = panels(figsize=(10, 1.6 + 0.45 * len(rows)))
+    axes, places = grid[0, 0], list(range(len(rows)))[::-1]
+    axes.set_yticks(places, [row['setting'].replace('+', ' + ') for row in rows], fontsize=9)
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=10, loc='left')
     return figure, axes, places
 
 
-def _save(figure, axes, title, label, path):
-    import matplotlib.pyplot as plt
-
-    axes.set_xlabel(label)
-    axes.set_title(title, fontsize=10, loc='left')
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+_STEPS = (
+    Column('step, s', lambda row: f'{row["step_s"]:.3g}'),
+    Column('ratio (min to max)', lambda row: f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'),
+)
 
 
 def steps_table(rows: list[dict]) -> str:
-    """Text for a terminal: a line for each setting.
-
-    Args:
-        rows (list[dict]): Of :func:`.step_times.measure_steps`.
-
-    Returns:
-        str: Lines.
-    """
-    width = max(len('setting'), *(len(row['setting']) for row in rows)) + 2
-    lines = [f'{"setting":<{width}}{"step, s":>9}  ratio (min to max)']
-    lines += [f'{row["setting"]:<{width}}{row["step_s"]:>9.3g}  {_ratio(row)}' for row in rows]
-    return '\n'.join(lines)
-
-
-def _ratio(row):
-    return f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
+    """Text for a terminal: a line for each setting of :func:`.step_times.measure_steps`."""
+    return text_table([Column('setting', lambda row: row['setting']), *_STEPS], rows)
 
 
 def steps_markdown(rows: list[dict]) -> str:
-    """A Markdown table.
-
-    Args:
-        rows (list[dict]): Of :func:`.step_times.measure_steps`.
-
-    Returns:
-        str: Lines.
-    """
-    lines = ['| setting | step, s | ratio (min to max) |', '|---|---|---|']
-    lines += [f'| `{row["setting"]}` | {row["step_s"]:.3g} | {_ratio(row)} |' for row in rows]
-    return '\n'.join(lines)
+    """A Markdown table: a line for each setting of :func:`.step_times.measure_steps`."""
+    return markdown_table([_NAME, *_STEPS], rows)
 
 
 def steps_picture(rows: list[dict], title: str, path: Path) -> None:
@@ -186,7 +143,8 @@ def steps_picture(rows: list[dict], title: str, path: Path) -> None:
         title (str): Above the bars.
         path (Path): A PNG file.
     """
-    figure, axes, places = _axes(rows)
+    label = f'time of a training step, relative to {rows[0]["setting"]}'
+    figure, axes, places = _bars(rows, title, label)
     ratios, low, high = ([row[key] for row in rows] for key in ('ratio', 'ratio_min', 'ratio_max'))
     spread = [[r - a for r, a in zip(ratios, low, strict=True)], [b - r for r, b in zip(ratios, high, strict=True)]]
     axes.barh(places, ratios, height=0.68, color='#6fb1e0', xerr=spread, ecolor='#5f6b7a', capsize=3)
@@ -194,4 +152,4 @@ def steps_picture(rows: list[dict], title: str, path: Path) -> None:
     for place, row in zip(places, rows, strict=True):
         axes.text(row['ratio_max'], place, f'  {row["ratio"]:.2f}x  ({row["step_s"]:.3g} s)', va='center', fontsize=9)
     axes.set_xlim(0, max(high) * 1.22)
-    _save(figure, axes, title, f'time of a training step, relative to {rows[0]["setting"]}', path)
+    save_picture(figure, path, dpi=140)

@@ -3,22 +3,13 @@
 import re
 from pathlib import Path
 
+from ..reporting import COLOURS, Column, markdown_table, panels, save_picture
 from .measures import HEADS, MEASURES, SUMS
 
-__all__ = ['compact', 'norms_picture', 'norms_table', 'study_picture', 'study_table']
+__all__ = ['norms_picture', 'norms_table', 'study_picture', 'study_table']
 
-_COLOURS = ('#1f77b4', '#d95f02', '#1b9e77', '#7b4fa3', '#e7298a', '#66a61e', '#a6761d', '#444444')
 _NAMES = {'cosine': 'cosine similarity', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
 _LAYERS = {'depthwise_conv': 'depthwise', 'pointwise_conv1': 'PW 1', 'pointwise_conv2': 'PW 2'}
-
-
-def compact(node, digits: int = 5):
-    """A copy of nested dicts and lists with numbers rounded to significant digits, for JSON."""
-    if isinstance(node, dict):
-        return {key: compact(value, digits) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return [compact(value, digits) for value in node]
-    return float(f'{node:.{digits}g}') if isinstance(node, float) else node
 
 
 def study_table(study: dict) -> str:
@@ -37,26 +28,30 @@ def study_table(study: dict) -> str:
     stages = [part for part in SUMS if part.startswith('stage') and any(part in row for row in results.values())]
     if any('pieces' in setting for setting in study['settings'].values()):
         return _table_of_parts(results, stages)
-    columns = [('cosine', part) for part in ('network', 'backbone', *stages, 'mean layer')]
-    columns += [(measure, 'backbone') for measure in MEASURES[1:]]
-    heads = [part if measure == 'cosine' else f'{_NAMES[measure]}, backbone' for measure, part in columns]
-    lines = [f'| setting | cosine: {" | ".join(heads)} | kept positions of the last SBP layer |']
-    lines.append('|---' * (len(columns) + 2) + '|')
-    for label, row in results.items():
-        cells = [_cell(row.get(part, {}).get(measure)) for measure, part in columns]
-        lines.append(f'| {label} | {" | ".join(cells)} | {_kept(kept.get(label))} |')
-    return '\n'.join(lines)
+    shown = [('cosine', part) for part in ('network', 'backbone', *stages, 'mean layer')]
+    shown += [(measure, 'backbone') for measure in MEASURES[1:]]
+    heads = [part if measure == 'cosine' else f'{_NAMES[measure]}, backbone' for measure, part in shown]
+    heads[0] = f'cosine: {heads[0]}'
+    columns = [Column('setting', lambda label: label)]
+    columns += [_measure(head, part, measure, results) for head, (measure, part) in zip(heads, shown, strict=True)]
+    columns.append(Column('kept positions of the last SBP layer', lambda label: _kept(kept.get(label))))
+    return markdown_table(columns, results)
+
+
+def _measure(head, part, measure, results):
+    return Column(head, lambda label: _cell(results[label].get(part, {}).get(measure)))
 
 
 def _table_of_parts(results, stages):
     heads = [part for part in HEADS if any(part in row for row in results.values())]
-    columns = ['network', *heads, 'backbone', *reversed(stages), 'mean layer']
-    lines = [f'| setting | measure | {" | ".join(columns)} |', '|---' * (len(columns) + 2) + '|']
-    for label, row in results.items():
-        for measure in MEASURES:
-            cells = [_cell(row.get(part, {}).get(measure)) for part in columns]
-            lines.append(f'| {label if measure == MEASURES[0] else ""} | {_NAMES[measure]} | {" | ".join(cells)} |')
-    return '\n'.join(lines)
+    parts = ['network', *heads, 'backbone', *reversed(stages), 'mean layer']
+    columns = [
+        Column('setting', lambda line: line[0] if line[1] == MEASURES[0] else ''),
+        Column('measure', lambda line: _NAMES[line[1]]),
+    ]
+    for part in parts:
+        columns.append(Column(part, lambda line, part=part: _cell(results[line[0]].get(part, {}).get(line[1]))))
+    return markdown_table(columns, [(label, measure) for label in results for measure in MEASURES])
 
 
 def _cell(value):
@@ -81,13 +76,11 @@ def study_picture(study: dict, title: str, path: Path) -> None:
         title (str): Above the panels.
         path (Path): A PNG file.
     """
-    plt = _pyplot()
     results = study['results']
     labels = list(results)
-    colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(labels))]
-    figure, grid = plt.subplots(
-        2, 3, figsize=(11, 4.2 + 0.27 * len(labels)), layout='constrained', height_ratios=(0.6 + 0.27 * len(labels), 3)
-    )
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(labels))]
+    heights = 0.6 + 0.27 * len(labels), 3
+    figure, grid = panels(2, 3, figsize=(11, 4.2 + 0.27 * len(labels)), height_ratios=heights)
     for axes, measure in zip(grid[0], MEASURES, strict=True):
         for place, (label, colour) in enumerate(zip(labels, colours, strict=True)):
             for part, marker, shift in (('backbone', 'o', -0.13), ('mean layer', 'D', 0.13)):
@@ -106,7 +99,7 @@ def study_picture(study: dict, title: str, path: Path) -> None:
             known = [(i, v['mean'], v['std'] or 0) for i, v in enumerate(values) if v['mean'] is not None]
             x, mean, std = (list(column) for column in zip(*known, strict=True))
             low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
-            style = '.-' if labels.index(label) < len(_COLOURS) else '.--'
+            style = '.-' if labels.index(label) < len(COLOURS) else '.--'
             axes.plot(x, mean, style, color=colour, lw=1.2, ms=5, label=label)
             axes.fill_between(x, low, high, color=colour, alpha=0.1, lw=0)
         _stage_lines(axes, blocks)
@@ -114,8 +107,8 @@ def study_picture(study: dict, title: str, path: Path) -> None:
         axes.set_xlabel('block', fontsize=9)
         axes.set_ylim(top=1.03)
     markers = [('backbone', 'o', 'black'), ('mean layer', 'D', 'white')]
-    extra = [plt.Line2D([], [], color='black', marker=m, ls='', mfc=f, label=name) for name, m, f in markers]
-    _finish(figure, grid.flat, grid[1][0], title, path, extra)
+    shapes = [_line(color='black', marker=m, ls='', mfc=f, label=name) for name, m, f in markers]
+    _finish(figure, grid.flat, title, path, [*shapes, *grid[1][0].get_legend_handles_labels()[0]])
 
 
 def norms_table(study: dict) -> str:
@@ -130,15 +123,24 @@ def norms_table(study: dict) -> str:
     results = study['results']
     first = next(iter(results.values()))['norms']
     parts = [part for part in SUMS if part in first and part not in ('network', 'mean layer', *HEADS)]
-    lines = [f'| setting | first loss | last loss | {" | ".join(parts)} | layers whose gradient is 0 |']
-    lines.append('|---' * (len(parts) + 4) + '|')
-    for label, row in results.items():
-        ratios = [_median_ratio(row['norms'][part], first[part]) for part in parts]
-        layers = [part for part in row['norms'] if part not in SUMS]
-        zero = sum(not any(row['norms'][layer]) for layer in layers)
-        cells = [f'{row["loss"][0]:.3f}', f'{row["loss"][-1]:.3f}', *(f'{ratio:.2f}' for ratio in ratios)]
-        lines.append(f'| {label} | {" | ".join(cells)} | {zero} of {len(layers)} |')
-    return '\n'.join(lines)
+    layers = [part for part in first if part not in SUMS]
+
+    def norms(label):
+        return results[label]['norms']
+
+    def zero(label):
+        return sum(not any(norms(label)[layer]) for layer in layers)
+
+    columns = [
+        Column('setting', lambda label: label),
+        Column('first loss', lambda label: f'{results[label]["loss"][0]:.3f}'),
+        Column('last loss', lambda label: f'{results[label]["loss"][-1]:.3f}'),
+    ]
+    columns += [
+        Column(part, lambda label, part=part: f'{_median_ratio(norms(label)[part], first[part]):.2f}') for part in parts
+    ]
+    columns.append(Column('layers whose gradient is 0', lambda label: f'{zero(label)} of {len(layers)}'))
+    return markdown_table(columns, results)
 
 
 def _median_ratio(values, others):
@@ -155,14 +157,12 @@ def norms_picture(study: dict, title: str, path: Path) -> None:
         title (str): Above the panels.
         path (Path): A PNG file.
     """
-    plt = _pyplot()
+    import matplotlib
+
     results = study['results']
     columns = min(len(results), 4)
     rows = -(-len(results) // columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(3 * columns, 2.9 * rows + 0.5), sharex=True, sharey=True, squeeze=False,
-        layout='constrained',
-    )  # fmt: skip
+    figure, grid = panels(rows, columns, figsize=(3 * columns, 2.9 * rows + 0.5), sharex=True, sharey=True)
     everything = [v for row in results.values() for norms in row['norms'].values() for v in norms if v]
     floor = min(everything) / 3
     for axes, (label, row) in zip(grid.flat, results.items(), strict=False):
@@ -170,7 +170,7 @@ def norms_picture(study: dict, title: str, path: Path) -> None:
         steps = range(1, len(row['loss']) + 1)
         for i, block in enumerate(blocks):
             values = [v or floor for v in row['norms'][block]]
-            colour = plt.get_cmap('viridis_r')(0.1 + 0.9 * i / max(len(blocks) - 1, 1))
+            colour = matplotlib.colormaps['viridis_r'](0.1 + 0.9 * i / max(len(blocks) - 1, 1))
             axes.semilogy(steps, values, color=colour, lw=1, label=_short(block) if i in (0, len(blocks) - 1) else None)
         axes.semilogy(steps, row['norms']['backbone'], color='black', lw=1.8, label='backbone')
         zero = sum(not any(row['norms'][block]) for block in blocks)
@@ -186,7 +186,7 @@ def norms_picture(study: dict, title: str, path: Path) -> None:
         axes.set_ylabel('L2 norm of the gradient', fontsize=9)
     for axes in list(grid.flat)[len(results) :]:
         axes.set_axis_off()
-    _finish(figure, grid.flat, grid[0][0], title, path)
+    _finish(figure, grid.flat, title, path, grid[0][0].get_legend_handles_labels()[0])
 
 
 def _short(layer):
@@ -211,23 +211,15 @@ def _stage_lines(axes, blocks):
     )
 
 
-def _pyplot():
-    import matplotlib
+def _line(**style):
+    from matplotlib.lines import Line2D
 
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
-    return plt
+    return Line2D([], [], **style)
 
 
-def _finish(figure, panels, source, title, path, extra=()):
-    for axes in panels:
+def _finish(figure, drawn, title, path, legend):
+    for axes in drawn:
         axes.tick_params(labelsize=8)
-        axes.spines[['top', 'right']].set_visible(False)
         axes.grid(axis='both', color='#eeeeee')
         axes.set_axisbelow(True)
-    handles = [*extra, *source.get_legend_handles_labels()[0]]
-    figure.legend(handles=handles, loc='outside lower center', ncols=5, fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=10, x=0.01, ha='left')
-    figure.savefig(path, dpi=100)
-    _pyplot().close(figure)
+    save_picture(figure, path, title, legend)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..analysis.parts import part_of
 from ..analysis.report import ORDER
+from ..reporting import aligned, panels, save_picture
 
 __all__ = ['agreement', 'annotations', 'cosines', 'detections', 'match', 'picture', 'relabel', 'table', 'updates']
 
@@ -253,13 +254,7 @@ def table(results: dict) -> str:
             shares = one['a_in_b'], one['b_in_a'], one['agreement'], found['same_images'], one['score_difference']
             rows.append([name, str(one['a']), str(one['b']), *map(_cell, shares)])
         blocks.append(rows)
-    return '\n\n'.join(map(_aligned, blocks))
-
-
-def _aligned(rows):
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([f'{row[0]:<{widths[0]}}', *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return '\n'.join('  '.join(line).rstrip() for line in lines)
+    return '\n\n'.join(map(aligned, blocks))
 
 
 def _kinds(pairs, kinds=('weights', 'updates', 'detections')):
@@ -296,14 +291,10 @@ def picture(results: dict, path: Path, most: int = 12) -> None:
     """
     import matplotlib
 
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
     pairs = results['pairs']
     kinds = _kinds(pairs)
-    size = (9, 2.5 * len(kinds) + 0.4 * len(pairs))
-    figure, grid = plt.subplots(len(kinds), 1, figsize=size, layout='constrained', squeeze=False)
-    colours, width = plt.get_cmap('tab10').colors, 0.8 / len(pairs)
+    figure, grid = panels(len(kinds), figsize=(9, 2.5 * len(kinds) + 0.4 * len(pairs)))
+    colours, width = matplotlib.colormaps['tab10'].colors, 0.8 / len(pairs)
     for axes, kind in zip(grid[:, 0], kinds, strict=True):
         names = _names(pairs, kind)
         if kind == 'detections':
@@ -322,8 +313,4 @@ def picture(results: dict, path: Path, most: int = 12) -> None:
         axes.set_ylabel('agreement' if kind == 'detections' else f'cosine of {kind}', fontsize=9)
         axes.axhline(0, color='black', lw=0.6)
         axes.set_ylim(top=1.03)
-        axes.spines[['top', 'right']].set_visible(False)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc='outside lower center', fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_picture(figure, path, legend=grid[0, 0].get_legend_handles_labels()[0], columns=1, dpi=110)

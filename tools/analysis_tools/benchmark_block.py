@@ -17,12 +17,12 @@ from sbp_mmdet.analysis import MODES, backbone_options
 from sbp_mmdet.analysis.benchmark import (
     PARTS,
     build_case,
-    describe_machine,
     keep_freed_memory,
     measure,
     stage_shape,
 )
-from sbp_mmdet.analysis.output import add_outputs, write_outputs
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import add_outputs, write_outputs
 from sbp_mmdet.study.gradients import gradient_errors
 
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}

@@ -19,12 +19,12 @@ from mmengine.config import Config, DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis import MODES
-from sbp_mmdet.analysis.benchmark import describe_machine
 from sbp_mmdet.analysis.detector import check_case, measure_detector
-from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.planner import parse_size
 from sbp_mmdet.analysis.report import picture, table
 from sbp_mmdet.analysis.variants import PIECES, applicable, load_config, with_setting
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import add_outputs, write_outputs
 
 
 def case_parser(description: str) -> argparse.ArgumentParser:

@@ -15,10 +15,11 @@ from pathlib import Path
 from benchmark_memory import case_parser, read_case
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.benchmark import describe_machine, keep_freed_memory
-from sbp_mmdet.analysis.output import write_outputs
+from sbp_mmdet.analysis.benchmark import keep_freed_memory
 from sbp_mmdet.analysis.report import steps_picture, steps_table
 from sbp_mmdet.analysis.step_times import measure_steps, timed_settings
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import write_outputs
 
 
 def main():

@@ -26,9 +26,9 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import add_outputs, write_outputs
 from sbp_mmdet.study.similarity import agreement, annotations, cosines, detections, picture, relabel, table, updates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

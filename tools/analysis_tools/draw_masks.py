@@ -11,15 +11,12 @@ import argparse
 import sys
 from pathlib import Path
 
-import matplotlib
 import mmcv
 import numpy as np
 from PIL import Image
 
 from sbp_mmdet.masks import SAMPLERS, mask_generator, stage_masks
-
-matplotlib.use('Agg')
-import matplotlib.pyplot as plt  # noqa: E402
+from sbp_mmdet.reporting import panels, save_picture
 
 __all__ = ['base_mask', 'dim', 'draw_masks', 'show', 'stage_sizes']
 
@@ -100,7 +97,7 @@ def draw_masks(image, out, keep_ratio=0.5, samplers=('grid',), seed=0, steps=1, 
     draws = [(step, sampler) for step in range(steps) for sampler in samplers]
     shape = (len(samplers), steps) if base_only else (len(draws), 2 + len(STRIDES))
     size = (PANEL * shape[1], (PANEL * height / width + 0.3) * shape[0])
-    figure, grid = plt.subplots(*shape, figsize=size, squeeze=False)
+    figure, grid = panels(*shape, figsize=size)
     visited = dict.fromkeys(samplers, False)
     for number, (step, sampler) in enumerate(draws):
         masks = stage_masks(stage_sizes(height, width), keep_ratio, sampler, mask_generator(seed, 0, step))
@@ -120,10 +117,7 @@ def draw_masks(image, out, keep_ratio=0.5, samplers=('grid',), seed=0, steps=1, 
         for stage, (axes, mask, stride) in enumerate(zip(row[2:], masks, STRIDES, strict=True), 1):
             title = f'stage {stage}: {mask.shape[0]} x {mask.shape[1]}'
             show(axes, dim(image, mask, stride), mask, title, (0, width / stride, height / stride, 0))
-    figure.tight_layout(pad=0.6)
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=100)
-    plt.close(figure)
+    save_picture(figure, out)
     if Path(out).suffix == '.png':  # 256 colours: a quarter of the bytes
         with Image.open(out) as drawn:
             drawn.convert('RGB').quantize().save(out, optimize=True)

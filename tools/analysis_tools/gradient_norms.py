@@ -16,11 +16,11 @@ import torch
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import add_outputs, compact, write_outputs
 from sbp_mmdet.study.gradient_norms import DISJOINT, norms_over_training
-from sbp_mmdet.study.report import compact, norms_picture, norms_table
+from sbp_mmdet.study.report import norms_picture, norms_table
 from sbp_mmdet.study.settings import parse_setting
 from sbp_mmdet.study.subject import train_batches
 

@@ -17,13 +17,13 @@ import torch
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import add_outputs, compact, write_outputs
 from sbp_mmdet.study.gradients import HEAD_PIECES, study
 from sbp_mmdet.study.kept import check_kept
 from sbp_mmdet.study.measures import SUMS
-from sbp_mmdet.study.report import compact, study_picture, study_table
+from sbp_mmdet.study.report import study_picture, study_table
 from sbp_mmdet.study.settings import GROUPS, group, parse_setting
 from sbp_mmdet.study.subject import build_model, train_batches
 

@@ -19,12 +19,11 @@ import torch
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.benchmark import describe_machine
 from sbp_mmdet.analysis.cap import run_under_cap
-from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.planner import parse_bytes, parse_size
-from sbp_mmdet.analysis.report import format_bytes
 from sbp_mmdet.analysis.variants import applicable, load_config
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import add_outputs, format_bytes, write_outputs
 
 
 def parse_args():

@@ -11,15 +11,14 @@ import matplotlib
 import mmcv
 import numpy as np
 import torch
+from matplotlib import patheffects
+from matplotlib.patches import Patch, Rectangle
 from mmdet.apis import inference_detector, init_detector
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 from pycocotools import mask as mask_utils
 
-matplotlib.use('Agg')
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib import patheffects  # noqa: E402
-from matplotlib.patches import Patch, Rectangle  # noqa: E402
+from sbp_mmdet.reporting import panels, save_picture
 
 __all__ = ['draw_objects', 'ground_truth', 'predictions', 'show_predictions']
 
@@ -96,12 +95,12 @@ def show_predictions(config, checkpoint, out, num=6, threshold=0.5, device='cpu'
     model = init_detector(config, checkpoint, device=device)
     dataset = DATASETS.build(dict(config.val_dataloader.dataset, test_mode=True))
     names = dataset.metainfo['classes']
-    colours = plt.get_cmap('tab10' if len(names) <= 10 else 'gist_rainbow')
+    colours = matplotlib.colormaps['tab10' if len(names) <= 10 else 'gist_rainbow']
     colours = np.array([colours(i if len(names) <= 10 else i / len(names))[:3] for i in range(len(names))])
     num = min(num, len(dataset))
     columns = 2 if num > 1 else 1  # pairs side by side
     rows = -(-num // columns)
-    figure, grid = plt.subplots(rows, 2 * columns, figsize=(5 * columns, 2.6 * rows), squeeze=False)
+    figure, grid = panels(rows, 2 * columns, figsize=(5 * columns, 2.6 * rows))
     shown = set()
     indices = np.linspace(0, len(dataset) - 1, num).round().astype(int).tolist()
     for pair, index in zip(grid.reshape(-1, 2), indices, strict=False):
@@ -116,11 +115,7 @@ def show_predictions(config, checkpoint, out, num=6, threshold=0.5, device='cpu'
     for axes in grid.flat:
         axes.set_axis_off()
     handles = [Patch(color=colours[label], label=names[label]) for label in sorted(shown)[:20]]
-    figure.legend(handles=handles, loc='lower center', ncols=10, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.3 / (2.6 * rows), 1, 0.995), pad=0.5)
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
+    save_picture(figure, out, legend=handles, columns=10, dpi=150)
 
 
 def main():

@@ -20,9 +20,9 @@ from pathlib import Path
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.output import add_outputs, write_outputs
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import add_outputs, write_outputs
 from sbp_mmdet.study.gradients import backbone_with
 from sbp_mmdet.study.settings import parse_setting
 

@@ -13,7 +13,8 @@ import json
 import re
 from pathlib import Path
 
-from sbp_mmdet.analysis.report import format_bytes, markdown, steps_markdown
+from sbp_mmdet.analysis.report import markdown, steps_markdown
+from sbp_mmdet.reporting import Column, format_bytes, markdown_table
 from sbp_mmdet.study.report import norms_table, study_table
 
 BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
@@ -21,25 +22,23 @@ BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 def blocks_table(rows: list[dict]) -> str:
     """A Markdown table of a benchmark of blocks."""
-    lines = []
-    groups = itertools.groupby(rows, key=lambda row: (row['part'], row['arch'], row['stage']))
-    for i, ((part, arch, stage), group) in enumerate(groups):
-        rows = list(group)
-        timed, compared = 'total_ratio' in rows[0], 'cosine' in rows[0]
-        if i == 0:
-            more = (['time, ratio'] if timed else []) + (['cosine', 'relative error'] if compared else [])
-            lines.append('| | ' + ' | '.join(['mode', 'stored', 'ratio', 'peak', 'ratio', *more]) + ' |')
-            lines.append('|' + '---|' * (6 + len(more)))
-        label = f'ConvNeXt {arch}' + (f', {part}, stage {stage}' if stage else f', {part}')
-        for row in rows:
-            cells = [label, f'`{row["mode"]}`']
-            for key in ('saved_bytes', 'peak_bytes'):
-                cells += [format_bytes(row[key]), f'{row[key] / rows[0][key]:.3f}']
-            cells += [f'{row["total_ratio"]:.2f}'] if timed else []
-            cells += [f'{row["cosine"]:.4f}', f'{row["relative_error"]:.4f}'] if compared else []
-            lines.append('| ' + ' | '.join(cells) + ' |')
-            label = ''
-    return '\n'.join(lines)
+    records = []
+    for (part, arch, stage), group in itertools.groupby(rows, key=lambda row: (row['part'], row['arch'], row['stage'])):
+        first, *others = group
+        label = f'ConvNeXt {arch}, {part}' + (f', stage {stage}' if stage else '')
+        records += [dict(first, base=first, label=label), *(dict(row, base=first, label='') for row in others)]
+    columns = [Column('', lambda row: row['label']), Column('mode', lambda row: f'`{row["mode"]}`')]
+    for head, key in (('stored', 'saved_bytes'), ('peak', 'peak_bytes')):
+        columns += [
+            Column(head, lambda row, key=key: format_bytes(row[key])),
+            Column('ratio', lambda row, key=key: f'{row[key] / row["base"][key]:.3f}'),
+        ]
+    if 'total_ratio' in rows[0]:
+        columns.append(Column('time, ratio', lambda row: f'{row["total_ratio"]:.2f}'))
+    if 'cosine' in rows[0]:
+        names = {'cosine': 'cosine', 'relative error': 'relative_error'}
+        columns += [Column(head, lambda row, key=key: f'{row[key]:.4f}') for head, key in names.items()]
+    return markdown_table(columns, records)
 
 
 def table(results: dict) -> str:
