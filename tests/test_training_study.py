@@ -1,12 +1,13 @@
 """The study of trainings, with a training script that only writes what mmengine writes."""
 
 import json
-import runpy
 import subprocess
 import sys
 
 import pytest
 from helpers import CONFIGS, TOOLS
+
+from sbp_mmdet.study.trainings import collect
 
 TOOL = TOOLS / 'analysis_tools/training_study.py'
 CONFIG = CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
@@ -52,13 +53,12 @@ def test_settings_and_seeds(study, tmp_path):
     files = ('--json', tmp_path / 'out.json', '--plot', tmp_path / 'out.png')
     done = study(*SETTINGS, '--seeds', '1', '2', '--jobs', '2', *files)
     assert done.returncode == 0, done.stderr
-    assert 'plain            0.415  (0.410 to 0.420, 2 seeds)' in done.stdout
+    assert ['box', 'AP', 'plain', '0.415', '0.410', 'to', '0.420', '2'] in map(str.split, done.stdout.splitlines())
     written = json.loads((tmp_path / 'out.json').read_text())
     assert written['settings'] == {'plain': None, 'quarter': {'keep_ratio': 0.25}}
-    assert written['results']['quarter']['2'] == {
-        'ap': {'box AP': 0.045, 'mask AP': 0.025},
-        'loss': [[20, 5.0], [40, 4.0]],
-    }
+    one = written['results']['quarter']['2']
+    assert one['ap'] == {'box AP': 0.045, 'mask AP': 0.025}
+    assert one['loss'] == [[20, 5.0], [40, 4.0]] and one['machine']['commit'] == written['machine']['commit']
     assert (tmp_path / 'out.png').stat().st_size > 1000
 
     # A second call trains what is new, and what is not the same any more.
@@ -92,7 +92,19 @@ def test_bad_input(study, args, message):
     assert message in done.stderr
 
 
-def test_the_last_ap_counts():
-    collect = runpy.run_path(str(TOOL))['collect']
-    lines = ['{"coco/bbox_mAP": 0.1}', '{"iter": 1, "loss": 2.5}', '{"coco/bbox_mAP": 0.3}']
-    assert collect(lines) == {'ap': {'box AP': 0.3}, 'loss': [[1, 2.5]]}
+def test_what_a_log_says():
+    lines = [
+        dict(iter=1, loss=2.5, time=0.5, memory=100),
+        {'step': 1, 'coco/bbox_mAP': 0.1, 'coco/bbox_mAP_s': 0.05, 'coco/bbox_mAP_l': -1.0},
+        dict(iter=2, loss=2.0, time=0.7, memory=120),
+        dict(iter=3, loss=1.5, time=0.6, memory=120),
+        {'step': 2, 'coco/bbox_mAP': 0.3},
+    ]
+    assert collect(map(json.dumps, lines)) == {
+        'ap': {'box AP': 0.3, 'box AP small': 0.05},
+        'curve': [{'step': 1, 'box AP': 0.1, 'box AP small': 0.05}, {'step': 3, 'box AP': 0.3}],
+        'loss': [[1, 2.5], [2, 2.0], [3, 1.5]],
+        'step_s': 0.6,
+        'memory': 120,
+    }
+    assert collect([]) == dict(ap={}, curve=[], loss=[], step_s=None, memory=None)
