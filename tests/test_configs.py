@@ -84,8 +84,8 @@ def test_config_builds_and_steps(path):
 def test_config_is_a_short_child_that_imports_the_plugin(path):
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith('#')]
     quickstart = path.stem.endswith('quickstart_shapes')
-    custom = path.parent.name == 'custom_dataset'
-    assert len(lines) <= (100 if quickstart else 50 if custom else 15)
+    data = path.parent.name in ('custom_dataset', 'nuclei')
+    assert len(lines) <= (100 if quickstart else 50 if data else 15)
     config = load(path)
     assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
     assert config.model.backbone.type == 'SBPConvNeXt'
@@ -177,3 +177,13 @@ def _without_scopes(node):
     if isinstance(node, dict):
         return {key: _without_scopes(value) for key, value in node.items() if key != '_scope_'}
     return [_without_scopes(value) for value in node] if isinstance(node, (list, tuple)) else node
+
+
+def test_nuclei_lie_where_the_environment_says(monkeypatch):
+    path = CONFIGS / 'nuclei/mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
+    monkeypatch.delenv('NUCLEI', raising=False)
+    assert Config.fromfile(path).val_evaluator.ann_file == '../shared/data/nuclei/val.json'
+    monkeypatch.setenv('NUCLEI', 'my/nuclei')
+    config = Config.fromfile(path)
+    assert config.train_dataloader.dataset.data_root == 'my/nuclei/'
+    assert config.val_evaluator.ann_file == 'my/nuclei/val.json'
