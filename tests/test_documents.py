@@ -7,8 +7,10 @@ import re
 import runpy
 
 import pytest
+import torch
 from helpers import ROOT
 
+from sbp_mmdet import SBPConvNeXt
 from sbp_mmdet.settings import SBPSettings
 
 PAGES = sorted(path for pattern in ('*.md', 'docs/*.md', 'configs/*/*.md') for path in ROOT.glob(pattern))
@@ -60,9 +62,28 @@ def test_presets_in_the_readme_agree_with_the_results():
         assert shown[_name(row)] == (f'{row["saved_bytes"] / plain:.3f}', ', '.join(times))
 
 
+def test_examples_in_the_readme_run():
+    names = dict(torch=torch)
+    algorithm, config, example = re.findall(r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.S | re.M)
+    exec(algorithm, names)
+    written = names['sbp']
+    exec(config, names)
+    assert names['model']['backbone']['type'] == 'SBPConvNeXt'
+    exec(example, names)
+    mlp, tokens, places = names['mlp'], names['tokens'], names['positions'](names['mask'])
+    gradients = []
+    for out in (names['out'], written(mlp, tokens, places)):
+        assert torch.allclose(out, mlp(tokens), atol=1e-6)
+        gradients.append(torch.autograd.grad(out.square().sum(), tokens)[0])
+    exact = torch.where(names['mask'].flatten()[:, None], mlp(tokens), mlp(tokens).detach())
+    (expected,) = torch.autograd.grad(exact.square().sum(), tokens)
+    for gradient in gradients:
+        assert torch.allclose(gradient, expected, atol=1e-5)
+
+
 def test_every_key_of_sbp_cfg_has_a_row():
     lines = re.findall(r'^\| `(\w+)` \| .+? \| (.+?) \| ', (ROOT / 'docs/sbp_cfg.md').read_text(), re.M)
-    defaults = SBPSettings.parse({}, arch='tiny', depths=(3, 3, 9, 3))
+    defaults = SBPConvNeXt('tiny', sbp_cfg={}).sbp
     assert [key for key, _ in lines] == [field.name for field in dataclasses.fields(SBPSettings)]
     for key, cell in lines:
         if key not in ('keep_ratio', 'blocks'):  # these depend on the backbone

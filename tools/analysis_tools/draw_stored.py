@@ -19,7 +19,7 @@ TENSORS = {
     'branch': 1,
 }
 _KEPT = {'input': 1.0} | dict.fromkeys([*TENSORS][1:], 0.5)
-# preset: tensor -> share of its bytes that is stored. A fused block stores x-hat, the norm's output without affine part.
+# preset: tensor -> share of its bytes that is stored. For the norm, fused blocks store x-hat, without the affine part.
 STORED = {
     'none': dict.fromkeys(TENSORS, 1.0),
     'with_cp': {'input': 1.0},
@@ -68,7 +68,7 @@ def draw(path: Path) -> None:
         channels = 'C' if width == 1 else f'{width} C'
         axes.text(centre, -0.45, f'{name}\n{channels}', ha='center', va='bottom', fontsize=8)
         for row, stored in enumerate(STORED.values()):
-            axes.add_patch(Rectangle((left, row), width, height, facecolor='#f2f2f2', edgecolor='#bbbbbb', linewidth=0.6))
+            axes.add_patch(Rectangle((left, row), width, height, facecolor='#f2f2f2', edgecolor='#bbbbbb'))
             share = stored.get(name, 0.0)
             axes.add_patch(Rectangle((left, row + height * (1 - share)), width, height * share, facecolor='#1f77b4'))
         left += width + gap
