@@ -18,7 +18,8 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
     Args:
         f (Callable): Maps (N, K, ...) to (N, K, ...'), each position independently of the others.
         x (Tensor): Shape (N, L, ...).
-        positions (Positions): Kept and dropped indices into the L positions.
+        positions (Positions): Kept and dropped indices into the L positions, for all images alike, shapes (K,) and
+            (D,), or for each image, shapes (N, K) and (N, D).
 
     Returns:
         Tensor: Shape (N, L, ...').
@@ -26,10 +27,20 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
     keep, drop = positions.keep, positions.drop
     # Kept positions first: under autocast the first call fills the cache of cast weights, and a cache that was filled
     # inside no_grad would cut the weights off from their gradients.
-    kept = f(x.index_select(1, keep))
+    kept = f(_select(x, keep))
     with torch.no_grad():
-        dropped = f(x.index_select(1, drop))
         outputs = kept.new_empty(x.shape[:2] + kept.shape[2:])
-        outputs.index_copy_(1, drop, dropped)
-    outputs[:, keep] = kept
+        outputs[_places(drop)] = f(_select(x, drop))
+    outputs[_places(keep)] = kept
     return outputs
+
+
+def _select(x, index):
+    if index.dim() == 1:
+        return x.index_select(1, index)
+    return torch.stack([image.index_select(0, own) for image, own in zip(x, index, strict=True)])
+
+
+def _places(index):
+    images = slice(None) if index.dim() == 1 else torch.arange(len(index), device=index.device)[:, None]
+    return images, index

@@ -1,7 +1,5 @@
 """Arguments of the fused operations, the same operations by the definition of SBP, and by Algorithm 1."""
 
-from unittest import mock
-
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
@@ -10,7 +8,6 @@ from oracles import where_sbp
 from sbp_mmdet import ops, sbp
 from sbp_mmdet.analysis import saved_bytes
 from sbp_mmdet.masks import positions
-from sbp_mmdet.ops import mlp
 from sbp_mmdet.ops.storage import store
 
 MLP = ('x', 'shortcut', 'norm_weight', 'norm_bias', 'weight1', 'bias1', 'weight2', 'bias2', 'gamma')
@@ -26,13 +23,13 @@ def mlp_inputs(seed=0, n=2, c=8, d=20, height=5, width=6, *, affine=True, gamma=
     def normal(*shape, mean=0.0, std=1.0):
         return (mean + std * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
-    source = ops.Conv(
+    conv = ops.Conv(
         store(normal(n, c, height, width, std=2.0), 'native', (2, 3)),
         *(normal(c, 1, 7, 7, std=1 / 7), normal(c)),
-        ((1, 1), (3, 3), (1, 1), c, dtype),
+        ops.ConvSettings((1, 1), (3, 3), (1, 1), c, dtype),
     )
     tensors = dict(
-        x=source.run(),
+        x=conv.run(),
         shortcut=normal(n, c, height, width),
         norm_weight=normal(c, mean=1.0, std=0.3) if affine else None,
         norm_bias=normal(c, std=0.3) if affine else None,
@@ -42,17 +39,17 @@ def mlp_inputs(seed=0, n=2, c=8, d=20, height=5, width=6, *, affine=True, gamma=
         bias2=normal(c, std=0.1),
         gamma=None if gamma is None else normal(c, mean=gamma, std=0.3 * gamma),
     )
-    return tensors, source
+    return tensors, conv
 
 
-def plain_mlp(x, shortcut, norm_weight, norm_bias, w1, b1, w2, b2, gamma, *, mask, scale=None, approximate='none'):
+def plain_mlp(x, shortcut, norm_weight, norm_bias, w1, b1, w2, b2, gamma, *, mask, factor=None, approximate='none'):
     """The definition; under autocast with the norm in fp32, as CUDA has it."""
 
     def branch(x):
         x = plain_norm(x.permute(0, 2, 3, 1), norm_weight, norm_bias)
         x = F.linear(F.gelu(F.linear(x, w1, b1), approximate=approximate), w2, b2)
         x = x if gamma is None else x * gamma
-        x = x if scale is None else x * scale[:, None, None, None]
+        x = x if factor is None else x * factor[:, None, None, None]
         return x.permute(0, 3, 1, 2)
 
     return shortcut + where_sbp(branch, x, mask)
@@ -63,14 +60,14 @@ def plain_norm(x, weight, bias):
         return F.layer_norm(x if x.dtype == torch.float64 else x.float(), x.shape[-1:], weight, bias, 1e-6)
 
 
-def algorithm1_mlp(x, shortcut, norm_weight, norm_bias, w1, b1, w2, b2, gamma, *, keep, scale, approximate):
+def algorithm1_mlp(x, shortcut, norm_weight, norm_bias, w1, b1, w2, b2, gamma, *, keep, factor, approximate):
     def f(x):
         x = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, 1e-6)
         x = F.linear(F.gelu(F.linear(x, w1, b1), approximate=approximate), w2, b2)
         return x if gamma is None else x * gamma
 
     branch = sbp(f, x.flatten(2).transpose(1, 2), keep).transpose(1, 2).view(shortcut.shape)
-    return shortcut + (branch if scale is None else branch * scale[:, None, None, None])
+    return shortcut + (branch if factor is None else branch * factor[:, None, None, None])
 
 
 def downsample_inputs(seed=0, n=2, c=6, c_out=9, height=8, width=6, *, affine=True, dtype=torch.float64):
@@ -110,14 +107,23 @@ def plain(f, **options):
     return lambda **tensors: f(*tensors.values(), **options)
 
 
-def fused_mlp(keep, recompute, source=None, **options):
-    """channel_mlp as a function of named tensors; recompute 'source' runs the convolution again, too."""
-    options |= dict(keep=keep, recompute=bool(recompute), source=source if recompute == 'source' else None)
-    return lambda **tensors: ops.channel_mlp(**tensors, **options)
+def fused_mlp(positions, recompute, conv=None, *, factor=None, **settings):
+    """channel_mlp as a function of named tensors; recompute 'conv' runs the convolution again, too."""
+    settings = ops.MLPSettings(recompute=bool(recompute), **settings)
+    given = dict(factor=factor, positions=positions, conv=conv if recompute == 'conv' else None)
+    return lambda **tensors: ops.channel_mlp(settings, ops.MLPTensors(**tensors, **given))
 
 
-def fused_norm(source=None):
-    return lambda x, norm_weight, norm_bias: ops.layer_norm(x, norm_weight, norm_bias, eps=1e-6, source=source)
+def fused_norm(conv=None, **settings):
+    """layer_norm as a function of named tensors."""
+    settings = ops.NormSettings(**settings)
+    return lambda x, norm_weight, norm_bias: ops.layer_norm(settings, ops.NormTensors(x, norm_weight, norm_bias, conv))
+
+
+def fused_downsample(positions=None, **settings):
+    """downsample as a function of named tensors."""
+    settings = ops.DownsampleSettings(**settings)
+    return lambda **tensors: ops.downsample(settings, ops.DownsampleTensors(**tensors, positions=positions))
 
 
 def autocast(f, dtype):
@@ -150,7 +156,3 @@ def keep_mask(kind, height, width, seed=0):
 
 def keep_of(kind, mask):
     return None if kind is None else positions(mask)
-
-
-def small_chunks(size):
-    return mock.patch.dict(mlp._CHUNK, cpu=size)

@@ -32,7 +32,7 @@ def test_fp16_keeps_the_range_of_the_plain_block(gradient, gamma):
         return x + ((nn.functional.gelu(rows @ w1.t() + b1) @ w2.t() + b2) * gamma).permute(0, 3, 1, 2)
 
     def ours(x, *leaves):
-        return ops.channel_mlp(x.half(), x, None, None, *leaves)
+        return ops.channel_mlp(ops.MLPSettings(), ops.MLPTensors(x.half(), x, None, None, *leaves))
 
     truth = gradients(torch.float64, plain)
     for actual, expected in zip(gradients(torch.float32, ours)[2:], truth[2:], strict=True):
@@ -57,7 +57,7 @@ def test_stochastic_depth_draws_what_the_plain_block_draws(gamma):
     seen = []
     run = ops.channel_mlp
     try:
-        ops.channel_mlp = lambda *args, scale, **kwargs: seen.append(scale) or run(*args, scale=scale, **kwargs)
+        ops.channel_mlp = lambda settings, tensors: seen.append(tensors.factor) or run(settings, tensors)
         with torch.autocast('cpu', dtype=torch.bfloat16):
             block(x)
     finally:

@@ -1,5 +1,7 @@
 """The fused operations against the definition of SBP in plain autograd, and against Algorithm 1."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import FP16
@@ -12,6 +14,7 @@ from ops_cases import (
     cast,
     differentiate,
     downsample_inputs,
+    fused_downsample,
     fused_mlp,
     fused_norm,
     half,
@@ -22,11 +25,9 @@ from ops_cases import (
     plain_downsample,
     plain_mlp,
     plain_norm2d,
-    small_chunks,
 )
 from oracles import assert_near, relative_error
 
-from sbp_mmdet import ops
 from sbp_mmdet.analysis import saved_bytes
 from sbp_mmdet.masks import positions
 from sbp_mmdet.ops.storage import store
@@ -43,21 +44,21 @@ DTYPES = st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)])
     affine=st.booleans(),
     gamma=st.sampled_from([1.0, None]),
     scaled=st.booleans(),
-    recompute=st.sampled_from([False, True, 'source']),
+    recompute=st.sampled_from([False, True, 'conv']),
     chunk=st.sampled_from([1, 40, 2**20]),
 )
 @example(0, (1, 4, 8, 3, 5), None, (torch.float64, 1e-10), 'none', True, 1.0, True, False, 40)  # rows that are a view
 @settings(max_examples=100)
 def test_mlp(seed, shape, kind, dtype, approximate, affine, gamma, scaled, recompute, chunk):
     dtype, tolerance = dtype
-    tensors, source = mlp_inputs(seed, *shape, affine=affine, gamma=gamma, dtype=dtype)
+    tensors, conv = mlp_inputs(seed, *shape, affine=affine, gamma=gamma, dtype=dtype)
     mask = keep_mask(kind, *shape[-2:], seed)
-    scale = torch.tensor([1.25, 0.0, 2.0], dtype=dtype)[: shape[0]] if scaled else None
-    options = dict(scale=scale, approximate=approximate)
-    with small_chunks(chunk):
-        actual = differentiate(fused_mlp(keep_of(kind, mask), recompute, source, **options), tensors)
+    factor = torch.tensor([1.25, 0.0, 2.0], dtype=dtype)[: shape[0]] if scaled else None
+    options = dict(factor=factor, approximate=approximate)
+    f = fused_mlp(keep_of(kind, mask), recompute, conv, chunk=chunk, **options)
+    actual = differentiate(f, tensors)
     assert actual['out'].dtype == dtype
-    truth = dict(mask=mask, approximate=approximate, scale=None if scale is None else scale.double())
+    truth = dict(mask=mask, approximate=approximate, factor=None if factor is None else factor.double())
     assert_near(actual, differentiate(plain(plain_mlp, **truth), cast(tensors, torch.float64)), tolerance)
     algorithm1 = plain(algorithm1_mlp, keep=positions(mask), **options)
     assert_near(actual, differentiate(algorithm1, tensors), tolerance)
@@ -74,7 +75,7 @@ def test_downsample(seed, shape, kind, dtype, affine):
     dtype, tolerance = dtype
     tensors = downsample_inputs(seed, *shape, affine=affine, dtype=dtype)
     mask = keep_mask(kind, shape[-2] // 2, shape[-1] // 2, seed)
-    actual = differentiate(lambda **t: ops.downsample(**t, keep=keep_of(kind, mask)), tensors)
+    actual = differentiate(fused_downsample(keep_of(kind, mask)), tensors)
     assert actual['out'].dtype == dtype
     truth = differentiate(plain(plain_downsample, mask=mask), cast(tensors, torch.float64))
     assert_near(actual, truth, tolerance)
@@ -84,9 +85,9 @@ def test_downsample(seed, shape, kind, dtype, affine):
 @pytest.mark.parametrize('affine', [True, False])
 @pytest.mark.parametrize('recompute', [True, False])
 def test_layer_norm(dtype, affine, recompute):
-    tensors, source = mlp_inputs(c=8, affine=affine, dtype=dtype)
+    tensors, conv = mlp_inputs(c=8, affine=affine, dtype=dtype)
     tensors = {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')}
-    actual = differentiate(fused_norm(source if recompute else None), tensors)
+    actual = differentiate(fused_norm(conv if recompute else None), tensors)
     truth = differentiate(plain(plain_norm2d), cast(tensors, torch.float64))
     assert_near(actual, truth, 1e-10 if dtype == torch.float64 else 1e-5)
 
@@ -97,10 +98,10 @@ def test_mlp_gradcheck(kind, recompute):
     """Numerical derivatives of the kept outputs: those of SBP are exact."""
     tensors, _ = mlp_inputs(n=2, c=4, d=5, height=2, width=3)
     keep = keep_of(kind, keep_mask(kind, 2, 3, seed=1))
-    scale = torch.tensor([1.5, 0.5], dtype=torch.float64)
+    f = fused_mlp(keep, recompute, factor=torch.tensor([1.5, 0.5], dtype=torch.float64))
 
     def kept(*args):
-        out = ops.channel_mlp(*args, keep=keep, recompute=recompute, scale=scale).flatten(2)
+        out = f(**dict(zip(tensors, args, strict=True))).flatten(2)
         return out if keep is None else out.index_select(2, keep.keep)
 
     args = [t.requires_grad_() for t in tensors.values()]
@@ -113,7 +114,7 @@ def test_downsample_gradcheck(kind):
     keep = keep_of(kind, keep_mask(kind, 2, 2, seed=1))
 
     def kept(*args):
-        out = ops.downsample(*args, keep=keep).flatten(2)
+        out = fused_downsample(keep)(**dict(zip(tensors, args, strict=True))).flatten(2)
         return out if keep is None else out.index_select(2, keep.keep)
 
     assert torch.autograd.gradcheck(kept, [t.requires_grad_() for t in tensors.values()])
@@ -140,18 +141,18 @@ class Errors:
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 @pytest.mark.parametrize('gamma', [1.0, 1e-6, None])
-@pytest.mark.parametrize('recompute', [False, True, 'source'])
+@pytest.mark.parametrize('recompute', [False, True, 'conv'])
 def test_mlp_in_half_precision(dtype, gamma, recompute):
     errors = Errors()
     for seed in range(12):
-        tensors, source = mlp_inputs(seed, 2, 32, 128, 12, 12, gamma=gamma, dtype=torch.float32)
-        source = source._replace(
-            input=store(source.input.load(dtype), 'native', ()), options=(*source.options[:4], dtype)
+        tensors, conv = mlp_inputs(seed, 2, 32, 128, 12, 12, gamma=gamma, dtype=torch.float32)
+        conv = conv._replace(
+            input=store(conv.input.load(dtype), 'native', ()), settings=dataclasses.replace(conv.settings, dtype=dtype)
         )
-        tensors['x'] = source.run().float()
+        tensors['x'] = conv.run().float()
         mask = keep_mask('half', 12, 12, seed)
         oracle = plain(plain_mlp, mask=mask)
-        actual = differentiate(half(fused_mlp(positions(mask), recompute, source), dtype), tensors)
+        actual = differentiate(half(fused_mlp(positions(mask), recompute, conv), dtype), tensors)
         truth = differentiate(oracle, cast(tensors, torch.float64))
         expected = differentiate(half(oracle, dtype), tensors)
         assert actual['out'].dtype == expected['out'].dtype
@@ -169,7 +170,7 @@ def test_downsample_in_half_precision(dtype):
         tensors = downsample_inputs(seed, 2, 32, 64, 16, 16, dtype=torch.float32)
         oracle = plain(plain_downsample, mask=keep_mask('half', 8, 8, seed))
         keep = positions(keep_mask('half', 8, 8, seed))
-        actual = differentiate(autocast(lambda **t: ops.downsample(**t, keep=keep), dtype), tensors)  # noqa: B023
+        actual = differentiate(autocast(fused_downsample(keep), dtype), tensors)
         truth = differentiate(oracle, cast(tensors, torch.float64))
         errors.add(actual, differentiate(autocast(oracle, dtype), tensors), truth)
     errors.assert_fused_as_good()
@@ -207,7 +208,7 @@ def test_channels_last(kind):
     keep = keep_of(kind, keep_mask(kind, 4, 3))
     for f, tensors in (
         (fused_mlp(keep, False), mlp_inputs(height=4, width=3)[0]),
-        (lambda **t: ops.downsample(**t, keep=keep), downsample_inputs(height=8, width=6)),
+        (fused_downsample(keep), downsample_inputs(height=8, width=6)),
         (fused_norm(), {n: t for n, t in mlp_inputs()[0].items() if n in ('x', 'norm_weight', 'norm_bias')}),
     ):
         expected = differentiate(f, tensors)
@@ -222,8 +223,8 @@ def test_any_layout_of_the_incoming_gradient(kind):
     """Expanded, as sum() sends it, and strided."""
     keep = keep_of(kind, keep_mask(kind, 4, 3))
     for f, tensors in (
-        (fused_mlp(keep, False, scale=torch.ones(1, dtype=torch.float64)), mlp_inputs(n=1, height=4, width=3)[0]),
-        (lambda **t: ops.downsample(**t, keep=keep), downsample_inputs(n=1, height=8, width=6)),
+        (fused_mlp(keep, False, factor=torch.ones(1, dtype=torch.float64)), mlp_inputs(n=1, height=4, width=3)[0]),
+        (fused_downsample(keep), downsample_inputs(n=1, height=8, width=6)),
     ):
         leaves = [t.requires_grad_() for t in tensors.values()]
         for layout in (lambda g: g[:1, :1, :1, :1].expand(g.shape), lambda g: g.transpose(2, 3).contiguous().mT):
@@ -237,7 +238,7 @@ def test_any_layout_of_the_incoming_gradient(kind):
 def test_double_backward_is_refused():
     for f, tensors in (
         (fused_mlp(None, False), mlp_inputs()[0]),
-        (ops.downsample, downsample_inputs()),
+        (fused_downsample(), downsample_inputs()),
     ):
         leaves = {name: t.requires_grad_() for name, t in tensors.items()}
         (grad,) = torch.autograd.grad(f(**leaves).square().sum(), leaves['x'], create_graph=True)

@@ -12,14 +12,15 @@ from ops_cases import (
     cast,
     differentiate,
     downsample_inputs,
+    fused_downsample,
     fused_mlp,
+    fused_norm,
     half,
     keep_mask,
     mlp_inputs,
     plain,
     plain_downsample,
     plain_mlp,
-    small_chunks,
     stored,
 )
 from oracles import assert_near, gradients, image, relative_error, small_backbone
@@ -89,13 +90,13 @@ def grads_of_folded(products, leaves):
     return dict(zip(asked, found, strict=True))
 
 
-def oracle_mlp(tensors, keep, storage='native', scale=None, approximate='none', x=None):
+def oracle_mlp(tensors, keep, storage='native', factor=None, approximate='none', x=None):
     """By the definition, in double precision. ``x``: what the backward pass computes x-hat from, if that is not x."""
     t = {n: v if v is None else v.detach().double().requires_grad_() for n, v in tensors.items()}
-    out = plain_mlp(*t.values(), mask=torch.tensor(True), scale=scale, approximate=approximate).detach()
+    out = plain_mlp(*t.values(), mask=torch.tensor(True), factor=factor, approximate=approximate).detach()
     g = torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape)
     rows = g.flatten(2).mT  # (N, L, C)
-    rows = rows if scale is None else rows * scale[:, None, None].double()
+    rows = rows if factor is None else rows * factor[:, None, None].double()
     _, weight = lenders(keep)
     xhat, rstd = borrowed((t['x'] if x is None else x.double()).flatten(2).mT, keep, storage)
     w1, b1 = folded(t['weight1'], t['bias1'], t['norm_weight'], t['norm_bias'])
@@ -128,7 +129,7 @@ def oracle_mlp(tensors, keep, storage='native', scale=None, approximate='none', 
     affine=st.booleans(),
     gamma=st.sampled_from([1.0, None]),
     scaled=st.booleans(),
-    recompute=st.sampled_from([False, True, 'source']),
+    recompute=st.sampled_from([False, True, 'conv']),
     chunk=st.sampled_from([1, 40, 2**20]),
 )
 @settings(max_examples=100)
@@ -137,13 +138,13 @@ def test_mlp_with_neighbours(seed, shape, kind, storage, dtype, approximate, aff
     if storage == 'int8':
         # A rounding difference in x-hat may turn into a whole step of int8; and a stored hidden layer is exact.
         dtype, tolerance, recompute = torch.float64, 1e-10, recompute or True
-    tensors, source = mlp_inputs(seed, *shape, affine=affine, gamma=gamma, dtype=dtype)
+    tensors, conv = mlp_inputs(seed, *shape, affine=affine, gamma=gamma, dtype=dtype)
     keep = draw(kind, *shape[-2:], seed)
-    scale = torch.tensor([1.25, 0.0, 2.0], dtype=dtype)[: shape[0]] if scaled else None
-    options = dict(scale=scale, approximate=approximate)
-    with small_chunks(chunk):
-        actual = differentiate(fused_mlp(keep, recompute, source, storage=storage, **options), tensors)
-    if recompute == 'source':
+    factor = torch.tensor([1.25, 0.0, 2.0], dtype=dtype)[: shape[0]] if scaled else None
+    options = dict(factor=factor, approximate=approximate)
+    f = fused_mlp(keep, recompute, conv, storage=storage, chunk=chunk, **options)
+    actual = differentiate(f, tensors)
+    if recompute == 'conv':
         storage = 'native'  # x-hat is not stored
     assert_near(actual, oracle_mlp(tensors, keep, storage, **options), tolerance)
 
@@ -159,7 +160,7 @@ def test_downsample_with_neighbours(seed, shape, kind, storage, affine):
     tensors = downsample_inputs(seed, *shape, affine=affine)
     n, c, height, width = tensors['x'].shape
     keep = draw(kind, height // 2, width // 2, seed)
-    actual = differentiate(lambda **t: ops.downsample(**t, keep=keep, storage=storage), tensors)
+    actual = differentiate(fused_downsample(keep, storage=storage), tensors)
 
     t = {n: v if v is None else v.detach().requires_grad_() for n, v in tensors.items()}
     out = plain_downsample(*t.values(), mask=torch.tensor(True))
@@ -207,7 +208,7 @@ def test_convolution_of_a_rounded_input():
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(6, 6, 7, padding=3, groups=6).double()
     x = torch.randn(2, 6, 9, 8, dtype=torch.float64, requires_grad=True)
-    out, source = ops.convolve(conv, x, 'int8')
+    out, again = ops.convolve(conv, x, 'int8')
     grad = torch.randn_like(out)
     leaves = [x, conv.weight, conv.bias]
     actual = torch.autograd.grad(out, leaves, grad)
@@ -218,7 +219,7 @@ def test_convolution_of_a_rounded_input():
     assert relative_error(actual[1], from_rounded) < 1e-12
     assert relative_error(actual[1], exact[1]) > 1e-5
     assert relative_error(actual[2], exact[2]) < 1e-12
-    assert relative_error(source.run(), conv(rounded(x, (2, 3)))) < 1e-12
+    assert relative_error(again.run(), conv(rounded(x, (2, 3)))) < 1e-12
 
 
 def test_convolution_under_autocast():
@@ -241,7 +242,7 @@ def test_convolution_under_autocast():
 def test_norm_of_a_rounded_input(dtype):
     tensors, _ = mlp_inputs(n=2, c=8, height=9, width=7, dtype=torch.float32 if dtype else torch.float64)
     tensors = {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')}
-    f = lambda x, norm_weight, norm_bias: ops.layer_norm(x, norm_weight, norm_bias, storage='int8')  # noqa: E731
+    f = fused_norm(storage='int8')
     actual = differentiate(autocast(f, dtype) if dtype else f, tensors)
 
     t = cast(tensors, torch.float64)
@@ -341,9 +342,8 @@ def test_dropped_rows_count_in_a_chunk(ratio):
     tensors, _ = mlp_inputs(n=1, c=8, d=64, height=32, width=32, dtype=torch.float32)
     keep = positions(sample_mask(32, 32, ratio, 'random', torch.Generator().manual_seed(0)), nearest=True)
     chunk = 32 * 64
-    with small_chunks(chunk):
-        out = fused_mlp(keep, True)(**{name: t.requires_grad_() for name, t in tensors.items()})
-        peak = peak_bytes(lambda: out.sum().backward())
+    out = fused_mlp(keep, True, chunk=chunk)(**{name: t.requires_grad_() for name, t in tensors.items()})
+    peak = peak_bytes(lambda: out.sum().backward())
     # Maps and weight gradients of this size, and a few chunks; twice a chunk for rows that come unevenly.
     maps = 8 * out.numel() * 4 + 6 * 64 * 8 * 4
     assert peak < maps + 2 * 5 * chunk * 4

@@ -12,6 +12,7 @@ from ops_cases import (
     autocast,
     differentiate,
     downsample_inputs,
+    fused_downsample,
     fused_mlp,
     fused_norm,
     half,
@@ -22,7 +23,6 @@ from ops_cases import (
 )
 from oracles import assert_near
 
-from sbp_mmdet import ops
 from sbp_mmdet.masks import positions
 
 
@@ -42,10 +42,7 @@ def test_frozen_mlp_parameters(trainable, kind, recompute):
 def test_frozen_downsample_parameters(trainable, kind):
     tensors = downsample_inputs()
     keep = keep_of(kind, keep_mask(kind, 4, 3))
-
-    def f(**tensors):
-        return ops.downsample(**tensors, keep=keep)
-
+    f = fused_downsample(keep)
     everything = differentiate(f, tensors)
     actual = differentiate(f, tensors, trainable)
     assert_near(actual, {n: g if n in trainable or n == 'out' else None for n, g in everything.items()}, 1e-13)
@@ -61,7 +58,7 @@ def test_frozen_inputs_store_no_xhat(recompute):
     used = stored(fused_mlp(keep, recompute), tensors, ['weight2', 'bias2', 'gamma'])
     assert used <= rows * (8 if recompute else 20) * 8 + rows * 8 + keep.keep.nbytes
     tensors = downsample_inputs(n=2, c=6, height=10, width=12)
-    used = stored(lambda **t: ops.downsample(**t, keep=keep), tensors, ['norm_bias', 'bias'])
+    used = stored(fused_downsample(keep), tensors, ['norm_bias', 'bias'])
     assert used <= rows * 4 * 8 + keep.keep.nbytes
 
 
@@ -85,27 +82,24 @@ def test_downsample_stores(kept, dtype):
     tensors = downsample_inputs(n=2, c=6, height=8, width=6, dtype=torch.promote_types(dtype, torch.float32))
     keep = positions(torch.arange(12).view(4, 3) < kept)
     deviation = 8 if dtype == torch.float64 else 4
-
-    def f(**tensors):
-        with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return ops.downsample(**tensors, keep=keep)
-
+    f = fused_downsample(keep)
+    f = f if dtype.itemsize > 2 else autocast(f, dtype)
     assert stored(f, tensors) == 2 * kept * 4 * (6 * dtype.itemsize + deviation) + keep.keep.nbytes
 
 
 def test_layer_norm_stores():
-    """Under autocast x-hat in reduced precision; where its source is stored anyway, nothing."""
-    tensors, source = mlp_inputs(dtype=torch.float32)
+    """Under autocast x-hat in reduced precision; where the convolution before it is stored anyway, nothing."""
+    tensors, conv = mlp_inputs(dtype=torch.float32)
     tensors = {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')}
     n, c, height, width = tensors['x'].shape
     assert stored(autocast(fused_norm(), torch.bfloat16), tensors) == n * height * width * (2 * c + 4)
-    assert stored(fused_norm(source), tensors, extra=[t for t in source.tensors if t is not None]) == 0
+    assert stored(fused_norm(conv), tensors, extra=[conv.input.values, conv.weight, conv.bias]) == 0
 
 
-def test_mlp_with_source_stores_indices_only():
-    tensors, source = mlp_inputs()
+def test_mlp_with_conv_stores_indices_only():
+    tensors, conv = mlp_inputs()
     keep = positions(keep_mask('half', 5, 6))
     assert (
-        stored(fused_mlp(keep, 'source', source), tensors, extra=[t for t in source.tensors if t is not None])
+        stored(fused_mlp(keep, 'conv', conv), tensors, extra=[conv.input.values, conv.weight, conv.bias])
         == keep.keep.nbytes
     )

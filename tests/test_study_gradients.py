@@ -1,6 +1,7 @@
 """The study of gradients, against numbers worked out by hand and SBP by its definition in plain torch."""
 
 import copy
+import types
 
 import numpy as np
 import pytest
@@ -340,10 +341,11 @@ def test_disjoint_pointwise_layers():
     out = x + where_sbp(second, where_sbp(first, tokens, masked(lower)), masked(upper)).permute(0, 3, 1, 2)
     parameters = list(block.parameters())
     expected = torch.autograd.grad((out * weight).sum(), parameters)
-    actual_out = gradient_norms._split_forward(block, None, x, keep, False)
+    gradient_norms.disjoint_pointwise(types.SimpleNamespace(stages=[[block]]))
+    actual_out = block(x, keep)
     torch.testing.assert_close(actual_out[..., 1:, :], out[..., 1:, :])
-    block.drop_path = DropPath(0.75)  # of images that were drawn before
-    scaled = gradient_norms._split_forward(block, None, x, keep, True)
+    block.drop_path = DropPath(0.75)
+    scaled = block(x, keep, torch.tensor([True, True]))  # images that were drawn before
     torch.testing.assert_close(scaled - x, 4 * (actual_out - x))
     actual = torch.autograd.grad((actual_out * weight).sum(), parameters)
     for a, e in zip(actual, expected, strict=True):

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.utils.checkpoint as cp
 from torch import Tensor, nn
 
 from sbp_mmdet.models.convnext import SBPConvNeXt
+from sbp_mmdet.ops import autocast_dtype
 
 from .cuda_rules import autocast
 from .memory import peak_bytes, saved_bytes
@@ -64,13 +66,17 @@ def build_case(
     if part == 'backbone':
         return model, model
     block = model.stages[stage][0]
-    if part == 'mlp':
-        block.depthwise_conv = nn.Identity()
-        block._convolve = lambda x: (x, None)
     stride = model.min_size // 2 ** (model.num_stages - 1 - stage)
     image = torch.empty(1, device=device).expand(1, 1, shape[2] * stride, shape[3] * stride)
     keep = model.draw(image).positions.get((stage, 0))
-    return block, lambda x: block(x, keep)
+    if part == 'block':
+        return block, lambda x: block(x, keep)
+
+    def mlp(x):
+        return block.mlp(x.to(autocast_dtype(x) or x.dtype), x, keep)
+
+    del block.depthwise_conv
+    return block, lambda x: cp.checkpoint(mlp, x, use_reentrant=False) if block.with_cp else mlp(x)
 
 
 def measure(

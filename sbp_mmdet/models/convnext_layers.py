@@ -16,7 +16,6 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .. import ops
-from ..functional import sbp
 from ..masks import Positions
 from ..ops.images import on_images
 
@@ -43,22 +42,18 @@ class LayerNorm2d(nn.LayerNorm):
         storage: str = 'native',
     ):
         super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine)
-        self.fused = fused
-        self.storage = storage
+        self.plain = ops.NormSettings(eps, implementation='reference')
+        self.settings = ops.NormSettings(eps, storage) if fused else self.plain
 
-    def forward(self, x: Tensor, source: ops.Conv | None = None) -> Tensor:
+    def forward(self, x: Tensor, conv: ops.Conv | None = None) -> Tensor:
         """Normalises (N, C, H, W) over C.
 
         Args:
             x (Tensor): Shape (N, C, H, W).
-            source (Conv | None): The convolution that made ``x``, to run it again in the backward pass instead of
-                storing what it made. Default: None.
+            conv (Conv | None): The convolution that made ``x``, for the fused norm to run it again in the backward pass
+                instead of storing what it made. Default: None.
         """
-        if _trains(self):
-            options = dict(eps=self.eps, source=source, storage=self.storage)
-            return ops.layer_norm(x, self.weight, self.bias, **options)
-        out = self.tokens(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return out.contiguous(memory_format=ops.memory_format(x))
+        return ops.layer_norm(_settings(self), ops.NormTensors(x, self.weight, self.bias, conv))
 
     def tokens(self, x: Tensor) -> Tensor:
         """Normalises (..., C) over C."""
@@ -96,14 +91,12 @@ class Stem(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (N, C', H, W) to (N, C, H // patch_size, W // patch_size)."""
         conv, norm = self
-        if not _trains(norm):
-            return super().forward(x)
-        out, source = ops.convolve(conv, x.to(ops.autocast_dtype(x) or x.dtype))
-        return norm(out, source if self.recompute else None)
+        out, again = ops.convolve(conv, x.to(ops.autocast_dtype(x) or x.dtype))
+        return norm(out, again if self.recompute else None)
 
 
 class GRN(nn.Module):
-    """Global response normalisation of ConvNeXt V2 on (N, H, W, C).
+    """Global response normalisation of ConvNeXt V2 on (N, L, C) or (N, H, W, C).
 
     Args:
         num_channels (int): C.
@@ -118,7 +111,7 @@ class GRN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scales each channel by its norm over all positions, relative to the other channels."""
-        response = x.norm(p=2, dim=(1, 2), keepdim=True)
+        response = x.norm(p=2, dim=tuple(range(1, x.dim() - 1)), keepdim=True)
         response = response / (response.mean(dim=-1, keepdim=True) + self.eps)
         return x + self.gamma * (x * response) + self.beta
 
@@ -168,97 +161,101 @@ class ConvNeXtBlock(BaseModule):
         self.gamma = nn.Parameter(torch.full((channels,), layer_scale_init_value)) if layer_scale_init_value else None
         self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
         self.with_cp = with_cp
-        self.fused = fused
         self.recompute = recompute
-        self.storage = storage
+        self.plain = ops.MLPSettings(self.norm.eps, implementation='reference', activation=self.activate)
+        self.settings = self.plain
         if fused and not isinstance(self.act, nn.GELU):
             raise ValueError(
                 f"act_cfg={act_cfg!r}: implementation='fused' knows the derivative of GELU only; "
                 "use type='GELU' or sbp_cfg=dict(implementation='reference')"
             )
+        if fused:
+            self.settings = ops.MLPSettings(self.norm.eps, self.act.approximate, bool(recompute), storage)
 
     @property
     def drop_path_rate(self) -> float:
         """Stochastic depth rate, 0 outside of training."""
         return self.drop_path.drop_prob if self.training and isinstance(self.drop_path, DropPath) else 0.0
 
-    def forward(self, x: Tensor, keep: Positions | None = None, images: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions | None = None, images: Tensor | None = None) -> Tensor:
         """Runs the block on (N, C, H, W).
 
         Args:
             x (Tensor): Shape (N, C, H, W).
-            keep (Positions | None): Positions whose channel MLP sends gradients; None: all. The positions are an
-                argument and not drawn in here because checkpointing runs the block twice. Default: None.
+            positions (Positions | None): Positions whose channel MLP sends gradients; None: all. They are an argument
+                and not drawn in here because checkpointing runs the block twice. Default: None.
             images (Tensor | None): bool, shape (N,), on the CPU: images that stochastic depth leaves the block to; the
                 others are not computed. None: the block draws them, computes all and multiplies. Default: None.
         """
         if images is None:
-            return self._checkpointed(x, keep, False)
-        return on_images(lambda x: self._checkpointed(x, keep, True), x, images, self.parameters())
+            return self._checkpointed(x, positions, False)
+        return on_images(lambda x: self._checkpointed(x, positions, True), x, images, self.parameters())
 
-    def _checkpointed(self, x, keep, left_out):
+    def _checkpointed(self, x, positions, left_out):
         if self.with_cp and x.requires_grad:
-            return cp.checkpoint(self._forward, x, keep, left_out, use_reentrant=False)
-        return self._forward(x, keep, left_out)
+            return cp.checkpoint(self._forward, x, positions, left_out, use_reentrant=False)
+        return self._forward(x, positions, left_out)
 
-    def _forward(self, x, keep, left_out):
-        if _trains(self):
-            return self._fused(x, keep, left_out)
-        tokens = self.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
-        if keep is None:
-            tokens = self._mlp(tokens)
-        else:
-            tokens = sbp(self._mlp, tokens.flatten(1, 2), keep).view(tokens.shape)
-        return x + self.stochastic_depth(tokens.permute(0, 3, 1, 2), left_out)
-
-    def stochastic_depth(self, branch: Tensor, left_out: bool) -> Tensor:
-        """What is added to the shortcut, (N, C, H, W): dropped images at zero, or ``left_out`` before."""
-        return branch / (1 - self.drop_path_rate) if left_out else self.drop_path(branch)
-
-    def _mlp(self, x):
-        x = self.norm.tokens(x)
-        x = self.act(F.linear(x, self.pointwise_conv1.weight.flatten(1), self.pointwise_conv1.bias))
-        if self.grn is not None:
-            x = self.grn(x)
-        x = F.linear(x, self.pointwise_conv2.weight.flatten(1), self.pointwise_conv2.bias)
-        return x if self.gamma is None else x * self.gamma
-
-    def _fused(self, x, keep, left_out):
-        scale = None
-        if left_out:
-            scale = x.new_full((len(x),), 1 / (1 - self.drop_path_rate), dtype=ops.accumulator(x))
-        elif isinstance(self.drop_path, DropPath):
-            # The random numbers that drop_path draws for the plain branch, in its precision; the factor that follows
-            # from them is not rounded.
-            dtype = ops.autocast_dtype(x) or x.dtype
-            if self.gamma is not None:
-                dtype = torch.promote_types(dtype, self.gamma.dtype)
-            kept = self.drop_path(x.new_ones(len(x), 1, 1, 1, dtype=dtype)).flatten() != 0
-            scale = kept.to(ops.accumulator(x)) / (1 - self.drop_path.drop_prob)
+    def _forward(self, x, positions, left_out):
+        factor = self.stochastic_depth(x, left_out)
         # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
         x_cast = x.to(ops.autocast_dtype(x) or x.dtype)
-        inner, source = self._convolve(x_cast)
-        return ops.channel_mlp(
-            inner,
-            x,
-            self.norm.weight,
-            self.norm.bias,
-            self.pointwise_conv1.weight.flatten(1),
-            self.pointwise_conv1.bias,
-            self.pointwise_conv2.weight.flatten(1),
-            self.pointwise_conv2.bias,
-            self.gamma,
-            scale=scale,
-            eps=self.norm.eps,
-            approximate=self.act.approximate,
-            keep=keep,
-            recompute=bool(self.recompute),
-            source=source if self.recompute == 'block' else None,
-            storage=self.storage,
-        )
+        inner, conv = ops.convolve(self.depthwise_conv, x_cast, _settings(self).storage)
+        return self.mlp(inner, x, positions, factor, conv if self.recompute == 'block' else None)
 
-    def _convolve(self, x):
-        return ops.convolve(self.depthwise_conv, x, self.storage)
+    def mlp(
+        self,
+        x: Tensor,
+        shortcut: Tensor,
+        positions: Positions | None = None,
+        factor: Tensor | None = None,
+        conv: ops.Conv | None = None,
+    ) -> Tensor:
+        """The block from its norm on, residual connection included.
+
+        Args:
+            x (Tensor): Output of the depthwise convolution, shape (N, C, H, W).
+            shortcut (Tensor): Input of the block, shape (N, C, H, W).
+            positions (Positions | None): See :meth:`forward`. Default: None.
+            factor (Tensor | None): Of the branch of each image, see :meth:`stochastic_depth`. Default: None.
+            conv (Conv | None): How to compute ``x`` again. Default: None.
+
+        Returns:
+            Tensor: Shape (N, C, H, W).
+        """
+        norm = (self.norm.weight, self.norm.bias)
+        first = (self.pointwise_conv1.weight.flatten(1), self.pointwise_conv1.bias)
+        second = (self.pointwise_conv2.weight.flatten(1), self.pointwise_conv2.bias)
+        tensors = ops.MLPTensors(x, shortcut, *norm, *first, *second, self.gamma, factor, positions, conv)
+        return ops.channel_mlp(_settings(self), tensors)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """What lies between the pointwise layers, on (N, L, 4 * C)."""
+        x = self.act(x)
+        return x if self.grn is None else self.grn(x)
+
+    def stochastic_depth(self, x: Tensor, left_out: bool) -> Tensor | None:
+        """The factor of the branch for each image.
+
+        Args:
+            x (Tensor): Input of the block, shape (N, C, H, W).
+            left_out (bool): Dropped images are not in ``x``. False: the factor is drawn, and theirs is 0.
+
+        Returns:
+            Tensor | None: Shape (N,), not rounded to half precision; None where nothing is dropped.
+        """
+        rate = self.drop_path_rate
+        if not rate:
+            return None
+        if left_out:
+            return x.new_full((len(x),), 1 / (1 - rate), dtype=ops.accumulator(x))
+        # The random numbers that drop_path draws for the plain branch, in its precision; the factor that follows
+        # from them is not rounded.
+        dtype = ops.autocast_dtype(x) or x.dtype
+        if self.gamma is not None:
+            dtype = torch.promote_types(dtype, self.gamma.dtype)
+        kept = self.drop_path(x.new_ones(len(x), 1, 1, 1, dtype=dtype)).flatten() != 0
+        return kept.to(ops.accumulator(x)) / (1 - rate)
 
 
 class Downsample(nn.Sequential):
@@ -275,30 +272,19 @@ class Downsample(nn.Sequential):
 
     def __init__(self, in_channels: int, out_channels: int, *, norm_cfg: dict, fused: bool, storage: str = 'native'):
         super().__init__(build_norm(norm_cfg, in_channels), nn.Conv2d(in_channels, out_channels, 2, stride=2))
-        self.fused = fused
-        self.storage = storage
+        self.plain = ops.DownsampleSettings(self[0].eps, implementation='reference')
+        self.settings = ops.DownsampleSettings(self[0].eps, storage) if fused else self.plain
 
-    def forward(self, x: Tensor, keep: Positions | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions | None = None) -> Tensor:
         """Maps (N, C, H, W) to (N, C', H // 2, W // 2).
 
         Args:
             x (Tensor): Shape (N, C, H, W).
-            keep (Positions | None): Output positions that send gradients; None: all. Default: None.
+            positions (Positions | None): Output positions that send gradients; None: all. Default: None.
         """
         norm, conv = self
-        if _trains(self):
-            options = dict(eps=norm.eps, keep=keep, storage=self.storage)
-            return ops.downsample(x, norm.weight, norm.bias, conv.weight, conv.bias, **options)
-        if keep is None:
-            return conv(norm(x))
-        height, width = x.shape[2] // 2, x.shape[3] // 2
-        patches = ops.to_patches(x)  # (N, H/2 * W/2, 4, C)
-        weight = conv.weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of the patches
-
-        def patch_conv(patches):
-            return F.linear(norm.tokens(patches).flatten(2), weight, conv.bias)
-
-        return sbp(patch_conv, patches, keep).transpose(1, 2).unflatten(2, (height, width))
+        tensors = ops.DownsampleTensors(x, norm.weight, norm.bias, conv.weight, conv.bias, positions)
+        return ops.downsample(_settings(self), tensors)
 
 
 def build_norm(cfg: dict, num_channels: int, fused: bool = False, storage: str = 'native') -> LayerNorm2d:
@@ -321,6 +307,6 @@ def build_norm(cfg: dict, num_channels: int, fused: bool = False, storage: str =
     return LayerNorm2d(num_channels, fused=fused, storage=storage, **cfg).requires_grad_(requires_grad)
 
 
-def _trains(module):
-    """Whether the fused operation replaces the plain one: evaluation and passes without gradients stay plain."""
-    return module.fused and module.training and torch.is_grad_enabled()
+def _settings(module):
+    """Those of the module's operation: evaluation and passes without gradients stay plain."""
+    return module.settings if module.training and torch.is_grad_enabled() else module.plain

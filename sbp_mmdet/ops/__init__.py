@@ -22,15 +22,22 @@ kept row nearest to it (:class:`Neighbours`), so that it sends a gradient withou
 may be rounded to eight bits (:func:`store`). Either way the forward pass is exact.
 """
 
-from .convs import Conv, convolve
-from .mlp import channel_mlp
-from .norms import layer_norm
-from .patches import downsample
+from .convs import Conv, ConvSettings, convolve
+from .mlp import MLPSettings, MLPTensors, channel_mlp
+from .norms import NormSettings, NormTensors, layer_norm
+from .patches import DownsampleSettings, DownsampleTensors, downsample
 from .precision import accumulator, autocast_dtype
-from .rows import memory_format, to_patches
+from .rows import memory_format
 
 __all__ = [
     'Conv',
+    'ConvSettings',
+    'DownsampleSettings',
+    'DownsampleTensors',
+    'MLPSettings',
+    'MLPTensors',
+    'NormSettings',
+    'NormTensors',
     'accumulator',
     'autocast_dtype',
     'channel_mlp',
@@ -38,5 +45,4 @@ __all__ = [
     'downsample',
     'layer_norm',
     'memory_format',
-    'to_patches',
 ]

@@ -1,16 +1,33 @@
 """Convolutions that can be run again in the backward pass, and what they store for it."""
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .precision import no_autocast
+from .operation import Operation
 from .storage import Stored, store
 
-__all__ = ['Conv', 'convolve']
+__all__ = ['Conv', 'ConvSettings', 'convolve']
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvSettings:
+    """Of a convolution with a bias, zero padding and one size of step in each direction.
+
+    Attributes:
+        stride, padding, dilation (tuple[int, int]): In pixels.
+        groups (int): Groups.
+        dtype (torch.dtype): What it runs in.
+    """
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    dtype: torch.dtype
 
 
 class Conv(NamedTuple):
@@ -22,29 +39,17 @@ class Conv(NamedTuple):
         input (Stored): Shape (N, C, H, W).
         weight (Tensor): Uncast.
         bias (Tensor): Uncast.
-        options (tuple): ``stride``, ``padding``, ``dilation``, ``groups``, and the precision to run in.
+        settings (ConvSettings): How it is run.
     """
 
     input: Stored
     weight: Tensor
     bias: Tensor
-    options: tuple
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """What has to be saved to run it again."""
-        return *self.input, self.weight, self.bias
-
-    @classmethod
-    def of_tensors(cls, tensors, options: tuple) -> 'Conv':
-        """The reverse of ``tensors``."""
-        values, scale, weight, bias = tensors
-        return cls(Stored(values, scale), weight, bias, options)
+    settings: ConvSettings
 
     def run(self) -> Tensor:
         """The convolution of what is stored."""
-        *geometry, dtype = self.options
-        return F.conv2d(self.input.load(dtype), self.weight.to(dtype), self.bias.to(dtype), *geometry)
+        return _run(self.settings, self.input.load(self.settings.dtype), self.weight, self.bias)
 
 
 def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple[Tensor, Conv]:
@@ -58,39 +63,50 @@ def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple
     Returns:
         tuple[Tensor, Conv]: The output, and how to compute it again.
     """
-    options = (conv.stride, conv.padding, conv.dilation, conv.groups, x.dtype)
+    settings = ConvSettings(conv.stride, conv.padding, conv.dilation, conv.groups, x.dtype)
     if storage == 'native':
-        return conv(x), Conv(Stored(x), conv.weight, conv.bias, options)
+        return conv(x), Conv(Stored(x), conv.weight, conv.bias, settings)
     with torch.no_grad():
-        source = Conv(store(x, storage, (2, 3)), conv.weight, conv.bias, options)
-    return _Conv.apply(x, *source.tensors, options), source
+        again = Conv(store(x, storage, (2, 3)), conv.weight, conv.bias, settings)
+    return _convolution(settings, _Tensors(x, conv.weight, conv.bias, again.input)), again
 
 
-class _Conv(torch.autograd.Function):
-    """Its weight's gradient is that for the stored input; all others are exact."""
+class _Tensors(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    stored: Stored
 
-    @staticmethod
-    def forward(ctx, x, values, scale, weight, bias, options):
-        ctx.options = options
-        ctx.save_for_backward(values, scale, weight, bias)
-        with no_autocast(x):
-            return Conv(Stored(x), weight, bias, options).run()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        source = Conv.of_tensors(ctx.saved_tensors, ctx.options)
-        stride, padding, dilation, groups, dtype = ctx.options
-        needs_x, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        with no_autocast(grad):
-            dx, dweight, dbias = torch.ops.aten.convolution_backward(
-                grad,
-                source.input.load(dtype),
-                source.weight.to(dtype),
-                [len(source.bias)],
-                *(stride, padding, dilation, False, [0, 0], groups),
-                [needs_x, needs_weight, needs_bias],
-            )
-            dweight = dweight.to(source.weight.dtype) if needs_weight else None
-            dbias = dbias.to(source.bias.dtype) if needs_bias else None
-        return dx, None, None, dweight, dbias, None
+class _Gradients(NamedTuple):
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def _run(settings, x, weight, bias):
+    geometry = (settings.stride, settings.padding, settings.dilation, settings.groups)
+    return F.conv2d(x, weight.to(settings.dtype), bias.to(settings.dtype), *geometry)
+
+
+def _forward(settings, tensors, needs):
+    saved = Conv(tensors.stored, tensors.weight, tensors.bias, settings)
+    return _run(settings, *tensors[:3]), saved
+
+
+def _backward(settings, saved, grad, needs):
+    """The weight's gradient is that for the stored input; all others are exact."""
+    dx, dweight, dbias = torch.ops.aten.convolution_backward(
+        grad,
+        saved.input.load(settings.dtype),
+        saved.weight.to(settings.dtype),
+        [len(saved.bias)],
+        *(settings.stride, settings.padding, settings.dilation, False, [0, 0], settings.groups),
+        list(needs),
+    )
+    dweight = dweight.to(saved.weight.dtype) if needs.weight else None
+    dbias = dbias.to(saved.bias.dtype) if needs.bias else None
+    return _Gradients(dx, dweight, dbias)
+
+
+_convolution = Operation('Convolution', _forward, _backward, _Gradients)

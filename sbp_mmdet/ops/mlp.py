@@ -1,209 +1,363 @@
-"""The channel MLP of a ConvNeXt block: layer norm, pointwise, GELU, pointwise, layer scale, residual connection."""
+"""The channel MLP: layer norm, pointwise, GELU, pointwise, layer scale, residual connection.
+
+It is that of a ConvNeXt block, which works on feature maps and has its depthwise convolution between shortcut and
+norm, and that of a transformer's block, which works on tokens: ``x`` and ``shortcut`` are the same there.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..functional import sbp
 from ..masks import Positions
 from .convs import Conv
-from .neighbours import Neighbours
-from .precision import accumulate, autocast_dtype, column_sums, no_autocast, zeros_for
-from .rows import fold, map_of, normalise, normalise_backward, rows_of, unfold
+from .neighbours import SavedPositions
+from .operation import Operation, check_form
+from .precision import accumulate, autocast_dtype, column_sums, zeros_for
+from .rows import fold, in_shape, map_of, normalise, normalise_backward, put_, rows_of, tokens_of, unfold
 from .storage import Stored, store
 
-__all__ = ['channel_mlp']
+__all__ = ['MLPSettings', 'MLPTensors', 'channel_mlp']
 
 # Elements of the hidden layer that exist at a time: on a CPU what stays in its caches, on a GPU enough to keep it busy.
 _CHUNK = {'cpu': 2**20, 'cuda': 2**26}
 
 
-@torch.compiler.disable
-def channel_mlp(
-    x: Tensor,
-    shortcut: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    weight1: Tensor,
-    bias1: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    gamma: Tensor | None,
-    *,
-    scale: Tensor | None = None,
-    eps: float = 1e-6,
-    approximate: str = 'none',
-    keep: Positions | None = None,
-    recompute: bool = False,
-    source: Conv | None = None,
-    storage: str = 'native',
-) -> Tensor:
-    """``shortcut + scale * gamma * (GELU(LN(x) W1^T + b1) W2^T + b2)`` with gradients from the kept positions.
+@dataclasses.dataclass(frozen=True)
+class MLPSettings:
+    """Of :func:`channel_mlp`.
+
+    Attributes:
+        eps (float): Of the layer norm. Default: 1e-6.
+        approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
+        recompute (bool): Compute the hidden layer again in the backward pass instead of storing it. Default: False.
+        storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
+        implementation (str): 'fused', or 'reference': Algorithm 1 as the paper writes it. Default: 'fused'.
+        activation (Callable | None): Of the reference alone, in place of the GELU. Default: None.
+        chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
+        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+
+    Raises:
+        ValueError: For options that the form of implementation does not have.
+    """
+
+    eps: float = 1e-6
+    approximate: str = 'none'
+    recompute: bool = False
+    storage: str = 'native'
+    implementation: str = 'fused'
+    activation: Callable[[Tensor], Tensor] | None = None
+    chunk: int | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        check_form(self.implementation, recompute=self.recompute, storage=self.storage)
+        if self.activation is not None and self.implementation == 'fused':
+            raise ValueError(f"activation={self.activation!r} needs implementation='reference'; 'fused' knows GELU only")
+
+
+class MLPTensors(NamedTuple):
+    """What a channel MLP works on.
+
+    Attributes:
+        x (Tensor): Input of the norm, tokens (N, L, C) or a map (N, C, H, W).
+        shortcut (Tensor): What the branch is added to, of the same shape.
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
+        weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
+        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
+        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
+        positions (Positions | None): Which positions send gradients, for all images alike or for each; with
+            ``positions.nearest`` the dropped ones do so as well, by the activations of the kept ones. None: all.
+            Default: None.
+        conv (Conv | None): Where ``x`` comes from, so that ``recompute`` computes it again as well. Default: None.
+    """
+
+    x: Tensor
+    shortcut: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    weight1: Tensor
+    bias1: Tensor
+    weight2: Tensor
+    bias2: Tensor
+    gamma: Tensor | None = None
+    factor: Tensor | None = None
+    positions: Positions | None = None
+    conv: Conv | None = None
+
+
+class MLPGradients(NamedTuple):
+    """Gradients of the tensors of these names."""
+
+    x: Tensor | None = None
+    shortcut: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    weight1: Tensor | None = None
+    bias1: Tensor | None = None
+    weight2: Tensor | None = None
+    bias2: Tensor | None = None
+    gamma: Tensor | None = None
+
+
+class MLPSaved(NamedTuple):
+    """What the backward pass needs: x-hat (N, K, C), its reciprocal deviation (N * K, 1) and the hidden layer
+    (N * K, D) of the kept rows, as far as they are stored, and what was given."""
+
+    xhat: Stored
+    rstd: Tensor | None
+    hidden: Tensor | None
+    positions: SavedPositions
+    given: MLPTensors  # without maps and positions
+
+
+def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
+    """``shortcut + factor * gamma * (GELU(LN(x) W1^T + b1) W2^T + b2)`` with gradients from the kept positions.
 
     The shortcut's gradient is exact everywhere.
 
     Args:
-        x (Tensor): Output of the depthwise convolution, shape (N, C, H, W).
-        shortcut (Tensor): Shape (N, C, H, W).
-        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
-        weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
-        gamma (Tensor | None): Layer scale, shape (C,).
-        scale (Tensor | None): Factor of the branch for each image (stochastic depth), shape (N,). Default: None.
-        eps (float): Of the layer norm. Default: 1e-6.
-        approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
-        keep (Positions | None): Which positions send gradients; with ``keep.nearest`` the dropped ones do so as well,
-            by the activations of the kept ones. None: all. Default: None.
-        recompute (bool): Compute the hidden layer again in the backward pass instead of storing it. Default: False.
-        source (Conv | None): Where ``x`` comes from, to compute it again too, with ``recompute``. Default: None.
-        storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
+        settings (MLPSettings): See there.
+        tensors (MLPTensors): See there.
 
     Returns:
-        Tensor: Shape (N, C, H, W).
+        Tensor: Of the shape of ``shortcut``, and laid out like it.
     """
-    dtype = autocast_dtype(x) or x.dtype
-    options = (eps, approximate, keep, recompute, source if recompute else None, storage, dtype)
-    return _ChannelMLP.apply(x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options)
+    if settings.implementation == 'reference':
+        return reference(settings, tensors)
+    dtype = settings.dtype or autocast_dtype(tensors.x) or tensors.x.dtype
+    return _channel_mlp(dataclasses.replace(settings, dtype=dtype), tensors)
 
 
-class _ChannelMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, scale, options):
-        eps, approximate, keep, recompute, source, storage, dtype = options
-        n, c, height, width = x.shape
-        needs_inner = any(ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5))
-        needs_hidden = needs_inner or ctx.needs_input_grad[6] or ctx.needs_input_grad[8]
-        with no_autocast(x):
-            w1, b1 = fold(weight1, bias1, norm_weight, norm_bias, dtype)
-            w2, b2 = weight2.to(dtype), bias2.to(dtype)
+def reference(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
+    """:func:`channel_mlp` in plain autograd, by Algorithm 1."""
+    t = tensors
 
-            def run(index, store_hidden):
-                xhat, rstd = normalise(rows_of(x, index), eps, dtype)
-                hidden = xhat.new_empty(len(xhat), len(w1)) if store_hidden else None
-                rows = xhat.new_empty(len(xhat), c)
-                for chunk in _chunks(len(xhat), len(w1), x.device):
-                    h = torch.addmm(b1, xhat[chunk], w1.t(), out=None if hidden is None else hidden[chunk])
-                    h = F.gelu(h, approximate=approximate) if hidden is not None else _gelu_(h, approximate)
-                    torch.addmm(b2, h, w2.t(), out=rows[chunk])
-                return rows, (xhat, rstd, hidden)
+    def branch(x):
+        x = F.linear(F.layer_norm(x, x.shape[-1:], t.norm_weight, t.norm_bias, settings.eps), t.weight1, t.bias1)
+        x = F.gelu(x, approximate=settings.approximate) if settings.activation is None else settings.activation(x)
+        x = F.linear(x, t.weight2, t.bias2)
+        return x if t.gamma is None else x * t.gamma
 
-            if keep is None:
-                branch, kept = run(None, needs_hidden and not recompute)
-                branch = branch.view(n, height * width, c)
-            else:
-                branch = x.new_empty(n, height * width, c, dtype=dtype)
-                rows, kept = run(keep.keep, needs_hidden and not recompute)
-                branch.index_copy_(1, keep.keep, rows.view(n, -1, c))
-                rows, _ = run(keep.drop, False)
-                branch.index_copy_(1, keep.drop, rows.view(n, -1, c))
-            branch = branch.transpose(1, 2).unflatten(2, (height, width))
-            factor = _factor(gamma, scale)
-            out = shortcut + branch if factor is None else torch.addcmul(shortcut, branch, factor)
-            xhat, rstd, hidden = kept
-            if source is not None or not (needs_inner or (needs_hidden and recompute)):
-                xhat = Stored(None)
-            else:
-                xhat = store(xhat.view(n, -1, c), storage, 1)
-        if source is not None or not ctx.needs_input_grad[0]:
-            rstd = None
-        if any(ctx.needs_input_grad[i] for i in (0, *range(2, 9))):
-            ctx.shape = x.shape
-            # The source is kept by its tensors, saved like all others, so that hooks on saved tensors see them.
-            ctx.options = (
-                eps,
-                approximate,
-                recompute,
-                source and source.options,
-                keep and keep.nearest and keep.nearest.starts,
-                dtype,
-            )
-            ctx.save_for_backward(
-                *(*xhat, rstd, hidden, scale, *Neighbours.tensors(keep)),
-                *(source.tensors if source else [None] * 4),
-                *(norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma),
-            )
-        return out
+    x = tokens_of(t.x)
+    out = in_shape(branch(x) if t.positions is None else sbp(branch, x, t.positions), t.x.shape)
+    return t.shortcut + (out if t.factor is None else out * _per_image(t.factor.to(out.dtype), out))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        if not any(ctx.needs_input_grad[i] for i in (0, *range(2, 9))):
-            return None, grad, *[None] * 9
-        xhat, xhat_scale, rstd, hidden, scale, keep, drop, pairs, *saved = ctx.saved_tensors
-        source, (norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma) = saved[:4], saved[4:]
-        eps, approximate, recompute, conv_options, starts, dtype = ctx.options
-        needs_x, _, needs_nw, needs_nb, needs_w1, needs_b1, needs_w2, needs_b2, needs_gamma = ctx.needs_input_grad[:9]
-        needs_inner = needs_x or needs_nw or needs_nb or needs_w1 or needs_b1
-        with no_autocast(grad):
-            w1, b1 = fold(weight1, bias1, norm_weight, norm_bias, dtype)
-            w2 = weight2.to(dtype)
-            if conv_options is not None:
-                xhat, rstd = normalise(rows_of(Conv.of_tensors(source, conv_options).run(), keep), eps, dtype)
-            elif xhat is not None:
-                xhat = Stored(xhat, xhat_scale).load(dtype).flatten(0, 1)  # (N * K, C)
 
-            def incoming(index):
-                """Gradient of the branch, and what of it goes through the second pointwise layer."""
-                g = rows_of(grad, index)
-                if scale is not None:
-                    g = g * scale.repeat_interleave(len(g) // len(scale))[:, None]
-                return g, (g if gamma is None else g * gamma).to(dtype)
+def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> tuple[Tensor, MLPSaved | None]:
+    """See :mod:`sbp_mmdet.ops.operation`."""
+    t = tensors
+    asks = _Asked.of(needs)
+    weights = _Weights.of(settings, t)
+    conv = t.conv if settings.recompute else None
+    keep_hidden = asks.hidden and not settings.recompute
+    if t.positions is None:
+        rows, kept = _branch(settings, weights, rows_of(t.x, None), keep_hidden)
+        branch = rows.view(len(t.x), -1, rows.shape[1])
+    else:
+        branch = t.x.new_empty(tokens_of(t.x).shape, dtype=settings.dtype)
+        rows, kept = _branch(settings, weights, rows_of(t.x, t.positions.keep), keep_hidden)
+        put_(branch, t.positions.keep, rows)
+        rows, _ = _branch(settings, weights, rows_of(t.x, t.positions.drop), False)
+        put_(branch, t.positions.drop, rows)
+    branch, factor = in_shape(branch, t.shortcut.shape), _factor(t.gamma, t.factor, t.shortcut)
+    out = t.shortcut + branch if factor is None else torch.addcmul(t.shortcut, branch, factor)
+    if not asks.anything:
+        return out, None
+    xhat, rstd, hidden = kept
+    if conv is not None or not (asks.inner or (asks.hidden and settings.recompute)):
+        stored = Stored(None)
+    else:
+        stored = store(xhat.view(len(t.x), -1, xhat.shape[1]), settings.storage, 1)
+    given = t._replace(x=None, shortcut=None, positions=None, conv=conv)
+    rstd = rstd if conv is None and needs.x else None
+    return out, MLPSaved(stored, rstd, hidden, SavedPositions.of(t.positions), given)
 
-            g, g_inner = incoming(keep)
-            sum_g = column_sums(g)
-            near = None
-            if drop is not None:
-                near = Neighbours(pairs, starts, len(grad))
-                g_drop, g_inner_drop = incoming(drop)
-                sum_g += column_sums(g_drop)
-                g = near.pool_(g.clone(), g_drop)
-                del g_drop
-            g, unit = _in_range(g, gamma, dtype)
-            outer = zeros_for(weight2) if needs_w2 or needs_gamma else None  # A of the package's docstring
-            dw1, db1 = (zeros_for(weight1), zeros_for(bias1)) if needs_inner else (None, None)
-            dx = g.new_empty(g.shape) if needs_x else None
-            dx_drop = g.new_empty(g_inner_drop.shape) if needs_x and near else None
 
-            def inner(g, h, xhat, rstd, dx):
-                """Gradient of the hidden layer; that of the input goes to ``dx``."""
-                dh = torch.ops.aten.gelu_backward(g @ w2, h, approximate=approximate)
-                db1.add_(column_sums(dh))
-                if needs_x:
-                    dx.copy_(normalise_backward(dh @ w1, xhat, rstd))
-                return dh
+def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs: MLPGradients) -> MLPGradients:
+    """See :mod:`sbp_mmdet.ops.operation`."""
+    if saved is None:
+        return MLPGradients(shortcut=grad)
+    t, keep = saved.given, saved.positions.keep
+    asks = _Asked.of(needs)
+    weights = _Weights.of(settings, t)
+    xhat, rstd = saved.xhat.values, saved.rstd
+    if t.conv is not None:
+        xhat, rstd = normalise(rows_of(t.conv.run(), keep), settings.eps, settings.dtype)
+    elif xhat is not None:
+        xhat = saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, C)
+    near = saved.positions.neighbours(len(grad))
+    incoming = _incoming(settings, saved, grad, near)
+    sums = _Sums.of(t, needs)
+    dx = _InputGradient(None, None)
+    if needs.x:
+        dropped = incoming.dropped
+        dx = _InputGradient(
+            incoming.outer.new_empty(incoming.outer.shape), None if dropped is None else dropped.new_empty(dropped.shape)
+        )
+    rows = _Rows(xhat, rstd if needs.x else None, saved.hidden)
+    for chunk in _chunks(settings, incoming, weights, near) if asks.hidden else []:
+        _add_chunk(settings, weights, rows, incoming, near, chunk, sums, dx)
+    if incoming.unit is not None and sums.outer is not None:
+        sums.outer.mul_(incoming.unit[:, None])
+    found = _parameter_gradients(t, sums, incoming.total, needs)
+    if needs.x:
+        found = found._replace(x=map_of(dx.kept, keep, grad.shape, dx.dropped, saved.positions.drop))
+    return found._replace(shortcut=grad if needs.shortcut else None)
 
-            rows_each = 1 + len(g_inner_drop) // max(len(g), 1) if near else 1  # dropped rows come with kept ones
-            for chunk in _chunks(len(g), rows_each * len(w1), g.device) if needs_inner or outer is not None else []:
-                h = torch.addmm(b1, xhat[chunk], w1.t()) if recompute else hidden[chunk]
-                if outer is not None:
-                    accumulate(outer, g[chunk].t(), F.gelu(h, approximate=approximate))
-                if not needs_inner:
-                    continue
-                # What the norm's backward needs is there only if the input needs a gradient.
-                rows = (h, xhat[chunk], rstd[chunk]) if needs_x else (h, None, None)
-                dh = inner(g_inner[chunk], *rows, dx[chunk] if needs_x else None)
-                if near:
-                    part = near.dropped(chunk)
-                    dh_drop = inner(g_inner_drop[part], *near.lend(chunk, *rows), dx_drop[part] if needs_x else None)
-                    dh = near.pool_(dh, dh_drop, chunk)
-                if needs_w1 or needs_nw:
-                    accumulate(dw1, dh.t(), xhat[chunk])
-            if unit is not None and outer is not None:
-                outer *= unit[:, None]
-            grads = [None] * 11
-            if needs_x:
-                grads[0] = map_of(dx, keep, ctx.shape, dx_drop, drop)
-            if ctx.needs_input_grad[1]:
-                grads[1] = grad
-            if needs_inner:
-                grads[2:6] = unfold(dw1, db1, weight1, norm_weight, norm_bias, ctx.needs_input_grad[2:6])
-            if needs_w2:
-                grads[6] = outer if gamma is None else outer * gamma[:, None]
-            if needs_b2:
-                grads[7] = sum_g if gamma is None else sum_g * gamma
-            if needs_gamma:
-                grads[8] = (outer * weight2).sum(1) + sum_g * bias2
-        return tuple(grads)
+
+class _Asked(NamedTuple):
+    """For which parts of the backward pass there is somebody who needs a gradient."""
+
+    inner: bool  # the gradient of the hidden layer
+    hidden: bool  # the hidden layer
+    anything: bool  # any of the branch
+
+    @classmethod
+    def of(cls, needs):
+        inner = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
+        hidden = inner or needs.weight2 or needs.gamma
+        return cls(inner, hidden, hidden or needs.bias2)
+
+
+class _Weights(NamedTuple):
+    """W1', b1', W2 and b2 of the package's docstring, in the precision of the matrix products."""
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
+    @classmethod
+    def of(cls, settings, t):
+        folded = fold(t.weight1, t.bias1, t.norm_weight, t.norm_bias, settings.dtype)
+        return cls(*folded, t.weight2.to(settings.dtype), t.bias2.to(settings.dtype))
+
+
+def _branch(settings, weights, x, keep_hidden):
+    """The branch without layer scale, row by row, and x-hat, reciprocal deviation and hidden layer."""
+    w1, b1, w2, b2 = weights
+    xhat, rstd = normalise(x, settings.eps, settings.dtype)
+    hidden = xhat.new_empty(len(xhat), len(w1)) if keep_hidden else None
+    rows = xhat.new_empty(xhat.shape)
+    for chunk in _slices(settings, len(xhat), len(w1), x.device):
+        h = torch.addmm(b1, xhat[chunk], w1.t(), out=hidden[chunk] if keep_hidden else None)
+        h = F.gelu(h, approximate=settings.approximate) if keep_hidden else _gelu_(h, settings.approximate)
+        torch.addmm(b2, h, w2.t(), out=rows[chunk])
+    return rows, (xhat, rstd, hidden)
+
+
+class _Incoming(NamedTuple):
+    """The gradient of the branch, as rows.
+
+    ``outer`` and ``inner`` are of the kept rows. ``outer`` is what W2's gradient is formed from, without gamma and with
+    the share of the dropped rows; ``unit`` is what the sum has to be multiplied by (see :func:`_in_range`). ``inner``,
+    and for the dropped rows ``dropped``, is what goes back through W2. ``total`` is the sum over all rows.
+    """
+
+    outer: Tensor
+    unit: Tensor | None
+    inner: Tensor
+    dropped: Tensor | None
+    total: Tensor
+
+
+def _incoming(settings, saved, grad, near):
+    gamma, factor = saved.given.gamma, saved.given.factor
+
+    def through_scales(index):
+        g = rows_of(grad, index)
+        if factor is not None:
+            g = g * factor.repeat_interleave(len(g) // len(factor))[:, None]
+        return g, (g if gamma is None else g * gamma).to(settings.dtype)
+
+    g, inner = through_scales(saved.positions.keep)
+    total, dropped = column_sums(g), None
+    if near:
+        g_dropped, dropped = through_scales(saved.positions.drop)
+        total += column_sums(g_dropped)
+        g = near.pool_(g.clone(), g_dropped)
+        del g_dropped
+    return _Incoming(*_in_range(g, gamma, settings.dtype), inner, dropped, total)
+
+
+class _Sums(NamedTuple):
+    """Sums over the rows that parameters get their gradients from, in full precision; None: nobody asks."""
+
+    outer: Tensor | None  # A of the package's docstring
+    w1: Tensor | None
+    b1: Tensor | None
+
+    @classmethod
+    def of(cls, t, needs):
+        outer = zeros_for(t.weight2) if needs.weight2 or needs.gamma else None
+        w1 = zeros_for(t.weight1) if needs.weight1 or needs.norm_weight else None
+        return cls(outer, w1, zeros_for(t.bias1) if _Asked.of(needs).inner else None)
+
+
+class _InputGradient(NamedTuple):
+    """Rows that the chunks are written to."""
+
+    kept: Tensor | None
+    dropped: Tensor | None
+
+
+class _Rows(NamedTuple):
+    """The activations of the kept rows, as far as they are there."""
+
+    xhat: Tensor | None
+    rstd: Tensor | None
+    hidden: Tensor | None
+
+
+def _add_chunk(settings, weights, rows, incoming, near, chunk, sums, dx):
+    """Adds a slice of the kept rows, and the dropped rows that go with it, to ``sums``; writes their rows of ``dx``."""
+    xhat, rstd, hidden = (None if r is None else r[chunk] for r in rows)
+    h = torch.addmm(weights.b1, xhat, weights.w1.t()) if settings.recompute else hidden
+    if sums.outer is not None:
+        accumulate(sums.outer, incoming.outer[chunk].t(), F.gelu(h, approximate=settings.approximate))
+    if sums.b1 is None:
+        return
+    # What the norm's backward needs is there only if the input needs a gradient.
+    own = _Rows(xhat if rstd is not None else None, rstd, h)
+    dh = _hidden_gradient(settings, weights, incoming.inner[chunk], own, sums, dx.kept, chunk)
+    if near:
+        part = near.dropped(chunk)
+        lent = _Rows(*near.lend(chunk, *own))
+        dh_dropped = _hidden_gradient(settings, weights, incoming.dropped[part], lent, sums, dx.dropped, part)
+        dh = near.pool_(dh, dh_dropped, chunk)
+    if sums.w1 is not None:
+        accumulate(sums.w1, dh.t(), xhat)
+
+
+def _hidden_gradient(settings, weights, grad, rows, sums, dx, part):
+    """Gradient of the hidden layer of some rows; that of the input goes to this part of ``dx``, if there is one."""
+    dh = torch.ops.aten.gelu_backward(grad @ weights.w2, rows.hidden, approximate=settings.approximate)
+    sums.b1.add_(column_sums(dh))
+    if dx is not None:
+        dx[part].copy_(normalise_backward(dh @ weights.w1, rows.xhat, rows.rstd))
+    return dh
+
+
+def _parameter_gradients(t, sums, total, needs):
+    """From the sums over the rows."""
+    found = MLPGradients()
+    if sums.b1 is not None:
+        asked = (needs.norm_weight, needs.norm_bias, needs.weight1, needs.bias1)
+        dnw, dnb, dw1, db1 = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias, asked)
+        found = found._replace(norm_weight=dnw, norm_bias=dnb, weight1=dw1, bias1=db1)
+    if needs.weight2:
+        found = found._replace(weight2=sums.outer if t.gamma is None else sums.outer * t.gamma[:, None])
+    if needs.bias2:
+        found = found._replace(bias2=total if t.gamma is None else total * t.gamma)
+    if needs.gamma:
+        found = found._replace(gamma=(sums.outer * t.weight2).sum(1) + total * t.bias2)
+    return found
 
 
 def _in_range(g, gamma, dtype):
@@ -218,8 +372,15 @@ def _in_range(g, gamma, dtype):
     return (g / unit).to(dtype), unit
 
 
-def _chunks(rows, hidden, device):
-    size = max(_CHUNK.get(device.type, _CHUNK['cuda']) // hidden, 1)
+def _chunks(settings, incoming, weights, near):
+    """Slices of the kept rows; where dropped rows come with them, these count in a slice."""
+    kept = len(incoming.outer)
+    each = 1 + len(incoming.dropped) // max(kept, 1) if near else 1
+    return _slices(settings, kept, each * len(weights.w1), incoming.outer.device)
+
+
+def _slices(settings, rows, hidden, device):
+    size = max((settings.chunk or _CHUNK.get(device.type, _CHUNK['cuda'])) // hidden, 1)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -227,9 +388,19 @@ def _gelu_(x, approximate):
     return torch.ops.aten.gelu_(x, approximate=approximate)
 
 
-def _factor(gamma, scale):
-    """Layer scale and stochastic depth as one factor that broadcasts to (N, C, H, W)."""
-    if gamma is None:
-        return None if scale is None else scale[:, None, None, None]
-    gamma = gamma[:, None, None]
-    return gamma if scale is None else gamma * scale[:, None, None, None]
+def _factor(gamma, factor, like):
+    """Layer scale and stochastic depth as one factor that broadcasts to the shape of ``like``."""
+    if gamma is not None:
+        gamma = gamma if like.dim() == 3 else gamma[:, None, None]
+    if factor is None:
+        return gamma
+    factor = _per_image(factor, like)
+    return factor if gamma is None else gamma * factor
+
+
+def _per_image(factor, like):
+    """(N,) -> what broadcasts to the shape of ``like``."""
+    return factor.view(-1, *[1] * (like.dim() - 1))
+
+
+_channel_mlp = Operation('ChannelMLP', forward, backward, MLPGradients)

@@ -1,29 +1,62 @@
 """Dropped rows that send gradients by the activations of the kept row nearest to them."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..masks import Positions
+from .operation import OnHost
 
-__all__ = ['SHARE', 'Neighbours']
+__all__ = ['SHARE', 'Neighbours', 'SavedPositions']
 
 # Weight of a dropped row's gradient in those of the weights. Its activations are not its own, so the kept row, whose
 # are, takes over the rest; other weights were tried, see docs/gradient_study.md.
 SHARE = 0.75
 
 
+class SavedPositions(NamedTuple):
+    """What an operation saves of its positions.
+
+    Attributes:
+        keep (Tensor | None): ``Positions.keep``; None: all positions are kept.
+        drop (Tensor | None): ``Positions.drop``, if dropped positions send gradients. Default: None.
+        pairs (Tensor | None): ``Nearest.index``. Default: None.
+        starts (OnHost | None): ``Nearest.starts``. Default: None.
+    """
+
+    keep: Tensor | None
+    drop: Tensor | None = None
+    pairs: Tensor | None = None
+    starts: OnHost | None = None
+
+    @classmethod
+    def of(cls, positions: Positions | None) -> 'SavedPositions':
+        """Of an operation's positions; None: all are kept."""
+        if positions is None:
+            return cls(None)
+        if positions.nearest is None:
+            return cls(positions.keep)
+        pairs, starts = positions.nearest
+        return cls(positions.keep, positions.drop, pairs, OnHost(starts))
+
+    def neighbours(self, images: int) -> 'Neighbours | None':
+        """How dropped rows of a batch of that many images go with kept ones; None: they send nothing."""
+        return None if self.starts is None else Neighbours(self.pairs, self.starts.tensor, images)
+
+
 class Neighbours:
     """Which dropped rows of a batch go with which kept rows.
 
     Args:
-        pairs (Tensor | None): ``Nearest.index`` of the map.
-        starts (Tensor): ``Nearest.starts`` of the map, on the CPU.
+        pairs (Tensor | None): ``Nearest.index``: shape (D,) for all images alike, or (N, D).
+        starts (Tensor): ``Nearest.starts``, shape (K + 1,) or (N, K + 1), on the CPU.
         images (int): N; rows are image after image.
     """
 
     def __init__(self, pairs: Tensor | None, starts: Tensor, images: int):
-        self.starts = starts
-        self.kept, self.images = len(starts) - 1, images
+        self.starts = starts.expand(images, -1)
+        self.kept, self.images = starts.shape[-1] - 1, images
         self.own = 2 - SHARE
         self.pairs = None
         if pairs is not None:
@@ -32,20 +65,14 @@ class Neighbours:
             self.own = pairs.new_ones(images * self.kept, 1, dtype=torch.float32)
             self.own.index_add_(0, self.pairs, self.own.new_full((len(self.pairs), 1), 1 - SHARE))
 
-    @staticmethod
-    def tensors(keep: Positions | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What an operation saves of its positions: kept and, if they have neighbours, dropped ones, and pairs."""
-        if keep is None:
-            return None, None, None
-        return (keep.keep, None, None) if keep.nearest is None else (keep.keep, keep.drop, keep.nearest.index)
-
     def dropped(self, chunk: slice) -> slice:
         """The dropped rows that go with a slice of the kept rows."""
         return slice(self._first(chunk.start), self._first(chunk.stop))
 
     def _first(self, row):
         image, kept = divmod(row, self.kept)
-        return image * int(self.starts[-1]) + int(self.starts[kept])
+        each = int(self.starts[0, -1])  # as many in each image
+        return image * each + (int(self.starts[image, kept]) if image < self.images else 0)
 
     def lend(self, chunk: slice, *rows: Tensor | None) -> list[Tensor | None]:
         """Rows of a slice of the kept rows, given to the dropped rows that go with it."""

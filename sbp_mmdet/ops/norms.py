@@ -1,79 +1,124 @@
 """The layer norms outside of the blocks."""
 
+import dataclasses
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .convs import Conv
-from .precision import accumulator, autocast_dtype, no_autocast
+from .operation import Operation, check_form
+from .precision import accumulator, autocast_dtype
 from .rows import memory_format, normalise, normalise_backward
 from .storage import Stored, store
 
-__all__ = ['layer_norm']
+__all__ = ['NormSettings', 'NormTensors', 'layer_norm']
 
 
-@torch.compiler.disable
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float = 1e-6,
-    source: Conv | None = None,
-    storage: str = 'native',
-) -> Tensor:
+@dataclasses.dataclass(frozen=True)
+class NormSettings:
+    """Of :func:`layer_norm`.
+
+    Attributes:
+        eps (float): Added to the variance. Default: 1e-6.
+        storage (str): How the normalised input is stored, 'native' or 'int8'. Default: 'native'.
+        implementation (str): 'fused', or 'reference': plain autograd. Default: 'fused'.
+        dtype (torch.dtype | None): What the normalised input is stored in, where autocast says so; set by
+            :func:`layer_norm`. None: as the input is. Default: None.
+
+    Raises:
+        ValueError: For options that the reference does not have.
+    """
+
+    eps: float = 1e-6
+    storage: str = 'native'
+    implementation: str = 'fused'
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        check_form(self.implementation, storage=self.storage)
+
+
+class NormTensors(NamedTuple):
+    """What a layer norm works on.
+
+    Attributes:
+        x (Tensor): Shape (N, C, H, W).
+        weight, bias (Tensor | None): Affine part, shape (C,).
+        conv (Conv | None): Where ``x`` comes from, so that the fused form computes it again instead of storing it.
+            Default: None.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    conv: Conv | None = None
+
+
+class NormGradients(NamedTuple):
+    """Gradients of the tensors of these names."""
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class NormSaved(NamedTuple):
+    """What the backward pass needs: x-hat (N, H, W, C) and its reciprocal deviation, or the convolution before."""
+
+    xhat: Stored
+    rstd: Tensor | None
+    weight: Tensor
+    conv: Conv | None
+    input_dtype: torch.dtype
+
+
+def layer_norm(settings: NormSettings, tensors: NormTensors) -> Tensor:
     """Layer norm over the channels; under autocast it stores the normalised input in reduced precision.
 
     Args:
-        x (Tensor): Shape (N, C, H, W).
-        weight, bias (Tensor | None): Affine part, shape (C,).
-        eps (float): Added to the variance. Default: 1e-6.
-        source (Conv | None): Where ``x`` comes from, to compute it again instead of storing it. Default: None.
-        storage (str): How the normalised input is stored, 'native' or 'int8'. Default: 'native'.
+        settings (NormSettings): See there.
+        tensors (NormTensors): See there.
 
     Returns:
-        Tensor: Shape (N, C, H, W); under autocast in full precision, as CUDA's autocast has it.
+        Tensor: Shape (N, C, H, W), laid out like ``x``; under autocast in full precision, as CUDA's autocast has it.
     """
-    dtype = autocast_dtype(x)
-    if weight is None or bias is None or (dtype is None and source is None and storage == 'native'):
-        out = F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps).permute(0, 3, 1, 2)
+    x, weight, bias, conv = tensors
+    fused = settings.implementation == 'fused' and weight is not None and bias is not None
+    if fused:
+        dtype = autocast_dtype(x)
+        fused = dtype is not None or conv is not None or settings.storage != 'native'
+    if fused:
+        out = _layer_norm(dataclasses.replace(settings, dtype=dtype), tensors)
     else:
-        out = _LayerNorm.apply(x, weight, bias, eps, source, storage, dtype)
+        out = F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, settings.eps).permute(0, 3, 1, 2)
     return out.contiguous(memory_format=memory_format(x))
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, source, storage, dtype):
-        with no_autocast(x):
-            xhat, rstd = normalise(x.permute(0, 2, 3, 1), eps, accumulator(x))
-            ctx.options = (eps, source and source.options, x.dtype)
-            stored = (Stored(None), None)
-            if source is None:
-                stored = (store(xhat.to(dtype or x.dtype), storage, (1, 2)), rstd)
-            ctx.save_for_backward(*stored[0], stored[1], weight, *(source.tensors if source else [None] * 4))
-            out = torch.addcmul(bias, xhat, weight).permute(0, 3, 1, 2)
-            return out if dtype is not None else out.to(x.dtype)
+def forward(settings: NormSettings, tensors: NormTensors, needs: NormGradients) -> tuple[Tensor, NormSaved]:
+    """See :mod:`sbp_mmdet.ops.operation`."""
+    x, weight, bias, conv = tensors
+    xhat, rstd = normalise(x.permute(0, 2, 3, 1), settings.eps, accumulator(x))
+    stored = (Stored(None), None)
+    if conv is None:
+        stored = (store(xhat.to(settings.dtype or x.dtype), settings.storage, (1, 2)), rstd)
+    out = torch.addcmul(bias, xhat, weight).permute(0, 3, 1, 2)
+    return out if settings.dtype is not None else out.to(x.dtype), NormSaved(*stored, weight, conv, x.dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        xhat, scale, rstd, weight, *source = ctx.saved_tensors
-        eps, conv_options, dtype = ctx.options
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        with no_autocast(grad):
-            grad = grad.permute(0, 2, 3, 1).to(accumulator(grad))  # (N, H, W, C)
-            if conv_options is None:
-                xhat = Stored(xhat, scale).load(grad.dtype)
-            else:
-                x = Conv.of_tensors(source, conv_options).run()
-                xhat, rstd = normalise(x.permute(0, 2, 3, 1), eps, grad.dtype)
-            dx = dweight = dbias = None
-            if needs_x:
-                dx = normalise_backward(grad * weight, xhat, rstd).to(dtype).permute(0, 3, 1, 2)
-            if needs_weight:
-                dweight = (grad * xhat).sum((0, 1, 2))
-            if needs_bias:
-                dbias = grad.sum((0, 1, 2))
-        return dx, dweight, dbias, None, None, None, None
+
+def backward(settings: NormSettings, saved: NormSaved, grad: Tensor, needs: NormGradients) -> NormGradients:
+    """See :mod:`sbp_mmdet.ops.operation`."""
+    grad = grad.permute(0, 2, 3, 1).to(accumulator(grad))  # (N, H, W, C)
+    if saved.conv is None:
+        xhat, rstd = saved.xhat.load(grad.dtype), saved.rstd
+    else:
+        xhat, rstd = normalise(saved.conv.run().permute(0, 2, 3, 1), settings.eps, grad.dtype)
+    dx = None
+    if needs.x:
+        dx = normalise_backward(grad * saved.weight, xhat, rstd).to(saved.input_dtype).permute(0, 3, 1, 2)
+    dweight = (grad * xhat).sum((0, 1, 2)) if needs.weight else None
+    return NormGradients(dx, dweight, grad.sum((0, 1, 2)) if needs.bias else None)
+
+
+_layer_norm = Operation('LayerNorm', forward, backward, NormGradients)

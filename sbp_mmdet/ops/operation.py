@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .precision import no_autocast
 
-__all__ = ['OnHost', 'Operation']
+__all__ = ['OnHost', 'Operation', 'check_form']
 
 
 class OnHost:
@@ -67,7 +67,7 @@ class _Function(torch.autograd.Function):
         with no_autocast(tensors.x):
             output, saved = operation.forward(settings, tensors, needs)
         found = []
-        ctx.operation, ctx.settings, ctx.saved = operation, settings, _without_tensors(saved, found)
+        ctx.operation, ctx.settings, ctx.structure = operation, settings, _without_tensors(saved, found)
         ctx.save_for_backward(*found)
         return output
 
@@ -76,10 +76,27 @@ class _Function(torch.autograd.Function):
     def backward(ctx, grad):
         operation = ctx.operation
         needs = operation.gradients(*ctx.needs_input_grad[3:])
-        saved = _with_tensors(ctx.saved, iter(ctx.saved_tensors))
+        saved = _with_tensors(ctx.structure, iter(ctx.saved_tensors))
         with no_autocast(grad):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
         return None, None, None, *gradients
+
+
+def check_form(implementation: str, **options) -> None:
+    """Checks which form of an operation its settings ask for.
+
+    Args:
+        implementation (str): 'fused' or 'reference'.
+        **options: Values of those settings that the reference does not have.
+
+    Raises:
+        ValueError: For an unknown form, or an option that the reference does not have.
+    """
+    if implementation not in ('fused', 'reference'):
+        raise ValueError(f"implementation={implementation!r} is unknown; choose 'fused' or 'reference'")
+    for key, value in options.items():
+        if implementation == 'reference' and value not in (False, 'native'):
+            raise ValueError(f"{key}={value!r} needs implementation='fused'; the reference stores what autograd stores")
 
 
 _SLOT = object()  # stands where a tensor was

@@ -1,119 +1,208 @@
 """The downsampling layer: layer norm and 2x2/2 convolution."""
 
+import dataclasses
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..functional import sbp
 from ..masks import Positions
-from .neighbours import Neighbours
-from .precision import accumulate, autocast_dtype, column_sums, no_autocast, zeros_for
+from .neighbours import SavedPositions
+from .operation import Operation, check_form
+from .precision import accumulate, autocast_dtype, column_sums, zeros_for
 from .rows import (
     fold,
     from_patches,
+    in_shape,
     memory_format,
     normalise,
     normalise_backward,
     patch_weights,
+    put_,
     rows_of,
+    take,
     to_patches,
     unfold,
 )
 from .storage import Stored, store
 
-__all__ = ['downsample']
+__all__ = ['DownsampleSettings', 'DownsampleTensors', 'downsample']
 
 
-@torch.compiler.disable
-def downsample(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    eps: float = 1e-6,
-    keep: Positions | None = None,
-    storage: str = 'native',
-) -> Tensor:
-    """Layer norm and 2x2/2 convolution with gradients from the kept output positions.
+@dataclasses.dataclass(frozen=True)
+class DownsampleSettings:
+    """Of :func:`downsample`.
 
-    Args:
+    Attributes:
+        eps (float): Of the layer norm. Default: 1e-6.
+        storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
+        implementation (str): 'fused', or 'reference': Algorithm 1 as the paper writes it. Default: 'fused'.
+        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+
+    Raises:
+        ValueError: For options that the reference does not have.
+    """
+
+    eps: float = 1e-6
+    storage: str = 'native'
+    implementation: str = 'fused'
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        check_form(self.implementation, storage=self.storage)
+
+
+class DownsampleTensors(NamedTuple):
+    """What a downsampling layer works on.
+
+    Attributes:
         x (Tensor): Shape (N, C, H, W).
         norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
         weight, bias (Tensor): Convolution, shapes (C', C, 2, 2) and (C',).
-        eps (float): Of the layer norm. Default: 1e-6.
-        keep (Positions | None): Which output positions send gradients, see :func:`channel_mlp`; None: all.
+        positions (Positions | None): Which output positions send gradients, see :class:`.mlp.MLPTensors`; None: all.
             Default: None.
-        storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
+    """
+
+    x: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    positions: Positions | None = None
+
+
+class DownsampleGradients(NamedTuple):
+    """Gradients of the tensors of these names."""
+
+    x: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class Parameters(NamedTuple):
+    """As :func:`.rows.patch_weights` takes them."""
+
+    weight: Tensor
+    bias: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+
+
+class DownsampleSaved(NamedTuple):
+    """What the backward pass needs: x-hat (N, K, 4, C) and its reciprocal deviation (N, K, 4, 1), and parameters."""
+
+    xhat: Stored
+    rstd: Tensor | None
+    positions: SavedPositions
+    parameters: Parameters
+    shape: torch.Size
+
+
+def downsample(settings: DownsampleSettings, tensors: DownsampleTensors) -> Tensor:
+    """Layer norm and 2x2/2 convolution with gradients from the kept output positions.
+
+    Patches do not overlap, so each output position is independent (section 3.2.2, the case s >= k).
+
+    Args:
+        settings (DownsampleSettings): See there.
+        tensors (DownsampleTensors): See there.
 
     Returns:
         Tensor: Shape (N, C', H // 2, W // 2).
     """
-    dtype = autocast_dtype(x) or x.dtype
-    return _Downsample.apply(x, norm_weight, norm_bias, weight, bias, (eps, keep, storage, dtype))
+    if settings.implementation == 'reference':
+        return reference(settings, tensors)
+    dtype = settings.dtype or autocast_dtype(tensors.x) or tensors.x.dtype
+    return _downsample(dataclasses.replace(settings, dtype=dtype), tensors)
 
 
-class _Downsample(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, options):
-        eps, keep, storage, dtype = options
-        height, width = x.shape[2] // 2, x.shape[3] // 2
-        with no_autocast(x):
-            w, b = fold(*patch_weights(weight, bias, norm_weight, norm_bias), dtype)
-            xhat, rstd = normalise(to_patches(x), eps, dtype)  # (N, L, 4, C), (N, L, 4, 1)
-            out = F.linear(xhat.flatten(2), w, b).transpose(1, 2).unflatten(2, (height, width))
-            if any(ctx.needs_input_grad):
-                ctx.shape, ctx.dtype = x.shape, dtype
-                ctx.starts = keep and keep.nearest and keep.nearest.starts
-                needs_x, needs_nw, _, needs_w, _ = ctx.needs_input_grad[:5]
-                stored = (xhat if needs_x or needs_nw or needs_w else None, rstd if needs_x else None)
-                if keep is not None:
-                    stored = (None if s is None else s.index_select(1, keep.keep) for s in stored)
-                xhat, rstd = stored
-                xhat = Stored(None) if xhat is None else store(xhat, storage, 1)
-                ctx.save_for_backward(*xhat, rstd, *Neighbours.tensors(keep), norm_weight, norm_bias, weight, bias)
-        return out.contiguous(memory_format=memory_format(x))
+def reference(settings: DownsampleSettings, tensors: DownsampleTensors) -> Tensor:
+    """:func:`downsample` in plain autograd, by Algorithm 1."""
+    x, norm_weight, norm_bias, weight, bias, positions = tensors
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        xhat, xhat_scale, rstd, keep, drop, pairs, norm_weight, norm_bias, weight, bias = ctx.saved_tensors
-        needs_x, needs_nw, needs_nb, needs_w, needs_b = ctx.needs_input_grad[:5]
-        n, c, height, width = ctx.shape
-        with no_autocast(grad):
-            folded = patch_weights(weight, bias, norm_weight, norm_bias)
-            w, _ = fold(*folded, ctx.dtype)
-            if xhat is not None:
-                xhat = Stored(xhat, xhat_scale).load(ctx.dtype).flatten(0, 1)  # (N * K, 4, C)
-            near = None if drop is None else Neighbours(pairs, ctx.starts, n)
-            incoming = [rows_of(grad, index) for index in ((keep, drop) if near else (keep,))]
-            db = sum(column_sums(g) for g in incoming)
-            g, *g_drop = incoming = [g.to(ctx.dtype) for g in incoming]
-            grads = [None] * 6
-            dw = zeros_for(folded[0])
-            if needs_w or needs_nw:
-                pooled = near.pool_(g.clone(), *g_drop) if near else g
-                accumulate(dw, pooled.t(), xhat.flatten(1))
-            if needs_x:
-                rstd = rstd.flatten(0, 1)
-                lent = [(xhat, rstd)] + ([near.lend(slice(0, len(g)), xhat, rstd)] if near else [])
-                dx = [
-                    normalise_backward((g @ w).view_as(xhat), xhat, rstd).view(n, -1, 4, c)
-                    for g, (xhat, rstd) in zip(incoming, lent, strict=True)
-                ]
-                if keep is not None:
-                    whole = dx[0].new_zeros(n, (height // 2) * (width // 2), 4, c)
-                    for rows, index in zip(dx, (keep, drop), strict=False):
-                        whole.index_copy_(1, index, rows)
-                    dx = [whole]
-                grads[0] = from_patches(dx[0], ctx.shape)
-            if needs_nw or needs_nb or needs_w or needs_b:
-                dnw, dnb, dw, db = unfold(dw, db, *folded[:1], *folded[2:], (needs_nw, needs_nb, needs_w, needs_b))
-                if needs_w:
-                    grads[3] = dw.view(len(dw), 2, 2, c).permute(0, 3, 1, 2)
-                # Every pixel of a patch is normalised with the same affine part.
-                grads[1] = dnw.view(4, c).sum(0) if needs_nw else None
-                grads[2] = dnb.view(4, c).sum(0) if needs_nb else None
-                grads[4] = db if needs_b else None
-        return tuple(grads)
+    def norm(tokens):
+        return F.layer_norm(tokens, tokens.shape[-1:], norm_weight, norm_bias, settings.eps)
+
+    if positions is None:
+        normed = norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous(memory_format=memory_format(x))
+        return F.conv2d(normed, weight, bias, stride=2)
+    matrix, bias, *_ = patch_weights(weight, bias, None, None)
+    out = sbp(lambda patches: F.linear(norm(patches).flatten(2), matrix, bias), to_patches(x), positions)
+    return in_shape(out, (*out.shape[:2], x.shape[2] // 2, x.shape[3] // 2))
+
+
+def forward(
+    settings: DownsampleSettings, tensors: DownsampleTensors, needs: DownsampleGradients
+) -> tuple[Tensor, DownsampleSaved | None]:
+    """See :mod:`sbp_mmdet.ops.operation`."""
+    x, norm_weight, norm_bias, weight, bias, positions = tensors
+    w, b = fold(*patch_weights(weight, bias, norm_weight, norm_bias), settings.dtype)
+    xhat, rstd = normalise(to_patches(x), settings.eps, settings.dtype)  # (N, L, 4, C), (N, L, 4, 1)
+    out = in_shape(F.linear(xhat.flatten(2), w, b), (len(x), len(w), x.shape[2] // 2, x.shape[3] // 2))
+    out = out.contiguous(memory_format=memory_format(x))
+    if not any(needs):
+        return out, None
+    saved = SavedPositions.of(positions)
+    rstd = take(rstd, saved.keep) if needs.x else None
+    if needs.x or needs.norm_weight or needs.weight:
+        stored = store(take(xhat, saved.keep), settings.storage, 1)
+    else:
+        stored = Stored(None)
+    return out, DownsampleSaved(stored, rstd, saved, Parameters(weight, bias, norm_weight, norm_bias), x.shape)
+
+
+def backward(
+    settings: DownsampleSettings, saved: DownsampleSaved, grad: Tensor, needs: DownsampleGradients
+) -> DownsampleGradients:
+    """See :mod:`sbp_mmdet.ops.operation`."""
+    folded = patch_weights(*saved.parameters)
+    w, _ = fold(*folded, settings.dtype)
+    xhat = saved.xhat.values
+    if xhat is not None:
+        xhat = saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, 4, C)
+    near = saved.positions.neighbours(len(grad))
+    incoming = [rows_of(grad, index) for index in saved.positions[: 2 if near else 1]]
+    db = sum(column_sums(g) for g in incoming)
+    g, *g_dropped = incoming = [g.to(settings.dtype) for g in incoming]
+    dw = zeros_for(folded[0])
+    if needs.weight or needs.norm_weight:
+        accumulate(dw, (near.pool_(g.clone(), *g_dropped) if near else g).t(), xhat.flatten(1))
+    dx = _input_gradient(saved, incoming, w, xhat, near) if needs.x else None
+    return _parameter_gradients(folded, dw, db, needs)._replace(x=dx)
+
+
+def _input_gradient(saved, incoming, w, xhat, near):
+    n, c, height, width = saved.shape
+    rstd = saved.rstd.flatten(0, 1)
+    lent = [(xhat, rstd)] + ([near.lend(slice(0, len(xhat)), xhat, rstd)] if near else [])
+    dx = [
+        normalise_backward((g @ w).view_as(xhat), xhat, rstd).view(n, -1, 4, c)
+        for g, (xhat, rstd) in zip(incoming, lent, strict=True)
+    ]
+    if saved.positions.keep is None:
+        return from_patches(dx[0], saved.shape)
+    whole = dx[0].new_zeros(n, (height // 2) * (width // 2), 4, c)
+    for rows, index in zip(dx, saved.positions, strict=False):
+        put_(whole, index, rows.flatten(0, 1))
+    return from_patches(whole, saved.shape)
+
+
+def _parameter_gradients(folded, dw, db, needs):
+    weight, _, norm_weight, norm_bias = folded
+    asked = (needs.norm_weight, needs.norm_bias, needs.weight, needs.bias)
+    dnw, dnb, dw, db = unfold(dw, db, weight, norm_weight, norm_bias, asked)
+    channels = weight.shape[1] // 4
+    return DownsampleGradients(
+        # Every pixel of a patch is normalised with the same affine part.
+        norm_weight=None if dnw is None else dnw.view(4, channels).sum(0),
+        norm_bias=None if dnb is None else dnb.view(4, channels).sum(0),
+        weight=None if dw is None else dw.view(len(dw), 2, 2, channels).permute(0, 3, 1, 2),
+        bias=db,
+    )
+
+
+_downsample = Operation('Downsample', forward, backward, DownsampleGradients)

@@ -10,13 +10,17 @@ from torch import Tensor
 __all__ = [
     'fold',
     'from_patches',
+    'in_shape',
     'map_of',
     'memory_format',
     'normalise',
     'normalise_backward',
     'patch_weights',
+    'put_',
     'rows_of',
+    'take',
     'to_patches',
+    'tokens_of',
     'unfold',
 ]
 
@@ -53,25 +57,83 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
-def rows_of(x, index):
-    """(N, C, H, W) -> (N * K, C), the rows of the given positions or of all."""
-    tokens = x.flatten(2).transpose(1, 2)  # (N, H * W, C)
-    if index is not None:
-        tokens = tokens.index_select(1, index)
-    return tokens.reshape(-1, x.shape[1])
+def tokens_of(x: Tensor) -> Tensor:
+    """A feature map (N, C, H, W) as tokens (N, H * W, C), a view of it; tokens (N, L, C) are what they are."""
+    return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
 
 
-def map_of(rows, index, shape, other_rows=None, other=None):
-    """The reverse of :func:`rows_of`, zero at the positions that are neither in ``index`` nor in ``other``."""
-    n, c, height, width = shape
-    rows = rows.view(n, -1, c)
-    if index is not None:
+def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The reverse of :func:`tokens_of`, for a map or tokens of this shape; channels last, where that is a map."""
+    return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
+
+
+def rows_of(x: Tensor, index: Tensor | None) -> Tensor:
+    """Rows of the given positions or of all, image after image.
+
+    Args:
+        x (Tensor): Tokens (N, L, C), of any strides, or a map (N, C, H, W).
+        index (Tensor | None): Positions, shape (K,) for all images alike or (N, K); None: all.
+
+    Returns:
+        Tensor: Shape (N * K, C).
+    """
+    return take(tokens_of(x), index).reshape(-1, x.shape[2 if x.dim() == 3 else 1])
+
+
+def take(x: Tensor, index: Tensor | None) -> Tensor:
+    """(N, L, ...) -> (N, K, ...), see :func:`rows_of`."""
+    if index is None:
+        return x
+    if index.dim() == 1:
+        return x.index_select(1, index)
+    out = x.new_empty(*index.shape, *x.shape[2:])
+    for image, own, rows in zip(x, index, out, strict=True):
+        torch.index_select(image, 0, own, out=rows)
+    return out
+
+
+def put_(tokens: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Writes rows to the given positions.
+
+    Args:
+        tokens (Tensor): Shape (N, L, ...), changed.
+        index (Tensor): Shape (K,) or (N, K).
+        rows (Tensor): Shape (N * K, ...).
+    """
+    rows = rows.view(len(tokens), -1, *tokens.shape[2:])
+    if index.dim() == 1:
+        tokens.index_copy_(1, index, rows)
+    else:
+        for image, own, image_rows in zip(tokens, index, rows, strict=True):
+            image.index_copy_(0, own, image_rows)
+
+
+def map_of(
+    rows: Tensor,
+    index: Tensor | None,
+    shape: tuple[int, ...],
+    other_rows: Tensor | None = None,
+    other: Tensor | None = None,
+) -> Tensor:
+    """The reverse of :func:`rows_of`, zero at the positions that are neither in ``index`` nor in ``other``.
+
+    Args:
+        rows (Tensor): Shape (N * K, C).
+        index (Tensor | None): Their positions, shape (K,) or (N, K); None: all.
+        shape (tuple): Of the result: tokens (N, L, C) or a map (N, C, H, W).
+        other_rows (Tensor | None): All rows that are not in ``index``. Default: None.
+        other (Tensor | None): Their positions. Default: None.
+    """
+    if index is None:
+        tokens = rows.view(shape[0], -1, rows.shape[1])
+    else:
         # Either the kept positions alone, or the dropped ones as well.
         new = rows.new_zeros if other is None else rows.new_empty
-        rows = new(n, height * width, c).index_copy_(1, index, rows)
+        tokens = new(shape[0], shape[1] if len(shape) == 3 else shape[2] * shape[3], rows.shape[1])
+        put_(tokens, index, rows)
         if other is not None:
-            rows.index_copy_(1, other, other_rows.view(n, -1, c))
-    return rows.transpose(1, 2).unflatten(2, (height, width))
+            put_(tokens, other, other_rows)
+    return in_shape(tokens, shape)
 
 
 def normalise(x, eps, dtype):

@@ -58,24 +58,23 @@ def disjoint_pointwise(backbone: nn.Module) -> None:
     """
     for stage in backbone.stages:
         for block in stage:
-            block._forward = functools.partial(_split_forward, block, block._forward)
+            block.mlp = functools.partial(_split_mlp, block, block.mlp)
 
 
-def _split_forward(block, whole, x, keep, left_out):
+def _split_mlp(block, whole, x, shortcut, keep=None, factor=None, conv=None):
     if keep is None:
-        return whole(x, keep, left_out)
+        return whole(x, shortcut, keep, factor, conv)
 
     def first(t):
         return F.linear(block.norm.tokens(t), block.pointwise_conv1.weight.flatten(1), block.pointwise_conv1.bias)
 
     def second(t):
-        t = F.linear(block.act(t), block.pointwise_conv2.weight.flatten(1), block.pointwise_conv2.bias)
+        t = F.linear(block.activate(t), block.pointwise_conv2.weight.flatten(1), block.pointwise_conv2.bias)
         return t if block.gamma is None else t * block.gamma
 
-    tokens = block.depthwise_conv(x).permute(0, 2, 3, 1)  # (N, H, W, C)
-    hidden = sbp(first, tokens.flatten(1, 2), Positions(keep=keep.drop, drop=keep.keep))
-    branch = sbp(second, hidden, keep).view(tokens.shape).permute(0, 3, 1, 2)
-    return x + block.stochastic_depth(branch, left_out)
+    hidden = sbp(first, x.flatten(2).transpose(1, 2), Positions(keep=keep.drop, drop=keep.keep))
+    branch = sbp(second, hidden, keep).transpose(1, 2).view_as(shortcut)
+    return shortcut + (branch if factor is None else branch * factor[:, None, None, None])
 
 
 DISJOINT = types.MappingProxyType({'disjoint blocks': disjoint_blocks, 'disjoint pointwise layers': disjoint_pointwise})
