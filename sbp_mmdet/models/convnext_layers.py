@@ -8,7 +8,6 @@ Names and shapes of the parameters are those of mmpretrain's ``ConvNeXt``. How t
 """
 
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from mmcv.cnn.bricks import DropPath
 from mmdet.registry import MODELS

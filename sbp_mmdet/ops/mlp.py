@@ -57,7 +57,7 @@ class MLPSettings:
     def __post_init__(self):
         check_form(self.implementation, recompute=self.recompute, storage=self.storage)
         if self.activation is not None and self.implementation == 'fused':
-            raise ValueError(f"activation={self.activation!r} needs implementation='reference'; 'fused' knows GELU only")
+            raise ValueError(f"activation={self.activation!r} needs implementation='reference'; 'fused' has GELU")
 
 
 class MLPTensors(NamedTuple):
@@ -194,12 +194,7 @@ def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs:
     near = saved.positions.neighbours(len(grad))
     incoming = _incoming(settings, saved, grad, near)
     sums = _Sums.of(t, needs)
-    dx = _InputGradient(None, None)
-    if needs.x:
-        dropped = incoming.dropped
-        dx = _InputGradient(
-            incoming.outer.new_empty(incoming.outer.shape), None if dropped is None else dropped.new_empty(dropped.shape)
-        )
+    dx = _InputGradient.like(incoming) if needs.x else _InputGradient(None, None)
     rows = _Rows(xhat, rstd if needs.x else None, saved.hidden)
     for chunk in _chunks(settings, incoming, weights, near) if asks.hidden else []:
         _add_chunk(settings, weights, rows, incoming, near, chunk, sums, dx)
@@ -305,6 +300,10 @@ class _InputGradient(NamedTuple):
 
     kept: Tensor | None
     dropped: Tensor | None
+
+    @classmethod
+    def like(cls, incoming):
+        return cls(*(None if g is None else g.new_empty(g.shape) for g in (incoming.outer, incoming.dropped)))
 
 
 class _Rows(NamedTuple):

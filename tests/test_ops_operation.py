@@ -1,0 +1,86 @@
+"""The wrapper that makes an autograd function of a pair of plain functions, and the settings of operations."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from sbp_mmdet import ops
+from sbp_mmdet.ops.operation import OnHost, Operation
+
+
+class Tensors(NamedTuple):
+    x: Tensor
+    weight: Tensor | None
+    other: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    x: Tensor | None = None
+    weight: Tensor | None = None
+
+
+class Inner(NamedTuple):
+    weight: Tensor
+    number: int
+    numbers: OnHost
+
+
+class Saved(NamedTuple):
+    inner: Inner
+    x: Tensor | None
+
+
+def forward(settings, tensors, needs):
+    x, weight, other = tensors
+    saved = Saved(Inner(weight, 7, OnHost(torch.tensor([settings]))), x if needs.weight else None)
+    return settings * x * weight + other, saved
+
+
+def backward(settings, saved, grad, needs):
+    assert saved.inner.number == 7 and saved.inner.numbers.tensor.item() == settings
+    assert (saved.x is None) == (not needs.weight)
+    dweight = (settings * grad * saved.x).sum(0) if needs.weight else None
+    return Gradients(settings * grad * saved.inner.weight if needs.x else None, dweight)
+
+
+double = Operation('Scaled', forward, backward, Gradients)
+
+
+@pytest.mark.parametrize('trainable', [('x', 'weight'), ('x',), ('weight',), ()], ids=str)
+def test_operation(trainable):
+    leaves = dict(x=torch.randn(3, 4), weight=torch.randn(4))
+    leaves = {name: t.requires_grad_(name in trainable) for name, t in leaves.items()}
+    other, seen = torch.ones(3, 4, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        out = double(2, Tensors(**leaves, other=other))
+    assert torch.equal(out, 2 * leaves['x'] * leaves['weight'] + 1)
+    assert out.requires_grad == bool(trainable)
+    assert len(seen) == len(trainable and ('weight',)) + ('weight' in trainable)
+    if trainable:
+        assert 'Scaled' in out.grad_fn.name()
+        out.sum().backward()
+    expected = dict(x=2 * leaves['weight'].expand(3, 4), weight=2 * leaves['x'].sum(0))
+    for name, leaf in leaves.items():
+        if name in trainable:
+            torch.testing.assert_close(leaf.grad, expected[name])
+        else:
+            assert leaf.grad is None
+    assert other.grad is None  # not among those that get a gradient
+
+
+@pytest.mark.parametrize('settings', [ops.MLPSettings, ops.DownsampleSettings, ops.NormSettings])
+def test_settings_that_cannot_be_honoured(settings):
+    with pytest.raises(ValueError, match="implementation='fuse' is unknown; choose 'fused' or 'reference'"):
+        settings(implementation='fuse')
+    with pytest.raises(ValueError, match="storage='int8' needs implementation='fused'"):
+        settings(storage='int8', implementation='reference')
+    assert hash(settings()) == hash(settings())
+
+
+def test_the_fused_mlp_knows_one_activation():
+    with pytest.raises(ValueError, match="activation=.*relu.* needs implementation='reference'"):
+        ops.MLPSettings(activation=torch.relu)
+    with pytest.raises(ValueError, match="recompute=True needs implementation='fused'"):
+        ops.MLPSettings(recompute=True, implementation='reference')
