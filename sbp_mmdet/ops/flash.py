@@ -1,0 +1,166 @@
+"""Softmax attention of heads by its row statistics: no map of n x n numbers is stored, and none has to be whole.
+
+With the log-sum-exp of each row of M = Q K^T / sqrt(d), every entry of the softmax is S = exp(M - lse), whichever other
+rows and keys are at hand. The backward pass may therefore be given *some* queries and *some* keys: with the output O and
+the log-sum-exp of the whole forward pass, each entry of the gradient dM = S * (dO V^T - rowsum(dO * O)) that it forms is
+the true one. The kernels are torch's own: one for CPUs, two for CUDA; heads in chunks where none of them fits.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .precision import accumulator
+
+__all__ = ['attend', 'attend_backward']
+
+_HALF = (torch.float16, torch.bfloat16)
+# CUDA's memory-efficient kernel reads rows of statistics and of biases in blocks of this many numbers.
+_ALIGN = 32
+# Entries of the map that exist at a time where no kernel fits.
+_MAP = 2**24
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """``softmax(q k^T / sqrt(d)) v`` and its row statistics. No gradients: see :func:`attend_backward`.
+
+    Args:
+        q (Tensor): Shape (N, h, M, d).
+        k, v (Tensor): Shape (N, h, L, d), L > 0.
+
+    Returns:
+        tuple[Tensor, Tensor]: Output, shape (N, h, M, d), and log-sum-exp, shape (N, h, M), in full precision.
+    """
+    kernel = _kernel(q)
+    if not q.numel():
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q))
+    if kernel == 'cpu':
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    if kernel == 'flash':
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+    if kernel == 'efficient':
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
+        return out, lse[..., : q.shape[2]]
+    return _plain(q, k, v)
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of some queries, keys and values, by the statistics of all.
+
+    Args:
+        grad (Tensor): Gradient of the output, shape (N, h, M, d).
+        q (Tensor): Shape (N, h, M, d).
+        k, v (Tensor): Shape (N, h, L, d).
+        out (Tensor): Output of the forward pass for these queries and *all* keys, shape (N, h, M, d).
+        lse (Tensor): Log-sum-exp of these queries and *all* keys, shape (N, h, M).
+        key_bias (Tensor | None): Logarithm of how many keys each of these stands for, shape (L,) or (N, L), in the
+            dtype of ``q``. None: each for itself. Default: None.
+
+    Returns:
+        tuple[Tensor, Tensor, Tensor]: Gradients of q, k and v; those of k and v are sums over the keys that each stands
+        for.
+    """
+    if not q.numel() or not k.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    kernel = _kernel(q, key_bias is not None)
+    if key_bias is not None:
+        key_bias = key_bias.view(-1, 1, 1, k.shape[2])
+    if kernel == 'cpu':
+        return _cpu_backward(grad, q, k, v, out, lse, key_bias)
+    if kernel == 'flash':
+        return _flash_backward(grad, q, k, v, out, lse)
+    if kernel == 'efficient':
+        return _efficient_backward(grad, q, k, v, out, lse, key_bias)
+    return _plain_backward(grad, q, k, v, out, lse, key_bias)
+
+
+def _kernel(q, bias=False):
+    """What runs: chosen alike in both passes; the statistics are the same number in each of them."""
+    head_dim = q.shape[-1]
+    if q.device.type == 'cpu':
+        return 'cpu' if hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
+    if q.device.type != 'cuda' or head_dim % 8 or q.dtype == torch.float64:
+        return 'plain'
+    ampere = _ampere(q.device.index)
+    if ampere and q.dtype in _HALF and head_dim <= 128 and not bias:
+        return 'flash'
+    # bf16 came with Ampere.
+    return 'efficient' if ampere or q.dtype != torch.bfloat16 else 'plain'
+
+
+@functools.cache
+def _ampere(index):
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def _cpu_backward(grad, q, k, v, out, lse, bias):
+    if bias is not None:
+        bias = bias.expand(q.shape[0], 1, q.shape[2], k.shape[2])
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias)
+
+
+def _flash_backward(grad, q, k, v, out, lse):
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the state of dropout's random numbers
+    lengths = (None, None, q.shape[2], k.shape[2])
+    return backward(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, False, unused, unused)
+
+
+def _efficient_backward(grad, q, k, v, out, lse, bias):
+    # The kernel reads whole blocks of statistics; infinity makes the softmax of what lies beyond the end zero.
+    lse = F.pad(lse, (0, -q.shape[2] % _ALIGN), value=math.inf).contiguous()
+    if bias is not None:
+        keys = k.shape[2]
+        bias = F.pad(bias, (0, -keys % _ALIGN))[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    unused = torch.empty((), dtype=torch.int64, device=q.device)
+    needs = [True, True, True, False]
+    return backward(grad, q, k, v, bias, out, lse, unused, unused, 0.0, needs)[:3]
+
+
+def _chunks(q, k):
+    """Slices of the (N * h) heads whose maps fit in ``_MAP`` entries together."""
+    heads = q.shape[0] * q.shape[1]
+    size = max(_MAP // (q.shape[2] * k.shape[2]), 1)
+    return [slice(start, start + size) for start in range(0, heads, size)]
+
+
+def _like(x, heads):
+    """Shape (N, h, M, d), laid out as (N, M, h, d), from heads one after another."""
+    n, h, m, d = x.shape
+    return heads.view(n, h, m, d).transpose(1, 2).contiguous().to(x.dtype).transpose(1, 2)
+
+
+def _plain(q, k, v):
+    full = accumulator(q)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    out, lse = q.new_empty(rows[0].shape, dtype=full), q.new_empty(rows[0].shape[:2], dtype=full)
+    for chunk in _chunks(q, k):
+        queries, keys, values = (x[chunk].to(full) for x in rows)
+        scores = queries @ keys.mT * q.shape[-1] ** -0.5
+        lse[chunk] = scores.logsumexp(-1)
+        out[chunk] = (scores - lse[chunk, :, None]).exp_() @ values
+    return _like(q, out), lse.view(q.shape[:3])
+
+
+def _plain_backward(grad, q, k, v, out, lse, bias):
+    full, factor = accumulator(q), q.shape[-1] ** -0.5
+    rows = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse)]
+    dq, dk, dv = (torch.empty(x.flatten(0, 1).shape, dtype=full, device=x.device) for x in (q, k, v))
+    if bias is not None:
+        bias = bias.to(full).expand(q.shape[0], q.shape[1], 1, k.shape[2]).flatten(0, 1)
+    for chunk in _chunks(q, k):
+        g, queries, keys, values, o, statistics = (x[chunk].to(full) for x in rows)
+        scores = queries @ keys.mT * factor - statistics[..., None]
+        softmax = (scores if bias is None else scores + bias[chunk]).exp_()
+        dv[chunk] = softmax.mT @ g
+        dscores = softmax * (g @ values.mT - (g * o).sum(-1, keepdim=True)) * factor
+        dq[chunk] = dscores @ keys
+        dk[chunk] = dscores.mT @ queries
+    return _like(q, dq), _like(k, dk), _like(v, dv)
