@@ -56,9 +56,7 @@ def plain_attention(
     if keep is not None:
         kept = torch.zeros(n, tokens, dtype=torch.bool)
         kept.scatter_(1, keep.keep.expand(n, -1), True)
-    q, k, v = (
-        F.linear(plain_norm(x, nw, nb), qkv_weight, qkv_bias).view(n, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-    )
+    q, k, v = F.linear(plain_norm(x, nw, nb), qkv_weight, qkv_bias).view(n, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
     scores = q @ k.transpose(2, 3) / (c // HEADS) ** 0.5
     if mode == 'qkv':
         keys = kept[:, None, None, :]

@@ -1,7 +1,7 @@
-"""The attention layer as the paper has it: Algorithm 1 and automatic differentiation, with maps stored for kept tokens.
+"""The attention layer as the paper has it: Algorithm 1 and automatic differentiation, with stored maps.
 
-It stores what Eq. 12 counts: Q, K and V, and the map before and after the softmax, each for what is kept. The softmax is
-that over all keys all the same: what dropped keys add to a row's sum and output is computed without a graph.
+It stores what Eq. 12 counts: Q, K and V, and the map before and after the softmax, each for what is kept. The softmax
+is that over all keys all the same: what dropped keys add to a row's sum and output is computed without a graph.
 """
 
 import torch
@@ -91,9 +91,9 @@ def _by_tokens(settings, t):
 
 
 def _copy_rows(x, index, rows):
-    if index.dim() == 1:
-        return x.index_copy_(1, index, rows)
-    return x.scatter_(1, index[..., None].expand_as(rows), rows)
+    images = slice(None) if index.dim() == 1 else torch.arange(len(x), device=x.device)[:, None]
+    x[images, index] = rows  # unlike index_copy_, this stores no rows for the backward pass
+    return x
 
 
 def _by_heads(settings, t):

@@ -1,9 +1,9 @@
 """Softmax attention of heads by its row statistics: no map of n x n numbers is stored, and none has to be whole.
 
 With the log-sum-exp of each row of M = Q K^T / sqrt(d), every entry of the softmax is S = exp(M - lse), whichever other
-rows and keys are at hand. The backward pass may therefore be given *some* queries and *some* keys: with the output O and
-the log-sum-exp of the whole forward pass, each entry of the gradient dM = S * (dO V^T - rowsum(dO * O)) that it forms is
-the true one. The kernels are torch's own: one for CPUs, two for CUDA; heads in chunks where none of them fits.
+rows and keys are at hand. The backward pass may therefore be given *some* queries and *some* keys: with the output O
+and the log-sum-exp of the whole forward pass, each entry of the gradient dM = S * (dO V^T - rowsum(dO * O)) that it
+forms is the true one. The kernels are torch's own: one for CPUs, two for CUDA; heads in chunks where none of them fits.
 """
 
 import functools
@@ -43,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
     if kernel == 'efficient':
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
-        return out, lse[..., : q.shape[2]]
+        return out, lse.narrow(2, 0, q.shape[2])
     return _plain(q, k, v)
 
 
@@ -117,7 +117,7 @@ def _efficient_backward(grad, q, k, v, out, lse, bias):
     lse = F.pad(lse, (0, -q.shape[2] % _ALIGN), value=math.inf).contiguous()
     if bias is not None:
         keys = k.shape[2]
-        bias = F.pad(bias, (0, -keys % _ALIGN))[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
+        bias = F.pad(bias, (0, -keys % _ALIGN)).narrow(3, 0, keys).expand(q.shape[0], q.shape[1], q.shape[2], keys)
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     needs = [True, True, True, False]
