@@ -8,7 +8,7 @@ from ops_cases import autocast, differentiate, plain, stored
 from oracles import assert_near, relative_error
 
 from sbp_mmdet.analysis import saved_bytes
-from sbp_mmdet.ops.attention import attention
+from sbp_mmdet.ops.attention import AttentionSettings, AttentionTensors, attention
 from sbp_mmdet.ops.attention_reference import _with_map
 from sbp_mmdet.ops.flash import attend
 
@@ -19,8 +19,12 @@ LEVELS = [False, True, 'attention', 'reference']
 
 def layer(level=True, **options):
     """The layer as a function of named tensors; level 'reference' is Algorithm 1."""
+    given = {name: options.pop(name) for name in ('factor', 'heads') if name in options} | dict(
+        positions=options.pop('keep', None)
+    )
     options |= dict(implementation='reference') if level == 'reference' else dict(recompute=level)
-    return lambda **tensors: attention(**tensors, num_heads=HEADS, **options)
+    settings = AttentionSettings(HEADS, **options)
+    return lambda **tensors: attention(settings, AttentionTensors(**tensors, **given))
 
 
 def cases():
@@ -184,8 +188,9 @@ def test_eq12():
     """Numbers that the paper's own form stores are the terms of Eq. 12: 0.61 of the whole for 'query', 0.33 for 'qkv'.
 
     The paper prints 0.46 for 'qkv', which does not follow from its own terms: (3 h d n r + 2 h n n r^2) over
-    (3 h d n + 2 h n n) is r (3 d/n + 2 r) / (3 d/n + 2), where the paper has d/n at the other summand. The exact forward
-    pass stores the output of the dropped keys on top, h d n r; the official code hides these keys from kept queries.
+    (3 h d n + 2 h n n) is r (3 d/n + 2 r) / (3 d/n + 2), where the paper has d/n at the other summand. The exact
+    forward pass stores the output of the dropped keys on top, h d n r; the official code hides these keys from kept
+    queries.
     """
     h, d, n, kept = 3, 64, 196, 98
     tensors = attention_inputs(n=1, tokens=n, c=h * d, dtype=torch.float32)
@@ -212,18 +217,20 @@ def test_eq12():
     'options, message',
     [
         (dict(num_heads=5), 'must divide the 12 channels'),
-        (dict(mode='keys'), "attention mode='keys' is unknown"),
-        (dict(storage='int4'), "storage='int4' is unknown"),
-        (dict(recompute='block'), "recompute='block' is unknown"),
-        (dict(implementation='flash'), "implementation='flash' is unknown"),
-        (dict(mode='head', keep=grid('half')), 'drops heads, not tokens'),
-        (dict(heads=torch.tensor([0])), 'drops tokens, not heads'),
-        (dict(keep=grid('half'), dropped='nearest'), "attention knows 'zero' and 'pool'"),
-        (dict(keep=grid('half'), dropped='pool'), 'keep.nearest is None'),
-        (dict(keep=grid('half'), recompute='attention'), 'use recompute=True'),
+        (dict(mode='keys'), "mode='keys' is not there"),
+        (dict(storage='int4'), "storage='int4' is not there"),
+        (dict(recompute='block'), "recompute='block' is not there"),
+        (dict(implementation='flash'), "implementation='flash' is not there"),
+        (dict(dropped='nearest'), "'pool' is the better form"),
         (dict(implementation='reference', storage='int8'), "use 'fused'"),
+        (dict(mode='head', positions=grid('half')), 'drops heads, not tokens'),
+        (dict(heads=torch.tensor([0])), 'drops tokens, not heads'),
+        (dict(positions=grid('half'), dropped='pool'), 'positions.nearest is None'),
+        (dict(positions=grid('half'), recompute='attention'), 'use recompute=True'),
     ],
 )
 def test_bad_values_are_named(options, message):
+    given = {name: options[name] for name in ('positions', 'heads') if name in options}
+    options = dict(num_heads=HEADS) | {name: value for name, value in options.items() if name not in given}
     with pytest.raises(ValueError, match=message):
-        attention(**attention_inputs(), **(dict(num_heads=HEADS) | options))
+        attention(AttentionSettings(**options), AttentionTensors(**attention_inputs(), **given))

@@ -1,4 +1,4 @@
-"""Forward and backward pass of the lean attention layer, as plain functions; :mod:`.attention` says what they compute."""
+"""Forward and backward pass of the lean attention layer, as plain functions; see :mod:`.attention`."""
 
 import dataclasses
 from typing import NamedTuple
@@ -7,49 +7,86 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..masks import Positions
 from .flash import attend, attend_backward
 from .mlp import _in_range
-from .precision import accumulate, accumulator, column_sums, no_autocast
+from .precision import accumulate, accumulator, column_sums
 from .rows import fold, normalise, normalise_backward, unfold
-from .storage import Stored, store
+from .storage import STORAGES, Stored, store
 from .tokens import add_rows_, group_sizes, take
 
-__all__ = ['AttentionSaved', 'AttentionSettings', 'AttentionTensors', 'backward', 'forward']
+__all__ = ['AttentionGradients', 'AttentionSaved', 'AttentionSettings', 'AttentionTensors', 'backward', 'forward']
 
+_CHOICES = dict(
+    mode=('qkv', 'query', 'head'),
+    dropped=('zero', 'pool'),
+    recompute=(False, True, 'attention'),
+    storage=STORAGES,
+    implementation=('fused', 'reference'),
+)
 # Rows that a product in half precision sums over before it is added in full precision.
 _ROWS = 2**13
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """How the attention layer runs; see :func:`attention`, which checks the values.
+    """Of :func:`.attention.attention`.
 
     Attributes:
-        num_heads (int): h.
-        mode (str): 'qkv', 'query' or 'head'.
-        dropped (str): 'zero' or 'pool'.
-        recompute (bool | str): False, True or 'attention'.
-        storage (str): 'native' or 'int8'.
-        eps (float): Of the layer norm.
-        dtype (torch.dtype): Of the matrix products.
+        num_heads (int): h; C = h d.
+        mode (str): What is dropped (section 4, "How to apply SBP on MHSA?"): 'qkv' and 'query' go by positions, 'head'
+            by ``heads``. Default: 'qkv'.
+        dropped (str): What dropped tokens send: 'zero', nothing, or 'pool', a share of their group's gradient.
+            Default: 'zero'.
+        recompute (bool | str): False: Q, K and V are stored as well. True: they are computed again. 'attention': so are
+            its output and statistics, and only x-hat is stored; not for 'qkv' with dropped tokens, where x-hat of all
+            tokens would take the place of two rows for each kept one. Default: True.
+        storage (str): How x-hat and the attention's output are stored, 'native' or 'int8'. Default: 'native'.
+        implementation (str): 'fused', or 'reference': Algorithm 1 with stored maps, as the paper counts them; for
+            'zero' and 'native' only. Default: 'fused'.
+        eps (float): Of the layer norm. Default: 1e-6.
+        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+
+    Raises:
+        ValueError: For an unknown value, or one that the form of implementation does not have.
     """
 
     num_heads: int
-    mode: str
-    dropped: str
-    recompute: bool | str
-    storage: str
-    eps: float
-    dtype: torch.dtype
+    mode: str = 'qkv'
+    dropped: str = 'zero'
+    recompute: bool | str = True
+    storage: str = 'native'
+    implementation: str = 'fused'
+    eps: float = 1e-6
+    dtype: torch.dtype | None = None
 
-    @property
-    def pooled(self) -> bool:
-        """Whether dropped tokens send gradients by the kept ones."""
-        return self.dropped == 'pool'
+    def __post_init__(self):
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                hint = "; for tokens 'pool' is the better form of it" if value == 'nearest' else ''
+                raise ValueError(f'{name}={value!r} is not there for attention; choose one of {known}{hint}')
+        if self.implementation == 'reference' and (self.dropped, self.storage) != ('zero', 'native'):
+            raise ValueError(
+                f"implementation='reference' knows dropped='zero' and storage='native' only, not {self.dropped!r} and "
+                f"{self.storage!r}: use 'fused'"
+            )
 
 
 class AttentionTensors(NamedTuple):
-    """What the layer gets, and which of it needs gradients, and the gradients."""
+    """What the layer works on.
+
+    Attributes:
+        x (Tensor): Tokens, shape (N, L, C).
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be None.
+        proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
+        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
+        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
+        positions (Positions | None): Kept and dropped *tokens*, for all images alike or for each, see
+            :func:`.tokens.token_positions`; 'pool' needs ``positions.nearest``. None: all are kept. Default: None.
+        heads (Tensor | None): int64, kept heads, for mode 'head'. None: all. Default: None.
+    """
 
     x: Tensor
     norm_weight: Tensor | None
@@ -58,67 +95,97 @@ class AttentionTensors(NamedTuple):
     qkv_bias: Tensor | None
     proj_weight: Tensor
     proj_bias: Tensor
-    gamma: Tensor | None
-    factor: Tensor | None
-    keep: Tensor | None
-    drop: Tensor | None
-    pairs: Tensor | None
-    heads: Tensor | None
+    gamma: Tensor | None = None
+    factor: Tensor | None = None
+    positions: Positions | None = None
+    heads: Tensor | None = None
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients of the tensors of these names, or whether they are needed."""
+
+    x: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    qkv_weight: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    proj_weight: Tensor | None = None
+    proj_bias: Tensor | None = None
+    gamma: Tensor | None = None
+
+
+class _Indices(NamedTuple):
+    """Indices of tokens; None: all tokens are kept."""
+
+    keep: Tensor | None = None
+    drop: Tensor | None = None  # if dropped tokens send gradients
+    pairs: Tensor | None = None  # likewise, if they do not go with the kept ones one for one
+
+    @classmethod
+    def of(cls, settings, positions):
+        if positions is None:
+            return cls()
+        if settings.dropped == 'zero':
+            return cls(positions.keep)
+        return cls(positions.keep, positions.drop, positions.nearest.index)
 
     @property
-    def inner(self) -> bool:
-        """Of needs: anything in front of the projection."""
-        return any(self[:5])
+    def pooled(self):
+        return self.drop is not None
 
-    @property
-    def outer(self) -> bool:
-        """Of needs: what is a product with the attention's output."""
-        return self.proj_weight or self.gamma
+    def sizes(self, dtype):
+        return group_sizes(self.pairs, self.keep, dtype)
 
 
 class AttentionSaved(NamedTuple):
-    """What waits for the backward pass; rows of tokens, (N, K, ...)."""
+    """What waits for the backward pass, as rows of tokens (N, K, ...)."""
 
-    xhat: Tensor | None
-    xhat_scale: Tensor | None
+    xhat: Stored
     rstd: Tensor | None
-    out: Tensor | None
-    out_scale: Tensor | None
+    out: Stored
     lse: Tensor | None  # (N, K, h)
     q: Tensor | None
     kv: Tensor | None
-    tensors: AttentionTensors  # without x
+    indices: _Indices
+    given: AttentionTensors  # without x and positions
+
+
+def _asks(needs):
+    """Whether anything in front of the projection, and whether a product with the attention's output, is needed."""
+    inner = needs.x or needs.norm_weight or needs.norm_bias or needs.qkv_weight or needs.qkv_bias
+    return inner, needs.proj_weight or needs.gamma
 
 
 def forward(
-    settings: AttentionSettings, tensors: AttentionTensors, needs: AttentionTensors
+    settings: AttentionSettings, tensors: AttentionTensors, needs: AttentionGradients
 ) -> tuple[Tensor, AttentionSaved]:
-    """The layer's output, and what its backward pass needs."""
+    """The layer's output, and what its backward pass needs; see :mod:`.operation`."""
     t, dtype = tensors, settings.dtype
-    with no_autocast(t.x):
-        xhat, rstd = normalise(t.x, settings.eps, dtype)
-        qkv = F.linear(xhat, *_qkv_layer(settings, t))
-        head_dim = qkv.shape[-1] // 3 // settings.num_heads
-        out, lse = attend(*(_to_heads(rows, head_dim) for rows in qkv.chunk(3, -1)))
-        out = _to_rows(out)
-        branch = F.linear(out, t.proj_weight.to(dtype), t.proj_bias.to(dtype))
-        multiplier = t.gamma
-        if t.factor is not None:
-            multiplier = t.factor[:, None, None] * (1 if t.gamma is None else t.gamma)
-        y = t.x + branch if multiplier is None else torch.addcmul(t.x, branch, multiplier)
-        return y, _save(settings, t, needs, xhat, rstd, qkv, out, lse)
+    xhat, rstd = normalise(t.x, settings.eps, dtype)
+    qkv = F.linear(xhat, *_qkv_layer(settings, t))
+    head_dim = t.proj_weight.shape[1] // settings.num_heads
+    out, lse = attend(*(_to_heads(rows, head_dim) for rows in qkv.chunk(3, -1)))
+    out = _to_rows(out)
+    branch = F.linear(out, t.proj_weight.to(dtype), t.proj_bias.to(dtype))
+    multiplier = t.gamma
+    if t.factor is not None:
+        multiplier = t.factor[:, None, None] * (1 if t.gamma is None else t.gamma)
+    y = t.x + branch if multiplier is None else torch.addcmul(t.x, branch, multiplier)
+    return y, _save(settings, t, needs, xhat, rstd, qkv, out, lse)
 
 
 def _save(settings, t, needs, xhat, rstd, qkv, out, lse):
-    queries, seen = _indices(settings, t)
+    indices = _Indices.of(settings, t.positions)
+    queries, seen = indices.keep, _seen(settings, indices)
     again = settings.recompute == 'attention'
+    inner, outer = _asks(needs)
     xhat_stored = out_stored = Stored(None)
     kept_lse = q = kv = None
-    if needs.inner or (again and needs.outer):
+    if inner or (again and outer):
         xhat_stored = store(take(xhat, seen), settings.storage, 1)
-    if not again and (needs.inner or needs.outer):
+    if not again and (inner or outer):
         out_stored = store(_of_heads(take(out, queries), settings, t), settings.storage, 1)
-    if not again and needs.inner:
+    if not again and inner:
         kept_lse = take(lse.transpose(1, 2), queries)
         kept_lse = kept_lse if t.heads is None else kept_lse.index_select(2, t.heads)
         if not settings.recompute:
@@ -126,12 +193,13 @@ def _save(settings, t, needs, xhat, rstd, qkv, out, lse):
             q = _of_heads(take(qkv[..., :c], queries), settings, t)
             kv = _of_heads(take(qkv[..., c:], seen), settings, t, 2)
     rstd = take(rstd, seen) if needs.x else None
-    return AttentionSaved(*xhat_stored, rstd, *out_stored, kept_lse, q, kv, t._replace(x=None))
+    given = t._replace(x=None, positions=None)
+    return AttentionSaved(xhat_stored, rstd, out_stored, kept_lse, q, kv, indices, given)
 
 
-def _indices(settings, t):
-    """Tokens whose queries, and tokens whose x-hat, keys and values send gradients; None: all."""
-    return t.keep, t.keep if settings.mode == 'qkv' else None
+def _seen(settings, indices):
+    """Tokens whose x-hat, keys and values send gradients; None: all."""
+    return indices.keep if settings.mode == 'qkv' else None
 
 
 def _channels(settings, t, parts=1):
@@ -168,82 +236,86 @@ def _to_rows(heads):
 
 
 def backward(
-    settings: AttentionSettings, saved: AttentionSaved, grad: Tensor, needs: AttentionTensors
-) -> AttentionTensors:
-    """Gradients of the layer's tensors, as far as they are needed."""
-    t = saved.tensors
-    grads = AttentionTensors(*[None] * len(AttentionTensors._fields))
-    with no_autocast(grad):
-        incoming, sums = _incoming(settings, t, grad)
-        xhat = None if saved.xhat is None else Stored(saved.xhat, saved.xhat_scale).load(settings.dtype)
-        weight, bias = _qkv_layer(settings, t, _channels(settings, t, 3)) if xhat is not None else (None, None)
-        q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)
-        grads = grads._replace(**_projection_gradients(settings, t, needs, incoming, sums, out))
-        if needs.inner:
-            g = incoming if t.gamma is None else incoming * t.gamma
-            g = _to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
-            del incoming
-            parts = attend_backward(g, q, k, v, _to_heads(out, q.shape[-1]), lse, _key_bias(settings, t))
-            dq, dk, dv = (_to_rows(part) for part in parts)
-            del q, k, v, out, parts, g
-            queries = t.keep if settings.mode == 'query' else None
-            if queries is not None and settings.pooled:
-                dq, queries = _shared(t, dq, grad.shape[1]), None
-            grads = grads._replace(**_layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries))
-            if needs.x:
-                branch = _input_gradient(weight, dq, dk, dv, queries)
-                branch = normalise_backward(branch, xhat, saved.rstd).to(grad.dtype)
-                grads = grads._replace(x=_scattered(settings, t, grad, branch))
-    return grads
+    settings: AttentionSettings, saved: AttentionSaved, grad: Tensor, needs: AttentionGradients
+) -> AttentionGradients:
+    """Gradients of the layer's tensors, as far as they are needed; see :mod:`.operation`."""
+    t, indices = saved.given, saved.indices
+    incoming, sums = _incoming(t, indices, grad)
+    xhat = None if saved.xhat.values is None else saved.xhat.load(settings.dtype)
+    weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _channels(settings, t, 3))
+    q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)
+    found = _projection_gradients(settings, t, needs, incoming, sums, out)
+    if not _asks(needs)[0]:
+        return AttentionGradients(**found)
+    g = incoming if t.gamma is None else incoming * t.gamma
+    g = _to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
+    del incoming
+    parts = attend_backward(g, q, k, v, _to_heads(out, q.shape[-1]), lse, _key_bias(settings, indices))
+    dq, dk, dv = (_to_rows(part) for part in parts)
+    del q, k, v, out, parts, g
+    queries = indices.keep if settings.mode == 'query' else None
+    if queries is not None and indices.pooled:
+        dq, queries = _shared(indices, dq, grad.shape[1]), None
+    found |= _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
+    if needs.x:
+        branch = normalise_backward(_input_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
+        found['x'] = _scattered(settings, indices, grad, branch.to(grad.dtype))
+    return AttentionGradients(**found)
 
 
-def _incoming(settings, t, grad):
-    """Gradients of the branch at kept tokens, summed over groups, and their sum over what sends any."""
-    g = take(grad, t.keep)
-    g = g if t.factor is None else g * t.factor[:, None, None]
+def _incoming(t, indices, grad):
+    """Gradients of the branch at kept tokens, summed over groups, and their sum over all tokens that send any."""
+
+    def rows(index):
+        g = take(grad, index)
+        return g if t.factor is None else g * t.factor[:, None, None]
+
+    g = rows(indices.keep)
     sums = column_sums(g.flatten(0, 1))
-    if t.keep is not None and settings.pooled:
-        rest = take(grad, t.drop)
-        rest = rest if t.factor is None else rest * t.factor[:, None, None]
-        sums += column_sums(rest.flatten(0, 1))
-        g = add_rows_(g.clone(), t.pairs, rest)
+    if indices.pooled:
+        dropped = rows(indices.drop)
+        sums += column_sums(dropped.flatten(0, 1))
+        g = add_rows_(g.clone(), indices.pairs, dropped)
     return g, sums
 
 
 def _activations(settings, saved, xhat, weight, bias):
     """Queries, keys and values by heads, the attention's output (N, K, C) and the statistics by heads."""
-    t = saved.tensors
-    head_dim = t.proj_weight.shape[1] // settings.num_heads
-    q = k = v = out = None
+    head_dim = saved.given.proj_weight.shape[1] // settings.num_heads
+    q = k = v = None
     if saved.q is not None:
         q, kv = saved.q, saved.kv
     elif xhat is not None:
         c = len(weight) // 3
-        q = F.linear(take(xhat, t.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
+        q = F.linear(take(xhat, saved.indices.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
         kv = F.linear(xhat, weight[c:], bias[c:])
     if q is not None:
         q, k, v = (_to_heads(rows, head_dim) for rows in (q, *kv.chunk(2, -1)))
     if settings.recompute == 'attention' and q is not None:
         out, lse = attend(q, k, v)
         return q, k, v, _to_rows(out), lse
-    if saved.out is not None:
-        out = Stored(saved.out, saved.out_scale).load(settings.dtype)
+    out = None if saved.out.values is None else saved.out.load(settings.dtype)
     return q, k, v, out, None if saved.lse is None else saved.lse.transpose(1, 2)
 
 
-def _key_bias(settings, t):
+def _key_bias(settings, indices):
     """What a kept key's share of the softmax is multiplied by, as a logarithm."""
-    if t.keep is None or not settings.pooled or settings.mode != 'qkv':
+    if not indices.pooled or settings.mode != 'qkv':
         return None
-    return group_sizes(t.pairs, t.keep, accumulator(t.qkv_weight)).squeeze(-1).log().to(settings.dtype)
+    return (
+        indices.sizes(torch.float64 if settings.dtype == torch.float64 else torch.float32)
+        .squeeze(-1)
+        .log()
+        .to(settings.dtype)
+    )
 
 
-def _shared(t, rows, tokens):
+def _shared(indices, rows, tokens):
     """Gradients of groups (N, K, C), shared by all of their tokens: (N, L, C)."""
-    rows = rows / group_sizes(t.pairs, t.keep, rows.dtype)
+    rows = rows / indices.sizes(rows.dtype)
     everyone = rows.new_zeros(rows.shape[0], tokens, rows.shape[2])
-    add_rows_(everyone, t.keep, rows)
-    return add_rows_(everyone, t.drop, rows if t.pairs is None else take(rows, t.pairs))
+    add_rows_(everyone, indices.keep, rows)
+    return add_rows_(everyone, indices.drop, rows if indices.pairs is None else take(rows, indices.pairs))
 
 
 def _product(a, b):
@@ -261,7 +333,7 @@ def _projection_gradients(settings, t, needs, incoming, sums, out):
     gamma = 1 if t.gamma is None else t.gamma
     if needs.proj_bias:
         grads['proj_bias'] = sums * gamma
-    if not needs.outer:
+    if not _asks(needs)[1]:
         return grads
     rows, unit = _in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
     outer = _product(rows[None], out)
@@ -304,11 +376,11 @@ def _input_gradient(weight, dq, dk, dv, queries):
     return add_rows_(total, queries, dq @ wq)
 
 
-def _scattered(settings, t, grad, branch):
+def _scattered(settings, indices, grad, branch):
     """Gradient of the tokens: the shortcut's and, where there is one, the branch's."""
-    index = _indices(settings, t)[1]
+    index = _seen(settings, indices)
     if index is None:
         return grad + branch
-    if not settings.pooled:
+    if not indices.pooled:
         return add_rows_(grad.clone(), index, branch)
-    return grad + _shared(t, branch, grad.shape[1])
+    return grad + _shared(indices, branch, grad.shape[1])

@@ -27,7 +27,7 @@ def attention_reference(settings, tensors) -> Tensor:
     t = tensors
     if settings.mode == 'head' and t.heads is not None:
         branch = _by_heads(settings, t)
-    elif t.keep is None:
+    elif t.positions is None:
         branch = _project(t, _with_map(*_qkv(settings, t, t.x, 0, 3)))
     else:
         branch = _by_tokens(settings, t)
@@ -69,7 +69,8 @@ def _with_map(q, k, v, others=None):
 
 def _by_tokens(settings, t):
     """Branch with gradients of kept queries and, for 'qkv', of kept keys and values."""
-    kept, dropped = take(t.x, t.keep), take(t.x, t.drop)
+    keep, drop = t.positions.keep, t.positions.drop
+    kept, dropped = take(t.x, keep), take(t.x, drop)
     others = None
     if settings.mode == 'query':
         (q,), (k, v) = _qkv(settings, t, kept, 0, 1), _qkv(settings, t, t.x, 1, 3)
@@ -86,8 +87,8 @@ def _by_tokens(settings, t):
     with torch.no_grad():
         rest = _project(t, attend(q_drop, keys.detach(), values.detach())[0])
         whole = branch.new_empty(t.x.shape[:2] + branch.shape[2:])
-        _copy_rows(whole, t.drop, rest)
-    return _copy_rows(whole, t.keep, branch)
+        _copy_rows(whole, drop, rest)
+    return _copy_rows(whole, keep, branch)
 
 
 def _copy_rows(x, index, rows):
