@@ -8,9 +8,11 @@ from ops_cases import autocast, differentiate, plain, stored
 from oracles import assert_near, relative_error
 
 from sbp_mmdet.analysis import saved_bytes
+from sbp_mmdet.masks import Nearest, Positions, positions
 from sbp_mmdet.ops.attention import AttentionSettings, AttentionTensors, attention
 from sbp_mmdet.ops.attention_reference import _with_map
 from sbp_mmdet.ops.flash import attend
+from sbp_mmdet.ops.tokens import token_positions
 
 OLD_TORCH = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='no fp16 autocast on CPUs')
 FP16 = pytest.param(torch.float16, marks=OLD_TORCH)
@@ -221,7 +223,7 @@ def test_eq12():
         (dict(storage='int4'), "storage='int4' is not there"),
         (dict(recompute='block'), "recompute='block' is not there"),
         (dict(implementation='flash'), "implementation='flash' is not there"),
-        (dict(dropped='nearest'), "'pool' is the better form"),
+        (dict(dropped='nearest'), "'pool' gives weights the same"),
         (dict(implementation='reference', storage='int8'), "use 'fused'"),
         (dict(mode='head', positions=grid('half')), 'drops heads, not tokens'),
         (dict(heads=torch.tensor([0])), 'drops tokens, not heads'),
@@ -234,3 +236,38 @@ def test_bad_values_are_named(options, message):
     options = dict(num_heads=HEADS) | {name: value for name, value in options.items() if name not in given}
     with pytest.raises(ValueError, match=message):
         attention(AttentionSettings(**options), AttentionTensors(**attention_inputs(), **given))
+
+
+@pytest.mark.parametrize('mode', ['qkv', 'query'])
+def test_pooling_in_half_precision(mode):
+    """bf16 is as near to fp64 as its rounding lets it be, the logarithm of group sizes included."""
+    tensors = attention_inputs(tokens=50, c=48, dtype=torch.float32)
+    f = layer(True, mode=mode, keep=grid('half', 7, 7, nearest=True), dropped='pool')
+    truth = differentiate(f, {name: t.double() for name, t in tensors.items()})
+    actual = differentiate(autocast(f, torch.bfloat16), tensors)
+    for name, value in truth.items():
+        assert relative_error(actual[name], value) < 0.05, name
+
+
+def test_pooling_with_a_mask_for_each_image():
+    """Each image as it is alone."""
+    tensors = attention_inputs(n=2, tokens=20)
+    each = [
+        token_positions(positions(mask, nearest=True), 0) for mask in torch.eye(2).bool().repeat(1, 10).view(2, 4, 5)
+    ]
+    stacked = [
+        torch.stack(t) for t in zip(*((p.keep, p.drop, p.nearest.index) for p in map(_paired, each)), strict=True)
+    ]
+    keep = Positions(*stacked[:2], Nearest(stacked[2], torch.stack([p.nearest.starts for p in each])))
+
+    def f(x, **parameters):
+        images = zip(x.split(1), each, strict=True)
+        return torch.cat([layer(keep=own, dropped='pool')(x=image, **parameters) for image, own in images])
+
+    actual = differentiate(layer(keep=keep, dropped='pool'), tensors)
+    assert_near(actual, differentiate(f, tensors), 1e-12)
+
+
+def _paired(found):
+    index = torch.arange(len(found.drop)) if found.nearest.index is None else found.nearest.index
+    return found._replace(nearest=found.nearest._replace(index=index))

@@ -64,7 +64,7 @@ class AttentionSettings:
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
-                hint = "; for tokens 'pool' is the better form of it" if value == 'nearest' else ''
+                hint = "; 'pool' gives weights the same gradients for fewer products" if value == 'nearest' else ''
                 raise ValueError(f'{name}={value!r} is not there for attention; choose one of {known}{hint}')
         if self.implementation == 'reference' and (self.dropped, self.storage) != ('zero', 'native'):
             raise ValueError(
