@@ -1,20 +1,41 @@
-"""``sbp_cfg``: what a config may say about SBP, checked when the backbone is built."""
+"""``sbp_cfg``: what a config may say about SBP, checked when the backbone is built, and named presets of it."""
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from numbers import Real
 
 from .masks import SAMPLERS, parse_keep_ratio
 from .ops.storage import STORAGES
 
-__all__ = ['DROPPED', 'IMPLEMENTATIONS', 'SBPSettings']
+__all__ = [
+    'DROPPED',
+    'GRADIENTS',
+    'IMPLEMENTATIONS',
+    'PRESETS',
+    'UNITS',
+    'Preset',
+    'SBPSettings',
+    'make_presets',
+    'preset_named',
+]
 
 IMPLEMENTATIONS = ('fused', 'reference')
 DROPPED = ('zero', 'nearest')
 
-# Appendix "Experimental Settings": all blocks of stages 1 and 2; the first 6 (tiny) or 21 (base) of stage 3.
-_PAPER_BLOCKS = {'tiny': (3, 3, 6, 0), 'base': (3, 3, 21, 0)}
+
+def _key(default, choices: tuple = (), *, selects: bool = False, fused: bool = False):
+    """A key of ``sbp_cfg``.
+
+    Args:
+        default: Its default.
+        choices (tuple): Values that it may have; none: :meth:`SBPSettings.parse` checks it by a rule of its own.
+        selects (bool): It says which positions are kept. Such keys belong to the user: a preset leaves them as they
+            are. All others are the preset's to set. Default: False.
+        fused (bool): Other values than the default need ``implementation='fused'``. Default: False.
+    """
+    return dataclasses.field(default=default, metadata=dict(choices=choices, selects=selects, fused=fused))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +46,8 @@ class SBPSettings:
         keep_ratio (tuple[float, ...]): One r in (0, 1] for each SBP block, shallow to deep (section 4, "How much
             gradients should be kept"). ``sbp_cfg`` takes one number for all, or the list. Default: 0.5.
         sampler (str): 'grid' or 'random'. Default: 'grid'.
-        blocks (tuple[int, ...]): How many leading blocks of each stage use SBP. Default: the paper's for arch 'tiny'
-            and 'base', every stage but the last elsewhere.
+        blocks (tuple[int, ...]): How many leading blocks of each stage use SBP. Default: what the backbone says, such
+            as the paper's numbers for some architectures; every stage but the last elsewhere.
         downsample (bool): SBP on the 2x2/2 layers that lead into stages 2 and 3. Default: True.
         implementation (str): 'fused' stores less for the same gradients; 'reference' is Algorithm 1 as the paper
             writes it. Default: 'fused'.
@@ -45,24 +66,25 @@ class SBPSettings:
             are is up to the backbone's ``drop_path_rate``; with 0 nothing changes. Default: False.
     """
 
-    keep_ratio: tuple[float, ...]
-    sampler: str
-    blocks: tuple[int, ...]
-    downsample: bool
-    implementation: str
-    recompute: bool | str
-    dropped: str
-    storage: str
-    skip_dropped_images: bool
+    keep_ratio: tuple[float, ...] = _key(0.5, selects=True)
+    sampler: str = _key('grid', SAMPLERS, selects=True)
+    blocks: tuple[int, ...] | None = _key(None, selects=True)
+    downsample: bool = _key(True, (True, False), selects=True)
+    implementation: str = _key('fused', IMPLEMENTATIONS)
+    recompute: bool | str = _key(False, (False, True, 'block'), fused=True)
+    dropped: str = _key('zero', DROPPED, fused=True)
+    storage: str = _key('native', STORAGES, fused=True)
+    skip_dropped_images: bool = _key(False, (True, False))
 
     @classmethod
-    def parse(cls, cfg: dict, arch: str | dict, depths: Sequence[int]) -> 'SBPSettings':
+    def parse(cls, cfg: dict, depths: Sequence[int], blocks: Sequence[int] | None = None) -> 'SBPSettings':
         """Fills in the defaults and checks every value.
 
         Args:
             cfg (dict): ``sbp_cfg`` of the config.
-            arch (str | dict): ``arch`` of the backbone.
-            depths (Sequence[int]): Blocks of each stage.
+            depths (Sequence[int]): Blocks of each stage of the backbone.
+            blocks (Sequence[int] | None): Default of the key ``blocks``; None: every stage but the last.
+                Default: None.
 
         Returns:
             SBPSettings: The settings.
@@ -70,69 +92,68 @@ class SBPSettings:
         Raises:
             ValueError: Naming the key, the value and the remedy.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
+        keys = {field.name: field for field in dataclasses.fields(cls)}
         if not isinstance(cfg, dict):
-            raise ValueError(f'sbp_cfg={cfg!r} must be a dict with keys of {known}, or None for the plain backbone')
+            raise ValueError(f'sbp_cfg={cfg!r} must be a dict with keys of {[*keys]}, or None for the plain backbone')
         for key in cfg:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean '{near[0]}'?" if near else f'known keys are {known}'
+            if key not in keys:
+                near = difflib.get_close_matches(key, keys, n=1)
+                hint = f"did you mean '{near[0]}'?" if near else f'known keys are {[*keys]}'
                 raise ValueError(f"sbp_cfg has an unknown key '{key}'; {hint}")
-
-        blocks = cfg.get('blocks')
-        if blocks is None:
-            blocks = _PAPER_BLOCKS.get(arch) if isinstance(arch, str) else None
-            blocks = blocks or (*depths[:-1], 0)
-        blocks = _parse_blocks(blocks, depths)
-
-        ratios = cfg.get('keep_ratio', 0.5)
-        if isinstance(ratios, Sequence) and not isinstance(ratios, str):
-            if len(ratios) != sum(blocks) or not ratios:
+        values = {key: cfg.get(key, field.default) for key, field in keys.items()}
+        for key, field in keys.items():
+            _check_choice(key, values[key], field.metadata['choices'])
+        for key, field in keys.items():
+            if field.metadata['fused'] and values[key] != field.default and values['implementation'] != 'fused':
                 raise ValueError(
-                    f'sbp_cfg: keep_ratio lists {len(ratios)} ratios for the {sum(blocks)} SBP blocks of '
-                    f'blocks={blocks}; give one per block, or a single number'
+                    f"sbp_cfg: {key}={values[key]!r} needs implementation='fused', not {values['implementation']!r}; "
+                    'the reference form can save memory by with_cp=True of the backbone only'
                 )
-        else:
-            ratios = [ratios] * max(sum(blocks), 1)  # without SBP blocks the downsampling layers still need one
-        for ratio in ratios:
-            parse_keep_ratio(ratio)
+        if values['blocks'] is None:
+            values['blocks'] = blocks or (*depths[:-1], 0)
+        values['blocks'] = _parse_blocks(values['blocks'], depths)
+        values['keep_ratio'] = _parse_ratios(values['keep_ratio'], values['blocks'])
+        return cls(**values)
 
-        return cls(
-            keep_ratio=tuple(ratios),
-            sampler=_one_of('sampler', cfg.get('sampler', 'grid'), SAMPLERS),
-            blocks=blocks,
-            downsample=_boolean('downsample', cfg.get('downsample', True)),
-            skip_dropped_images=_boolean('skip_dropped_images', cfg.get('skip_dropped_images', False)),
-            **_parse_implementation(cfg),
-        )
+    @classmethod
+    def own_keys(cls, cfg: Mapping) -> dict:
+        """What of a config's ``sbp_cfg`` stays under every preset, and the other keys it has at their defaults.
+
+        The defaults are said and not left out: a child config is merged with what it inherits.
+
+        Args:
+            cfg (Mapping): ``sbp_cfg`` of a config.
+
+        Returns:
+            dict: The same keys. Those that say which positions are kept have the config's values.
+        """
+        keys = {field.name: field for field in dataclasses.fields(cls)}
+        return {
+            key: keys[key].default if key in keys and not keys[key].metadata['selects'] else value
+            for key, value in cfg.items()
+        }
 
 
-def _one_of(key, value, choices):
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise ValueError(f'sbp_cfg: {key}={value!r} is unknown; choose one of {choices}')
-    return value
-
-
-def _boolean(key, value):
-    if not isinstance(value, bool):
+def _check_choice(key, value, choices):
+    if not choices or any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        return
+    if set(choices) == {True, False}:
         raise ValueError(f'sbp_cfg: {key}={value!r} must be True or False')
-    return value
+    raise ValueError(f'sbp_cfg: {key}={value!r} is unknown; choose one of {choices}')
 
 
-def _parse_implementation(cfg):
-    implementation = _one_of('implementation', cfg.get('implementation', 'fused'), IMPLEMENTATIONS)
-    recompute = _one_of('recompute', cfg.get('recompute', False), (False, True, 'block'))
-    if recompute and implementation != 'fused':
-        raise ValueError(
-            f"sbp_cfg: recompute={recompute!r} needs implementation='fused', not {implementation!r}; "
-            'with the reference use with_cp=True of the backbone instead'
-        )
-    dropped = _one_of('dropped', cfg.get('dropped', 'zero'), DROPPED)
-    storage = _one_of('storage', cfg.get('storage', 'native'), STORAGES)
-    for key, value, plain in (('dropped', dropped, 'zero'), ('storage', storage, 'native')):
-        if implementation != 'fused' and value != plain:
-            raise ValueError(f"sbp_cfg: {key}={value!r} needs implementation='fused', not {implementation!r}")
-    return dict(implementation=implementation, recompute=recompute, dropped=dropped, storage=storage)
+def _parse_ratios(ratios, blocks):
+    if isinstance(ratios, Sequence) and not isinstance(ratios, str):
+        if len(ratios) != sum(blocks) or not ratios:
+            raise ValueError(
+                f'sbp_cfg: keep_ratio lists {len(ratios)} ratios for the {sum(blocks)} SBP blocks of '
+                f'blocks={blocks}; give one per block, or a single number'
+            )
+    else:
+        ratios = [ratios] * max(sum(blocks), 1)  # without SBP blocks the downsampling layers still need one
+    for ratio in ratios:
+        parse_keep_ratio(ratio)
+    return tuple(ratios)
 
 
 def _parse_blocks(blocks, depths):
@@ -144,3 +165,171 @@ def _parse_blocks(blocks, depths):
                 f'sbp_cfg: blocks[{stage}]={n!r} must be a whole number from 0 to the {depth} of its stage'
             )
     return tuple(int(n) for n in blocks)
+
+
+UNITS = ('mlp', 'block', 'backbone')  # what a benchmark measures: a channel MLP with its residual connection, and so on
+
+# Kinds of gradients, in the order in which the planner shows them.
+GRADIENTS = types.MappingProxyType(
+    {
+        'paper': "the paper's gradients (SBP)",
+        'nearest': "gradients near the exact ones (dropped positions send theirs by their neighbours' activations)",
+        'int8': 'gradients exact to about a hundredth (what is stored is rounded to int8)',
+        'exact': 'exact gradients',
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A named way to train a backbone.
+
+    Attributes:
+        name (str): What tools call it.
+        meaning (str): One line for documents.
+        gradients (str): A key of :data:`GRADIENTS`.
+        time (float): Estimated time of the backbone's step relative to the plain one: by the matrix products of the
+            channel MLP (plain: 2 forward, 4 backward) plus a little for convolutions that run again. A block's times
+            on a CPU are near that (docs/results/block_cpu.json).
+        sbp_cfg (Mapping | None): Keys that it sets; None: the plain backbone.
+        with_cp (bool): Checkpoint every block. Default: False.
+        units (tuple[str, ...]): Of :data:`UNITS`, those that it means something for. Default: all.
+        better (str | None): A preset with the same gradients that stores less and is faster. Where that one applies,
+            the planner does not look at this one. Default: None.
+    """
+
+    name: str
+    meaning: str
+    gradients: str
+    time: float
+    sbp_cfg: Mapping | None
+    with_cp: bool = False
+    units: tuple[str, ...] = UNITS
+    better: str | None = None
+
+    def __post_init__(self):
+        if self.gradients not in GRADIENTS:
+            raise ValueError(
+                f'preset {self.name!r}: gradients={self.gradients!r} is unknown; use one of {[*GRADIENTS]}'
+            )
+        if not self.units or not set(self.units) <= set(UNITS):
+            raise ValueError(f'preset {self.name!r}: units={self.units!r} must be some of {UNITS}')
+
+    def arguments(self, **sbp_options) -> dict:
+        """Arguments of a backbone.
+
+        Args:
+            **sbp_options: Further keys of ``sbp_cfg``, where the preset has one; its own keys win.
+
+        Returns:
+            dict: ``sbp_cfg`` and ``with_cp``.
+        """
+        sbp_cfg = None if self.sbp_cfg is None else {**sbp_options, **self.sbp_cfg}
+        return dict(sbp_cfg=sbp_cfg, with_cp=self.with_cp)
+
+
+def make_presets(*presets: Preset) -> dict[str, Preset]:
+    """A table of presets by name.
+
+    Args:
+        *presets (Preset): Within each kind of gradients the one that stores least comes last.
+
+    Raises:
+        ValueError: For two of the same name, or a ``better`` one that is missing or has other gradients.
+    """
+    table = {preset.name: preset for preset in presets}
+    if len(table) < len(presets):
+        raise ValueError(f'presets must have different names, not {[preset.name for preset in presets]}')
+    for preset in presets:
+        better = table.get(preset.better)
+        if preset.better and (better is None or better.gradients != preset.gradients):
+            raise ValueError(f'preset {preset.name!r}: better={preset.better!r} must be one with the same gradients')
+    return table
+
+
+_NO_MLP = ('block', 'backbone')  # there is no convolution to run again in a channel MLP alone
+
+# Within each kind of gradients the one that stores least comes last. What is added here is offered by every tool.
+PRESETS = make_presets(
+    Preset('none', 'the plain backbone', 'exact', 1.0, None),
+    Preset('with_cp', 'every block checkpointed', 'exact', 8 / 6 + 0.03, None, with_cp=True, better='exact-block'),
+    Preset(
+        'reference',
+        'Algorithm 1 as the paper writes it',
+        'paper',
+        4 / 6,
+        dict(implementation='reference'),
+        better='recompute',
+    ),
+    Preset('fused', 'SBP; stores kept positions only', 'paper', 4 / 6, dict()),
+    Preset(
+        'recompute',
+        'SBP; the hidden layer of the MLP is computed again for kept positions',
+        'paper',
+        4.5 / 6,
+        dict(recompute=True),
+    ),
+    Preset(
+        'block',
+        'SBP; the convolution runs again as well, a block stores its input only',
+        'paper',
+        4.5 / 6 + 0.03,
+        dict(recompute='block'),
+        units=_NO_MLP,
+    ),
+    Preset(
+        'exact',
+        'all positions kept, the hidden layer computed again',
+        'exact',
+        7 / 6,
+        dict(keep_ratio=1.0, recompute=True),
+    ),
+    Preset(
+        'exact-block',
+        'all positions kept, a block stores its input only',
+        'exact',
+        7 / 6 + 0.03,
+        dict(keep_ratio=1.0, recompute='block'),
+        units=_NO_MLP,
+    ),
+    Preset(
+        'nearest',
+        'SBP; dropped positions send a gradient by the activations of a kept one next to them',
+        'nearest',
+        5.5 / 6,
+        dict(dropped='nearest', recompute=True),
+    ),
+    Preset(
+        'int8',
+        'all positions kept, stored in eight bits',
+        'int8',
+        7 / 6 + 0.05,
+        dict(keep_ratio=1.0, recompute=True, storage='int8'),
+    ),
+    Preset(
+        'int8-block',
+        'all positions kept, a block stores its input only, in eight bits',
+        'int8',
+        7 / 6 + 0.08,
+        dict(keep_ratio=1.0, recompute='block', storage='int8'),
+        units=_NO_MLP,
+    ),
+    Preset(
+        'nearest-int8',
+        'nearest, stored in eight bits',
+        'nearest',
+        5.5 / 6 + 0.05,
+        dict(dropped='nearest', recompute=True, storage='int8'),
+    ),
+)
+
+
+def preset_named(name: str) -> Preset:
+    """The preset of this name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name not in PRESETS:
+        raise ValueError(f'preset {name!r} is unknown; choose from {list(PRESETS)}')
+    return PRESETS[name]

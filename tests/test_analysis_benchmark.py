@@ -12,8 +12,10 @@ import torch
 from helpers import run
 from torch import nn
 
-from sbp_mmdet.analysis import backbone_options, peak_bytes
-from sbp_mmdet.analysis.benchmark import build_case, measure, stage_shape
+from sbp_mmdet.analysis import peak_bytes
+from sbp_mmdet.analysis.benchmark import build_unit, measure
+from sbp_mmdet.families import FAMILIES
+from sbp_mmdet.settings import preset_named
 from sbp_mmdet.study.gradients import gradient_errors
 
 ROOT = Path(__file__).parents[1]
@@ -21,15 +23,21 @@ FLOAT = 4
 SHAPE = (1, 40, 16, 16)  # stage 1 of atto
 
 
-def bytes_of(part, mode, **options):
-    case = build_case(part, 'atto', mode, 0, SHAPE, 'cpu', **options)
-    rows = dict(measure({mode: case}, SHAPE, device='cpu', dtype=None, rounds=0))
-    return rows[mode]['saved_bytes']
+CONVNEXT = FAMILIES['ConvNeXt']
+
+
+def unit_of(unit, preset, **options):
+    return build_unit(CONVNEXT, unit, 'atto', preset, 0, SHAPE, 'cpu', **options)
+
+
+def bytes_of(unit, preset, **options):
+    rows = dict(measure({preset: unit_of(unit, preset, **options)}, SHAPE, device='cpu', dtype=None, rounds=0))
+    return rows[preset]['saved_bytes']
 
 
 def test_shape_of_a_stage():
-    assert stage_shape('tiny', 0, 2, 800, 1344) == (2, 96, 200, 336)
-    assert stage_shape('base', 3, 1, 800, 1333) == (1, 1024, 25, 41)
+    assert CONVNEXT.stage_shape('tiny', 0, 2, 800, 1344) == (2, 96, 200, 336)
+    assert CONVNEXT.stage_shape('base', 3, 1, 800, 1333) == (1, 1024, 25, 41)
 
 
 def test_fused_mlp_stores_what_the_design_says():
@@ -57,11 +65,9 @@ def test_int8_stores_a_byte_for_what_is_native_otherwise():
 
 
 def test_gradient_errors():
-    """Relative to the first mode: nothing for what is exact, something for the rest; dropping is worse."""
-    cases = {
-        m: build_case('block', 'atto', m, 0, SHAPE, 'cpu') for m in ('none', 'with_cp', 'exact', 'nearest', 'fused')
-    }
-    rows = dict(gradient_errors(cases, SHAPE, device='cpu', dtype=None))
+    """Relative to the first preset: nothing for what is exact, something for the rest; dropping is worse."""
+    units = {name: unit_of('block', name) for name in ('none', 'with_cp', 'exact', 'nearest', 'fused')}
+    rows = dict(gradient_errors(units, SHAPE, device='cpu', dtype=None))
     assert rows['none']['relative_error'] == rows['with_cp']['relative_error'] == 0
     assert rows['exact']['relative_error'] < 1e-4
     assert 0.001 < rows['nearest']['relative_error'] < 0.5 * rows['fused']['relative_error']
@@ -69,8 +75,8 @@ def test_gradient_errors():
 
 
 def test_rows_of_a_timed_run():
-    cases = {m: build_case('block', 'atto', m, 0, SHAPE, 'cpu') for m in ('none', 'fused')}
-    steps = list(measure(cases, SHAPE, device='cpu', dtype=torch.bfloat16, rounds=2))
+    units = {name: unit_of('block', name) for name in ('none', 'fused')}
+    steps = list(measure(units, SHAPE, device='cpu', dtype=torch.bfloat16, rounds=2))
     assert [name for name, _ in steps] == ['progress'] * (2 * (1 + 3)) + ['none', 'fused']
     rows = dict(steps)
     assert rows['none']['total_ratio'] == 1.0
@@ -78,9 +84,11 @@ def test_rows_of_a_timed_run():
     assert rows['fused']['forward_s'] > 0
 
 
-def test_unknown_mode_is_named():
+def test_a_preset_that_cannot_be_is_named():
     with pytest.raises(ValueError, match="'fast' is unknown.*with_cp"):
-        backbone_options('fast')
+        preset_named('fast')
+    with pytest.raises(ValueError, match="'exact-block' does not apply to the mlp of ConvNeXt"):
+        unit_of('mlp', 'exact-block')
 
 
 def test_peak_counts_what_lives_at_the_same_time():
@@ -107,7 +115,7 @@ def test_peak_of_a_training_step():
 def test_command_and_tables(tmp_path):
     results = tmp_path / 'results.json'
     command = [sys.executable, ROOT / 'tools/analysis_tools/benchmark_block.py', '--arch', 'atto', '--stage', '1', '4']
-    command += ['--size', '64', '64', '--rounds', '1', '--modes', 'none', 'recompute', '--json', results]
+    command += ['--size', '64', '64', '--rounds', '1', '--presets', 'none', 'recompute', '--json', results]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     assert 'block of atto stage 4, 2 x 320 x 2 x 2' in output
     written = json.loads(results.read_text())

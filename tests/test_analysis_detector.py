@@ -19,7 +19,7 @@ from sbp_mmdet.analysis.eight_bit import AdamW8bitStates
 from sbp_mmdet.analysis.memory import LiveBytes, SavedByPart
 from sbp_mmdet.analysis.parts import part_of
 from sbp_mmdet.analysis.report import groups, markdown, picture, table
-from sbp_mmdet.analysis.variants import NotApplicable, applicable, load_config, with_setting
+from sbp_mmdet.analysis.variants import NotApplicable, applicable, load_config, with_variant
 
 FLOAT = 4
 STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
@@ -130,16 +130,16 @@ def test_static_memory_is_that_of_the_parameters(atto):
     model = MODELS.build(dict(atto.model, data_preprocessor=None))
     numbers = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    row = measure_detector(with_setting(atto, 'none'), **SMALL)
+    row = measure_detector(with_variant(atto, 'none'), **SMALL)
     assert 0 <= row['parameters'] - numbers * FLOAT < 1000  # and the mean and deviation of the pixels
     assert (row['gradients'], row['optimizer']) == (trained * FLOAT, 2 * trained * FLOAT)
-    eight = measure_detector(with_setting(atto, 'none+adamw8bit'), **SMALL)
+    eight = measure_detector(with_variant(atto, 'none+adamw8bit'), **SMALL)
     assert trained * 2 < eight['optimizer'] < trained * 3
     assert (eight['saved'], eight['gradients']) == (row['saved'], row['gradients'])
 
 
 def test_parts_add_up(atto):
-    row = measure_detector(with_setting(atto, 'none'), **SMALL)
+    row = measure_detector(with_variant(atto, 'none'), **SMALL)
     assert set(row['saved']) - {'RoI', 'other'} == {
         *('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms'),
         *('neck', 'RPN', 'box heads', 'mask heads'),
@@ -150,7 +150,7 @@ def test_parts_add_up(atto):
 
 @pytest.mark.parametrize('setting', ['none', 'recompute', 'with_cp', 'block+targets+cp-heads+cp-rpn+cp-neck'])
 def test_without_arithmetic_the_bytes_are_the_same(atto, setting):
-    config = with_setting(atto, setting)
+    config = with_variant(atto, setting)
     case = dict(SMALL, height=256, width=300)  # large enough that something is skipped
     skipped, computed = (measure_detector(config, **case, compute=compute) for compute in (False, True))
     rois = 20_000  # a kernel that refuses bf16 keeps its boxes in fp32
@@ -164,13 +164,13 @@ def test_without_arithmetic_the_bytes_are_the_same(atto, setting):
 
 
 def test_more_boxes_need_more_and_modes_are_in_order(atto):
-    roomy = with_setting(atto, 'none')
+    roomy = with_variant(atto, 'none')
     roomy.model.train_cfg.rcnn.sampler.num = 128  # of which a quarter may be positive
     few, many = (measure_detector(roomy, **dict(SMALL, boxes=n)) for n in (1, 12))
     assert many['saved']['mask heads'] > 1.5 * few['saved']['mask heads']
 
     def backbone(setting):
-        return groups(measure_detector(with_setting(atto, setting), **SMALL))['saved: backbone']
+        return groups(measure_detector(with_variant(atto, setting), **SMALL))['saved: backbone']
 
     none, reference, fused, recompute, block = map(backbone, ('none', 'reference', 'fused', 'recompute', 'block'))
     assert none > reference > fused > recompute > block
@@ -178,10 +178,10 @@ def test_more_boxes_need_more_and_modes_are_in_order(atto):
 
 def test_sbp_outside_of_the_backbone(atto):
     """Half of what the pointwise layers alone store: bf16, in 4 levels of the neck, 5 of the RPN, and RoIs."""
-    config = with_setting(atto, 'none')
+    config = with_variant(atto, 'none')
     config.model.neck.norm_cfg = None
     settings = 'none', 'none+sbp-neck+sbp-rpn+sbp-masks'
-    plain, thin = (measure_detector(with_setting(config, setting), **SMALL)['saved'] for setting in settings)
+    plain, thin = (measure_detector(with_variant(config, setting), **SMALL)['saved'] for setting in settings)
     positions = [2 * h * w for h, w in ((24, 32), (12, 16), (6, 8), (3, 4), (2, 2))]  # of 96 x 128, after padding
     lateral = sum(n * c for n, c in zip(positions, (8, 16, 32, 64), strict=False))
     index = sum(positions) * 8
@@ -191,7 +191,7 @@ def test_sbp_outside_of_the_backbone(atto):
 
 
 def test_sbp_and_checkpointing_in_one_setting(atto):
-    hooks = with_setting(atto, 'none+sbp-rpn+cp-rpn+sbp-neck').custom_hooks
+    hooks = with_variant(atto, 'none+sbp-rpn+cp-rpn+sbp-neck').custom_hooks
     assert hooks == [
         dict(type='CheckpointModulesHook', modules=['rpn_head']),
         dict(type='SBPModulesHook', modules=['rpn_head', 'neck.lateral_convs']),
@@ -219,16 +219,16 @@ def test_a_config_that_is_not_ours():
     config = load_config(STOCK)
     good, bad = applicable(config, ['none', 'with_cp', 'recompute', 'exact+cp-heads'])
     assert good == ['none', 'with_cp'] and 'ResNet' in bad['recompute'] and 'none and with_cp apply' in bad['recompute']
-    rows = {m: measure_detector(with_setting(config, m), **dict(SMALL, batch=1)) for m in good}
+    rows = {m: measure_detector(with_variant(config, m), **dict(SMALL, batch=1)) for m in good}
     assert rows['with_cp']['saved']['stage 3'] < 0.6 * rows['none']['saved']['stage 3']
     assert rows['none']['optimizer'] == rows['none']['gradients']  # SGD with momentum
     with pytest.raises(NotApplicable, match='adamw8bit: the optimizer is SGD'):
-        with_setting(config, 'none+adamw8bit')
+        with_variant(config, 'none+adamw8bit')
 
 
 def test_the_stock_convnext_config_is_given_our_backbone():
     config = load_config('mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py')
-    backbone = with_setting(config, 'exact-block+targets').model.backbone
+    backbone = with_variant(config, 'exact-block+targets').model.backbone
     assert backbone.type == 'SBPConvNeXt' and backbone.arch == 'tiny'
     assert backbone.sbp_cfg == dict(keep_ratio=1.0, recompute='block')
 

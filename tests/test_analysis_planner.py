@@ -21,7 +21,7 @@ from sbp_mmdet.analysis.planner import (
     parse_size,
     snippet,
 )
-from sbp_mmdet.analysis.variants import applicable, with_setting
+from sbp_mmdet.analysis.variants import applicable, with_variant
 from sbp_mmdet.analysis.variants import load_config as read_config
 from sbp_mmdet.settings import SBPSettings
 
@@ -116,10 +116,10 @@ def test_where_images_cannot_be_left_out():
     good, bad = applicable(config, ['none+skip', 'with_cp+skip', 'reference+skip', 'exact+skip+targets'])
     assert good == ['reference+skip', 'exact+skip+targets']
     assert all('has no sbp_cfg' in bad[setting] for setting in ('none+skip', 'with_cp+skip'))
-    assert with_setting(config, good[1]).model.backbone.sbp_cfg.skip_dropped_images is True
+    assert with_variant(config, good[1]).model.backbone.sbp_cfg.skip_dropped_images is True
     config.model.backbone.drop_path_rate = 0.0
     assert 'drop_path_rate of the backbone is 0' in applicable(config, ['exact+skip'])[1]['exact+skip']
-    assert 'ResNet, not a ConvNeXt' in applicable(load_config(STOCK_R), ['none+skip'])[1]['none+skip']
+    assert 'does not apply to the backbone, ResNet' in applicable(load_config(STOCK_R), ['none+skip'])[1]['none+skip']
 
 
 def merged(config, lines, tmp_path):
@@ -134,7 +134,7 @@ def merged(config, lines, tmp_path):
 def test_a_pasted_snippet_is_the_setting(path, setting, tmp_path):
     config = load_config(path)
     config.custom_hooks = [dict(type='EMAHook')]
-    wanted, found = with_setting(config, setting), merged(config, snippet(config, setting), tmp_path)
+    wanted, found = with_variant(config, setting), merged(config, snippet(config, setting), tmp_path)
     assert found.model.backbone == wanted.model.backbone
     assert found.custom_hooks == wanted.custom_hooks
     assert json.dumps(found.optim_wrapper, sort_keys=True) == json.dumps(wanted.optim_wrapper, sort_keys=True)
@@ -158,7 +158,7 @@ def test_a_mode_does_not_inherit_what_another_is_about(setting, tmp_path):
     if setting == 'none':
         assert found is None
         return
-    settings = SBPSettings.parse(found, 'tiny', (3, 3, 9, 3))
+    settings = SBPSettings.parse(found, (3, 3, 9, 3))
     assert settings.sampler == 'random'
     assert (settings.dropped, settings.storage) == ('zero', 'int8' if setting == 'int8' else 'native')
     assert not settings.skip_dropped_images
@@ -232,7 +232,7 @@ def test_the_planner_prints_what_to_paste(monkeypatch, capsys):
     def measure(config, **case):
         sbp = config.model.backbone.sbp_cfg
         assert not (sbp or {}).get('skip_dropped_images')  # some step may drop nothing
-        name = 'none' if sbp is None else ('recompute' if sbp.recompute else 'fused')
+        name = 'none' if sbp is None else ('recompute' if sbp.get('recompute') else 'fused')
         return row(peaks[name] * (0.5 if config.custom_hooks else 1))
 
     monkeypatch.setattr(plan_memory, 'measure_detector', measure)
@@ -242,10 +242,10 @@ def test_the_planner_prints_what_to_paste(monkeypatch, capsys):
     assert 'The fastest that fits: fused+skip+targets' in paper and 'skip_dropped_images=True' in paper
     assert "dict(type='TargetsInChunksHook')" in paper
     assert 'The fastest that fits: exact' in exact and 'keep_ratio=1.0' in exact
-    with pytest.raises(SystemExit, match='No setting fits into 1GiB.*--adamw8bit'):
+    with pytest.raises(SystemExit, match='No variant fits into 1GiB.*--adamw8bit'):
         typed(monkeypatch, plan_memory, T, '--budget', '1GiB')
     typed(monkeypatch, plan_memory, STOCK_R, '--budget', '80GiB', '--cfg-options', 'model.backbone.sbp_cfg=None')
-    assert 'not a ConvNeXt: SBP does not apply' in capsys.readouterr().out
+    assert 'SBP does not apply to the backbone, ResNet' in capsys.readouterr().out
 
 
 def test_the_benchmark_says_what_does_not_apply(monkeypatch, capsys, tmp_path):
@@ -253,7 +253,7 @@ def test_the_benchmark_says_what_does_not_apply(monkeypatch, capsys, tmp_path):
         benchmark_memory, 'measure_detector', lambda config, **case: row(10**9) | {'saved': {'neck': 10**8}}
     )
     out = tmp_path / 'new/rows.json'
-    arguments = (STOCK_R, '--modes', 'none', 'fused', '--json', out, '--plot', tmp_path / 'bars.png')
+    arguments = (STOCK_R, '--variants', 'none', 'fused', '--json', out, '--plot', tmp_path / 'bars.png')
     typed(monkeypatch, benchmark_memory, *arguments, '--device', 'cpu')
     printed = capsys.readouterr().out
     assert 'does not apply: fused' in printed and 'ResNet' in printed
@@ -262,7 +262,7 @@ def test_the_benchmark_says_what_does_not_apply(monkeypatch, capsys, tmp_path):
     assert (results.case.boxes, results.case.height) == (60, 800)
     with pytest.raises(SystemExit):
         typed(monkeypatch, benchmark_memory, STOCK_R, '--modes', 'fused')
-    assert 'none of the modes applies' in capsys.readouterr().err
+    assert 'none of the variants applies' in capsys.readouterr().err
 
 
 def test_under_a_cap():

@@ -14,7 +14,7 @@ from mmdet.structures.mask import BitmapMasks
 from sbp_mmdet.analysis import detector, report, step_times
 from sbp_mmdet.analysis.detector import timed_step
 from sbp_mmdet.analysis.report import steps_markdown, steps_picture, steps_table
-from sbp_mmdet.analysis.step_times import in_turn, measure_steps, summary, timed_settings
+from sbp_mmdet.analysis.step_times import in_turn, measure_steps, summary, timed_variants
 from sbp_mmdet.analysis.variants import load_config
 
 sys.path[:0] = [str(TOOLS / 'analysis_tools')]
@@ -193,15 +193,15 @@ def test_real_steps(atto, built):
 
 def test_what_has_no_time_of_its_own(atto):
     settings = ['none', 'recompute+adamw8bit', 'none+cp-neck']
-    good, bad = timed_settings(atto, settings, 'cpu')
+    good, bad = timed_variants(atto, settings, 'cpu')
     assert good == ['none', 'none+cp-neck'] and 'a stand-in that updates nothing' in bad['recompute+adamw8bit']
-    assert timed_settings(atto, settings, 'cuda') == (settings, {})
+    assert timed_variants(atto, settings, 'cuda') == (settings, {})
     retina = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
-    good, bad = timed_settings(retina, ['none', 'recompute'], 'cpu')
-    assert good == ['none'] and 'not a ConvNeXt' in bad['recompute']
+    good, bad = timed_variants(retina, ['none', 'recompute'], 'cpu')
+    assert good == ['none'] and 'SBP does not apply' in bad['recompute']
     retina.optim_wrapper.accumulative_counts = 4
     with pytest.raises(ValueError, match='accumulative_counts=4.*--cfg-options optim_wrapper.accumulative_counts=1'):
-        timed_settings(retina, ['none'], 'cpu')
+        timed_variants(retina, ['none'], 'cpu')
 
 
 @pytest.mark.parametrize(('change', 'word'), [(dict(rounds=0), 'rounds=0 must be 1'), (dict(batch=0), 'batch=0')])
@@ -285,8 +285,8 @@ def test_the_tool(monkeypatch, capsys, tmp_path):
         (('--boxes', '-1'), 'boxes=-1 must be 0 or more'),
         (('--size', 'large'), "size 'large' cannot be read"),
         (('--device', 'tpu'), "device 'tpu' is unknown"),
-        (('--modes', 'fast'), "mode 'fast' is unknown"),
-        (('--modes', 'none+adamw8bit'), 'none of the modes applies'),
+        (('--modes', 'fast'), "preset 'fast' is unknown"),
+        (('--modes', 'none+adamw8bit'), 'none of the variants applies'),
         (('--cfg-options', 'optim_wrapper.accumulative_counts=2'), 'accumulative_counts=2'),
         (('--plot', CONFIGS), 'configs is a folder'),
     ],

@@ -2,13 +2,14 @@
 
 import pytest
 
+from sbp_mmdet.models.convnext import PAPER_BLOCKS
 from sbp_mmdet.settings import SBPSettings
 
 TINY = (3, 3, 9, 3)
 
 
 def parse(arch='tiny', depths=TINY, **cfg):
-    return SBPSettings.parse(cfg, arch, depths)
+    return SBPSettings.parse(cfg, depths, PAPER_BLOCKS.get(str(arch)))
 
 
 @pytest.mark.parametrize(
@@ -106,4 +107,4 @@ def test_bad_values(cfg, message):
 @pytest.mark.parametrize('cfg', [True, 0.5, 'fused'], ids=str)
 def test_sbp_cfg_must_be_a_dict(cfg):
     with pytest.raises(ValueError, match='sbp_cfg'):
-        SBPSettings.parse(cfg, 'tiny', TINY)
+        SBPSettings.parse(cfg, TINY)

@@ -202,7 +202,7 @@ def test_study_names_a_bad_setting_first(config):
 
 
 def test_subject_names_what_is_wrong(config, tmp_path):
-    with pytest.raises(ValueError, match='not a ConvNeXt'):
+    with pytest.raises(ValueError, match='SBP does not apply to it'):
         subject.build_model(load_config('mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'))
     with pytest.raises(ValueError, match='none.pth does not exist'):
         subject.build_model(config, tmp_path / 'none.pth')
@@ -259,9 +259,9 @@ def test_kept_positions_where_nothing_is_dropped():
 
 def test_ready_made_settings():
     paper = [0.25, 0.32, 0.39, 0.46, 0.53, 0.60, 0.68, 0.75]
-    assert study_settings.steps(8) == paper and study_settings.steps(1) == [0.5]
+    assert study_settings.increasing(8) == paper and study_settings.increasing(1) == [0.5]
     for blocks in (2, 5, 12, 27):
-        ratios = study_settings.steps(blocks)
+        ratios = study_settings.increasing(blocks)
         assert len(ratios) == blocks and ratios == sorted(ratios) and set(ratios) <= set(paper)
         assert sum(ratios) / blocks == pytest.approx(0.5, abs=0.01)
 
@@ -269,7 +269,9 @@ def test_ready_made_settings():
     config.model.backbone.sbp_cfg = dict(keep_ratio=0.3, recompute=True, skip_dropped_images=True)
     orders = study_settings.group('orders', config)
     assert orders['uniform 0.5'] == dict(keep_ratio=0.5, recompute=True)
-    assert orders['increasing']['keep_ratio'] == orders['decreasing']['keep_ratio'][::-1] == study_settings.steps(12)
+    assert (
+        orders['increasing']['keep_ratio'] == orders['decreasing']['keep_ratio'][::-1] == study_settings.increasing(12)
+    )
     # What a block keeps: channels x positions, 96 x 64, 192 x 16 and 384 x 4 of an image of 32 x 32 positions.
     stored = np.array([96 * 64] * 3 + [192 * 16] * 3 + [384 * 4] * 6)
     for order in ('increasing', 'decreasing'):

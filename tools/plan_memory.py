@@ -1,4 +1,4 @@
-"""Says, without a GPU, with which settings a config trains within a GPU's memory, and which of them is the fastest.
+"""Says, without a GPU, with which presets and pieces a config trains within a GPU's memory, and which are the fastest.
 
     python tools/plan_memory.py CONFIG --budget 8GiB
     python tools/plan_memory.py CONFIG --budget 11GiB --batch 2 --size 800x1333 --boxes 60 --gpus 8
@@ -16,7 +16,6 @@ from mmengine.config import DictAction
 from sbp_mmdet.analysis.detector import measure_detector
 from sbp_mmdet.analysis.planner import (
     CONTEXT,
-    GRADIENTS,
     MARGIN,
     candidates,
     cfg_options,
@@ -26,15 +25,10 @@ from sbp_mmdet.analysis.planner import (
     snippet,
     worst_case,
 )
-from sbp_mmdet.analysis.variants import is_convnext, load_config, with_setting
+from sbp_mmdet.analysis.variants import load_config, with_variant
+from sbp_mmdet.families import family_of
 from sbp_mmdet.reporting import format_bytes
-
-KINDS = {
-    'paper': "the paper's gradients (SBP)",
-    'nearest': "gradients near the exact ones (dropped positions send theirs by their neighbours' activations)",
-    'int8': 'gradients exact to about a hundredth (what is stored is rounded to int8)',
-    'exact': 'exact gradients',
-}
+from sbp_mmdet.settings import GRADIENTS
 
 
 def parse_args():
@@ -45,7 +39,7 @@ def parse_args():
     parser.add_argument('--size', default='800x1333', help='the largest image of the pipeline (default: 800x1333)')
     parser.add_argument('--boxes', type=int, default=60, help='boxes in an image; COCO has up to 93 (default: 60)')
     parser.add_argument('--gpus', type=int, default=1, help='above 1: with the buckets of distributed training')
-    parser.add_argument('--exact', action='store_true', help='only settings with exact gradients')
+    parser.add_argument('--exact', action='store_true', help='only variants with exact gradients')
     parser.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     return parser, parser.parse_args()
@@ -64,39 +58,42 @@ def main():
     except ValueError as error:
         parser.error(str(error))
 
-    def measure(setting):
+    def measure(variant):
         return measure_detector(
-            with_setting(config, worst_case(setting)),
+            with_variant(config, worst_case(variant)),
             batch=args.batch,
             height=height,
             width=width,
             boxes=args.boxes,
         )
 
-    def tell(setting, need, fits):
-        print(f'  {setting:<60} {format_bytes(need):>8}  {"fits" if fits else "too much"}', flush=True)
+    def tell(variant, need, fits):
+        print(f'  {variant:<60} {format_bytes(need):>8}  {"fits" if fits else "too much"}', flush=True)
 
     print(
         f'{args.batch} images of {height} x {width}, {args.boxes} boxes each, {format_bytes(budget)}; '
         f'with {MARGIN:.0%} margin and {format_bytes(CONTEXT)} for CUDA:'
     )
-    if not is_convnext(config):
-        print(f'The backbone is {config.model.backbone.type}, not a ConvNeXt: SBP does not apply, what is exact does.')
+    applies = family_of(config.model.backbone) is not None
+    if not applies:
+        print(f'SBP does not apply to the backbone, {config.model.backbone.type}; what is exact does.')
     found = False
-    for kind in ['exact'] if args.exact or not is_convnext(config) else GRADIENTS:
-        settings = candidates(config, kind, eight_bit=args.adamw8bit)
-        print(f'\nWith {KINDS[kind]}:')
-        setting = choose(settings, budget, measure, ddp=args.gpus > 1, tell=tell)
-        if setting is None:
+    for kind in GRADIENTS if applies and not args.exact else ['exact']:
+        variants = candidates(config, kind, eight_bit=args.adamw8bit)
+        if not variants:
+            continue
+        print(f'\nWith {GRADIENTS[kind]}:')
+        variant = choose(variants, budget, measure, ddp=args.gpus > 1, tell=tell)
+        if variant is None:
             print(f'Nothing fits into {format_bytes(budget)}.')
             continue
         found = True
-        print(f'\nThe fastest that fits: {setting}\n\n{snippet(config, setting)}')
-        if options := cfg_options(config, setting):
+        print(f'\nThe fastest that fits: {variant}\n\n{snippet(config, variant)}')
+        if options := cfg_options(config, variant):
             print(f'\nor: {options}')
     if not found:
         advice = 'smaller images, a smaller batch' + ('' if args.adamw8bit else ', --adamw8bit')
-        raise SystemExit(f'\nNo setting fits into {args.budget}. What is left: {advice}, a smaller model.')
+        raise SystemExit(f'\nNo variant fits into {args.budget}. What is left: {advice}, a smaller model.')
 
 
 if __name__ == '__main__':

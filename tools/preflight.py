@@ -75,29 +75,32 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
 
 
 def check_backbone(config: Config) -> None:
-    """Finds a config that names SBPConvNeXt without importing the package that registers it, or with bad arguments.
+    """Finds a config whose backbone with SBP is not registered, as its package was not imported, or has bad arguments.
 
     Args:
         config (Config): As read by :func:`load_config`, which carries out ``custom_imports``.
 
     Raises:
-        PreflightError: If SBPConvNeXt is not registered, or refuses its arguments.
+        PreflightError: If the backbone is not registered, or refuses its arguments.
     """
-    nodes = [n for n in _dicts(config.get('model')) if re.fullmatch(r'(\w+\.)?SBPConvNeXt', str(n.get('type', '')))]
-    if nodes and MODELS.get('SBPConvNeXt') is None:
-        raise PreflightError(
-            f'{config.filename} uses SBPConvNeXt but does not import it: its custom_imports is '
-            f"{config.get('custom_imports')}; add to the config: {_CUSTOM_IMPORTS} (a child's custom_imports replaces "
-            "its parent's; list every module that you need)"
-        )
-    for node in nodes:
+    for node in _dicts(config.get('model')):
+        found = re.fullmatch(r'(?:\w+\.)?(SBP\w+)', str(node.get('type', '')))
+        if not found:
+            continue
+        name = found[1]
+        if MODELS.get(name) is None:
+            raise PreflightError(
+                f'{config.filename} uses {name} but does not import it: its custom_imports is '
+                f"{config.get('custom_imports')}; add to the config: {_CUSTOM_IMPORTS} (a child's custom_imports "
+                "replaces its parent's; list every module that you need)"
+            )
         arguments = {key: value for key, value in node.items() if key not in ('type', 'init_cfg', '_scope_')}
         try:
             with torch.device('meta'):
-                backbone = MODELS.get('SBPConvNeXt')(**arguments)
+                backbone = MODELS.get(name)(**arguments)
         except (TypeError, ValueError) as error:
-            raise PreflightError(f'{config.filename}, SBPConvNeXt: {error}') from error
-        _check_scales(config, backbone.min_size)
+            raise PreflightError(f'{config.filename}, {name}: {error}') from error
+        _check_scales(config, getattr(backbone, 'min_size', 1))
 
 
 def _check_scales(config, min_size):

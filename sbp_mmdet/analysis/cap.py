@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 
 from .detector import measure_detector
-from .variants import with_setting
+from .variants import with_variant
 
 __all__ = ['cuda_cap', 'run_under_cap']
 
@@ -38,7 +38,7 @@ def cuda_cap(cap: int, device: str = 'cuda'):
 
 def run_under_cap(
     config: Config,
-    settings: list[str],
+    variants: list[str],
     cap: int,
     *,
     device: str = 'cuda',
@@ -47,28 +47,28 @@ def run_under_cap(
     done: Callable[[], None] = lambda: None,
     **case,
 ) -> list[dict]:
-    """Trains a few steps in each setting under the cap.
+    """Trains a few steps in each variant under the cap.
 
     Args:
         config (Config): Config of a detector.
-        settings (list[str]): Settings that apply to it.
+        variants (list[str]): Variants that apply to it.
         cap (int): Bytes.
         device (str): The GPU. Default: 'cuda'.
         capped (Callable): Context that enforces the cap. Default: :func:`cuda_cap`.
         measure (Callable): Runs the steps. Default: :func:`measure_detector`.
-        done (Callable): Called after each setting.
+        done (Callable): Called after each variant.
         **case: ``batch``, ``height``, ``width``, ``boxes`` and further arguments of ``measure``.
 
     Returns:
-        list[dict]: For each setting ``setting``, ``fits``, and the measured row if it does.
+        list[dict]: For each variant ``setting`` (its name), ``fits``, and the measured row if it does.
     """
     rows = []
-    for setting in settings:
-        changed = with_setting(config, setting)
+    for variant in variants:
+        changed = with_variant(config, variant)
         with capped(cap, device):
             try:
-                rows.append(dict(setting=setting, fits=True, **measure(changed, device=device, **case)))
+                rows.append(dict(setting=variant, fits=True, **measure(changed, device=device, **case)))
             except torch.cuda.OutOfMemoryError:
-                rows.append(dict(setting=setting, fits=False))
+                rows.append(dict(setting=variant, fits=False))
         done()
     return rows

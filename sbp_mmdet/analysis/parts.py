@@ -1,46 +1,63 @@
 """Which part of a detector is running."""
 
 import functools
-import re
 
 from torch import nn
 
-__all__ = ['PartTracker', 'part_of']
+from ..families import FAMILIES, Family, family_of, locate
 
-# The first pattern that a module's name begins with; (.) stands for its number.
-_PARTS = [
-    (r'backbone\.downsample_layers\.0', 'stem'),
-    (r'backbone\.(?:downsample_layers|stages)\.(\d)', 'stage {}'),
-    (r'backbone\.layer(\d)', 'stage {}'),
-    (r'backbone\.norm\d', 'output norms'),
-    (r'backbone\.(?:patch_embed|stem|conv1|bn1|maxpool)', 'stem'),
-    (r'backbone', 'backbone'),
+__all__ = ['PartTracker', 'part_of', 'place_of']
+
+# Of backbones that SBP does not apply to: ResNet counts its layers from 1, the others count from 0.
+_STOCK = (
+    (r'layer(?P<from1>\d)', 'stage {}'),
+    (r'stages\.(?P<from0>\d)', 'stage {}'),
+    (r'norm(?P<from0>\d)', 'output norms'),
+    (r'patch_embed|stem|conv1|bn1|maxpool', 'stem'),
+)
+_OTHERS = (
     (r'neck', 'neck'),
     (r'rpn_head', 'RPN'),
     (r'roi_head\.bbox\w*', 'box heads'),
     (r'roi_head\.mask\w*', 'mask heads'),
     (r'roi_head', 'RoI'),
-]
+)
 # Methods of heads that are no forward pass but make tensors.
 _METHODS = ('loss', 'loss_and_predict')
 
 
-def part_of(name: str) -> str:
+def part_of(name: str, family: Family | None = None) -> str:
     """The part of a detector that a module belongs to.
 
     Args:
         name (str): Name of the module.
+        family (Family | None): Of the backbone; None: the first one whose names fit. Default: None.
 
     Returns:
         str: 'stem', 'stage 1' to 'stage 4', 'output norms', 'neck', 'RPN', 'box heads', 'mask heads', 'RoI', or the
         first component of the name.
     """
-    for pattern, part in _PARTS:
-        if match := re.match(rf'{pattern}(?:\.|$)', name):
-            number = int(match[1]) if match.groups() else 0
-            # ResNet counts its layers from 1, the others count from 0.
-            return part.format(number if 'layer(' in pattern else number + 1)
-    return name.split('.')[0]
+    if name.startswith('backbone.'):
+        return place_of(name.removeprefix('backbone.'), family)[0]
+    found = locate(_OTHERS, name)
+    return found[0] if found else name.split('.')[0]
+
+
+def place_of(name: str, family: Family | None = None) -> tuple[str, int | None]:
+    """The part of a backbone that a module belongs to.
+
+    Args:
+        name (str): Name of the module in the backbone.
+        family (Family | None): See :func:`part_of`. Default: None.
+
+    Returns:
+        tuple[str, int | None]: The part, 'backbone' where no pattern fits, and its stage, counted from 1.
+    """
+    families = [family] if family else FAMILIES.values()
+    for patterns in (*(family.parts for family in families), _STOCK):
+        if found := locate(patterns, name):
+            return found
+    return 'backbone', None
 
 
 class PartTracker:
@@ -55,9 +72,10 @@ class PartTracker:
 
     def __init__(self, model: nn.Module):
         self._stack, self._running, self._handles, self._wrapped = [], [], [], []
+        family = family_of(getattr(model, 'backbone', None))
         for name, module in model.named_modules():
             if name:
-                enter = functools.partial(self._enter, part_of(name), 'loss' in name.split('.')[-1])
+                enter = functools.partial(self._enter, part_of(name, family), 'loss' in name.split('.')[-1])
                 self._handles.append(module.register_forward_pre_hook(enter))
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         for name, module in model.named_children():

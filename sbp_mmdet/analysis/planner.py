@@ -1,15 +1,16 @@
-"""Which setting of a detector fits into a GPU, and is fast."""
+"""Which variant of a detector fits into a GPU, and is fast."""
 
 import re
 from collections.abc import Callable
 
 from mmengine.config import Config
 
-from .variants import applicable, backbone_change, is_convnext, piece_change
+from ..families import family_of, presets_of
+from ..settings import GRADIENTS, PRESETS
+from .variants import applicable, backbone_change, piece_change
 
 __all__ = [
     'CONTEXT',
-    'GRADIENTS',
     'MARGIN',
     'candidates',
     'cfg_options',
@@ -26,30 +27,8 @@ __all__ = [
 MARGIN = 0.10
 CONTEXT = 0.6e9
 
-# What decides which of two settings is faster, relative to the plain backbone: the modes by the matrix products of the
-# channel MLP (plain: 2 forward, 4 backward) plus a little for the convolutions that run again, the pieces by the share
-# of the step that runs again. A block's times on a CPU are near that (docs/results/block_cpu.json); those on a GPU were
-# not compared yet.
-_TIME = {
-    'fused': 4 / 6,
-    'recompute': 4.5 / 6,
-    'block': 4.5 / 6 + 0.03,
-    'nearest': 5.5 / 6,
-    'nearest-int8': 5.5 / 6 + 0.05,
-    'none': 1.0,
-    'exact': 7 / 6,
-    'exact-block': 7 / 6 + 0.03,
-    'int8': 7 / 6 + 0.05,
-    'int8-block': 7 / 6 + 0.08,
-    'with_cp': 8 / 6 + 0.03,
-}
+# What pieces add to the time of a step, relative to the plain backbone's: the share of the step that runs again.
 _TIME_MORE = {'targets': 0.01, 'cp-heads': 0.08, 'cp-rpn': 0.04, 'cp-neck': 0.03, 'adamw8bit': 1.0}
-GRADIENTS = {
-    'paper': ('fused', 'recompute', 'block'),
-    'nearest': ('nearest', 'nearest-int8'),
-    'int8': ('int8', 'int8-block'),
-    'exact': ('none', 'exact', 'exact-block'),
-}
 _PIECES = [[], ['targets'], ['targets', 'cp-heads'], ['targets', 'cp-heads', 'cp-rpn', 'cp-neck']]
 
 
@@ -94,51 +73,56 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def candidates(config: Config, gradients: str = 'paper', *, eight_bit: bool = False) -> list[str]:
-    """Settings to consider, fastest first, smallest last.
+    """Variants to consider, fastest first, smallest last.
 
     Args:
         config (Config): Config of a detector.
-        gradients (str): A key of ``GRADIENTS``: the paper's, those with dropped positions' estimates ('nearest'), exact
-            to about a hundredth ('int8'), or 'exact'. Default: 'paper'.
+        gradients (str): A key of ``settings.GRADIENTS``. Default: 'paper'.
         eight_bit (bool): After all others, those with 8-bit optimizer states too. Default: False.
 
     Returns:
-        list[str]: Settings that apply to the model; if its backbone is no ConvNeXt, only exact ones do.
+        list[str]: Variants that apply to the model; where SBP does not apply to its backbone, only exact ones do.
+
+    Raises:
+        ValueError: For unknown gradients.
     """
-    modes = GRADIENTS[gradients]
-    if not is_convnext(config):
-        modes = ('none', 'with_cp') if gradients == 'exact' else ()
+    if gradients not in GRADIENTS:
+        raise ValueError(f'gradients={gradients!r} is unknown; choose from {list(GRADIENTS)}')
+    family = family_of(config.model.get('backbone'))
+    presets = {preset.name: preset for preset in presets_of(family) if preset.gradients == gradients}
+    names = [name for name, preset in presets.items() if preset.better not in presets]
     combined = [[*pieces, *more] for pieces in _PIECES for more in ([], *([['adamw8bit']] if eight_bit else []))]
-    modes = [mode + '+skip' if applicable(config, [mode + '+skip'])[0] else mode for mode in modes]
-    settings = [_fitting(config, [*mode.split('+'), *pieces]) for mode in modes for pieces in combined]
-    kept, _ = applicable(config, list(dict.fromkeys(settings)))
+    names = [name + '+skip' if applicable(config, [name + '+skip'])[0] else name for name in names]
+    variants = [_fitting(config, [*name.split('+'), *pieces]) for name in names for pieces in combined]
+    kept, _ = applicable(config, list(dict.fromkeys(variants)))
     # Blocks drop half of the last one's rate on average.
     dropped = ((config.model.get('backbone') or {}).get('drop_path_rate') or 0) / 2
     others, smallest = kept[:-1], kept[-1:]
-    return sorted(others, key=lambda setting: _time(setting, dropped)) + smallest
+    return sorted(others, key=lambda variant: _time(variant, family, dropped)) + smallest
 
 
-def _time(setting, dropped):
-    mode, *pieces = setting.split('+')
-    backbone = _TIME[mode] * (1 - dropped if 'skip' in pieces else 1)
+def _time(variant, family, dropped):
+    name, *pieces = variant.split('+')
+    time = family.time(PRESETS[name]) if family else PRESETS[name].time
+    backbone = time * (1 - dropped if 'skip' in pieces else 1)
     return backbone + sum(_TIME_MORE[piece] for piece in pieces if piece != 'skip')
 
 
-def worst_case(setting: str) -> str:
-    """The setting whose bytes bound those of this one from above: as if stochastic depth dropped nothing."""
-    return '+'.join(word for word in setting.split('+') if word != 'skip')
+def worst_case(variant: str) -> str:
+    """The variant whose bytes bound those of this one from above: as if stochastic depth dropped nothing."""
+    return '+'.join(word for word in variant.split('+') if word != 'skip')
 
 
 def _fitting(config, words):
-    """The setting without the pieces that the model has nothing for."""
+    """The variant without the pieces that the model has nothing for."""
     if not any(config.model.get(head) for head in ('rpn_head', 'roi_head', 'bbox_head')):
         words = [word for word in words if word != 'targets']
-    mode = words[0]
-    return '+'.join([mode, *(piece for piece in words[1:] if applicable(config, [f'{mode}+{piece}'])[0])])
+    name = words[0]
+    return '+'.join([name, *(piece for piece in words[1:] if applicable(config, [f'{name}+{piece}'])[0])])
 
 
 def needed(row: dict, ddp: bool = False) -> int:
-    """Bytes of GPU memory that a setting needs.
+    """Bytes of GPU memory that a variant needs.
 
     Args:
         row (dict): Of ``measure_detector``.
@@ -151,55 +135,55 @@ def needed(row: dict, ddp: bool = False) -> int:
 
 
 def choose(
-    settings: list[str],
+    variants: list[str],
     budget: int,
     measure: Callable[[str], dict],
     *,
     ddp: bool = False,
     tell: Callable[[str, int, bool], None] = lambda *_: None,
 ) -> str | None:
-    """Finds the first setting that fits.
+    """Finds the first variant that fits.
 
     The last one is looked at first: where that is far from fitting, nothing does.
 
     Args:
-        settings (list[str]): Fastest first, smallest last.
+        variants (list[str]): Fastest first, smallest last.
         budget (int): Bytes of the GPU.
-        measure (Callable): Gives ``measure_detector``'s row of a setting.
+        measure (Callable): Gives ``measure_detector``'s row of a variant.
         ddp (bool): See :func:`needed`. Default: False.
-        tell (Callable): Gets each setting that was looked at, the bytes that it needs, and whether it fits.
+        tell (Callable): Gets each variant that was looked at, the bytes that it needs, and whether it fits.
 
     Returns:
-        str | None: The setting; None if nothing fits.
+        str | None: The variant; None if nothing fits.
     """
 
-    def look(setting):
-        need = needed(measure(setting), ddp)
-        tell(setting, need, need <= budget)
+    def look(variant):
+        need = needed(measure(variant), ddp)
+        tell(variant, need, need <= budget)
         return need
 
-    *faster, smallest = settings
+    *faster, smallest = variants
     need = look(smallest)
     # The smallest by rule: where little is left, running a part again can need more than what it had stored.
     if need > 1.1 * budget:
         return None
     last = smallest if need <= budget else None
-    return next((setting for setting in faster if look(setting) <= budget), last)
+    return next((variant for variant in faster if look(variant) <= budget), last)
 
 
-def snippet(config: Config, setting: str) -> str:
-    """What to paste into a config for a setting.
+def snippet(config: Config, variant: str) -> str:
+    """What to paste into a config for a variant.
 
     Args:
         config (Config): The config that it is for.
-        setting (str): The setting.
+        variant (str): The variant.
 
     Returns:
         str: Lines of Python.
     """
-    backbone, change = backbone_change(config, setting), piece_change(config, setting.split('+')[1:])
+    backbone, change = backbone_change(config, variant), piece_change(config, variant.split('+')[1:])
     lines = []
-    if is_convnext(config) or change['custom_hooks']:
+    if family_of(config.model.get('backbone')) or change['custom_hooks']:
         own = (config.get('custom_imports') or {}).get('imports') or []
         own = [name for name in ([own] if isinstance(own, str) else own) if not name.startswith('mmpretrain')]
         imports = list(dict.fromkeys([*own, 'sbp_mmdet']))
@@ -216,21 +200,21 @@ def snippet(config: Config, setting: str) -> str:
     return '\n'.join(lines)
 
 
-def cfg_options(config: Config, setting: str) -> str | None:
+def cfg_options(config: Config, variant: str) -> str | None:
     """The same for the command line, where that is possible: hooks and imports have to stand in a config.
 
     Args:
         config (Config): The config that it is for.
-        setting (str): The setting.
+        variant (str): The variant.
 
     Returns:
         str | None: Arguments of ``tools/train.py``.
     """
-    change = piece_change(config, setting.split('+')[1:])
+    change = piece_change(config, variant.split('+')[1:])
     imported = 'sbp_mmdet' in ((config.get('custom_imports') or {}).get('imports') or [])
-    if change['custom_hooks'] or (is_convnext(config) and not imported):
+    if change['custom_hooks'] or (family_of(config.model.get('backbone')) and not imported):
         return None
-    wanted = {'model.backbone': backbone_change(config, setting), 'optim_wrapper.optimizer': change['optimizer']}
+    wanted = {'model.backbone': backbone_change(config, variant), 'optim_wrapper.optimizer': change['optimizer']}
     options = [option for prefix, values in wanted.items() for option in _flat(config, prefix, values)]
     return '--cfg-options ' + ' '.join(options) if options else None
 

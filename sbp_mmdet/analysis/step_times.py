@@ -1,4 +1,4 @@
-"""How long whole training steps of a detector take, setting against setting in one run."""
+"""How long whole training steps of a detector take, variant against variant in one run."""
 
 import itertools
 import statistics
@@ -12,32 +12,32 @@ from mmengine.optim import OptimWrapper
 from torch import nn
 
 from .detector import build_training, check_case, own_crops, timed_step
-from .variants import applicable, with_setting
+from .variants import applicable, with_variant
 
-__all__ = ['in_turn', 'measure_steps', 'summary', 'timed_settings']
+__all__ = ['in_turn', 'measure_steps', 'summary', 'timed_variants']
 
 
 class _Case(NamedTuple):
-    """A setting, ready to train; ``crop`` is how masks are cropped in it."""
+    """A variant, ready to train; ``crop`` is how masks are cropped in it."""
 
     model: nn.Module
     wrapper: OptimWrapper
     crop: Callable
 
 
-def timed_settings(config: Config, settings: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
-    """Sorts settings as :func:`.variants.applicable` does, and refuses what has no time of its own.
+def timed_variants(config: Config, variants: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
+    """Sorts variants as :func:`.variants.applicable` does, and refuses what has no time of its own.
 
     Args:
         config (Config): Config of a detector.
-        settings (Sequence[str]): Settings.
+        variants (Sequence[str]): Variants.
         device (str): Where they run.
 
     Returns:
         tuple: Those whose steps can be timed, and the reason for each of the others.
 
     Raises:
-        ValueError: For an unknown mode or piece, or a config whose optimizer does not step each time.
+        ValueError: For an unknown preset or piece, or a config whose optimizer does not step each time.
     """
     counts = config.optim_wrapper.get('accumulative_counts', 1)
     if counts != 1:
@@ -45,40 +45,40 @@ def timed_settings(config: Config, settings: Sequence[str], device: str) -> tupl
             f'optim_wrapper.accumulative_counts={counts}: some steps would be timed without that of the optimizer; '
             'give --cfg-options optim_wrapper.accumulative_counts=1'
         )
-    good, bad = applicable(config, settings)
+    good, bad = applicable(config, variants)
     if torch.device(device).type == 'cpu':
-        for setting in good:
-            if with_setting(config, setting).optim_wrapper.optimizer.type == 'AdamW8bit':
-                bad[setting] = 'AdamW8bit: on a CPU its bytes are counted by a stand-in that updates nothing; no times'
-    return [setting for setting in good if setting not in bad], bad
+        for variant in good:
+            if with_variant(config, variant).optim_wrapper.optimizer.type == 'AdamW8bit':
+                bad[variant] = 'AdamW8bit: on a CPU its bytes are counted by a stand-in that updates nothing; no times'
+    return [variant for variant in good if variant not in bad], bad
 
 
 def measure_steps(
-    config: Config, settings: Sequence[str], *, rounds: int = 5, done: Callable[[], None] = lambda: None, **case
+    config: Config, variants: Sequence[str], *, rounds: int = 5, done: Callable[[], None] = lambda: None, **case
 ) -> list[dict]:
-    """Times training steps on the same random batch, the settings in turn within each round.
+    """Times training steps on the same random batch, the variants in turn within each round.
 
-    On CUDA with mixed precision as the config has it; on a CPU in fp32. Each setting's first step is not counted: it
+    On CUDA with mixed precision as the config has it; on a CPU in fp32. Each variant's first step is not counted: it
     makes the optimizer's states.
 
     Args:
         config (Config): Config of a detector.
-        settings (Sequence[str]): From :func:`timed_settings`, the baseline first.
+        variants (Sequence[str]): From :func:`timed_variants`, the baseline first.
         rounds (int): Timed rounds. Default: 5.
         done (Callable): Called after each step.
         **case: ``batch``, ``height``, ``width``, ``boxes`` and ``device``, see :func:`.detector.measure_detector`.
 
     Returns:
-        list[dict]: See :func:`summary`; a setting that does not fit into the GPU has no row.
+        list[dict]: See :func:`summary`; a variant that does not fit into the GPU has no row.
 
     Raises:
         ValueError: For a number that is too small, a device that is not there, or a baseline that does not fit.
     """
     check_case(rounds=rounds, least_rounds=1, **{key: case[key] for key in ('batch', 'boxes', 'device')})
-    cases, data = _build(config, settings, case)
+    cases, data = _build(config, variants, case)
 
     def step(case, i):
-        # Samples and what DropPath drops are those of the round in all settings, and so are masks; what 'skip' leaves
+        # Samples and what DropPath drops are those of the round in all variants, and so are masks; what 'skip' leaves
         # out is a draw of its own.
         torch.manual_seed(i)
         with own_crops(case.crop):
@@ -88,8 +88,8 @@ def measure_steps(
 
     fits = [_fits(step, case) for case in cases]
     if not fits[0]:
-        raise ValueError(f'{settings[0]}, which all others are compared with, does not fit into the GPU; name another')
-    fitting = list(itertools.compress(settings, fits))
+        raise ValueError(f'{variants[0]}, which all others are compared with, does not fit into the GPU; name another')
+    fitting = list(itertools.compress(variants, fits))
     return summary(fitting, in_turn(list(itertools.compress(cases, fits)), step, rounds))
 
 
@@ -103,13 +103,13 @@ def _fits(step, case):
     return True
 
 
-def _build(config, settings, case):
-    # Settings with the same optimizer share weights and optimizer states: there is one set of them in memory, and no
+def _build(config, variants, case):
+    # Variants with the same optimizer share weights and optimizer states: there is one set of them in memory, and no
     # model is built and warmed up again for each round. Their learning rate is 0, which costs the optimizer the same
-    # arithmetic and leaves the weights as they are: all steps of all settings begin at the same weights.
+    # arithmetic and leaves the weights as they are: all steps of all variants begin at the same weights.
     first, cases = {}, []
-    for setting in settings:
-        changed = with_setting(config, setting)
+    for variant in variants:
+        changed = with_variant(config, variant)
         with own_crops():
             torch.manual_seed(0)
             model, wrapper, data = build_training(changed, **case)
@@ -137,20 +137,20 @@ def in_turn(cases: Sequence, step: Callable[[object, int], float], rounds: int) 
     return [[step(case, i) for case in cases] for i in range(1, rounds + 1)]
 
 
-def summary(settings: Sequence[str], times: list[list[float]]) -> list[dict]:
-    """Ratios to the first setting, round by round.
+def summary(variants: Sequence[str], times: list[list[float]]) -> list[dict]:
+    """Ratios to the first variant, round by round.
 
     Args:
-        settings (Sequence[str]): Names.
-        times (list[list[float]]): For each round the seconds of each setting.
+        variants (Sequence[str]): Names.
+        times (list[list[float]]): For each round the seconds of each variant.
 
     Returns:
-        list[dict]: For each setting ``setting``, ``step_s`` (median), ``ratio`` (median), ``ratio_min`` and
+        list[dict]: For each variant ``setting`` (its name), ``step_s`` (median), ``ratio`` (median), ``ratio_min`` and
         ``ratio_max``.
     """
     rows = []
-    for setting, seconds in zip(settings, zip(*times, strict=True), strict=True):
+    for variant, seconds in zip(variants, zip(*times, strict=True), strict=True):
         ratios = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
-        row = dict(setting=setting, step_s=statistics.median(seconds), ratio=statistics.median(ratios))
+        row = dict(setting=variant, step_s=statistics.median(seconds), ratio=statistics.median(ratios))
         rows.append(dict(row, ratio_min=min(ratios), ratio_max=max(ratios)))
     return rows

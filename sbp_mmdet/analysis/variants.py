@@ -1,6 +1,6 @@
-"""One config, many settings: modes of the backbone, and exact pieces outside of it.
+"""One config, many variants: presets of the backbone, and pieces outside of it.
 
-A setting is a mode of :data:`sbp_mmdet.analysis.MODES`, followed by pieces: ``'recompute+cp-heads+targets'``.
+A variant is a preset of :data:`sbp_mmdet.settings.PRESETS`, followed by pieces: ``'recompute+cp-heads+targets'``.
 """
 
 import copy
@@ -11,17 +11,16 @@ from pathlib import Path
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
-from .modes import MODES, backbone_options
+from ..families import family_of
+from ..settings import SBPSettings, preset_named
 
 __all__ = [
     'PIECES',
     'applicable',
     'backbone_change',
-    'check_convnext',
-    'is_convnext',
     'load_config',
     'piece_change',
-    'with_setting',
+    'with_variant',
 ]
 
 PIECES = {
@@ -38,11 +37,11 @@ PIECES = {
 
 
 class NotApplicable(ValueError):
-    """The setting makes no sense for this model."""
+    """The variant makes no sense for this model."""
 
 
 def load_config(path: str, options: dict | None = None) -> Config:
-    """Reads a config. The import of mmpretrain may fail: its ConvNeXt is replaced.
+    """Reads a config. The import of mmpretrain may fail: SBP's backbones stand in for its own.
 
     Args:
         path (str): Config file, or ``mmdet::family/name.py``.
@@ -82,62 +81,52 @@ def _of_package(path):
     return installed if installed.is_file() else folder.parent / 'configs' / name
 
 
-def is_convnext(config: Config) -> bool:
-    """Whether ``SBPConvNeXt`` can be the model's backbone."""
-    kind = (config.model.get('backbone') or {}).get('type')
-    name = kind if isinstance(kind, str) else getattr(kind, '__name__', '')
-    return name.split('.')[-1] in ('ConvNeXt', 'SBPConvNeXt')
-
-
-def check_convnext(config: Config) -> None:
-    """Raises a ValueError where the backbone is none that SBP applies to."""
-    if not is_convnext(config):
-        kind = (config.model.get('backbone') or {}).get('type')
-        raise ValueError(f'model.backbone.type={kind!r} is not a ConvNeXt, so SBP does not apply to it')
-
-
-def backbone_change(config: Config, setting: str) -> dict:
-    """What a setting changes in ``model.backbone``.
+def backbone_change(config: Config, variant: str) -> dict:
+    """What a variant changes in ``model.backbone``.
 
     Args:
         config (Config): Config of a detector.
-        setting (str): Mode, then pieces, joined by '+'.
+        variant (str): Preset, then pieces, joined by '+'.
 
     Returns:
         dict: New values.
 
     Raises:
-        NotApplicable: If the backbone has no such mode.
-        ValueError: If the mode is unknown, or there is no backbone.
+        NotApplicable: If the backbone has no such preset.
+        ValueError: If the preset is unknown, or there is no backbone.
     """
-    mode, *pieces = setting.split('+')
-    backbone = config.model.get('backbone') or {}
-    if is_convnext(config):
-        own = {'keep_ratio': 0.5, **(backbone.get('sbp_cfg') or {})}
-        # Said in full, for a child config is merged with what it inherits.
-        plain = dict(implementation='fused', dropped='zero', storage='native', skip_dropped_images=False)
-        own.update(recompute=False, **{key: value for key, value in plain.items() if key in own})
-        if 'skip' in pieces:
-            own['skip_dropped_images'] = True
-        change = dict(type='SBPConvNeXt', **backbone_options(mode, **own))
-        if 'skip' in pieces and change['sbp_cfg'] is None:
-            raise NotApplicable(f'skip: {mode} has no sbp_cfg to say it in; exact and all other modes have')
-        if 'skip' in pieces and not backbone.get('drop_path_rate'):
-            raise NotApplicable('skip: drop_path_rate of the backbone is 0, so no image is dropped')
-        return change
-    if mode not in MODES:
-        raise ValueError(f'mode {mode!r} is unknown; choose from {list(MODES)}')
+    name, *pieces = variant.split('+')
+    preset = preset_named(name)
+    backbone = config.model.get('backbone')
     if not backbone:
         raise ValueError(f'the model ({config.model.get("type")}) has no model.backbone, whose memory this is about')
+    family = family_of(backbone)
+    if family is None:
+        return _stock_change(backbone, preset, pieces)
+    if not family.has_preset(name):
+        raise NotApplicable(f'{name}: {family.name} has no such preset; it has {list(family.presets)}')
+    own = {'keep_ratio': 0.5, **SBPSettings.own_keys(backbone.get('sbp_cfg') or {})}
+    if 'skip' in pieces:
+        own['skip_dropped_images'] = True
+    change = dict(type=family.backbone, **preset.arguments(**own))
+    if 'skip' in pieces and change['sbp_cfg'] is None:
+        raise NotApplicable(f'skip: {name} has no sbp_cfg to say it in; exact and all other presets have')
+    if 'skip' in pieces and not backbone.get('drop_path_rate'):
+        raise NotApplicable('skip: drop_path_rate of the backbone is 0, so no image is dropped')
+    return change
+
+
+def _stock_change(backbone, preset, pieces):
+    """Of a backbone that SBP does not apply to: plain, or checkpointed where it can be."""
     kind = backbone.get('type')
     built = MODELS.get(kind) if isinstance(kind, str) else kind
     takes_cp = built is not None and 'with_cp' in inspect.signature(built.__init__).parameters
-    if mode not in ('none', 'with_cp') or (mode == 'with_cp' and not takes_cp):
-        modes = 'none and with_cp apply' if takes_cp else 'only none applies'
-        raise NotApplicable(f'{mode}: the backbone is {kind}, not a ConvNeXt: {modes}')
+    if preset.sbp_cfg is not None or (preset.with_cp and not takes_cp):
+        apply = 'none and with_cp apply' if takes_cp else 'only none applies'
+        raise NotApplicable(f'{preset.name}: SBP does not apply to the backbone, {kind}: {apply}')
     if 'skip' in pieces:
-        raise NotApplicable(f'skip: the backbone is {kind}, not a ConvNeXt')
-    return dict(with_cp=mode == 'with_cp') if takes_cp else {}
+        raise NotApplicable(f'skip: SBP does not apply to the backbone, {kind}')
+    return dict(with_cp=preset.with_cp) if takes_cp else {}
 
 
 def piece_change(config: Config, pieces: list[str]) -> dict:
@@ -195,21 +184,21 @@ def _modules_of(model, kind, part):
     return ['neck' if part == 'neck' else 'rpn_head'] if {'neck': neck, 'rpn': rpn}[part] else []
 
 
-def with_setting(config: Config, setting: str) -> Config:
-    """A config with a setting.
+def with_variant(config: Config, variant: str) -> Config:
+    """A config under a variant.
 
     Args:
         config (Config): Config of a detector.
-        setting (str): Mode, then pieces, joined by '+'.
+        variant (str): Preset, then pieces, joined by '+'.
 
     Returns:
         Config: A changed copy.
 
     Raises:
-        NotApplicable: If the setting makes no sense for this model.
-        ValueError: For an unknown mode or piece.
+        NotApplicable: If the variant makes no sense for this model.
+        ValueError: For an unknown preset or piece.
     """
-    backbone, change = backbone_change(config, setting), piece_change(config, setting.split('+')[1:])
+    backbone, change = backbone_change(config, variant), piece_change(config, variant.split('+')[1:])
     changed = copy.deepcopy(config)
     changed.model.backbone.update(backbone)
     changed.custom_hooks = [*(config.get('custom_hooks') or []), *change['custom_hooks']]
@@ -217,24 +206,24 @@ def with_setting(config: Config, setting: str) -> Config:
     return changed
 
 
-def applicable(config: Config, settings: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Sorts settings.
+def applicable(config: Config, variants: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Sorts variants.
 
     Args:
         config (Config): Config of a detector.
-        settings (list[str]): Settings.
+        variants (list[str]): Variants.
 
     Returns:
         tuple: Those that apply, and the reason for each of the others.
 
     Raises:
-        ValueError: For an unknown mode or piece.
+        ValueError: For an unknown preset or piece.
     """
     good, bad = [], {}
-    for setting in settings:
+    for variant in variants:
         try:
-            with_setting(config, setting)
-            good.append(setting)
+            with_variant(config, variant)
+            good.append(variant)
         except NotApplicable as error:
-            bad[setting] = str(error)
+            bad[variant] = str(error)
     return good, bad

@@ -1,1 +1,3 @@
-"""What mmdet registers: backbones with SBP, and SBP in neck and heads."""
+"""What mmdet registers: backbones with SBP and their records, and SBP in neck and heads."""
+
+from . import convnext_family  # noqa: F401  registers its record

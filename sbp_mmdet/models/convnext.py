@@ -28,6 +28,10 @@ ARCHS = {
 }
 
 
+# Default of the key `blocks` (appendix "Experimental Settings"): all of stages 1 and 2, the first 6 or 21 of stage 3.
+PAPER_BLOCKS = {'tiny': (3, 3, 6, 0), 'base': (3, 3, 21, 0)}
+
+
 @MODELS.register_module()
 class SBPConvNeXt(BaseModule):
     """ConvNeXt for memory-efficient training by Stochastic Backpropagation (SBP).
@@ -94,7 +98,7 @@ class SBPConvNeXt(BaseModule):
             raise ValueError(f'frozen_stages={frozen_stages!r} must be a number from 0 to {self.num_stages}')
         self.frozen_stages = frozen_stages
         self.gap_before_final_norm = gap_before_final_norm
-        self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, arch, self.depths)
+        self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, self.depths, PAPER_BLOCKS.get(str(arch)))
         if self.sbp and use_grn:
             raise ValueError(
                 'use_grn=True cannot be used with sbp_cfg: GRN normalises over all positions, so none can be dropped; '

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..analysis.cuda_rules import full_fp32
 from ..analysis.detector import build_detector
+from ..families import family_of, require
 from ..functional import sbp
 from ..masks import Positions
 from .gradients import backbone_with
@@ -30,7 +31,7 @@ def disjoint_blocks(backbone: nn.Module) -> None:
     """Every second SBP layer keeps the positions that the others drop.
 
     Args:
-        backbone (nn.Module): ``SBPConvNeXt`` with SBP, changed in place.
+        backbone (nn.Module): With SBP, changed in place.
     """
     if backbone.sbp.dropped != 'zero':
         raise ValueError(
@@ -54,7 +55,7 @@ def disjoint_pointwise(backbone: nn.Module) -> None:
     This is the paper's extreme case: between these two layers there is no residual connection around them.
 
     Args:
-        backbone (nn.Module): ``SBPConvNeXt`` with SBP, changed in place.
+        backbone (nn.Module): With SBP, changed in place.
     """
     for stage in backbone.stages:
         for block in stage:
@@ -97,8 +98,8 @@ def norms_over_training(
     """Trains the same detector under each variant, on the same batches in the same order, in fp32.
 
     Args:
-        config (Config): Config of a detector with a ConvNeXt; its optimizer and gradient clipping are used, its
-            learning rate schedule is not.
+        config (Config): Config of a detector whose backbone SBP applies to; its optimizer and gradient clipping are
+            used, its learning rate schedule is not.
         variants (dict): Label to ``sbp_cfg`` and a function that changes the backbone, such as one of ``DISJOINT``.
         batches (list[dict]): ``inputs`` and ``data_samples`` of each, gone through again and again.
         steps (int): Training steps.
@@ -152,7 +153,7 @@ def norms_over_training(
 
 def _with(config, sbp_cfg, lr):
     config = copy.deepcopy(config)
-    config.model.backbone.update(type='SBPConvNeXt', with_cp=False)
+    config.model.backbone.update(type=require(config.model.backbone).backbone, with_cp=False)
     config.model.backbone.sbp_cfg = copy.deepcopy(sbp_cfg)
     # Without mixed precision: its scaled gradients are not those of the loss.
     config.optim_wrapper.type = 'OptimWrapper'
@@ -164,10 +165,10 @@ def _with(config, sbp_cfg, lr):
 
 
 def _norms(model):
-    squares = {}
+    squares, family = {}, family_of(model.backbone)
     for name, p in model.named_parameters():
         if p.requires_grad:
             square = p.grad.detach().double().square().sum().item() if p.grad is not None else 0.0
-            for part in parts_of(name):
+            for part in parts_of(name, family):
                 squares[part] = squares.get(part, 0.0) + square
     return {part: square**0.5 for part, square in squares.items()}

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ..analysis.cuda_rules import autocast, full_fp32
 from ..analysis.detector import own_crops
-from ..analysis.variants import PIECES, check_convnext, piece_change
+from ..analysis.variants import PIECES, piece_change
+from ..families import Unit, require
 from .measures import compare, summary
 from .subject import build_model
 
@@ -134,11 +135,11 @@ def backbone_with(config: Config, sbp_cfg: dict | None, weights: nn.Module | Non
         nn.Module: The backbone.
 
     Raises:
-        ValueError: For a setting that cannot be honoured, or a backbone that is no ConvNeXt.
+        ValueError: For a setting that cannot be honoured, or a backbone that SBP does not apply to.
     """
-    check_convnext(config)
+    family = require(config.model.get('backbone'))
     cfg = copy.deepcopy(config.model.backbone.to_dict())
-    cfg.update(type='SBPConvNeXt', sbp_cfg=copy.deepcopy(sbp_cfg), with_cp=False, init_cfg=None)
+    cfg.update(type=family.backbone, sbp_cfg=copy.deepcopy(sbp_cfg), with_cp=False, init_cfg=None)
     with torch.device('meta'):
         backbone = MODELS.build(cfg)
     if weights is not None:
@@ -241,7 +242,7 @@ def study(
     """Compares settings with exact gradients: same weights, same batches.
 
     Args:
-        config (Config): Config of a detector with a ConvNeXt.
+        config (Config): Config of a detector whose backbone SBP applies to.
         settings (dict[str, dict]): Label to ``sbp_cfg``; ``pieces`` in it names those of ``HEAD_PIECES`` to use
             as well. With pieces alone the backbone runs without SBP.
         batches (Iterable[dict]): ``inputs`` and ``data_samples`` of each, see :func:`.subject.train_batches`.
@@ -271,6 +272,7 @@ def study(
         except ValueError as error:
             raise ValueError(f'setting {label!r}: {error}') from error
     model = build_model(config, seed=seed) if model is None else model
+    family = require(config.model.get('backbone'))
     report = on_progress or (lambda: None)
     results = {label: [] for label in settings}
     for i, batch in enumerate(batches):
@@ -284,35 +286,35 @@ def study(
                 found = estimate_detector(config, setting, model, exact, batch)
             else:
                 found = estimate(backbone_with(config, sbp_cfg, model.backbone), exact)
-            results[label].append(compare(exact.gradients, found))
+            results[label].append(compare(exact.gradients, found, family))
             report()
     return {label: summary(found) for label, found in results.items()}
 
 
 def gradient_errors(
-    cases: dict[str, tuple[nn.Module, Callable[[Tensor], object]]],
+    units: dict[str, Unit],
     shape: tuple[int, int, int, int],
     *,
     device: str,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, dict]]:
-    """How near the gradients of each case are to those of the first, all parameters together.
+    """How near the gradients of each unit are to those of the first, all parameters together.
 
     Weights are random; the input, and the gradient that comes in, are smooth, so that neighbours are alike as in
     photos.
 
     Args:
-        cases (dict): Of :func:`sbp_mmdet.analysis.benchmark.build_case`, the baseline first.
+        units (dict[str, Unit]): Of :func:`sbp_mmdet.analysis.benchmark.build_unit`, the baseline first.
         shape (tuple): (N, C, H, W) of the input.
         device (str): Where it runs.
         dtype (torch.dtype | None): Autocast; None: off.
 
     Yields:
-        tuple[str, dict]: Name of the case; ``cosine``, ``relative_error`` and ``norm_ratio``.
+        tuple[str, dict]: Name of the unit; ``cosine``, ``relative_error`` and ``norm_ratio``.
     """
     x = _smooth(shape).to(device)
     exact = None
-    for name, (module, run) in cases.items():
+    for name, (module, run, _) in units.items():
         with autocast(device, dtype):
             out = run(x)
         outs = out if isinstance(out, tuple) else (out,)

@@ -10,6 +10,7 @@ import torch
 from mmengine.config import Config
 from torch import Tensor, nn
 
+from ..families import Tap, require
 from .gradients import ExactPass, backbone_with, estimate
 
 __all__ = ['KeptCheck', 'check_kept']
@@ -33,61 +34,56 @@ def check_kept(config: Config, sbp_cfg: dict, weights: nn.Module, exact: ExactPa
     """Compares kept positions at the last SBP layer.
 
     Args:
-        config (Config): Config of a detector with a ConvNeXt.
+        config (Config): Config of a detector whose backbone SBP applies to.
         sbp_cfg (dict): The setting.
         weights (nn.Module): The exact pass' backbone.
         exact (ExactPass): A batch.
 
     Returns:
-        KeptCheck | None: None if the setting drops nothing, if the layer got no gradient (stochastic depth), or if the
-        setting never holds this gradient where it can be seen: int8 storage runs the convolution past its module.
+        KeptCheck | None: None if the setting drops nothing, if the layer got no gradient (stochastic depth), if the
+        record of the family has no ``tap``, or if the setting never holds this gradient where it can be seen: int8
+        storage runs the convolution past its module.
     """
+    tap = require(config.model.get('backbone')).tap
     backbone = backbone_with(config, sbp_cfg, weights)
     layers = in_order(backbone.keep_ratios())
-    if not layers:
+    if not layers or tap is None:
         return None
-    last, given = layers[-1], []
-    backbone.get_submodule(_name(last)).register_forward_pre_hook(lambda module, args: given.append(args[1].keep.cpu()))
-    found = _gradient_at(backbone, last, exact)
-    expected = _gradient_at(backbone_with(config, None, weights), last, exact)
+    last = layers[-1]
+    seen = tap(backbone, last)
+    found = _gradient_at(backbone, seen, exact)
+    kept = backbone.draw(exact.images, again=True).positions[last].keep.cpu()
+    plain = backbone_with(config, None, weights)
+    expected = _gradient_at(plain, tap(plain, last), exact)
     if found is None or expected is None or not expected.any():
         return None
     keep = torch.zeros(found.shape[2] * found.shape[3], dtype=torch.bool)
-    keep[_kept_inputs(given[0], last, *found.shape[2:])] = True
+    keep[_kept_inputs(kept, seen.patch, *found.shape[2:])] = True
     found, expected = found.flatten(2), expected.flatten(2)
     largest = expected[..., keep].abs().max()
     if not largest:
         return None
     dropped = found[..., ~keep].abs().max() if not keep.all() else torch.zeros(())
     error = (found - expected)[..., keep].abs().max()
-    return KeptCheck(_name(last), (error / largest).item(), (dropped / largest).item())
+    return KeptCheck(seen.name, (error / largest).item(), (dropped / largest).item())
 
 
 def in_order(layers: dict[tuple, float]) -> list[tuple]:
-    """Keys of ``SBPConvNeXt.keep_ratios`` as the forward pass meets them."""
+    """Keys of a backbone's ``keep_ratios()`` as the forward pass meets them."""
     return sorted(layers, key=lambda key: (key[0], -1 if key[1] == 'downsample' else key[1]))
 
 
-def _name(layer):
-    stage, block = layer
-    return f'downsample_layers.{stage}' if block == 'downsample' else f'stages.{stage}.{block}'
+def _kept_inputs(keep: Tensor, patch, height, width):
+    """A kept output of a layer that reads patches is a kept patch of its input."""
+    rows, columns = keep // (width // patch), keep % (width // patch)
+    return torch.cat([(patch * rows + i) * width + patch * columns + j for i in range(patch) for j in range(patch)])
 
 
-def _kept_inputs(keep: Tensor, layer, height, width):
-    """A kept output of a downsampling layer is a kept 2x2 patch of its input."""
-    if layer[1] != 'downsample':
-        return keep
-    rows, columns = keep // (width // 2), keep % (width // 2)
-    return torch.cat([(2 * rows + i) * width + 2 * columns + j for i in range(2) for j in range(2)])
-
-
-def _gradient_at(backbone, layer, exact):
-    """Of the channel MLP's input, or of the downsampling layer's; shape (N, C, H, W)."""
-    module = backbone.get_submodule(_name(layer))
+def _gradient_at(backbone, tap: Tap, exact):
+    """The gradient that the tap shows, (N, C, H, W)."""
     found = []
-    if layer[1] == 'downsample':
-        module.register_full_backward_hook(lambda module, inputs, outputs: found.append(inputs[0]))
-    else:
-        module.depthwise_conv.register_full_backward_hook(lambda module, inputs, outputs: found.append(outputs[0]))
+    tap.module.register_full_backward_hook(
+        lambda module, inputs, outputs: found.append((outputs if tap.at_output else inputs)[0])
+    )
     estimate(backbone, exact)
     return found[0].detach().float().cpu() if found and found[0] is not None else None

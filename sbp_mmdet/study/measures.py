@@ -5,7 +5,8 @@ import statistics
 import torch
 from torch import Tensor
 
-from ..analysis.parts import part_of
+from ..analysis.parts import part_of, place_of
+from ..families import Family
 
 __all__ = ['HEADS', 'MEASURES', 'SUMS', 'compare', 'parts_of', 'summary']
 
@@ -14,31 +15,35 @@ HEADS = ('mask heads', 'box heads', 'RPN', 'neck')  # as gradients pass them, na
 SUMS = ('network', 'backbone', 'mean layer', *(f'stage {i}' for i in range(1, 5)), *HEADS)  # every other is a layer
 
 
-def parts_of(name: str) -> list[str]:
+def parts_of(name: str, family: Family | None = None) -> list[str]:
     """The parts that a parameter counts for.
 
     Args:
         name (str): Of the parameter, in a detector.
+        family (Family | None): Of the backbone; None: the first one whose names fit. Default: None.
 
     Returns:
-        list[str]: 'network'; for the backbone also 'backbone', its stage ('stage 1' to 'stage 4', the layer that leads
-        into a stage included) and its layer, without 'backbone.': 'stages.0.2.pointwise_conv1'; outside of it the one
-        of ``HEADS``, if any.
+        list[str]: 'network'; for the backbone also 'backbone', its stage where it has one ('stage 1' to 'stage 4', the
+        layer that leads into a stage included) and its layer, without 'backbone.': 'stages.0.2.pointwise_conv1';
+        outside of it the one of ``HEADS``, if any.
     """
     if not name.startswith('backbone.'):
         return ['network', *({part_of(name)} & set(HEADS))]
     name = name.removeprefix('backbone.')
-    kind, *rest = name.split('.')
-    stage = int(rest[0] if kind in ('stages', 'downsample_layers') else kind.removeprefix('norm'))
-    return ['network', 'backbone', f'stage {stage + 1}', name.removesuffix('.weight').removesuffix('.bias')]
+    _, stage = place_of(name, family)
+    stages = [f'stage {stage}'] if stage else []
+    return ['network', 'backbone', *stages, name.removesuffix('.weight').removesuffix('.bias')]
 
 
-def compare(exact: dict[str, Tensor], estimate: dict[str, Tensor]) -> dict[str, dict[str, float | None]]:
+def compare(
+    exact: dict[str, Tensor], estimate: dict[str, Tensor], family: Family | None = None
+) -> dict[str, dict[str, float | None]]:
     """Compares gradients, over the network, the backbone, each stage and layer of it, neck and heads.
 
     Args:
         exact (dict[str, Tensor]): Gradients e.
         estimate (dict[str, Tensor]): Gradients s; parameters that it lacks have gradient 0.
+        family (Family | None): Of the backbone, see :func:`parts_of`. Default: None.
 
     Returns:
         dict: Part to ``cosine`` <e, s> / (|e| |s|), ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|.
@@ -54,7 +59,7 @@ def compare(exact: dict[str, Tensor], estimate: dict[str, Tensor]) -> dict[str, 
     for name, e in exact.items():
         s = estimate.get(name)
         numbers = _sums(e, torch.zeros_like(e) if s is None else s)
-        for part in parts_of(name):
+        for part in parts_of(name, family):
             sums[part] = sums.get(part, 0) + numbers
     found = {part: _measures(*numbers.tolist()) for part, numbers in sums.items()}
     layers = [numbers for part, numbers in found.items() if part not in SUMS]

@@ -1,15 +1,14 @@
 """Tables and pictures of the studies of gradients."""
 
-import re
 from pathlib import Path
 
+from ..families import Layer, layer_of
 from ..reporting import COLOURS, Column, markdown_table, panels, save_picture
 from .measures import HEADS, MEASURES, SUMS
 
 __all__ = ['norms_picture', 'norms_table', 'study_picture', 'study_table']
 
 _NAMES = {'cosine': 'cosine similarity', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
-_LAYERS = {'depthwise_conv': 'depthwise', 'pointwise_conv1': 'PW 1', 'pointwise_conv2': 'PW 2'}
 
 
 def study_table(study: dict) -> str:
@@ -92,20 +91,22 @@ def study_picture(study: dict, title: str, path: Path) -> None:
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_title(_NAMES[measure], fontsize=10)
         axes.axvline(0 if measure == 'relative_error' else 1, color='black', lw=0.8, ls=':')
-    for axes, (kind, name) in zip(grid[1], _LAYERS.items(), strict=True):
-        blocks = _blocks(results[labels[0]], kind)
+    kinds = _layers(results[labels[0]])
+    for axes, (name, layers) in zip(grid[1], kinds.items(), strict=False):
         for label, colour in zip(labels, colours, strict=True):
-            values = [results[label][block]['cosine'] for block in blocks]
+            values = [results[label][layer]['cosine'] for layer in layers]
             known = [(i, v['mean'], v['std'] or 0) for i, v in enumerate(values) if v['mean'] is not None]
             x, mean, std = (list(column) for column in zip(*known, strict=True))
             low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
             style = '.-' if labels.index(label) < len(COLOURS) else '.--'
             axes.plot(x, mean, style, color=colour, lw=1.2, ms=5, label=label)
             axes.fill_between(x, low, high, color=colour, alpha=0.1, lw=0)
-        _stage_lines(axes, blocks)
+        _stage_lines(axes, layers.values())
         axes.set_title(f'cosine of each block: {name}', fontsize=10)
         axes.set_xlabel('block', fontsize=9)
         axes.set_ylim(top=1.03)
+    for axes in grid[1][len(kinds) :]:
+        axes.set_axis_off()
     markers = [('backbone', 'o', 'black'), ('mean layer', 'D', 'white')]
     shapes = [_line(color='black', marker=m, ls='', mfc=f, label=name) for name, m, f in markers]
     _finish(figure, grid.flat, title, path, [*shapes, *grid[1][0].get_legend_handles_labels()[0]])
@@ -149,8 +150,8 @@ def _median_ratio(values, others):
 
 
 def norms_picture(study: dict, title: str, path: Path) -> None:
-    """Draws the norm of each first pointwise layer over the training, light to dark from shallow to deep, and the
-    backbone's.
+    """Draws the norm of one kind of layer (of ConvNeXt the first pointwise one) over the training, light to dark from
+    shallow to deep, and the backbone's.
 
     Args:
         study (dict): As ``gradient_norms.py --json`` writes it.
@@ -166,16 +167,17 @@ def norms_picture(study: dict, title: str, path: Path) -> None:
     everything = [v for row in results.values() for norms in row['norms'].values() for v in norms if v]
     floor = min(everything) / 3
     for axes, (label, row) in zip(grid.flat, results.items(), strict=False):
-        blocks = _blocks(row['norms'], 'pointwise_conv1')
+        kinds = list(_layers(row['norms']).values())
+        layers = kinds[len(kinds) // 2]
         steps = range(1, len(row['loss']) + 1)
-        for i, block in enumerate(blocks):
-            values = [v or floor for v in row['norms'][block]]
-            colour = matplotlib.colormaps['viridis_r'](0.1 + 0.9 * i / max(len(blocks) - 1, 1))
-            axes.semilogy(steps, values, color=colour, lw=1, label=_short(block) if i in (0, len(blocks) - 1) else None)
+        for i, (name, layer) in enumerate(layers.items()):
+            values = [v or floor for v in row['norms'][name]]
+            colour = matplotlib.colormaps['viridis_r'](0.1 + 0.9 * i / max(len(layers) - 1, 1))
+            axes.semilogy(steps, values, color=colour, lw=1, label=_short(layer) if i in (0, len(layers) - 1) else None)
         axes.semilogy(steps, row['norms']['backbone'], color='black', lw=1.8, label='backbone')
-        zero = sum(not any(row['norms'][block]) for block in blocks)
+        zero = sum(not any(row['norms'][name]) for name in layers)
         if zero:
-            text = f'{zero} of {len(blocks)} layers: exactly 0'
+            text = f'{zero} of {len(layers)} layers: exactly 0'
             axes.text(0.5, 0.12, text, transform=axes.transAxes, ha='center', va='bottom', fontsize=9, color='#b00020')
         axes.set_title(label, fontsize=10)
         axes.set_ylim(bottom=floor / 3)
@@ -190,18 +192,18 @@ def norms_picture(study: dict, title: str, path: Path) -> None:
 
 
 def _short(layer):
-    _, stage, block, kind = layer.split('.')
-    return f'{_LAYERS[kind]} of stage {int(stage) + 1}, block {int(block) + 1}'
+    return f'{layer.label} of stage {layer.stage + 1}, block {layer.block + 1}'
 
 
-def _blocks(parts, kind):
-    """Names of the layers of a kind, in the order of the forward pass."""
-    found = [part for part in parts if re.fullmatch(rf'stages\.\d+\.\d+\.{kind}', part)]
-    return sorted(found, key=lambda part: [int(number) for number in part.split('.')[1:3]])
+def _layers(parts) -> dict[str, dict[str, Layer]]:
+    """The layers that pictures show, by kind, in the order of the forward pass."""
+    found = sorted(((layer, name) for name in parts if (layer := layer_of(name))), key=lambda pair: pair[0][:2])
+    kinds = dict.fromkeys(layer.label for layer, _ in found)
+    return {kind: {name: layer for layer, name in found if layer.label == kind} for kind in kinds}
 
 
-def _stage_lines(axes, blocks):
-    stages = [int(block.split('.')[1]) for block in blocks]
+def _stage_lines(axes, layers):
+    stages = [layer.stage for layer in layers]
     starts = [i for i, stage in enumerate(stages) if i == 0 or stage != stages[i - 1]]
     for start in starts[1:]:
         axes.axvline(start - 0.5, color='#bbbbbb', lw=0.8)

@@ -6,35 +6,38 @@ import shlex
 from mmengine.config import Config, DictAction
 
 from ..analysis.variants import applicable
+from ..settings import PRESETS
 from .gradients import HEAD_PIECES, backbone_with
 
-__all__ = ['GROUPS', 'STEPS', 'group', 'parse_setting', 'steps']
+__all__ = ['GROUPS', 'INCREASING', 'group', 'increasing', 'parse_setting']
 
 # Section 4, "How much gradients should be kept": increasing keep ratios of eight blocks, 0.5 on average.
-STEPS = (0.25, 0.32, 0.39, 0.46, 0.53, 0.60, 0.68, 0.75)
+INCREASING = (0.25, 0.32, 0.39, 0.46, 0.53, 0.60, 0.68, 0.75)
+
+_PAPER = PRESETS['recompute']  # all presets with the paper's gradients send the same ones
 
 GROUPS = {
     'ratios': 'keep ratios 0.25, 0.5 and 0.75 on all SBP blocks',
     'orders': "the paper's increasing and decreasing ratios, 0.5 everywhere, and the two ratios that keep as much",
     'samplers': 'grid and random masks at 0.25, 0.5 and 0.75',
-    'options': 'what dropped positions send back, and int8 storage',
+    'options': "presets: the paper's gradients, other ones of dropped positions, and int8 storage",
     'blocks': "0.5 on stage 1, on stages 1 and 2, on the config's (or the paper's) blocks, on stages 1 to 3, on all",
     'heads': 'SBP in neck, RPN and mask heads, alone and with 0.5 in the backbone, and the pieces that are exact',
 }
 
-_NEAREST = dict(keep_ratio=0.5, dropped='nearest', recompute=True)
-_OPTIONS = {
-    'zero 0.5': dict(keep_ratio=0.5, recompute=True),
-    'nearest 0.5': _NEAREST,
-    'nearest 0.5, downsample=False': dict(_NEAREST, downsample=False),
-    'nearest 0.25': dict(_NEAREST, keep_ratio=0.25),
-    'nearest 0.5, int8': dict(_NEAREST, storage='int8'),
-    'all kept, int8': dict(keep_ratio=1.0, recompute=True, storage='int8'),
-    'all kept, int8, block': dict(keep_ratio=1.0, recompute='block', storage='int8'),
-}
+
+def _options() -> dict[str, dict]:
+    """The presets whose gradients differ from the exact ones, by their names, and what else was asked of 'nearest'."""
+    others = [preset for preset in PRESETS.values() if preset.gradients not in ('exact', 'paper')]
+    settings = {preset.name: preset.arguments(keep_ratio=0.5)['sbp_cfg'] for preset in (_PAPER, *others)}
+    nearest = settings['nearest']
+    return settings | {
+        'nearest, downsample=False': dict(nearest, downsample=False),
+        'nearest, keep_ratio=0.25': dict(nearest, keep_ratio=0.25),
+    }
 
 
-def steps(blocks: int) -> list[float]:
+def increasing(blocks: int) -> list[float]:
     """The paper's eight increasing keep ratios, spread evenly over a number of blocks.
 
     Args:
@@ -45,7 +48,7 @@ def steps(blocks: int) -> list[float]:
     """
     if blocks == 1:
         return [0.5]
-    return [STEPS[round(i * (len(STEPS) - 1) / (blocks - 1))] for i in range(blocks)]
+    return [INCREASING[round(i * (len(INCREASING) - 1) / (blocks - 1))] for i in range(blocks)]
 
 
 def group(name: str, config: Config) -> dict[str, dict]:
@@ -53,7 +56,7 @@ def group(name: str, config: Config) -> dict[str, dict]:
 
     Args:
         name (str): A key of ``GROUPS``.
-        config (Config): Config of a detector with a ConvNeXt.
+        config (Config): Config of a detector whose backbone SBP applies to.
 
     Returns:
         dict[str, dict]: Label to setting, see :func:`.gradients.study`.
@@ -72,13 +75,13 @@ def group(name: str, config: Config) -> dict[str, dict]:
         return {f'{r:g}': dict(base, keep_ratio=r) for r in (0.75, 0.5, 0.25)}
     if name == 'options':
         rest = {key: value for key, value in base.items() if key in ('blocks', 'downsample')}
-        return {label: {**rest, **options} for label, options in _OPTIONS.items()}
+        return {label: {**rest, **options} for label, options in _options().items()}
     if name == 'samplers':
         return {
             f'{s} {r:g}': dict(base, keep_ratio=r, sampler=s) for r in (0.75, 0.5, 0.25) for s in ('grid', 'random')
         }
     if name == 'orders':
-        ratios = steps(sum(backbone.sbp.blocks))
+        ratios = increasing(sum(backbone.sbp.blocks))
         settings = {'uniform 0.5': 0.5, 'increasing': ratios, 'decreasing': ratios[::-1]}
         # Early blocks have more positions, so the two do not keep half. What keeps as much, uniformly:
         for order in (ratios, ratios[::-1]):
@@ -95,7 +98,7 @@ def group(name: str, config: Config) -> dict[str, dict]:
 
 def _heads(config, base):
     found, _ = applicable(config, [f'none+{piece}' for piece in HEAD_PIECES])
-    pieces = [setting.removeprefix('none+') for setting in found]
+    pieces = [variant.removeprefix('none+') for variant in found]
     sbp = [piece for piece in pieces if piece.startswith('sbp-')]
     exact = [piece for piece in pieces if piece not in sbp]
     if not sbp:

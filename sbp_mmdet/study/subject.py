@@ -14,7 +14,7 @@ from mmengine.runner import Runner, load_checkpoint, set_random_seed
 from torch import nn
 
 from ..analysis.detector import build_detector
-from ..analysis.variants import check_convnext
+from ..families import require
 from ..surgery import model_hook_class
 
 __all__ = ['build_model', 'train_batches']
@@ -24,7 +24,7 @@ def build_model(config: Config, checkpoint: str | Path | None = None, device: st
     """A config's detector in training mode, without SBP in the backbone and without hooks that make gradients inexact.
 
     Args:
-        config (Config): Config of a detector with a ConvNeXt of mmpretrain or of this package; not changed.
+        config (Config): Config of a detector whose backbone SBP applies to; not changed.
         checkpoint (str | Path | None): Its weights, as mmengine saves them; None: ``load_from`` of the config, or the
             config's own start without anything downloaded. Default: None.
         device (str): Where it runs. Default: 'cpu'.
@@ -34,11 +34,11 @@ def build_model(config: Config, checkpoint: str | Path | None = None, device: st
         nn.Module: The detector.
 
     Raises:
-        ValueError: If the backbone is no ConvNeXt, or the checkpoint does not fit.
+        ValueError: If SBP does not apply to the backbone, or the checkpoint does not fit.
     """
-    check_convnext(config)
+    family = require(config.model.get('backbone'))
     config = copy.deepcopy(config)
-    config.model.backbone.update(type='SBPConvNeXt', sbp_cfg=None, with_cp=False)
+    config.model.backbone.update(type=family.backbone, sbp_cfg=None, with_cp=False)
     init_default_scope('mmdet')  # where hooks are looked up by name
     kinds = [(cfg, model_hook_class(cfg)) for cfg in config.get('custom_hooks') or []]
     config.custom_hooks = [cfg for cfg, kind in kinds if kind is None or kind.exact]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mmengine.config import Config
 
+from ..families import require
 from ..provenance import describe_machine
 from ..reporting import COLOURS, Column, panels, save_picture, text_table
 from .gradients import backbone_with
@@ -77,7 +78,7 @@ def plan(config: Config, settings: dict[str, dict | None], seeds: Sequence[int],
 def _with(config, sbp_cfg, seed):
     config = copy.deepcopy(config)
     config.randomness = dict(config.get('randomness') or {}, seed=seed)
-    config.model.backbone.update(type='SBPConvNeXt', sbp_cfg=sbp_cfg)
+    config.model.backbone.update(type=require(config.model.backbone).backbone, sbp_cfg=sbp_cfg)
     config.custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
     return config
 

@@ -1,13 +1,13 @@
-"""What a training step of a whole detector keeps in memory, part by part, in every setting, relative to the first.
+"""What a training step of a whole detector keeps in memory, part by part, in every variant, relative to the first.
 
     python tools/analysis_tools/benchmark_memory.py configs/sbp_convnext/mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py
-    python tools/analysis_tools/benchmark_memory.py mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py --modes none with_cp
-    python tools/analysis_tools/benchmark_memory.py CONFIG --modes none recompute block+targets+cp-heads --boxes 90
+    python tools/analysis_tools/benchmark_memory.py mmdet::retinanet/retinanet_r50_fpn_1x_coco.py --variants none
+    python tools/analysis_tools/benchmark_memory.py CONFIG --variants none recompute block+targets+cp-heads --boxes 90
 
 Forward pass, backward pass and optimizer step as the config has them, mixed precision included, on random images with
 random boxes. On CUDA the allocator's statistics and times; without CUDA the bytes of all tensors, made as CUDA's rules
-would have them (what a kernel uses inside itself, and fragmentation, are not in it). A setting is a mode of the
-backbone, with pieces joined by '+'. With 'skip' the bytes are those of one step as drawn; others may drop less.
+would have them (what a kernel uses inside itself, and fragmentation, are not in it). A variant is a preset
+of the backbone, with pieces joined by '+'. With 'skip' the bytes are those of one step as drawn; others may drop less.
 """
 
 import argparse
@@ -18,23 +18,26 @@ import torch
 from mmengine.config import Config, DictAction
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis import MODES
 from sbp_mmdet.analysis.detector import check_case, measure_detector
 from sbp_mmdet.analysis.planner import parse_size
 from sbp_mmdet.analysis.report import picture, table
-from sbp_mmdet.analysis.variants import PIECES, applicable, load_config, with_setting
+from sbp_mmdet.analysis.variants import PIECES, applicable, load_config, with_variant
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import add_outputs, write_outputs
+from sbp_mmdet.settings import PRESETS
 
 
 def case_parser(description: str) -> argparse.ArgumentParser:
-    """Arguments of what is measured: a config, settings of it, and a batch."""
+    """Arguments of what is measured: a config, variants of it, and a batch."""
     pieces = '\n'.join(f'  {name}: {text}' for name, text in PIECES.items())
     parser = argparse.ArgumentParser(
         description=description, epilog=f'pieces:\n{pieces}', formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
-    parser.add_argument('--modes', nargs='+', default=list(MODES), help=f'first is the baseline (default: {[*MODES]})')
+    parser.add_argument(
+        '--variants', '--presets', '--modes', nargs='+', default=list(PRESETS), metavar='VARIANT',
+        help=f'preset or preset+piece+piece; first is the baseline (default: {[*PRESETS]})',
+    )  # fmt: skip
     parser.add_argument('--batch', type=int, default=2, help='images (default: 2)')
     parser.add_argument('--size', default='800x1333', help='of the images, before padding (default: 800x1333)')
     parser.add_argument('--boxes', type=int, default=60, help='ground-truth boxes in each image (default: 60)')
@@ -52,28 +55,28 @@ def read_case(
     Args:
         parser (ArgumentParser): From :func:`case_parser`, with ``--rounds``.
         args (Namespace): What it parsed.
-        choose (Callable): Sorts settings as ``applicable`` does. Default: ``applicable``.
+        choose (Callable): Sorts variants as ``applicable`` does. Default: ``applicable``.
         least_rounds (int): Fewer rounds are refused. Default: 0.
 
     Returns:
-        tuple: Config, settings that apply, the case (``batch``, ``height``, ``width``, ``boxes``, ``device``), title.
+        tuple: Config, variants that apply, the case (``batch``, ``height``, ``width``, ``boxes``, ``device``), title.
     """
     try:
         height, width = parse_size(args.size)
         case = dict(batch=args.batch, boxes=args.boxes, device=args.device)
         check_case(**case, rounds=args.rounds, least_rounds=least_rounds)
         config = load_config(args.config, args.cfg_options)
-        settings, refused = choose(config, args.modes)
+        variants, refused = choose(config, args.variants)
     except ValueError as error:
         parser.error(str(error))
-    for setting, reason in refused.items():
-        print(f'does not apply: {setting} ({reason})')
-    if not settings:
-        parser.error('none of the modes applies')
+    for variant, reason in refused.items():
+        print(f'does not apply: {variant} ({reason})')
+    if not variants:
+        parser.error('none of the variants applies')
     title = f'{Path(args.config).stem}\n'
     title += f'{args.batch} x 3 x {height} x {width}, {args.boxes} boxes an image, {args.device}'
     print(title)
-    return config, settings, dict(case, height=height, width=width), title
+    return config, variants, dict(case, height=height, width=width), title
 
 
 def main():
@@ -84,13 +87,13 @@ def main():
         '--untrained-proposals', action='store_true', help="the untrained RPN's own, not those of a trained one"
     )
     args = parser.parse_args()
-    config, settings, case, title = read_case(parser, args)
+    config, variants, case, title = read_case(parser, args)
     options = dict(compute=args.compute, trained_proposals=not args.untrained_proposals)
     rows = []
-    bar = ProgressBar(len(settings))
-    for setting in settings:
-        row = measure_detector(with_setting(config, setting), rounds=args.rounds, **case, **options)
-        rows.append(dict(setting=setting, **row))
+    bar = ProgressBar(len(variants))
+    for variant in variants:
+        row = measure_detector(with_variant(config, variant), rounds=args.rounds, **case, **options)
+        rows.append(dict(setting=variant, **row))
         bar.update()
     print('\n' + table(rows))
     options['compute'] |= args.device != 'cpu'

@@ -1,10 +1,10 @@
-"""How long a training step of a whole detector takes in every setting, relative to the first.
+"""How long a training step of a whole detector takes in every variant, relative to the first.
 
-    python tools/analysis_tools/benchmark_steps.py CONFIG --modes none with_cp recompute --size 320x533 --boxes 20
+    python tools/analysis_tools/benchmark_steps.py CONFIG --variants none with_cp recompute --size 320x533 --boxes 20
 
 Forward pass, backward pass and optimizer step on random images with random boxes; on CUDA with mixed precision as the
-config has it, on a CPU in fp32. The settings take turns: a step is compared with the first setting's step of the same
-round. A setting is a mode of the backbone, with pieces joined by '+'. One that is named twice shows the noise; 'skip'
+config has it, on a CPU in fp32. The variants take turns: a step is compared with the first variant's step of the same
+round. A variant is a preset of the backbone, with pieces joined by '+'. One that is named twice shows the noise; 'skip'
 leaves out other images in each round, so give it many. Proposals are those of a trained RPN, so that the heads get as
 many positive samples as in training.
 """
@@ -17,27 +17,27 @@ from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import keep_freed_memory
 from sbp_mmdet.analysis.report import steps_picture, steps_table
-from sbp_mmdet.analysis.step_times import measure_steps, timed_settings
+from sbp_mmdet.analysis.step_times import measure_steps, timed_variants
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import write_outputs
 
 
 def main():
     parser = case_parser(__doc__)
-    parser.add_argument('--rounds', type=int, default=5, help='timed steps of each setting (default: 5)')
+    parser.add_argument('--rounds', type=int, default=5, help='timed steps of each variant (default: 5)')
     args = parser.parse_args()
-    choose = functools.partial(timed_settings, device=args.device)
-    config, settings, case, title = read_case(parser, args, choose, least_rounds=1)
+    choose = functools.partial(timed_variants, device=args.device)
+    config, variants, case, title = read_case(parser, args, choose, least_rounds=1)
     keep_freed_memory()
-    bar = ProgressBar(len(settings) * (1 + args.rounds))
+    bar = ProgressBar(len(variants) * (1 + args.rounds))
     try:
-        rows = measure_steps(config, settings, rounds=args.rounds, done=bar.update, **case)
+        rows = measure_steps(config, variants, rounds=args.rounds, done=bar.update, **case)
     except ValueError as error:
         parser.error(str(error))
     print('\n' + steps_table(rows))
-    for setting in dict.fromkeys(settings):
-        if setting not in [row['setting'] for row in rows]:
-            print(f'{setting}: does not fit into the GPU')
+    for variant in dict.fromkeys(variants):
+        if variant not in [row['setting'] for row in rows]:
+            print(f'{variant}: does not fit into the GPU')
     case = dict(config=Path(args.config).stem, rounds=args.rounds, trained_proposals=True, **case)
     results = dict(machine=describe_machine(args.device), case=case, rows=rows)
     write_outputs(args, results, lambda path: steps_picture(rows, title, path), indent=1)

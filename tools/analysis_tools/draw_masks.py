@@ -28,7 +28,7 @@ MAX_LINES = 80  # with more positions a side than this, lines between them would
 
 
 def stage_sizes(height, width):
-    """Height and width of the feature maps of stages 1 to 3 for an image; ConvNeXt's 4x4/4 and 2x2/2 layers floor."""
+    """Height and width of the feature maps of stages 1 to 3 for an image; 4x4/4 and 2x2/2 layers floor."""
     return [(height // stride, width // stride) for stride in STRIDES]
 
 

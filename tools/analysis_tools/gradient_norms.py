@@ -3,10 +3,11 @@
     python tools/analysis_tools/gradient_norms.py CONFIG --steps 100 --plot norms.png --json norms.json
     python tools/analysis_tools/gradient_norms.py CONFIG --checkpoint FILE --setting 'a: keep_ratio=0.25'
 
-CONFIG is any mmdet config with a ConvNeXt; batches come from its train dataloader, its optimizer and gradient clipping
-are used, its learning rate schedule is not (--lr, --warmup). Everything in fp32. Without --setting: no SBP, keep ratio
-0.5, and two extreme cases that no sbp_cfg can make: SBP layers that keep, in turn, the positions that the next one
-drops; and blocks whose two pointwise layers keep disjoint positions, where the paper predicts that gradients vanish.
+CONFIG is any mmdet config whose backbone SBP applies to; batches come from its train dataloader, its optimizer and
+gradient clipping are used, its learning rate schedule is not (--lr, --warmup). Everything in fp32. Without --setting:
+no SBP, keep ratio 0.5, and two extreme cases that no sbp_cfg can make: SBP layers that keep, in turn, the positions
+that the next one drops; and blocks whose two pointwise layers keep disjoint positions, where the paper predicts that
+gradients vanish.
 """
 
 import argparse

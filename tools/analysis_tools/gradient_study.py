@@ -1,10 +1,10 @@
 """What SBP costs in gradient quality on your model: its gradients next to the exact ones, same weights, same batches.
 
     python tools/analysis_tools/gradient_study.py CONFIG --checkpoint work_dirs/x/epoch_12.pth --plot study.png
-    python tools/analysis_tools/gradient_study.py CONFIG --settings orders samplers --batches 20 --json study.json
-    python tools/analysis_tools/gradient_study.py CONFIG --settings none --setting 'mine: keep_ratio=0.4 sampler=random'
+    python tools/analysis_tools/gradient_study.py CONFIG --group orders samplers --batches 20 --json study.json
+    python tools/analysis_tools/gradient_study.py CONFIG --group none --setting 'mine: keep_ratio=0.4 sampler=random'
 
-CONFIG is any mmdet config with a ConvNeXt, of mmpretrain or of this package; batches come from its train dataloader.
+CONFIG is any mmdet config whose backbone SBP applies to; batches come from its train dataloader.
 All settings see the same proposals and sampled RoIs. Everything in fp32.
 Cosine hides the length of a gradient: the relative error and the ratio of the norms show it. A layer's numbers are in
 the JSON file.
@@ -43,7 +43,7 @@ def parse_args():
     parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')
     parser.add_argument('--seed', type=int, default=0, help='of batches, masks and all that is drawn (default: 0)')
     parser.add_argument(
-        '--settings', nargs='+', default=['ratios'], help=f'groups of {[*GROUPS]}, or none (default: ratios)'
+        '--group', '--settings', nargs='+', default=['ratios'], help=f'groups of {[*GROUPS]}, or none (default: ratios)'
     )
     parser.add_argument(
         '--setting', action='append', default=[], help="one more: 'label: keep_ratio=0.25 sampler=random'; may repeat"
@@ -58,7 +58,7 @@ def collect(config, names, texts):
     """Settings of groups, then those given as text.
 
     Args:
-        config (Config): Config of a detector with a ConvNeXt.
+        config (Config): Config of a detector whose backbone SBP applies to.
         names (list[str]): Groups, or 'none'.
         texts (list[str]): Of :func:`parse_setting`.
 
@@ -76,7 +76,7 @@ def collect(config, names, texts):
             raise ValueError(f'setting {label!r} stands twice; give each a label of its own')
         settings[label] = setting
     if not settings:
-        raise ValueError(f"no settings: give --settings, of {[*GROUPS]}, or --setting 'label: keep_ratio=0.25'")
+        raise ValueError(f"no settings: give --group, of {[*GROUPS]}, or --setting 'label: keep_ratio=0.25'")
     return settings
 
 
@@ -86,7 +86,7 @@ def main():
         if args.batches < 1:
             raise ValueError(f'--batches {args.batches} must be 1 or more')
         config = load_config(args.config, args.cfg_options)
-        settings = collect(config, args.settings, args.setting)
+        settings = collect(config, args.group, args.setting)
         model = build_model(config, args.checkpoint, args.device, args.seed)
         batches = list(train_batches(config, args.batches, args.seed))
         bar = ProgressBar(len(batches) * (1 + len(settings)))

@@ -1,15 +1,15 @@
 """Real training steps while torch may have no more of the GPU than a cap: ok, or out of memory. Needs a GPU.
 
-    python tools/analysis_tools/run_under_cap.py CONFIG --cap 8GiB --modes none with_cp recompute exact-block
+    python tools/analysis_tools/run_under_cap.py CONFIG --cap 8GiB --variants none with_cp recompute exact-block
 
 The claims of this package, 60 boxes, 800 x 1333, batch 2, fp16:
 
     B=configs/sbp_convnext/cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py
     T=configs/sbp_convnext/mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py
     LEAN=block+targets+cp-heads+cp-rpn+cp-neck
-    python tools/analysis_tools/run_under_cap.py $B --cap 8GiB --modes none recompute $LEAN --json cap_b_8.json
-    python tools/analysis_tools/run_under_cap.py $B --cap 6GiB --modes none recompute $LEAN --json cap_b_6.json
-    python tools/analysis_tools/run_under_cap.py $T --cap 4GiB --modes none recompute $LEAN --json cap_t_4.json
+    python tools/analysis_tools/run_under_cap.py $B --cap 8GiB --variants none recompute $LEAN --json cap_b_8.json
+    python tools/analysis_tools/run_under_cap.py $B --cap 6GiB --variants none recompute $LEAN --json cap_b_6.json
+    python tools/analysis_tools/run_under_cap.py $T --cap 4GiB --variants none recompute $LEAN --json cap_t_4.json
 """
 
 import argparse
@@ -30,7 +30,10 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--cap', required=True, help='what torch may have: 8GiB')
-    parser.add_argument('--modes', nargs='+', default=['none', 'recompute'], help='settings (default: none recompute)')
+    parser.add_argument(
+        '--variants', '--presets', '--modes', nargs='+', default=['none', 'recompute'], metavar='VARIANT',
+        help='preset or preset+piece+piece (default: none recompute)',
+    )  # fmt: skip
     parser.add_argument('--batch', type=int, default=2, help='images (default: 2)')
     parser.add_argument('--size', default='800x1333', help='of the images (default: 800x1333)')
     parser.add_argument('--boxes', type=int, default=60, help='boxes in each image (default: 60)')
@@ -46,16 +49,16 @@ def main():
     try:
         cap, (height, width) = parse_bytes(args.cap), parse_size(args.size)
         config = load_config(args.config, args.cfg_options)
-        settings, refused = applicable(config, args.modes)
+        variants, refused = applicable(config, args.variants)
         if not torch.cuda.is_available():
             raise ValueError('a cap needs a GPU, and torch sees none; tools/plan_memory.py predicts without one')
     except ValueError as error:
         parser.error(str(error))
-    for setting, reason in refused.items():
-        print(f'does not apply: {setting} ({reason})')
+    for variant, reason in refused.items():
+        print(f'does not apply: {variant} ({reason})')
     case = dict(batch=args.batch, height=height, width=width, boxes=args.boxes, rounds=args.rounds)
-    bar = ProgressBar(len(settings))
-    rows = run_under_cap(config, settings, cap, device=args.device, done=bar.update, **case)
+    bar = ProgressBar(len(variants))
+    rows = run_under_cap(config, variants, cap, device=args.device, done=bar.update, **case)
     print(f'\n{Path(args.config).stem} under {args.cap}:')
     for row in rows:
         result = 'out of memory'

@@ -23,9 +23,10 @@ BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 def blocks_table(rows: list[dict]) -> str:
     """A Markdown table of a benchmark of blocks."""
     records = []
-    for (part, arch, stage), group in itertools.groupby(rows, key=lambda row: (row['part'], row['arch'], row['stage'])):
+    keys = ('family', 'arch', 'part', 'stage')
+    for (family, arch, part, stage), group in itertools.groupby(rows, key=lambda row: [row[key] for key in keys]):
         first, *others = group
-        label = f'ConvNeXt {arch}, {part}' + (f', stage {stage}' if stage else '')
+        label = f'{family} {arch}, {part}' + (f', stage {stage}' if stage else '')
         records += [dict(first, base=first, label=label), *(dict(row, base=first, label='') for row in others)]
     columns = [Column('', lambda row: row['label']), Column('mode', lambda row: f'`{row["mode"]}`')]
     for head, key in (('stored', 'saved_bytes'), ('peak', 'peak_bytes')):
