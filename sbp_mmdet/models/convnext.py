@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..draws import Drawn, Draws
 from ..settings import SBPSettings
 from .convnext_layers import ConvNeXtBlock, Downsample, Stem, build_norm
+from .weights import rename_weights
 
 __all__ = ['ARCHS', 'SBPConvNeXt']
 
@@ -41,7 +42,8 @@ class SBPConvNeXt(BaseModule):
     ``dropped='nearest'``, of a stage). The depthwise convolutions and the last stage stay exact. Outside of training
     and without gradients, nothing is drawn.
 
-    Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``; ``sbp_cfg`` is added.
+    Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``; ``sbp_cfg`` is added. Weights load
+    under other names too, see :mod:`.weights`.
 
     Args:
         arch (str | dict): One of 'atto', 'femto', 'pico', 'nano', 'tiny', 'small', 'base', 'large', 'xlarge', 'huge',
@@ -221,6 +223,10 @@ class SBPConvNeXt(BaseModule):
             blocks = {(i, j): block for i, stage in enumerate(self.stages) for j, block in enumerate(stage)}
             rates = {key: block.drop_path_rate for key, block in blocks.items() if block.drop_path_rate}
         return self._draws.of(self, x, rates, again)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        rename_weights(self, state_dict, prefix, 'convnext')
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _freeze_stages(self):
         for i in range(self.frozen_stages):

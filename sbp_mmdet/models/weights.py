@@ -1,0 +1,295 @@
+"""Weights as they come: public files load under whatever names they carry, from ``.pth`` and ``.safetensors``.
+
+A backbone calls :func:`rename_weights` before it reads a state dict. A file's layout is told by its keys:
+
+=========  ============================  ======================================================
+family     layout                        a key that tells it
+=========  ============================  ======================================================
+convnext   mmpretrain (this package's)   stages.0.0.depthwise_conv.weight
+convnext   original, DINOv3              stages.0.0.dwconv.weight
+convnext   timm                          stages.0.blocks.0.conv_dw.weight
+convnext   Hugging Face                  encoder.stages.0.layers.0.dwconv.weight
+convnext   Hugging Face, DINOv3          stages.0.layers.0.depthwise_conv.weight
+vit        timm, DeiT, MAE, DINOv2       blocks.0.attn.qkv.weight
+vit        mmpretrain                    layers.0.attn.qkv.weight
+vit        Hugging Face                  encoder.layer.0.attention.attention.query.weight
+=========  ============================  ======================================================
+
+Adding a layout is one :class:`Layout` in :data:`LAYOUTS`.
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import MutableMapping
+from typing import NamedTuple
+
+import torch
+from mmengine.logging import print_log
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import Tensor, nn
+
+__all__ = ['LAYOUTS', 'Layout', 'read_safetensors', 'rename_weights']
+
+
+class Layout(NamedTuple):
+    """How a source of weights names them.
+
+    Attributes:
+        name (str): For the log.
+        key (str): A key that files of this layout have and others lack. What stands before it in a file ('backbone.',
+            'model.') is taken off all names.
+        rules (tuple[tuple[str, str], ...]): Regular expressions and what replaces them, one after the other.
+            '{last}' stands for the number of the model's last stage.
+    """
+
+    name: str
+    key: str
+    rules: tuple[tuple[str, str], ...] = ()
+
+
+_STAGE = r'^stages\.(\d+)\.'
+_CONVNEXT_BLOCK = (
+    (r'\.(dwconv|conv_dw)\.', '.depthwise_conv.'),
+    (r'\.(pwconv1|mlp\.fc1)\.', '.pointwise_conv1.'),
+    (r'\.(pwconv2|mlp\.fc2)\.', '.pointwise_conv2.'),
+    (r'\.(layernorm|layer_norm)\.', '.norm.'),
+    (r'\.layer_scale_parameter$', '.gamma'),
+    (r'\.(mlp\.)?grn\.weight$', '.grn.gamma'),
+    (r'\.(mlp\.)?grn\.bias$', '.grn.beta'),
+)
+# The norm behind the classifier's pooling is that of the last stage's output, as mmpretrain has it.
+_CONVNEXT_LAST = ((r'^(norm|norms\.{last}|layernorm|layer_norm|head\.norm)\.', 'norm{last}.'),)
+
+LAYOUTS = {
+    'convnext': (
+        Layout('mmpretrain', 'stages.0.0.depthwise_conv.weight'),
+        Layout('original', 'stages.0.0.dwconv.weight', _CONVNEXT_BLOCK + _CONVNEXT_LAST),
+        Layout(
+            'timm',
+            'stages.0.blocks.0.conv_dw.weight',
+            (
+                (r'^stem\.', 'downsample_layers.0.'),
+                (_STAGE + r'downsample\.', r'downsample_layers.\1.'),
+                (_STAGE + r'blocks\.', r'stages.\1.'),
+                *_CONVNEXT_BLOCK,
+                *_CONVNEXT_LAST,
+            ),
+        ),
+        Layout(
+            'Hugging Face',
+            'encoder.stages.0.layers.0.dwconv.weight',
+            (
+                (r'^embeddings\.patch_embeddings\.', 'downsample_layers.0.0.'),
+                (r'^embeddings\.layernorm\.', 'downsample_layers.0.1.'),
+                (r'^encoder\.', ''),
+                (_STAGE + r'downsampling_layer\.', r'downsample_layers.\1.'),
+                (_STAGE + r'layers\.', r'stages.\1.'),
+                *_CONVNEXT_BLOCK,
+                *_CONVNEXT_LAST,
+            ),
+        ),
+        Layout(
+            'Hugging Face, DINOv3',
+            'stages.0.layers.0.depthwise_conv.weight',
+            (
+                (_STAGE + r'downsample_layers\.', r'downsample_layers.\1.'),
+                (_STAGE + r'layers\.', r'stages.\1.'),
+                *_CONVNEXT_BLOCK,
+                *_CONVNEXT_LAST,
+            ),
+        ),
+    ),
+    'vit': (
+        Layout('timm', 'blocks.0.attn.qkv.weight', ((r'^register_tokens$', 'reg_token'),)),
+        Layout(
+            'mmpretrain',
+            'layers.0.attn.qkv.weight',
+            (
+                (r'^patch_embed\.projection\.', 'patch_embed.proj.'),
+                (r'^ln1\.', 'norm.'),
+                (r'^layers\.', 'blocks.'),
+                (r'\.ln([12])\.', r'.norm\1.'),
+                (r'\.ffn\.layers\.0\.0\.', '.mlp.fc1.'),
+                (r'\.ffn\.layers\.1\.', '.mlp.fc2.'),
+                (r'\.attn\.gamma1\.weight$', '.ls1.gamma'),
+                (r'\.ffn\.gamma2\.weight$', '.ls2.gamma'),
+            ),
+        ),
+        Layout(
+            'Hugging Face',
+            'encoder.layer.0.attention.attention.query.weight',
+            (
+                (r'^embeddings\.patch_embeddings\.projection\.', 'patch_embed.proj.'),
+                (r'^embeddings\.position_embeddings$', 'pos_embed'),
+                (r'^embeddings\.register_tokens$', 'reg_token'),
+                (r'^embeddings\.', ''),
+                (r'^layernorm\.', 'norm.'),
+                (r'^encoder\.layer\.', 'blocks.'),
+                (r'\.attention\.attention\.(query|key|value)\.', r'.attn.\1.'),
+                (r'\.attention\.output\.dense\.', '.attn.proj.'),
+                (r'\.layernorm_before\.', '.norm1.'),
+                (r'\.layernorm_after\.', '.norm2.'),
+                (r'\.intermediate\.dense\.', '.mlp.fc1.'),
+                (r'\.output\.dense\.', '.mlp.fc2.'),
+                (r'\.layer_scale([12])\.lambda1$', r'.ls\1.gamma'),
+            ),
+        ),
+    ),
+}
+# Where training scripts put the weights inside of what they save.
+_NESTED = ('state_dict', 'model', 'teacher')
+
+
+def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, family: str) -> str | None:
+    """Gives the weights of a file the names and shapes that a backbone has. To be called before it reads them.
+
+    What the file lacks, and what is left over, is logged in one line each. What is left over keeps its name, so that
+    a strict loading refuses it.
+
+    Args:
+        module (nn.Module): The backbone.
+        state_dict (MutableMapping): Weights; changed in place.
+        prefix (str): What the backbone's names begin with in it: 'backbone.' in that of a detector, or ''.
+        family (str): A key of :data:`LAYOUTS`.
+
+    Returns:
+        str | None: The layout's name, None where nothing was changed: the names are the backbone's already, or belong
+        to no layout.
+    """
+    for outer in _NESTED:
+        if not prefix and isinstance(state_dict.get(outer), dict):
+            state_dict.update(state_dict.pop(outer))
+    own = {name: value for name, value in module.state_dict().items()}
+    names = [name for name in state_dict if name.startswith(prefix)]
+    found = _layout_of(names, prefix, family)
+    if found is None or all(name.removeprefix(prefix) in own for name in names):
+        if found is None and names and own and not any(name.removeprefix(prefix) in own for name in names):
+            _log(module, f'the names of the weights, such as {names[0]!r}, belong to no known layout', logging.WARNING)
+        return None
+    layout, wrapper = found
+    last = getattr(module, 'num_stages', 1) - 1
+    rules = [(re.compile(p.replace('{last}', str(last))), r.replace('{last}', str(last))) for p, r in layout.rules]
+    weights, left_over = {}, []
+    for name in names:
+        new = name.removeprefix(wrapper)
+        for pattern, replacement in rules:
+            new = pattern.sub(replacement, new)
+        if not name.startswith(wrapper) or new in weights:
+            left_over.append(name.removeprefix(prefix))
+        else:
+            weights[new] = state_dict.pop(name)
+    _join_qkv(weights)
+    left_over += [name for name in weights if name not in own]
+    state_dict.update({prefix + name: _shaped_as(value, own.get(name)) for name, value in weights.items()})
+    missing = [name for name in own if name not in weights]
+    _log(module, f'weights with the names of {layout.name}: {len(own) - len(missing)} of {len(own)} found')
+    for what, which in (('missing in the file', missing), ('left over in the file', left_over)):
+        if which:
+            _log(module, f'{what}: {_listed(which)}', logging.WARNING)
+    return layout.name
+
+
+def _layout_of(names, prefix, family):
+    """Layout, and what stands before all of its names."""
+    for layout in LAYOUTS[family]:
+        keys = [name for name in names if name == prefix + layout.key or name.endswith('.' + layout.key)]
+        wrappers = [name.removesuffix(layout.key) for name in keys]
+        if wrappers:
+            return layout, min(wrappers, key=len)
+    return None
+
+
+def _join_qkv(weights):
+    """One matrix of queries, keys and values where a file has three."""
+    for name in [name for name in weights if '.attn.query.' in name]:
+        parts = [name.replace('.query.', f'.{part}.') for part in ('query', 'key', 'value')]
+        if all(part in weights for part in parts):
+            weights[name.replace('.query.', '.qkv.')] = torch.cat([weights.pop(part) for part in parts])
+
+
+def _shaped_as(value, own):
+    """Linear layers and 1x1 convolutions differ in dimensions of size 1; other shapes stay, and are refused."""
+    squeezed = [tuple(size for size in t.shape if size != 1) for t in (value, own) if isinstance(t, Tensor)]
+    return value.reshape(own.shape) if len(squeezed) == 2 and squeezed[0] == squeezed[1] else value
+
+
+def _listed(names, most=6):
+    return ', '.join(names[:most]) + (f' and {len(names) - most} more' if len(names) > most else '')
+
+
+def _log(module, text, level=logging.INFO):
+    print_log(f'{type(module).__name__}: {text}', logger='current', level=level)
+
+
+_DTYPES = {
+    'F64': torch.float64,
+    'F32': torch.float32,
+    'F16': torch.float16,
+    'BF16': torch.bfloat16,
+    'I64': torch.int64,
+    'I32': torch.int32,
+    'I16': torch.int16,
+    'I8': torch.int8,
+    'U8': torch.uint8,
+    'BOOL': torch.bool,
+}
+
+
+def read_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
+    """Reads a ``.safetensors`` file: eight bytes with the length of a header in JSON, the header, then the tensors.
+
+    Args:
+        path (str | os.PathLike): The file.
+
+    Returns:
+        dict[str, Tensor]: Name to tensor, on the CPU; they share one memory.
+
+    Raises:
+        ValueError: If it is no such file, is cut off, or holds a type that torch lacks here.
+    """
+    with open(path, 'rb') as file:
+        data = bytearray(file.read())
+    start = 8 + int.from_bytes(data[:8], 'little')
+    try:
+        header = json.loads(data[8:start]) if start <= len(data) else None
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f'{path} is not a .safetensors file, or was cut off; download it again')
+    tensors = {}
+    for name, entry in header.items():
+        if name == '__metadata__':
+            continue
+        if entry['dtype'] not in _DTYPES:
+            raise ValueError(f'{path}: {name} is of type {entry["dtype"]}; known are {list(_DTYPES)}')
+        first, end = (start + offset for offset in entry['data_offsets'])
+        if end > len(data):
+            raise ValueError(f'{path} was cut off: {name} ends at byte {end} of {len(data)}; download it again')
+        dtype, shape = _DTYPES[entry['dtype']], entry['shape']
+        empty = first == end  # which frombuffer refuses
+        tensors[name] = (
+            torch.empty(shape, dtype=dtype)
+            if empty
+            else torch.frombuffer(data, dtype=dtype, count=(end - first) // dtype.itemsize, offset=first).reshape(shape)
+        )
+    return tensors
+
+
+# mmengine chooses by a regular expression, in reverse alphabetical order; the name of the function is for its log.
+@CheckpointLoader.register_scheme(prefixes=r'.*\.safetensors$', force=True)
+def load_from_safetensors(filename: str, map_location=None) -> dict[str, Tensor]:
+    """For mmengine: ``init_cfg=dict(type='Pretrained', checkpoint='x.safetensors')`` and ``load_from``."""
+    filename = os.path.expanduser(filename)
+    if not os.path.isfile(filename):
+        raise FileNotFoundError(f'{filename} can not be found')
+    tensors = read_safetensors(filename)
+    device = map_location if isinstance(map_location, (str, torch.device)) else 'cpu'
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+@CheckpointLoader.register_scheme(prefixes=r'https?://.*\.safetensors$', force=True)
+def load_from_remote_safetensors(filename: str, map_location=None) -> dict[str, Tensor]:
+    """Says what to do, where mmengine would fail to unpickle what it has downloaded."""
+    raise ValueError(f'{filename}: download the file and give its path; .safetensors files are read from disk only')
