@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .assigners import costs_in_chunks
 from .surgery import Mixin, ModelHook, members, mix_in
 
 __all__ = ['CheckpointModulesHook', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
@@ -133,7 +134,8 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
     """Makes the training targets of mask heads and assigners piece by piece.
 
     mmdet makes a float copy of a whole-image mask for each positive proposal (128 of 800 x 1344: 550 MB, at the moment
-    when all activations are stored), and compares all anchors with all boxes at once. The targets stay the same.
+    when all activations are stored), and compares all anchors with all boxes at once, dynamic assigners in all classes.
+    The targets stay the same.
 
     Args:
         model (nn.Module): The model; its assigners are changed in place. Masks are changed for the whole process.
@@ -151,6 +153,7 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
         if isinstance(calculator, _InChunks):
             calculator = calculator.calculator
         assigner.iou_calculator = _InChunks(calculator, priors)
+        costs_in_chunks(assigner)
     whole = getattr(BitmapMasks.crop_and_resize, 'whole', BitmapMasks.crop_and_resize)
 
     def crop_and_resize(self, bboxes, out_shape, inds, *args, **kwargs):
