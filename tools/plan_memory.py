@@ -14,6 +14,7 @@ import argparse
 from mmengine.config import DictAction
 
 from sbp_mmdet.analysis.detector import measure_detector
+from sbp_mmdet.analysis.inputs import add_inputs, inputs_of
 from sbp_mmdet.analysis.planner import (
     CONTEXT,
     MARGIN,
@@ -35,8 +36,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--budget', required=True, help='memory of the GPU: 8GiB, 7.5GB')
-    parser.add_argument('--batch', type=int, default=2, help='images on the GPU (default: 2)')
-    parser.add_argument('--size', default='800x1333', help='the largest image of the pipeline (default: 800x1333)')
+    add_inputs(parser)
     parser.add_argument('--boxes', type=int, default=60, help='boxes in an image; COCO has up to 93 (default: 60)')
     parser.add_argument('--gpus', type=int, default=1, help='above 1: with the buckets of distributed training')
     parser.add_argument('--exact', action='store_true', help='only variants with exact gradients')
@@ -48,22 +48,23 @@ def parse_args():
 def main():
     parser, args = parse_args()
     try:
-        budget, (height, width) = parse_bytes(args.budget), parse_size(args.size)
+        budget, size = parse_bytes(args.budget), parse_size(args.size) if args.size else None
         for name in ('batch', 'boxes', 'gpus'):
-            if getattr(args, name) < 1:
+            if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
         config = load_config(args.config, args.cfg_options)
         if not config.model.get('backbone'):
             raise ValueError(f'{args.config}: the model has no backbone')
+        inputs = inputs_of(config, args.batch, size)
     except ValueError as error:
         parser.error(str(error))
 
     def measure(variant):
         return measure_detector(
             with_variant(config, worst_case(variant)),
-            batch=args.batch,
-            height=height,
-            width=width,
+            batch=inputs.batch,
+            height=inputs.height,
+            width=inputs.width,
             boxes=args.boxes,
         )
 
@@ -71,8 +72,8 @@ def main():
         print(f'  {variant:<60} {format_bytes(need):>8}  {"fits" if fits else "too much"}', flush=True)
 
     print(
-        f'{args.batch} images of {height} x {width}, {args.boxes} boxes each, {format_bytes(budget)}; '
-        f'with {MARGIN:.0%} margin and {format_bytes(CONTEXT)} for CUDA:'
+        f'{inputs.batch} images of {inputs.height} x {inputs.width}, {args.boxes} boxes each, {format_bytes(budget)}; '
+        f'with {MARGIN:.0%} margin and {format_bytes(CONTEXT)} for CUDA ({inputs.source}):'
     )
     applies = family_of(config.model.backbone) is not None
     if not applies:

@@ -5,17 +5,26 @@ import torch
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
 from mmdet.structures.mask import BitmapMasks
-from mmengine.structures import InstanceData
+from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
 __all__ = ['build_batch', 'proposals_of_a_trained_rpn']
 
 # Share of the image's shorter side, from COCO's small to its large objects.
 _BOX_SIDES = (0.02, 0.6)
+# Classes in a semantic map.
+_STUFF = 10
 
 
 def build_batch(
-    batch: int, height: int, width: int, boxes: int, num_classes: int, with_masks: bool, seed: int = 0
+    batch: int,
+    height: int,
+    width: int,
+    boxes: int,
+    num_classes: int,
+    with_masks: bool,
+    seed: int = 0,
+    semantic: bool = False,
 ) -> dict:
     """Random images with ground truth.
 
@@ -26,6 +35,7 @@ def build_batch(
         num_classes (int): Labels are below it.
         with_masks (bool): With a bitmap for each box, an ellipse that fills it.
         seed (int): Of sizes and places. Default: 0.
+        semantic (bool): With a map of classes, stripes of those behind ``num_classes``. Default: False.
 
     Returns:
         dict: ``inputs`` and ``data_samples``, for a detector's data preprocessor.
@@ -57,6 +67,9 @@ def build_batch(
         sample.ignored_instances = InstanceData(
             bboxes=HorizontalBoxes(torch.zeros(0, 4)), labels=torch.zeros(0, dtype=torch.long)
         )
+        if semantic:
+            stripes = num_classes + torch.arange(width) * _STUFF // width
+            sample.gt_sem_seg = PixelData(sem_seg=stripes.expand(1, height, width).clone())
         samples.append(sample)
     return dict(inputs=inputs, data_samples=samples)
 

@@ -27,6 +27,7 @@ from .batch import build_batch, proposals_of_a_trained_rpn
 from .cuda_rules import autocast_rules, cuda_kernels
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
+from .inputs import inputs_of
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 
@@ -174,7 +175,10 @@ def build_training(
     model, wrapper = build_detector(config, device)
     if trained_proposals:
         proposals_of_a_trained_rpn(model)
-    return model, wrapper, build_batch(batch, height, width, boxes, *_labels(config))
+    found = inputs_of(config)
+    num_classes, masks = _labels(config)
+    data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, semantic=found.semantic)
+    return model, wrapper, data
 
 
 def build_detector(config: Config, device: str):

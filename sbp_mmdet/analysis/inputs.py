@@ -1,12 +1,13 @@
 """What a config feeds its detector in training: the largest images of its pipeline, how many, with what annotations."""
 
+import argparse
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mmengine.config import Config
 
-__all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'inputs_of']
+__all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'inputs_of']
 
 DEFAULT_BATCH = 2
 DEFAULT_SIZE = (800, 1333)
@@ -29,6 +30,12 @@ class Inputs(NamedTuple):
     masks: bool
     semantic: bool
     source: str
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments ``--batch`` and ``--size``, whose defaults are what :func:`inputs_of` reads."""
+    parser.add_argument('--batch', type=int, help="images on the GPU (default: the config's own)")
+    parser.add_argument('--size', help="of the images, before padding: 800x1333 (default: the pipeline's largest)")
 
 
 def inputs_of(config: Config, batch: int | None = None, size: tuple[int, int] | None = None) -> Inputs:

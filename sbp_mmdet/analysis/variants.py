@@ -26,6 +26,7 @@ __all__ = [
 PIECES = {
     'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
     'cp-neck': 'the neck runs again in the backward pass; gradients exact',
+    'cp-transformer': 'layers of a transformer encoder and decoder run again in the backward pass; gradients exact',
     'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
     'sbp-neck': 'SBP on the 1x1 convolutions of the FPN; gradients are not exact',
     'sbp-rpn': "SBP on the RPN head's ReLU and 1x1 convolutions; gradients are not exact",
@@ -34,6 +35,10 @@ PIECES = {
     'targets': 'mask targets and IoUs are made piece by piece; targets exact',
     'adamw8bit': 'optimizer states in 8 bits (bitsandbytes); gradients exact, updates are not',
 }
+
+
+# Where DETR-like detectors, MaskFormer and Mask2Former have transformers: path in the config and in the model.
+_TRANSFORMERS = ('encoder', 'decoder', 'panoptic_head.pixel_decoder.encoder', 'panoptic_head.transformer_decoder')
 
 
 class NotApplicable(ValueError):
@@ -181,7 +186,15 @@ def _modules_of(model, kind, part):
         return [f'roi_head.{h}' for h in ('bbox_head', 'mask_head') if roi.get(h)] or (
             ['bbox_head'] if model.get('bbox_head') else []
         )
+    if part == 'transformer':
+        return [f'{path}.layers' for path in _TRANSFORMERS if _lookup(model, path).get('num_layers')]
     return ['neck' if part == 'neck' else 'rpn_head'] if {'neck': neck, 'rpn': rpn}[part] else []
+
+
+def _lookup(model, path):
+    for key in path.split('.'):
+        model = model.get(key) if isinstance(model, dict) else None
+    return model or {}
 
 
 def with_variant(config: Config, variant: str) -> Config:

@@ -19,6 +19,7 @@ from mmengine.config import Config, DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.detector import check_case, measure_detector
+from sbp_mmdet.analysis.inputs import add_inputs, inputs_of
 from sbp_mmdet.analysis.planner import parse_size
 from sbp_mmdet.analysis.report import picture, table
 from sbp_mmdet.analysis.variants import PIECES, applicable, load_config, with_variant
@@ -38,8 +39,7 @@ def case_parser(description: str) -> argparse.ArgumentParser:
         '--variants', '--presets', '--modes', nargs='+', default=list(PRESETS), metavar='VARIANT',
         help=f'preset or preset+piece+piece; first is the baseline (default: {[*PRESETS]})',
     )  # fmt: skip
-    parser.add_argument('--batch', type=int, default=2, help='images (default: 2)')
-    parser.add_argument('--size', default='800x1333', help='of the images, before padding (default: 800x1333)')
+    add_inputs(parser)
     parser.add_argument('--boxes', type=int, default=60, help='ground-truth boxes in each image (default: 60)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
@@ -62,10 +62,11 @@ def read_case(
         tuple: Config, variants that apply, the case (``batch``, ``height``, ``width``, ``boxes``, ``device``), title.
     """
     try:
-        height, width = parse_size(args.size)
-        case = dict(batch=args.batch, boxes=args.boxes, device=args.device)
-        check_case(**case, rounds=args.rounds, least_rounds=least_rounds)
+        size = parse_size(args.size) if args.size else None
         config = load_config(args.config, args.cfg_options)
+        inputs = inputs_of(config, args.batch, size)
+        case = dict(batch=inputs.batch, boxes=args.boxes, device=args.device)
+        check_case(**case, rounds=args.rounds, least_rounds=least_rounds)
         variants, refused = choose(config, args.variants)
     except ValueError as error:
         parser.error(str(error))
@@ -74,9 +75,9 @@ def read_case(
     if not variants:
         parser.error('none of the variants applies')
     title = f'{Path(args.config).stem}\n'
-    title += f'{args.batch} x 3 x {height} x {width}, {args.boxes} boxes an image, {args.device}'
+    title += f'{inputs.batch} x 3 x {inputs.height} x {inputs.width}, {args.boxes} boxes an image, {args.device}'
     print(title)
-    return config, variants, dict(case, height=height, width=width), title
+    return config, variants, dict(case, height=inputs.height, width=inputs.width), title
 
 
 def main():

@@ -20,6 +20,7 @@ from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.cap import run_under_cap
+from sbp_mmdet.analysis.inputs import add_inputs, inputs_of
 from sbp_mmdet.analysis.planner import parse_bytes, parse_size
 from sbp_mmdet.analysis.variants import applicable, load_config
 from sbp_mmdet.provenance import describe_machine
@@ -34,8 +35,7 @@ def parse_args():
         '--variants', '--presets', '--modes', nargs='+', default=['none', 'recompute'], metavar='VARIANT',
         help='preset or preset+piece+piece (default: none recompute)',
     )  # fmt: skip
-    parser.add_argument('--batch', type=int, default=2, help='images (default: 2)')
-    parser.add_argument('--size', default='800x1333', help='of the images (default: 800x1333)')
+    add_inputs(parser)
     parser.add_argument('--boxes', type=int, default=60, help='boxes in each image (default: 60)')
     parser.add_argument('--rounds', type=int, default=5, help='timed steps (default: 5)')
     parser.add_argument('--device', default='cuda', help='default: cuda')
@@ -47,8 +47,9 @@ def parse_args():
 def main():
     parser, args = parse_args()
     try:
-        cap, (height, width) = parse_bytes(args.cap), parse_size(args.size)
+        cap, size = parse_bytes(args.cap), parse_size(args.size) if args.size else None
         config = load_config(args.config, args.cfg_options)
+        inputs = inputs_of(config, args.batch, size)
         variants, refused = applicable(config, args.variants)
         if not torch.cuda.is_available():
             raise ValueError('a cap needs a GPU, and torch sees none; tools/plan_memory.py predicts without one')
@@ -56,7 +57,7 @@ def main():
         parser.error(str(error))
     for variant, reason in refused.items():
         print(f'does not apply: {variant} ({reason})')
-    case = dict(batch=args.batch, height=height, width=width, boxes=args.boxes, rounds=args.rounds)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes, rounds=args.rounds)
     bar = ProgressBar(len(variants))
     rows = run_under_cap(config, variants, cap, device=args.device, done=bar.update, **case)
     print(f'\n{Path(args.config).stem} under {args.cap}:')
