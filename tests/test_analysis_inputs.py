@@ -34,10 +34,10 @@ def config(*pipeline, **preprocessor) -> Config:
 @pytest.mark.parametrize(
     ('pipeline', 'size'),
     [
-        ([dict(type='Resize', scale=(1333, 800), keep_ratio=True)], (800, 1333)),
+        ([dict(type='Resize', scale=(1200, 800), keep_ratio=True)], (800, 1200)),
         ([dict(type='RandomResize', scale=(1000, 600), ratio_range=(0.5, 1.5))], (900, 1500)),
-        ([dict(type='RandomChoiceResize', scales=[(480, 1333), (800, 1333)])], (800, 1333)),
-        ([dict(type='ResizeShortestEdge', scale=[(640,), (700,)][1], max_size=1200)], (700, 1200)),
+        ([dict(type='RandomChoiceResize', scales=[(480, 1300), (800, 1300)])], (800, 1300)),
+        ([dict(type='ResizeShortestEdge', scale=[640, 700], max_size=1200)], (700, 1200)),
         ([dict(type='RandomCrop', crop_size=(300, 400))], (300, 400)),
         ([dict(type='Resize', scale=640), dict(type='RandomCrop', crop_size=0.5, crop_type='relative')], (320, 320)),
         ([dict(type='Resize', scale=(90, 50)), dict(type='Pad', size_divisor=32)], (64, 96)),
