@@ -1,6 +1,9 @@
 """What a config feeds its detector, read from the train pipeline."""
 
+import sys
+
 import pytest
+from helpers import ROOT
 from mmengine.config import Config
 
 from sbp_mmdet.analysis.inputs import DEFAULT_SIZE, inputs_of
@@ -81,3 +84,18 @@ def test_transformers_of_a_detector():
         assert hook == dict(type='CheckpointModulesHook', modules=modules)
     stock = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
     assert applicable(stock, ['none+cp-transformer'])[0] == []
+
+
+def test_answers_of_a_sweep():
+    sys.path.append(str(ROOT / 'tools/analysis_tools'))
+    from sweep import ask, families, read_answer
+
+    found = (
+        '  none        9.97 GB  too much\n  with_cp+targets    800 MB  fits\n\nThe fastest that fits: with_cp+targets\n'
+    )
+    assert read_answer(found, '') == 'with_cp+targets: 800 MB'
+    assert read_answer(found.split('\n\n')[0] + '\n', '') == 'nothing fits; none: 9.97 GB, with_cp+targets: 800 MB'
+    assert read_answer('', 'Traceback\n  x\nValueError: no such thing\n') == 'ValueError: no such thing'
+    assert 'mmdet::rtmdet/rtmdet-ins_l_8xb32-300e_coco.py' in families() and len(families()) > 60
+    row = ask('nowhere.py', '8GiB', limit=120)
+    assert 'config file nowhere.py does not exist' in row['answer']

@@ -18,8 +18,8 @@ from pathlib import Path
 import mmdet
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.benchmark import describe_machine
-from sbp_mmdet.analysis.output import add_outputs, write_outputs
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import add_outputs, write_outputs
 
 PLANNER = Path(__file__).parents[1] / 'plan_memory.py'
 
