@@ -60,10 +60,11 @@ def inputs_of(config: Config, batch: int | None = None, size: tuple[int, int] | 
         size = _padded(_largest(steps, None), config.model.get('data_preprocessor') or {})
         notes.append('size: the largest of the train pipeline' if size else "size: not told by the config, so COCO's")
     if batch is None:
-        batch = loader.get('batch_size')
-        notes.append('batch: of train_dataloader' if batch else f'batch: not told by the config, so {DEFAULT_BATCH}')
+        batch = loader.get('batch_size', DEFAULT_BATCH)
+        known = 'batch_size' in loader
+        notes.append('batch: of train_dataloader' if known else f'batch: not told by the config, so {DEFAULT_BATCH}')
     height, width = size or DEFAULT_SIZE
-    return Inputs(batch or DEFAULT_BATCH, height, width, masks, semantic, '; '.join(notes) or 'as told')
+    return Inputs(batch, height, width, masks, semantic, '; '.join(notes) or 'as told')
 
 
 def _transforms(dataset) -> Iterator[dict]:
