@@ -22,10 +22,10 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS = ('fused', 'reference')
-DROPPED = ('zero', 'nearest')
+DROPPED = ('zero', 'nearest', 'pool')
 
 
-def _key(default, choices: tuple = (), *, selects: bool = False, fused: bool = False):
+def _key(default, choices: tuple = (), *, selects: bool = False, fused: bool | tuple = False):
     """A key of ``sbp_cfg``.
 
     Args:
@@ -33,7 +33,7 @@ def _key(default, choices: tuple = (), *, selects: bool = False, fused: bool = F
         choices (tuple): Values that it may have; none: :meth:`SBPSettings.parse` checks it by a rule of its own.
         selects (bool): It says which positions are kept. Such keys belong to the user: a preset leaves them as they
             are. All others are the preset's to set. Default: False.
-        fused (bool): Other values than the default need ``implementation='fused'``. Default: False.
+        fused (bool | tuple): Values that need ``implementation='fused'``; True: all but the default. Default: False.
     """
     return dataclasses.field(default=default, metadata=dict(choices=choices, selects=selects, fused=fused))
 
@@ -57,7 +57,9 @@ class SBPSettings:
             'fused'. Default: False.
         dropped (str): What dropped positions send back through their layer. 'zero': nothing, the paper's method.
             'nearest': a gradient by the activations of the kept position next to them; nothing more is stored, and each
-            stage draws a mask of its own, so that this position is near. Needs 'fused'. Default: 'zero'.
+            stage draws a mask of its own, so that this position is near. Needs 'fused'. 'pool': the gradients of a kept
+            position and of those next to it are summed, go back once through the kept one, and are shared by all of
+            them; masks as for 'nearest', and the time of 'zero'. Default: 'zero'.
         storage (str): How the inputs of convolutions, pointwise layers and norms are stored. 'native': in the precision
             they are computed in. 'int8': rounded to eight bits, with one scale for each image and channel. A hidden
             layer that is not recomputed stays as it is. Needs 'fused'. Default: 'native'.
@@ -72,7 +74,7 @@ class SBPSettings:
     downsample: bool = _key(True, (True, False), selects=True)
     implementation: str = _key('fused', IMPLEMENTATIONS)
     recompute: bool | str = _key(False, (False, True, 'block'), fused=True)
-    dropped: str = _key('zero', DROPPED, fused=True)
+    dropped: str = _key('zero', DROPPED, fused=('nearest',))
     storage: str = _key('native', STORAGES, fused=True)
     skip_dropped_images: bool = _key(False, (True, False))
 
@@ -104,7 +106,9 @@ class SBPSettings:
         for key, field in keys.items():
             _check_choice(key, values[key], field.metadata['choices'])
         for key, field in keys.items():
-            if field.metadata['fused'] and values[key] != field.default and values['implementation'] != 'fused':
+            needs = field.metadata['fused']
+            needs = values[key] != field.default if needs is True else needs and values[key] in needs
+            if needs and values['implementation'] != 'fused':
                 raise ValueError(
                     f"sbp_cfg: {key}={values[key]!r} needs implementation='fused', not {values['implementation']!r}; "
                     'the reference form can save memory by with_cp=True of the backbone only'
@@ -174,6 +178,7 @@ GRADIENTS = types.MappingProxyType(
     {
         'paper': "the paper's gradients (SBP)",
         'nearest': "gradients near the exact ones (dropped positions send theirs by their neighbours' activations)",
+        'pool': 'gradients between them (those of dropped positions are averaged with their neighbours)',
         'int8': 'gradients exact to about a hundredth (what is stored is rounded to int8)',
         'exact': 'exact gradients',
     }
@@ -298,6 +303,13 @@ PRESETS = make_presets(
         'nearest',
         5.5 / 6,
         dict(dropped='nearest', recompute=True),
+    ),
+    Preset(
+        'pool',
+        'SBP; the gradients of dropped positions go back with those of a kept one next to them',
+        'pool',
+        4.5 / 6,
+        dict(dropped='pool', recompute=True),
     ),
     Preset(
         'int8',

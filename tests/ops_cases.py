@@ -109,7 +109,7 @@ def plain(f, **options):
 
 def fused_mlp(positions, recompute, conv=None, *, factor=None, **settings):
     """channel_mlp as a function of named tensors; recompute 'conv' runs the convolution again, too."""
-    settings = ops.MLPSettings(recompute=bool(recompute), **settings)
+    settings = ops.MLPSettings(recompute=bool(recompute), **dict(dropped=_by_default(positions)) | settings)
     given = dict(factor=factor, positions=positions, conv=conv if recompute == 'conv' else None)
     return lambda **tensors: ops.channel_mlp(settings, ops.MLPTensors(**tensors, **given))
 
@@ -122,8 +122,13 @@ def fused_norm(conv=None, **settings):
 
 def fused_downsample(positions=None, **settings):
     """downsample as a function of named tensors."""
-    settings = ops.DownsampleSettings(**settings)
+    settings = ops.DownsampleSettings(**dict(dropped=_by_default(positions)) | settings)
     return lambda **tensors: ops.downsample(settings, ops.DownsampleTensors(**tensors, positions=positions))
+
+
+def _by_default(positions):
+    """Positions with neighbours are there for 'nearest', if nothing else is asked for."""
+    return 'zero' if positions is None or positions.nearest is None else 'nearest'
 
 
 def autocast(f, dtype):

@@ -39,7 +39,7 @@ class SBPConvNeXt(BaseModule):
 
     The forward pass is ConvNeXt's. In training, the pointwise and 2x2/2 downsampling layers of the leading stages send
     gradients from a kept subset of the spatial positions, drawn anew in each step and the same for all layers (with
-    ``dropped='nearest'``, of a stage). The depthwise convolutions and the last stage stay exact. Outside of training
+    ``dropped='nearest'`` or 'pool', of a stage). The depthwise convolutions and the last stage stay exact. Outside of training
     and without gradients, nothing is drawn.
 
     Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``; ``sbp_cfg`` is added. Weights load
@@ -111,11 +111,12 @@ class SBPConvNeXt(BaseModule):
         fused = self.sbp is not None and self.sbp.implementation == 'fused'
         options = dict(norm_cfg=norm_cfg, fused=fused, storage=self.sbp.storage if fused else 'native')
         recompute = fused and self.sbp.recompute
+        dropped = self.sbp.dropped if self.sbp else 'zero'
         self.downsample_layers = nn.ModuleList(
             [Stem(in_channels, self.channels[0], stem_patch_size, recompute=recompute, **options)]
         )
         self.downsample_layers.extend(
-            Downsample(c_in, c_out, **options)
+            Downsample(c_in, c_out, dropped=dropped, **options)
             for c_in, c_out in zip(self.channels[:-1], self.channels[1:], strict=True)
         )
         rates = torch.linspace(0, drop_path_rate, sum(self.depths), device='cpu').split(list(self.depths))
@@ -131,6 +132,7 @@ class SBPConvNeXt(BaseModule):
                     layer_scale_init_value=layer_scale_init_value,
                     with_cp=with_cp,
                     recompute=recompute,
+                    dropped=dropped,
                     **options,
                 )
                 for rate in stage_rates.tolist()

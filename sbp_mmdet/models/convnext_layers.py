@@ -7,6 +7,8 @@ Names and shapes of the parameters are those of mmpretrain's ``ConvNeXt``. How t
 - residual connection and stochastic depth are part of the fused operation.
 """
 
+import dataclasses
+
 import torch
 import torch.utils.checkpoint as cp
 from mmcv.cnn.bricks import DropPath
@@ -132,6 +134,7 @@ class ConvNeXtBlock(BaseModule):
             convolution and the norm as well.
         storage (str): How the inputs of the convolution and of the channel MLP are stored, 'native' or 'int8'.
             Default: 'native'.
+        dropped (str): What dropped positions send, see :class:`sbp_mmdet.ops.MLPSettings`. Default: 'zero'.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class ConvNeXtBlock(BaseModule):
         fused: bool,
         recompute: bool | str,
         storage: str = 'native',
+        dropped: str = 'zero',
     ):
         super().__init__()
         pointwise = nn.Linear if linear_pw_conv else lambda c_in, c_out: nn.Conv2d(c_in, c_out, 1)
@@ -162,14 +166,15 @@ class ConvNeXtBlock(BaseModule):
         self.with_cp = with_cp
         self.recompute = recompute
         self.plain = ops.MLPSettings(self.norm.eps, implementation='reference', activation=self.activate)
-        self.settings = self.plain
         if fused and not isinstance(self.act, nn.GELU):
             raise ValueError(
                 f"act_cfg={act_cfg!r}: implementation='fused' knows the derivative of GELU only; "
                 "use type='GELU' or sbp_cfg=dict(implementation='reference')"
             )
         if fused:
-            self.settings = ops.MLPSettings(self.norm.eps, self.act.approximate, bool(recompute), storage)
+            self.settings = ops.MLPSettings(self.norm.eps, self.act.approximate, bool(recompute), storage, dropped)
+        else:
+            self.settings = dataclasses.replace(self.plain, dropped=dropped)
 
     @property
     def drop_path_rate(self) -> float:
@@ -267,12 +272,25 @@ class Downsample(nn.Sequential):
         norm_cfg (dict): Of :func:`build_norm`.
         fused (bool): Use :func:`sbp_mmdet.ops.downsample` in training.
         storage (str): How its input is stored, 'native' or 'int8'. Default: 'native'.
+        dropped (str): What dropped positions send, see :class:`sbp_mmdet.ops.MLPSettings`. Default: 'zero'.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *, norm_cfg: dict, fused: bool, storage: str = 'native'):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        norm_cfg: dict,
+        fused: bool,
+        storage: str = 'native',
+        dropped: str = 'zero',
+    ):
         super().__init__(build_norm(norm_cfg, in_channels), nn.Conv2d(in_channels, out_channels, 2, stride=2))
         self.plain = ops.DownsampleSettings(self[0].eps, implementation='reference')
-        self.settings = ops.DownsampleSettings(self[0].eps, storage) if fused else self.plain
+        if fused:
+            self.settings = ops.DownsampleSettings(self[0].eps, storage, dropped)
+        else:
+            self.settings = dataclasses.replace(self.plain, dropped=dropped)
 
     def forward(self, x: Tensor, positions: Positions | None = None) -> Tensor:
         """Maps (N, C, H, W) to (N, C', H // 2, W // 2).

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import sbp
+from ..functional import pooled, sbp
 from ..masks import Positions
 from .convs import Conv
 from .neighbours import SavedPositions
 from .operation import Operation, check_form
 from .precision import accumulate, autocast_dtype, column_sums, zeros_for
-from .rows import fold, in_shape, map_of, normalise, normalise_backward, put_, rows_of, tokens_of, unfold
+from .rows import fold, in_shape, map_of, normalise, normalise_backward, put_, rows_of, take, tokens_of, unfold
 from .storage import Stored, store
 
 __all__ = ['MLPSettings', 'MLPTensors', 'channel_mlp']
@@ -36,6 +36,9 @@ class MLPSettings:
         approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
         recompute (bool): Compute the hidden layer again in the backward pass instead of storing it. Default: False.
         storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
+        dropped (str): What dropped positions send. 'zero': nothing. 'nearest' and 'pool': gradients by the activations of
+            the kept ones that they go with (``positions.nearest``), see :mod:`.neighbours`. 'nearest' is not there for
+            the reference. Default: 'zero'.
         implementation (str): 'fused', or 'reference': Algorithm 1 as the paper writes it. Default: 'fused'.
         activation (Callable | None): Of the reference alone, in place of the GELU. Default: None.
         chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
@@ -49,13 +52,14 @@ class MLPSettings:
     approximate: str = 'none'
     recompute: bool = False
     storage: str = 'native'
+    dropped: str = 'zero'
     implementation: str = 'fused'
     activation: Callable[[Tensor], Tensor] | None = None
     chunk: int | None = None
     dtype: torch.dtype | None = None
 
     def __post_init__(self):
-        check_form(self.implementation, recompute=self.recompute, storage=self.storage)
+        check_form(self.implementation, recompute=self.recompute, storage=self.storage, dropped=self.dropped)
         if self.activation is not None and self.implementation == 'fused':
             raise ValueError(f"activation={self.activation!r} needs implementation='reference'; 'fused' has GELU")
 
@@ -71,8 +75,7 @@ class MLPTensors(NamedTuple):
         weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
         gamma (Tensor | None): Layer scale, shape (C,). Default: None.
         factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
-        positions (Positions | None): Which positions send gradients, for all images alike or for each; with
-            ``positions.nearest`` the dropped ones do so as well, by the activations of the kept ones. None: all.
+        positions (Positions | None): Which positions are kept, for all images alike or for each; None: all.
             Default: None.
         conv (Conv | None): Where ``x`` comes from, so that ``recompute`` computes it again as well. Default: None.
     """
@@ -145,7 +148,11 @@ def reference(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
         return x if t.gamma is None else x * t.gamma
 
     x = tokens_of(t.x)
-    out = in_shape(branch(x) if t.positions is None else sbp(branch, x, t.positions), t.x.shape)
+    if t.positions is None:
+        out = branch(x)
+    else:
+        out = (pooled if settings.dropped == 'pool' else sbp)(branch, x, t.positions)
+    out = in_shape(out, t.x.shape)
     return t.shortcut + (out if t.factor is None else out * _per_image(t.factor.to(out.dtype), out))
 
 
@@ -176,7 +183,7 @@ def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> 
         stored = store(xhat.view(len(t.x), -1, xhat.shape[1]), settings.storage, 1)
     given = t._replace(x=None, shortcut=None, positions=None, conv=conv)
     rstd = rstd if conv is None and needs.x else None
-    return out, MLPSaved(stored, rstd, hidden, SavedPositions.of(t.positions), given)
+    return out, MLPSaved(stored, rstd, hidden, SavedPositions.of(t.positions, settings.dropped), given)
 
 
 def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs: MLPGradients) -> MLPGradients:
@@ -191,8 +198,8 @@ def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs:
         xhat, rstd = normalise(rows_of(t.conv.run(), keep), settings.eps, settings.dtype)
     elif xhat is not None:
         xhat = saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, C)
-    near = saved.positions.neighbours(len(grad))
-    incoming = _incoming(settings, saved, grad, near)
+    near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
+    incoming = _incoming(settings, saved, grad, near, groups)
     sums = _Sums.of(t, needs)
     dx = _InputGradient.like(incoming) if needs.x else _InputGradient(None, None)
     rows = _Rows(xhat, rstd if needs.x else None, saved.hidden)
@@ -202,6 +209,8 @@ def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs:
         sums.outer.mul_(incoming.unit[:, None])
     found = _parameter_gradients(t, sums, incoming.total, needs)
     if needs.x:
+        if groups:
+            dx = _InputGradient(*(g.flatten(0, 1) for g in groups.share_(dx.kept.unflatten(0, (len(grad), -1)))))
         found = found._replace(x=map_of(dx.kept, keep, grad.shape, dx.dropped, saved.positions.drop))
     return found._replace(shortcut=grad if needs.shortcut else None)
 
@@ -252,7 +261,8 @@ class _Incoming(NamedTuple):
 
     ``outer`` and ``inner`` are of the kept rows. ``outer`` is what W2's gradient is formed from, without gamma and with
     the share of the dropped rows; ``unit`` is what the sum has to be multiplied by (see :func:`_in_range`). ``inner``,
-    and for the dropped rows ``dropped``, is what goes back through W2. ``total`` is the sum over all rows.
+    and for 'nearest' ``dropped`` of the dropped rows, is what goes back through W2; for 'pool' it holds the sums of
+    groups. ``total`` is the sum over all rows that send gradients.
     """
 
     outer: Tensor
@@ -262,20 +272,28 @@ class _Incoming(NamedTuple):
     total: Tensor
 
 
-def _incoming(settings, saved, grad, near):
+def _incoming(settings, saved, grad, near, groups):
     gamma, factor = saved.given.gamma, saved.given.factor
 
-    def through_scales(index):
-        g = rows_of(grad, index)
-        if factor is not None:
-            g = g * factor.repeat_interleave(len(g) // len(factor))[:, None]
-        return g, (g if gamma is None else g * gamma).to(settings.dtype)
+    def rows(index):
+        g = take(tokens_of(grad), index)
+        return (g if factor is None else g * factor[:, None, None]).reshape(-1, g.shape[2])
 
-    g, inner = through_scales(saved.positions.keep)
-    total, dropped = column_sums(g), None
-    if near:
-        g_dropped, dropped = through_scales(saved.positions.drop)
+    def through_scale(g):
+        return (g if gamma is None else g * gamma).to(settings.dtype)
+
+    g, dropped = rows(saved.positions.keep), None
+    total = column_sums(g)
+    if groups:
+        g_dropped = rows(saved.positions.drop)
         total += column_sums(g_dropped)
+        groups.sum_(*(part.unflatten(0, (len(grad), -1)) for part in (g, g_dropped)))
+        del g_dropped
+    inner = through_scale(g)
+    if near:
+        g_dropped = rows(saved.positions.drop)
+        total += column_sums(g_dropped)
+        dropped = through_scale(g_dropped)
         g = near.pool_(g.clone(), g_dropped)
         del g_dropped
     return _Incoming(*_in_range(g, gamma, settings.dtype), inner, dropped, total)

@@ -1,4 +1,13 @@
-"""Dropped rows that send gradients by the activations of the kept row nearest to them."""
+"""Dropped rows that send gradients by the activations of the kept row nearest to them.
+
+A kept row and the dropped ones that go with it are a group. There are two ways (``dropped``):
+
+- 'nearest': each dropped row goes back for itself, with the activations of its group's kept row (:class:`Neighbours`).
+- 'pool': with the same activations for all of them, the backward pass is linear in the incoming gradient. So the
+  gradients of a group are summed and go back once, in the kept row. Weights get what 'nearest' with a share of 1 would
+  give them, for as many products as the kept rows alone take. The gradient of the input is the group's mean
+  (:class:`Groups`).
+"""
 
 from typing import NamedTuple
 
@@ -7,8 +16,9 @@ from torch import Tensor
 
 from ..masks import Positions
 from .operation import OnHost
+from .rows import add_rows_, take
 
-__all__ = ['SHARE', 'Neighbours', 'SavedPositions']
+__all__ = ['SHARE', 'Groups', 'Neighbours', 'SavedPositions']
 
 # Weight of a dropped row's gradient in those of the weights. Its activations are not its own, so the kept row, whose
 # are, takes over the rest; other weights were tried, see docs/gradient_study.md.
@@ -22,7 +32,7 @@ class SavedPositions(NamedTuple):
         keep (Tensor | None): ``Positions.keep``; None: all positions are kept.
         drop (Tensor | None): ``Positions.drop``, if dropped positions send gradients. Default: None.
         pairs (Tensor | None): ``Nearest.index``. Default: None.
-        starts (OnHost | None): ``Nearest.starts``. Default: None.
+        starts (OnHost | None): ``Nearest.starts``, for 'nearest'. Default: None.
     """
 
     keep: Tensor | None
@@ -31,18 +41,65 @@ class SavedPositions(NamedTuple):
     starts: OnHost | None = None
 
     @classmethod
-    def of(cls, positions: Positions | None) -> 'SavedPositions':
-        """Of an operation's positions; None: all are kept."""
+    def of(cls, positions: Positions | None, dropped: str) -> 'SavedPositions':
+        """What an operation saves.
+
+        Args:
+            positions (Positions | None): Of the operation; None: all are kept.
+            dropped (str): 'zero', 'nearest' or 'pool'.
+
+        Raises:
+            ValueError: If dropped positions are to send gradients, and nothing says with which kept ones they go.
+        """
         if positions is None:
             return cls(None)
-        if positions.nearest is None:
+        if dropped == 'zero':
             return cls(positions.keep)
+        if positions.nearest is None:
+            raise ValueError(
+                f'dropped={dropped!r} needs a kept position for each dropped one, but positions.nearest is None: '
+                'make them by positions(mask, nearest=True)'
+            )
         pairs, starts = positions.nearest
-        return cls(positions.keep, positions.drop, pairs, OnHost(starts))
+        return cls(positions.keep, positions.drop, pairs, OnHost(starts) if dropped == 'nearest' else None)
 
     def neighbours(self, images: int) -> 'Neighbours | None':
-        """How dropped rows of a batch of that many images go with kept ones; None: they send nothing."""
+        """With 'nearest', how dropped rows of a batch of that many images go with kept ones; else None."""
         return None if self.starts is None else Neighbours(self.pairs, self.starts.tensor, images)
+
+    @property
+    def groups(self) -> 'Groups | None':
+        """With 'pool', how gradients are summed and shared; else None."""
+        return None if self.drop is None or self.starts is not None else Groups(self.keep, self.pairs)
+
+
+class Groups:
+    """Kept rows with the dropped ones that go with them.
+
+    Args:
+        keep (Tensor): ``Positions.keep``, shape (K,) or (N, K).
+        pairs (Tensor | None): ``Nearest.index``, shape (D,) or (N, D).
+    """
+
+    def __init__(self, keep: Tensor, pairs: Tensor | None):
+        self.keep, self.pairs = keep, pairs
+
+    def sizes(self, dtype: torch.dtype) -> Tensor:
+        """How many rows each group has, its kept one among them: shape (K, 1) or (N, K, 1)."""
+        if self.pairs is None:
+            return torch.full((*self.keep.shape, 1), 2, dtype=dtype, device=self.keep.device)
+        sizes = torch.ones(self.keep.shape, dtype=dtype, device=self.keep.device)
+        return sizes.scatter_add_(-1, self.pairs, sizes.new_ones(self.pairs.shape))[..., None]
+
+    def sum_(self, kept: Tensor, dropped: Tensor) -> Tensor:
+        """Gradients (N, K, C) of kept and (N, D, C) of dropped rows, summed over groups in place of ``kept``."""
+        return add_rows_(kept, self.pairs, dropped)
+
+    def share_(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What each row of a group gets of its gradient: for the kept ones, in place of ``rows`` (N, K, C), and for the
+        dropped ones, (N, D, C)."""
+        rows.div_(self.sizes(torch.float32))
+        return rows, take(rows, self.pairs)
 
 
 class Neighbours:

@@ -95,7 +95,7 @@ def check_form(implementation: str, **options) -> None:
     if implementation not in ('fused', 'reference'):
         raise ValueError(f"implementation={implementation!r} is unknown; choose 'fused' or 'reference'")
     for key, value in options.items():
-        if implementation == 'reference' and value not in (False, 'native'):
+        if implementation == 'reference' and value not in (False, 'native', 'zero', 'pool'):
             raise ValueError(f"{key}={value!r} needs implementation='fused'; the reference stores what autograd stores")
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import sbp
+from ..functional import pooled, sbp
 from ..masks import Positions
 from .neighbours import SavedPositions
 from .operation import Operation, check_form
@@ -38,6 +38,7 @@ class DownsampleSettings:
     Attributes:
         eps (float): Of the layer norm. Default: 1e-6.
         storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
+        dropped (str): What dropped positions send, see :class:`.mlp.MLPSettings`. Default: 'zero'.
         implementation (str): 'fused', or 'reference': Algorithm 1 as the paper writes it. Default: 'fused'.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
 
@@ -47,11 +48,12 @@ class DownsampleSettings:
 
     eps: float = 1e-6
     storage: str = 'native'
+    dropped: str = 'zero'
     implementation: str = 'fused'
     dtype: torch.dtype | None = None
 
     def __post_init__(self):
-        check_form(self.implementation, storage=self.storage)
+        check_form(self.implementation, storage=self.storage, dropped=self.dropped)
 
 
 class DownsampleTensors(NamedTuple):
@@ -61,8 +63,7 @@ class DownsampleTensors(NamedTuple):
         x (Tensor): Shape (N, C, H, W).
         norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
         weight, bias (Tensor): Convolution, shapes (C', C, 2, 2) and (C',).
-        positions (Positions | None): Which output positions send gradients, see :class:`.mlp.MLPTensors`; None: all.
-            Default: None.
+        positions (Positions | None): Which output positions are kept, see :class:`.mlp.MLPTensors`. Default: None.
     """
 
     x: Tensor
@@ -131,7 +132,8 @@ def reference(settings: DownsampleSettings, tensors: DownsampleTensors) -> Tenso
         normed = norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous(memory_format=memory_format(x))
         return F.conv2d(normed, weight, bias, stride=2)
     matrix, bias, *_ = patch_weights(weight, bias, None, None)
-    out = sbp(lambda patches: F.linear(norm(patches).flatten(2), matrix, bias), to_patches(x), positions)
+    run = pooled if settings.dropped == 'pool' else sbp
+    out = run(lambda patches: F.linear(norm(patches).flatten(2), matrix, bias), to_patches(x), positions)
     return in_shape(out, (*out.shape[:2], x.shape[2] // 2, x.shape[3] // 2))
 
 
@@ -146,7 +148,7 @@ def forward(
     out = out.contiguous(memory_format=memory_format(x))
     if not any(needs):
         return out, None
-    saved = SavedPositions.of(positions)
+    saved = SavedPositions.of(positions, settings.dropped)
     rstd = take(rstd, saved.keep) if needs.x else None
     if needs.x or needs.norm_weight or needs.weight:
         stored = store(take(xhat, saved.keep), settings.storage, 1)
@@ -164,18 +166,20 @@ def backward(
     xhat = saved.xhat.values
     if xhat is not None:
         xhat = saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, 4, C)
-    near = saved.positions.neighbours(len(grad))
-    incoming = [rows_of(grad, index) for index in saved.positions[: 2 if near else 1]]
+    near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
+    incoming = [rows_of(grad, index) for index in saved.positions[: 2 if near or groups else 1]]
     db = sum(column_sums(g) for g in incoming)
+    if groups:
+        incoming = [groups.sum_(*(g.unflatten(0, (len(grad), -1)) for g in incoming)).flatten(0, 1)]
     g, *g_dropped = incoming = [g.to(settings.dtype) for g in incoming]
     dw = zeros_for(folded[0])
     if needs.weight or needs.norm_weight:
         accumulate(dw, (near.pool_(g.clone(), *g_dropped) if near else g).t(), xhat.flatten(1))
-    dx = _input_gradient(saved, incoming, w, xhat, near) if needs.x else None
+    dx = _input_gradient(saved, incoming, w, xhat, near, groups) if needs.x else None
     return _parameter_gradients(folded, dw, db, needs)._replace(x=dx)
 
 
-def _input_gradient(saved, incoming, w, xhat, near):
+def _input_gradient(saved, incoming, w, xhat, near, groups):
     n, c, height, width = saved.shape
     rstd = saved.rstd.flatten(0, 1)
     lent = [(xhat, rstd)] + ([near.lend(slice(0, len(xhat)), xhat, rstd)] if near else [])
@@ -185,6 +189,8 @@ def _input_gradient(saved, incoming, w, xhat, near):
     ]
     if saved.positions.keep is None:
         return from_patches(dx[0], saved.shape)
+    if groups:
+        dx = [rows.unflatten(2, (4, c)) for rows in groups.share_(dx[0].flatten(2))]
     whole = dx[0].new_zeros(n, (height // 2) * (width // 2), 4, c)
     for rows, index in zip(dx, saved.positions, strict=False):
         put_(whole, index, rows.flatten(0, 1))

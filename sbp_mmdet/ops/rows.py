@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..functional import take
+
 __all__ = [
+    'add_rows_',
     'fold',
     'from_patches',
     'in_shape',
@@ -80,18 +83,6 @@ def rows_of(x: Tensor, index: Tensor | None) -> Tensor:
     return take(tokens_of(x), index).reshape(-1, x.shape[2 if x.dim() == 3 else 1])
 
 
-def take(x: Tensor, index: Tensor | None) -> Tensor:
-    """(N, L, ...) -> (N, K, ...), see :func:`rows_of`."""
-    if index is None:
-        return x
-    if index.dim() == 1:
-        return x.index_select(1, index)
-    out = x.new_empty(*index.shape, *x.shape[2:])
-    for image, own, rows in zip(x, index, out, strict=True):
-        torch.index_select(image, 0, own, out=rows)
-    return out
-
-
 def put_(tokens: Tensor, index: Tensor, rows: Tensor) -> None:
     """Writes rows to the given positions.
 
@@ -106,6 +97,26 @@ def put_(tokens: Tensor, index: Tensor, rows: Tensor) -> None:
     else:
         for image, own, image_rows in zip(tokens, index, rows, strict=True):
             image.index_copy_(0, own, image_rows)
+
+
+def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
+    """Adds rows to those of the given places, in place; rows of the same place are summed.
+
+    Args:
+        tokens (Tensor): Shape (N, L, ...), changed.
+        index (Tensor | None): Shape (K,) for all images alike or (N, K); None: all, in order.
+        rows (Tensor): Shape (N, K, ...).
+
+    Returns:
+        Tensor: ``tokens``.
+    """
+    if index is None:
+        return tokens.add_(rows)
+    if index.dim() == 1:
+        return tokens.index_add_(1, index, rows)
+    for image, own, image_rows in zip(tokens, index, rows, strict=True):
+        image.index_add_(0, own, image_rows)
+    return tokens
 
 
 def map_of(
