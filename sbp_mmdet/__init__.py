@@ -15,7 +15,7 @@ if _missing:
         '(mmcv 2.1, mmdet 3.3); from a checkout, tools/setup_env.sh does it all.'
     )
 
-from .functional import sbp  # noqa: E402
+from .functional import pooled, sbp  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.heads import SBPModulesHook  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
@@ -27,6 +27,7 @@ __all__ = [
     'SBPConvNeXt',
     'SBPModulesHook',
     'TargetsInChunksHook',
+    'pooled',
     'sbp',
     '__version__',
 ]

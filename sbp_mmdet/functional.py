@@ -36,8 +36,8 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
 
 
 def pooled(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tensor:
-    """As :func:`sbp`, but dropped positions send gradients too: those of a kept position and of the dropped ones that go
-    with it are summed and go back once, through the kept one.
+    """As :func:`sbp`, but dropped positions send gradients too: those of a kept position and of the dropped ones that
+    go with it are summed and go back once, through the kept one.
 
     Each position of such a group gets the mean of its gradient. This is exact where the positions of a group are alike
     and get the same back. It stores what :func:`sbp` stores.
@@ -94,9 +94,8 @@ def take(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _add(x, index, rows):
-    if index.dim() == 1:
-        return x.index_add(1, index, rows)
-    return torch.stack([image.index_add(0, *own) for image, *own in zip(x, index, rows, strict=True)])
+    index = index.view(-1, index.shape[-1], *[1] * (x.dim() - 2))
+    return x.scatter_add(1, index.expand_as(rows), rows)  # unlike index_add, this stores no rows
 
 
 def _places(index):

@@ -32,6 +32,32 @@ def where_sbp(f, x, mask):
     return torch.where(mask, y, y.detach())
 
 
+def where_pooled(f, x, keep):
+    """Pooling by its definition, with dense matrices: a group's gradients are summed and go back through its kept row
+    in one; each member gets the group's gradient divided by its size. x: (N, L, ...), keep: positions with pairs."""
+    length = x.shape[1]
+    pairs = torch.arange(len(keep.drop)) if keep.nearest.index is None else keep.nearest.index
+    members = torch.zeros(len(keep.keep), length, dtype=x.dtype)
+    members[torch.arange(len(keep.keep)), keep.keep] = 1
+    members[pairs, keep.drop] = 1
+    kept = f(_Otherwise.apply(x, x[:, keep.keep].detach(), members / members.sum(1, keepdim=True)))
+    return _Otherwise.apply(kept, f(x).detach(), members.T)
+
+
+class _Otherwise(torch.autograd.Function):
+    """A value with the gradient of ``matrix @ x`` along the positions."""
+
+    @staticmethod
+    def forward(ctx, x, value, matrix):
+        ctx.save_for_backward(matrix)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (matrix,) = ctx.saved_tensors
+        return torch.einsum('kl,nk...->nl...', matrix, grad), None, None
+
+
 def mask_of(keep, height, width):
     """(height, width), True at the kept flat indices."""
     mask = torch.zeros(height * width, dtype=torch.bool)

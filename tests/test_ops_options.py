@@ -301,7 +301,7 @@ def test_neighbours_in_half_precision(dtype, kind):
         assert_near(actual, expected, 0.05 if dtype == torch.bfloat16 else 0.01)
 
 
-@pytest.mark.parametrize('options', [{}, dict(keep_ratio=1.0), dict(dropped='nearest'), dict(dropped='zero')], ids=str)
+@pytest.mark.parametrize('options', [{}, dict(keep_ratio=1.0), dict(dropped='nearest'), dict(dropped='pool')], ids=str)
 @pytest.mark.parametrize('recompute', [True, 'block'])
 def test_int8_backbone_is_near_native(options, recompute):
     """All of a backbone: same forward pass, and gradients within a few hundredths of those without rounding."""
@@ -317,9 +317,9 @@ def test_int8_backbone_is_near_native(options, recompute):
     assert sum(errors) / len(errors) > 1e-5
 
 
-def test_nearest_backbone():
+def test_backbone_where_dropped_positions_send_gradients():
     """Every way to compute the same estimate gives the same; where neighbours are alike, and what they get back is,
-    the estimate is much nearer to exact than dropping is."""
+    the estimates are much nearer to exact than dropping is."""
     x = F.interpolate(image(2, 8, 12), (64, 96), mode='bicubic')
 
     def grads(sbp_cfg):
@@ -329,11 +329,16 @@ def test_nearest_backbone():
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(backbone.parameters()))])
 
     exact, zero = grads(None), grads({})
-    nearest = {recompute: grads(dict(dropped='nearest', recompute=recompute)) for recompute in (False, True, 'block')}
-    for actual in nearest.values():
-        assert relative_error(actual, nearest[False]) < 1e-10
-    errors = [((actual - exact).norm() / exact.norm()).item() for actual in (zero, nearest[False])]
-    assert 0.01 < errors[1] < 0.5 * errors[0], errors
+    nearest, pool = (
+        [grads(dict(dropped=dropped, recompute=recompute)) for recompute in (False, True, 'block')]
+        for dropped in ('nearest', 'pool')
+    )
+    pool.append(grads(dict(dropped='pool', implementation='reference')))
+    for estimates in (nearest, pool):
+        for actual in estimates:
+            assert relative_error(actual, estimates[0]) < 1e-10
+    errors = [((actual - exact).norm() / exact.norm()).item() for actual in (zero, nearest[0], pool[0])]
+    assert 0.01 < min(errors[1:]) <= max(errors[1:]) < 0.5 * errors[0], errors
 
 
 @pytest.mark.parametrize('ratio', [0.5, 0.1])

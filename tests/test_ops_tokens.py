@@ -8,6 +8,7 @@ from oracles import assert_near, where_sbp
 from sbp_mmdet import sbp
 from sbp_mmdet.masks import Nearest, Positions, positions
 from sbp_mmdet.ops import rows
+from sbp_mmdet.settings import DROPPED
 
 MAPS = ('x', 'shortcut', 'out')
 
@@ -72,11 +73,11 @@ def one_at_a_time(f_of, tensors, each):
     return {name: torch.cat(values) if name in MAPS else sum(values) for name, values in parts.items()}
 
 
-@pytest.mark.parametrize('nearest', [False, True])
+@pytest.mark.parametrize('dropped', DROPPED)
 @pytest.mark.parametrize('form', [dict(), dict(recompute=True), dict(recompute='conv'), dict(storage='int8')], ids=str)
 @pytest.mark.parametrize('chunk', [1, 60, None])
-def test_mlp_with_positions_of_each_image(nearest, form, chunk):
-    form = dict(form)
+def test_mlp_with_positions_of_each_image(dropped, form, chunk):
+    form, nearest = dict(form, dropped=dropped), dropped != 'zero'
     recompute = form.pop('recompute', False)
     tensors, conv = mlp_inputs(n=3)
     masks = own_masks(3, 5, 6, 13)
@@ -89,14 +90,14 @@ def test_mlp_with_positions_of_each_image(nearest, form, chunk):
     assert_near(actual, {name: expected[name] for name in actual}, 1e-11)
 
 
-@pytest.mark.parametrize('nearest', [False, True])
+@pytest.mark.parametrize('dropped', DROPPED)
 @pytest.mark.parametrize('storage', ['native', 'int8'])
-def test_downsample_with_positions_of_each_image(nearest, storage):
-    tensors, masks = downsample_inputs(n=3), own_masks(3, 4, 3, 5)
-    actual = differentiate(fused_downsample(own_positions(masks, nearest), storage=storage), tensors)
+def test_downsample_with_positions_of_each_image(dropped, storage):
+    tensors, masks, nearest = downsample_inputs(n=3), own_masks(3, 4, 3, 5), dropped != 'zero'
+    actual = differentiate(fused_downsample(own_positions(masks, nearest), storage=storage, dropped=dropped), tensors)
 
     def f_of(keep):
-        return fused_downsample(keep, storage=storage)
+        return fused_downsample(keep, storage=storage, dropped=dropped)
 
     expected = one_at_a_time(f_of, tensors, [positions(mask, nearest=nearest) for mask in masks])
     assert_near(actual, {name: expected[name] for name in actual}, 1e-11)

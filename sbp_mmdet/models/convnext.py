@@ -38,9 +38,9 @@ class SBPConvNeXt(BaseModule):
     """ConvNeXt for memory-efficient training by Stochastic Backpropagation (SBP).
 
     The forward pass is ConvNeXt's. In training, the pointwise and 2x2/2 downsampling layers of the leading stages send
-    gradients from a kept subset of the spatial positions, drawn anew in each step and the same for all layers (with
-    ``dropped='nearest'`` or 'pool', of a stage). The depthwise convolutions and the last stage stay exact. Outside of training
-    and without gradients, nothing is drawn.
+    gradients from a kept subset of the spatial positions, drawn anew in each step and the same for all layers, or
+    for those of a stage where dropped positions send something back. The depthwise convolutions and the last stage stay
+    exact. Outside of training and without gradients, nothing is drawn.
 
     Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``; ``sbp_cfg`` is added. Weights load
     under other names too, see :mod:`.weights`.

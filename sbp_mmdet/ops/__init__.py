@@ -17,9 +17,10 @@ dgamma = row sums of A * W2 + (column sums of g) * b2.
 Precision: parameters are folded in their own precision and then cast, weight gradients of chunks are added in fp32, and
 parameters are saved uncast, so that no cast copy of a weight outlives the forward pass.
 
-Two options trade accuracy against what a step costs. A dropped row may borrow x-hat, deviation and hidden layer of the
-kept row nearest to it (:class:`Neighbours`), so that it sends a gradient without storing anything; and what is stored
-may be rounded to eight bits (:func:`store`). Either way the forward pass is exact.
+Options trade accuracy against what a step costs. A dropped row may borrow x-hat, deviation and hidden layer of the kept
+row nearest to it, so that it sends a gradient without storing anything; or its gradient goes back with that row's own,
+in the time of the kept rows alone (:mod:`.neighbours`). What is stored may be rounded to eight bits (:func:`store`).
+In each case the forward pass is exact.
 """
 
 from .convs import Conv, ConvSettings, convolve

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..functional import take
 from ..masks import Positions
 from .flash import attend, attend_backward
-from .mlp import _in_range
-from .precision import accumulate, accumulator, column_sums
-from .rows import fold, normalise, normalise_backward, unfold
+from .neighbours import SavedPositions
+from .precision import accumulate, accumulator, column_sums, in_range
+from .rows import add_rows_, fold, map_of, normalise, normalise_backward, unfold
 from .storage import STORAGES, Stored, store
-from .tokens import add_rows_, group_sizes, take
 
 __all__ = ['AttentionGradients', 'AttentionSaved', 'AttentionSettings', 'AttentionTensors', 'backward', 'forward']
 
@@ -114,29 +114,6 @@ class AttentionGradients(NamedTuple):
     gamma: Tensor | None = None
 
 
-class _Indices(NamedTuple):
-    """Indices of tokens; None: all tokens are kept."""
-
-    keep: Tensor | None = None
-    drop: Tensor | None = None  # if dropped tokens send gradients
-    pairs: Tensor | None = None  # likewise, if they do not go with the kept ones one for one
-
-    @classmethod
-    def of(cls, settings, positions):
-        if positions is None:
-            return cls()
-        if settings.dropped == 'zero':
-            return cls(positions.keep)
-        return cls(positions.keep, positions.drop, positions.nearest.index)
-
-    @property
-    def pooled(self):
-        return self.drop is not None
-
-    def sizes(self, dtype):
-        return group_sizes(self.pairs, self.keep, dtype)
-
-
 class AttentionSaved(NamedTuple):
     """What waits for the backward pass, as rows of tokens (N, K, ...)."""
 
@@ -146,7 +123,7 @@ class AttentionSaved(NamedTuple):
     lse: Tensor | None  # (N, K, h)
     q: Tensor | None
     kv: Tensor | None
-    indices: _Indices
+    positions: SavedPositions
     given: AttentionTensors  # without x and positions
 
 
@@ -175,8 +152,8 @@ def forward(
 
 
 def _save(settings, t, needs, xhat, rstd, qkv, out, lse):
-    indices = _Indices.of(settings, t.positions)
-    queries, seen = indices.keep, _seen(settings, indices)
+    positions = SavedPositions.of(t.positions, settings.dropped)
+    queries, seen = positions.keep, _seen(settings, positions)
     again = settings.recompute == 'attention'
     inner, outer = _asks(needs)
     xhat_stored = out_stored = Stored(None)
@@ -194,12 +171,12 @@ def _save(settings, t, needs, xhat, rstd, qkv, out, lse):
             kv = _of_heads(take(qkv[..., c:], seen), settings, t, 2)
     rstd = take(rstd, seen) if needs.x else None
     given = t._replace(x=None, positions=None)
-    return AttentionSaved(xhat_stored, rstd, out_stored, kept_lse, q, kv, indices, given)
+    return AttentionSaved(xhat_stored, rstd, out_stored, kept_lse, q, kv, positions, given)
 
 
-def _seen(settings, indices):
+def _seen(settings, positions):
     """Tokens whose x-hat, keys and values send gradients; None: all."""
-    return indices.keep if settings.mode == 'qkv' else None
+    return positions.keep if settings.mode == 'qkv' else None
 
 
 def _channels(settings, t, parts=1):
@@ -239,8 +216,9 @@ def backward(
     settings: AttentionSettings, saved: AttentionSaved, grad: Tensor, needs: AttentionGradients
 ) -> AttentionGradients:
     """Gradients of the layer's tensors, as far as they are needed; see :mod:`.operation`."""
-    t, indices = saved.given, saved.indices
-    incoming, sums = _incoming(t, indices, grad)
+    t, positions = saved.given, saved.positions
+    groups = positions.groups
+    incoming, sums = _incoming(t, positions, groups, grad)
     xhat = None if saved.xhat.values is None else saved.xhat.load(settings.dtype)
     weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _channels(settings, t, 3))
     q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)
@@ -250,32 +228,32 @@ def backward(
     g = incoming if t.gamma is None else incoming * t.gamma
     g = _to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
     del incoming
-    parts = attend_backward(g, q, k, v, _to_heads(out, q.shape[-1]), lse, _key_bias(settings, indices))
+    parts = attend_backward(g, q, k, v, _to_heads(out, q.shape[-1]), lse, _key_bias(settings, groups))
     dq, dk, dv = (_to_rows(part) for part in parts)
     del q, k, v, out, parts, g
-    queries = indices.keep if settings.mode == 'query' else None
-    if queries is not None and indices.pooled:
-        dq, queries = _shared(indices, dq, grad.shape[1]), None
+    queries = positions.keep if settings.mode == 'query' else None
+    if queries is not None and groups:
+        dq, queries = _shared(positions, groups, dq, grad.shape), None
     found |= _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
     if needs.x:
         branch = normalise_backward(_input_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
-        found['x'] = _scattered(settings, indices, grad, branch.to(grad.dtype))
+        found['x'] = _scattered(settings, positions, groups, grad, branch.to(grad.dtype))
     return AttentionGradients(**found)
 
 
-def _incoming(t, indices, grad):
+def _incoming(t, positions, groups, grad):
     """Gradients of the branch at kept tokens, summed over groups, and their sum over all tokens that send any."""
 
     def rows(index):
         g = take(grad, index)
         return g if t.factor is None else g * t.factor[:, None, None]
 
-    g = rows(indices.keep)
+    g = rows(positions.keep)
     sums = column_sums(g.flatten(0, 1))
-    if indices.pooled:
-        dropped = rows(indices.drop)
+    if groups:
+        dropped = rows(positions.drop)
         sums += column_sums(dropped.flatten(0, 1))
-        g = add_rows_(g.clone(), indices.pairs, dropped)
+        groups.sum_(g, dropped)
     return g, sums
 
 
@@ -287,7 +265,7 @@ def _activations(settings, saved, xhat, weight, bias):
         q, kv = saved.q, saved.kv
     elif xhat is not None:
         c = len(weight) // 3
-        q = F.linear(take(xhat, saved.indices.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
+        q = F.linear(take(xhat, saved.positions.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
         kv = F.linear(xhat, weight[c:], bias[c:])
     if q is not None:
         q, k, v = (_to_heads(rows, head_dim) for rows in (q, *kv.chunk(2, -1)))
@@ -298,24 +276,18 @@ def _activations(settings, saved, xhat, weight, bias):
     return q, k, v, out, None if saved.lse is None else saved.lse.transpose(1, 2)
 
 
-def _key_bias(settings, indices):
+def _key_bias(settings, groups):
     """What a kept key's share of the softmax is multiplied by, as a logarithm."""
-    if not indices.pooled or settings.mode != 'qkv':
+    if not groups or settings.mode != 'qkv':
         return None
-    return (
-        indices.sizes(torch.float64 if settings.dtype == torch.float64 else torch.float32)
-        .squeeze(-1)
-        .log()
-        .to(settings.dtype)
-    )
+    sizes = groups.sizes(torch.float64 if settings.dtype == torch.float64 else torch.float32)
+    return sizes.squeeze(-1).log().to(settings.dtype)
 
 
-def _shared(indices, rows, tokens):
-    """Gradients of groups (N, K, C), shared by all of their tokens: (N, L, C)."""
-    rows = rows / indices.sizes(rows.dtype)
-    everyone = rows.new_zeros(rows.shape[0], tokens, rows.shape[2])
-    add_rows_(everyone, indices.keep, rows)
-    return add_rows_(everyone, indices.drop, rows if indices.pairs is None else take(rows, indices.pairs))
+def _shared(positions, groups, rows, shape):
+    """Gradients of groups (N, K, C), changed, shared by all of their tokens: (N, L, C)."""
+    kept, dropped = (part.flatten(0, 1) for part in groups.share_(rows))
+    return map_of(kept, positions.keep, shape, dropped, positions.drop)
 
 
 def _product(a, b):
@@ -335,7 +307,7 @@ def _projection_gradients(settings, t, needs, incoming, sums, out):
         grads['proj_bias'] = sums * gamma
     if not _asks(needs)[1]:
         return grads
-    rows, unit = _in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
+    rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
     outer = _product(rows[None], out)
     outer = outer if unit is None else outer * unit[:, None]
     if needs.gamma:
@@ -376,11 +348,11 @@ def _input_gradient(weight, dq, dk, dv, queries):
     return add_rows_(total, queries, dq @ wq)
 
 
-def _scattered(settings, indices, grad, branch):
+def _scattered(settings, positions, groups, grad, branch):
     """Gradient of the tokens: the shortcut's and, where there is one, the branch's."""
-    index = _seen(settings, indices)
+    index = _seen(settings, positions)
     if index is None:
         return grad + branch
-    if not indices.pooled:
+    if not groups:
         return add_rows_(grad.clone(), index, branch)
-    return grad + _shared(indices, branch, grad.shape[1])
+    return grad + _shared(positions, groups, branch, grad.shape)

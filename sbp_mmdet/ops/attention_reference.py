@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..functional import take
 from .flash import attend
-from .tokens import take
 
 __all__ = ['attention_reference']
 

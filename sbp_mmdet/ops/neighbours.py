@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..functional import take
 from ..masks import Positions
 from .operation import OnHost
-from .rows import add_rows_, take
+from .rows import add_rows_
 
 __all__ = ['SHARE', 'Groups', 'Neighbours', 'SavedPositions']
 

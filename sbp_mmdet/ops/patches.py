@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import pooled, sbp
+from ..functional import pooled, sbp, take
 from ..masks import Positions
 from .neighbours import SavedPositions
 from .operation import Operation, check_form
@@ -22,7 +22,6 @@ from .rows import (
     patch_weights,
     put_,
     rows_of,
-    take,
     to_patches,
     unfold,
 )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ['accumulate', 'accumulator', 'autocast_dtype', 'column_sums', 'no_autocast', 'zeros_for']
+__all__ = ['accumulate', 'accumulator', 'autocast_dtype', 'column_sums', 'in_range', 'no_autocast', 'zeros_for']
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -44,3 +44,15 @@ def accumulate(total, a, b):
         total.addmm_(a, b)
     else:
         total += a @ b
+
+
+def in_range(g, gamma, dtype):
+    """The rows g that the package's A is formed from, in ``dtype``, and what A has to be multiplied by, row by row.
+
+    In fp16 a small gamma keeps the plain block's gradients in range; A is formed without gamma. Each channel is brought
+    below 1/16 instead, which leaves room for the sum over the positions of a chunk.
+    """
+    if gamma is None or dtype != torch.float16 or not len(g):
+        return g.to(dtype), None
+    unit = 16 * g.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny)
+    return (g / unit).to(dtype), unit

@@ -21,7 +21,6 @@ __all__ = [
     'patch_weights',
     'put_',
     'rows_of',
-    'take',
     'to_patches',
     'tokens_of',
     'unfold',

@@ -1,49 +1,11 @@
-"""Rows of tokens (N, L, C) by index, the index shared by the images, shape (K,), or one for each, shape (N, K)."""
+"""Positions of a grid of patches as those of a transformer's tokens."""
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ..masks import Nearest, Positions
 
-__all__ = ['add_rows_', 'group_sizes', 'take', 'token_positions']
-
-
-def take(x: Tensor, index: Tensor | None) -> Tensor:
-    """(N, L, C) -> (N, K, C), the rows of the index; None: all of them, not copied."""
-    if index is None:
-        return x
-    if index.dim() == 1:
-        return x.index_select(1, index)
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
-
-
-def add_rows_(x: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
-    """Adds (N, K, C) to the rows of the index, in place; rows that share an index are summed."""
-    if index is None:
-        return x.add_(rows)
-    if index.dim() == 1:
-        return x.index_add_(1, index, rows)
-    return x.scatter_add_(1, index[..., None].expand_as(rows), rows)
-
-
-def group_sizes(pairs: Tensor | None, keep: Tensor, dtype: torch.dtype) -> Tensor:
-    """How many positions each kept one stands for, itself among them.
-
-    Args:
-        pairs (Tensor | None): ``Nearest.index``, shape (D,) or (N, D).
-        keep (Tensor): ``Positions.keep``, shape (K,) or (N, K).
-        dtype (torch.dtype): Of the result.
-
-    Returns:
-        Tensor: Shape (K, 1) or (N, K, 1).
-    """
-    sizes = torch.ones(keep.shape, dtype=dtype, device=keep.device)
-    if pairs is None:
-        sizes += 1
-    else:
-        sizes.scatter_add_(-1, pairs, torch.ones(pairs.shape, dtype=dtype, device=keep.device))
-    return sizes[..., None]
+__all__ = ['token_positions']
 
 
 def token_positions(positions: Positions, prefix: int) -> Positions:

@@ -40,14 +40,14 @@ def check_kept(config: Config, sbp_cfg: dict, weights: nn.Module, exact: ExactPa
         exact (ExactPass): A batch.
 
     Returns:
-        KeptCheck | None: None if the setting drops nothing, if the layer got no gradient (stochastic depth), if the
-        record of the family has no ``tap``, or if the setting never holds this gradient where it can be seen: int8
-        storage runs the convolution past its module.
+        KeptCheck | None: None if the setting drops nothing, if kept positions share gradients with dropped ones
+        ('pool'), if the layer got no gradient (stochastic depth), if the record of the family has no ``tap``, or if the
+        setting never holds this gradient where it can be seen: int8 storage runs the convolution past its module.
     """
     tap = require(config.model.get('backbone')).tap
     backbone = backbone_with(config, sbp_cfg, weights)
     layers = in_order(backbone.keep_ratios())
-    if not layers or tap is None:
+    if not layers or tap is None or backbone.sbp.dropped == 'pool':
         return None
     last = layers[-1]
     seen = tap(backbone, last)
