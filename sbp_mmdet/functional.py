@@ -94,8 +94,8 @@ def take(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _add(x, index, rows):
-    index = index.view(-1, index.shape[-1], *[1] * (x.dim() - 2))
-    return x.scatter_add(1, index.expand_as(rows), rows)  # unlike index_add, this stores no rows
+    index = index[(..., *[None] * (x.dim() - 2))].expand_as(rows)
+    return x.scatter_add(1, index, rows)  # unlike index_add, this stores no rows
 
 
 def _places(index):
