@@ -15,18 +15,23 @@ if _missing:
         '(mmcv 2.1, mmdet 3.3); from a checkout, tools/setup_env.sh does it all.'
     )
 
+from .draws import objects  # noqa: E402
 from .functional import pooled, sbp  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.heads import SBPModulesHook  # noqa: E402
+from .object_masks import ObjectMasksHook, object_boxes  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 
 __all__ = [
     'AtomicBackend',
     'CheckpointModulesHook',
+    'ObjectMasksHook',
     'SBPConvNeXt',
     'SBPModulesHook',
     'TargetsInChunksHook',
+    'object_boxes',
+    'objects',
     'pooled',
     'sbp',
     '__version__',

@@ -4,9 +4,15 @@ Everything is drawn from seed, rank, step and pass, so a resumed run continues t
 layers. A backbone of this package draws once in its forward pass and gives each layer its positions as an argument
 (:class:`Draws`). Layers whose callers know nothing of SBP, as in heads and in models that are changed in place, share
 an object and look their positions up in it (:class:`SharedDraws`).
+
+Masks of ``sampler='objects'`` need the boxes of the ground truth, which no backbone sees. :func:`objects` lays them out
+for all passes inside of its ``with``; :class:`.object_masks.ObjectMasksHook` puts it around a detector's ``loss``.
 """
 
 import collections
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +20,7 @@ from mmengine.dist import get_rank
 from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
-from .masks import Positions, mask_generator, positions, sample_mask, stage_masks
+from .masks import Positions, mask_generator, object_mask, positions, sample_mask, stage_masks
 
 __all__ = [
     'Drawn',
@@ -28,6 +34,7 @@ __all__ = [
     'draw',
     'generator_of',
     'is_replay',
+    'objects',
 ]
 
 
@@ -61,7 +68,8 @@ class Thinned(Protocol):
     """Something whose layers SBP thins out: a backbone, or what says of another backbone how to do that.
 
     Attributes:
-        sbp (SBPSettings | None): With ``sampler`` and ``dropped``; None where nothing is thinned out.
+        sbp (SBPSettings | None): With ``sampler`` and ``dropped``, and for the sampler 'objects' ``object_share``; None
+            where nothing is thinned out.
     """
 
     sbp: object
@@ -71,6 +79,35 @@ class Thinned(Protocol):
 
     def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """(height, width) of each stage's map for images of a size in pixels; a stage halves the one before it."""
+
+
+_OBJECTS = contextvars.ContextVar('objects', default=None)
+
+
+@contextlib.contextmanager
+def objects(boxes: Sequence[Tensor]) -> Iterator[None]:
+    """Where the objects are, for the passes inside of ``with``: what ``sampler='objects'`` draws its masks from.
+
+    A pass that checkpointing runs again, after the ``with`` too, gets the boxes of its first time.
+
+    Args:
+        boxes (Sequence[Tensor]): For each image of the batch the boxes of its objects, shape (B, 4), (x1, y1, x2, y2)
+            in pixels of the image that the backbone gets. On another device than the CPU: one copy, which waits.
+
+    Raises:
+        ValueError: For boxes of another shape.
+    """
+    for i, found in enumerate(boxes):
+        if found.dim() != 2 or found.shape[1] != 4:
+            raise ValueError(
+                f'boxes of image {i} have the shape {tuple(found.shape)}; they must be (B, 4): x1 y1 x2 y2'
+            )
+    on_host = torch.cat([*boxes]).detach().float().cpu().split([len(found) for found in boxes]) if len(boxes) else ()
+    token = _OBJECTS.set(on_host)
+    try:
+        yield
+    finally:
+        _OBJECTS.reset(token)
 
 
 def is_replay() -> bool:
@@ -92,7 +129,7 @@ class StepCounter:
 
     def __init__(self):
         self.latest = None
-        self._passes = collections.deque(maxlen=16)  # the last ones: data pointer of the input, step
+        self._passes = collections.deque(maxlen=16)  # the last ones: data pointer of the input, step, objects
 
     def of(self, x: Tensor) -> Step:
         """The step of a pass that begins now.
@@ -107,18 +144,28 @@ class StepCounter:
         """
         replay = is_replay()
         if replay:
-            for pointer, step in reversed(self._passes):
+            for pointer, step, _ in reversed(self._passes):
                 if pointer == x.data_ptr():
                     return step
         iteration = MessageHub.get_current_instance().get_info('iter', 0)
         same = self.latest is not None and self.latest.iteration == iteration
         self.latest = Step(iteration, self.latest.repeat + 1 if same else 0)
         if not replay:
-            self._passes.append((x.data_ptr(), self.latest))
+            self._passes.append((x.data_ptr(), self.latest, _OBJECTS.get()))
         return self.latest
 
+    def objects_of(self, step: Step) -> tuple[Tensor, ...] | None:
+        """The boxes of a pass, see :func:`objects`; None: there were none."""
+        return next((boxes for _, known, boxes in reversed(self._passes) if known == step), None)
 
-def draw(model: Thinned, x: Tensor, step: Step, rates: dict[tuple, float] | None = None) -> Drawn:
+
+def draw(
+    model: Thinned,
+    x: Tensor,
+    step: Step,
+    rates: dict[tuple, float] | None = None,
+    boxes: Sequence[Tensor] | None = None,
+) -> Drawn:
     """Draws for all layers of a backbone.
 
     Args:
@@ -127,9 +174,14 @@ def draw(model: Thinned, x: Tensor, step: Step, rates: dict[tuple, float] | None
         step (Step): The pass.
         rates (dict[tuple, float] | None): Blocks that leave out images, and their rate of stochastic depth.
             Default: None.
+        boxes (Sequence[Tensor] | None): Of each image, for the sampler 'objects', see :func:`objects`. Default: None.
 
     Returns:
-        Drawn: Positions on the device of ``x``, none of them without gradients, and images.
+        Drawn: Positions on the device of ``x``, none of them without gradients, and images. Positions of each image
+        are those of the images that run the layer.
+
+    Raises:
+        ValueError: If there are no boxes for the sampler 'objects', or those of another number of images.
     """
     images = {}
     if rates:
@@ -138,13 +190,38 @@ def draw(model: Thinned, x: Tensor, step: Step, rates: dict[tuple, float] | None
     layers = model.keep_ratios() if torch.is_grad_enabled() else {}
     if not layers:
         return Drawn({}, images)
-    sizes, aligned = _sizes(model, layers, x), _aligned(model)
-    drawn = {}
+    sizes, drawn = _sizes(model, layers, x), {}
     for ratio in set(layers.values()):
-        masks = stage_masks(sizes, ratio, model.sbp.sampler, generator_of(step), aligned)
-        for stage in {key[0] for key, r in layers.items() if r == ratio}:
-            drawn[ratio, stage] = positions(masks[stage], x.device, not aligned)
-    return Drawn({key: drawn[ratio, key[0]] for key, ratio in layers.items()}, images)
+        stages = {key[0] for key, r in layers.items() if r == ratio}
+        if model.sbp.sampler == 'objects':
+            masks = _object_masks(model, x, step, boxes, {i: sizes[i] for i in stages}, ratio)
+        else:
+            masks = stage_masks(sizes, ratio, model.sbp.sampler, generator_of(step), _aligned(model))
+        for i in stages:
+            drawn[ratio, i] = positions(masks[i], x.device, model.sbp.dropped != 'zero')
+    found = {key: drawn[ratio, key[0]] for key, ratio in layers.items()}
+    return Drawn({key: p.of_images(images[key]) if key in images else p for key, p in found.items()}, images)
+
+
+def _object_masks(model, x, step, boxes, sizes, ratio):
+    """Stage to masks (N, height, width) of the sampler 'objects'."""
+    if boxes is None:
+        raise ValueError(
+            "sampler='objects' needs the boxes of the ground truth, and none have arrived; add "
+            "dict(type='ObjectMasksHook') to custom_hooks, or run a backbone that is alone inside of "
+            'sbp_mmdet.objects(boxes); a checkpoint around a whole backbone needs use_reentrant=False'
+        )
+    if len(boxes) != len(x):
+        raise ValueError(f'boxes of {len(boxes)} images have arrived for a batch of {len(x)}; give those of each image')
+    # A stage halves the one before it, with whatever rounding; so the first one says what a pixel is in all of them.
+    first = [round(pixels / n) for pixels, n in zip(x.shape[-2:], model.stage_sizes(*x.shape[-2:])[0], strict=True)]
+    masks = {}
+    for i, (height, width) in sizes.items():
+        generator = generator_of(step, f'stage {i}')  # whatever the ratios of other stages are
+        stride = [n * 2**i for n in first]
+        drawn = [object_mask(b, height, width, stride, ratio, model.sbp.object_share, generator) for b in boxes]
+        masks[i] = torch.stack(drawn)
+    return masks
 
 
 def _sizes(model, layers, x):
@@ -153,8 +230,8 @@ def _sizes(model, layers, x):
 
 
 def _aligned(model):
-    """Whether stages share a base mask: not where dropped positions need a kept one near."""
-    return model.sbp.dropped == 'zero'
+    """Whether stages share a base mask: not where dropped positions need a kept one near, or where objects decide."""
+    return model.sbp.dropped == 'zero' and model.sbp.sampler != 'objects'
 
 
 class Draws:
@@ -176,14 +253,14 @@ class Draws:
             Drawn: Positions and images. Where nothing is to be drawn the pass does not count.
 
         Raises:
-            ValueError: With ``again``, if no pass has drawn anything.
+            ValueError: With ``again``, if no pass has drawn anything; and see :func:`draw`.
         """
         if not rates and not (torch.is_grad_enabled() and model.keep_ratios()):
             return Drawn({}, {})
         step = self._counter.latest if again else self._counter.of(x)
         if step is None:
             raise ValueError('again=True: no pass has drawn anything; run one in training mode first')
-        return draw(model, x, step, rates)
+        return draw(model, x, step, rates, self._counter.objects_of(step))
 
 
 class SharedDraws:
@@ -234,7 +311,8 @@ class LayerDraws(SharedDraws):
         if self._like is None:
             return None
         if not self._drawn:
-            self._drawn = draw(self.model, self._like, self.step).positions
+            boxes = self._counter.objects_of(self.step)
+            self._drawn = draw(self.model, self._like, self.step, boxes=boxes).positions
         return self._drawn.get(layer)
 
 

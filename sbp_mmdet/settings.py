@@ -45,7 +45,11 @@ class SBPSettings:
     Attributes:
         keep_ratio (tuple[float, ...]): One r in (0, 1] for each SBP block, shallow to deep (section 4, "How much
             gradients should be kept"). ``sbp_cfg`` takes one number for all, or the list. Default: 0.5.
-        sampler (str): 'grid' or 'random'. Default: 'grid'.
+        sampler (str): 'grid' or 'random', or 'objects': each image a mask of its own that keeps what is next to its
+            objects and, evenly spread, some of the rest, in each stage; needs :class:`.object_masks.ObjectMasksHook`.
+            Default: 'grid'.
+        object_share (float | None): With the sampler 'objects', the share of the kept positions that are next to
+            objects, in [0, 1]; None with other samplers. ``sbp_cfg``'s default of None is 0.7 with this one.
         blocks (tuple[int, ...]): How many leading blocks of each stage use SBP. Default: what the backbone says, such
             as the paper's numbers for some architectures; every stage but the last elsewhere.
         downsample (bool): SBP on the 2x2/2 layers that lead into stages 2 and 3. Default: True.
@@ -69,7 +73,8 @@ class SBPSettings:
     """
 
     keep_ratio: tuple[float, ...] = _key(0.5, selects=True)
-    sampler: str = _key('grid', SAMPLERS, selects=True)
+    sampler: str = _key('grid', (*SAMPLERS, 'objects'), selects=True)
+    object_share: float | None = _key(None, selects=True)
     blocks: tuple[int, ...] | None = _key(None, selects=True)
     downsample: bool = _key(True, (True, False), selects=True)
     implementation: str = _key('fused', IMPLEMENTATIONS)
@@ -116,6 +121,7 @@ class SBPSettings:
         if values['blocks'] is None:
             values['blocks'] = blocks or (*depths[:-1], 0)
         values['blocks'] = _parse_blocks(values['blocks'], depths)
+        values['object_share'] = _parse_object_share(values['sampler'], values['object_share'])
         values['keep_ratio'] = _parse_ratios(values['keep_ratio'], values['blocks'])
         return cls(**values)
 
@@ -144,6 +150,17 @@ def _check_choice(key, value, choices):
     if set(choices) == {True, False}:
         raise ValueError(f'sbp_cfg: {key}={value!r} must be True or False')
     raise ValueError(f'sbp_cfg: {key}={value!r} is unknown; choose one of {choices}')
+
+
+def _parse_object_share(sampler, share):
+    if sampler != 'objects':
+        if share is not None:
+            raise ValueError(f"sbp_cfg: object_share={share!r} needs sampler='objects', not {sampler!r}")
+        return None
+    share = 0.7 if share is None else share
+    if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
+        raise ValueError(f'sbp_cfg: object_share={share!r} must be a number from 0 to 1')
+    return float(share)
 
 
 def _parse_ratios(ratios, blocks):

@@ -52,6 +52,12 @@ def test_values_are_taken():
     assert (plain.dropped, plain.storage) == ('zero', 'native')
 
 
+def test_share_of_objects():
+    assert parse().object_share is None and parse(sampler='random', object_share=None).object_share is None
+    assert parse(sampler='objects').object_share == 0.7
+    assert parse(sampler='objects', object_share=1).object_share == 1
+
+
 def test_one_ratio_is_for_all_and_no_block_needs_any():
     assert parse(keep_ratio=0.25).keep_ratio == (0.25,) * 12
     assert parse(keep_ratio=0.25, blocks=(0, 0, 0, 0)).keep_ratio == (0.25,)  # the downsampling layers'
@@ -61,6 +67,9 @@ def test_one_ratio_is_for_all_and_no_block_needs_any():
     ('cfg', 'message'),
     [
         (dict(keep_ratio=0), r'keep_ratio=0 .*\(0, 1\]'),
+        (dict(object_share=0.5), "object_share=0.5 needs sampler='objects', not 'grid'"),
+        (dict(sampler='objects', object_share=1.5), 'object_share=1.5 .* from 0 to 1'),
+        (dict(sampler='objects', object_share=True), 'object_share=True .* from 0 to 1'),
         (dict(keep_ratio=-0.5), r'keep_ratio=-0.5 .*\(0, 1\]'),
         (dict(keep_ratio=1.5), r'keep_ratio=1.5 .*\(0, 1\]'),
         (dict(keep_ratio='half'), r"keep_ratio='half' .*\(0, 1\]"),

@@ -137,7 +137,7 @@ def test_estimate_refuses_another_forward_pass():
         gradients.estimate(gradients.backbone_with(BACKBONE, dict(), weights), exact)
 
 
-@pytest.mark.parametrize('sbp_cfg', [None, dict(keep_ratio=0.5)])
+@pytest.mark.parametrize('sbp_cfg', [None, dict(keep_ratio=0.5), dict(sampler='objects')])
 def test_running_the_backbone_alone_is_running_the_detector(sbp_cfg, config, model, batches, exact):
     """Proposals, sampled RoIs and stochastic depth included: the whole detector with SBP gives the same gradients."""
     config = copy.deepcopy(config)
@@ -250,6 +250,14 @@ def test_kept_positions_of_the_last_layer_are_exact(sbp_cfg, layer, monkeypatch)
         monkeypatch.setattr(ConvNeXtBlock, 'forward', swapped)
         check = kept.check_kept(BACKBONE, sbp_cfg, weights, exact)
         assert check.error == 1 and check.dropped > 0.1
+
+
+@pytest.mark.parametrize('blocks', [(1, 1, 1, 0), (1, 0, 0, 0)])  # the last layer is a block, or downsampling
+def test_kept_positions_of_each_image_are_exact(blocks):
+    weights, exact = of_backbone()
+    exact = exact._replace(boxes=[torch.tensor([[3.0 * i, 5, 20 + 4 * i, 30]]) for i in range(len(exact.images))])
+    check = kept.check_kept(BACKBONE, dict(sampler='objects', blocks=blocks), weights, exact)
+    assert len(exact.images) > 1 and check.error < 1e-5 and check.dropped == 0
 
 
 def test_kept_positions_where_nothing_is_dropped():

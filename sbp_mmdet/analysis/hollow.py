@@ -2,9 +2,10 @@
 
 What a step stores depends on shapes and types, not on values, except where boxes are compared. So the large operations
 of the network, of the backward pass and of the optimizer need not be carried out for a count of bytes: their results
-are zeros of the right shape. Proposals, assignment and sampling are computed as always.
+are zeros of the right shape. Proposals, assignment and sampling are computed as always, and so are masks.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -30,6 +31,19 @@ class SkipArithmetic(TorchDispatchMode):
     def __init__(self, active: Callable[[], bool]):
         super().__init__()
         self._active = active
+
+    def computed(self, f: Callable) -> Callable:
+        """``f`` with all of its arithmetic, for what decides about shapes."""
+
+        @functools.wraps(f)
+        def run(*args, **kwargs):
+            active, self._active = self._active, lambda: False
+            try:
+                return f(*args, **kwargs)
+            finally:
+                self._active = active
+
+        return run
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

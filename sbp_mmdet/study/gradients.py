@@ -10,7 +10,7 @@ to be the exact pass'.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from ..analysis.cuda_rules import autocast, full_fp32
 from ..analysis.detector import own_crops
 from ..analysis.variants import PIECES, piece_change
+from ..draws import objects
 from ..families import Unit, require
+from ..object_masks import object_boxes
 from .measures import compare, summary
 from .subject import build_model
 
@@ -56,6 +58,7 @@ class ExactPass(NamedTuple):
         output_gradients (tuple[Tensor | None, ...]): Of the loss; None where nothing uses the output.
         loss (float): The loss.
         seed (int): Of stochastic depth and masks.
+        boxes (Sequence[Tensor]): Of each image's objects, for ``sampler='objects'``. Default: none.
     """
 
     gradients: dict[str, Tensor]
@@ -64,20 +67,23 @@ class ExactPass(NamedTuple):
     output_gradients: tuple[Tensor | None, ...]
     loss: float
     seed: int
+    boxes: Sequence[Tensor] = ()
 
 
 def _backward(model, batch, seed):
-    """The loss; gradients are left in the parameters. Seeded once more where the backbone begins, so that a backbone
+    """Loss and boxes; gradients stay in the parameters. Seeded once more where the backbone begins, so that a backbone
     that runs alone draws the same."""
     torch.manual_seed(seed)
     hook = model.backbone.register_forward_pre_hook(lambda module, args: torch.manual_seed(seed) and None)
     try:
         data = model.data_preprocessor(copy.deepcopy(batch), True)
-        loss, _ = model.parse_losses(model(**data, mode='loss'))
+        boxes = object_boxes(data['data_samples'])
+        with objects(boxes):
+            loss, _ = model.parse_losses(model(**data, mode='loss'))
     finally:
         hook.remove()
     loss.backward()
-    return loss.item()
+    return loss.item(), boxes
 
 
 def _take_gradients(module):
@@ -112,14 +118,15 @@ def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
 
     hook = model.backbone.register_forward_hook(capture)
     try:
-        loss = _backward(model, batch, seed)
+        loss, boxes = _backward(model, batch, seed)
     finally:
         hook.remove()
     if len(passes) != 1:
         raise ValueError(f'the backbone ran {len(passes)} times in one training step; this study needs it to run once')
     images, outputs = passes[0]
     output_gradients = tuple(output.grad for output in outputs)
-    return ExactPass(_take_gradients(model), images, tuple(o.detach() for o in outputs), output_gradients, loss, seed)
+    outputs = tuple(o.detach() for o in outputs)
+    return ExactPass(_take_gradients(model), images, outputs, output_gradients, loss, seed, boxes)
 
 
 def backbone_with(config: Config, sbp_cfg: dict | None, weights: nn.Module | None = None) -> nn.Module:
@@ -162,7 +169,8 @@ def estimate(backbone: nn.Module, exact: ExactPass) -> dict[str, Tensor]:
         ValueError: If the outputs are not those of the exact pass, so that another gradient would belong to them.
     """
     torch.manual_seed(exact.seed)
-    outputs = backbone(exact.images)
+    with objects(exact.boxes):
+        outputs = backbone(exact.images)
     for got, expected in zip(outputs, exact.outputs, strict=True):
         error = ((got.detach() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
         if not error < _SAME_FORWARD:
@@ -202,7 +210,7 @@ def estimate_detector(
     with own_crops():
         for hook in _hooks(config, pieces):
             HOOKS.build(hook).apply(detector)
-        loss = _backward(detector, batch, exact.seed)
+        loss, _ = _backward(detector, batch, exact.seed)
     found = _take_gradients(detector)
     if not abs(loss - exact.loss) < _SAME_LOSS * abs(exact.loss):
         raise ValueError(

@@ -57,14 +57,15 @@ def check_kept(config: Config, sbp_cfg: dict, weights: nn.Module, exact: ExactPa
     expected = _gradient_at(plain, tap(plain, last), exact)
     if found is None or expected is None or not expected.any():
         return None
-    keep = torch.zeros(found.shape[2] * found.shape[3], dtype=torch.bool)
-    keep[_kept_inputs(kept, seen.patch, *found.shape[2:])] = True
-    found, expected = found.flatten(2), expected.flatten(2)
-    largest = expected[..., keep].abs().max()
+    images, _, height, width = found.shape
+    kept = _kept_inputs(kept, seen.patch, height, width).expand(images, -1)  # the same in all images, or each its own
+    keep = torch.zeros(images, height * width, dtype=torch.bool).scatter_(1, kept, True)
+    found, expected = (g.flatten(2).transpose(1, 2) for g in (found, expected))
+    largest = expected[keep].abs().max()
     if not largest:
         return None
-    dropped = found[..., ~keep].abs().max() if not keep.all() else torch.zeros(())
-    error = (found - expected)[..., keep].abs().max()
+    dropped = found[~keep].abs().max() if not keep.all() else torch.zeros(())
+    error = (found - expected)[keep].abs().max()
     return KeptCheck(seen.name, (error / largest).item(), (dropped / largest).item())
 
 
@@ -76,7 +77,7 @@ def in_order(layers: dict[tuple, float]) -> list[tuple]:
 def _kept_inputs(keep: Tensor, patch, height, width):
     """A kept output of a layer that reads patches is a kept patch of its input."""
     rows, columns = keep // (width // patch), keep % (width // patch)
-    return torch.cat([(patch * rows + i) * width + patch * columns + j for i in range(patch) for j in range(patch)])
+    return torch.cat([(patch * rows + i) * width + patch * columns + j for i in range(patch) for j in range(patch)], -1)
 
 
 def _gradient_at(backbone, tap: Tap, exact):
