@@ -110,7 +110,9 @@ def by_definition(model, pieces, backbone, stages):
     ],
     ids=lambda value: '+'.join(value['pieces']) if isinstance(value, dict) else '',
 )
-def test_the_detector_under_a_setting_is_sbp_by_its_definition(setting, changed, config, model, batches, exact):
+def test_the_detector_under_a_setting_is_sbp_by_its_definition(setting, changed, config, model, batches, in_fp64):
+    model = copy.deepcopy(model).double()
+    exact = gradients.exact_pass(model, batches[0], SEED)
     found = gradients.estimate_detector(config, setting, model, exact, batches[0])
     sbp_cfg = dict(keep_ratio=0.5) if 'keep_ratio' in setting else None
     backbone = gradients.backbone_with(config, sbp_cfg, model.backbone)  # tested for itself
@@ -118,7 +120,7 @@ def test_the_detector_under_a_setting_is_sbp_by_its_definition(setting, changed,
     right = gradients.exact_pass(by_definition(model, setting['pieces'], backbone, stages), batches[0], SEED)
     assert found.keys() == right.gradients.keys()
     for name, value in right.gradients.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item() + 1e-8)
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6 * value.abs().max().item() + 1e-12)
     errors = {part: row['relative_error'] for part, row in measures.compare(exact.gradients, found).items()}
     for part in ('backbone', *measures.HEADS):
         assert errors[part] > 1e-3 if part in changed else errors[part] < 1e-4, part

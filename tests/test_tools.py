@@ -275,3 +275,18 @@ def test_two_cpu_ranks_train_and_test(project):
     assert 'Epoch(train) [1][1/1]' in log and 'coco/segm_mAP:' in log
     assert 'GPU number: 2' in log and 'Distributed launcher: pytorch' in log
     assert (folder / 'two ranks/epoch_1.pth').is_file()
+
+
+def test_threads_that_wait_sleep_unless_told_otherwise(monkeypatch):
+    monkeypatch.setenv('GOMP_SPINCOUNT', '')  # so that it is as before afterwards
+    for names, expected in (
+        ({}, '1000'),
+        ({'GOMP_SPINCOUNT': '5'}, '5'),
+        ({'OMP_WAIT_POLICY': 'ACTIVE'}, None),
+    ):
+        for name in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
+        mmdet_script.let_threads_sleep()
+        assert os.environ.get('GOMP_SPINCOUNT') == expected

@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=$(bash tools/setup_env.sh)
 export CUDA_VISIBLE_DEVICES= # the tests are for the CPU; mmcv may have been compiled without its GPU operators
+[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}" # see let_threads_sleep in mmdet_script.py
 if "$python" -c 'import ruff' 2>/dev/null; then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
