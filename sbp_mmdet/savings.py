@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 import torch.utils.checkpoint as cp
+from mmcv.ops import roi_align
 from mmdet.registry import HOOKS
 from mmdet.structures.mask import BitmapMasks
 from torch import nn
@@ -135,7 +136,7 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
 
     mmdet makes a float copy of a whole-image mask for each positive proposal (128 of 800 x 1344: 550 MB, at the moment
     when all activations are stored), and compares all anchors with all boxes at once, dynamic assigners in all classes.
-    The targets stay the same.
+    The targets stay the same. Masks are taken for 0 and 1, which is what mmdet's pipelines make.
 
     Args:
         model (nn.Module): The model; its assigners are changed in place. Masks are changed for the whole process.
@@ -156,19 +157,38 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
         costs_in_chunks(assigner)
     whole = getattr(BitmapMasks.crop_and_resize, 'whole', BitmapMasks.crop_and_resize)
 
-    def crop_and_resize(self, bboxes, out_shape, inds, *args, **kwargs):
+    def crop_and_resize(self, bboxes, out_shape, inds, device='cpu', interpolation='bilinear', binarize=True):
         if len(bboxes) <= masks or not len(self.masks):
-            return whole(self, bboxes, out_shape, inds, *args, **kwargs)
+            return whole(self, bboxes, out_shape, inds, device, interpolation, binarize)
+        bboxes, inds = (torch.as_tensor(values, device=device) for values in (bboxes, inds))
         parts = []
         for i in range(0, len(bboxes), masks):
-            # Chosen here and not by mmdet on the device, where all masks of the image would go for each piece.
-            chosen = BitmapMasks(self.masks[inds[i : i + masks]], self.height, self.width)
-            order = np.arange(len(chosen.masks))
-            parts.append(whole(chosen, bboxes[i : i + masks], out_shape, order, *args, **kwargs).masks)
-        return BitmapMasks(np.concatenate(parts), *out_shape)
+            chosen = _unpack(_packed(self, device).index_select(0, inds[i : i + masks]), self.width)
+            rois = torch.cat([torch.arange(len(chosen), device=device)[:, None], bboxes[i : i + masks]], 1)
+            part = roi_align(chosen[:, None].to(rois.dtype), rois, out_shape, 1.0, 0, 'avg', True).squeeze(1)
+            parts.append(part >= 0.5 if binarize else part)
+        return BitmapMasks(torch.cat(parts).cpu().numpy(), *out_shape)  # the device is waited for here only
 
     crop_and_resize.whole = whole
     BitmapMasks.crop_and_resize = crop_and_resize
+
+
+def _packed(bitmaps: BitmapMasks, device) -> torch.Tensor:
+    """An image's masks on the device, eight pixels a byte, shape (n, H, ceil(W / 8)).
+
+    They are sent once for all stages of a cascade, and there as long as the image's ground truth.
+    """
+    of, packed = getattr(bitmaps, '_packed_masks', (None, None))
+    if of is not bitmaps.masks or packed.device != torch.device(device):
+        packed = torch.from_numpy(np.packbits(bitmaps.masks.astype(bool, copy=False), axis=-1)).to(device)
+        bitmaps._packed_masks = bitmaps.masks, packed
+    return packed
+
+
+def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """(n, H, ceil(W / 8)) bytes to (n, H, W) pixels, 0 and 1."""
+    bits = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return (packed[..., None] & bits).clamp_(max=1).flatten(2)[..., :width]
 
 
 def _assigners(model: nn.Module) -> Iterator:

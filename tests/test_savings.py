@@ -131,6 +131,23 @@ def test_mask_targets_are_the_same(whole_masks, positives):
     assert np.array_equal(found.masks, expected.masks) and found.height == 7
 
 
+def test_masks_of_an_image_are_sent_once(whole_masks, monkeypatch):
+    """For all pieces, and all stages of a cascade: a byte holds eight pixels."""
+    rng = np.random.default_rng(0)
+    masks = BitmapMasks(rng.integers(0, 2, (5, 40, 50)).astype(np.uint8), 40, 50)
+    boxes = np.tile(np.array([[3, 4, 30, 20]], np.float32), (20, 1))
+    sent = []
+    from_numpy = torch.from_numpy
+    monkeypatch.setattr(torch, 'from_numpy', lambda array: (sent.append(array.nbytes), from_numpy(array))[1])
+    targets_in_chunks(nn.Module(), masks=4)
+    for _ in range(3):
+        masks.crop_and_resize(boxes, (7, 7), rng.integers(0, 5, 20), device='cpu')
+    assert [n for n in sent if n > 1000] == [5 * 40 * 7]
+    masks.masks = 1 - masks.masks  # others
+    found = masks.crop_and_resize(boxes, (7, 7), np.zeros(20, int), device='cpu')
+    assert np.array_equal(found.masks, whole_masks(masks, boxes, (7, 7), np.zeros(20, int), device='cpu').masks)
+
+
 def test_assigners_compare_the_same(whole_masks):
     model = nn.Module()
     model.head = nn.Module()
