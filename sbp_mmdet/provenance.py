@@ -36,7 +36,7 @@ def describe_machine(device: torch.device | str = 'cpu') -> dict:
     cuda = torch.device(device).type == 'cuda'
     return dict(
         date=datetime.date.today().isoformat(),
-        device=torch.cuda.get_device_name() if cuda else f'{_cpu_name()}, {torch.get_num_threads()} threads',
+        device=torch.cuda.get_device_name(device) if cuda else f'{_cpu_name()}, {torch.get_num_threads()} threads',
         python=platform.python_version(),
         torch=torch.__version__,
         mmcv=mmcv.__version__,

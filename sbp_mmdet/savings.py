@@ -180,7 +180,8 @@ def _packed(bitmaps: BitmapMasks, device) -> torch.Tensor:
     """
     of, packed = getattr(bitmaps, '_packed_masks', (None, None))
     if of is not bitmaps.masks or packed.device != torch.device(device):
-        packed = torch.from_numpy(np.packbits(bitmaps.masks.astype(bool, copy=False), axis=-1)).to(device)
+        bits = np.packbits(bitmaps.masks.astype(bool, copy=False), axis=-1)
+        packed = torch.from_numpy(bits).to(device, copy=True)  # a copy on a CPU too, for those who count bytes there
         bitmaps._packed_masks = bitmaps.masks, packed
     return packed
 

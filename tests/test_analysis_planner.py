@@ -296,7 +296,7 @@ def test_the_cap_tool_wants_a_gpu(monkeypatch, capsys):
         typed(monkeypatch, cap_tool, T, '--cap', '8GiB')
     assert 'needs a GPU' in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'a GPU')
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'a GPU')
     results = [
         dict(setting='none', fits=False),
         dict(

@@ -149,7 +149,7 @@ def test_on_a_gpu(atto, monkeypatch):
     monkeypatch.setattr(detector, 'proposals_of_a_trained_rpn', lambda model: None)
     for device in ('cuda:1', 'cpu'):
         detector.build_training(atto, **{**SMALL, 'device': device})
-    assert chosen == ['cuda:1']
+    assert chosen == [torch.device('cuda:1')]
     assert [config.optim_wrapper.get('loss_scale') for config in built] == [1.0, None]
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)

@@ -16,12 +16,19 @@ from .memory import peak_bytes, saved_bytes
 __all__ = ['build_unit', 'keep_freed_memory', 'measure']
 
 
-def keep_freed_memory() -> None:
-    """For times on a CPU: this process keeps what it frees, as CUDA's allocator does. Without glibc nothing happens.
+def keep_freed_memory(device: torch.device | str = 'cpu') -> None:
+    """For times on a CPU: this process keeps what it frees, as CUDA's allocator does.
+
+    Without glibc nothing happens, and nothing for times on a GPU.
 
     By its defaults glibc gives large blocks back to the system, which fills them with zeros when they are asked for
     again: a unit would pay for each byte that it stores.
+
+    Args:
+        device (torch.device | str): Where times are taken. Default: 'cpu'.
     """
+    if torch.device(device).type == 'cuda':
+        return
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
@@ -96,8 +103,14 @@ def measure(
 
         # A block's input is an activation of the block before; an image is there anyway.
         known = [*module.parameters(), *([x] if reads_image else [])]
-        rows[name] = dict(saved_bytes=saved_bytes(forward, known), peak_bytes=peak_bytes(step, device), times=[])
-        module.zero_grad()  # the next unit needs the memory
+
+        def clear(module=module):
+            module.zero_grad()
+            x.grad = None
+
+        saved = saved_bytes(forward, known)
+        rows[name] = dict(saved_bytes=saved, peak_bytes=peak_bytes(step, device, clear), times=[])
+        clear()  # the next unit needs the memory
         yield 'progress', {}
     for i in range(rounds + 1 if rounds else 0):
         for name, (module, run, reads_image) in units.items():

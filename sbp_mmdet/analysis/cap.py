@@ -7,6 +7,7 @@ import torch
 from mmengine.config import Config
 
 from .detector import measure_detector
+from .device import if_it_fits, use_device
 from .variants import with_variant
 
 __all__ = ['cuda_cap', 'run_under_cap']
@@ -25,6 +26,7 @@ def cuda_cap(cap: int, device: str = 'cuda'):
     Raises:
         ValueError: If the GPU has less than that.
     """
+    device = use_device(device)
     total = torch.cuda.get_device_properties(device).total_memory
     if cap > total:
         raise ValueError(f'the cap of {cap / 2**30:.2f} GiB is above the {total / 2**30:.2f} GiB of {device}')
@@ -66,9 +68,7 @@ def run_under_cap(
     for variant in variants:
         changed = with_variant(config, variant)
         with capped(cap, device):
-            try:
-                rows.append(dict(setting=variant, fits=True, **measure(changed, device=device, **case)))
-            except torch.cuda.OutOfMemoryError:
-                rows.append(dict(setting=variant, fits=False))
+            row = if_it_fits(lambda: measure(changed, device=device, **case))  # noqa: B023
+            rows.append(dict(setting=variant, **row))
         done()
     return rows

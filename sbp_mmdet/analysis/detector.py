@@ -26,6 +26,7 @@ from .. import draws
 from ..surgery import model_hooks
 from .batch import build_batch, proposals_of_a_trained_rpn
 from .cuda_rules import autocast_rules, cuda_kernels
+from .device import use_device
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
 from .inputs import inputs_of
@@ -168,7 +169,7 @@ def build_training(
         tuple: Model in training mode, optimizer wrapper, and a batch.
     """
     if torch.device(device).type == 'cuda':
-        torch.cuda.set_device(device)  # allocator's statistics, events and waiting are those of the current one
+        use_device(device)
         if 'Amp' in str(config.optim_wrapper.get('type', '')):
             # The usual start of a dynamic scale overflows a few times, and these steps lack the optimizer's.
             config = copy.deepcopy(config)

@@ -1,5 +1,6 @@
 """Tables and pictures of what :func:`.detector.measure_detector` counted, and of steps' times."""
 
+import functools
 from pathlib import Path
 
 from ..reporting import Column, format_bytes, markdown_table, panels, save_picture, text_table
@@ -38,9 +39,10 @@ def table(rows: list[dict]) -> str:
     Returns:
         str: Lines.
     """
-    base = rows[0]
-    parts = [part for part in ORDER if any(part in row['saved'] for row in rows)]
-    parts += sorted({part for row in rows for part in row['saved']} - set(parts))
+    fitting = _fitting(rows)
+    base = fitting[0] if fitting else {}
+    parts = [part for part in ORDER if any(part in row['saved'] for row in fitting)]
+    parts += sorted({part for row in fitting for part in row['saved']} - set(parts))
     fixed = dict(params='parameters', optim='optimizer', grads='gradients')
     columns = [Column('MB (1e6 bytes)', lambda row: row['setting'])]
     columns += [Column(head, lambda row, key=key: _megabytes(row[key])) for head, key in fixed.items()]
@@ -56,7 +58,22 @@ def table(rows: list[dict]) -> str:
             Column('step ms', lambda row: f'{row["step_s"] * 1e3:.1f}'),
             Column('ratio', lambda row: f'{row["step_s"] / base["step_s"]:.2f}'),
         ]
-    return text_table(columns, rows)
+    return text_table(_with_what_does_not_fit(columns), rows)
+
+
+def _fitting(rows):
+    return [row for row in rows if row.get('fits', True)]
+
+
+def _with_what_does_not_fit(columns):
+    """The same columns, for a row of a variant that ran out of memory too: its peak says so, the rest is empty."""
+
+    def cell(row, column):
+        if row.get('fits', True) or column is columns[0]:
+            return column.cell(row)
+        return 'does not fit' if column.head == 'peak' else None
+
+    return [Column(column.head, functools.partial(cell, column=column)) for column in columns]
 
 
 def _megabytes(n):
@@ -72,7 +89,7 @@ def markdown(rows: list[dict]) -> str:
     Returns:
         str: Lines.
     """
-    base, kept = rows[0], ('parameters', 'optimizer', 'gradients')
+    base, kept = next(iter(_fitting(rows)), {}), ('parameters', 'optimizer', 'gradients')
     columns = [_NAME, *(Column(key, lambda row, key=key: format_bytes(row[key])) for key in kept)]
     for name in ('backbone', 'neck and RPN', 'heads'):
         head = {'backbone': 'saved: backbone', 'neck and RPN': 'neck, RPN'}.get(name, name)
@@ -83,7 +100,7 @@ def markdown(rows: list[dict]) -> str:
     ]
     if base.get('step_s') is not None:
         columns.append(Column('step, ratio', lambda row: f'{row["step_s"] / base["step_s"]:.2f}'))
-    return markdown_table(columns, rows)
+    return markdown_table(_with_what_does_not_fit(columns), rows)
 
 
 def picture(rows: list[dict], title: str, path: Path) -> None:
@@ -94,6 +111,9 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
         title (str): Above the bars.
         path (Path): A PNG file.
     """
+    rows = _fitting(rows)
+    if not rows:
+        raise ValueError('nothing fits into the device; there is no peak to draw')
     colours = ['#9aa0a6', '#5f6b7a', '#1f77b4', '#6fb1e0', '#f2a541', '#e8e3d9']
     figure, axes, places = _bars(rows, title, 'peak of a training step, GB (1e9 bytes)')
     left = [0.0] * len(rows)

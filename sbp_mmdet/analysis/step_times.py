@@ -12,6 +12,7 @@ from mmengine.optim import OptimWrapper
 from torch import nn
 
 from .detector import build_training, check_case, own_crops, timed_step
+from .device import is_out_of_memory
 from .variants import applicable, with_variant
 
 __all__ = ['in_turn', 'measure_steps', 'summary', 'timed_variants']
@@ -96,7 +97,9 @@ def measure_steps(
 def _fits(step, case):
     try:
         step(case, 0)
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         case.wrapper.zero_grad()
         torch.cuda.empty_cache()
         return False

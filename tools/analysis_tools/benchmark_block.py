@@ -15,6 +15,7 @@ import torch
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import build_unit, keep_freed_memory, measure
+from sbp_mmdet.analysis.device import use_device
 from sbp_mmdet.families import FAMILIES, presets_of
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import add_outputs, write_outputs
@@ -54,7 +55,8 @@ def parse_args():
 
 def main():
     args = parse_args()
-    keep_freed_memory()
+    args.device = str(use_device(args.device))
+    keep_freed_memory(args.device)
     amp = args.amp or ('fp16' if torch.device(args.device).type == 'cuda' else 'off')
     family = FAMILIES[args.family]
     presets = args.presets or [preset.name for preset in presets_of(family)]

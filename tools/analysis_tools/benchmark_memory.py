@@ -19,6 +19,7 @@ from mmengine.config import Config, DictAction
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.detector import check_case, measure_detector
+from sbp_mmdet.analysis.device import if_it_fits
 from sbp_mmdet.analysis.inputs import add_inputs, inputs_of
 from sbp_mmdet.analysis.planner import parse_size
 from sbp_mmdet.analysis.report import picture, table
@@ -93,7 +94,8 @@ def main():
     rows = []
     bar = ProgressBar(len(variants))
     for variant in variants:
-        row = measure_detector(with_variant(config, variant), rounds=args.rounds, **case, **options)
+        changed = with_variant(config, variant)
+        row = if_it_fits(lambda: measure_detector(changed, rounds=args.rounds, **case, **options))  # noqa: B023
         rows.append(dict(setting=variant, **row))
         bar.update()
     print('\n' + table(rows))

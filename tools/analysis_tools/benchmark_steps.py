@@ -28,7 +28,7 @@ def main():
     args = parser.parse_args()
     choose = functools.partial(timed_variants, device=args.device)
     config, variants, case, title = read_case(parser, args, choose, least_rounds=1)
-    keep_freed_memory()
+    keep_freed_memory(args.device)
     bar = ProgressBar(len(variants) * (1 + args.rounds))
     try:
         rows = measure_steps(config, variants, rounds=args.rounds, done=bar.update, **case)

@@ -1,0 +1,62 @@
+"""The device that something is measured on: which one it is, and whether something fits into it."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+__all__ = ['if_it_fits', 'is_out_of_memory', 'use_device']
+
+# What libraries say that could not get their workspace.
+_OUT_OF_MEMORY = (
+    'out of memory',
+    'CUBLAS_STATUS_ALLOC_FAILED',
+    'CUDNN_STATUS_ALLOC_FAILED',
+    'CUSOLVER_STATUS_ALLOC_FAILED',
+    'CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED',
+    'unable to find an engine',
+)
+
+
+def use_device(device: torch.device | str) -> torch.device:
+    """Makes a device the one that kernels, events and the allocator's statistics are of.
+
+    Args:
+        device (torch.device | str): 'cpu', 'cuda' or 'cuda:N'.
+
+    Returns:
+        torch.device: The same; a CUDA device with its index, without which some of torch's functions refuse it.
+    """
+    device = torch.device(device)
+    if device.type == 'cuda':
+        device = torch.device('cuda', torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device has too little memory, whichever library found it out."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(text.lower() in message for text in _OUT_OF_MEMORY)
+
+
+def if_it_fits(measure: Callable[[], dict]) -> dict:
+    """A row of a table, also where the device has too little memory.
+
+    Args:
+        measure (Callable): Gives what was measured.
+
+    Returns:
+        dict: That, and ``fits``; nothing but ``fits=False`` if the memory did not suffice.
+    """
+    try:
+        return dict(fits=True, **measure())
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # out here, where the error no longer holds what ran
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return dict(fits=False)
