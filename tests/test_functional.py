@@ -50,7 +50,7 @@ def setting(kind):
 def test_equals_the_definition(kind, mask):
     f, x, weight = setting(kind)
     expected = where_sbp(f, x, mask[:, None])
-    actual = sbp(f, x, positions(mask))
+    actual = sbp(f, x, positions(mask.view(3, 4)))
     assert relative_error(actual, expected) < 1e-14
     inputs = [x, *f.parameters()]
     for got, want in zip(
@@ -65,7 +65,7 @@ def test_gradient_of_the_input_is_zero_where_dropped():
     f, x, weight = setting(Tokens)
     mask = MASKS['half']
     (exact,) = torch.autograd.grad(f(x), x, weight)
-    (grad,) = torch.autograd.grad(sbp(f, x, positions(mask)), x, weight)
+    (grad,) = torch.autograd.grad(sbp(f, x, positions(mask.view(3, 4))), x, weight)
     assert not grad[:, ~mask].any()
     torch.testing.assert_close(grad[:, mask], exact[:, mask], rtol=1e-12, atol=0)
 
@@ -79,7 +79,7 @@ def test_autocast_weights_get_gradients():
     modes = []
     f.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
     with torch.autocast('cpu', torch.bfloat16):
-        out = sbp(f, x, positions(mask))
+        out = sbp(f, x, positions(mask.view(3, 4)))
     assert modes == [True, False]
     assert out.dtype == torch.bfloat16
     out.backward(weight.to(out.dtype))
@@ -90,6 +90,6 @@ def test_autocast_weights_get_gradients():
 def test_without_gradients():
     f, x, _ = setting(Tokens)
     with torch.no_grad():
-        out = sbp(f, x, positions(MASKS['half']))
+        out = sbp(f, x, positions(MASKS['half'].view(3, 4)))
     assert not out.requires_grad
     assert relative_error(out, f(x)) < 1e-14
