@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from oracles import relative_error
 
-from sbp_mmdet.ops import precision, rows
+from sbp_mmdet.ops import mlp_fused, mlp_tensors, precision, rows
 
 
 def normal(*shape, seed=0):
@@ -93,3 +93,22 @@ def test_accumulation_is_in_full_precision(dtype):
     for chunk in ones.split(8):
         precision.accumulate(total, chunk.T, chunk)
     assert total.dtype == torch.float32 and (total == 4096).all()
+
+
+def test_long_sums_in_fp16_stay_in_range():
+    """Rows scaled to 1/16 of their maximum, against a hidden layer of 9: in one product the sum is above 65504."""
+    rows_ = 131072
+    a, b = torch.full((2, rows_), 1 / 16).half(), torch.full((rows_, 3), 9.0).half()
+    total = torch.ones(2, 3)
+    precision.accumulate(total, a, b)
+    assert torch.equal(total, torch.full((2, 3), 1 + rows_ * 9 / 16))
+
+
+@pytest.mark.parametrize('number', [0, 1, 7, 8, 9, 23, 24, 25])
+def test_chunks_are_of_equal_size(number):
+    settings = mlp_tensors.MLPSettings(chunk=8 * 4)
+    slices = mlp_fused._slices(settings, number, 4, torch.device('cpu'))
+    assert [i for s in slices for i in range(s.start, s.stop)] == list(range(number))
+    sizes = [s.stop - s.start for s in slices]
+    assert all(size <= 8 for size in sizes) and len(sizes) == -(-number // 8)
+    assert not sizes or max(sizes) - min(sizes) < len(sizes)

@@ -16,7 +16,7 @@ from .storage import Stored, store
 __all__ = ['backward', 'forward', 'per_image']
 
 # Elements of the hidden layer that exist at a time: on a CPU what stays in its caches, on a GPU enough to keep it busy.
-_CHUNK = {'cpu': 2**20, 'cuda': 2**26}
+_CHUNK = {'cpu': 2**20, 'cuda': 2**24}
 
 
 def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> tuple[Tensor, MLPSaved | None]:
@@ -248,8 +248,10 @@ def _chunks(settings, incoming, weights, near):
 
 
 def _slices(settings, rows, hidden, device):
-    size = max((settings.chunk or _CHUNK.get(device.type, _CHUNK['cuda'])) // hidden, 1)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    most = max((settings.chunk or _CHUNK.get(device.type, _CHUNK['cuda'])) // hidden, 1)
+    pieces = -(-rows // most)
+    size = -(-rows // max(pieces, 1))  # of equal size: a short last piece costs a GPU as many launches as a whole one
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, max(size, 1))]
 
 
 def _gelu_(x, approximate):

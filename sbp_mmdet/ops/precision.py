@@ -38,12 +38,19 @@ def accumulator(x):
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+# Rows that a product of fp16 matrices is summed over at a time. The result is in fp16 too, and its rows may have been
+# scaled by their maximum, so that no loss scale keeps a longer sum below 65504.
+_LONGEST_SUM = 8192
+
+
 def accumulate(total, a, b):
     """total += a @ b, in the precision of ``total``."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    else:
-        total += a @ b
+        return
+    each = _LONGEST_SUM if a.dtype == torch.float16 else max(len(b), 1)
+    for columns, rows in zip(a.split(each, 1), b.split(each), strict=True):
+        total += columns @ rows
 
 
 def in_range(g, gamma, dtype):
