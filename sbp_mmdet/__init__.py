@@ -1,6 +1,6 @@
 """Stochastic Backpropagation (SBP) for ConvNeXt detectors in MMDetection.
 
-Importing the package registers :class:`SBPConvNeXt`; in a config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
+Importing the package registers :class:`SBPConvNeXt` and :class:`SBPSwinTransformer`; in a config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
 """
 
 import importlib.util
@@ -18,6 +18,7 @@ if _missing:
 from .functional import sbp  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.heads import SBPModulesHook  # noqa: E402
+from .models.swin import SBPSwinTransformer  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 
@@ -26,6 +27,7 @@ __all__ = [
     'CheckpointModulesHook',
     'SBPConvNeXt',
     'SBPModulesHook',
+    'SBPSwinTransformer',
     'TargetsInChunksHook',
     'sbp',
     '__version__',

@@ -30,6 +30,7 @@ from .norms import NormSettings, NormTensors, layer_norm
 from .patches import DownsampleSettings, DownsampleTensors, downsample
 from .precision import accumulator, autocast_dtype
 from .rows import memory_format
+from .tokens import token_positions
 from .windows import WindowSettings, WindowTensors, window_attention
 
 __all__ = [
@@ -56,5 +57,6 @@ __all__ = [
     'layer_norm',
     'memory_format',
     'norm_linear',
+    'token_positions',
     'window_attention',
 ]
