@@ -1,6 +1,7 @@
 """Stochastic Backpropagation (SBP) for ConvNeXt detectors in MMDetection.
 
-Importing the package registers :class:`SBPConvNeXt` and :class:`SBPSwinTransformer`; in a config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
+Importing the package registers :class:`SBPConvNeXt` and :class:`SBPSwinTransformer`; in a config:
+``custom_imports = dict(imports=['sbp_mmdet'])``.
 """
 
 import importlib.util
@@ -15,6 +16,7 @@ if _missing:
         '(mmcv 2.1, mmdet 3.3); from a checkout, tools/setup_env.sh does it all.'
     )
 
+from .apply import SBPHook, apply_sbp  # noqa: E402
 from .functional import sbp  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.heads import SBPModulesHook  # noqa: E402
@@ -26,9 +28,11 @@ __all__ = [
     'AtomicBackend',
     'CheckpointModulesHook',
     'SBPConvNeXt',
+    'SBPHook',
     'SBPModulesHook',
     'SBPSwinTransformer',
     'TargetsInChunksHook',
+    'apply_sbp',
     'sbp',
     '__version__',
 ]

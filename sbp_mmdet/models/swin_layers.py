@@ -61,7 +61,7 @@ def thin_ffn(block: Thin, ffn: nn.Module, norm: nn.LayerNorm, x: Tensor, prefix:
     def run(x, factor):
         return ops.channel_mlp(settings, ops.MLPTensors(x, x, *layers, gamma, factor, positions))
 
-    return block.on_branch(run, x, ffn.dropout_layer, [*norm.parameters(), *ffn.parameters()])
+    return block.on_branch(run, x, ffn.dropout_layer, [*norm.parameters(), *ffn.parameters()], promote=gamma)
 
 
 def mlp_settings(settings: SBPSettings, eps: float, act: nn.GELU) -> ops.MLPSettings:

@@ -169,7 +169,15 @@ class Thin(Mixin):
                 f'rounds_up={stages.rounds_up})'
             )
 
-    def on_branch(self, run: Callable, x: Tensor, drop: nn.Module, parameters: Sequence, name: tuple = ()) -> Tensor:
+    def on_branch(
+        self,
+        run: Callable,
+        x: Tensor,
+        drop: nn.Module,
+        parameters: Sequence,
+        name: tuple = (),
+        promote: Tensor | None = None,
+    ) -> Tensor:
         """A residual branch with stochastic depth, drawn by it or, with ``skip_dropped_images``, by the backbone.
 
         Args:
@@ -178,12 +186,17 @@ class Thin(Mixin):
             drop (nn.Module): Stochastic depth.
             parameters (Sequence[nn.Parameter]): Of the branch.
             name (tuple): See :meth:`drop_paths`. Default: ().
+            promote (Tensor | None): Layer scale that the plain branch is multiplied by, in its precision.
+                Default: None.
         """
         images = None
         if self.sbp_settings.skip_dropped_images:
             images = self._sbp_place.draws.images((*self._sbp_place.layer, *name))
         if images is None:
-            return run(x, branch_factor(drop, x, autocast_dtype(x) or x.dtype))
+            dtype = autocast_dtype(x) or x.dtype
+            return run(
+                x, branch_factor(drop, x, dtype if promote is None else torch.promote_types(dtype, promote.dtype))
+            )
         kept = 1 / (1 - drop.drop_prob)
         return on_images(lambda x: run(x, x.new_full((len(x),), kept, dtype=accumulator(x))), x, images, parameters)
 
