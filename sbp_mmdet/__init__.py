@@ -1,6 +1,7 @@
 """Stochastic Backpropagation (SBP) for ConvNeXt detectors in MMDetection.
 
-Importing the package registers :class:`SBPConvNeXt`; in a config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
+Importing the package registers :class:`SBPConvNeXt` and :class:`SBPSwinTransformer`; in a config:
+``custom_imports = dict(imports=['sbp_mmdet'])``.
 """
 
 import importlib.util
@@ -15,10 +16,12 @@ if _missing:
         '(mmcv 2.1, mmdet 3.3); from a checkout, tools/setup_env.sh does it all.'
     )
 
+from .apply import SBPHook, apply_sbp  # noqa: E402
 from .draws import objects  # noqa: E402
 from .functional import pooled, sbp  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.heads import SBPModulesHook  # noqa: E402
+from .models.swin import SBPSwinTransformer  # noqa: E402
 from .object_masks import ObjectMasksHook, object_boxes  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
@@ -28,8 +31,11 @@ __all__ = [
     'CheckpointModulesHook',
     'ObjectMasksHook',
     'SBPConvNeXt',
+    'SBPHook',
     'SBPModulesHook',
+    'SBPSwinTransformer',
     'TargetsInChunksHook',
+    'apply_sbp',
     'object_boxes',
     'objects',
     'pooled',

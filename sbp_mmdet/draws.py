@@ -282,38 +282,75 @@ class SharedDraws:
             module (nn.Module): The backbone.
             args (tuple): Its arguments; the first one are the images, shape (N, 3, H, W).
         """
-        if module.training and torch.is_grad_enabled():
+        if module.training and (torch.is_grad_enabled() or self.leaves_out()):
             self.step, self._drawn = self._counter.of(args[0]), {}
             self._begin(module, args[0])
+
+    def leaves_out(self) -> bool:
+        """Whether images are left out, as they are without gradients too: so begins a pass that is replayed."""
+        return False
 
     def _begin(self, module, x):
         """What else a pass needs."""
 
 
 class LayerDraws(SharedDraws):
-    """Positions for the layers of a backbone that was changed in place.
+    """Positions, and images left out, for the layers of a backbone that was changed in place.
 
     Args:
-        model (Thinned): Says which layers, how far, and the sizes of their maps.
+        model (Thinned): Says which layers, how far, and the sizes of their maps; with ``rates()`` also which
+            layers leave out images, and how often.
     """
 
     def __init__(self, model: Thinned):
         super().__init__()
         self.model = model
         self._like = None  # the images without their values: size and device
+        self._lent = None
+
+    def leaves_out(self) -> bool:
+        """See :meth:`SharedDraws.leaves_out`."""
+        return bool(self._rates())
+
+    def _rates(self):
+        rates = getattr(self.model, 'rates', None)
+        return rates() if rates else {}
 
     def _begin(self, module, x):
         self._like = x.new_empty(()).expand(x.shape)
 
-    @torch.compiler.disable
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a pass."""
+        return self._like is not None
+
     def of(self, layer: tuple) -> Positions | None:
         """The positions of a layer of :meth:`Thinned.keep_ratios`; None: the layer is exact, or no pass has begun."""
-        if self._like is None:
-            return None
-        if not self._drawn:
+        return self.latest().positions.get(layer)
+
+    def images(self, layer: tuple) -> Tensor | None:
+        """Which images run a layer, see :class:`Drawn`; None: all, and the layer draws its stochastic depth itself."""
+        return self.latest().images.get(layer)
+
+    @torch.compiler.disable
+    def latest(self) -> Drawn:
+        """What the pass that began last draws."""
+        if self._lent is not None or self._like is None:
+            return self._lent or Drawn({}, {})
+        gradients = torch.is_grad_enabled()
+        if gradients not in self._drawn:
             boxes = self._counter.objects_of(self.step)
-            self._drawn = draw(self.model, self._like, self.step, boxes=boxes).positions
-        return self._drawn.get(layer)
+            self._drawn[gradients] = draw(self.model, self._like, self.step, self._rates(), boxes=boxes)
+        return self._drawn[gradients]
+
+    @contextlib.contextmanager
+    def again(self, drawn: Drawn) -> Iterator[None]:
+        """What an earlier pass drew, for layers that run again although others have begun since."""
+        before, self._lent = self._lent, drawn
+        try:
+            yield
+        finally:
+            self._lent = before
 
 
 class MapDraws(SharedDraws):

@@ -125,6 +125,25 @@ class SBPSettings:
         values['keep_ratio'] = _parse_ratios(values['keep_ratio'], values['blocks'])
         return cls(**values)
 
+    def layer_ratios(self) -> dict[tuple, float]:
+        """The layers of a backbone with stages that SBP thins out, and how far.
+
+        Returns:
+            dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` (the layer that leads into the stage) to
+            keep ratio; stages count from 0. Ratios of 1 do not appear.
+        """
+        ratios = iter(self.keep_ratio)
+        layers, latest = {}, self.keep_ratio[0]
+        for i, depth in enumerate(self.blocks):
+            in_stage = [next(ratios) for _ in range(depth)]
+            if self.downsample and 0 < i < len(self.blocks) - 1:
+                # The layer works at the resolution of the stage it leads into, so it goes with that stage's first
+                # block; where that has no SBP, with the last block before that has.
+                layers[i, 'downsample'] = (in_stage or [latest])[0]
+            layers.update({(i, j): r for j, r in enumerate(in_stage)})
+            latest = (in_stage or [latest])[-1]
+        return {key: r for key, r in layers.items() if r != 1}
+
     @classmethod
     def own_keys(cls, cfg: Mapping) -> dict:
         """What of a config's ``sbp_cfg`` stays under every preset, and the other keys it has at their defaults.

@@ -7,7 +7,7 @@ from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from torch import nn
 
-__all__ = ['Mixin', 'ModelHook', 'members', 'mix_in', 'model_hook_class', 'model_hooks', 'unwrapped']
+__all__ = ['Mixin', 'ModelHook', 'members', 'mix_in', 'mix_out', 'model_hook_class', 'model_hooks', 'unwrapped']
 
 
 class Mixin:
@@ -34,6 +34,23 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
     # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
     for cls in front:
         kind = type(kind.__name__, (cls, kind), {'__module__': kind.__module__})
+    module.__class__ = kind
+
+
+def mix_out(module: nn.Module, mixin: type[Mixin]) -> None:
+    """The reverse of :func:`mix_in`: takes a class away, whatever was mixed in after it.
+
+    Args:
+        module (nn.Module): Changed in place.
+        mixin (type[Mixin]): The class, or a base of it.
+    """
+    kind, fronts = type(module), []
+    while kind.__bases__ and issubclass(kind.__bases__[0], Mixin):
+        front, kind = kind.__bases__
+        if not issubclass(front, mixin):
+            fronts.append(front)
+    for front in reversed(fronts):
+        kind = type(kind.__name__, (front, kind), {'__module__': kind.__module__})
     module.__class__ = kind
 
 

@@ -88,7 +88,7 @@ def test_config_is_a_short_child_that_imports_the_plugin(path):
     assert len(lines) <= (100 if quickstart else 50 if data else 15)
     config = load(path)
     assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
-    assert config.model.backbone.type == 'SBPConvNeXt'
+    assert config.model.backbone.type in ('SBPConvNeXt', 'SBPSwinTransformer')
 
 
 @pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT)

@@ -191,18 +191,7 @@ class SBPConvNeXt(BaseModule):
         """
         if self.sbp is None:
             return {}
-        ratios = iter(self.sbp.keep_ratio)
-        layers = {}
-        latest = self.sbp.keep_ratio[0]
-        for i, depth in enumerate(self.sbp.blocks):
-            in_stage = [next(ratios) for _ in range(depth)]
-            if self.sbp.downsample and 0 < i < self.num_stages - 1:
-                # The layer works at the resolution of the stage it leads into, so it goes with that stage's first
-                # block; where that has no SBP, with the last block before that has.
-                layers[i, 'downsample'] = (in_stage or [latest])[0]
-            layers.update({(i, j): r for j, r in enumerate(in_stage)})
-            latest = (in_stage or [latest])[-1]
-        return {key: r for key, r in layers.items() if r != 1 and key[0] >= self.frozen_stages}
+        return {key: r for key, r in self.sbp.layer_ratios().items() if key[0] >= self.frozen_stages}
 
     def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """(height, width) of each stage's feature map for an image of the given size in pixels."""

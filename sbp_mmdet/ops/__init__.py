@@ -23,27 +23,41 @@ in the time of the kept rows alone (:mod:`.neighbours`). What is stored may be r
 In each case the forward pass is exact.
 """
 
+from .attention import AttentionSettings, AttentionTensors, attention
 from .convs import Conv, ConvSettings, convolve
+from .linears import NormLinearSettings, NormLinearTensors, norm_linear
 from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norms import NormSettings, NormTensors, layer_norm
 from .patches import DownsampleSettings, DownsampleTensors, downsample
 from .precision import accumulator, autocast_dtype
 from .rows import memory_format
+from .tokens import token_positions
+from .windows import WindowSettings, WindowTensors, window_attention
 
 __all__ = [
+    'AttentionSettings',
+    'AttentionTensors',
     'Conv',
     'ConvSettings',
     'DownsampleSettings',
     'DownsampleTensors',
     'MLPSettings',
     'MLPTensors',
+    'NormLinearSettings',
+    'NormLinearTensors',
     'NormSettings',
     'NormTensors',
+    'WindowSettings',
+    'WindowTensors',
     'accumulator',
+    'attention',
     'autocast_dtype',
     'channel_mlp',
     'convolve',
     'downsample',
     'layer_norm',
     'memory_format',
+    'norm_linear',
+    'token_positions',
+    'window_attention',
 ]

@@ -1,0 +1,338 @@
+"""The attention layer of a Swin block on tokens, exact and lean.
+
+    x-hat = LN(x) without its affine part,  [Q K V] = x-hat W'^T + b',  y = x + factor * (proj(windows(Q, K, V)))
+
+in windows of the map, shifted in every second block, with a bias for each relative position. Stored are x-hat and its
+reciprocal deviation, nothing of three times the channels and no attention map. The windows run again in the backward
+pass, some of them at a time.
+
+A map that the windows do not divide is padded behind the norm, with tokens that are zero: their Q, K and V are the bias
+of the linear layer alone, without that of the norm, and other tokens see them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .operation import Operation
+from .precision import accumulate, accumulator, autocast_dtype, column_sums, zeros_for
+from .rows import fold, normalise, normalise_backward, unfold
+from .storage import STORAGES, Stored, store
+
+__all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
+
+# Elements of the largest tensor of the windows that exist at a time: on a CPU what stays in its caches.
+_CHUNK = {'cpu': 2**20, 'cuda': 2**24}
+# What is added to the map between tokens that only the shift brought together, as every Swin has it.
+_APART = -100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowSettings:
+    """Of :func:`window_attention`.
+
+    Attributes:
+        num_heads (int): h; C = h d.
+        window (int): Side of a window, in tokens.
+        shift (int): By how many tokens the windows are shifted, from 0 to ``window - 1``.
+        size (tuple[int, int]): (H, W) of the map of tokens.
+        scale (float): What Q K^T is multiplied by, usually 1 / sqrt(d).
+        eps (float): Of the layer norm. Default: 1e-5.
+        storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
+        chunk (int | None): Elements of the largest tensor of the windows that exist at a time; None: by the device.
+            Default: None.
+        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+
+    Raises:
+        ValueError: For an unknown storage or a shift that is no part of a window.
+    """
+
+    num_heads: int
+    window: int
+    shift: int
+    size: tuple[int, int]
+    scale: float
+    eps: float = 1e-5
+    storage: str = 'native'
+    chunk: int | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        if self.storage not in STORAGES:
+            raise ValueError(f'storage={self.storage!r} is unknown; choose one of {STORAGES}')
+        if not 0 <= self.shift < self.window:
+            raise ValueError(f'shift={self.shift!r} must be from 0 to {self.window - 1}, for windows of {self.window}')
+
+
+class WindowTensors(NamedTuple):
+    """What the layer works on.
+
+    Attributes:
+        x (Tensor): Tokens, shape (N, H * W, C).
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be None.
+        table (Tensor): Bias of each relative position, shape ((2 window - 1)^2, h).
+        proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
+        index (Tensor): int64, shape (window^2, window^2): the row of ``table`` for each pair of tokens.
+        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
+    """
+
+    x: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    qkv_weight: Tensor
+    qkv_bias: Tensor | None
+    table: Tensor
+    proj_weight: Tensor
+    proj_bias: Tensor
+    index: Tensor
+    factor: Tensor | None = None
+
+
+class WindowGradients(NamedTuple):
+    """Gradients of the tensors of these names."""
+
+    x: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    qkv_weight: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    table: Tensor | None = None
+    proj_weight: Tensor | None = None
+    proj_bias: Tensor | None = None
+
+
+class WindowSaved(NamedTuple):
+    """x-hat (N, L, C), its reciprocal deviation (N, L, 1), and what was given without the tokens."""
+
+    xhat: Stored
+    rstd: Tensor
+    given: WindowTensors
+
+
+def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor:
+    """``x + factor * proj(softmax(scale Q K^T + bias) V)`` in windows, with Q, K, V from ``LN(x)``; see this module.
+
+    Args:
+        settings (WindowSettings): See there.
+        tensors (WindowTensors): See there.
+
+    Returns:
+        Tensor: Shape (N, H * W, C).
+
+    Raises:
+        ValueError: If the tokens are not those of a map of this size.
+    """
+    height, width = settings.size
+    if tensors.x.shape[1] != height * width:
+        raise ValueError(f'{tensors.x.shape[1]} tokens are no map of {height} x {width}')
+    dtype = settings.dtype or autocast_dtype(tensors.x) or tensors.x.dtype
+    return _window_attention(dataclasses.replace(settings, dtype=dtype), tensors)
+
+
+def forward(
+    settings: WindowSettings, tensors: WindowTensors, needs: WindowGradients
+) -> tuple[Tensor, WindowSaved | None]:
+    """See :mod:`sbp_mmdet.ops.operation`."""
+    t, layout = tensors, _Layout.of(settings, tensors.x.device)
+    layers = _Layers.of(settings, t)
+    xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
+    branch = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2])  # in the order of the windows
+    for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
+        windows = _Windows.of(settings, t, layers, layout, xhat, chunk)
+        branch[:, chunk] = F.linear(windows.out(), layers.proj_weight, layers.proj_bias)
+    branch = branch.index_select(1, layout.places)
+    out = t.x + branch if t.factor is None else torch.addcmul(t.x, branch, t.factor[:, None, None])
+    if not any(needs):
+        return out, None
+    return out, WindowSaved(store(xhat, settings.storage, 1), rstd, t._replace(x=None))
+
+
+def backward(settings: WindowSettings, saved: WindowSaved, grad: Tensor, needs: WindowGradients) -> WindowGradients:
+    """See :mod:`sbp_mmdet.ops.operation`."""
+    t, layout = saved.given, _Layout.of(settings, grad.device)
+    layers = _Layers.of(settings, t)
+    xhat = saved.xhat.load(settings.dtype)
+    incoming = grad if t.factor is None else grad * t.factor[:, None, None]
+    sums = _Sums.of(t, incoming)
+    incoming = incoming.to(settings.dtype)
+    dxhat = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2]) if needs.x else None
+    for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
+        windows = _Windows.of(settings, t, layers, layout, xhat, chunk)
+        g = incoming.index_select(1, layout.order[chunk])
+        g = g if layout.pads is None else g * ~layout.pads[chunk, None]
+        dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
+        accumulate(sums.proj_weight, g.flatten(0, 1).t(), windows.out().flatten(0, 1))
+        if layout.pads is not None:
+            sums.pads.add_(column_sums((dqkv * layout.pads[chunk, None]).flatten(0, 1)))
+            dqkv = dqkv * ~layout.pads[chunk, None]
+        sums.qkv_bias.add_(column_sums(dqkv.flatten(0, 1)))
+        accumulate(sums.qkv_weight, dqkv.flatten(0, 1).t(), windows.xhat.flatten(0, 1))
+        if needs.x:
+            dxhat[:, chunk] = dqkv @ layers.qkv_weight
+    found = _parameter_gradients(t, sums, needs)
+    if not needs.x:
+        return found
+    dx = normalise_backward(dxhat.index_select(1, layout.places), xhat, saved.rstd)
+    return found._replace(x=grad + dx.to(grad.dtype))
+
+
+class _Layout(NamedTuple):
+    """Which token stands where, once the map is padded, shifted and cut into windows: P places, window by window.
+
+    Attributes:
+        order (Tensor): Shape (P,), the token of each place; any token where the place is padding.
+        places (Tensor): Shape (L,), the place of each token.
+        pads (Tensor | None): bool, shape (P,), where the places are padding; None: nowhere.
+        regions (Tensor | None): Shape (P / window^2, window^2), parts of the map that do not see each other; None: all
+            tokens of a window do.
+    """
+
+    order: Tensor
+    places: Tensor
+    pads: Tensor | None
+    regions: Tensor | None
+
+    @classmethod
+    def of(cls, settings, device):
+        (height, width), side, shift = settings.size, settings.window, settings.shift
+        tokens = height * width
+        below, right = -height % side, -width % side
+
+        def cut(x):  # a map to windows
+            return x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2).reshape(-1)
+
+        numbers = torch.arange(tokens, device=device).view(height, width)
+        numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
+        order = cut(numbers.roll((-shift, -shift), (0, 1)))
+        places = order.new_empty(tokens + 1)  # the last one is where padding goes
+        places[order] = torch.arange(len(order), device=device)
+        pads = order == tokens if below or right else None
+        regions = None
+        if shift:
+            rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
+            regions = cut(3 * rows[:, None] + columns).view(-1, side * side)
+        return cls(order.clamp_(max=tokens - 1), places[:-1], pads, regions)
+
+    def chunks(self, settings, images, channels):
+        """Slices of the places, whole windows."""
+        area = settings.window**2
+        budget = settings.chunk or _CHUNK.get(self.order.device.type, _CHUNK['cuda'])
+        step = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1) * area
+        return [slice(start, min(start + step, len(self.order))) for start in range(0, len(self.order), step)]
+
+    def apart(self, chunk, dtype):
+        """What is added to the maps of a chunk's windows, shape (n, 1, window^2, window^2); None: nothing."""
+        if self.regions is None:
+            return None
+        area = self.regions.shape[1]
+        own = self.regions[chunk.start // area : chunk.stop // area]
+        return (own[:, None, :, None] != own[:, None, None, :]).to(dtype).mul_(_APART)
+
+
+def _bands(length, side, shift, device):
+    """Numbers of the three parts that a shift leaves of a row: whole windows, and the last one's two parts."""
+    i = torch.arange(length, device=device)
+    return (i >= length - side).long() + (i >= length - shift)
+
+
+class _Layers(NamedTuple):
+    """The linear layers in the precision of the matrix products; the norm's affine part is folded into the first."""
+
+    qkv_weight: Tensor
+    qkv_bias: Tensor
+    padding: Tensor  # Q, K and V of a token that is zero
+    proj_weight: Tensor
+    proj_bias: Tensor
+
+    @classmethod
+    def of(cls, settings, t):
+        bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
+        folded = fold(t.qkv_weight, bias, t.norm_weight, t.norm_bias, settings.dtype)
+        return cls(*folded, *(p.to(settings.dtype) for p in (bias, t.proj_weight, t.proj_bias)))
+
+
+class _Windows:
+    """Some windows: x-hat (N, P', C), Q (scaled), K, V (N, n, h, window^2, d), and their maps."""
+
+    def __init__(self, xhat, q, k, v, softmax, scale):
+        self.xhat, self.q, self.k, self.v, self.softmax, self.scale = xhat, q, k, v, softmax, scale
+
+    @classmethod
+    def of(cls, settings, t, layers, layout, xhat, chunk):
+        area, heads = settings.window**2, settings.num_heads
+        xhat = xhat.index_select(1, layout.order[chunk])
+        qkv = F.linear(xhat, layers.qkv_weight, layers.qkv_bias)
+        if layout.pads is not None:
+            qkv = torch.where(layout.pads[chunk, None], layers.padding, qkv)
+        qkv = qkv.unflatten(2, (3, heads, -1)).unflatten(1, (-1, area))  # (N, n, window^2, 3, h, d)
+        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5)
+        q = q * settings.scale
+        bias = t.table[t.index.flatten()].view(area, area, heads).permute(2, 0, 1)
+        scores = (q @ k.mT).to(torch.promote_types(settings.dtype, bias.dtype)) + bias
+        apart = layout.apart(chunk, scores.dtype)
+        softmax = (scores if apart is None else scores.add_(apart)).softmax(-1)
+        return cls(xhat, q, k, v, softmax, settings.scale)
+
+    def out(self):
+        """The attention's output, shape (N, P', C)."""
+        return _merged(self.softmax.to(self.v.dtype) @ self.v)
+
+    def backward(self, grad, dbias):
+        """Gradient of Q, K and V side by side (N, P', 3 C) from that of the output; adds to that of the bias."""
+        grad = grad.unflatten(2, (self.v.shape[2], -1)).unflatten(1, (-1, self.v.shape[3])).transpose(2, 3)
+        dv = self.softmax.to(grad.dtype).mT @ grad
+        dscores = (grad @ self.v.mT).to(self.softmax.dtype).mul_(self.softmax)
+        dscores = dscores.addcmul_(self.softmax, dscores.sum(-1, keepdim=True), value=-1)
+        dbias.add_(dscores.sum((0, 1), dtype=dbias.dtype))
+        dscores = dscores.to(grad.dtype)
+        dq, dk = (dscores @ self.k).mul_(self.scale), dscores.mT @ self.q
+        return torch.cat([_merged(part) for part in (dq, dk, dv)], 2)
+
+
+def _merged(heads):
+    """(N, n, h, window^2, d) -> (N, n * window^2, h * d)."""
+    return heads.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
+class _Sums(NamedTuple):
+    """Sums over the windows, in full precision."""
+
+    qkv_weight: Tensor
+    qkv_bias: Tensor
+    pads: Tensor  # gradient of the bias that padding has alone
+    bias: Tensor  # (h, window^2, window^2)
+    proj_weight: Tensor
+    proj_bias: Tensor
+
+    @classmethod
+    def of(cls, t, incoming):
+        rows = torch.zeros(len(t.qkv_weight), dtype=accumulator(t.qkv_weight), device=t.qkv_weight.device)
+        bias = torch.zeros(t.table.shape[1], *t.index.shape, dtype=accumulator(t.table), device=t.table.device)
+        weights = zeros_for(t.qkv_weight), zeros_for(t.proj_weight)
+        return cls(weights[0], rows, rows.clone(), bias, weights[1], column_sums(incoming.flatten(0, 1)))
+
+
+def _parameter_gradients(t, sums, needs):
+    asked = (needs.norm_weight, needs.norm_bias, needs.qkv_weight, needs.qkv_bias)
+    folded = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias, asked)
+    dnw, dnb, dw, db = folded
+    table = None
+    if needs.table:
+        table = torch.zeros_like(t.table, dtype=sums.bias.dtype)
+        table.index_add_(0, t.index.flatten(), sums.bias.flatten(1).t())
+    return WindowGradients(
+        norm_weight=dnw,
+        norm_bias=dnb,
+        qkv_weight=dw,
+        qkv_bias=None if db is None else db + sums.pads,
+        table=table,
+        proj_weight=sums.proj_weight if needs.proj_weight else None,
+        proj_bias=sums.proj_bias if needs.proj_bias else None,
+    )
+
+
+_window_attention = Operation('WindowAttention', forward, backward, WindowGradients)
