@@ -20,6 +20,7 @@ from .functional import pooled, sbp  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.heads import SBPModulesHook  # noqa: E402
 from .object_masks import ObjectMasksHook, object_boxes  # noqa: E402
+from .models.vit import SBPViT  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 
@@ -29,6 +30,7 @@ __all__ = [
     'ObjectMasksHook',
     'SBPConvNeXt',
     'SBPModulesHook',
+    'SBPViT',
     'TargetsInChunksHook',
     'object_boxes',
     'objects',
