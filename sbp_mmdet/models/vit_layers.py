@@ -42,8 +42,9 @@ class PatchEmbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (N, C', H, W) to (N, C, ceil(H / patch_size), ceil(W / patch_size)); the last patches are filled up with
         zeros."""
-        height, width = x.shape[-2:]
-        return self.proj(F.pad(x, (0, -width % self.patch_size, 0, -height % self.patch_size)))
+        right, below = -x.shape[3] % self.patch_size, -x.shape[2] % self.patch_size
+        # Where there is nothing to fill up, padding would copy the image all the same, and store the copy.
+        return self.proj(F.pad(x, (0, right, 0, below)) if right or below else x)
 
 
 class LayerScale(nn.Module):
