@@ -26,10 +26,11 @@ SBP_AND_PARENT = [
     ('mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco', 'mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco'),
     (CASCADE.format('cascade', 'sbp-'), CASCADE.format('cascade', '')),
 ]
+VIT = [(f'mask-rcnn_sbp-vit-{a}_fpn_amp-ms-crop-3x_coco', f'mask-rcnn_vit-{a}_fpn_amp-ms-crop-3x_coco') for a in 'tb']
 
 
 def family(name: str) -> Path:
-    return CONFIGS / f'sbp_convnext/{name}.py'
+    return CONFIGS / f'sbp_{"vit" if "vit" in name else "convnext"}/{name}.py'
 
 
 @cache
@@ -72,7 +73,7 @@ def test_config_builds_and_steps(path):
     data = model.data_preprocessor(batch(classes), training=True)
     losses, _ = model.train().parse_losses(model(**data, mode='loss'))
     losses.backward()
-    stem = model.backbone.downsample_layers[0][0].weight
+    stem = next(p for name, p in model.backbone.named_parameters() if name.endswith(('0.0.weight', 'proj.weight')))
     assert losses.isfinite() and stem.grad.isfinite().all() and stem.grad.any()
     data = model.data_preprocessor(batch(classes), training=False)
     with torch.no_grad():
@@ -88,10 +89,10 @@ def test_config_is_a_short_child_that_imports_the_plugin(path):
     assert len(lines) <= (100 if quickstart else 50 if data else 15)
     config = load(path)
     assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
-    assert config.model.backbone.type == 'SBPConvNeXt'
+    assert config.model.backbone.type == ('SBPViT' if '-vit-' in path.stem else 'SBPConvNeXt')
 
 
-@pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT)
+@pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT + VIT)
 def test_sbp_child_differs_in_sbp_cfg_only(child, parent):
     child, parent = load(family(child)).to_dict(), load(family(parent)).to_dict()
     assert 'sbp_cfg' not in parent['model']['backbone']
@@ -138,6 +139,26 @@ def test_layer_decay_reaches_the_backbone(child, depth_of_last_stage):
     assert rate['neck.fpn_convs.0.conv.weight'] == lr
 
 
+@pytest.mark.parametrize(('parent', 'arch'), [(parent, arch) for (_, parent), arch in zip(VIT, ('tiny', 'base'))])
+def test_vit_configs_are_swins_but_for_backbone_neck_and_decay(parent, arch):
+    ours, stock = (
+        load(family(parent)).to_dict(),
+        _stock('mask-rcnn_swin-t-p4-w7_fpn_amp-ms-crop-3x_coco', 'swin').to_dict(),
+    )
+    backbone = MODELS.build(ours['model']['backbone'] | dict(init_cfg=None))
+    assert ours['model']['backbone']['arch'] == arch
+    c = backbone.channels
+    assert ours['model']['neck'].pop('in_channels') == [c // 4, c // 2, c, c]
+    assert ours['optim_wrapper']['paramwise_cfg'].pop('custom_keys').keys() >= {'pos_embed', 'cls_token', 'norm'}
+    for config in (ours, stock):
+        for part in ('backbone', 'neck'):
+            config['model'].pop(part)
+        for key in ('custom_imports', 'checkpoint', 'pretrained', 'no_decay'):
+            config.pop(key, None)
+        config['optim_wrapper'].pop('paramwise_cfg')
+    assert _without_scopes(ours) == _without_scopes(stock)
+
+
 def test_options_on_the_command_line():
     config = copy.deepcopy(load(family(SBP_AND_PARENT[0][0])))
     config.model.backbone.init_cfg = None
@@ -167,8 +188,8 @@ def test_metafile_and_readme_give_the_papers_figures():
         assert cells == [str(figure) for figure in figures] + [''] * 3
 
 
-def _stock(name):
-    folder = Path(mmdet.__file__).parent / '.mim/configs/convnext'
+def _stock(name, folder='convnext'):
+    folder = Path(mmdet.__file__).parent / '.mim/configs' / folder
     return Config.fromfile(folder / f'{name}.py', import_custom_modules=False)  # they would import mmpretrain
 
 

@@ -87,7 +87,9 @@ def oracle(backbone, x, drawn, rates=(0, 0, 0)):
     x = F.pad(x, (0, -x.shape[3] % p, 0, -x.shape[2] % p))
     x = F.conv2d(x, state['patch_embed.proj.weight'], state['patch_embed.proj.bias'], stride=p)
     size = x.shape[2:]
-    embedding = state['pos_embed'][:, -backbone.grid[0] * backbone.grid[1] :].transpose(1, 2).unflatten(2, backbone.grid)
+    embedding = (
+        state['pos_embed'][:, -backbone.grid[0] * backbone.grid[1] :].transpose(1, 2).unflatten(2, backbone.grid)
+    )
     if tuple(size) != backbone.grid:
         embedding = F.interpolate(embedding, size, mode='bicubic', align_corners=False)
     front = [state['cls_token'] + state['pos_embed'][:, :1]] if 'cls_token' in state else []

@@ -286,7 +286,9 @@ def _interpolated(patches, grid, size, mode):
 def _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_blocks):
     for name, rate in dict(drop_rate=drop_rate, attn_drop_rate=attn_drop_rate).items():
         if rate:
-            raise ValueError(f'{name}={rate!r}: SBPViT has no dropout; set it to 0 and use drop_path_rate to regularise')
+            raise ValueError(
+                f'{name}={rate!r}: SBPViT has no dropout; set it to 0 and use drop_path_rate to regularise'
+            )
     if out_type not in OUT_TYPES:
         raise ValueError(f'out_type={out_type!r} is unknown; choose one of {OUT_TYPES}')
     if not out_indices or not set(out_indices) <= {0, 1, 2, 3}:
