@@ -85,8 +85,8 @@ class Family:
         parts (tuple[tuple[str, str], ...]): Patterns of parameter names (without 'backbone.') and the part of the
             detector: 'stem', 'stage {}' or 'output norms'; see :func:`locate`. Of several that fit the first counts.
         layers (Mapping[str, str]): Patterns of layers' names with groups 'stage' and 'block', which count from 0
-            (without 'stage': the only one; without 'block': a stage of one block), and the labels of these kinds of layers, at most three, in the
-            order of the forward pass.
+            (without 'stage': the only one; without 'block': a stage of one block), and the labels of these kinds of
+            layers, at most three, in the order of the forward pass.
         archs (tuple[str, ...]): Architectures that benchmarks run by default.
         stage_shape (Callable): ``(arch, stage, batch, height, width)`` to the shape of the input of the stage's blocks;
             stages count from 0, height and width are the image's, in pixels.

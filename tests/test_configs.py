@@ -89,7 +89,7 @@ def test_config_is_a_short_child_that_imports_the_plugin(path):
     assert len(lines) <= (100 if quickstart else 50 if data else 15)
     config = load(path)
     assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
-    assert config.model.backbone.type == ('SBPViT' if '-vit-' in path.stem else 'SBPConvNeXt')
+    assert config.model.backbone.type == ('SBPViT' if 'vit-' in path.stem else 'SBPConvNeXt')
 
 
 @pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT + VIT)
@@ -139,7 +139,9 @@ def test_layer_decay_reaches_the_backbone(child, depth_of_last_stage):
     assert rate['neck.fpn_convs.0.conv.weight'] == lr
 
 
-@pytest.mark.parametrize(('parent', 'arch'), [(parent, arch) for (_, parent), arch in zip(VIT, ('tiny', 'base'))])
+@pytest.mark.parametrize(
+    ('parent', 'arch'), [(parent, arch) for (_, parent), arch in zip(VIT, ('tiny', 'base'), strict=True)]
+)
 def test_vit_configs_are_swins_but_for_backbone_neck_and_decay(parent, arch):
     ours, stock = (
         load(family(parent)).to_dict(),

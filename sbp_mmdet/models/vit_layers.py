@@ -1,8 +1,8 @@
 """The parts of ``SBPViT``: patch embedding, block and the scales for a feature pyramid.
 
-Names and shapes of the parameters are those of timm's ``VisionTransformer``. How the block differs from timm's: it takes
-the kept positions, heads and images as arguments, so that checkpointing replays the same ones, and residual connection,
-layer scale and stochastic depth are part of its two operations. There is no dropout.
+Names and shapes of the parameters are those of timm's ``VisionTransformer``. How the block differs from timm's: it
+takes the kept positions, heads and images as arguments, so that checkpointing replays the same ones, and residual
+connection, layer scale and stochastic depth are part of its two operations. There is no dropout.
 """
 
 import dataclasses
