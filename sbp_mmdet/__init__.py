@@ -19,8 +19,8 @@ from .draws import objects  # noqa: E402
 from .functional import pooled, sbp  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.heads import SBPModulesHook  # noqa: E402
-from .object_masks import ObjectMasksHook, object_boxes  # noqa: E402
 from .models.vit import SBPViT  # noqa: E402
+from .object_masks import ObjectMasksHook, object_boxes  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 

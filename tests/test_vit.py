@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from oracles import assert_near, gradients, image, relative_error, where_sbp
 
-from sbp_mmdet import SBPViT
+from sbp_mmdet import SBPViT, objects
 from sbp_mmdet.analysis import saved_bytes
+from sbp_mmdet.masks import Nearest
 from sbp_mmdet.ops.tokens import token_positions
 
 ARCH = dict(num_layers=3, embed_dims=12, num_heads=3, feedforward_channels=20)
@@ -200,8 +201,8 @@ def test_keep_ratio_one_is_exact(sbp_cfg):
 
 
 @pytest.mark.parametrize('attention', ['qkv', 'query', 'head'])
-@pytest.mark.parametrize('storage', ['native', 'int8'])
-def test_neighbours_and_eight_bits_stay_near(attention, storage):
+@pytest.mark.parametrize(('dropped', 'storage'), [('pool', 'native'), ('nearest', 'native'), ('nearest', 'int8')])
+def test_neighbours_and_eight_bits_stay_near(attention, dropped, storage):
     """Dropped tokens that send gradients, stored as they are or in eight bits; smooth images, as photographs are."""
     x = F.interpolate(image(2, 8, 8), (64, 64), mode='bicubic')
     exact = gradients(small(), x)
@@ -211,7 +212,7 @@ def test_neighbours_and_eight_bits_stay_near(attention, storage):
         a, b = (torch.cat([g.flatten() for g in grads.values()]) for grads in (found, exact))
         return F.cosine_similarity(a, b, 0).item()
 
-    near, zero = cosine(dropped='nearest', storage=storage), cosine()
+    near, zero = cosine(dropped=dropped, storage=storage), cosine()
     assert near > zero - (0.02 if attention == 'head' else 0)
     assert cosine(keep_ratio=1.0, storage=storage) > 0.999
 
@@ -264,3 +265,33 @@ def test_autocast(amp):
             found = gradients(small(sbp_cfg, dtype=torch.float32), x)
         a, b = (torch.cat([g.double().flatten() for g in grads.values()]) for grads in (found, exact))
         assert F.cosine_similarity(a, b, 0) > 0.99
+
+
+@pytest.mark.parametrize('dropped', ['zero', 'pool'])
+def test_a_mask_for_each_image(dropped):
+    """Object masks: as if each image were alone, with the masks that it has in the batch."""
+    cfg = dict(sampler='objects', dropped=dropped, recompute=True, skip_dropped_images=True)
+    backbone, x = small(cfg, drop_path_rate=0.5), image(3)
+    boxes = [torch.tensor([[4.0, 4, 30, 20]]), torch.zeros(0, 4), torch.tensor([[20.0, 30, 60, 60]])]
+    with objects(boxes):
+        actual = gradients(backbone, x)
+        drawn = backbone.draw(x, again=True)
+    assert {p.keep.dim() for p in drawn.positions.values()} == {2}
+    total = None
+    for i in range(3):
+        parts = {key: p._replace(keep=p.keep[i], drop=p.drop[i]) for key, p in drawn.positions.items()}
+        if dropped == 'pool':
+            parts = {key: p._replace(nearest=Nearest(*(t[i] for t in p.nearest))) for key, p in parts.items()}
+        alone = small(cfg, drop_path_rate=0.5)
+        alone.draw = lambda x, parts=parts, i=i: drawn._replace(
+            positions=parts, images={key: rows[i : i + 1] for key, rows in drawn.images.items()}
+        )
+        found = gradients(alone, x[i : i + 1], lambda x, alone=alone, i=i: weighted(alone(x), i))
+        found['image'] = F.pad(found['image'], (0, 0) * 3 + (i, 2 - i))
+        total = found if total is None else {name: total[name] + g for name, g in found.items()}
+    assert_near(actual, total, 1e-10)
+
+
+def weighted(outs, i):
+    """The outputs of one image in the places that they have among three, for ``loss_of``."""
+    return [torch.cat([torch.zeros_like(out)] * i + [out] + [torch.zeros_like(out)] * (2 - i)) for out in outs]

@@ -189,6 +189,7 @@ def test_image_too_small(size):
         (dict(frozen_blocks=4), 'frozen_blocks=4.*from 0 to 3'),
         (dict(sbp_cfg=dict(attention='all')), "attention='all'.*'qkv'"),
         (dict(sbp_cfg=dict(blocks=[4])), r'blocks\[0\]=4'),
+        (dict(sbp_cfg=dict(implementation='reference', dropped='pool')), "dropped='zero'.*'pool'.*use 'fused'"),
         (dict(sbp_cfg=dict(downsample=False)), 'downsample=False means nothing for this backbone; leave it out'),
     ],
     ids=str,

@@ -43,8 +43,8 @@ class SBPViT(BaseModule):
     - ``attention``: what is dropped in attention, see :mod:`sbp_mmdet.ops.attention`.
     - ``recompute``: True: Q, K and V of the attention and the hidden layer of the MLP. 'block': where nothing is
       dropped, and with 'query' and 'head', attention's output as well, so that a block stores two maps of x-hat.
-    - ``dropped='nearest'``: the MLP as everywhere; in the attention a kept token and the dropped ones that go with it
-      send their mean gradient (``dropped='pool'`` of the operation).
+    - ``dropped``: with 'nearest', attention does what it does with 'pool', where a kept token and the dropped ones that
+      go with it send their mean gradient; the MLP as everywhere.
     - ``downsample``: there is no such layer.
 
     Args:

@@ -68,6 +68,7 @@ VIT = register_family(
             'exact': 1.1,
             'exact-block': 1.24,
             'nearest': 0.81,
+            'pool': 0.77,
             'int8': 1.15,
             'int8-block': 1.29,
             'nearest-int8': 0.86,

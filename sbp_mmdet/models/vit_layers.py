@@ -113,7 +113,8 @@ class ViTBlock(BaseModule):
         if sbp is not None:
             self._attention = _attention_settings(num_heads, sbp)
         if sbp is not None and sbp.implementation == 'fused':
-            self._mlp = ops.MLPSettings(EPS, recompute=bool(sbp.recompute), storage=sbp.storage)
+            options = dict(recompute=bool(sbp.recompute), storage=sbp.storage, dropped=sbp.dropped)
+            self._mlp = ops.MLPSettings(EPS, **options)
 
     @property
     def drop_path_rate(self) -> float:
@@ -145,15 +146,23 @@ class ViTBlock(BaseModule):
         return self._forward(x, positions, heads, images)
 
     def _forward(self, x, positions, heads, images):
-        of_attention = [*self.norm1.parameters(), *self.attn.parameters(), *self.ls1.parameters()]
-        x = self._on(images[0], lambda x, factor: self.attend(x, positions, heads, factor), x, of_attention)
-        of_mlp = [*self.norm2.parameters(), *self.mlp.parameters(), *self.ls2.parameters()]
-        return self._on(images[1], lambda x, factor: self.channel_mlp(x, positions, factor), x, of_mlp)
+        def attend(x, factor, positions):
+            return self.attend(x, positions, heads, factor)
 
-    def _on(self, images, branch, x, parameters):
+        def channel_mlp(x, factor, positions):
+            return self.channel_mlp(x, positions, factor)
+
+        x = self._on(images[0], attend, x, positions, (self.norm1, self.attn, self.ls1))
+        return self._on(images[1], channel_mlp, x, positions, (self.norm2, self.mlp, self.ls2))
+
+    def _on(self, images, branch, x, positions, modules):
+        """The branch on the images that stochastic depth leaves it to."""
         if images is None:
-            return branch(x, self._factor(x, drawn=True))
-        return on_images(lambda x: branch(x, self._factor(x, drawn=False)), x, images, parameters)
+            return branch(x, self._factor(x, drawn=True), positions)
+        if positions is not None:
+            positions = positions.of_images(images)
+        parameters = [p for module in modules for p in module.parameters()]
+        return on_images(lambda x: branch(x, self._factor(x, drawn=False), positions), x, images, parameters)
 
     def _factor(self, x, drawn):
         """Stochastic depth's factor of each image (N,), not rounded to half precision; None: nothing is dropped."""
@@ -207,7 +216,7 @@ def _attention_settings(num_heads, sbp):
     """
     common = dict(num_heads=num_heads, mode=sbp.attention, storage=sbp.storage, eps=EPS)
     if sbp.implementation == 'reference':
-        settings = AttentionSettings(**common, implementation='reference')
+        settings = AttentionSettings(**common, dropped=sbp.dropped, implementation='reference')
         return settings, settings
     least = 'attention' if sbp.recompute == 'block' else sbp.recompute
     exact = AttentionSettings(**common, recompute=least)

@@ -92,7 +92,7 @@ def group(name: str, config: Config) -> dict[str, dict]:
     if name == 'heads':
         return _heads(config, base)
     if name == 'attention':
-        forms = {f'{a}, {d}': dict(attention=a, dropped=d) for d in ('zero', 'nearest') for a in ATTENTION}
+        forms = {f'{a}, {d}': dict(attention=a, dropped=d) for d in ('zero', 'pool') for a in ATTENTION}
         return {label: dict(base, keep_ratio=0.5, **form) for label, form in forms.items()}
     depths = backbone.depths
     choices = [(*depths[:n], *[0] * (len(depths) - n)) for n in range(1, len(depths) + 1)]

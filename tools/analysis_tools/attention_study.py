@@ -29,7 +29,7 @@ from sbp_mmdet.study.measures import compare
 from sbp_mmdet.study.subject import build_model, train_batches
 
 FORMS = {a: dict(attention=a) for a in ATTENTION}
-FORMS |= {f'{a}, nearest': dict(attention=a, dropped='nearest') for a in ('qkv', 'query')}
+FORMS |= {f'{a}, pool': dict(attention=a, dropped='pool') for a in ('qkv', 'query')}
 FORMS['parts'] = dict()
 LAYERS = ('attn.qkv', 'attn.proj', 'mlp.fc1')
 
