@@ -20,7 +20,8 @@ from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 
 # Without _base_ it is no detector but a part for the _base_ of one.
-ALL = [path for path in sorted(CONFIGS.glob('*/*.py')) if '_base_ = ' in path.read_text()]
+FILES = [path for path in sorted(CONFIGS.glob('*/*.py')) if path.parent.name != 'classification']
+ALL = [path for path in FILES if '_base_ = ' in path.read_text()]
 CASCADE = '{}-mask-rcnn_{}convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco'
 SBP_AND_PARENT = [
     ('mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco', 'mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco'),
