@@ -22,6 +22,7 @@ from .functional import pooled, sbp  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.heads import SBPModulesHook  # noqa: E402
 from .models.swin import SBPSwinTransformer  # noqa: E402
+from .models.vit import SBPViT  # noqa: E402
 from .object_masks import ObjectMasksHook, object_boxes  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     'SBPHook',
     'SBPModulesHook',
     'SBPSwinTransformer',
+    'SBPViT',
     'TargetsInChunksHook',
     'apply_sbp',
     'object_boxes',

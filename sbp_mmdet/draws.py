@@ -13,6 +13,7 @@ import collections
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -57,10 +58,13 @@ class Drawn(NamedTuple):
         positions (dict[tuple, Positions]): The kept positions, for every layer of :meth:`Thinned.keep_ratios`.
         images (dict[tuple, Tensor]): With ``skip_dropped_images``, ``(stage, block)`` to the images that run the block:
             bool, shape (N,), on the CPU.
+        heads (dict[tuple, Tensor]): With ``attention='head'``, the kept attention heads of every layer of
+            :meth:`Thinned.keep_ratios`: int64, sorted. Default: none.
     """
 
     positions: dict[tuple, Positions]
     images: dict[tuple, Tensor]
+    heads: dict[tuple, Tensor] = MappingProxyType({})
 
 
 @runtime_checkable
@@ -68,8 +72,8 @@ class Thinned(Protocol):
     """Something whose layers SBP thins out: a backbone, or what says of another backbone how to do that.
 
     Attributes:
-        sbp (SBPSettings | None): With ``sampler`` and ``dropped``, and for the sampler 'objects' ``object_share``; None
-            where nothing is thinned out.
+        sbp (SBPSettings | None): With ``sampler``, ``dropped``, ``attention`` ('head' needs an attribute
+            ``num_heads``), and for the sampler 'objects' ``object_share``; None where nothing is thinned out.
     """
 
     sbp: object
@@ -200,7 +204,13 @@ def draw(
         for i in stages:
             drawn[ratio, i] = positions(masks[i], x.device, model.sbp.dropped != 'zero')
     found = {key: drawn[ratio, key[0]] for key, ratio in layers.items()}
-    return Drawn({key: p.of_images(images[key]) if key in images else p for key, p in found.items()}, images)
+    found = {key: p.of_images(images[key]) if key in images else p for key, p in found.items()}
+    heads = (
+        _heads(model, layers, generator_of(step, 'heads'), x.device)
+        if getattr(model.sbp, 'attention', None) == 'head'
+        else {}
+    )
+    return Drawn(found, images, heads)
 
 
 def _object_masks(model, x, step, boxes, sizes, ratio):
@@ -222,6 +232,13 @@ def _object_masks(model, x, step, boxes, sizes, ratio):
         drawn = [object_mask(b, height, width, stride, ratio, model.sbp.object_share, generator) for b in boxes]
         masks[i] = torch.stack(drawn)
     return masks
+
+
+def _heads(model, layers, generator, device):
+    """Of each layer its own, for heads of different layers have nothing to do with each other; at least one."""
+    number = model.num_heads
+    kept = {key: max(round(ratio * number), 1) for key, ratio in layers.items()}
+    return {key: torch.randperm(number, generator=generator)[:k].sort()[0].to(device) for key, k in kept.items()}
 
 
 def _sizes(model, layers, x):

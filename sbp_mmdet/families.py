@@ -85,13 +85,14 @@ class Family:
         parts (tuple[tuple[str, str], ...]): Patterns of parameter names (without 'backbone.') and the part of the
             detector: 'stem', 'stage {}' or 'output norms'; see :func:`locate`. Of several that fit the first counts.
         layers (Mapping[str, str]): Patterns of layers' names with groups 'stage' and 'block', which count from 0
-            (without 'block': a stage of one block), and the labels of these kinds of layers, at most three, in the
-            order of the forward pass.
+            (without 'stage': the only one; without 'block': a stage of one block), and the labels of these kinds of
+            layers, at most three, in the order of the forward pass.
         archs (tuple[str, ...]): Architectures that benchmarks run by default.
         stage_shape (Callable): ``(arch, stage, batch, height, width)`` to the shape of the input of the stage's blocks;
             stages count from 0, height and width are the image's, in pixels.
         build_unit (Callable): ``(unit, arch, stage, shape, device, sbp_cfg=, with_cp=)`` to a :class:`Unit`, with one
             of ``settings.UNITS``, the first block of the stage, and the shape of its input.
+        stages (int): How many there are. Default: 4.
         presets (tuple[str, ...] | None): Names of the presets that apply; None: all. Default: None.
         times (Mapping[str, float]): Relative times of presets that are not ``Preset.time``. Default: none.
         tap (Callable | None): ``(backbone, layer)`` with a key of ``keep_ratios()`` to a :class:`Tap`; None: kept
@@ -106,6 +107,7 @@ class Family:
     archs: tuple[str, ...]
     stage_shape: Callable[[str, int, int, int, int], tuple[int, ...]]
     build_unit: Callable[..., Unit]
+    stages: int = 4
     presets: tuple[str, ...] | None = None
     times: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tap: Callable[[nn.Module, tuple], Tap] | None = None
@@ -227,7 +229,7 @@ def layer_of(name: str) -> Layer | None:
         for pattern, label in family.layers.items():
             if match := re.fullmatch(pattern, name):
                 found = match.groupdict()
-                return Layer(int(found['stage']), int(found.get('block') or 0), label)
+                return Layer(int(found.get('stage') or 0), int(found.get('block') or 0), label)
     return None
 
 

@@ -10,6 +10,7 @@ from .masks import SAMPLERS, parse_keep_ratio
 from .ops.storage import STORAGES
 
 __all__ = [
+    'ATTENTION',
     'DROPPED',
     'GRADIENTS',
     'IMPLEMENTATIONS',
@@ -23,6 +24,7 @@ __all__ = [
 
 IMPLEMENTATIONS = ('fused', 'reference')
 DROPPED = ('zero', 'nearest', 'pool')
+ATTENTION = ('qkv', 'query', 'head')
 
 
 def _key(default, choices: tuple = (), *, selects: bool = False, fused: bool | tuple = False):
@@ -70,6 +72,8 @@ class SBPSettings:
         skip_dropped_images (bool): Do not compute a block for the images that stochastic depth drops, instead of
             computing it and multiplying by zero: the same gradients, in less time, with less stored. How many these
             are is up to the backbone's ``drop_path_rate``; with 0 nothing changes. Default: False.
+        attention (str): What attention drops (section 4, "How to apply SBP on MHSA?"): 'qkv', 'query' or 'head'; for
+            backbones with attention. Default: 'qkv'.
     """
 
     keep_ratio: tuple[float, ...] = _key(0.5, selects=True)
@@ -82,9 +86,12 @@ class SBPSettings:
     dropped: str = _key('zero', DROPPED, fused=('nearest',))
     storage: str = _key('native', STORAGES, fused=True)
     skip_dropped_images: bool = _key(False, (True, False))
+    attention: str = _key('qkv', ATTENTION, selects=True)
 
     @classmethod
-    def parse(cls, cfg: dict, depths: Sequence[int], blocks: Sequence[int] | None = None) -> 'SBPSettings':
+    def parse(
+        cls, cfg: dict, depths: Sequence[int], blocks: Sequence[int] | None = None, absent: Sequence[str] = ()
+    ) -> 'SBPSettings':
         """Fills in the defaults and checks every value.
 
         Args:
@@ -92,6 +99,7 @@ class SBPSettings:
             depths (Sequence[int]): Blocks of each stage of the backbone.
             blocks (Sequence[int] | None): Default of the key ``blocks``; None: every stage but the last.
                 Default: None.
+            absent (Sequence[str]): Keys that mean nothing for the backbone. Default: ().
 
         Returns:
             SBPSettings: The settings.
@@ -110,6 +118,8 @@ class SBPSettings:
         values = {key: cfg.get(key, field.default) for key, field in keys.items()}
         for key, field in keys.items():
             _check_choice(key, values[key], field.metadata['choices'])
+            if key in absent and values[key] != field.default:
+                raise ValueError(f'sbp_cfg: {key}={values[key]!r} means nothing for this backbone; leave it out')
         for key, field in keys.items():
             needs = field.metadata['fused']
             needs = values[key] != field.default if needs is True else needs and values[key] in needs

@@ -19,17 +19,22 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 
+from sbp_mmdet import ObjectMasksHook
+from sbp_mmdet.surgery import model_hooks
+
 # Without _base_ it is no detector but a part for the _base_ of one.
-ALL = [path for path in sorted(CONFIGS.glob('*/*.py')) if '_base_ = ' in path.read_text()]
+FILES = [path for path in sorted(CONFIGS.glob('*/*.py')) if path.parent.name != 'classification']
+ALL = [path for path in FILES if '_base_ = ' in path.read_text()]
 CASCADE = '{}-mask-rcnn_{}convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco'
 SBP_AND_PARENT = [
     ('mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco', 'mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco'),
     (CASCADE.format('cascade', 'sbp-'), CASCADE.format('cascade', '')),
 ]
+VIT = [(f'mask-rcnn_sbp-vit-{a}_fpn_amp-ms-crop-3x_coco', f'mask-rcnn_vit-{a}_fpn_amp-ms-crop-3x_coco') for a in 'tb']
 
 
 def family(name: str) -> Path:
-    return CONFIGS / f'sbp_convnext/{name}.py'
+    return CONFIGS / f'sbp_{"vit" if "vit" in name else "convnext"}/{name}.py'
 
 
 @cache
@@ -48,7 +53,11 @@ def build(path: Path):
     model.test_cfg.rcnn.max_per_img = 5
     heads = model.roi_head.bbox_head
     classes = (heads[0] if isinstance(heads, list) else heads).num_classes
-    return revert_sync_batchnorm(MODELS.build(model)), classes
+    detector = revert_sync_batchnorm(MODELS.build(model))
+    for hook in model_hooks(config.get('custom_hooks')):
+        if isinstance(hook, ObjectMasksHook):  # others save memory, one of them in the whole process
+            hook.apply(detector)
+    return detector, classes
 
 
 def batch(classes: int, height: int = 64, width: int = 96) -> dict:
@@ -72,7 +81,7 @@ def test_config_builds_and_steps(path):
     data = model.data_preprocessor(batch(classes), training=True)
     losses, _ = model.train().parse_losses(model(**data, mode='loss'))
     losses.backward()
-    stem = model.backbone.downsample_layers[0][0].weight
+    stem = next(p for name, p in model.backbone.named_parameters() if name.endswith(('0.0.weight', 'proj.weight')))
     assert losses.isfinite() and stem.grad.isfinite().all() and stem.grad.any()
     data = model.data_preprocessor(batch(classes), training=False)
     with torch.no_grad():
@@ -88,10 +97,12 @@ def test_config_is_a_short_child_that_imports_the_plugin(path):
     assert len(lines) <= (100 if quickstart else 50 if data else 15)
     config = load(path)
     assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
-    assert config.model.backbone.type in ('SBPConvNeXt', 'SBPSwinTransformer')
+    kinds = {'vit-': 'SBPViT', 'swin-': 'SBPSwinTransformer'}
+    kind = next((kind for part, kind in kinds.items() if part in path.stem), 'SBPConvNeXt')
+    assert config.model.backbone.type == kind
 
 
-@pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT)
+@pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT + VIT)
 def test_sbp_child_differs_in_sbp_cfg_only(child, parent):
     child, parent = load(family(child)).to_dict(), load(family(parent)).to_dict()
     assert 'sbp_cfg' not in parent['model']['backbone']
@@ -138,6 +149,28 @@ def test_layer_decay_reaches_the_backbone(child, depth_of_last_stage):
     assert rate['neck.fpn_convs.0.conv.weight'] == lr
 
 
+@pytest.mark.parametrize(
+    ('parent', 'arch'), [(parent, arch) for (_, parent), arch in zip(VIT, ('tiny', 'base'), strict=True)]
+)
+def test_vit_configs_are_swins_but_for_backbone_neck_and_decay(parent, arch):
+    ours, stock = (
+        load(family(parent)).to_dict(),
+        _stock('mask-rcnn_swin-t-p4-w7_fpn_amp-ms-crop-3x_coco', 'swin').to_dict(),
+    )
+    backbone = MODELS.build(ours['model']['backbone'] | dict(init_cfg=None))
+    assert ours['model']['backbone']['arch'] == arch
+    c = backbone.channels
+    assert ours['model']['neck'].pop('in_channels') == [c // 4, c // 2, c, c]
+    assert ours['optim_wrapper']['paramwise_cfg'].pop('custom_keys').keys() >= {'pos_embed', 'cls_token', 'norm'}
+    for config in (ours, stock):
+        for part in ('backbone', 'neck'):
+            config['model'].pop(part)
+        for key in ('custom_imports', 'checkpoint', 'pretrained', 'no_decay'):
+            config.pop(key, None)
+        config['optim_wrapper'].pop('paramwise_cfg')
+    assert _without_scopes(ours) == _without_scopes(stock)
+
+
 def test_options_on_the_command_line():
     config = copy.deepcopy(load(family(SBP_AND_PARENT[0][0])))
     config.model.backbone.init_cfg = None
@@ -167,8 +200,8 @@ def test_metafile_and_readme_give_the_papers_figures():
         assert cells == [str(figure) for figure in figures] + [''] * 3
 
 
-def _stock(name):
-    folder = Path(mmdet.__file__).parent / '.mim/configs/convnext'
+def _stock(name, folder='convnext'):
+    folder = Path(mmdet.__file__).parent / '.mim/configs' / folder
     return Config.fromfile(folder / f'{name}.py', import_custom_modules=False)  # they would import mmpretrain
 
 

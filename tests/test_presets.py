@@ -76,6 +76,7 @@ def test_the_smallest_of_a_kind_comes_last():
 def test_a_preset_sets_every_key_that_is_not_about_positions():
     """A key that nobody thought of does not leak from the config into a preset."""
     own = dict(keep_ratio=0.25, sampler='objects', object_share=0.5, blocks=[3, 3, 6, 0], downsample=False)
+    own.update(attention='query')
     others = {}
     for field in dataclasses.fields(SBPSettings):
         if not field.metadata['selects']:

@@ -100,7 +100,9 @@ class SBPConvNeXt(BaseModule):
             raise ValueError(f'frozen_stages={frozen_stages!r} must be a number from 0 to {self.num_stages}')
         self.frozen_stages = frozen_stages
         self.gap_before_final_norm = gap_before_final_norm
-        self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, self.depths, PAPER_BLOCKS.get(str(arch)))
+        self.sbp = None
+        if sbp_cfg is not None:
+            self.sbp = SBPSettings.parse(sbp_cfg, self.depths, PAPER_BLOCKS.get(str(arch)), absent=('attention',))
         if self.sbp and use_grn:
             raise ValueError(
                 'use_grn=True cannot be used with sbp_cfg: GRN normalises over all positions, so none can be dropped; '
@@ -168,7 +170,7 @@ class SBPConvNeXt(BaseModule):
             )
         # Images are left out without gradients too: so begins a pass that somebody's checkpointing replays with them.
         active = self.sbp and self.training and (torch.is_grad_enabled() or self.sbp.skip_dropped_images)
-        positions, images = self.draw(x) if active else ({}, {})
+        positions, images, _ = self.draw(x) if active else Drawn({}, {})
         outs = []
         for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
             x = layer(x, positions.get((i, 'downsample'))) if i else layer(x)

@@ -6,7 +6,7 @@ import shlex
 from mmengine.config import Config, DictAction
 
 from ..analysis.variants import applicable
-from ..settings import PRESETS
+from ..settings import ATTENTION, PRESETS
 from .gradients import HEAD_PIECES, backbone_with
 
 __all__ = ['GROUPS', 'INCREASING', 'group', 'increasing', 'parse_setting']
@@ -22,19 +22,19 @@ GROUPS = {
     'samplers': 'grid and random masks at 0.25, 0.5 and 0.75',
     'options': "presets: the paper's gradients, other ones of dropped positions, and int8 storage",
     'blocks': "0.5 on stage 1, on stages 1 and 2, on the config's (or the paper's) blocks, on stages 1 to 3, on all",
+    'attention': 'attention drops QKV, query or heads, at 0.5; dropped tokens send nothing, or what a kept one sends',
     'heads': 'SBP in neck, RPN and mask heads, alone and with 0.5 in the backbone, and the pieces that are exact',
 }
 
 
-def _options() -> dict[str, dict]:
+def _options(with_downsampling: bool) -> dict[str, dict]:
     """The presets whose gradients differ from the exact ones, by their names, and what else was asked of 'nearest'."""
     others = [preset for preset in PRESETS.values() if preset.gradients not in ('exact', 'paper')]
     settings = {preset.name: preset.arguments(keep_ratio=0.5)['sbp_cfg'] for preset in (_PAPER, *others)}
     nearest = settings['nearest']
-    return settings | {
-        'nearest, downsample=False': dict(nearest, downsample=False),
-        'nearest, keep_ratio=0.25': dict(nearest, keep_ratio=0.25),
-    }
+    if with_downsampling:
+        settings['nearest, downsample=False'] = dict(nearest, downsample=False)
+    return settings | {'nearest, keep_ratio=0.25': dict(nearest, keep_ratio=0.25)}
 
 
 def increasing(blocks: int) -> list[float]:
@@ -75,7 +75,8 @@ def group(name: str, config: Config) -> dict[str, dict]:
         return {f'{r:g}': dict(base, keep_ratio=r) for r in (0.75, 0.5, 0.25)}
     if name == 'options':
         rest = {key: value for key, value in base.items() if key in ('blocks', 'downsample')}
-        return {label: {**rest, **options} for label, options in _options().items()}
+        options = _options(with_downsampling=len(backbone.depths) > 1)
+        return {label: {**rest, **keys} for label, keys in options.items()}
     if name == 'samplers':
         return {
             f'{s} {r:g}': dict(base, keep_ratio=r, sampler=s) for r in (0.75, 0.5, 0.25) for s in ('grid', 'random')
@@ -90,6 +91,9 @@ def group(name: str, config: Config) -> dict[str, dict]:
         return {label: dict(base, keep_ratio=r) for label, r in settings.items()}
     if name == 'heads':
         return _heads(config, base)
+    if name == 'attention':
+        forms = {f'{a}, {d}': dict(attention=a, dropped=d) for d in ('zero', 'pool') for a in ATTENTION}
+        return {label: dict(base, keep_ratio=0.5, **form) for label, form in forms.items()}
     depths = backbone.depths
     choices = [(*depths[:n], *[0] * (len(depths) - n)) for n in range(1, len(depths) + 1)]
     choices = sorted({*choices, tuple(backbone.sbp.blocks)}, key=sum)

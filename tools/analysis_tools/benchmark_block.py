@@ -31,7 +31,7 @@ def parse_args():
     parser.add_argument('--family', choices=FAMILIES, default=first, help=f'of backbones (default: {first})')
     parser.add_argument('--arch', nargs='+', help="architectures (default: the family's)")
     parser.add_argument('--unit', '--part', choices=UNITS, default='block', help='what is measured (default: block)')
-    parser.add_argument('--stage', nargs='+', type=int, default=[1, 2, 3, 4], help='stages, from 1 (default: all)')
+    parser.add_argument('--stage', nargs='+', type=int, help='stages, from 1 (default: all)')
     parser.add_argument(
         '--presets', '--modes', nargs='+', choices=PRESETS, metavar='PRESET',
         help=f'first is the baseline (default: those of {[*PRESETS]} that apply)',
@@ -63,7 +63,7 @@ def main():
     presets = [name for name in presets if args.unit in preset_named(name).units]
     rows = []
     for arch in args.arch or family.archs:
-        for stage in [0] if args.unit == 'backbone' else args.stage:
+        for stage in [0] if args.unit == 'backbone' else args.stage or range(1, family.stages + 1):
             shape = (args.batch, 3, *args.size)
             if args.unit != 'backbone':
                 shape = family.stage_shape(arch, stage - 1, args.batch, *args.size)

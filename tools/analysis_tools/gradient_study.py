@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from mmengine.config import DictAction
+from mmengine.runner import load_checkpoint
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.variants import load_config
@@ -40,6 +41,10 @@ def parse_args():
     )
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--checkpoint', help="weights (default: the config's load_from, or its start, not downloaded)")
+    parser.add_argument(
+        '--backbone',
+        help='weights of the backbone alone, pretrained, under any name that is known (docs/pretrained.md)',
+    )
     parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')
     parser.add_argument('--seed', type=int, default=0, help='of batches, masks and all that is drawn (default: 0)')
     parser.add_argument(
@@ -88,6 +93,8 @@ def main():
         config = load_config(args.config, args.cfg_options)
         settings = collect(config, args.group, args.setting)
         model = build_model(config, args.checkpoint, args.device, args.seed)
+        if args.backbone:
+            load_checkpoint(model.backbone, args.backbone, map_location='cpu', logger='silent')
         batches = list(train_batches(config, args.batches, args.seed))
         bar = ProgressBar(len(batches) * (1 + len(settings)))
         kept = {}
@@ -110,7 +117,8 @@ def main():
     found = compact(dict(
         machine=describe_machine(args.device),
         case=dict(
-            config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name, seed=args.seed,
+            config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name,
+            backbone=args.backbone and Path(args.backbone).name, seed=args.seed,
             batches=len(batches), images=len(batches[0]['inputs']), sizes=sizes,
         ),
         settings=settings,

@@ -1,0 +1,6 @@
+# Without SBP: mmpretrain's config on this package's backbone.
+_base_ = 'mmpretrain::convnext/convnext-base_32xb128_in1k.py'
+custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
+
+model = dict(backbone=dict(type='mmdet.SBPConvNeXt'))
+train_dataloader = dict(batch_size=64)  # the paper's, a GPU

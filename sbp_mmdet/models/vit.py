@@ -1,0 +1,317 @@
+"""``SBPViT``: a plain vision transformer whose last blocks send gradients from a subset of the tokens or heads."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from mmdet.registry import MODELS
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from ..draws import Drawn, Draws
+from ..ops.tokens import token_positions
+from ..settings import SBPSettings
+from .convnext_layers import LayerNorm2d
+from .vit_layers import EPS, PatchEmbed, ViTBlock, scale_of
+from .weights import rename_weights
+
+__all__ = ['ARCHS', 'SBPViT']
+
+# arch: (blocks, channels, attention heads)
+ARCHS = {
+    'tiny': (12, 192, 3),
+    'small': (12, 384, 6),
+    'base': (12, 768, 12),
+    'large': (24, 1024, 16),
+}
+OUT_TYPES = ('featmap', 'cls_token', 'avg_featmap')
+
+
+@MODELS.register_module()
+class SBPViT(BaseModule):
+    """Vision transformer (ViT) for memory-efficient training by Stochastic Backpropagation (SBP).
+
+    The forward pass is ViT's. In training, attention and MLP of the last blocks send gradients from a kept subset of
+    the patches, drawn anew in each step and the same for all blocks; class and register tokens are always kept. Outside
+    of training and without gradients, nothing is drawn.
+
+    Parameter names and shapes are those of timm's ``VisionTransformer`` and of DeiT, MAE and DINOv2 files. What the
+    keys of ``sbp_cfg`` mean here, where it differs from a convolutional backbone:
+
+    - ``blocks``: one number, of the *last* blocks; the others are exact. Default: two thirds of them, so the 8 of 12 of
+      the paper (section 5.1), and 16 of 24 of 'large'.
+    - ``attention``: what is dropped in attention, see :mod:`sbp_mmdet.ops.attention`.
+    - ``recompute``: True: Q, K and V of the attention and the hidden layer of the MLP. 'block': where nothing is
+      dropped, and with 'query' and 'head', attention's output as well, so that a block stores two maps of x-hat.
+    - ``dropped``: with 'nearest', attention does what it does with 'pool', where a kept token and the dropped ones that
+      go with it send their mean gradient; the MLP as everywhere.
+    - ``downsample``: there is no such layer.
+
+    Args:
+        arch (str | dict): 'tiny', 'small', 'base', 'large', or a dict with ``num_layers``, ``embed_dims``,
+            ``num_heads``, and ``feedforward_channels`` (default: 4 ``embed_dims``). Default: 'base'.
+        img_size (int | tuple[int, int]): Image that the position embedding is meant for, in pixels; it is interpolated
+            to that of each batch. Default: 224.
+        patch_size (int): In pixels; images are filled up with zeros to whole patches. Default: 16.
+        in_channels (int): Channels of the image. Default: 3.
+        with_cls_token (bool): With a class token. Default: True.
+        register_tokens (int): How many register tokens. They have no position. Default: 0.
+        qkv_bias (bool): Queries, keys and values have a bias. Default: True.
+        layer_scale_init_value (float): Initial layer scale; 0 means no layer scale. Default: 0.0.
+        drop_path_rate (float): Stochastic depth rate of the last block, growing linearly from 0. Default: 0.0.
+        out_type (str): 'featmap': maps (N, C, H, W); for classification (N, C): 'cls_token', or 'avg_featmap', the
+            average over the patches. All behind the last norm. Default: 'featmap'.
+        out_indices (Sequence[int]): With 'featmap', the scales to put out: 0 to 3, for strides of 1/4, 1/2, 1 and 2
+            patches, all made from the last map, with C / 4, C / 2, C and C channels. Default: (0, 1, 2, 3).
+        frozen_blocks (int): How many leading blocks are frozen, and with them the embedding. Default: 0.
+        interpolate_mode (str): Of the position embedding. Default: 'bicubic'.
+        with_cp (bool): Checkpoint every block. Works together with SBP. Default: False.
+        drop_rate, attn_drop_rate (float): For configs that name them; there is no dropout. Default: 0.0.
+        sbp_cfg (dict | None): See :class:`sbp_mmdet.settings.SBPSettings`; None is the plain backbone. Default: None.
+        init_cfg (dict | list[dict] | None): mmengine's initialisation; None: truncated normal weights. Default: None.
+
+    Raises:
+        ValueError: For a value that cannot be honoured, naming it and the remedy.
+    """
+
+    def __init__(
+        self,
+        arch: str | dict = 'base',
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_channels: int = 3,
+        with_cls_token: bool = True,
+        register_tokens: int = 0,
+        qkv_bias: bool = True,
+        layer_scale_init_value: float = 0.0,
+        drop_path_rate: float = 0.0,
+        out_type: str = 'featmap',
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        frozen_blocks: int = 0,
+        interpolate_mode: str = 'bicubic',
+        with_cp: bool = False,
+        drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        sbp_cfg: dict | None = None,
+        init_cfg: dict | list | None = None,
+    ):
+        super().__init__(
+            init_cfg=init_cfg
+            or [
+                dict(type='TruncNormal', layer=['Conv2d', 'Linear'], std=0.02, bias=0.0),
+                dict(type='Constant', layer=['LayerNorm'], val=1.0, bias=0.0),
+            ]
+        )
+        depth, self.channels, self.num_heads, hidden = _parse_arch(arch)
+        self.depths = (depth,)
+        _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_blocks)
+        self.out_type, self.out_indices, self.frozen_blocks = out_type, tuple(out_indices), frozen_blocks
+        self.patch_size, self.interpolate_mode = patch_size, interpolate_mode
+        self.sbp = None
+        if sbp_cfg is not None:
+            self.sbp = SBPSettings.parse(sbp_cfg, self.depths, (round(depth * 2 / 3),), absent=('downsample',))
+
+        self.patch_embed = PatchEmbed(in_channels, self.channels, patch_size)
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.grid = (height // patch_size, width // patch_size)  # of the position embedding
+        self.prefix = int(with_cls_token) + register_tokens  # tokens in front of the patches'
+        self.cls_token = _tokens(1, self.channels) if with_cls_token else None
+        self.reg_token = _tokens(register_tokens, self.channels) if register_tokens else None
+        self.pos_embed = _tokens(int(with_cls_token) + self.grid[0] * self.grid[1], self.channels)
+        options = dict(qkv_bias=qkv_bias, layer_scale_init_value=layer_scale_init_value, with_cp=with_cp, sbp=self.sbp)
+        rates = torch.linspace(0, drop_path_rate, depth, device='cpu').tolist()
+        self.blocks = nn.ModuleList(
+            ViTBlock(self.channels, self.num_heads, hidden, drop_path_rate=rate, **options) for rate in rates
+        )
+        fused = self.sbp is not None and self.sbp.implementation == 'fused'
+        storage = self.sbp.storage if fused else 'native'
+        self.norm = LayerNorm2d(self.channels, EPS, fused=fused, storage=storage)
+        if out_type == 'featmap':
+            for i in self.out_indices:
+                self.add_module(f'scale{i}', scale_of(i, self.channels, fused, storage)[0])
+        self._draws = Draws()
+        self._freeze_blocks()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Runs the backbone.
+
+        Args:
+            x (Tensor): Images, shape (N, 3, H, W).
+
+        Returns:
+            tuple[Tensor, ...]: For each of ``out_indices`` a feature map, or one (N, C), see ``out_type``.
+
+        Raises:
+            ValueError: If an image is smaller than a patch.
+        """
+        if min(x.shape[-2:]) < self.patch_size:
+            raise ValueError(
+                f'images of {x.shape[-2]} x {x.shape[-1]} pixels are smaller than a patch of {self.patch_size}; '
+                'resize or pad them'
+            )
+        # Images are left out without gradients too: so begins a pass that somebody's checkpointing replays with them.
+        active = self.sbp and self.training and (torch.is_grad_enabled() or self.sbp.skip_dropped_images)
+        drawn = self.draw(x) if active else Drawn({}, {})
+        # Blocks of one ratio share their positions, so that indices are stored once.
+        on_tokens = {id(p): token_positions(p, self.prefix) for p in drawn.positions.values()}
+        x, size = self._embed(x)
+        for i, block in enumerate(self.blocks):
+            positions = on_tokens.get(id(drawn.positions.get((0, i))))
+            images = (drawn.images.get((0, i, 'attn')), drawn.images.get((0, i, 'mlp')))
+            x = block(x, positions, drawn.heads.get((0, i)), images)
+        return self._outputs(x, size)
+
+    def _embed(self, x):
+        """Tokens with their positions, and (height, width) of their grid."""
+        x = self.patch_embed(x)
+        size = tuple(x.shape[-2:])
+        x = x.flatten(2).transpose(1, 2) + self._positions_for(size)
+        front = [] if self.cls_token is None else [self.cls_token + self.pos_embed[:, :1]]
+        front += [] if self.reg_token is None else [self.reg_token]
+        return torch.cat([*(tokens.to(x.dtype).expand(len(x), -1, -1) for tokens in front), x], 1), size
+
+    def _positions_for(self, size):
+        """The position embedding of the patches, for another grid interpolated."""
+        patches = self.pos_embed[:, self.pos_embed.shape[1] - self.grid[0] * self.grid[1] :]
+        return _interpolated(patches, self.grid, size, self.interpolate_mode)
+
+    def _outputs(self, x, size):
+        if self.out_type == 'cls_token':
+            return (self.norm.tokens(x[:, 0]),)
+        if self.out_type == 'avg_featmap':
+            return (self.norm.tokens(x[:, self.prefix :].mean(1)),)
+        x = self.norm(x[:, self.prefix :].transpose(1, 2).unflatten(2, size))
+        return tuple(getattr(self, f'scale{i}')(x) for i in self.out_indices)
+
+    def keep_ratios(self) -> dict[tuple, float]:
+        """The blocks that SBP thins out, and how far.
+
+        Returns:
+            dict[tuple, float]: ``(0, block)`` to keep ratio. Frozen blocks and ratios of 1 do not appear.
+        """
+        if self.sbp is None or not self.sbp.blocks[0]:
+            return {}
+        first = self.depths[0] - self.sbp.blocks[0]
+        ratios = {(0, first + i): ratio for i, ratio in enumerate(self.sbp.keep_ratio)}
+        return {key: r for key, r in ratios.items() if r != 1 and key[1] >= self.frozen_blocks}
+
+    def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        """(height, width) of the grid of patches for an image of the given size in pixels: there is one stage."""
+        return [(-(-height // self.patch_size), -(-width // self.patch_size))]
+
+    def draw(self, x: Tensor, again: bool = False) -> Drawn:
+        """What is random in one training step: kept positions of the grid of patches, attention heads, and with
+        ``skip_dropped_images`` stochastic depth.
+
+        Args:
+            x (Tensor): Images, shape (N, 3, H, W).
+            again (bool): What the latest pass drew, see :meth:`.SBPConvNeXt.draw`. Default: False.
+
+        Returns:
+            Drawn: Positions and heads, none of them without gradients, and images by ``(0, block, 'attn')`` and
+            ``(0, block, 'mlp')``.
+        """
+        rates = {}
+        if self.sbp and self.sbp.skip_dropped_images:
+            for i, block in enumerate(self.blocks):
+                if block.drop_path_rate:
+                    rates |= {(0, i, branch): block.drop_path_rate for branch in ('attn', 'mlp')}
+        return self._draws.of(self, x, rates, again)
+
+    def _freeze_blocks(self):
+        if not self.frozen_blocks:
+            return
+        for token in (self.cls_token, self.reg_token, self.pos_embed):
+            if token is not None:
+                token.requires_grad_(False)
+        for module in (self.patch_embed, *self.blocks[: self.frozen_blocks]):
+            module.eval().requires_grad_(False)
+
+    def train(self, mode: bool = True) -> 'SBPViT':
+        """As ``nn.Module.train``; frozen blocks stay in evaluation mode."""
+        super().train(mode)
+        self._freeze_blocks()
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Takes files of other names, and position embeddings of other sizes, or without one for the class token."""
+        rename_weights(self, state_dict, prefix, 'vit')
+        given = state_dict.get(prefix + 'pos_embed')
+        if isinstance(given, Tensor) and given.dim() == 3 and given.shape != self.pos_embed.shape:
+            state_dict[prefix + 'pos_embed'] = self._resized(given)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _resized(self, given):
+        """A square position embedding in this one's size; as it is where that cannot be."""
+        side = int(given.shape[1] ** 0.5)
+        front = given.shape[1] - side * side
+        own = self.pos_embed.shape[1] - self.grid[0] * self.grid[1]
+        if front not in (0, own) or given.shape[2] != self.channels:
+            return given
+        patches = _interpolated(given[:, front:], (side, side), self.grid, self.interpolate_mode)
+        return torch.cat([given[:, :front] if front else given.new_zeros(1, own, self.channels), patches], 1)
+
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        """Depth of a parameter for layer-wise learning-rate decay, as mmpretrain counts it.
+
+        Args:
+            param_name (str): Name of the parameter.
+            prefix (str): Prefix of the backbone's parameters. Default: ''.
+
+        Returns:
+            tuple[int, int]: The layer's depth and the number of layers.
+        """
+        last = self.depths[0] + 1
+        kind, *rest = param_name.removeprefix(prefix).split('.')
+        if not param_name.startswith(prefix):
+            return last, last + 1
+        if kind in ('cls_token', 'reg_token', 'pos_embed', 'patch_embed'):
+            return 0, last + 1
+        return (int(rest[0]) + 1 if kind == 'blocks' else last), last + 1
+
+
+def _tokens(number, channels):
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, number, channels), std=0.02))
+
+
+def _interpolated(patches, grid, size, mode):
+    """(1, h * w, C) for another grid."""
+    if tuple(grid) == tuple(size):
+        return patches
+    rows = patches.transpose(1, 2).unflatten(2, grid)
+    align = {} if mode in ('nearest', 'nearest-exact', 'area') else dict(align_corners=False)
+    return F.interpolate(rows, size, mode=mode, **align).flatten(2).transpose(1, 2)
+
+
+def _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_blocks):
+    for name, rate in dict(drop_rate=drop_rate, attn_drop_rate=attn_drop_rate).items():
+        if rate:
+            raise ValueError(
+                f'{name}={rate!r}: SBPViT has no dropout; set it to 0 and use drop_path_rate to regularise'
+            )
+    if out_type not in OUT_TYPES:
+        raise ValueError(f'out_type={out_type!r} is unknown; choose one of {OUT_TYPES}')
+    if not out_indices or not set(out_indices) <= {0, 1, 2, 3}:
+        raise ValueError(
+            f'out_indices={out_indices!r} must be scales from 0 to 3: strides of 1/4, 1/2, 1 and 2 patches'
+        )
+    if not 0 <= frozen_blocks <= depth:
+        raise ValueError(f'frozen_blocks={frozen_blocks!r} must be a number from 0 to {depth}')
+
+
+def _parse_arch(arch):
+    """Blocks, channels, attention heads and width of the MLP."""
+    if isinstance(arch, str):
+        if arch not in ARCHS:
+            raise ValueError(
+                f'arch={arch!r} is unknown; choose one of {list(ARCHS)} or give num_layers, embed_dims and num_heads'
+            )
+        depth, channels, heads = ARCHS[arch]
+        return depth, channels, heads, 4 * channels
+    needed = ('num_layers', 'embed_dims', 'num_heads')
+    if not isinstance(arch, dict) or not {*needed} <= set(arch) <= {*needed, 'feedforward_channels'}:
+        raise ValueError(f'arch={arch!r} must have {needed}, and may have "feedforward_channels"')
+    depth, channels, heads = (arch[key] for key in needed)
+    if channels % heads:
+        raise ValueError(f'arch: num_heads={heads} must divide embed_dims={channels}')
+    return depth, channels, heads, arch.get('feedforward_channels', 4 * channels)

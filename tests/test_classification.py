@@ -1,0 +1,186 @@
+"""Configs for classification. mmpretrain is rarely here (it needs torchvision): what they say is read all the same, and
+backbone, head and a few steps run through mmengine's runner."""
+
+import copy
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import CONFIGS, environment
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+from torch import nn
+
+FOLDER = CONFIGS / 'classification'
+NAMES = [f'{family}-{arch}' for family in ('vit', 'convnext') for arch in ('tiny', 'base')]
+# Appendix "Experimental Settings": stochastic depth without and with SBP.
+RATES = {'vit-tiny': (0.0, 0.0), 'vit-base': (0.5, 0.3), 'convnext-tiny': (0.1, 0.1), 'convnext-base': (0.5, 0.3)}
+# Table 1: images on a GPU, then memory and accuracy without and with SBP.
+PAPER = {
+    'vit-tiny': (256, '8248', '73.68', '5587 (0.68x)', '73.09'),
+    'vit-base': (64, '10083', '81.22', '7436 (0.74x)', '80.62'),
+    'convnext-tiny': (128, '12134', '82.1', '7059 (0.58x)', '81.61'),
+    'convnext-base': (64, '14130', '83.8', '8758 (0.62x)', '83.27'),
+}
+CHANNELS = {'vit-tiny': 192, 'vit-base': 768, 'convnext-tiny': 768, 'convnext-base': 1024}
+# What mmpretrain's configs say that these ones change.
+PARENT = """
+model = dict(
+    type='ImageClassifier',
+    backbone=dict(type='ConvNeXt', arch='{arch}', drop_path_rate={rate}),
+    head=dict(type='LinearClsHead', num_classes=1000, in_channels={channels}),
+)
+train_dataloader = dict(batch_size=128)
+optim_wrapper = dict(optimizer=dict(type='AdamW', lr=4e-3), paramwise_cfg=dict(custom_keys=dict()))
+"""
+
+
+@pytest.fixture
+def load(monkeypatch, tmp_path):
+    """Reads a config; what mmpretrain has is made up."""
+    own = Config._get_cfg_path
+
+    def path_of(cfg_path, filename):
+        match = re.fullmatch(r'mmpretrain::convnext/convnext-(tiny|base)_32xb128_in1k\.py', cfg_path)
+        if not match:
+            return own(cfg_path, filename)
+        arch = match[1]
+        name = f'convnext-{arch}'
+        parent = tmp_path / f'{name}.py'
+        parent.write_text(PARENT.format(arch=arch, rate=RATES[name][0], channels=CHANNELS[name]))
+        return str(parent), 'mmpretrain'
+
+    monkeypatch.setattr(Config, '_get_cfg_path', staticmethod(path_of))
+    return lambda name: Config.fromfile(FOLDER / f'{name}_in1k.py')
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_configs_are_the_papers(load, name):
+    plain, sbp = load(name), load(f'sbp-{name}')
+    for config, rate in zip((plain, sbp), RATES[name], strict=True):
+        with torch.device('meta'):
+            backbone = MODELS.build({k: v for k, v in config.model.backbone.items() if k != '_scope_'})
+        assert config.model.backbone.drop_path_rate == rate
+        assert backbone.eval()(torch.empty(1, 3, 64, 64, device='meta'))[0].shape == (1, CHANNELS[name])
+        assert config.model.head.in_channels == CHANNELS[name]
+        assert config.train_dataloader.batch_size == PAPER[name][0]
+        assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
+    a, b = plain.to_dict(), copy.deepcopy(sbp.to_dict())
+    assert b['model']['backbone'].pop('sbp_cfg') == dict(keep_ratio=0.5)
+    assert a['model']['backbone'].pop('drop_path_rate') >= b['model']['backbone'].pop('drop_path_rate')
+    assert a == b
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_readme_gives_the_papers_figures(name):
+    images, *figures = PAPER[name]
+    rows = (FOLDER / 'README.md').read_text().splitlines()
+    for prefix, cells in (('', figures[:2]), ('sbp-', figures[2:])):
+        (row,) = (row for row in rows if f'({prefix}{name}_in1k.py)' in row)
+        assert [cell.strip() for cell in row.split('|')[3:8]] == [str(images), *cells, '', '']
+
+
+class Classifier(BaseModel):
+    """What mmpretrain's ImageClassifier does in training, without its augmentations."""
+
+    def __init__(self, backbone, channels, classes):
+        super().__init__()
+        self.backbone, self.head = MODELS.build(backbone), nn.Linear(channels, classes)
+
+    def forward(self, inputs, labels, mode='tensor'):
+        scores = self.head(self.backbone(inputs)[-1])
+        return dict(loss=nn.functional.cross_entropy(scores, labels)) if mode == 'loss' else scores
+
+
+def rendered(number=64, size=32):
+    """Squares of three colours on noise."""
+    generator = torch.Generator().manual_seed(0)
+    images = 0.3 * torch.randn(number, 3, size, size, generator=generator)
+    labels = torch.arange(number) % 3
+    for image, label in zip(images, labels, strict=True):
+        image[label, 8:24, 8:24] += 1.5
+    return list(zip(images, labels, strict=True))
+
+
+@pytest.mark.parametrize(
+    'backbone',
+    [
+        dict(type='SBPViT', arch=dict(num_layers=3, embed_dims=24, num_heads=3), img_size=32, patch_size=8),
+        dict(type='SBPConvNeXt', arch=dict(depths=[1, 1], channels=[16, 24]), layer_scale_init_value=1.0),
+    ],
+    ids=['vit', 'convnext'],
+)
+@pytest.mark.parametrize('recompute', [False, 'block'])
+def test_training_steps(backbone, recompute, tmp_path):
+    torch.manual_seed(0)
+    more = dict(out_type='cls_token') if backbone['type'] == 'SBPViT' else {}
+    options = dict(sbp_cfg=dict(keep_ratio=0.5, recompute=recompute), drop_path_rate=0.1, **more)
+    model = Classifier(backbone | options, 24, 3)
+    model.init_weights()
+    runner = Runner(
+        model,
+        str(tmp_path),
+        train_dataloader=dict(batch_size=16, sampler=dict(type='DefaultSampler', shuffle=True), dataset=rendered()),
+        train_cfg=dict(by_epoch=True, max_epochs=10),
+        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=3e-3)),
+        default_hooks=dict(checkpoint=None, logger=dict(type='LoggerHook', interval=100)),
+        experiment_name=f'{backbone["type"]}-{recompute}-{tmp_path.name}',
+        log_level='ERROR',
+    )
+    runner.train()
+    model.eval()
+    inputs, labels = (torch.stack(part) for part in zip(*rendered(), strict=True))
+    with torch.no_grad():
+        assert (model(inputs, labels).argmax(1) == labels).float().mean() > 0.8
+
+
+WITH_MMPRETRAIN = """
+import sys, types, importlib.machinery
+class Stub(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith('__'):
+            raise AttributeError(name)
+        return type(name, (), {})
+for name in ('torchvision', 'torchvision.transforms', 'torchvision.transforms.functional',
+             'torchvision.transforms.transforms', 'torchvision.ops', 'torchvision.ops.boxes', 'torchvision.utils'):
+    try:
+        __import__(name)
+    except ImportError:
+        sys.modules[name] = Stub(name)
+        sys.modules[name].__path__ = []
+        sys.modules[name].__version__ = '0.0'
+import torch
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmpretrain.registry import MODELS
+import mmpretrain.models
+config = Config.fromfile(sys.argv[1])
+init_default_scope('mmpretrain')
+config.model.backbone.arch = (
+    dict(num_layers=2, embed_dims=24, num_heads=3) if 'ViT' in config.model.backbone.type
+    else dict(depths=[1, 1, 1, 1], channels=[8, 8, 8, 24]))
+config.model.head.update(in_channels=24, num_classes=5)
+config.model.train_cfg = None
+model = MODELS.build(config.model)
+model.init_weights()
+from mmpretrain.structures import DataSample
+samples = [DataSample().set_gt_label(i % 5) for i in range(4)]
+loss = model(torch.randn(4, 3, 64, 64), samples, mode='loss')['loss']
+loss.backward()
+print('loss', loss.item(), type(model.backbone).__name__, type(model.head).__name__)
+"""
+
+
+@pytest.mark.parametrize('name', [f'{prefix}{name}' for name in NAMES for prefix in ('', 'sbp-')])
+def test_with_mmpretrain(name):
+    """Where it is installed, with or without torchvision: the config as it is, but for sizes."""
+    words = [sys.executable, '-c', WITH_MMPRETRAIN, str(FOLDER / f'{name}_in1k.py')]
+    found = subprocess.run([sys.executable, '-c', 'import mmpretrain.version'], env=environment(), check=False)
+    if found.returncode:
+        pytest.skip('mmpretrain is not installed')
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and 'LinearClsHead' in done.stdout, done.stderr[-2000:]
