@@ -170,7 +170,7 @@ class SBPConvNeXt(BaseModule):
             )
         # Images are left out without gradients too: so begins a pass that somebody's checkpointing replays with them.
         active = self.sbp and self.training and (torch.is_grad_enabled() or self.sbp.skip_dropped_images)
-        positions, images = self.draw(x) if active else ({}, {})
+        positions, images, _ = self.draw(x) if active else Drawn({}, {})
         outs = []
         for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
             x = layer(x, positions.get((i, 'downsample'))) if i else layer(x)
