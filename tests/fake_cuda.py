@@ -156,7 +156,7 @@ def fake_backbone(mode: FakeTensorMode, **arguments) -> SBPConvNeXt:
     def draw_on_cpu(x, *args, **kwargs):
         with unset_fake_temporarily():
             drawn = draw(torch.empty(()).expand(x.shape), *args, **kwargs)
-        return Drawn({layer: to_gpu(found) for layer, found in drawn.positions.items()}, drawn.images)
+        return drawn._replace(positions={layer: to_gpu(found) for layer, found in drawn.positions.items()})
 
     backbone.draw = draw_on_cpu
     return backbone

@@ -12,8 +12,11 @@ from helpers import CONFIGS, environment
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.model import BaseModel
+from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch import nn
+
+import sbp_mmdet  # noqa: F401  registers the backbones
 
 FOLDER = CONFIGS / 'classification'
 NAMES = [f'{family}-{arch}' for family in ('vit', 'convnext') for arch in ('tiny', 'base')]
@@ -65,8 +68,8 @@ def test_configs_are_the_papers(load, name):
         with torch.device('meta'):
             backbone = MODELS.build({k: v for k, v in config.model.backbone.items() if k != '_scope_'})
         assert config.model.backbone.drop_path_rate == rate
-        assert backbone.eval()(torch.empty(1, 3, 64, 64, device='meta'))[0].shape == (1, CHANNELS[name])
-        assert config.model.head.in_channels == CHANNELS[name]
+        channels = backbone.channels if name.startswith('vit') else backbone.channels[-1]
+        assert config.model.head.in_channels == CHANNELS[name] == channels
         assert config.train_dataloader.batch_size == PAPER[name][0]
         assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
     a, b = plain.to_dict(), copy.deepcopy(sbp.to_dict())
@@ -116,6 +119,7 @@ def rendered(number=64, size=32):
 )
 @pytest.mark.parametrize('recompute', [False, 'block'])
 def test_training_steps(backbone, recompute, tmp_path):
+    init_default_scope('mmdet')
     torch.manual_seed(0)
     more = dict(out_type='cls_token') if backbone['type'] == 'SBPViT' else {}
     options = dict(sbp_cfg=dict(keep_ratio=0.5, recompute=recompute), drop_path_rate=0.1, **more)
@@ -124,12 +128,18 @@ def test_training_steps(backbone, recompute, tmp_path):
     runner = Runner(
         model,
         str(tmp_path),
-        train_dataloader=dict(batch_size=16, sampler=dict(type='DefaultSampler', shuffle=True), dataset=rendered()),
+        train_dataloader=dict(
+            batch_size=16,
+            collate_fn=dict(type='default_collate'),
+            sampler=dict(type='DefaultSampler', shuffle=True),
+            dataset=rendered(),
+        ),
         train_cfg=dict(by_epoch=True, max_epochs=10),
         optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=3e-3)),
         default_hooks=dict(checkpoint=None, logger=dict(type='LoggerHook', interval=100)),
         experiment_name=f'{backbone["type"]}-{recompute}-{tmp_path.name}',
         log_level='ERROR',
+        default_scope='mmdet',
     )
     runner.train()
     model.eval()
