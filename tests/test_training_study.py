@@ -91,7 +91,7 @@ def test_what_others_have_trained_is_reported(study, tmp_path):
     assert found['plain']['1']['machine'] == {'commit': 'abc'} and not found['half']['2']['finished']
 
 
-@pytest.mark.parametrize(('seed', 'message'), [(13, 'a training failed'), (14, 'ended without its last AP')])
+@pytest.mark.parametrize(('seed', 'message'), [(13, 'a training failed'), (14, 'a training ended without its last AP')])
 def test_a_training_that_fails_is_named(study, tmp_path, seed, message):
     done = study(*SETTINGS, '--seeds', f'{seed}')
     assert done.returncode == 1
@@ -108,7 +108,7 @@ def test_a_training_that_fails_is_named(study, tmp_path, seed, message):
         ((*SETTINGS, *SETTINGS), 'same label'),
         ((*SETTINGS, '--jobs', '0'), '--jobs 0'),
         ((*SETTINGS, '--labels', 'third'), "there is no 'third'"),
-        ((), 'unknown custom_imports'),
+        ((), 'is a config of a model'),
     ],
     ids=str,
 )

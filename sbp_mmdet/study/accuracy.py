@@ -119,14 +119,11 @@ def _table(found):
         bases = sorted({*against.values()})
         columns.append(Column(f'{name}, less {bases[0] if len(bases) == 1 else "its pair"}', cell))
     for name, value in experiment['reach'].items():
-        columns.append(
-            Column(
-                f'steps to {name} {100 * value:g}',
-                lambda row, name=name, value=value: _reached(
-                    [steps_to(run, name, value) for run in row['runs'].values()]
-                ),
-            )
-        )
+
+        def reached(row, name=name, value=value):
+            return _reached([steps_to(run, name, value) for run in row['runs'].values()])
+
+        columns.append(Column(f'steps to {name} {100 * value:g}', reached))
     return columns, records
 
 

@@ -91,6 +91,8 @@ def read_experiment(path: str | Path) -> Experiment:
     if not path.is_file():
         raise ValueError(f'experiment {path} does not exist (working folder: {Path.cwd()}); see experiments/')
     content = Config.fromfile(path, import_custom_modules=False).to_dict()
+    if 'model' in content:
+        raise ValueError(f'{path} is a config of a model; give its settings with --setting, or an experiment')
     known = {field.name for field in dataclasses.fields(Experiment)} - {'name', 'folder'}
     if unknown := sorted(set(content) - known):
         raise ValueError(f'{path}: unknown {", ".join(unknown)}; an experiment has {", ".join(sorted(known))}')
