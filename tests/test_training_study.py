@@ -76,19 +76,21 @@ def test_settings_and_seeds(study, tmp_path):
 
 
 def test_what_others_have_trained_is_reported(study, tmp_path):
-    """Without result.json, and one that has not ended; the experiment is a file."""
+    """By a tool that did not keep the course of AP, and one that has not ended; the experiment is a file."""
     file = tmp_path / 'half.py'
     file.write_text(f"config = '{CONFIG}'\nsettings = dict(plain=None, half=dict(keep_ratio=0.5))\nseeds = [1, 2]\n")
     assert study(file=file).returncode == 0
     for path in tmp_path.glob('work/*/result.json'):
-        path.unlink()
+        path.write_text('{"ap": {}, "loss": []}')
+    (tmp_path / 'work/half-2/result.json').unlink()
     scalars = tmp_path / 'work/half-2/now/vis_data/scalars.json'
     scalars.write_text('\n'.join(scalars.read_text().splitlines()[:3]) + '\n{"half a li')
     done = study('--no-run', '--commit', 'abc', '--json', tmp_path / 'out.json', file=file)
     assert done.returncode == 0, done.stderr
     assert 'half, seed 2: not ended, 20 steps evaluated' in done.stdout and '-35.0, one seed' in done.stdout
     found = json.loads((tmp_path / 'out.json').read_text())['results']
-    assert found['plain']['1']['machine'] == {'commit': 'abc'} and not found['half']['2']['finished']
+    assert found['plain']['1']['machine'] == {'commit': 'abc'}
+    assert found['half']['2']['machine'] == {'commit': None} and not found['half']['2']['finished']
 
 
 @pytest.mark.parametrize(('seed', 'message'), [(13, 'a training failed'), (14, 'a training ended without its last AP')])
@@ -122,7 +124,7 @@ def test_bad_input(study, args, message):
     ('text', 'message'),
     [
         ('', 'give config and settings, or configs'),
-        ("settings = dict(a=None)\nconfigs = dict(a='x.py')", 'give config and settings, or configs'),
+        ('settings = dict(a=None)', 'give config and settings, or configs'),
         ("configs = dict(a='x.py')\nseed = 3", 'unknown seed; an experiment has compare, config'),
         ("configs = dict(a='x.py')\nseeds = [3, 3]", 'differ'),
         ("configs = {'a/b': 'x.py'}", 'names a folder'),

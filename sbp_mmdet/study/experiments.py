@@ -17,13 +17,14 @@ __all__ = ['Experiment', 'configs_of', 'read_experiment']
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What is trained and compared. Either ``config`` and ``settings`` are given, or ``configs``.
+    """What is trained and compared: settings of one config, or whole configs, or both.
 
     Attributes:
         name (str): Of the experiment.
         config (str): Config file, or ``mmdet::FAMILY/NAME.py``. Default: ''.
         settings (Mapping): Label to ``sbp_cfg``; None is no SBP. Default: none.
-        configs (Mapping): Label to a config that is trained as it is; None: it is not trained here. Default: none.
+        configs (Mapping): Label to the config that it has in place of ``config``; it is trained as it is where
+            ``settings`` has no such label; None: it is not trained here. Default: none.
         options (Mapping): ``--cfg-options`` of all trainings: schedule, data. Default: none.
         seeds (Sequence[int]): The same for each label: same start, same order of images. Default: 0.
         compare (Mapping): Label to the label that it is compared with. Default: each with the first one.
@@ -49,7 +50,7 @@ class Experiment:
 
     def __post_init__(self):
         labels = self.labels
-        if bool(self.settings) == bool(self.configs) or bool(self.settings) != bool(self.config):
+        if not labels or (not self.config and {*self.settings} - {*self.configs}):
             raise ValueError(f'{self.name}: give config and settings, or configs')
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise ValueError(f'{self.name}: seeds {[*self.seeds]} must be given, and differ')
@@ -66,7 +67,11 @@ class Experiment:
     @property
     def labels(self) -> list[str]:
         """Of settings or configs, in their order."""
-        return [*(self.settings or self.configs)]
+        return [*dict.fromkeys([*self.settings, *self.configs])]
+
+    def config_of(self, label: str) -> str | None:
+        """Name of its config."""
+        return self.configs.get(label, self.config or None)
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -116,7 +121,7 @@ def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Confi
     for label in labels:
         if label not in experiment.labels:
             raise ValueError(f'{experiment.name}: there is no {label!r}; it has {experiment.labels}')
-        name = experiment.config or experiment.configs[label]
+        name = experiment.config_of(label)
         if name is None:
             raise ValueError(f'{experiment.name}: {label!r} has no config, so it is not trained here')
         try:
@@ -137,7 +142,7 @@ def _path(name, folder):
 
 def _set(config, experiment, label):
     backbone = config.model.get('backbone')
-    if experiment.settings:
+    if label in experiment.settings:
         sbp_cfg = experiment.settings[label]
         backbone.update(type=require(backbone).backbone, sbp_cfg=sbp_cfg)
         config.custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)

@@ -109,8 +109,7 @@ def read_trained(experiment: Experiment, folders: Mapping[str, Sequence[Path]]) 
     for label, places in folders.items():
         if label not in experiment.labels:
             raise ValueError(f'{experiment.name}: there is no {label!r}; it has {experiment.labels}')
-        named = experiment.config or experiment.configs[label]
-        wanted = configs_of(experiment, [label])[label] if named else None
+        wanted = configs_of(experiment, [label])[label] if experiment.config_of(label) else None
         runs = []
         for folder in places:
             config, gpus = _trained(folder)

@@ -120,8 +120,8 @@ def plan(
 def _check_folder(training):
     """Two trainings in one folder would become one curve."""
     file = training.folder / 'config.py'
-    if not file.is_file():
-        return
+    if not file.is_file() or not any(training.folder.glob('*/vis_data/scalars.json')):
+        return  # nothing was trained yet
     there = Config.fromfile(file, import_custom_modules=False).to_dict()
     wanted = Config.fromstring(training.config.pretty_text, '.py').to_dict()  # as a file gives it back
     if different := sorted(key for key in {*there, *wanted} - _OF_A_RUN if there.get(key) != wanted.get(key)):
@@ -171,7 +171,7 @@ def look(training: Training, commit: str | None = None) -> dict | None:
 
     Args:
         training (Training): The training.
-        commit (str | None): Of the code that trained, where ``result.json`` does not name it. Default: None.
+        commit (str | None): Of the code that trained, where an older ``result.json`` does not name it. Default: None.
 
     Returns:
         dict | None: Of :func:`collect`, and ``machine``, ``seconds`` of training and evaluation, and ``finished``;
@@ -188,7 +188,7 @@ def look(training: Training, commit: str | None = None) -> dict | None:
     loop = training.config.train_cfg
     last = found['curve'][-1]['evaluated'] if found['curve'] else 0
     found['finished'] = last >= loop.get('max_epochs', loop.get('max_iters', 0))
-    found.setdefault('machine', dict(commit=commit))
+    found.setdefault('machine', dict(commit=commit if kept else None))
     return found
 
 
