@@ -118,7 +118,9 @@ def test_draw_masks_refuses_tiny_images(tmp_path):
 
 def test_show_predictions(project, tmp_path):
     out = tmp_path / 'folder' / 'picture.png'
-    show_predictions.show_predictions(str(project / 'config.py'), str(project / 'model.pth'), out, num=2, threshold=0)
+    show_predictions.show_predictions(
+        str(project / 'config.py'), dict(prediction=str(project / 'model.pth')), out, num=2, threshold=0
+    )
     picture = cv2.imread(str(out))
     assert picture is not None and picture.std() > 10
 

@@ -1,13 +1,14 @@
-"""The study of trainings, with a training script that only writes what mmengine writes."""
+"""The runner of experiments, with a training script that only writes what mmengine writes."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-from helpers import CONFIGS, TOOLS
+from helpers import CONFIGS, ROOT, TOOLS
 
-from sbp_mmdet.study.trainings import collect
+from sbp_mmdet.study.experiments import Experiment, configs_of, read_experiment
+from sbp_mmdet.study.trainings import Launcher, Training, collect, look, plan, read_log
 
 TOOL = TOOLS / 'analysis_tools/training_study.py'
 CONFIG = CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
@@ -26,8 +27,10 @@ with open(folder / 'count', 'a') as count:
 (folder / 'now/vis_data').mkdir(parents=True, exist_ok=True)
 ap = 0.4 if sbp is None else sbp.keep_ratio / 10
 lines = [dict(iter=20, loss=3.0 + seed), {'step': 1, 'coco/bbox_mAP': 0.01}, dict(iter=40, loss=2.0 + seed)]
-lines += [{'step': 2, 'coco/bbox_mAP': ap + seed / 100, 'coco/segm_mAP': ap}]
+if seed != 14:
+    lines += [{'step': 6, 'coco/bbox_mAP': ap + seed / 100, 'coco/segm_mAP': ap}]
 (folder / 'now/vis_data/scalars.json').write_text('\\n'.join(map(json.dumps, lines)))
+(folder / 'now/now.log').write_text('2026/11/21 12:00:00 - x\\nmore\\n2026/11/21 12:01:30 - y')
 """
 
 
@@ -39,8 +42,8 @@ def study(tmp_path):
     (folder / TOOL.name).write_text(TOOL.read_text())
     (tmp_path / 'tools/train.py').write_text(TRAIN)
 
-    def run(*args):
-        command = [sys.executable, folder / TOOL.name, CONFIG, '--work-dir', tmp_path / 'work', *args]
+    def run(*args, file=CONFIG):
+        command = [sys.executable, folder / TOOL.name, file, '--work-dir', tmp_path / 'work', *args]
         return subprocess.run(command, capture_output=True, text=True, cwd=TOOLS.parent, env=None)
 
     return run
@@ -53,26 +56,49 @@ def test_settings_and_seeds(study, tmp_path):
     files = ('--json', tmp_path / 'out.json', '--plot', tmp_path / 'out.png')
     done = study(*SETTINGS, '--seeds', '1', '2', '--jobs', '2', *files)
     assert done.returncode == 0, done.stderr
-    assert ['box', 'AP', 'plain', '0.415', '0.410', 'to', '0.420', '2'] in map(str.split, done.stdout.splitlines())
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ['plain', '2', '41.5', '±', '0.7', '40.0', '±', '0.0'] in lines
+    # The same from seed to seed: told apart, with an interval of no width.
+    assert 'quarter      2   4.0 ± 0.7   2.5 ± 0.0  **-37.5 (-37.5 to -37.5)**  **-37.5' in done.stdout
     written = json.loads((tmp_path / 'out.json').read_text())
-    assert written['settings'] == {'plain': None, 'quarter': {'keep_ratio': 0.25}}
+    assert written['experiment']['settings'] == {'plain': None, 'quarter': {'keep_ratio': 0.25}}
     one = written['results']['quarter']['2']
-    assert one['ap'] == {'box AP': 0.045, 'mask AP': 0.025}
+    assert one['ap'] == {'box AP': 0.045, 'mask AP': 0.025} and one['seconds'] == 90 and one['finished']
     assert one['loss'] == [[20, 5.0], [40, 4.0]] and one['machine']['commit'] == written['machine']['commit']
     assert (tmp_path / 'out.png').stat().st_size > 1000
 
-    # A second call trains what is new, and what is not the same any more.
+    # A second call trains what is new; another config does not go into the folder of the first one.
     assert study(*SETTINGS, '--seeds', '1', '3').returncode == 0
-    assert study('--setting', 'plain: none', '--seeds', '1', '--cfg-options', 'train_cfg.max_epochs=9').returncode == 0
+    other = study('--setting', 'plain: none', '--seeds', '1', '--cfg-options', 'train_cfg.max_epochs=9')
+    assert other.returncode == 2 and 'plain-1 holds another training: train_cfg differ' in other.stderr
     counts = {path.parent.name: len(path.read_text()) for path in tmp_path.glob('work/*/count')}
-    assert counts == {f'{label}-{seed}': 1 for label in ('plain', 'quarter') for seed in (1, 2, 3)} | {'plain-1': 2}
+    assert counts == {f'{label}-{seed}': 1 for label in ('plain', 'quarter') for seed in (1, 2, 3)}
 
 
-def test_a_training_that_fails_is_named(study, tmp_path):
-    done = study(*SETTINGS, '--seeds', '13')
+def test_what_others_have_trained_is_reported(study, tmp_path):
+    """By a tool that did not keep the course of AP, and one that has not ended; the experiment is a file."""
+    file = tmp_path / 'half.py'
+    file.write_text(f"config = '{CONFIG}'\nsettings = dict(plain=None, half=dict(keep_ratio=0.5))\nseeds = [1, 2]\n")
+    assert study(file=file).returncode == 0
+    for path in tmp_path.glob('work/*/result.json'):
+        path.write_text('{"ap": {}, "loss": []}')
+    (tmp_path / 'work/half-2/result.json').unlink()
+    scalars = tmp_path / 'work/half-2/now/vis_data/scalars.json'
+    scalars.write_text('\n'.join(scalars.read_text().splitlines()[:3]) + '\n{"half a li')
+    done = study('--no-run', '--commit', 'abc', '--json', tmp_path / 'out.json', file=file)
+    assert done.returncode == 0, done.stderr
+    assert 'half, seed 2: not ended, 20 steps evaluated' in done.stdout and '-35.0, one seed' in done.stdout
+    found = json.loads((tmp_path / 'out.json').read_text())['results']
+    assert found['plain']['1']['machine'] == {'commit': 'abc'}
+    assert found['half']['2']['machine'] == {'commit': None} and not found['half']['2']['finished']
+
+
+@pytest.mark.parametrize(('seed', 'message'), [(13, 'a training failed'), (14, 'a training ended without its last AP')])
+def test_a_training_that_fails_is_named(study, tmp_path, seed, message):
+    done = study(*SETTINGS, '--seeds', f'{seed}')
     assert done.returncode == 1
-    assert 'plain, seed 13: a training failed' in done.stderr and 'log.txt says why' in done.stderr
-    assert 'out of luck' in (tmp_path / 'work/plain-13/log.txt').read_text()
+    assert f'plain, seed {seed}: {message}' in done.stderr and 'log.txt' in done.stderr
+    assert seed != 13 or 'out of luck' in (tmp_path / 'work/plain-13/log.txt').read_text()
     assert not list(tmp_path.glob('work/*/result.json'))
 
 
@@ -83,6 +109,8 @@ def test_a_training_that_fails_is_named(study, tmp_path):
         (('--setting', 'x: keep_ratio=2'), 'keep_ratio=2'),
         ((*SETTINGS, *SETTINGS), 'same label'),
         ((*SETTINGS, '--jobs', '0'), '--jobs 0'),
+        ((*SETTINGS, '--labels', 'third'), "there is no 'third'"),
+        ((), 'is a config of a model'),
     ],
     ids=str,
 )
@@ -92,19 +120,98 @@ def test_bad_input(study, args, message):
     assert message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('', 'give config and settings, or configs'),
+        ('settings = dict(a=None)', 'give config and settings, or configs'),
+        ("configs = dict(a='x.py')\nseed = 3", 'unknown seed; an experiment has compare, config'),
+        ("configs = dict(a='x.py')\nseeds = [3, 3]", 'differ'),
+        ("configs = {'a/b': 'x.py'}", 'names a folder'),
+        ("configs = dict(a='x.py')\ncompare = dict(b='a')", "compare names ['b']"),
+        ("configs = dict(a='x.py')\nheads = ['box AP']\npaper = dict(a=[1, 2])", 'has 2 values'),
+        ("configs = dict(a='x.py')", 'x.py does not exist'),
+        ('configs = dict(a=None)', 'no config'),
+        (f"config = '{CONFIG}'\nsettings = dict(a=dict(keep=0.5))", 'e, a: sbp_cfg'),
+        (f"config = '{CONFIG}'\nsettings = dict(a=dict(keep_ratio=7))", 'keep_ratio=7'),
+    ],
+    ids=str,
+)
+def test_bad_experiments(tmp_path, text, message):
+    file = tmp_path / 'e.py'
+    file.write_text(text)
+    with pytest.raises(ValueError, match='.*') as error:
+        experiment = read_experiment(file)
+        configs_of(experiment, experiment.labels)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize('file', sorted((ROOT / 'experiments').glob('*.py')), ids=lambda file: file.stem)
+def test_experiments_of_the_repository(file, tmp_path):
+    experiment = read_experiment(file)
+    if any(name is None for name in experiment.configs.values()):
+        assert experiment.paper
+        return
+    trainings = plan(experiment, tmp_path)
+    assert len(trainings) == len(experiment.labels) * len(experiment.seeds) == len({t.folder for t in trainings})
+    for training in trainings:
+        assert training.config.randomness.seed == training.seed
+        sbp_cfg = training.config.model.backbone.get('sbp_cfg')
+        assert sbp_cfg == experiment.settings.get(training.label, sbp_cfg)
+    for label, base in experiment.pairs:  # what is compared differs in sbp_cfg alone
+        one, other = (next(t.config.to_dict() for t in trainings if t.label == name) for name in (label, base))
+        for config in (one, other):
+            config['model']['backbone'].pop('sbp_cfg', None)
+        assert one['model'] == other['model'] and one['optim_wrapper'] == other['optim_wrapper']
+
+
+def test_launchers(tmp_path):
+    training = Training('a b', 3, None, tmp_path / 'x')
+    words, _ = Launcher(TOOLS).command(training, 'c.py')
+    assert words == [sys.executable, TOOLS / 'train.py', 'c.py', '--work-dir', tmp_path / 'x', '--resume']
+    words, variables = Launcher(TOOLS, 4).command(training, 'c.py')
+    assert words == ['bash', TOOLS / 'dist_train.sh', 'c.py', '4', '--work-dir', tmp_path / 'x', '--resume']
+    words, other = Launcher(TOOLS, 4, 'big').command(training, 'c.py')
+    assert words == ['bash', TOOLS / 'slurm_train.sh', 'big', 'a-b-3', 'c.py', tmp_path / 'x', '--resume']
+    assert other['GPUS'] == '4' and other['PORT'] != variables['PORT']
+
+
 def test_what_a_log_says():
     lines = [
         dict(iter=1, loss=2.5, time=0.5, memory=100),
         {'step': 1, 'coco/bbox_mAP': 0.1, 'coco/bbox_mAP_s': 0.05, 'coco/bbox_mAP_l': -1.0},
         dict(iter=2, loss=2.0, time=0.7, memory=120),
         dict(iter=3, loss=1.5, time=0.6, memory=120),
-        {'step': 2, 'coco/bbox_mAP': 0.3},
+        {'step': 2, 'coco/bbox_mAP': 0.3, 'accuracy/top1': 75.0},
     ]
-    assert collect(map(json.dumps, lines)) == {
-        'ap': {'box AP': 0.3, 'box AP small': 0.05},
-        'curve': [{'step': 1, 'box AP': 0.1, 'box AP small': 0.05}, {'step': 3, 'box AP': 0.3}],
+    assert collect(lines) == {
+        'ap': {'box AP': 0.3, 'box AP small': 0.05, 'top-1': 0.75},
+        'curve': [
+            {'step': 1, 'evaluated': 1, 'box AP': 0.1, 'box AP small': 0.05},
+            {'step': 3, 'evaluated': 2, 'box AP': 0.3, 'top-1': 0.75},
+        ],
         'loss': [[1, 2.5], [2, 2.0], [3, 1.5]],
         'step_s': 0.6,
         'memory': 120,
     }
     assert collect([]) == dict(ap={}, curve=[], loss=[], step_s=None, memory=None)
+
+
+def test_logs_of_a_training_that_was_resumed(tmp_path):
+    """The steps after the last checkpoint were trained twice; they count once."""
+    ap = [{'step': i, 'coco/bbox_mAP': i / 10} for i in range(4)]
+    steps = [dict(iter=i, loss=float(i), time=1.0) for i in range(9)]
+    parts = [[*steps[:4], ap[1], *steps[4:7]], [dict(steps[5], loss=0.5), steps[6], ap[2]], [steps[8], ap[3]]]
+    for i, part in enumerate(parts):
+        folder = tmp_path / f'{i}/vis_data'
+        folder.mkdir(parents=True)
+        (folder / 'scalars.json').write_text('\n'.join(map(json.dumps, part)))
+    found = read_log(tmp_path)
+    assert [point['step'] for point in found['curve']] == [3, 6, 8]
+    assert found['loss'] == [[0, 0.0], [1, 1.0], [2, 2.0], [3, 3.0], [4, 4.0], [5, 0.5], [6, 6.0], [8, 8.0]]
+    assert read_log(tmp_path / 'none') is None
+
+
+def test_nothing_logged_yet(tmp_path):
+    training = plan(Experiment('x', str(CONFIG), dict(a=None)), tmp_path)[0]
+    assert look(training) is None

@@ -1,37 +1,42 @@
-"""Whole trainings of one config, a folder for each setting and seed: run, kept, collected, compared."""
+"""Whole trainings of an experiment, a folder for each label and seed: run, resumed, collected."""
 
 import concurrent.futures
 import copy
+import datetime
 import json
 import os
+import re
+import socket
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from mmengine.config import Config
 
-from ..families import require
 from ..provenance import describe_machine
-from ..reporting import COLOURS, Column, panels, save_picture, text_table
-from .gradients import backbone_with
+from .experiments import Experiment, configs_of
 from .settings import parse_setting
 
-__all__ = ['METRICS', 'Training', 'ap_picture', 'ap_table', 'collect', 'plan', 'read_setting', 'run', 'run_all']
+__all__ = ['METRICS', 'Launcher', 'Training', 'collect', 'look', 'plan', 'read_log', 'read_setting', 'run', 'run_all']
 
 METRICS = {
     f'{kind} AP{size}': f'coco/{key}_mAP{suffix}'
     for kind, key in (('box', 'bbox'), ('mask', 'segm'))
-    for size, suffix in (('', ''), (' small', '_s'), (' medium', '_m'), (' large', '_l'))
-}
+    for size, suffix in (('', ''), ('50', '_50'), ('75', '_75'), (' small', '_s'), (' medium', '_m'), (' large', '_l'))
+} | {'top-1': 'accuracy/top1'}
+# mmengine writes the config into the folder again, with what the command line and tools/train.py set.
+_OF_A_RUN = {'default_hooks', 'env_cfg', 'launcher', 'model_wrapper_cfg', 'resume', 'work_dir'}
+_TIME = re.compile(r'^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - ', re.MULTILINE)
 
 
 class Training(NamedTuple):
     """One training.
 
     Args:
-        label (str): Of its setting.
+        label (str): Of its setting or config.
         seed (int): Of the training.
         config (Config): Setting and seed are in it.
         folder (Path): Its work directory.
@@ -43,101 +48,205 @@ class Training(NamedTuple):
     folder: Path
 
 
+class Launcher(NamedTuple):
+    """How a training is started. It goes on from the last checkpoint in its folder, if there is one.
+
+    Args:
+        tools (Path): Folder of ``train.py``, ``dist_train.sh`` and ``slurm_train.sh``.
+        gpus (int): Of a training: processes of torchrun or Slurm. 0: one process, without either. Default: 0.
+        partition (str): Of Slurm; '': on this machine. Default: ''.
+    """
+
+    tools: Path
+    gpus: int = 0
+    partition: str = ''
+
+    def command(self, training: Training, file: Path) -> tuple[list, dict]:
+        """Words and environment variables that train what a config file says."""
+        if self.partition:
+            name = re.sub(r'\W+', '-', f'{training.label}-{training.seed}')
+            words = ['bash', self.tools / 'slurm_train.sh', self.partition, name, file, training.folder, '--resume']
+            return words, dict(GPUS=f'{self.gpus or 1}', PORT=_free_port(), PYTHON=sys.executable)
+        if self.gpus:
+            words = ['bash', self.tools / 'dist_train.sh', file, f'{self.gpus}']
+            variables = dict(PORT=_free_port(), PYTHON=sys.executable)
+        else:
+            words, variables = [sys.executable, self.tools / 'train.py', file], {}
+        return [*words, '--work-dir', training.folder, '--resume'], variables
+
+
+def _free_port():
+    """Where the processes of a training meet; trainings side by side need different ones."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        return f'{free.getsockname()[1]}'
+
+
 def read_setting(text: str) -> tuple[str, dict | None]:
     """Label and ``sbp_cfg`` of 'label: keep_ratio=0.25'; 'label: none' is the plain backbone, None."""
     label, _, rest = text.partition(':')
     return (label.strip(), None) if rest.strip() == 'none' else parse_setting(text)
 
 
-def plan(config: Config, settings: dict[str, dict | None], seeds: Sequence[int], work_dir: Path) -> list[Training]:
-    """The trainings of a study, seed by seed: one that is stopped has compared something.
+def plan(
+    experiment: Experiment, work_dir: Path, labels: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> list[Training]:
+    """The trainings of an experiment, seed by seed: one that is stopped has compared something.
 
     Args:
-        config (Config): Of the detector.
-        settings (dict): Label to ``sbp_cfg``; None is no SBP.
-        seeds (Sequence[int]): The same for each setting: same start, same order of images.
+        experiment (Experiment): What to train.
         work_dir (Path): A folder for each training is made in here.
+        labels (Sequence[str]): These only. Default: all.
+        seeds (Sequence[int]): In place of the experiment's. Default: the experiment's.
 
     Returns:
         list[Training]: None has started.
 
     Raises:
-        ValueError: For a setting that cannot be honoured, or a seed that stands twice.
+        ValueError: For what cannot be honoured, or a folder that holds another training.
     """
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f'seeds {[*seeds]} must differ')
-    for sbp_cfg in settings.values():
-        backbone_with(config, sbp_cfg)
-    return [
-        Training(label, seed, _with(config, sbp_cfg, seed), Path(work_dir) / f'{label}-{seed}')
-        for seed in seeds
-        for label, sbp_cfg in settings.items()
-    ]
+    configs = configs_of(experiment, labels or experiment.labels)
+    trainings = []
+    for seed in seeds or experiment.seeds:
+        for label, config in configs.items():
+            config = copy.deepcopy(config)
+            config.randomness = dict(config.get('randomness') or {}, seed=seed)
+            trainings.append(Training(label, seed, config, Path(work_dir) / f'{label}-{seed}'))
+    for training in trainings:
+        _check_folder(training)
+    return trainings
 
 
-def _with(config, sbp_cfg, seed):
-    config = copy.deepcopy(config)
-    config.randomness = dict(config.get('randomness') or {}, seed=seed)
-    config.model.backbone.update(type=require(config.model.backbone).backbone, sbp_cfg=sbp_cfg)
-    config.custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
-    return config
+def _check_folder(training):
+    """Two trainings in one folder would become one curve."""
+    file = training.folder / 'config.py'
+    if not file.is_file() or not any(training.folder.glob('*/vis_data/scalars.json')):
+        return  # nothing was trained yet
+    there = Config.fromfile(file, import_custom_modules=False).to_dict()
+    wanted = Config.fromstring(training.config.pretty_text, '.py').to_dict()  # as a file gives it back
+    if different := sorted(key for key in {*there, *wanted} - _OF_A_RUN if there.get(key) != wanted.get(key)):
+        raise ValueError(
+            f'{training.folder} holds another training: {", ".join(different)} differ; '
+            'give another --work-dir, or move the folder away'
+        )
 
 
-def run(training: Training, command: Sequence[str | Path], threads: int | None = None) -> dict:
-    """Trains once, unless the folder has the result of the same training.
+def run(training: Training, launcher: Launcher, threads: int | None = None) -> dict:
+    """Trains, unless the folder has a result.
 
     Args:
         training (Training): What to train.
-        command (Sequence): Words that a config file and ``--work-dir FOLDER`` are added to.
+        launcher (Launcher): How to start it.
         threads (int | None): CPU threads; None: as the environment has it. Default: None.
 
     Returns:
-        dict: Of :func:`collect`, and ``machine``.
+        dict: Of :func:`look`; it also stands in ``result.json`` in the folder.
 
     Raises:
-        RuntimeError: If the training fails; names the log.
+        RuntimeError: If the training fails, or ends without AP; names the log.
     """
-    folder, text = training.folder, training.config.pretty_text
+    folder = training.folder
     result, file = folder / 'result.json', folder / 'config.py'
-    if result.exists() and file.read_text() == text:
-        return json.loads(result.read_text())
-    folder.mkdir(parents=True, exist_ok=True)
-    result.unlink(missing_ok=True)  # of another config
-    file.write_text(text)
-    environment = dict(os.environ, **({} if threads is None else dict(OMP_NUM_THREADS=str(threads))))
-    with open(folder / 'log.txt', 'w') as log:
-        words = [*command, file, '--work-dir', folder]
-        if subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode:
+    if not result.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(training.config.pretty_text)
+        words, variables = launcher.command(training, file)
+        if threads is not None:
+            variables['OMP_NUM_THREADS'] = f'{threads}'
+        with open(folder / 'log.txt', 'a') as log:
+            done = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables)
+        if done.returncode:
             raise RuntimeError(f'a training failed; {log.name} says why')
-    scalars = max(folder.glob('*/vis_data/scalars.json'), key=lambda path: path.stat().st_mtime)
-    found = dict(machine=describe_machine(), **collect(scalars.read_text().splitlines()))
-    whole = result.with_suffix('.part')
-    whole.write_text(json.dumps(found))
-    whole.replace(result)
+        found = look(training)
+        if not found['finished']:
+            raise RuntimeError(f'a training ended without its last AP, see {log.name}; evaluate it with tools/test.py')
+        whole = result.with_suffix('.part')
+        whole.write_text(json.dumps(dict(found, machine=describe_machine())))
+        whole.replace(result)
+    return look(training)
+
+
+def look(training: Training, commit: str | None = None) -> dict | None:
+    """What a folder holds of a training that is finished or runs, by whatever program it was started.
+
+    Args:
+        training (Training): The training.
+        commit (str | None): Of the code that trained, where an older ``result.json`` does not name it. Default: None.
+
+    Returns:
+        dict | None: Of :func:`collect`, and ``machine``, ``seconds`` of training and evaluation, and ``finished``;
+        None where nothing was logged yet.
+
+    Raises:
+        ValueError: If ``result.json`` is of a training without AP.
+    """
+    result = training.folder / 'result.json'
+    kept = json.loads(result.read_text()) if result.exists() else {}
+    found = kept if 'curve' in kept else read_log(training.folder)  # older ones did not keep the course of AP
+    if found is None or not (found['curve'] or found['loss']):
+        return None
+    loop = training.config.train_cfg
+    last = found['curve'][-1]['evaluated'] if found['curve'] else 0
+    found['finished'] = last >= loop.get('max_epochs', loop.get('max_iters', 0))
+    found.setdefault('machine', dict(commit=commit if kept else None))
     return found
 
 
-def collect(lines: Sequence[str]) -> dict:
+def read_log(folder: Path) -> dict | None:
+    """Reads mmengine's logs in a work directory, those of a training that was resumed as one.
+
+    Args:
+        folder (Path): Of a training.
+
+    Returns:
+        dict | None: Of :func:`collect`, and ``seconds``; None where there is no log.
+    """
+    entries, seconds = [], 0
+    for file in sorted(Path(folder).glob('*/vis_data/scalars.json')):
+        new = [*_entries(file.read_text())]
+        start = next((entry['iter'] for entry in new if 'iter' in entry), None)
+        if start is not None:  # what came after the checkpoint was trained again
+            again = (i for i, entry in enumerate(entries) if entry.get('iter', -1) >= start)
+            entries = entries[: next(again, len(entries))]
+        entries += new
+        for log in file.parents[1].glob('*.log'):
+            times = [datetime.datetime.strptime(at, '%Y/%m/%d %H:%M:%S') for at in _TIME.findall(log.read_text())]
+            seconds += (times[-1] - times[0]).total_seconds() if times else 0
+    return dict(collect(entries), seconds=seconds) if entries else None
+
+
+def _entries(text):
+    for line in text.splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return  # the process is writing it, or was killed there
+
+
+def collect(entries: Iterable[dict]) -> dict:
     """What mmengine's log of scalars says of a training.
 
     Args:
-        lines (Sequence[str]): JSON, one entry each.
+        entries (Iterable[dict]): Of ``scalars.json``.
 
     Returns:
         dict: ``ap``, the last of each of :data:`METRICS` that was evaluated, by name; ``curve``, all of them, with the
-        ``step`` they were evaluated after; ``loss``, pairs of step and loss; ``step_s``, seconds of a step, the median
-        of what was logged, and ``memory``, the most MB on a GPU: None where they were not logged.
+        ``step`` they were evaluated after and ``evaluated``, mmengine's own count (epochs, or steps); ``loss``, pairs
+        of step and loss; ``step_s``, seconds of a step, the median of what was logged, and ``memory``, the most MB on a
+        GPU: None where they were not logged.
     """
     curve, loss, seconds, memory, step = [], [], [], [], 0
-    for entry in map(json.loads, lines):
+    for entry in entries:
         step = entry.get('iter', step)
         if 'loss' in entry:
             loss.append([step, entry['loss']])
             seconds += [entry['time']] if 'time' in entry else []
             memory += [entry['memory']] if 'memory' in entry else []
-        # -1 is COCO's word for: there is no such object
+        # -1 is COCO's word for: there is no such object. Accuracy is logged in percent, AP is not.
         ap = {name: entry[key] for name, key in METRICS.items() if entry.get(key, -1) >= 0}
-        curve += [dict(step=step, **ap)] if ap else []
+        if 'top-1' in ap:
+            ap['top-1'] /= 100
+        curve += [dict(step=step, evaluated=entry.get('step', step), **ap)] if ap else []
     last = {name: point[name] for point in curve for name in METRICS if name in point}
     middle = statistics.median(seconds) if seconds else None
     return dict(ap=last, curve=curve, loss=loss, step_s=middle, memory=max(memory, default=None))
@@ -145,7 +254,7 @@ def collect(lines: Sequence[str]) -> dict:
 
 def run_all(
     trainings: Sequence[Training],
-    command: Sequence[str | Path],
+    launcher: Launcher,
     jobs: int = 1,
     threads: int | None = None,
     done: Callable[[], None] = lambda: None,
@@ -154,7 +263,7 @@ def run_all(
 
     Args:
         trainings (Sequence[Training]): Of :func:`plan`.
-        command (Sequence): See :func:`run`.
+        launcher (Launcher): See :func:`run`.
         jobs (int): At a time. Default: 1.
         threads (int | None): CPU threads of each. Default: None, as the environment has it.
         done (Callable): Called after each one.
@@ -167,7 +276,7 @@ def run_all(
     """
     results = {training.label: {} for training in trainings}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(run, training, command, threads): training for training in trainings}
+        running = {pool.submit(run, training, launcher, threads): training for training in trainings}
         try:
             for job in concurrent.futures.as_completed(running):
                 label, seed, *_ = running[job]
@@ -178,53 +287,3 @@ def run_all(
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # also where somebody interrupts: nothing new is started
     return results
-
-
-def ap_table(results: dict[str, dict]) -> str:
-    """Text for a terminal: mean AP of each setting and its range over the seeds."""
-    records = [
-        dict(name=name, label=label, values=values)
-        for name in METRICS
-        for label in results
-        if (values := _values(results[label], name))
-    ]
-    columns = [
-        Column('', lambda row: row['name']),
-        Column('setting', lambda row: row['label']),
-        Column('mean', lambda row: f'{statistics.fmean(row["values"]):.3f}'),
-        Column('min to max', lambda row: f'{min(row["values"]):.3f} to {max(row["values"]):.3f}'),
-        Column('seeds', lambda row: str(len(row['values']))),
-    ]
-    return text_table(columns, records)
-
-
-def _values(runs, name):
-    return [run['ap'][name] for run in runs.values() if name in run['ap']]
-
-
-def ap_picture(results: dict[str, dict], path: Path) -> None:
-    """Draws losses, mean over the seeds with their range, and the last AP of each training.
-
-    Args:
-        results (dict): Of :func:`run_all`.
-        path (Path): A PNG file.
-    """
-    names = ('box AP', 'mask AP')
-    figure, grid = panels(1, 1 + len(names), figsize=(12, 4), width_ratios=[2, *[1] * len(names)])
-    left, *right = grid[0]
-    for i, (label, runs) in enumerate(results.items()):
-        colour = COLOURS[i % len(COLOURS)]
-        steps = [step for step, _ in next(iter(runs.values()))['loss']]
-        columns = list(zip(*([loss for _, loss in run['loss']] for run in runs.values()), strict=True))
-        left.plot(steps, [statistics.fmean(c) for c in columns], color=colour, label=label)
-        left.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15)
-        for axes, name in zip(right, names, strict=True):
-            values = _values(runs, name)
-            axes.plot([i] * len(values), values, 'o', color=colour, alpha=0.7)
-    left.set(xlabel='iteration', ylabel='training loss')
-    left.legend()
-    for axes, name in zip(right, names, strict=True):
-        axes.set(title=f'{name}, one point per seed', xticks=range(len(results)), xlim=(-0.5, len(results) - 0.5))
-        axes.set_xticklabels(results, rotation=30)
-        axes.grid(axis='y', alpha=0.3)
-    save_picture(figure, path, dpi=80)

@@ -1,6 +1,6 @@
 """Draw predictions beside ground truth, for any mmdet config whose validation set is in COCO format.
 
-python tools/analysis_tools/show_predictions.py CONFIG CHECKPOINT --out predictions.png
+python tools/analysis_tools/show_predictions.py CONFIG CHECKPOINT [CHECKPOINT ...] --out predictions.png
 """
 
 import argparse
@@ -80,36 +80,38 @@ def draw_objects(axes, image, objects, colours):
     axes.set_axis_off()
 
 
-def show_predictions(config, checkpoint, out, num=6, threshold=0.5, device='cpu'):
-    """Write a picture: `num` validation images, for each the ground truth and the prediction.
+def show_predictions(config, checkpoints, out, num=6, threshold=0.5, device='cpu'):
+    """Write a picture: `num` validation images, for each the ground truth and the prediction of each checkpoint.
 
     Args:
         config (str): an mmdet config.
-        checkpoint (str): its checkpoint.
+        checkpoints (dict[str, str]): title to checkpoint; one, or several models side by side.
         out (str | Path): picture to write.
         num (int): number of images, spread over the set. Defaults to 6.
         threshold (float): lowest score that is drawn. Defaults to 0.5.
         device (str): where the model runs. Defaults to 'cpu'.
     """
     config = Config.fromfile(config)
-    model = init_detector(config, checkpoint, device=device)
+    models = [init_detector(config, checkpoint, device=device) for checkpoint in checkpoints.values()]
+    titles = ('ground truth', *checkpoints)
     dataset = DATASETS.build(dict(config.val_dataloader.dataset, test_mode=True))
     names = dataset.metainfo['classes']
     colours = matplotlib.colormaps['tab10' if len(names) <= 10 else 'gist_rainbow']
     colours = np.array([colours(i if len(names) <= 10 else i / len(names))[:3] for i in range(len(names))])
     num = min(num, len(dataset))
-    columns = 2 if num > 1 else 1  # pairs side by side
+    columns = 2 if num > 1 else 1  # images side by side
     rows = -(-num // columns)
-    figure, grid = panels(rows, 2 * columns, figsize=(5 * columns, 2.6 * rows))
+    width = len(titles)
+    figure, grid = panels(rows, width * columns, figsize=(2.5 * width * columns, 2.6 * rows))
     shown = set()
     indices = np.linspace(0, len(dataset) - 1, num).round().astype(int).tolist()
-    for pair, index in zip(grid.reshape(-1, 2), indices, strict=False):
+    for group, index in zip(grid.reshape(-1, width), indices, strict=False):
         info = dataset.get_data_info(index)
         image = mmcv.imread(info['img_path'], channel_order='rgb')
-        both = ground_truth(info), predictions(inference_detector(model, info['img_path']), threshold)
-        for axes, objects, title in zip(pair, both, ('ground truth', 'prediction'), strict=True):
+        found = [predictions(inference_detector(model, info['img_path']), threshold) for model in models]
+        for axes, objects, title in zip(group, (ground_truth(info), *found), titles, strict=True):
             draw_objects(axes, image, objects, colours)
-            if pair[0].get_subplotspec().is_first_row():
+            if group[0].get_subplotspec().is_first_row():
                 axes.set_title(title, fontsize=9)
             shown.update(int(label) for label, *_ in objects)
     for axes in grid.flat:
@@ -121,18 +123,22 @@ def show_predictions(config, checkpoint, out, num=6, threshold=0.5, device='cpu'
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config')
-    parser.add_argument('checkpoint')
+    parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help='several are drawn side by side')
     parser.add_argument('--out', required=True, help='picture to write')
     parser.add_argument('--num', type=int, default=6, help='number of validation images (default 6)')
     parser.add_argument('--score-thr', type=float, default=0.5, help='lowest score that is drawn (default 0.5)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args()
-    for path in (args.config, args.checkpoint):
+    for path in (args.config, *args.checkpoints):
         if not Path(path).is_file():
             sys.exit(f'error: {path}: no such file')
     if args.num < 1:
         sys.exit(f'error: --num {args.num}: must be 1 or more')
-    show_predictions(args.config, args.checkpoint, args.out, args.num, args.score_thr, args.device)
+    names = [Path(path).parent.name for path in args.checkpoints] if args.checkpoints[1:] else ['prediction']
+    if len(set(names)) < len(names):
+        sys.exit(f'error: the folders of the checkpoints must have different names, not {names}')
+    checkpoints = dict(zip(names, args.checkpoints, strict=True))
+    show_predictions(args.config, checkpoints, args.out, args.num, args.score_thr, args.device)
 
 
 if __name__ == '__main__':

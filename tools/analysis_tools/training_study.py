@@ -1,10 +1,13 @@
-"""What settings of sbp_cfg do to a whole training: the same config trained with several settings and seeds.
+"""What settings of sbp_cfg do to whole trainings: an experiment, or a config with settings given here.
 
-    python tools/analysis_tools/training_study.py CONFIG --work-dir work_dirs/study --seeds 0 1 2 \\
+    python tools/analysis_tools/training_study.py experiments/nuclei.py
+    python tools/analysis_tools/training_study.py experiments/coco.py --slurm PARTITION --jobs 2
+    python tools/analysis_tools/training_study.py CONFIG --seeds 0 1 2 --work-dir work_dirs/study \\
         --setting 'plain: none' --setting 'zero: keep_ratio=0.5' --setting 'nearest: keep_ratio=0.5 dropped=nearest'
 
-Runs that finished stay in the work directory, so a study that was stopped goes on where it was, and a setting or seed
-can be added. On one machine, without a launcher; --jobs runs several trainings side by side.
+Runs that finished stay in the work directory, and one that was killed goes on from its last checkpoint, so a study that
+was stopped goes on where it was, and a setting or seed can be added. --no-run trains nothing and reports what is there,
+of trainings that still run as well.
 """
 
 import argparse
@@ -15,51 +18,82 @@ from pathlib import Path
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.provenance import describe_machine
-from sbp_mmdet.reporting import add_outputs, write_outputs
-from sbp_mmdet.study.trainings import ap_picture, ap_table, plan, read_setting, run_all
+from sbp_mmdet.reporting import add_outputs, compact, write_outputs
+from sbp_mmdet.study.accuracy import accuracy_picture, accuracy_text, describe
+from sbp_mmdet.study.experiments import Experiment, read_experiment
+from sbp_mmdet.study.trainings import Launcher, look, plan, read_setting, run_all
 
-TRAIN = Path(__file__).parents[1] / 'train.py'
+TOOLS = Path(__file__).parents[1]
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
-    parser.add_argument('--work-dir', type=Path, required=True, help='a folder for each training is made in here')
+    parser.add_argument('file', help='an experiment; with --setting a config file, or mmdet::FAMILY/NAME.py')
+    parser.add_argument('--work-dir', type=Path, help='of all trainings (default: work_dirs/NAME of the experiment)')
     parser.add_argument(
         '--setting',
         action='append',
-        required=True,
-        help="'label: keep_ratio=0.25 sampler=random', or 'label: none' for no SBP; may repeat",
+        default=[],
+        help="'label: keep_ratio=0.25 sampler=random', or 'label: none' for no SBP; may repeat; makes FILE a config",
     )
-    parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2], help='(default: 0 1 2)')
+    parser.add_argument('--labels', nargs='+', default=[], help='these settings only (default: all)')
+    parser.add_argument('--seeds', type=int, nargs='+', help="(default: the experiment's; with --setting 0 1 2)")
     parser.add_argument('--jobs', type=int, default=1, help='trainings at a time (default: 1)')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    parser.add_argument('--gpus', type=int, help="of each training, through torchrun (default: the experiment's)")
+    parser.add_argument('--slurm', metavar='PARTITION', default='', help='each training is a job of Slurm')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of all configs')
+    parser.add_argument('--no-run', action='store_true', help='train nothing, report what the work directory holds')
+    parser.add_argument('--commit', help='with --no-run: the code that trained where a folder does not name it')
     add_outputs(parser)
     return parser, parser.parse_args()
+
+
+def read(args):
+    """The experiment that the command line means."""
+    options = args.cfg_options or {}
+    if not args.setting:
+        experiment = read_experiment(args.file)
+        fields = dict(vars(experiment), options={**experiment.options, **options})
+        return Experiment(**dict(fields, gpus=experiment.gpus if args.gpus is None else args.gpus))
+    settings = dict(map(read_setting, args.setting))
+    if len(settings) < len(args.setting):
+        raise ValueError(f'--setting: two have the same label of {list(settings)}')
+    seeds = args.seeds or [0, 1, 2]
+    return Experiment(Path(args.file).stem, args.file, settings, options=options, seeds=seeds, gpus=args.gpus or 0)
+
+
+def report(args, experiment, results):
+    results = {label: {seed: runs[seed] for seed in sorted(runs)} for label, runs in results.items() if runs}
+    found = dict(machine=describe_machine(), experiment=describe(experiment), results=results)
+    print('\n' + accuracy_text(found))
+    write_outputs(args, compact(found), lambda path: accuracy_picture(found, path))
 
 
 def main():
     parser, args = parse_args()
     try:
-        if args.jobs < 1:
-            raise ValueError(f'--jobs {args.jobs} must be 1 or more')
-        settings = dict(map(read_setting, args.setting))
-        if len(settings) < len(args.setting):
-            raise ValueError(f'--setting: two have the same label of {list(settings)}')
-        trainings = plan(load_config(args.config, args.cfg_options), settings, args.seeds, args.work_dir)
+        if args.jobs < 1 or (args.gpus or 0) < 0:
+            raise ValueError(f'--jobs {args.jobs} must be 1 or more, --gpus {args.gpus} 0 or more')
+        experiment = read(args)
+        work_dir = args.work_dir or Path('work_dirs', experiment.name)
+        trainings = plan(experiment, work_dir, args.labels, args.seeds)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if args.no_run:
+        results = {training.label: {} for training in trainings}
+        for training in trainings:
+            if (found := look(training, args.commit)) is not None:
+                results[training.label][training.seed] = found
+        return report(args, experiment, results) if any(results.values()) else sys.exit(f'no log yet in {work_dir}')
     threads = None if 'OMP_NUM_THREADS' in os.environ else max((os.cpu_count() or 1) // args.jobs, 1)
     bar = ProgressBar(len(trainings))
+    launcher = Launcher(TOOLS, experiment.gpus, args.slurm)
     try:
-        results = run_all(trainings, [sys.executable, TRAIN], args.jobs, threads, bar.update)
+        results = run_all(trainings, launcher, args.jobs, threads, bar.update)
     except RuntimeError as error:
         sys.exit(f'\n{error}')
-    print('\n' + ap_table(results))
-    found = dict(machine=describe_machine(), settings=settings, results=results)
-    write_outputs(args, found, lambda path: ap_picture(results, path))
+    report(args, experiment, results)
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sbp_mmdet.analysis.report import markdown, steps_markdown
 from sbp_mmdet.reporting import Column, format_bytes, markdown_table
+from sbp_mmdet.study.accuracy import accuracy_markdown
 from sbp_mmdet.study.report import norms_table, study_table
 
 BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
@@ -52,6 +53,8 @@ def table(results: dict) -> str:
 
 
 def _rows(results):
+    if 'experiment' in results:
+        return accuracy_markdown(results)
     if 'rows' not in results:
         return norms_table(results) if 'steps' in results['case'] else study_table(results)
     rows = results['rows']
