@@ -8,8 +8,13 @@ from ..reporting import Column, format_bytes, markdown_table, panels, save_pictu
 __all__ = ['ORDER', 'groups', 'markdown', 'picture', 'steps_markdown', 'steps_picture', 'steps_table', 'table']
 
 ORDER = ['stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone', 'neck', 'RPN']
-_NAME = Column('setting', lambda row: f'`{row["setting"]}`')
+_NAME = Column('variant', lambda row: f'`{_variant(row)}`')
 _BACKBONE = ('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone')
+
+
+def _variant(row):
+    """What a row was measured of; ``setting`` is the key's older name."""
+    return row['variant'] if 'variant' in row else row['setting']
 
 
 def groups(row: dict) -> dict[str, int]:
@@ -31,10 +36,10 @@ def groups(row: dict) -> dict[str, int]:
 
 
 def table(rows: list[dict]) -> str:
-    """Text for a terminal: a line for each setting, ratios to the first.
+    """Text for a terminal: a line for each variant, ratios to the first.
 
     Args:
-        rows (list[dict]): Of ``measure_detector``, with ``setting``.
+        rows (list[dict]): Of ``measure_detector``, with ``variant`` or ``setting``.
 
     Returns:
         str: Lines.
@@ -44,7 +49,7 @@ def table(rows: list[dict]) -> str:
     parts = [part for part in ORDER if any(part in row['saved'] for row in fitting)]
     parts += sorted({part for row in fitting for part in row['saved']} - set(parts))
     fixed = dict(params='parameters', optim='optimizer', grads='gradients')
-    columns = [Column('MB (1e6 bytes)', lambda row: row['setting'])]
+    columns = [Column('MB (1e6 bytes)', _variant)]
     columns += [Column(head, lambda row, key=key: _megabytes(row[key])) for head, key in fixed.items()]
     columns += [Column(part, lambda row, part=part: _megabytes(row['saved'].get(part, 0))) for part in parts]
     columns += [
@@ -84,7 +89,7 @@ def markdown(rows: list[dict]) -> str:
     """A Markdown table.
 
     Args:
-        rows (list[dict]): Of ``measure_detector``, with ``setting``.
+        rows (list[dict]): Of ``measure_detector``, with ``variant`` or ``setting``.
 
     Returns:
         str: Lines.
@@ -104,10 +109,10 @@ def markdown(rows: list[dict]) -> str:
 
 
 def picture(rows: list[dict], title: str, path: Path) -> None:
-    """Draws a bar for each setting, stacked to its peak.
+    """Draws a bar for each variant, stacked to its peak.
 
     Args:
-        rows (list[dict]): Of ``measure_detector``, with ``setting``.
+        rows (list[dict]): Of ``measure_detector``, with ``variant`` or ``setting``.
         title (str): Above the bars.
         path (Path): A PNG file.
     """
@@ -133,7 +138,7 @@ def _bars(rows, title, label):
     """Figure, axes, and the place of each row's bar, the first on top."""
     figure, grid = panels(figsize=(10, 1.6 + 0.45 * len(rows)))
     axes, places = grid[0, 0], list(range(len(rows)))[::-1]
-    axes.set_yticks(places, [row['setting'].replace('+', ' + ') for row in rows], fontsize=9)
+    axes.set_yticks(places, [_variant(row).replace('+', ' + ') for row in rows], fontsize=9)
     axes.set_xlabel(label)
     axes.set_title(title, fontsize=10, loc='left')
     return figure, axes, places
@@ -146,24 +151,24 @@ _STEPS = (
 
 
 def steps_table(rows: list[dict]) -> str:
-    """Text for a terminal: a line for each setting of :func:`.step_times.measure_steps`."""
-    return text_table([Column('setting', lambda row: row['setting']), *_STEPS], rows)
+    """Text for a terminal: a line for each variant of :func:`.step_times.measure_steps`."""
+    return text_table([Column('variant', _variant), *_STEPS], rows)
 
 
 def steps_markdown(rows: list[dict]) -> str:
-    """A Markdown table: a line for each setting of :func:`.step_times.measure_steps`."""
+    """A Markdown table: a line for each variant of :func:`.step_times.measure_steps`."""
     return markdown_table([_NAME, *_STEPS], rows)
 
 
 def steps_picture(rows: list[dict], title: str, path: Path) -> None:
-    """Draws a bar for each setting: the median of its ratios to the first, and a line from the least to the most.
+    """Draws a bar for each variant: the median of its ratios to the first, and a line from the least to the most.
 
     Args:
         rows (list[dict]): Of :func:`.step_times.measure_steps`.
         title (str): Above the bars.
         path (Path): A PNG file.
     """
-    label = f'time of a training step, relative to {rows[0]["setting"]}'
+    label = f'time of a training step, relative to {_variant(rows[0])}'
     figure, axes, places = _bars(rows, title, label)
     ratios, low, high = ([row[key] for row in rows] for key in ('ratio', 'ratio_min', 'ratio_max'))
     spread = [[r - a for r, a in zip(ratios, low, strict=True)], [b - r for r, b in zip(ratios, high, strict=True)]]

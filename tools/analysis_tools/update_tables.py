@@ -29,7 +29,10 @@ def blocks_table(rows: list[dict]) -> str:
         first, *others = group
         label = f'{family} {arch}, {part}' + (f', stage {stage}' if stage else '')
         records += [dict(first, base=first, label=label), *(dict(row, base=first, label='') for row in others)]
-    columns = [Column('', lambda row: row['label']), Column('mode', lambda row: f'`{row["mode"]}`')]
+    columns = [
+        Column('', lambda row: row['label']),
+        Column('preset', lambda row: f'`{row.get("preset", row.get("mode"))}`'),
+    ]
     for head, key in (('stored', 'saved_bytes'), ('peak', 'peak_bytes')):
         columns += [
             Column(head, lambda row, key=key: format_bytes(row[key])),
@@ -58,7 +61,7 @@ def _rows(results):
     if 'rows' not in results:
         return norms_table(results) if 'steps' in results['case'] else study_table(results)
     rows = results['rows']
-    if 'setting' not in rows[0]:
+    if not {'variant', 'setting'} & rows[0].keys():
         return blocks_table(rows)
     return markdown(rows) if 'peak' in rows[0] else steps_markdown(rows)
 
