@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .convs import Conv
-from .mlp import _factor, _in_range, _slices, _Weights
+from .mlp_fused import _factor, _slices, _Weights
 from .operation import Operation
-from .precision import accumulate, accumulator, autocast_dtype, column_sums, zeros_for
+from .precision import accumulate, accumulator, autocast_dtype, column_sums, in_range, zeros_for
 from .rows import in_shape, normalise, normalise_backward, tokens_of, unfold
 from .storage import Stored, store
 
@@ -136,7 +136,7 @@ def backward(settings: GRNSettings, saved: GRNSaved, grad: Tensor, needs: GRNGra
     g = g if t.factor is None else g * t.factor[:, None, None]
     total = column_sums(g.flatten(0, 1))
     inner = (g if t.gamma is None else g * t.gamma).to(settings.dtype)
-    outer, unit = _in_range(g.flatten(0, 1), t.gamma, settings.dtype)
+    outer, unit = in_range(g.flatten(0, 1), t.gamma, settings.dtype)
     outer = outer.view(g.shape)
     del g
     response = _Response.of(settings, t, saved.response)
