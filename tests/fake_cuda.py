@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from sbp_mmdet import SBPConvNeXt
-from sbp_mmdet.draws import Drawn
 from sbp_mmdet.masks import Positions
 
 __all__ = ['backward', 'fake_backbone', 'gpu_that_is_not_there']

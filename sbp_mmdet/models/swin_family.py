@@ -19,9 +19,8 @@ ARCHS = {
 
 def stage_shape(arch: str, stage: int, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
     """Shape (N, C, H, W) of a stage's feature map; stages count from 0."""
-    with torch.device('meta'):
-        model = SBPSwinTransformer(**ARCHS[arch])
-    return batch, model.num_features[stage], *model.stage_sizes(height, width)[stage]
+    height, width = (-(-n // (4 * 2**stage)) for n in (height, width))  # rounding up once is rounding up each time
+    return batch, ARCHS[arch].get('embed_dims', 96) * 2**stage, height, width
 
 
 def build_unit(
@@ -30,7 +29,7 @@ def build_unit(
     """The whole backbone, a stage's first block, or that block without its attention ('mlp')."""
     model = SBPSwinTransformer(**ARCHS[arch], sbp_cfg=sbp_cfg, with_cp=with_cp).to(device).train()
     if unit == 'backbone':
-        return Unit(model, model, reads_image=True)
+        return Unit(model, lambda x: tuple(model(x)), reads_image=True)  # mmdet's gives a list
     block, size = model.stages[stage].blocks[0], shape[2:]
     stride = model.patch_embed.projection.stride[0] * 2**stage
     model.draw(torch.empty(1, device=device).expand(1, 1, size[0] * stride, size[1] * stride))

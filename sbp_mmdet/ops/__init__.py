@@ -25,6 +25,7 @@ In each case the forward pass is exact.
 
 from .attention import AttentionSettings, AttentionTensors, attention
 from .convs import Conv, ConvSettings, convolve
+from .grn import GRNSettings, GRNTensors, grn_mlp
 from .linears import NormLinearSettings, NormLinearTensors, norm_linear
 from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norms import NormSettings, NormTensors, layer_norm
@@ -41,6 +42,8 @@ __all__ = [
     'ConvSettings',
     'DownsampleSettings',
     'DownsampleTensors',
+    'GRNSettings',
+    'GRNTensors',
     'MLPSettings',
     'MLPTensors',
     'NormLinearSettings',
@@ -55,6 +58,7 @@ __all__ = [
     'channel_mlp',
     'convolve',
     'downsample',
+    'grn_mlp',
     'layer_norm',
     'memory_format',
     'norm_linear',
