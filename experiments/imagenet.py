@@ -1,5 +1,6 @@
-# Table 1 of the paper: ImageNet, top-1 accuracy in percent, memory in GB per GPU (the paper gives MB). There is no
-# config for it here: it needs mmpretrain. Logs of mmpretrain fill the table by `results_table.py --log`.
+# Table 1 of the paper: ImageNet, top-1 accuracy in percent, memory in GB per GPU (the paper gives MB). The configs are
+# configs/classification. They need mmpretrain and its training script, so nothing is run from here; logs of mmpretrain
+# fill the table by `results_table.py --log`, without the check that they are a fair comparison.
 configs = {
     'ViT-Tiny': None,
     'SBP ViT-Tiny': None,
