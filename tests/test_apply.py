@@ -106,6 +106,25 @@ def test_two_passes_and_checkpointing():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize('with_cp', [False, True])
+def test_distributed_data_parallel(tmp_path, with_cp):
+    """One process of gloo: every parameter gets its gradient, with images left out and blocks that run again."""
+    cfg = dict(skip_dropped_images=True, sampler='random')
+    x, found = image(2, 37, 52), []
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
+            model = small_swin(with_cp=with_cp, drop_path_rate=0.8)
+            apply_sbp(model, cfg)
+            torch.manual_seed(0)
+            sum(out.cos().sum() for out in wrap(model)(x)).backward()
+            found.append([p.grad for p in model.parameters()])
+    finally:
+        torch.distributed.destroy_process_group()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_resnet_is_refused_with_its_reason():
     with pytest.raises(ValueError, match=r'no block of ResNet.*batch norm looks at all positions.*register_block'):
         apply_sbp(Mean(ResNet(18)))
