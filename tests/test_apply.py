@@ -141,6 +141,7 @@ def test_dropout_is_refused_and_nothing_is_changed():
     ('sbp_cfg', 'text'),
     [
         (dict(keep_ration=0.5), "did you mean 'keep_ratio'"),
+        (dict(attention='query'), 'attention'),
         (dict(recompute='block'), "recompute='block' is there for ConvNeXt only"),
     ],
 )
@@ -284,6 +285,15 @@ def test_mmpretrain_fused_is_algorithm_1(name):
     assert any(not torch.allclose(first[1][n], g) for n, g in before[1].items() if g is not None)
     for other in others:
         assert_alike(other, first)
+
+
+def test_mmpretrain_vit_thins_out_its_last_blocks():
+    model = pretrain_model('VisionTransformer', **PRETRAIN['VisionTransformer'])
+    changed = apply_sbp(model, {}).changed
+    assert changed['layers.0'].startswith('exact')
+    assert all(changed[f'layers.{i}'].startswith('gradients from 0.5') for i in (1, 2))
+    with pytest.raises(ValueError, match='attention'):
+        apply_sbp(model, dict(attention='head'))
 
 
 def test_mmpretrain_convnext_is_ours():
