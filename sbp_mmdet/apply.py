@@ -106,20 +106,22 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
     names = {id(module): name for name, module in backbone.named_modules()}
     if not stages:
         raise ValueError(_nothing(backbone))
-    settings = SBPSettings.parse(sbp_cfg or {}, depths, depths if len(depths) == 1 else None)
+    kind, single = _mixin(stages[0][0]), len(depths) == 1
+    blocks = (round(depths[0] * 2 / 3),) if kind.last else depths if single else None
+    absent = ('attention', 'downsample') if single else ('attention',)  # attention is exact here
+    settings = SBPSettings.parse(sbp_cfg or {}, depths, blocks, absent=absent)
     layers, left = {}, {}
     for i, blocks in enumerate(stages):
         for j, block in enumerate(blocks):
             _take((i, j), block, _mixin(block), settings, names, layers, left)
     if not layers:
         raise ValueError(f'SBP applies to no block of {type(backbone).__name__}: {next(iter(left.values()))}')
-    kind = _mixin(stages[0][0])
     for key, (module, mixin) in kind.others(backbone, settings).items():
         _take(key, module, mixin, settings, names, layers, left)
     if settings.recompute == 'block' and not issubclass(kind, ThinConvNeXtBlock):
         raise ValueError("recompute='block' is there for ConvNeXt only, whose convolution runs again; use True")
     remove_sbp(model)
-    draws = thin_out(backbone, settings, layers, _stride(backbone, kind), kind.rounds_up)
+    draws = thin_out(backbone, settings, layers, _stride(backbone, kind), kind.rounds_up, kind.last)
     ratios = draws.model.keep_ratios()
     changed = {names[id(m)]: _meaning(ratios.get(key), settings) for key, (m, _) in layers.items()}
     return Report(changed, left | _others(backbone, layers, left, names))

@@ -106,6 +106,25 @@ def test_two_passes_and_checkpointing():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize('with_cp', [False, True])
+def test_distributed_data_parallel(tmp_path, with_cp):
+    """One process of gloo: every parameter gets its gradient, with images left out and blocks that run again."""
+    cfg = dict(skip_dropped_images=True, sampler='random')
+    x, found = image(2, 37, 52), []
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
+            model = small_swin(with_cp=with_cp, drop_path_rate=0.8)
+            apply_sbp(model, cfg)
+            torch.manual_seed(0)
+            sum(out.cos().sum() for out in wrap(model)(x)).backward()
+            found.append([p.grad for p in model.parameters()])
+    finally:
+        torch.distributed.destroy_process_group()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_resnet_is_refused_with_its_reason():
     with pytest.raises(ValueError, match=r'no block of ResNet.*batch norm looks at all positions.*register_block'):
         apply_sbp(Mean(ResNet(18)))
@@ -122,6 +141,7 @@ def test_dropout_is_refused_and_nothing_is_changed():
     ('sbp_cfg', 'text'),
     [
         (dict(keep_ration=0.5), "did you mean 'keep_ratio'"),
+        (dict(attention='query'), 'attention'),
         (dict(recompute='block'), "recompute='block' is there for ConvNeXt only"),
     ],
 )
@@ -265,6 +285,15 @@ def test_mmpretrain_fused_is_algorithm_1(name):
     assert any(not torch.allclose(first[1][n], g) for n, g in before[1].items() if g is not None)
     for other in others:
         assert_alike(other, first)
+
+
+def test_mmpretrain_vit_thins_out_its_last_blocks():
+    model = pretrain_model('VisionTransformer', **PRETRAIN['VisionTransformer'])
+    changed = apply_sbp(model, {}).changed
+    assert changed['layers.0'].startswith('exact')
+    assert all(changed[f'layers.{i}'].startswith('gradients from 0.5') for i in (1, 2))
+    with pytest.raises(ValueError, match='attention'):
+        apply_sbp(model, dict(attention='head'))
 
 
 def test_mmpretrain_convnext_is_ours():

@@ -159,8 +159,9 @@ def test_checkpointed_blocks_draw_once(sbp_cfg):
         torch.testing.assert_close(grad, found[1][name])
 
 
-def test_nearest_and_eight_bits_come_near():
-    stock, ours = pair(dict(dropped='nearest', keep_ratio=0.5, recompute=True))
+@pytest.mark.parametrize('dropped', ['nearest', 'pool'])
+def test_dropped_gradients_and_eight_bits_come_near(dropped):
+    stock, ours = pair(dict(dropped=dropped, keep_ratio=0.5, recompute=True))
     x = F.interpolate(image(2, 6, 12), (48, 96), mode='bicubic')
     exact = gradients(stock, x)
     rounded = gradients(pair(dict(keep_ratio=1.0, recompute=True, storage='int8'))[1], x)

@@ -107,6 +107,7 @@ class ThinViTBlock(Thin):
 
     stride = 16
     rounds_up = True
+    last = True
 
     def thin_forward(self, x):
         return thin_ffn(self, self.ffn, self.ln2, self._attention(x), self._prefix(x))

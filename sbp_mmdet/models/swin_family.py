@@ -65,6 +65,17 @@ SWIN = register_family(
         stage_shape=stage_shape,
         build_unit=build_unit,
         # The attention runs again under every preset; there is no convolution to run again.
-        presets=('none', 'with_cp', 'reference', 'fused', 'recompute', 'exact', 'nearest', 'int8', 'nearest-int8'),
+        presets=(
+            'none',
+            'with_cp',
+            'reference',
+            'fused',
+            'recompute',
+            'exact',
+            'nearest',
+            'pool',
+            'int8',
+            'nearest-int8',
+        ),
     )
 )

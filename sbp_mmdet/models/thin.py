@@ -34,14 +34,21 @@ class ThinnedStages:
             stay exact.
         stride (int): Pixels for each position of the first stage, in each direction.
         rounds_up (bool): A map whose size is odd is padded before it is halved; False: it is cropped.
+        last (bool): ``sbp_cfg`` counts the last blocks of the one stage, as for ViT. Default: False.
     """
 
-    def __init__(self, sbp: SBPSettings, layers: Mapping[tuple, nn.Module], stride: int, rounds_up: bool):
+    def __init__(
+        self, sbp: SBPSettings, layers: Mapping[tuple, nn.Module], stride: int, rounds_up: bool, last: bool = False
+    ):
         self.sbp, self.layers, self.stride, self.rounds_up = sbp, dict(layers), stride, rounds_up
+        self._first = len(self.layers) - sbp.blocks[0] if last else 0
 
     def keep_ratios(self) -> dict[tuple, float]:
         """See :class:`sbp_mmdet.draws.Thinned`."""
-        return {k: r for k, r in self.sbp.layer_ratios().items() if k in self.layers and _trains(self.layers[k])}
+        ratios = self.sbp.layer_ratios()
+        if self._first:
+            ratios = {(stage, self._first + block): r for (stage, block), r in ratios.items()}
+        return {k: r for k, r in ratios.items() if k in self.layers and _trains(self.layers[k])}
 
     def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """See :class:`sbp_mmdet.draws.Thinned`."""
@@ -86,10 +93,12 @@ class Thin(Mixin):
     Attributes:
         stride (int): Of blocks: pixels for each position of the first stage. Default: 4.
         rounds_up (bool): Of blocks: whether odd maps are padded, not cropped, before they are halved. Default: False.
+        last (bool): Of blocks: whether ``sbp_cfg`` counts them from the end. Default: False.
     """
 
     stride = 4
     rounds_up = False
+    last = False
 
     def forward(self, *args, **kwargs):
         """The layer's own forward pass; in training :meth:`thin_forward`, with the same arguments."""
@@ -225,6 +234,7 @@ def thin_out(
     layers: Mapping[tuple, tuple[nn.Module, type[Thin]]],
     stride: int,
     rounds_up: bool,
+    last: bool = False,
 ) -> LayerDraws:
     """Changes layers of a backbone in place.
 
@@ -232,12 +242,12 @@ def thin_out(
         backbone (nn.Module): The backbone.
         settings (SBPSettings): The checked ``sbp_cfg``.
         layers (Mapping): By layer, the module and what to mix into its class.
-        stride, rounds_up: See :class:`ThinnedStages`.
+        stride, rounds_up, last: See :class:`ThinnedStages`.
 
     Returns:
         LayerDraws: What its passes draw; ``backbone`` begins them by a hook.
     """
-    stages = ThinnedStages(settings, {key: module for key, (module, _) in layers.items()}, stride, rounds_up)
+    stages = ThinnedStages(settings, {key: module for key, (module, _) in layers.items()}, stride, rounds_up, last)
     draws = LayerDraws(stages)
     for key, (module, mixin) in layers.items():
         mix_in(module, mixin)
