@@ -1,7 +1,8 @@
 # The subject of the study of gradients on photographs (docs/vit.md); FRUITS_NUTS names the folder of the set.
 _base_ = '../nuclei/mask-rcnn_sbp-vit-s14_fpn_nuclei.py'
 
-data = dict(data_root='{{$FRUITS_NUTS:../shared/data/fruits_nuts}}/', metainfo=dict(classes=('date', 'fig', 'hazelnut')))
+classes = ('date', 'fig', 'hazelnut')
+data = dict(data_root='{{$FRUITS_NUTS:../shared/data/fruits_nuts}}/', metainfo=dict(classes=classes))
 pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),

@@ -2,7 +2,8 @@
 
     python tools/analysis_tools/vit_bytes.py --json docs/results/vit_bytes.json
 
-"maps" is no preset: the plain backbone with attention maps stored, as the paper counts it. Parameters and images are not counted. Bytes are of one image: they grow with the batch.
+"maps" is no preset: the plain backbone with attention maps stored, as the paper counts it. Parameters and images are
+not counted, copies of parameters in half precision are. Bytes of one and of two images give those of the batch.
 """
 
 import argparse
@@ -17,20 +18,30 @@ from sbp_mmdet.families import FAMILIES, presets_of
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import Column, add_outputs, markdown_table, write_outputs
 
-# arch, side of the image, arguments: classification, and a detector's four scales
-CASES = (('tiny', 224, dict(out_type='cls_token')), ('base', 224, dict(out_type='cls_token')), ('base', 1024, {}))
+# arch, side of the image, batch, arguments: the paper's classification (table 1), and a detector's four scales
+CASES = (
+    ('tiny', 224, 256, dict(out_type='cls_token')),
+    ('base', 224, 64, dict(out_type='cls_token')),
+    ('base', 1024, 2, {}),
+)
 MAPS = dict(sbp_cfg=dict(implementation='reference', keep_ratio=1.0))
 
 
-def count(arch: str, size: int, arguments: dict) -> int:
-    """Bytes that one image stores."""
-    model, image = SBPViT(arch, **arguments).train(), torch.zeros(1, 3, size, size)
+def count(arch: str, size: int, batch: int, arguments: dict) -> int:
+    """Bytes that a batch stores."""
+    model = SBPViT(arch, **arguments).train()
 
-    def forward():
-        with autocast('cpu', torch.bfloat16), SkipArithmetic(lambda: True):
-            return model(image)
+    def stored(images):
+        x = torch.zeros(images, 3, size, size)
 
-    return saved_bytes(forward, [*model.parameters(), image])
+        def forward():
+            with autocast('cpu', torch.bfloat16), SkipArithmetic(lambda: True):
+                return model(x)
+
+        return saved_bytes(forward, [*model.parameters(), x])
+
+    one, two = stored(1), stored(2)
+    return one + (batch - 1) * (two - one)
 
 
 def main():
@@ -41,16 +52,17 @@ def main():
     variants = {p.name: p.arguments(keep_ratio=args.keep_ratio) for p in presets_of(FAMILIES['ViT'])}
     variants = {'none': variants.pop('none'), 'maps': MAPS, **variants}
     rows = []
-    for arch, size, options in CASES:
+    for arch, size, batch, options in CASES:
         for name, arguments in variants.items():
-            rows.append(dict(arch=arch, size=size, preset=name, saved_bytes=count(arch, size, options | arguments)))
+            case = dict(arch=arch, size=size, batch=batch)
+            rows.append(dict(case, preset=name, saved_bytes=count(**case, arguments=options | arguments)))
         plain = rows[-len(variants)]['saved_bytes']
         columns = [
             Column('preset', lambda row: row['preset']),
-            Column('MB an image', lambda row: f'{row["saved_bytes"] / 1e6:.1f}'),
+            Column('MB', lambda row: f'{row["saved_bytes"] / 1e6:.1f}'),
             Column('of plain', lambda row, plain=plain: f'{row["saved_bytes"] / plain:.3f}'),
         ]
-        print(f'\n{arch}, {size} x {size}\n\n{markdown_table(columns, rows[-len(variants) :])}', flush=True)
+        print(f'\n{arch}, {batch} x {size} x {size}\n\n{markdown_table(columns, rows[-len(variants) :])}', flush=True)
     found = dict(machine=describe_machine('cpu'), family='ViT', amp='bf16', keep_ratio=args.keep_ratio, rows=rows)
     write_outputs(args, found, indent=1)
 
