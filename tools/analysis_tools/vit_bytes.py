@@ -1,0 +1,71 @@
+"""What a ViT stores for the backward pass, by preset, under bf16 autocast: counted, without the arithmetic.
+
+    python tools/analysis_tools/vit_bytes.py --json docs/results/vit_bytes.json
+
+"maps" is no preset: the plain backbone with attention maps stored, as the paper counts it. Parameters and images are
+not counted, copies of parameters in half precision are. Bytes of one and of two images give those of the batch.
+"""
+
+import argparse
+
+import torch
+
+from sbp_mmdet import SBPViT
+from sbp_mmdet.analysis import saved_bytes
+from sbp_mmdet.analysis.cuda_rules import autocast
+from sbp_mmdet.analysis.hollow import SkipArithmetic
+from sbp_mmdet.families import FAMILIES, presets_of
+from sbp_mmdet.provenance import describe_machine
+from sbp_mmdet.reporting import Column, add_outputs, markdown_table, write_outputs
+
+# arch, side of the image, batch, arguments: the paper's classification (table 1), and a detector's four scales
+CASES = (
+    ('tiny', 224, 256, dict(out_type='cls_token')),
+    ('base', 224, 64, dict(out_type='cls_token')),
+    ('base', 1024, 2, {}),
+)
+MAPS = dict(sbp_cfg=dict(implementation='reference', keep_ratio=1.0))
+
+
+def count(arch: str, size: int, batch: int, arguments: dict) -> int:
+    """Bytes that a batch stores."""
+    model = SBPViT(arch, **arguments).train()
+
+    def stored(images):
+        x = torch.zeros(images, 3, size, size)
+
+        def forward():
+            with autocast('cpu', torch.bfloat16), SkipArithmetic(lambda: True):
+                return model(x)
+
+        return saved_bytes(forward, [*model.parameters(), x])
+
+    one, two = stored(1), stored(2)
+    return one + (batch - 1) * (two - one)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--keep-ratio', type=float, default=0.5, help='of presets that drop something (default: 0.5)')
+    add_outputs(parser, plot=False)
+    args = parser.parse_args()
+    variants = {p.name: p.arguments(keep_ratio=args.keep_ratio) for p in presets_of(FAMILIES['ViT'])}
+    variants = {'none': variants.pop('none'), 'maps': MAPS, **variants}
+    rows = []
+    for arch, size, batch, options in CASES:
+        for name, arguments in variants.items():
+            case = dict(arch=arch, size=size, batch=batch)
+            rows.append(dict(case, preset=name, saved_bytes=count(**case, arguments=options | arguments)))
+        plain = rows[-len(variants)]['saved_bytes']
+        columns = [
+            Column('preset', lambda row: row['preset']),
+            Column('MB', lambda row: f'{row["saved_bytes"] / 1e6:.1f}'),
+            Column('of plain', lambda row, plain=plain: f'{row["saved_bytes"] / plain:.3f}'),
+        ]
+        print(f'\n{arch}, {batch} x {size} x {size}\n\n{markdown_table(columns, rows[-len(variants) :])}', flush=True)
+    found = dict(machine=describe_machine('cpu'), family='ViT', amp='bf16', keep_ratio=args.keep_ratio, rows=rows)
+    write_outputs(args, found, indent=1)
+
+
+if __name__ == '__main__':
+    main()
