@@ -70,7 +70,9 @@ def test_presets_in_the_readme_are_those_of_the_package():
 
 def test_examples_in_the_readme_run():
     names = dict(torch=torch)
-    algorithm, config, small, example = re.findall(r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.S | re.M)
+    algorithm, config, small, example = re.findall(
+        r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.S | re.M
+    )
     exec(algorithm, names)
     written = names['sbp']
     exec(config, names)
