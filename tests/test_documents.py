@@ -11,7 +11,7 @@ import torch
 from helpers import ROOT
 
 from sbp_mmdet import SBPConvNeXt
-from sbp_mmdet.settings import SBPSettings
+from sbp_mmdet.settings import PRESETS, SBPSettings
 
 PAGES = sorted(path for pattern in ('*.md', 'docs/*.md', 'configs/*/*.md') for path in ROOT.glob(pattern))
 LINK = re.compile(r'\]\(([^)\s]+)\)')
@@ -62,13 +62,24 @@ def test_presets_in_the_readme_agree_with_the_results():
         assert shown[_name(row)] == (f'{row["saved_bytes"] / plain:.3f}', ', '.join(times))
 
 
+def test_presets_in_the_readme_are_those_of_the_package():
+    lines = re.findall(r'^\| `([\w-]+)` \| `(.+?)`(.*?) \|', (ROOT / 'README.md').read_text(), re.M)
+    shown = {name: (eval(code), 'with_cp=True' in more) for name, code, more in lines if name in PRESETS}
+    assert shown == {name: (preset.sbp_cfg, preset.with_cp) for name, preset in PRESETS.items()}
+
+
 def test_examples_in_the_readme_run():
     names = dict(torch=torch)
-    algorithm, config, example = re.findall(r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.S | re.M)
+    algorithm, config, small, example = re.findall(
+        r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.S | re.M
+    )
     exec(algorithm, names)
     written = names['sbp']
     exec(config, names)
     assert names['model']['backbone']['type'] == 'SBPConvNeXt'
+    exec(small, names)
+    kept = names['model']['backbone']['sbp_cfg']
+    assert SBPConvNeXt('tiny', sbp_cfg=kept).sbp.sampler == 'objects'
     exec(example, names)
     mlp, tokens, places = names['mlp'], names['tokens'], names['positions'](names['mask'])
     gradients = []

@@ -6,9 +6,11 @@ import sys
 
 import cv2
 import pytest
+import torch
 from helpers import TOOLS, make_project
 
 sys.path[:0] = [str(TOOLS / 'analysis_tools')]
+import draw_object_masks  # noqa: E402
 import gradient_norms  # noqa: E402
 import gradient_study  # noqa: E402
 
@@ -150,3 +152,19 @@ def test_pages_are_filled_from_results(tmp_path):
         found = json.loads(results.read_text())
         label = 'increasing' if name == 'orders' else 'disjoint blocks'
         assert f'| {label} |' in page.read_text() and found['machine']['command'] in page.read_text()
+
+
+def test_share_of_the_energy():
+    gradient = torch.zeros(2, 2, 3)
+    gradient[0, 0, 1], gradient[1, 0, 1], gradient[0, 1, 2] = 3, 4, 5
+    heat = draw_object_masks.energy(gradient)
+    assert heat.tolist() == [[0, 25, 0], [0, 0, 25]]
+    mask = torch.tensor([[True, True, True], [False, False, False]]).numpy()
+    assert draw_object_masks.kept_share(heat, mask) == 0.5
+
+
+def test_draw_object_masks(project, tmp_path, monkeypatch):
+    out = tmp_path / 'objects.png'
+    run(monkeypatch, draw_object_masks, project, 'tiny.py', '--out', out, '--images', 2, '--stage', 1)
+    picture = cv2.imread(str(out))
+    assert picture is not None and picture.shape[1] > picture.shape[0]
