@@ -23,11 +23,11 @@ from mmdet.registry import HOOKS
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .draws import LayerDraws
 from .models.stock_layers import ThinConvNeXtBlock, ThinViTBlock
 from .models.swin_layers import ThinSwinBlock
 from .models.thin import Thin, thin_out
 from .settings import SBPSettings
+from .shared_draws import LayerDraws
 from .surgery import ModelHook, mix_out
 
 __all__ = ['BLOCKS', 'Report', 'SBPHook', 'Thin', 'apply_sbp', 'register_block', 'remove_sbp']

@@ -9,8 +9,9 @@ import torch.utils.checkpoint as cp
 from oracles import image, small_backbone
 from torch import nn
 
-from sbp_mmdet.draws import LayerDraws, MapDraws, Thinned
+from sbp_mmdet.draws import Thinned
 from sbp_mmdet.masks import mask_generator, sample_mask
+from sbp_mmdet.shared_draws import LayerDraws, MapDraws
 
 RANDOM = dict(sampler='random', keep_ratio=[0.25, 0.5, 1, 0.5, 0.75])
 

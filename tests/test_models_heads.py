@@ -18,7 +18,7 @@ from oracles import SMALL, assert_near, image, loss_of, oracle_convnext, relativ
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sbp_mmdet import draws
+from sbp_mmdet import draws, shared_draws
 from sbp_mmdet.analysis import saved_bytes
 from sbp_mmdet.masks import mask_generator, positions, sample_mask, stage_masks
 from sbp_mmdet.models import heads
@@ -180,7 +180,7 @@ def test_ranks_draw_masks_of_their_own(monkeypatch):
     model = Detector()
     sbp_modules(model, MODULES, **RANDOM)
     seen = []
-    monkeypatch.setattr(draws, 'positions', lambda mask, device: (seen[-1].append(mask), positions(mask))[1])
+    monkeypatch.setattr(shared_draws, 'positions', lambda mask, device: (seen[-1].append(mask), positions(mask))[1])
     for rank in (0, 0, 1):
         monkeypatch.setattr(draws, 'get_rank', lambda rank=rank: rank)
         seen.append([])

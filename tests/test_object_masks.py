@@ -20,8 +20,8 @@ from torch import nn
 from sbp_mmdet import ObjectMasksHook, object_boxes, objects
 from sbp_mmdet.analysis.detector import measure_detector
 from sbp_mmdet.analysis.variants import load_config
-from sbp_mmdet.draws import LayerDraws
 from sbp_mmdet.masks import mask_generator, object_mask, positions
+from sbp_mmdet.shared_draws import LayerDraws
 from sbp_mmdet.surgery import ModelHook
 
 OBJECTS = dict(sampler='objects')

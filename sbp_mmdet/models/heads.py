@@ -20,10 +20,10 @@ from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.registry import HOOKS
 from torch import Tensor, nn
 
-from ..draws import MapDraws
 from ..functional import sbp
 from ..masks import SAMPLERS, Positions, parse_keep_ratio
 from ..ops import memory_format
+from ..shared_draws import MapDraws
 from ..surgery import Mixin, ModelHook, members, mix_in
 
 __all__ = ['SBPModulesHook', 'sbp_map', 'sbp_modules']

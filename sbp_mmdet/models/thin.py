@@ -14,11 +14,11 @@ import torch
 import torch.utils.checkpoint as cp
 from torch import Tensor, nn
 
-from ..draws import LayerDraws
 from ..masks import Positions
 from ..ops import accumulator, autocast_dtype
 from ..ops.images import on_images
 from ..settings import SBPSettings
+from ..shared_draws import LayerDraws
 from ..surgery import Mixin, mix_in
 from .heads import sbp_map
 
