@@ -4,9 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mmdet.models.backbones import ResNet, SwinTransformer
-from mmdet.registry import MODELS
 from mmengine.model import BaseModule, ExponentialMovingAverage
 from oracles import image, mask_of, where_sbp
 from torch import nn
@@ -279,7 +277,12 @@ def test_mmpretrain_convnext_is_ours():
     assert_alike(gradients(stock, x), gradients(ours, x))
 
 
-def test_grn_is_refused():
+def test_grn_is_exact_or_refused():
     model = pretrain_model('ConvNeXt', **PRETRAIN['ConvNeXt'] | dict(use_grn=True, layer_scale_init_value=0.0))
+    x = image(2, 48, 64)
+    before = gradients(model, x)
+    apply_sbp(model, dict(keep_ratio=1.0, recompute=True))
+    assert_alike(gradients(model, x), before)
+    remove_sbp(model)
     with pytest.raises(ValueError, match='GRN normalises over all positions'):
         apply_sbp(model)

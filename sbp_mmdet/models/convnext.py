@@ -53,7 +53,8 @@ class SBPConvNeXt(BaseModule):
         norm_cfg (dict): See :func:`build_norm`. Default: ``dict(type='LN2d', eps=1e-6)``.
         act_cfg (dict): Activation. Default: ``dict(type='GELU')``.
         linear_pw_conv (bool): Hold the pointwise weights in linear layers instead of 1x1 convolutions. Default: True.
-        use_grn (bool): Global response normalisation (ConvNeXt V2); not with SBP. Default: False.
+        use_grn (bool): Global response normalisation (ConvNeXt V2). With ``sbp_cfg`` for ``keep_ratio=1.0`` only, which
+            is exact: GRN looks at all positions. Default: False.
         drop_path_rate (float): Stochastic depth rate of the last block, growing linearly from 0. Default: 0.0.
         layer_scale_init_value (float): Initial layer scale; 0 means no layer scale. Default: 1e-6.
         out_indices (Sequence[int] | int): Stages to put out, counted from 0 or from the end. Default: -1.
@@ -102,10 +103,7 @@ class SBPConvNeXt(BaseModule):
         self.gap_before_final_norm = gap_before_final_norm
         self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, self.depths, PAPER_BLOCKS.get(str(arch)))
         if self.sbp and use_grn:
-            raise ValueError(
-                'use_grn=True cannot be used with sbp_cfg: GRN normalises over all positions, so none can be dropped; '
-                'set sbp_cfg=None (and with_cp=True to save memory)'
-            )
+            _check_grn(self.sbp)
 
         norm_cfg = norm_cfg or dict(type='LN2d', eps=1e-6)
         fused = self.sbp is not None and self.sbp.implementation == 'fused'
@@ -250,6 +248,19 @@ class SBPConvNeXt(BaseModule):
         else:
             depth = stage + 1 if stage else 0
         return depth, last + 2
+
+
+def _check_grn(sbp):
+    if any(ratio != 1 for ratio in sbp.keep_ratio):
+        raise ValueError(
+            'use_grn=True cannot be used with sbp_cfg that drops positions: GRN normalises over all of them; '
+            'sbp_cfg=dict(keep_ratio=1.0, recompute=True) stores less and keeps the gradients exact'
+        )
+    if sbp.implementation == 'fused' and not sbp.recompute:
+        raise ValueError(
+            f"use_grn=True needs sbp_cfg with recompute=True or recompute='block', not {sbp.recompute!r}: the hidden "
+            'layer of ConvNeXt V2 is always computed again'
+        )
 
 
 def _parse_arch(arch):

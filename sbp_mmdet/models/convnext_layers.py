@@ -168,7 +168,9 @@ class ConvNeXtBlock(BaseModule):
                 f"act_cfg={act_cfg!r}: implementation='fused' knows the derivative of GELU only; "
                 "use type='GELU' or sbp_cfg=dict(implementation='reference')"
             )
-        if fused:
+        if fused and use_grn:
+            self.settings = ops.GRNSettings(self.norm.eps, self.grn.eps, self.act.approximate, storage)
+        elif fused:
             self.settings = ops.MLPSettings(self.norm.eps, self.act.approximate, bool(recompute), storage)
 
     @property
@@ -225,8 +227,13 @@ class ConvNeXtBlock(BaseModule):
         norm = (self.norm.weight, self.norm.bias)
         first = (self.pointwise_conv1.weight.flatten(1), self.pointwise_conv1.bias)
         second = (self.pointwise_conv2.weight.flatten(1), self.pointwise_conv2.bias)
+        settings = _settings(self)
+        if isinstance(settings, ops.GRNSettings):
+            grn = (self.grn.gamma, self.grn.beta)
+            tensors = ops.GRNTensors(x, shortcut, *norm, *first, *grn, *second, self.gamma, factor, conv)
+            return ops.grn_mlp(settings, tensors)
         tensors = ops.MLPTensors(x, shortcut, *norm, *first, *second, self.gamma, factor, positions, conv)
-        return ops.channel_mlp(_settings(self), tensors)
+        return ops.channel_mlp(settings, tensors)
 
     def activate(self, x: Tensor) -> Tensor:
         """What lies between the pointwise layers, on (N, L, 4 * C)."""

@@ -29,6 +29,10 @@ class ThinConvNeXtBlock(Thin):
             cast = x.to(ops.autocast_dtype(x) or x.dtype)
             inner, conv = ops.convolve(self.depthwise_conv, cast, own.storage if fused else 'native')
             conv = conv if own.recompute == 'block' else None
+            if self.grn is not None:
+                layers = (*norm, *first, self.grn.gamma, self.grn.beta, *second)
+                options = ops.GRNSettings(self.norm.eps, self.grn.eps, self.act.approximate, own.storage)
+                return ops.grn_mlp(options, ops.GRNTensors(inner, x, *layers, self.gamma, factor, conv))
             tensors = ops.MLPTensors(inner, x, *norm, *first, *second, self.gamma, factor, positions, conv)
             return ops.channel_mlp(settings, tensors)
 
@@ -41,8 +45,10 @@ class ThinConvNeXtBlock(Thin):
     @classmethod
     def refusal(cls, layer: nn.Module, settings: SBPSettings) -> str | None:
         """See :class:`.thin.Thin`."""
-        if layer.grn is not None:
-            return 'GRN normalises over all positions, so none can be dropped; use SBPConvNeXt with keep_ratio=1.0'
+        if layer.grn is not None and any(ratio != 1 for ratio in settings.keep_ratio):
+            return 'GRN normalises over all positions, so none can be dropped; use keep_ratio=1.0, recompute=True'
+        if layer.grn is not None and (settings.implementation != 'fused' or not settings.recompute):
+            return 'GRN needs the fused form and recompute=True'
         if settings.implementation == 'fused' and not isinstance(layer.act, nn.GELU):
             return f"its activation is {type(layer.act).__name__}; GELU or implementation='reference' is needed"
         return None

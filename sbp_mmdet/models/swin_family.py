@@ -30,7 +30,7 @@ def build_unit(
     """The whole backbone, a stage's first block, or that block without its attention ('mlp')."""
     model = SBPSwinTransformer(**ARCHS[arch], sbp_cfg=sbp_cfg, with_cp=with_cp).to(device).train()
     if unit == 'backbone':
-        return Unit(model, model, reads_image=True)
+        return Unit(model, lambda x: tuple(model(x)), reads_image=True)  # mmdet's gives a list
     block, size = model.stages[stage].blocks[0], shape[2:]
     stride = model.patch_embed.projection.stride[0] * 2**stage
     model.draw(torch.empty(1, device=device).expand(1, 1, size[0] * stride, size[1] * stride))

@@ -24,6 +24,7 @@ may be rounded to eight bits (:func:`store`). Either way the forward pass is exa
 
 from .attention import AttentionSettings, AttentionTensors, attention
 from .convs import Conv, ConvSettings, convolve
+from .grn import GRNSettings, GRNTensors, grn_mlp
 from .linears import NormLinearSettings, NormLinearTensors, norm_linear
 from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norms import NormSettings, NormTensors, layer_norm
@@ -40,6 +41,8 @@ __all__ = [
     'ConvSettings',
     'DownsampleSettings',
     'DownsampleTensors',
+    'GRNSettings',
+    'GRNTensors',
     'MLPSettings',
     'MLPTensors',
     'NormLinearSettings',
@@ -54,6 +57,7 @@ __all__ = [
     'channel_mlp',
     'convolve',
     'downsample',
+    'grn_mlp',
     'layer_norm',
     'memory_format',
     'norm_linear',
