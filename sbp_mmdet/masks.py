@@ -96,7 +96,7 @@ def parse_keep_ratio(ratio: float) -> Fraction:
         Fraction: The ratio.
 
     Raises:
-        ValueError: If the ratio is out of range, or no such fraction is that near; the nearest two are named.
+        ValueError: If the ratio is out of range, or no such fraction is near enough. The message names the nearest two.
     """
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float, Fraction)) or not 0 < ratio <= 1:
         raise ValueError(f'keep_ratio={ratio!r} must be a number in (0, 1]; the paper uses 0.5')

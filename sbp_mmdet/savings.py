@@ -1,4 +1,4 @@
-"""What else a detector can do without, outside of its backbone: exact, opt-in, one line of ``custom_hooks`` each.
+"""Exact ways to store less outside of the backbone. Each is one line of ``custom_hooks``.
 
 custom_hooks = [
     dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head']),
@@ -50,7 +50,7 @@ class _Checkpointed(Mixin):
         if not (self.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         replay = False
-        # One by one, for what stands inside of lists is not saved for the backward pass but held on to.
+        # Tensors are passed one by one: checkpointing saves those, but holds on to what stands inside of lists.
         leaves, structure = tree_flatten((args, kwargs))
 
         def run(*leaves):

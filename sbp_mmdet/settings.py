@@ -33,8 +33,8 @@ def _key(default, choices: tuple = (), *, selects: bool = False, fused: bool | t
     Args:
         default: Its default.
         choices (tuple): Values that it may have; none: :meth:`SBPSettings.parse` checks it by a rule of its own.
-        selects (bool): It says which positions are kept. Such keys belong to the user: a preset leaves them as they
-            are. All others are the preset's to set. Default: False.
+        selects (bool): The key says which positions are kept. The user sets such keys, and a preset leaves them alone.
+            A preset sets all others. Default: False.
         fused (bool | tuple): Values that need ``implementation='fused'``; True: all but the default. Default: False.
     """
     return dataclasses.field(default=default, metadata=dict(choices=choices, selects=selects, fused=fused))
@@ -51,7 +51,7 @@ class SBPSettings:
             objects and, evenly spread, some of the rest, in each stage; needs :class:`.object_masks.ObjectMasksHook`.
             Default: 'grid'.
         object_share (float | None): With the sampler 'objects', the share of the kept positions that are next to
-            objects, in [0, 1]; None with other samplers. ``sbp_cfg``'s default of None is 0.7 with this one.
+            objects, in [0, 1]. None in ``sbp_cfg`` means 0.7. It is None with other samplers.
         blocks (tuple[int, ...]): How many leading blocks of each stage use SBP. Default: what the backbone says, such
             as the paper's numbers for some architectures; every stage but the last elsewhere.
         downsample (bool): SBP on the 2x2/2 layers that lead into stages 2 and 3. Default: True.

@@ -18,14 +18,14 @@ _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint file: torch writes zip archives with check sums, but does not look at those.
+    """What is wrong with a checkpoint file. Torch writes check sums into its zip archives, but does not check them.
 
     Args:
         path (Path): Local file.
 
     Returns:
-        str | None: The damage; None if the file is whole, or of torch's format of before 1.6, which has no check sums,
-        or a folder, as FSDP and DeepSpeed write.
+        str | None: The damage. None if the file is whole. None also for what has no check sums: a file in torch's
+        format before 1.6, and a folder as FSDP and DeepSpeed write.
     """
     if path.is_dir():
         return None

@@ -347,7 +347,7 @@ def _measure_cuda(model: nn.Module, wrapper, data, rounds):
     model.train_step(copy.deepcopy(data), wrapper)
     torch.cuda.synchronize()
     row.update(peak=torch.cuda.max_memory_allocated(), peak_phase=None, reserved=torch.cuda.max_memory_reserved())
-    # Once more, with hooks on everything, for the parts.
+    # One more step, with hooks on all modules, says what each part stores.
     tracker = PartTracker(model)
     saved = SavedByPart(tracker.current)
     original = wrapper.optim_context

@@ -115,7 +115,9 @@ def backbone_change(config: Config, variant: str) -> dict:
         own['skip_dropped_images'] = True
     change = dict(type=family.backbone, **preset.arguments(**own))
     if 'skip' in pieces and change['sbp_cfg'] is None:
-        raise NotApplicable(f'skip: {name} has no sbp_cfg to say it in; exact and all other presets have')
+        raise NotApplicable(
+            f'skip: {name} has no sbp_cfg to hold skip_dropped_images; take another preset, such as exact'
+        )
     if 'skip' in pieces and not backbone.get('drop_path_rate'):
         raise NotApplicable('skip: drop_path_rate of the backbone is 0, so no image is dropped')
     return change

@@ -166,7 +166,7 @@ class SBPConvNeXt(BaseModule):
                 f'images of {x.shape[-2]} x {x.shape[-1]} pixels are smaller than the total stride {self.min_size} '
                 'of the backbone; resize or pad them'
             )
-        # Images are left out without gradients too: so begins a pass that somebody's checkpointing replays with them.
+        # A checkpoint around the backbone first runs it without gradients. That run leaves out the same images.
         active = self.sbp and self.training and (torch.is_grad_enabled() or self.sbp.skip_dropped_images)
         positions, images, _ = self.draw(x) if active else Drawn({}, {})
         outs = []

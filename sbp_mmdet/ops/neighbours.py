@@ -5,7 +5,7 @@ A kept row and the dropped ones that go with it are a group. There are two ways 
 - 'nearest': each dropped row goes back for itself, with the activations of its group's kept row (:class:`Neighbours`).
 - 'pool': with the same activations for all of them, the backward pass is linear in the incoming gradient. So the
   gradients of a group are summed and go back once, in the kept row. Weights get what 'nearest' with a share of 1 would
-  give them, for as many products as the kept rows alone take. The gradient of the input is the group's mean
+  give them, and it takes the products of the kept rows only. The gradient of the input is the group's mean
   (:class:`Groups`).
 """
 
@@ -21,8 +21,8 @@ from .rows import add_rows_
 
 __all__ = ['SHARE', 'Groups', 'Neighbours', 'SavedPositions']
 
-# Weight of a dropped row's gradient in those of the weights. Its activations are not its own, so the kept row, whose
-# are, takes over the rest; other weights were tried, see docs/gradient_study.md.
+# How much a dropped row counts in the weights' gradient. It borrows the activations of a kept row. The kept row owns
+# them, so it takes over the rest. Other shares were tried: see docs/gradient_study.md.
 SHARE = 0.75
 
 

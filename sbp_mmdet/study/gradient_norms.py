@@ -115,7 +115,7 @@ def norms_over_training(
         norm of its gradient before clipping, for each step.
 
     Raises:
-        ValueError: For a setting that cannot be honoured, before anything is run.
+        ValueError: For a setting that cannot be applied, before anything is run.
     """
     for label, (sbp_cfg, _) in variants.items():
         try:

@@ -142,7 +142,7 @@ def backbone_with(config: Config, sbp_cfg: dict | None, weights: nn.Module | Non
         nn.Module: The backbone.
 
     Raises:
-        ValueError: For a setting that cannot be honoured, or a backbone that SBP does not apply to.
+        ValueError: For a setting that cannot be applied, or a backbone that SBP does not apply to.
     """
     family = require(config.model.get('backbone'))
     cfg = copy.deepcopy(config.model.backbone.to_dict())
@@ -200,7 +200,7 @@ def estimate_detector(
         dict[str, Tensor]: fp32, on the CPU, names as in the detector.
 
     Raises:
-        ValueError: If the loss is not that of the exact pass, so that proposals or sampled RoIs are others.
+        ValueError: If the loss differs from that of the exact pass. Then proposals or sampled RoIs differ.
     """
     sbp_cfg, pieces = _split(setting)
     backbone = backbone_with(config, sbp_cfg, model.backbone)
@@ -265,7 +265,7 @@ def study(
         dict: Label to what :func:`summary` returns.
 
     Raises:
-        ValueError: For a setting that cannot be honoured, before anything is run.
+        ValueError: For a setting that cannot be applied, before anything is run.
     """
     for label, setting in settings.items():
         try:
