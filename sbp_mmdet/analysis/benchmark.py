@@ -74,6 +74,7 @@ def measure(
     dtype: torch.dtype | None,
     rounds: int,
     by_allocator: Collection[str] = (),
+    layout: torch.memory_format = torch.contiguous_format,
 ) -> Iterator[tuple[str, dict]]:
     """Bytes of each unit, then times, the units in turn within each round, so that a drift of the machine hits all.
 
@@ -85,6 +86,7 @@ def measure(
         rounds (int): Timed rounds, after one that is not counted. 0: no times.
         by_allocator (Collection[str]): Units whose bytes only the allocator sees, see :func:`.rivals.held_bytes`; they
             have run before. Default: none.
+        layout (torch.memory_format): Of input and weights. Default: ``torch.contiguous_format``.
 
     Yields:
         tuple[str, dict]: After each step ``('progress', {})``; at the end for each unit its name and ``saved_bytes``,
@@ -92,9 +94,10 @@ def measure(
         ``total_ratio`` (medians of the ratios to the baseline, round by round).
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator).to(device)
+    x = torch.randn(shape, generator=generator).to(device).to(memory_format=layout)
     rows = {}
     for name, (module, run, reads_image) in units.items():
+        module.to(memory_format=layout)
         x.requires_grad_(not reads_image)  # a block's input has a gradient, an image has not
 
         def forward(run=run, x=x):

@@ -51,20 +51,18 @@ class Rival:
     budget: float | None = None
     on_host: bool = False
 
-    def wrap(self, run: Callable, *, backend: str = 'inductor', eager_draws: bool = False) -> Callable:
+    def wrap(self, run: Callable, *, backend: str = 'inductor') -> Callable:
         """The forward pass under this rival.
 
         Args:
             run (Callable): Forward pass of the unit, built with ``preset``.
             backend (str): Of ``torch.compile``. Default: 'inductor'.
-            eager_draws (bool): Compiled code draws the random numbers that plain code draws, so that gradients can be
-                compared. Default: False.
 
         Returns:
             Callable: With attribute ``graphs``, a list with one entry for each graph compiled so far.
         """
         if self.compiled:
-            return self._compile(run, backend, eager_draws)
+            return self._compile(run, backend)
         enter = self._offload if self.on_host else _saving_products
 
         def wrapped(x):
@@ -74,7 +72,7 @@ class Rival:
         wrapped.graphs = []
         return wrapped
 
-    def _compile(self, run, backend, eager_draws):
+    def _compile(self, run, backend):
         graphs, inner = [], torch._dynamo.lookup_backend(backend)
         budget = {} if self.budget is None else {'activation_memory_budget': self.budget}
 
@@ -82,7 +80,7 @@ class Rival:
             # The budget is read where a graph is compiled. A backend of its own for each rival: otherwise one would
             # find the graphs of another, for the code is the same.
             graphs.append(1)
-            with torch._functorch.config.patch(budget), torch._inductor.config.patch(fallback_random=eager_draws):
+            with torch._functorch.config.patch(budget):
                 return inner(graph, inputs)
 
         compiled = torch.compile(run, backend=compile_graph)
@@ -301,11 +299,18 @@ def drawn_errors(
             rival = RIVALS[name]
             if rival.compiled:
                 torch._dynamo.reset()
-            unit = rival_unit(rival, build_drawing, backend=backend, eager_draws=True)
+            unit = rival_unit(rival, build_drawing, backend=backend)
         else:
             unit = build_drawing(name)
-        errors[name] = _relative(gradients(unit), exact) if found[-1] else None
+        with _draws_of_plain_code(name):
+            errors[name] = _relative(gradients(unit), exact) if found[-1] else None
     return errors
+
+
+def _draws_of_plain_code(name):
+    """Compiled code draws with torch's own generator. The backward pass is compiled when it first runs, so in here."""
+    compiled = name in RIVALS and RIVALS[name].compiled
+    return torch._inductor.config.patch(fallback_random=True) if compiled else contextlib.nullcontext()
 
 
 def _set_stochastic_depth(module: nn.Module, rate: float) -> int:

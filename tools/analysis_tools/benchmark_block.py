@@ -22,6 +22,7 @@ from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import build_unit, keep_freed_memory, measure
 from sbp_mmdet.analysis.device import use_device
+from sbp_mmdet.analysis.report import against_time
 from sbp_mmdet.analysis.rivals import RIVALS, drawn_errors, graphs_over_sizes, prepare
 from sbp_mmdet.families import FAMILIES, presets_of
 from sbp_mmdet.provenance import describe_machine
@@ -59,7 +60,8 @@ def parse_args():
         'For those of your model see gradient_study.py',
     )
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    add_outputs(parser, plot=False)
+    parser.add_argument('--channels-last', action='store_true', help='input and weights as (N, H, W, C) in memory')
+    add_outputs(parser)
     return parser.parse_args()
 
 
@@ -85,11 +87,16 @@ def main():
             print()
             print_table(results)
             case = dict(family=family.name, part=args.unit, arch=arch, stage=stage or None, shape=shape, amp=amp)
+            case['channels_last'] = args.channels_last
             for name, row in results.items():
                 preset = RIVALS[name].preset if name in RIVALS else name
                 rows.append(dict(case, mode=name, **preset_named(preset).arguments(**options), **row))
     print()
-    write_outputs(args, dict(machine=describe_machine(args.device), rows=rows), indent=1)
+    ours = [preset.name for preset in PRESETS.values() if preset.sbp_cfg is not None]
+    first = [row for row in rows if all(row[key] == rows[0][key] for key in ('arch', 'stage'))]
+    title = f'{args.unit} of {first[0]["family"]} {first[0]["arch"]}, amp {amp}, {args.device}'
+    results = dict(machine=describe_machine(args.device), rows=rows)
+    write_outputs(args, results, lambda path: against_time(first, ours, title, path), indent=1)
 
 
 def run(args, family, arch, presets, stage, shape, dtype, options):
@@ -104,8 +111,11 @@ def run(args, family, arch, presets, stage, shape, dtype, options):
         (len(units) + len(rivals)) * (args.rounds + 2 if args.rounds else 1) + len(units) * args.gradients
     )
     case = dict(device=args.device, dtype=dtype)
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
     results = {}
-    for name, row in measure({**units, **rivals}, shape, rounds=args.rounds, by_allocator=[*rivals], **case):
+    for name, row in measure(
+        {**units, **rivals}, shape, rounds=args.rounds, by_allocator=[*rivals], layout=layout, **case
+    ):
         if name == 'progress':
             bar.update()
         else:
