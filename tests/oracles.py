@@ -1,10 +1,13 @@
 """Plain-torch oracles of SBP, inputs of small size, and how to compare; shared by the tests of the core."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 
 from sbp_mmdet import SBPConvNeXt
 
+DEVICE = os.environ.get('SBP_TEST_DEVICE', 'cpu')  # of backbones and images
 SMALL = dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20])
 
 
@@ -17,12 +20,12 @@ def small_backbone(sbp_cfg=None, *, dtype=torch.float64, seed=0, arch=SMALL, **k
         for parameter in backbone.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6 + 0.2 * noise)
-    return backbone
+    return backbone.to(DEVICE)
 
 
 def image(n=2, height=64, width=64, *, dtype=torch.float64, seed=0):
     return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-        dtype
+        DEVICE, dtype
     )
 
 
@@ -60,7 +63,7 @@ class _Otherwise(torch.autograd.Function):
 
 def mask_of(keep, height, width):
     """(height, width), True at the kept flat indices."""
-    mask = torch.zeros(height * width, dtype=torch.bool)
+    mask = torch.zeros(height * width, dtype=torch.bool, device=keep.device)
     mask[keep] = True
     return mask.view(height, width)
 
@@ -78,7 +81,7 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None)
     """
 
     def norm(x, name):  # (..., C)
-        with torch.autocast('cpu', enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             x = x if x.dtype == torch.float64 else x.float()
             return F.layer_norm(x, x.shape[-1:], state[f'{name}.weight'], state[f'{name}.bias'], 1e-6)
 
@@ -112,7 +115,7 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None)
             inner = convolve(x, f'{name}.depthwise_conv', padding=3, groups=x.shape[1])
             branch = layer(lambda x: mlp(x, name), inner, (i, j))  # noqa: B023
             if rate:
-                kept = torch.rand(len(x), dtype=x.dtype) >= rate if images is None else images[i, j]
+                kept = torch.rand(len(x), dtype=x.dtype, device=x.device) >= rate if images is None else images[i, j]
                 branch = branch * kept.view(-1, 1, 1, 1) / (1 - rate)
             x = x + branch
         if f'norm{i}.weight' in state:
@@ -123,7 +126,7 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None)
 def loss_of(outs):
     """A loss that weighs every entry of every output differently."""
     weights = [torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape) for out in outs]
-    return sum((out * weight.to(out.dtype)).sum() for out, weight in zip(outs, weights, strict=True))
+    return sum((out * weight.to(out)).sum() for out, weight in zip(outs, weights, strict=True))
 
 
 def gradients(backbone, x, forward=None):

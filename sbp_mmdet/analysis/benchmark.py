@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -12,6 +12,7 @@ from ..families import Family, Unit
 from ..settings import preset_named
 from .cuda_rules import autocast
 from .memory import peak_bytes, saved_bytes
+from .rivals import held_bytes
 
 __all__ = ['build_unit', 'keep_freed_memory', 'measure']
 
@@ -72,6 +73,8 @@ def measure(
     device: str,
     dtype: torch.dtype | None,
     rounds: int,
+    by_allocator: Collection[str] = (),
+    layout: torch.memory_format = torch.contiguous_format,
 ) -> Iterator[tuple[str, dict]]:
     """Bytes of each unit, then times, the units in turn within each round, so that a drift of the machine hits all.
 
@@ -81,6 +84,9 @@ def measure(
         device (str): Where it runs.
         dtype (torch.dtype | None): Autocast; None: off.
         rounds (int): Timed rounds, after one that is not counted. 0: no times.
+        by_allocator (Collection[str]): Units whose bytes only the allocator sees, see :func:`.rivals.held_bytes`; they
+            have run before. Default: none.
+        layout (torch.memory_format): Of input and weights. Default: ``torch.contiguous_format``.
 
     Yields:
         tuple[str, dict]: After each step ``('progress', {})``; at the end for each unit its name and ``saved_bytes``,
@@ -88,12 +94,13 @@ def measure(
         ``total_ratio`` (medians of the ratios to the baseline, round by round).
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator).to(device)
+    x = torch.randn(shape, generator=generator).to(device).to(memory_format=layout)
     rows = {}
     for name, (module, run, reads_image) in units.items():
+        module.to(memory_format=layout)
         x.requires_grad_(not reads_image)  # a block's input has a gradient, an image has not
 
-        def forward(run=run):
+        def forward(run=run, x=x):
             with autocast(device, dtype):
                 return run(x)
 
@@ -108,8 +115,12 @@ def measure(
             module.zero_grad()
             x.grad = None
 
-        saved = saved_bytes(forward, known)
-        rows[name] = dict(saved_bytes=saved, peak_bytes=peak_bytes(step, device, clear), times=[])
+        if name in by_allocator:
+            # The input is made anew, so that it counts where the block keeps it, and only there.
+            saved, peak = held_bytes(lambda: forward(x=x if reads_image else x.clone()), device)  # noqa: B023
+        else:
+            saved, peak = saved_bytes(forward, known), peak_bytes(step, device, clear)
+        rows[name] = dict(saved_bytes=saved, peak_bytes=peak, times=[])
         clear()  # the next unit needs the memory
         yield 'progress', {}
     for i in range(rounds + 1 if rounds else 0):

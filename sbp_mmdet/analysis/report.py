@@ -1,11 +1,22 @@
 """Tables and pictures of what :func:`.detector.measure_detector` counted, and of steps' times."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..reporting import Column, format_bytes, markdown_table, panels, save_picture, text_table
 
-__all__ = ['ORDER', 'groups', 'markdown', 'picture', 'steps_markdown', 'steps_picture', 'steps_table', 'table']
+__all__ = [
+    'ORDER',
+    'against_time',
+    'groups',
+    'markdown',
+    'picture',
+    'steps_markdown',
+    'steps_picture',
+    'steps_table',
+    'table',
+]
 
 ORDER = ['stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone', 'neck', 'RPN']
 _NAME = Column('variant', lambda row: f'`{_variant(row)}`')
@@ -177,4 +188,33 @@ def steps_picture(rows: list[dict], title: str, path: Path) -> None:
     for place, row in zip(places, rows, strict=True):
         axes.text(row['ratio_max'], place, f'  {row["ratio"]:.2f}x  ({row["step_s"]:.3g} s)', va='center', fontsize=9)
     axes.set_xlim(0, max(high) * 1.22)
+    save_picture(figure, path, dpi=140)
+
+
+def against_time(rows: list[dict], ours: Sequence[str], title: str, path: Path) -> None:
+    """Draws memory against time, a point for each preset or rival that has both, relative to the first row.
+
+    Args:
+        rows (list[dict]): Of ``benchmark_block.py``, for one unit, with ``mode``.
+        ours (Sequence[str]): Modes that are SBP's; the others are drawn in grey.
+        title (str): Above the points.
+        path (Path): A PNG file.
+
+    Raises:
+        ValueError: If nothing has a time.
+    """
+    drawn = [row for row in rows if row.get('total_ratio') and row.get('saved_bytes') is not None]
+    if not drawn:
+        raise ValueError('there are no times to draw; measure with --rounds 1 or more')
+    figure, grid = panels(figsize=(8, 5))
+    axes = grid[0, 0]
+    for row in drawn:
+        x, y = row['total_ratio'], row['saved_bytes'] / rows[0]['saved_bytes']
+        colour = '#1f77b4' if row['mode'] in ours else '#5f6b7a'
+        axes.plot(x, y, 'o' if row['mode'] in ours else 's', color=colour)
+        axes.annotate(row['mode'], (x, y), xytext=(4, 4), textcoords='offset points', fontsize=8, color=colour)
+    axes.set_xlabel('time of forward and backward pass, relative to the plain one')
+    axes.set_ylabel('stored for the backward pass, relative')
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=10, loc='left')
     save_picture(figure, path, dpi=140)

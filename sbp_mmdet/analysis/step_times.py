@@ -13,6 +13,7 @@ from torch import nn
 
 from .detector import build_training, check_case, own_crops, timed_step
 from .device import is_out_of_memory
+from .rivals import RIVALS, missing
 from .variants import applicable, with_variant
 
 __all__ = ['in_turn', 'measure_steps', 'summary', 'timed_variants']
@@ -26,12 +27,17 @@ class _Case(NamedTuple):
     crop: Callable
 
 
+def preset_of(variant: str) -> str:
+    """A variant as :func:`.variants.with_variant` takes it: of a rival the preset that it runs on."""
+    return RIVALS[variant].preset if variant in RIVALS else variant
+
+
 def timed_variants(config: Config, variants: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
     """Sorts variants as :func:`.variants.applicable` does, and refuses what has no time of its own.
 
     Args:
         config (Config): Config of a detector.
-        variants (Sequence[str]): Variants.
+        variants (Sequence[str]): Variants and keys of ``rivals.RIVALS``.
         device (str): Where they run.
 
     Returns:
@@ -46,10 +52,15 @@ def timed_variants(config: Config, variants: Sequence[str], device: str) -> tupl
             f'optim_wrapper.accumulative_counts={counts}: some steps would be timed without that of the optimizer; '
             'give --cfg-options optim_wrapper.accumulative_counts=1'
         )
-    good, bad = applicable(config, variants)
+    good, bad = applicable(config, [preset_of(variant) for variant in variants])
+    bad = {variant: bad[preset_of(variant)] for variant in variants if preset_of(variant) in bad}
+    good = [variant for variant in variants if variant not in bad]
+    for variant in good:
+        if variant in RIVALS and (reason := missing(variant, device)):
+            bad[variant] = reason
     if torch.device(device).type == 'cpu':
         for variant in good:
-            if with_variant(config, variant).optim_wrapper.optimizer.type == 'AdamW8bit':
+            if with_variant(config, preset_of(variant)).optim_wrapper.optimizer.type == 'AdamW8bit':
                 bad[variant] = 'AdamW8bit: on a CPU its bytes are counted by a stand-in that updates nothing; no times'
     return [variant for variant in good if variant not in bad], bad
 
@@ -112,7 +123,7 @@ def _build(config, variants, case):
     # arithmetic and leaves the weights as they are: all steps of all variants begin at the same weights.
     first, cases = {}, []
     for variant in variants:
-        changed = with_variant(config, variant)
+        changed = with_variant(config, preset_of(variant))
         with own_crops():
             torch.manual_seed(0)
             model, wrapper, data = build_training(changed, **case)
@@ -122,6 +133,8 @@ def _build(config, variants, case):
             model.load_state_dict(owner.state_dict(keep_vars=True), assign=True)
         for group in wrapper.optimizer.param_groups:
             group['lr'] = 0.0
+        if variant in RIVALS:
+            model.backbone.forward = RIVALS[variant].wrap(model.backbone.forward)
         cases.append(_Case(model, wrapper, crop))
     return cases, data
 

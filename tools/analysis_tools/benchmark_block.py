@@ -2,11 +2,17 @@
 
     python tools/analysis_tools/benchmark_block.py --arch base --stage 1 --unit mlp
     python tools/analysis_tools/benchmark_block.py --arch tiny base --unit backbone --amp bf16 --rounds 0
+    python tools/analysis_tools/benchmark_block.py --arch tiny --stage 1 --rivals
 
 "saved" is what the forward pass stores for the backward pass: parameters and images excluded, the input of a block
 included where the block keeps it; "peak" is the most that tensors of one forward and backward pass hold at a time,
 weight gradients included. Times are medians of ratios to the first preset, taken in turn in one run. What a preset does
 not mean anything for is left out: there is no convolution to run again in a channel MLP alone.
+
+`--rivals` adds what others offer: selective checkpointing, torch.compile with and without a memory budget, and
+save_on_cpu (whole-block checkpointing is the preset with_cp). Their bytes come from the allocator. "drawn" is the error
+of the gradients while stochastic depth drops images, of presets and rivals; "graphs" how many are compiled over images
+of five sizes.
 """
 
 import argparse
@@ -16,9 +22,11 @@ from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import build_unit, keep_freed_memory, measure
 from sbp_mmdet.analysis.device import use_device
+from sbp_mmdet.analysis.report import against_time
+from sbp_mmdet.analysis.rivals import RIVALS, drawn_errors, graphs_over_sizes, prepare
 from sbp_mmdet.families import FAMILIES, presets_of
 from sbp_mmdet.provenance import describe_machine
-from sbp_mmdet.reporting import add_outputs, write_outputs
+from sbp_mmdet.reporting import Column, add_outputs, text_table, write_outputs
 from sbp_mmdet.settings import PRESETS, UNITS, preset_named
 from sbp_mmdet.study.gradients import gradient_errors
 
@@ -36,6 +44,9 @@ def parse_args():
         '--presets', '--modes', nargs='+', choices=PRESETS, metavar='PRESET',
         help=f'first is the baseline (default: those of {[*PRESETS]} that apply)',
     )  # fmt: skip
+    parser.add_argument(
+        '--rivals', nargs='*', choices=RIVALS, metavar='RIVAL', help=f'also these (without a name: all of {[*RIVALS]})'
+    )
     parser.add_argument('--size', nargs=2, type=int, default=[800, 1344], metavar=('H', 'W'), help='image, in pixels')
     parser.add_argument('--batch', type=int, default=2, help='images (default: 2)')
     parser.add_argument('--amp', choices=AMP, help='autocast (default: fp16 on CUDA, off on CPU)')
@@ -49,7 +60,8 @@ def parse_args():
         'For those of your model see gradient_study.py',
     )
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    add_outputs(parser, plot=False)
+    parser.add_argument('--channels-last', action='store_true', help='input and weights as (N, H, W, C) in memory')
+    add_outputs(parser)
     return parser.parse_args()
 
 
@@ -61,6 +73,7 @@ def main():
     family = FAMILIES[args.family]
     presets = args.presets or [preset.name for preset in presets_of(family)]
     presets = [name for name in presets if args.unit in preset_named(name).units]
+    args.rivals = [] if args.rivals is None else args.rivals or [*RIVALS]
     rows = []
     for arch in args.arch or family.archs:
         for stage in [0] if args.unit == 'backbone' else args.stage or range(1, family.stages + 1):
@@ -74,46 +87,89 @@ def main():
             print()
             print_table(results)
             case = dict(family=family.name, part=args.unit, arch=arch, stage=stage or None, shape=shape, amp=amp)
-            rows += [
-                dict(case, mode=name, **preset_named(name).arguments(**options), **row) for name, row in results.items()
-            ]
+            case['channels_last'] = args.channels_last
+            for name, row in results.items():
+                preset = RIVALS[name].preset if name in RIVALS else name
+                rows.append(dict(case, mode=name, **preset_named(preset).arguments(**options), **row))
     print()
-    write_outputs(args, dict(machine=describe_machine(args.device), rows=rows), indent=1)
+    ours = [preset.name for preset in PRESETS.values() if preset.sbp_cfg is not None]
+    first = [row for row in rows if all(row[key] == rows[0][key] for key in ('arch', 'stage'))]
+    title = f'{args.unit} of {first[0]["family"]} {first[0]["arch"]}, amp {amp}, {args.device}'
+    results = dict(machine=describe_machine(args.device), rows=rows)
+    write_outputs(args, results, lambda path: against_time(first, ours, title, path), indent=1)
 
 
 def run(args, family, arch, presets, stage, shape, dtype, options):
-    """Measurements of a unit by preset."""
-    units = {
-        name: build_unit(family, args.unit, arch, name, stage - 1, shape, args.device, **options) for name in presets
-    }
-    bar = ProgressBar(len(units) * (args.rounds + 2 if args.rounds else 1) + len(units) * args.gradients)
+    """Measurements of a unit by preset and rival."""
+
+    def build(name):
+        return build_unit(family, args.unit, arch, name, stage - 1, shape, args.device, **options)
+
+    units = {name: build(name) for name in presets}
+    rivals, records = prepare(args.rivals, build, shape, device=args.device, dtype=dtype)
+    bar = ProgressBar(
+        (len(units) + len(rivals)) * (args.rounds + 2 if args.rounds else 1) + len(units) * args.gradients
+    )
+    case = dict(device=args.device, dtype=dtype)
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
     results = {}
-    for name, row in measure(units, shape, device=args.device, dtype=dtype, rounds=args.rounds):
+    for name, row in measure(
+        {**units, **rivals}, shape, rounds=args.rounds, by_allocator=[*rivals], layout=layout, **case
+    ):
         if name == 'progress':
             bar.update()
         else:
             results[name] = row
     if args.gradients:
-        for name, row in gradient_errors(units, shape, device=args.device, dtype=dtype):
+        for name, row in gradient_errors(units, shape, **case):
             results[name].update(row)
             bar.update()
+    for name, record in records.items():
+        results.setdefault(name, {}).update(record)
+    if args.rivals:
+        add_what_rivals_cost(args, results, [*units, *rivals], build, shape)
     return results
 
 
-def print_table(results):
+def add_what_rivals_cost(args, results, names, build, shape):
+    """Errors under stochastic depth, graphs over sizes, and bytes on the host."""
+    for name, error in drawn_errors(names, build, shape, device=args.device).items():
+        results[name]['drawn_error'] = error
+    for name in names:
+        rival = RIVALS.get(name)
+        if rival and rival.compiled:
+            shapes = [(*shape[:2], shape[2] + 4 * i, shape[3] + 8 * i) for i in range(5)]
+            results[name]['graphs_of_5_sizes'] = graphs_over_sizes(rival, build, shapes, args.device)
+        elif rival and rival.on_host and torch.device(args.device).type == 'cpu':
+            row = results[name]  # on a CPU nothing moves, so nothing of this is known but what would move
+            results[name] = dict(row, saved_bytes=0, host_bytes=row['saved_bytes'], peak_bytes=None)
+            for key in ('forward_s', 'backward_s', 'forward_ratio', 'backward_ratio', 'total_ratio'):
+                results[name].pop(key, None)
+
+
+def columns_of(results):
+    """The table's columns; a cell that a record has nothing for stays empty."""
     base = next(iter(results.values()))
-    header = f'{"preset":<12}' + f'{"saved MB":>10}{"ratio":>7}{"peak MB":>10}{"ratio":>7}'
-    header += f'{"forward":>9}{"backward":>9}{"total":>7}' if 'total_ratio' in base else ''
-    print(header + (f'{"cosine":>9}{"error":>8}' if 'cosine' in base else ''))
-    for name, row in results.items():
-        cells = f'{name:<12}'
-        for key in ('saved_bytes', 'peak_bytes'):
-            cells += f'{row[key] / 1e6:>10.1f}{row[key] / base[key]:>7.3f}'
-        if 'total_ratio' in row:
-            cells += f'{row["forward_ratio"]:>9.2f}{row["backward_ratio"]:>9.2f}{row["total_ratio"]:>7.2f}'
-        if 'cosine' in row:
-            cells += f'{row["cosine"]:>9.4f}{row["relative_error"]:>8.4f}'
-        print(cells)
+
+    def number(key, form):
+        return lambda row: None if row.get(key) is None else form.format(row[key])
+
+    def relative(key, form, of):
+        return lambda row: None if row.get(key) is None else form.format(row[key] / of)
+
+    found = [Column('preset', lambda row: row['name'])]
+    for head, key in (('saved MB', 'saved_bytes'), ('peak MB', 'peak_bytes')):
+        found += [Column(head, relative(key, '{:.1f}', 1e6)), Column('ratio', relative(key, '{:.3f}', base[key]))]
+    rest = dict(forward_ratio='forward', backward_ratio='backward', total_ratio='total')
+    rest = {key: (head, '{:.2f}') for key, head in rest.items()}
+    rest |= dict(cosine=('cosine', '{:.4f}'), relative_error=('error', '{:.4f}'), drawn_error=('drawn', '{:.1e}'))
+    rest |= dict(graphs_of_5_sizes=('graphs', '{}'), compile_s=('compile s', '{:.1f}'), reason=('', '{}'))
+    used = {key for row in results.values() for key in row}
+    return found + [Column(head, number(key, form)) for key, (head, form) in rest.items() if key in used]
+
+
+def print_table(results):
+    print(text_table(columns_of(results), [dict(row, name=name) for name, row in results.items()]))
 
 
 if __name__ == '__main__':

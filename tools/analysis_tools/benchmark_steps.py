@@ -6,7 +6,8 @@ Forward pass, backward pass and optimizer step on random images with random boxe
 config has it, on a CPU in fp32. The variants take turns: a step is compared with the first variant's step of the same
 round. A variant is a preset of the backbone, with pieces joined by '+'. One that is named twice shows the noise; 'skip'
 leaves out other images in each round, so give it many. Proposals are those of a trained RPN, so that the heads get as
-many positive samples as in training.
+many positive samples as in training. `--rivals` adds what others offer, applied to the backbone; what they compile is
+compiled in the step that is not counted.
 """
 
 import functools
@@ -17,6 +18,7 @@ from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import keep_freed_memory
 from sbp_mmdet.analysis.report import steps_picture, steps_table
+from sbp_mmdet.analysis.rivals import RIVALS
 from sbp_mmdet.analysis.step_times import measure_steps, timed_variants
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import write_outputs
@@ -25,7 +27,11 @@ from sbp_mmdet.reporting import write_outputs
 def main():
     parser = case_parser(__doc__)
     parser.add_argument('--rounds', type=int, default=5, help='timed steps of each variant (default: 5)')
+    parser.add_argument(
+        '--rivals', nargs='*', choices=RIVALS, metavar='RIVAL', help=f'also these (without a name: all of {[*RIVALS]})'
+    )
     args = parser.parse_args()
+    args.variants += [] if args.rivals is None else args.rivals or [*RIVALS]
     choose = functools.partial(timed_variants, device=args.device)
     config, variants, case, title = read_case(parser, args, choose, least_rounds=1)
     keep_freed_memory(args.device)

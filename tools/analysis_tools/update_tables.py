@@ -20,6 +20,13 @@ from sbp_mmdet.study.report import norms_table, study_table
 
 BLOCK = re.compile(r'(<!-- table: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
+RIVALS_COLUMNS = (
+    ('gradient error', 'drawn_error', '{:.0e}'),
+    ('graphs of 5 sizes', 'graphs_of_5_sizes', '{}'),
+    ('compiling, s', 'compile_s', '{:.0f}'),
+    ('', 'reason', '{}'),
+)
+
 
 def blocks_table(rows: list[dict]) -> str:
     """A Markdown table of a benchmark of blocks."""
@@ -35,15 +42,22 @@ def blocks_table(rows: list[dict]) -> str:
     ]
     for head, key in (('stored', 'saved_bytes'), ('peak', 'peak_bytes')):
         columns += [
-            Column(head, lambda row, key=key: format_bytes(row[key])),
-            Column('ratio', lambda row, key=key: f'{row[key] / row["base"][key]:.3f}'),
+            _or_empty(head, key, lambda row, key=key: format_bytes(row[key])),
+            _or_empty('ratio', key, lambda row, key=key: f'{row[key] / row["base"][key]:.3f}'),
         ]
     if 'total_ratio' in rows[0]:
-        columns.append(Column('time, ratio', lambda row: f'{row["total_ratio"]:.2f}'))
+        columns.append(_or_empty('time, ratio', 'total_ratio', lambda row: f'{row["total_ratio"]:.2f}'))
     if 'cosine' in rows[0]:
         names = {'cosine': 'cosine', 'relative error': 'relative_error'}
         columns += [Column(head, lambda row, key=key: f'{row[key]:.4f}') for head, key in names.items()]
+    for head, key, form in RIVALS_COLUMNS:
+        if any(key in row for row in rows):
+            columns.append(_or_empty(head, key, lambda row, key=key, form=form: form.format(row[key])))
     return markdown_table(columns, records)
+
+
+def _or_empty(head, key, cell):
+    return Column(head, lambda row: None if row.get(key) is None else cell(row))
 
 
 def table(results: dict) -> str:

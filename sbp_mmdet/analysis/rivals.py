@@ -1,0 +1,392 @@
+"""What users would take instead of SBP, in the same tables: checkpointing by choice, ``torch.compile``, offloading.
+
+Checkpointing of whole blocks is the preset 'with_cp'. Every rival here runs the same plain backbone, with the same
+weights. Compiled graphs keep their tensors out of sight of hooks on saved tensors, so :func:`held_bytes` asks the
+allocator.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.util
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from mmcv.cnn.bricks import DropPath
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from ..families import Unit
+from .cuda_rules import autocast
+
+__all__ = ['RIVALS', 'Rival', 'drawn_errors', 'graphs_over_sizes', 'held_bytes', 'missing', 'prepare', 'rival_unit']
+
+_SAVED_BY_CHOICE = ('convolution', 'mm', 'addmm', 'bmm', 'baddbmm')  # of torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A way to store less that is not ours.
+
+    Attributes:
+        name (str): What tools call it.
+        meaning (str): One line for documents.
+        preset (str): The preset that it runs on. Default: 'none'.
+        compiled (bool): By ``torch.compile``. Default: False.
+        budget (float | None): ``activation_memory_budget`` of the compiler; None: its default. Default: None.
+        on_host (bool): What is stored lies in the host's memory. Default: False.
+    """
+
+    name: str
+    meaning: str
+    preset: str = 'none'
+    compiled: bool = False
+    budget: float | None = None
+    on_host: bool = False
+
+    def wrap(self, run: Callable, *, backend: str = 'inductor') -> Callable:
+        """The forward pass under this rival.
+
+        Args:
+            run (Callable): Forward pass of the unit, built with ``preset``.
+            backend (str): Of ``torch.compile``. Default: 'inductor'.
+
+        Returns:
+            Callable: With attribute ``graphs``, a list with one entry for each graph compiled so far.
+        """
+        if self.compiled:
+            return self._compile(run, backend)
+        enter = self._offload if self.on_host else _saving_products
+
+        def wrapped(x):
+            with enter():
+                return run(x)
+
+        wrapped.graphs = []
+        return wrapped
+
+    def _compile(self, run, backend):
+        graphs, inner = [], torch._dynamo.lookup_backend(backend)
+        budget = {} if self.budget is None else {'activation_memory_budget': self.budget}
+
+        def compile_graph(graph, inputs):
+            # The budget is read where a graph is compiled. A backend of its own for each rival: otherwise one would
+            # find the graphs of another, for the code is the same.
+            graphs.append(1)
+            with torch._functorch.config.patch(budget):
+                return inner(graph, inputs)
+
+        compiled = torch.compile(run, backend=compile_graph)
+
+        def wrapped(x):
+            return compiled(x)
+
+        wrapped.graphs = graphs
+        return wrapped
+
+    @staticmethod
+    def _offload():
+        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival('selective', 'blocks checkpointed, results of convolutions and matrix products saved', preset='with_cp'),
+        Rival('compile', 'torch.compile', compiled=True),
+        *(
+            Rival(f'compile-{b}', f'torch.compile, activation_memory_budget {b}', compiled=True, budget=b)
+            for b in (0.5, 0.25, 0.1)
+        ),
+        Rival('save-on-cpu', 'what is saved goes to the host and comes back (save_on_cpu)', on_host=True),
+    )
+}
+
+
+@contextlib.contextmanager
+def _saving_products():
+    """The preset's checkpoints save the results of convolutions and matrix products."""
+    cp = torch.utils.checkpoint
+    found = [getattr(torch.ops.aten, name).default for name in _SAVED_BY_CHOICE]
+    contexts = functools.partial(cp.create_selective_checkpoint_contexts, found)
+    with mock.patch.object(cp, 'checkpoint', functools.partial(cp.checkpoint, context_fn=contexts)):
+        yield
+
+
+def missing(name: str, device: torch.device | str) -> str | None:
+    """Why a rival cannot run here.
+
+    Args:
+        name (str): A key of ``RIVALS``.
+        device (torch.device | str): Where it would run.
+
+    Returns:
+        str | None: The reason; None: it can.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
+    if name not in RIVALS:
+        raise ValueError(f'rival {name!r} is unknown; choose from {[*RIVALS]}')
+    rival, version = RIVALS[name], f'torch {torch.__version__}'
+    if name == 'selective' and not hasattr(torch.utils.checkpoint, 'create_selective_checkpoint_contexts'):
+        return f'{version} has no selective checkpointing'
+    if not rival.compiled:
+        return None
+    for module in ('torch._dynamo', 'torch._functorch.config', 'torch._inductor.config'):
+        importlib.import_module(module)  # slow, so only where something is compiled
+    if not torch._dynamo.is_dynamo_supported():
+        return f'{version} has no torch.compile for this Python'
+    if rival.budget is not None and not hasattr(torch._functorch.config, 'activation_memory_budget'):
+        return f'{version} has no activation_memory_budget'
+    if torch.device(device).type == 'cuda':
+        return None if importlib.util.find_spec('triton') else 'torch.compile needs triton, which is not installed'
+    compiler = os.environ.get('CXX', 'g++')
+    return None if shutil.which(compiler) else f'torch.compile needs a C++ compiler, and there is no {compiler}'
+
+
+def rival_unit(rival: Rival, build: Callable[[str], Unit], **options) -> Unit:
+    """A unit under a rival.
+
+    Args:
+        rival (Rival): Of ``RIVALS``.
+        build (Callable): Preset to unit, see :func:`.benchmark.build_unit`.
+        **options: Of :meth:`Rival.wrap`.
+
+    Returns:
+        Unit: To be measured like any other.
+    """
+    unit = build(rival.preset)
+    return unit._replace(run=rival.wrap(unit.run, **options))
+
+
+def prepare(
+    names: Sequence[str],
+    build: Callable[[str], Unit],
+    shape: tuple[int, ...],
+    *,
+    device: str,
+    dtype: torch.dtype | None,
+    backend: str = 'inductor',
+) -> tuple[dict[str, Unit], dict[str, dict]]:
+    """Builds rivals, compiles them, and says of each that does not run why.
+
+    Args:
+        names (Sequence[str]): Keys of ``RIVALS``.
+        build (Callable): Preset to unit.
+        shape (tuple): (N, C, H, W) of the input.
+        device (str): Where they run.
+        dtype (torch.dtype | None): Autocast; None: off.
+        backend (str): Of ``torch.compile``. Default: 'inductor'.
+
+    Returns:
+        tuple: Units that run, and for every name a record: ``reason``, or ``graphs`` and ``compile_s`` (the first step
+        without the time of the second one) where something is compiled, else nothing.
+    """
+    units, records = {}, {}
+    for name in names:
+        if reason := missing(name, device):
+            records[name] = dict(reason=reason)
+            continue
+        unit = rival_unit(RIVALS[name], build, backend=backend)
+        try:
+            first, second = (_seconds(lambda: _step(unit, shape, device, dtype), device) for _ in range(2))  # noqa: B023
+        except Exception as error:  # whatever a compiler may raise: the record says it
+            records[name] = dict(reason=f'{type(error).__name__}: {str(error).strip().splitlines()[0]}')
+            continue
+        units[name] = unit
+        graphs = len(unit.run.graphs)
+        records[name] = dict(graphs=graphs, compile_s=max(first - second, 0.0)) if graphs else {}
+    return units, records
+
+
+def _step(unit, shape, device, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    x.requires_grad_(not unit.reads_image)
+    with autocast(device, dtype):
+        outs = unit.run(x)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    torch.autograd.backward(outs, [_weights(o) for o in outs])
+    found = {name: p.grad.float() for name, p in unit.module.named_parameters() if p.grad is not None}
+    unit.module.zero_grad()
+    return found
+
+
+def _weights(out):
+    return torch.arange(out.numel(), device=out.device).mul(1.7).cos().view(out.shape).to(out.dtype)
+
+
+def _seconds(fn, device):
+    start = time.perf_counter()
+    fn()
+    if torch.device(device).type == 'cuda':
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def graphs_over_sizes(rival: Rival, build: Callable[[str], Unit], shapes: Iterable[tuple], device: str) -> int:
+    """Number of graphs that training with these sizes of input compiles.
+
+    Args:
+        rival (Rival): A compiled one.
+        build (Callable): Preset to unit.
+        shapes (Iterable[tuple]): Of the inputs, in the order in which they come.
+        device (str): Where it runs.
+
+    Returns:
+        int: Graphs. Which ones there are is decided before they are compiled, so no compiler runs here.
+    """
+    torch._dynamo.reset()
+    unit = rival_unit(rival, build, backend='aot_eager')
+    for shape in shapes:
+        _step(unit, shape, device, None)
+    torch._dynamo.reset()
+    return len(unit.run.graphs)
+
+
+def drawn_errors(
+    names: Sequence[str],
+    build: Callable[[str], Unit],
+    shape: tuple[int, ...],
+    *,
+    device: str,
+    rate: float = 0.4,
+    draws: int = 4,
+    backend: str = 'inductor',
+) -> dict[str, float | None]:
+    """How far gradients are from the plain ones while stochastic depth drops images, in fp32, all parameters together.
+
+    All get the same random numbers, so what differs is wrong: a budget of the compiler below 0.5 was seen to draw again
+    in the backward pass.
+
+    Args:
+        names (Sequence[str]): Presets and rivals that run here.
+        build (Callable): Preset to unit.
+        shape (tuple): (N, C, H, W) of the input.
+        device (str): Where they run.
+        rate (float): Of every block with stochastic depth. Default: 0.4.
+        draws (int): Of stochastic depth, all compared. Default: 4.
+        backend (str): Of ``torch.compile``. Default: 'inductor'.
+
+    Returns:
+        dict[str, float | None]: Name to norm of the difference, relative to that of the plain gradients; None where the
+        unit has no stochastic depth.
+    """
+
+    def build_drawing(preset):
+        unit = build(preset)
+        found.append(_set_stochastic_depth(unit.module, rate))
+        return unit
+
+    def gradients(unit):
+        rows = []
+        for seed in range(draws):
+            torch.manual_seed(seed)
+            rows.append(_step(unit, shape, device, None))
+        return rows
+
+    found = []
+    exact, errors = gradients(build_drawing('none')), {}
+    for name in names:
+        if name in RIVALS:
+            rival = RIVALS[name]
+            if rival.compiled:
+                torch._dynamo.reset()
+            unit = rival_unit(rival, build_drawing, backend=backend)
+        else:
+            unit = build_drawing(name)
+        with _draws_of_plain_code(name):
+            errors[name] = _relative(gradients(unit), exact) if found[-1] else None
+    return errors
+
+
+def _draws_of_plain_code(name):
+    """Compiled code draws with torch's own generator. The backward pass is compiled when it first runs, so in here."""
+    compiled = name in RIVALS and RIVALS[name].compiled
+    return torch._inductor.config.patch(fallback_random=True) if compiled else contextlib.nullcontext()
+
+
+def _set_stochastic_depth(module: nn.Module, rate: float) -> int:
+    """Gives each block this rate; returns how many places there are. A block at rate 0 may hold an identity there."""
+    places = 0
+    for owner in module.modules():
+        if isinstance(owner, DropPath):
+            owner.drop_prob, places = rate, places + 1
+        elif isinstance(getattr(owner, 'drop_path', None), nn.Identity):
+            owner.drop_path, places = DropPath(rate).train(owner.training), places + 1
+    return places
+
+
+def _relative(found, exact):
+    """A parameter whose block was left out in one of the two has the gradient zero there."""
+    squares = [0.0, 0.0]
+    for got, want in zip(found, exact, strict=True):
+        for name in {*got, *want}:
+            zero = torch.zeros_like(got[name] if name in got else want[name])
+            a, b = got.get(name, zero).double(), want.get(name, zero).double()
+            squares[0] += (a - b).square().sum().item()
+            squares[1] += b.square().sum().item()
+    return (squares[0] / max(squares[1], 1e-300)) ** 0.5
+
+
+def held_bytes(forward: Callable[[], object], device: torch.device | str = 'cpu') -> tuple[int, int]:
+    """Bytes that are held when a forward pass has ended, and the most that forward and backward pass hold at a time.
+
+    Both from the allocator, which sees what hooks on saved tensors and modes do not: compiled code, and what an
+    operation uses inside itself. The outputs do not count, unless they are stored for the backward pass.
+
+    Args:
+        forward (Callable): Forward pass, run at least once before; parameters have no gradients.
+        device (torch.device | str): Where it runs. Default: 'cpu'.
+
+    Returns:
+        tuple[int, int]: Bytes held, and the peak, on top of what there was before.
+    """
+    if torch.device(device).type == 'cuda':
+        return _held_on_cuda(forward)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out = _graph_of(forward())
+    held, _ = _sums(profiler)
+    del out
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _backward(forward())
+    return held, _sums(profiler)[1]
+
+
+def _held_on_cuda(forward):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = _graph_of(forward())
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    del out
+    torch.cuda.reset_peak_memory_stats()
+    _backward(forward())
+    torch.cuda.synchronize()
+    return held, torch.cuda.max_memory_allocated() - before
+
+
+def _graph_of(out):
+    """What the graph hangs on, without the outputs."""
+    return [o.grad_fn for o in (out if isinstance(out, tuple) else (out,))]
+
+
+def _backward(out: Tensor | tuple):
+    sum(o.float().mean() for o in (out if isinstance(out, tuple) else (out,))).backward()
+
+
+def _sums(profiler):
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == '[memory]':
+            held += event.nbytes()
+            peak = max(peak, held)
+    return held, peak
