@@ -213,12 +213,12 @@ def test_numbers_that_are_too_small(atto, built, change, word):
 
 def test_tables(tmp_path):
     assert steps_table(ROWS).splitlines() == [
-        'setting            step, s   ratio (min to max)',
+        'variant            step, s   ratio (min to max)',
         'none                    10  1.00 (1.00 to 1.00)',
         'recompute+targets    0.812  0.85 (0.80 to 1.25)',
     ]
     lines = steps_markdown(ROWS).splitlines()
-    assert lines[0] == '| setting | step, s | ratio (min to max) |'
+    assert lines[0] == '| variant | step, s | ratio (min to max) |'
     assert lines[3] == '| `recompute+targets` | 0.812 | 0.85 (0.80 to 1.25) |'
     machine = dict(date='2026-01-01', device='here', torch='2', command='python x')
     update = runpy.run_path(str(TOOLS / 'analysis_tools/update_tables.py'))
