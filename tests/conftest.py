@@ -16,8 +16,9 @@ hypothesis.settings.load_profile('core')
 
 @pytest.fixture(autouse=True)
 def seed():
-    """The masks depend on torch's seed: the same one for each test, whichever ran before."""
+    """The masks depend on torch's seed and on the iteration: the same ones for each test, whichever ran before."""
     torch.manual_seed(0)
+    MessageHub.get_current_instance().runtime_info.pop('iter', None)  # of a runner in a test before
 
 
 @pytest.fixture

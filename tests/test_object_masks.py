@@ -20,6 +20,7 @@ from torch import nn
 from sbp_mmdet import ObjectMasksHook, object_boxes, objects
 from sbp_mmdet.analysis.detector import measure_detector
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.draws import Drawn
 from sbp_mmdet.masks import mask_generator, object_mask, positions
 from sbp_mmdet.shared_draws import LayerDraws
 from sbp_mmdet.surgery import ModelHook
@@ -196,7 +197,7 @@ def test_images_do_not_mix(dropped):
         separate.append({key: p.of_images(one) for key, p in together.positions.items()})
 
     def forward(x, drawn):
-        backbone.draw = lambda x: (drawn, {})
+        backbone.draw = lambda x: Drawn(drawn, {})
         return backbone(x)
 
     weights = [torch.randn_like(out) for out in forward(x, together.positions)]
