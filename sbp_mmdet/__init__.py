@@ -1,7 +1,7 @@
-"""Stochastic Backpropagation (SBP) for ConvNeXt detectors in MMDetection.
+"""Stochastic Backpropagation (SBP) for detectors in MMDetection.
 
-Importing the package registers :class:`SBPConvNeXt` and :class:`SBPSwinTransformer`; in a config:
-``custom_imports = dict(imports=['sbp_mmdet'])``.
+Importing the package registers :class:`SBPConvNeXt`, :class:`SBPSwinTransformer`, :class:`SBPViT` and the hooks; in a
+config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
 """
 
 import importlib.util
