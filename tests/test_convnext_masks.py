@@ -81,6 +81,15 @@ def test_which_layers():
     assert layers(blocks=(0, 0, 0, 0), downsample=False) == set()
 
 
+@pytest.mark.parametrize('dropped', ['nearest', 'pool'])
+def test_dropped_positions_that_send_gradients_are_next_to_kept_ones(dropped):
+    """Each stage draws at its own resolution: a checkerboard everywhere, and not blocks of the deepest stage."""
+    drawn = masks(small_backbone(dict(dropped=dropped)), image(1, 64, 96))
+    assert {stage for stage, _ in drawn} == {0, 1, 2}
+    for mask in drawn.values():
+        assert (mask[:, 1:] != mask[:, :-1]).all() and (mask[1:] != mask[:-1]).all()
+
+
 def test_nothing_is_drawn_without_need(drawn_masks):
     backbone, x = small_backbone(RANDOM), image(1)
     backbone(x)
