@@ -122,8 +122,8 @@ def fused_norm(conv=None, **settings):
 
 def fused_downsample(positions=None, **settings):
     """downsample as a function of named tensors."""
-    settings = ops.DownsampleSettings(**dict(dropped=_by_default(positions)) | settings)
-    return lambda **tensors: ops.downsample(settings, ops.DownsampleTensors(**tensors, positions=positions))
+    settings = ops.NormLinearSettings(**dict(dropped=_by_default(positions)) | settings)
+    return lambda **tensors: ops.downsample(settings, ops.NormLinearTensors(**tensors, positions=positions))
 
 
 def _by_default(positions):

@@ -70,7 +70,7 @@ def test_operation(trainable):
     assert other.grad is None  # not among those that get a gradient
 
 
-@pytest.mark.parametrize('settings', [ops.MLPSettings, ops.DownsampleSettings, ops.NormSettings])
+@pytest.mark.parametrize('settings', [ops.MLPSettings, ops.NormLinearSettings, ops.NormSettings])
 def test_settings_that_cannot_be_honoured(settings):
     with pytest.raises(ValueError, match="implementation='fuse' is unknown; choose 'fused' or 'reference'"):
         settings(implementation='fuse')

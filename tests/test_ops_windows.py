@@ -140,7 +140,7 @@ def test_norm_linear(implementation, kept, bias):
     given = linear_tensors(bias)
     mask = torch.rand(20, generator=torch.Generator().manual_seed(0)) < (1 if kept is None else kept)
     found = norm_linear(
-        NormLinearSettings(implementation=implementation),
+        NormLinearSettings(1e-5, implementation=implementation),
         given._replace(positions=None if kept is None else positions(mask[None])),
     )
 
@@ -160,8 +160,8 @@ def test_norm_linear_with_neighbours():
     mask = torch.zeros(4, 5, dtype=torch.bool)
     mask[::2, 1::3] = True
     found = positions(mask, nearest=True)
-    out = norm_linear(NormLinearSettings(dropped='nearest'), given._replace(positions=found))
-    exact = norm_linear(NormLinearSettings(), given)
+    out = norm_linear(NormLinearSettings(1e-5, dropped='nearest'), given._replace(positions=found))
+    exact = norm_linear(NormLinearSettings(1e-5), given)
     (dx, db), (exact_dx, exact_db) = (gradients(o, [given.x, given.bias]) for o in (out, exact))
     torch.testing.assert_close(db, exact_db)
     torch.testing.assert_close(dx[:, found.keep], exact_dx[:, found.keep])

@@ -293,9 +293,9 @@ class Downsample(nn.Sequential):
         dropped: str = 'zero',
     ):
         super().__init__(build_norm(norm_cfg, in_channels), nn.Conv2d(in_channels, out_channels, 2, stride=2))
-        self.plain = ops.DownsampleSettings(self[0].eps, implementation='reference')
+        self.plain = ops.NormLinearSettings(self[0].eps, implementation='reference')
         if fused:
-            self.settings = ops.DownsampleSettings(self[0].eps, storage, dropped)
+            self.settings = ops.NormLinearSettings(self[0].eps, storage, dropped)
         else:
             self.settings = dataclasses.replace(self.plain, dropped=dropped)
 
@@ -307,7 +307,7 @@ class Downsample(nn.Sequential):
             positions (Positions | None): Output positions that send gradients; None: all. Default: None.
         """
         norm, conv = self
-        tensors = ops.DownsampleTensors(x, norm.weight, norm.bias, conv.weight, conv.bias, positions)
+        tensors = ops.NormLinearTensors(x, norm.weight, norm.bias, conv.weight, conv.bias, positions)
         return ops.downsample(_settings(self), tensors)
 
 

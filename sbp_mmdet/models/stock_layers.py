@@ -81,8 +81,8 @@ class ThinConvNeXtDownsample(Thin):
         positions = self.positions()
         self.check_size(positions, (x.shape[2] // 2) * (x.shape[3] // 2))
         own = self.sbp_settings
-        settings = ops.DownsampleSettings(norm.eps, own.storage, own.dropped, own.implementation)
-        tensors = ops.DownsampleTensors(x, norm.weight, norm.bias, conv.weight, conv.bias, positions)
+        settings = ops.NormLinearSettings(norm.eps, own.storage, own.dropped, own.implementation)
+        tensors = ops.NormLinearTensors(x, norm.weight, norm.bias, conv.weight, conv.bias, positions)
         return ops.downsample(settings, tensors)
 
     @classmethod

@@ -26,10 +26,9 @@ In each case the forward pass is exact.
 from .attention import AttentionSettings, AttentionTensors, attention
 from .convs import Conv, ConvSettings, convolve
 from .grn import GRNSettings, GRNTensors, grn_mlp
-from .linears import NormLinearSettings, NormLinearTensors, norm_linear
+from .linears import NormLinearSettings, NormLinearTensors, downsample, norm_linear
 from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norms import NormSettings, NormTensors, layer_norm
-from .patches import DownsampleSettings, DownsampleTensors, downsample
 from .precision import accumulator, autocast_dtype
 from .rows import memory_format
 from .tokens import token_positions
@@ -40,8 +39,6 @@ __all__ = [
     'AttentionTensors',
     'Conv',
     'ConvSettings',
-    'DownsampleSettings',
-    'DownsampleTensors',
     'GRNSettings',
     'GRNTensors',
     'MLPSettings',

@@ -4,7 +4,6 @@ A row is one position: C numbers. Rows of kept positions are contiguous, image a
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..functional import take
@@ -12,13 +11,11 @@ from ..functional import take
 __all__ = [
     'add_rows_',
     'fold',
-    'from_patches',
     'in_shape',
     'map_of',
     'memory_format',
     'normalise',
     'normalise_backward',
-    'patch_weights',
     'put_',
     'rows_of',
     'to_patches',
@@ -37,20 +34,10 @@ def to_patches(x: Tensor) -> Tensor:
         Tensor: Shape (N, H/2 * W/2, 4, C), the four pixels of a patch row by row.
     """
     n, c, h, w = x.shape
-    x = x[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2)
+    if h % 2 or w % 2:
+        x = x[:, :, : h // 2 * 2, : w // 2 * 2]
+    x = x.reshape(n, c, h // 2, 2, w // 2, 2)
     return x.permute(0, 2, 4, 3, 5, 1).reshape(n, (h // 2) * (w // 2), 4, c)
-
-
-def from_patches(patches: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """The reverse of :func:`to_patches`, zero in an odd last row or column.
-
-    Args:
-        patches (Tensor): Shape (N, H/2 * W/2, 4, C).
-        shape (tuple): (N, C, H, W).
-    """
-    n, c, h, w = shape
-    x = patches.view(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h // 2 * 2, w // 2 * 2)
-    return F.pad(x, (0, w % 2, 0, h % 2))
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
@@ -186,10 +173,3 @@ def unfold(dw, db, weight, norm_weight, norm_bias, needs):
         dw = dw if norm_weight is None else dw * norm_weight
         dw = dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype))
     return dnw, dnb, dw if needs_w else None, db if needs_b else None
-
-
-def patch_weights(weight, bias, norm_weight, norm_bias):
-    """The 2x2/2 convolution as a linear layer on patches, and the norm's affine part repeated for its four pixels."""
-    weight = weight.permute(0, 2, 3, 1).flatten(1)  # (C', C, 2, 2) -> (C', 4C), in the order of to_patches
-    repeat = [None if p is None else p.repeat(4) for p in (norm_weight, norm_bias)]
-    return weight, bias, *repeat
