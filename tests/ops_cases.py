@@ -123,7 +123,7 @@ def fused_norm(conv=None, **settings):
 def fused_downsample(positions=None, **settings):
     """downsample as a function of named tensors."""
     settings = ops.NormLinearSettings(**dict(dropped=_by_default(positions)) | settings)
-    return lambda **tensors: ops.downsample(settings, ops.NormLinearTensors(**tensors, positions=positions))
+    return lambda **tensors: ops.norm_linear(settings, ops.NormLinearTensors(**tensors, positions=positions))
 
 
 def _by_default(positions):

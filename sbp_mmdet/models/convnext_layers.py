@@ -277,7 +277,7 @@ class Downsample(nn.Sequential):
         in_channels (int): C.
         out_channels (int): C'.
         norm_cfg (dict): Of :func:`build_norm`.
-        fused (bool): Use :func:`sbp_mmdet.ops.downsample` in training.
+        fused (bool): Use :func:`sbp_mmdet.ops.norm_linear` in training.
         storage (str): How its input is stored, 'native' or 'int8'. Default: 'native'.
         dropped (str): What dropped positions send, see :class:`sbp_mmdet.ops.MLPSettings`. Default: 'zero'.
     """
@@ -308,7 +308,7 @@ class Downsample(nn.Sequential):
         """
         norm, conv = self
         tensors = ops.NormLinearTensors(x, norm.weight, norm.bias, conv.weight, conv.bias, positions)
-        return ops.downsample(_settings(self), tensors)
+        return ops.norm_linear(_settings(self), tensors)
 
 
 def build_norm(cfg: dict, num_channels: int, fused: bool = False, storage: str = 'native') -> LayerNorm2d:

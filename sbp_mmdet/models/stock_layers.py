@@ -83,7 +83,7 @@ class ThinConvNeXtDownsample(Thin):
         own = self.sbp_settings
         settings = ops.NormLinearSettings(norm.eps, own.storage, own.dropped, own.implementation)
         tensors = ops.NormLinearTensors(x, norm.weight, norm.bias, conv.weight, conv.bias, positions)
-        return ops.downsample(settings, tensors)
+        return ops.norm_linear(settings, tensors)
 
     @classmethod
     def refusal(cls, layer: nn.Module, settings: SBPSettings) -> str | None:

@@ -26,7 +26,7 @@ In each case the forward pass is exact.
 from .attention import AttentionSettings, AttentionTensors, attention
 from .convs import Conv, ConvSettings, convolve
 from .grn import GRNSettings, GRNTensors, grn_mlp
-from .linears import NormLinearSettings, NormLinearTensors, downsample, norm_linear
+from .linears import NormLinearSettings, NormLinearTensors, norm_linear
 from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norms import NormSettings, NormTensors, layer_norm
 from .precision import accumulator, autocast_dtype
@@ -54,7 +54,6 @@ __all__ = [
     'autocast_dtype',
     'channel_mlp',
     'convolve',
-    'downsample',
     'grn_mlp',
     'layer_norm',
     'memory_format',

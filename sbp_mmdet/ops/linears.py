@@ -12,15 +12,27 @@ from ..masks import Positions
 from .neighbours import SavedPositions
 from .operation import Operation, check_form
 from .precision import accumulate, autocast_dtype, column_sums, zeros_for
-from .rows import fold, in_shape, map_of, memory_format, normalise, normalise_backward, rows_of, to_patches, unfold
+from .rows import (
+    fold,
+    from_patches,
+    in_shape,
+    map_of,
+    memory_format,
+    normalise,
+    normalise_backward,
+    rows_of,
+    to_patches,
+    tokens_of,
+    unfold,
+)
 from .storage import Stored, store
 
-__all__ = ['NormLinearSettings', 'NormLinearTensors', 'downsample', 'norm_linear']
+__all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 
 
 @dataclasses.dataclass(frozen=True)
 class NormLinearSettings:
-    """Of :func:`norm_linear` and :func:`downsample`.
+    """Of :func:`norm_linear`.
 
     Attributes:
         eps (float): Of the layer norm. Default: 1e-6.
@@ -47,13 +59,12 @@ class NormLinearTensors(NamedTuple):
     """What it works on.
 
     Attributes:
-        x (Tensor): Tokens (N, L, C), or patches (N, L, 4, C): each of the four is normalised by itself. For
-            :func:`downsample` a map (N, C, H, W).
+        x (Tensor): Tokens, shape (N, L, C), or a map, shape (N, C, H, W).
         norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        weight (Tensor): Linear layer, shape (C', C); for patches and maps the convolution's, (C', C, 2, 2).
+        weight (Tensor): Linear layer, shape (C', C); for a map a 2x2/2 convolution, shape (C', C, 2, 2).
         bias (Tensor | None): Shape (C',). Default: None.
-        positions (Positions | None): Which tokens send gradients, see :class:`.mlp.MLPTensors`; None: all.
-            Default: None.
+        positions (Positions | None): Which positions of the output send gradients, see :class:`.mlp.MLPTensors`;
+            None: all. Default: None.
     """
 
     x: Tensor
@@ -75,24 +86,28 @@ class NormLinearGradients(NamedTuple):
 
 
 class NormLinearSaved(NamedTuple):
-    """x-hat (N, K, ..., C) of the kept tokens, its reciprocal deviation (N, K, ..., 1), and what was given, without
-    tokens."""
+    """What the backward pass needs: of the kept tokens x-hat (N, K, C) and its reciprocal deviation (N, K, 1), of kept
+    patches (N, K, 4, C) and (N, K, 4, 1); what was given, without ``x``; and the shape of ``x``."""
 
     xhat: Stored
     rstd: Tensor | None
     positions: SavedPositions
     given: NormLinearTensors
+    shape: torch.Size
 
 
 def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
-    """``LN(x) W^T + b`` with gradients from the kept tokens.
+    """``LN(x) W^T + b`` with gradients from the kept positions.
+
+    The 2x2 patches of a map do not overlap, so each position of the output is independent (section 3.2.2, the case
+    s >= k).
 
     Args:
         settings (NormLinearSettings): See there.
         tensors (NormLinearTensors): See there.
 
     Returns:
-        Tensor: Shape (N, L, C').
+        Tensor: Shape (N, L, C'), or (N, C', H // 2, W // 2), laid out as ``x``.
     """
     if settings.implementation == 'reference':
         return reference(settings, tensors)
@@ -100,39 +115,25 @@ def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Ten
     return _norm_linear(dataclasses.replace(settings, dtype=dtype), tensors)
 
 
-def downsample(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
-    """Layer norm and 2x2/2 convolution with gradients from the kept output positions.
-
-    Patches do not overlap, so each output position is independent (section 3.2.2, the case s >= k).
-
-    Args:
-        settings (NormLinearSettings): See there.
-        tensors (NormLinearTensors): See there; ``x`` is a map.
-
-    Returns:
-        Tensor: Shape (N, C', H // 2, W // 2), laid out as ``x``.
-    """
-    x, norm_weight, norm_bias, weight, bias, positions = tensors
-    layout = memory_format(x)
-    if settings.implementation == 'reference' and positions is None:
-        normed = F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], norm_weight, norm_bias, settings.eps)
-        return F.conv2d(normed.permute(0, 3, 1, 2).contiguous(memory_format=layout), weight, bias, stride=2)
-    out = norm_linear(settings, tensors._replace(x=to_patches(x)))
-    out = in_shape(out, (len(x), len(weight), x.shape[2] // 2, x.shape[3] // 2))
-    return out if settings.implementation == 'reference' else out.contiguous(memory_format=layout)
-
-
 def reference(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
-    """:func:`norm_linear` in plain autograd, by Algorithm 1."""
+    """:func:`norm_linear` in plain autograd, by Algorithm 1; a plain convolution where all positions of a map send
+    gradients."""
     t = tensors
-    matrix = _rows(t.weight)
+
+    def norm(x):
+        return F.layer_norm(x, x.shape[-1:], t.norm_weight, t.norm_bias, settings.eps)
+
+    if t.positions is None and t.x.dim() == 4:
+        normed = norm(t.x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous(memory_format=memory_format(t.x))
+        return F.conv2d(normed, t.weight, t.bias, stride=2)
+    matrix = _matrix(t.weight)
 
     def f(x):
-        normed = F.layer_norm(x, x.shape[-1:], t.norm_weight, t.norm_bias, settings.eps)
-        return F.linear(normed.flatten(2), matrix, t.bias)
+        return F.linear(norm(x).flatten(2), matrix, t.bias)
 
     run = pooled if settings.dropped == 'pool' else sbp
-    return f(t.x) if t.positions is None else run(f, t.x, t.positions)
+    x = _tokens(t.x)
+    return _in_shape_of(t.x, f(x) if t.positions is None else run(f, x, t.positions))
 
 
 def forward(
@@ -141,8 +142,10 @@ def forward(
     """See :mod:`sbp_mmdet.ops.operation`."""
     t = tensors
     w, b = fold(*_layer(t), settings.dtype)
-    xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
-    out = F.linear(xhat.flatten(2), w, b)
+    xhat, rstd = normalise(_tokens(t.x), settings.eps, settings.dtype)
+    out = _in_shape_of(t.x, F.linear(xhat.flatten(2), w, b))
+    if t.x.dim() == 4:
+        out = out.contiguous(memory_format=memory_format(t.x))
     if not any(needs):
         return out, None
     positions = SavedPositions.of(t.positions, settings.dropped)
@@ -150,7 +153,7 @@ def forward(
     if needs.x or needs.norm_weight or needs.weight:
         stored = store(take(xhat, positions.keep), settings.storage, 1)
     rstd = take(rstd, positions.keep) if needs.x else None
-    return out, NormLinearSaved(stored, rstd, positions, t._replace(x=None, positions=None))
+    return out, NormLinearSaved(stored, rstd, positions, t._replace(x=None, positions=None), t.x.shape)
 
 
 def backward(
@@ -178,12 +181,15 @@ def backward(
 def _input_gradient(saved, incoming, w, xhat, near, groups, grad):
     rstd = saved.rstd.flatten(0, 1)
     lent = [(xhat, rstd)] + ([near.lend(slice(0, len(xhat)), xhat, rstd)] if near else [])
-    rows = [normalise_backward((g @ w).view_as(own[0]), *own).flatten(1) for g, own in zip(incoming, lent, strict=True)]
+    rows = [  # not "*own": it would hold the product while the norm's backward pass works on a copy in fp32
+        normalise_backward((g @ w).view_as(own[0]), own[0], own[1]).flatten(1)
+        for g, own in zip(incoming, lent, strict=True)
+    ]
     if groups:
         rows = [part.flatten(0, 1) for part in groups.share_(rows[0].unflatten(0, (len(grad), -1)))]
-    shape = (len(grad), grad.shape[1], w.shape[1])
+    shape = (len(grad), tokens_of(grad).shape[1], w.shape[1])
     tokens = map_of(rows[0], saved.positions.keep, shape, *([rows[1], saved.positions.drop] if rows[1:] else []))
-    return tokens.unflatten(2, xhat.shape[1:])
+    return tokens if len(saved.shape) == 3 else from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape)
 
 
 def _parameter_gradients(given, layer, dw, db, needs):
@@ -198,7 +204,17 @@ def _parameter_gradients(given, layer, dw, db, needs):
     return NormLinearGradients(None, dnw, dnb, dw, db)
 
 
-def _rows(weight):
+def _tokens(x):
+    """(N, L, C), or the patches of a map, (N, L, 4, C)."""
+    return x if x.dim() == 3 else to_patches(x)
+
+
+def _in_shape_of(x, out):
+    """The output for ``x``: tokens, or a map."""
+    return out if x.dim() == 3 else in_shape(out, (*out.shape[:2], x.shape[2] // 2, x.shape[3] // 2))
+
+
+def _matrix(weight):
     """The convolution as a linear layer on patches, in the order of :func:`.rows.to_patches`."""
     return weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
 
@@ -207,7 +223,7 @@ def _layer(t):
     """As :func:`.rows.fold` takes it; the norm's affine part is repeated for each pixel of a patch."""
     pixels = t.weight[0, 0].numel()
     bias = t.weight.new_zeros(len(t.weight)) if t.bias is None else t.bias
-    return _rows(t.weight), bias, *(None if p is None else p.repeat(pixels) for p in (t.norm_weight, t.norm_bias))
+    return _matrix(t.weight), bias, *(None if p is None else p.repeat(pixels) for p in (t.norm_weight, t.norm_bias))
 
 
 _norm_linear = Operation('NormLinear', forward, backward, NormLinearGradients)

@@ -4,6 +4,7 @@ A row is one position: C numbers. Rows of kept positions are contiguous, image a
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..functional import take
@@ -11,6 +12,7 @@ from ..functional import take
 __all__ = [
     'add_rows_',
     'fold',
+    'from_patches',
     'in_shape',
     'map_of',
     'memory_format',
@@ -38,6 +40,18 @@ def to_patches(x: Tensor) -> Tensor:
         x = x[:, :, : h // 2 * 2, : w // 2 * 2]
     x = x.reshape(n, c, h // 2, 2, w // 2, 2)
     return x.permute(0, 2, 4, 3, 5, 1).reshape(n, (h // 2) * (w // 2), 4, c)
+
+
+def from_patches(patches: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """The reverse of :func:`to_patches`, zero in an odd last row or column.
+
+    Args:
+        patches (Tensor): Shape (N, H/2 * W/2, 4, C).
+        shape (tuple): (N, C, H, W).
+    """
+    n, c, h, w = shape
+    x = patches.view(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h // 2 * 2, w // 2 * 2)
+    return F.pad(x, (0, w % 2, 0, h % 2)) if h % 2 or w % 2 else x
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
