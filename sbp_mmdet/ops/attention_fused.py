@@ -11,6 +11,7 @@ from ..functional import take
 from ..masks import Positions
 from .flash import attend, attend_backward
 from .neighbours import SavedPositions
+from .operation import gradients_of
 from .precision import accumulate, accumulator, column_sums, in_range
 from .rows import add_rows_, fold, map_of, normalise, normalise_backward, unfold
 from .storage import STORAGES, Stored, store
@@ -101,17 +102,7 @@ class AttentionTensors(NamedTuple):
     heads: Tensor | None = None
 
 
-class AttentionGradients(NamedTuple):
-    """Gradients of the tensors of these names, or whether they are needed."""
-
-    x: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-    qkv_weight: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    proj_weight: Tensor | None = None
-    proj_bias: Tensor | None = None
-    gamma: Tensor | None = None
+AttentionGradients = gradients_of(AttentionTensors, 'factor', 'positions', 'heads')
 
 
 class AttentionSaved(NamedTuple):

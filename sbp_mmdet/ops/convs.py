@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operation import Operation
+from .operation import Operation, gradients_of
 from .storage import Stored, store
 
 __all__ = ['Conv', 'ConvSettings', 'convolve']
@@ -78,10 +78,7 @@ class _Tensors(NamedTuple):
     stored: Stored
 
 
-class _Gradients(NamedTuple):
-    x: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+_Gradients = gradients_of(_Tensors, 'stored')
 
 
 def _run(settings, x, weight, bias):

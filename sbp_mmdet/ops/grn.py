@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .convs import Conv
 from .mlp_fused import _factor, _slices, _Weights
-from .operation import Operation
+from .operation import Operation, gradients_of
 from .precision import accumulate, accumulator, autocast_dtype, column_sums, in_range, zeros_for
 from .rows import in_shape, normalise, normalise_backward, tokens_of, unfold
 from .storage import Stored, store
@@ -64,20 +64,7 @@ class GRNTensors(NamedTuple):
     conv: Conv | None = None
 
 
-class GRNGradients(NamedTuple):
-    """Gradients of the tensors of these names."""
-
-    x: Tensor | None = None
-    shortcut: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-    weight1: Tensor | None = None
-    bias1: Tensor | None = None
-    grn_weight: Tensor | None = None
-    grn_bias: Tensor | None = None
-    weight2: Tensor | None = None
-    bias2: Tensor | None = None
-    gamma: Tensor | None = None
+GRNGradients = gradients_of(GRNTensors, 'factor', 'conv')
 
 
 class GRNSaved(NamedTuple):

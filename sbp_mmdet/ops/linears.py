@@ -10,7 +10,7 @@ from torch import Tensor
 from ..functional import pooled, sbp, take
 from ..masks import Positions
 from .neighbours import SavedPositions
-from .operation import Operation, check_form
+from .operation import Operation, check_form, gradients_of
 from .precision import accumulate, autocast_dtype, column_sums, zeros_for
 from .rows import (
     fold,
@@ -75,14 +75,7 @@ class NormLinearTensors(NamedTuple):
     positions: Positions | None = None
 
 
-class NormLinearGradients(NamedTuple):
-    """Gradients of the tensors of these names."""
-
-    x: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+NormLinearGradients = gradients_of(NormLinearTensors, 'positions')
 
 
 class NormLinearSaved(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..masks import Positions
 from .convs import Conv
 from .neighbours import SavedPositions
-from .operation import check_form
+from .operation import check_form, gradients_of
 from .storage import Stored
 
 __all__ = ['MLPGradients', 'MLPSaved', 'MLPSettings', 'MLPTensors']
@@ -83,18 +83,7 @@ class MLPTensors(NamedTuple):
     conv: Conv | None = None
 
 
-class MLPGradients(NamedTuple):
-    """Gradients of the tensors of these names."""
-
-    x: Tensor | None = None
-    shortcut: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-    weight1: Tensor | None = None
-    bias1: Tensor | None = None
-    weight2: Tensor | None = None
-    bias2: Tensor | None = None
-    gamma: Tensor | None = None
+MLPGradients = gradients_of(MLPTensors, 'factor', 'positions', 'conv')
 
 
 class MLPSaved(NamedTuple):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .convs import Conv
-from .operation import Operation, check_form
+from .operation import Operation, check_form, gradients_of
 from .precision import accumulator, autocast_dtype
 from .rows import memory_format, normalise, normalise_backward
 from .storage import Stored, store
@@ -56,12 +56,7 @@ class NormTensors(NamedTuple):
     conv: Conv | None = None
 
 
-class NormGradients(NamedTuple):
-    """Gradients of the tensors of these names."""
-
-    x: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+NormGradients = gradients_of(NormTensors, 'conv')
 
 
 class NormSaved(NamedTuple):

@@ -4,12 +4,13 @@ An operation is written as
 
 - a frozen dataclass of settings, which the pair shares;
 - ``forward(settings, tensors, needs) -> output, saved`` and ``backward(settings, saved, grad, needs) -> gradients``;
-- three NamedTuples: ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves, and
-  ``gradients``, whose fields name the tensors that get a gradient; ``needs`` holds a bool for each of these.
+- two NamedTuples: ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves; and a third,
+  ``gradients``, with the tensors that get a gradient (:func:`gradients_of`); ``needs`` holds a bool for each of these.
 
 Both functions run without gradients and outside of autocast. They hold no Python state, so that they can be compiled.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .precision import no_autocast
 
-__all__ = ['OnHost', 'Operation', 'check_form']
+__all__ = ['OnHost', 'Operation', 'check_form', 'gradients_of']
 
 
 class OnHost:
@@ -80,6 +81,20 @@ class _Function(torch.autograd.Function):
         with no_autocast(grad):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
         return None, None, None, *gradients
+
+
+def gradients_of(tensors: type, *others: str) -> type:
+    """The NamedTuple of the gradients of an operation's tensors.
+
+    Args:
+        tensors (type): Their NamedTuple, named 'XTensors'.
+        *others: Fields that never get a gradient.
+
+    Returns:
+        type: 'XGradients' with the other fields, in their order, None where nothing is given.
+    """
+    names = [name for name in tensors._fields if name not in others]
+    return namedtuple(tensors.__name__.replace('Tensors', 'Gradients'), names, defaults=[None] * len(names))
 
 
 def check_form(implementation: str, **options) -> None:

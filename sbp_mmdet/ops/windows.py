@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operation import Operation
+from .operation import Operation, gradients_of
 from .precision import accumulate, accumulator, autocast_dtype, column_sums, zeros_for
 from .rows import fold, normalise, normalise_backward, unfold
 from .storage import STORAGES, Stored, store
@@ -92,17 +92,7 @@ class WindowTensors(NamedTuple):
     factor: Tensor | None = None
 
 
-class WindowGradients(NamedTuple):
-    """Gradients of the tensors of these names."""
-
-    x: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-    qkv_weight: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    table: Tensor | None = None
-    proj_weight: Tensor | None = None
-    proj_bias: Tensor | None = None
+WindowGradients = gradients_of(WindowTensors, 'index', 'factor')
 
 
 class WindowSaved(NamedTuple):
