@@ -165,6 +165,21 @@ def test_lateral_convolutions_use_the_backbones_masks_where_sizes_agree(iteratio
     assert_near(gradients(model, x), expected, 1e-10)
 
 
+@pytest.mark.parametrize('dropped', ['zero', 'nearest', 'pool'])
+def test_lateral_convolutions_follow_backbones_that_draw_each_stage_for_itself(dropped, iteration):
+    iteration(3)
+    model = Detector(dict(HALF, dropped=dropped))
+    sbp_modules(model, MODULES, **HALF)
+    sizes = [(18, 26), (9, 13), (4, 6)]
+    generator = mask_generator(torch.initial_seed(), 0, 3)
+    expected = stage_masks(sizes, *HALF.values(), generator, aligned=dropped == 'zero')
+    model(image(1, *SIZE))
+    draws = model.neck.lateral_convs[0].conv._sbp_draws
+    for size, mask in zip(sizes, expected, strict=True):
+        kept = draws.of(torch.empty(1, 1, *size), as_backbone=True).keep
+        assert torch.equal(kept, mask.flatten().nonzero().flatten())
+
+
 def test_evaluation_and_passes_without_gradients_stay_plain(monkeypatch):
     plain = Detector()
     thin = copy.deepcopy(plain)
