@@ -106,7 +106,8 @@ def test_config_is_a_short_child_that_imports_the_plugin(path):
 def test_sbp_child_differs_in_sbp_cfg_only(child, parent):
     child, parent = load(family(child)).to_dict(), load(family(parent)).to_dict()
     assert 'sbp_cfg' not in parent['model']['backbone']
-    assert child['model']['backbone'].pop('sbp_cfg') == dict(keep_ratio=0.5)
+    paper = dict(keep_ratio=0.5, sampler='grid', dropped='zero')
+    assert paper | child['model']['backbone'].pop('sbp_cfg') == paper
     assert child == parent
 
 
