@@ -101,6 +101,10 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
     backbone = getattr(model, 'backbone', model)
     if getattr(backbone, 'sbp', None) is not None:
         raise ValueError(f'{type(backbone).__name__} has sbp_cfg of its own; leave SBPHook out, or sbp_cfg')
+    if any('_fsdp_wrapped_module' in module._modules for module in backbone.modules()):
+        raise ValueError(
+            'the backbone lies in FSDP already, which hides its blocks; call apply_sbp(model, ...) before it is wrapped'
+        )
     stages = _stages(backbone)
     depths = tuple(len(blocks) for blocks in stages)
     names = {id(module): name for name, module in backbone.named_modules()}

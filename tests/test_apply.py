@@ -155,6 +155,15 @@ def test_a_backbone_with_settings_of_its_own():
         apply_sbp(Mean(SBPConvNeXt('atto', sbp_cfg={})))
 
 
+def test_it_comes_before_fsdp():
+    model = small_swin()
+    wrapper = nn.Module()
+    wrapper._fsdp_wrapped_module = model.stages[0].blocks[0]  # as FSDP holds what it wraps
+    model.stages[0].blocks[0] = wrapper
+    with pytest.raises(ValueError, match=r'in FSDP already.*before it is wrapped'):
+        apply_sbp(model)
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()

@@ -242,7 +242,8 @@ def test_masks_of_mask2former_take_a_byte(semantic):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert all(
-        t.dtype == torch.bool and torch.equal(t.as_subclass(torch.Tensor), w.bool()) for t, w in zip(bits, whole)
+        t.dtype == torch.bool and torch.equal(t.as_subclass(torch.Tensor), w.bool())
+        for t, w in zip(bits, whole, strict=True)
     )
     pixels = sum(t.numel() for t in whole)
     assert before > 12 * pixels and after < 5 * pixels

@@ -11,7 +11,7 @@ from pathlib import Path
 import mmdet
 import pytest
 import torch
-from helpers import ROOT, environment
+from helpers import ROOT, environment, run
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -70,13 +70,13 @@ def start(folder, *options):
 @pytest.mark.skipif(not TRAIN.exists(), reason='mmdet was installed without its tools')
 def test_training(tmp_path):
     (tmp_path / 'swin.py').write_text(CONFIG.format(data=f'{DATA}/', epochs=EPOCHS))
-    run = start(tmp_path)
+    killed = start(tmp_path)
     deadline = time.monotonic() + 250
-    while not (tmp_path / 'run/epoch_2.pth').exists() and run.poll() is None and time.monotonic() < deadline:
+    while not (tmp_path / 'run/epoch_2.pth').exists() and killed.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)
     time.sleep(1)  # into the third epoch
-    run.send_signal(signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL, (tmp_path / 'log').read_text()[-3000:]
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, (tmp_path / 'log').read_text()[-3000:]
     assert start(tmp_path, '--resume').wait(300) == 0, (tmp_path / 'log').read_text()[-3000:]
     log = (tmp_path / 'log').read_text()
     assert 'resumed epoch: 2, iter: 18' in log and 'SBPHook: 13 layers changed' in log
@@ -93,11 +93,11 @@ def test_training(tmp_path):
     assert_stock(tmp_path)
 
 
-def assert_stock(folder):
+def assert_stock(folder, epoch=EPOCHS):
     """The checkpoint is the stock model's, and puts out the same in it as in a model that was changed."""
     init_default_scope('mmdet')
     config = Config.fromfile(folder / 'swin.py')
-    state = torch.load(folder / f'run/epoch_{EPOCHS}.pth', map_location='cpu', weights_only=False)['state_dict']
+    state = torch.load(folder / f'run/epoch_{epoch}.pth', map_location='cpu', weights_only=False)['state_dict']
     x, outs = torch.randn(1, 3, 96, 128), []
     for change in (False, True):
         model = MODELS.build(config.model)
@@ -108,3 +108,21 @@ def assert_stock(folder):
         with torch.no_grad():
             outs.append(model.backbone(x))
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+@pytest.mark.skipif(not (DATA / 'trainval.json').exists(), reason='needs the photographs, see FRUITS_NUTS')
+def test_two_ranks_with_averaged_weights_and_checkpoints(tmp_path):
+    """gloo through dist_train.sh; EMA's copy is made behind the hook, and every block runs again."""
+    more = "custom_hooks.append(dict(type='EMAHook', ema_type='ExpMomentumEMA'))\nmodel['backbone']['with_cp'] = True\n"
+    (tmp_path / 'swin.py').write_text(CONFIG.format(data=f'{DATA}/', epochs=1) + more)
+    command = ('bash', ROOT / 'tools/dist_train.sh', 'swin.py', 2, '--work-dir', 'run')
+    done = run(*command, cwd=tmp_path, PYTHONPATH=ROOT)
+    log = done.stdout + done.stderr
+    assert 'GPU number: 2' in log and 'SBPHook: 13 layers changed' in log
+    assert 'Epoch(train) [1][5/5]' in log and 'loss: nan' not in log
+    assert_stock(tmp_path, epoch=1)
+    saved = torch.load(tmp_path / 'run/epoch_1.pth', map_location='cpu', weights_only=False)
+    average = {name.removeprefix('module.'): value for name, value in saved['ema_state_dict'].items()}
+    assert set(saved['state_dict']) <= set(average)
+    moved = [name for name, value in saved['state_dict'].items() if not torch.equal(value, average[name])]
+    assert len(moved) > 50
