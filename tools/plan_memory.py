@@ -10,6 +10,8 @@ that of a step in which nothing is dropped.
 """
 
 import argparse
+import traceback
+from pathlib import Path
 
 from mmengine.config import DictAction
 
@@ -43,6 +45,14 @@ def parse_args():
     parser.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     return parser, parser.parse_args()
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, and where, in a line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if 'torch' not in Path(f.filename).parts]
+    text = ' '.join(str(error).split())[:200]
+    where = f'{Path(frames[-1].filename).name}, line {frames[-1].lineno}'
+    return f'{type(error).__name__}{text and ": "}{text} ({where})'
 
 
 def main():
@@ -85,7 +95,10 @@ def main():
         if not variants:
             continue
         print(f'\nWith {GRADIENTS[kind]}:')
-        variant = choose(variants, budget, measure, ddp=args.gpus > 1, tell=tell)
+        try:
+            variant = choose(variants, budget, measure, ddp=args.gpus > 1, tell=tell)
+        except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
+            raise SystemExit(f'\n{args.config}: no training step of it runs here: {reason(error)}') from error
         if variant is None:
             print(f'Nothing fits into {format_bytes(budget)}.')
             continue

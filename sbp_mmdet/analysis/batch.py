@@ -1,14 +1,18 @@
 """A batch as COCO's training pipeline would give it, and proposals as a trained RPN would."""
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
 from mmdet.structures.mask import BitmapMasks
+from mmengine.logging import MessageHub
 from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
-__all__ = ['build_batch', 'proposals_of_a_trained_rpn']
+__all__ = ['at_the_first_step', 'build_batch', 'proposals_of_a_trained_rpn']
 
 # Share of the image's shorter side, from COCO's small to its large objects.
 _BOX_SIDES = (0.02, 0.6)
@@ -25,6 +29,7 @@ def build_batch(
     with_masks: bool,
     seed: int = 0,
     semantic: bool = False,
+    proposals: int = 0,
 ) -> dict:
     """Random images with ground truth.
 
@@ -36,6 +41,7 @@ def build_batch(
         with_masks (bool): With a bitmap for each box, an ellipse that fills it.
         seed (int): Of sizes and places. Default: 0.
         semantic (bool): With a map of classes, stripes of those behind ``num_classes``. Default: False.
+        proposals (int): Proposals of each image, for detectors without an RPN. Default: 0.
 
     Returns:
         dict: ``inputs`` and ``data_samples``, for a detector's data preprocessor.
@@ -67,6 +73,8 @@ def build_batch(
         sample.ignored_instances = InstanceData(
             bboxes=HorizontalBoxes(torch.zeros(0, 4)), labels=torch.zeros(0, dtype=torch.long)
         )
+        if proposals:
+            sample.proposals = _proposals(rng, bboxes, proposals, height, width)
         if semantic:
             stripes = num_classes + torch.arange(width) * _STUFF // width
             sample.gt_sem_seg = PixelData(sem_seg=stripes.expand(1, height, width).clone())
@@ -94,6 +102,28 @@ def _ellipses(bboxes, height, width):
     return masks
 
 
+def _proposals(rng, truth, number, height, width, per_box=8):
+    """Boxes near the ground truth, half of all at most, and others."""
+    near = truth[np.arange(min(per_box * len(truth), number // 2)) % max(len(truth), 1)]
+    near = near + rng.uniform(-0.05, 0.05, near.shape) * np.tile(near[:, 2:] - near[:, :2], 2)
+    others = _random_boxes(rng, number - len(near), height, width)
+    boxes = torch.from_numpy(np.concatenate([near, others]).astype(np.float32))
+    return InstanceData(bboxes=boxes, scores=torch.zeros(number), labels=torch.zeros(number, dtype=torch.long))
+
+
+@contextlib.contextmanager
+def at_the_first_step() -> Iterator[None]:
+    """What heads that look at the training's progress find, where no runner says it."""
+    told = MessageHub.get_current_instance().runtime_info
+    added = {key: 0 for key in ('iter', 'epoch') if told.get(key) is None}
+    told.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            told.pop(key)
+
+
 def proposals_of_a_trained_rpn(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
     """Replaces the RPN's proposals by what a trained one would find: boxes near the ground truth, and others.
 
@@ -119,12 +149,8 @@ def proposals_of_a_trained_rpn(detector: nn.Module, per_box: int = 8, seed: int 
             truth = sample.gt_instances.bboxes
             truth = getattr(truth, 'tensor', truth).cpu().numpy()
             number = total or len(found)
-            near = truth[np.arange(min(per_box * len(truth), number // 2)) % max(len(truth), 1)]
-            near = near + rng.uniform(-0.05, 0.05, near.shape) * np.tile(near[:, 2:] - near[:, :2], 2)
-            others = _random_boxes(rng, number - len(near), *sample.img_shape[:2])
-            boxes = torch.from_numpy(np.concatenate([near, others]).astype(np.float32)).to(found.bboxes.device)
-            scores, labels = boxes.new_zeros(number), boxes.new_zeros(number, dtype=torch.long)
-            proposals.append(InstanceData(bboxes=boxes, scores=scores, labels=labels))
+            boxes = _proposals(rng, truth, number, *sample.img_shape[:2], per_box)
+            proposals.append(boxes.to(found.bboxes.device))
         return losses, proposals
 
     rpn.loss_and_predict = loss_and_predict

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .. import draws
 from ..surgery import model_hooks
-from .batch import build_batch, proposals_of_a_trained_rpn
+from .batch import at_the_first_step, build_batch, proposals_of_a_trained_rpn
 from .cuda_rules import autocast_rules, cuda_kernels
 from .device import use_device
 from .eight_bit import AdamW8bitStates
@@ -89,7 +89,7 @@ def measure_detector(
     if batch > MOST_IMAGES and not cuda:
         case = dict(height=height, width=width, boxes=boxes, compute=compute, trained_proposals=trained_proposals)
         return _extended(batch, *(measure_detector(config, batch=n, **case) for n in _SMALLER))
-    with own_crops(), contextlib.ExitStack() as stack:
+    with own_crops(), at_the_first_step(), contextlib.ExitStack() as stack:
         counter = LiveBytes()
         if not cuda:
             stack.enter_context(cuda_kernels(counter, compute))
@@ -203,7 +203,9 @@ def build_training(
         proposals_of_a_trained_rpn(model)
     found = inputs_of(config)
     num_classes, masks = _labels(config)
-    data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, semantic=found.semantic)
+    given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
+    options = dict(semantic=found.semantic, proposals=given)
+    data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
     return model, wrapper, data
 
 

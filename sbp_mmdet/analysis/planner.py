@@ -159,7 +159,8 @@ def choose(
 ) -> str | None:
     """Finds the first variant that fits.
 
-    The last one is looked at first: where that is far from fitting, nothing does.
+    The first one is looked at first, for mostly it is the answer. Then comes the last one: where that is far from
+    fitting, nothing does.
 
     Args:
         variants (list[str]): Fastest first, smallest last.
@@ -177,7 +178,12 @@ def choose(
         tell(variant, need, need <= budget)
         return need
 
-    *faster, smallest = variants
+    fastest, *others = variants
+    if look(fastest) <= budget:
+        return fastest
+    if not others:
+        return None
+    *faster, smallest = others
     need = look(smallest)
     # The smallest by rule: where little is left, running a part again can need more than what it had stored.
     if need > 1.1 * budget:
