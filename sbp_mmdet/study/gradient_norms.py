@@ -56,7 +56,12 @@ def disjoint_pointwise(backbone: nn.Module) -> None:
 
     Args:
         backbone (nn.Module): With SBP, changed in place.
+
+    Raises:
+        ValueError: If it is no ConvNeXt.
     """
+    if not hasattr(backbone, 'stages'):
+        raise ValueError(f'{type(backbone).__name__}: the extreme cases are made for ConvNeXt; leave them out')
     for stage in backbone.stages:
         for block in stage:
             block.mlp = functools.partial(_split_mlp, block, block.mlp)
@@ -91,6 +96,7 @@ def norms_over_training(
     on_progress: Callable[[], None] | None = None,
     *,
     checkpoint: str | None = None,
+    backbone: str | None = None,
     device: str = 'cpu',
     lr: float | None = None,
     warmup: int = 0,
@@ -106,6 +112,7 @@ def norms_over_training(
         seed (int): Of the start, and of what is drawn: step i uses seed + i. Default: 0.
         on_progress (Callable | None): Called after each step. Default: None.
         checkpoint (str | None): To start from; None: the config's own start. Default: None.
+        backbone (str | None): Weights of the backbone alone to start from. Default: None.
         device (str): Where it runs. Default: 'cpu'.
         lr (float | None): Learning rate; None: the config's. Default: None.
         warmup (int): Steps over which the learning rate grows linearly. Default: 0.
@@ -122,7 +129,7 @@ def norms_over_training(
             backbone_with(config, sbp_cfg)
         except ValueError as error:
             raise ValueError(f'setting {label!r}: {error}') from error
-    start = build_model(config, checkpoint, device, seed).state_dict()
+    start = build_model(config, checkpoint, device, seed, backbone).state_dict()
     report = on_progress or (lambda: None)
     results = {}
     for label, (sbp_cfg, change) in variants.items():

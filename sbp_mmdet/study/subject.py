@@ -20,7 +20,13 @@ from ..surgery import model_hook_class
 __all__ = ['build_model', 'train_batches']
 
 
-def build_model(config: Config, checkpoint: str | Path | None = None, device: str = 'cpu', seed: int = 0) -> nn.Module:
+def build_model(
+    config: Config,
+    checkpoint: str | Path | None = None,
+    device: str = 'cpu',
+    seed: int = 0,
+    backbone: str | Path | None = None,
+) -> nn.Module:
     """A config's detector in training mode, without SBP in the backbone and without hooks that make gradients inexact.
 
     Args:
@@ -29,6 +35,7 @@ def build_model(config: Config, checkpoint: str | Path | None = None, device: st
             config's own start without anything downloaded. Default: None.
         device (str): Where it runs. Default: 'cpu'.
         seed (int): Of the start. Default: 0.
+        backbone (str | Path | None): Weights of the backbone alone, under any name that is known. Default: None.
 
     Returns:
         nn.Module: The detector.
@@ -50,13 +57,15 @@ def build_model(config: Config, checkpoint: str | Path | None = None, device: st
             model.init_weights()
     else:
         _load(model, checkpoint)
+    if backbone:
+        _load(model.backbone, backbone, strict=False)  # no file has the scales that ViT makes for a detector
     return model.train()
 
 
-def _load(model, checkpoint):
+def _load(model, checkpoint, strict=True):
     with _quiet():
         try:
-            load_checkpoint(model, str(checkpoint), map_location='cpu', strict=True)
+            load_checkpoint(model, str(checkpoint), map_location='cpu', strict=strict)
         except FileNotFoundError as error:
             raise ValueError(f'checkpoint {checkpoint} does not exist (working folder: {Path.cwd()})') from error
         except (RuntimeError, OSError, TypeError, pickle.UnpicklingError) as error:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from mmengine.runner import load_checkpoint
 from torch import Tensor, nn
 
 from sbp_mmdet.analysis.cuda_rules import full_fp32
@@ -90,8 +89,7 @@ def row_of(backbone: nn.Module, parts: dict) -> dict[str, float]:
 def main():
     args = parse_args()
     config = load_config(args.config, {'train_dataloader.batch_size': args.images})
-    model = build_model(config, seed=args.seed)
-    load_checkpoint(model.backbone, args.backbone, map_location='cpu', logger='silent')
+    model = build_model(config, seed=args.seed, backbone=args.backbone)
     family = require(config.model.backbone)
     rows = {form: [] for form in FORMS}
     for i, batch in enumerate(train_batches(config, args.batches, args.seed)):

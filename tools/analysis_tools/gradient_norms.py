@@ -30,6 +30,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--checkpoint', help="weights (default: the config's load_from, or its start, not downloaded)")
+    parser.add_argument('--backbone', help='weights of the backbone alone, pretrained, under any name that is known')
     parser.add_argument('--steps', type=int, default=50, help='training steps of each setting (default: 50)')
     parser.add_argument('--batches', type=int, default=None, help='different batches (default: as many as steps)')
     parser.add_argument('--seed', type=int, default=0, help='of batches, masks and all that is drawn (default: 0)')
@@ -60,15 +61,16 @@ def main():
         bar = ProgressBar(args.steps * len(variants))
         results = norms_over_training(
             config, variants, batches, args.steps, args.seed, bar.update,
-            checkpoint=args.checkpoint, device=args.device, lr=args.lr, warmup=args.warmup,
+            checkpoint=args.checkpoint, backbone=args.backbone, device=args.device, lr=args.lr, warmup=args.warmup,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
     found = compact(dict(
         machine=describe_machine(args.device),
         case=dict(
-            config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name, seed=args.seed,
-            steps=args.steps, batches=len(batches), images=len(batches[0]['inputs']),
+            config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name,
+            backbone=args.backbone and Path(args.backbone).name, seed=args.seed, steps=args.steps,
+            batches=len(batches), images=len(batches[0]['inputs']),
         ),
         settings={label: cfg for label, (cfg, _) in variants.items()},
         results=results,

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from mmengine.config import DictAction
-from mmengine.runner import load_checkpoint
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.variants import load_config
@@ -92,9 +91,7 @@ def main():
             raise ValueError(f'--batches {args.batches} must be 1 or more')
         config = load_config(args.config, args.cfg_options)
         settings = collect(config, args.group, args.setting)
-        model = build_model(config, args.checkpoint, args.device, args.seed)
-        if args.backbone:
-            load_checkpoint(model.backbone, args.backbone, map_location='cpu', logger='silent')
+        model = build_model(config, args.checkpoint, args.device, args.seed, args.backbone)
         batches = list(train_batches(config, args.batches, args.seed))
         bar = ProgressBar(len(batches) * (1 + len(settings)))
         kept = {}

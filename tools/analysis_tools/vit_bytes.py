@@ -2,8 +2,9 @@
 
     python tools/analysis_tools/vit_bytes.py --json docs/results/vit_bytes.json
 
-"maps" is no preset: the plain backbone with attention maps stored, as the paper counts it. Parameters and images are
-not counted, copies of parameters in half precision are. Bytes of one and of two images give those of the batch.
+"maps" is no preset: the plain backbone with attention maps stored, as the paper counts it. Nor is "selective":
+checkpointed blocks that save the results of matrix products. Parameters and images are not counted, copies of
+parameters in half precision are. Bytes of one and of two images give those of the batch.
 """
 
 import argparse
@@ -14,6 +15,8 @@ from sbp_mmdet import SBPViT
 from sbp_mmdet.analysis import saved_bytes
 from sbp_mmdet.analysis.cuda_rules import autocast
 from sbp_mmdet.analysis.hollow import SkipArithmetic
+from sbp_mmdet.analysis.memory import LiveBytes
+from sbp_mmdet.analysis.rivals import RIVALS
 from sbp_mmdet.families import FAMILIES, presets_of
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import Column, add_outputs, markdown_table, write_outputs
@@ -27,18 +30,23 @@ CASES = (
 MAPS = dict(sbp_cfg=dict(implementation='reference', keep_ratio=1.0))
 
 
-def count(arch: str, size: int, batch: int, arguments: dict) -> int:
+def count(arch: str, size: int, batch: int, arguments: dict, selective: bool = False) -> int:
     """Bytes that a batch stores."""
     model = SBPViT(arch, **arguments).train()
+    run = RIVALS['selective'].wrap(model) if selective else model
 
     def stored(images):
-        x = torch.zeros(images, 3, size, size)
+        x, counter = torch.zeros(images, 3, size, size), LiveBytes()
 
         def forward():
-            with autocast('cpu', torch.bfloat16), SkipArithmetic(lambda: True):
-                return model(x)
+            with autocast('cpu', torch.bfloat16), SkipArithmetic(lambda: True), counter:
+                return run(x)
 
-        return saved_bytes(forward, [*model.parameters(), x])
+        if not selective:
+            return saved_bytes(forward, [*model.parameters(), x])
+        # What is saved by choice lies out of sight of hooks on saved tensors: all that lives is counted.
+        graph = [out.grad_fn for out in forward()]
+        return counter.live if graph else 0
 
     one, two = stored(1), stored(2)
     return one + (batch - 1) * (two - one)
@@ -56,13 +64,16 @@ def main():
         for name, arguments in variants.items():
             case = dict(arch=arch, size=size, batch=batch)
             rows.append(dict(case, preset=name, saved_bytes=count(**case, arguments=options | arguments)))
-        plain = rows[-len(variants)]['saved_bytes']
+        chosen = count(**case, arguments=options | variants['with_cp'], selective=True)
+        rows.insert(len(rows) - len(variants) + 3, dict(case, preset='selective', saved_bytes=chosen))
+        found = rows[-len(variants) - 1 :]
+        plain = found[0]['saved_bytes']
         columns = [
             Column('preset', lambda row: row['preset']),
             Column('MB', lambda row: f'{row["saved_bytes"] / 1e6:.1f}'),
             Column('of plain', lambda row, plain=plain: f'{row["saved_bytes"] / plain:.3f}'),
         ]
-        print(f'\n{arch}, {batch} x {size} x {size}\n\n{markdown_table(columns, rows[-len(variants) :])}', flush=True)
+        print(f'\n{arch}, {batch} x {size} x {size}\n\n{markdown_table(columns, found)}', flush=True)
     found = dict(machine=describe_machine('cpu'), family='ViT', amp='bf16', keep_ratio=args.keep_ratio, rows=rows)
     write_outputs(args, found, indent=1)
 
