@@ -18,19 +18,16 @@ import runpy
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import mmdet
 import mmdet.models  # noqa: F401  what every config needs is imported once, before the processes part
-from mmengine.utils import ProgressBar
 
 import sbp_mmdet.analysis.detector  # noqa: F401
 from sbp_mmdet.provenance import describe_machine
-from sbp_mmdet.reporting import Column, add_outputs, markdown_table, write_outputs
+from sbp_mmdet.reporting import add_outputs, write_outputs
 
 PLANNER = Path(__file__).parents[1] / 'plan_memory.py'
-COLUMNS = [Column(key, lambda row, key=key: str(row[key])) for key in ('config', 'images', 'answer', 'seconds')]
 
 
 def parse_args():
@@ -81,9 +78,12 @@ def ask(config: str, budget: str, limit: int, memory: float = 8) -> dict:
         output, errors = (path.read_text() if path.exists() else '' for path in (out, err))
     answer = read_answer(output, errors)
     if process.exitcode == -signal.SIGXCPU:
-        answer = f'no answer within {limit} s of a processor'
+        answer = answer.removeprefix('nothing fits; ') + f'; no more within {limit} s of a processor'
     elif process.exitcode == -signal.SIGKILL:
-        answer = f"the count itself needs {used / 1e9:.0f} GB of this machine's memory or more"
+        answer = (
+            answer.removeprefix('nothing fits; ')
+            + f"; to count more takes over {used / 1e9:.1f} GB of this machine's memory"
+        )
     images = re.search(r'^\d+ images of \d+ x \d+', output, re.MULTILINE)
     seconds = round(_processor() - before)
     return dict(config=config, images=images[0] if images else '', answer=answer, seconds=seconds)
@@ -122,7 +122,8 @@ def read_answer(output: str, errors: str) -> str:
     if needs:
         return 'nothing fits; ' + ', '.join(f'{variant}: {need}' for variant, need in needs.items())
     lines = [line for line in errors.strip().splitlines() if line.strip()]
-    return lines[-1][:300] if lines else 'no output'
+    found = re.search(r'^.*(?:no training step of it runs here|error): (.*)$', errors, re.MULTILINE)
+    return (found[1] if found else lines[-1] if lines else 'no output')[:300]
 
 
 def main():
@@ -133,17 +134,12 @@ def main():
         found = json.loads(Path(args.json).read_text())
         known = {row['config']: row for row in found['rows']} if found['case'] == case else {}
     configs = [name for name in args.configs or families() if not (args.missing and name in known)]
-    bar = ProgressBar(len(configs)) if configs else None
-    for config in configs:
-        start = time.perf_counter()
-        known[config] = ask(config, args.budget, args.limit, args.memory)
-        bar.update()
-        machine = describe_machine('cpu')
-        known[config]['commit'] = machine['commit']
-        print(f'  {config}: {known[config]["answer"]} ({time.perf_counter() - start:.0f} s)', flush=True)
+    machine = describe_machine('cpu')
+    for i, config in enumerate(configs, 1):
+        known[config] = ask(config, args.budget, args.limit, args.memory) | dict(commit=machine['commit'])
+        print(f'{i} of {len(configs)}: {config}: {known[config]["answer"]}', flush=True)
         # A sweep takes hours: what is known so far is written each time.
         write_outputs(args, dict(machine=machine, case=case, rows=[known[key] for key in sorted(known)]), indent=1)
-    print('\n\n' + markdown_table(COLUMNS, [known[key] for key in sorted(known)]))
 
 
 if __name__ == '__main__':

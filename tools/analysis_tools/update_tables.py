@@ -3,8 +3,8 @@
     python tools/analysis_tools/update_tables.py README.md
 
 A table stands between ``<!-- table: PATH.json -->`` and ``<!-- end -->``; the path is relative to the Markdown file.
-The JSON file is what ``benchmark_block.py``, ``benchmark_memory.py``, ``benchmark_steps.py``, ``gradient_study.py`` or
-``gradient_norms.py`` writes with ``--json``. Below the table stand the machine, the versions and the command.
+The JSON file is what ``benchmark_block.py``, ``benchmark_memory.py``, ``benchmark_steps.py``, ``gradient_study.py``,
+``gradient_norms.py`` or ``sweep.py`` writes with ``--json``. Below the table stand machine, versions and command.
 """
 
 import argparse
@@ -60,6 +60,12 @@ def _or_empty(head, key, cell):
     return Column(head, lambda row: None if row.get(key) is None else cell(row))
 
 
+def sweep_table(rows: list[dict]) -> str:
+    """A Markdown table of the planner's answers, see ``sweep.py``."""
+    columns = [Column(key, lambda row, key=key: str(row[key])) for key in ('images', 'answer', 'seconds')]
+    return markdown_table([Column('config', lambda row: row['config'].removeprefix('mmdet::')), *columns], rows)
+
+
 def table(results: dict) -> str:
     """The table that fits what a file holds, and where, with what and how it was measured."""
     machine = results['machine']
@@ -75,6 +81,8 @@ def _rows(results):
     if 'rows' not in results:
         return norms_table(results) if 'steps' in results['case'] else study_table(results)
     rows = results['rows']
+    if 'answer' in rows[0]:
+        return sweep_table(rows)
     if not {'variant', 'setting'} & rows[0].keys():
         return blocks_table(rows)
     return markdown(rows) if 'peak' in rows[0] else steps_markdown(rows)

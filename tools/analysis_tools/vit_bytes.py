@@ -55,18 +55,21 @@ def count(arch: str, size: int, batch: int, arguments: dict, selective: bool = F
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--keep-ratio', type=float, default=0.5, help='of presets that drop something (default: 0.5)')
+    parser.add_argument('--presets', nargs='+', help='these only (default: all that ViT has, maps and selective)')
     add_outputs(parser, plot=False)
     args = parser.parse_args()
     variants = {p.name: p.arguments(keep_ratio=args.keep_ratio) for p in presets_of(FAMILIES['ViT'])}
-    variants = {'none': variants.pop('none'), 'maps': MAPS, **variants}
+    variants = {'none': variants['none'], 'maps': MAPS, 'selective': variants['with_cp'], **variants}
+    if unknown := set(args.presets or ()) - set(variants):
+        parser.error(f'--presets {sorted(unknown)}: unknown; choose from {list(variants)}')
+    variants = {name: value for name, value in variants.items() if name in (args.presets or variants)}
     rows = []
     for arch, size, batch, options in CASES:
+        case = dict(arch=arch, size=size, batch=batch)
         for name, arguments in variants.items():
-            case = dict(arch=arch, size=size, batch=batch)
-            rows.append(dict(case, preset=name, saved_bytes=count(**case, arguments=options | arguments)))
-        chosen = count(**case, arguments=options | variants['with_cp'], selective=True)
-        rows.insert(len(rows) - len(variants) + 3, dict(case, preset='selective', saved_bytes=chosen))
-        found = rows[-len(variants) - 1 :]
+            stored = count(**case, arguments=options | arguments, selective=name == 'selective')
+            rows.append(dict(case, preset=name, saved_bytes=stored))
+        found = rows[-len(variants) :]
         plain = found[0]['saved_bytes']
         columns = [
             Column('preset', lambda row: row['preset']),
