@@ -7,12 +7,16 @@ custom_hooks = [
 """
 
 import contextlib
+import copy
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from mmcv.ops import roi_align
+from mmdet.models.dense_heads import Mask2FormerHead
 from mmdet.registry import HOOKS
 from mmdet.structures.mask import BitmapMasks
 from torch import nn
@@ -136,11 +140,12 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
 
     mmdet makes a float copy of a whole-image mask for each positive proposal (128 of 800 x 1344: 550 MB, at the moment
     when all activations are stored), and compares all anchors with all boxes at once, dynamic assigners in all classes.
-    The targets stay the same. Masks are taken for 0 and 1, which is what mmdet's pipelines make.
+    In Mask2Former all masks of a batch lie there with eight bytes a pixel, and once more with four where points of them
+    are looked up. The targets stay the same. Masks are taken for 0 and 1, which is what mmdet's pipelines make.
 
     Args:
         model (nn.Module): The model; its assigners are changed in place. Masks are changed for the whole process.
-        masks (int): Proposals whose masks are cropped at a time. Default: 8.
+        masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
         priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
 
     Raises:
@@ -155,6 +160,11 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
             calculator = calculator.calculator
         assigner.iou_calculator = _InChunks(calculator, priors)
         costs_in_chunks(assigner)
+    for module in model.modules():
+        if isinstance(module, Mask2FormerHead):
+            if not isinstance(module, _MasksInChunks):
+                mix_in(module, _MasksInChunks)
+            module._masks_at_a_time = masks
     whole = getattr(BitmapMasks.crop_and_resize, 'whole', BitmapMasks.crop_and_resize)
 
     def crop_and_resize(self, bboxes, out_shape, inds, device='cpu', interpolation='bilinear', binarize=True):
@@ -192,6 +202,49 @@ def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
     return (packed[..., None] & bits).clamp_(max=1).flatten(2)[..., :width]
 
 
+class _MasksInChunks(Mixin):
+    """A Mask2Former head whose ground truth takes a byte a pixel; what is sampled from it is the same."""
+
+    def preprocess_gt(self, batch_gt_instances, *args, **kwargs):
+        given = []
+        for instances in batch_gt_instances:
+            instances = copy.copy(instances)
+            instances.masks = copy.copy(instances.masks)
+            mix_in(instances.masks, _AsBits)
+            instances.masks.kind = _bits(self._masks_at_a_time)
+            given.append(instances)
+        return super().preprocess_gt(given, *args, **kwargs)
+
+
+class _AsBits(Mixin):
+    """mmdet's masks, whose tensor is a :class:`_Bits`."""
+
+    def to_tensor(self, dtype, device):
+        return super().to_tensor(torch.bool, device).as_subclass(self.kind)
+
+
+class _Bits(torch.Tensor):
+    """Masks of 0 and 1, ``at_a_time`` of which become numbers where points are looked up; elsewhere they stay as they
+    are, where mmdet converts them too."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.long, torch.Tensor.float):
+            return args[0]
+        if func is not F.grid_sample:
+            return super().__torch_function__(func, types, args, kwargs)
+        masks, points, *rest = args
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = zip(masks.split(cls.at_a_time), points.split(cls.at_a_time), strict=True)
+            return torch.cat([func(some.to(points.dtype), where, *rest, **(kwargs or {})) for some, where in pairs])
+
+
+@functools.cache
+def _bits(number):
+    """The class of masks, so many of which are looked up at a time."""
+    return type('_Bits', (_Bits,), dict(at_a_time=number))
+
+
 def _assigners(model: nn.Module) -> Iterator:
     """Everything in the model that assigns boxes to priors by IoU."""
     for module in model.modules():
@@ -207,7 +260,7 @@ class TargetsInChunksHook(ModelHook):
     """Makes training targets piece by piece, see :func:`targets_in_chunks`.
 
     Args:
-        masks (int): Proposals whose masks are cropped at a time. Default: 8.
+        masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
         priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
     """
 

@@ -128,7 +128,9 @@ def worst_case(variant: str) -> str:
 
 def _fitting(config, words):
     """The variant without the pieces that the model has nothing for."""
-    if not any(config.model.get(head) for head in ('rpn_head', 'roi_head', 'bbox_head')):
+    heads = [config.model.get(head) for head in ('rpn_head', 'roi_head', 'bbox_head')]
+    points = (config.model.get('panoptic_head') or {}).get('type') == 'Mask2FormerHead'
+    if not any(heads) and not points:
         words = [word for word in words if word != 'targets']
     name = words[0]
     return '+'.join([name, *(piece for piece in words[1:] if applicable(config, [f'{name}+{piece}'])[0])])

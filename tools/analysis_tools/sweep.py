@@ -1,34 +1,45 @@
-"""The planner's answer for many configs: one line each, three minutes at most each.
+"""The planner's answer for many configs: one line each, three minutes of a processor at most each.
 
     python tools/analysis_tools/sweep.py --budget 11GiB --json docs/results/sweep.json            # mmdet's families
     python tools/analysis_tools/sweep.py mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py --budget 8GiB
 
 Without configs: one of each family in the installed mmdet's configs, the first by name that trains on COCO's boxes or
-masks. Each runs in a process of its own, with exact gradients only.
+masks. Each runs in a process of its own, with exact gradients only. Where the JSON file is there already, answers of
+other configs stay in it, so a config can be asked again; with --missing only those are asked that it lacks.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
-import subprocess
+import resource
+import runpy
+import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import mmdet
+import mmdet.models  # noqa: F401  what every config needs is imported once, before the processes part
 from mmengine.utils import ProgressBar
 
+import sbp_mmdet.analysis.detector  # noqa: F401
 from sbp_mmdet.provenance import describe_machine
-from sbp_mmdet.reporting import add_outputs, write_outputs
+from sbp_mmdet.reporting import Column, add_outputs, markdown_table, write_outputs
 
 PLANNER = Path(__file__).parents[1] / 'plan_memory.py'
+COLUMNS = [Column(key, lambda row, key=key: str(row[key])) for key in ('config', 'images', 'answer', 'seconds')]
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('configs', nargs='*', help='configs (default: one of each family of mmdet)')
     parser.add_argument('--budget', default='11GiB', help='memory of the GPU (default: 11GiB)')
-    parser.add_argument('--limit', type=float, default=180, help='seconds for a config (default: 180)')
+    parser.add_argument('--limit', type=int, default=180, help='seconds of a processor for a config (default: 180)')
+    parser.add_argument('--memory', type=float, default=8, help="GB of this machine's memory for it (default: 8)")
+    parser.add_argument('--missing', action='store_true', help='only configs that the JSON file has no answer for')
     add_outputs(parser, plot=False)
     return parser.parse_args()
 
@@ -45,27 +56,61 @@ def families() -> list[str]:
     return found
 
 
-def ask(config: str, budget: str, limit: float) -> dict:
+def ask(config: str, budget: str, limit: int, memory: float = 8) -> dict:
     """Runs the planner.
 
     Args:
         config (str): The config.
         budget (str): Memory of the GPU.
-        limit (float): Seconds.
+        limit (int): Seconds of a processor.
+        memory (float): GB of this machine's memory. Default: 8.
 
     Returns:
-        dict: ``config``, ``answer`` (one line), ``images`` (how many of what size), ``seconds``.
+        dict: ``config``, ``answer`` (one line), ``images`` (how many of what size), ``seconds`` of a processor.
     """
-    start = time.perf_counter()
-    command = [sys.executable, str(PLANNER), config, '--budget', budget, '--exact']
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-        answer, output = read_answer(done.stdout, done.stderr), done.stdout
-    except subprocess.TimeoutExpired:
-        answer, output = f'no answer within {limit:.0f} s', ''
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, 'out'), Path(folder, 'err')
+        before, words = _processor(), [str(PLANNER), config, '--budget', budget, '--exact']
+        process = multiprocessing.get_context('fork').Process(target=_plan, args=(words, limit, out, err))
+        process.start()
+        while process.is_alive() and (used := _resident(process.pid)) < memory * 1e9:
+            process.join(0.5)
+        if process.is_alive():
+            process.kill()
+        process.join()
+        output, errors = (path.read_text() if path.exists() else '' for path in (out, err))
+    answer = read_answer(output, errors)
+    if process.exitcode == -signal.SIGXCPU:
+        answer = f'no answer within {limit} s of a processor'
+    elif process.exitcode == -signal.SIGKILL:
+        answer = f"the count itself needs {used / 1e9:.0f} GB of this machine's memory or more"
     images = re.search(r'^\d+ images of \d+ x \d+', output, re.MULTILINE)
-    seconds = round(time.perf_counter() - start)
+    seconds = round(_processor() - before)
     return dict(config=config, images=images[0] if images else '', answer=answer, seconds=seconds)
+
+
+def _plan(words, limit, out, err):
+    """In a process of its own."""
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+    for path, stream in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    sys.stdout, sys.stderr = open(1, 'w'), open(2, 'w')  # noqa: SIM115  until the process ends
+    sys.argv = words
+    runpy.run_path(words[0], run_name='__main__')
+
+
+def _processor():
+    """Seconds of a processor that processes of this one used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _resident(pid):
+    """Bytes of memory; 0 where that is not told."""
+    try:
+        return int(Path(f'/proc/{pid}/statm').read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
 
 
 def read_answer(output: str, errors: str) -> str:
@@ -82,20 +127,23 @@ def read_answer(output: str, errors: str) -> str:
 
 def main():
     args = parse_args()
-    configs = args.configs or families()
-    bar, rows = ProgressBar(len(configs)), []
-    for config in configs:
-        rows.append(ask(config, args.budget, args.limit))
-        bar.update()
-        if args.json:  # a sweep takes hours: what is known so far stays
-            Path(args.json).with_suffix('.part').write_text(json.dumps(rows, indent=1))
-    print('\n\n| config | images | answer | seconds |\n|---|---|---|---|')
-    for row in rows:
-        print('| {config} | {images} | {answer} | {seconds} |'.format(**row))
     case = dict(budget=args.budget, limit_s=args.limit)
-    write_outputs(args, dict(machine=describe_machine('cpu'), case=case, rows=rows), indent=1)
-    if args.json:
-        Path(args.json).with_suffix('.part').unlink(missing_ok=True)
+    known = {}
+    if args.json and Path(args.json).exists():
+        found = json.loads(Path(args.json).read_text())
+        known = {row['config']: row for row in found['rows']} if found['case'] == case else {}
+    configs = [name for name in args.configs or families() if not (args.missing and name in known)]
+    bar = ProgressBar(len(configs)) if configs else None
+    for config in configs:
+        start = time.perf_counter()
+        known[config] = ask(config, args.budget, args.limit, args.memory)
+        bar.update()
+        machine = describe_machine('cpu')
+        known[config]['commit'] = machine['commit']
+        print(f'  {config}: {known[config]["answer"]} ({time.perf_counter() - start:.0f} s)', flush=True)
+        # A sweep takes hours: what is known so far is written each time.
+        write_outputs(args, dict(machine=machine, case=case, rows=[known[key] for key in sorted(known)]), indent=1)
+    print('\n\n' + markdown_table(COLUMNS, [known[key] for key in sorted(known)]))
 
 
 if __name__ == '__main__':
