@@ -81,7 +81,7 @@ def main():
     def tell(variant, need, fits):
         print(f'  {variant:<60} {format_bytes(need):>8}  {"fits" if fits else "too much"}', flush=True)
 
-    extended = f'; more than {MOST_IMAGES} images: told from 2 and 4' if inputs.batch > MOST_IMAGES else ''
+    extended = f'; more than {MOST_IMAGES} images: told from 1 and 2' if inputs.batch > MOST_IMAGES else ''
     print(
         f'{inputs.batch} images of {inputs.height} x {inputs.width}, {args.boxes} boxes each, {format_bytes(budget)}; '
         f'with {MARGIN:.0%} margin and {format_bytes(CONTEXT)} for CUDA ({inputs.source}{extended}):'

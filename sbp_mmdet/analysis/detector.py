@@ -47,7 +47,7 @@ __all__ = [
 
 # Counted in full; the bytes of more images on a CPU follow from those of two smaller batches.
 MOST_IMAGES = 8
-_SMALLER = (2, 4)
+_SMALLER = (1, 2)
 
 
 def measure_detector(
@@ -67,7 +67,7 @@ def measure_detector(
     Args:
         config (Config): Config of a detector, the hooks that change the model included.
         batch (int): Images. On a CPU more than :data:`MOST_IMAGES` are not run: bytes grow by the same with each image,
-            part by part and phase by phase, so those of 2 and of 4 images tell them.
+            part by part and phase by phase, so those of 1 and of 2 images tell them.
         height, width (int): Their size, before padding.
         boxes (int): Ground-truth boxes in each.
         device (str): 'cpu', or a CUDA device. Default: 'cpu'.
