@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_cases import HEADS, attention_inputs, grid
 from fake_cuda import backward, gpu_that_is_not_there, to_gpu
-from ops_cases import downsample_inputs, keep_mask, mlp_inputs
+from ops_cases import downsample_inputs, fused_downsample, keep_mask, mlp_inputs
 from test_fake_cuda import LAYOUTS, PRECISIONS
 from test_ops_tokens import own_masks, own_positions
 from torch import nn
@@ -152,8 +152,7 @@ def test_downsample(mode, precision, layout):
             if kind == 'all' and form['dropped'] != 'zero':
                 continue
             keep = keep and to_gpu(mode, keep)
-            settings = ops.DownsampleSettings(**form)
-            check(lambda **t: ops.downsample(settings, ops.DownsampleTensors(**t, positions=keep)), tensors, dtype)  # noqa: B023
+            check(fused_downsample(keep, **form), tensors, dtype)
             ran('downsample')
 
 
@@ -260,11 +259,7 @@ def test_a_tensor_that_stays_on_the_cpu_is_seen(mode):
     found = made(lambda: positions(keep_mask('half', 4, 3)))
     keep = Positions(*(mode.from_tensor(index) for index in found[:2]))
     with pytest.raises(RuntimeError, match='device'):
-        check(
-            lambda **t: ops.downsample(ops.DownsampleSettings(), ops.DownsampleTensors(**t, positions=keep)),
-            tensors,
-            None,
-        )
+        check(fused_downsample(keep), tensors, None)
 
 
 def test_how_many_combinations_ran():

@@ -196,6 +196,12 @@ def run_part(part: Part, out: Path, rehearse: bool, seconds: float) -> dict:
     return dict(state=state, seconds=round(time.monotonic() - start))
 
 
+def _sees_gpu():
+    import torch  # slow, and a rehearsal does without
+
+    return torch.cuda.is_available()
+
+
 def _run(command, log, variables, seconds):
     # A group of its own: workers of a data loader and compilers end with it.
     process = subprocess.Popen(
@@ -334,6 +340,8 @@ def main():
     names = [part.name for part in parts]
     if unknown := set(args.parts or ()) - set(names):
         parser.error(f'--parts: {sorted(unknown)} are unknown; choose from {names}')
+    if not args.rehearse and not _sees_gpu():
+        parser.error('torch sees no GPU; --rehearse runs everything in tiny sizes on a CPU')
     args.out.mkdir(parents=True, exist_ok=True)
     file, end = args.out / 'states.json', time.monotonic() + 60 * args.minutes
     states = json.loads(file.read_text()) if file.exists() else {}

@@ -37,4 +37,8 @@ if [ -n "$wheels" ]; then
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 cd "$root"
+"$python" -c 'import torch, mmcv.ops, mmdet, pytest, hypothesis, matplotlib' || {
+    echo "$python lacks what the report needs (see above): name another one by SBP_PYTHON, or its wheels by --wheels" >&2
+    exit 2
+}
 exec "$python" tools/gpu_report.py --out "$out" ${arguments[@]+"${arguments[@]}"}

@@ -75,6 +75,7 @@ def table(rows: list[dict]) -> str:
             Column('step ms', lambda row: f'{row["step_s"] * 1e3:.1f}'),
             Column('ratio', lambda row: f'{row["step_s"] / base["step_s"]:.2f}'),
         ]
+    columns += _if_any(rows, ('overflows', 'retries'))
     return text_table(_with_what_does_not_fit(columns), rows)
 
 
@@ -117,6 +118,7 @@ def markdown(rows: list[dict]) -> str:
     ]
     if base.get('step_s') is not None:
         columns.append(Column('step, ratio', lambda row: f'{row["step_s"] / base["step_s"]:.2f}'))
+    columns += _if_any(rows, ('overflows', 'retries'))
     return markdown_table(_with_what_does_not_fit(columns), rows)
 
 
@@ -176,11 +178,13 @@ _COSTS = {
 
 
 def _steps_columns(rows):
-    found = [Column(head, functools.partial(_if_timed, cell=cell)) for head, cell in _STEPS]
-    for key, (head, form) in _COSTS.items():
-        if any(row.get(key) is not None for row in rows):
-            found.append(Column(head, functools.partial(_if_there, key=key, form=form)))
-    return found
+    return [Column(head, functools.partial(_if_timed, cell=cell)) for head, cell in _STEPS] + _if_any(rows, _COSTS)
+
+
+def _if_any(rows, keys):
+    """Columns of those keys that some row has."""
+    found = {key: _COSTS[key] for key in keys if any(row.get(key) is not None for row in rows)}
+    return [Column(head, functools.partial(_if_there, key=key, form=form)) for key, (head, form) in found.items()]
 
 
 def _if_timed(row, cell):
