@@ -62,7 +62,7 @@ def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs:
     elif xhat is not None:
         xhat = saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, C)
     near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
-    incoming = _incoming(settings, saved, grad, near, groups)
+    incoming = _incoming(settings, saved, grad, near, groups, needs.x)
     sums = _Sums.of(t, needs)
     dx = _InputGradient.like(incoming) if needs.x else _InputGradient(None, None)
     rows = _Rows(xhat, rstd if needs.x else None, saved.hidden)
@@ -73,7 +73,8 @@ def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs:
     found = _parameter_gradients(t, sums, incoming.total, needs)
     if needs.x:
         if groups:
-            dx = _InputGradient(*(g.flatten(0, 1) for g in groups.share_(dx.kept.unflatten(0, (len(grad), -1)))))
+            shared = groups.share_(dx.kept.unflatten(0, (len(grad), -1)), incoming.shares)
+            dx = _InputGradient(*(g.flatten(0, 1) for g in shared))
         found = found._replace(x=map_of(dx.kept, keep, grad.shape, dx.dropped, saved.positions.drop))
     return found._replace(shortcut=grad if needs.shortcut else None)
 
@@ -125,17 +126,19 @@ class _Incoming(NamedTuple):
     ``outer`` and ``inner`` are of the kept rows. ``outer`` is what W2's gradient is formed from, without gamma and with
     the share of the dropped rows; ``unit`` is what the sum has to be multiplied by (see :func:`in_range`). ``inner``,
     and for 'nearest' ``dropped`` of the dropped rows, is what goes back through W2; for 'pool' it holds the sums of
-    groups. ``total`` is the sum over all rows that send gradients.
+    groups, and ``shares`` what each dropped row gets of what comes back. ``total`` is the sum over all rows that send
+    gradients.
     """
 
     outer: Tensor
     unit: Tensor | None
     inner: Tensor
     dropped: Tensor | None
+    shares: Tensor | None
     total: Tensor
 
 
-def _incoming(settings, saved, grad, near, groups):
+def _incoming(settings, saved, grad, near, groups, wanted):
     gamma, factor = saved.given.gamma, saved.given.factor
 
     def rows(index):
@@ -145,13 +148,16 @@ def _incoming(settings, saved, grad, near, groups):
     def through_scale(g):
         return (g if gamma is None else g * gamma).to(settings.dtype)
 
-    g, dropped = rows(saved.positions.keep), None
+    g = rows(saved.positions.keep)
+    dropped = shares = None
     total = column_sums(g)
     if groups:
         g_dropped = rows(saved.positions.drop)
         total += column_sums(g_dropped)
-        groups.sum_(*(part.unflatten(0, (len(grad), -1)) for part in (g, g_dropped)))
-        del g_dropped
+        parts = [part.unflatten(0, (len(grad), -1)) for part in (g, g_dropped)]
+        groups.sum_(*parts)
+        shares = groups.shares(*parts) if wanted else None
+        del g_dropped, parts
     inner = through_scale(g)
     if near:
         g_dropped = rows(saved.positions.drop)
@@ -159,7 +165,7 @@ def _incoming(settings, saved, grad, near, groups):
         dropped = through_scale(g_dropped)
         g = near.pool_(g.clone(), g_dropped)
         del g_dropped
-    return _Incoming(*in_range(g, gamma, settings.dtype), inner, dropped, total)
+    return _Incoming(*in_range(g, gamma, settings.dtype), inner, dropped, shares, total)
 
 
 class _Sums(NamedTuple):

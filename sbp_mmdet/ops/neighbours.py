@@ -5,8 +5,8 @@ A kept row and the dropped ones that go with it are a group. There are two ways 
 - 'nearest': each dropped row goes back for itself, with the activations of its group's kept row (:class:`Neighbours`).
 - 'pool': with the same activations for all of them, the backward pass is linear in the incoming gradient. So the
   gradients of a group are summed and go back once, in the kept row. Weights get what 'nearest' with a share of 1 would
-  give them, and it takes the products of the kept rows only. The gradient of the input is the group's mean
-  (:class:`Groups`).
+  give them, and it takes the products of the kept rows only. Each row's input gets its share of what comes back, see
+  :func:`sbp_mmdet.functional.shares` (:class:`Groups`).
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import take
+from ..functional import shares, take
 from ..masks import Positions
 from .operation import OnHost
 from .rows import add_rows_
@@ -96,11 +96,26 @@ class Groups:
         """Gradients (N, K, C) of kept and (N, D, C) of dropped rows, summed over groups in place of ``kept``."""
         return add_rows_(kept, self.pairs, dropped)
 
-    def share_(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What each row of a group gets of its gradient: for the kept ones, in place of ``rows`` (N, K, C), and for the
-        dropped ones, (N, D, C)."""
-        rows.div_(self.sizes(torch.float32))
-        return rows, take(rows, self.pairs)
+    def shares(self, total: Tensor, dropped: Tensor) -> Tensor:
+        """Which part of its group's sum each dropped row's gradient is, (N, D, 1); see :func:`.functional.shares`."""
+        return shares(total, dropped, self.pairs)
+
+    def share_(self, rows: Tensor, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What each row of a group gets of its gradient.
+
+        Args:
+            rows (Tensor): Gradients of the groups, shape (N, K, C); holds those of the kept rows afterwards.
+            shares (Tensor | None): Of the dropped rows, see :meth:`shares`; None: all rows get the same. Default: None.
+
+        Returns:
+            tuple[Tensor, Tensor]: Gradients of the kept rows, ``rows``, and of the dropped ones, (N, D, C).
+        """
+        if shares is None:
+            rows.div_(self.sizes(torch.float32))
+            return rows, take(rows, self.pairs)
+        dropped = take(rows, self.pairs).mul(shares).to(rows.dtype)
+        own = shares.new_ones(len(shares), rows.shape[1], 1)
+        return rows.mul_(add_rows_(own, self.pairs, -shares)), dropped
 
 
 class Neighbours:
