@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .masks import Positions
 
-__all__ = ['pooled', 'sbp', 'shares', 'take']
+__all__ = ['centres', 'pooled', 'sbp', 'shares', 'take']
 
 
 def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tensor:
@@ -37,7 +37,7 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
 
 def pooled(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tensor:
     """As :func:`sbp`, but dropped positions send gradients too: those of a kept position and of the dropped ones that
-    go with it, a group, are summed and go back once, through the kept one.
+    go with it, a group, are summed and go back once, through one input that stands for all of them (:func:`centres`).
 
     Each position of a group gets its share of what comes back, see :func:`shares`. This is exact where the positions of
     a group are alike and their gradients have one direction. It stores what :func:`sbp` stores.
@@ -58,10 +58,28 @@ def pooled(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Te
         raise ValueError('pooled needs positions with `nearest`: make them by positions(mask, nearest=True)')
     pairs = torch.arange(drop.shape[-1], device=drop.device) if nearest.index is None else nearest.index
     found = []  # the shares: from the backward pass of the outputs to that of the inputs
-    kept = f(_Inputs.apply(x, keep, drop, pairs, found))
+    centre = f(_Inputs.apply(x, keep, drop, pairs, found))
     with torch.no_grad():
-        dropped = f(take(x, drop))
-    return _Outputs.apply(kept, dropped, keep, drop, pairs, found)
+        outputs = f(x)
+    return _Outputs.apply(centre, outputs, keep, drop, pairs, found)
+
+
+def centres(x: Tensor, keep: Tensor, drop: Tensor, pairs: Tensor | None) -> Tensor:
+    """The inputs that stand for groups: between a kept position and the mean of its group, in the middle.
+
+    Args:
+        x (Tensor): Shape (N, L, ...).
+        keep, drop (Tensor): Positions of the kept and dropped ones, shapes (K,) and (D,), or (N, K) and (N, D).
+        pairs (Tensor | None): Which group each dropped one belongs to, shape (D,) or (N, D); None: to the i-th.
+
+    Returns:
+        Tensor: Shape (N, K, ...).
+    """
+    size = torch.ones(keep.shape, dtype=x.dtype, device=x.device)
+    size = size + 1 if pairs is None else size.scatter_add(-1, pairs, size.new_ones(pairs.shape))
+    part = (0.5 / size).view(-1, keep.shape[-1], *[1] * (x.dim() - 2))
+    own, dropped = take(x, keep) * (0.5 + part), take(x, drop) * take(part, pairs)
+    return own + dropped if pairs is None else _add(own, pairs, dropped)
 
 
 def shares(total: Tensor, dropped: Tensor, pairs: Tensor | None) -> Tensor:
@@ -86,13 +104,13 @@ def shares(total: Tensor, dropped: Tensor, pairs: Tensor | None) -> Tensor:
 
 
 class _Inputs(torch.autograd.Function):
-    """x (N, L, ...) at the kept positions; all of a group's positions get their share of its gradient."""
+    """Of x (N, L, ...) what stands for groups; all positions of a group get their share of its gradient."""
 
     @staticmethod
     def forward(ctx, x, keep, drop, pairs, found):
         ctx.save_for_backward(keep, drop, pairs)
         ctx.shape, ctx.found = x.shape, found
-        return take(x, keep)
+        return centres(x, keep, drop, pairs)
 
     @staticmethod
     def backward(ctx, grad):
@@ -106,15 +124,13 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """Kept and dropped outputs together, (N, L, ...'); the kept ones get the sums of their groups' gradients."""
+    """The outputs (N, L, ...'); what stands for a group gets the sum of its gradients."""
 
     @staticmethod
-    def forward(ctx, kept, dropped, keep, drop, pairs, found):
+    def forward(ctx, centre, outputs, keep, drop, pairs, found):
         ctx.save_for_backward(keep, drop, pairs)
         ctx.found = found
-        out = kept.new_empty(kept.shape[0], keep.shape[-1] + drop.shape[-1], *kept.shape[2:])
-        out[_places(keep)], out[_places(drop)] = kept, dropped
-        return out
+        return outputs.clone()
 
     @staticmethod
     def backward(ctx, grad):

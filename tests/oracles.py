@@ -46,14 +46,17 @@ def where_sbp(f, x, mask):
 
 
 def where_pooled(f, x, keep):
-    """Pooling by its definition, with dense matrices: a group's gradients are summed and go back through its kept row
-    in one; each member gets its gradient's projection on the sum. x: (N, L, ...), keep: positions with pairs."""
+    """Pooling by its definition, with dense matrices: a group's gradients are summed and go back in one, through the
+    middle between its kept row and its mean; each member gets its gradient's projection on the sum.
+
+    x: (N, L, ...), keep: positions with pairs.
+    """
     pairs = torch.arange(len(keep.drop)) if keep.nearest.index is None else keep.nearest.index
     members = torch.zeros(len(keep.keep), x.shape[1], dtype=x.dtype)
     members[torch.arange(len(keep.keep)), keep.keep] = 1
     members[pairs, keep.drop] = 1
-    parts = []
-    kept = f(_Shared.apply(x, x[:, keep.keep].detach(), parts))
+    parts, means = [], torch.einsum('kl,nl...->nk...', members / members.sum(1, keepdim=True), x.detach())
+    kept = f(_Shared.apply(x, (x[:, keep.keep].detach() + means) / 2, parts))
     return _Summed.apply(kept, f(x).detach(), members, parts)
 
 

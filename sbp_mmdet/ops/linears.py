@@ -142,10 +142,14 @@ def forward(
     if not any(needs):
         return out, None
     positions = SavedPositions.of(t.positions, settings.dropped)
+    if positions.groups:
+        xhat, rstd = normalise(positions.groups.centres(_tokens(t.x)), settings.eps, settings.dtype)
+    else:
+        xhat, rstd = take(xhat, positions.keep), take(rstd, positions.keep)
     stored = Stored(None)
     if needs.x or needs.norm_weight or needs.weight:
-        stored = store(take(xhat, positions.keep), settings.storage, 1)
-    rstd = take(rstd, positions.keep) if needs.x else None
+        stored = store(xhat, settings.storage, 1)
+    rstd = rstd if needs.x else None
     return out, NormLinearSaved(stored, rstd, positions, t._replace(x=None, positions=None), t.x.shape)
 
 

@@ -26,12 +26,13 @@ def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> 
     weights = _Weights.of(settings, t)
     conv = t.conv if settings.recompute else None
     keep_hidden = asks.hidden and not settings.recompute
+    saved = SavedPositions.of(t.positions, settings.dropped)
     if t.positions is None:
         rows, kept = _branch(settings, weights, rows_of(t.x, None), keep_hidden)
         branch = rows.view(len(t.x), -1, rows.shape[1])
     else:
         branch = t.x.new_empty(tokens_of(t.x).shape, dtype=settings.dtype)
-        rows, kept = _branch(settings, weights, rows_of(t.x, t.positions.keep), keep_hidden)
+        rows, kept = _branch(settings, weights, rows_of(t.x, t.positions.keep), keep_hidden and not saved.groups)
         put_(branch, t.positions.keep, rows)
         rows, _ = _branch(settings, weights, rows_of(t.x, t.positions.drop), False)
         put_(branch, t.positions.drop, rows)
@@ -39,6 +40,8 @@ def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> 
     out = t.shortcut + branch if factor is None else torch.addcmul(t.shortcut, branch, factor)
     if not asks.anything:
         return out, None
+    if saved.groups and conv is None:
+        kept = _centres(settings, weights, t.x, saved.groups, keep_hidden)
     xhat, rstd, hidden = kept
     if conv is not None or not (asks.inner or (asks.hidden and settings.recompute)):
         stored = Stored(None)
@@ -46,7 +49,7 @@ def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> 
         stored = store(xhat.view(len(t.x), -1, xhat.shape[1]), settings.storage, 1)
     given = t._replace(x=None, shortcut=None, positions=None, conv=conv)
     rstd = rstd if conv is None and needs.x else None
-    return out, MLPSaved(stored, rstd, hidden, SavedPositions.of(t.positions, settings.dropped), given)
+    return out, MLPSaved(stored, rstd, hidden, saved, given)
 
 
 def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs: MLPGradients) -> MLPGradients:
@@ -57,11 +60,13 @@ def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs:
     asks = _Asked.of(needs)
     weights = _Weights.of(settings, t)
     xhat, rstd = saved.xhat.values, saved.rstd
-    if t.conv is not None:
+    near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
+    if t.conv is not None and groups:
+        xhat, rstd, _ = _centres(settings, weights, t.conv.run(), groups, False)
+    elif t.conv is not None:
         xhat, rstd = normalise(rows_of(t.conv.run(), keep), settings.eps, settings.dtype)
     elif xhat is not None:
         xhat = saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, C)
-    near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
     incoming = _incoming(settings, saved, grad, near, groups, needs.x)
     sums = _Sums.of(t, needs)
     dx = _InputGradient.like(incoming) if needs.x else _InputGradient(None, None)
@@ -118,6 +123,12 @@ def _branch(settings, weights, x, keep_hidden):
         h = F.gelu(h, approximate=settings.approximate) if keep_hidden else _gelu_(h, settings.approximate)
         torch.addmm(b2, h, w2.t(), out=rows[chunk])
     return rows, (xhat, rstd, hidden)
+
+
+def _centres(settings, weights, x, groups, keep_hidden):
+    """As the second result of :func:`_branch`, of what stands for groups."""
+    xhat, rstd = normalise(groups.centres(tokens_of(x)).flatten(0, 1), settings.eps, settings.dtype)
+    return xhat, rstd, torch.addmm(weights.b1, xhat, weights.w1.t()) if keep_hidden else None
 
 
 class _Incoming(NamedTuple):
