@@ -64,8 +64,8 @@ class SBPSettings:
         dropped (str): What dropped positions send back through their layer. 'zero': nothing, the paper's method.
             'nearest': a gradient by the activations of the kept position next to them; nothing more is stored, and each
             stage draws a mask of its own, so that this position is near. Needs 'fused'. 'pool': the gradients of a kept
-            position and of those next to it are summed, go back once through the kept one, and are shared by all of
-            them; masks as for 'nearest', and the time of 'zero'. Default: 'zero'.
+            position and of those next to it are summed, go back once through one input that stands for all of them, and
+            are shared out; masks as for 'nearest', and the products of 'zero'. Default: 'zero'.
         storage (str): How the inputs of convolutions, pointwise layers and norms are stored. 'native': in the precision
             they are computed in. 'int8': rounded to eight bits, with one scale for each image and channel. A hidden
             layer that is not recomputed stays as it is. Needs 'fused'. Default: 'native'.

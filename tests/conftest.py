@@ -1,4 +1,6 @@
-"""Quick hypothesis, and the iteration that mmengine's runner would report."""
+"""Quick hypothesis, the device of operations, and the iteration that mmengine's runner would report."""
+
+import contextlib
 
 import hypothesis
 import pytest
@@ -6,6 +8,11 @@ import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
 from mmengine.logging import MessageHub
+from oracles import DEVICE, on_device
+
+from sbp_mmdet.analysis import memory
+from sbp_mmdet.analysis.cuda_rules import full_fp32
+from sbp_mmdet.ops.operation import Operation
 
 # Phases: without the last one, 'explain', which runs a failing test a few hundred times more.
 hypothesis.settings.register_profile(
@@ -19,6 +26,28 @@ def seed():
     """The masks depend on torch's seed and on the iteration: the same ones for each test, whichever ran before."""
     torch.manual_seed(0)
     MessageHub.get_current_instance().runtime_info.pop('iter', None)  # of a runner in a test before
+
+
+@pytest.fixture(autouse=True)
+def operations_on_the_device(monkeypatch):
+    """With SBP_TEST_DEVICE=cuda every operation runs there, forward and backward, whichever test calls it. What stands
+    around it stays where the test has it, oracles on the CPU among them. Bytes are counted on the CPU alone."""
+    if DEVICE == 'cpu':
+        yield
+        return
+    call = Operation.__call__
+
+    def moved(self, settings, tensors):
+        return call(self, settings, on_device(tensors)).to(tensors.x.device)
+
+    def not_here(*args, **kwargs):
+        pytest.skip('bytes are counted on a CPU')
+
+    monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(moved))
+    monkeypatch.setattr(memory.SavedByPart, 'hooks', not_here)
+    monkeypatch.setattr(memory.LiveBytes, '__enter__', not_here)
+    with full_fp32() if torch.device(DEVICE).type == 'cuda' else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
 
 from sbp_mmdet import SBPConvNeXt
-from sbp_mmdet.masks import Positions
+from sbp_mmdet.masks import Nearest, Positions
 
-__all__ = ['backward', 'fake_backbone', 'gpu_that_is_not_there']
+__all__ = ['backward', 'draw_on_cpu', 'fake_backbone', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu']
 
 _CUDA = 1  # in c10's list of kinds of devices
 
@@ -130,6 +129,29 @@ class _Numbers:
             return int(self.tensor[index])
 
 
+def to_gpu(mode: FakeTensorMode, tree):
+    """Tensors of the CPU as those of the GPU that is not there, however deep they lie in tuples and dicts; with the
+    same strides, and as leaves that need a gradient if these do. Numbers that are read on the host stay on it.
+
+    Args:
+        mode (FakeTensorMode): Of :func:`gpu_that_is_not_there`.
+        tree: Tensors, :class:`Positions` or containers of them.
+    """
+    if isinstance(tree, Positions):
+        keep, drop, nearest = tree
+        index, starts = nearest or (None, None)
+        keep, drop, index = (found if found is None else to_gpu(mode, found) for found in (keep, drop, index))
+        return Positions(keep, drop, nearest and Nearest(index, _Numbers(starts)))
+    if isinstance(tree, Tensor):
+        found = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device='cuda')
+        return found.requires_grad_(tree.requires_grad)
+    if isinstance(tree, dict):
+        return {key: to_gpu(mode, value) for key, value in tree.items()}
+    if hasattr(tree, '_fields'):
+        return type(tree)(*(to_gpu(mode, value) for value in tree))
+    return tree
+
+
 def fake_backbone(mode: FakeTensorMode, **arguments) -> SBPConvNeXt:
     """A small backbone on the GPU that is not there, in training mode. Positions are drawn on the CPU, as ever.
 
@@ -140,22 +162,27 @@ def fake_backbone(mode: FakeTensorMode, **arguments) -> SBPConvNeXt:
     options = dict(out_indices=[0, 1, 2, 3], gap_before_final_norm=False) | arguments
     with unset_fake_temporarily():
         backbone = SBPConvNeXt(dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20]), **options).train()
-        draw = backbone.draw
-    for module in backbone.modules():
-        for name, p in module._parameters.items():
+    put_on_gpu(mode, backbone)
+    return draw_on_cpu(mode, backbone)
+
+
+def put_on_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
+    """Parameters and buffers of a module, in place."""
+    for part in module.modules():
+        for name, p in part._parameters.items():
             if p is not None:
-                module._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device='cuda'))
+                part._parameters[name] = nn.Parameter(to_gpu(mode, p), p.requires_grad)
+        part._buffers = to_gpu(mode, part._buffers)
 
-    def to_gpu(positions):
-        keep, drop, nearest = tree_map_only(Tensor, lambda t: mode.from_tensor(t).to('cuda'), positions)
-        if nearest is not None:
-            nearest = nearest._replace(starts=_Numbers(positions.nearest.starts))
-        return Positions(keep, drop, nearest)
 
-    def draw_on_cpu(x, *args, **kwargs):
+def draw_on_cpu(mode: FakeTensorMode, backbone: nn.Module) -> nn.Module:
+    """Lets a backbone draw with numbers, and gives the positions to the GPU that is not there."""
+    draw = backbone.draw
+
+    def drawn(x, *args, **kwargs):
         with unset_fake_temporarily():
-            drawn = draw(torch.empty(()).expand(x.shape), *args, **kwargs)
-        return drawn._replace(positions={layer: to_gpu(found) for layer, found in drawn.positions.items()})
+            found = draw(torch.empty(()).expand(x.shape), *args, **kwargs)
+        return found._replace(positions={layer: to_gpu(mode, own) for layer, own in found.positions.items()})
 
-    backbone.draw = draw_on_cpu
+    backbone.draw = drawn
     return backbone

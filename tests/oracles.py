@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from sbp_mmdet import SBPConvNeXt
+from sbp_mmdet.masks import Nearest
 
-DEVICE = os.environ.get('SBP_TEST_DEVICE', 'cpu')  # of backbones and images
+DEVICE = os.environ.get('SBP_TEST_DEVICE', 'cpu')  # of backbones, images and operations; see conftest.py
 SMALL = dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20])
 
 
@@ -29,6 +30,15 @@ def image(n=2, height=64, width=64, *, dtype=torch.float64, seed=0):
     )
 
 
+def on_device(tree):
+    """Tensors on ``DEVICE``, however deep they lie in tuples; but for numbers that are read on the host."""
+    if isinstance(tree, Nearest):
+        return tree._replace(index=on_device(tree.index))
+    if isinstance(tree, torch.Tensor):
+        return tree.to(DEVICE)
+    return type(tree)(*map(on_device, tree)) if hasattr(tree, '_fields') else tree
+
+
 def where_sbp(f, x, mask):
     """SBP by its definition: every value of f, the gradient of those in the mask (which broadcasts to f(x))."""
     y = f(x)
@@ -36,29 +46,47 @@ def where_sbp(f, x, mask):
 
 
 def where_pooled(f, x, keep):
-    """Pooling by its definition, with dense matrices: a group's gradients are summed and go back through its kept row
-    in one; each member gets the group's gradient divided by its size. x: (N, L, ...), keep: positions with pairs."""
-    length = x.shape[1]
+    """Pooling by its definition, with dense matrices: a group's gradients are summed and go back in one, through the
+    middle between its kept row and its mean; each member gets its gradient's projection on the sum.
+
+    x: (N, L, ...), keep: positions with pairs.
+    """
     pairs = torch.arange(len(keep.drop)) if keep.nearest.index is None else keep.nearest.index
-    members = torch.zeros(len(keep.keep), length, dtype=x.dtype)
+    members = torch.zeros(len(keep.keep), x.shape[1], dtype=x.dtype)
     members[torch.arange(len(keep.keep)), keep.keep] = 1
     members[pairs, keep.drop] = 1
-    kept = f(_Otherwise.apply(x, x[:, keep.keep].detach(), members / members.sum(1, keepdim=True)))
-    return _Otherwise.apply(kept, f(x).detach(), members.T)
+    parts, means = [], torch.einsum('kl,nl...->nk...', members / members.sum(1, keepdim=True), x.detach())
+    kept = f(_Shared.apply(x, (x[:, keep.keep].detach() + means) / 2, parts))
+    return _Summed.apply(kept, f(x).detach(), members, parts)
 
 
-class _Otherwise(torch.autograd.Function):
-    """A value with the gradient of ``matrix @ x`` along the positions."""
+class _Shared(torch.autograd.Function):
+    """The value; of the gradient of each row k, row l gets the part ``parts[n, k, l]``."""
 
     @staticmethod
-    def forward(ctx, x, value, matrix):
-        ctx.save_for_backward(matrix)
+    def forward(ctx, x, value, parts):
+        ctx.parts = parts
         return value.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        (matrix,) = ctx.saved_tensors
-        return torch.einsum('kl,nk...->nl...', matrix, grad), None, None
+        return torch.einsum('nkl,nk...->nl...', ctx.parts.pop(), grad), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The value; row k gets the sum of the gradients of its members."""
+
+    @staticmethod
+    def forward(ctx, x, value, members, parts):
+        ctx.members, ctx.parts = members, parts
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = torch.einsum('kl,nl...->nk...', ctx.members, grad)
+        products = torch.einsum('nkc,nlc->nkl', total.flatten(2), grad.flatten(2)) * ctx.members
+        ctx.parts.append(products / products.sum(2, keepdim=True).clamp_min(torch.finfo(grad.dtype).tiny))
+        return total, None, None, None
 
 
 def mask_of(keep, height, width):

@@ -7,7 +7,7 @@ import torch
 
 from sbp_mmdet.analysis import benchmark, report
 from sbp_mmdet.analysis.cap import cuda_cap
-from sbp_mmdet.analysis.device import if_it_fits, use_device
+from sbp_mmdet.analysis.device import if_it_fits, noting, use_device
 from sbp_mmdet.analysis.memory import peak_bytes
 
 
@@ -87,3 +87,28 @@ def test_rows_that_do_not_fit(tmp_path):
 def test_nothing_is_done_to_the_heap_for_times_on_a_gpu(monkeypatch):
     monkeypatch.setattr(benchmark.ctypes, 'CDLL', lambda name: pytest.fail('the heap of this process was changed'))
     benchmark.keep_freed_memory('cuda:0')
+
+
+def test_what_a_step_must_not_hide(monkeypatch):
+    """A step that an infinite gradient left without the optimizer's part, and memory that the allocator had to free."""
+    retries = iter([3, 3, 3, 5, 5, 5])
+    monkeypatch.setattr(torch.cuda, 'memory_stats', lambda device: dict(num_alloc_retries=next(retries)))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    wrapper = types.SimpleNamespace(optimizer=optimizer, loss_scaler=None, should_update=lambda: True)
+    row = {}
+    for steps in (True, True, False):
+        with noting(row, wrapper, 'cuda'):
+            if steps:
+                optimizer.step()
+    assert row == dict(overflows=1, retries=2)
+    with noting(row, wrapper, 'cpu'):  # hooks are gone, and a CPU's allocator has no retries
+        optimizer.step()
+    del wrapper.loss_scaler
+    with noting(row, wrapper, 'cpu'):
+        pass  # without mixed precision nothing overflows
+    wrapper.loss_scaler, wrapper.should_update = None, lambda: False
+    with noting(row, wrapper, 'cpu'):
+        pass  # gradients are accumulated
+    assert row == dict(overflows=1, retries=2) and not optimizer._optimizer_step_post_hooks
+    rows = [dict(setting='none', step_s=1, ratio=1, ratio_min=1, ratio_max=1, **row)]
+    assert '| steps without optimizer | allocator retries |' in report.steps_markdown(rows)

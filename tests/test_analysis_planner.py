@@ -16,6 +16,7 @@ from sbp_mmdet.analysis.planner import (
     candidates,
     cfg_options,
     choose,
+    measured_times,
     needed,
     parse_bytes,
     parse_size,
@@ -113,6 +114,38 @@ def test_candidates():
     assert settings[0] == 'none' and settings[-1] == 'with_cp+targets+cp-heads+cp-neck'
 
 
+def steps(**times):
+    """What benchmark_steps.py writes; '__' stands for '+'."""
+    rows = [dict(setting=name.replace('__', '+'), step_s=2 * t, ratio=t) for name, t in times.items()]
+    return dict(case=dict(config='t'), machine=dict(device='a GPU', date='2026'), rows=rows)
+
+
+def test_measured_times_replace_guesses():
+    """The order is that of the table where there is one: of variants, else of presets and what pieces were seen to add,
+    else of guesses, brought to the scale of the table."""
+    config = load_config(T)
+    config.model.backbone.drop_path_rate = 0.0
+    assert candidates(config, 'exact')[0] == 'none'
+    slow = measured_times(steps(none=1.0, exact=0.9, recompute=0.7, recompute__targets=0.72, block=0.5, with_cp=1.2))
+    exact, paper = candidates(config, 'exact', measured=slow), candidates(config, measured=slow)
+    assert exact[0] == 'exact' and exact[-1] == 'exact-block+targets+cp-heads+cp-rpn+cp-neck'
+    assert paper[0] == 'block' and paper.index('block+targets') < paper.index('recompute')
+    # 'targets' was seen to add 0.02; so 'block+targets' is at 0.52, and 'cp-heads' adds its guess of 0.08.
+    assert paper.index('block+targets+cp-heads') < paper.index('recompute')
+    config.model.backbone.drop_path_rate = 0.4
+    skip = measured_times(steps(none=1.0, recompute=0.9, recompute__skip=0.5, fused__skip=0.6))
+    assert candidates(config, measured=skip)[:2] == ['recompute+skip', 'recompute+skip+targets']
+
+
+def test_tables_of_times():
+    table = steps(none=0.5, recompute=0.4)
+    table['rows'] += [dict(setting='compile', reason='no compiler'), dict(setting='none', step_s=3.0, ratio=1.5)]
+    table['rows'].append(dict(setting='exact', fits=False))
+    assert measured_times(table) == {'none': 1.0, 'recompute': 0.4}
+    with pytest.raises(ValueError, match="no time of 'none', only of \\['recompute'\\]"):
+        measured_times(dict(rows=table['rows'][1:2]))
+
+
 def test_where_images_cannot_be_left_out():
     config = load_config(T)
     good, bad = applicable(config, ['none+skip', 'with_cp+skip', 'reference+skip', 'exact+skip+targets'])
@@ -176,7 +209,8 @@ def test_options_for_the_command_line():
         key, value = word.split('=')
         values[key] = DictAction._parse_iterable(value)
     config.merge_from_dict(values)
-    assert config.model.backbone.sbp_cfg == dict(keep_ratio=0.5, recompute=True)
+    wanted = dict(keep_ratio=0.5, recompute=True)
+    assert {key: config.model.backbone.sbp_cfg[key] for key in wanted} == wanted
     assert config.optim_wrapper.optimizer.type == 'AdamW8bit'
     assert cfg_options(config, 'fused+targets') is None  # hooks cannot be typed
     assert cfg_options(load_config(STOCK_T), 'fused') is None  # nor can the import
@@ -194,6 +228,7 @@ def typed(monkeypatch, tool, *arguments):
         ((T, '--budget', '8GiB', '--size', 'large'), "size 'large' cannot be read"),
         ((T, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
         (('nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
+        ((T, '--budget', '8GiB', '--measured', 'nowhere.json'), '--measured nowhere.json: '),
     ],
 )
 def test_bad_input_of_the_planner(monkeypatch, capsys, arguments, message):
@@ -228,7 +263,7 @@ def test_a_model_around_a_model_has_no_backbone(monkeypatch, capsys, tool, more)
     assert 'no backbone' in capsys.readouterr().err.replace('model.', '')
 
 
-def test_the_planner_prints_what_to_paste(monkeypatch, capsys):
+def test_the_planner_prints_what_to_paste(monkeypatch, capsys, tmp_path):
     peaks = {'fused': 9e9, 'recompute': 6e9, 'none': 20e9}
 
     def measure(config, **case):
@@ -244,6 +279,10 @@ def test_the_planner_prints_what_to_paste(monkeypatch, capsys):
     assert 'The fastest that fits: fused+skip+targets' in paper and 'skip_dropped_images=True' in paper
     assert "dict(type='TargetsInChunksHook')" in paper
     assert 'The fastest that fits: exact' in exact and 'keep_ratio=1.0' in exact
+    (tmp_path / 'steps.json').write_text(json.dumps(steps(none=1.0, fused__skip=0.7, recompute__skip=0.5)))
+    typed(monkeypatch, plan_memory, T, '--budget', '8GiB', '--measured', tmp_path / 'steps.json')
+    printed = capsys.readouterr().out
+    assert 'Order by times of t on a GPU' in printed and 'The fastest that fits: recompute+skip\n' in printed
     with pytest.raises(SystemExit, match='No variant fits into 1GiB.*--adamw8bit'):
         typed(monkeypatch, plan_memory, T, '--budget', '1GiB')
     typed(monkeypatch, plan_memory, STOCK_R, '--budget', '80GiB', '--cfg-options', 'model.backbone.sbp_cfg=None')

@@ -1,7 +1,9 @@
 """Rivals: each does what it says, its bytes are counted, and what is wrong with its gradients is seen."""
 
+import functools
 import json
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from helpers import CONFIGS, TOOLS
 
 from sbp_mmdet.analysis import rivals, step_times
 from sbp_mmdet.analysis.benchmark import build_unit, measure
-from sbp_mmdet.analysis.memory import saved_bytes
-from sbp_mmdet.analysis.rivals import RIVALS, drawn_errors, graphs_over_sizes, held_bytes, missing, prepare
+from sbp_mmdet.analysis.memory import held_bytes, saved_bytes
+from sbp_mmdet.analysis.report import against_time, steps_markdown
+from sbp_mmdet.analysis.rivals import RIVALS, Rival, drawn_errors, graphs_over_sizes, missing, prepare
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.families import FAMILIES
 
@@ -82,7 +85,7 @@ def test_a_budget_that_draws_again_is_seen():
 @COMPILES
 def test_graphs_over_sizes():
     shapes = [(2, 16, 12 + 4 * i, 16 + 8 * i) for i in range(4)]
-    assert 1 <= graphs_over_sizes(RIVALS['compile'], build, shapes, 'cpu') <= 3
+    assert 1 <= graphs_over_sizes(build, shapes, 'cpu') <= 3
 
 
 def test_what_a_torch_does_not_have_is_a_record(monkeypatch):
@@ -120,13 +123,67 @@ def test_the_tool(monkeypatch, capsys, tmp_path):
         assert rows['selective']['drawn_error'] < 1e-6
 
 
-def test_whole_steps():
+@pytest.fixture(scope='module')
+def steps():
+    """Whole steps of a small detector with stochastic depth."""
     config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
-    config.model.backbone.arch = dict(depths=[1, 1, 1, 1], channels=[8, 16, 32, 64])
+    config.model.backbone.update(arch=dict(depths=[1, 1, 1, 1], channels=[8, 16, 32, 64]), drop_path_rate=0.6)
     config.model.neck.in_channels = [8, 16, 32, 64]
-    names = [name for name in ('selective', 'save-on-cpu') if name in RUNS]
-    variants, bad = step_times.timed_variants(config, ['none', *names], 'cpu')
-    assert variants == ['none', *names] and not bad
+    variants, bad = step_times.timed_variants(config, ['none', 'with_cp', 'recompute', 'exact', *RIVALS], 'cpu')
+    assert variants == ['none', 'with_cp', 'recompute', 'exact', *RIVALS] and not bad
+    case = dict(batch=2, height=96, width=100, boxes=4, device='cpu')
+    wrap = functools.partialmethod(Rival.wrap, backend=BACKEND)
+    with mock.patch.object(Rival, 'wrap', wrap):
+        return {row['setting']: row for row in step_times.measure_steps(config, variants, rounds=1, costs=True, **case)}
+
+
+def test_whole_steps(steps):
+    assert [*steps] == ['none', 'with_cp', 'recompute', 'exact', *RIVALS]
+    assert 'nothing moves' in steps['save-on-cpu']['reason'] and 'step_s' not in steps['save-on-cpu']
+    for name in ('none', 'with_cp', 'exact'):
+        assert steps[name]['drawn_error'] < 1e-5
+    assert steps['recompute']['drawn_error'] > 0.1
+    assert steps['exact']['held_bytes'] < steps['none']['held_bytes'] < steps['none']['peak_bytes']
+    if 'selective' in RUNS:
+        assert steps['selective']['drawn_error'] < 1e-5 and steps['selective']['ratio'] > 0
+
+
+@COMPILES
+def test_compiled_steps(steps):
+    for name in (name for name in RIVALS if RIVALS[name].compiled):
+        assert steps[name]['graphs'] >= 1 and steps[name]['compile_s'] >= 0
+    assert steps['compile-0.1']['held_bytes'] < steps['compile']['held_bytes'] <= 1.05 * steps['none']['held_bytes']
+    assert steps['compile']['drawn_error'] < 1e-4  # draws as plain code does
+
+
+def test_table_and_picture_of_steps(steps, tmp_path):
+    rows = [*steps.values()]
+    head, _, *lines = steps_markdown(rows).splitlines()
+    assert [cell.strip() for cell in head.split('|')][2:-1][:7] == [
+        'step, s',
+        'ratio (min to max)',
+        'held',
+        'ratio',
+        'peak',
+        'ratio',
+        'drawn',
+    ]
+    assert 'on a CPU nothing moves to the host' in lines[-1] and lines[-1].startswith('| `save-on-cpu` |  |  |')
+    against_time(rows, [*RIVALS], 'title', tmp_path / 'points.png')
+    assert (tmp_path / 'points.png').stat().st_size > 5000
+
+
+def test_a_rival_that_fails_in_a_step_is_a_row(monkeypatch):
+    config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
+    seconds = iter([1.0, RuntimeError('no kernel\nfor this'), 2.0])
+
+    def step(*args):
+        found = next(seconds)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(step_times, 'timed_step', step)
     case = dict(batch=1, height=96, width=100, boxes=4, device='cpu')
-    rows = step_times.measure_steps(config, variants, rounds=1, **case)
-    assert [row['setting'] for row in rows] == variants
+    rows = step_times.measure_steps(config, ['none', 'selective'], rounds=1, **case)
+    assert rows[1] == dict(setting='selective', reason='RuntimeError: no kernel') and rows[0]['step_s'] == 2.0

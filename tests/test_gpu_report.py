@@ -2,12 +2,21 @@
 
 import json
 import sys
+from pathlib import Path
 
+import pytest
+import torch
 from helpers import ROOT, TOOLS, run
 
-sys.path[:0] = [str(TOOLS)]
+sys.path[:0] = [str(TOOLS), str(TOOLS / 'analysis_tools')]
+import benchmark_block  # noqa: E402
+import benchmark_memory  # noqa: E402
+import benchmark_steps  # noqa: E402
 import gpu_report  # noqa: E402
+import run_under_cap  # noqa: E402
 from gpu_report import Part  # noqa: E402
+
+PYTHON = dict(SBP_PYTHON=sys.executable)
 
 
 def test_every_part_has_less_than_ten_minutes_and_files_of_its_own():
@@ -48,9 +57,61 @@ def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     assert '## Bad' in (tmp_path / 'report.md').read_text()
 
 
-def test_rehearsal_of_a_part(tmp_path):
-    """The others take the same way; the whole rehearsal is `bash tools/gpu_report.sh --rehearse`."""
-    words = '--rehearse', '--out', tmp_path, '--parts', 'backbone_t_fp16'
-    run('bash', TOOLS / 'gpu_report.sh', *words, cwd=ROOT, SBP_PYTHON=sys.executable)
+class Understood(Exception):  # noqa: N818
+    """A tool has read its arguments, and would measure now."""
+
+
+def test_commands_for_a_gpu_are_understood(monkeypatch):
+    """Options, variants and configs of what cannot be rehearsed, as if there were a GPU: up to the measurement."""
+
+    def measure(*args, **kwargs):
+        raise Understood
+
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    for tool, name in ((benchmark_steps, 'measure_steps'), (benchmark_memory, 'measure_detector')):
+        monkeypatch.setattr(tool, name, measure)
+    monkeypatch.setattr(run_under_cap, 'run_under_cap', measure)
+    monkeypatch.setattr(benchmark_block, 'use_device', measure)
+    tools = {tool.__name__: tool for tool in (benchmark_block, benchmark_steps, benchmark_memory, run_under_cap)}
+    seen = []
+    for part in gpu_report.parts_of_report(False):
+        for script, *words in part.commands:
+            if tool := tools.get(Path(script).stem):
+                monkeypatch.setattr(sys, 'argv', [script, *words])
+                if '--device' in words and 'cpu' in words:
+                    continue  # what the planner counts: no GPU
+                with pytest.raises(Understood):
+                    tool.main()
+                seen.append(tool.__name__)
+    assert set(seen) == {*tools} and len(seen) == 18
+
+
+@pytest.mark.parametrize(
+    ('parts', 'said'),
+    [
+        (['backbone_t_fp16', 'rivals_steps'], ['](rivals_steps.png)', '| `selective` |', 'nothing moves to the host']),
+        (['memory', 'training'], ['peak measured | measured / counted | reserved |', '\n| plain | ', '\n| sbp | ']),
+    ],
+    ids=['speed', 'memory'],
+)
+def test_rehearsal(parts, said, tmp_path):
+    """Of four parts, which run what the others run: the block benchmark, the step benchmark with rivals, counted beside
+    measured bytes, and the trainings; with the page. `bash tools/gpu_report.sh --rehearse` rehearses all but the caps.
+    """
+    run('bash', TOOLS / 'gpu_report.sh', '--rehearse', '--out', tmp_path, '--parts', *parts, cwd=ROOT, **PYTHON)
+    states = json.loads((tmp_path / 'states.json').read_text())
+    assert {name: states[name]['state'] for name in parts} == dict.fromkeys(parts, 'done')
     page = (tmp_path / 'report.md').read_text()
-    assert '| `recompute` |' in page and '](backbone_t_fp16.png)' in page
+    assert all(text in page for text in said)
+    assert all((tmp_path / f'{name}.png').is_file() for name in parts if f']({name}.png)' in page)
+
+
+def test_wheels(tmp_path):
+    """A folder without any is named; so is an environment that lacks what the report needs."""
+    options = dict(cwd=ROOT, check=False, **PYTHON)
+    done = run('bash', TOOLS / 'gpu_report.sh', '--wheels', tmp_path, '--out', tmp_path / 'out', **options)
+    assert done.returncode == 2 and f'--wheels {tmp_path}/wheels: there are no wheels' in done.stderr
+    (tmp_path / 'torch.py').write_text('raise ImportError("no torch here")')
+    done = run('bash', TOOLS / 'gpu_report.sh', '--out', tmp_path / 'out', **options, PYTHONPATH=tmp_path)
+    assert done.returncode == 2 and 'no torch here' in done.stderr and '--wheels' in done.stderr

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,11 @@ B = CONFIGS + 'cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coc
 SHAPES = CONFIGS + 'mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
 LEAN = 'block+targets+cp-heads+cp-rpn+cp-neck'
 BIG = ['none', 'with_cp', 'recompute', 'exact-block', 'int8-block', LEAN]
-TESTS = ['tests/test_convnext.py']
+TESTS = ['test_ops*.py', 'test_convnext.py', 'test_convnext_layers.py', 'test_vit.py', 'test_swin.py']
+# What stands behind a command to rehearse it: of an option that is given twice, the last one counts.
+TINY_BLOCK = ' --device cpu --arch atto --size 64 64 --batch 1 --rounds 1 --presets none recompute'
+TINY_STEP = ' --device cpu --size 64x64 --batch 1 --boxes 2 --rounds 1 --variants none recompute'
+TINY_RIVALS = ' --rivals selective save-on-cpu'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,52 +45,77 @@ class Part:
 
 
 def parts_of_report(rehearse: bool) -> list[Part]:
-    """What is measured, in the order of what matters most."""
-    device = '--device cpu' if rehearse else '--device cuda'
-    parts = [
-        Part('tests', 'Tests on the device', 5, (_words(f'-m pytest -q -x {"--co " if rehearse else ""}', *TESTS),))
-    ]
-    parts += _backbones(rehearse, device) + _steps(rehearse, device) + _caps()
-    parts += [_planner(rehearse), _training(rehearse)]
+    """What is measured, in the order of what matters most.
+
+    Args:
+        rehearse (bool): In tiny sizes on a CPU, and one part of each kind.
+    """
+    parts = [_tests(rehearse), *_backbones(rehearse, 'fp16', ''), *_steps(rehearse), *_caps(), *_rivals(rehearse)]
+    parts += [_memory(rehearse), _training(rehearse)]
+    for amp, layout in () if rehearse else (('bf16', ''), ('fp16', 'nhwc'), ('bf16', 'nhwc')):
+        parts += _backbones(rehearse, amp, layout)
     return parts
 
 
-def _words(text, *more):
-    return (*text.split(), *more)
+def _tests(rehearse):
+    files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / 'tests').glob(name))
+    words = '-m pytest -q --tb=short -p no:cacheprovider' + (' --collect-only' if rehearse else '')
+    return Part('tests', 'Tests on the device', 8, ((*words.split(), *files),))
 
 
-def _backbones(rehearse, device):
-    tool = 'tools/analysis_tools/benchmark_block.py --unit backbone ' + device
-    if rehearse:
-        tool += ' --arch atto --size 64 64 --batch 1 --rounds 1 --presets none recompute --rivals save-on-cpu'
-        return [_measured('backbone_t_fp16', 'Backbone', 1, tool, plot=True)]
-    names = {'tiny': 't', 'base': 'b'}
+def _backbones(rehearse, amp, layout):
+    tool = f'tools/analysis_tools/benchmark_block.py --unit backbone --amp {amp}'
+    tool += ' --channels-last' if layout else ''
     return [
         _measured(
-            f'backbone_{names[arch]}_{amp}{"_nhwc" if layout else ""}',
-            f'Backbone of {names[arch].upper()}, {amp}{", channels last" if layout else ""}',
-            6,
-            f'{tool} --arch {arch} --amp {amp} {layout} {"" if layout else "--rivals"}',
+            '_'.join(filter(None, ('backbone', name, amp, layout))),
+            f'Backbone of {name.upper()}, {amp}{", channels last" if layout else ""}',
+            4,
+            f'{tool} --device cuda --arch {arch}' + (TINY_BLOCK + ' --amp bf16' if rehearse else ''),
             plot=True,
         )
-        for layout in ('', '--channels-last')
-        for amp in ('fp16', 'bf16')
-        for arch in ('tiny', 'base')
+        for name, arch in (('t', 'tiny'), ('b', 'base'))[: 1 if rehearse else 2]
     ]
 
 
-def _steps(rehearse, device):
-    tool = f'tools/analysis_tools/benchmark_steps.py {{}} {device} --variants'
-    if rehearse:
-        tiny = f'{tool.format(SHAPES)} none recompute --size 64x64 --batch 1 --boxes 2 --rounds 1'
-        return [_measured('steps_t', 'Whole steps', 1, tiny, plot=True)]
-    variants = 'none with_cp reference recompute block exact exact-block nearest pool int8 recompute+skip '
+def _steps(rehearse):
+    variants = '--variants none with_cp reference recompute block exact exact-block nearest pool int8 recompute+skip '
+    cases = (('t', T, variants + 'exact-block+skip none'), ('b', B, variants + 'none'))
     return [
-        _measured(f'steps_{name}', f'Whole steps of {name.upper()}', 8, words, plot=True)
-        for name, words in (
-            ('t', f'{tool.format(T)} {variants} exact-block+skip none --rivals'),
-            ('b', f'{tool.format(B)} {variants} none'),
+        _measured(
+            f'steps_{name}',
+            f'Whole steps of {name.upper()}',
+            8,
+            f'tools/analysis_tools/benchmark_steps.py {SHAPES if rehearse else config} --device cuda {words}'
+            + (TINY_STEP if rehearse else ''),
+            plot=True,
         )
+        for name, config, words in cases[: 1 if rehearse else 2]
+    ]
+
+
+def _rivals(rehearse):
+    """What others offer: compilers take minutes, so each table is a part of its own."""
+    ours = 'none with_cp recompute exact exact-block int8-block'
+    block = 'tools/analysis_tools/benchmark_block.py --unit {} --device cuda --presets ' + ours
+    steps = f'tools/analysis_tools/benchmark_steps.py {SHAPES if rehearse else T} --device cuda --variants {ours}'
+    tiny = (TINY_BLOCK + TINY_RIVALS, TINY_STEP + TINY_RIVALS) if rehearse else ('', '')
+    return [
+        _measured(
+            'rivals_block',
+            'What others offer: a block of T, stage 1',
+            5,
+            f'{block.format("block")} --arch tiny --stage 1 --rivals{tiny[0]}',
+            plot=True,
+        ),
+        _measured('rivals_steps', 'What others offer: whole steps of T', 9, f'{steps} --rivals{tiny[1]}', plot=True),
+        _measured(
+            'rivals_backbone',
+            'What others offer: backbone of T',
+            9,
+            f'{block.format("backbone")} --arch tiny --rivals{tiny[0]}',
+            plot=True,
+        ),
     ]
 
 
@@ -105,13 +135,13 @@ def _caps():
     ]
 
 
-def _planner(rehearse):
-    tool = f'tools/analysis_tools/benchmark_memory.py {SHAPES if rehearse else T} '
-    tool += '--size 64x64 --batch 1 --boxes 2 --variants none recompute' if rehearse else '--variants ' + ' '.join(BIG)
-    on = 'cpu' if rehearse else 'cuda'
-    commands = [f'{tool} --device cpu --json {{out}}/memory_counted.json']
-    commands.append(f'{tool} --device {on} --json {{out}}/memory.json')
-    return Part('memory', 'Memory of a step: counted without a GPU, and measured', 8, tuple(map(_words, commands)))
+def _memory(rehearse):
+    tool = f'tools/analysis_tools/benchmark_memory.py {SHAPES if rehearse else T} --variants {" ".join(BIG)}'
+    counted, measured = (
+        f'{tool} --device {device}{TINY_STEP if rehearse else ""} --json {{out}}/memory_{name}.json'
+        for device, name in (('cpu', 'counted'), ('cuda', 'measured'))
+    )
+    return Part('memory', 'The planner beside the measurement: T', 8, (_words(counted), _words(measured)))
 
 
 def _training(rehearse):
@@ -123,10 +153,15 @@ def _training(rehearse):
         words = f'tools/train.py {SHAPES} --work-dir {{out}}/training_{name} --cfg-options {setting}'
         words += f' train_cfg.max_epochs={epochs} train_cfg.val_interval={epochs} default_hooks.logger.interval=1'
         words += ' train_dataloader.dataset.data_root={out}/shapes/ val_dataloader.dataset.data_root={out}/shapes/'
-        words += ' val_evaluator.ann_file={out}/shapes/annotations/val.json'
+        words += ' val_evaluator.ann_file={out}/shapes/annotations/instances_val.json'
+        words += ' train_dataloader.batch_size=2' if rehearse else ' train_dataloader.num_workers=8'
         words += ' optim_wrapper.type=' + ('OptimWrapper' if rehearse else 'AmpOptimWrapper')
         commands.append(words)
     return Part('training', 'A short training on rendered shapes', 9, tuple(map(_words, commands)))
+
+
+def _words(text):
+    return tuple(text.split())
 
 
 def _measured(name, title, minutes, text, plot=False, needs_gpu=False):
@@ -159,6 +194,12 @@ def run_part(part: Part, out: Path, rehearse: bool, seconds: float) -> dict:
             if state != 'done':
                 break
     return dict(state=state, seconds=round(time.monotonic() - start))
+
+
+def _sees_gpu():
+    import torch  # slow, and a rehearsal does without
+
+    return torch.cuda.is_available()
 
 
 def _run(command, log, variables, seconds):
@@ -213,17 +254,45 @@ def _tables(part, out):
     sys.path[:0] = [str(ROOT / 'tools/analysis_tools')]
     import update_tables
 
-    if part.name == 'tests' and (out / 'tests.log').exists():
-        return ['    ' + line for line in (out / 'tests.log').read_text().splitlines()[-1:]]
+    if part.name == 'tests':
+        return _test_lines(out / 'tests.log')
     if part.name == 'training':
         return _training_table(out)
-    files = [out / f'{part.name}.json']
     if part.name == 'memory':
-        files = [out / 'memory_counted.json', *files]
-    found = [json.loads(path.read_text()) for path in files if path.exists()]
-    return [
-        _cap_table(results) if 'cap' in results.get('case', {}) else update_tables.table(results) for results in found
-    ]
+        return _memory_tables(out, update_tables.table)
+    file = out / f'{part.name}.json'
+    results = json.loads(file.read_text()) if file.exists() else None
+    if results is None:
+        return []
+    return [_cap_table(results) if 'cap' in results.get('case', {}) else update_tables.table(results)]
+
+
+def _test_lines(log):
+    told = re.compile(r'(FAILED|ERROR) |.*\d+ (passed|failed)|tests/\S+: \d+$')
+    return ['    ' + line for line in log.read_text().splitlines() if told.match(line)] if log.exists() else []
+
+
+def _memory_tables(out, table):
+    """What was counted without the GPU, then beside it what the GPU's allocator says."""
+    found = {name: out / f'memory_{name}.json' for name in ('counted', 'measured')}
+    found = {name: json.loads(file.read_text()) for name, file in found.items() if file.exists()}
+    tables = [table(results) for results in found.values()]
+    if len(found) < 2:
+        return tables
+    from sbp_mmdet.reporting import Column, format_bytes, markdown_table
+
+    measured = {row['setting']: row for row in found['measured']['rows']}
+    rows = [dict(row, other=measured.get(row['setting'], dict(fits=False))) for row in found['counted']['rows']]
+
+    def cell(form):
+        return lambda row: form(row) if row['other'].get('fits') else None
+
+    columns = [Column('variant', lambda row: f'`{row["setting"]}`')]
+    columns.append(Column('peak counted', lambda row: format_bytes(row['peak'])))
+    columns.append(Column('peak measured', cell(lambda row: format_bytes(row['other']['peak']))))
+    columns.append(Column('measured / counted', cell(lambda row: f'{row["other"]["peak"] / row["peak"]:.3f}')))
+    columns.append(Column('reserved', cell(lambda row: format_bytes(row['other']['reserved'] or 0))))
+    return [*tables, '', markdown_table(columns, rows)]
 
 
 def _cap_table(results):
@@ -233,6 +302,7 @@ def _cap_table(results):
     columns.append(Column('', lambda row: 'fits' if row['fits'] else 'out of memory'))
     columns.append(Column('peak', lambda row: format_bytes(row['peak']) if row['fits'] else None))
     columns.append(Column('step, ms', lambda row: f'{row["step_s"] * 1e3:.0f}' if row.get('step_s') else None))
+    columns.append(Column('allocator retries', lambda row: str(row['retries']) if row.get('retries') else None))
     return markdown_table(columns, results['rows'])
 
 
@@ -270,12 +340,15 @@ def main():
     names = [part.name for part in parts]
     if unknown := set(args.parts or ()) - set(names):
         parser.error(f'--parts: {sorted(unknown)} are unknown; choose from {names}')
+    if not args.rehearse and not _sees_gpu():
+        parser.error('torch sees no GPU; --rehearse runs everything in tiny sizes on a CPU')
     args.out.mkdir(parents=True, exist_ok=True)
     file, end = args.out / 'states.json', time.monotonic() + 60 * args.minutes
     states = json.loads(file.read_text()) if file.exists() else {}
     if states.setdefault('rehearsal', args.rehearse) != args.rehearse:
         parser.error(f'{args.out} holds a {"rehearsal" if states["rehearsal"] else "report"}; give another --out')
-    for part in parts:
+    # What was tried before comes last: it may fail again.
+    for part in sorted(parts, key=lambda part: part.name in states):
         wanted = part.name in (args.parts or names) and states.get(part.name, {}).get('state') != 'done'
         left = end - time.monotonic()
         if not wanted or left < 20:

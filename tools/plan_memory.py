@@ -2,14 +2,18 @@
 
     python tools/plan_memory.py CONFIG --budget 8GiB
     python tools/plan_memory.py CONFIG --budget 11GiB --batch 2 --size 800x1333 --boxes 60 --gpus 8
+    python tools/plan_memory.py CONFIG --budget 8GiB --measured steps.json
 
 The bytes of a training step are counted tensor by tensor (see benchmark_memory.py). On top come a margin of 10 % (what
 the allocator rounds up and cannot use, what kernels use inside themselves) and 0.6 GB for CUDA's context. Neither the
-margin nor the order of speeds was compared with a GPU yet. 'skip' leaves out what stochastic depth drops; its need is
-that of a step in which nothing is dropped.
+margin nor the order of speeds was compared with a GPU yet. `--measured` orders by times that benchmark_steps.py wrote
+with --json (or benchmark_memory.py on a GPU), as far as they go: of a variant that is not among them its preset and
+pieces are added up, and guesses fill the rest. 'skip' leaves out what stochastic depth drops; its need is that of a
+step in which nothing is dropped.
 """
 
 import argparse
+import json
 import traceback
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from sbp_mmdet.analysis.planner import (
     candidates,
     cfg_options,
     choose,
+    measured_times,
     parse_bytes,
     parse_size,
     snippet,
@@ -43,6 +48,7 @@ def parse_args():
     parser.add_argument('--gpus', type=int, default=1, help='above 1: with the buckets of distributed training')
     parser.add_argument('--exact', action='store_true', help='only variants with exact gradients')
     parser.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
+    parser.add_argument('--measured', type=Path, metavar='FILE', help='JSON of benchmark_steps.py: order by its times')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     return parser, parser.parse_args()
 
@@ -53,6 +59,18 @@ def reason(error: Exception) -> str:
     text = ' '.join(str(error).split())[:200]
     where = f'{Path(frames[-1].filename).name}, line {frames[-1].lineno}'
     return f'{type(error).__name__}{text and ": "}{text} ({where})'
+
+
+def read_times(path: Path) -> dict[str, float]:
+    """The times in a file, see :func:`measured_times`; says what they are of. Raises a ValueError if there are none."""
+    try:
+        results = json.loads(path.read_text())
+        times = measured_times(results)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f'--measured {path}: {error}') from error
+    machine, case = results.get('machine', {}), results.get('case', {})
+    print(f'Order by times of {case.get("config")} on {machine.get("device")} ({machine.get("date")}).')
+    return times
 
 
 def main():
@@ -66,6 +84,7 @@ def main():
         if not config.model.get('backbone'):
             raise ValueError(f'{args.config}: the model has no backbone')
         inputs = inputs_of(config, args.batch, size)
+        measured = read_times(args.measured) if args.measured else None
     except ValueError as error:
         parser.error(str(error))
 
@@ -91,7 +110,7 @@ def main():
         print(f'SBP does not apply to the backbone, {config.model.backbone.type}; what is exact does.')
     found = False
     for kind in GRADIENTS if applies and not args.exact else ['exact']:
-        variants = candidates(config, kind, eight_bit=args.adamw8bit)
+        variants = candidates(config, kind, eight_bit=args.adamw8bit, measured=measured)
         if not variants:
             continue
         print(f'\nWith {GRADIENTS[kind]}:')

@@ -11,8 +11,7 @@ import torch
 from ..families import Family, Unit
 from ..settings import preset_named
 from .cuda_rules import autocast
-from .memory import peak_bytes, saved_bytes
-from .rivals import held_bytes
+from .memory import held_bytes, peak_bytes, saved_bytes
 
 __all__ = ['build_unit', 'keep_freed_memory', 'measure']
 
@@ -84,8 +83,8 @@ def measure(
         device (str): Where it runs.
         dtype (torch.dtype | None): Autocast; None: off.
         rounds (int): Timed rounds, after one that is not counted. 0: no times.
-        by_allocator (Collection[str]): Units whose bytes only the allocator sees, see :func:`.rivals.held_bytes`; they
-            have run before. Default: none.
+        by_allocator (Collection[str]): Units whose bytes the allocator tells, which sees compiled code too; see
+            :func:`.memory.held_bytes`. Default: none.
         layout (torch.memory_format): Of input and weights. Default: ``torch.contiguous_format``.
 
     Yields:
@@ -116,6 +115,8 @@ def measure(
             x.grad = None
 
         if name in by_allocator:
+            step()  # what the first run makes for good does not count
+            clear()
             # The input is made anew, so that it counts where the block keeps it, and only there.
             saved, peak = held_bytes(lambda: forward(x=x if reads_image else x.clone()), device)  # noqa: B023
         else:

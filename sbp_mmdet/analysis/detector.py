@@ -26,7 +26,7 @@ from .. import draws
 from ..surgery import model_hooks
 from .batch import at_the_first_step, build_batch, proposals_of_a_trained_rpn
 from .cuda_rules import autocast_rules, cuda_kernels
-from .device import use_device
+from .device import noting, use_device
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
 from .inputs import inputs_of
@@ -79,7 +79,8 @@ def measure_detector(
     Returns:
         dict: Bytes of ``parameters`` (buffers included), ``optimizer``, ``gradients``, ``saved`` (part to bytes),
         ``forward`` (everything at the end of the forward pass), ``peak``; ``peak_phase``; on CUDA ``reserved`` and
-        ``step_s`` as well, which are None elsewhere; ``peaks`` (phase to bytes) elsewhere.
+        ``step_s`` as well, which are None elsewhere, and what :func:`.device.noting` notes; ``peaks`` (phase to bytes)
+        elsewhere.
 
     Raises:
         ValueError: For a number that is too small, or a device that is not there.
@@ -368,11 +369,16 @@ def timed_step(model: nn.Module, wrapper, data: dict) -> float:
 def _measure_cuda(model: nn.Module, wrapper, data, rounds):
     for _ in range(2):  # the first step makes the optimizer's states and lets cuDNN choose its algorithms
         model.train_step(copy.deepcopy(data), wrapper)
-    times = [timed_step(model, wrapper, data) for _ in range(rounds)]
+    noted, device = {}, next(model.parameters()).device
+    times = []
+    for _ in range(rounds):
+        with noting(noted, wrapper, device):
+            times.append(timed_step(model, wrapper, data))
     row = dict(parameters=_bytes([*model.parameters(), *model.buffers()]), optimizer=_bytes(_states(wrapper.optimizer)))
     torch.cuda.reset_peak_memory_stats()
-    model.train_step(copy.deepcopy(data), wrapper)
-    torch.cuda.synchronize()
+    with noting(noted, wrapper, device):
+        model.train_step(copy.deepcopy(data), wrapper)
+        torch.cuda.synchronize()
     row.update(peak=torch.cuda.max_memory_allocated(), peak_phase=None, reserved=torch.cuda.max_memory_reserved())
     # One more step, with hooks on all modules, says what each part stores.
     tracker = PartTracker(model)
@@ -390,4 +396,4 @@ def _measure_cuda(model: nn.Module, wrapper, data, rounds):
     ):
         model.train_step(copy.deepcopy(data), wrapper)
     tracker.remove()
-    return dict(row, step_s=statistics.median(times) if times else None)
+    return dict(row, **noted, step_s=statistics.median(times) if times else None)

@@ -1,11 +1,12 @@
 """The device that something is measured on: which one it is, and whether something fits into it."""
 
+import contextlib
 import gc
 from collections.abc import Callable
 
 import torch
 
-__all__ = ['if_it_fits', 'is_out_of_memory', 'use_device']
+__all__ = ['if_it_fits', 'is_out_of_memory', 'noting', 'use_device']
 
 # What libraries say that could not get their workspace.
 _OUT_OF_MEMORY = (
@@ -60,3 +61,29 @@ def if_it_fits(measure: Callable[[], dict]) -> dict:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return dict(fits=False)
+
+
+@contextlib.contextmanager
+def noting(row: dict, wrapper, device: torch.device | str):
+    """Notes what a table of times and bytes must not hide of the training step that runs in here.
+
+    Args:
+        row (dict): Gets one more of ``overflows`` if the optimizer was left out, because a gradient was infinite; and
+            in ``retries`` how often CUDA's allocator had to give cached memory back to find room.
+        wrapper (OptimWrapper): What steps.
+        device (torch.device | str): Where it runs.
+    """
+    steps, before = [], _allocator_retries(device)
+    handle = wrapper.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    try:
+        yield
+    finally:
+        handle.remove()
+    found = dict(retries=_allocator_retries(device) - before)
+    if hasattr(wrapper, 'loss_scaler') and wrapper.should_update():
+        found['overflows'] = int(not steps)
+    row.update({key: row.get(key, 0) + number for key, number in found.items() if number})
+
+
+def _allocator_retries(device):
+    return torch.cuda.memory_stats(device)['num_alloc_retries'] if torch.device(device).type == 'cuda' else 0

@@ -1,16 +1,18 @@
 """What a training step keeps in memory, counted from the tensors themselves."""
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-__all__ = ['LiveBytes', 'SavedByPart', 'peak_bytes', 'saved_bytes']
+__all__ = ['LiveBytes', 'SavedByPart', 'held_bytes', 'peak_bytes', 'saved_bytes']
 
 
 class _Packed:
@@ -175,3 +177,59 @@ def peak_bytes(fn: Callable, device: torch.device | str = 'cpu', clear: Callable
     with LiveBytes() as counter:
         fn()
     return counter.peak
+
+
+def held_bytes(forward: Callable[[], object], device: torch.device | str = 'cpu') -> tuple[int, int]:
+    """Bytes that are held when a forward pass has ended, and the most that forward and backward pass hold at a time.
+
+    Both from the allocator, which sees what hooks on saved tensors and modes do not: compiled code, and what an
+    operation uses inside itself. The outputs do not count, unless they are stored for the backward pass.
+
+    Args:
+        forward (Callable): Forward pass, run at least once before; parameters have no gradients.
+        device (torch.device | str): Where it runs. Default: 'cpu'.
+
+    Returns:
+        tuple[int, int]: Bytes held, and the peak, on top of what there was before.
+    """
+    if torch.device(device).type == 'cuda':
+        return _held_on_cuda(forward)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out = _graph_of(forward())
+    held, _ = _sums(profiler)
+    del out
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _backward(forward())
+    return held, _sums(profiler)[1]
+
+
+def _held_on_cuda(forward):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = _graph_of(forward())
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    del out
+    torch.cuda.reset_peak_memory_stats()
+    _backward(forward())
+    torch.cuda.synchronize()
+    return held, torch.cuda.max_memory_allocated() - before
+
+
+def _graph_of(out):
+    """What the graph hangs on, without the outputs."""
+    return [o.grad_fn for o in (out if isinstance(out, tuple) else (out,))]
+
+
+def _backward(out: Tensor | tuple):
+    sum(o.float().mean() for o in (out if isinstance(out, tuple) else (out,))).backward()
+
+
+def _sums(profiler):
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == '[memory]':
+            held += event.nbytes()
+            peak = max(peak, held)
+    return held, peak

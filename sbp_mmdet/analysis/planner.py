@@ -1,7 +1,8 @@
 """Which variant of a detector fits into a GPU, and is fast."""
 
 import re
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 
 from mmengine.config import Config
 
@@ -15,6 +16,7 @@ __all__ = [
     'candidates',
     'cfg_options',
     'choose',
+    'measured_times',
     'needed',
     'parse_bytes',
     'parse_size',
@@ -27,7 +29,8 @@ __all__ = [
 MARGIN = 0.10
 CONTEXT = 0.6e9
 
-# What pieces add to the time of a step, relative to the plain backbone's: the share of the step that runs again.
+# What pieces add to the time of a step, relative to the plain backbone's: the share of the step that runs again. A
+# guess, where nothing was measured.
 _TIME_MORE = {
     'targets': 0.01,
     'cp-heads': 0.08,
@@ -85,13 +88,39 @@ def parse_size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def candidates(config: Config, gradients: str = 'paper', *, eight_bit: bool = False) -> list[str]:
+def measured_times(results: dict) -> dict[str, float]:
+    """Times of steps from a measurement.
+
+    Args:
+        results (dict): What ``benchmark_steps.py`` writes with ``--json``, or ``benchmark_memory.py`` on a GPU.
+
+    Returns:
+        dict[str, float]: Variant to the time of its step, relative to that of 'none'.
+
+    Raises:
+        ValueError: If there are no times, or 'none' is not among them.
+    """
+    found = {}
+    for row in results.get('rows', ()):
+        name = str(row.get('variant', row.get('setting')))
+        if row.get('step_s') and name.split('+')[0] in PRESETS:
+            found.setdefault(name, []).append(row.get('ratio', row['step_s']))
+    if 'none' not in found:
+        raise ValueError(f"there is no time of 'none', only of {[*found]}; measure it with benchmark_steps.py")
+    times = {name: statistics.mean(values) for name, values in found.items()}
+    return {name: time / times['none'] for name, time in times.items()}
+
+
+def candidates(
+    config: Config, gradients: str = 'paper', *, eight_bit: bool = False, measured: Mapping[str, float] | None = None
+) -> list[str]:
     """Variants to consider, fastest first, smallest last.
 
     Args:
         config (Config): Config of a detector.
         gradients (str): A key of ``settings.GRADIENTS``. Default: 'paper'.
         eight_bit (bool): After all others, those with 8-bit optimizer states too. Default: False.
+        measured (Mapping[str, float] | None): Of :func:`measured_times`; None: all times are guesses. Default: None.
 
     Returns:
         list[str]: Variants that apply to the model; where SBP does not apply to its backbone, only exact ones do.
@@ -111,14 +140,43 @@ def candidates(config: Config, gradients: str = 'paper', *, eight_bit: bool = Fa
     # Blocks drop half of the last one's rate on average.
     dropped = ((config.model.get('backbone') or {}).get('drop_path_rate') or 0) / 2
     others, smallest = kept[:-1], kept[-1:]
-    return sorted(others, key=lambda variant: _time(variant, family, dropped)) + smallest
+
+    def guess(name, *skip):
+        time = family.time(PRESETS[name]) if family else PRESETS[name].time
+        return time * (1 - dropped if skip else 1)
+
+    return sorted(others, key=lambda variant: _time(variant, guess, measured or {})) + smallest
 
 
-def _time(variant, family, dropped):
+def _time(variant, guess, measured):
+    """Of a step, relative to the plain one: measured as far as possible."""
+    if variant in measured:
+        return measured[variant]
     name, *pieces = variant.split('+')
-    time = family.time(PRESETS[name]) if family else PRESETS[name].time
-    backbone = time * (1 - dropped if 'skip' in pieces else 1)
-    return backbone + sum(_TIME_MORE[piece] for piece in pieces if piece != 'skip')
+    backbone = [name, *(['skip'] if 'skip' in pieces else [])]
+    time = measured.get('+'.join(backbone))
+    if time is None:
+        time = 1 + _share(guess, measured) * (guess(*backbone) - 1)
+    return time + sum(_more(piece, measured) for piece in pieces if piece != 'skip')
+
+
+def _share(guess, measured):
+    """Of the backbone in a step: guesses are of the backbone alone. 1 where nothing says it."""
+    alone = [words for words in (variant.split('+') for variant in measured) if words[1:] in ([], ['skip'])]
+    pairs = [(measured['+'.join(words)] - 1, guess(*words) - 1) for words in alone]
+    squares = sum(guessed**2 for _, guessed in pairs)
+    return max(sum(found * guessed for found, guessed in pairs) / squares, 0.0) if squares else 1.0
+
+
+def _more(piece, measured):
+    """What a piece adds, where variants with and without it were measured."""
+    found = []
+    for variant, time in measured.items():
+        words = variant.split('+')
+        without = '+'.join(word for word in words if word != piece)
+        if piece in words and without in measured:
+            found.append(time - measured[without])
+    return statistics.mean(found) if found else _TIME_MORE[piece]
 
 
 def worst_case(variant: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..reporting import Column, format_bytes, markdown_table, panels, save_picture, text_table
+from ..settings import PRESETS
 
 __all__ = [
     'ORDER',
@@ -74,6 +75,7 @@ def table(rows: list[dict]) -> str:
             Column('step ms', lambda row: f'{row["step_s"] * 1e3:.1f}'),
             Column('ratio', lambda row: f'{row["step_s"] / base["step_s"]:.2f}'),
         ]
+    columns += _if_any(rows, ('overflows', 'retries'))
     return text_table(_with_what_does_not_fit(columns), rows)
 
 
@@ -116,6 +118,7 @@ def markdown(rows: list[dict]) -> str:
     ]
     if base.get('step_s') is not None:
         columns.append(Column('step, ratio', lambda row: f'{row["step_s"] / base["step_s"]:.2f}'))
+    columns += _if_any(rows, ('overflows', 'retries'))
     return markdown_table(_with_what_does_not_fit(columns), rows)
 
 
@@ -159,16 +162,58 @@ _STEPS = (
     Column('step, s', lambda row: f'{row["step_s"]:.3g}'),
     Column('ratio (min to max)', lambda row: f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'),
 )
+# What stands in a table only where some row has it.
+_COSTS = {
+    'held_bytes': ('held', format_bytes),
+    'held_ratio': ('ratio', '{:.3f}'.format),
+    'peak_bytes': ('peak', format_bytes),
+    'peak_ratio': ('ratio', '{:.3f}'.format),
+    'drawn_error': ('drawn', '{:.0e}'.format),
+    'graphs': ('graphs', str),
+    'compile_s': ('compiling, s', '{:.0f}'.format),
+    'overflows': ('steps without optimizer', str),
+    'retries': ('allocator retries', str),
+    'reason': ('', str),
+}
+
+
+def _steps_columns(rows):
+    return [Column(head, functools.partial(_if_timed, cell=cell)) for head, cell in _STEPS] + _if_any(rows, _COSTS)
+
+
+def _if_any(rows, keys):
+    """Columns of those keys that some row has."""
+    found = {key: _COSTS[key] for key in keys if any(row.get(key) is not None for row in rows)}
+    return [Column(head, functools.partial(_if_there, key=key, form=form)) for key, (head, form) in found.items()]
+
+
+def _if_timed(row, cell):
+    return cell(row) if 'step_s' in row else None
+
+
+def _if_there(row, key, form):
+    return None if row.get(key) is None else form(row[key])
+
+
+def _with_ratios(rows):
+    """What is held, relative to the first row."""
+    found, base = [], rows[0]
+    for row in rows:
+        ratios = {f'{k}_ratio': row[f'{k}_bytes'] / base[f'{k}_bytes'] for k in ('held', 'peak') if f'{k}_bytes' in row}
+        found.append(dict(row, **ratios))
+    return found
 
 
 def steps_table(rows: list[dict]) -> str:
     """Text for a terminal: a line for each variant of :func:`.step_times.measure_steps`."""
-    return text_table([Column('variant', _variant), *_STEPS], rows)
+    rows = _with_ratios(rows)
+    return text_table([Column('variant', _variant), *_steps_columns(rows)], rows)
 
 
 def steps_markdown(rows: list[dict]) -> str:
     """A Markdown table: a line for each variant of :func:`.step_times.measure_steps`."""
-    return markdown_table([_NAME, *_STEPS], rows)
+    rows = _with_ratios(rows)
+    return markdown_table([_NAME, *_steps_columns(rows)], rows)
 
 
 def steps_picture(rows: list[dict], title: str, path: Path) -> None:
@@ -179,6 +224,7 @@ def steps_picture(rows: list[dict], title: str, path: Path) -> None:
         title (str): Above the bars.
         path (Path): A PNG file.
     """
+    rows = [row for row in rows if 'step_s' in row]
     label = f'time of a training step, relative to {_variant(rows[0])}'
     figure, axes, places = _bars(rows, title, label)
     ratios, low, high = ([row[key] for row in rows] for key in ('ratio', 'ratio_min', 'ratio_max'))
@@ -191,30 +237,34 @@ def steps_picture(rows: list[dict], title: str, path: Path) -> None:
     save_picture(figure, path, dpi=140)
 
 
-def against_time(rows: list[dict], ours: Sequence[str], title: str, path: Path) -> None:
-    """Draws memory against time, a point for each preset or rival that has both, relative to the first row.
+def against_time(rows: list[dict], others: Sequence[str], title: str, path: Path) -> None:
+    """Draws memory against time, a point for each row that has both, relative to the first row.
 
     Args:
-        rows (list[dict]): Of ``benchmark_block.py``, for one unit, with ``mode``.
-        ours (Sequence[str]): Modes that are SBP's; the others are drawn in grey.
+        rows (list[dict]): Of ``benchmark_block.py``, for one unit, or of ``benchmark_steps.py`` with ``--rivals``.
+        others (Sequence[str]): Names that are not presets or variants; these and plain checkpointing are drawn in grey.
         title (str): Above the points.
         path (Path): A PNG file.
 
     Raises:
         ValueError: If nothing has a time.
     """
-    drawn = [row for row in rows if row.get('total_ratio') and row.get('saved_bytes') is not None]
+    steps = 'held_bytes' in rows[0]
+    time, stored = ('ratio', 'held_bytes') if steps else ('total_ratio', 'saved_bytes')
+    drawn = [row for row in rows if row.get(time) and row.get(stored) is not None]
     if not drawn:
         raise ValueError('there are no times to draw; measure with --rounds 1 or more')
     figure, grid = panels(figsize=(8, 5))
     axes = grid[0, 0]
     for row in drawn:
-        x, y = row['total_ratio'], row['saved_bytes'] / rows[0]['saved_bytes']
-        colour = '#1f77b4' if row['mode'] in ours else '#5f6b7a'
-        axes.plot(x, y, 'o' if row['mode'] in ours else 's', color=colour)
-        axes.annotate(row['mode'], (x, y), xytext=(4, 4), textcoords='offset points', fontsize=8, color=colour)
-    axes.set_xlabel('time of forward and backward pass, relative to the plain one')
-    axes.set_ylabel('stored for the backward pass, relative')
+        name = row['mode'] if 'mode' in row else _variant(row)
+        other = name in others or PRESETS[name.split('+')[0]].sbp_cfg is None
+        x, y, colour = row[time], row[stored] / rows[0][stored], '#5f6b7a' if other else '#1f77b4'
+        axes.plot(x, y, 's' if other else 'o', color=colour)
+        axes.annotate(name, (x, y), xytext=(4, 4), textcoords='offset points', fontsize=8, color=colour)
+    of = 'a training step' if steps else 'forward and backward pass'
+    axes.set_xlabel(f'time of {of}, relative to the plain one')
+    axes.set_ylabel('held when the forward pass ends, relative' if steps else 'stored for the backward pass, relative')
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10, loc='left')
     save_picture(figure, path, dpi=140)

@@ -1,14 +1,13 @@
 """What users would take instead of SBP, in the same tables: checkpointing by choice, ``torch.compile``, offloading.
 
 Checkpointing of whole blocks is the preset 'with_cp'. Every rival here runs the same plain backbone, with the same
-weights. Compiled graphs keep their tensors out of sight of hooks on saved tensors, so :func:`held_bytes` asks the
-allocator.
+weights. Compiled graphs keep their tensors out of sight of hooks on saved tensors, so :func:`.memory.held_bytes` asks
+the allocator.
 """
 
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 import importlib.util
 import os
@@ -20,13 +19,23 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from mmcv.cnn.bricks import DropPath
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import nn
 
 from ..families import Unit
 from .cuda_rules import autocast
 
-__all__ = ['RIVALS', 'Rival', 'drawn_errors', 'graphs_over_sizes', 'held_bytes', 'missing', 'prepare', 'rival_unit']
+__all__ = [
+    'RIVALS',
+    'Rival',
+    'draws_of_plain_code',
+    'drawn_errors',
+    'first_line',
+    'graphs_over_sizes',
+    'missing',
+    'prepare',
+    'relative_error',
+    'rival_unit',
+]
 
 _SAVED_BY_CHOICE = ('convolution', 'mm', 'addmm', 'bmm', 'baddbmm')  # of torch.ops.aten
 
@@ -199,12 +208,17 @@ def prepare(
         try:
             first, second = (_seconds(lambda: _step(unit, shape, device, dtype), device) for _ in range(2))  # noqa: B023
         except Exception as error:  # whatever a compiler may raise: the record says it
-            records[name] = dict(reason=f'{type(error).__name__}: {str(error).strip().splitlines()[0]}')
+            records[name] = dict(reason=first_line(error))
             continue
         units[name] = unit
         graphs = len(unit.run.graphs)
         records[name] = dict(graphs=graphs, compile_s=max(first - second, 0.0)) if graphs else {}
     return units, records
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an error says, with its kind."""
+    return f'{type(error).__name__}: {(str(error).strip().splitlines() or [""])[0]}'
 
 
 def _step(unit, shape, device, dtype):
@@ -231,11 +245,10 @@ def _seconds(fn, device):
     return time.perf_counter() - start
 
 
-def graphs_over_sizes(rival: Rival, build: Callable[[str], Unit], shapes: Iterable[tuple], device: str) -> int:
-    """Number of graphs that training with these sizes of input compiles.
+def graphs_over_sizes(build: Callable[[str], Unit], shapes: Iterable[tuple], device: str) -> int:
+    """Number of graphs that training with these sizes of input compiles, with whatever budget.
 
     Args:
-        rival (Rival): A compiled one.
         build (Callable): Preset to unit.
         shapes (Iterable[tuple]): Of the inputs, in the order in which they come.
         device (str): Where it runs.
@@ -244,7 +257,7 @@ def graphs_over_sizes(rival: Rival, build: Callable[[str], Unit], shapes: Iterab
         int: Graphs. Which ones there are is decided before they are compiled, so no compiler runs here.
     """
     torch._dynamo.reset()
-    unit = rival_unit(rival, build, backend='aot_eager')
+    unit = rival_unit(RIVALS['compile'], build, backend='aot_eager')
     for shape in shapes:
         _step(unit, shape, device, None)
     torch._dynamo.reset()
@@ -302,14 +315,21 @@ def drawn_errors(
             unit = rival_unit(rival, build_drawing, backend=backend)
         else:
             unit = build_drawing(name)
-        with _draws_of_plain_code(name):
-            errors[name] = _relative(gradients(unit), exact) if found[-1] else None
+        with draws_of_plain_code([name]):
+            errors[name] = relative_error(gradients(unit), exact) if found[-1] else None
     return errors
 
 
-def _draws_of_plain_code(name):
-    """Compiled code draws with torch's own generator. The backward pass is compiled when it first runs, so in here."""
-    compiled = name in RIVALS and RIVALS[name].compiled
+def draws_of_plain_code(names: Sequence[str]):
+    """Compiled code draws as plain code does, with torch's own generator.
+
+    Args:
+        names (Sequence[str]): Presets and rivals; only for a compiled one is there anything to do.
+
+    Returns:
+        A context manager, for the first backward pass too: that is where it is compiled.
+    """
+    compiled = any(name in RIVALS and RIVALS[name].compiled for name in names)
     return torch._inductor.config.patch(fallback_random=True) if compiled else contextlib.nullcontext()
 
 
@@ -324,8 +344,13 @@ def _set_stochastic_depth(module: nn.Module, rate: float) -> int:
     return places
 
 
-def _relative(found, exact):
-    """A parameter whose block was left out in one of the two has the gradient zero there."""
+def relative_error(found: Sequence[dict], exact: Sequence[dict]) -> float:
+    """Norm of the difference of gradients, relative to that of the exact ones.
+
+    Args:
+        found, exact (Sequence[dict]): For each step, name of a parameter to its gradient. A parameter whose block was
+            left out in one of the two has the gradient zero there.
+    """
     squares = [0.0, 0.0]
     for got, want in zip(found, exact, strict=True):
         for name in {*got, *want}:
@@ -334,59 +359,3 @@ def _relative(found, exact):
             squares[0] += (a - b).square().sum().item()
             squares[1] += b.square().sum().item()
     return (squares[0] / max(squares[1], 1e-300)) ** 0.5
-
-
-def held_bytes(forward: Callable[[], object], device: torch.device | str = 'cpu') -> tuple[int, int]:
-    """Bytes that are held when a forward pass has ended, and the most that forward and backward pass hold at a time.
-
-    Both from the allocator, which sees what hooks on saved tensors and modes do not: compiled code, and what an
-    operation uses inside itself. The outputs do not count, unless they are stored for the backward pass.
-
-    Args:
-        forward (Callable): Forward pass, run at least once before; parameters have no gradients.
-        device (torch.device | str): Where it runs. Default: 'cpu'.
-
-    Returns:
-        tuple[int, int]: Bytes held, and the peak, on top of what there was before.
-    """
-    if torch.device(device).type == 'cuda':
-        return _held_on_cuda(forward)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        out = _graph_of(forward())
-    held, _ = _sums(profiler)
-    del out
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _backward(forward())
-    return held, _sums(profiler)[1]
-
-
-def _held_on_cuda(forward):
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    out = _graph_of(forward())
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated() - before
-    del out
-    torch.cuda.reset_peak_memory_stats()
-    _backward(forward())
-    torch.cuda.synchronize()
-    return held, torch.cuda.max_memory_allocated() - before
-
-
-def _graph_of(out):
-    """What the graph hangs on, without the outputs."""
-    return [o.grad_fn for o in (out if isinstance(out, tuple) else (out,))]
-
-
-def _backward(out: Tensor | tuple):
-    sum(o.float().mean() for o in (out if isinstance(out, tuple) else (out,))).backward()
-
-
-def _sums(profiler):
-    held = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == '[memory]':
-            held += event.nbytes()
-            peak = max(peak, held)
-    return held, peak

@@ -1,30 +1,38 @@
-"""How long whole training steps of a detector take, variant against variant in one run."""
+"""How long whole training steps of a detector take, variant against variant in one run; and what they cost else."""
 
-import itertools
+import copy
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper
-from torch import nn
+from torch import Tensor, nn
 
+from .cuda_rules import full_fp32
 from .detector import build_training, check_case, own_crops, timed_step
-from .device import is_out_of_memory
-from .rivals import RIVALS, missing
+from .device import if_it_fits, noting
+from .memory import held_bytes
+from .rivals import RIVALS, draws_of_plain_code, first_line, missing, relative_error
 from .variants import applicable, with_variant
 
 __all__ = ['in_turn', 'measure_steps', 'summary', 'timed_variants']
 
 
-class _Case(NamedTuple):
+@dataclasses.dataclass
+class _Case:
     """A variant, ready to train; ``crop`` is how masks are cropped in it."""
 
+    row: dict
     model: nn.Module
     wrapper: OptimWrapper
     crop: Callable
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
 
 def preset_of(variant: str) -> str:
@@ -55,9 +63,6 @@ def timed_variants(config: Config, variants: Sequence[str], device: str) -> tupl
     good, bad = applicable(config, [preset_of(variant) for variant in variants])
     bad = {variant: bad[preset_of(variant)] for variant in variants if preset_of(variant) in bad}
     good = [variant for variant in variants if variant not in bad]
-    for variant in good:
-        if variant in RIVALS and (reason := missing(variant, device)):
-            bad[variant] = reason
     if torch.device(device).type == 'cpu':
         for variant in good:
             if with_variant(config, preset_of(variant)).optim_wrapper.optimizer.type == 'AdamW8bit':
@@ -66,28 +71,48 @@ def timed_variants(config: Config, variants: Sequence[str], device: str) -> tupl
 
 
 def measure_steps(
-    config: Config, variants: Sequence[str], *, rounds: int = 5, done: Callable[[], None] = lambda: None, **case
+    config: Config,
+    variants: Sequence[str],
+    *,
+    rounds: int = 5,
+    costs: bool = False,
+    done: Callable[[], None] = lambda: None,
+    **case,
 ) -> list[dict]:
     """Times training steps on the same random batch, the variants in turn within each round.
 
     On CUDA with mixed precision as the config has it; on a CPU in fp32. Each variant's first step is not counted: it
-    makes the optimizer's states.
+    makes the optimizer's states, and compiles what is compiled. Compiled code draws as plain code does.
 
     Args:
         config (Config): Config of a detector.
         variants (Sequence[str]): From :func:`timed_variants`, the baseline first.
         rounds (int): Timed rounds. Default: 5.
+        costs (bool): Also what is held, and how far gradients are from the baseline's: ``held_bytes``, ``peak_bytes``
+            and ``drawn_error``, see :func:`_add_costs`. Default: False.
         done (Callable): Called after each step.
         **case: ``batch``, ``height``, ``width``, ``boxes`` and ``device``, see :func:`.detector.measure_detector`.
 
     Returns:
-        list[dict]: See :func:`summary`; a variant that does not fit into the GPU has no row.
+        list[dict]: For each variant what :func:`summary` says; where it cannot run ``setting`` and ``reason``. What
+        :func:`.device.noting` notes, if there is anything; of compiled rivals ``graphs`` and ``compile_s`` (the first
+        step without the time of the others).
 
     Raises:
-        ValueError: For a number that is too small, a device that is not there, or a baseline that does not fit.
+        ValueError: For a number that is too small, a device that is not there, or a baseline that does not run.
     """
     check_case(rounds=rounds, least_rounds=1, **{key: case[key] for key in ('batch', 'boxes', 'device')})
-    cases, data = _build(config, variants, case)
+    rows = [_row(variant, case['device']) for variant in variants]
+    cases, data = _build(config, _running(rows), case)
+    with draws_of_plain_code([case.row['setting'] for case in cases]):
+        _time(cases, data, rounds, done)
+        if costs:
+            _add_costs(cases, data)
+    return rows
+
+
+def _time(cases, data, rounds, done):
+    """Fills the rows; takes the cases that do not run out of the list."""
 
     def step(case, i):
         # Samples and what DropPath drops are those of the round in all variants, and so are masks; what 'skip' leaves
@@ -98,31 +123,84 @@ def measure_steps(
         done()
         return seconds
 
-    fits = [_fits(step, case) for case in cases]
-    if not fits[0]:
-        raise ValueError(f'{variants[0]}, which all others are compared with, does not fit into the GPU; name another')
-    fitting = list(itertools.compress(variants, fits))
-    return summary(fitting, in_turn(list(itertools.compress(cases, fits)), step, rounds))
+    def noted_step(case, i):
+        with noting(case.row, case.wrapper, case.device):
+            return step(case, i)
+
+    baseline, firsts = cases[0].row, [_first_step(case, step) for case in cases]
+    if 'reason' in baseline:
+        raise ValueError(
+            f'{baseline["setting"]}, which all others are compared with, {baseline["reason"]}; name another one first'
+        )
+    cases[:] = [case for case in cases if 'reason' not in case.row]
+    found = summary([case.row['setting'] for case in cases], in_turn(cases, noted_step, rounds))
+    for case, row, first in zip(cases, found, filter(None, firsts), strict=True):
+        case.row.update(row)
+        if graphs := getattr(case.model.backbone.forward, 'graphs', None):
+            case.row.update(graphs=len(graphs), compile_s=max(first - row['step_s'], 0.0))
 
 
-def _fits(step, case):
+def _row(variant, device):
+    """The row of a variant, with the reason if it cannot run here."""
+    rival, reason = RIVALS.get(variant), None
+    if rival:
+        reason = missing(variant, device)
+        if not reason and rival.on_host and torch.device(device).type == 'cpu':
+            reason = 'on a CPU nothing moves to the host'
+    return dict(setting=variant, **(dict(reason=reason) if reason else {}))
+
+
+def _running(rows):
+    return [row for row in rows if 'reason' not in row]
+
+
+def _first_step(case, step):
+    """Its seconds; None, and the reason in the row, if it does not run."""
     try:
-        step(case, 0)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
+        found = if_it_fits(lambda: dict(seconds=step(case, 0)))
+        if found['fits']:
+            return found['seconds']
+        case.row['reason'] = 'does not fit into the GPU'
+    except Exception as error:
+        if case.row['setting'] not in RIVALS:
             raise
+        case.row['reason'] = first_line(error)  # whatever a compiler may raise
+    case.wrapper.zero_grad()
+    return None
+
+
+def _add_costs(cases, data):
+    """What the allocator says that is held when the forward pass ends (``held_bytes``), and at most until the backward
+    pass ends (``peak_bytes``, the gradients included), on top of weights and optimizer states; and in fp32 the error of
+    the backbone's gradients, relative to the first case's (``drawn_error``). Stochastic depth is on, with the same
+    random numbers for all; a case that draws images by itself has no error."""
+    exact = None
+    for case in cases:
+        with own_crops(case.crop):
+            held, peak = held_bytes(lambda: _loss(case, data, case.wrapper.optim_context(case.model)), case.device)  # noqa: B023
+            case.wrapper.zero_grad()
+            torch.manual_seed(0)
+            _loss(case, data, full_fp32()).backward()
+        found = {n: p.grad.clone() for n, p in case.model.backbone.named_parameters() if p.grad is not None}
         case.wrapper.zero_grad()
-        torch.cuda.empty_cache()
-        return False
-    return True
+        exact = exact or [found]
+        error = None if 'skip' in case.row['setting'].split('+') else relative_error([found], exact)
+        case.row.update(held_bytes=held, peak_bytes=peak, drawn_error=error)
 
 
-def _build(config, variants, case):
+def _loss(case, data, context) -> Tensor:
+    with context:
+        batch = case.model.data_preprocessor(copy.deepcopy(data), True)
+        return case.model.parse_losses(case.model(**batch, mode='loss'))[0]
+
+
+def _build(config, rows, case):
     # Variants with the same optimizer share weights and optimizer states: there is one set of them in memory, and no
     # model is built and warmed up again for each round. Their learning rate is 0, which costs the optimizer the same
     # arithmetic and leaves the weights as they are: all steps of all variants begin at the same weights.
     first, cases = {}, []
-    for variant in variants:
+    for row in rows:
+        variant = row['setting']
         changed = with_variant(config, preset_of(variant))
         with own_crops():
             torch.manual_seed(0)
@@ -135,7 +213,7 @@ def _build(config, variants, case):
             group['lr'] = 0.0
         if variant in RIVALS:
             model.backbone.forward = RIVALS[variant].wrap(model.backbone.forward)
-        cases.append(_Case(model, wrapper, crop))
+        cases.append(_Case(row, model, wrapper, crop))
     return cases, data
 
 

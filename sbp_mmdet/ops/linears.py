@@ -142,10 +142,14 @@ def forward(
     if not any(needs):
         return out, None
     positions = SavedPositions.of(t.positions, settings.dropped)
+    if positions.groups:
+        xhat, rstd = normalise(positions.groups.centres(_tokens(t.x)), settings.eps, settings.dtype)
+    else:
+        xhat, rstd = take(xhat, positions.keep), take(rstd, positions.keep)
     stored = Stored(None)
     if needs.x or needs.norm_weight or needs.weight:
-        stored = store(take(xhat, positions.keep), settings.storage, 1)
-    rstd = take(rstd, positions.keep) if needs.x else None
+        stored = store(xhat, settings.storage, 1)
+    rstd = rstd if needs.x else None
     return out, NormLinearSaved(stored, rstd, positions, t._replace(x=None, positions=None), t.x.shape)
 
 
@@ -161,17 +165,21 @@ def backward(
     near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
     incoming = [rows_of(grad, index) for index in saved.positions[: 2 if near or groups else 1]]
     db = sum(column_sums(g) for g in incoming)
+    shares = None
     if groups:
-        incoming = [groups.sum_(*(g.unflatten(0, (len(grad), -1)) for g in incoming)).flatten(0, 1)]
+        parts = [g.unflatten(0, (len(grad), -1)) for g in incoming]
+        incoming = [groups.sum_(*parts).flatten(0, 1)]
+        shares = groups.shares(*parts) if needs.x else None
+        del parts
     incoming = [g.to(settings.dtype) for g in incoming]
     dw = zeros_for(layer[0])
     if needs.weight or needs.norm_weight:
         accumulate(dw, (near.pool_(incoming[0].clone(), incoming[1]) if near else incoming[0]).t(), xhat.flatten(1))
-    dx = _input_gradient(saved, incoming, w, xhat, near, groups, grad) if needs.x else None
+    dx = _input_gradient(saved, incoming, w, xhat, near, groups, shares, grad) if needs.x else None
     return _parameter_gradients(saved.given, layer, dw, db, needs)._replace(x=dx)
 
 
-def _input_gradient(saved, incoming, w, xhat, near, groups, grad):
+def _input_gradient(saved, incoming, w, xhat, near, groups, shares, grad):
     rstd = saved.rstd.flatten(0, 1)
     lent = [(xhat, rstd)] + ([near.lend(slice(0, len(xhat)), xhat, rstd)] if near else [])
     rows = [  # not "*own": it would hold the product while the norm's backward pass works on a copy in fp32
@@ -179,7 +187,7 @@ def _input_gradient(saved, incoming, w, xhat, near, groups, grad):
         for g, own in zip(incoming, lent, strict=True)
     ]
     if groups:
-        rows = [part.flatten(0, 1) for part in groups.share_(rows[0].unflatten(0, (len(grad), -1)))]
+        rows = [part.flatten(0, 1) for part in groups.share_(rows[0].unflatten(0, (len(grad), -1)), shares)]
     shape = (len(grad), tokens_of(grad).shape[1], w.shape[1])
     tokens = map_of(rows[0], saved.positions.keep, shape, *([rows[1], saved.positions.drop] if rows[1:] else []))
     return tokens if len(saved.shape) == 3 else from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape)

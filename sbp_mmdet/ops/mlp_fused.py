@@ -26,12 +26,13 @@ def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> 
     weights = _Weights.of(settings, t)
     conv = t.conv if settings.recompute else None
     keep_hidden = asks.hidden and not settings.recompute
+    saved = SavedPositions.of(t.positions, settings.dropped)
     if t.positions is None:
         rows, kept = _branch(settings, weights, rows_of(t.x, None), keep_hidden)
         branch = rows.view(len(t.x), -1, rows.shape[1])
     else:
         branch = t.x.new_empty(tokens_of(t.x).shape, dtype=settings.dtype)
-        rows, kept = _branch(settings, weights, rows_of(t.x, t.positions.keep), keep_hidden)
+        rows, kept = _branch(settings, weights, rows_of(t.x, t.positions.keep), keep_hidden and not saved.groups)
         put_(branch, t.positions.keep, rows)
         rows, _ = _branch(settings, weights, rows_of(t.x, t.positions.drop), False)
         put_(branch, t.positions.drop, rows)
@@ -39,6 +40,8 @@ def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> 
     out = t.shortcut + branch if factor is None else torch.addcmul(t.shortcut, branch, factor)
     if not asks.anything:
         return out, None
+    if saved.groups and conv is None:
+        kept = _centres(settings, weights, t.x, saved.groups, keep_hidden)
     xhat, rstd, hidden = kept
     if conv is not None or not (asks.inner or (asks.hidden and settings.recompute)):
         stored = Stored(None)
@@ -46,7 +49,7 @@ def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> 
         stored = store(xhat.view(len(t.x), -1, xhat.shape[1]), settings.storage, 1)
     given = t._replace(x=None, shortcut=None, positions=None, conv=conv)
     rstd = rstd if conv is None and needs.x else None
-    return out, MLPSaved(stored, rstd, hidden, SavedPositions.of(t.positions, settings.dropped), given)
+    return out, MLPSaved(stored, rstd, hidden, saved, given)
 
 
 def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs: MLPGradients) -> MLPGradients:
@@ -57,12 +60,14 @@ def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs:
     asks = _Asked.of(needs)
     weights = _Weights.of(settings, t)
     xhat, rstd = saved.xhat.values, saved.rstd
-    if t.conv is not None:
+    near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
+    if t.conv is not None and groups:
+        xhat, rstd, _ = _centres(settings, weights, t.conv.run(), groups, False)
+    elif t.conv is not None:
         xhat, rstd = normalise(rows_of(t.conv.run(), keep), settings.eps, settings.dtype)
     elif xhat is not None:
         xhat = saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, C)
-    near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
-    incoming = _incoming(settings, saved, grad, near, groups)
+    incoming = _incoming(settings, saved, grad, near, groups, needs.x)
     sums = _Sums.of(t, needs)
     dx = _InputGradient.like(incoming) if needs.x else _InputGradient(None, None)
     rows = _Rows(xhat, rstd if needs.x else None, saved.hidden)
@@ -73,7 +78,8 @@ def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs:
     found = _parameter_gradients(t, sums, incoming.total, needs)
     if needs.x:
         if groups:
-            dx = _InputGradient(*(g.flatten(0, 1) for g in groups.share_(dx.kept.unflatten(0, (len(grad), -1)))))
+            shared = groups.share_(dx.kept.unflatten(0, (len(grad), -1)), incoming.shares)
+            dx = _InputGradient(*(g.flatten(0, 1) for g in shared))
         found = found._replace(x=map_of(dx.kept, keep, grad.shape, dx.dropped, saved.positions.drop))
     return found._replace(shortcut=grad if needs.shortcut else None)
 
@@ -119,23 +125,31 @@ def _branch(settings, weights, x, keep_hidden):
     return rows, (xhat, rstd, hidden)
 
 
+def _centres(settings, weights, x, groups, keep_hidden):
+    """As the second result of :func:`_branch`, of what stands for groups."""
+    xhat, rstd = normalise(groups.centres(tokens_of(x)).flatten(0, 1), settings.eps, settings.dtype)
+    return xhat, rstd, torch.addmm(weights.b1, xhat, weights.w1.t()) if keep_hidden else None
+
+
 class _Incoming(NamedTuple):
     """The gradient of the branch, as rows.
 
     ``outer`` and ``inner`` are of the kept rows. ``outer`` is what W2's gradient is formed from, without gamma and with
     the share of the dropped rows; ``unit`` is what the sum has to be multiplied by (see :func:`in_range`). ``inner``,
     and for 'nearest' ``dropped`` of the dropped rows, is what goes back through W2; for 'pool' it holds the sums of
-    groups. ``total`` is the sum over all rows that send gradients.
+    groups, and ``shares`` what each dropped row gets of what comes back. ``total`` is the sum over all rows that send
+    gradients.
     """
 
     outer: Tensor
     unit: Tensor | None
     inner: Tensor
     dropped: Tensor | None
+    shares: Tensor | None
     total: Tensor
 
 
-def _incoming(settings, saved, grad, near, groups):
+def _incoming(settings, saved, grad, near, groups, wanted):
     gamma, factor = saved.given.gamma, saved.given.factor
 
     def rows(index):
@@ -145,13 +159,16 @@ def _incoming(settings, saved, grad, near, groups):
     def through_scale(g):
         return (g if gamma is None else g * gamma).to(settings.dtype)
 
-    g, dropped = rows(saved.positions.keep), None
+    g = rows(saved.positions.keep)
+    dropped = shares = None
     total = column_sums(g)
     if groups:
         g_dropped = rows(saved.positions.drop)
         total += column_sums(g_dropped)
-        groups.sum_(*(part.unflatten(0, (len(grad), -1)) for part in (g, g_dropped)))
-        del g_dropped
+        parts = [part.unflatten(0, (len(grad), -1)) for part in (g, g_dropped)]
+        groups.sum_(*parts)
+        shares = groups.shares(*parts) if wanted else None
+        del g_dropped, parts
     inner = through_scale(g)
     if near:
         g_dropped = rows(saved.positions.drop)
@@ -159,7 +176,7 @@ def _incoming(settings, saved, grad, near, groups):
         dropped = through_scale(g_dropped)
         g = near.pool_(g.clone(), g_dropped)
         del g_dropped
-    return _Incoming(*in_range(g, gamma, settings.dtype), inner, dropped, total)
+    return _Incoming(*in_range(g, gamma, settings.dtype), inner, dropped, shares, total)
 
 
 class _Sums(NamedTuple):

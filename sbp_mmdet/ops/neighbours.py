@@ -4,9 +4,9 @@ A kept row and the dropped ones that go with it are a group. There are two ways 
 
 - 'nearest': each dropped row goes back for itself, with the activations of its group's kept row (:class:`Neighbours`).
 - 'pool': with the same activations for all of them, the backward pass is linear in the incoming gradient. So the
-  gradients of a group are summed and go back once, in the kept row. Weights get what 'nearest' with a share of 1 would
-  give them, and it takes the products of the kept rows only. The gradient of the input is the group's mean
-  (:class:`Groups`).
+  gradients of a group are summed and go back once, in one row, and it takes the products of as many rows as are kept.
+  The activations are those of an input between the kept row and its group's mean (:func:`.functional.centres`). Each
+  row's input gets its share of what comes back (:func:`.functional.shares`). See :class:`Groups`.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import take
+from ..functional import centres, shares, take
 from ..masks import Positions
 from .operation import OnHost
 from .rows import add_rows_
@@ -71,19 +71,23 @@ class SavedPositions(NamedTuple):
     @property
     def groups(self) -> 'Groups | None':
         """With 'pool', how gradients are summed and shared; else None."""
-        return None if self.drop is None or self.starts is not None else Groups(self.keep, self.pairs)
+        return None if self.drop is None or self.starts is not None else Groups(self.keep, self.drop, self.pairs)
 
 
 class Groups:
     """Kept rows with the dropped ones that go with them.
 
     Args:
-        keep (Tensor): ``Positions.keep``, shape (K,) or (N, K).
+        keep, drop (Tensor): Of ``Positions``, shapes (K,) and (D,), or (N, K) and (N, D).
         pairs (Tensor | None): ``Nearest.index``, shape (D,) or (N, D).
     """
 
-    def __init__(self, keep: Tensor, pairs: Tensor | None):
-        self.keep, self.pairs = keep, pairs
+    def __init__(self, keep: Tensor, drop: Tensor, pairs: Tensor | None):
+        self.keep, self.drop, self.pairs = keep, drop, pairs
+
+    def centres(self, x: Tensor) -> Tensor:
+        """Of tokens (N, L, ...) what stands for groups in the backward pass; see :func:`.functional.centres`."""
+        return centres(x, self.keep, self.drop, self.pairs)
 
     def sizes(self, dtype: torch.dtype) -> Tensor:
         """How many rows each group has, its kept one among them: shape (K, 1) or (N, K, 1)."""
@@ -96,11 +100,26 @@ class Groups:
         """Gradients (N, K, C) of kept and (N, D, C) of dropped rows, summed over groups in place of ``kept``."""
         return add_rows_(kept, self.pairs, dropped)
 
-    def share_(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What each row of a group gets of its gradient: for the kept ones, in place of ``rows`` (N, K, C), and for the
-        dropped ones, (N, D, C)."""
-        rows.div_(self.sizes(torch.float32))
-        return rows, take(rows, self.pairs)
+    def shares(self, total: Tensor, dropped: Tensor) -> Tensor:
+        """Which part of its group's sum each dropped row's gradient is, (N, D, 1); see :func:`.functional.shares`."""
+        return shares(total, dropped, self.pairs)
+
+    def share_(self, rows: Tensor, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What each row of a group gets of its gradient.
+
+        Args:
+            rows (Tensor): Gradients of the groups, shape (N, K, C); holds those of the kept rows afterwards.
+            shares (Tensor | None): Of the dropped rows, see :meth:`shares`; None: all rows get the same. Default: None.
+
+        Returns:
+            tuple[Tensor, Tensor]: Gradients of the kept rows, ``rows``, and of the dropped ones, (N, D, C).
+        """
+        if shares is None:
+            rows.div_(self.sizes(torch.float32))
+            return rows, take(rows, self.pairs)
+        dropped = take(rows, self.pairs).mul(shares).to(rows.dtype)
+        own = shares.new_ones(len(shares), rows.shape[1], 1)
+        return rows.mul_(add_rows_(own, self.pairs, -shares)), dropped
 
 
 class Neighbours:

@@ -10,9 +10,10 @@ weight gradients included. Times are medians of ratios to the first preset, take
 not mean anything for is left out: there is no convolution to run again in a channel MLP alone.
 
 `--rivals` adds what others offer: selective checkpointing, torch.compile with and without a memory budget, and
-save_on_cpu (whole-block checkpointing is the preset with_cp). Their bytes come from the allocator. "drawn" is the error
-of the gradients while stochastic depth drops images, of presets and rivals; "graphs" how many are compiled over images
-of five sizes.
+save_on_cpu (whole-block checkpointing is the preset with_cp). Then all bytes come from the allocator. "drawn" is the
+error of the gradients while stochastic depth drops images, of presets and rivals (for a backbone with an image of a
+third of the size, and compiled as far as the choice of what is stored, without kernels); "graphs" how many are compiled
+over images of five sizes.
 """
 
 import argparse
@@ -92,11 +93,10 @@ def main():
                 preset = RIVALS[name].preset if name in RIVALS else name
                 rows.append(dict(case, mode=name, **preset_named(preset).arguments(**options), **row))
     print()
-    ours = [preset.name for preset in PRESETS.values() if preset.sbp_cfg is not None]
     first = [row for row in rows if all(row[key] == rows[0][key] for key in ('arch', 'stage'))]
     title = f'{args.unit} of {first[0]["family"]} {first[0]["arch"]}, amp {amp}, {args.device}'
     results = dict(machine=describe_machine(args.device), rows=rows)
-    write_outputs(args, results, lambda path: against_time(first, ours, title, path), indent=1)
+    write_outputs(args, results, lambda path: against_time(first, args.rivals, title, path), indent=1)
 
 
 def run(args, family, arch, presets, stage, shape, dtype, options):
@@ -114,7 +114,12 @@ def run(args, family, arch, presets, stage, shape, dtype, options):
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
     results = {}
     for name, row in measure(
-        {**units, **rivals}, shape, rounds=args.rounds, by_allocator=[*rivals], layout=layout, **case
+        {**units, **rivals},
+        shape,
+        rounds=args.rounds,
+        by_allocator=[*units, *rivals] if args.rivals else [],
+        layout=layout,
+        **case,
     ):
         if name == 'progress':
             bar.update()
@@ -133,18 +138,25 @@ def run(args, family, arch, presets, stage, shape, dtype, options):
 
 def add_what_rivals_cost(args, results, names, build, shape):
     """Errors under stochastic depth, graphs over sizes, and bytes on the host."""
-    for name, error in drawn_errors(names, build, shape, device=args.device).items():
-        results[name]['drawn_error'] = error
+    whole = args.unit == 'backbone'
+    small = (*shape[:2], *(max(side // 3, 64) for side in shape[2:])) if whole else shape
+    backend = 'aot_eager_decomp_partition' if whole else 'inductor'
+    errors = drawn_errors(names, build, small, device=args.device, backend=backend, draws=1 if whole else 4)
+    compiled = [name for name in names if name in RIVALS and RIVALS[name].compiled]
+    if compiled:  # as many with each budget
+        first, step = (128, 32) if whole else (16, 4)
+        shapes = [(*shape[:2], first + step * i, first + step * (2 * i + 1)) for i in range(5)]
+        graphs = graphs_over_sizes(build, shapes, args.device)
     for name in names:
-        rival = RIVALS.get(name)
-        if rival and rival.compiled:
-            shapes = [(*shape[:2], shape[2] + 4 * i, shape[3] + 8 * i) for i in range(5)]
-            results[name]['graphs_of_5_sizes'] = graphs_over_sizes(rival, build, shapes, args.device)
-        elif rival and rival.on_host and torch.device(args.device).type == 'cpu':
-            row = results[name]  # on a CPU nothing moves, so nothing of this is known but what would move
-            results[name] = dict(row, saved_bytes=0, host_bytes=row['saved_bytes'], peak_bytes=None)
+        row = results[name]
+        row['drawn_error'] = errors[name]
+        if name in compiled:
+            row['graphs_of_5_sizes'] = graphs
+        elif name in RIVALS and RIVALS[name].on_host and torch.device(args.device).type == 'cpu':
+            # On a CPU nothing moves, so nothing of this is known but what would move.
+            row.update(saved_bytes=0, host_bytes=row['saved_bytes'], peak_bytes=None)
             for key in ('forward_s', 'backward_s', 'forward_ratio', 'backward_ratio', 'total_ratio'):
-                results[name].pop(key, None)
+                row.pop(key, None)
 
 
 def columns_of(results):
