@@ -142,6 +142,8 @@ def proposals_of_a_trained_rpn(detector: nn.Module, per_box: int = 8, seed: int 
 
     def loss_and_predict(x, batch_data_samples, *args, **kwargs):
         losses, results = original(x, batch_data_samples, *args, **kwargs)
+        if any('features' in found for found in results):  # learnt proposals (Sparse R-CNN): as many in each step
+            return losses, results
         rng = np.random.default_rng(seed)
         total = (kwargs.get('proposal_cfg') or {}).get('max_per_img')
         proposals = []
