@@ -8,11 +8,12 @@ from mmcv.ops import nms, roi_align
 from mmdet.models.task_modules.assigners import MaxIoUAssigner
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import nn
 
-from sbp_mmdet.analysis.batch import build_batch
+from sbp_mmdet.analysis.batch import at_the_first_step, build_batch
 from sbp_mmdet.analysis.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.analysis.detector import assignment_on_cpu, measure_detector
 from sbp_mmdet.analysis.eight_bit import AdamW8bitStates
@@ -113,6 +114,24 @@ def test_large_batches_are_told_from_small_ones(atto, monkeypatch):
     assert found['forward'] == pytest.approx(counted['forward'], rel=0.03)
     assert found['saved'].keys() == counted['saved'].keys()
     assert found['saved']['stage 1'] == counted['saved']['stage 1']
+
+
+def test_what_detectors_ask_for_beside_images():
+    (first, _) = build_batch(2, 96, 128, 4, 3, False, proposals=50)['data_samples']
+    boxes = first.proposals.bboxes
+    assert boxes.shape == (50, 4) and boxes.dtype == torch.float32
+    near = (boxes[:25, None] - first.gt_instances.bboxes.tensor).abs().amax(-1).amin(1)
+    assert (near < 0.06 * 128).all()
+    told = MessageHub.get_current_instance().runtime_info
+    told.update(iter=7)
+    before = dict(told)
+    with at_the_first_step():
+        assert told['iter'] == 7 and told['epoch'] == before.get('epoch', 0)
+    assert dict(told) == before
+    told.pop('iter')
+    with at_the_first_step():
+        assert told['iter'] == 0
+    assert 'iter' not in told
 
 
 def state_bytes(kind):

@@ -350,3 +350,12 @@ def test_the_cap_tool_wants_a_gpu(monkeypatch, capsys):
     typed(monkeypatch, cap_tool, T, '--cap', '8GiB')
     printed = capsys.readouterr().out
     assert 'out of memory' in printed and 'ok, peak 5.00 GB' in printed
+
+
+def test_what_a_model_cannot_do_here_is_a_line(monkeypatch):
+    def measure(*args, **kwargs):
+        raise KeyError('a kernel that only a GPU has')
+
+    monkeypatch.setattr(plan_memory, 'measure_detector', measure)
+    with pytest.raises(SystemExit, match=r'retinanet_r50_fpn_1x_coco.py: no training step .*KeyError.*only a GPU has'):
+        typed(monkeypatch, plan_memory, STOCK_R, '--budget', '8GiB')
