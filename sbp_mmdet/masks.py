@@ -11,6 +11,7 @@ Masks are drawn on the CPU whatever the device of the features: the base mask ha
 waiting for a GPU.
 """
 
+import functools
 import hashlib
 import math
 from fractions import Fraction
@@ -263,7 +264,27 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = 
     Raises:
         ValueError: If neighbours are asked for and nothing is kept, or if images keep different numbers.
     """
-    flat = mask.reshape(-1, mask.shape[-2] * mask.shape[-1])
+    if mask.dim() == 2:  # a grid has few phases, so the same masks come again
+        keep, drop, pairs, starts = _indices_of(mask.numpy().tobytes(), *mask.shape, nearest)
+    else:
+        keep, drop, pairs, starts = _indices(mask, nearest)
+    found = keep, drop, pairs
+    if torch.device(device).type == 'cuda':
+        # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
+        found = [None if i is None else i.pin_memory().to(device, non_blocking=True) for i in found]
+    keep, drop, pairs = (None if i is None else i.to(device) for i in found)
+    return Positions(keep, drop, Nearest(pairs, starts) if nearest else None)
+
+
+@functools.lru_cache(maxsize=64)  # 1 MB each, for the largest maps
+def _indices_of(mask, height, width, nearest):
+    mask = torch.frombuffer(bytearray(mask), dtype=torch.bool).view(1, height, width)
+    return [None if i is None else i[0] for i in _indices(mask, nearest)]
+
+
+def _indices(mask, nearest):
+    """On the CPU, for masks (N, height, width): kept and dropped positions, index and starts of :class:`Nearest`."""
+    flat = mask.flatten(1)
     kept = flat.sum(1)
     if len(set(kept.tolist())) > 1:
         raise ValueError(f'the images of a batch must keep as many positions each, not {kept.tolist()}')
@@ -284,13 +305,7 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = 
         starts = starts.scatter_add_(1, pairs + 1, torch.ones_like(pairs)).cumsum(1)
         if keep.shape == drop.shape and (pairs == torch.arange(keep.shape[1])).all():
             pairs = None  # no rows have to be gathered
-    found = [i if i is None or mask.dim() == 3 else i[0] for i in (keep, drop, pairs, starts)]
-    starts = found.pop()
-    if torch.device(device).type == 'cuda':
-        # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
-        found = [None if i is None else i.pin_memory().to(device, non_blocking=True) for i in found]
-    keep, drop, pairs = (None if i is None else i.to(device) for i in found)
-    return Positions(keep, drop, Nearest(pairs, starts) if nearest else None)
+    return keep, drop, pairs, starts
 
 
 def _spread(number: Tensor) -> Tensor:

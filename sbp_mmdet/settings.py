@@ -72,6 +72,8 @@ class SBPSettings:
         skip_dropped_images (bool): Do not compute a block for the images that stochastic depth drops, instead of
             computing it and multiplying by zero: the same gradients, in less time, with less stored. How many these
             are is up to the backbone's ``drop_path_rate``; with 0 nothing changes. Default: False.
+        compile (bool): The bodies of the operations go through ``torch.compile``: the same gradients, and the same is
+            stored. The first step takes longer. Needs 'fused'. Default: False.
         attention (str): What attention drops (section 4, "How to apply SBP on MHSA?"): 'qkv', 'query' or 'head'; for
             backbones with attention. Default: 'qkv'.
     """
@@ -86,6 +88,7 @@ class SBPSettings:
     dropped: str = _key('zero', DROPPED, fused=('nearest',))
     storage: str = _key('native', STORAGES, fused=True)
     skip_dropped_images: bool = _key(False, (True, False))
+    compile: bool = _key(False, (True, False), fused=True)
     attention: str = _key('qkv', ATTENTION, selects=True)
 
     @classmethod

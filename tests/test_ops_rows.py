@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from oracles import relative_error
 
-from sbp_mmdet.ops import mlp_fused, mlp_tensors, precision, rows
+from sbp_mmdet.ops import precision, rows
+from sbp_mmdet.ops.chunks import chunks
 
 
 def normal(*shape, seed=0):
@@ -20,9 +21,11 @@ def test_patches():
         for j in range(3):
             window = x[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]  # (N, C, 2, 2)
             assert torch.equal(patches[:, 3 * i + j], window.flatten(2).transpose(1, 2))
-    back = rows.from_patches(patches, x.shape)
-    assert torch.equal(back[:, :, :4, :6], x[:, :, :4, :6])
-    assert not back[:, :, 4:].any() and not back[..., 6:].any()
+    for layout in (torch.contiguous_format, torch.channels_last):
+        back = rows.from_patches(patches, x.shape, layout)
+        assert back.is_contiguous(memory_format=layout)
+        assert torch.equal(back[:, :, :4, :6], x[:, :, :4, :6])
+        assert not back[:, :, 4:].any() and not back[..., 6:].any()
 
 
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
@@ -104,11 +107,20 @@ def test_long_sums_in_fp16_stay_in_range():
     assert torch.equal(total, torch.full((2, 3), 1 + rows_ * 9 / 16))
 
 
-@pytest.mark.parametrize('number', [0, 1, 7, 8, 9, 23, 24, 25])
-def test_chunks_are_of_equal_size(number):
-    settings = mlp_tensors.MLPSettings(chunk=8 * 4)
-    slices = mlp_fused._slices(settings, number, 4, torch.device('cpu'))
-    assert [i for s in slices for i in range(s.start, s.stop)] == list(range(number))
-    sizes = [s.stop - s.start for s in slices]
-    assert all(size <= 8 for size in sizes) and len(sizes) == -(-number // 8)
-    assert not sizes or max(sizes) - min(sizes) < len(sizes)
+@pytest.mark.parametrize('images', [0, 1, 2, 5])
+@pytest.mark.parametrize('each', [0, 1, 3, 7, 8, 9, 23, 24, 25])
+def test_chunks(images, each):
+    """All rows once and in order, at most 8 at a time, in chunks of about the same size; as views, whatever strides."""
+    found = chunks(images, each, 4, torch.device('cpu'), 8 * 4)
+    tokens = torch.arange(images * each * 2).view(images, 2, each).transpose(1, 2)
+    whole = tokens.reshape(-1, 2)
+    assert [i for chunk in found for i in range(images * each)[chunk.flat]] == list(range(images * each))
+    sizes = [len(chunk.of(tokens)) for chunk in found]
+    assert all(size <= 8 for size in sizes) and (not sizes or max(sizes) - min(sizes) <= max(each, len(sizes)))
+    copy = torch.zeros_like(whole).view(images, each, 2)
+    for chunk in found:
+        assert torch.equal(chunk.of(tokens), whole[chunk.flat])
+        assert torch.equal(chunk.of(tokens.flip(1), torch.arange(each).flip(0)), whole[chunk.flat])
+        assert torch.equal(chunk.of_index(torch.arange(each)), torch.arange(each)[chunk.rows])
+        chunk.put_(copy, whole[chunk.flat])
+    assert torch.equal(copy, tokens)

@@ -22,8 +22,11 @@ from ops_cases import (
     stored,
 )
 from oracles import assert_near
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet.masks import positions
+from sbp_mmdet.ops.chunks import CHUNK
+from sbp_mmdet.ops.storage import store
 
 
 @given(trainable=st.sets(st.sampled_from(MLP), min_size=1), kind=KINDS, recompute=st.sampled_from([False, True]))
@@ -103,3 +106,25 @@ def test_mlp_with_conv_stores_indices_only():
         stored(fused_mlp(keep, 'conv', conv), tensors, extra=[conv.input.values, conv.weight, conv.bias])
         == keep.keep.nbytes
     )
+
+
+@pytest.mark.parametrize('images', [1, 3, 64])
+def test_int8_takes_small_images_together(images, monkeypatch):
+    """The number of operations does not grow with the number of images, as long as these are small."""
+    x = torch.randn(images, 7, 5, generator=torch.Generator().manual_seed(0))
+
+    class Operations(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.mul, torch.ops.aten.round_)
+            return func(*args, **(kwargs or {}))
+
+    for chunk, each in ((2**24, 1), (1, images)):  # together, and one by one
+        monkeypatch.setitem(CHUNK, 'cuda', chunk)
+        with Operations() as operations:
+            kept = store(x, 'int8', 1)
+            again = kept.load(torch.float32)
+        assert operations.number == 2 + 2 * each  # the scale and loading; a quotient and its rounding
+        scale = x.abs().amax(1, keepdim=True) / 127
+        assert torch.equal(kept.values, (x / scale).round().to(torch.int8)) and torch.equal(again, kept.values * scale)

@@ -1,5 +1,6 @@
 """``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers send gradients from a subset of the positions."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from ..draws import Drawn, Draws
+from ..ops.compiled import check_compiler
 from ..settings import SBPSettings
 from .convnext_layers import ConvNeXtBlock, Downsample, Stem, build_norm
 from .weights import rename_weights
@@ -144,6 +146,11 @@ class SBPConvNeXt(BaseModule):
                 build_norm(num_channels=self.channels[i], cfg=norm_cfg, fused=fused, storage=options['storage']),
             )
 
+        if self.sbp and self.sbp.compile:
+            check_compiler()
+            for module in self.modules():
+                if hasattr(module, 'settings'):
+                    module.settings = dataclasses.replace(module.settings, compile=True)
         self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
         self._draws = Draws()
         self._freeze_stages()

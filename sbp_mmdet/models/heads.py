@@ -45,13 +45,15 @@ def sbp_map(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions, upsa
     if not len(positions.keep) or not len(positions.drop):
         return f(x)
 
-    def on_tokens(tokens):  # (N, K, C) -> a map of one column -> (N, K, C', u, u)
-        out = f(tokens.transpose(1, 2).unsqueeze(3))
-        return out.unflatten(2, (tokens.shape[1], upsampling)).permute(0, 2, 1, 3, 4)
+    def on_tokens(tokens):  # (N, K, C) -> a map of one row -> (N, K, C', u, u)
+        # Its strides are those of channels last: convolutions take it as it is, where one of a single column is copied.
+        out = f(tokens.unsqueeze(1).permute(0, 3, 1, 2))
+        return out.unflatten(3, (tokens.shape[1], upsampling)).permute(0, 3, 1, 2, 4)
 
-    out = sbp(on_tokens, x.flatten(2).transpose(1, 2), positions)
-    out = out.unflatten(1, x.shape[2:]).permute(0, 3, 1, 4, 2, 5)  # (N, C', H, u, W, u)
-    return out.flatten(4).flatten(2, 3).contiguous(memory_format=memory_format(x))
+    out = sbp(on_tokens, x.flatten(2).transpose(1, 2), positions).unflatten(1, x.shape[2:])  # (N, H, W, C', u, u)
+    if memory_format(x) == torch.channels_last:
+        return out.permute(0, 1, 4, 2, 5, 3).flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
+    return out.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3).contiguous()
 
 
 class _ThinConv(Mixin):

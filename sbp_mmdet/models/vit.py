@@ -109,7 +109,9 @@ class SBPViT(BaseModule):
         self.patch_size, self.interpolate_mode = patch_size, interpolate_mode
         self.sbp = None
         if sbp_cfg is not None:
-            self.sbp = SBPSettings.parse(sbp_cfg, self.depths, (round(depth * 2 / 3),), absent=('downsample',))
+            self.sbp = SBPSettings.parse(
+                sbp_cfg, self.depths, (round(depth * 2 / 3),), absent=('downsample', 'compile')
+            )
 
         self.patch_embed = PatchEmbed(in_channels, self.channels, patch_size)
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size

@@ -114,14 +114,19 @@ def _flash_backward(grad, q, k, v, out, lse):
 
 def _efficient_backward(grad, q, k, v, out, lse, bias):
     # The kernel reads whole blocks of statistics; infinity makes the softmax of what lies beyond the end zero.
-    lse = F.pad(lse, (0, -q.shape[2] % _ALIGN), value=math.inf).contiguous()
+    lse = _aligned(lse, math.inf).contiguous()
     if bias is not None:
         keys = k.shape[2]
-        bias = F.pad(bias, (0, -keys % _ALIGN)).narrow(3, 0, keys).expand(q.shape[0], q.shape[1], q.shape[2], keys)
+        bias = _aligned(bias, 0.0).narrow(3, 0, keys).expand(q.shape[0], q.shape[1], q.shape[2], keys)
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     needs = [True, True, True, False]
     return backward(grad, q, k, v, bias, out, lse, unused, unused, 0.0, needs)[:3]
+
+
+def _aligned(x, value):
+    missing = -x.shape[-1] % _ALIGN
+    return F.pad(x, (0, missing), value=value) if missing else x  # nothing to pad would be a copy
 
 
 def _chunks(q, k):

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .chunks import Chunk, chunks
 from .convs import Conv
-from .mlp_fused import _factor, _slices, _Weights
+from .mlp_fused import _Weights, add_branch
 from .operation import Operation, gradients_of
 from .precision import accumulate, accumulator, autocast_dtype, column_sums, in_range, zeros_for
 from .rows import in_shape, normalise, normalise_backward, tokens_of, unfold
@@ -35,6 +36,7 @@ class GRNSettings:
         approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
         storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
         chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
+        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
     """
 
@@ -43,6 +45,7 @@ class GRNSettings:
     approximate: str = 'none'
     storage: str = 'native'
     chunk: int | None = None
+    compile: bool = False
     dtype: torch.dtype | None = None
 
 
@@ -95,17 +98,16 @@ def forward(settings: GRNSettings, tensors: GRNTensors, needs: GRNGradients) -> 
     t, weights = tensors, _Weights.of(settings, tensors)
     xhat, rstd = normalise(tokens_of(t.x), settings.eps, settings.dtype)
     response = torch.zeros(len(xhat), len(weights.w1), dtype=accumulator(xhat), device=xhat.device)
-    for image, chunk in _pieces(settings, xhat, weights):
+    for image, chunk in _chunks(settings, xhat, weights):
         a = F.gelu(_hidden(weights, xhat[image, chunk]), approximate=settings.approximate)
         response[image] += a.to(response.dtype).square_().sum(0)
     response.sqrt_()
     scale = _Response.of(settings, t, response).scale.to(settings.dtype)
     branch, bias = torch.empty_like(xhat), t.grn_bias.to(settings.dtype)
-    for image, chunk in _pieces(settings, xhat, weights):
+    for image, chunk in _chunks(settings, xhat, weights):
         a = F.gelu(_hidden(weights, xhat[image, chunk]), approximate=settings.approximate)
         branch[image, chunk] = torch.addmm(weights.b2, torch.addcmul(bias, a, scale[image]), weights.w2.t())
-    branch, factor = in_shape(branch, t.shortcut.shape), _factor(t.gamma, t.factor, t.shortcut)
-    out = t.shortcut + branch if factor is None else torch.addcmul(t.shortcut, branch, factor)
+    out = add_branch(t, [(Chunk.all(branch), branch)], settings.dtype)
     given = t._replace(x=None, shortcut=None)
     if t.conv is not None:
         return out, GRNSaved(Stored(None), None, response, given)
@@ -128,11 +130,11 @@ def backward(settings: GRNSettings, saved: GRNSaved, grad: Tensor, needs: GRNGra
     del g
     response = _Response.of(settings, t, saved.response)
     sums = _Sums.of(t, response)
-    for image, chunk in _pieces(settings, xhat, weights):
+    for image, chunk in _chunks(settings, xhat, weights):
         _add_first(settings, t, weights, response, sums, xhat, inner, outer, image, chunk)
     through = response.backward(t, sums.responses)
     dx = torch.empty_like(xhat)
-    for image, chunk in _pieces(settings, xhat, weights):
+    for image, chunk in _chunks(settings, xhat, weights):
         h = _hidden(weights, xhat[image, chunk])
         a = F.gelu(h, approximate=settings.approximate)
         da = (inner[image, chunk] @ weights.w2).mul_(response.scale[image].to(settings.dtype))
@@ -147,10 +149,10 @@ def backward(settings: GRNSettings, saved: GRNSaved, grad: Tensor, needs: GRNGra
     return found._replace(shortcut=grad if needs.shortcut else None)
 
 
-def _pieces(settings, xhat, weights):
+def _chunks(settings, xhat, weights):
     """Images one by one, and slices of their positions."""
-    slices = _slices(settings, xhat.shape[1], len(weights.w1), xhat.device)
-    return [(image, chunk) for image in range(len(xhat)) for chunk in slices]
+    parts = chunks(1, xhat.shape[1], len(weights.w1), xhat.device, settings.chunk)
+    return [(image, part.rows) for image in range(len(xhat)) for part in parts]
 
 
 def _hidden(weights, xhat):

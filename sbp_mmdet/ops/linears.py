@@ -16,6 +16,8 @@ from .rows import (
     fold,
     from_patches,
     in_shape,
+    laid_out,
+    layout_of,
     map_of,
     memory_format,
     normalise,
@@ -39,6 +41,7 @@ class NormLinearSettings:
         storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
         dropped (str): What dropped tokens send, see :class:`.mlp.MLPSettings`. Default: 'zero'.
         implementation (str): 'fused', or 'reference': Algorithm 1 as the paper writes it. Default: 'fused'.
+        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
 
     Raises:
@@ -49,6 +52,7 @@ class NormLinearSettings:
     storage: str = 'native'
     dropped: str = 'zero'
     implementation: str = 'fused'
+    compile: bool = False
     dtype: torch.dtype | None = None
 
     def __post_init__(self):
@@ -80,13 +84,15 @@ NormLinearGradients = gradients_of(NormLinearTensors, 'positions')
 
 class NormLinearSaved(NamedTuple):
     """What the backward pass needs: of the kept tokens x-hat (N, K, C) and its reciprocal deviation (N, K, 1), of kept
-    patches (N, K, 4, C) and (N, K, 4, 1); what was given, without ``x``; and the shape of ``x``."""
+    patches (N, K, 4, C) and (N, K, 4, 1); what was given, without ``x``; and shape and layout of
+    ``x``."""
 
     xhat: Stored
     rstd: Tensor | None
     positions: SavedPositions
     given: NormLinearTensors
     shape: torch.Size
+    layout: torch.memory_format | None
 
 
 def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
@@ -136,9 +142,7 @@ def forward(
     t = tensors
     w, b = fold(*_layer(t), settings.dtype)
     xhat, rstd = normalise(_tokens(t.x), settings.eps, settings.dtype)
-    out = _in_shape_of(t.x, F.linear(xhat.flatten(2), w, b))
-    if t.x.dim() == 4:
-        out = out.contiguous(memory_format=memory_format(t.x))
+    out = laid_out(_in_shape_of(t.x, F.linear(xhat.flatten(2), w, b)), layout_of(t.x))
     if not any(needs):
         return out, None
     positions = SavedPositions.of(t.positions, settings.dropped)
@@ -150,7 +154,8 @@ def forward(
     if needs.x or needs.norm_weight or needs.weight:
         stored = store(xhat, settings.storage, 1)
     rstd = rstd if needs.x else None
-    return out, NormLinearSaved(stored, rstd, positions, t._replace(x=None, positions=None), t.x.shape)
+    given = t._replace(x=None, positions=None)
+    return out, NormLinearSaved(stored, rstd, positions, given, t.x.shape, layout_of(t.x))
 
 
 def backward(
@@ -181,7 +186,7 @@ def backward(
 
 def _input_gradient(saved, incoming, w, xhat, near, groups, shares, grad):
     rstd = saved.rstd.flatten(0, 1)
-    lent = [(xhat, rstd)] + ([near.lend(slice(0, len(xhat)), xhat, rstd)] if near else [])
+    lent = [(xhat, rstd)] + ([near.lend(None, xhat, rstd)] if near else [])
     rows = [  # not "*own": it would hold the product while the norm's backward pass works on a copy in fp32
         normalise_backward((g @ w).view_as(own[0]), own[0], own[1]).flatten(1)
         for g, own in zip(incoming, lent, strict=True)
@@ -190,7 +195,11 @@ def _input_gradient(saved, incoming, w, xhat, near, groups, shares, grad):
         rows = [part.flatten(0, 1) for part in groups.share_(rows[0].unflatten(0, (len(grad), -1)), shares)]
     shape = (len(grad), tokens_of(grad).shape[1], w.shape[1])
     tokens = map_of(rows[0], saved.positions.keep, shape, *([rows[1], saved.positions.drop] if rows[1:] else []))
-    return tokens if len(saved.shape) == 3 else from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape)
+    return (
+        tokens
+        if len(saved.shape) == 3
+        else from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)
+    )
 
 
 def _parameter_gradients(given, layer, dw, db, needs):

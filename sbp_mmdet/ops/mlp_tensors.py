@@ -31,6 +31,7 @@ class MLPSettings:
         implementation (str): 'fused', or 'reference': Algorithm 1 as the paper writes it. Default: 'fused'.
         activation (Callable | None): Of the reference alone, in place of the GELU. Default: None.
         chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
+        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
 
     Raises:
@@ -45,6 +46,7 @@ class MLPSettings:
     implementation: str = 'fused'
     activation: Callable[[Tensor], Tensor] | None = None
     chunk: int | None = None
+    compile: bool = False
     dtype: torch.dtype | None = None
 
     def __post_init__(self):
@@ -95,3 +97,4 @@ class MLPSaved(NamedTuple):
     hidden: Tensor | None
     positions: SavedPositions
     given: MLPTensors  # without maps and positions
+    layout: torch.memory_format | None  # of ``x``, if it is a map

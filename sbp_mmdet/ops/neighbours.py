@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..functional import centres, shares, take
 from ..masks import Positions
+from .chunks import Chunk
 from .operation import OnHost
 from .rows import add_rows_
 
@@ -133,44 +134,45 @@ class Neighbours:
 
     def __init__(self, pairs: Tensor | None, starts: Tensor, images: int):
         self.starts = starts.expand(images, -1)
-        self.kept, self.images = starts.shape[-1] - 1, images
+        kept = starts.shape[-1] - 1
+        self.all = Chunk(slice(0, images), slice(0, kept), kept)
         self.own = 2 - SHARE
         self.pairs = None
         if pairs is not None:
-            first = self.kept * torch.arange(images, device=pairs.device)
+            first = kept * torch.arange(images, device=pairs.device)
             self.pairs = (first[:, None] + pairs).flatten()
-            self.own = pairs.new_ones(images * self.kept, 1, dtype=torch.float32)
+            self.own = pairs.new_ones(images * kept, 1, dtype=torch.float32)
             self.own.index_add_(0, self.pairs, self.own.new_full((len(self.pairs), 1), 1 - SHARE))
 
-    def dropped(self, chunk: slice) -> slice:
-        """The dropped rows that go with a slice of the kept rows."""
-        return slice(self._first(chunk.start), self._first(chunk.stop))
+    def dropped(self, chunk: Chunk) -> Chunk:
+        """The dropped rows that go with some kept ones."""
+        image = chunk.images.start
+        first, last = (int(self.starts[image, row]) for row in (chunk.rows.start, chunk.rows.stop))
+        return Chunk(chunk.images, slice(first, last), int(self.starts[0, -1]))  # as many in each image
 
-    def _first(self, row):
-        image, kept = divmod(row, self.kept)
-        each = int(self.starts[0, -1])  # as many in each image
-        return image * each + (int(self.starts[image, kept]) if image < self.images else 0)
+    def _local(self, chunk):
+        """The number of the kept row among those of the chunk, for each dropped one."""
+        return self.pairs[self.dropped(chunk).flat] - chunk.flat.start
 
-    def lend(self, chunk: slice, *rows: Tensor | None) -> list[Tensor | None]:
-        """Rows of a slice of the kept rows, given to the dropped rows that go with it."""
+    def lend(self, chunk: Chunk | None, *rows: Tensor | None) -> list[Tensor | None]:
+        """Some of the kept rows, or all of them, given to the dropped rows that go with them."""
         if self.pairs is None:
             return list(rows)
-        local = self.pairs[self.dropped(chunk)] - chunk.start
+        local = self._local(chunk or self.all)
         return [None if r is None else r.index_select(0, local) for r in rows]
 
-    def pool_(self, kept: Tensor, dropped: Tensor, chunk: slice | None = None) -> Tensor:
+    def pool_(self, kept: Tensor, dropped: Tensor, chunk: Chunk | None = None) -> Tensor:
         """Sums of gradient rows by kept row, in place, for the product with the kept activations.
 
         Args:
             kept (Tensor): Shape (K, C); holds the sums afterwards.
             dropped (Tensor): Shape (D, C).
-            chunk (slice | None): Which of the kept rows these are; None: all. Default: None.
+            chunk (Chunk | None): Which of the kept rows these are; None: all. Default: None.
 
         Returns:
             Tensor: ``kept``.
         """
         if self.pairs is None:
             return kept.mul_(self.own).add_(dropped, alpha=SHARE)
-        chunk = chunk or slice(0, self.images * self.kept)
-        local = self.pairs[self.dropped(chunk)] - chunk.start
-        return kept.mul_(self.own[chunk]).index_add_(0, local, dropped, alpha=SHARE)
+        chunk = chunk or self.all
+        return kept.mul_(self.own[chunk.flat]).index_add_(0, self._local(chunk), dropped, alpha=SHARE)

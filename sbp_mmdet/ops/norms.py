@@ -10,7 +10,7 @@ from torch import Tensor
 from .convs import Conv
 from .operation import Operation, check_form, gradients_of
 from .precision import accumulator, autocast_dtype
-from .rows import memory_format, normalise, normalise_backward
+from .rows import laid_out, memory_format, normalise, normalise_backward
 from .storage import Stored, store
 
 __all__ = ['NormSettings', 'NormTensors', 'layer_norm']
@@ -24,6 +24,7 @@ class NormSettings:
         eps (float): Added to the variance. Default: 1e-6.
         storage (str): How the normalised input is stored, 'native' or 'int8'. Default: 'native'.
         implementation (str): 'fused', or 'reference': plain autograd. Default: 'fused'.
+        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         dtype (torch.dtype | None): What the normalised input is stored in, where autocast says so; set by
             :func:`layer_norm`. None: as the input is. Default: None.
 
@@ -34,6 +35,7 @@ class NormSettings:
     eps: float = 1e-6
     storage: str = 'native'
     implementation: str = 'fused'
+    compile: bool = False
     dtype: torch.dtype | None = None
 
     def __post_init__(self):
@@ -67,6 +69,7 @@ class NormSaved(NamedTuple):
     weight: Tensor
     conv: Conv | None
     input_dtype: torch.dtype
+    layout: torch.memory_format  # of the input
 
 
 def layer_norm(settings: NormSettings, tensors: NormTensors) -> Tensor:
@@ -99,7 +102,9 @@ def forward(settings: NormSettings, tensors: NormTensors, needs: NormGradients) 
     if conv is None:
         stored = (store(xhat.to(settings.dtype or x.dtype), settings.storage, (1, 2)), rstd)
     out = torch.addcmul(bias, xhat, weight).permute(0, 3, 1, 2)
-    return out if settings.dtype is not None else out.to(x.dtype), NormSaved(*stored, weight, conv, x.dtype)
+    return out if settings.dtype is not None else out.to(x.dtype), NormSaved(
+        *stored, weight, conv, x.dtype, memory_format(x)
+    )
 
 
 def backward(settings: NormSettings, saved: NormSaved, grad: Tensor, needs: NormGradients) -> NormGradients:
@@ -111,7 +116,8 @@ def backward(settings: NormSettings, saved: NormSaved, grad: Tensor, needs: Norm
         xhat, rstd = normalise(saved.conv.run().permute(0, 2, 3, 1), settings.eps, grad.dtype)
     dx = None
     if needs.x:
-        dx = normalise_backward(grad * saved.weight, xhat, rstd).to(saved.input_dtype).permute(0, 3, 1, 2)
+        dx = normalise_backward(grad * saved.weight, xhat, rstd).to(saved.input_dtype)
+        dx = laid_out(dx.permute(0, 3, 1, 2), saved.layout)
     dweight = (grad * xhat).sum((0, 1, 2)) if needs.weight else None
     return NormGradients(dx, dweight, grad.sum((0, 1, 2)) if needs.bias else None)
 

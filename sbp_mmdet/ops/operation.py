@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .compiled import compiling
 from .precision import no_autocast
 
 __all__ = ['OnHost', 'Operation', 'check_form', 'gradients_of']
@@ -57,7 +58,7 @@ class Operation:
         leaves = [getattr(tensors, name) for name in self.gradients._fields]
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
             return self._function.apply(self, settings, tensors, *leaves)
-        with torch.no_grad(), no_autocast(tensors.x):
+        with torch.no_grad(), no_autocast(tensors.x), compiling(getattr(settings, 'compile', False)):
             return self.forward(settings, tensors, self.gradients(*[False] * len(leaves)))[0]
 
 
@@ -65,7 +66,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, operation, settings, tensors, *leaves):
         needs = operation.gradients(*ctx.needs_input_grad[3:])
-        with no_autocast(tensors.x):
+        with no_autocast(tensors.x), compiling(getattr(settings, 'compile', False)):
             output, saved = operation.forward(settings, tensors, needs)
         found = []
         ctx.operation, ctx.settings, ctx.structure = operation, settings, _without_tensors(saved, found)
@@ -78,7 +79,7 @@ class _Function(torch.autograd.Function):
         operation = ctx.operation
         needs = operation.gradients(*ctx.needs_input_grad[3:])
         saved = _with_tensors(ctx.structure, iter(ctx.saved_tensors))
-        with no_autocast(grad):
+        with no_autocast(grad), compiling(getattr(ctx.settings, 'compile', False)):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
         return None, None, None, *gradients
 

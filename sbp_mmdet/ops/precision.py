@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .compiled import body
+
 __all__ = ['accumulate', 'accumulator', 'autocast_dtype', 'column_sums', 'in_range', 'no_autocast', 'zeros_for']
 
 
@@ -43,14 +45,15 @@ def accumulator(x):
 _LONGEST_SUM = 8192
 
 
-def accumulate(total, a, b):
-    """total += a @ b, in the precision of ``total``."""
+def accumulate(total, a, b, unit=None):
+    """total += unit * (a @ b), in the precision of ``total``; ``unit`` has a number for each row, None: ones."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
         return
     each = _LONGEST_SUM if a.dtype == torch.float16 else max(len(b), 1)
     for columns, rows in zip(a.split(each, 1), b.split(each), strict=True):
-        total += columns @ rows
+        product = columns @ rows
+        total.add_(product) if unit is None else total.addcmul_(product, unit[:, None])
 
 
 def in_range(g, gamma, dtype):
@@ -61,5 +64,10 @@ def in_range(g, gamma, dtype):
     """
     if gamma is None or dtype != torch.float16 or not len(g):
         return g.to(dtype), None
-    unit = 16 * g.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny)
+    return _in_range(g, dtype)
+
+
+@body
+def _in_range(g, dtype):
+    unit = 16 * torch.linalg.vector_norm(g, torch.inf, 0).clamp_min(torch.finfo(torch.float32).tiny)
     return (g / unit).to(dtype), unit

@@ -4,16 +4,19 @@ A row is one position: C numbers. Rows of kept positions are contiguous, image a
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..functional import take
+from .compiled import body
 
 __all__ = [
     'add_rows_',
+    'empty_tokens',
     'fold',
     'from_patches',
     'in_shape',
+    'laid_out',
+    'layout_of',
     'map_of',
     'memory_format',
     'normalise',
@@ -42,16 +45,21 @@ def to_patches(x: Tensor) -> Tensor:
     return x.permute(0, 2, 4, 3, 5, 1).reshape(n, (h // 2) * (w // 2), 4, c)
 
 
-def from_patches(patches: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def from_patches(patches: Tensor, shape: tuple[int, int, int, int], layout: torch.memory_format) -> Tensor:
     """The reverse of :func:`to_patches`, zero in an odd last row or column.
 
     Args:
         patches (Tensor): Shape (N, H/2 * W/2, 4, C).
         shape (tuple): (N, C, H, W).
+        layout (torch.memory_format): Of the result.
     """
     n, c, h, w = shape
-    x = patches.view(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h // 2 * 2, w // 2 * 2)
-    return F.pad(x, (0, w % 2, 0, h % 2)) if h % 2 or w % 2 else x
+    x = torch.empty(shape, dtype=patches.dtype, device=patches.device, memory_format=layout)
+    x[:, :, h // 2 * 2 :].zero_()
+    x[..., w // 2 * 2 :].zero_()
+    place = x[:, :, : h // 2 * 2, : w // 2 * 2].unflatten(3, (w // 2, 2)).unflatten(2, (h // 2, 2))
+    place.copy_(patches.view(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4))
+    return x
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
@@ -60,13 +68,33 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
+def layout_of(x: Tensor) -> torch.memory_format | None:
+    """:func:`memory_format` of a map; None for tokens."""
+    return None if x.dim() == 3 else memory_format(x)
+
+
+def laid_out(x: Tensor, layout: torch.memory_format | None) -> Tensor:
+    """``x`` in the layout that :func:`layout_of` said; no copy where it is."""
+    return x if layout is None else x.contiguous(memory_format=layout)
+
+
+def empty_tokens(
+    shape: tuple[int, int, int], layout: torch.memory_format | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Tokens (N, L, C) to be filled, which :func:`in_shape` makes a map of this layout without a copy."""
+    n, length, channels = shape
+    if layout == torch.contiguous_format:
+        return torch.empty(n, channels, length, dtype=dtype, device=device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def tokens_of(x: Tensor) -> Tensor:
     """A feature map (N, C, H, W) as tokens (N, H * W, C), a view of it; tokens (N, L, C) are what they are."""
     return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
 
 
 def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The reverse of :func:`tokens_of`, for a map or tokens of this shape; channels last, where that is a map."""
+    """The reverse of :func:`tokens_of`, for a map or tokens of this shape: a view."""
     return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
 
 
@@ -149,6 +177,12 @@ def map_of(
 
 def normalise(x, eps, dtype):
     """x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
+    xhat, rstd = _normalise(x.reshape(-1, x.shape[-1]), eps, dtype)
+    return xhat.view(x.shape), rstd.view(*x.shape[:-1], 1)
+
+
+@body
+def _normalise(x, eps, dtype):
     reduced = (torch.float16, torch.bfloat16)
     if x.dtype in reduced and (x.device.type == 'cpu' or dtype not in reduced):
         # CUDA's kernel computes in full precision and rounds x-hat to x's; the CPU's would round the deviation too.
@@ -159,6 +193,11 @@ def normalise(x, eps, dtype):
 
 def normalise_backward(grad, xhat, rstd):
     """Gradient of the layer norm's input from that of x-hat; statistics in full precision."""
+    return _normalise_backward(*(x.reshape(-1, x.shape[-1]) for x in (grad, xhat, rstd))).view(grad.shape)
+
+
+@body
+def _normalise_backward(grad, xhat, rstd):
     dtype = grad.dtype
     if grad.device.type == 'cpu' and dtype != rstd.dtype:
         grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
@@ -166,7 +205,7 @@ def normalise_backward(grad, xhat, rstd):
     dx, _, _ = torch.ops.aten.native_layer_norm_backward(
         grad, xhat, grad.shape[-1:], zero, one, None, None, [True, False, False]
     )
-    return (dx * rstd).to(dtype)
+    return dx.mul_(rstd).to(dtype)
 
 
 def fold(weight, bias, norm_weight, norm_bias, dtype):

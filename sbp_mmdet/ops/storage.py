@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .chunks import CHUNK
 from .precision import accumulator
 
 __all__ = ['STORAGES', 'Stored', 'store']
@@ -23,14 +24,15 @@ class Stored(NamedTuple):
     values: Tensor | None
     scale: Tensor | None = None
 
+    def part(self, images: slice, rows: slice) -> 'Stored':
+        """Some rows of some images of tokens (N, K, ...)."""
+        return Stored(self.values[images, rows], None if self.scale is None else self.scale[images])
+
     def load(self, dtype: torch.dtype) -> Tensor:
         """The tensor in ``dtype``."""
         if self.scale is None:
             return self.values.to(dtype)
-        out = torch.empty_like(self.values, dtype=dtype)
-        for image, values, scale in zip(out, self.values, self.scale, strict=True):
-            image.copy_(values * scale)  # one at a time: the product is in full precision
-        return out
+        return torch.mul(self.values, self.scale, out=torch.empty_like(self.values, dtype=dtype))
 
 
 def store(x: Tensor, storage: str, positions: int | tuple[int, ...]) -> Stored:
@@ -53,6 +55,7 @@ def store(x: Tensor, storage: str, positions: int | tuple[int, ...]) -> Stored:
     scale = torch.maximum(x.amax(positions, keepdim=True), -x.amin(positions, keepdim=True)).to(accumulator(x)) / 127
     divisor = scale.clamp_min(torch.finfo(scale.dtype).tiny)
     values = torch.empty_like(x, dtype=torch.int8)
-    for image, rows, unit in zip(values, x, divisor, strict=True):
-        image.copy_((rows / unit).round_())  # one at a time: the quotient is in full precision
+    together = max(CHUNK['cuda'] // 4 // x[0].numel(), 1)  # some images at a time: the quotient is in full precision
+    for part, rows, unit in zip(values.split(together), x.split(together), divisor.split(together), strict=True):
+        part.copy_((rows / unit).round_())
     return Stored(values, scale)

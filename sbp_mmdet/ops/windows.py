@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .chunks import CHUNK
 from .operation import Operation, gradients_of
 from .precision import accumulate, accumulator, autocast_dtype, column_sums, zeros_for
 from .rows import fold, normalise, normalise_backward, unfold
@@ -24,8 +25,6 @@ from .storage import STORAGES, Stored, store
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
-# Elements of the largest tensor of the windows that exist at a time: on a CPU what stays in its caches.
-_CHUNK = {'cpu': 2**20, 'cuda': 2**24}
 # What is added to the map between tokens that only the shift brought together, as every Swin has it.
 _APART = -100.0
 
@@ -210,7 +209,7 @@ class _Layout(NamedTuple):
     def chunks(self, settings, images, channels):
         """Slices of the places, whole windows."""
         area = settings.window**2
-        budget = settings.chunk or _CHUNK.get(self.order.device.type, _CHUNK['cuda'])
+        budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
         step = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1) * area
         return [slice(start, min(start + step, len(self.order))) for start in range(0, len(self.order), step)]
 

@@ -1,0 +1,86 @@
+"""Compiled bodies: the same gradients, the same bytes, few graphs, and a message where nothing can be compiled."""
+
+import functools
+import random
+
+import pytest
+import torch
+from ops_cases import differentiate, downsample_inputs, fused_downsample, fused_mlp, keep_mask, mlp_inputs, stored
+from oracles import assert_near, gradients, image, small_backbone
+
+from sbp_mmdet.analysis import peak_bytes, saved_bytes
+from sbp_mmdet.masks import positions
+from sbp_mmdet.ops import compiled
+from sbp_mmdet.settings import PRESETS
+
+OLD = compiled.why_not() is not None
+pytestmark = pytest.mark.skipif(OLD, reason='this torch compiles nothing')
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Bodies become graphs, which are run operation by operation: no compiler runs. Their number so far."""
+    monkeypatch.setattr(compiled, 'BACKEND', 'aot_eager')
+    monkeypatch.setattr(compiled, '_versions', {})
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    yield lambda: counters['stats']['unique_graphs']
+    torch.compiler.reset()
+
+
+@pytest.mark.skipif(OLD or compiled.why_not('cpu') is not None, reason='no C++ compiler')
+def test_compiled_operation(monkeypatch):
+    """By inductor, for chunks of several sizes."""
+    monkeypatch.setattr(compiled, '_versions', {})
+    keep = positions(keep_mask('half', 6, 9), nearest=True)
+    mlp = dict(chunk=160, factor=torch.tensor([1.25, 0.0], dtype=torch.float64))
+    for f, tensors in (
+        (functools.partial(fused_mlp, keep, True, **mlp), mlp_inputs(c=8, d=20, height=6, width=9)[0]),
+        (functools.partial(fused_downsample, keep), downsample_inputs(c=6, c_out=9, height=12, width=18)),
+    ):
+        assert_near(differentiate(f(compile=True), tensors), differentiate(f(), tensors), 1e-11)
+        assert stored(f(compile=True), tensors) == stored(f(), tensors)
+    assert set(compiled.graphs()) == {'_normalise', '_scaled', '_through_gelu', '_normalise_backward'}
+
+
+@pytest.mark.parametrize('preset', ['fused', 'exact-block', 'pool', 'nearest-int8'])
+def test_backbone(preset, graphs):
+    """With stochastic depth and checkpoints, and inside of a compiled model."""
+    x, cfg, grads, held = image(height=96), PRESETS[preset].sbp_cfg, [], []
+    for compile_ in (False, True):
+        backbone = small_backbone(cfg | dict(compile=compile_), drop_path_rate=0.4)
+        torch.manual_seed(0)
+        grads.append(gradients(backbone, x))
+        torch.manual_seed(0)
+        held.append((saved_bytes(lambda: backbone(x)), peak_bytes(lambda: backbone(x)[0].sum().backward())))  # noqa: B023
+    assert_near(grads[1], grads[0], 1e-10)
+    assert held[0][0] == held[1][0] and held[0][1] <= 1.1 * held[1][1]
+    assert graphs() >= 10
+    backbone = small_backbone(cfg | dict(compile=True), drop_path_rate=0.4, with_cp=True)
+    torch.manual_seed(0)
+    assert_near(gradients(backbone, x, torch.compile(backbone, backend='eager')), grads[0], 1e-10)
+
+
+def test_sizes_of_images_need_no_graphs(graphs):
+    """30 sizes and batches of 1 to 3 images: each body has one graph for each width, and an operation less than 8."""
+    backbone = small_backbone(dict(recompute=True, dropped='nearest', compile=True), dtype=torch.float32)
+    draw, counts = random.Random(0), []
+    for _ in range(30):
+        x = image(draw.randint(1, 3), draw.randint(64, 160), draw.randint(64, 160), dtype=torch.float32)
+        sum(out.mean() for out in backbone(x)).backward()
+        counts.append(graphs())
+    assert counts[-1] == counts[4], counts
+    assert counts[-1] <= 2 * sum(compiled.graphs().values())
+    assert all(number <= 8 for number in compiled.graphs().values()), compiled.graphs()
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    monkeypatch.setattr(compiled, '_versions', {})
+    backbone = small_backbone(dict(compile=True))
+    with pytest.raises(ValueError, match='compile=True cannot be honoured: .* there is no no-such-compiler'):
+        backbone(image())
+    monkeypatch.setattr(torch, '__version__', '2.1.2')
+    with pytest.raises(ValueError, match=r'compile=True cannot be honoured: it needs torch 2.4 .* torch 2.1.2'):
+        small_backbone(dict(compile=True))
