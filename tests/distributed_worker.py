@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mmdet.models.backbones import SwinTransformer
+from mmdet.models.backbones.swin import SwinBlock
 from mmengine.logging import MessageHub
 from mmengine.model import MMDistributedDataParallel
 from oracles import image, loss_of, masks_of, record_keep, small_backbone
@@ -18,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from sbp_mmdet import apply_sbp
 from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
 
 try:
@@ -32,6 +35,7 @@ RANDOM = dict(keep_ratio=0.5, sampler='random')
 REFERENCE = RANDOM | dict(implementation='reference')
 BLOCK = RANDOM | dict(recompute='block')
 SKIP = RANDOM | dict(skip_dropped_images=True)  # with one image a rank, blocks run on one rank and not on the other
+SWIN = dict(embed_dims=8, depths=(1, 2, 2, 1), num_heads=(1, 2, 2, 4), window_size=3, mlp_ratio=2, drop_path_rate=0.0)
 # case: (sbp_cfg, arguments of the backbone, arguments of DistributedDataParallel or the name of another wrapper)
 CASES = {
     'plain': (RANDOM, {}, {}),
@@ -56,6 +60,11 @@ CASES = {
     'FSDP': (RANDOM, {}, 'FSDP'),
     'FSDP with_cp reference': (REFERENCE, dict(with_cp=True), 'FSDP'),
     'fully_shard': (BLOCK, {}, 'fully_shard'),
+    'in place': (RANDOM, SWIN, {}),
+    'in place skip with_cp': (SKIP, SWIN | dict(with_cp=True, drop_path_rate=0.7), dict(static_graph=True)),
+    'in place reference': (REFERENCE, SWIN, dict(gradient_as_bucket_view=True)),
+    'in place FSDP': (RANDOM, SWIN | dict(with_cp=True), 'FSDP'),
+    'in place fully_shard': (SKIP | dict(recompute=True), SWIN | dict(drop_path_rate=0.7), 'fully_shard'),
 }
 if fully_shard is None:
     CASES = {case: values for case, values in CASES.items() if values[2] not in ('FSDP', 'fully_shard')}
@@ -75,6 +84,21 @@ class Detector(nn.Module):
         return self.backbone(x)
 
 
+def build(case: str) -> nn.Module:
+    """The backbone of a case: ours, or mmdet's Swin, changed in place."""
+    sbp_cfg, arguments, _ = CASES[case]
+    if 'in place' not in case:
+        return small_backbone(sbp_cfg, **arguments)
+    backbone = SwinTransformer(**arguments).double()
+    backbone.train()  # gives nothing back
+    generator = torch.Generator().manual_seed(0)
+    for p in backbone.parameters():
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        p.data = noise / p[0].numel() ** 0.5 if p.dim() > 1 else 0.6 + 0.2 * noise
+    apply_sbp(backbone, sbp_cfg)
+    return backbone
+
+
 def images(rank: int, step: int) -> torch.Tensor:
     """The images of one rank and step."""
     return image(1, *SIZE, seed=100 * rank + step)
@@ -83,14 +107,14 @@ def images(rank: int, step: int) -> torch.Tensor:
 def wrap(model: Detector, how: dict | str) -> nn.Module:
     """The wrapper that a case asks for. What shards parameters has the block as its unit."""
     if how == 'FSDP':
-        policy = ModuleWrapPolicy({ConvNeXtBlock})
+        policy = ModuleWrapPolicy({ConvNeXtBlock, SwinBlock})
         return FullyShardedDataParallel(
             model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device('cpu')
         )
     if how == 'fully_shard':
         mesh = init_device_mesh('cpu', (dist.get_world_size(),))
         for stage in model.backbone.stages:
-            for block in stage:
+            for block in getattr(stage, 'blocks', stage):
                 fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     return MMDistributedDataParallel(model, device_ids=None, **how)
@@ -116,9 +140,8 @@ def run_case(case: str, rank: int) -> list[dict]:
         case (str): Of :data:`CASES`.
         rank (int): Of this process.
     """
-    sbp_cfg, backbone_args, how = CASES[case]
-    backbone = small_backbone(sbp_cfg, **backbone_args)
-    seen = record_keep(backbone)
+    backbone, how = build(case), CASES[case][2]
+    seen = {} if 'in place' in case else record_keep(backbone)
     detector = Detector(backbone, 'find_unused_parameters' in how)
     model = wrap(detector, how)
     torch.manual_seed(SEED)  # as mmengine does before the training

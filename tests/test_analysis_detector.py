@@ -100,6 +100,21 @@ def test_a_step_of_two_layers():
     assert row['peak'] >= 4 * parameters and row['peak_phase'] in ('backward', 'optimizer step')
 
 
+def test_large_batches_are_told_from_small_ones(atto, monkeypatch):
+    """Within the little that boxes of other images change."""
+    case = dict(SMALL, batch=12)
+    found = measure_detector(atto, **case)
+    monkeypatch.setattr('sbp_mmdet.analysis.detector.MOST_IMAGES', 12)
+    counted = measure_detector(atto, **case)
+    assert {key: found[key] for key in ('parameters', 'optimizer', 'gradients', 'peak_phase')} == {
+        key: counted[key] for key in ('parameters', 'optimizer', 'gradients', 'peak_phase')
+    }
+    assert found['peak'] == pytest.approx(counted['peak'], rel=0.03)
+    assert found['forward'] == pytest.approx(counted['forward'], rel=0.03)
+    assert found['saved'].keys() == counted['saved'].keys()
+    assert found['saved']['stage 1'] == counted['saved']['stage 1']
+
+
 def state_bytes(kind):
     """Of parameters of 4095, 4096 and 5000 entries, after two steps: each one's own, and those that they share."""
     weights = [nn.Parameter(torch.zeros(n)) for n in (4095, 4096, 5000)]

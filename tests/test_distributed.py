@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from distributed_worker import CASES, FIRST_ITERATION, SEED, STEPS, images
+from distributed_worker import CASES, FIRST_ITERATION, SEED, STEPS, build, images
 from helpers import ROOT, run
 from mmengine.logging import MessageHub
 from oracles import SMALL, assert_near, gradients, loss_of, oracle_convnext, small_backbone
 
 RANKS = 2
 # Other estimates than the definition's: compared with those of one process, which other tests compare with theirs.
-OPTIONS = [case for case in CASES if 'nearest' in case or 'skip' in case]
+OPTIONS = [case for case in CASES if any(word in case for word in ('nearest', 'skip', 'in place'))]
 
 
 @pytest.fixture(scope='module')
@@ -36,7 +36,7 @@ def test_options_are_the_mean_of_single_process_ones(results, case, monkeypatch)
         for rank in range(RANKS):
             monkeypatch.setattr('sbp_mmdet.draws.get_rank', lambda rank=rank: rank)
             MessageHub.get_current_instance().update_info('iter', step)
-            backbone = small_backbone(CASES[case][0], **CASES[case][1])
+            backbone = build(case)
             torch.manual_seed(SEED)
             found = gradients(backbone, images(rank, step))
             found.pop('image')

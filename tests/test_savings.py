@@ -9,15 +9,19 @@ import torch.distributed as dist
 from helpers import CONFIGS, make_project
 from mmdet.models.necks import FPN
 from mmdet.models.task_modules.assigners import BboxOverlaps2D, MaxIoUAssigner
-from mmdet.registry import HOOKS
+from mmdet.registry import HOOKS, MODELS
 from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
 from mmengine.model import BaseModule
+from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sbp_mmdet.analysis import saved_bytes
+from sbp_mmdet.analysis.batch import build_batch
+from sbp_mmdet.analysis.memory import LiveBytes
+from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.savings import checkpoint_modules, targets_in_chunks
 
 FLOAT = 4
@@ -209,3 +213,37 @@ def test_the_configs_are_what_they_say():
         assert [hook.type for hook in config.custom_hooks] == ['CheckpointModulesHook', 'TargetsInChunksHook']
         assert config.optim_wrapper.optimizer.type == ('AdamW8bit' if '8bit' in name else 'AdamW')
         assert config.model_wrapper_cfg.gradient_as_bucket_view
+
+
+@pytest.mark.parametrize('semantic', [False, True])
+def test_masks_of_mask2former_take_a_byte(semantic):
+    """The same losses and gradients from masks that are never whole numbers of eight or four bytes."""
+    model = load_config('mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic.py').model
+    init_default_scope('mmdet')
+    train_cfg = dict(model.train_cfg, num_points=50)
+    head = MODELS.build(dict(model.panoptic_head, num_queries=21, train_cfg=train_cfg, test_cfg=None))
+    data = build_batch(2, 96, 128, 10, 80, with_masks=True, semantic=True)['data_samples']
+    maps = [sample.gt_sem_seg if semantic else None for sample in data]
+    generator = torch.Generator().manual_seed(0)
+    scores, masks = (torch.randn(2, 21, *size, generator=generator) for size in ((134,), (24, 32)))
+
+    def losses():
+        torch.manual_seed(1)
+        leaves = [t.clone().requires_grad_() for t in (scores, masks)]
+        with LiveBytes() as counter:
+            truth = head.preprocess_gt([sample.gt_instances for sample in data], maps)
+            found = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
+        return [*found, *torch.autograd.grad(sum(found), leaves)], [t.masks for t in truth], counter.peak
+
+    expected, whole, before = losses()
+    targets_in_chunks(head, masks=2)
+    targets_in_chunks(head, masks=2)  # twice is once
+    found, bits, after = losses()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert all(
+        t.dtype == torch.bool and torch.equal(t.as_subclass(torch.Tensor), w.bool()) for t, w in zip(bits, whole)
+    )
+    pixels = sum(t.numel() for t in whole)
+    assert before > 12 * pixels and after < 5 * pixels
+    assert type(data[0].gt_instances.masks) is BitmapMasks  # the batch stays as it was

@@ -13,7 +13,7 @@ import argparse
 
 from mmengine.config import DictAction
 
-from sbp_mmdet.analysis.detector import measure_detector
+from sbp_mmdet.analysis.detector import MOST_IMAGES, measure_detector
 from sbp_mmdet.analysis.inputs import add_inputs, inputs_of
 from sbp_mmdet.analysis.planner import (
     CONTEXT,
@@ -71,9 +71,10 @@ def main():
     def tell(variant, need, fits):
         print(f'  {variant:<60} {format_bytes(need):>8}  {"fits" if fits else "too much"}', flush=True)
 
+    extended = f'; more than {MOST_IMAGES} images: told from 2 and 4' if inputs.batch > MOST_IMAGES else ''
     print(
         f'{inputs.batch} images of {inputs.height} x {inputs.width}, {args.boxes} boxes each, {format_bytes(budget)}; '
-        f'with {MARGIN:.0%} margin and {format_bytes(CONTEXT)} for CUDA ({inputs.source}):'
+        f'with {MARGIN:.0%} margin and {format_bytes(CONTEXT)} for CUDA ({inputs.source}{extended}):'
     )
     applies = family_of(config.model.backbone) is not None
     if not applies:

@@ -34,6 +34,7 @@ from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 
 __all__ = [
+    'MOST_IMAGES',
     'assignment_on_cpu',
     'build_detector',
     'build_training',
@@ -42,6 +43,11 @@ __all__ = [
     'own_crops',
     'timed_step',
 ]
+
+
+# Counted in full; the bytes of more images on a CPU follow from those of two smaller batches.
+MOST_IMAGES = 8
+_SMALLER = (2, 4)
 
 
 def measure_detector(
@@ -60,7 +66,8 @@ def measure_detector(
 
     Args:
         config (Config): Config of a detector, the hooks that change the model included.
-        batch (int): Images.
+        batch (int): Images. On a CPU more than :data:`MOST_IMAGES` are not run: bytes grow by the same with each image,
+            part by part and phase by phase, so those of 2 and of 4 images tell them.
         height, width (int): Their size, before padding.
         boxes (int): Ground-truth boxes in each.
         device (str): 'cpu', or a CUDA device. Default: 'cpu'.
@@ -72,13 +79,16 @@ def measure_detector(
     Returns:
         dict: Bytes of ``parameters`` (buffers included), ``optimizer``, ``gradients``, ``saved`` (part to bytes),
         ``forward`` (everything at the end of the forward pass), ``peak``; ``peak_phase``; on CUDA ``reserved`` and
-        ``step_s`` as well, which are None elsewhere.
+        ``step_s`` as well, which are None elsewhere; ``peaks`` (phase to bytes) elsewhere.
 
     Raises:
         ValueError: For a number that is too small, or a device that is not there.
     """
     check_case(batch=batch, boxes=boxes, rounds=rounds, device=device)
     cuda = torch.device(device).type == 'cuda'
+    if batch > MOST_IMAGES and not cuda:
+        case = dict(height=height, width=width, boxes=boxes, compute=compute, trained_proposals=trained_proposals)
+        return _extended(batch, *(measure_detector(config, batch=n, **case) for n in _SMALLER))
     with own_crops(), contextlib.ExitStack() as stack:
         counter = LiveBytes()
         if not cuda:
@@ -95,6 +105,20 @@ def measure_detector(
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
+
+
+def _extended(batch: int, few, many):
+    """What a batch holds, by what two smaller ones hold."""
+
+    def along(a, b):
+        if isinstance(a, dict):
+            return {key: along(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
+        low, high = _SMALLER
+        return b + (batch - high) * (b - a) // (high - low) if isinstance(a, int) else a
+
+    row = along(few, many)
+    phase = max(row['peaks'], key=row['peaks'].get)
+    return dict(row, peak=row['peaks'][phase], peak_phase=phase)
 
 
 def check_case(*, batch: int, boxes: int, rounds: int, device: str, least_rounds: int = 0) -> None:
@@ -311,7 +335,8 @@ def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
     with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), masks, skip, counter:
         torch.manual_seed(0)
         model.train_step(data, wrapper)
-    return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, reserved=None, step_s=None)
+    peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
+    return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks, reserved=None, step_s=None)
 
 
 def timed_step(model: nn.Module, wrapper, data: dict) -> float:

@@ -89,20 +89,28 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live (int): Bytes held now.
-        peak (int): The most that were held at a time.
         phase (str | None): What the step is doing, set from outside. Default: None.
-        peak_phase (str | None): What it was doing at the peak.
+        peaks (dict[str | None, int]): The most bytes that were held at a time, phase by phase.
+        peak (int): The most of them all.
+        peak_phase (str | None): What the step was doing at the peak.
     """
 
     def __init__(self):
         super().__init__()
-        self.peak = 0
-        self.phase = self.peak_phase = None
+        self.phase, self.peaks = None, {}
         # Address of a storage: a weak reference, which keeps the address from being given away, and the bytes to count.
         # torch's own kind of reference: before torch 2.2 Python's is to a wrapper that is gone at once.
         self._known = {}
         self._upper = 0  # bytes of all of these, the freed ones since the last look among them
         self._counting = True
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values(), default=0)
+
+    @property
+    def peak_phase(self) -> str | None:
+        return max(self.peaks, key=self.peaks.get, default=None)
 
     @property
     def live(self) -> int:
@@ -133,8 +141,8 @@ class LiveBytes(TorchDispatchMode):
         self._see((args, kwargs), counting=False)
         out = func(*args, **kwargs)
         self._see(out, self._counting)
-        if self._upper > self.peak and (live := self.live) > self.peak:
-            self.peak, self.peak_phase = live, self.phase
+        if self._upper > (peak := self.peaks.get(self.phase, 0)):
+            self.peaks[self.phase] = max(peak, self.live)
         return out
 
 
