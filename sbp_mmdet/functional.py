@@ -75,11 +75,12 @@ def centres(x: Tensor, keep: Tensor, drop: Tensor, pairs: Tensor | None) -> Tens
     Returns:
         Tensor: Shape (N, K, ...).
     """
-    size = torch.ones(keep.shape, dtype=x.dtype, device=x.device)
-    size = size + 1 if pairs is None else size.scatter_add(-1, pairs, size.new_ones(pairs.shape))
+    kept, dropped = take(x, keep), take(x, drop)
+    if pairs is None:
+        return torch.lerp(kept, dropped, 0.25)
+    size = torch.ones(keep.shape, dtype=x.dtype, device=x.device).scatter_add(-1, pairs, x.new_ones(pairs.shape))
     part = (0.5 / size).view(-1, keep.shape[-1], *[1] * (x.dim() - 2))
-    own, dropped = take(x, keep) * (0.5 + part), take(x, drop) * take(part, pairs)
-    return own + dropped if pairs is None else _add(own, pairs, dropped)
+    return _add(kept * (0.5 + part), pairs, dropped * take(part, pairs))
 
 
 def shares(total: Tensor, dropped: Tensor, pairs: Tensor | None) -> Tensor:
@@ -164,6 +165,8 @@ def take(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _add(x, index, rows):
+    if index.dim() == 1:
+        return x.index_add(1, index, rows)
     return x.scatter_add(1, index[(..., *[None] * (x.dim() - 2))].expand_as(rows), rows)
 
 

@@ -19,6 +19,7 @@ from ops_cases import (
 from oracles import assert_near, relative_error, where_pooled
 
 from sbp_mmdet import ops, pooled
+from sbp_mmdet.functional import shares
 from sbp_mmdet.masks import Nearest, Positions, positions, sample_mask
 
 KINDS = st.sampled_from(['grid', 'half', 'few', 'full'])
@@ -134,14 +135,14 @@ def test_algorithm1_pooled_with_positions_of_each_image():
 
 
 def test_alike_neighbours_make_it_exact():
-    """Where positions of a group are alike and get the same back, and a bias that nothing follows in any case."""
+    """Where positions of a group are alike and get multiples of one gradient. A bias that nothing follows: always."""
     tensors, _ = mlp_inputs(height=6, width=8)
     keep = draw('grid', 6, 8)
     lender = torch.empty(48, dtype=torch.int64)
     lender[keep.keep], lender[keep.drop] = keep.keep, keep.keep
     for name in ('x', 'shortcut'):
         tensors[name] = tensors[name].flatten(2)[:, :, lender].view(tensors[name].shape)
-    weight = torch.randn(2, 8, 48, dtype=torch.float64)[:, :, lender].view(2, 8, 6, 8)
+    weight = torch.randn(2, 8, 48, dtype=torch.float64)[:, :, lender].view(2, 8, 6, 8) * torch.rand(6, 8).double()
 
     def squared(f):
         return lambda **t: (f(**t) * weight).sum().view(1)
@@ -195,3 +196,23 @@ def test_pairs_are_needed():
             fused_mlp(keep, False, dropped='pool', implementation=form)(**tensors)
     with pytest.raises(ValueError, match="dropped='nearest' needs implementation='fused'"):
         ops.MLPSettings(dropped='nearest', implementation='reference')
+
+
+@given(seed=st.integers(0, 99), dtype=st.sampled_from([torch.float64, torch.float32, torch.float16]))
+def test_shares_are_the_nearest_multiples(seed, dtype):
+    """Of the groups' sums, also where squares would leave the range of fp16; 0 where nothing comes in."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 1e-2 if dtype == torch.float16 and seed % 2 else 300.0
+    kept, dropped = (torch.randn(2, n, 16, generator=generator).mul(scale).to(dtype) for n in (3, 7))
+    kept[0, 0] = dropped[0, :2] = 0
+    pairs = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    total = kept.double().index_add(1, pairs, dropped.double())
+    found = shares(total.to(dtype), dropped, pairs)
+    wanted = [
+        torch.linalg.lstsq(s[:, None], g).solution for s, g in zip(total[:, pairs][0], dropped[0].double(), strict=True)
+    ]
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (
+        relative_error(found[0, :, 0].double(), torch.cat(wanted))
+        < dict(float64=1e-12, float32=1e-5, float16=5e-3)[str(dtype)[6:]]
+    )
