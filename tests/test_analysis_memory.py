@@ -3,10 +3,12 @@
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from ops_cases import fused_mlp, mlp_inputs
 from torch import nn
 
 from sbp_mmdet.analysis import saved_bytes
-from sbp_mmdet.analysis.memory import LiveBytes
+from sbp_mmdet.analysis.cuda_rules import cuda_kernels
+from sbp_mmdet.analysis.memory import LiveBytes, peak_bytes
 
 FLOAT = 4
 
@@ -100,3 +102,20 @@ def test_live_bytes_when_addresses_are_used_again():
         assert counter.live == 1000 * FLOAT
     del kept
     assert counter.live == 0
+
+
+def test_counts_are_of_the_pieces_that_a_gpu_would_cut():
+    """They are larger than a CPU's, and so is what a backward pass needs at a time."""
+
+    def peak():
+        tensors, _ = mlp_inputs(n=1, c=8, d=512, height=64, width=64, dtype=torch.float32)
+        leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+        out = fused_mlp(None, True)(**leaves)
+        return peak_bytes(lambda: out.sum().backward())
+
+    own = peak()
+    with cuda_kernels(LiveBytes(), compute=False):
+        large = peak()
+    hidden = 64 * 64 * 512 * FLOAT
+    assert own < 2 * hidden < large
+    assert peak() == own

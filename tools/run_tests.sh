@@ -8,8 +8,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=$(bash tools/setup_env.sh)
-# The tests are for the CPU, for mmcv may have been compiled without its GPU operators; those of the backbone's numbers
-# run on a GPU with SBP_TEST_DEVICE=cuda.
+# The tests are for the CPU, for mmcv may have been compiled without its GPU operators; backbones and operations run on a
+# GPU with SBP_TEST_DEVICE=cuda.
 [ "${SBP_TEST_DEVICE:-cpu}" != cpu ] || export CUDA_VISIBLE_DEVICES=
 [ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}" # see let_threads_sleep in mmdet_script.py
 if "$python" -c 'import ruff' 2>/dev/null; then

@@ -17,6 +17,8 @@ from mmdet.structures.mask import BitmapMasks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..ops.chunks import CHUNK
+
 __all__ = ['autocast', 'autocast_rules', 'cuda_kernels', 'full_fp32']
 
 _REDUCED = (torch.bfloat16, torch.float16)
@@ -115,7 +117,8 @@ def cuda_kernels(counter, compute: bool):
     """Lets mmcv's CPU kernels stand for those of CUDA.
 
     Non-maximum suppression and RoIAlign refuse reduced precision on a CPU: they run in fp32, out of the counter's
-    sight, and give back what CUDA's would. Masks are copied to the device.
+    sight, and give back what CUDA's would. Masks are copied to the device. This package's operations cut their rows
+    into the pieces that they cut on CUDA, which are larger.
 
     Args:
         counter (LiveBytes): What counts.
@@ -161,6 +164,7 @@ def cuda_kernels(counter, compute: bool):
 
     with (
         _rules_in_replays(),
+        mock.patch.dict(CHUNK, cpu=CHUNK['cuda']),
         mock.patch.object(NMSop, 'forward', staticmethod(nms_in_full)),
         mock.patch.object(RoIAlignFunction, 'forward', staticmethod(roi_align)),
         mock.patch.object(RoIAlignFunction, 'backward', staticmethod(roi_align_backward)),
