@@ -119,7 +119,7 @@ def test_command_and_tables(tmp_path):
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     assert 'block of atto stage 4, 2 x 320 x 2 x 2' in output
     written = json.loads(results.read_text())
-    assert [row['mode'] for row in written['rows']] == ['none', 'recompute'] * 2
+    assert [row['preset'] for row in written['rows']] == ['none', 'recompute'] * 2
     assert written['machine']['torch'] == torch.__version__
 
     page = tmp_path / 'page.md'

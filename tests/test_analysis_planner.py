@@ -326,7 +326,7 @@ def test_under_a_cap():
     options = dict(capped=capped, measure=measure, batch=2)
     config = load_config(T)
     rows = run_under_cap(config, ['none', 'fused'], 6 * 2**30, **options)
-    assert [(r['setting'], r['fits']) for r in rows] == [('none', False), ('fused', True)]
+    assert [(r['variant'], r['fits']) for r in rows] == [('none', False), ('fused', True)]
     assert rows[1]['peak'] == 4e9 and in_force == [] and log == [('cuda', 2)] * 2
     assert [r['fits'] for r in run_under_cap(config, ['none', 'fused'], 10**9, **options)] == [False, False]
 

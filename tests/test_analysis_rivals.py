@@ -114,7 +114,7 @@ def test_the_tool(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, 'argv', ['tool', *words.split(), 'selective', '--json', str(out)])
     benchmark_block.main()
     assert 'drawn' in capsys.readouterr().out
-    rows = {row['mode']: row for row in json.loads(out.read_text())['rows']}
+    rows = {row['preset']: row for row in json.loads(out.read_text())['rows']}
     assert [*rows] == ['none', 'with_cp', 'save-on-cpu', 'selective']
     host = rows['save-on-cpu']
     assert host['saved_bytes'] == 0 and host['host_bytes'] > 0 and 'total_ratio' not in host
@@ -134,7 +134,7 @@ def steps():
     case = dict(batch=2, height=96, width=100, boxes=4, device='cpu')
     wrap = functools.partialmethod(Rival.wrap, backend=BACKEND)
     with mock.patch.object(Rival, 'wrap', wrap):
-        return {row['setting']: row for row in step_times.measure_steps(config, variants, rounds=1, costs=True, **case)}
+        return {row['variant']: row for row in step_times.measure_steps(config, variants, rounds=1, costs=True, **case)}
 
 
 def test_whole_steps(steps):

@@ -137,7 +137,7 @@ def test_what_does_not_fit_into_the_gpu(atto, built, monkeypatch, large):
     else:  # two steps that are not counted, then 3 and 4
         first, left_out, last = measure()
         assert left_out == dict(setting='recompute', reason='does not fit into the GPU')
-        assert [(row['setting'], row['step_s'], row['ratio']) for row in (first, last)] == [
+        assert [(row['variant'], row['step_s'], row['ratio']) for row in (first, last)] == [
             ('none', 3, 1),
             ('none', 4, 4 / 3),
         ]
@@ -182,7 +182,7 @@ def test_real_steps(atto, built):
         done=lambda: before.append([p.detach().clone() for p in built[0][0].parameters()]),
         **SMALL,
     )
-    assert [row['setting'] for row in rows] == ['none', 'recompute+targets+cp-heads', 'none']
+    assert [row['variant'] for row in rows] == ['none', 'recompute+targets+cp-heads', 'none']
     assert rows[0]['ratio'] == 1 and all(row['step_s'] > 0 for row in rows)
     model, wrapper, _ = built[0]
     states = wrapper.optimizer.state

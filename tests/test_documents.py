@@ -28,10 +28,6 @@ def _results(name):
     return json.loads((ROOT / f'docs/results/{name}.json').read_text())['rows']
 
 
-def _name(row):
-    return row.get('preset', row.get('mode'))
-
-
 @pytest.mark.parametrize('page', PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_page(page):
     text = page.read_text()
@@ -56,10 +52,10 @@ def test_presets_in_the_readme_agree_with_the_results():
     lines = re.findall(r'^\| `([\w-]+)` \| (.+) \| .+ \| (.*) \| (.*) \|$', (ROOT / 'README.md').read_text(), re.M)
     shown = {name: (memory, time) for name, _, memory, time in lines}
     rows = [row for row in _results('backbone_bytes') if row['arch'] == 'base']
-    plain = next(row['saved_bytes'] for row in rows if _name(row) == 'none')
+    plain = next(row['saved_bytes'] for row in rows if row['preset'] == 'none')
     for row in rows:
-        times = [f'{block["total_ratio"]:.2f}' for block in _results('block_cpu') if _name(block) == _name(row)]
-        assert shown[_name(row)] == (f'{row["saved_bytes"] / plain:.3f}', ', '.join(times))
+        times = [f'{block["total_ratio"]:.2f}' for block in _results('block_cpu') if block['preset'] == row['preset']]
+        assert shown[row['preset']] == (f'{row["saved_bytes"] / plain:.3f}', ', '.join(times))
 
 
 def test_presets_in_the_readme_are_those_of_the_package():
@@ -104,8 +100,8 @@ def test_every_key_of_sbp_cfg_has_a_row():
 def test_picture_of_what_is_stored_agrees_with_the_results():
     tool = runpy.run_path(str(ROOT / 'tools/analysis_tools/draw_stored.py'))
     rows = [row for row in _results('block_cpu') if row['stage'] == 1]
-    assert {_name(row) for row in rows} == set(tool['STORED'])
+    assert {row['preset'] for row in rows} == set(tool['STORED'])
     for row in rows:
         n, channels, height, width = row['shape']
         unit = 4 * n * channels * height * width
-        assert tool['units'](_name(row)) == pytest.approx(row['saved_bytes'] / unit, abs=0.021), _name(row)
+        assert tool['units'](row['preset']) == pytest.approx(row['saved_bytes'] / unit, abs=0.021), row['preset']

@@ -191,7 +191,7 @@ def test_block_benchmark(unit, family, monkeypatch, tmp_path):
     out = tmp_path / 'rows.json'
     words = ['--family', 'Toy', '--unit', unit, '--stage', 1, '--size', 64, 64, '--rounds', 1, '--gradients']
     typed(monkeypatch, benchmark_block, *words, '--device', 'cpu', '--json', out)
-    rows = {row['mode']: row for row in json.loads(out.read_text())['rows']}
+    rows = {row['preset']: row for row in json.loads(out.read_text())['rows']}
     assert list(rows) == list(TOY.presets)
     assert rows['fused']['saved_bytes'] < rows['none']['saved_bytes']
     assert rows['with_cp']['relative_error'] == 0 < rows['fused']['relative_error']

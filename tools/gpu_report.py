@@ -281,13 +281,13 @@ def _memory_tables(out, table):
         return tables
     from sbp_mmdet.reporting import Column, format_bytes, markdown_table
 
-    measured = {row['setting']: row for row in found['measured']['rows']}
-    rows = [dict(row, other=measured.get(row['setting'], dict(fits=False))) for row in found['counted']['rows']]
+    measured = {row['variant']: row for row in found['measured']['rows']}
+    rows = [dict(row, other=measured.get(row['variant'], dict(fits=False))) for row in found['counted']['rows']]
 
     def cell(form):
         return lambda row: form(row) if row['other'].get('fits') else None
 
-    columns = [Column('variant', lambda row: f'`{row["setting"]}`')]
+    columns = [Column('variant', lambda row: f'`{row["variant"]}`')]
     columns.append(Column('peak counted', lambda row: format_bytes(row['peak'])))
     columns.append(Column('peak measured', cell(lambda row: format_bytes(row['other']['peak']))))
     columns.append(Column('measured / counted', cell(lambda row: f'{row["other"]["peak"] / row["peak"]:.3f}')))
@@ -298,7 +298,7 @@ def _memory_tables(out, table):
 def _cap_table(results):
     from sbp_mmdet.reporting import Column, format_bytes, markdown_table
 
-    columns = [Column('variant', lambda row: row['setting'])]
+    columns = [Column('variant', lambda row: row['variant'])]
     columns.append(Column('', lambda row: 'fits' if row['fits'] else 'out of memory'))
     columns.append(Column('peak', lambda row: format_bytes(row['peak']) if row['fits'] else None))
     columns.append(Column('step, ms', lambda row: f'{row["step_s"] * 1e3:.0f}' if row.get('step_s') else None))

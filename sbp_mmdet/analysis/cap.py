@@ -69,6 +69,6 @@ def run_under_cap(
         changed = with_variant(config, variant)
         with capped(cap, device):
             row = if_it_fits(lambda: measure(changed, device=device, **case))  # noqa: B023
-            rows.append(dict(setting=variant, **row))
+            rows.append(dict(variant=variant, **row))
         done()
     return rows

@@ -102,7 +102,7 @@ def measured_times(results: dict) -> dict[str, float]:
     """
     found = {}
     for row in results.get('rows', ()):
-        name = str(row.get('variant', row.get('setting')))
+        name = str(row.get('variant'))
         if row.get('step_s') and name.split('+')[0] in PRESETS:
             found.setdefault(name, []).append(row.get('ratio', row['step_s']))
     if 'none' not in found:

@@ -20,13 +20,8 @@ __all__ = [
 ]
 
 ORDER = ['stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone', 'neck', 'RPN']
-_NAME = Column('variant', lambda row: f'`{_variant(row)}`')
+_NAME = Column('variant', lambda row: f'`{row["variant"]}`')
 _BACKBONE = ('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms', 'backbone')
-
-
-def _variant(row):
-    """What a row was measured of; ``setting`` is the key's older name."""
-    return row['variant'] if 'variant' in row else row['setting']
 
 
 def groups(row: dict) -> dict[str, int]:
@@ -61,7 +56,7 @@ def table(rows: list[dict]) -> str:
     parts = [part for part in ORDER if any(part in row['saved'] for row in fitting)]
     parts += sorted({part for row in fitting for part in row['saved']} - set(parts))
     fixed = dict(params='parameters', optim='optimizer', grads='gradients')
-    columns = [Column('MB (1e6 bytes)', _variant)]
+    columns = [Column('MB (1e6 bytes)', lambda row: row['variant'])]
     columns += [Column(head, lambda row, key=key: _megabytes(row[key])) for head, key in fixed.items()]
     columns += [Column(part, lambda row, part=part: _megabytes(row['saved'].get(part, 0))) for part in parts]
     columns += [
@@ -152,7 +147,7 @@ def _bars(rows, title, label):
     """Figure, axes, and the place of each row's bar, the first on top."""
     figure, grid = panels(figsize=(10, 1.6 + 0.45 * len(rows)))
     axes, places = grid[0, 0], list(range(len(rows)))[::-1]
-    axes.set_yticks(places, [_variant(row).replace('+', ' + ') for row in rows], fontsize=9)
+    axes.set_yticks(places, [row['variant'].replace('+', ' + ') for row in rows], fontsize=9)
     axes.set_xlabel(label)
     axes.set_title(title, fontsize=10, loc='left')
     return figure, axes, places
@@ -207,7 +202,7 @@ def _with_ratios(rows):
 def steps_table(rows: list[dict]) -> str:
     """Text for a terminal: a line for each variant of :func:`.step_times.measure_steps`."""
     rows = _with_ratios(rows)
-    return text_table([Column('variant', _variant), *_steps_columns(rows)], rows)
+    return text_table([Column('variant', lambda row: row['variant']), *_steps_columns(rows)], rows)
 
 
 def steps_markdown(rows: list[dict]) -> str:
@@ -225,7 +220,7 @@ def steps_picture(rows: list[dict], title: str, path: Path) -> None:
         path (Path): A PNG file.
     """
     rows = [row for row in rows if 'step_s' in row]
-    label = f'time of a training step, relative to {_variant(rows[0])}'
+    label = f'time of a training step, relative to {rows[0]["variant"]}'
     figure, axes, places = _bars(rows, title, label)
     ratios, low, high = ([row[key] for row in rows] for key in ('ratio', 'ratio_min', 'ratio_max'))
     spread = [[r - a for r, a in zip(ratios, low, strict=True)], [b - r for r, b in zip(ratios, high, strict=True)]]
@@ -257,7 +252,7 @@ def against_time(rows: list[dict], others: Sequence[str], title: str, path: Path
     figure, grid = panels(figsize=(8, 5))
     axes = grid[0, 0]
     for row in drawn:
-        name = row['mode'] if 'mode' in row else _variant(row)
+        name = row['preset'] if 'preset' in row else row['variant']
         other = name in others or PRESETS[name.split('+')[0]].sbp_cfg is None
         x, y, colour = row[time], row[stored] / rows[0][stored], '#5f6b7a' if other else '#1f77b4'
         axes.plot(x, y, 's' if other else 'o', color=colour)

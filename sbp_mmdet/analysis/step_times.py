@@ -104,7 +104,7 @@ def measure_steps(
     check_case(rounds=rounds, least_rounds=1, **{key: case[key] for key in ('batch', 'boxes', 'device')})
     rows = [_row(variant, case['device']) for variant in variants]
     cases, data = _build(config, _running(rows), case)
-    with draws_of_plain_code([case.row['setting'] for case in cases]):
+    with draws_of_plain_code([case.row['variant'] for case in cases]):
         _time(cases, data, rounds, done)
         if costs:
             _add_costs(cases, data)
@@ -130,10 +130,10 @@ def _time(cases, data, rounds, done):
     baseline, firsts = cases[0].row, [_first_step(case, step) for case in cases]
     if 'reason' in baseline:
         raise ValueError(
-            f'{baseline["setting"]}, which all others are compared with, {baseline["reason"]}; name another one first'
+            f'{baseline["variant"]}, which all others are compared with, {baseline["reason"]}; name another one first'
         )
     cases[:] = [case for case in cases if 'reason' not in case.row]
-    found = summary([case.row['setting'] for case in cases], in_turn(cases, noted_step, rounds))
+    found = summary([case.row['variant'] for case in cases], in_turn(cases, noted_step, rounds))
     for case, row, first in zip(cases, found, filter(None, firsts), strict=True):
         case.row.update(row)
         if graphs := getattr(case.model.backbone.forward, 'graphs', None):
@@ -147,7 +147,7 @@ def _row(variant, device):
         reason = missing(variant, device)
         if not reason and rival.on_host and torch.device(device).type == 'cpu':
             reason = 'on a CPU nothing moves to the host'
-    return dict(setting=variant, **(dict(reason=reason) if reason else {}))
+    return dict(variant=variant, **(dict(reason=reason) if reason else {}))
 
 
 def _running(rows):
@@ -162,7 +162,7 @@ def _first_step(case, step):
             return found['seconds']
         case.row['reason'] = 'does not fit into the GPU'
     except Exception as error:
-        if case.row['setting'] not in RIVALS:
+        if case.row['variant'] not in RIVALS:
             raise
         case.row['reason'] = first_line(error)  # whatever a compiler may raise
     case.wrapper.zero_grad()
@@ -184,7 +184,7 @@ def _add_costs(cases, data):
         found = {n: p.grad.clone() for n, p in case.model.backbone.named_parameters() if p.grad is not None}
         case.wrapper.zero_grad()
         exact = exact or [found]
-        error = None if 'skip' in case.row['setting'].split('+') else relative_error([found], exact)
+        error = None if 'skip' in case.row['variant'].split('+') else relative_error([found], exact)
         case.row.update(held_bytes=held, peak_bytes=peak, drawn_error=error)
 
 
@@ -200,7 +200,7 @@ def _build(config, rows, case):
     # arithmetic and leaves the weights as they are: all steps of all variants begin at the same weights.
     first, cases = {}, []
     for row in rows:
-        variant = row['setting']
+        variant = row['variant']
         changed = with_variant(config, preset_of(variant))
         with own_crops():
             torch.manual_seed(0)
@@ -245,6 +245,6 @@ def summary(variants: Sequence[str], times: list[list[float]]) -> list[dict]:
     rows = []
     for variant, seconds in zip(variants, zip(*times, strict=True), strict=True):
         ratios = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
-        row = dict(setting=variant, step_s=statistics.median(seconds), ratio=statistics.median(ratios))
+        row = dict(variant=variant, step_s=statistics.median(seconds), ratio=statistics.median(ratios))
         rows.append(dict(row, ratio_min=min(ratios), ratio_max=max(ratios)))
     return rows

@@ -87,11 +87,11 @@ def main():
             results = run(args, family, arch, presets, stage, shape, AMP[amp], options)
             print()
             print_table(results)
-            case = dict(family=family.name, part=args.unit, arch=arch, stage=stage or None, shape=shape, amp=amp)
+            case = dict(family=family.name, unit=args.unit, arch=arch, stage=stage or None, shape=shape, amp=amp)
             case['channels_last'] = args.channels_last
             for name, row in results.items():
                 preset = RIVALS[name].preset if name in RIVALS else name
-                rows.append(dict(case, mode=name, **preset_named(preset).arguments(**options), **row))
+                rows.append(dict(case, preset=name, **preset_named(preset).arguments(**options), **row))
     print()
     first = [row for row in rows if all(row[key] == rows[0][key] for key in ('arch', 'stage'))]
     title = f'{args.unit} of {first[0]["family"]} {first[0]["arch"]}, amp {amp}, {args.device}'

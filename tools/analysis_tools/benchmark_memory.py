@@ -96,7 +96,7 @@ def main():
     for variant in variants:
         changed = with_variant(config, variant)
         row = if_it_fits(lambda: measure_detector(changed, rounds=args.rounds, **case, **options))  # noqa: B023
-        rows.append(dict(setting=variant, **row))
+        rows.append(dict(variant=variant, **row))
         bar.update()
     print('\n' + table(rows))
     options['compute'] |= args.device != 'cpu'

@@ -67,7 +67,7 @@ def main():
             result = f'ok, peak {format_bytes(row["peak"])}, reserved {format_bytes(row["reserved"])}'
             result += f', {row["step_s"] * 1e3:.0f} ms a step' if row['step_s'] else ''
             result += f', {row["retries"]} allocator retries' if row.get('retries') else ''
-        print(f'  {row["setting"]:<44} {result}')
+        print(f'  {row["variant"]:<44} {result}')
     results = dict(machine=describe_machine(args.device), case=dict(case, config=args.config, cap=cap), rows=rows)
     write_outputs(args, results, indent=1)
 

@@ -31,14 +31,14 @@ RIVALS_COLUMNS = (
 def blocks_table(rows: list[dict]) -> str:
     """A Markdown table of a benchmark of blocks."""
     records = []
-    keys = ('family', 'arch', 'part', 'stage')
-    for (family, arch, part, stage), group in itertools.groupby(rows, key=lambda row: [row[key] for key in keys]):
+    keys = ('family', 'arch', 'unit', 'stage')
+    for (family, arch, unit, stage), group in itertools.groupby(rows, key=lambda row: [row[key] for key in keys]):
         first, *others = group
-        label = f'{family} {arch}, {part}' + (f', stage {stage}' if stage else '')
+        label = f'{family} {arch}, {unit}' + (f', stage {stage}' if stage else '')
         records += [dict(first, base=first, label=label), *(dict(row, base=first, label='') for row in others)]
     columns = [
         Column('', lambda row: row['label']),
-        Column('preset', lambda row: f'`{row.get("preset", row.get("mode"))}`'),
+        Column('preset', lambda row: f'`{row["preset"]}`'),
     ]
     for head, key in (('stored', 'saved_bytes'), ('peak', 'peak_bytes')):
         columns += [
@@ -83,7 +83,7 @@ def _rows(results):
     rows = results['rows']
     if 'answer' in rows[0]:
         return sweep_table(rows)
-    if not {'variant', 'setting'} & rows[0].keys():
+    if 'variant' not in rows[0]:
         return blocks_table(rows)
     return markdown(rows) if 'peak' in rows[0] else steps_markdown(rows)
 
