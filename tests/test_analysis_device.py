@@ -71,9 +71,9 @@ def test_rows_that_do_not_fit(tmp_path):
     """A small GPU loses a line of the table, not the table; the first variant that fits is the baseline."""
     common = dict(parameters=10**6, optimizer=0, gradients=0, forward=0, peak_phase=None, reserved=0, step_s=0.5)
     rows = [
-        dict(setting='none', fits=False),
-        dict(common, setting='recompute', fits=True, saved={'neck': 10**6}, peak=4 * 10**6),
-        dict(common, setting='block', fits=True, saved={'neck': 10**6}, peak=3 * 10**6),
+        dict(variant='none', fits=False),
+        dict(common, variant='recompute', fits=True, saved={'neck': 10**6}, peak=4 * 10**6),
+        dict(common, variant='block', fits=True, saved={'neck': 10**6}, peak=3 * 10**6),
     ]
     text = report.table(rows)
     assert text.splitlines()[-3].split() == ['none', 'does', 'not', 'fit'] and '0.750' in text
@@ -110,5 +110,5 @@ def test_what_a_step_must_not_hide(monkeypatch):
     with noting(row, wrapper, 'cpu'):
         pass  # gradients are accumulated
     assert row == dict(overflows=1, retries=2) and not optimizer._optimizer_step_post_hooks
-    rows = [dict(setting='none', step_s=1, ratio=1, ratio_min=1, ratio_max=1, **row)]
+    rows = [dict(variant='none', step_s=1, ratio=1, ratio_min=1, ratio_max=1, **row)]
     assert '| steps without optimizer | allocator retries |' in report.steps_markdown(rows)

@@ -116,7 +116,7 @@ def test_candidates():
 
 def steps(**times):
     """What benchmark_steps.py writes; '__' stands for '+'."""
-    rows = [dict(setting=name.replace('__', '+'), step_s=2 * t, ratio=t) for name, t in times.items()]
+    rows = [dict(variant=name.replace('__', '+'), step_s=2 * t, ratio=t) for name, t in times.items()]
     return dict(case=dict(config='t'), machine=dict(device='a GPU', date='2026'), rows=rows)
 
 
@@ -139,8 +139,8 @@ def test_measured_times_replace_guesses():
 
 def test_tables_of_times():
     table = steps(none=0.5, recompute=0.4)
-    table['rows'] += [dict(setting='compile', reason='no compiler'), dict(setting='none', step_s=3.0, ratio=1.5)]
-    table['rows'].append(dict(setting='exact', fits=False))
+    table['rows'] += [dict(variant='compile', reason='no compiler'), dict(variant='none', step_s=3.0, ratio=1.5)]
+    table['rows'].append(dict(variant='exact', fits=False))
     assert measured_times(table) == {'none': 1.0, 'recompute': 0.4}
     with pytest.raises(ValueError, match="no time of 'none', only of \\['recompute'\\]"):
         measured_times(dict(rows=table['rows'][1:2]))
@@ -299,7 +299,7 @@ def test_the_benchmark_says_what_does_not_apply(monkeypatch, capsys, tmp_path):
     printed = capsys.readouterr().out
     assert 'does not apply: fused' in printed and 'ResNet' in printed
     results = Config.fromfile(out)
-    assert [r.setting for r in results.rows] == ['none'] and results.machine.torch == torch.__version__
+    assert [r.variant for r in results.rows] == ['none'] and results.machine.torch == torch.__version__
     assert (results.case.boxes, results.case.height) == (60, 800)
     with pytest.raises(SystemExit):
         typed(monkeypatch, benchmark_memory, STOCK_R, '--modes', 'fused')
@@ -339,9 +339,9 @@ def test_the_cap_tool_wants_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'a GPU')
     results = [
-        dict(setting='none', fits=False),
+        dict(variant='none', fits=False),
         dict(
-            setting='recompute',
+            variant='recompute',
             fits=True,
             **row(5 * 10**9),
         ),

@@ -186,4 +186,4 @@ def test_a_rival_that_fails_in_a_step_is_a_row(monkeypatch):
     monkeypatch.setattr(step_times, 'timed_step', step)
     case = dict(batch=1, height=96, width=100, boxes=4, device='cpu')
     rows = step_times.measure_steps(config, ['none', 'selective'], rounds=1, **case)
-    assert rows[1] == dict(setting='selective', reason='RuntimeError: no kernel') and rows[0]['step_s'] == 2.0
+    assert rows[1] == dict(variant='selective', reason='RuntimeError: no kernel') and rows[0]['step_s'] == 2.0

@@ -23,8 +23,8 @@ import benchmark_steps  # noqa: E402
 ATTO = str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py')
 SMALL = dict(batch=1, height=96, width=100, boxes=4, device='cpu')
 ROWS = [
-    dict(setting='none', step_s=10.04, ratio=1.0, ratio_min=1.0, ratio_max=1.0),
-    dict(setting='recompute+targets', step_s=0.8123, ratio=0.854, ratio_min=0.8, ratio_max=1.25),
+    dict(variant='none', step_s=10.04, ratio=1.0, ratio_min=1.0, ratio_max=1.0),
+    dict(variant='recompute+targets', step_s=0.8123, ratio=0.854, ratio_min=0.8, ratio_max=1.25),
 ]
 
 
@@ -64,8 +64,8 @@ def test_settings_take_turns():
 def test_ratios_are_taken_within_a_round():
     times = [[1.0, 2.0], [10.0, 15.0], [100.0, 300.0]]  # the machine becomes slower
     assert summary(['none', 'fused'], times) == [
-        dict(setting='none', step_s=10.0, ratio=1.0, ratio_min=1.0, ratio_max=1.0),
-        dict(setting='fused', step_s=15.0, ratio=2.0, ratio_min=1.5, ratio_max=3.0),  # of medians it would be 1.5
+        dict(variant='none', step_s=10.0, ratio=1.0, ratio_min=1.0, ratio_max=1.0),
+        dict(variant='fused', step_s=15.0, ratio=2.0, ratio_min=1.5, ratio_max=3.0),  # of medians it would be 1.5
     ]
 
 
@@ -136,7 +136,7 @@ def test_what_does_not_fit_into_the_gpu(atto, built, monkeypatch, large):
             measure()
     else:  # two steps that are not counted, then 3 and 4
         first, left_out, last = measure()
-        assert left_out == dict(setting='recompute', reason='does not fit into the GPU')
+        assert left_out == dict(variant='recompute', reason='does not fit into the GPU')
         assert [(row['variant'], row['step_s'], row['ratio']) for row in (first, last)] == [
             ('none', 3, 1),
             ('none', 4, 4 / 3),
@@ -257,7 +257,7 @@ def test_the_tool(monkeypatch, capsys, tmp_path):
             done()
         return rows
 
-    rows = [*ROWS, dict(setting='fused', reason='does not fit into the GPU')]
+    rows = [*ROWS, dict(variant='fused', reason='does not fit into the GPU')]
 
     bars = []
     monkeypatch.setattr(benchmark_steps, 'measure_steps', measure)

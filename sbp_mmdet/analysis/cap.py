@@ -62,7 +62,7 @@ def run_under_cap(
         **case: ``batch``, ``height``, ``width``, ``boxes`` and further arguments of ``measure``.
 
     Returns:
-        list[dict]: For each variant ``setting`` (its name), ``fits``, and the measured row if it does.
+        list[dict]: For each variant ``variant`` (its name), ``fits``, and the measured row if it does.
     """
     rows = []
     for variant in variants:

@@ -46,7 +46,7 @@ def table(rows: list[dict]) -> str:
     """Text for a terminal: a line for each variant, ratios to the first.
 
     Args:
-        rows (list[dict]): Of ``measure_detector``, with ``variant`` or ``setting``.
+        rows (list[dict]): Of ``measure_detector``, with ``variant``.
 
     Returns:
         str: Lines.
@@ -97,7 +97,7 @@ def markdown(rows: list[dict]) -> str:
     """A Markdown table.
 
     Args:
-        rows (list[dict]): Of ``measure_detector``, with ``variant`` or ``setting``.
+        rows (list[dict]): Of ``measure_detector``, with ``variant``.
 
     Returns:
         str: Lines.
@@ -121,7 +121,7 @@ def picture(rows: list[dict], title: str, path: Path) -> None:
     """Draws a bar for each variant, stacked to its peak.
 
     Args:
-        rows (list[dict]): Of ``measure_detector``, with ``variant`` or ``setting``.
+        rows (list[dict]): Of ``measure_detector``, with ``variant``.
         title (str): Above the bars.
         path (Path): A PNG file.
     """

@@ -94,7 +94,7 @@ def measure_steps(
         **case: ``batch``, ``height``, ``width``, ``boxes`` and ``device``, see :func:`.detector.measure_detector`.
 
     Returns:
-        list[dict]: For each variant what :func:`summary` says; where it cannot run ``setting`` and ``reason``. What
+        list[dict]: For each variant what :func:`summary` says; where it cannot run ``variant`` and ``reason``. What
         :func:`.device.noting` notes, if there is anything; of compiled rivals ``graphs`` and ``compile_s`` (the first
         step without the time of the others).
 
@@ -239,7 +239,7 @@ def summary(variants: Sequence[str], times: list[list[float]]) -> list[dict]:
         times (list[list[float]]): For each round the seconds of each variant.
 
     Returns:
-        list[dict]: For each variant ``setting`` (its name), ``step_s`` (median), ``ratio`` (median), ``ratio_min`` and
+        list[dict]: For each variant ``variant`` (its name), ``step_s`` (median), ``ratio`` (median), ``ratio_min`` and
         ``ratio_max``.
     """
     rows = []
