@@ -38,6 +38,8 @@ def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> 
     conv = t.conv if settings.recompute else None
     x, positions = tokens_of(t.x), SavedPositions.of(t.positions, settings.dropped)
     xhat = rstd = hidden = None
+    if positions.groups:
+        x = x.contiguous()  # rows are gathered from it, which takes longer where a row's numbers lie apart
     if asks.hidden and not settings.recompute:
         branch, xhat, rstd, hidden = _keeping_hidden(settings, t, x, positions.groups)
         out = add_branch(t, [(Chunk.all(x), branch.flatten(0, 1))], settings.dtype)
@@ -181,6 +183,7 @@ class _Incoming(NamedTuple):
     def of(cls, saved, grad, groups, wanted):
         tokens, keep, drop = tokens_of(grad), saved.positions.keep, saved.positions.drop
         if groups:
+            tokens = tokens.contiguous()  # as in the forward pass
             dropped = take(tokens, drop)
             total = groups.sum_(take(tokens, keep), dropped)
             return cls(total, None, None, groups.shares(total, dropped) if wanted else None)
