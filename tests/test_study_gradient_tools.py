@@ -131,8 +131,8 @@ def test_gradient_norms(project, tmp_path, monkeypatch, capsys):
     assert '--steps 0 must be' in refusal(monkeypatch, capsys, gradient_norms, project, 'tiny.py', '--steps', 0)
 
 
-def test_the_page_shows_the_results():
-    page = (TOOLS.parent / 'docs/gradient_study.md').read_text()
+def test_pages_show_the_results():
+    page = ''.join(path.read_text() for path in sorted((TOOLS.parent / 'docs').glob('*.md')))
     files = sorted((TOOLS.parent / 'docs/results').glob('gradient_*.json'))
     assert len(files) >= 5
     for file in files:
