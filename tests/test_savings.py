@@ -208,9 +208,8 @@ def test_the_configs_are_what_they_say():
     lean = {path.stem: Config.fromfile(path) for path in sorted((CONFIGS / 'memory').glob('*_*lean*.py'))}
     assert len(lean) == 4
     for name, config in lean.items():
-        sbp = dict(keep_ratio=1.0 if 'exact' in name else 0.5, recompute='block')
-        paper = {} if 'exact' in name else dict(sampler='grid', dropped='zero')
-        assert config.model.backbone.sbp_cfg == sbp | paper
+        sbp = dict(keep_ratio=1.0 if 'exact' in name else 0.5, sampler='grid', dropped='zero', recompute='block')
+        assert config.model.backbone.sbp_cfg == sbp
         assert [hook.type for hook in config.custom_hooks] == ['CheckpointModulesHook', 'TargetsInChunksHook']
         assert config.optim_wrapper.optimizer.type == ('AdamW8bit' if '8bit' in name else 'AdamW')
         assert config.model_wrapper_cfg.gradient_as_bucket_view
