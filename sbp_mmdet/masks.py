@@ -264,10 +264,12 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = 
     Raises:
         ValueError: If neighbours are asked for and nothing is kept, or if images keep different numbers.
     """
-    if mask.dim() == 2:  # a grid has few phases, so the same masks come again
-        keep, drop, pairs, starts = _indices_of(mask.numpy().tobytes(), *mask.shape, nearest)
-    else:
+    if mask.dim() == 3:
         keep, drop, pairs, starts = _indices(mask, nearest)
+    elif nearest:  # which takes milliseconds; and a grid has few phases, so the same masks come again
+        keep, drop, pairs, starts = _paired(mask.numpy().tobytes(), *mask.shape)
+    else:
+        keep, drop, pairs, starts = _of_one(mask, nearest)
     found = keep, drop, pairs
     if torch.device(device).type == 'cuda':
         # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
@@ -277,9 +279,12 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = 
 
 
 @functools.lru_cache(maxsize=64)  # 1 MB each, for the largest maps
-def _indices_of(mask, height, width, nearest):
-    mask = torch.frombuffer(bytearray(mask), dtype=torch.bool).view(1, height, width)
-    return [None if i is None else i[0] for i in _indices(mask, nearest)]
+def _paired(mask, height, width):
+    return _of_one(torch.frombuffer(bytearray(mask), dtype=torch.bool).view(height, width), True)
+
+
+def _of_one(mask, nearest):
+    return [None if i is None else i[0] for i in _indices(mask[None], nearest)]
 
 
 def _indices(mask, nearest):

@@ -352,7 +352,7 @@ def test_names_of_parts():
 def test_reports(tmp_path):
     row = dict(parameters=100e6, optimizer=200e6, gradients=100e6, forward=2e9, peak=3e9, reserved=None, step_s=None)
     row.update(saved={'stage 1': 10**9, 'neck': 10**8, 'mask heads': 10**8}, peak_phase='forward')
-    rows = [dict(row, setting='none'), dict(row, setting='fused', peak=1.5e9)]
+    rows = [dict(row, variant='none'), dict(row, variant='fused', peak=1.5e9)]
     assert '0.500  forward' in table(rows)
     timed = [dict(r, reserved=4e9, step_s=s, peak_phase=None) for r, s in zip(rows, (0.2, 0.1), strict=True)]
     assert '100.0   0.50' in table(timed)

@@ -222,16 +222,16 @@ def test_neighbours_need_a_kept_position():
 
 @pytest.mark.parametrize('nearest', [False, True])
 def test_positions_of_a_mask_that_was_there_before(nearest):
-    """They are kept, some of them: those of a first time, whatever came between."""
+    """They are those of a first time, whatever came between; where neighbours were looked for they are kept, some."""
     masks_ = [sample_mask(6, 7, 0.5, 'grid', torch.Generator().manual_seed(seed)) for seed in range(8)]
     masks_ += [mask[:, :6].contiguous() for mask in masks_] + [mask.view(7, 6) for mask in masks_]
-    masks._indices_of.cache_clear()
+    masks._paired.cache_clear()
     first = [positions(mask, nearest=nearest) for mask in masks_]
     positions(masks_[0], nearest=not nearest)
-    misses = masks._indices_of.cache_info().misses
+    misses = masks._paired.cache_info().misses
     for mask, before in zip(masks_, first, strict=True):
         again, alone = positions(mask, nearest=nearest), positions(mask[None], nearest=nearest)
         for x, y, z in zip(*map(tree_leaves, (again, before, alone)), strict=True):
             assert (x is y is z is None) or (torch.equal(x, y) and torch.equal(x, z[0]))
-    assert masks._indices_of.cache_info().misses == misses <= 7
-    assert masks._indices_of.cache_info().maxsize
+    assert masks._paired.cache_info().misses == misses <= 7
+    assert masks._paired.cache_info().maxsize
