@@ -233,7 +233,8 @@ def steps_picture(rows: list[dict], title: str, path: Path) -> None:
 
 
 def against_time(rows: list[dict], others: Sequence[str], title: str, path: Path) -> None:
-    """Draws memory against time, a point for each row that has both, relative to the first row.
+    """Draws memory against time, a point for each row that has both, relative to the first row. A hollow point has
+    gradients that are more than 5 % off while stochastic depth drops images.
 
     Args:
         rows (list[dict]): Of ``benchmark_block.py``, for one unit, or of ``benchmark_steps.py`` with ``--rivals``.
@@ -255,7 +256,8 @@ def against_time(rows: list[dict], others: Sequence[str], title: str, path: Path
         name = row['preset'] if 'preset' in row else row['variant']
         other = name in others or PRESETS[name.split('+')[0]].sbp_cfg is None
         x, y, colour = row[time], row[stored] / rows[0][stored], '#5f6b7a' if other else '#1f77b4'
-        axes.plot(x, y, 's' if other else 'o', color=colour)
+        wrong = (row.get('drawn_error') or 0) > 0.05
+        axes.plot(x, y, 's' if other else 'o', color=colour, fillstyle='none' if wrong else 'full')
         axes.annotate(name, (x, y), xytext=(4, 4), textcoords='offset points', fontsize=8, color=colour)
     of = 'a training step' if steps else 'forward and backward pass'
     axes.set_xlabel(f'time of {of}, relative to the plain one')

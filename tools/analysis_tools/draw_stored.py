@@ -28,6 +28,7 @@ STORED = {
     'recompute': {'input': 1.0, 'norm': 0.5},
     'block': {'input': 1.0},
     'nearest': {'input': 1.0, 'norm': 0.5},
+    'pool': {'input': 1.0, 'norm': 0.5},
     'exact': {'input': 1.0, 'norm': 1.0},
     'exact-block': {'input': 1.0},
     'int8': {'input': 0.25, 'norm': 0.25},
