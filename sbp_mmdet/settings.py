@@ -227,7 +227,7 @@ GRADIENTS = types.MappingProxyType(
     {
         'paper': "the paper's gradients (SBP)",
         'nearest': "gradients near the exact ones (dropped positions send theirs by their neighbours' activations)",
-        'pool': 'gradients between them (those of dropped positions are averaged with their neighbours)',
+        'pool': "gradients near the exact ones (those of dropped positions go back summed with their neighbours')",
         'int8': 'gradients exact to about a hundredth (what is stored is rounded to int8)',
         'exact': 'exact gradients',
     }
