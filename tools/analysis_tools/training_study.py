@@ -156,7 +156,7 @@ def main():
             raise ValueError(f'--jobs {args.jobs} must be 1 or more, and --seeds {args.seeds} must differ')
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    threads = max((os.cpu_count() or 1) // args.jobs, 1)
+    threads = int(os.environ.get('OMP_NUM_THREADS') or max((os.cpu_count() or 1) // args.jobs, 1))
     results = {label: {} for label in settings}
     bar = ProgressBar(len(settings) * len(args.seeds))
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
