@@ -9,9 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from unittest import mock
@@ -22,6 +19,7 @@ from mmcv.cnn.bricks import DropPath
 from torch import nn
 
 from ..families import Unit
+from ..ops.compiled import no_compiler
 from .cuda_rules import autocast
 
 __all__ = [
@@ -149,16 +147,12 @@ def missing(name: str, device: torch.device | str) -> str | None:
         return f'{version} has no selective checkpointing'
     if not rival.compiled:
         return None
-    for module in ('torch._dynamo', 'torch._functorch.config', 'torch._inductor.config'):
+    reason = no_compiler(torch.device(device).type)
+    for module in ('torch._functorch.config', 'torch._inductor.config'):
         importlib.import_module(module)  # slow, so only where something is compiled
-    if not torch._dynamo.is_dynamo_supported():
-        return f'{version} has no torch.compile for this Python'
     if rival.budget is not None and not hasattr(torch._functorch.config, 'activation_memory_budget'):
-        return f'{version} has no activation_memory_budget'
-    if torch.device(device).type == 'cuda':
-        return None if importlib.util.find_spec('triton') else 'torch.compile needs triton, which is not installed'
-    compiler = os.environ.get('CXX', 'g++')
-    return None if shutil.which(compiler) else f'torch.compile needs a C++ compiler, and there is no {compiler}'
+        reason = reason or f'{version} has no activation_memory_budget'
+    return reason
 
 
 def rival_unit(rival: Rival, build: Callable[[str], Unit], **options) -> Unit:

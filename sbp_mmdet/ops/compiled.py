@@ -23,15 +23,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-__all__ = ['BACKEND', 'body', 'check_compiler', 'compiling', 'graphs', 'why_not']
+__all__ = ['BACKEND', 'body', 'check_compiler', 'compiling', 'graphs', 'no_compiler', 'why_not']
 
 BACKEND = 'inductor'  # of torch.compile
 _compiles = contextvars.ContextVar('compiles', default=False)
 _versions = {}  # name of a body and kinds of its arguments: the compiled function
 
 
-def why_not(device: str | None = None) -> str | None:
-    """Why ``torch.compile`` cannot be had.
+def no_compiler(device: str | None = None) -> str | None:
+    """Why ``torch.compile`` cannot run here.
 
     Args:
         device (str | None): Kind of device; None: none yet. Default: None.
@@ -39,9 +39,6 @@ def why_not(device: str | None = None) -> str | None:
     Returns:
         str | None: The reason; None: it can.
     """
-    version = tuple(int(part) for part in torch.__version__.split('.')[:2])
-    if version < (2, 4):
-        return f'it needs torch 2.4 or newer, and this is torch {torch.__version__}'
     dynamo = importlib.import_module('torch._dynamo')  # slow, so only where something is compiled
     if not dynamo.is_dynamo_supported():
         return f'torch {torch.__version__} has no torch.compile for this Python'
@@ -51,6 +48,14 @@ def why_not(device: str | None = None) -> str | None:
     if device == 'cpu' and not shutil.which(compiler):
         return f'torch.compile needs a C++ compiler, and there is no {compiler}'
     return None
+
+
+def why_not(device: str | None = None) -> str | None:
+    """Why bodies cannot be compiled; see :func:`no_compiler`."""
+    version = tuple(int(part) for part in torch.__version__.split('.')[:2])
+    if version < (2, 4):
+        return f'it needs torch 2.4 or newer, and this is torch {torch.__version__}'
+    return no_compiler(device)
 
 
 def check_compiler(device: str | None = None) -> None:
