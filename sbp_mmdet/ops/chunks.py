@@ -15,6 +15,8 @@ __all__ = ['CHUNK', 'Chunk', 'chunks']
 # Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches, on a GPU enough to
 # keep it busy.
 CHUNK = {'cpu': 2**20, 'cuda': 2**24}
+# Rows of a chunk at least, where nobody says how many elements: products of fewer read their weights too often.
+_ROWS = 640
 
 
 class Chunk(NamedTuple):
@@ -77,12 +79,13 @@ def chunks(images: int, each: int, width: int, device: torch.device, elements: i
         each (int): Rows of each image.
         width (int): Elements that a row needs, of those that are counted by ``elements``.
         device (torch.device): Where they are.
-        elements (int | None): Elements that exist at a time, but for a single row; None: by the device. Default: None.
+        elements (int | None): Elements that exist at a time, but for a single row; None: by the device, but for 640
+            rows. Default: None.
 
     Returns:
         list[Chunk]: All rows in order.
     """
-    most = max((elements or CHUNK.get(device.type, CHUNK['cuda'])) // width, 1)
+    most = max(elements // width, 1) if elements else max(CHUNK.get(device.type, CHUNK['cuda']) // width, _ROWS)
     if each <= most:
         return [Chunk(part, slice(0, each), each) for part in _cut(images, most // max(each, 1)) if each]
     return [Chunk(slice(i, i + 1), part, each) for i in range(images) for part in _cut(each, most)]

@@ -131,7 +131,7 @@ def forward(
     xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
     branch = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2])  # in the order of the windows
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
-        windows = _Windows.of(settings, t, layers, layout, xhat, chunk)
+        windows = _Windows.of(settings, layers, layout, xhat, chunk)
         branch[:, chunk] = F.linear(windows.out(), layers.proj_weight, layers.proj_bias)
     branch = branch.index_select(1, layout.places)
     out = t.x + branch if t.factor is None else torch.addcmul(t.x, branch, t.factor[:, None, None])
@@ -150,19 +150,20 @@ def backward(settings: WindowSettings, saved: WindowSaved, grad: Tensor, needs: 
     incoming = incoming.to(settings.dtype)
     dxhat = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2]) if needs.x else None
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
-        windows = _Windows.of(settings, t, layers, layout, xhat, chunk)
+        windows = _Windows.of(settings, layers, layout, xhat, chunk)
         g = incoming.index_select(1, layout.order[chunk])
-        g = g if layout.pads is None else g * ~layout.pads[chunk, None]
+        pads = layout.pads_of(chunk)
+        g = g if pads is None else g * ~pads
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
         accumulate(sums.proj_weight, g.flatten(0, 1).t(), windows.out().flatten(0, 1))
-        if layout.pads is not None:
-            sums.pads.add_(column_sums((dqkv * layout.pads[chunk, None]).flatten(0, 1)))
-            dqkv = dqkv * ~layout.pads[chunk, None]
+        if pads is not None:
+            sums.pads.add_(column_sums((dqkv * pads).flatten(0, 1)))
+            dqkv = dqkv * ~pads
         sums.qkv_bias.add_(column_sums(dqkv.flatten(0, 1)))
         accumulate(sums.qkv_weight, dqkv.flatten(0, 1).t(), windows.xhat.flatten(0, 1))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
-    found = _parameter_gradients(t, sums, needs)
+    found = _parameter_gradients(settings, t, sums, needs)
     if not needs.x:
         return found
     dx = normalise_backward(dxhat.index_select(1, layout.places), xhat, saved.rstd)
@@ -172,9 +173,12 @@ def backward(settings: WindowSettings, saved: WindowSaved, grad: Tensor, needs: 
 class _Layout(NamedTuple):
     """Which token stands where, once the map is padded, shifted and cut into windows: P places, window by window.
 
+    Windows at the lower and right edge come last: only these have padding, or parts that do not see each other.
+
     Attributes:
         order (Tensor): Shape (P,), the token of each place; any token where the place is padding.
         places (Tensor): Shape (L,), the place of each token.
+        inner (int): Places of the windows that are not at the edge.
         pads (Tensor | None): bool, shape (P,), where the places are padding; None: nowhere.
         regions (Tensor | None): Shape (P / window^2, window^2), parts of the map that do not see each other; None: all
             tokens of a window do.
@@ -182,6 +186,7 @@ class _Layout(NamedTuple):
 
     order: Tensor
     places: Tensor
+    inner: int
     pads: Tensor | None
     regions: Tensor | None
 
@@ -190,9 +195,13 @@ class _Layout(NamedTuple):
         (height, width), side, shift = settings.size, settings.window, settings.shift
         tokens = height * width
         below, right = -height % side, -width % side
+        # From here on windows have what was padded or came round by the shift.
+        down, along = (max(n - shift, 0) // side for n in (height, width))
 
         def cut(x):  # a map to windows
-            return x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2).reshape(-1)
+            windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+            parts = windows[:down, :along], windows[:down, along:], windows[down:]
+            return torch.cat([part.reshape(-1) for part in parts])
 
         numbers = torch.arange(tokens, device=device).view(height, width)
         numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
@@ -204,18 +213,23 @@ class _Layout(NamedTuple):
         if shift:
             rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
             regions = cut(3 * rows[:, None] + columns).view(-1, side * side)
-        return cls(order.clamp_(max=tokens - 1), places[:-1], pads, regions)
+        return cls(order.clamp_(max=tokens - 1), places[:-1], down * along * side**2, pads, regions)
 
     def chunks(self, settings, images, channels):
         """Slices of the places, whole windows."""
         area = settings.window**2
         budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
         step = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1) * area
-        return [slice(start, min(start + step, len(self.order))) for start in range(0, len(self.order), step)]
+        ends = (0, self.inner), (self.inner, len(self.order))
+        return [slice(i, min(i + step, end)) for start, end in ends for i in range(start, end, step)]
+
+    def pads_of(self, chunk):
+        """Where a chunk's places are padding, bool, shape (P', 1); None: nowhere."""
+        return None if self.pads is None or chunk.stop <= self.inner else self.pads[chunk, None]
 
     def apart(self, chunk, dtype):
         """What is added to the maps of a chunk's windows, shape (n, 1, window^2, window^2); None: nothing."""
-        if self.regions is None:
+        if self.regions is None or chunk.stop <= self.inner:
             return None
         area = self.regions.shape[1]
         own = self.regions[chunk.start // area : chunk.stop // area]
@@ -229,62 +243,67 @@ def _bands(length, side, shift, device):
 
 
 class _Layers(NamedTuple):
-    """The linear layers in the precision of the matrix products; the norm's affine part is folded into the first."""
+    """The linear layers in the precision of the matrix products.
+
+    The norm's affine part is folded into the first, and the scale into its part that makes Q.
+    """
 
     qkv_weight: Tensor
     qkv_bias: Tensor
     padding: Tensor  # Q, K and V of a token that is zero
+    bias: Tensor  # of the maps, (h, window^2, window^2)
     proj_weight: Tensor
     proj_bias: Tensor
 
     @classmethod
     def of(cls, settings, t):
         bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
-        folded = fold(t.qkv_weight, bias, t.norm_weight, t.norm_bias, settings.dtype)
-        return cls(*folded, *(p.to(settings.dtype) for p in (bias, t.proj_weight, t.proj_bias)))
+        rows = bias.new_ones(len(bias))
+        rows[: len(rows) // 3] = settings.scale
+        weight, padding = t.qkv_weight * rows[:, None], bias * rows
+        folded = fold(weight, padding, t.norm_weight, t.norm_bias, settings.dtype)
+        own = t.table[t.index.flatten()].view(*t.index.shape, -1).permute(2, 0, 1).contiguous()
+        return cls(
+            *folded, padding.to(settings.dtype), own, *(p.to(settings.dtype) for p in (t.proj_weight, t.proj_bias))
+        )
 
 
 class _Windows:
     """Some windows: x-hat (N, P', C), Q (scaled), K, V (N, n, h, window^2, d), and their maps."""
 
-    def __init__(self, xhat, q, k, v, softmax, scale):
-        self.xhat, self.q, self.k, self.v, self.softmax, self.scale = xhat, q, k, v, softmax, scale
+    def __init__(self, xhat, q, k, v, softmax):
+        self.xhat, self.q, self.k, self.v = xhat, q, k, v
+        self.softmax, self.map = softmax, softmax.to(v.dtype)
 
     @classmethod
-    def of(cls, settings, t, layers, layout, xhat, chunk):
-        area, heads = settings.window**2, settings.num_heads
+    def of(cls, settings, layers, layout, xhat, chunk):
         xhat = xhat.index_select(1, layout.order[chunk])
         qkv = F.linear(xhat, layers.qkv_weight, layers.qkv_bias)
-        if layout.pads is not None:
-            qkv = torch.where(layout.pads[chunk, None], layers.padding, qkv)
-        qkv = qkv.unflatten(2, (3, heads, -1)).unflatten(1, (-1, area))  # (N, n, window^2, 3, h, d)
-        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5)
-        q = q * settings.scale
-        bias = t.table[t.index.flatten()].view(area, area, heads).permute(2, 0, 1)
-        scores = (q @ k.mT).to(torch.promote_types(settings.dtype, bias.dtype)) + bias
+        pads = layout.pads_of(chunk)
+        qkv = qkv if pads is None else torch.where(pads, layers.padding, qkv)
+        qkv = qkv.unflatten(2, (3, settings.num_heads, -1)).unflatten(1, (-1, settings.window**2))
+        # Copied once, into the order of the products, each of which would copy its part otherwise.
+        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).contiguous()
+        scores = (q @ k.mT).to(torch.promote_types(settings.dtype, layers.bias.dtype)).add_(layers.bias)
         apart = layout.apart(chunk, scores.dtype)
-        softmax = (scores if apart is None else scores.add_(apart)).softmax(-1)
-        return cls(xhat, q, k, v, softmax, settings.scale)
+        return cls(xhat, q, k, v, (scores if apart is None else scores.add_(apart)).softmax(-1))
 
     def out(self):
         """The attention's output, shape (N, P', C)."""
-        return _merged(self.softmax.to(self.v.dtype) @ self.v)
+        return (self.map @ self.v).transpose(2, 3).flatten(3).flatten(1, 2)
 
     def backward(self, grad, dbias):
-        """Gradient of Q, K and V side by side (N, P', 3 C) from that of the output; adds to that of the bias."""
-        grad = grad.unflatten(2, (self.v.shape[2], -1)).unflatten(1, (-1, self.v.shape[3])).transpose(2, 3)
-        dv = self.softmax.to(grad.dtype).mT @ grad
-        dscores = (grad @ self.v.mT).to(self.softmax.dtype).mul_(self.softmax)
-        dscores = dscores.addcmul_(self.softmax, dscores.sum(-1, keepdim=True), value=-1)
+        """Gradient of scaled Q, K and V side by side (N, P', 3 C) from that of the output; adds to that of the bias."""
+        images, windows, heads, area, head_dim = self.v.shape
+        found = grad.new_empty(images, windows, area, 3, heads, head_dim)
+        grad = grad.view(images, windows, area, heads, head_dim).transpose(2, 3).contiguous()
+        dsoftmax = (grad @ self.v.mT).to(self.softmax.dtype)
+        dscores = torch.ops.aten._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
         dbias.add_(dscores.sum((0, 1), dtype=dbias.dtype))
         dscores = dscores.to(grad.dtype)
-        dq, dk = (dscores @ self.k).mul_(self.scale), dscores.mT @ self.q
-        return torch.cat([_merged(part) for part in (dq, dk, dv)], 2)
-
-
-def _merged(heads):
-    """(N, n, h, window^2, d) -> (N, n * window^2, h * d)."""
-    return heads.transpose(2, 3).flatten(3).flatten(1, 2)
+        for i, part in enumerate((dscores @ self.k, dscores.mT @ self.q, self.map.mT @ grad)):
+            found[:, :, :, i] = part.transpose(2, 3)
+        return found.flatten(3).flatten(1, 2)
 
 
 class _Sums(NamedTuple):
@@ -305,7 +324,9 @@ class _Sums(NamedTuple):
         return cls(weights[0], rows, rows.clone(), bias, weights[1], column_sums(incoming.flatten(0, 1)))
 
 
-def _parameter_gradients(t, sums, needs):
+def _parameter_gradients(settings, t, sums, needs):
+    for part in (sums.qkv_weight, sums.qkv_bias, sums.pads):
+        part[: len(part) // 3].mul_(settings.scale)
     asked = (needs.norm_weight, needs.norm_bias, needs.qkv_weight, needs.qkv_bias)
     folded = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias, asked)
     dnw, dnb, dw, db = folded
