@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(OLD, reason='this torch compiles nothing')
 def graphs(monkeypatch):
     """Bodies become graphs, which are run operation by operation: no compiler runs. Their number so far."""
     monkeypatch.setattr(compiled, 'BACKEND', 'aot_eager')
+    monkeypatch.setattr(compiled, 'SKIPS', False)
     monkeypatch.setattr(compiled, '_versions', {})
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
@@ -33,6 +34,7 @@ def graphs(monkeypatch):
 def test_compiled_operation(monkeypatch):
     """By inductor, for chunks of several sizes."""
     monkeypatch.setattr(compiled, '_versions', {})
+    monkeypatch.setattr(compiled, 'SKIPS', False)
     keep = positions(keep_mask('half', 6, 9), nearest=True)
     mlp = dict(chunk=160, factor=torch.tensor([1.25, 0.0], dtype=torch.float64))
     for f, tensors in (
@@ -75,9 +77,17 @@ def test_sizes_of_images_need_no_graphs(graphs):
     assert all(number <= 8 for number in compiled.graphs().values()), compiled.graphs()
 
 
+def test_what_a_cpu_is_faster_without_stays_uncompiled(graphs, monkeypatch):
+    monkeypatch.setattr(compiled, 'SKIPS', True)
+    for height, names in ((6, set()), (2**12, {'_normalise'})):
+        layer = fused_mlp(positions(keep_mask('half', height, 32)), True, compile=True)
+        differentiate(layer, mlp_inputs(c=8, d=20, height=height, width=32)[0])
+        assert set(compiled.graphs()) == names
+
+
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setenv('CXX', 'no-such-compiler')
-    monkeypatch.setattr(compiled, '_versions', {})
+    monkeypatch.setattr(compiled, '_checked', set())
     backbone = small_backbone(dict(compile=True))
     with pytest.raises(ValueError, match='compile=True cannot be honoured: .* there is no no-such-compiler'):
         backbone(image())

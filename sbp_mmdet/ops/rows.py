@@ -181,7 +181,7 @@ def normalise(x, eps, dtype):
     return xhat.view(x.shape), rstd.view(*x.shape[:-1], 1)
 
 
-@body
+@body(cpu_from=2**20)
 def _normalise(x, eps, dtype):
     reduced = (torch.float16, torch.bfloat16)
     if x.dtype in reduced and (x.device.type == 'cpu' or dtype not in reduced):
