@@ -112,7 +112,7 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
         raise ValueError(_nothing(backbone))
     kind, single = _mixin(stages[0][0]), len(depths) == 1
     blocks = (round(depths[0] * 2 / 3),) if kind.last else depths if single else None
-    absent = ('attention', 'compile', *(['downsample'] if single else []))  # attention is exact here
+    absent = ('attention', *(['downsample'] if single else []))  # attention is exact here
     settings = SBPSettings.parse(sbp_cfg or {}, depths, blocks, absent=absent)
     layers, left = {}, {}
     for i, blocks in enumerate(stages):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 
 from .masks import SAMPLERS, parse_keep_ratio
+from .ops.compiled import check_compiler
 from .ops.storage import STORAGES
 
 __all__ = [
@@ -131,6 +132,8 @@ class SBPSettings:
                     f"sbp_cfg: {key}={values[key]!r} needs implementation='fused', not {values['implementation']!r}; "
                     'the reference form can save memory by with_cp=True of the backbone only'
                 )
+        if values['compile']:
+            check_compiler()
         if values['blocks'] is None:
             values['blocks'] = blocks or (*depths[:-1], 0)
         values['blocks'] = _parse_blocks(values['blocks'], depths)

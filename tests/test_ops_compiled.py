@@ -8,6 +8,7 @@ import torch
 from ops_cases import differentiate, downsample_inputs, fused_downsample, fused_mlp, keep_mask, mlp_inputs, stored
 from oracles import assert_near, gradients, image, small_backbone
 
+from sbp_mmdet import SBPSwinTransformer, SBPViT
 from sbp_mmdet.analysis import peak_bytes, saved_bytes
 from sbp_mmdet.masks import positions
 from sbp_mmdet.ops import compiled
@@ -62,6 +63,28 @@ def test_backbone(preset, graphs):
     backbone = small_backbone(cfg | dict(compile=True), drop_path_rate=0.4, with_cp=True)
     torch.manual_seed(0)
     assert_near(gradients(backbone, x, torch.compile(backbone, backend='eager')), grads[0], 1e-10)
+
+
+VIT = dict(num_layers=3, embed_dims=12, num_heads=3, feedforward_channels=20)
+SWIN = dict(embed_dims=8, depths=(2, 2), num_heads=(2, 4), window_size=4, strides=(4, 2), out_indices=(0, 1))
+OTHERS = dict(vit=(SBPViT, dict(arch=VIT, img_size=64)), swin=(SBPSwinTransformer, dict(SWIN, drop_path_rate=0.0)))
+
+
+@pytest.mark.parametrize('name', OTHERS)
+@pytest.mark.parametrize('preset', ['recompute', 'pool', 'int8'])
+def test_other_families(name, preset, graphs):
+    """Norms, MLPs, attention and patch merging of the families that have them."""
+    build, options = OTHERS[name]
+    x, grads = image(height=96), []
+    for compile_ in (False, True):
+        torch.manual_seed(0)
+        backbone = build(sbp_cfg=PRESETS[preset].sbp_cfg | dict(compile=compile_), **options).double().train()
+        backbone.init_weights()
+        torch.manual_seed(0)
+        grads.append(gradients(backbone, x))
+        assert (graphs() > 0) == compile_
+    assert_near(grads[1], grads[0], 1e-10)
+    assert set(compiled.graphs()) == {'_normalise', '_scaled', '_through_gelu', '_normalise_backward'}
 
 
 def test_sizes_of_images_need_no_graphs(graphs):

@@ -1,6 +1,5 @@
 """``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers send gradients from a subset of the positions."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +8,8 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from ..draws import Drawn, Draws
-from ..ops.compiled import check_compiler
 from ..settings import SBPSettings
-from .convnext_layers import ConvNeXtBlock, Downsample, Stem, build_norm
+from .convnext_layers import ConvNeXtBlock, Downsample, Stem, build_norm, compile_bodies
 from .weights import rename_weights
 
 __all__ = ['ARCHS', 'SBPConvNeXt']
@@ -147,10 +145,7 @@ class SBPConvNeXt(BaseModule):
             )
 
         if self.sbp and self.sbp.compile:
-            check_compiler()
-            for module in self.modules():
-                if hasattr(module, 'settings'):
-                    module.settings = dataclasses.replace(module.settings, compile=True)
+            compile_bodies(self)
         self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
         self._draws = Draws()
         self._freeze_stages()

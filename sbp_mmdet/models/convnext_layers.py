@@ -20,7 +20,7 @@ from .. import ops
 from ..masks import Positions
 from ..ops.images import on_images
 
-__all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'Stem', 'build_norm']
+__all__ = ['ConvNeXtBlock', 'Downsample', 'GRN', 'LayerNorm2d', 'Stem', 'build_norm', 'compile_bodies']
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -59,6 +59,17 @@ class LayerNorm2d(nn.LayerNorm):
     def tokens(self, x: Tensor) -> Tensor:
         """Normalises (..., C) over C."""
         return super().forward(x)
+
+
+def compile_bodies(model: nn.Module) -> None:
+    """Compiles the bodies of the operations of all layers that this module has, see :mod:`sbp_mmdet.ops.compiled`.
+
+    Args:
+        model (nn.Module): Holds the layers.
+    """
+    for module in model.modules():
+        if hasattr(module, 'settings'):
+            module.settings = dataclasses.replace(module.settings, compile=True)
 
 
 class Stem(nn.Sequential):

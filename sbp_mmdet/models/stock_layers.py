@@ -31,7 +31,8 @@ class ThinConvNeXtBlock(Thin):
             conv = conv if own.recompute == 'block' else None
             if self.grn is not None:
                 layers = (*norm, *first, self.grn.gamma, self.grn.beta, *second)
-                options = ops.GRNSettings(self.norm.eps, self.grn.eps, self.act.approximate, own.storage)
+                eps = (self.norm.eps, self.grn.eps)
+                options = ops.GRNSettings(*eps, self.act.approximate, own.storage, compile=own.compile)
                 return ops.grn_mlp(options, ops.GRNTensors(inner, x, *layers, self.gamma, factor, conv))
             tensors = ops.MLPTensors(inner, x, *norm, *first, *second, self.gamma, factor, positions, conv)
             return ops.channel_mlp(settings, tensors)
@@ -70,7 +71,7 @@ def _mlp_settings(block):
         options = dict(dropped=settings.dropped, implementation='reference', activation=block.act)
         return ops.MLPSettings(block.norm.eps, **options)
     options = (bool(settings.recompute), settings.storage, settings.dropped)
-    return ops.MLPSettings(block.norm.eps, block.act.approximate, *options)
+    return ops.MLPSettings(block.norm.eps, block.act.approximate, *options, compile=settings.compile)
 
 
 class ThinConvNeXtDownsample(Thin):
@@ -81,7 +82,8 @@ class ThinConvNeXtDownsample(Thin):
         positions = self.positions()
         self.check_size(positions, (x.shape[2] // 2) * (x.shape[3] // 2))
         own = self.sbp_settings
-        settings = ops.NormLinearSettings(norm.eps, own.storage, own.dropped, own.implementation)
+        options = (own.storage, own.dropped, own.implementation)
+        settings = ops.NormLinearSettings(norm.eps, *options, compile=own.compile)
         tensors = ops.NormLinearTensors(x, norm.weight, norm.bias, conv.weight, conv.bias, positions)
         return ops.norm_linear(settings, tensors)
 
@@ -98,7 +100,8 @@ class ThinMapNorm(Thin):
     """Layer norm over the channels of a map (N, C, H, W)."""
 
     def thin_forward(self, x, *args, **kwargs):
-        settings = ops.NormSettings(self.eps, self.sbp_settings.storage)
+        own = self.sbp_settings
+        settings = ops.NormSettings(self.eps, own.storage, compile=own.compile)
         return ops.layer_norm(settings, ops.NormTensors(x, self.weight, self.bias))
 
 
@@ -127,6 +130,7 @@ class ThinViTBlock(Thin):
             storage=own.storage,
             implementation=own.implementation,
             eps=self.ln1.eps,
+            compile=own.compile,
         )
         layers = (self.ln1.weight, self.ln1.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias)
 

@@ -35,7 +35,7 @@ class SBPSwinTransformer(SwinTransformer):
     def __init__(self, *args, sbp_cfg: dict | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.depths = tuple(len(stage.blocks) for stage in self.stages)
-        self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, self.depths, absent=('attention', 'compile'))
+        self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, self.depths, absent=('attention',))
         if self.sbp is None:
             return
         if self.sbp.recompute == 'block':

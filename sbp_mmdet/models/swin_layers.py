@@ -68,7 +68,8 @@ def mlp_settings(settings: SBPSettings, eps: float, act: nn.GELU) -> ops.MLPSett
     """Of the channel MLP of a transformer's block."""
     if settings.implementation == 'reference':
         return ops.MLPSettings(eps, act.approximate, dropped=settings.dropped, implementation='reference')
-    return ops.MLPSettings(eps, act.approximate, bool(settings.recompute), settings.storage, settings.dropped)
+    options = (bool(settings.recompute), settings.storage, settings.dropped)
+    return ops.MLPSettings(eps, act.approximate, *options, compile=settings.compile)
 
 
 class ThinSwinBlock(Thin):
@@ -95,6 +96,7 @@ class ThinSwinBlock(Thin):
             msa.scale,
             self.norm1.eps,
             self.sbp_settings.storage,
+            self.sbp_settings.compile,
         )
         parameters = (
             *(self.norm1.weight, self.norm1.bias, msa.qkv.weight, msa.qkv.bias, msa.relative_position_bias_table),
@@ -168,7 +170,8 @@ class ThinPatchMerging(Thin):
         positions = self.positions()
         self.check_size(positions, patches.shape[1])
         own = self.sbp_settings
-        options = ops.NormLinearSettings(self.norm.eps, own.storage, own.dropped, own.implementation)
+        choices = (own.storage, own.dropped, own.implementation)
+        options = ops.NormLinearSettings(self.norm.eps, *choices, compile=own.compile)
         layers = (self.norm.weight, self.norm.bias, self.reduction.weight, self.reduction.bias)
         return ops.norm_linear(options, ops.NormLinearTensors(patches, *layers, positions)), size
 
@@ -200,8 +203,9 @@ class ThinPatchEmbed(Thin):
         out, again = ops.convolve(self.projection, x.to(ops.autocast_dtype(x) or x.dtype))
         # Channels last: the norm's output is then tokens without another copy.
         out = out.contiguous(memory_format=torch.channels_last)
-        settings = ops.NormSettings(self.norm.eps, self.sbp_settings.storage)
-        conv = again if self.sbp_settings.recompute else None
+        own = self.sbp_settings
+        settings = ops.NormSettings(self.norm.eps, own.storage, compile=own.compile)
+        conv = again if own.recompute else None
         out = ops.layer_norm(settings, ops.NormTensors(out, self.norm.weight, self.norm.bias, conv))
         return out.flatten(2).transpose(1, 2), tuple(out.shape[2:])
 
@@ -210,7 +214,8 @@ class ThinTokenNorm(Thin):
     """Layer norm of tokens (N, L, C)."""
 
     def thin_forward(self, x):
-        settings = ops.NormSettings(self.eps, self.sbp_settings.storage)
+        own = self.sbp_settings
+        settings = ops.NormSettings(self.eps, own.storage, compile=own.compile)
         if x.dim() != 3 or self.weight is None or self.bias is None:
             return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         column = x.transpose(1, 2).unsqueeze(3)  # a map of one column

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..draws import Drawn, Draws
 from ..ops.tokens import token_positions
 from ..settings import SBPSettings
-from .convnext_layers import LayerNorm2d
+from .convnext_layers import LayerNorm2d, compile_bodies
 from .vit_layers import EPS, PatchEmbed, ViTBlock, scale_of
 from .weights import rename_weights
 
@@ -109,9 +109,7 @@ class SBPViT(BaseModule):
         self.patch_size, self.interpolate_mode = patch_size, interpolate_mode
         self.sbp = None
         if sbp_cfg is not None:
-            self.sbp = SBPSettings.parse(
-                sbp_cfg, self.depths, (round(depth * 2 / 3),), absent=('downsample', 'compile')
-            )
+            self.sbp = SBPSettings.parse(sbp_cfg, self.depths, (round(depth * 2 / 3),), absent=('downsample',))
 
         self.patch_embed = PatchEmbed(in_channels, self.channels, patch_size)
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
@@ -131,6 +129,8 @@ class SBPViT(BaseModule):
         if out_type == 'featmap':
             for i in self.out_indices:
                 self.add_module(f'scale{i}', scale_of(i, self.channels, fused, storage)[0])
+        if self.sbp and self.sbp.compile:
+            compile_bodies(self)
         self._draws = Draws()
         self._freeze_blocks()
 

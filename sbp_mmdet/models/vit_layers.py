@@ -113,7 +113,7 @@ class ViTBlock(BaseModule):
         if sbp is not None:
             self._attention = _attention_settings(num_heads, sbp)
         if sbp is not None and sbp.implementation == 'fused':
-            options = dict(recompute=bool(sbp.recompute), storage=sbp.storage, dropped=sbp.dropped)
+            options = dict(recompute=bool(sbp.recompute), storage=sbp.storage, dropped=sbp.dropped, compile=sbp.compile)
             self._mlp = ops.MLPSettings(EPS, **options)
 
     @property
@@ -214,7 +214,7 @@ def _attention_settings(num_heads, sbp):
     ``recompute='block'`` runs the attention again where this stores less: not where x-hat and output of some tokens
     are less than x-hat of all.
     """
-    common = dict(num_heads=num_heads, mode=sbp.attention, storage=sbp.storage, eps=EPS)
+    common = dict(num_heads=num_heads, mode=sbp.attention, storage=sbp.storage, eps=EPS, compile=sbp.compile)
     if sbp.implementation == 'reference':
         settings = AttentionSettings(**common, dropped=sbp.dropped, implementation='reference')
         return settings, settings

@@ -46,6 +46,7 @@ class AttentionSettings:
         implementation (str): 'fused', or 'reference': Algorithm 1 with stored maps, as the paper counts them; for
             'zero' and 'native' only. Default: 'fused'.
         eps (float): Of the layer norm. Default: 1e-6.
+        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
 
     Raises:
@@ -59,6 +60,7 @@ class AttentionSettings:
     storage: str = 'native'
     implementation: str = 'fused'
     eps: float = 1e-6
+    compile: bool = False
     dtype: torch.dtype | None = None
 
     def __post_init__(self):

@@ -41,6 +41,7 @@ class WindowSettings:
         scale (float): What Q K^T is multiplied by, usually 1 / sqrt(d).
         eps (float): Of the layer norm. Default: 1e-5.
         storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
+        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         chunk (int | None): Elements of the largest tensor of the windows that exist at a time; None: by the device.
             Default: None.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
@@ -56,6 +57,7 @@ class WindowSettings:
     scale: float
     eps: float = 1e-5
     storage: str = 'native'
+    compile: bool = False
     chunk: int | None = None
     dtype: torch.dtype | None = None
 
