@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import relative_error, where_sbp
+from oracles import DEVICE, relative_error, where_sbp
 from torch import nn
 
 from sbp_mmdet import sbp
@@ -14,6 +14,7 @@ MASKS = {
     'none': torch.zeros(12, dtype=torch.bool),
     'all': torch.ones(12, dtype=torch.bool),
 }
+MASKS = {name: mask.to(DEVICE) for name, mask in MASKS.items()}
 
 
 class Tokens(nn.Sequential):
@@ -40,8 +41,8 @@ class Patches(nn.Module):
 
 def setting(kind):
     torch.manual_seed(0)
-    f = kind().double()
-    x = torch.randn(kind.shape, dtype=torch.float64, requires_grad=True)
+    f = kind().double().to(DEVICE)
+    x = torch.randn(kind.shape, dtype=torch.float64).to(DEVICE).requires_grad_()
     return f, x, torch.randn_like(f(x))
 
 
@@ -78,7 +79,7 @@ def test_autocast_weights_get_gradients():
     expected = torch.autograd.grad(where_sbp(f, x, mask[:, None]), list(f.parameters()), weight.float())
     modes = []
     f.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
-    with torch.autocast('cpu', torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         out = sbp(f, x, positions(mask.view(3, 4)))
     assert modes == [True, False]
     assert out.dtype == torch.bfloat16
