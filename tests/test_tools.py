@@ -50,6 +50,12 @@ def test_missing_config(tmp_path, monkeypatch):
         preflight.load_config('no/such.py')
 
 
+def test_config_of_a_package_that_is_missing(tmp_path):
+    (tmp_path / 'child.py').write_text("_base_ = 'mmrazor::no/such.py'")
+    with pytest.raises(PreflightError, match='child.py: mmrazor is not installed'):
+        preflight.load_config(str(tmp_path / 'child.py'))
+
+
 def test_script_says_what_is_wrong_and_stops(project):
     """Through the command line, and only one line."""
     option = 'train_dataloader.dataset.ann_file=no.json'
@@ -151,6 +157,12 @@ def test_wrapped_data_sets_are_checked(config, wrap):
         preflight.check_config(config, ('train',))
 
 
+def test_a_folder_that_is_not_there(config):
+    config.train_dataloader.dataset = dict(type='VOCDataset', data_root='data/no-such-folder')
+    with pytest.raises(PreflightError, match='train_dataloader.dataset.data_root: data/no-such-folder does not exist'):
+        preflight.check_config(config, ('train',))
+
+
 @pytest.mark.parametrize('change', [dict(backend_args=dict(backend='petrel')), dict(data_root='s3://bucket/')])
 def test_files_elsewhere_are_left_alone(config, change):
     config.train_dataloader.dataset.update(ann_file='no.json', **change)
@@ -184,8 +196,20 @@ def test_mmdet_script_is_found_in_a_source_checkout(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="mmdet's test.py was not found at .*reinstall"):
         mmdet_script.find_script('test.py')
     monkeypatch.setattr(mmdet_script.importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(FileNotFoundError, match='mmdet is not installed'):
+    with pytest.raises(FileNotFoundError, match='mmdet is not installed .* tools/setup_env.sh'):
         mmdet_script.find_script('test.py')
+    with pytest.raises(FileNotFoundError, match='mmpretrain is not installed .* pip install mmpretrain torchvision'):
+        mmdet_script.find_script('test.py', 'mmpretrain')
+
+
+def test_whose_script_a_config_wants(tmp_path):
+    for scope in ('mmdet', 'mmpretrain', None):
+        (tmp_path / f'{scope}.py').write_text(f'default_scope = {scope!r}')
+    (tmp_path / 'broken.py').write_text('(')
+    scopes = dict(mmpretrain='mmpretrain', mmdet='mmdet', none='mmdet', broken='mmdet', missing='mmdet')
+    for name, toolbox in scopes.items():
+        assert mmdet_script.toolbox_of(['--amp', str(tmp_path / f'{name}.py'), '--resume']) == toolbox
+    assert mmdet_script.toolbox_of(['--help']) == 'mmdet'
 
 
 # --- launch scripts ----------------------------------------------------------------------------------------------

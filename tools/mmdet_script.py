@@ -1,4 +1,4 @@
-"""Runs a script of the installed mmdet, after the checks of :mod:`preflight`."""
+"""Runs a script of the installed mmdet, or of mmpretrain for its configs, after the checks of :mod:`preflight`."""
 
 import importlib.util
 import os
@@ -6,32 +6,53 @@ import runpy
 import sys
 from pathlib import Path
 
-__all__ = ['find_script', 'let_threads_sleep', 'run']
+__all__ = ['find_script', 'let_threads_sleep', 'run', 'toolbox_of']
 
 
-def find_script(name: str) -> Path:
-    """Finds mmdet's own script, without importing mmdet.
+def toolbox_of(words: list[str]) -> str:
+    """Whose script a config wants.
+
+    Args:
+        words (list[str]): Of the command line.
+
+    Returns:
+        str: 'mmpretrain' if the first config file among them is a child of its configs, otherwise 'mmdet', which says
+        what is wrong where there is no config.
+    """
+    from mmengine.config import Config
+
+    file = next((word for word in words if word.endswith('.py') and Path(word).is_file()), None)
+    try:
+        scope = file and Config.fromfile(file, import_custom_modules=False).get('default_scope')
+    except Exception:  # whatever is wrong with it, the checks say so
+        scope = None
+    return 'mmpretrain' if scope == 'mmpretrain' else 'mmdet'
+
+
+def find_script(name: str, toolbox: str = 'mmdet') -> Path:
+    """Finds a toolbox's own script, without importing the toolbox.
 
     Args:
         name (str): File name, such as 'train.py'.
+        toolbox (str): 'mmdet' or 'mmpretrain'. Default: 'mmdet'.
 
     Returns:
         Path: In an installed package ``mmdet/.mim/tools``, in a source checkout ``tools`` beside the package.
 
     Raises:
-        FileNotFoundError: If mmdet is not installed, or without its scripts.
+        FileNotFoundError: If the toolbox is not installed, or without its scripts.
     """
-    spec = importlib.util.find_spec('mmdet')
+    spec = importlib.util.find_spec(toolbox)
     if spec is None or not spec.origin:
-        raise FileNotFoundError(
-            f'mmdet is not installed for {sys.executable}; tools/setup_env.sh makes an environment and says where'
-        )
+        remedy = 'tools/setup_env.sh makes an environment and says where'
+        remedy = remedy if toolbox == 'mmdet' else f'pip install {toolbox} torchvision'
+        raise FileNotFoundError(f'{toolbox} is not installed for {sys.executable}; {remedy}')
     package = Path(spec.origin).parent
     places = [package / '.mim/tools' / name, package.parent / 'tools' / name]
     for place in places:
         if place.is_file():
             return place
-    raise FileNotFoundError(f"mmdet's {name} was not found at {' or '.join(map(str, places))}; reinstall mmdet")
+    raise FileNotFoundError(f"{toolbox}'s {name} was not found at {' or '.join(map(str, places))}; reinstall it")
 
 
 def let_threads_sleep() -> None:
@@ -46,7 +67,7 @@ def let_threads_sleep() -> None:
 
 
 def run(name: str, splits: tuple[str, ...]) -> None:
-    """Checks the config that the command line names and runs mmdet's script on the same command line.
+    """Checks the config that the command line names and runs the toolbox's script on the same command line.
 
     Args:
         name (str): File name of the script.
@@ -54,10 +75,10 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     """
     let_threads_sleep()
     try:
-        script = runpy.run_path(str(find_script(name)))
+        script = runpy.run_path(str(find_script(name, toolbox_of(sys.argv[1:]))))
     except FileNotFoundError as error:
         sys.exit(f'error: {error}')
-    args = script['parse_args']()  # mmdet's own, so that --help and wrong options are its business
+    args = script['parse_args']()  # its own, so that --help and wrong options are its business
 
     from preflight import PreflightError, check_config, load_config  # needs mmdet, which is there by now
 

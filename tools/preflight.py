@@ -40,11 +40,14 @@ def load_config(path: str, options: dict | None = None) -> Config:
         Config: The config, overrides merged.
 
     Raises:
-        PreflightError: If there is no such file.
+        PreflightError: If there is no such file, or it inherits from a package that is not installed.
     """
     if not Path(path).is_file():
         raise PreflightError(f'config file {path} does not exist (working folder: {Path.cwd()}); check the path')
-    config = Config.fromfile(path)
+    try:
+        config = Config.fromfile(path)
+    except ModuleNotFoundError as error:
+        raise PreflightError(f'config file {path}: {error}') from error
     config.merge_from_dict(options or {})
     return config
 
@@ -67,6 +70,13 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
             if path:
                 classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
                 check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
+        for dataset in _dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
+            root = _local(dataset.get('data_root'), None, dataset.get('backend_args'))
+            if root and not root.is_dir():
+                raise PreflightError(
+                    f'{split}_dataloader.dataset.data_root: {root} does not exist (working folder: {Path.cwd()}); '
+                    'give the folder of your data'
+                )
         evaluators = config.get(f'{split}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
             path = _local(evaluator.get('ann_file'), None, evaluator.get('backend_args'))

@@ -56,12 +56,15 @@ def load_config(path: str, options: dict | None = None) -> Config:
         Config: The config, overrides merged.
 
     Raises:
-        ValueError: If there is no such file, it has no model, or an import fails.
+        ValueError: If it or a package that it inherits from is missing, it has no model, or an import fails.
     """
     file = _of_package(path) if '::' in str(path) else Path(path)
     if not file.is_file():
         raise ValueError(f'config file {file} does not exist (working folder: {Path.cwd()}); check the path')
-    config = Config.fromfile(file, import_custom_modules=False)
+    try:
+        config = Config.fromfile(file, import_custom_modules=False)
+    except ModuleNotFoundError as error:  # of the package that it inherits from
+        raise ValueError(f'{path}: {error}') from error
     config.merge_from_dict(options or {})
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')

@@ -24,7 +24,7 @@ class Experiment:
         config (str): Config file, or ``mmdet::FAMILY/NAME.py``. Default: ''.
         settings (Mapping): Label to ``sbp_cfg``; None is no SBP. Default: none.
         configs (Mapping): Label to the config that it has in place of ``config``; it is trained as it is where
-            ``settings`` has no such label; None: it is not trained here. Default: none.
+            ``settings`` has no such label. Default: none.
         options (Mapping): ``--cfg-options`` of all trainings: schedule, data. Default: none.
         seeds (Sequence[int]): The same for each label: same start, same order of images. Default: 0.
         compare (Mapping): Label to the label that it is compared with. Default: each with the first one.
@@ -38,7 +38,7 @@ class Experiment:
     name: str
     config: str = ''
     settings: Mapping[str, dict | None] = dataclasses.field(default_factory=dict)
-    configs: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    configs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     seeds: Sequence[int] = (0,)
     compare: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -69,9 +69,9 @@ class Experiment:
         """Of settings or configs, in their order."""
         return [*dict.fromkeys([*self.settings, *self.configs])]
 
-    def config_of(self, label: str) -> str | None:
+    def config_of(self, label: str) -> str:
         """Name of its config."""
-        return self.configs.get(label, self.config or None)
+        return self.configs.get(label, self.config)
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -122,8 +122,6 @@ def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Confi
         if label not in experiment.labels:
             raise ValueError(f'{experiment.name}: there is no {label!r}; it has {experiment.labels}')
         name = experiment.config_of(label)
-        if name is None:
-            raise ValueError(f'{experiment.name}: {label!r} has no config, so it is not trained here')
         try:
             found[label] = config = load_config(_path(name, experiment.folder), copy.deepcopy(dict(experiment.options)))
             _set(config, experiment, label)

@@ -100,7 +100,7 @@ def read_trained(experiment: Experiment, folders: Mapping[str, Sequence[Path]]) 
 
     Returns:
         tuple[dict, list[str]]: Label to values in percent, 'memory' (GiB), 'step_s' and 'seeds', of trainings that
-        ended; and notes on what has not ended or was not checked.
+        ended; and notes on what has not ended.
 
     Raises:
         ValueError: For a label that is unknown, and for a training without AP or that is not a fair comparison.
@@ -109,15 +109,12 @@ def read_trained(experiment: Experiment, folders: Mapping[str, Sequence[Path]]) 
     for label, places in folders.items():
         if label not in experiment.labels:
             raise ValueError(f'{experiment.name}: there is no {label!r}; it has {experiment.labels}')
-        wanted = configs_of(experiment, [label])[label] if experiment.config_of(label) else None
+        wanted = configs_of(experiment, [label])[label] if places else None
         runs = []
         for folder in places:
             config, gpus = _trained(folder)
-            if wanted is None:
-                notes.append(f'{label}: {folder} was not checked, because the experiment has no config for it')
-            else:
-                unequal = differences(_protocol(config, gpus), _protocol(wanted, experiment.gpus or 1))
-                wrong += [f'{label}, {folder}: {text}' for text in unequal]
+            unequal = differences(_protocol(config, gpus), _protocol(wanted, experiment.gpus or 1))
+            wrong += [f'{label}, {folder}: {text}' for text in unequal]
             run = look(Training(label, 0, config, Path(folder)))
             point = run['curve'][-1]['evaluated'] if run and run['curve'] else 0
             if run and run['finished']:
@@ -197,8 +194,8 @@ def paper_markdown(experiment: Experiment, measured: Mapping, folder: Path, shor
     columns = [Column('config', lambda row: row['label'])]
     for name in (name for name in ('memory', 'box AP', 'mask AP', 'top-1') if name in experiment.heads):
         head = 'memory, GB' if name == 'memory' else name
-        columns.append(Column(f'{head}: paper', lambda row, name=name: _number(row['paper'].get(name))))
-        columns.append(Column('here', lambda row, name=name: _number(row['here'].get(name))))
+        columns.append(Column(f'{head}: paper', lambda row, name=name: _number(row['paper'].get(name), _digits(name))))
+        columns.append(Column('here', lambda row, name=name: _number(row['here'].get(name), _digits(name))))
     return markdown_table(columns, records)
 
 
