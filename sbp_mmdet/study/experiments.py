@@ -50,8 +50,9 @@ class Experiment:
 
     def __post_init__(self):
         labels = self.labels
-        if not labels or (not self.config and {*self.settings} - {*self.configs}):
-            raise ValueError(f'{self.name}: give config and settings, or configs')
+        without = [label for label in labels if not self.config_of(label)]
+        if without or not labels:
+            raise ValueError(f'{self.name}: {without or "it"} has no config; give config and settings, or configs')
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise ValueError(f'{self.name}: seeds {[*self.seeds]} must be given, and differ')
         for label in labels:
