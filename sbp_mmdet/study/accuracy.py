@@ -50,6 +50,12 @@ def _values(runs, name):
     return {seed: run['ap'][name] for seed, run in sorted(_ended(runs).items()) if name in run['ap']}
 
 
+def _course(runs, name):
+    """Mean of all evaluations by seed, of trainings that ended: it depends less on the seed than the last one does."""
+    curves = {seed: [p[name] for p in run['curve'] if name in p] for seed, run in sorted(_ended(runs).items())}
+    return {seed: statistics.fmean(curve) for seed, curve in curves.items() if curve}
+
+
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Difference | None:
     """The difference a - b of values with the same seed.
 
@@ -88,7 +94,7 @@ def accuracy_text(found: Mapping) -> str:
 
 
 def accuracy_markdown(found: Mapping) -> str:
-    """Table of a study of AP, in AP points (percent), of the trainings that ended.
+    """Table of a study of AP, in AP points (percent), of the trainings that ended. "mean" is that of all evaluations.
 
     Args:
         found (Mapping): With ``experiment`` (:func:`describe`) and ``results``: label to seed to training.
@@ -110,14 +116,16 @@ def _table(found):
     ]
     columns = [Column('setting', lambda row: row['label']), Column('seeds', lambda row: f'{len(row["runs"])}')]
     columns += [Column(name, lambda row, name=name: _spread([*row['values'][name].values()])) for name in names]
-    for name in (name for name in _COMPARED if name in names):
+    compared = [(name, name, _values) for name in _COMPARED if name in names]
+    compared += [(f'mean {name}', name, _course) for _, name, _ in compared[:1]]
+    for head, name, values in compared:
 
-        def cell(row, name=name):
+        def cell(row, name=name, values=values):
             base = against.get(row['label'])
-            return base and _difference(paired(row['values'][name], _values(results.get(base, {}), name)))
+            return base and _difference(paired(values(row['runs'], name), values(results.get(base, {}), name)))
 
         bases = sorted({*against.values()})
-        columns.append(Column(f'{name}, less {bases[0] if len(bases) == 1 else "its pair"}', cell))
+        columns.append(Column(f'{head}, less {bases[0] if len(bases) == 1 else "its pair"}', cell))
     for name, value in experiment['reach'].items():
 
         def reached(row, name=name, value=value):
