@@ -6,7 +6,7 @@ import pytest
 import torch
 from mmdet.models.backbones import ResNet, SwinTransformer
 from mmengine.model import BaseModule, ExponentialMovingAverage
-from oracles import image, mask_of, where_sbp
+from oracles import DEVICE, image, mask_of, where_sbp
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, SBPHook, SBPSwinTransformer, apply_sbp
@@ -17,7 +17,7 @@ SMALL = dict(embed_dims=8, depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 4), window_s
 
 def small_swin(**options):
     torch.manual_seed(0)
-    model = SwinTransformer(**SMALL | options).double()
+    model = SwinTransformer(**SMALL | options).double().to(DEVICE)
     model.train()
     return model
 
@@ -48,7 +48,7 @@ class Mean(nn.Module):
 @pytest.mark.parametrize('sbp_cfg', [dict(), dict(skip_dropped_images=True), dict(implementation='reference')], ids=str)
 def test_swin_in_place_is_the_class_of_its_own(sbp_cfg):
     stock = small_swin()
-    ours = SBPSwinTransformer(**SMALL, sbp_cfg=sbp_cfg).double().train()
+    ours = SBPSwinTransformer(**SMALL, sbp_cfg=sbp_cfg).double().to(DEVICE).train()
     ours.load_state_dict(stock.state_dict())
     names = list(stock.state_dict())
     report = apply_sbp(stock, sbp_cfg)
@@ -230,7 +230,7 @@ def test_what_may_be_registered():
 def pretrain_model(name, **options):
     backbones = pytest.importorskip('mmpretrain.models.backbones')
     torch.manual_seed(0)
-    model = getattr(backbones, name)(**options).double()
+    model = getattr(backbones, name)(**options).double().to(DEVICE)
     for p in model.parameters():
         if p.dim() == 1:
             p.data += 0.1 * torch.randn_like(p)
@@ -308,7 +308,7 @@ def test_mmpretrain_vit_thins_out_its_last_blocks():
 def test_mmpretrain_convnext_is_ours():
     options = PRETRAIN['ConvNeXt']
     stock = pretrain_model('ConvNeXt', **options)
-    ours = SBPConvNeXt(**options, sbp_cfg=dict(keep_ratio=0.5)).double().train()
+    ours = SBPConvNeXt(**options, sbp_cfg=dict(keep_ratio=0.5)).double().to(DEVICE).train()
     ours.load_state_dict(stock.state_dict())
     apply_sbp(stock, dict(keep_ratio=0.5))
     x = image(2, 48, 64)

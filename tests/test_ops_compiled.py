@@ -6,12 +6,14 @@ import random
 import pytest
 import torch
 from ops_cases import differentiate, downsample_inputs, fused_downsample, fused_mlp, keep_mask, mlp_inputs, stored
-from oracles import assert_near, gradients, image, small_backbone
+from oracles import DEVICE, assert_near, gradients, image, small_backbone
+from test_apply import PRETRAIN, pretrain_model, small_swin
 
-from sbp_mmdet import SBPSwinTransformer, SBPViT
+from sbp_mmdet import SBPSwinTransformer, SBPViT, apply_sbp
 from sbp_mmdet.analysis import peak_bytes, saved_bytes
 from sbp_mmdet.masks import positions
 from sbp_mmdet.ops import compiled
+from sbp_mmdet.ops.operation import Operation
 from sbp_mmdet.settings import PRESETS
 
 OLD = compiled.why_not() is not None
@@ -29,6 +31,19 @@ def graphs(monkeypatch):
     counters.clear()
     yield lambda: counters['stats']['unique_graphs']
     torch.compiler.reset()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Whether operations are to be compiled, by the name of their settings."""
+    found, call = {}, Operation.__call__
+
+    def noted(self, settings, tensors):
+        found[type(settings).__name__] = settings.compile
+        return call(self, settings, tensors)
+
+    monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(noted))
+    return found
 
 
 @pytest.mark.skipif(OLD or compiled.why_not('cpu') is not None, reason='no C++ compiler')
@@ -72,19 +87,27 @@ OTHERS = dict(vit=(SBPViT, dict(arch=VIT, img_size=64)), swin=(SBPSwinTransforme
 
 @pytest.mark.parametrize('name', OTHERS)
 @pytest.mark.parametrize('preset', ['recompute', 'pool', 'int8'])
-def test_other_families(name, preset, graphs):
+def test_other_families(name, preset, graphs, asked):
     """Norms, MLPs, attention and patch merging of the families that have them."""
     build, options = OTHERS[name]
     x, grads = image(height=96), []
     for compile_ in (False, True):
+        asked.clear()
         torch.manual_seed(0)
         backbone = build(sbp_cfg=PRESETS[preset].sbp_cfg | dict(compile=compile_), **options).double().train()
         backbone.init_weights()
         torch.manual_seed(0)
-        grads.append(gradients(backbone, x))
-        assert (graphs() > 0) == compile_
+        grads.append(gradients(backbone.to(DEVICE), x))
+        assert set(asked.values()) == {compile_} and len(asked) > 1 and (graphs() > 0) == compile_
     assert_near(grads[1], grads[0], 1e-10)
-    assert set(compiled.graphs()) == {'_normalise', '_scaled', '_through_gelu', '_normalise_backward'}
+
+
+@pytest.mark.parametrize('name', ['swin', *PRETRAIN])
+def test_in_place(name, graphs, asked):
+    model = small_swin() if name == 'swin' else pretrain_model(name, **PRETRAIN[name])
+    apply_sbp(model, dict(recompute=True, compile=True))
+    sum(out.sum() for out in model(image(2, 48, 64))).backward()
+    assert set(asked.values()) == {True} and len(asked) > 1 and graphs()
 
 
 def test_sizes_of_images_need_no_graphs(graphs):
@@ -100,6 +123,7 @@ def test_sizes_of_images_need_no_graphs(graphs):
     assert all(number <= 8 for number in compiled.graphs().values()), compiled.graphs()
 
 
+@pytest.mark.skipif(DEVICE != 'cpu', reason='of a CPU')
 def test_what_a_cpu_is_faster_without_stays_uncompiled(graphs, monkeypatch):
     monkeypatch.setattr(compiled, 'SKIPS', True)
     for height, names in ((6, set()), (2**12, {'_normalise'})):
@@ -108,6 +132,7 @@ def test_what_a_cpu_is_faster_without_stays_uncompiled(graphs, monkeypatch):
         assert set(compiled.graphs()) == names
 
 
+@pytest.mark.skipif(DEVICE != 'cpu', reason='of a CPU')
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setenv('CXX', 'no-such-compiler')
     monkeypatch.setattr(compiled, '_checked', set())

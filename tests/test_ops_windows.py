@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmdet.models.backbones.swin import ShiftWindowMSA
-from oracles import mask_of, where_sbp
+from oracles import mask_of, relative_error, where_sbp
 
 from sbp_mmdet.analysis.memory import saved_bytes
 from sbp_mmdet.masks import positions
@@ -45,7 +45,9 @@ def gradients(out, wanted):
 
 
 @pytest.mark.parametrize('size', SIZES)
-@pytest.mark.parametrize(('shift', 'chunk', 'bias'), [(0, None, True), (1, 1, True), (1, 1000, False)])
+@pytest.mark.parametrize(
+    ('shift', 'chunk', 'bias'), [(0, None, True), (1, 1, True), (1, 1000, False), (2, 1, True), (2, None, False)]
+)
 def test_attention_is_mmdets(size, shift, chunk, bias):
     attn, norm = layer(shift, bias)
     x = random(2, size[0] * size[1], C).requires_grad_()
@@ -107,15 +109,20 @@ def test_attention_in_eight_bits_is_near():
 
 
 def test_attention_under_autocast():
+    """As near to full precision as mmdet's module is."""
     attn, norm = layer(1)
     attn, norm, x = attn.float(), norm.float(), random(2, 56, C).float().requires_grad_()
+    for p in attn.parameters():
+        p.data /= 4  # of ordinary size: a steep softmax makes much of a rounding
+    wanted = [x, norm.weight, attn.w_msa.qkv.weight, attn.w_msa.relative_position_bias_table]
+    exact = x + attn(norm(x), (7, 8))
     with torch.autocast('cpu', torch.bfloat16):
         found = window_attention(settings(attn, (7, 8)), tensors(attn, norm, x))
+        stock = x + attn(norm(x), (7, 8))
     assert found.dtype == torch.float32
-    exact = x + attn(norm(x), (7, 8))
-    assert F.cosine_similarity(found.flatten(), exact.flatten(), 0) > 0.999
-    for a, b in zip(*(torch.autograd.grad(out.cos().sum(), [x, norm.weight]) for out in (found, exact)), strict=True):
-        assert F.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.98
+    ours, theirs, true = ([out, *gradients(out.double(), wanted)] for out in (found, stock, exact))
+    for a, b, c in zip(ours, theirs, true, strict=True):
+        assert relative_error(a, c) < 3 * relative_error(b, c) < 0.05
 
 
 def test_attention_says_what_is_wrong():

@@ -158,8 +158,8 @@ def test_wrapped_data_sets_are_checked(config, wrap):
 
 
 def test_a_folder_that_is_not_there(config):
-    config.train_dataloader.dataset = dict(type='VOCDataset', data_root='data/no-such-folder')
-    with pytest.raises(PreflightError, match='train_dataloader.dataset.data_root: data/no-such-folder does not exist'):
+    config.train_dataloader.dataset = dict(type='mmpretrain.ImageNet', data_root='data/no-such-folder', split='train')
+    with pytest.raises(PreflightError, match="data_root='data/no-such-folder' of ImageNet is no folder"):
         preflight.check_config(config, ('train',))
 
 
@@ -203,10 +203,13 @@ def test_mmdet_script_is_found_in_a_source_checkout(tmp_path, monkeypatch):
 
 
 def test_whose_script_a_config_wants(tmp_path):
-    for scope in ('mmdet', 'mmpretrain', None):
+    for scope in ('mmdet', 'mmpretrain'):
         (tmp_path / f'{scope}.py').write_text(f'default_scope = {scope!r}')
+    (tmp_path / 'none.py').write_text('default_scope = None')
     (tmp_path / 'broken.py').write_text('(')
-    scopes = dict(mmpretrain='mmpretrain', mmdet='mmdet', none='mmdet', broken='mmdet', missing='mmdet')
+    (tmp_path / 'child.py').write_text("_base_ = 'mmpretrain::convnext/convnext-tiny_32xb128_in1k.py'")
+    scopes = dict(mmpretrain='mmpretrain', child='mmpretrain', mmdet='mmdet', none='mmdet', broken='mmdet')
+    scopes['missing'] = 'mmdet'
     for name, toolbox in scopes.items():
         assert mmdet_script.toolbox_of(['--amp', str(tmp_path / f'{name}.py'), '--resume']) == toolbox
     assert mmdet_script.toolbox_of(['--help']) == 'mmdet'

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import assert_near, gradients, image, relative_error, where_sbp
+from oracles import DEVICE, assert_near, gradients, image, relative_error, where_sbp
 
 from sbp_mmdet import SBPViT, objects
 from sbp_mmdet.analysis import saved_bytes
@@ -38,7 +38,7 @@ def small(sbp_cfg=None, *, dtype=torch.float64, seed=0, **kwargs):
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             wide = parameter.dim() > 1 and not name.endswith(('_token', 'pos_embed'))
             parameter.copy_(noise / parameter[0].numel() ** 0.5 if wide else 0.6 + 0.2 * noise)
-    return backbone
+    return backbone.to(DEVICE)
 
 
 def oracle(backbone, x, drawn, rates=(0, 0, 0)):

@@ -19,11 +19,13 @@ def toolbox_of(words: list[str]) -> str:
         str: 'mmpretrain' if the first config file among them is a child of its configs, otherwise 'mmdet', which says
         what is wrong where there is no config.
     """
-    from mmengine.config import Config
-
     file = next((word for word in words if word.endswith('.py') and Path(word).is_file()), None)
     try:
+        from mmengine.config import Config
+
         scope = file and Config.fromfile(file, import_custom_modules=False).get('default_scope')
+    except ModuleNotFoundError as error:  # of the package that the config inherits from
+        scope = str(error).partition(' ')[0]
     except Exception:  # whatever is wrong with it, the checks say so
         scope = None
     return 'mmpretrain' if scope == 'mmpretrain' else 'mmdet'
@@ -75,7 +77,10 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     """
     let_threads_sleep()
     try:
-        script = runpy.run_path(str(find_script(name, toolbox_of(sys.argv[1:]))))
+        script = find_script(name)  # mmdet has to be there for the checks, whose script it is
+        if (toolbox := toolbox_of(sys.argv[1:])) != 'mmdet':
+            script = find_script(name, toolbox)
+        script = runpy.run_path(str(script))
     except FileNotFoundError as error:
         sys.exit(f'error: {error}')
     args = script['parse_args']()  # its own, so that --help and wrong options are its business

@@ -70,18 +70,24 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
             if path:
                 classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
                 check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
-        for dataset in _dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
-            root = _local(dataset.get('data_root'), None, dataset.get('backend_args'))
-            if root and not root.is_dir():
-                raise PreflightError(
-                    f'{split}_dataloader.dataset.data_root: {root} does not exist (working folder: {Path.cwd()}); '
-                    'give the folder of your data'
-                )
+        _check_imagenet(config, split)
         evaluators = config.get(f'{split}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
             path = _local(evaluator.get('ann_file'), None, evaluator.get('backend_args'))
             if path and evaluator.get('type') in ('CocoMetric', 'mmdet.CocoMetric'):
                 check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
+
+
+def _check_imagenet(config, split):
+    """mmpretrain's ImageNet neither makes nor names the folder that it misses."""
+    for dataset in _dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
+        if str(dataset.get('type')).rpartition('.')[2] == 'ImageNet':
+            root = _local(dataset.get('data_root'), None, dataset.get('backend_args'))
+            if root and not root.is_dir():
+                raise PreflightError(
+                    f'{split}_dataloader: data_root={str(root)!r} of ImageNet is no folder (working folder: '
+                    f'{Path.cwd()}); give the folder that holds train and val'
+                )
 
 
 def check_backbone(config: Config) -> None:

@@ -1,4 +1,5 @@
-"""Train a detector: mmdet's own tools/train.py, with its arguments (see --help), after checks of the config.
+"""Train a detector: mmdet's own tools/train.py, with its arguments (see --help), after checks of the config. For a
+config of mmpretrain it is mmpretrain's.
 
 python tools/train.py CONFIG [--work-dir DIR] [--resume [CHECKPOINT]] [--cfg-options KEY=VALUE ...] ...
 """

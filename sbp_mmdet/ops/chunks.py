@@ -15,7 +15,7 @@ __all__ = ['CHUNK', 'Chunk', 'chunks']
 # Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches, on a GPU enough to
 # keep it busy.
 CHUNK = {'cpu': 2**20, 'cuda': 2**24}
-# Rows of a chunk at least, where nobody says how many elements: products of fewer read their weights too often.
+# Rows of a chunk at least, where nobody says how many elements: a product of fewer spends its time on reading weights.
 _ROWS = 640
 
 
@@ -79,8 +79,8 @@ def chunks(images: int, each: int, width: int, device: torch.device, elements: i
         each (int): Rows of each image.
         width (int): Elements that a row needs, of those that are counted by ``elements``.
         device (torch.device): Where they are.
-        elements (int | None): Elements that exist at a time, but for a single row; None: by the device, but for 640
-            rows. Default: None.
+        elements (int | None): At most so many elements at a time, but at least one row; None: by the device, but at
+            least 640 rows. Default: None.
 
     Returns:
         list[Chunk]: All rows in order.

@@ -175,7 +175,8 @@ def backward(settings: WindowSettings, saved: WindowSaved, grad: Tensor, needs: 
 class _Layout(NamedTuple):
     """Which token stands where, once the map is padded, shifted and cut into windows: P places, window by window.
 
-    Windows at the lower and right edge come last: only these have padding, or parts that do not see each other.
+    Windows at the lower and right edge come last (the last one or two rows and columns): only these have padding, or
+    parts that do not see each other.
 
     Attributes:
         order (Tensor): Shape (P,), the token of each place; any token where the place is padding.
@@ -197,7 +198,7 @@ class _Layout(NamedTuple):
         (height, width), side, shift = settings.size, settings.window, settings.shift
         tokens = height * width
         below, right = -height % side, -width % side
-        # From here on windows have what was padded or came round by the shift.
+        # Windows before these rows and columns hold neither padding nor what the shift brought round.
         down, along = (max(n - shift, 0) // side for n in (height, width))
 
         def cut(x):  # a map to windows
@@ -247,7 +248,7 @@ def _bands(length, side, shift, device):
 class _Layers(NamedTuple):
     """The linear layers in the precision of the matrix products.
 
-    The norm's affine part is folded into the first, and the scale into its part that makes Q.
+    The norm's affine part is folded into the first, and the scale into its parts that make Q and K.
     """
 
     qkv_weight: Tensor
@@ -260,8 +261,7 @@ class _Layers(NamedTuple):
     @classmethod
     def of(cls, settings, t):
         bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
-        rows = bias.new_ones(len(bias))
-        rows[: len(rows) // 3] = settings.scale
+        rows = _scales(settings, bias)
         weight, padding = t.qkv_weight * rows[:, None], bias * rows
         folded = fold(weight, padding, t.norm_weight, t.norm_bias, settings.dtype)
         own = t.table[t.index.flatten()].view(*t.index.shape, -1).permute(2, 0, 1).contiguous()
@@ -270,8 +270,16 @@ class _Layers(NamedTuple):
         )
 
 
+def _scales(settings, like):
+    """What rows of the layer to Q, K and V are multiplied by. Q and K share the scale, so that in half precision
+    neither gradient leaves the range before the other."""
+    root = abs(settings.scale) ** 0.5
+    q, k, v = like.new_ones(3, len(like) // 3)
+    return torch.cat([q * (settings.scale / root), k * root, v])
+
+
 class _Windows:
-    """Some windows: x-hat (N, P', C), Q (scaled), K, V (N, n, h, window^2, d), and their maps."""
+    """Some windows: x-hat (N, P', C), Q, K (both scaled), V (N, n, h, window^2, d), and their maps."""
 
     def __init__(self, xhat, q, k, v, softmax):
         self.xhat, self.q, self.k, self.v = xhat, q, k, v
@@ -295,7 +303,7 @@ class _Windows:
         return (self.map @ self.v).transpose(2, 3).flatten(3).flatten(1, 2)
 
     def backward(self, grad, dbias):
-        """Gradient of scaled Q, K and V side by side (N, P', 3 C) from that of the output; adds to that of the bias."""
+        """Gradient of scaled Q and K and of V side by side (N, P', 3 C) from the output's; adds to that of the bias."""
         images, windows, heads, area, head_dim = self.v.shape
         found = grad.new_empty(images, windows, area, 3, heads, head_dim)
         grad = grad.view(images, windows, area, heads, head_dim).transpose(2, 3).contiguous()
@@ -327,8 +335,9 @@ class _Sums(NamedTuple):
 
 
 def _parameter_gradients(settings, t, sums, needs):
-    for part in (sums.qkv_weight, sums.qkv_bias, sums.pads):
-        part[: len(part) // 3].mul_(settings.scale)
+    scales = _scales(settings, sums.qkv_bias)
+    for part in (sums.qkv_weight.t(), sums.qkv_bias, sums.pads):
+        part.mul_(scales)
     asked = (needs.norm_weight, needs.norm_bias, needs.qkv_weight, needs.qkv_bias)
     folded = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias, asked)
     dnw, dnb, dw, db = folded

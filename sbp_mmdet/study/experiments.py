@@ -51,8 +51,10 @@ class Experiment:
     def __post_init__(self):
         labels = self.labels
         without = [label for label in labels if not self.config_of(label)]
-        if without or not labels:
-            raise ValueError(f'{self.name}: {without or "it"} has no config; give config and settings, or configs')
+        if not labels:
+            raise ValueError(f'{self.name}: there is nothing to train; give config and settings, or configs')
+        if without:
+            raise ValueError(f'{self.name}: {without} has no config; give config and settings, or configs')
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise ValueError(f'{self.name}: seeds {[*self.seeds]} must be given, and differ')
         for label in labels:

@@ -159,7 +159,7 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
             raise RuntimeError(f'a training failed; {log.name} says why')
         found = look(training)
         if not found['finished']:
-            raise RuntimeError(f'a training ended without its last AP, see {log.name}; evaluate it with tools/test.py')
+            raise RuntimeError(f'a training was not evaluated at its end, see {log.name}; tools/test.py does it')
         whole = result.with_suffix('.part')
         whole.write_text(json.dumps(dict(found, machine=describe_machine())))
         whole.replace(result)

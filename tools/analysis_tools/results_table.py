@@ -4,9 +4,9 @@
     python tools/analysis_tools/results_table.py experiments/coco.py --log 'Mask R-CNN, ConvNeXt-T=/path/of/work_dir' \\
         --write README.md configs/sbp_convnext/README.md configs/sbp_convnext/metafile.yml
 
-Trainings are looked for where training_study.py puts them; --log names any work directory of mmdet in their place. A
-training of another schedule, batch, start, data or evaluation is refused: its AP says nothing about the paper's.
-Nothing is trained.
+Trainings are looked for where training_study.py puts them; --log names any work directory of mmdet or mmpretrain in
+their place. A training of another schedule, batch, start, data or evaluation is refused: it says nothing about the
+paper's AP. Nothing is trained.
 """
 
 import argparse
@@ -41,7 +41,9 @@ def folders(experiment, work_dir, logs):
         if not equals or not Path(folder).is_dir():
             raise ValueError(f'--log {text!r} must be LABEL=FOLDER, with a folder that exists')
         if not (read_log(Path(folder)) or {}).get('curve'):
-            raise ValueError(f'--log {text!r}: its TIME/vis_data/scalars.json has no AP; was it evaluated in training?')
+            raise ValueError(
+                f'--log {text!r}: its TIME/vis_data/scalars.json has no AP or top-1; was it evaluated in training?'
+            )
         given.setdefault(label, []).append(Path(folder))
     return found | given
 
