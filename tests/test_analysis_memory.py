@@ -104,6 +104,13 @@ def test_live_bytes_when_addresses_are_used_again():
     assert counter.live == 0
 
 
+def test_sparse_tensors():
+    """Some losses of mmdet multiply by one. It holds its indices and its values."""
+    a, x = torch.eye(6, dtype=torch.float32).to_sparse(), torch.randn(6, 4, requires_grad=True)
+    assert saved_bytes(lambda: torch.sparse.mm(a, x).sum()) == 2 * 6 * 8 + 6 * 4
+    assert peak_bytes(lambda: torch.sparse.mm(torch.eye(6).to_sparse(), x).sum().backward()) >= 2 * 6 * 8 + 6 * 4
+
+
 def test_counts_are_of_the_pieces_that_a_gpu_would_cut():
     """They are larger than a CPU's, and so is what a backward pass needs at a time."""
 

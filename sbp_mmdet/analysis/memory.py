@@ -24,6 +24,11 @@ class _Packed:
         self.tensor = tensor
 
 
+def _dense(tensor):
+    """What holds a tensor's numbers: itself, or the indices and values of a sparse one."""
+    return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
+
+
 class SavedByPart:
     """Counts what autograd holds for the backward pass, by the part of the model that saved it.
 
@@ -63,10 +68,10 @@ class SavedByPart:
         # Only what is saved still is looked at: a storage freed on the way may have lent its address to another one.
         for reference, part in self._packed:
             if (held := reference()) is not None:
-                storage = held.tensor.untyped_storage()
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    parts[part] = parts.get(part, 0) + storage.nbytes()
+                for storage in (tensor.untyped_storage() for tensor in _dense(held.tensor)):
+                    if storage.data_ptr() not in seen:
+                        seen.add(storage.data_ptr())
+                        parts[part] = parts.get(part, 0) + storage.nbytes()
         return parts
 
 
@@ -132,8 +137,9 @@ class LiveBytes(TorchDispatchMode):
             self._counting = counting
 
     def _see(self, tensors, counting):
-        for tensor in tree_flatten(tensors)[0]:
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+        found = (tensor for leaf in tree_flatten(tensors)[0] if isinstance(leaf, Tensor) for tensor in _dense(leaf))
+        for tensor in found:
+            if (storage := tensor.untyped_storage())._cdata not in self._known:
                 nbytes = storage.nbytes() if counting else 0
                 self._known[storage._cdata] = StorageWeakRef(storage), nbytes
                 self._upper += nbytes
