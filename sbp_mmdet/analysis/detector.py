@@ -18,7 +18,6 @@ from mmdet.registry import MODELS
 from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
 from mmengine.logging import MMLogger
-from mmengine.model import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
@@ -222,7 +221,7 @@ def build_detector(config: Config, device: str):
         tuple: The model in training mode, and its optimizer wrapper.
     """
     init_default_scope('mmdet')
-    model = revert_sync_batchnorm(MODELS.build(_without_weights(config.model))).to(device).train()
+    model = MODELS.build(_without_weights(config.model)).to(device).train()
     for hook in model_hooks(config.get('custom_hooks')):
         hook.apply(model)
     cfg = copy.deepcopy(config.optim_wrapper)
