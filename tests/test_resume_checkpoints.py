@@ -315,3 +315,20 @@ def test_what_a_training_starts_from(config, state, options, tmp_path):
         options(start, config, args())
     with pytest.raises(PreflightError, match='--resume: .*none.pth does not exist'):
         options(start, config, args('none.pth'))
+
+
+@pytest.mark.parametrize('words', [['--resume'], ['--resume', 'auto'], ['--resume=auto']])
+def test_load_from_counts_until_there_is_something_to_resume(config, state, monkeypatch, tmp_path, capsys, words):
+    config.load_from = str(tmp_path / 'start.pth')
+    save(state, tmp_path / 'start.pth')
+    args = SimpleNamespace(resume='auto', work_dir=str(tmp_path / 'run'), config='tiny.py')
+    monkeypatch.setattr(sys, 'argv', ['train.py', 'tiny.py', *words, '--amp'])
+    mmdet_script._check_start(config, args)
+    assert sys.argv == ['train.py', 'tiny.py', '--amp']  # mmdet's script forgets load_from where it sees --resume
+    assert 'starts from load_from=' in capsys.readouterr().err
+    (tmp_path / 'run').mkdir()
+    save(state, tmp_path / 'run/epoch_1.pth')
+    (tmp_path / 'run/last_checkpoint').write_text(str(tmp_path / 'run/epoch_1.pth'))
+    monkeypatch.setattr(sys, 'argv', ['train.py', 'tiny.py', *words])
+    mmdet_script._check_start(config, args)
+    assert sys.argv == ['train.py', 'tiny.py', *words]

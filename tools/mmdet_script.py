@@ -130,8 +130,21 @@ def _check_start(config, args):
             _say(f'--resume: {reason}; going on from {path}')
             sys.argv += ['--resume', str(path)]
         load_from = path
+        if path is None and args.resume == 'auto' and config.get('load_from'):
+            resume, load_from = False, config.load_from
+            _say(f'--resume: there is nothing to go on from yet, so the training starts from load_from={load_from}')
+            _forget_resume()
     if load_from:
         checkpoints.check_checkpoint(str(load_from), '--resume' if resume else 'load_from', config, whole_run=resume)
+
+
+def _forget_resume():
+    """Takes ``--resume`` from the command line: with it the toolboxes' scripts forget the config's load_from."""
+    for i, word in enumerate(sys.argv):
+        name, equals, _ = word.partition('=')
+        if len(name) > 4 and '--resume'.startswith(name):
+            del sys.argv[i : i + (1 if equals or sys.argv[i + 1 : i + 2] != ['auto'] else 2)]
+            return
 
 
 def _write_whole_checkpoints(config):

@@ -124,7 +124,8 @@ def _check_folder(training):
         return  # nothing was trained yet
     there = Config.fromfile(file, import_custom_modules=False).to_dict()
     wanted = Config.fromstring(training.config.pretty_text, '.py').to_dict()  # as a file gives it back
-    if different := sorted(key for key in {*there, *wanted} - _OF_A_RUN if there.get(key) != wanted.get(key)):
+    passing = _OF_A_RUN | ({'load_from'} if there.get('resume') else set())  # which a resumed run has not
+    if different := sorted(key for key in {*there, *wanted} - passing if there.get(key) != wanted.get(key)):
         raise ValueError(
             f'{training.folder} holds another training: {", ".join(different)} differ; '
             'give another --work-dir, or move the folder away'
