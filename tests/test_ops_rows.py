@@ -124,3 +124,9 @@ def test_chunks(images, each):
         assert torch.equal(chunk.of_index(torch.arange(each)), torch.arange(each)[chunk.rows])
         chunk.put_(copy, whole[chunk.flat])
     assert torch.equal(copy, tokens)
+
+
+def test_a_chunk_of_a_wide_layer_has_enough_rows_for_its_products():
+    (one, two), few = chunks(1, 1280, 2**14, torch.device('cpu')), chunks(1, 1280, 2**14, torch.device('cpu'), 2**16)
+    assert one.rows == slice(0, 640) and two.rows == slice(640, 1280)
+    assert all(chunk.rows.stop - chunk.rows.start == 4 for chunk in few)  # who says how many, gets that

@@ -92,8 +92,8 @@ def body(f: Callable | None = None, *, cpu_from: float = math.inf) -> Callable:
         f (Callable): Takes matrices of as many rows each, the first of them first, other tensors, None, and constants;
             without side effects on what it is given.
         cpu_from (float): Elements of the first matrix from which on it is compiled on a CPU. There a call of compiled
-            code costs 0.1 ms; inductor's GELU takes 1.6 to 1.9 times as long as torch's, its sums over rows twice as
-            long. Default: it is never compiled there.
+            code takes longer than a small norm does, and inductor's GELU and sums over rows take longer than torch's.
+            Default: it is never compiled there.
     """
     if f is None:
         return functools.partial(body, cpu_from=cpu_from)
