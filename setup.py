@@ -9,7 +9,7 @@ version = re.search(r"__version__ = '(.+)'", (here / 'sbp_mmdet/__init__.py').re
 setup(
     name='sbp_mmdet',
     version=version,
-    description='Memory-efficient training of ConvNeXt detectors in MMDetection by Stochastic Backpropagation',
+    description='Memory-efficient training of detectors in MMDetection by Stochastic Backpropagation',
     long_description=(here / 'README.md').read_text(),
     long_description_content_type='text/markdown',
     license='Apache-2.0',

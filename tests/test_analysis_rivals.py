@@ -113,7 +113,7 @@ def test_the_tool(monkeypatch, capsys, tmp_path):
     words = '--arch atto --stage 2 --size 64 64 --rounds 1 --presets none with_cp --device cpu --rivals save-on-cpu'
     monkeypatch.setattr(sys, 'argv', ['tool', *words.split(), 'selective', '--json', str(out)])
     benchmark_block.main()
-    assert 'drawn' in capsys.readouterr().out
+    assert 'gradient error' in capsys.readouterr().out
     rows = {row['preset']: row for row in json.loads(out.read_text())['rows']}
     assert [*rows] == ['none', 'with_cp', 'save-on-cpu', 'selective']
     host = rows['save-on-cpu']
@@ -166,7 +166,7 @@ def test_table_and_picture_of_steps(steps, tmp_path):
         'ratio',
         'peak',
         'ratio',
-        'drawn',
+        'gradient error',
     ]
     assert 'on a CPU nothing moves to the host' in lines[-1] and lines[-1].startswith('| `save-on-cpu` |  |  |')
     against_time(rows, [*RIVALS], 'title', tmp_path / 'points.png')

@@ -13,7 +13,7 @@ scale = (640, 640)  # longer and shorter side at most
 # 2. Model: what SBP does, and the number of classes.
 num_classes = len(metainfo['classes'])
 model = dict(
-    backbone=dict(type='SBPConvNeXt', sbp_cfg=dict(keep_ratio=0.5)),
+    backbone=dict(type='SBPConvNeXt', sbp_cfg=dict(recompute=True, dropped='nearest')),
     roi_head=dict(bbox_head=dict(num_classes=num_classes), mask_head=dict(num_classes=num_classes)),
 )
 

@@ -163,7 +163,7 @@ _COSTS = {
     'held_ratio': ('ratio', '{:.3f}'.format),
     'peak_bytes': ('peak', format_bytes),
     'peak_ratio': ('ratio', '{:.3f}'.format),
-    'drawn_error': ('drawn', '{:.0e}'.format),
+    'drawn_error': ('gradient error', '{:.0e}'.format),
     'graphs': ('graphs', str),
     'compile_s': ('compiling, s', '{:.0f}'.format),
     'overflows': ('steps without optimizer', str),

@@ -10,10 +10,10 @@ weight gradients included. Times are medians of ratios to the first preset, take
 not mean anything for is left out: there is no convolution to run again in a channel MLP alone.
 
 `--rivals` adds what others offer: selective checkpointing, torch.compile with and without a memory budget, and
-save_on_cpu (whole-block checkpointing is the preset with_cp). Then all bytes come from the allocator. "drawn" is the
-error of the gradients while stochastic depth drops images, of presets and rivals (for a backbone with an image of a
-third of the size, and compiled as far as the choice of what is stored, without kernels); "graphs" how many are compiled
-over images of five sizes.
+save_on_cpu (whole-block checkpointing is the preset with_cp). Then all bytes come from the allocator. "gradient error"
+is taken while stochastic depth drops images, of presets and rivals (for a backbone with an image of a third of the size,
+and compiled as far as the choice of what is stored, without kernels); "graphs" how many are compiled over images of
+five sizes.
 """
 
 import argparse
@@ -174,7 +174,9 @@ def columns_of(results):
         found += [Column(head, relative(key, '{:.1f}', 1e6)), Column('ratio', relative(key, '{:.3f}', base[key]))]
     rest = dict(forward_ratio='forward', backward_ratio='backward', total_ratio='total')
     rest = {key: (head, '{:.2f}') for key, head in rest.items()}
-    rest |= dict(cosine=('cosine', '{:.4f}'), relative_error=('error', '{:.4f}'), drawn_error=('drawn', '{:.1e}'))
+    rest |= dict(
+        cosine=('cosine', '{:.4f}'), relative_error=('error', '{:.4f}'), drawn_error=('gradient error', '{:.1e}')
+    )
     rest |= dict(graphs_of_5_sizes=('graphs', '{}'), compile_s=('compile s', '{:.1f}'), reason=('', '{}'))
     used = {key for row in results.values() for key in row}
     return found + [Column(head, number(key, form)) for key, (head, form) in rest.items() if key in used]

@@ -10,8 +10,8 @@ many positive samples as in training.
 
 `--rivals` adds what others offer, applied to the backbone; what they compile is compiled in the step that is not
 counted. It also adds for every variant what is held when the forward pass ends and at most until the backward pass ends
-(on top of weights and optimizer states, by the allocator), and "drawn", the error of the backbone's gradients in fp32
-while stochastic depth drops images. One that cannot run is a row that says why.
+(on top of weights and optimizer states, by the allocator), and the error of the backbone's gradients in fp32 while
+stochastic depth drops images. One that cannot run is a row that says why.
 """
 
 import functools
