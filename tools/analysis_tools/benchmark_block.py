@@ -11,9 +11,9 @@ not mean anything for is left out: there is no convolution to run again in a cha
 
 `--rivals` adds what others offer: selective checkpointing, torch.compile with and without a memory budget, and
 save_on_cpu (whole-block checkpointing is the preset with_cp). Then all bytes come from the allocator. "gradient error"
-is taken while stochastic depth drops images, of presets and rivals (for a backbone with an image of a third of the size,
-and compiled as far as the choice of what is stored, without kernels); "graphs" how many are compiled over images of
-five sizes.
+is taken while stochastic depth drops images, of presets and rivals (for a backbone with an image of a third of the
+size, and compiled as far as the choice of what is stored, without kernels); "graphs" how many are compiled over images
+of five sizes.
 """
 
 import argparse
