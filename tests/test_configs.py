@@ -19,7 +19,9 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 
+import preflight  # isort: skip  (helpers puts tools/ on the path)
 from sbp_mmdet import ObjectMasksHook
+from sbp_mmdet.study.gradients import backbone_with
 from sbp_mmdet.surgery import model_hooks
 
 # Without _base_ it is no detector but a part for the _base_ of one.
@@ -100,6 +102,15 @@ def test_config_is_a_short_child_that_imports_the_plugin(path):
     kinds = {'vit-': 'SBPViT', 'swin-': 'SBPSwinTransformer'}
     kind = next((kind for part, kind in kinds.items() if part in path.stem), 'SBPConvNeXt')
     assert config.model.backbone.type == kind
+
+
+@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
+def test_tools_build_the_backbone_without_memory(path):
+    """As train.py does before a run, and the study of gradients for each setting."""
+    config = load(path)
+    preflight.check_backbone(config)
+    lean = backbone_with(config, dict(keep_ratio=1.0, recompute=True))
+    assert all(p.is_meta for p in lean.parameters()) and all(b.is_meta for b in lean.buffers())
 
 
 @pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT + VIT)

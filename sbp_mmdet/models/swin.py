@@ -1,5 +1,8 @@
 """``SBPSwinTransformer``: mmdet's Swin Transformer with SBP and exact lean attention."""
 
+import contextlib
+
+import torch
 from mmdet.models.backbones import SwinTransformer
 from mmdet.registry import MODELS
 from torch import Tensor
@@ -33,7 +36,12 @@ class SBPSwinTransformer(SwinTransformer):
     """
 
     def __init__(self, *args, sbp_cfg: dict | None = None, **kwargs):
-        super().__init__(*args, **kwargs)
+        # mmdet's class reads rates out of a tensor, and on 'meta', where checks build models, there is nothing to read.
+        on_meta = torch.empty(()).is_meta
+        with torch.device('cpu') if on_meta else contextlib.nullcontext():
+            super().__init__(*args, **kwargs)
+        if on_meta:
+            self.to('meta')
         self.depths = tuple(len(stage.blocks) for stage in self.stages)
         self.sbp = None if sbp_cfg is None else SBPSettings.parse(sbp_cfg, self.depths, absent=('attention',))
         if self.sbp is None:
