@@ -142,9 +142,10 @@ def remove_sbp(model: nn.Module) -> None:
         if isinstance(module, Thin):
             mix_out(module, Thin)
             del module._sbp_place
-    for key, hook in list(backbone._forward_pre_hooks.items()):
-        if isinstance(getattr(hook, '__self__', None), LayerDraws):
-            del backbone._forward_pre_hooks[key]
+    for hooks in (backbone._forward_pre_hooks, backbone._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, '__self__', None), LayerDraws):
+                del hooks[key]
 
 
 def _name(kind):

@@ -13,7 +13,6 @@ import collections
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -63,7 +62,7 @@ class Drawn(NamedTuple):
 
     positions: dict[tuple, Positions]
     images: dict[tuple, Tensor]
-    heads: dict[tuple, Tensor] = MappingProxyType({})
+    heads: dict[tuple, Tensor] = {}  # a plain dict: copies of a model copy what it has drawn
 
 
 @runtime_checkable

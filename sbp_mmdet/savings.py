@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .assigners import costs_in_chunks
+from .shared_draws import run_again_as_now
 from .surgery import Mixin, ModelHook, members, mix_in
 
 __all__ = ['CheckpointModulesHook', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
@@ -64,7 +65,7 @@ class _Checkpointed(Mixin):
                 replay = True
                 return forward(*args, **kwargs)
 
-        return cp.checkpoint(run, *leaves, use_reentrant=False)
+        return cp.checkpoint(run_again_as_now(self, run), *leaves, use_reentrant=False)
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:

@@ -4,50 +4,101 @@ They share an object that notes when a pass begins, and look their positions up 
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from .draws import Drawn, Step, StepCounter, Thinned, aligned, draw, generator_of, sizes_of
+from .draws import Drawn, Step, StepCounter, Thinned, aligned, draw, generator_of, is_replay, sizes_of
 from .masks import Positions, positions, sample_mask, stage_masks
 
-__all__ = ['LayerDraws', 'MapDraws', 'SharedDraws']
+__all__ = ['LayerDraws', 'MapDraws', 'Pass', 'SharedDraws', 'run_again_as_now']
+
+
+class Pass(NamedTuple):
+    """A forward pass of a model.
+
+    Attributes:
+        step (Step): What its draws depend on.
+        images (Tensor): Its images without their values: size and device.
+        drawn (dict): What its layers have asked for so far.
+    """
+
+    step: Step
+    images: Tensor
+    drawn: dict
 
 
 class SharedDraws:
     """What the passes of a model draw, to be looked up by its layers.
 
     ``backbone.register_forward_pre_hook(draws.begin)`` begins each pass. What a layer looks up is drawn when it is
-    asked for first. A layer that runs again inside a backward pass (checkpointing) finds the draws of the latest pass
-    that began; where the backbone itself runs again, that is the pass over the same images.
+    asked for first. A layer that runs again inside a backward pass finds the draws of its own pass where that was
+    noted (:func:`run_again_as_now`, ``with_cp``), and otherwise those of :attr:`now`.
+
+    Attributes:
+        now (Pass | None): What layers look up: the pass that began last; None before the first.
     """
 
     def __init__(self):
-        self._counter, self.step = StepCounter(), Step(0, 0)
-        self._drawn = {}
+        self._counter, self.now = StepCounter(), None
 
     def begin(self, module: nn.Module, args: tuple) -> None:
-        """Begins a pass, where it is one of training with gradients.
+        """Begins a pass, where it is one of training.
 
         Args:
             module (nn.Module): The backbone.
             args (tuple): Its arguments; the first one are the images, shape (N, 3, H, W).
         """
-        if module.training and (torch.is_grad_enabled() or self.leaves_out()):
-            self.step, self._drawn = self._counter.of(args[0]), {}
-            self._begin(module, args[0])
+        x = args[0]
+        if self._draws_in(module):
+            self.now = Pass(self._counter.of(x), x.new_empty(()).expand(x.shape), {})
 
-    def leaves_out(self) -> bool:
-        """Whether images are left out, as they are without gradients too: so begins a pass that is replayed."""
-        return False
+    def _draws_in(self, module):
+        """Whether something will be looked up in a pass of the backbone that begins now."""
+        raise NotImplementedError
 
-    def _begin(self, module, x):
-        """What else a pass needs."""
+    @contextlib.contextmanager
+    def again(self, earlier: Pass | None) -> Iterator[None]:
+        """What an earlier pass drew, for layers that run again although others have begun since."""
+        latest, self.now = self.now, earlier
+        try:
+            yield
+        finally:
+            self.now = latest
+
+
+def run_again_as_now(module: nn.Module, run: Callable) -> Callable:
+    """A function that finds the draws of the pass of now whenever it runs again.
+
+    Args:
+        module (nn.Module): What it runs: its submodules may look up draws.
+        run (Callable): The function.
+
+    Returns:
+        Callable: To be given to checkpointing.
+    """
+    places = (getattr(m, '_sbp_draws', None) or getattr(m, '_sbp_place', None) for m in module.modules())
+    found = {id(draws): draws for p in places if p is not None for draws in [getattr(p, 'draws', p)]}.values()
+    noted = [(draws, draws.now) for draws in found]
+
+    def as_now(*args, **kwargs):
+        with contextlib.ExitStack() as stack:
+            for draws, earlier in noted:
+                stack.enter_context(draws.again(earlier))
+            return run(*args, **kwargs)
+
+    return as_now if noted else run
 
 
 class LayerDraws(SharedDraws):
     """Positions, and images left out, for the layers of a backbone that was changed in place.
+
+    Somebody else's checkpoint around a part of the backbone tells no pass. So ``register_forward_hook(draws.end)`` lets
+    a backward pass say which one it has come to, before its layers run again.
 
     Args:
         model (Thinned): Says which layers, how far, and the sizes of their maps; with ``rates()`` also which
@@ -57,24 +108,32 @@ class LayerDraws(SharedDraws):
     def __init__(self, model: Thinned):
         super().__init__()
         self.model = model
-        self._like = None  # the images without their values: size and device
-        self._lent = None
 
-    def leaves_out(self) -> bool:
-        """See :meth:`SharedDraws.leaves_out`."""
-        return bool(self._rates())
+    def _draws_in(self, module):
+        # Images are left out without gradients too: so begins a pass that is replayed.
+        return module.training and (torch.is_grad_enabled() or bool(self._rates()))
 
     def _rates(self):
         rates = getattr(self.model, 'rates', None)
         return rates() if rates else {}
 
-    def _begin(self, module, x):
-        self._like = x.new_empty(()).expand(x.shape)
+    @torch.compiler.disable
+    def end(self, module: nn.Module, args: tuple, outputs: object) -> None:
+        """Ends a pass.
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether there was a pass."""
-        return self._like is not None
+        Args:
+            module (nn.Module): The backbone.
+            args (tuple): Its arguments.
+            outputs (object): What it gave: tensors, however nested.
+        """
+        if self.now is None or not module.training or is_replay():
+            return
+        for out in tree_flatten(outputs)[0]:
+            if isinstance(out, Tensor) and out.requires_grad:
+                out.register_hook(functools.partial(self._come_to, self.now))
+
+    def _come_to(self, earlier, grad):
+        self.now = earlier
 
     def of(self, layer: tuple) -> Positions | None:
         """The positions of a layer of :meth:`Thinned.keep_ratios`; None: the layer is exact, or no pass has begun."""
@@ -86,23 +145,14 @@ class LayerDraws(SharedDraws):
 
     @torch.compiler.disable
     def latest(self) -> Drawn:
-        """What the pass that began last draws."""
-        if self._lent is not None or self._like is None:
-            return self._lent or Drawn({}, {})
+        """What the pass of :attr:`now` draws."""
+        if self.now is None:
+            return Drawn({}, {})
+        step, images, drawn = self.now
         gradients = torch.is_grad_enabled()
-        if gradients not in self._drawn:
-            boxes = self._counter.objects_of(self.step)
-            self._drawn[gradients] = draw(self.model, self._like, self.step, self._rates(), boxes=boxes)
-        return self._drawn[gradients]
-
-    @contextlib.contextmanager
-    def again(self, drawn: Drawn) -> Iterator[None]:
-        """What an earlier pass drew, for layers that run again although others have begun since."""
-        before, self._lent = self._lent, drawn
-        try:
-            yield
-        finally:
-            self._lent = before
+        if gradients not in drawn:
+            drawn[gradients] = draw(self.model, images, step, self._rates(), boxes=self._counter.objects_of(step))
+        return drawn[gradients]
 
 
 class MapDraws(SharedDraws):
@@ -111,17 +161,25 @@ class MapDraws(SharedDraws):
     Args:
         keep_ratio (float): r in (0, 1].
         sampler (str): 'grid' or 'random'.
+        modules (Sequence[nn.Module]): What looks them up.
     """
 
-    def __init__(self, keep_ratio: float, sampler: str):
+    def __init__(self, keep_ratio: float, sampler: str, modules: Sequence[nn.Module]):
         super().__init__()
-        self.keep_ratio, self.sampler = keep_ratio, sampler
+        self.keep_ratio, self.sampler, self.modules = keep_ratio, sampler, list(modules)
         self._sizes, self._aligned = [], True
 
-    def _begin(self, module, x):
-        self._sizes = []
-        if isinstance(module, Thinned) and (layers := module.keep_ratios()):
-            self._sizes, self._aligned = sizes_of(module, layers, x), aligned(module)
+    def _draws_in(self, module):
+        # A backbone that trains counts its passes alike; a frozen one runs in evaluation mode, or without gradients.
+        return any(m.training for m in self.modules) and (torch.is_grad_enabled() or not module.training)
+
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        """See :meth:`SharedDraws.begin`."""
+        super().begin(module, args)
+        if self._draws_in(module):
+            layers = module.keep_ratios() if isinstance(module, Thinned) else {}
+            self._sizes = sizes_of(module, layers, args[0]) if layers else []
+            self._aligned = not layers or aligned(module)
 
     @torch.compiler.disable
     def of(self, x: Tensor, as_backbone: bool = False) -> Positions:
@@ -140,12 +198,13 @@ class MapDraws(SharedDraws):
         """
         size = tuple(x.shape[2:])
         as_backbone &= size in self._sizes
-        if (size, as_backbone) not in self._drawn:
-            generator = generator_of(self.step)
+        step, drawn = (self.now.step, self.now.drawn) if self.now else (Step(0, 0), {})
+        if (size, as_backbone) not in drawn:
+            generator = generator_of(step)
             if as_backbone:
                 masks = stage_masks(self._sizes, self.keep_ratio, self.sampler, generator, self._aligned)
                 mask = masks[self._sizes.index(size)]
             else:
                 mask = sample_mask(*size, self.keep_ratio, self.sampler, generator)
-            self._drawn[size, as_backbone] = positions(mask, x.device)
-        return self._drawn[size, as_backbone]
+            drawn[size, as_backbone] = positions(mask, x.device)
+        return drawn[size, as_backbone]

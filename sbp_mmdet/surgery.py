@@ -1,5 +1,6 @@
 """Changing a live model: finding its submodules, mixing into their classes, and hooks that do so by a config's line."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 from mmdet.registry import HOOKS
@@ -19,6 +20,38 @@ class Mixin:
 
     outermost = False
 
+    def __reduce_ex__(self, protocol):
+        # A class that was made here cannot be found by its name: a pickle names what it was made of.
+        kind, fronts = _apart(type(self))
+        _, (_, *args), *state = super().__reduce_ex__(protocol)
+        return _new, (kind, fronts, *args), *state
+
+
+@functools.cache
+def _mixed(mixin, kind):
+    """One class for each pair: torch.compile takes modules of another class for other code."""
+    return type(kind.__name__, (mixin, kind), {'__module__': kind.__module__})
+
+
+def _apart(kind):
+    """A class without what was mixed in, and that, from the front."""
+    fronts = []
+    while kind.__bases__ and issubclass(kind.__bases__[0], Mixin):
+        front, kind = kind.__bases__
+        fronts.append(front)
+    return kind, fronts
+
+
+def _together(kind, fronts):
+    for front in reversed(fronts):
+        kind = _mixed(front, kind)
+    return kind
+
+
+def _new(kind, fronts, *args):
+    kind = _together(kind, fronts)
+    return kind.__new__(kind, *args)
+
 
 def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
     """Puts a class in front of the class of a module, or behind an outermost one.
@@ -27,14 +60,10 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
         module (nn.Module): Changed in place; its class keeps its name.
         mixin (type[Mixin]): The class.
     """
-    kind, front = type(module), [mixin]
-    if getattr(kind.__bases__[0], 'outermost', False):
-        outermost, kind = kind.__bases__
-        front.append(outermost)
     # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
-    for cls in front:
-        kind = type(kind.__name__, (cls, kind), {'__module__': kind.__module__})
-    module.__class__ = kind
+    kind, fronts = _apart(type(module))
+    place = 1 if fronts and fronts[0].outermost else 0
+    module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]])
 
 
 def mix_out(module: nn.Module, mixin: type[Mixin]) -> None:
@@ -44,14 +73,8 @@ def mix_out(module: nn.Module, mixin: type[Mixin]) -> None:
         module (nn.Module): Changed in place.
         mixin (type[Mixin]): The class, or a base of it.
     """
-    kind, fronts = type(module), []
-    while kind.__bases__ and issubclass(kind.__bases__[0], Mixin):
-        front, kind = kind.__bases__
-        if not issubclass(front, mixin):
-            fronts.append(front)
-    for front in reversed(fronts):
-        kind = type(kind.__name__, (front, kind), {'__module__': kind.__module__})
-    module.__class__ = kind
+    kind, fronts = _apart(type(module))
+    module.__class__ = _together(kind, [front for front in fronts if not issubclass(front, mixin)])
 
 
 def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

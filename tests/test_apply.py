@@ -1,9 +1,11 @@
 """SBP in place: mmdet's Swin and mmpretrain's models, blocks of one's own, the report, and the way back."""
 
 import copy
+import functools
 
 import pytest
 import torch
+import torch.utils.checkpoint as cp
 from mmdet.models.backbones import ResNet, SwinTransformer
 from mmengine.model import BaseModule, ExponentialMovingAverage
 from oracles import DEVICE, image, mask_of, where_sbp
@@ -11,6 +13,7 @@ from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, SBPHook, SBPSwinTransformer, apply_sbp
 from sbp_mmdet.apply import BLOCKS, Thin, register_block, remove_sbp
+from sbp_mmdet.savings import checkpoint_modules
 
 SMALL = dict(embed_dims=8, depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 4), window_size=3, mlp_ratio=2, drop_path_rate=0.3)
 
@@ -70,7 +73,8 @@ def test_exact_and_back():
         gradients(changed, x)[1]['patch_embed.projection.weight'], before[1]['patch_embed.projection.weight']
     )
     remove_sbp(changed)
-    assert type(changed.stages[0].blocks[0]) is kind and not changed._forward_pre_hooks
+    assert type(changed.stages[0].blocks[0]) is kind
+    assert not changed._forward_pre_hooks and not changed._forward_hooks
     assert_alike(gradients(changed, x), before)
 
 
@@ -101,6 +105,34 @@ def test_two_passes_and_checkpointing():
         apply_sbp(model, dict(sampler='random'))
         torch.manual_seed(0)
         sum(out.cos().sum() for seed in (0, 1) for out in model(image(2, 37, 52, seed=seed))).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def by_hook(model):
+    checkpoint_modules(model, ['stages'])
+
+
+def by_somebody_else(model):
+    for stage in model.stages:
+        stage.forward = functools.partial(cp.checkpoint, stage.forward, use_reentrant=False)
+
+
+@pytest.mark.parametrize('checkpointed', [by_hook, by_somebody_else])
+@pytest.mark.parametrize('together', [True, False])
+def test_two_passes_under_checkpoints_from_outside(checkpointed, together):
+    """Two images of a semi-supervised step: each pass runs again with its own masks, whichever backward comes first."""
+    grads = []
+    for change in (None, checkpointed):
+        model = small_swin()
+        apply_sbp(model, dict(sampler='random'))
+        if change:
+            change(model)
+        torch.manual_seed(0)
+        losses = [sum(out.cos().sum() for out in model(image(2, 37, 52, seed=seed))) for seed in (0, 1)]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
         grads.append([p.grad for p in model.parameters()])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)

@@ -98,7 +98,7 @@ def test_no_pass_begins_without_training_and_gradients(iteration):
         model(other)
     model.eval()
     model.draws.begin(model, (other,))
-    assert model.draws.step == (0, 0) and len(model.draws.of((0, 'mlp', 1)).keep) == 128
+    assert model.draws.now.step == (0, 0) and len(model.draws.of((0, 'mlp', 1)).keep) == 128
 
 
 def test_a_copy_looks_up_its_own():
@@ -112,7 +112,7 @@ def test_maps_take_the_masks_of_a_plan_where_sizes_agree(iteration):
     iteration(2)
     plan, x = Plan(), image(1)
     plan.training = True
-    draws, layers = MapDraws(0.5, 'random'), LayerDraws(plan)
+    draws, layers = MapDraws(0.5, 'random', [plan]), LayerDraws(plan)
     for each in (draws, layers):
         each.begin(plan, (x,))
     found = draws.of(torch.zeros(2, 5, 16, 16), as_backbone=True)

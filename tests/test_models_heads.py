@@ -205,6 +205,33 @@ def test_ranks_draw_masks_of_their_own(monkeypatch):
     assert all(map(torch.equal, first, again)) and not all(map(torch.equal, first, other))
 
 
+@pytest.mark.parametrize('frozen', [False, True])
+def test_each_pass_draws_whether_or_not_the_backbone_trains(frozen):
+    model, x = Detector(), image(1, *SIZE)
+    sbp_modules(model, MODULES, **RANDOM)
+    model.backbone.train(not frozen)
+    head, maps = model.mask_heads[0], torch.zeros(1, 1, 9, 13)
+    kept = []
+    for _ in range(2):
+        model(x)
+        kept.append(head._sbp_draws.of(maps).keep)
+    assert not torch.equal(*kept)
+
+
+def test_two_passes_of_a_checkpointed_neck():
+    grads = []
+    for change in (False, True):
+        torch.manual_seed(0)
+        model = Detector()
+        sbp_modules(model, MODULES, **RANDOM)
+        if change:
+            checkpoint_modules(model, ['neck', 'rpn_head', 'mask_heads'])
+        losses = [loss_of(model(image(1, *SIZE, seed=seed))) for seed in (0, 1)]
+        grads.append(torch.autograd.grad(sum(losses), list(model.parameters())))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_what_is_stored():
     """By hand, in fp32. H x W positions, of which half are kept."""
     x = torch.randn(2, 6, 8, 8, requires_grad=True)

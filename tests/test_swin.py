@@ -1,6 +1,7 @@
 """Swin Transformer against mmdet's own, and SBP in it against its definition, in fp64."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_state_dict_evaluation_and_passes_without_gradients():
     with torch.no_grad():
         for a, b in zip(stock(x), ours.train()(x), strict=True):
             torch.testing.assert_close(a, b)
-    assert not ours._draws.has_begun
+    assert ours._draws.now is None
 
 
 def oracle(stock, masks):
@@ -202,9 +203,26 @@ def test_copies_and_names():
     assert twin._draws is not ours._draws and twin._draws.model.layers[0, 0] is twin.stages[0].blocks[0]
     torch.manual_seed(0)
     found = gradients(twin, x)
-    assert not ours._draws.has_begun
+    assert ours._draws.now is None
     assert_alike(found, gradients(ours, x))
-    assert type(ours.stages[0].blocks[0]).__name__ == 'SwinBlock'
+    blocks = [block for stage in ours.stages for block in stage.blocks]
+    assert {type(block).__name__ for block in blocks} == {'SwinBlock'} and len({type(block) for block in blocks}) == 1
+    read = pickle.loads(pickle.dumps(ours))
+    torch.manual_seed(0)
+    read._draws.begin(read, (x,))  # so that both have run as often
+    ours._draws.begin(ours, (x,))
+    found, expected = gradients(read, x), gradients(ours, x)
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize('sbp_cfg', [dict(keep_ratio=1.0), dict(skip_dropped_images=True)], ids=str)
+def test_a_copy_after_a_pass_that_drew_no_positions(sbp_cfg):
+    """As EMA or a checkpoint of the whole model makes one in the middle of a training."""
+    _, ours = pair(sbp_cfg)
+    with torch.no_grad():
+        ours(image(2, 48, 48))
+    gradients(ours, image(2, 48, 48))
+    copy.deepcopy(ours), pickle.dumps(ours)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def sbp_map(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions, upsa
     Returns:
         Tensor: Shape (N, C', u * H, u * W), laid out like ``x``.
     """
-    if not len(positions.keep) or not len(positions.drop):
+    if not positions.keep.shape[-1] or not positions.drop.shape[-1]:
         return f(x)
 
     def on_tokens(tokens):  # (N, K, C) -> a map of one row -> (N, K, C', u, u)
@@ -132,7 +132,7 @@ def sbp_modules(model: nn.Module, modules: Sequence[str], keep_ratio: float = 0.
     if sampler not in SAMPLERS:
         raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')
     found = [(name, *_thinned(name, module)) for name, module in members(model, modules)]
-    draws = MapDraws(keep_ratio, sampler)
+    draws = MapDraws(keep_ratio, sampler, [module for _, module, _ in found])
     for _, module, mixin in found:
         if not isinstance(module, mixin):
             mix_in(module, mixin)

@@ -77,7 +77,7 @@ class SBPSwinTransformer(SwinTransformer):
             return Drawn({}, {})
         if not again:
             self._draws.begin(self, (x,))
-        elif not self._draws.has_begun:
+        elif self._draws.now is None:
             raise ValueError('again=True: no pass has drawn anything; run one in training mode first')
         return self._draws.latest()
 

@@ -18,7 +18,7 @@ from ..masks import Positions
 from ..ops import accumulator, autocast_dtype
 from ..ops.images import on_images
 from ..settings import SBPSettings
-from ..shared_draws import LayerDraws
+from ..shared_draws import LayerDraws, run_again_as_now
 from ..surgery import Mixin, mix_in
 from .heads import sbp_map
 
@@ -106,13 +106,8 @@ class Thin(Mixin):
         if not self.training or not (torch.is_grad_enabled() or settings.skip_dropped_images):
             return super().forward(*args, **kwargs)
         if getattr(self, 'with_cp', False) and torch.is_grad_enabled():
-            drawn = self._sbp_place.draws.latest()
-            return cp.checkpoint(self._run_again, drawn, *args, use_reentrant=False, **kwargs)
+            return cp.checkpoint(run_again_as_now(self, self.thin_forward), *args, use_reentrant=False, **kwargs)
         return self.thin_forward(*args, **kwargs)
-
-    def _run_again(self, drawn, *args, **kwargs):
-        with self._sbp_place.draws.again(drawn):
-            return self.thin_forward(*args, **kwargs)
 
     def thin_forward(self, *args, **kwargs):
         """What the layer does in training."""
@@ -245,7 +240,7 @@ def thin_out(
         stride, rounds_up, last: See :class:`ThinnedStages`.
 
     Returns:
-        LayerDraws: What its passes draw; ``backbone`` begins them by a hook.
+        LayerDraws: What its passes draw; ``backbone`` begins and ends them by hooks.
     """
     stages = ThinnedStages(settings, {key: module for key, (module, _) in layers.items()}, stride, rounds_up, last)
     draws = LayerDraws(stages)
@@ -253,4 +248,5 @@ def thin_out(
         mix_in(module, mixin)
         module._sbp_place = Place(draws, key, settings)
     backbone.register_forward_pre_hook(draws.begin)
+    backbone.register_forward_hook(draws.end)
     return draws
