@@ -112,7 +112,7 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
         raise ValueError(_nothing(backbone))
     kind, single = _mixin(stages[0][0]), len(depths) == 1
     blocks = (round(depths[0] * 2 / 3),) if kind.last else depths if single else None
-    absent = ('attention', *(['downsample'] if single else []))  # attention is exact here
+    absent = ('attention', *kind.absent, *(['downsample'] if single else []))  # attention is exact here
     settings = SBPSettings.parse(sbp_cfg or {}, depths, blocks, absent=absent)
     layers, left = {}, {}
     for i, blocks in enumerate(stages):
@@ -127,7 +127,7 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
     remove_sbp(model)
     draws = thin_out(backbone, settings, layers, _stride(backbone, kind), kind.rounds_up, kind.last)
     ratios = draws.model.keep_ratios()
-    changed = {names[id(m)]: _meaning(ratios.get(key), settings) for key, (m, _) in layers.items()}
+    changed = {names[id(m)]: _meaning(ratios.get(key), settings, kind) for key, (m, _) in layers.items()}
     return Report(changed, left | _others(backbone, layers, left, names))
 
 
@@ -187,10 +187,11 @@ def _stride(backbone, kind):
     return kind.stride
 
 
-def _meaning(ratio, settings):
+def _meaning(ratio, settings, kind):
+    form = 'reference' if 'implementation' in kind.absent else settings.implementation
     if ratio is not None:
-        return f'gradients from {ratio:g} of the positions ({settings.implementation})'
-    return 'exact' + (', stores less' if settings.implementation == 'fused' else '')
+        return f'gradients from {ratio:g} of the positions ({form})'
+    return 'exact' + (', stores less' if form == 'fused' else '')
 
 
 def _others(backbone, layers, left, names):

@@ -56,7 +56,7 @@ def pooled(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Te
     keep, drop, nearest = positions
     if nearest is None:
         raise ValueError('pooled needs positions with `nearest`: make them by positions(mask, nearest=True)')
-    pairs = torch.arange(drop.shape[-1], device=drop.device) if nearest.index is None else nearest.index
+    pairs = torch.arange(drop.shape[-1], device=drop.device).expand_as(drop) if nearest.index is None else nearest.index
     found = []  # the shares: from the backward pass of the outputs to that of the inputs
     centre = f(_Inputs.apply(x, keep, drop, pairs, found))
     with torch.no_grad():

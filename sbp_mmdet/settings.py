@@ -103,7 +103,8 @@ class SBPSettings:
             depths (Sequence[int]): Blocks of each stage of the backbone.
             blocks (Sequence[int] | None): Default of the key ``blocks``; None: every stage but the last.
                 Default: None.
-            absent (Sequence[str]): Keys that mean nothing for the backbone. Default: ().
+            absent (Sequence[str]): Keys that mean nothing for the backbone, or one value of a key ('dropped=nearest').
+                Default: ().
 
         Returns:
             SBPSettings: The settings.
@@ -122,7 +123,7 @@ class SBPSettings:
         values = {key: cfg.get(key, field.default) for key, field in keys.items()}
         for key, field in keys.items():
             _check_choice(key, values[key], field.metadata['choices'])
-            if key in absent and values[key] != field.default:
+            if {key, f'{key}={values[key]}'} & {*absent} and values[key] != field.default:
                 raise ValueError(f'sbp_cfg: {key}={values[key]!r} means nothing for this backbone; leave it out')
         for key, field in keys.items():
             needs = field.metadata['fused']

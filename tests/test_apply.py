@@ -8,7 +8,7 @@ import torch
 import torch.utils.checkpoint as cp
 from mmdet.models.backbones import ResNet, SwinTransformer
 from mmengine.model import BaseModule, ExponentialMovingAverage
-from oracles import DEVICE, image, mask_of, where_sbp
+from oracles import DEVICE, image, mask_of, where_pooled, where_sbp
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, SBPHook, SBPSwinTransformer, apply_sbp
@@ -242,6 +242,33 @@ def test_a_block_of_ones_own(own_block):
         inner = block.mlp.forward
         block.mlp.forward = lambda x, inner=inner: where_sbp(inner, x, mask_of(keep, 8, 6))
     assert_alike(found, gradients(model, x))
+
+
+def test_a_block_of_ones_own_pools(own_block):
+    model, x = Net().double().train(), image(2, 32, 24)
+    apply_sbp(model, dict(dropped='pool'))
+    found = gradients(model, x)
+    keep = model.stages[0][0]._sbp_place.draws.of((0, 0))
+    remove_sbp(model)
+    for block in model.stages[0]:
+
+        def pools(x, inner=block.mlp.forward):
+            f = lambda rows: inner(rows.mT[..., None])[..., 0].mT  # noqa: E731
+            return where_pooled(f, x.flatten(2).mT, keep).mT.view(x.shape)
+
+        block.mlp.forward = pools
+    assert_alike(found, gradients(model, x))
+
+
+@pytest.mark.parametrize(
+    'key',
+    [dict(recompute=True), dict(storage='int8'), dict(skip_dropped_images=True), dict(dropped='nearest')],
+    ids=str,
+)
+def test_keys_that_a_block_of_ones_own_does_not_carry_out_are_refused(own_block, key):
+    ((name, value),) = key.items()
+    with pytest.raises(ValueError, match=f'{name}={value!r} means nothing for this backbone'):
+        apply_sbp(Net(), key)
 
 
 def test_a_map_of_another_size_is_an_error(own_block):

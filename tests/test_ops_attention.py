@@ -249,6 +249,16 @@ def test_pooling_in_half_precision(mode):
         assert relative_error(actual[name], value) < 0.05, name
 
 
+@pytest.mark.parametrize('prefix', [0, 1])
+def test_pooling_with_a_mask_for_each_image_and_one_for_one(prefix):
+    tensors = attention_inputs(n=2, tokens=20 + prefix)
+    mask = torch.tensor([True, False]).repeat(10).view(5, 4)
+    alike, own = (positions(m, nearest=True) for m in (mask, mask.expand(2, 5, 4)))
+    assert own.nearest.index is None and own.keep.dim() == 2
+    alike, own = (differentiate(layer(keep=token_positions(p, prefix), dropped='pool'), tensors) for p in (alike, own))
+    assert_near(own, alike, 1e-12)
+
+
 def test_pooling_with_a_mask_for_each_image():
     """Each image as it is alone."""
     tensors = attention_inputs(n=2, tokens=20)

@@ -128,6 +128,16 @@ def test_algorithm1_pooled_with_positions_of_each_image():
     each = [positions((torch.arange(12) % 3 == i).view(3, 4), nearest=True) for i in range(2)]
     keep, drop, index = (torch.stack(t) for t in zip(*((p.keep, p.drop, p.nearest.index) for p in each), strict=True))
     own = Positions(keep, drop, Nearest(index, torch.stack([p.nearest.starts for p in each])))
+    check_each(f, x, weight, own, each)
+    # One for one: no index is stored.
+    mask = torch.tensor([True, False]).repeat(6).view(3, 4)
+    own, each = positions(mask.expand(2, 3, 4), nearest=True), [positions(mask, nearest=True)] * 2
+    assert own.nearest.index is None and own.keep.dim() == 2
+    check_each(f, x, weight, own, each)
+
+
+def check_each(f, x, weight, own, each):
+    """Positions of each image do what those of one image do to it."""
     expected = torch.cat([where_pooled(f, x[i : i + 1], p) for i, p in enumerate(each)])
     grads = (torch.autograd.grad(out, [x, *f.parameters()], weight) for out in (pooled(f, x, own), expected))
     for a, e in zip(*grads, strict=True):

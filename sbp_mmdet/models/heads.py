@@ -20,7 +20,7 @@ from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.registry import HOOKS
 from torch import Tensor, nn
 
-from ..functional import sbp
+from ..functional import pooled, sbp
 from ..masks import SAMPLERS, Positions, parse_keep_ratio
 from ..ops import memory_format
 from ..shared_draws import MapDraws
@@ -36,7 +36,8 @@ def sbp_map(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions, upsa
         f (Callable): Maps (N, C, H, W) to (N, C', u * H, u * W), u = ``upsampling``, each position of the input
             independently of the others.
         x (Tensor): Shape (N, C, H, W).
-        positions (Positions): Kept and dropped positions of ``x``. Where one of both is empty, all are kept.
+        positions (Positions): Kept and dropped positions of ``x``. Where one of both is empty, all are kept. With
+            ``nearest`` gradients are pooled (:func:`.functional.pooled`).
         upsampling (int): Output positions for each input position, in each direction. Default: 1.
 
     Returns:
@@ -50,7 +51,8 @@ def sbp_map(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions, upsa
         out = f(tokens.unsqueeze(1).permute(0, 3, 1, 2))
         return out.unflatten(3, (tokens.shape[1], upsampling)).permute(0, 3, 1, 2, 4)
 
-    out = sbp(on_tokens, x.flatten(2).transpose(1, 2), positions).unflatten(1, x.shape[2:])  # (N, H, W, C', u, u)
+    thin = sbp if positions.nearest is None else pooled
+    out = thin(on_tokens, x.flatten(2).transpose(1, 2), positions).unflatten(1, x.shape[2:])  # (N, H, W, C', u, u)
     if memory_format(x) == torch.channels_last:
         return out.permute(0, 1, 4, 2, 5, 3).flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
     return out.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3).contiguous()

@@ -16,6 +16,8 @@ __all__ = ['ThinConvNeXtBlock', 'ThinConvNeXtDownsample', 'ThinMapNorm', 'ThinVi
 class ThinConvNeXtBlock(Thin):
     """mmpretrain's ``ConvNeXtBlock``, whose submodules have the names of :class:`.convnext_layers.ConvNeXtBlock`'s."""
 
+    absent = ()
+
     def thin_forward(self, x):
         own, settings = self.sbp_settings, _mlp_settings(self)
         fused = own.implementation == 'fused'
@@ -111,6 +113,7 @@ class ThinViTBlock(Thin):
     stride = 16
     rounds_up = True
     last = True
+    absent = ()
 
     def thin_forward(self, x):
         return thin_ffn(self, self.ffn, self.ln2, self._attention(x), self._prefix(x))

@@ -76,6 +76,7 @@ class ThinSwinBlock(Thin):
     """A block: window attention, then the channel MLP. With ``implementation='reference'`` the attention is plain."""
 
     rounds_up = True
+    absent = ()
 
     def thin_forward(self, x, hw_shape):
         x = self._attention(x, hw_shape)

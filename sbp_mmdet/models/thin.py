@@ -94,11 +94,14 @@ class Thin(Mixin):
         stride (int): Of blocks: pixels for each position of the first stage. Default: 4.
         rounds_up (bool): Of blocks: whether odd maps are padded, not cropped, before they are halved. Default: False.
         last (bool): Of blocks: whether ``sbp_cfg`` counts them from the end. Default: False.
+        absent (tuple[str, ...]): Of blocks: keys of ``sbp_cfg``, or one value of a key, that ``thin_forward`` does not
+            carry out, so that they are refused. Default: all that :meth:`on_position` does not.
     """
 
     stride = 4
     rounds_up = False
     last = False
+    absent = ('implementation', 'recompute', 'storage', 'compile', 'skip_dropped_images', 'dropped=nearest')
 
     def forward(self, *args, **kwargs):
         """The layer's own forward pass; in training :meth:`thin_forward`, with the same arguments."""
@@ -150,7 +153,7 @@ class Thin(Mixin):
         return self._sbp_place.draws.of(self._sbp_place.layer) if torch.is_grad_enabled() else None
 
     def on_position(self, f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``f(x)`` with gradients from this layer's positions (Algorithm 1), see :func:`.heads.sbp_map`.
+        """``f(x)`` with gradients from this layer's positions (Algorithm 1, or pooled), see :func:`.heads.sbp_map`.
 
         Args:
             f (Callable): Maps (N, C, H, W) to (N, C', H, W), each position for itself.
