@@ -91,6 +91,25 @@ def test_bad_arguments_of_the_backbone(config, options, message):
         preflight.check_backbone(config)
 
 
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (
+            {'type': 'AmpOptimWrapper'},
+            'AmpOptimWrapper .*needs a GPU.*on a CPU add --cfg-options optim_wrapper.type=OptimWrapper',
+        ),
+        ({'optimizer.type': 'Adam9bit'}, "no optimizer is registered as 'Adam9bit'; name its module"),
+        ({'optimizer.type': 'Adam8bits'}, "'Adam8bits': pip install bitsandbytes"),
+    ],
+)
+def test_optimizers_that_are_not_there(config, options, message, monkeypatch):
+    monkeypatch.setattr(preflight, 'get_device', lambda: 'cpu')
+    config.merge_from_dict({f'optim_wrapper.{key}': value for key, value in options.items()})
+    with pytest.raises(PreflightError, match=message):
+        preflight.check_config(config, ('train',))
+    preflight.check_config(config, ('test',))  # which needs no optimizer
+
+
 def test_images_smaller_than_the_stride(config):
     config.model.data_preprocessor.pad_size_divisor = 1
     preflight.check_backbone(config)

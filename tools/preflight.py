@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 from mmdet.datasets import CocoDataset
-from mmdet.registry import DATASETS, MODELS
+from mmdet.registry import DATASETS, MODELS, OPTIMIZERS
 from mmengine.config import Config
+from mmengine.device import get_device
 
 __all__ = ['PreflightError', 'check_annotations', 'check_backbone', 'check_config', 'load_config']
 
@@ -63,6 +64,8 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
         PreflightError: For the first bad input.
     """
     check_backbone(config)
+    if 'train' in splits:
+        _check_optimizer(config.get('optim_wrapper') or {})
     for split in splits:
         needed = _TEST_KEYS if split == 'test' else _KEYS
         for kind, dataset in _datasets((config.get(f'{split}_dataloader') or {}).get('dataset')):
@@ -76,6 +79,19 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
             path = _local(evaluator.get('ann_file'), None, evaluator.get('backend_args'))
             if path and evaluator.get('type') in ('CocoMetric', 'mmdet.CocoMetric'):
                 check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
+
+
+def _check_optimizer(wrapper):
+    """What mmengine says in a traceback, after the data have been read."""
+    if wrapper.get('type') == 'AmpOptimWrapper' and get_device() == 'cpu':
+        raise PreflightError(
+            'optim_wrapper: AmpOptimWrapper (mixed precision) needs a GPU, and none is there; on a CPU add '
+            '--cfg-options optim_wrapper.type=OptimWrapper'
+        )
+    name = (wrapper.get('optimizer') or {}).get('type')
+    if isinstance(name, str) and OPTIMIZERS.get(name) is None:
+        needs = ': pip install bitsandbytes' if '8bit' in name else '; name its module in custom_imports'
+        raise PreflightError(f'optim_wrapper.optimizer: no optimizer is registered as {name!r}{needs}')
 
 
 def _check_imagenet(config, split):
