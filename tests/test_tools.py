@@ -94,7 +94,7 @@ def test_bad_arguments_of_the_backbone(config, options, message):
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        (
+        ({'type': 'AmpOptimWrapper'}, 'needs a GPU, and none is there; on a CPU add .*wrapper.type=OptimWrapper'),
             {'type': 'AmpOptimWrapper'},
             'AmpOptimWrapper .*needs a GPU.*on a CPU add --cfg-options optim_wrapper.type=OptimWrapper',
         ),
