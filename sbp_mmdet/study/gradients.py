@@ -112,9 +112,12 @@ def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
     passes = []
 
     def capture(module, args, outputs):
+        # Views: an output that others are made of (ViT's map) must not collect the gradients of these as well.
+        outputs = tuple(output.view_as(output) for output in outputs)
         for output in outputs:
             output.retain_grad()
         passes.append((args[0].detach(), outputs))
+        return outputs
 
     hook = model.backbone.register_forward_hook(capture)
     try:
