@@ -176,6 +176,17 @@ def test_outputs_that_are_made_of_each_other(in_fp64):
         torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f'{name}: {text}')
 
 
+def test_a_study_whose_control_fails_says_so(config, model, batches, monkeypatch):
+    def doubled(*args):
+        found = exact_pass(*args)
+        return found._replace(output_gradients=tuple(2 * g for g in found.output_gradients))
+
+    exact_pass = gradients.exact_pass
+    monkeypatch.setattr(gradients, 'exact_pass', doubled)
+    with pytest.raises(ValueError, match=r'differ from those of the detector by 1\.0e\+00'):
+        gradients.study(config, {'half': {}}, batches[:1], model=model)
+
+
 def test_exact_pass_repeats_itself(model, batches, exact):
     again = gradients.exact_pass(model, batches[0], 3)
     assert again.loss == exact.loss and again.gradients.keys() == exact.gradients.keys()

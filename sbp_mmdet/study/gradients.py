@@ -46,6 +46,8 @@ HEAD_PIECES = {p: text for p, text in PIECES.items() if p == 'targets' or p.star
 _SAME_FORWARD = 1e-3
 # The same of a loss, a mean over many entries; one other sampled RoI changed it by more than ten times that.
 _SAME_LOSS = 1e-4
+# The same of all gradients of the backbone, from the same gradients at its outputs.
+_SAME_GRADIENTS = 1e-2
 
 
 class ExactPass(NamedTuple):
@@ -223,6 +225,17 @@ def estimate_detector(
     return found
 
 
+def _check_alone(config, model, exact, family):
+    """The control of all settings: without SBP, the backbone alone has to give the exact gradients."""
+    found = estimate(backbone_with(config, None, model.backbone), exact)
+    error = compare(exact.gradients, found, family)['backbone']['relative_error']
+    if error is not None and not error < _SAME_GRADIENTS:
+        raise ValueError(
+            f'without SBP the gradients of the backbone alone differ from those of the detector by {error:.1e} of their '
+            'length: the detector uses its outputs in a way that this study does not know'
+        )
+
+
 def _split(setting):
     """``sbp_cfg`` and pieces. Pieces alone leave the backbone without SBP."""
     sbp_cfg = dict(setting)
@@ -268,7 +281,8 @@ def study(
         dict: Label to what :func:`summary` returns.
 
     Raises:
-        ValueError: For a setting that cannot be applied, before anything is run.
+        ValueError: For a setting that cannot be applied, before anything is run; or if the control fails: without SBP
+            the backbone alone has to give the detector's gradients.
     """
     for label, setting in settings.items():
         try:
@@ -288,6 +302,8 @@ def study(
     results = {label: [] for label in settings}
     for i, batch in enumerate(batches):
         exact = exact_pass(model, batch, seed + i)
+        if i == 0:
+            _check_alone(config, model, exact, family)
         report()
         if on_exact:
             on_exact(exact)
