@@ -30,7 +30,9 @@ __all__ = [
     'Thinned',
     'aligned',
     'draw',
+    'drawing',
     'generator_of',
+    'is_drawing',
     'is_replay',
     'objects',
     'sizes_of',
@@ -112,6 +114,25 @@ def objects(boxes: Sequence[Tensor]) -> Iterator[None]:
         _OBJECTS.reset(token)
 
 
+_DRAWING = contextvars.ContextVar('drawing', default=False)
+
+
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Around all that draws: the values inside say how many rows layers store. So what counts bytes without arithmetic
+    (:mod:`.analysis.hollow`) computes them, whoever draws, and whichever function was imported from where."""
+    token = _DRAWING.set(True)
+    try:
+        yield
+    finally:
+        _DRAWING.reset(token)
+
+
+def is_drawing() -> bool:
+    """Whether this runs inside of :func:`drawing`."""
+    return _DRAWING.get()
+
+
 def is_replay() -> bool:
     """Whether this pass runs inside a backward pass: it is somebody's checkpointing."""
     return torch._C._current_graph_task_id() != -1
@@ -161,6 +182,7 @@ class StepCounter:
         return next((boxes for _, known, boxes in reversed(self._passes) if known == step), None)
 
 
+@drawing()
 def draw(
     model: Thinned,
     x: Tensor,

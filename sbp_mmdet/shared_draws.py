@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from .draws import Drawn, Step, StepCounter, Thinned, aligned, draw, generator_of, is_replay, sizes_of
+from .draws import Drawn, Step, StepCounter, Thinned, aligned, draw, drawing, generator_of, is_replay, sizes_of
 from .masks import Positions, positions, sample_mask, stage_masks
 
 __all__ = ['LayerDraws', 'MapDraws', 'Pass', 'SharedDraws', 'run_again_as_now']
@@ -182,6 +182,7 @@ class MapDraws(SharedDraws):
             self._aligned = not layers or aligned(module)
 
     @torch.compiler.disable
+    @drawing()
     def of(self, x: Tensor, as_backbone: bool = False) -> Positions:
         """Kept and dropped positions of a map.
 

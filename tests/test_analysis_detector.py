@@ -1,5 +1,7 @@
 """What a training step holds, against sums worked out by hand."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from helpers import CONFIGS
 from mmcv.ops import nms, roi_align
 from mmdet.models.task_modules.assigners import MaxIoUAssigner
 from mmdet.registry import MODELS
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
@@ -21,6 +23,7 @@ from sbp_mmdet.analysis.memory import LiveBytes, SavedByPart
 from sbp_mmdet.analysis.parts import part_of
 from sbp_mmdet.analysis.report import groups, markdown, picture, table
 from sbp_mmdet.analysis.variants import NotApplicable, applicable, load_config, with_variant
+from sbp_mmdet.masks import _paired
 
 FLOAT = 4
 STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
@@ -195,6 +198,29 @@ def test_without_arithmetic_the_bytes_are_the_same(atto, setting):
         assert skipped[key] == computed[key]
     for key in ('forward', 'peak'):
         assert skipped[key] == pytest.approx(computed[key], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'variant', 'size'),
+    [
+        ('SBPConvNeXt', 'recompute+sbp-rpn', (1024, 2048)),  # the first map has 2**17 positions
+        ('SwinTransformer', 'recompute', (1024, 2048)),
+        ('SwinTransformer', 'nearest', (96, 100)),
+    ],
+)
+def test_what_is_drawn_is_computed(atto, kind, variant, size):
+    config = copy.deepcopy(atto)
+    if kind == 'SwinTransformer':
+        config.model.backbone = ConfigDict(
+            type=kind, embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), mlp_ratio=2, drop_path_rate=0.0
+        )
+    case = dict(batch=1, height=size[0], width=size[1], boxes=4)
+    saved = []
+    for compute in (False, True):
+        _paired.cache_clear()  # or the second count would take the masks of the first
+        saved.append(measure_detector(with_variant(config, variant), **case, compute=compute)['saved'])
+    for part in ('stage 1', 'stage 2', 'stage 3', 'RPN'):
+        assert saved[0][part] == saved[1][part], part
 
 
 def test_more_boxes_need_more_and_modes_are_in_order(atto):

@@ -22,7 +22,6 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
-from .. import draws
 from ..surgery import model_hooks
 from .batch import at_the_first_step, build_batch, proposals_of_a_trained_rpn
 from .cuda_rules import autocast_rules, cuda_kernels
@@ -334,8 +333,7 @@ def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
 
     counter.phase = 'forward'
     watch = _watch(wrapper, row, model, saved, lambda: static + counter.live, lambda p: setattr(counter, 'phase', p))
-    masks = mock.patch.object(draws, 'draw', skip.computed(draws.draw))  # they say how many rows are stored
-    with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), masks, skip, counter:
+    with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), skip, counter:
         torch.manual_seed(0)
         model.train_step(data, wrapper)
     peaks = {phase: static + peak for phase, peak in counter.peaks.items()}

@@ -2,10 +2,10 @@
 
 What a step stores depends on shapes and types, not on values, except where boxes are compared. So the large operations
 of the network, of the backward pass and of the optimizer need not be carried out for a count of bytes: their results
-are zeros of the right shape. Proposals, assignment and sampling are computed as always, and so are masks.
+are zeros of the right shape. Proposals, assignment and sampling are computed as always, and so is what is drawn, for
+masks say how many rows are stored.
 """
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from ..draws import is_drawing
 
 __all__ = ['SkipArithmetic']
 
@@ -32,22 +34,9 @@ class SkipArithmetic(TorchDispatchMode):
         super().__init__()
         self._active = active
 
-    def computed(self, f: Callable) -> Callable:
-        """``f`` with all of its arithmetic, for what decides about shapes."""
-
-        @functools.wraps(f)
-        def run(*args, **kwargs):
-            active, self._active = self._active, lambda: False
-            try:
-                return f(*args, **kwargs)
-            finally:
-                self._active = active
-
-        return run
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self._active() and not _is_view(func) and _is_large(func, args, kwargs):
+        if self._active() and not is_drawing() and not _is_view(func) and _is_large(func, args, kwargs):
             returns = func._schema.returns
             if func._schema.is_mutable and (not returns or returns[0].alias_info):
                 return _mutated(func, args, kwargs)
