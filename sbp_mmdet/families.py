@@ -97,6 +97,8 @@ class Family:
         times (Mapping[str, float]): Relative times of presets that are not ``Preset.time``. Default: none.
         tap (Callable | None): ``(backbone, layer)`` with a key of ``keep_ratios()`` to a :class:`Tap`; None: kept
             positions are not compared with the exact pass. Default: None.
+        extremes (tuple[str, ...]): Keys of :data:`.study.gradient_norms.DISJOINT` that work for the backbone: 'disjoint
+            blocks' where its forward pass calls ``draw``. Default: none.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Family:
     presets: tuple[str, ...] | None = None
     times: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tap: Callable[[nn.Module, tuple], Tap] | None = None
+    extremes: tuple[str, ...] = ()
 
     def has_preset(self, name: str) -> bool:
         """Whether a preset applies. Raises a ValueError for an unknown one."""

@@ -71,5 +71,6 @@ CONVNEXT = register_family(
         stage_shape=stage_shape,
         build_unit=build_unit,
         tap=tap,
+        extremes=('disjoint blocks', 'disjoint pointwise layers'),
     )
 )

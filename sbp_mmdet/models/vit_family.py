@@ -73,5 +73,6 @@ VIT = register_family(
             'int8-block': 1.29,
             'nearest-int8': 0.86,
         },
+        extremes=('disjoint blocks',),
     )
 )

@@ -1,7 +1,8 @@
 """Do gradients vanish under SBP? Their norms over a training (paper, appendix, section "Vanishing Gradients?").
 
 The paper finds no vanishing where all layers drop the same positions, and predicts it where two successive layers keep
-disjoint positions. :data:`DISJOINT` forces two such cases, which no ``sbp_cfg`` can make.
+disjoint positions. :data:`DISJOINT` forces two such cases, which no ``sbp_cfg`` can make. The record of a family says
+which of them work for its backbone.
 """
 
 import copy
@@ -32,7 +33,11 @@ def disjoint_blocks(backbone: nn.Module) -> None:
 
     Args:
         backbone (nn.Module): With SBP, changed in place.
+
+    Raises:
+        ValueError: If its family has no such case, or dropped positions send gradients.
     """
+    _check_family(backbone, 'disjoint blocks')
     if backbone.sbp.dropped != 'zero':
         raise ValueError(
             f'sbp_cfg: dropped={backbone.sbp.dropped!r}: disjoint masks are about positions that send nothing'
@@ -58,13 +63,20 @@ def disjoint_pointwise(backbone: nn.Module) -> None:
         backbone (nn.Module): With SBP, changed in place.
 
     Raises:
-        ValueError: If it is no ConvNeXt.
+        ValueError: If its family has no such case.
     """
-    if not hasattr(backbone, 'stages'):
-        raise ValueError(f'{type(backbone).__name__}: the extreme cases are made for ConvNeXt; leave them out')
+    _check_family(backbone, 'disjoint pointwise layers')
     for stage in backbone.stages:
         for block in stage:
             block.mlp = functools.partial(_split_mlp, block, block.mlp)
+
+
+def _check_family(backbone, case):
+    """Elsewhere the change would go unnoticed: a curve of plain SBP under the name of an extreme case."""
+    family = family_of(backbone)
+    if family is None or case not in family.extremes:
+        name, known = (family.name, [*family.extremes]) if family else (type(backbone).__name__, [])
+        raise ValueError(f'{name} has no extreme case {case!r}; it has {known}; leave these cases out (--no-disjoint)')
 
 
 def _split_mlp(block, whole, x, shortcut, keep=None, factor=None, conv=None):
@@ -124,9 +136,9 @@ def norms_over_training(
     Raises:
         ValueError: For a setting that cannot be applied, before anything is run.
     """
-    for label, (sbp_cfg, _) in variants.items():
+    for label, variant in variants.items():
         try:
-            backbone_with(config, sbp_cfg)
+            _check(config, *variant)
         except ValueError as error:
             raise ValueError(f'setting {label!r}: {error}') from error
     start = build_model(config, checkpoint, device, seed, backbone).state_dict()
@@ -156,6 +168,13 @@ def norms_over_training(
             loss=[loss for loss, _ in rows], norms={part: [norms[part] for _, norms in rows] for part in parts}
         )
     return results
+
+
+def _check(config, sbp_cfg, change):
+    """Raises a ValueError where a backbone without weights cannot be built, or not be changed."""
+    backbone = backbone_with(config, sbp_cfg)
+    if change:
+        change(backbone)
 
 
 def _with(config, sbp_cfg, lr):
