@@ -33,7 +33,7 @@ from sbp_mmdet.analysis.planner import (
     snippet,
     worst_case,
 )
-from sbp_mmdet.analysis.variants import load_config, with_variant
+from sbp_mmdet.analysis.variants import load_config, with_variant, without_hook
 from sbp_mmdet.families import family_of
 from sbp_mmdet.reporting import format_bytes
 from sbp_mmdet.settings import GRADIENTS
@@ -83,6 +83,7 @@ def main():
         config = load_config(args.config, args.cfg_options)
         if not config.model.get('backbone'):
             raise ValueError(f'{args.config}: the model has no backbone')
+        plain = without_hook(config)
         inputs = inputs_of(config, args.batch, size)
         measured = read_times(args.measured) if args.measured else None
     except ValueError as error:
@@ -90,7 +91,7 @@ def main():
 
     def measure(variant):
         return measure_detector(
-            with_variant(config, worst_case(variant)),
+            with_variant(plain, worst_case(variant)),
             batch=inputs.batch,
             height=inputs.height,
             width=inputs.width,
@@ -110,7 +111,7 @@ def main():
         print(f'SBP does not apply to the backbone, {config.model.backbone.type}; what is exact does.')
     found = False
     for kind in GRADIENTS if applies and not args.exact else ['exact']:
-        variants = candidates(config, kind, eight_bit=args.adamw8bit, measured=measured)
+        variants = candidates(plain, kind, eight_bit=args.adamw8bit, measured=measured)
         if not variants:
             continue
         print(f'\nWith {GRADIENTS[kind]}:')

@@ -8,7 +8,7 @@ from mmengine.config import Config
 
 from ..families import family_of, presets_of
 from ..settings import GRADIENTS, PRESETS
-from .variants import applicable, backbone_change, piece_change
+from .variants import applicable, backbone_change, piece_change, without_hook
 
 __all__ = [
     'CONTEXT',
@@ -126,8 +126,9 @@ def candidates(
         list[str]: Variants that apply to the model; where SBP does not apply to its backbone, only exact ones do.
 
     Raises:
-        ValueError: For unknown gradients.
+        ValueError: For unknown gradients; and see :func:`.variants.without_hook`.
     """
+    config = without_hook(config)
     if gradients not in GRADIENTS:
         raise ValueError(f'gradients={gradients!r} is unknown; choose from {list(GRADIENTS)}')
     family = family_of(config.model.get('backbone'))
@@ -260,7 +261,8 @@ def snippet(config: Config, variant: str) -> str:
     Returns:
         str: Lines of Python.
     """
-    backbone, change = backbone_change(config, variant), piece_change(config, variant.split('+')[1:])
+    changed, change = without_hook(config), piece_change(config, variant.split('+')[1:])
+    backbone = backbone_change(changed, variant)
     lines = []
     if family_of(config.model.get('backbone')) or change['custom_hooks']:
         own = (config.get('custom_imports') or {}).get('imports') or []
@@ -271,9 +273,10 @@ def snippet(config: Config, variant: str) -> str:
         was = config.model.backbone.type
         note = f'  # was: {was!r}' if backbone.get('type', was) != was else ''
         lines.append(f'model = dict(backbone={_literal(backbone)}){note}')
-    if change['custom_hooks']:
-        hooks = [*(config.get('custom_hooks') or []), *change['custom_hooks']]  # a child's list replaces its parent's
-        lines += ['custom_hooks = [', *(f'    {_literal(hook)},' for hook in hooks), ']']
+    if change['custom_hooks'] or changed is not config:
+        hooks = [*(changed.get('custom_hooks') or []), *change['custom_hooks']]  # a child's list replaces its parent's
+        listed = [f'    {_literal(hook)},' for hook in hooks]
+        lines += ['custom_hooks = [', *listed, ']'] if hooks else ['custom_hooks = []']
     if change['optimizer']:
         lines.append(f'optim_wrapper = dict(optimizer={_literal(change["optimizer"])})  # needs bitsandbytes')
     return '\n'.join(lines)
@@ -291,7 +294,8 @@ def cfg_options(config: Config, variant: str) -> str | None:
     """
     change = piece_change(config, variant.split('+')[1:])
     imported = 'sbp_mmdet' in ((config.get('custom_imports') or {}).get('imports') or [])
-    if change['custom_hooks'] or (family_of(config.model.get('backbone')) and not imported):
+    hooks = change['custom_hooks'] or without_hook(config) is not config
+    if hooks or (family_of(config.model.get('backbone')) and not imported):
         return None
     wanted = {'model.backbone': backbone_change(config, variant), 'optim_wrapper.optimizer': change['optimizer']}
     options = [option for prefix, values in wanted.items() for option in _flat(config, prefix, values)]

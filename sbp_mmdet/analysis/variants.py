@@ -8,9 +8,11 @@ import importlib.util
 import inspect
 from pathlib import Path
 
-from mmdet.registry import MODELS
+import torch
+from mmdet.registry import HOOKS, MODELS
 from mmengine.config import Config
 
+from ..apply import SBPHook
 from ..families import family_of
 from ..settings import SBPSettings, preset_named
 
@@ -21,6 +23,7 @@ __all__ = [
     'load_config',
     'piece_change',
     'with_variant',
+    'without_hook',
 ]
 
 PIECES = {
@@ -89,6 +92,54 @@ def _of_package(path):
     return installed if installed.is_file() else folder.parent / 'configs' / name
 
 
+def without_hook(config: Config) -> Config:
+    """A config that says by ``sbp_cfg`` of its backbone what it said by ``SBPHook``.
+
+    Left in its place the hook would make the plain backbone one with SBP, and collide with every other ``sbp_cfg``.
+
+    Args:
+        config (Config): Config of a detector.
+
+    Returns:
+        Config: A changed copy, with the backbone that stands in for its own; without such a hook the config itself.
+
+    Raises:
+        ValueError: If there is no such backbone, or the backbone has an ``sbp_cfg`` already.
+    """
+    hooks = config.get('custom_hooks') or []
+    found = [hook for hook in hooks if _is_sbp(hook['type'])]
+    if not found:
+        return config
+    backbone = config.model.get('backbone') or {}
+    family = family_of(backbone)
+    if family is None:
+        raise ValueError(
+            f'custom_hooks: SBPHook changes the backbone, {backbone.get("type")}; none of sbp_mmdet stands in for it, '
+            'so presets and settings cannot be compared; leave SBPHook out to compare what is exact'
+        )
+    if backbone.get('sbp_cfg') is not None:
+        raise ValueError(f'custom_hooks: SBPHook, but {backbone.type} has sbp_cfg of its own; leave one of them out')
+    sbp_cfg = {key: value for key, value in found[-1].items() if key not in ('type', 'priority')}
+    if 'blocks' not in sbp_cfg:
+        sbp_cfg.update(_blocks_of_the_hook(dict(backbone, type=family.backbone, init_cfg=None)))
+    changed = copy.deepcopy(config)
+    changed.custom_hooks = [hook for hook in hooks if hook not in found]
+    changed.model.backbone.update(type=family.backbone, sbp_cfg=sbp_cfg)
+    return changed
+
+
+def _is_sbp(kind):
+    kind = HOOKS.get(kind) if isinstance(kind, str) else kind
+    return isinstance(kind, type) and issubclass(kind, SBPHook)
+
+
+def _blocks_of_the_hook(backbone):
+    """The hook's default of ``blocks``, which a list of keep ratios counts on; a backbone may have the paper's."""
+    with torch.device('meta'):
+        depths = MODELS.build(backbone).depths
+    return dict(blocks=[*depths[:-1], 0]) if len(depths) > 1 else {}
+
+
 def backbone_change(config: Config, variant: str) -> dict:
     """What a variant changes in ``model.backbone``.
 
@@ -101,11 +152,11 @@ def backbone_change(config: Config, variant: str) -> dict:
 
     Raises:
         NotApplicable: If the backbone has no such preset.
-        ValueError: If the preset is unknown, or there is no backbone.
+        ValueError: If the preset is unknown, or there is no backbone; and see :func:`without_hook`.
     """
     name, *pieces = variant.split('+')
     preset = preset_named(name)
-    backbone = config.model.get('backbone')
+    backbone = without_hook(config).model.get('backbone')
     if not backbone:
         raise ValueError(f'the model ({config.model.get("type")}) has no model.backbone, whose memory this is about')
     family = family_of(backbone)
@@ -214,8 +265,9 @@ def with_variant(config: Config, variant: str) -> Config:
 
     Raises:
         NotApplicable: If the variant makes no sense for this model.
-        ValueError: For an unknown preset or piece.
+        ValueError: For an unknown preset or piece; and see :func:`without_hook`.
     """
+    config = without_hook(config)
     backbone, change = backbone_change(config, variant), piece_change(config, variant.split('+')[1:])
     changed = copy.deepcopy(config)
     changed.model.backbone.update(backbone)
@@ -235,8 +287,9 @@ def applicable(config: Config, variants: list[str]) -> tuple[list[str], dict[str
         tuple: Those that apply, and the reason for each of the others.
 
     Raises:
-        ValueError: For an unknown preset or piece.
+        ValueError: For an unknown preset or piece; and see :func:`without_hook`.
     """
+    config = without_hook(config)
     good, bad = [], {}
     for variant in variants:
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from ..analysis.variants import load_config
+from ..analysis.variants import load_config, without_hook
 from ..families import family_of, require
 from ..provenance import CHECKOUT
 from .gradients import backbone_with
@@ -126,8 +126,8 @@ def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Confi
             raise ValueError(f'{experiment.name}: there is no {label!r}; it has {experiment.labels}')
         name = experiment.config_of(label)
         try:
-            found[label] = config = load_config(_path(name, experiment.folder), copy.deepcopy(dict(experiment.options)))
-            _set(config, experiment, label)
+            config = load_config(_path(name, experiment.folder), copy.deepcopy(dict(experiment.options)))
+            found[label] = _set(config, experiment, label)
         except ValueError as error:
             raise ValueError(f'{experiment.name}, {label}: {error}') from error
     return found
@@ -142,11 +142,13 @@ def _path(name, folder):
 
 
 def _set(config, experiment, label):
-    backbone = config.model.get('backbone')
     if label in experiment.settings:
-        sbp_cfg = experiment.settings[label]
-        backbone.update(type=require(backbone).backbone, sbp_cfg=sbp_cfg)
+        config = without_hook(config)
+        backbone = config.model.get('backbone')
+        backbone.update(type=require(backbone).backbone, sbp_cfg=experiment.settings[label])
         config.custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
+    backbone = config.model.get('backbone')
     family = family_of(backbone)
     if family and backbone.type.endswith(family.backbone):
         backbone_with(config, backbone.get('sbp_cfg'))
+    return config

@@ -17,13 +17,13 @@ from torch import nn
 
 from ..analysis.cuda_rules import full_fp32
 from ..analysis.detector import build_detector
-from ..families import family_of, require
+from ..families import family_of
 from ..functional import sbp
 from ..masks import Positions
 from .gradients import backbone_with
 from .kept import in_order
 from .measures import parts_of
-from .subject import build_model
+from .subject import build_model, exact_config
 
 __all__ = ['DISJOINT', 'disjoint_blocks', 'disjoint_pointwise', 'norms_over_training']
 
@@ -178,8 +178,7 @@ def _check(config, sbp_cfg, change):
 
 
 def _with(config, sbp_cfg, lr):
-    config = copy.deepcopy(config)
-    config.model.backbone.update(type=require(config.model.backbone).backbone, with_cp=False)
+    config = exact_config(config)
     config.model.backbone.sbp_cfg = copy.deepcopy(sbp_cfg)
     # Without mixed precision: its scaled gradients are not those of the loss.
     config.optim_wrapper.type = 'OptimWrapper'

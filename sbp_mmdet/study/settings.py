@@ -5,7 +5,7 @@ import shlex
 
 from mmengine.config import Config, DictAction
 
-from ..analysis.variants import applicable
+from ..analysis.variants import applicable, without_hook
 from ..settings import ATTENTION, PRESETS
 from .gradients import HEAD_PIECES, backbone_with
 
@@ -66,6 +66,7 @@ def group(name: str, config: Config) -> dict[str, dict]:
     """
     if name not in GROUPS:
         raise ValueError(f'group {name!r} is unknown; choose from {list(GROUPS)}')
+    config = without_hook(config)
     base = dict(config.model.backbone.get('sbp_cfg') or {})
     # Skipping draws a stochastic depth of its own, and there would be no exact pass to compare with.
     left_out = ('keep_ratio', 'sampler', 'skip_dropped_images')

@@ -14,10 +14,32 @@ from mmengine.runner import Runner, load_checkpoint, set_random_seed
 from torch import nn
 
 from ..analysis.detector import build_detector
+from ..analysis.variants import without_hook
 from ..families import require
 from ..surgery import model_hook_class
 
-__all__ = ['build_model', 'train_batches']
+__all__ = ['build_model', 'exact_config', 'train_batches']
+
+
+def exact_config(config: Config) -> Config:
+    """A config without SBP in the backbone and without hooks that make gradients inexact.
+
+    Args:
+        config (Config): Config of a detector whose backbone SBP applies to; not changed.
+
+    Returns:
+        Config: A changed copy; its backbone takes ``sbp_cfg``.
+
+    Raises:
+        ValueError: If SBP does not apply to the backbone.
+    """
+    config = copy.deepcopy(without_hook(config))
+    family = require(config.model.get('backbone'))
+    config.model.backbone.update(type=family.backbone, sbp_cfg=None, with_cp=False)
+    init_default_scope('mmdet')  # where hooks are looked up by name
+    kinds = [(cfg, model_hook_class(cfg)) for cfg in config.get('custom_hooks') or []]
+    config.custom_hooks = [cfg for cfg, kind in kinds if kind is None or kind.exact]
+    return config
 
 
 def build_model(
@@ -27,7 +49,7 @@ def build_model(
     seed: int = 0,
     backbone: str | Path | None = None,
 ) -> nn.Module:
-    """A config's detector in training mode, without SBP in the backbone and without hooks that make gradients inexact.
+    """A config's detector in training mode, as :func:`exact_config` has it.
 
     Args:
         config (Config): Config of a detector whose backbone SBP applies to; not changed.
@@ -43,12 +65,7 @@ def build_model(
     Raises:
         ValueError: If SBP does not apply to the backbone, or the checkpoint does not fit.
     """
-    family = require(config.model.get('backbone'))
-    config = copy.deepcopy(config)
-    config.model.backbone.update(type=family.backbone, sbp_cfg=None, with_cp=False)
-    init_default_scope('mmdet')  # where hooks are looked up by name
-    kinds = [(cfg, model_hook_class(cfg)) for cfg in config.get('custom_hooks') or []]
-    config.custom_hooks = [cfg for cfg, kind in kinds if kind is None or kind.exact]
+    config = exact_config(config)
     set_random_seed(seed)
     model, _ = build_detector(config, device)
     checkpoint = checkpoint or config.get('load_from')
