@@ -231,8 +231,8 @@ def _check_alone(config, model, exact, family):
     error = compare(exact.gradients, found, family)['backbone']['relative_error']
     if error is not None and not error < _SAME_GRADIENTS:
         raise ValueError(
-            f'without SBP the gradients of the backbone alone differ from those of the detector by {error:.1e} of their '
-            'length: the detector uses its outputs in a way that this study does not know'
+            f'without SBP the gradients of the backbone alone differ from those of the detector by {error:.1e}: the '
+            'detector uses its outputs in a way that this study does not know'
         )
 
 
