@@ -163,6 +163,16 @@ def test_global_response_norm_and_convolutions_for_linear_layers(layout, linear)
         assert torch.equal(model.state_dict()[name].flatten(), value.flatten()), name
 
 
+@pytest.mark.parametrize('linear', [True, False])
+@pytest.mark.parametrize('prefix', ['', 'backbone.'])
+def test_own_names_with_convolutions_for_linear_layers(prefix, linear):
+    source, model = (backbone(linear_pw_conv=x) for x in (linear, not linear))
+    owner = nn.ModuleDict(dict(backbone=model)) if prefix else model
+    owner.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name].flatten(), value.flatten()), name
+
+
 def test_strict_loading_refuses_what_is_left_over():
     with pytest.raises(RuntimeError, match=r'Unexpected key.*head\.fc\.weight'):
         backbone(out_indices=[3]).load_state_dict(in_layout(backbone(), 'timm'))

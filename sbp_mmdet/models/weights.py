@@ -155,7 +155,7 @@ def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, f
         family (str): A key of :data:`LAYOUTS`.
 
     Returns:
-        str | None: The layout's name, None where nothing was changed: the names are the backbone's already, or belong
+        str | None: The layout's name, None where no name was changed: the names are the backbone's already, or belong
         to no layout.
     """
     for outer in _NESTED:
@@ -163,6 +163,8 @@ def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, f
             state_dict.update(state_dict.pop(outer))
     own = {name: value for name, value in module.state_dict().items()}
     names = [name for name in state_dict if name.startswith(prefix)]
+    # The backbone's own names may come with the other kind of layer too.
+    state_dict.update({name: _shaped_as(state_dict[name], own.get(name.removeprefix(prefix))) for name in names})
     found = _layout_of(names, prefix, family)
     if found is None or all(name.removeprefix(prefix) in own for name in names):
         if found is None and names and own and not any(name.removeprefix(prefix) in own for name in names):
