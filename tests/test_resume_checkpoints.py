@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import sys
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -241,6 +242,61 @@ def test_classification_checkpoint_as_mmpretrain_writes_it(config, state):
     for kind in KINDS[:2]:
         with pytest.raises(PreflightError, match='lacks .* is it a backbone only'):
             checkpoints.check_checkpoint(path, '--resume', config, **kind)
+
+
+def vit(config, **options):
+    arch = dict(num_layers=2, embed_dims=32, num_heads=2)
+    config.model.backbone = dict(type='SBPViT', arch=arch, img_size=64, **options)
+    config.model.neck.in_channels = [8, 16, 32, 32]
+    return MODELS.build(config.model)
+
+
+def mmpretrains(name):
+    for ours, theirs in (
+        ('patch_embed.proj', 'patch_embed.projection'),
+        ('backbone.norm.', 'backbone.ln1.'),
+        ('backbone.blocks.', 'backbone.layers.'),
+        ('.mlp.fc1.', '.ffn.layers.0.0.'),
+        ('.mlp.fc2.', '.ffn.layers.1.'),
+    ):
+        name = name.replace(ours, theirs)
+    return re.sub(r'(layers\.\d\.)norm', r'\1ln', name)
+
+
+@pytest.mark.parametrize('change', ['size', 'names', 'module'])
+def test_checkpoint_that_the_model_makes_its_own(config, change, capsys):
+    """With the hooks of a real loading, of which nothing is said twice; resuming has none for the optimizer."""
+    state = vit(config).state_dict()
+    if change == 'size':
+        config.model.backbone.img_size = 128
+    else:
+        state = OrderedDict((mmpretrains(name), value) for name, value in state.items())
+    assert not any(MODELS.build(config.model).load_state_dict(state, strict=False))  # nothing missing or left over
+    if change == 'module':
+        state = OrderedDict((f'module.{name}', value) for name, value in state.items())
+    path = save(state)
+    capsys.readouterr()
+    for kind in KINDS[1:]:
+        checkpoints.check_checkpoint(path, 'load_from', config, **kind)
+    assert capsys.readouterr() == ('', '')
+    with pytest.raises(PreflightError, match='backbone.pos_embed, .* there' if change == 'size' else r'lacks \d+ weig'):
+        checkpoints.check_checkpoint(path, '--resume', config, **KINDS[0])
+
+
+def test_checkpoint_of_another_vit(config):
+    path = save(vit(config).state_dict() | {'backbone.pos_embed': torch.ones(1, 18, 32)})  # no square
+    with pytest.raises(PreflightError, match=r'1 weights .* backbone.pos_embed, \(1, 18, 32\) there and \(1, 17, 32\)'):
+        checkpoints.check_checkpoint(path, 'load_from', config)
+
+
+def test_checkpoint_of_a_model_that_needs_memory_to_be_built(config):
+    depths = dict(depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1])
+    config.model.backbone = dict(type='mmdet.SwinTransformer', embed_dims=8, **depths)
+    path = save(MODELS.build(config.model).state_dict())
+    checkpoints.check_checkpoint(path, 'load_from', config)
+    config.model.backbone.embed_dims, config.model.neck.in_channels = 16, [16, 32, 64, 128]
+    with pytest.raises(PreflightError, match=r'is of another model: .*, \(8, 3, 4, 4\) there and \(16, 3, 4, 4\) in'):
+        checkpoints.check_checkpoint(path, 'load_from', config)
 
 
 def test_weights_alone_cannot_be_resumed(config, state):

@@ -1,9 +1,11 @@
 """Checks of the checkpoint that a run starts from, before mmdet loads it. By itself mmengine loads what fits, from a
 damaged file too, lists the rest in a warning, and goes on with random weights."""
 
+import contextlib
 import re
 import sys
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from preflight import PreflightError
 
 __all__ = ['check_checkpoint', 'damage', 'last_whole_checkpoint']
 
+_MISMATCH = re.compile(r'size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)')
 _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
 
 
@@ -97,30 +100,31 @@ def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = Fals
             f'{key}: {path} cannot be resumed from: it lacks {", ".join(lacks)}, as published weights and best_*.pth '
             'do; to start a new training from its weights, use --cfg-options load_from=PATH and not --resume'
         )
-    shapes = _shapes(config)
-    if shapes is None:
+    _check_weights(content.get('state_dict', content), path, key, config, whole_run, all_weights)
+
+
+def _check_weights(weights, path, key, config, whole_run, all_weights):
+    """As mmengine loads them, with what the model's own hooks rename and resize."""
+    detector = _on_meta(config)
+    if detector is None:
         return
-    weights = content.get('state_dict', content)
-    found = {name.removeprefix('module.'): tuple(getattr(value, 'shape', ())) for name, value in weights.items()}
-    if not set(found) & set(shapes):
+    own = [name for name in detector.state_dict() if not name.endswith('num_batches_tracked')]
+    differ, missing = _differences(detector, weights, by_name=whole_run)
+    # mmengine does without the counters of batch norms, which old checkpoints lack.
+    missing = [name for name in own if name in missing]
+    if missing == own:
         raise PreflightError(
-            f'{key}: no weight of {path} has a name of this detector: it has {_some(found)}, '
-            f'the detector {_some(shapes)}'
+            f'{key}: no weight of {path} has a name of this detector: it has {_some(weights)}, '
+            f'the detector {_some(own)}'
         )
     strict = whole_run or all_weights
-    wrong = [
-        name
-        for name, shape in shapes.items()
-        if found.get(name, shape) != shape and (strict or name.startswith('backbone.'))
-    ]
+    wrong = [name for name in differ if strict or name.startswith('backbone.')]
     if wrong:
-        name = wrong[0]
+        there, here = differ[wrong[0]]
         raise PreflightError(
-            f'{key}: {path} is of another model: {len(wrong)} weights have other shapes, such as {name}, '
-            f'{found[name]} there and {shapes[name]} in {config.filename}; check arch and num_classes'
+            f'{key}: {path} is of another model: {len(wrong)} weights have other shapes, such as {wrong[0]}, '
+            f'{there} there and {here} in {config.filename}; check arch and num_classes'
         )
-    # mmengine does without the counters of batch norms, which old checkpoints lack.
-    missing = [name for name in shapes if name not in found and not name.endswith('num_batches_tracked')]
     if strict and missing:
         raise PreflightError(
             f'{key}: {path} lacks {len(missing)} weights of the detector, such as {_some(missing)}; is it a backbone '
@@ -140,15 +144,42 @@ def _read(path):
     return content if isinstance(content, dict) else None
 
 
-def _shapes(config):
-    """Shape by name of the detector's weights; None if it cannot be built without memory for them."""
+def _on_meta(config):
+    """The detector without memory for its weights; None if it cannot be built."""
     init_default_scope(config.get('default_scope', 'mmdet'))
+    for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere
+        with contextlib.suppress(Exception), torch.device(device):
+            return MODELS.build(config.model).to('meta')
+    return None  # whatever it is, mmdet is about to meet it too, and to say where
+
+
+def _differences(detector, weights, by_name):
+    """Name to its shapes in file and detector where they differ, and the names that the file lacks.
+
+    By name: without the hooks of the model. Optimizer states have none, so a run is resumed with the same weights only.
+    """
+    found = OrderedDict(
+        (name.removeprefix('module.'), torch.empty_like(value, device='meta'))
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor)
+    )
+    if by_name:
+        own = {name: value.shape for name, value in detector.state_dict().items()}
+        differ = {name: (found[name].shape, own[name]) for name in own if name in found}
+        differ = {name: tuple(map(tuple, pair)) for name, pair in differ.items() if pair[0] != pair[1]}
+        return differ, set(own) - set(found)
+    found._metadata = getattr(weights, '_metadata', None)  # versions, which tell hooks what to rename
+    from sbp_mmdet.models.weights import quiet  # the config has imported it, or nothing was read
+
     try:
-        with torch.device('meta'):
-            detector = MODELS.build(config.model)
-    except Exception:  # whatever it is, mmdet is about to meet it too, and to say where
-        return None
-    return {name: tuple(value.shape) for name, value in detector.state_dict().items()}
+        with quiet():
+            return {}, set(detector.load_state_dict(found, strict=False).missing_keys)
+    except RuntimeError as error:
+        shapes = (
+            (name, tuple(tuple(map(int, re.findall(r'\d+', shape))) for shape in pair))
+            for name, *pair in _MISMATCH.findall(str(error))
+        )
+        return dict(shapes), set()
 
 
 def _some(names):

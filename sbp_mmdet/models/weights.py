@@ -18,6 +18,7 @@ vit        Hugging Face                  encoder.layer.0.attention.attention.que
 Adding a layout is one :class:`Layout` in :data:`LAYOUTS`.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -26,11 +27,11 @@ from collections.abc import MutableMapping
 from typing import NamedTuple
 
 import torch
-from mmengine.logging import print_log
+from mmengine.logging import MMLogger, print_log
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
-__all__ = ['LAYOUTS', 'Layout', 'read_safetensors', 'rename_weights']
+__all__ = ['LAYOUTS', 'Layout', 'quiet', 'read_safetensors', 'rename_weights']
 
 
 class Layout(NamedTuple):
@@ -223,6 +224,18 @@ def _listed(names, most=6):
 
 def _log(module, text, level=logging.INFO):
     print_log(f'{type(module).__name__}: {text}', logger='current', level=level)
+
+
+@contextlib.contextmanager
+def quiet():
+    """Where a model starts or loads, and what is said of each parameter is said elsewhere, or of no use."""
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 _DTYPES = {

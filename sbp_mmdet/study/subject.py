@@ -1,14 +1,11 @@
 """What a study of gradients runs on: a config's detector, its weights, and batches of its training set."""
 
-import contextlib
 import copy
-import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
 from mmengine.config import Config
-from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner, load_checkpoint, set_random_seed
 from torch import nn
@@ -16,6 +13,7 @@ from torch import nn
 from ..analysis.detector import build_detector
 from ..analysis.variants import without_hook
 from ..families import require
+from ..models.weights import quiet
 from ..surgery import model_hook_class
 
 __all__ = ['build_model', 'exact_config', 'train_batches']
@@ -70,7 +68,7 @@ def build_model(
     model, _ = build_detector(config, device)
     checkpoint = checkpoint or config.get('load_from')
     if checkpoint is None:
-        with _quiet():
+        with quiet():
             model.init_weights()
     else:
         _load(model, checkpoint)
@@ -80,7 +78,7 @@ def build_model(
 
 
 def _load(model, checkpoint, strict=True):
-    with _quiet():
+    with quiet():
         try:
             load_checkpoint(model, str(checkpoint), map_location='cpu', strict=strict)
         except FileNotFoundError as error:
@@ -88,18 +86,6 @@ def _load(model, checkpoint, strict=True):
         except (RuntimeError, OSError, TypeError, pickle.UnpicklingError) as error:
             reason = ' '.join(str(error).split())
             raise ValueError(f'checkpoint {checkpoint} is not one of this config: {reason[:300]}') from error
-
-
-@contextlib.contextmanager
-def _quiet():
-    """mmengine names every parameter that it starts."""
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def train_batches(config: Config, number: int, seed: int = 0) -> Iterator[dict]:
