@@ -1,5 +1,6 @@
 """What a config feeds its detector, read from the train pipeline."""
 
+import json
 import sys
 
 import pytest
@@ -8,6 +9,9 @@ from mmengine.config import Config
 
 from sbp_mmdet.analysis.inputs import DEFAULT_SIZE, inputs_of
 from sbp_mmdet.analysis.variants import applicable, load_config, piece_change
+
+sys.path.append(str(ROOT / 'tools/analysis_tools'))
+import sweep  # noqa: E402
 
 # Of the installed mmdet: batch, height, width, masks, semantic map; as their pipelines and authors say.
 STOCK = {
@@ -87,15 +91,34 @@ def test_transformers_of_a_detector():
 
 
 def test_answers_of_a_sweep():
-    sys.path.append(str(ROOT / 'tools/analysis_tools'))
-    from sweep import ask, families, read_answer
-
     found = (
         '  none        9.97 GB  too much\n  with_cp+targets    800 MB  fits\n\nThe fastest that fits: with_cp+targets\n'
     )
-    assert read_answer(found, '') == 'with_cp+targets: 800 MB'
-    assert read_answer(found.split('\n\n')[0] + '\n', '') == 'nothing fits; none: 9.97 GB, with_cp+targets: 800 MB'
-    assert read_answer('', 'Traceback\n  x\nValueError: no such thing\n') == 'ValueError: no such thing'
-    assert 'mmdet::rtmdet/rtmdet-ins_l_8xb32-300e_coco.py' in families() and len(families()) > 60
-    row = ask('nowhere.py', '8GiB', limit=120)
+    assert sweep.read_answer(found, '') == 'with_cp+targets: 800 MB'
+    assert (
+        sweep.read_answer(found.split('\n\n')[0] + '\n', '') == 'nothing fits; none: 9.97 GB, with_cp+targets: 800 MB'
+    )
+    assert sweep.read_answer('', 'Traceback\n  x\nValueError: no such thing\n') == 'ValueError: no such thing'
+    assert 'mmdet::rtmdet/rtmdet-ins_l_8xb32-300e_coco.py' in sweep.families() and len(sweep.families()) > 60
+    row = sweep.ask('nowhere.py', '8GiB', limit=120)
     assert 'config file nowhere.py does not exist' in row['answer']
+
+
+def test_a_sweep_adds_to_answers_of_its_own_case_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, 'ask', lambda config, *case: dict(config=config, answer='fits'))
+    file = tmp_path / 'answers.json'
+
+    def typed(*words):
+        monkeypatch.setattr(sys, 'argv', ['sweep.py', *words, '--json', str(file)])
+        sweep.main()
+        return [row['config'] for row in json.loads(file.read_text())['rows']]
+
+    typed('a.py', '--budget', '8GiB')
+    assert typed('b.py', '--budget', '8GiB') == ['a.py', 'b.py']
+    for other in (['--budget', '9GiB'], ['--budget', '8GiB', '--limit', '60']):
+        with pytest.raises(SystemExit):
+            typed('c.py', *other)
+        said = capsys.readouterr().err
+        there, here = said.split(', and not of ')
+        assert "'8GiB', 'limit_s': 180}" in there and other[-1] in here and 'give another --json' in here
+    assert typed('b.py', '--budget', '8GiB') == ['a.py', 'b.py']

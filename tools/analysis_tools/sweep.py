@@ -5,7 +5,8 @@
 
 Without configs: one of each family in the installed mmdet's configs, the first by name that trains on COCO's boxes or
 masks. Each runs in a process of its own, with exact gradients only. Where the JSON file is there already, answers of
-other configs stay in it, so a config can be asked again; with --missing only those are asked that it lacks.
+other configs stay in it, so a config can be asked again; with --missing only those are asked that it lacks. All of a
+file are of the same --budget and --limit.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def parse_args():
     parser.add_argument('--memory', type=float, default=8, help="GB of this machine's memory for it (default: 8)")
     parser.add_argument('--missing', action='store_true', help='only configs that the JSON file has no answer for')
     add_outputs(parser, plot=False)
-    return parser.parse_args()
+    return parser, parser.parse_args()
 
 
 def families() -> list[str]:
@@ -127,12 +128,14 @@ def read_answer(output: str, errors: str) -> str:
 
 
 def main():
-    args = parse_args()
+    parser, args = parse_args()
     case = dict(budget=args.budget, limit_s=args.limit)
     known = {}
     if args.json and Path(args.json).exists():
         found = json.loads(Path(args.json).read_text())
-        known = {row['config']: row for row in found['rows']} if found['case'] == case else {}
+        if found.get('case') != case:
+            parser.error(f'--json {args.json} is of {found.get("case")}, and not of {case}; give another --json')
+        known = {row['config']: row for row in found['rows']}
     configs = [name for name in args.configs or families() if not (args.missing and name in known)]
     machine = describe_machine('cpu')
     for i, config in enumerate(configs, 1):
