@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .provenance import portable
+from .resume import AtomicBackend
 
 __all__ = [
     'COLOURS',
@@ -22,6 +23,7 @@ __all__ = [
     'panels',
     'save_picture',
     'text_table',
+    'write_json',
     'write_outputs',
 ]
 
@@ -140,6 +142,17 @@ def _file(text):
     return path
 
 
+def write_json(path: Path, results, indent: int | None = None) -> None:
+    """Writes a JSON file whole or not at all: some are read back by a later call, and hours stand in them.
+
+    Args:
+        path (Path): The file; its folder is made.
+        results: What goes into it.
+        indent (int | None): Of the JSON file. Default: None.
+    """
+    AtomicBackend().put_text(json.dumps(results, indent=indent) + '\n', path)
+
+
 def write_outputs(
     args: argparse.Namespace, results: dict, draw: Callable[[Path], None] | None = None, indent: int | None = None
 ) -> None:
@@ -152,8 +165,7 @@ def write_outputs(
         indent (int | None): Of the JSON file. Default: None.
     """
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(portable(results), indent=indent) + '\n')
+        write_json(args.json, portable(results), indent)
         print(f'written to {args.json}')
     if draw and args.plot:
         args.plot.parent.mkdir(parents=True, exist_ok=True)

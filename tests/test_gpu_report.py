@@ -1,6 +1,7 @@
 """The report of a GPU: parts, limits, going on where it stopped, and the page; and a rehearsal on a CPU."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -51,9 +52,11 @@ def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     assert 'run it again for bad, slow' in capsys.readouterr().out
     assert 'not yet' in (tmp_path / 'bad.log').read_text()
     flag.touch()
+    os.link(tmp_path / 'states.json', tmp_path / 'old')
     good = (tmp_path / 'good.log').stat().st_mtime_ns
     states = typed(monkeypatch, tmp_path, '--rehearse', '--parts', 'good', 'bad')
     assert states['bad']['state'] == 'done' and (tmp_path / 'good.log').stat().st_mtime_ns == good
+    assert json.loads((tmp_path / 'old').read_text())['bad']['state'] == 'failed'  # written anew, not in place
     assert '## Bad' in (tmp_path / 'report.md').read_text()
 
 

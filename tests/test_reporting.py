@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 import pytest
 
@@ -21,6 +22,16 @@ def test_files_in_new_folders(tmp_path, capsys):
     write_outputs(args, dict(a=1), lambda path: path.write_text('drawn'))
     assert json.loads(files[0].read_text()) == dict(a=1) and files[1].read_text() == 'drawn'
     assert capsys.readouterr().out == f'written to {files[0]}\nwritten to {files[1]}\n'
+
+
+def test_an_old_file_is_never_half_written(tmp_path):
+    """What another name of the old file shows is what a call would read that begins while this one writes."""
+    file, old = tmp_path / 'out.json', tmp_path / 'old'
+    file.write_text('{"a": 1}')
+    os.link(file, old)
+    write_outputs(parsed('--json', file, plot=False), dict(a=2))
+    assert json.loads(old.read_text()) == dict(a=1) and json.loads(file.read_text()) == dict(a=2)
+    assert sorted(os.listdir(tmp_path)) == ['old', 'out.json']
 
 
 def test_nothing_unasked(tmp_path, capsys):

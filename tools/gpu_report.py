@@ -342,6 +342,8 @@ def main():
         parser.error(f'--parts: {sorted(unknown)} are unknown; choose from {names}')
     if not args.rehearse and not _sees_gpu():
         parser.error('torch sees no GPU; --rehearse runs everything in tiny sizes on a CPU')
+    from sbp_mmdet.reporting import write_json  # slow too
+
     args.out.mkdir(parents=True, exist_ok=True)
     file, end = args.out / 'states.json', time.monotonic() + 60 * args.minutes
     states = json.loads(file.read_text()) if file.exists() else {}
@@ -356,7 +358,7 @@ def main():
         print(f'[gpu_report] {part.name}', flush=True)
         states[part.name] = run_part(part, args.out, args.rehearse, min(60 * part.minutes, left))
         print(f'[gpu_report] {part.name}: {states[part.name]["state"]}', flush=True)
-        file.write_text(json.dumps(states, indent=1) + '\n')
+        write_json(file, states, indent=1)
         write_page(parts, states, args.out)
     page = write_page(parts, states, args.out)
     missing = [name for name in names if states.get(name, {}).get('state') not in ('done', 'needs a GPU')]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from mmengine.config import Config
 
 from ..provenance import describe_machine
+from ..reporting import write_json
 from .experiments import Experiment, configs_of
 from .settings import parse_setting
 
@@ -161,9 +162,7 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
         found = look(training)
         if not found['finished']:
             raise RuntimeError(f'a training was not evaluated at its end, see {log.name}; tools/test.py does it')
-        whole = result.with_suffix('.part')
-        whole.write_text(json.dumps(dict(found, machine=describe_machine())))
-        whole.replace(result)
+        write_json(result, dict(found, machine=describe_machine()))
     return look(training)
 
 
