@@ -4,6 +4,8 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from helpers import CONFIGS, ROOT, TOOLS
@@ -23,6 +25,15 @@ config, folder = Config.fromfile(sys.argv[1]), Path(sys.argv[3])
 sbp, seed = config.model.backbone.sbp_cfg, config.randomness.seed
 if seed == 13:
     raise SystemExit('out of luck')
+if seed == 15:
+    raise SystemExit(0)
+if seed == 16:
+    import os, time
+
+    (folder / 'pid').write_text(str(os.getpid()))
+    end = time.monotonic() + 100
+    while not (folder / 'stop').exists() and time.monotonic() < end:
+        time.sleep(0.05)
 with open(folder / 'count', 'a') as count:
     count.write('x')
 (folder / 'now/vis_data').mkdir(parents=True, exist_ok=True)
@@ -47,6 +58,8 @@ def study(tmp_path):
         command = [sys.executable, folder / TOOL.name, file, '--work-dir', tmp_path / 'work', *args]
         return subprocess.run(command, capture_output=True, text=True, cwd=TOOLS.parent, env=None)
 
+    run.command = [sys.executable, folder / TOOL.name, CONFIG, '--work-dir', tmp_path / 'work']
+    run.options = dict(cwd=TOOLS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return run
 
 
@@ -95,7 +108,12 @@ def test_what_others_have_trained_is_reported(study, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('seed', 'message'), [(13, 'a training failed'), (14, 'a training was not evaluated at its end')]
+    ('seed', 'message'),
+    [
+        (13, 'a training failed'),
+        (14, 'a training was not evaluated at its end'),
+        (15, 'a training logged no loss and no AP'),
+    ],
 )
 def test_a_training_that_fails_is_named(study, tmp_path, seed, message):
     done = study(*SETTINGS, '--seeds', f'{seed}')
@@ -103,6 +121,31 @@ def test_a_training_that_fails_is_named(study, tmp_path, seed, message):
     assert f'plain, seed {seed}: {message}' in done.stderr and 'log.txt' in done.stderr
     assert seed != 13 or 'out of luck' in (tmp_path / 'work/plain-13/log.txt').read_text()
     assert not list(tmp_path.glob('work/*/result.json'))
+
+
+def test_one_process_trains_in_a_folder(study, tmp_path):
+    """Also where the one that started the training is dead: the training is not."""
+    folder = tmp_path / 'work/plain-16'
+    first = subprocess.Popen([*study.command, '--setting', 'plain: none', '--seeds', '16'], **study.options)
+    try:
+        end = time.monotonic() + 200
+        while not (folder / 'pid').exists() or not (folder / 'pid').read_text():
+            assert time.monotonic() < end and first.poll() is None
+            time.sleep(0.05)
+        for _ in range(2):
+            second = study('--setting', 'plain: none', '--seeds', '16')
+            assert second.returncode == 1
+            assert f'plain, seed 16: another process trains in {folder}; wait' in second.stderr
+            first.kill()
+            first.wait()
+    finally:
+        first.kill()
+        (folder / 'stop').touch()
+    while Path(f'/proc/{(folder / "pid").read_text()}').exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert study('--setting', 'plain: none', '--seeds', '16').returncode == 0
+    assert (folder / 'count').read_text() == 'xx'  # the one left alone, and the one after it
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Whole trainings of an experiment, a folder for each label and seed: run, resumed, collected."""
 
 import concurrent.futures
+import contextlib
 import copy
 import datetime
+import fcntl
 import json
 import os
 import re
@@ -145,25 +147,48 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
         dict: Of :func:`look`; it also stands in ``result.json`` in the folder.
 
     Raises:
-        RuntimeError: If the training fails, or ends without AP; names the log.
+        RuntimeError: If the training fails, or ends without AP; names the log. If another process trains in the folder.
     """
     folder = training.folder
     result, file = folder / 'result.json', folder / 'config.py'
     if not result.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(training.config.pretty_text)
-        words, variables = launcher.command(training, file)
-        if threads is not None:
-            variables['OMP_NUM_THREADS'] = f'{threads}'
-        with open(folder / 'log.txt', 'a') as log:
-            done = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables)
-        if done.returncode:
-            raise RuntimeError(f'a training failed; {log.name} says why')
-        found = look(training)
-        if not found['finished']:
-            raise RuntimeError(f'a training was not evaluated at its end, see {log.name}; tools/test.py does it')
-        write_json(result, dict(found, machine=describe_machine()))
+        with _alone(folder) as lock:
+            file.write_text(training.config.pretty_text)
+            words, variables = launcher.command(training, file)
+            if threads is not None:
+                variables['OMP_NUM_THREADS'] = f'{threads}'
+            # The training holds the lock as well: it may outlive this process.
+            options = dict(stderr=subprocess.STDOUT, env=os.environ | variables, pass_fds=[lock.fileno()])
+            with open(folder / 'log.txt', 'a') as log:
+                done = subprocess.run(words, stdout=log, **options)
+            if done.returncode:
+                raise RuntimeError(f'a training failed; {log.name} says why')
+            found = look(training)
+            if found is None:
+                raise RuntimeError(
+                    f'a training logged no loss and no AP, see {log.name}; visualizer.vis_backends of its config needs '
+                    'a LocalVisBackend'
+                )
+            if not found['finished']:
+                raise RuntimeError(f'a training was not evaluated at its end, see {log.name}; tools/test.py does it')
+            write_json(result, dict(found, machine=describe_machine()))
     return look(training)
+
+
+@contextlib.contextmanager
+def _alone(folder):
+    """Two trainings at a time in one folder would become one curve. The system takes the lock from who dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / 'lock', 'w') as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f'another process trains in {folder}; wait for its end, or give another --work-dir'
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield lock
 
 
 def look(training: Training, commit: str | None = None) -> dict | None:
@@ -176,9 +201,6 @@ def look(training: Training, commit: str | None = None) -> dict | None:
     Returns:
         dict | None: Of :func:`collect`, and ``machine``, ``seconds`` of training and evaluation, and ``finished``;
         None where nothing was logged yet.
-
-    Raises:
-        ValueError: If ``result.json`` is of a training without AP.
     """
     result = training.folder / 'result.json'
     kept = json.loads(result.read_text()) if result.exists() else {}
