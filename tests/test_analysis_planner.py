@@ -346,7 +346,9 @@ def test_the_cap_tool_wants_a_gpu(monkeypatch, capsys):
             **row(5 * 10**9),
         ),
     ]
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
     monkeypatch.setattr(cap_tool, 'run_under_cap', lambda *args, **case: results)
+    monkeypatch.setattr(cap_tool, 'cuda_cap', lambda *_: contextlib.nullcontext())
     typed(monkeypatch, cap_tool, T, '--cap', '8GiB')
     printed = capsys.readouterr().out
     assert 'out of memory' in printed and 'ok, peak 5.00 GB' in printed

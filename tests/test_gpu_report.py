@@ -1,5 +1,6 @@
 """The report of a GPU: parts, limits, going on where it stopped, and the page; and a rehearsal on a CPU."""
 
+import contextlib
 import json
 import os
 import sys
@@ -75,6 +76,7 @@ def test_commands_for_a_gpu_are_understood(monkeypatch):
     for tool, name in ((benchmark_steps, 'measure_steps'), (benchmark_memory, 'measure_detector')):
         monkeypatch.setattr(tool, name, measure)
     monkeypatch.setattr(run_under_cap, 'run_under_cap', measure)
+    monkeypatch.setattr(run_under_cap, 'cuda_cap', lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(benchmark_block, 'use_device', measure)
     tools = {tool.__name__: tool for tool in (benchmark_block, benchmark_steps, benchmark_memory, run_under_cap)}
     seen = []

@@ -17,17 +17,23 @@ ARCHS = {
 }
 
 
+def _options(arch):
+    if arch not in ARCHS:
+        raise ValueError(f'arch={arch!r} is unknown; choose one of {list(ARCHS)}')
+    return ARCHS[arch]
+
+
 def stage_shape(arch: str, stage: int, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
     """Shape (N, C, H, W) of a stage's feature map; stages count from 0."""
     height, width = (-(-n // (4 * 2**stage)) for n in (height, width))  # rounding up once is rounding up each time
-    return batch, ARCHS[arch].get('embed_dims', 96) * 2**stage, height, width
+    return batch, _options(arch).get('embed_dims', 96) * 2**stage, height, width
 
 
 def build_unit(
     unit: str, arch: str, stage: int, shape: tuple[int, int, int, int], device: str, sbp_cfg: dict | None, with_cp: bool
 ) -> Unit:
     """The whole backbone, a stage's first block, or that block without its attention ('mlp')."""
-    model = SBPSwinTransformer(**ARCHS[arch], sbp_cfg=sbp_cfg, with_cp=with_cp).to(device).train()
+    model = SBPSwinTransformer(**_options(arch), sbp_cfg=sbp_cfg, with_cp=with_cp).to(device).train()
     if unit == 'backbone':
         return Unit(model, lambda x: tuple(model(x)), reads_image=True)  # mmdet's gives a list
     block, size = model.stages[stage].blocks[0], shape[2:]

@@ -42,7 +42,21 @@ def parse_args():
     parser.add_argument('--keep-ratio', type=float, default=0.5)
     parser.add_argument('--seed', type=int, default=0)
     add_outputs(parser, plot=False)
-    return parser.parse_args()
+    return parser, parser.parse_args()
+
+
+def read_inputs(args):
+    """Config, model and batches. Raises a ValueError for what cannot be studied."""
+    for name in ('batches', 'images'):
+        if getattr(args, name) < 1:
+            raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
+    config = load_config(args.config, {'train_dataloader.batch_size': args.images})
+    if (found := require(config.model.get('backbone')).backbone) != 'SBPViT':
+        raise ValueError(f'{args.config} has an {found}; give the config of a detector with an SBPViT')
+    for cfg in FORMS.values():
+        backbone_with(config, dict(cfg, keep_ratio=args.keep_ratio))
+    model = build_model(config, seed=args.seed, backbone=args.backbone)
+    return config, model, list(train_batches(config, args.batches, args.seed))
 
 
 def attention_in_parts(block: nn.Module, x: Tensor, positions=None, heads=None, factor=None) -> Tensor:
@@ -87,12 +101,14 @@ def row_of(backbone: nn.Module, parts: dict) -> dict[str, float]:
 
 @full_fp32()
 def main():
-    args = parse_args()
-    config = load_config(args.config, {'train_dataloader.batch_size': args.images})
-    model = build_model(config, seed=args.seed, backbone=args.backbone)
+    parser, args = parse_args()
+    try:
+        config, model, batches = read_inputs(args)
+    except ValueError as error:
+        parser.error(str(error))
     family = require(config.model.backbone)
     rows = {form: [] for form in FORMS}
-    for i, batch in enumerate(train_batches(config, args.batches, args.seed)):
+    for i, batch in enumerate(batches):
         exact = exact_pass(model, batch, args.seed + i)
         only = {name: g for name, g in exact.gradients.items() if name.startswith('backbone.')}
         for form, cfg in FORMS.items():

@@ -22,10 +22,12 @@ import torch
 from mmengine.utils import ProgressBar
 
 from sbp_mmdet.analysis.benchmark import build_unit, keep_freed_memory, measure
+from sbp_mmdet.analysis.detector import check_case
 from sbp_mmdet.analysis.device import use_device
 from sbp_mmdet.analysis.report import against_time
 from sbp_mmdet.analysis.rivals import RIVALS, drawn_errors, graphs_over_sizes, prepare
 from sbp_mmdet.families import FAMILIES, presets_of
+from sbp_mmdet.masks import SAMPLERS, parse_keep_ratio
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import Column, add_outputs, text_table, write_outputs
 from sbp_mmdet.settings import PRESETS, UNITS, preset_named
@@ -35,7 +37,12 @@ AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    meanings = '\n'.join(f'  {found.name:<14}{found.meaning}' for found in (*PRESETS.values(), *RIVALS.values()))
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f'presets and rivals:\n{meanings}',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     first = next(iter(FAMILIES))
     parser.add_argument('--family', choices=FAMILIES, default=first, help=f'of backbones (default: {first})')
     parser.add_argument('--arch', nargs='+', help="architectures (default: the family's)")
@@ -52,7 +59,7 @@ def parse_args():
     parser.add_argument('--batch', type=int, default=2, help='images (default: 2)')
     parser.add_argument('--amp', choices=AMP, help='autocast (default: fp16 on CUDA, off on CPU)')
     parser.add_argument('--keep-ratio', type=float, default=0.5, help='of presets that drop something (default: 0.5)')
-    parser.add_argument('--sampler', default='grid', help='grid or random (default: grid)')
+    parser.add_argument('--sampler', choices=SAMPLERS, default='grid', help='default: grid')
     parser.add_argument('--rounds', type=int, default=7, help='timed rounds; 0: bytes only (default: 7)')
     parser.add_argument(
         '--gradients',
@@ -63,17 +70,39 @@ def parse_args():
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--channels-last', action='store_true', help='input and weights as (N, H, W, C) in memory')
     add_outputs(parser)
-    return parser.parse_args()
+    return parser, parser.parse_args()
+
+
+def read_presets(args, family):
+    """Those that are measured. Raises a ValueError for all that cannot be, before anything is."""
+    check_case(batch=args.batch, boxes=0, rounds=args.rounds, device=args.device)
+    parse_keep_ratio(args.keep_ratio)
+    last = family.stages if args.unit == 'backbone' else max(args.stage or [family.stages])
+    for stage in args.stage or ():
+        if not 1 <= stage <= family.stages:
+            raise ValueError(f'--stage {stage}: {family.name} has the stages 1 to {family.stages}')
+    for arch in args.arch or family.archs:
+        if min(family.stage_shape(arch, last - 1, args.batch, *args.size)) < 1:
+            raise ValueError(f'--size {args.size}: nothing is left of it in stage {last} of {arch}; give a larger one')
+    known = [preset.name for preset in presets_of(family)]
+    if unknown := [name for name in args.presets or () if name not in known]:
+        raise ValueError(f'--presets {unknown}: {family.name} has none of them; choose from {known}')
+    found = [name for name in args.presets or known if args.unit in preset_named(name).units]
+    if not found:
+        raise ValueError(f'--presets {args.presets}: none means anything for --unit {args.unit}; add another')
+    return found
 
 
 def main():
-    args = parse_args()
+    parser, args = parse_args()
+    family = FAMILIES[args.family]
+    try:
+        presets = read_presets(args, family)
+    except ValueError as error:
+        parser.error(str(error))
     args.device = str(use_device(args.device))
     keep_freed_memory(args.device)
     amp = args.amp or ('fp16' if torch.device(args.device).type == 'cuda' else 'off')
-    family = FAMILIES[args.family]
-    presets = args.presets or [preset.name for preset in presets_of(family)]
-    presets = [name for name in presets if args.unit in preset_named(name).units]
     args.rivals = [] if args.rivals is None else args.rivals or [*RIVALS]
     rows = []
     for arch in args.arch or family.archs:

@@ -17,6 +17,7 @@ from PIL import Image
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.masks import mask_generator, object_mask, sample_mask
 from sbp_mmdet.reporting import panels, save_picture
+from sbp_mmdet.settings import SBPSettings
 from sbp_mmdet.study.gradients import exact_pass
 from sbp_mmdet.study.subject import build_model, train_batches
 
@@ -92,18 +93,23 @@ def main():
     parser.add_argument('--seed', type=int, default=0, help='of images and masks (default: 0)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     args = parser.parse_args()
-    config = load_config(args.config, {**(args.cfg_options or {}), 'train_dataloader.batch_size': 1})
     try:
+        if args.images < 1:
+            raise ValueError(f'--images {args.images} must be 1 or more')
+        config = load_config(args.config, {**(args.cfg_options or {}), 'train_dataloader.batch_size': 1})
+        masks = dict(keep_ratio=args.keep_ratio, sampler='objects', object_share=args.object_share)
+        SBPSettings.parse(masks, (1,))  # refuses what cannot be drawn
         model = build_model(config, args.checkpoint, seed=args.seed)
         batches = list(train_batches(config, args.images, args.seed))
     except ValueError as error:
-        raise SystemExit(f'error: {error}') from error
+        parser.error(str(error))
     figure, grid = panels(len(batches), 4, figsize=(4 * PANEL, len(batches) * (PANEL + 0.3)))
     for row, batch in zip(grid, batches, strict=True):
         exact = exact_pass(model, batch, args.seed)
-        gradient = exact.output_gradients[args.stage - 1]
-        if gradient is None:
-            raise SystemExit(f'error: --stage {args.stage}: nothing uses the output of this stage')
+        gradients = dict(enumerate(exact.output_gradients, 1))
+        if (gradient := gradients.get(args.stage)) is None:
+            used = [stage for stage, found in gradients.items() if found is not None]
+            parser.error(f'--stage {args.stage}: nothing uses such an output; choose from {used}')
         draw_row(row, exact.images[0], exact.boxes[0], gradient[0], args.keep_ratio, args.object_share, args.seed)
     save_picture(figure, args.out)
     with Image.open(args.out) as drawn:  # 256 colours: a quarter of the bytes

@@ -27,11 +27,16 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         dict[str, Tensor]: fp32.
 
     Raises:
-        ValueError: If it holds no such encoder.
+        ValueError: If it is missing or holds no such encoder, or onnx is not installed.
     """
-    import onnx  # an optional package: no other tool needs it
-
-    graph = onnx.load(path).graph
+    try:
+        import onnx  # no other tool needs it
+    except ImportError as error:
+        raise ValueError(f'{path} is read by the package onnx: {error}; pip install onnx') from error
+    try:
+        graph = onnx.load(path).graph
+    except Exception as error:  # of the system, or of protobuf
+        raise ValueError(f'{path} is no ONNX file that can be read: {error}; give the path of one') from error
     values = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in graph.initializer}
     found = {name.split('.', 1)[1]: value for name, value in values.items() if name.startswith('backbone.')}
     for node in graph.node:
@@ -40,17 +45,19 @@ def read(path: Path) -> dict[str, torch.Tensor]:
             if match and name in values:
                 # y = x W here, W^T in a linear layer.
                 found['.'.join(match.groups()).replace('/', '.') + '.weight'] = values[name].t().contiguous()
-    found['embeddings.position_embeddings'] = _position_embedding(graph, values)
-    if 'encoder.layer.0.attention.attention.query.weight' not in found:
-        raise ValueError(f'{path} holds no ViT encoder exported from transformers; none of its layers is known')
+    folded = _position_embedding(graph, values)
+    known = dict(layers='encoder.layer.0.attention.attention.query.weight' in found, positions=folded)
+    if lacks := [name for name, there in known.items() if not there]:
+        raise ValueError(f'{path} holds no ViT encoder exported from transformers: it has no known {lacks[0]}')
+    found['embeddings.position_embeddings'] = torch.cat(folded, 1)
     return found
 
 
 def _position_embedding(graph, values):
-    """(1, 1 + tokens, C): constants of the embedding that were unnamed, the class token's first."""
+    """Parts of (1, 1 + tokens, C): constants of the embedding that were unnamed, the class token's first."""
     used = [name for node in graph.node if '/embeddings/' in node.name for name in node.input]
     folded = [values[name] for name in used if name.startswith('onnx::') and name in values and values[name].dim() == 3]
-    return torch.cat(sorted(folded, key=lambda value: value.shape[1]), 1)
+    return sorted(folded, key=lambda value: value.shape[1])
 
 
 def main():
@@ -58,7 +65,10 @@ def main():
     parser.add_argument('onnx', type=Path, help='the file')
     parser.add_argument('--out', type=Path, required=True, help='checkpoint to write')
     args = parser.parse_args()
-    weights = read(args.onnx)
+    try:
+        weights = read(args.onnx)
+    except ValueError as error:
+        parser.error(str(error))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     torch.save(dict(state_dict=weights), args.out)
     print(f'{len(weights)} weights of {sum(w.numel() for w in weights.values()) / 1e6:.1f} M numbers: {args.out}')

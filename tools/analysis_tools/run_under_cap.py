@@ -19,7 +19,8 @@ import torch
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
-from sbp_mmdet.analysis.cap import run_under_cap
+from sbp_mmdet.analysis.cap import cuda_cap, run_under_cap
+from sbp_mmdet.analysis.detector import check_case
 from sbp_mmdet.analysis.inputs import add_inputs, inputs_of
 from sbp_mmdet.analysis.planner import parse_bytes, parse_size
 from sbp_mmdet.analysis.variants import applicable, load_config
@@ -51,8 +52,15 @@ def main():
         config = load_config(args.config, args.cfg_options)
         inputs = inputs_of(config, args.batch, size)
         variants, refused = applicable(config, args.variants)
-        if not torch.cuda.is_available():
-            raise ValueError('a cap needs a GPU, and torch sees none; tools/plan_memory.py predicts without one')
+        if not (args.device.startswith('cuda') and torch.cuda.is_available()):
+            raise ValueError(
+                f'--device {args.device}: a cap needs a GPU that torch sees; tools/plan_memory.py predicts without one'
+            )
+        check_case(batch=inputs.batch, boxes=args.boxes, rounds=args.rounds, device=args.device)
+        if not variants:
+            raise ValueError(f'--variants: none applies: {"; ".join(refused.values())}')
+        with cuda_cap(cap, args.device):
+            pass  # that the GPU has as much is known now, and not after a variant was built
     except ValueError as error:
         parser.error(str(error))
     for variant, reason in refused.items():
