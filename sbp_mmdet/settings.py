@@ -244,7 +244,7 @@ class Preset:
 
     Attributes:
         name (str): What tools call it.
-        meaning (str): One line for documents.
+        meaning (str): One line for --help.
         gradients (str): A key of :data:`GRADIENTS`.
         time (float): Estimated time of the backbone's step relative to the plain one: by the matrix products of the
             channel MLP (plain: 2 forward, 4 backward) plus a little for convolutions that run again. A block's times

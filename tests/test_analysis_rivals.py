@@ -16,6 +16,7 @@ from sbp_mmdet.analysis.report import against_time, steps_markdown
 from sbp_mmdet.analysis.rivals import RIVALS, Rival, drawn_errors, graphs_over_sizes, missing, prepare
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.families import FAMILIES
+from sbp_mmdet.settings import PRESETS
 
 sys.path[:0] = [str(TOOLS / 'analysis_tools')]
 import benchmark_block  # noqa: E402
@@ -121,6 +122,35 @@ def test_the_tool(monkeypatch, capsys, tmp_path):
     if 'selective' in RUNS:
         assert rows['with_cp']['saved_bytes'] < rows['selective']['saved_bytes'] < rows['none']['saved_bytes']
         assert rows['selective']['drawn_error'] < 1e-6
+
+
+def test_the_tool_with_channels_last(monkeypatch, capsys):
+    """Every unit, in every pass: the measurement's own, the one before it, and those that compare gradients."""
+    seen = []
+
+    def watched(*args, **kwargs):
+        unit = build_unit(*args, **kwargs)
+
+        def run(x):
+            weights = [p for p in unit.module.parameters() if p.dim() == 4]
+            seen.append(all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, *weights)))
+            return unit.run(x)
+
+        return unit._replace(run=run)
+
+    monkeypatch.setattr(benchmark_block, 'build_unit', watched)
+    words = '--arch atto --stage 2 --size 64 64 --rounds 0 --presets none exact --device cpu --rivals save-on-cpu'
+    monkeypatch.setattr(sys, 'argv', ['tool', *words.split(), '--gradients', '--channels-last'])
+    benchmark_block.main()
+    assert len(seen) > 10 and all(seen)
+
+
+def test_the_tool_says_what_presets_and_rivals_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['tool', '--help'])
+    with pytest.raises(SystemExit):
+        benchmark_block.main()
+    said = capsys.readouterr().out
+    assert all(found.meaning in said for found in (*PRESETS.values(), *RIVALS.values()))
 
 
 @pytest.fixture(scope='module')

@@ -44,7 +44,7 @@ class Rival:
 
     Attributes:
         name (str): What tools call it.
-        meaning (str): One line for documents.
+        meaning (str): One line for --help.
         preset (str): The preset that it runs on. Default: 'none'.
         compiled (bool): By ``torch.compile``. Default: False.
         budget (float | None): ``activation_memory_budget`` of the compiler; None: its default. Default: None.
@@ -178,6 +178,7 @@ def prepare(
     device: str,
     dtype: torch.dtype | None,
     backend: str = 'inductor',
+    layout: torch.memory_format = torch.contiguous_format,
 ) -> tuple[dict[str, Unit], dict[str, dict]]:
     """Builds rivals, compiles them, and says of each that does not run why.
 
@@ -188,6 +189,7 @@ def prepare(
         device (str): Where they run.
         dtype (torch.dtype | None): Autocast; None: off.
         backend (str): Of ``torch.compile``. Default: 'inductor'.
+        layout (torch.memory_format): Of the input. Default: ``torch.contiguous_format``.
 
     Returns:
         tuple: Units that run, and for every name a record: ``reason``, or ``graphs`` and ``compile_s`` (the first step
@@ -200,7 +202,7 @@ def prepare(
             continue
         unit = rival_unit(RIVALS[name], build, backend=backend)
         try:
-            first, second = (_seconds(lambda: _step(unit, shape, device, dtype), device) for _ in range(2))  # noqa: B023
+            first, second = (_seconds(lambda: _step(unit, shape, device, dtype, layout), device) for _ in range(2))  # noqa: B023
         except Exception as error:  # whatever a compiler may raise: the record says it
             records[name] = dict(reason=first_line(error))
             continue
@@ -215,8 +217,8 @@ def first_line(error: BaseException) -> str:
     return f'{type(error).__name__}: {(str(error).strip().splitlines() or [""])[0]}'
 
 
-def _step(unit, shape, device, dtype):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+def _step(unit, shape, device, dtype, layout=torch.contiguous_format):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, memory_format=layout)
     x.requires_grad_(not unit.reads_image)
     with autocast(device, dtype):
         outs = unit.run(x)
@@ -267,6 +269,7 @@ def drawn_errors(
     rate: float = 0.4,
     draws: int = 4,
     backend: str = 'inductor',
+    layout: torch.memory_format = torch.contiguous_format,
 ) -> dict[str, float | None]:
     """How far gradients are from the plain ones while stochastic depth drops images, in fp32, all parameters together.
 
@@ -281,6 +284,7 @@ def drawn_errors(
         rate (float): Of every block with stochastic depth. Default: 0.4.
         draws (int): Of stochastic depth, all compared. Default: 4.
         backend (str): Of ``torch.compile``. Default: 'inductor'.
+        layout (torch.memory_format): Of the input. Default: ``torch.contiguous_format``.
 
     Returns:
         dict[str, float | None]: Name to norm of the difference, relative to that of the plain gradients; None where the
@@ -296,7 +300,7 @@ def drawn_errors(
         rows = []
         for seed in range(draws):
             torch.manual_seed(seed)
-            rows.append(_step(unit, shape, device, None))
+            rows.append(_step(unit, shape, device, None, layout))
         return rows
 
     found = []

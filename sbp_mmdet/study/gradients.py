@@ -324,6 +324,7 @@ def gradient_errors(
     *,
     device: str,
     dtype: torch.dtype | None,
+    layout: torch.memory_format = torch.contiguous_format,
 ) -> Iterator[tuple[str, dict]]:
     """How near the gradients of each unit are to those of the first, all parameters together.
 
@@ -335,11 +336,12 @@ def gradient_errors(
         shape (tuple): (N, C, H, W) of the input.
         device (str): Where it runs.
         dtype (torch.dtype | None): Autocast; None: off.
+        layout (torch.memory_format): Of the input. Default: ``torch.contiguous_format``.
 
     Yields:
         tuple[str, dict]: Name of the unit; ``cosine``, ``relative_error`` and ``norm_ratio``.
     """
-    x = _smooth(shape).to(device)
+    x = _smooth(shape).to(device, memory_format=layout)
     exact = None
     for name, (module, run, _) in units.items():
         with autocast(device, dtype):

@@ -131,25 +131,22 @@ def main():
 def run(args, family, arch, presets, stage, shape, dtype, options):
     """Measurements of a unit by preset and rival."""
 
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    case = dict(device=args.device, dtype=dtype, layout=layout)
+
     def build(name):
-        return build_unit(family, args.unit, arch, name, stage - 1, shape, args.device, **options)
+        unit = build_unit(family, args.unit, arch, name, stage - 1, shape, args.device, **options)
+        unit.module.to(memory_format=layout)
+        return unit
 
     units = {name: build(name) for name in presets}
-    rivals, records = prepare(args.rivals, build, shape, device=args.device, dtype=dtype)
+    rivals, records = prepare(args.rivals, build, shape, **case)
     bar = ProgressBar(
         (len(units) + len(rivals)) * (args.rounds + 2 if args.rounds else 1) + len(units) * args.gradients
     )
-    case = dict(device=args.device, dtype=dtype)
-    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    by_allocator = [*units, *rivals] if args.rivals else []
     results = {}
-    for name, row in measure(
-        {**units, **rivals},
-        shape,
-        rounds=args.rounds,
-        by_allocator=[*units, *rivals] if args.rivals else [],
-        layout=layout,
-        **case,
-    ):
+    for name, row in measure({**units, **rivals}, shape, rounds=args.rounds, by_allocator=by_allocator, **case):
         if name == 'progress':
             bar.update()
         else:
@@ -161,16 +158,17 @@ def run(args, family, arch, presets, stage, shape, dtype, options):
     for name, record in records.items():
         results.setdefault(name, {}).update(record)
     if args.rivals:
-        add_what_rivals_cost(args, results, [*units, *rivals], build, shape)
+        add_what_rivals_cost(args, results, [*units, *rivals], build, shape, layout)
     return results
 
 
-def add_what_rivals_cost(args, results, names, build, shape):
+def add_what_rivals_cost(args, results, names, build, shape, layout):
     """Errors under stochastic depth, graphs over sizes, and bytes on the host."""
     whole = args.unit == 'backbone'
     small = (*shape[:2], *(max(side // 3, 64) for side in shape[2:])) if whole else shape
     backend = 'aot_eager_decomp_partition' if whole else 'inductor'
-    errors = drawn_errors(names, build, small, device=args.device, backend=backend, draws=1 if whole else 4)
+    case = dict(device=args.device, layout=layout)
+    errors = drawn_errors(names, build, small, **case, backend=backend, draws=1 if whole else 4)
     compiled = [name for name in names if name in RIVALS and RIVALS[name].compiled]
     if compiled:  # as many with each budget
         first, step = (128, 32) if whole else (16, 4)
