@@ -91,7 +91,7 @@ class Family:
         stage_shape (Callable): ``(arch, stage, batch, height, width)`` to the shape of the input of the stage's blocks;
             stages count from 0, height and width are the image's, in pixels.
         build_unit (Callable): ``(unit, arch, stage, shape, device, sbp_cfg=, with_cp=)`` to a :class:`Unit`, with one
-            of ``settings.UNITS``, the first block of the stage, and the shape of its input.
+            of ``settings.UNITS``, a block of the stage that SBP thins out, and the shape of its input.
         stages (int): How many there are. Default: 4.
         presets (tuple[str, ...] | None): Names of the presets that apply; None: all. Default: None.
         times (Mapping[str, float]): Relative times of presets that are not ``Preset.time``. Default: none.

@@ -47,7 +47,7 @@ def build_unit(
             convolution or attention) or 'backbone'.
         arch (str): Architecture.
         preset (str): A key of ``settings.PRESETS``.
-        stage (int): Stage of the block, counted from 0; its first block is taken.
+        stage (int): Stage of the block, counted from 0; which of its blocks is taken is up to the family.
         shape (tuple): Of the input, (N, C, H, W).
         device (str): Where it runs.
         **sbp_options: Further keys of ``sbp_cfg``.
