@@ -192,6 +192,13 @@ def test_bad_experiments(tmp_path, text, message):
     assert message in str(error.value)
 
 
+def test_a_configs_own_imports_stay(tmp_path):
+    (tmp_path / 'own.py').write_text(f"_base_ = '{CONFIG}'\ncustom_imports = dict(imports=['json', 'sbp_mmdet'])")
+    (tmp_path / 'e.py').write_text("config = 'own.py'\nsettings = dict(half={})\nseeds = [0]")
+    experiment = read_experiment(tmp_path / 'e.py')
+    assert configs_of(experiment, ['half'])['half'].custom_imports.imports == ['json', 'sbp_mmdet']
+
+
 @pytest.mark.parametrize('file', sorted((ROOT / 'experiments').glob('*.py')), ids=lambda file: file.stem)
 def test_experiments_of_the_repository(file, tmp_path):
     experiment = read_experiment(file)

@@ -8,7 +8,7 @@ from mmengine.config import Config
 
 from ..families import family_of, presets_of
 from ..settings import GRADIENTS, PRESETS
-from .variants import applicable, backbone_change, piece_change, without_hook
+from .variants import applicable, backbone_change, imports_with_plugin, piece_change, without_hook
 
 __all__ = [
     'CONTEXT',
@@ -265,10 +265,7 @@ def snippet(config: Config, variant: str) -> str:
     backbone = backbone_change(changed, variant)
     lines = []
     if family_of(config.model.get('backbone')) or change['custom_hooks']:
-        own = (config.get('custom_imports') or {}).get('imports') or []
-        own = [name for name in ([own] if isinstance(own, str) else own) if not name.startswith('mmpretrain')]
-        imports = list(dict.fromkeys([*own, 'sbp_mmdet']))
-        lines.append(f'custom_imports = dict(imports={imports}, allow_failed_imports=False)')
+        lines.append(f'custom_imports = dict(imports={imports_with_plugin(config)}, allow_failed_imports=False)')
     if backbone:
         was = config.model.backbone.type
         note = f'  # was: {was!r}' if backbone.get('type', was) != was else ''

@@ -20,6 +20,7 @@ __all__ = [
     'PIECES',
     'applicable',
     'backbone_change',
+    'imports_with_plugin',
     'load_config',
     'piece_change',
     'with_variant',
@@ -71,14 +72,25 @@ def load_config(path: str, options: dict | None = None) -> Config:
     config.merge_from_dict(options or {})
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
-    imports = (config.get('custom_imports') or {}).get('imports') or []
-    for name in [imports] if isinstance(imports, str) else imports:
+    for name in _imports(config):
         try:
             importlib.import_module(name)
         except ImportError as error:
             if not name.startswith('mmpretrain'):
                 raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {error}') from error
     return config
+
+
+def _imports(config):
+    found = (config.get('custom_imports') or {}).get('imports') or []
+    return [found] if isinstance(found, str) else found
+
+
+def imports_with_plugin(config: Config) -> list[str]:
+    """``custom_imports`` of a config whose backbone becomes one of ours: its own, for a child's list replaces its
+    parent's, without mmpretrain's, whose backbone is left out."""
+    own = [name for name in _imports(config) if not name.startswith('mmpretrain')]
+    return list(dict.fromkeys([*own, 'sbp_mmdet']))
 
 
 def _of_package(path):

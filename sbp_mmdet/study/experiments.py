@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from ..analysis.variants import load_config, without_hook
+from ..analysis.variants import imports_with_plugin, load_config, without_hook
 from ..families import family_of, require
 from ..provenance import CHECKOUT
 from .gradients import backbone_with
@@ -146,7 +146,7 @@ def _set(config, experiment, label):
         config = without_hook(config)
         backbone = config.model.get('backbone')
         backbone.update(type=require(backbone).backbone, sbp_cfg=experiment.settings[label])
-        config.custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
+        config.custom_imports = dict(imports=imports_with_plugin(config), allow_failed_imports=False)
     backbone = config.model.get('backbone')
     family = family_of(backbone)
     if family and backbone.type.endswith(family.backbone):
