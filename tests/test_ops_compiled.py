@@ -49,6 +49,8 @@ def asked(monkeypatch):
 @pytest.mark.skipif(OLD or compiled.why_not('cpu') is not None, reason='no C++ compiler')
 def test_compiled_operation(monkeypatch):
     """By inductor, for chunks of several sizes."""
+    # Its cache does not know ATEN_CPU_CAPABILITY: it may hold code for a CPU that can do more.
+    monkeypatch.setattr(torch._inductor.config, 'fx_graph_cache', False)
     monkeypatch.setattr(compiled, '_versions', {})
     monkeypatch.setattr(compiled, 'SKIPS', False)
     keep = positions(keep_mask('half', 6, 9), nearest=True)

@@ -136,7 +136,8 @@ def run(args, family, arch, presets, stage, shape, dtype, options):
 
     def build(name):
         unit = build_unit(family, args.unit, arch, name, stage - 1, shape, args.device, **options)
-        unit.module.to(memory_format=layout)
+        if args.channels_last:
+            unit.module.to(memory_format=layout)
         return unit
 
     units = {name: build(name) for name in presets}
