@@ -15,6 +15,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import nn
 
+from sbp_mmdet.analysis import hollow
 from sbp_mmdet.analysis.batch import at_the_first_step, build_batch
 from sbp_mmdet.analysis.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.analysis.detector import assignment_on_cpu, measure_detector
@@ -203,12 +204,13 @@ def test_without_arithmetic_the_bytes_are_the_same(atto, setting):
 @pytest.mark.parametrize(
     ('kind', 'variant', 'size'),
     [
-        ('SBPConvNeXt', 'recompute+sbp-rpn', (1024, 2048)),  # the first map has 2**17 positions
-        ('SwinTransformer', 'recompute', (1024, 2048)),
+        ('SBPConvNeXt', 'recompute+sbp-rpn', (256, 512)),  # the first map has 2**13 positions
+        ('SwinTransformer', 'recompute', (256, 512)),
         ('SwinTransformer', 'nearest', (96, 100)),
     ],
 )
-def test_what_is_drawn_is_computed(atto, kind, variant, size):
+def test_what_is_drawn_is_computed(atto, kind, variant, size, monkeypatch):
+    monkeypatch.setattr(hollow, '_LARGE', 2**13)  # by default maps of 1024 x 2048 pixels are the first to be large
     config = copy.deepcopy(atto)
     if kind == 'SwinTransformer':
         config.model.backbone = ConfigDict(

@@ -214,8 +214,10 @@ def _join_qkv(weights):
 
 def _shaped_as(value, own):
     """Linear layers and 1x1 convolutions differ in dimensions of size 1; other shapes stay, and are refused."""
-    squeezed = [tuple(size for size in t.shape if size != 1) for t in (value, own) if isinstance(t, Tensor)]
-    return value.reshape(own.shape) if len(squeezed) == 2 and squeezed[0] == squeezed[1] else value
+    if not (isinstance(value, Tensor) and isinstance(own, Tensor)) or value.shape == own.shape:
+        return value  # itself: load_state_dict(assign=True) takes it
+    squeezed = [tuple(size for size in t.shape if size != 1) for t in (value, own)]
+    return value.reshape(own.shape) if squeezed[0] == squeezed[1] else value
 
 
 def _listed(names, most=6):
