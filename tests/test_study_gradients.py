@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from helpers import CONFIGS, make_project
 from mmcv.cnn.bricks import DropPath
-from mmdet.registry import MODELS
 from mmengine.config import Config
 from oracles import SMALL, image, loss_of, masks_of, oracle_convnext, record_keep, small_backbone, where_sbp
 
@@ -19,16 +18,8 @@ from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
 from sbp_mmdet.study import gradient_norms, gradients, kept, measures, subject
 from sbp_mmdet.study import settings as study_settings
 
-BACKBONE = Config(
-    dict(
-        model=dict(
-            backbone=dict(
-                type='SBPConvNeXt', arch=SMALL, out_indices=[0, 1, 2, 3], gap_before_final_norm=False,
-                layer_scale_init_value=1.0,
-            )
-        )
-    )
-)  # fmt: skip
+OPTIONS = dict(arch=SMALL, out_indices=[0, 1, 2, 3], gap_before_final_norm=False, layer_scale_init_value=1.0)
+BACKBONE = Config(dict(model=dict(backbone=dict(type='SBPConvNeXt', **OPTIONS))))
 
 
 @pytest.fixture(scope='module')
@@ -152,27 +143,6 @@ def test_running_the_backbone_alone_is_running_the_detector(sbp_cfg, config, mod
     assert found.keys() == expected.keys() and any(not name.startswith('backbone.') for name in found)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6 * value.abs().max().item() + 1e-12)
-
-
-def test_outputs_that_are_made_of_each_other(in_fp64):
-    """The four scales of a ViT are made of one map, which is the third of them."""
-    vit = dict(type='SBPViT', arch=dict(num_layers=2, embed_dims=16, num_heads=2), img_size=64)
-    config = Config(dict(model=dict(backbone=vit)))
-    torch.manual_seed(0)
-    model = torch.nn.Module()
-    model.backbone = MODELS.build(vit).double().train()
-    weights = [torch.randn(1, c, s, s).double() for c, s in ((4, 16), (8, 8), (16, 4), (16, 2))]
-    model.data_preprocessor = lambda batch, training: batch
-    model.parse_losses = lambda loss: (loss, {})
-    model.forward = lambda inputs, data_samples, mode: sum(
-        (weight * out).sum() for weight, out in zip(weights, model.backbone(inputs), strict=True)
-    )
-    exact = gradients.exact_pass(model, dict(inputs=torch.randn(1, 3, 64, 64).double(), data_samples=[]), 0)
-    for weight, grad in zip(weights, exact.output_gradients, strict=True):
-        assert torch.equal(grad, weight)
-    found = gradients.estimate(gradients.backbone_with(config, dict(keep_ratio=1.0), model.backbone), exact)
-    for name, value in exact.gradients.items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f'{name}: {text}')
 
 
 def test_a_study_whose_control_fails_says_so(config, model, batches, monkeypatch):

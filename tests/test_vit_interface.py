@@ -3,12 +3,14 @@
 import pytest
 import torch
 from mmdet.registry import MODELS
+from mmengine.config import Config
 from oracles import image, relative_error
 from test_vit import ARCH, small
 
 from sbp_mmdet import SBPViT
 from sbp_mmdet.analysis.parts import part_of
 from sbp_mmdet.families import FAMILIES, Layer, family_of, layer_of
+from sbp_mmdet.study import gradients
 
 # timm's names and shapes for patch 16, 224 pixels: {c} channels, {3c} and {4c} times that.
 TIMM = {
@@ -213,3 +215,24 @@ def test_parameters_without_images_get_zero_gradients():
         backbone(image(1))[0].sum().backward()
         missing = [n for n, p in backbone.named_parameters() if p.grad is None and not n.startswith('scale')]
         assert not missing
+
+
+def test_the_study_of_gradients_takes_outputs_that_are_made_of_each_other():
+    """The four scales of a ViT are made of one map, which is the third of them."""
+    vit = dict(type='SBPViT', arch=dict(num_layers=2, embed_dims=16, num_heads=2), img_size=64)
+    config = Config(dict(model=dict(backbone=vit)))
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.backbone = MODELS.build(vit).double().train()
+    weights = [torch.randn(1, c, s, s).double() for c, s in ((4, 16), (8, 8), (16, 4), (16, 2))]
+    model.data_preprocessor = lambda batch, training: batch
+    model.parse_losses = lambda loss: (loss, {})
+    model.forward = lambda inputs, data_samples, mode: sum(
+        (weight * out).sum() for weight, out in zip(weights, model.backbone(inputs), strict=True)
+    )
+    exact = gradients.exact_pass(model, dict(inputs=torch.randn(1, 3, 64, 64).double(), data_samples=[]), 0)
+    for weight, grad in zip(weights, exact.output_gradients, strict=True):
+        assert torch.equal(grad, weight)
+    found = gradients.estimate(gradients.backbone_with(config, dict(keep_ratio=1.0), model.backbone), exact)
+    for name, value in exact.gradients.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f'{name}: {text}')
