@@ -81,8 +81,7 @@ def run_again_as_now(module: nn.Module, run: Callable) -> Callable:
     Returns:
         Callable: To be given to checkpointing.
     """
-    places = (getattr(m, '_sbp_draws', None) or getattr(m, '_sbp_place', None) for m in module.modules())
-    found = {id(draws): draws for p in places if p is not None for draws in [getattr(p, 'draws', p)]}.values()
+    found = {getattr(m, '_sbp_draws', None) for m in module.modules()} - {None}
     noted = [(draws, draws.now) for draws in found]
 
     def as_now(*args, **kwargs):
@@ -176,10 +175,9 @@ class MapDraws(SharedDraws):
     def begin(self, module: nn.Module, args: tuple) -> None:
         """See :meth:`SharedDraws.begin`."""
         super().begin(module, args)
-        if self._draws_in(module):
-            layers = module.keep_ratios() if isinstance(module, Thinned) else {}
-            self._sizes = sizes_of(module, layers, args[0]) if layers else []
-            self._aligned = not layers or aligned(module)
+        layers = module.keep_ratios() if isinstance(module, Thinned) else {}
+        self._sizes = sizes_of(module, layers, args[0]) if layers else []
+        self._aligned = not layers or aligned(module)
 
     @torch.compiler.disable
     @drawing()
@@ -198,14 +196,16 @@ class MapDraws(SharedDraws):
             Positions: On the device of ``x``.
         """
         size = tuple(x.shape[2:])
-        as_backbone &= size in self._sizes
         step, drawn = (self.now.step, self.now.drawn) if self.now else (Step(0, 0), {})
-        if (size, as_backbone) not in drawn:
+        # By what was asked for: a pass that runs again finds it, whatever the sizes of the latest one are.
+        key = size, as_backbone
+        if key not in drawn:
             generator = generator_of(step)
-            if as_backbone:
+            if as_backbone and size not in self._sizes:
+                drawn[key] = self.of(x)
+            elif as_backbone:
                 masks = stage_masks(self._sizes, self.keep_ratio, self.sampler, generator, self._aligned)
-                mask = masks[self._sizes.index(size)]
+                drawn[key] = positions(masks[self._sizes.index(size)], x.device)
             else:
-                mask = sample_mask(*size, self.keep_ratio, self.sampler, generator)
-            drawn[size, as_backbone] = positions(mask, x.device)
-        return drawn[size, as_backbone]
+                drawn[key] = positions(sample_mask(*size, self.keep_ratio, self.sampler, generator), x.device)
+        return drawn[key]

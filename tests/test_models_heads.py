@@ -218,15 +218,17 @@ def test_each_pass_draws_whether_or_not_the_backbone_trains(frozen):
     assert not torch.equal(*kept)
 
 
-def test_two_passes_of_a_checkpointed_neck():
+@pytest.mark.parametrize('sizes', [(SIZE, SIZE), (SIZE, (96, 64))])
+def test_two_passes_of_a_checkpointed_neck(sizes):
+    """Images of two sizes too, where the masks of the backbone's stages have others."""
     grads = []
     for change in (False, True):
         torch.manual_seed(0)
-        model = Detector()
+        model = Detector(dict(RANDOM))
         sbp_modules(model, MODULES, **RANDOM)
         if change:
             checkpoint_modules(model, ['neck', 'rpn_head', 'mask_heads'])
-        losses = [loss_of(model(image(1, *SIZE, seed=seed))) for seed in (0, 1)]
+        losses = [loss_of(model(image(1, *size, seed=seed))) for seed, size in enumerate(sizes)]
         grads.append(torch.autograd.grad(sum(losses), list(model.parameters())))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)

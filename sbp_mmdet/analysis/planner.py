@@ -8,7 +8,7 @@ from mmengine.config import Config
 
 from ..families import family_of, presets_of
 from ..settings import GRADIENTS, PRESETS
-from .variants import applicable, backbone_change, imports_with_plugin, piece_change, without_hook
+from .variants import applicable, backbone_change, imports_of, imports_with_plugin, piece_change, without_hook
 
 __all__ = [
     'CONTEXT',
@@ -290,7 +290,7 @@ def cfg_options(config: Config, variant: str) -> str | None:
         str | None: Arguments of ``tools/train.py``.
     """
     change = piece_change(config, variant.split('+')[1:])
-    imported = 'sbp_mmdet' in ((config.get('custom_imports') or {}).get('imports') or [])
+    imported = 'sbp_mmdet' in imports_of(config)
     hooks = change['custom_hooks'] or without_hook(config) is not config
     if hooks or (family_of(config.model.get('backbone')) and not imported):
         return None

@@ -20,6 +20,7 @@ __all__ = [
     'PIECES',
     'applicable',
     'backbone_change',
+    'imports_of',
     'imports_with_plugin',
     'load_config',
     'piece_change',
@@ -72,7 +73,7 @@ def load_config(path: str, options: dict | None = None) -> Config:
     config.merge_from_dict(options or {})
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
-    for name in _imports(config):
+    for name in imports_of(config):
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -81,7 +82,8 @@ def load_config(path: str, options: dict | None = None) -> Config:
     return config
 
 
-def _imports(config):
+def imports_of(config: Config) -> list[str]:
+    """The modules that ``custom_imports`` of a config names."""
     found = (config.get('custom_imports') or {}).get('imports') or []
     return [found] if isinstance(found, str) else found
 
@@ -89,7 +91,7 @@ def _imports(config):
 def imports_with_plugin(config: Config) -> list[str]:
     """``custom_imports`` of a config whose backbone becomes one of ours: its own, for a child's list replaces its
     parent's, without mmpretrain's, whose backbone is left out."""
-    own = [name for name in _imports(config) if not name.startswith('mmpretrain')]
+    own = [name for name in imports_of(config) if not name.startswith('mmpretrain')]
     return list(dict.fromkeys([*own, 'sbp_mmdet']))
 
 

@@ -144,6 +144,10 @@ class Thin(Mixin):
         return {}
 
     @property
+    def _sbp_draws(self):
+        return self._sbp_place.draws
+
+    @property
     def sbp_settings(self) -> SBPSettings:
         """Those of the backbone."""
         return self._sbp_place.settings

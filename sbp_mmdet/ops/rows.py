@@ -119,7 +119,7 @@ def put_(tokens: Tensor, index: Tensor, rows: Tensor) -> None:
         index (Tensor): Shape (K,) or (N, K).
         rows (Tensor): Shape (N * K, ...).
     """
-    rows = rows.view(len(tokens), index.shape[-1], *tokens.shape[2:])
+    rows = rows.view(len(tokens), -1, *tokens.shape[2:])
     if index.dim() == 1:
         tokens.index_copy_(1, index, rows)
     else:

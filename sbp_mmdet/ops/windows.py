@@ -222,7 +222,7 @@ class _Layout(NamedTuple):
         """Slices of the places, whole windows."""
         area = settings.window**2
         budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
-        step = max(budget // (max(images, 1) * area * max(3 * channels, settings.num_heads * area)), 1) * area
+        step = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1) * area
         ends = (0, self.inner), (self.inner, len(self.order))
         return [slice(i, min(i + step, end)) for start, end in ends for i in range(start, end, step)]
 

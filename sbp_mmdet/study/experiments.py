@@ -144,10 +144,10 @@ def _path(name, folder):
 def _set(config, experiment, label):
     if label in experiment.settings:
         config = without_hook(config)
-        backbone = config.model.get('backbone')
-        backbone.update(type=require(backbone).backbone, sbp_cfg=experiment.settings[label])
         config.custom_imports = dict(imports=imports_with_plugin(config), allow_failed_imports=False)
     backbone = config.model.get('backbone')
+    if label in experiment.settings:
+        backbone.update(type=require(backbone).backbone, sbp_cfg=experiment.settings[label])
     family = family_of(backbone)
     if family and backbone.type.endswith(family.backbone):
         backbone_with(config, backbone.get('sbp_cfg'))

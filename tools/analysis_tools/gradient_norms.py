@@ -37,7 +37,7 @@ def parse_args():
     parser.add_argument(
         '--setting', action='append', default=[], help="instead of 0.5: 'label: keep_ratio=0.25'; may repeat"
     )
-    parser.add_argument('--no-disjoint', action='store_true', help='without the extreme cases, which are for ConvNeXt')
+    parser.add_argument('--no-disjoint', action='store_true', help='without the extreme cases; some families have none')
     parser.add_argument('--lr', type=float, help="learning rate (default: the config's)")
     parser.add_argument('--warmup', type=int, default=10, help='steps over which it grows linearly (default: 10)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
