@@ -175,21 +175,22 @@ def accuracy_picture(found: Mapping, path: Path) -> None:
     handles = []
     for i, (label, runs) in enumerate(results.items()):
         colour = COLOURS[i % len(COLOURS)]
+        line = dict(color=colour, linestyle='-' if i < len(COLOURS) else '--', linewidth=2)
         for axes, name in zip(grid[0], names, strict=False):
             for run in runs.values():
                 axes.plot(*zip(*_curve(run, name).items(), strict=True), color=colour, linewidth=0.7, alpha=0.5)
             means = _over_seeds([_curve(run, name) for run in _ended(runs).values()])
-            axes.plot([*means], [*means.values()], color=colour, linewidth=2)
-        handles += grid[0][0].plot([], [], color=colour, label=label)
+            axes.plot([*means], [*means.values()], **line)
+        handles += grid[0][0].plot([], [], **line, label=label)
         if label in against:
-            _draw_difference(grid[0][-1], runs, results.get(against[label], {}), names[0], colour)
+            _draw_difference(grid[0][-1], runs, results.get(against[label], {}), names[0], line)
     for axes, name in zip(grid[0], names, strict=False):
         axes.set(title=f'{name}: mean of the seeds (thick), each seed (thin)', xlabel='step', ylabel='AP points')
     bases = sorted({*against.values()})
     title = f'{names[0]} less that of {bases[0] if len(bases) == 1 else "its pair"}, 95 % interval'
     grid[0][-1].set(title=title, xlabel='step', ylabel='AP points')
     grid[0][-1].axhline(0, color='black', linewidth=0.7)
-    # The interval of two seeds is too wide to be drawn whole: the lines say how much is shown.
+    # The interval of two seeds is too wide to be drawn whole: the means say how much is shown.
     heights = [height for line in grid[0][-1].lines for height in line.get_ydata()]
     room = max(map(abs, heights)) or 1
     grid[0][-1].set_ylim(min(heights) - room, max(heights) + room)
@@ -209,16 +210,14 @@ def _over_seeds(curves):
     return {step: statistics.fmean(curve[step] for curve in curves) for step in common}
 
 
-def _draw_difference(axes, runs, base, name, colour):
+def _draw_difference(axes, runs, base, name, line):
     ended, base = _ended(runs), _ended(base)
     a = {seed: _curve(run, name) for seed, run in ended.items() if seed in base}
     b = {seed: _curve(base[seed], name) for seed in a}
     points = {}
     for step in _over_seeds([*a.values(), *b.values()]):
         points[step] = paired({s: c[step] for s, c in a.items()}, {s: c[step] for s, c in b.items()})
-    for seed in a:
-        axes.plot([*points], [a[seed][step] - b[seed][step] for step in points], color=colour, linewidth=0.7, alpha=0.5)
-    axes.plot([*points], [point.mean for point in points.values()], color=colour, linewidth=2)
+    axes.plot([*points], [point.mean for point in points.values()], **line)
     sure = {step: point for step, point in points.items() if point.half is not None}
     low, high = ([p.mean + sign * p.half for p in sure.values()] for sign in (-1, 1))
-    axes.fill_between([*sure], low, high, color=colour, alpha=0.15)
+    axes.fill_between([*sure], low, high, color=line['color'], alpha=0.15)
