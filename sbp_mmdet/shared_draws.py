@@ -158,26 +158,23 @@ class MapDraws(SharedDraws):
     """Positions for feature maps of any size, as those of neck and heads: one set for each size.
 
     Args:
+        backbone (nn.Module): What begins the passes.
         keep_ratio (float): r in (0, 1].
         sampler (str): 'grid' or 'random'.
         modules (Sequence[nn.Module]): What looks them up.
     """
 
-    def __init__(self, keep_ratio: float, sampler: str, modules: Sequence[nn.Module]):
+    def __init__(self, backbone: nn.Module, keep_ratio: float, sampler: str, modules: Sequence[nn.Module]):
         super().__init__()
-        self.keep_ratio, self.sampler, self.modules = keep_ratio, sampler, list(modules)
-        self._sizes, self._aligned = [], True
+        self.backbone, self.keep_ratio, self.sampler, self.modules = backbone, keep_ratio, sampler, list(modules)
 
     def _draws_in(self, module):
         # A backbone that trains counts its passes alike; a frozen one runs in evaluation mode, or without gradients.
         return any(m.training for m in self.modules) and (torch.is_grad_enabled() or not module.training)
 
-    def begin(self, module: nn.Module, args: tuple) -> None:
-        """See :meth:`SharedDraws.begin`."""
-        super().begin(module, args)
-        layers = module.keep_ratios() if isinstance(module, Thinned) else {}
-        self._sizes = sizes_of(module, layers, args[0]) if layers else []
-        self._aligned = not layers or aligned(module)
+    def _sizes_in_backbone(self, images):
+        layers = self.backbone.keep_ratios() if self.now and isinstance(self.backbone, Thinned) else {}
+        return sizes_of(self.backbone, layers, images) if layers else []
 
     @torch.compiler.disable
     @drawing()
@@ -196,16 +193,15 @@ class MapDraws(SharedDraws):
             Positions: On the device of ``x``.
         """
         size = tuple(x.shape[2:])
-        step, drawn = (self.now.step, self.now.drawn) if self.now else (Step(0, 0), {})
-        # By what was asked for: a pass that runs again finds it, whatever the sizes of the latest one are.
-        key = size, as_backbone
+        step, images, drawn = self.now or (Step(0, 0), None, {})
+        sizes = self._sizes_in_backbone(images) if as_backbone else []
+        key = size, size in sizes
         if key not in drawn:
             generator = generator_of(step)
-            if as_backbone and size not in self._sizes:
-                drawn[key] = self.of(x)
-            elif as_backbone:
-                masks = stage_masks(self._sizes, self.keep_ratio, self.sampler, generator, self._aligned)
-                drawn[key] = positions(masks[self._sizes.index(size)], x.device)
+            if size in sizes:
+                masks = stage_masks(sizes, self.keep_ratio, self.sampler, generator, aligned(self.backbone))
+                mask = masks[sizes.index(size)]
             else:
-                drawn[key] = positions(sample_mask(*size, self.keep_ratio, self.sampler, generator), x.device)
+                mask = sample_mask(*size, self.keep_ratio, self.sampler, generator)
+            drawn[key] = positions(mask, x.device)
         return drawn[key]

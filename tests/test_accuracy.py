@@ -3,6 +3,8 @@
 import pytest
 from scipy import stats
 
+from sbp_mmdet.reporting import COLOURS, save_picture
+from sbp_mmdet.study import accuracy
 from sbp_mmdet.study.accuracy import accuracy_markdown, accuracy_picture, accuracy_text, paired, steps_to
 
 PLAIN = {0: 0.41, 1: 0.40, 2: 0.43, 3: 0.42}
@@ -63,8 +65,19 @@ def test_steps():
     assert steps_to(run, 'mask AP', 0.1) is None
 
 
-def test_picture(found, tmp_path):
+def test_picture(found, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(accuracy, 'save_picture', lambda *args, **_: (figures.append(args[0]), save_picture(*args)))
+    found['results'] |= {str(i): {0: training(0.3)} for i in range(len(COLOURS))}
     accuracy_picture(found, tmp_path / 'out.png')
     assert (tmp_path / 'out.png').stat().st_size > 5000
+    means, differences = figures[0].axes
+    legend = [line for line in means.lines if not line.get_label().startswith('_')]
+    looks = {(line.get_color(), line.get_linestyle()) for line in legend}
+    assert len(legend) == len(found['results']) == len(looks) == len(COLOURS) + 3
+    line, zero = differences.lines  # one for each comparison, and that of no difference
+    assert [*line.get_ydata()] == pytest.approx([-2 / 3, -4 / 3])  # three seeds have ended: -1, -2 and -1 at step 200
+    assert differences.collections[0].get_paths()
+    assert [*zero.get_ydata()] == [0, 0]
     with pytest.raises(ValueError, match='nothing to draw'):
         accuracy_picture(dict(found, results=dict(none={0: dict(training(0.1), curve=[])})), tmp_path / 'no.png')

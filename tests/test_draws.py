@@ -112,7 +112,7 @@ def test_maps_take_the_masks_of_a_plan_where_sizes_agree(iteration):
     iteration(2)
     plan, x = Plan(), image(1)
     plan.training = True
-    draws, layers = MapDraws(0.5, 'random', [plan]), LayerDraws(plan)
+    draws, layers = MapDraws(plan, 0.5, 'random', [plan]), LayerDraws(plan)
     for each in (draws, layers):
         each.begin(plan, (x,))
     found = draws.of(torch.zeros(2, 5, 16, 16), as_backbone=True)

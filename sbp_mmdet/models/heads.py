@@ -134,12 +134,13 @@ def sbp_modules(model: nn.Module, modules: Sequence[str], keep_ratio: float = 0.
     if sampler not in SAMPLERS:
         raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')
     found = [(name, *_thinned(name, module)) for name, module in members(model, modules)]
-    draws = MapDraws(keep_ratio, sampler, [module for _, module, _ in found])
+    backbone = getattr(model, 'backbone', model)
+    draws = MapDraws(backbone, keep_ratio, sampler, [module for _, module, _ in found])
     for _, module, mixin in found:
         if not isinstance(module, mixin):
             mix_in(module, mixin)
         module._sbp_draws = draws
-    getattr(model, 'backbone', model).register_forward_pre_hook(draws.begin)
+    backbone.register_forward_pre_hook(draws.begin)
     return [name for name, _, _ in found]
 
 
