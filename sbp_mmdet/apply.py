@@ -18,6 +18,7 @@ the one before it. ``Thin.stride`` (4) and ``Thin.rounds_up`` (False) say how th
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 from mmdet.registry import HOOKS
 from torch import nn
@@ -28,7 +29,7 @@ from .models.swin_layers import ThinSwinBlock
 from .models.thin import Thin, thin_out
 from .settings import SBPSettings
 from .shared_draws import LayerDraws
-from .surgery import ModelHook, mix_out
+from .surgery import ModelHook, detectors, mix_out, unwrapped
 
 __all__ = ['BLOCKS', 'Report', 'SBPHook', 'Thin', 'apply_sbp', 'register_block', 'remove_sbp']
 
@@ -89,7 +90,8 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
     gradients exact and stores less. A model that has been changed is changed anew, by the new settings.
 
     Args:
-        model (nn.Module): A detector, or its backbone.
+        model (nn.Module): A detector, or its backbone. What holds several detectors, such as a student and a teacher,
+            is changed in all of them; one that runs in evaluation mode stays plain.
         sbp_cfg (dict | None): See :class:`sbp_mmdet.settings.SBPSettings`; None: its defaults. Default: None.
 
     Returns:
@@ -98,22 +100,76 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
     Raises:
         ValueError: For a setting that cannot be honoured, or if there is nothing to change; nothing is changed then.
     """
-    backbone = getattr(model, 'backbone', model)
-    if getattr(backbone, 'sbp', None) is not None:
+    plans = {name: _plan(backbone, sbp_cfg or {}) for name, backbone in _backbones(model).items()}
+    remove_sbp(model)
+    reports = {name: _carry_out(plan) for name, plan in plans.items()}
+    if [*reports] == ['']:
+        return reports['']
+    parts = [(f'{name}.', report) for name, report in reports.items()]
+    return Report(
+        {prefix + layer: done for prefix, report in parts for layer, done in report.changed.items()},
+        {prefix + layer: reason for prefix, report in parts for layer, reason in report.left.items()},
+    )
+
+
+def remove_sbp(model: nn.Module) -> None:
+    """The reverse of :func:`apply_sbp`; a model that was not changed stays as it is.
+
+    Args:
+        model (nn.Module): A detector, or its backbone.
+    """
+    for backbone in _backbones(model).values():
+        for module in backbone.modules():
+            if isinstance(module, Thin):
+                mix_out(module, Thin)
+                del module._sbp_place
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    if isinstance(getattr(hook, '__self__', None), LayerDraws):
+                        del hooks[key]
+
+
+def _backbones(model):
+    """By the name of their detector, see :func:`.surgery.detectors`; a model without one is a backbone."""
+    return {name: detector.backbone for name, detector in detectors(model).items()} or {'': unwrapped(model)}
+
+
+class _Plan(NamedTuple):
+    """What is to be changed in a backbone.
+
+    Attributes:
+        backbone (nn.Module): What holds all of its blocks.
+        kind (type[Thin]): What is mixed into its blocks.
+        settings (SBPSettings): The settings.
+        layers (dict): Key of a layer to the module and what is mixed into its class.
+        left (dict[str, str]): By name, why a submodule stays as it is.
+    """
+
+    backbone: nn.Module
+    kind: type[Thin]
+    settings: SBPSettings
+    layers: dict
+    left: dict
+
+
+def _plan(backbone, sbp_cfg):
+    """Checks all and changes nothing."""
+    if any(getattr(module, 'sbp', None) is not None for module in backbone.modules()):
         raise ValueError(f'{type(backbone).__name__} has sbp_cfg of its own; leave SBPHook out, or sbp_cfg')
     if any('_fsdp_wrapped_module' in module._modules for module in backbone.modules()):
         raise ValueError(
             'the backbone lies in FSDP already, which hides its blocks; call apply_sbp(model, ...) before it is wrapped'
         )
     stages = _stages(backbone)
-    depths = tuple(len(blocks) for blocks in stages)
-    names = {id(module): name for name, module in backbone.named_modules()}
     if not stages:
         raise ValueError(_nothing(backbone))
+    backbone = _owner(backbone, stages)
+    depths = tuple(len(blocks) for blocks in stages)
+    names = {id(module): name for name, module in backbone.named_modules()}
     kind, single = _mixin(stages[0][0]), len(depths) == 1
     blocks = (round(depths[0] * 2 / 3),) if kind.last else depths if single else None
     absent = ('attention', *kind.absent, *(['downsample'] if single else []))  # attention is exact here
-    settings = SBPSettings.parse(sbp_cfg or {}, depths, blocks, absent=absent)
+    settings = SBPSettings.parse(sbp_cfg, depths, blocks, absent=absent)
     layers, left = {}, {}
     for i, blocks in enumerate(stages):
         for j, block in enumerate(blocks):
@@ -124,28 +180,21 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
         _take(key, module, mixin, settings, names, layers, left)
     if settings.recompute == 'block' and not issubclass(kind, ThinConvNeXtBlock):
         raise ValueError("recompute='block' is there for ConvNeXt only, whose convolution runs again; use True")
-    remove_sbp(model)
+    return _Plan(backbone, kind, settings, layers, left)
+
+
+def _carry_out(plan):
+    backbone, kind, settings, layers, left = plan
+    getattr(backbone, '_freeze_stages', lambda: None)()  # as mmdet's and mmpretrain's do when training begins
     draws = thin_out(backbone, settings, layers, _stride(backbone, kind), kind.rounds_up, kind.last)
-    ratios = draws.model.keep_ratios()
-    changed = {names[id(m)]: _meaning(ratios.get(key), settings, kind) for key, (m, _) in layers.items()}
+    names = {id(module): name for name, module in backbone.named_modules()}
+    ratios, changed, left = draws.model.keep_ratios(), {}, dict(left)
+    for key, (module, _) in layers.items():
+        if any(p.requires_grad for p in module.parameters()):
+            changed[names[id(module)]] = _meaning(ratios.get(key), settings, kind)
+        else:
+            left[names[id(module)]] = 'frozen'
     return Report(changed, left | _others(backbone, layers, left, names))
-
-
-def remove_sbp(model: nn.Module) -> None:
-    """The reverse of :func:`apply_sbp`; a model that was not changed stays as it is.
-
-    Args:
-        model (nn.Module): A detector, or its backbone.
-    """
-    backbone = getattr(model, 'backbone', model)
-    for module in backbone.modules():
-        if isinstance(module, Thin):
-            mix_out(module, Thin)
-            del module._sbp_place
-    for hooks in (backbone._forward_pre_hooks, backbone._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, '__self__', None), LayerDraws):
-                del hooks[key]
 
 
 def _name(kind):
@@ -164,6 +213,16 @@ def _stages(backbone):
         if blocks := [child for child in parent.children() if _mixin(child)]:
             stages.append(blocks)
     return stages
+
+
+def _owner(backbone, stages):
+    """What holds all blocks and is no mere list of them: the backbone, or the one inside of a wrapper."""
+    found, number = backbone, sum(map(len, stages))
+    for module in backbone.modules():
+        plain = isinstance(module, (nn.ModuleList, nn.Sequential)) or _mixin(module)
+        if not plain and sum(1 for m in module.modules() if _mixin(m)) == number:
+            found = module  # modules() goes inwards
+    return found
 
 
 def _take(key, module, mixin, settings, names, layers, left):
@@ -212,6 +271,8 @@ def _why(module):
 
 
 def _nothing(backbone):
+    if hasattr(backbone, 'sbp'):
+        return f'{type(backbone).__name__} takes sbp_cfg of its own: set that, and leave SBPHook out'
     known = ', '.join(BLOCKS)
     reasons = ' '.join(f'{name}: {_why(child)}.' for name, child in backbone.named_children())
     return (

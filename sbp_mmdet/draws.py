@@ -238,8 +238,9 @@ def _object_masks(model, x, step, boxes, sizes, ratio):
     if boxes is None:
         raise ValueError(
             "sampler='objects' needs the boxes of the ground truth, and none have arrived; add "
-            "dict(type='ObjectMasksHook') to custom_hooks, or run a backbone that is alone inside of "
-            'sbp_mmdet.objects(boxes); a checkpoint around a whole backbone needs use_reentrant=False'
+            "dict(type='ObjectMasksHook') to custom_hooks, or run a backbone that is alone, or called outside of its "
+            "detector's loss() as in SoftTeacher, inside of sbp_mmdet.objects(boxes); a checkpoint around a whole "
+            'backbone needs use_reentrant=False'
         )
     if len(boxes) != len(x):
         raise ValueError(f'boxes of {len(boxes)} images have arrived for a batch of {len(x)}; give those of each image')

@@ -32,7 +32,8 @@ def object_boxes(data_samples: Sequence) -> list[Tensor]:
     Raises:
         ValueError: If there are no boxes, or boxes of another type without their type.
     """
-    return [_upright(sample.gt_instances.get('bboxes', None)) for sample in data_samples]
+    instances = [sample.get('gt_instances', {}) for sample in data_samples]
+    return [_upright(found.get('bboxes', None)) for found in instances]
 
 
 def _upright(boxes):

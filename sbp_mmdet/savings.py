@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from mmcv.ops import roi_align
 from mmdet.models.dense_heads import Mask2FormerHead
+from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from mmdet.registry import HOOKS
 from mmdet.structures.mask import BitmapMasks
 from torch import nn
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .assigners import costs_in_chunks
 from .shared_draws import run_again_as_now
-from .surgery import Mixin, ModelHook, members, mix_in
+from .surgery import Mixin, ModelHook, members, mix_in, unwrapped
 
 __all__ = ['CheckpointModulesHook', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
 
@@ -52,6 +53,7 @@ class _Checkpointed(Mixin):
 
     def forward(self, *args, **kwargs):
         forward = super().forward
+        self._has_run = True
         if not (self.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         replay = False
@@ -82,9 +84,15 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
         list[str]: Names of the modules that are checkpointed now.
 
     Raises:
-        ValueError: If the model has no such submodule.
+        ValueError: If the model has no such submodule, or one that is never called.
     """
     found = list(members(model, modules))
+    for name, module in found:
+        if isinstance(module, BaseRoIHead):
+            parts = [f'{name}.{part}' for part, _ in module.named_children() if part.endswith('head')]
+            raise ValueError(
+                f'modules: the detector calls the loss of {name}, not its forward; name its parts: {parts}'
+            )
     for _, module in found:
         if not isinstance(module, _Checkpointed):
             mix_in(module, _Checkpointed)
@@ -104,10 +112,23 @@ class CheckpointModulesHook(ModelHook):
 
     def __init__(self, modules: Sequence[str]):
         self.modules = [modules] if isinstance(modules, str) else list(modules)
+        self._looked = False
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
         return f'{", ".join(checkpoint_modules(model, self.modules))} run again in the backward pass'
+
+    def after_train_iter(self, runner, *args, **kwargs) -> None:
+        """Warns of modules that the first step did not call: checkpointing them saves nothing."""
+        if self._looked:
+            return
+        self._looked = True
+        found = members(unwrapped(runner.model), self.modules)
+        if silent := [name for name, module in found if not getattr(module, '_has_run', False)]:
+            runner.logger.warning(
+                f'CheckpointModulesHook: {", ".join(silent)} did not run in the first step, so checkpointing saves '
+                'nothing there; name the submodules whose forward the model calls'
+            )
 
 
 class _InChunks:

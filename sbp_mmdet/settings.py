@@ -117,7 +117,7 @@ class SBPSettings:
             raise ValueError(f'sbp_cfg={cfg!r} must be a dict with keys of {[*keys]}, or None for the plain backbone')
         for key in cfg:
             if key not in keys:
-                near = difflib.get_close_matches(key, keys, n=1)
+                near = difflib.get_close_matches(f'{key}', keys, n=1)
                 hint = f"did you mean '{near[0]}'?" if near else f'known keys are {[*keys]}'
                 raise ValueError(f"sbp_cfg has an unknown key '{key}'; {hint}")
         values = {key: cfg.get(key, field.default) for key, field in keys.items()}
@@ -217,7 +217,7 @@ def _parse_blocks(blocks, depths):
     if not isinstance(blocks, Sequence) or len(blocks) != len(depths):
         raise ValueError(f'sbp_cfg: blocks={blocks!r} must list one number for each of the {len(depths)} stages')
     for stage, (n, depth) in enumerate(zip(blocks, depths, strict=True)):
-        if isinstance(n, bool) or not isinstance(n, Real) or int(n) != n or not 0 <= n <= depth:
+        if isinstance(n, bool) or not isinstance(n, Real) or not 0 <= n <= depth or int(n) != n:
             raise ValueError(
                 f'sbp_cfg: blocks[{stage}]={n!r} must be a whole number from 0 to the {depth} of its stage'
             )

@@ -35,9 +35,9 @@ class Pass(NamedTuple):
 class SharedDraws:
     """What the passes of a model draw, to be looked up by its layers.
 
-    ``backbone.register_forward_pre_hook(draws.begin)`` begins each pass. What a layer looks up is drawn when it is
-    asked for first. A layer that runs again inside a backward pass finds the draws of its own pass where that was
-    noted (:func:`run_again_as_now`, ``with_cp``), and otherwise those of :attr:`now`.
+    ``backbone.register_forward_pre_hook(draws.begin, with_kwargs=True)`` begins each pass. What a layer looks up is
+    drawn when it is asked for first. A layer that runs again inside a backward pass finds the draws of its own pass
+    where that was noted (:func:`run_again_as_now`, ``with_cp``), and otherwise those of :attr:`now`.
 
     Attributes:
         now (Pass | None): What layers look up: the pass that began last; None before the first.
@@ -46,14 +46,15 @@ class SharedDraws:
     def __init__(self):
         self._counter, self.now = StepCounter(), None
 
-    def begin(self, module: nn.Module, args: tuple) -> None:
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         """Begins a pass, where it is one of training.
 
         Args:
             module (nn.Module): The backbone.
-            args (tuple): Its arguments; the first one are the images, shape (N, 3, H, W).
+            args (tuple): Its arguments; the first one of these, or else of ``kwargs``, are the images (N, 3, H, W).
+            kwargs (dict | None): Its arguments that were given by name. Default: None.
         """
-        x = args[0]
+        x = next(iter((*args, *(kwargs or {}).values())))
         if self._draws_in(module):
             self.now = Pass(self._counter.of(x), x.new_empty(()).expand(x.shape), {})
 
@@ -172,9 +173,17 @@ class MapDraws(SharedDraws):
         # A backbone that trains counts its passes alike; a frozen one runs in evaluation mode, or without gradients.
         return any(m.training for m in self.modules) and (torch.is_grad_enabled() or not module.training)
 
+    def _thinned(self):
+        """What says how the backbone is thinned out; None: nothing does."""
+        for hook in self.backbone._forward_pre_hooks.values():  # one that was changed in place
+            if isinstance(draws := getattr(hook, '__self__', None), LayerDraws):
+                return draws.model
+        return self.backbone if isinstance(self.backbone, Thinned) else None
+
     def _sizes_in_backbone(self, images):
-        layers = self.backbone.keep_ratios() if self.now and isinstance(self.backbone, Thinned) else {}
-        return sizes_of(self.backbone, layers, images) if layers else []
+        thinned = self._thinned()
+        layers = thinned.keep_ratios() if thinned else {}
+        return sizes_of(thinned, layers, images) if layers else []
 
     @torch.compiler.disable
     @drawing()
@@ -191,15 +200,23 @@ class MapDraws(SharedDraws):
 
         Returns:
             Positions: On the device of ``x``.
+
+        Raises:
+            ValueError: If no pass of the backbone has begun.
         """
+        if self.now is None:
+            raise ValueError(
+                f'no pass of {type(self.backbone).__name__} has begun, and masks are drawn anew in each; call the '
+                'backbone itself, not its forward()'
+            )
         size = tuple(x.shape[2:])
-        step, images, drawn = self.now or (Step(0, 0), None, {})
+        step, images, drawn = self.now
         sizes = self._sizes_in_backbone(images) if as_backbone else []
         key = size, size in sizes
         if key not in drawn:
             generator = generator_of(step)
             if size in sizes:
-                masks = stage_masks(sizes, self.keep_ratio, self.sampler, generator, aligned(self.backbone))
+                masks = stage_masks(sizes, self.keep_ratio, self.sampler, generator, aligned(self._thinned()))
                 mask = masks[sizes.index(size)]
             else:
                 mask = sample_mask(*size, self.keep_ratio, self.sampler, generator)

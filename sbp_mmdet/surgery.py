@@ -5,10 +5,20 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
+from mmengine.model import BaseTTAModel, is_model_wrapper
 from torch import nn
 
-__all__ = ['Mixin', 'ModelHook', 'members', 'mix_in', 'mix_out', 'model_hook_class', 'model_hooks', 'unwrapped']
+__all__ = [
+    'Mixin',
+    'ModelHook',
+    'detectors',
+    'members',
+    'mix_in',
+    'mix_out',
+    'model_hook_class',
+    'model_hooks',
+    'unwrapped',
+]
 
 
 class Mixin:
@@ -88,8 +98,10 @@ def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.
         tuple[str, nn.Module]: Name and submodule.
 
     Raises:
-        ValueError: If the model has no such submodule.
+        ValueError: If the model has no such submodule, or none is named.
     """
+    if not modules or '' in modules:
+        raise ValueError(f"modules={list(modules)} must name submodules of the model, such as 'neck'")
     for name in modules:
         try:
             found = model.get_submodule(name)
@@ -103,8 +115,25 @@ def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that a distributed wrapper holds, or the model itself."""
-    return model.module if is_model_wrapper(model) else model
+    """The model inside of distributed wrappers and of test-time augmentation, or the model itself."""
+    while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+        model = model.module
+    return model
+
+
+def detectors(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a model that have a backbone.
+
+    Args:
+        model (nn.Module): A detector, or what holds several, such as the student and the teacher of semi-supervised
+            training.
+
+    Returns:
+        dict[str, nn.Module]: By name: the model itself (''), or those inside of it; none for a backbone.
+    """
+    model = unwrapped(model)
+    found = {name: m for name, m in model.named_modules() if 'backbone' in m._modules}
+    return {'': model} if '' in found else found
 
 
 class ModelHook(Hook):

@@ -16,7 +16,7 @@ from sbp_mmdet.shared_draws import LayerDraws, MapDraws
 RANDOM = dict(sampler='random', keep_ratio=[0.25, 0.5, 1, 0.5, 0.75])
 
 
-class Plan:
+class Plan(nn.Module):
     """What an object says that changes somebody's model in place."""
 
     sbp = types.SimpleNamespace(sampler='random', dropped='zero')

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from mmcv.cnn import ConvModule
+from mmdet.models.backbones import SwinTransformer
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.necks import FPN
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead, FeatureRelayHead
@@ -18,7 +19,7 @@ from oracles import SMALL, assert_near, image, loss_of, oracle_convnext, relativ
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sbp_mmdet import draws, shared_draws
+from sbp_mmdet import SBPSwinTransformer, apply_sbp, draws, shared_draws
 from sbp_mmdet.analysis import saved_bytes
 from sbp_mmdet.masks import mask_generator, positions, sample_mask, stage_masks
 from sbp_mmdet.models import heads
@@ -180,6 +181,50 @@ def test_lateral_convolutions_follow_backbones_that_draw_each_stage_for_itself(d
         assert torch.equal(kept, mask.flatten().nonzero().flatten())
 
 
+@pytest.mark.parametrize('first', ['backbone', 'neck'])
+def test_lateral_convolutions_follow_a_backbone_that_is_changed_in_place(first, iteration):
+    iteration(3)
+
+    def swin(**options):
+        sizes = dict(embed_dims=3, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1), window_size=3, mlp_ratio=2)
+        return options.pop('kind', SwinTransformer)(**sizes, drop_path_rate=0, **options).double()
+
+    kept = []
+    for backbone in (swin(kind=SBPSwinTransformer, sbp_cfg=dict(HALF)), swin()):
+        model = Detector()
+        model.backbone = backbone
+        model.train()
+        if kept and first == 'backbone':
+            apply_sbp(model, dict(HALF))
+        sbp_modules(model, MODULES, **HALF)
+        if kept and first == 'neck':
+            apply_sbp(model, dict(HALF))
+        backbone(image(1, *SIZE))
+        draws = model.neck.lateral_convs[0].conv._sbp_draws
+        kept.append([draws.of(torch.empty(1, 1, *size), as_backbone=True).keep for size in ((18, 26), (9, 13))])
+    stage1 = stage_masks([(18, 26), (9, 13), (5, 7)], *HALF.values(), mask_generator(torch.initial_seed(), 0, 3))[0]
+    assert torch.equal(kept[0][0], stage1.flatten().nonzero().flatten())
+    for own, in_place in zip(*kept, strict=True):
+        assert torch.equal(own, in_place)
+
+
+def test_a_student_beside_a_teacher(iteration):
+    """Each draws by the passes of its own backbone; masks that no pass has begun are an error."""
+    iteration(3)
+    pair = nn.ModuleDict(dict(student=Detector(dict(HALF)), teacher=Detector(dict(HALF))))
+    alone, x = Detector(dict(HALF)), image(1, *SIZE)
+    names = ['student.rpn_head', 'teacher.rpn_head']
+    assert sbp_modules(pair, names, **RANDOM) == names
+    sbp_modules(alone, ['rpn_head'], **RANDOM)
+    expected = gradients(alone, x)
+    for model in pair.values():
+        assert_near(gradients(model, x), expected, 1e-12)
+    other = Detector()
+    sbp_modules(other, ['rpn_head'])
+    with pytest.raises(ValueError, match='no pass of SBPConvNeXt has begun.*call the backbone itself'):
+        other.neck(other.backbone.forward(x)) and other.rpn_head([torch.ones(1, 6, 4, 4).double()])
+
+
 def test_evaluation_and_passes_without_gradients_stay_plain(monkeypatch):
     plain = Detector()
     thin = copy.deepcopy(plain)
@@ -234,40 +279,49 @@ def test_two_passes_of_a_checkpointed_neck(sizes):
         torch.testing.assert_close(a, b)
 
 
+class Alone(nn.Module):
+    """A module whose own passes draw its masks."""
+
+    def __init__(self, module, method='forward'):
+        super().__init__()
+        self.module, self.method = module.train(), method
+
+    def forward(self, x):
+        return getattr(self.module, self.method)(x)
+
+
 def test_what_is_stored():
     """By hand, in fp32. H x W positions, of which half are kept."""
     x = torch.randn(2, 6, 8, 8, requires_grad=True)
     kept = 2 * 32
     index = 32 * 2 * 8  # kept and dropped positions, int64
 
-    def stored(module, run):
-        model = nn.Module()
-        model.module = module.train()
-        plain = saved_bytes(run, [x, *module.parameters()])
+    def stored(module, method='forward'):
+        model = Alone(module, method)
+        plain = saved_bytes(lambda: model(x), [x, *module.parameters()])
         sbp_modules(model, ['module'])
-        thin = saved_bytes(run, [x, *module.parameters()])
+        thin = saved_bytes(lambda: model(x), [x, *module.parameters()])
         return plain, thin
 
     conv = ConvModule(6, 5, 1, act_cfg=None)
     # Without what follows, a convolution stores its input, which is x; the kept half of it is a copy.
-    plain, thin = stored(conv, lambda: conv(x))
+    plain, thin = stored(conv)
     assert plain == 0 and 0 <= thin - kept * 6 * FLOAT <= index
     # The RPN stores the ReLU's output: all of it, or the kept half.
     rpn = RPNHead(in_channels=6, feat_channels=5)
-    plain, thin = stored(rpn, lambda: rpn.forward_single(x))
+    plain, thin = stored(rpn, 'forward_single')
     assert plain == 2 * kept * 5 * FLOAT and 0 <= thin - kept * 5 * FLOAT <= index
     # The mask head stores the 3x3 convolution's and the upsampling's output; now the former and its kept half.
     head = FCNMaskHead(num_convs=1, in_channels=6, conv_out_channels=4, num_classes=3)
-    plain, thin = stored(head, lambda: head(x))
+    plain, thin = stored(head)
     assert plain == 2 * kept * (4 + 4 * 4) * FLOAT
     assert 0 <= thin - (2 * kept + kept) * 4 * FLOAT <= index
     # Checkpointed, in either order, it stores its input only.
     for order in ((sbp_modules, checkpoint_modules), (checkpoint_modules, sbp_modules)):
-        model = nn.Module()
-        model.head = FCNMaskHead(num_convs=1, in_channels=6, conv_out_channels=4, num_classes=3).train()
+        model = Alone(FCNMaskHead(num_convs=1, in_channels=6, conv_out_channels=4, num_classes=3))
         for change in order:
-            change(model, ['head'])
-        assert saved_bytes(lambda: model.head(x), [x, *model.parameters()]) == 0  # noqa: B023
+            change(model, ['module'])
+        assert saved_bytes(lambda: model(x), [x, *model.parameters()]) == 0  # noqa: B023
 
 
 def test_under_autocast():
@@ -321,10 +375,9 @@ def test_a_copy_runs_its_own_parameters():
 
 
 def test_no_rois_and_maps_of_one_position():
-    head = nn.Module()
-    head.mask = FCNMaskHead(num_convs=1, in_channels=6, conv_out_channels=4, num_classes=3)
-    sbp_modules(head, ['mask'])
-    out = head.mask(torch.zeros(0, 6, 14, 14))
+    head = Alone(FCNMaskHead(num_convs=1, in_channels=6, conv_out_channels=4, num_classes=3))
+    sbp_modules(head, ['module'])
+    out = head(torch.zeros(0, 6, 14, 14))
     assert out.shape == (0, 3, 28, 28)
     out.sum().backward()
     assert all(not p.grad.any() for p in head.parameters())

@@ -343,6 +343,8 @@ def test_the_hook_needs_a_detector():
 def test_boxes_of_samples():
     with pytest.raises(ValueError, match='with_bbox=True'):
         object_boxes([sample(None)])
+    with pytest.raises(ValueError, match='the ground truth has no boxes'):
+        object_boxes([DetDataSample()])
     with pytest.raises(ValueError, match='boxes of 5 numbers.*boxtype2tensor=False'):
         object_boxes([sample(torch.zeros(3, 5))])
     assert object_boxes([sample(LEFT), sample(HorizontalBoxes(RIGHT))])[1].equal(RIGHT)

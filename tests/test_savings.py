@@ -1,6 +1,8 @@
 """The pieces outside of the backbone change memory and nothing else."""
 
 import copy
+import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers import CONFIGS, make_project
 from mmdet.models.necks import FPN
+from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from mmdet.models.task_modules.assigners import BboxOverlaps2D, MaxIoUAssigner
 from mmdet.registry import HOOKS, MODELS
 from mmdet.structures.mask import BitmapMasks
@@ -113,6 +116,28 @@ def test_the_hook_names_what_is_missing(nets):
     hook = HOOKS.build(dict(type='CheckpointModulesHook', modules='roi_head.bbox_head'))
     with pytest.raises(ValueError, match=r"no 'roi_head.bbox_head'.*'neck', 'heads'"):
         hook.apply(nets[0])
+
+
+def test_what_is_never_called_is_refused_or_warned_of(nets, caplog):
+    class Head(BaseRoIHead):
+        def __init__(self):
+            BaseModule.__init__(self)
+            self.bbox_head = nn.Linear(2, 2)
+
+        init_bbox_head = init_mask_head = init_assigner_sampler = loss = None
+
+    plain, _ = nets
+    plain.roi_head = Head()
+    with pytest.raises(ValueError, match=r"the loss of roi_head.*its parts: \['roi_head.bbox_head'\]"):
+        checkpoint_modules(plain, ['roi_head'])
+    hook = HOOKS.build(dict(type='CheckpointModulesHook', modules=['neck', 'neck.convs', 'roi_head.bbox_head']))
+    hook.apply(plain)
+    plain(torch.randn(1, 3, 8, 8)).backward()
+    runner = SimpleNamespace(model=plain, logger=logging.getLogger('test_savings'))
+    for _ in range(2):
+        hook.after_train_iter(runner, 0)
+    (message,) = caplog.messages
+    assert 'roi_head.bbox_head did not run in the first step' in message and 'neck' not in message
 
 
 @pytest.fixture

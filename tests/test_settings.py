@@ -93,6 +93,7 @@ def test_one_ratio_is_for_all_and_no_block_needs_any():
         (dict(blocks=(3, 2.5, 1, 0)), r'blocks\[1\]=2.5 .*whole number'),
         (dict(blocks=(3, True, 1, 0)), r'blocks\[1\]=True .*whole number'),
         (dict(blocks=(3, '3', 1, 0)), r"blocks\[1\]='3' .*whole number"),
+        (dict(blocks=(3, float('nan'), 1, 0)), r'blocks\[1\]=nan .*whole number'),
         (dict(blocks=(3, 3, 9)), r'blocks=\(3, 3, 9\) .*each of the 4 stages'),
         (dict(blocks=12), r'blocks=12 .*each of the 4 stages'),
         (dict(downsample=1), r'downsample=1 must be True or False'),
@@ -115,5 +116,7 @@ def test_bad_values(cfg, message):
 
 @pytest.mark.parametrize('cfg', [True, 0.5, 'fused'], ids=str)
 def test_sbp_cfg_must_be_a_dict(cfg):
+    with pytest.raises(ValueError, match="unknown key '1'"):
+        SBPSettings.parse({1: cfg}, TINY)
     with pytest.raises(ValueError, match='sbp_cfg'):
         SBPSettings.parse(cfg, TINY)

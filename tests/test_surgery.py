@@ -7,8 +7,10 @@ import types
 import pytest
 import torch
 from helpers import CONFIGS
+from mmdet.models.test_time_augs import DetTTAModel
 from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
+from mmengine.model import BaseModel
 from torch import nn
 
 from sbp_mmdet import CheckpointModulesHook, SBPModulesHook, TargetsInChunksHook
@@ -16,7 +18,7 @@ from sbp_mmdet.analysis.detector import measure_detector
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.savings import checkpoint_modules
 from sbp_mmdet.study.subject import build_model
-from sbp_mmdet.surgery import Mixin, ModelHook, mix_in, model_hook_class, model_hooks, unwrapped
+from sbp_mmdet.surgery import Mixin, ModelHook, detectors, members, mix_in, model_hook_class, model_hooks, unwrapped
 
 
 @HOOKS.register_module()
@@ -104,6 +106,32 @@ def test_the_runner_hands_over_the_model_and_logs_what_was_done(caplog):
         ProjectsLeanNeckHook().before_run(types.SimpleNamespace(model=model, logger=logger))
     assert caplog.messages == ["ProjectsLeanNeckHook: ['neck'] lean"]
     assert isinstance(model.neck, Mixin) and unwrapped(model) is model
+
+
+def test_the_detector_inside_of_test_time_augmentation():
+    """tools/test.py --tta runs the hooks on the model that holds the detector."""
+
+    class Detector(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.neck = nn.Identity(), nn.Linear(2, 2)
+
+        def forward(self):
+            pass
+
+    detector = Detector()
+    whole = DetTTAModel(module=detector)
+    CheckpointModulesHook('neck').before_run(types.SimpleNamespace(model=whole, logger=logging.getLogger()))
+    assert isinstance(detector.neck, Mixin) and unwrapped(whole) is detector
+    assert detectors(whole) == {'': detector} and detectors(detector.backbone) == {}
+    pair = nn.ModuleDict(dict(student=detector, teacher=copy.deepcopy(detector)))
+    assert detectors(pair) == dict(student=pair['student'], teacher=pair['teacher'])
+
+
+@pytest.mark.parametrize('names', [[], ['']])
+def test_members_have_names(names):
+    with pytest.raises(ValueError, match=r'modules=.* must name submodules'):
+        list(members(nn.Linear(2, 2), names))
 
 
 def test_an_outermost_mixin_stays_in_front():

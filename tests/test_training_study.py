@@ -255,6 +255,15 @@ def test_what_a_log_says():
     assert collect([]) == dict(ap={}, curve=[], loss=[], step_s=None, memory=None)
 
 
+def test_evaluations_are_at_the_end_of_an_epoch():
+    """mmengine logs every so many steps of an epoch and not its last one: here epochs have 7 steps."""
+    lines = [dict(iter=7 * (epoch - 1) + i, epoch=epoch, loss=1.0) for epoch in (1, 2, 3) for i in (3, 6)]
+    for epoch in (3, 2, 1):
+        lines.insert(2 * epoch, {'step': epoch, 'coco/bbox_mAP': epoch / 10})
+    assert [point['step'] for point in collect(lines)['curve']] == [7, 14, 21]
+    assert [point['step'] for point in collect(lines[:3])['curve']] == [6]  # nothing tells how long the epoch is
+
+
 def test_logs_of_a_training_that_was_resumed(tmp_path):
     """The steps after the last checkpoint were trained twice; they count once."""
     ap = [{'step': i, 'coco/bbox_mAP': i / 10} for i in range(4)]

@@ -97,8 +97,8 @@ class SBPConvNeXt(BaseModule):
         self.depths, self.channels = _parse_arch(arch)
         self.num_stages = len(self.depths)
         self.out_indices = _parse_out_indices(out_indices, self.num_stages)
-        if not 0 <= frozen_stages <= self.num_stages:
-            raise ValueError(f'frozen_stages={frozen_stages!r} must be a number from 0 to {self.num_stages}')
+        if not isinstance(frozen_stages, int) or not 0 <= frozen_stages <= self.num_stages:
+            raise ValueError(f'frozen_stages={frozen_stages!r} must be a whole number from 0 to {self.num_stages}')
         self.frozen_stages = frozen_stages
         self.gap_before_final_norm = gap_before_final_norm
         self.sbp = None
@@ -285,9 +285,11 @@ def _parse_arch(arch):
 
 
 def _parse_out_indices(out_indices, num_stages):
-    indices = [out_indices] if isinstance(out_indices, int) else list(out_indices)
+    indices = [out_indices] if isinstance(out_indices, int) else out_indices
+    if isinstance(indices, str) or not isinstance(indices, Sequence) or not indices:
+        raise ValueError(f'out_indices={out_indices!r} must be the number of a stage, or a list of them')
     for i in indices:
-        if not -num_stages <= i < num_stages:
+        if not isinstance(i, int) or not -num_stages <= i < num_stages:
             raise ValueError(
                 f'out_indices={out_indices!r}: there is no stage {i}; stages count from 0 to {num_stages - 1}'
             )

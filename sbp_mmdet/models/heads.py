@@ -24,7 +24,7 @@ from ..functional import pooled, sbp
 from ..masks import SAMPLERS, Positions, parse_keep_ratio
 from ..ops import memory_format
 from ..shared_draws import MapDraws
-from ..surgery import Mixin, ModelHook, members, mix_in
+from ..surgery import Mixin, ModelHook, detectors, members, mix_in
 
 __all__ = ['SBPModulesHook', 'sbp_map', 'sbp_modules']
 
@@ -134,14 +134,25 @@ def sbp_modules(model: nn.Module, modules: Sequence[str], keep_ratio: float = 0.
     if sampler not in SAMPLERS:
         raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')
     found = [(name, *_thinned(name, module)) for name, module in members(model, modules)]
-    backbone = getattr(model, 'backbone', model)
-    draws = MapDraws(backbone, keep_ratio, sampler, [module for _, module, _ in found])
-    for _, module, mixin in found:
-        if not isinstance(module, mixin):
-            mix_in(module, mixin)
-        module._sbp_draws = draws
-    backbone.register_forward_pre_hook(draws.begin)
+    by_backbone = {}
+    for name, module, mixin in found:
+        by_backbone.setdefault(_backbone(model, name), []).append((module, mixin))
+    for backbone, changes in by_backbone.items():
+        draws = MapDraws(backbone, keep_ratio, sampler, [module for module, _ in changes])
+        for module, mixin in changes:
+            if not isinstance(module, mixin):
+                mix_in(module, mixin)
+            module._sbp_draws = draws
+        backbone.register_forward_pre_hook(draws.begin, with_kwargs=True)
     return [name for name, _, _ in found]
+
+
+def _backbone(model, name):
+    """What begins the passes of a submodule: the backbone beside it, the student's or the teacher's for instance."""
+    for prefix, detector in detectors(model).items():
+        if not prefix or name.startswith(f'{prefix}.'):
+            return detector.backbone
+    return model
 
 
 def _thinned(name, module):

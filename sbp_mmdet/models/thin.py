@@ -254,6 +254,6 @@ def thin_out(
     for key, (module, mixin) in layers.items():
         mix_in(module, mixin)
         module._sbp_place = Place(draws, key, settings)
-    backbone.register_forward_pre_hook(draws.begin)
+    backbone.register_forward_pre_hook(draws.begin, with_kwargs=True)
     backbone.register_forward_hook(draws.end)
     return draws

@@ -114,6 +114,8 @@ class SBPViT(BaseModule):
         self.patch_embed = PatchEmbed(in_channels, self.channels, patch_size)
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.grid = (height // patch_size, width // patch_size)  # of the position embedding
+        if not min(self.grid):
+            raise ValueError(f'img_size={img_size!r} holds no patch of patch_size={patch_size}')
         self.prefix = int(with_cls_token) + register_tokens  # tokens in front of the patches'
         self.cls_token = _tokens(1, self.channels) if with_cls_token else None
         self.reg_token = _tokens(register_tokens, self.channels) if register_tokens else None
@@ -293,12 +295,12 @@ def _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_block
             )
     if out_type not in OUT_TYPES:
         raise ValueError(f'out_type={out_type!r} is unknown; choose one of {OUT_TYPES}')
-    if not out_indices or not set(out_indices) <= {0, 1, 2, 3}:
+    if not isinstance(out_indices, Sequence) or not out_indices or not {*out_indices} <= {0, 1, 2, 3}:
         raise ValueError(
-            f'out_indices={out_indices!r} must be scales from 0 to 3: strides of 1/4, 1/2, 1 and 2 patches'
+            f'out_indices={out_indices!r} must be a list of scales from 0 to 3: strides of 1/4, 1/2, 1 and 2 patches'
         )
-    if not 0 <= frozen_blocks <= depth:
-        raise ValueError(f'frozen_blocks={frozen_blocks!r} must be a number from 0 to {depth}')
+    if not isinstance(frozen_blocks, int) or not 0 <= frozen_blocks <= depth:
+        raise ValueError(f'frozen_blocks={frozen_blocks!r} must be a whole number from 0 to {depth}')
 
 
 def _parse_arch(arch):

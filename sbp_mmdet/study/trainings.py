@@ -253,14 +253,16 @@ def collect(entries: Iterable[dict]) -> dict:
 
     Returns:
         dict: ``ap``, the last of each of :data:`METRICS` that was evaluated, by name; ``curve``, all of them, with the
-        ``step`` they were evaluated after and ``evaluated``, mmengine's own count (epochs, or steps); ``loss``, pairs
-        of step and loss; ``step_s``, seconds of a step, the median of what was logged, and ``memory``, the most MB on a
-        GPU: None where they were not logged.
+        ``step`` they were evaluated after (in a first epoch the last one that was logged) and ``evaluated``, mmengine's
+        own count (epochs, or steps); ``loss``, pairs of step and loss; ``step_s``, seconds of a step, the median of
+        what was logged, and ``memory``, the most MB on a GPU: None where they were not logged.
     """
     curve, loss, seconds, memory, step = [], [], [], [], 0
+    begins = {}  # the first logged step of each epoch
     for entry in entries:
         step = entry.get('iter', step)
         if 'loss' in entry:
+            begins.setdefault(entry.get('epoch'), step)
             loss.append([step, entry['loss']])
             seconds += [entry['time']] if 'time' in entry else []
             memory += [entry['memory']] if 'memory' in entry else []
@@ -269,6 +271,10 @@ def collect(entries: Iterable[dict]) -> dict:
         if 'top-1' in ap:
             ap['top-1'] /= 100
         curve += [dict(step=step, evaluated=entry.get('step', step), **ap)] if ap else []
+    if None not in begins and len(begins) > 1:  # the last line before an evaluation is not the epoch's last step
+        first, last = min(begins), max(begins)
+        length = (begins[last] - begins[first]) // (last - first)
+        curve = [dict(point, step=length * point['evaluated']) for point in curve]
     last = {name: point[name] for point in curve for name in METRICS if name in point}
     middle = statistics.median(seconds) if seconds else None
     return dict(ap=last, curve=curve, loss=loss, step_s=middle, memory=max(memory, default=None))
