@@ -144,6 +144,7 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None)
             branch = layer(lambda x: mlp(x, name), inner, (i, j))  # noqa: B023
             if rate:
                 kept = torch.rand(len(x), dtype=x.dtype, device=x.device) >= rate if images is None else images[i, j]
+                kept = kept.to(x.device)  # images are drawn on the CPU
                 branch = branch * kept.view(-1, 1, 1, 1) / (1 - rate)
             x = x + branch
         if f'norm{i}.weight' in state:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import image, loss_of, mask_of, relative_error, small_backbone
+from oracles import DEVICE, image, loss_of, mask_of, relative_error, small_backbone
 from torch import nn
 
 from sbp_mmdet.masks import positions
@@ -20,7 +20,8 @@ MASK = torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) < 0.5
 
 def feature_map(channels, size=8):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, channels, size, size, generator=generator, dtype=torch.float64).requires_grad_()
+    rows = torch.randn(2, channels, size, size, generator=generator, dtype=torch.float64)
+    return rows.to(DEVICE).requires_grad_()
 
 
 def gradients_of_block(sbp_cfg, keep):
@@ -36,7 +37,7 @@ def gradients_of_block(sbp_cfg, keep):
 def test_chain_rule(sbp_cfg):
     """Sections 3.2.2 and 3.3: at the MLP's input the gradient of dropped positions is zero and that of kept ones exact;
     behind the 7x7 convolution it is neither, anywhere near a dropped position."""
-    at_mlp, at_block = gradients_of_block(sbp_cfg, positions(MASK))
+    at_mlp, at_block = gradients_of_block(sbp_cfg, positions(MASK, DEVICE))
     exact_at_mlp, exact_at_block = gradients_of_block(None, None)
     assert not at_mlp[..., ~MASK].any()
     assert relative_error(at_mlp[..., MASK], exact_at_mlp[..., MASK]) < 1e-12
@@ -48,7 +49,7 @@ def test_chain_rule(sbp_cfg):
 def test_patches_do_not_overlap(sbp_cfg):
     """Section 3.2.2, the case s >= k: the gradient of a 2x2 patch is exact or zero."""
     grads = []
-    for cfg, keep in ((sbp_cfg, positions(MASK)), (None, None)):
+    for cfg, keep in ((sbp_cfg, positions(MASK, DEVICE)), (None, None)):
         x = feature_map(8, 17)
         grads += torch.autograd.grad(loss_of([small_backbone(cfg).downsample_layers[1](x, keep)]), x)
     actual, exact = grads
@@ -66,7 +67,7 @@ def test_identical_drop_sets_stack_without_loss(sbp_cfg):
         block.depthwise_conv.weight.zero_()
         block.depthwise_conv.weight[:, :, 3, 3] = 1.0  # now pointwise too
     x = feature_map(12)
-    keep = positions(MASK)
+    keep = positions(MASK, DEVICE)
     (grad,) = torch.autograd.grad(loss_of([block(block(x, keep), keep)]), x)
     x_exact = feature_map(12)
     (exact,) = torch.autograd.grad(loss_of([block(block(x_exact))]), x_exact)

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TOOLS, run
+from helpers import ROOT, TOOLS, environment, run
 
 sys.path[:0] = [str(TOOLS), str(TOOLS / 'analysis_tools')]
 import benchmark_block  # noqa: E402
@@ -50,7 +52,9 @@ def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     states = typed(monkeypatch, tmp_path, '--rehearse')
     found = {name: states[name]['state'] for name in ('good', 'bad', 'slow', 'gpu')}
     assert found == dict(good='done', bad='failed', slow='too long', gpu='needs a GPU')
-    assert 'run it again for bad, slow' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert 'run it again for slow\n' in said and 'failed: bad; their logs say why, and --parts tries' in said
+    assert typed(monkeypatch, tmp_path, '--rehearse')['bad'] == states['bad']  # not in every call
     assert 'not yet' in (tmp_path / 'bad.log').read_text()
     flag.touch()
     os.link(tmp_path / 'states.json', tmp_path / 'old')
@@ -59,6 +63,55 @@ def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     assert states['bad']['state'] == 'done' and (tmp_path / 'good.log').stat().st_mtime_ns == good
     assert json.loads((tmp_path / 'old').read_text())['bad']['state'] == 'failed'  # written anew, not in place
     assert '## Bad' in (tmp_path / 'report.md').read_text()
+
+
+def test_a_part_that_the_end_would_kill_is_left_to_the_next_call(monkeypatch, tmp_path):
+    parts = [Part(name, name, minutes, (('-c', ''),)) for name, minutes in (('a', 5), ('b', 5), ('c', 0.1))]
+    monkeypatch.setattr(gpu_report, 'parts_of_report', lambda rehearse: parts)
+    states = typed(monkeypatch, tmp_path, '--rehearse', '--minutes', '1')
+    assert {name: state['state'] for name, state in states.items() if name != 'rehearsal'} == dict(a='done', c='done')
+    assert 'b' in typed(monkeypatch, tmp_path, '--rehearse', '--minutes', '6')
+
+
+def test_what_cannot_be_read_leaves_the_page(tmp_path):
+    parts = [Part('block', 'Block', 1, ()), *gpu_report.parts_of_report(True)]
+    (tmp_path / 'block.json').write_text('{"rows": [')  # killed while it wrote
+    folder = tmp_path / 'training_plain/1/vis_data'
+    folder.mkdir(parents=True)
+    line = dict(iter=1, loss=2.5, time=0.5, memory=70)
+    (folder / 'scalars.json').write_text(json.dumps(line) + '\n{"iter": 2, "lo')
+    (tmp_path / 'tests.log').write_text(
+        '....\nFAILED tests/test_vit.py::test_x - ValueError\n1 failed, 3 passed in 2s\n'
+    )
+    page = gpu_report.write_page(parts, {}, tmp_path).read_text()
+    assert 'Its results cannot be read: JSONDecodeError' in page
+    assert '| plain |  | 2.500 | 0.500 | 70 |' in page
+    assert '    FAILED tests/test_vit.py::test_x - ValueError\n    1 failed, 3 passed in 2s' in page
+
+
+def test_it_ends_what_it_runs(tmp_path):
+    """By SIGTERM, as Slurm sends it: what measures would keep the GPU."""
+    pid = tmp_path / 'pid'
+    wait = 'import os, sys, time; open(sys.argv[1], "w").write(str(os.getpid())); time.sleep(100)'
+    code = '\n'.join(
+        [
+            'import sys, gpu_report',
+            f'words = "-c", {wait!r}, {str(pid)!r}',
+            'gpu_report.parts_of_report = lambda rehearse: [gpu_report.Part("a", "A", 1, (words,))]',
+            f'sys.argv = ["tool", "--rehearse", "--out", {str(tmp_path)!r}]',
+            'gpu_report.main()',
+        ]
+    )
+    paths = os.pathsep.join([str(ROOT), str(TOOLS)])
+    report = subprocess.Popen([sys.executable, '-c', code], env=environment(PYTHONPATH=paths))
+    for _ in range(600):
+        if pid.exists() and pid.read_text():
+            break
+        time.sleep(0.1)
+    report.terminate()
+    assert report.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 class Understood(Exception):  # noqa: N818
@@ -96,7 +149,10 @@ def test_commands_for_a_gpu_are_understood(monkeypatch):
     ('parts', 'said'),
     [
         (['backbone_t_fp16', 'rivals_steps'], ['](rivals_steps.png)', '| `selective` |', 'nothing moves to the host']),
-        (['memory', 'training'], ['peak measured | measured / counted | reserved |', '\n| plain | ', '\n| sbp | ']),
+        (
+            ['memory', 'training', 'tests'],
+            ['tests collected', 'peak measured | measured / counted | reserved |', '\n| plain | ', '\n| sbp | '],
+        ),
     ],
     ids=['speed', 'memory'],
 )

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from helpers import needs_fp16
+from oracles import relative_error
 from torch import nn
 
-from sbp_mmdet import SBPConvNeXt, ops
+from sbp_mmdet import SBPConvNeXt, SBPViT, ops
 from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
 
 TINY = dict(arch=dict(depths=[1, 1, 1, 1], channels=[8, 16, 24, 32]), out_indices=[0, 1, 2, 3])
@@ -65,13 +66,45 @@ def test_stochastic_depth_draws_what_the_plain_block_draws(gamma):
     torch.testing.assert_close(seen[0].max(), torch.tensor(1 / 0.3))
 
 
-@pytest.mark.parametrize('recompute', [False, True, 'block'])
-def test_a_model_that_is_bf16_throughout(recompute):
-    model = SBPConvNeXt(**TINY, gap_before_final_norm=False, sbp_cfg=dict(recompute=recompute)).bfloat16().train()
+@pytest.mark.parametrize('drop_path_rate', [0.0, 0.4])
+@pytest.mark.parametrize(
+    'sbp_cfg', [dict(), dict(recompute=True), dict(recompute='block', skip_dropped_images=True)], ids=str
+)
+def test_a_model_that_is_bf16_throughout(sbp_cfg, drop_path_rate):
+    options = TINY | dict(gap_before_final_norm=False, drop_path_rate=drop_path_rate)
+    model = SBPConvNeXt(**options, sbp_cfg=sbp_cfg).bfloat16().train()
     outs = model(torch.randn(2, 3, 64, 64).bfloat16())
     assert {out.dtype for out in outs} == {torch.bfloat16}
     sum(out.sum() for out in outs).backward()
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('sbp_cfg', [dict(), dict(implementation='reference')], ids=str)
+def test_a_vit_that_is_bf16_throughout(sbp_cfg):
+    arch = dict(embed_dims=16, num_layers=3, num_heads=2)
+    model = SBPViT(arch, img_size=64, drop_path_rate=0.4, out_indices=(1, 2), sbp_cfg=sbp_cfg).bfloat16().train()
+    outs = model(torch.randn(3, 3, 64, 64).bfloat16())
+    assert {out.dtype for out in outs} == {torch.bfloat16}
+    sum(out.sum() for out in outs).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('scale', [0.0, 1.0, 5000.0])
+def test_a_channel_without_gradient_in_fp16_throughout(scale):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8,), (8,), (32, 8), (32,), (8, 32), (8,), (8,)]
+    weights = [(0.3 * torch.randn(shape, generator=generator)).half().requires_grad_() for shape in shapes]
+    x, shortcut, grad = torch.randn(3, 2, 16, 8, generator=generator).half()
+    grad[..., 3] *= scale
+    out = ops.channel_mlp(ops.MLPSettings(recompute=True), ops.MLPTensors(x, shortcut, *weights))
+    found = torch.autograd.grad(out, weights, grad)
+    full = [w.detach().double().requires_grad_() for w in weights]
+    plain = ops.MLPSettings(implementation='reference')
+    exact = torch.autograd.grad(
+        ops.channel_mlp(plain, ops.MLPTensors(x.double(), shortcut.double(), *full)), full, grad.double()
+    )
+    for value, expected in zip(found, exact, strict=True):
+        assert relative_error(value, expected) < 0.02
 
 
 @pytest.mark.parametrize('recompute', [True, 'block'])
@@ -92,7 +125,7 @@ def test_whole_backbone_against_finite_differences(recompute):
 
 
 def test_arguments_that_used_to_end_in_other_errors():
-    with pytest.raises(ValueError, match='frozen_stages=9 must be a number from 0 to 4'):
+    with pytest.raises(ValueError, match='frozen_stages=9 must be a whole number from 0 to 4'):
         SBPConvNeXt(frozen_stages=9)
     with pytest.raises(ValueError, match='arch=None must have "depths"'):
         SBPConvNeXt(arch=None)

@@ -172,6 +172,23 @@ def test_stored_bytes_by_level():
     assert stored(layer('attention'), tensors) == n * length * (c + 1) * 8
 
 
+def test_queries_that_are_not_kept_are_not_held():
+    """A view of the layer's output would hold all of it: storages are counted, not what is seen of them."""
+    tensors, seen = attention_inputs(), {}
+
+    def note(tensor):
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    keep = grid('half', 4, 5)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = layer(False, mode='query', keep=keep)(**{name: t.requires_grad_() for name, t in tensors.items()})
+    for tensor in tensors.values():
+        seen.pop(tensor.untyped_storage().data_ptr(), None)
+    assert out.requires_grad
+    assert sum(seen.values()) == stored(layer(False, mode='query', keep=keep), tensors)
+
+
 @pytest.mark.parametrize('mode', ['qkv', 'query', 'head', 'exact'])
 def test_int8_is_near(mode):
     tensors = attention_inputs(tokens=50, c=48)

@@ -28,7 +28,7 @@ def inputs(affine=True, gamma=True):
 def plain(x, shortcut, norm_weight, norm_bias, weight1, bias1, grn_weight, grn_bias, weight2, bias2, gamma, factor):
     x = F.layer_norm(x.permute(0, 2, 3, 1), (C,), norm_weight, norm_bias, 1e-6)
     a = F.gelu(F.linear(x, weight1, bias1))
-    norm = a.square().sum((1, 2), keepdim=True).sqrt()
+    norm = a.norm(dim=(1, 2), keepdim=True)  # its derivative at zero is zero
     a = (1 + grn_weight * norm / (norm.mean(-1, keepdim=True) + 1e-6)) * a + grn_bias
     out = F.linear(a, weight2, bias2).permute(0, 3, 1, 2)
     out = out if gamma is None else out * gamma[:, None, None]
@@ -46,6 +46,32 @@ def test_gradients(options, chunk, factor):
     for name, value in expected.items():
         if value is not None:
             torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f'{name}: {text}')
+
+
+def dead(dtype=torch.float64):
+    """Hidden channels whose GELU is zero at all positions, and nearly so."""
+    tensors = inputs()
+    tensors['bias1'][:3] = torch.tensor([-40.0, -8.0, -5.0])
+    tensors['weight1'][:3] *= 0.1
+    return {name: value.to(dtype) for name, value in tensors.items()}
+
+
+def test_a_hidden_channel_that_is_zero():
+    found = differentiate(lambda **t: ops.grn_mlp(ops.GRNSettings(), ops.GRNTensors(**t)), dead())
+    expected = differentiate(lambda **t: plain(**t, factor=None), dead())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f'{name}: {text}')
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('loss_scale', [1.0, 64.0, 256.0])
+def test_a_hidden_channel_that_is_zero_in_half_precision(dtype, loss_scale):
+    tensors = {name: value.requires_grad_() for name, value in dead(torch.float32).items()}
+    with torch.autocast('cpu', dtype):
+        out = ops.grn_mlp(ops.GRNSettings(), ops.GRNTensors(**tensors))
+    (out * loss_scale).sum().backward()
+    for name, value in tensors.items():
+        assert value.grad.isfinite().all(), name
 
 
 def test_what_is_stored():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as cp
 from oracles import (
+    DEVICE,
     SMALL,
     assert_near,
     gradients,
@@ -104,14 +105,15 @@ def test_kept_images_are_those_of_a_smaller_batch(options):
     backbone = small_backbone(dict(SKIP, recompute=True, **options), drop_path_rate=0.5)
     block, plain = backbone.stages[1][1], copy.deepcopy(backbone.stages[1][1])
     plain.drop_path = torch.nn.Identity()
-    x = torch.randn(3, 12, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(3, 12, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = x.to(DEVICE).requires_grad_()
     keep = backbone.draw(image(3)).positions.get((1, 1))
     images = torch.tensor([True, False, True])
 
     def expected(x):
         kept = x[images]
         branch = plain(kept, keep) - kept
-        return x.index_add(0, images.nonzero().flatten(), branch / (1 - block.drop_path_rate))
+        return x.index_add(0, images.nonzero().flatten().to(x.device), branch / (1 - block.drop_path_rate))
 
     def differentiate(module, forward):
         parameters = dict(module.named_parameters())

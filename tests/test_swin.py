@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmdet.models.backbones import SwinTransformer
-from oracles import image, mask_of, where_sbp
+from oracles import DEVICE, image, mask_of, where_sbp
 
 from sbp_mmdet import SBPSwinTransformer
 
@@ -33,7 +33,7 @@ def pair(sbp_cfg, **options):
     ours = SBPSwinTransformer(**options, sbp_cfg=sbp_cfg).double()
     ours.load_state_dict(stock.state_dict())
     stock.train()
-    return stock, ours.train()
+    return stock.to(DEVICE), ours.train().to(DEVICE)
 
 
 def blocks_of(model):

@@ -65,7 +65,7 @@ def oracle(backbone, x, drawn, rates=(0, 0, 0)):
             v = torch.where(kept[:, None], v, v.detach())
         out = scores.softmax(-1) @ v
         if kept_heads is not None:
-            mask = torch.zeros(heads, 1, 1, dtype=torch.bool)
+            mask = torch.zeros(heads, 1, 1, dtype=torch.bool, device=x.device)
             mask[kept_heads] = True
             whole = scaled(linear(out.transpose(1, 2).flatten(2), f'{name}.attn.proj'), f'{name}.ls1')
             # What goes back through the dropped heads' columns is taken off again.
@@ -83,7 +83,10 @@ def oracle(backbone, x, drawn, rates=(0, 0, 0)):
         return scaled(linear(x, f'{name}.mlp.fc2'), f'{name}.ls2')
 
     def depth(branch, rate):
-        return branch * (torch.rand(len(branch), dtype=x.dtype) >= rate)[:, None, None] / (1 - rate) if rate else branch
+        if not rate:
+            return branch
+        kept = torch.rand(len(branch), dtype=x.dtype, device=x.device) >= rate
+        return branch * kept[:, None, None] / (1 - rate)
 
     x = F.pad(x, (0, -x.shape[3] % p, 0, -x.shape[2] % p))
     x = F.conv2d(x, state['patch_embed.proj.weight'], state['patch_embed.proj.bias'], stride=p)
@@ -99,12 +102,12 @@ def oracle(backbone, x, drawn, rates=(0, 0, 0)):
     for i, rate in enumerate(rates):
         positions, kept = drawn.positions.get((0, i)), None
         if positions is not None:
-            kept = torch.zeros(tokens.shape[1], dtype=torch.bool)
+            kept = torch.zeros(tokens.shape[1], dtype=torch.bool, device=x.device)
             kept[token_positions(positions, backbone.prefix).keep] = True
         by_heads = backbone.sbp is not None and backbone.sbp.attention == 'head'
         branch = attend(tokens, f'blocks.{i}', None if by_heads else kept, drawn.heads.get((0, i)))
         tokens = tokens + depth(branch, rate)
-        mask = torch.ones(tokens.shape[1], dtype=torch.bool) if kept is None else kept
+        mask = tokens.new_ones(tokens.shape[1], dtype=torch.bool) if kept is None else kept
         tokens = tokens + depth(where_sbp(lambda x: mlp(x, f'blocks.{i}'), tokens, mask[:, None]), rate)  # noqa: B023
     if backbone.out_type == 'cls_token':
         return [norm(tokens[:, 0], 'norm')]

@@ -59,7 +59,7 @@ def parts_of_report(rehearse: bool) -> list[Part]:
 
 def _tests(rehearse):
     files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / 'tests').glob(name))
-    words = '-m pytest -q --tb=short -p no:cacheprovider' + (' --collect-only' if rehearse else '')
+    words = '-m pytest -o addopts= -q -rfE --tb=short -p no:cacheprovider' + (' --collect-only' if rehearse else '')
     return Part('tests', 'Tests on the device', 8, ((*words.split(), *files),))
 
 
@@ -250,7 +250,14 @@ def _sentence(part, state):
 
 
 def _tables(part, out):
-    """Markdown of what a part has written."""
+    """Markdown of what a part has written. What cannot be read takes no other part's table with it."""
+    try:
+        return _tables_of(part, out)
+    except Exception as error:
+        return [f'Its results cannot be read: {type(error).__name__}: {error}']
+
+
+def _tables_of(part, out):
     sys.path[:0] = [str(ROOT / 'tools/analysis_tools')]
     import update_tables
 
@@ -268,7 +275,7 @@ def _tables(part, out):
 
 
 def _test_lines(log):
-    told = re.compile(r'(FAILED|ERROR) |.*\d+ (passed|failed)|tests/\S+: \d+$')
+    told = re.compile(r'(FAILED|ERROR) |.*\d+ (passed|failed|skipped|tests collected)')
     return ['    ' + line for line in log.read_text().splitlines() if told.match(line)] if log.exists() else []
 
 
@@ -308,17 +315,14 @@ def _cap_table(results):
 
 def _training_table(out):
     from sbp_mmdet.reporting import Column, markdown_table
+    from sbp_mmdet.study.trainings import read_log
 
     rows = []
     for name in ('plain', 'sbp'):
-        logs = sorted((out / f'training_{name}').glob('*/vis_data/scalars.json'))
-        entries = [json.loads(line) for line in logs[-1].read_text().splitlines()] if logs else []
-        steps = [entry for entry in entries if 'loss' in entry]
-        scores = [entry for entry in entries if 'coco/bbox_mAP' in entry]
-        if steps:
-            times = sorted(entry['time'] for entry in steps)
-            rows.append(dict(name=name, time=times[len(times) // 2], loss=steps[-1]['loss']))
-            rows[-1].update(memory=steps[-1].get('memory'), ap=scores[-1]['coco/bbox_mAP'] if scores else None)
+        found = read_log(out / f'training_{name}')
+        if found and found['loss']:
+            row = dict(name=name, time=found['step_s'], memory=found['memory'])
+            rows.append(dict(row, loss=found['loss'][-1][1], ap=found['ap'].get('box AP')))
     forms = dict(ap=('box AP', '{:.3f}'), loss=('last loss', '{:.3f}'), time=('step, s', '{:.3f}'))
     forms['memory'] = ('memory, MiB', '{}')
     columns = [Column('', lambda row: row['name'])]
@@ -344,25 +348,39 @@ def main():
         parser.error('torch sees no GPU; --rehearse runs everything in tiny sizes on a CPU')
     from sbp_mmdet.reporting import write_json  # slow too
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended
+    args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     file, end = args.out / 'states.json', time.monotonic() + 60 * args.minutes
     states = json.loads(file.read_text()) if file.exists() else {}
     if states.setdefault('rehearsal', args.rehearse) != args.rehearse:
         parser.error(f'{args.out} holds a {"rehearsal" if states["rehearsal"] else "report"}; give another --out')
-    # What was tried before comes last: it may fail again.
-    for part in sorted(parts, key=lambda part: part.name in states):
-        wanted = part.name in (args.parts or names) and states.get(part.name, {}).get('state') != 'done'
-        left = end - time.monotonic()
-        if not wanted or left < 20:
-            continue
+    for part, seconds in _to_run(parts, states, args.parts, end):
         print(f'[gpu_report] {part.name}', flush=True)
-        states[part.name] = run_part(part, args.out, args.rehearse, min(60 * part.minutes, left))
+        states[part.name] = run_part(part, args.out, args.rehearse, seconds)
         print(f'[gpu_report] {part.name}: {states[part.name]["state"]}', flush=True)
         write_json(file, states, indent=1)
         write_page(parts, states, args.out)
     page = write_page(parts, states, args.out)
-    missing = [name for name in names if states.get(name, {}).get('state') not in ('done', 'needs a GPU')]
+    found = {name: states.get(name, {}).get('state') for name in names}
+    missing = [name for name, state in found.items() if state in (None, 'too long')]
+    failed = [name for name, state in found.items() if state == 'failed']
     print(f'[gpu_report] {page}' + (f'; run it again for {", ".join(missing)}' if missing else ''))
+    if failed:
+        print(f'[gpu_report] failed: {", ".join(failed)}; their logs say why, and --parts tries them again')
+
+
+def _to_run(parts, states, names, end):
+    """Parts and their seconds. What took too long before comes last; what failed would fail again, unless somebody has
+    mended it and names it."""
+    begun = False
+    for part in sorted(parts, key=lambda part: part.name in states):
+        before, left = states.get(part.name, {}).get('state'), end - time.monotonic()
+        wanted = part.name in names if names else before not in ('failed', 'needs a GPU')
+        # A part that the end of the call would kill is left to the next one.
+        if wanted and before != 'done' and left >= (60 * part.minutes if begun else 20):
+            begun = True
+            yield part, min(60 * part.minutes, left)
 
 
 if __name__ == '__main__':

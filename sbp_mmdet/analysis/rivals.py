@@ -20,7 +20,7 @@ from torch import nn
 
 from ..families import Unit
 from ..ops.compiled import no_compiler
-from .cuda_rules import autocast
+from .cuda_rules import autocast, full_fp32
 
 __all__ = [
     'RIVALS',
@@ -260,6 +260,7 @@ def graphs_over_sizes(build: Callable[[str], Unit], shapes: Iterable[tuple], dev
     return len(unit.run.graphs)
 
 
+@full_fp32()
 def drawn_errors(
     names: Sequence[str],
     build: Callable[[str], Unit],

@@ -1,5 +1,6 @@
 """How long whole training steps of a detector take, variant against variant in one run; and what they cost else."""
 
+import contextlib
 import copy
 import dataclasses
 import statistics
@@ -156,17 +157,22 @@ def _running(rows):
 
 def _first_step(case, step):
     """Its seconds; None, and the reason in the row, if it does not run."""
+    return _tried(case, lambda: dict(seconds=step(case, 0))).get('seconds')
+
+
+def _tried(case, measure):
+    """What was measured; nothing, and the reason in the row, if a rival fails or memory does not suffice."""
     try:
-        found = if_it_fits(lambda: dict(seconds=step(case, 0)))
-        if found['fits']:
-            return found['seconds']
+        found = if_it_fits(measure)
+        if found.pop('fits'):
+            return found
         case.row['reason'] = 'does not fit into the GPU'
     except Exception as error:
         if case.row['variant'] not in RIVALS:
             raise
         case.row['reason'] = first_line(error)  # whatever a compiler may raise
     case.wrapper.zero_grad()
-    return None
+    return {}
 
 
 def _add_costs(cases, data):
@@ -174,18 +180,24 @@ def _add_costs(cases, data):
     pass ends (``peak_bytes``, the gradients included), on top of weights and optimizer states; and in fp32 the error of
     the backbone's gradients, relative to the first case's (``drawn_error``). Stochastic depth is on, with the same
     random numbers for all; a case that draws images by itself has no error."""
-    exact = None
-    for case in cases:
+    exact = []
+
+    def costs(case):
         with own_crops(case.crop):
-            held, peak = held_bytes(lambda: _loss(case, data, case.wrapper.optim_context(case.model)), case.device)  # noqa: B023
+            held, peak = held_bytes(lambda: _loss(case, data, case.wrapper.optim_context(case.model)), case.device)
             case.wrapper.zero_grad()
             torch.manual_seed(0)
-            _loss(case, data, full_fp32()).backward()
+            with full_fp32():  # the backward pass too
+                _loss(case, data, contextlib.nullcontext()).backward()
         found = {n: p.grad.clone() for n, p in case.model.backbone.named_parameters() if p.grad is not None}
         case.wrapper.zero_grad()
-        exact = exact or [found]
+        exact[:] = exact or [found]
         error = None if 'skip' in case.row['variant'].split('+') else relative_error([found], exact)
-        case.row.update(held_bytes=held, peak_bytes=peak, drawn_error=error)
+        return dict(held_bytes=held, peak_bytes=peak, drawn_error=error)
+
+    for i, case in enumerate(cases):
+        if i == 0 or exact:  # without the first there is nothing to compare with
+            case.row.update(_tried(case, lambda: costs(case)))  # noqa: B023
 
 
 def _loss(case, data, context) -> Tensor:

@@ -1,6 +1,7 @@
 """Forward and backward pass of the lean attention layer, as plain functions; see :mod:`.attention`."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
@@ -141,6 +142,8 @@ def forward(
     if t.factor is not None:
         multiplier = t.factor[:, None, None] * (1 if t.gamma is None else t.gamma)
     y = t.x + branch if multiplier is None else torch.addcmul(t.x, branch, multiplier)
+    kinds = [t.x.dtype, dtype] + ([] if t.gamma is None else [t.gamma.dtype])  # whatever the factor's precision
+    y = y.to(functools.reduce(torch.promote_types, kinds))
     return y, _save(settings, t, needs, xhat, rstd, qkv, out, lse)
 
 
@@ -162,6 +165,8 @@ def _save(settings, t, needs, xhat, rstd, qkv, out, lse):
             c = out.shape[2]
             q = _of_heads(take(qkv[..., :c], queries), settings, t)
             kv = _of_heads(take(qkv[..., c:], seen), settings, t, 2)
+            if queries is not None:
+                kv = kv.contiguous()  # a view would hold the queries that are not kept
     rstd = take(rstd, seen) if needs.x else None
     given = t._replace(x=None, positions=None)
     return AttentionSaved(xhat_stored, rstd, out_stored, kept_lse, q, kv, positions, given)

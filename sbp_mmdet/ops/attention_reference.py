@@ -31,7 +31,9 @@ def attention_reference(settings, tensors) -> Tensor:
         branch = _project(t, _with_map(*_qkv(settings, t, t.x, 0, 3)))
     else:
         branch = _by_tokens(settings, t)
-    return t.x + (branch if t.factor is None else branch * t.factor[:, None, None])
+    if t.factor is None:
+        return t.x + branch
+    return (t.x + branch * t.factor[:, None, None]).to(torch.promote_types(t.x.dtype, branch.dtype))
 
 
 def _qkv(settings, t, x, first, last, heads=None):

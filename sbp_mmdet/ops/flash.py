@@ -113,6 +113,8 @@ def _flash_backward(grad, q, k, v, out, lse):
 
 
 def _efficient_backward(grad, q, k, v, out, lse, bias):
+    if out.stride()[1:] != (out.shape[3], out.shape[1] * out.shape[3], 1):  # the kernel takes it for laid out like this
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     # The kernel reads whole blocks of statistics; infinity makes the softmax of what lies beyond the end zero.
     lse = _aligned(lse, math.inf).contiguous()
     if bias is not None:

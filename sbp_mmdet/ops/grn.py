@@ -138,7 +138,7 @@ def backward(settings: GRNSettings, saved: GRNSaved, grad: Tensor, needs: GRNGra
         h = _hidden(weights, xhat[image, chunk])
         a = F.gelu(h, approximate=settings.approximate)
         da = (inner[image, chunk] @ weights.w2).mul_(response.scale[image].to(settings.dtype))
-        da = da.addcmul_(a, through[image].to(settings.dtype))
+        da = da.add_((a * through[image]).to(settings.dtype))  # 1 / G alone may leave the range of half precision
         dh = torch.ops.aten.gelu_backward(da, h, approximate=settings.approximate)
         sums.b1.add_(column_sums(dh))
         accumulate(sums.w1, dh.t(), xhat[image, chunk])
@@ -177,7 +177,7 @@ class _Response(NamedTuple):
         """What a is multiplied by to give its gradient through G, from the sums of du * a over the positions."""
         dn = sums * t.grn_weight
         dnorm = dn / self.mean - (dn * self.norm).mean(1, keepdim=True) / self.mean.square()
-        return dnorm / self.norm.clamp_min(torch.finfo(self.norm.dtype).tiny)
+        return torch.where(self.norm > 0, dnorm / self.norm, 0)  # torch.norm's own subgradient where all is zero
 
 
 class _Sums(NamedTuple):

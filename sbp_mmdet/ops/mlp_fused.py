@@ -104,7 +104,7 @@ def add_branch(t, branch, dtype):
     factor = t.gamma
     if t.factor is not None:
         factor = t.factor[:, None, None] if t.gamma is None else t.gamma * t.factor[:, None, None]
-    kinds = [dtype] + ([] if factor is None else [factor.dtype])
+    kinds = [dtype] + ([] if t.gamma is None else [t.gamma.dtype])  # the factor is in full precision, and a scalar
     shortcut = tokens_of(t.shortcut)
     dtype = functools.reduce(torch.promote_types, kinds, shortcut.dtype)
     out = empty_tokens(shortcut.shape, layout_of(t.shortcut), dtype, shortcut.device)

@@ -69,5 +69,6 @@ def in_range(g, gamma, dtype):
 
 @body
 def _in_range(g, dtype):
-    unit = 16 * torch.linalg.vector_norm(g, torch.inf, 0).clamp_min(torch.finfo(torch.float32).tiny)
+    largest = torch.linalg.vector_norm(g, torch.inf, 0, dtype=torch.float32)  # in fp16, tiny would be zero
+    unit = 16 * largest.clamp_min(torch.finfo(torch.float32).tiny)
     return (g / unit).to(dtype), unit

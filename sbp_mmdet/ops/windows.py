@@ -137,6 +137,7 @@ def forward(
         branch[:, chunk] = F.linear(windows.out(), layers.proj_weight, layers.proj_bias)
     branch = branch.index_select(1, layout.places)
     out = t.x + branch if t.factor is None else torch.addcmul(t.x, branch, t.factor[:, None, None])
+    out = out.to(torch.promote_types(t.x.dtype, settings.dtype))  # whatever the factor's precision
     if not any(needs):
         return out, None
     return out, WindowSaved(store(xhat, settings.storage, 1), rstd, t._replace(x=None))
