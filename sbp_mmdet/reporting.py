@@ -5,6 +5,7 @@ A table is data: columns, each with a head and what it says of a record, and rec
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ __all__ = [
     'compact',
     'format_bytes',
     'markdown_table',
+    'output_file',
     'panels',
     'save_picture',
     'text_table',
@@ -130,15 +132,26 @@ def add_outputs(parser: argparse.ArgumentParser, plot: bool = True) -> None:
         parser (ArgumentParser): Of the tool.
         plot (bool): With ``--plot``. Default: True.
     """
-    parser.add_argument('--json', type=_file, help='write the results here as well')
+    parser.add_argument('--json', type=output_file, help='write the results here as well')
     if plot:
-        parser.add_argument('--plot', type=_file, help='write a picture (PNG) here')
+        parser.add_argument('--plot', type=output_file, help='write a picture (PNG) here')
 
 
-def _file(text):
+def output_file(text: str) -> Path:
+    """``type=`` of an argument that names a file to write: what cannot be written is refused before anything runs.
+
+    Args:
+        text (str): The argument.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is a folder, or cannot be made where it is to lie.
+    """
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f'{path} is a folder; give the name of a file in it')
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f'{path} cannot be written: {there} is no folder to write in')
     return path
 
 

@@ -76,6 +76,22 @@ def test_gradients_while_images_are_dropped():
     assert max(errors.values()) < 1e-6
 
 
+class Longer(Rival):
+    """Its gradients are a tenth too long."""
+
+    def wrap(self, run, *, backend='inductor'):
+        def wrapped(x):
+            return 1.1 * run(x)
+
+        wrapped.graphs = []
+        return wrapped
+
+
+def test_a_rival_with_wrong_gradients_is_seen(monkeypatch):
+    monkeypatch.setitem(RIVALS, 'longer', Longer('longer', 'wrong'))
+    assert drawn_errors(['longer'], build, SHAPE, device='cpu')['longer'] == pytest.approx(0.1, rel=1e-3)
+
+
 @COMPILES
 def test_a_budget_that_draws_again_is_seen():
     errors = drawn_errors(['compile', 'compile-0.1'], build, SHAPE, device='cpu', backend=BACKEND)

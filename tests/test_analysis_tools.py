@@ -11,6 +11,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
+from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.masks import mask_generator, sample_mask, stage_masks
 
 ROOT = Path(__file__).parents[1]
@@ -119,15 +120,17 @@ def test_draw_masks_refuses_tiny_images(tmp_path):
 def test_show_predictions(project, tmp_path):
     out = tmp_path / 'folder' / 'picture.png'
     show_predictions.show_predictions(
-        str(project / 'config.py'), dict(prediction=str(project / 'model.pth')), out, num=2, threshold=0
+        load_config(project / 'config.py'), dict(prediction=str(project / 'model.pth')), out, num=2, threshold=0
     )
     picture = cv2.imread(str(out))
     assert picture is not None and picture.std() > 10
 
 
-def test_show_predictions_names_a_missing_file(project, monkeypatch):
-    with pytest.raises(SystemExit, match='none.pth: no such file'):
-        run(monkeypatch, show_predictions, project / 'config.py', 'none.pth', '--out', 'x.png')
+def test_show_predictions_names_a_missing_file(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, show_predictions, 'config.py', 'none.pth', '--out', 'x.png')
+    assert 'CHECKPOINT: none.pth does not exist' in capsys.readouterr().err
 
 
 def test_ground_truth_reads_every_kind_of_mask():

@@ -1,18 +1,30 @@
 """Tools say in one line what is wrong with their arguments, and what to do, before anything is measured."""
 
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CONFIGS, TOOLS
+from helpers import CONFIGS, ROOT, TOOLS
 
-sys.path[:0] = [str(TOOLS / 'analysis_tools')]
+sys.path[:0] = [str(TOOLS), str(TOOLS / 'analysis_tools')]
 import attention_study  # noqa: E402
 import benchmark_block  # noqa: E402
+import compare_models  # noqa: E402
 import draw_object_masks  # noqa: E402
+import gradient_norms  # noqa: E402
+import gradient_study  # noqa: E402
+import plan_memory  # noqa: E402
+import preflight  # noqa: E402
 import read_vit_onnx  # noqa: E402
+import results_table  # noqa: E402
 import run_under_cap  # noqa: E402
+import show_predictions  # noqa: E402
+import sweep  # noqa: E402
+import training_study  # noqa: E402
+import update_tables  # noqa: E402
 
 T = CONFIGS / 'sbp_convnext/mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py'
 VIT = CONFIGS / 'nuclei/mask-rcnn_sbp-vit-t_fpn_nuclei.py'
@@ -44,10 +56,85 @@ def refused(monkeypatch, capsys, tool, *words):
         ('--batch 0', 'batch=0 must be 1 or more'),
         ('--rounds -1', 'rounds=-1 must be 0 or more'),
         ('--device tpu', "device 'tpu' is unknown"),
+        ('--rounds 0 --plot x.png', '--rounds 0 measures none'),
+        ('--unit backbone --stage 2', '--stage [2] means nothing for --unit backbone'),
+        (f'--json {Path(__file__).name}/x.json', 'test_bad_arguments.py is no folder to write in'),
     ],
 )
 def test_block_benchmark(words, message, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parent)
     assert message in refused(monkeypatch, capsys, benchmark_block, '--arch', 'tiny', '--device', 'cpu', *words.split())
+
+
+@pytest.mark.parametrize('tool', [show_predictions, compare_models, gradient_study, gradient_norms])
+def test_devices_that_are_not_there(tool, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    said = refused(monkeypatch, capsys, tool, T, 'a.pth', 'b.pth', '--device', 'cuda')
+    assert "device 'cuda': torch sees no GPU; give 'cpu'" in said
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ("_base_ = 'nowhere.py'", 'nowhere.py'),
+        ('model = dict(', 'SyntaxError'),
+        ('model = 1 / 0', 'ZeroDivisionError'),
+    ],
+)
+def test_a_config_that_cannot_be_read(content, message, tmp_path, monkeypatch, capsys):
+    file = tmp_path / 'broken.py'
+    file.write_text(content)
+    said = refused(monkeypatch, capsys, plan_memory, file, '--budget', '8GiB')
+    assert said.startswith(f'config file {file}: ') and message in said
+    with pytest.raises(preflight.PreflightError, match=message):
+        preflight.load_config(str(file))
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        ('--budget 8', '8'),
+        ('--missing', '--missing needs --json'),
+        ('--json broken.json', 'Expecting'),
+    ],
+)
+def test_sweep(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'broken.json').write_text('{"case": ')
+    monkeypatch.setattr(sweep, 'ask', None)  # nothing is measured
+    assert message in refused(monkeypatch, capsys, sweep, T, *words.split())
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'), [(None, 'results/x.json'), ('{', 'JSONDecodeError'), ('{}', "KeyError: 'machine'")]
+)
+def test_tables_without_results(content, message, tmp_path, monkeypatch, capsys):
+    """No page is changed where one cannot be."""
+    pages = [tmp_path / name for name in ('good.md', 'bad.md')]
+    (tmp_path / 'results').mkdir()
+    shutil.copy(ROOT / 'docs/results/nuclei_sgd.json', tmp_path / 'results/good.json')
+    for page, file in zip(pages, ('good', 'x'), strict=True):
+        page.write_text(f'<!-- table: results/{file}.json -->\nold\n<!-- end -->\n')
+    if content:
+        (tmp_path / 'results/x.json').write_text(content)
+    said = refused(monkeypatch, capsys, update_tables, *pages)
+    assert 'bad.md: no table can be made of results/x.json' in said and message in said
+    assert 'old' in pages[0].read_text()
+    assert 'nowhere.md' in refused(monkeypatch, capsys, update_tables, 'nowhere.md')
+
+
+def test_results_where_one_page_has_no_place_for_them(tmp_path, monkeypatch, capsys):
+    pages = [tmp_path / name for name in ('good.md', 'bad.md')]
+    pages[0].write_text('<!-- results: coco -->\nold\n<!-- end -->\n')
+    pages[1].write_text('nothing')
+    words = ROOT / 'experiments/coco.py', '--work-dir', tmp_path / 'none', '--write', *pages
+    assert 'bad.md has no marker' in refused(monkeypatch, capsys, results_table, *words)
+    assert 'old' in pages[0].read_text()
+
+
+def test_training_study(tmp_path, monkeypatch, capsys):
+    words = ROOT / 'experiments/nuclei.py', '--work-dir', tmp_path, '--commit', 'abc'
+    assert '--commit is for --no-run' in refused(monkeypatch, capsys, training_study, *words)
 
 
 @pytest.mark.parametrize(

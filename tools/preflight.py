@@ -41,15 +41,15 @@ def load_config(path: str, options: dict | None = None) -> Config:
         Config: The config, overrides merged.
 
     Raises:
-        PreflightError: If there is no such file, or it inherits from a package that is not installed.
+        PreflightError: If there is no such file, or it cannot be read with these overrides.
     """
     if not Path(path).is_file():
         raise PreflightError(f'config file {path} does not exist (working folder: {Path.cwd()}); check the path')
     try:
         config = Config.fromfile(path)
-    except ModuleNotFoundError as error:
-        raise PreflightError(f'config file {path}: {error}') from error
-    config.merge_from_dict(options or {})
+        config.merge_from_dict(options or {})
+    except Exception as error:  # a config is a program: whatever it may raise
+        raise PreflightError(f'config file {path}: {type(error).__name__}: {error}') from error
     return config
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..surgery import model_hooks
 from .batch import at_the_first_step, build_batch, proposals_of_a_trained_rpn
 from .cuda_rules import autocast_rules, cuda_kernels
-from .device import noting, use_device
+from .device import check_device, noting, use_device
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
 from .inputs import inputs_of
@@ -134,16 +134,7 @@ def check_case(*, batch: int, boxes: int, rounds: int, device: str, least_rounds
     for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0), ('rounds', rounds, least_rounds)):
         if value < least:
             raise ValueError(f'{name}={value} must be {least} or more')
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = None
-    if kind not in ('cpu', 'cuda'):
-        raise ValueError(f"device {device!r} is unknown; give 'cpu' or 'cuda'")
-    if kind == 'cuda' and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r}: torch sees no GPU; 'cpu' counts the same bytes")
-    if kind == 'cuda' and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise ValueError(f'device {device!r}: torch sees {torch.cuda.device_count()} GPUs, counted from 0')
+    check_device(device)
 
 
 @contextlib.contextmanager

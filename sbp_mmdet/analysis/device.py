@@ -1,12 +1,13 @@
 """The device that something is measured on: which one it is, and whether something fits into it."""
 
+import argparse
 import contextlib
 import gc
 from collections.abc import Callable
 
 import torch
 
-__all__ = ['if_it_fits', 'is_out_of_memory', 'noting', 'use_device']
+__all__ = ['NoDevice', 'check_device', 'if_it_fits', 'is_out_of_memory', 'noting', 'use_device']
 
 # What libraries say that could not get their workspace.
 _OUT_OF_MEMORY = (
@@ -33,6 +34,35 @@ def use_device(device: torch.device | str) -> torch.device:
         device = torch.device('cuda', torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device
+
+
+def check_device(device: str) -> str:
+    """Refuses a device that is not there; also ``type=`` of an argument.
+
+    Args:
+        device (str): 'cpu', 'cuda' or 'cuda:N'.
+
+    Returns:
+        str: The same.
+
+    Raises:
+        NoDevice: Naming it and what is there. It is a ValueError.
+    """
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = None
+    if kind not in ('cpu', 'cuda'):
+        raise NoDevice(f"device {device!r} is unknown; give 'cpu' or 'cuda'")
+    if kind == 'cuda' and not torch.cuda.is_available():
+        raise NoDevice(f"device {device!r}: torch sees no GPU; give 'cpu'")
+    if kind == 'cuda' and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise NoDevice(f'device {device!r}: torch sees {torch.cuda.device_count()} GPUs, counted from 0')
+    return device
+
+
+class NoDevice(ValueError, argparse.ArgumentTypeError):
+    """There is no such device."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

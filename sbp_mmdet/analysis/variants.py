@@ -68,9 +68,9 @@ def load_config(path: str, options: dict | None = None) -> Config:
         raise ValueError(f'config file {file} does not exist (working folder: {Path.cwd()}); check the path')
     try:
         config = Config.fromfile(file, import_custom_modules=False)
-    except ModuleNotFoundError as error:  # of the package that it inherits from
-        raise ValueError(f'{path}: {error}') from error
-    config.merge_from_dict(options or {})
+        config.merge_from_dict(options or {})
+    except Exception as error:  # a config is a program: whatever it may raise
+        raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
     for name in imports_of(config):

@@ -232,8 +232,8 @@ def metafile(experiment: Experiment, measured: Mapping, folder: Path) -> str:
     return '\n\n'.join(models)
 
 
-def fill(path: Path, experiment: Experiment, measured: Mapping) -> int:
-    """Writes the tables of a page anew, between ``<!-- results: NAME -->`` or ``<!-- results: NAME short -->`` and
+def fill(path: Path, experiment: Experiment, measured: Mapping) -> tuple[str, int]:
+    """A page with its tables made anew, between ``<!-- results: NAME -->`` or ``<!-- results: NAME short -->`` and
     ``<!-- end -->``; in ``metafile.yml`` between ``# results: NAME`` and ``# end``.
 
     Args:
@@ -242,7 +242,7 @@ def fill(path: Path, experiment: Experiment, measured: Mapping) -> int:
         measured (Mapping): Of :func:`read_trained`.
 
     Returns:
-        int: Tables written.
+        tuple[str, int]: The text of the page, and how many tables there are.
 
     Raises:
         ValueError: If the page has no such marker.
@@ -260,5 +260,4 @@ def fill(path: Path, experiment: Experiment, measured: Mapping) -> int:
         text, n = block.subn(table, text)
     if not n:
         raise ValueError(f'{path} has no marker for results of {experiment.name!r}, such as <!-- results: NAME -->')
-    path.write_text(text)
-    return n
+    return text, n

@@ -77,6 +77,10 @@ def read_presets(args, family):
     """Those that are measured. Raises a ValueError for all that cannot be, before anything is."""
     check_case(batch=args.batch, boxes=0, rounds=args.rounds, device=args.device)
     parse_keep_ratio(args.keep_ratio)
+    if args.plot and not args.rounds:
+        raise ValueError('--plot draws times, and --rounds 0 measures none; give --rounds 1 or more')
+    if args.stage and args.unit == 'backbone':
+        raise ValueError(f'--stage {args.stage} means nothing for --unit backbone; leave it out')
     last = family.stages if args.unit == 'backbone' else max(args.stage or [family.stages])
     for stage in args.stage or ():
         if not 1 <= stage <= family.stages:

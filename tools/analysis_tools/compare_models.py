@@ -26,6 +26,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from mmengine.utils import ProgressBar
 
+from sbp_mmdet.analysis.device import check_device
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import add_outputs, write_outputs
@@ -50,7 +51,7 @@ def parse_args():
     parser.add_argument('--score-thr', type=float, default=0.5, help='lowest score that counts as found (default 0.5)')
     parser.add_argument('--num', type=int, help='images, the first of the test set (default: all)')
     parser.add_argument('--weights-only', action='store_true', help='compare weights; needs no images')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the configs')
     add_outputs(parser)
     return parser, parser.parse_args()

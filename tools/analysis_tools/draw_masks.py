@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from sbp_mmdet.masks import SAMPLERS, mask_generator, stage_masks
-from sbp_mmdet.reporting import panels, save_picture
+from sbp_mmdet.reporting import output_file, panels, save_picture
 
 __all__ = ['base_mask', 'dim', 'draw_masks', 'show', 'stage_sizes']
 
@@ -126,7 +126,7 @@ def draw_masks(image, out, keep_ratio=0.5, samplers=('grid',), seed=0, steps=1, 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--image', required=True, help='image to draw over')
-    parser.add_argument('--out', required=True, help='picture to write')
+    parser.add_argument('--out', type=output_file, required=True, help='picture to write')
     parser.add_argument('--keep-ratio', type=float, default=0.5, help='default 0.5')
     parser.add_argument('--sampler', choices=SAMPLERS, nargs='+', default=['grid'], help='one or both (default grid)')
     parser.add_argument('--seed', type=int, default=0, help='default 0')

@@ -7,7 +7,6 @@ channels of a position. Above each mask stands the share of the energy at the po
 """
 
 import argparse
-from pathlib import Path
 
 import numpy as np
 from draw_masks import dim, show
@@ -16,7 +15,7 @@ from PIL import Image
 
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.masks import mask_generator, object_mask, sample_mask
-from sbp_mmdet.reporting import panels, save_picture
+from sbp_mmdet.reporting import output_file, panels, save_picture
 from sbp_mmdet.settings import SBPSettings
 from sbp_mmdet.study.gradients import exact_pass
 from sbp_mmdet.study.subject import build_model, train_batches
@@ -85,7 +84,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--checkpoint', help="weights (default: the config's load_from, or its start)")
-    parser.add_argument('--out', type=Path, required=True, help='picture to write')
+    parser.add_argument('--out', type=output_file, required=True, help='picture to write')
     parser.add_argument('--images', type=int, default=3, help='one row each (default: 3)')
     parser.add_argument('--stage', type=int, default=2, help='whose output; of those that the neck gets (default: 2)')
     parser.add_argument('--keep-ratio', type=float, default=0.5, help='default: 0.5')

@@ -9,6 +9,8 @@ channel (deviations, scales) are left out: they take below 2 % of a unit each.
 import argparse
 from pathlib import Path
 
+from sbp_mmdet.reporting import output_file
+
 # Tensors of a block in the order of the forward pass, and their channels in units of C.
 TENSORS = {
     'input': 1,
@@ -87,7 +89,7 @@ def draw(path: Path) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=Path, required=True, help='a PNG file')
+    parser.add_argument('--out', type=output_file, required=True, help='a PNG file')
     draw(parser.parse_args().out)
 
 

@@ -17,6 +17,7 @@ import torch
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
+from sbp_mmdet.analysis.device import check_device
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import add_outputs, compact, write_outputs
@@ -40,7 +41,7 @@ def parse_args():
     parser.add_argument('--no-disjoint', action='store_true', help='without the extreme cases; some families have none')
     parser.add_argument('--lr', type=float, help="learning rate (default: the config's)")
     parser.add_argument('--warmup', type=int, default=10, help='steps over which it grows linearly (default: 10)')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     add_outputs(parser)
     return parser, parser.parse_args()

@@ -17,6 +17,7 @@ import torch
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 
+from sbp_mmdet.analysis.device import check_device
 from sbp_mmdet.analysis.variants import load_config
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import add_outputs, compact, write_outputs
@@ -52,7 +53,7 @@ def parse_args():
     parser.add_argument(
         '--setting', action='append', default=[], help="one more: 'label: keep_ratio=0.25 sampler=random'; may repeat"
     )
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     add_outputs(parser)
     return parser, parser.parse_args()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from sbp_mmdet.reporting import output_file
+
 # Name of an operation to the name of its weight, without what stands before 'encoder'.
 _MATRIX = re.compile(r'.*/(encoder)/(layer)\.(\d+)/(.+)/MatMul$')
 
@@ -63,7 +65,7 @@ def _position_embedding(graph, values):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('onnx', type=Path, help='the file')
-    parser.add_argument('--out', type=Path, required=True, help='checkpoint to write')
+    parser.add_argument('--out', type=output_file, required=True, help='checkpoint to write')
     args = parser.parse_args()
     try:
         weights = read(args.onnx)

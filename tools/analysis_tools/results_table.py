@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import add_outputs, write_outputs
+from sbp_mmdet.resume import AtomicBackend
 from sbp_mmdet.study.experiments import read_experiment
 from sbp_mmdet.study.paper_table import fill, paper_text, read_trained
 from sbp_mmdet.study.trainings import read_log
@@ -56,8 +57,9 @@ def main():
             raise ValueError(f'{args.experiment} has no values of a paper; training_study.py --no-run shows its table')
         work_dir = args.work_dir or Path('work_dirs', experiment.name)
         measured, notes = read_trained(experiment, folders(experiment, work_dir, args.log))
-        for page in args.write:
-            print(f'{page}: {fill(page, experiment, measured)} tables')
+        for page, (text, n) in {page: fill(page, experiment, measured) for page in args.write}.items():
+            AtomicBackend().put_text(text, page)
+            print(f'{page}: {n} tables')
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print('\n'.join([paper_text(experiment, measured), *notes]))

@@ -15,10 +15,15 @@ from matplotlib import patheffects
 from matplotlib.patches import Patch, Rectangle
 from mmdet.apis import inference_detector, init_detector
 from mmdet.registry import DATASETS
-from mmengine.config import Config
 from pycocotools import mask as mask_utils
 
-from sbp_mmdet.reporting import panels, save_picture
+from sbp_mmdet.analysis.device import check_device
+from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.reporting import output_file, panels, save_picture
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+from checkpoints import check_checkpoint  # noqa: E402
+from preflight import check_config  # noqa: E402
 
 __all__ = ['draw_objects', 'ground_truth', 'predictions', 'show_predictions']
 
@@ -84,14 +89,13 @@ def show_predictions(config, checkpoints, out, num=6, threshold=0.5, device='cpu
     """Write a picture: `num` validation images, for each the ground truth and the prediction of each checkpoint.
 
     Args:
-        config (str): an mmdet config.
+        config (Config): of mmdet.
         checkpoints (dict[str, str]): title to checkpoint; one, or several models side by side.
         out (str | Path): picture to write.
         num (int): number of images, spread over the set. Defaults to 6.
         threshold (float): lowest score that is drawn. Defaults to 0.5.
         device (str): where the model runs. Defaults to 'cpu'.
     """
-    config = Config.fromfile(config)
     models = [init_detector(config, checkpoint, device=device) for checkpoint in checkpoints.values()]
     titles = ('ground truth', *checkpoints)
     dataset = DATASETS.build(dict(config.val_dataloader.dataset, test_mode=True))
@@ -124,21 +128,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config')
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help='several are drawn side by side')
-    parser.add_argument('--out', required=True, help='picture to write')
+    parser.add_argument('--out', type=output_file, required=True, help='picture to write')
     parser.add_argument('--num', type=int, default=6, help='number of validation images (default 6)')
     parser.add_argument('--score-thr', type=float, default=0.5, help='lowest score that is drawn (default 0.5)')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args()
-    for path in (args.config, *args.checkpoints):
-        if not Path(path).is_file():
-            sys.exit(f'error: {path}: no such file')
     if args.num < 1:
-        sys.exit(f'error: --num {args.num}: must be 1 or more')
+        parser.error(f'--num {args.num} must be 1 or more')
+    try:
+        config = load_config(args.config)
+        check_config(config, ('val',))
+        for checkpoint in args.checkpoints:
+            check_checkpoint(checkpoint, 'CHECKPOINT', config, all_weights=True)
+    except ValueError as error:
+        parser.error(str(error))
     names = [Path(path).parent.name for path in args.checkpoints] if args.checkpoints[1:] else ['prediction']
     if len(set(names)) < len(names):
-        sys.exit(f'error: the folders of the checkpoints must have different names, not {names}')
+        parser.error(f'the folders of the checkpoints must have different names, not {names}')
     checkpoints = dict(zip(names, args.checkpoints, strict=True))
-    show_predictions(args.config, checkpoints, args.out, args.num, args.score_thr, args.device)
+    show_predictions(config, checkpoints, args.out, args.num, args.score_thr, args.device)
 
 
 if __name__ == '__main__':

@@ -25,6 +25,7 @@ import mmdet
 import mmdet.models  # noqa: F401  what every config needs is imported once, before the processes part
 
 import sbp_mmdet.analysis.detector  # noqa: F401
+from sbp_mmdet.analysis.planner import parse_bytes
 from sbp_mmdet.provenance import describe_machine
 from sbp_mmdet.reporting import add_outputs, write_outputs
 
@@ -130,9 +131,16 @@ def read_answer(output: str, errors: str) -> str:
 def main():
     parser, args = parse_args()
     case = dict(budget=args.budget, limit_s=args.limit)
-    known = {}
-    if args.json and Path(args.json).exists():
-        found = json.loads(Path(args.json).read_text())
+    known, found = {}, {}
+    try:
+        parse_bytes(args.budget)
+        if args.missing and not args.json:
+            raise ValueError('--missing needs --json, the file with the answers that there are')
+        if args.json and args.json.exists():
+            found = json.loads(args.json.read_text())
+    except ValueError as error:
+        parser.error(str(error))
+    if found:
         if found.get('case') != case:
             parser.error(f'--json {args.json} is of {found.get("case")}, and not of {case}; give another --json')
         known = {row['config']: row for row in found['rows']}

@@ -75,6 +75,8 @@ def main():
     try:
         if args.jobs < 1 or (args.gpus or 0) < 0:
             raise ValueError(f'--jobs {args.jobs} must be 1 or more, --gpus {args.gpus} 0 or more')
+        if args.commit and not args.no_run:
+            raise ValueError('--commit is for --no-run: what is trained now names its own')
         experiment = read(args)
         work_dir = args.work_dir or Path('work_dirs', experiment.name)
         trainings = plan(experiment, work_dir, args.labels, args.seeds)
@@ -91,7 +93,7 @@ def main():
     launcher = Launcher(TOOLS, experiment.gpus, args.slurm)
     try:
         results = run_all(trainings, launcher, args.jobs, threads, bar.update)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         sys.exit(f'\n{error}')
     report(args, experiment, results)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sbp_mmdet.analysis.report import markdown, steps_markdown
 from sbp_mmdet.reporting import Column, format_bytes, markdown_table
+from sbp_mmdet.resume import AtomicBackend
 from sbp_mmdet.study.accuracy import accuracy_markdown
 from sbp_mmdet.study.report import norms_table, study_table
 
@@ -91,14 +92,22 @@ def _rows(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('files', nargs='+', type=Path, help='Markdown files')
-    for path in parser.parse_args().files:
-        text = path.read_text()
+    files, pages = parser.parse_args().files, {}
+    for path in files:
 
         def fill(match, path=path):
-            return match[1] + table(json.loads((path.parent / match[2]).read_text())) + match[3]
+            try:
+                return match[1] + table(json.loads((path.parent / match[2]).read_text())) + match[3]
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                parser.error(f'{path}: no table can be made of {match[2]}: {type(error).__name__}: {error}')
 
-        path.write_text(BLOCK.sub(fill, text))
-        print(f'{path}: {len(BLOCK.findall(text))} tables')
+        try:
+            pages[path] = BLOCK.subn(fill, path.read_text())
+        except OSError as error:
+            parser.error(str(error))
+    for path, (text, number) in pages.items():
+        AtomicBackend().put_text(text, path)
+        print(f'{path}: {number} tables')
 
 
 if __name__ == '__main__':
