@@ -12,12 +12,13 @@ for all passes inside of its ``with``; :class:`.object_masks.ObjectMasksHook` pu
 import collections
 import contextlib
 import contextvars
+import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from mmengine.dist import get_rank
-from mmengine.logging import MessageHub
+from mmengine.logging import MessageHub, print_log
 from torch import Tensor
 
 from .masks import Positions, mask_generator, object_mask, positions, stage_masks
@@ -83,6 +84,19 @@ class Thinned(Protocol):
 
     def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """(height, width) of each stage's map for images of a size in pixels; a stage halves the one before it."""
+
+
+def warn_where_frozen(backbone: Thinned) -> None:
+    """Logs, once, that SBP thins out nothing because all of its layers are frozen.
+
+    Args:
+        backbone (Thinned): A backbone that begins to train.
+    """
+    asked = backbone.sbp is not None and backbone.sbp.layer_ratios()
+    if asked and not backbone.keep_ratios() and not getattr(backbone, '_told_of_frozen_layers', False):
+        backbone._told_of_frozen_layers = True
+        text = f'{type(backbone).__name__}: all layers that sbp_cfg thins out are frozen, so it changes nothing'
+        print_log(text, logger='current', level=logging.WARNING)
 
 
 _OBJECTS = contextvars.ContextVar('objects', default=None)

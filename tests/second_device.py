@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._to_copy.default, aten.copy.default)
@@ -43,7 +43,7 @@ class Elsewhere(Tensor):
 
 
 def _run(func, args, kwargs):
-    leaves = tree_leaves((args, kwargs))
+    leaves = tree_flatten((args, kwargs))[0]
     elsewhere = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
     here = [leaf for leaf in leaves if type(leaf) is not Elsewhere and isinstance(leaf, Tensor) and leaf.dim()]
     there = bool(elsewhere)

@@ -9,10 +9,12 @@ import torch.utils.checkpoint as cp
 from oracles import image, small_backbone
 from torch import nn
 
+from sbp_mmdet import SBPSwinTransformer, SBPViT, draws
 from sbp_mmdet.draws import Thinned
 from sbp_mmdet.masks import mask_generator, sample_mask
 from sbp_mmdet.shared_draws import LayerDraws, MapDraws
 
+TINY_VIT = dict(num_layers=3, embed_dims=12, num_heads=3)
 RANDOM = dict(sampler='random', keep_ratio=[0.25, 0.5, 1, 0.5, 0.75])
 
 
@@ -41,6 +43,26 @@ class Model(nn.Module):
         if torch.is_grad_enabled():
             self.seen.append(self.draws.of(self.layer).keep)
         return (x * self.weight).sum().square()
+
+
+@pytest.mark.parametrize(
+    'build',
+    [
+        lambda frozen: small_backbone({}, frozen_stages=frozen),
+        lambda frozen: SBPViT(
+            dict(num_layers=3, embed_dims=12, num_heads=3), img_size=64, sbp_cfg={}, frozen_blocks=frozen
+        ),
+        lambda frozen: SBPSwinTransformer(depths=(1, 1, 1, 1), frozen_stages=frozen, sbp_cfg={}),
+    ],
+)
+def test_frozen_layers_are_told_of_once(build, monkeypatch):
+    told = []
+    monkeypatch.setattr(draws, 'print_log', lambda text, **options: told.append(text))
+    build(1).train()
+    assert not told
+    backbone = build(3).train()
+    backbone.eval().train()
+    assert told == [f'{type(backbone).__name__}: all layers that sbp_cfg thins out are frozen, so it changes nothing']
 
 
 def same(a, b):

@@ -7,7 +7,7 @@ from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from ..draws import Drawn, Draws
+from ..draws import Drawn, Draws, warn_where_frozen
 from ..settings import SBPSettings
 from .convnext_layers import ConvNeXtBlock, Downsample, Stem, build_norm, compile_bodies
 from .weights import rename_weights
@@ -230,6 +230,8 @@ class SBPConvNeXt(BaseModule):
         """As ``nn.Module.train``; frozen stages stay in evaluation mode."""
         super().train(mode)
         self._freeze_stages()
+        if mode:
+            warn_where_frozen(self)
         return self
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:

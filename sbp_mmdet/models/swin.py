@@ -7,7 +7,7 @@ from mmdet.models.backbones import SwinTransformer
 from mmdet.registry import MODELS
 from torch import Tensor
 
-from ..draws import Drawn
+from ..draws import Drawn, warn_where_frozen
 from ..settings import SBPSettings
 from .swin_layers import ThinSwinBlock
 from .thin import thin_out
@@ -84,4 +84,6 @@ class SBPSwinTransformer(SwinTransformer):
     def train(self, mode: bool = True) -> 'SBPSwinTransformer':
         """As ``nn.Module.train``; frozen stages stay in evaluation mode."""
         super().train(mode)
+        if mode:
+            warn_where_frozen(self)
         return self

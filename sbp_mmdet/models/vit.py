@@ -8,7 +8,7 @@ from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from ..draws import Drawn, Draws
+from ..draws import Drawn, Draws, warn_where_frozen
 from ..ops.tokens import token_positions
 from ..settings import SBPSettings
 from .convnext_layers import LayerNorm2d, compile_bodies
@@ -235,6 +235,8 @@ class SBPViT(BaseModule):
         """As ``nn.Module.train``; frozen blocks stay in evaluation mode."""
         super().train(mode)
         self._freeze_blocks()
+        if mode:
+            warn_where_frozen(self)
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
