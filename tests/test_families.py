@@ -189,8 +189,9 @@ def test_memory_lab(project, monkeypatch, tmp_path):
 @pytest.mark.parametrize('unit', ['mlp', 'block', 'backbone'])
 def test_block_benchmark(unit, family, monkeypatch, tmp_path):
     out = tmp_path / 'rows.json'
-    words = ['--family', 'Toy', '--unit', unit, '--stage', 1, '--size', 64, 64, '--rounds', 1, '--gradients']
-    typed(monkeypatch, benchmark_block, *words, '--device', 'cpu', '--json', out)
+    words = ['--family', 'Toy', '--unit', unit, '--size', 64, 64, '--rounds', 1, '--gradients', '--device', 'cpu']
+    words += [] if unit == 'backbone' else ['--stage', 1]
+    typed(monkeypatch, benchmark_block, *words, '--json', out)
     rows = {row['preset']: row for row in json.loads(out.read_text())['rows']}
     assert list(rows) == list(TOY.presets)
     assert rows['fused']['saved_bytes'] < rows['none']['saved_bytes']
