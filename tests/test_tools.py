@@ -52,7 +52,7 @@ def test_missing_config(tmp_path, monkeypatch):
 
 def test_config_of_a_package_that_is_missing(tmp_path):
     (tmp_path / 'child.py').write_text("_base_ = 'mmrazor::no/such.py'")
-    with pytest.raises(PreflightError, match='child.py: mmrazor is not installed'):
+    with pytest.raises(PreflightError, match='child.py: ModuleNotFoundError: mmrazor is not installed'):
         preflight.load_config(str(tmp_path / 'child.py'))
 
 
