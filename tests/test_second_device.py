@@ -21,7 +21,7 @@ def on_second_device(*words, check=True):
         ('test_ops_operation', 'test_operation'),
         ('test_ops_images', 'smaller_batch or (multiplying_by_zero and reference)'),
         ('test_swin', 'mmdets and reference or images_that_are_left_out'),
-        ('test_vit', 'forms_of_the_backbone or images_that_are_left_out or head'),
+        ('test_vit', 'definition and (fused or head) or images_that_are_left_out'),
     ],
 )
 def test_nothing_is_mixed(file, names):
