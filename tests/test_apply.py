@@ -86,46 +86,6 @@ def test_what_the_hook_says():
     assert not SBPHook(keep_ratio=1.0, storage='int8').exact and not SBPHook.exact
 
 
-def test_student_and_teacher():
-    pair = nn.ModuleDict(dict(student=Mean(small_swin()), teacher=Mean(small_swin())))
-    alone, x = small_swin(), image(2, 37, 52)
-    expected = apply_sbp(alone)
-    report = apply_sbp(pair)
-    assert report.changed == {
-        f'{who}.{name}': done for who in ('student', 'teacher') for name, done in expected.changed.items()
-    }
-    expected = gradients(alone, x)
-    for backbone in (pair['student'].backbone, pair['teacher'].backbone):
-        assert_alike(gradients(backbone, x), expected)
-    remove_sbp(pair)
-    assert not isinstance(pair['teacher'].backbone.stages[0].blocks[0], Thin)
-
-
-def test_a_backbone_inside_of_another():
-    class Wrapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = small_swin()
-
-        def forward(self, x):
-            return self.inner(x=x)
-
-    model, alone, x = Mean(Wrapped()), small_swin(), image(2, 37, 52)
-    assert apply_sbp(model).changed == apply_sbp(alone).changed
-    assert_alike(gradients(model.backbone.inner, x), gradients(alone, x))
-    found, expected = gradients(model.backbone, x), gradients(alone, x)  # which names its images
-    assert_alike((found[0], {n.removeprefix('inner.'): g for n, g in found[1].items()}), expected)
-
-
-def test_frozen_stages_are_named():
-    report = apply_sbp(small_swin(frozen_stages=3))
-    frozen = [name for name, reason in report.left.items() if reason == 'frozen']
-    assert {'patch_embed', 'stages.0.blocks.0', 'stages.1.blocks.0', 'stages.2.blocks.1'} <= {*frozen}
-    assert not any('gradients' in done for done in report.changed.values())
-    report = apply_sbp(small_swin(frozen_stages=1))
-    assert 'patch_embed' in report.left and report.changed['stages.1.blocks.0'].startswith('gradients from 0.5')
-
-
 def test_averages_copy_a_model_that_was_changed():
     model, x = small_swin(), image(2, 37, 52)
     apply_sbp(model, {})

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from mmcv.cnn import ConvModule
-from mmdet.models.backbones import SwinTransformer
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.necks import FPN
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead, FeatureRelayHead
@@ -19,7 +18,7 @@ from oracles import SMALL, assert_near, image, loss_of, oracle_convnext, relativ
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sbp_mmdet import SBPSwinTransformer, apply_sbp, draws, shared_draws
+from sbp_mmdet import draws, shared_draws
 from sbp_mmdet.analysis import saved_bytes
 from sbp_mmdet.masks import mask_generator, positions, sample_mask, stage_masks
 from sbp_mmdet.models import heads
@@ -179,50 +178,6 @@ def test_lateral_convolutions_follow_backbones_that_draw_each_stage_for_itself(d
     for size, mask in zip(sizes, expected, strict=True):
         kept = draws.of(torch.empty(1, 1, *size), as_backbone=True).keep
         assert torch.equal(kept, mask.flatten().nonzero().flatten())
-
-
-@pytest.mark.parametrize('first', ['backbone', 'neck'])
-def test_lateral_convolutions_follow_a_backbone_that_is_changed_in_place(first, iteration):
-    iteration(3)
-
-    def swin(**options):
-        sizes = dict(embed_dims=3, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1), window_size=3, mlp_ratio=2)
-        return options.pop('kind', SwinTransformer)(**sizes, drop_path_rate=0, **options).double()
-
-    kept = []
-    for backbone in (swin(kind=SBPSwinTransformer, sbp_cfg=dict(HALF)), swin()):
-        model = Detector()
-        model.backbone = backbone
-        model.train()
-        if kept and first == 'backbone':
-            apply_sbp(model, dict(HALF))
-        sbp_modules(model, MODULES, **HALF)
-        if kept and first == 'neck':
-            apply_sbp(model, dict(HALF))
-        backbone(image(1, *SIZE))
-        draws = model.neck.lateral_convs[0].conv._sbp_draws
-        kept.append([draws.of(torch.empty(1, 1, *size), as_backbone=True).keep for size in ((18, 26), (9, 13))])
-    stage1 = stage_masks([(18, 26), (9, 13), (5, 7)], *HALF.values(), mask_generator(torch.initial_seed(), 0, 3))[0]
-    assert torch.equal(kept[0][0], stage1.flatten().nonzero().flatten())
-    for own, in_place in zip(*kept, strict=True):
-        assert torch.equal(own, in_place)
-
-
-def test_a_student_beside_a_teacher(iteration):
-    """Each draws by the passes of its own backbone; masks that no pass has begun are an error."""
-    iteration(3)
-    pair = nn.ModuleDict(dict(student=Detector(dict(HALF)), teacher=Detector(dict(HALF))))
-    alone, x = Detector(dict(HALF)), image(1, *SIZE)
-    names = ['student.rpn_head', 'teacher.rpn_head']
-    assert sbp_modules(pair, names, **RANDOM) == names
-    sbp_modules(alone, ['rpn_head'], **RANDOM)
-    expected = gradients(alone, x)
-    for model in pair.values():
-        assert_near(gradients(model, x), expected, 1e-12)
-    other = Detector()
-    sbp_modules(other, ['rpn_head'])
-    with pytest.raises(ValueError, match='no pass of SBPConvNeXt has begun.*call the backbone itself'):
-        other.neck(other.backbone.forward(x)) and other.rpn_head([torch.ones(1, 6, 4, 4).double()])
 
 
 def test_evaluation_and_passes_without_gradients_stay_plain(monkeypatch):
