@@ -129,11 +129,16 @@ def detectors(model: nn.Module) -> dict[str, nn.Module]:
             training.
 
     Returns:
-        dict[str, nn.Module]: By name: the model itself (''), or those inside of it; none for a backbone.
+        dict[str, nn.Module]: By name: the model itself (''), or those inside of it, but not inside of one another; none
+        for a backbone.
     """
     model = unwrapped(model)
-    found = {name: m for name, m in model.named_modules() if 'backbone' in m._modules}
-    return {'': model} if '' in found else found
+    found = {}
+    for name, module in model.named_modules():  # the outer ones first; a backbone may be made of one
+        inside = any(not outer or name.startswith(f'{outer}.') for outer in found)
+        if 'backbone' in module._modules and not inside:
+            found[name] = module
+    return found
 
 
 class ModelHook(Hook):

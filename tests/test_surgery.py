@@ -126,6 +126,8 @@ def test_the_detector_inside_of_test_time_augmentation():
     assert detectors(whole) == {'': detector} and detectors(detector.backbone) == {}
     pair = nn.ModuleDict(dict(student=detector, teacher=copy.deepcopy(detector)))
     assert detectors(pair) == dict(student=pair['student'], teacher=pair['teacher'])
+    pair['student'].backbone = nn.ModuleDict(dict(backbone=nn.Identity()))  # a wrapper of a backbone
+    assert detectors(pair) == dict(student=pair['student'], teacher=pair['teacher'])
 
 
 @pytest.mark.parametrize('names', [[], ['']])
