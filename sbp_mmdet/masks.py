@@ -315,17 +315,11 @@ def _indices(mask, nearest):
 
 def _spread(number: Tensor) -> Tensor:
     """Fills entries of -1 of maps (N, height, width) from their neighbours until none is left."""
-    border = (1, 1, 1, 1)
-    padded, row = F.pad(number, border, value=-1), number.shape[2] + 2
-    flat = padded.view(-1)
-    empty = F.pad(number < 0, border).flatten().nonzero().squeeze(1)
-    # First the other half of a pair of columns: so each kept position of a checkerboard goes with one dropped.
-    side = empty % row % 2 * 2 - 1
-    while len(empty):
-        found = flat[empty + side]
-        for step in (-side, -row, row):
-            found = torch.where(found < 0, flat[empty + step], found)
-        flat[empty] = found
-        left = found < 0
-        empty, side = empty[left], side[left]
-    return padded[:, 1:-1, 1:-1]
+    odd = torch.arange(number.shape[2]) % 2 == 1
+    while (number < 0).any():
+        around = F.pad(number, (1, 1, 1, 1), value=-1)
+        left, right, above, below = around[:, 1:-1, :-2], around[:, 1:-1, 2:], around[:, :-2, 1:-1], around[:, 2:, 1:-1]
+        # First the other half of a pair of columns: so each kept position of a checkerboard goes with one dropped.
+        for neighbour in (torch.where(odd, left, right), torch.where(odd, right, left), above, below):
+            number = torch.where(number < 0, neighbour, number)
+    return number
