@@ -34,8 +34,8 @@ def test_paths(text, expected):
 
 def test_paths_of_the_working_folder_and_deep_down(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    node = dict(a=[f'{tmp_path}/work/x.pth', 1, None], b=(dict(c=f'{tmp_path}/y/z.py'),))
-    assert portable(node) == dict(a=['work/x.pth', 1, None], b=[dict(c='y/z.py')])
+    node = dict(a=[f'{tmp_path}/runs/x.pth', 1, None], b=(dict(c=f'{tmp_path}/y/z.py'),))
+    assert portable(node) == dict(a=['runs/x.pth', 1, None], b=[dict(c='y/z.py')])
 
 
 def test_machine(monkeypatch):
