@@ -1,7 +1,7 @@
 # What SBP costs in AP where objects are small: a small Mask R-CNN with ConvNeXt, from scratch on microscope images of
 # nuclei. docs/accuracy.md shows what came out. A setting is an sbp_cfg; None is no SBP.
 config = '../configs/nuclei/mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
-options = {'train_cfg.max_epochs': 12, 'param_scheduler.1.T_max': 12, 'default_hooks.checkpoint.interval': 12}
+options = {'train_cfg.max_epochs': 12, 'param_scheduler.1.T_max': 12, 'default_hooks.checkpoint.max_keep_ckpts': 2}
 settings = dict(
     none=None,
     zero=dict(keep_ratio=0.5),

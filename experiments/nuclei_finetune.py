@@ -5,7 +5,6 @@ options = {
     'optim_wrapper.optimizer.lr': 4e-4,
     'train_cfg.max_epochs': 4,
     'param_scheduler.1.T_max': 4,
-    'default_hooks.checkpoint.interval': 4,
 }
 configs = dict(_delete_=True)
 settings = dict(_delete_=True, none=None, zero=dict(keep_ratio=0.5))

@@ -3,7 +3,6 @@ _base_ = './nuclei.py'
 options = {
     'train_cfg.max_epochs': 24,
     'param_scheduler.1.T_max': 24,
-    'default_hooks.checkpoint.interval': 24,
     'train_cfg.val_interval': 2,
 }
 configs = dict(_delete_=True)

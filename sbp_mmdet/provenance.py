@@ -1,7 +1,6 @@
 """Where a number comes from: date, machine, versions, commit and command, in words that hold on any machine."""
 
 import datetime
-import functools
 import platform
 import re
 import shlex
@@ -48,9 +47,8 @@ def describe_machine(device: torch.device | str = 'cpu') -> dict:
     )
 
 
-@functools.cache
 def commit() -> dict:
-    """The commit of the checkout that this package runs from, as the process found it.
+    """The commit of the checkout that this package runs from, as it is now.
 
     Returns:
         dict: ``commit``, and ``dirty``: whether tracked files differ from it; both None without a checkout.

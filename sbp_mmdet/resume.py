@@ -1,8 +1,10 @@
-"""What resuming a killed run needs beyond mmengine: checkpoints that are never half written, and, on upstream mmengine
-0.10.7 with torch 2.6 or newer, checkpoints that can be read at all.
+"""What resuming a killed run needs beyond mmengine.
 
-Both take effect by importing the package. The file backend is used where a config asks for it,
-``default_hooks = dict(checkpoint=dict(backend_args=dict(backend='atomic')))``, which tools/train.py does by itself.
+- Checkpoints that are never half written: ``default_hooks.checkpoint.backend_args = dict(backend='atomic')``.
+- The evaluation of a run that was killed in its last one: ``default_hooks.evaluation.type = 'EvaluateEndedHook'``.
+- On upstream mmengine 0.10.7 with torch 2.6 or newer: checkpoints that can be read at all, by importing the package.
+
+tools/train.py sets the first two by itself.
 """
 
 import codecs
@@ -15,11 +17,13 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from mmengine.fileio import LocalBackend, register_backend
+from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
+from mmengine.registry import HOOKS
 from mmengine.runner import checkpoint
 from mmengine.utils import digit_version
 
-__all__ = ['AtomicBackend', 'allow_mmengine_checkpoints', 'read_checkpoint', 'safe_globals']
+__all__ = ['AtomicBackend', 'EvaluateEndedHook', 'allow_mmengine_checkpoints', 'read_checkpoint', 'safe_globals']
 
 # From here on torch.load reads weights only by default, and what else is allowed can be given under a name of its own.
 _ALLOWS_BY_NAME = digit_version(torch.__version__) >= digit_version('2.6')
@@ -59,6 +63,25 @@ class AtomicBackend(LocalBackend):
             encoding (str): Encoding. Default: 'utf-8'.
         """
         self.put(obj.encode(encoding), filepath)
+
+
+@HOOKS.register_module(force=True)
+class EvaluateEndedHook(Hook):
+    """Evaluates where there is nothing left to train.
+
+    mmengine writes the last checkpoint before the last evaluation. A run that was killed between them, and is resumed,
+    trains nothing, evaluates nothing and ends well: its AP is missing.
+    """
+
+    def before_train(self, runner) -> None:
+        """Called by mmengine's runner, after it has read the checkpoint."""
+        self._first = runner.iter
+
+    def after_train(self, runner) -> None:
+        """Called by mmengine's runner."""
+        if runner.val_loop is not None and runner.iter == self._first:
+            runner.logger.info(f'all {runner.iter} steps were trained before; evaluating what came out')
+            runner.val_loop.run()
 
 
 def safe_globals() -> list:

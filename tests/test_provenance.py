@@ -62,25 +62,21 @@ def test_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, '__file__', str(file))
 
     def found():
-        commit.cache_clear()
         return commit()['commit'], commit()['dirty']
 
-    try:
-        assert found() == (None, None)
-        git(tmp_path, 'init', '-q')
-        git(tmp_path, 'add', 'other')
-        git(tmp_path, 'commit', '-qm', 'somebody else')
-        assert found() == (None, None)
-        git(tmp_path, 'add', '.')
-        git(tmp_path, 'commit', '-qm', 'the package')
-        head = git(tmp_path, 'rev-parse', 'HEAD')
-        assert found() == (head, False)
-        (tmp_path / 'new').write_text('not tracked')
-        assert found() == (head, False)
-        file.write_text('2')
-        assert found() == (head, True)
-    finally:
-        commit.cache_clear()
+    assert found() == (None, None)
+    git(tmp_path, 'init', '-q')
+    git(tmp_path, 'add', 'other')
+    git(tmp_path, 'commit', '-qm', 'somebody else')
+    assert found() == (None, None)
+    git(tmp_path, 'add', '.')
+    git(tmp_path, 'commit', '-qm', 'the package')
+    head = git(tmp_path, 'rev-parse', 'HEAD')
+    assert found() == (head, False)
+    (tmp_path / 'new').write_text('not tracked')
+    assert found() == (head, False)
+    file.write_text('2')
+    assert found() == (head, True)
 
 
 def test_without_git(tmp_path):

@@ -128,6 +128,24 @@ def ends_after_one_kill(project, labels, *args, **variables):
     return second
 
 
+def evaluates_what_ended(project, name):
+    """A training that was killed after its last checkpoint, in its last evaluation, is evaluated when it is resumed."""
+    folder = project / 'work_dirs/coco' / name
+    known = json.loads((folder / 'result.json').read_text())
+    (folder / 'result.json').unlink()
+    (scalars,) = folder.glob('*/vis_data/scalars.json')
+    lines = scalars.read_text().splitlines(keepends=True)
+    assert 'coco/bbox_mAP' in lines[-1] and '"step": 3' in lines[-1]
+    scalars.write_text(''.join(lines[:-1]))
+    done = run(project, STUDY, '--labels', name.rpartition('-')[0])
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((folder / 'result.json').read_text())
+    assert found['loss'] == known['loss'] and found['curve'][:2] == known['curve'][:2]
+    assert (
+        found['ap'] == pytest.approx(known['ap'], abs=1e-3) and found['curve'][2]['step'] == known['curve'][2]['step']
+    )
+
+
 def test_torchrun(project):
     done = ends_after_one_kill(project, [T, SBP_T])
     assert f'{SBP_T}' in done.stdout
@@ -136,6 +154,7 @@ def test_torchrun(project):
         assert [point['evaluated'] for point in result['curve']] == [1, 2, 3]
         assert [step for step, _ in result['loss']] == [1, 2, 3, 4, 5, 6]
         assert result['finished'] and result['seconds'] > 0 and 'box AP' in result['ap']
+    evaluates_what_ended(project, f'{T}-0')
     # Half of the table is measured, the rest stays empty.
     page = project / 'pages/README.md'
     table = run(project, TABLE, '--write', page)
@@ -192,6 +211,18 @@ AP = [dict(iter=6, loss=1.0, time=0.5, memory=2048), {'step': 3, 'coco/bbox_mAP'
         ({}, 8, AP, 'images of a step is 16, not 4'),
         ({'load_from': '/some/where/weights.pth'}, 2, AP, "weights.load_from is 'weights.pth', not None"),
         ({'model.backbone.sbp_cfg': dict(keep_ratio=0.25)}, 2, AP, 'SBP is'),
+        ({'custom_hooks': [dict(type='SBPHook', keep_ratio=0.5)]}, 2, AP, 'SBP is'),
+        (
+            {'custom_hooks': [dict(type='SBPModulesHook', modules=['neck'])]},
+            2,
+            AP,
+            "custom_hooks is [{'modules': ['neck'], 'type'",
+        ),
+        ({'custom_hooks': [dict(type='EMAHook')]}, 2, AP, "custom_hooks is [{'type': 'EMAHook'}], not []"),
+        ({'custom_hooks': [dict(type='TheirOwnHook')]}, 2, AP, "custom_hooks is [{'type': 'TheirOwnHook'}], not []"),
+        ({'train_dataloader.dataset.indices': 100}, 2, AP, 'training data.indices is 100, not None'),
+        ({'model.neck.out_channels': 128}, 2, AP, 'model.neck.out_channels is 128, not 256'),
+        ({'model.backbone.arch': 'tiny'}, 2, AP, "backbone.arch is 'tiny', not "),
     ],
     ids=str,
 )
@@ -208,13 +239,22 @@ def test_logs_of_somebody_else(project, tmp_path):
     config.merge_from_dict(
         {
             'optim_wrapper.accumulative_counts': 2,
-            'model.backbone.sbp_cfg': dict(keep_ratio=0.5, recompute=True),
+            'model.backbone.sbp_cfg': dict(_delete_=True, recompute=True, sampler='grid'),  # the rest is the default
+            'custom_hooks': [
+                *config.custom_hooks,
+                dict(type='CheckpointModulesHook', modules=['roi_head.mask_head']),
+            ],
             'val_dataloader.dataset.ann_file': 'elsewhere/instances_val2017.json',
         }
     )
     folder = trained(project, tmp_path / 'x', config, AP, gpus=1)
     done = run(project, TABLE, '--work-dir', tmp_path / 'none', '--log', f'{SBP_T}={folder}')
     assert done.returncode == 0, done.stderr
+    (tmp_path / f'none/{T}-0').mkdir(parents=True)
+    (tmp_path / f'none/{T}-0/config.py').touch()
+    (tmp_path / f'none/{T}-0/log.txt').touch()  # a job that waits in the queue
+    done = run(project, TABLE, '--work-dir', tmp_path / 'none', '--log', f'{SBP_T}={folder}')
+    assert done.returncode == 0 and f'{T}-0 has not started' in done.stdout, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ['here', '2.0', '40.0', '30.0', '0.50'] in lines and ['difference', '-3.9', '-5.5', '-11.1'] in lines
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ TOOL = TOOLS / 'analysis_tools/training_study.py'
 CONFIG = CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
 
 TRAIN = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from mmengine.config import Config
 
@@ -28,12 +29,13 @@ if seed == 13:
 if seed == 15:
     raise SystemExit(0)
 if seed == 16:
-    import os, time
+    import time
 
     (folder / 'pid').write_text(str(os.getpid()))
     end = time.monotonic() + 100
     while not (folder / 'stop').exists() and time.monotonic() < end:
         time.sleep(0.05)
+(folder / 'threads').write_text(os.environ.get('OMP_NUM_THREADS', ''))
 with open(folder / 'count', 'a') as count:
     count.write('x')
 (folder / 'now/vis_data').mkdir(parents=True, exist_ok=True)
@@ -85,8 +87,30 @@ def test_settings_and_seeds(study, tmp_path):
     assert study(*SETTINGS, '--seeds', '1', '3').returncode == 0
     other = study('--setting', 'plain: none', '--seeds', '1', '--cfg-options', 'train_cfg.max_epochs=9')
     assert other.returncode == 2 and 'plain-1 holds another training: train_cfg differ' in other.stderr
+    (tmp_path / 'work/plain-1/now/vis_data/scalars.json').unlink()  # the result alone is not taken for another one's
+    other = study('--setting', 'plain: none', '--seeds', '1', '--no-run', '--cfg-options', 'train_cfg.max_epochs=9')
+    assert other.returncode == 2 and 'plain-1 holds another training: train_cfg differ' in other.stderr
     counts = {path.parent.name: len(path.read_text()) for path in tmp_path.glob('work/*/count')}
     assert counts == {f'{label}-{seed}': 1 for label in ('plain', 'quarter') for seed in (1, 2, 3)}
+
+
+def test_results_that_say_nothing(study, tmp_path):
+    folder = tmp_path / 'work/plain-1'
+    folder.mkdir(parents=True)
+    (folder / 'result.json').write_text('{}')
+    one = ('--setting', 'plain: none', '--seeds', '1')
+    done = study(*one, '--no-run')
+    assert done.returncode == 2 and f'{folder} has no config.py, so nothing says what was trained' in done.stderr
+    (folder / 'result.json').unlink()
+    assert study(*one).returncode == 0
+    (folder / 'result.json').write_text('{"curve')
+    for option in ((), ('--no-run',)):
+        done = study(*one, *option)
+        assert done.returncode == 1 and 'result.json is damaged' in done.stderr and 'Traceback' not in done.stderr
+    (folder / 'result.json').unlink()
+    (folder / 'now/vis_data/scalars.json').write_text('{"iter": 20, "loss": 1.0}')
+    done = study(*one, '--no-run', '--plot', tmp_path / 'x.png')
+    assert done.returncode == 1 and 'nothing to draw' in done.stderr and 'Traceback' not in done.stderr
 
 
 def test_what_others_have_trained_is_reported(study, tmp_path):
@@ -111,7 +135,7 @@ def test_what_others_have_trained_is_reported(study, tmp_path):
     ('seed', 'message'),
     [
         (13, 'a training failed'),
-        (14, 'a training was not evaluated at its end'),
+        (14, 'a training logged no AP at its end'),
         (15, 'a training logged no loss and no AP'),
     ],
 )
@@ -148,6 +172,21 @@ def test_one_process_trains_in_a_folder(study, tmp_path):
     assert (folder / 'count').read_text() == 'xx'  # the one left alone, and the one after it
 
 
+def test_a_failure_is_told_at_once(study, tmp_path):
+    """And not when what runs beside it has ended."""
+    one = ('--setting', 'plain: none', '--seeds', '16', '13', '--jobs', '2')
+    with open(tmp_path / 'stderr', 'w') as stderr:
+        running = subprocess.Popen([*study.command, *one], **dict(study.options, stderr=stderr))
+    try:
+        end = time.monotonic() + 90
+        while 'plain, seed 13: a training failed' not in (tmp_path / 'stderr').read_text():
+            assert time.monotonic() < end and running.poll() is None
+            time.sleep(0.05)
+    finally:
+        (tmp_path / 'work/plain-16/stop').touch()
+    assert running.wait(100) == 1
+
+
 @pytest.mark.parametrize(
     ('args', 'message'),
     [
@@ -156,6 +195,8 @@ def test_one_process_trains_in_a_folder(study, tmp_path):
         ((*SETTINGS, *SETTINGS), 'same label'),
         ((*SETTINGS, '--jobs', '0'), '--jobs 0'),
         ((*SETTINGS, '--labels', 'third'), "there is no 'third'"),
+        ((*SETTINGS, '--seeds', '3', '3'), 'seeds [3, 3] must'),
+        ((*SETTINGS, '--jobs', '2', '--gpus', '4'), '--jobs 2 with 4 GPUs each'),
         ((), 'is a config of a model'),
     ],
     ids=str,
@@ -173,6 +214,14 @@ def test_bad_input(study, args, message):
         ('settings = dict(a=None)', 'give config and settings, or configs'),
         ("configs = dict(a='x.py')\nseed = 3", 'unknown seed; an experiment has compare, config'),
         ("configs = dict(a='x.py')\nseeds = [3, 3]", 'differ'),
+        ("configs = dict(a='x.py')\nseeds = 3", 'seeds=3 must be a list'),
+        ("configs = dict(a='x.py')\nseeds = ['3']", "seeds ['3'] must"),
+        ("configs = dict(a='x.py')\ngpus = '8'", "gpus='8' must be a whole number"),
+        ("configs = 'x.py'", "configs='x.py' must be a dict"),
+        ("configs = dict(a='x.py'", 'e.py: SyntaxError'),
+        ("configs = dict(a='x.py')\nreach = {'box ap': 0.3}", "reach names ['box ap']; there are ['box AP', "),
+        ("configs = dict(a='x.py')\nheads = ['AP']", "heads names ['AP']; there are ['memory', "),
+        ("config = 'headless.py'\nsettings = dict(a=None)", 'e, a: the model (SemiBaseDetector) has no model.backbone'),
         ("configs = {'a/b': 'x.py'}", 'names a folder'),
         ("configs = dict(a='x.py')\ncompare = dict(b='a')", "compare names ['b']"),
         ("configs = dict(a='x.py')\nheads = ['box AP']\npaper = dict(a=[1, 2])", 'has 2 values'),
@@ -186,6 +235,8 @@ def test_bad_input(study, args, message):
 def test_bad_experiments(tmp_path, text, message):
     file = tmp_path / 'e.py'
     file.write_text(text)
+    headless = "model = dict(type='SemiBaseDetector')\noptim_wrapper = dict(type='OptimWrapper')\n"
+    (tmp_path / 'headless.py').write_text(headless)
     with pytest.raises(ValueError, match='.*') as error:
         experiment = read_experiment(file)
         configs_of(experiment, experiment.labels)
@@ -216,11 +267,16 @@ def test_experiments_of_the_repository(file, tmp_path):
         assert sbp_cfg == experiment.settings.get(training.label, sbp_cfg)
     for label, base in experiment.pairs:  # what is compared differs in sbp_cfg alone
         one, other = (next(t.config.to_dict() for t in trainings if t.label == name) for name in (label, base))
+        sbp_cfgs = []
         for config in (one, other):
-            config['model']['backbone'].pop('sbp_cfg', None)
+            sbp_cfgs.append(config['model']['backbone'].pop('sbp_cfg', None))
+            config.pop('custom_imports')
+            hooks = [hook for hook in config.pop('custom_hooks', None) or [] if hook['type'] != 'ObjectMasksHook']
+            config['custom_hooks'] = hooks
             if rates:
                 config['model']['backbone'].pop('drop_path_rate')
-        assert one['model'] == other['model'] and one['optim_wrapper'] == other['optim_wrapper']
+        assert sbp_cfgs[0] != sbp_cfgs[1]
+        assert one == other
 
 
 def test_launchers(tmp_path):
@@ -234,25 +290,61 @@ def test_launchers(tmp_path):
     assert other['GPUS'] == '4' and other['PORT'] != variables['PORT']
 
 
+@pytest.mark.parametrize('given', ['3', None])
+def test_threads(study, tmp_path, monkeypatch, given):
+    """The cores of this machine are shared out; what a launcher starts it knows better, it may be elsewhere."""
+    start = 'exec "$PYTHON" "$(dirname "$0")/train.py"'
+    (tmp_path / 'tools/dist_train.sh').write_text(f'{start} "$1" "${{@:3}}"')
+    (tmp_path / 'tools/slurm_train.sh').write_text(f'{start} "$3" --work-dir "$4"')
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    if given:
+        monkeypatch.setenv('OMP_NUM_THREADS', given)
+    for seed, options in ((1, ['--jobs', '1']), (2, ['--gpus', '2']), (3, ['--slurm', 'big'])):
+        done = study('--setting', 'plain: none', '--seeds', f'{seed}', *options)
+        assert done.returncode == 0, done.stderr
+        expected = given or (f'{os.cpu_count()}' if seed == 1 else '')
+        assert (tmp_path / f'work/plain-{seed}/threads').read_text() == expected
+
+
 def test_what_a_log_says():
     lines = [
         dict(iter=1, loss=2.5, time=0.5, memory=100),
         {'step': 1, 'coco/bbox_mAP': 0.1, 'coco/bbox_mAP_s': 0.05, 'coco/bbox_mAP_l': -1.0},
         dict(iter=2, loss=2.0, time=0.7, memory=120),
         dict(iter=3, loss=1.5, time=0.6, memory=120),
-        {'step': 2, 'coco/bbox_mAP': 0.3, 'accuracy/top1': 75.0},
+        {'step': 2, 'coco/bbox_mAP': 0.3, 'coco/bbox_mAP_s': 0.2},
     ]
     assert collect(lines) == {
-        'ap': {'box AP': 0.3, 'box AP small': 0.05, 'top-1': 0.75},
+        'ap': {'box AP': 0.3, 'box AP small': 0.2},
         'curve': [
             {'step': 1, 'evaluated': 1, 'box AP': 0.1, 'box AP small': 0.05},
-            {'step': 3, 'evaluated': 2, 'box AP': 0.3, 'top-1': 0.75},
+            {'step': 3, 'evaluated': 2, 'box AP': 0.3, 'box AP small': 0.2},
         ],
         'loss': [[1, 2.5], [2, 2.0], [3, 1.5]],
         'step_s': 0.6,
         'memory': 120,
     }
+    assert collect([{'step': 1, 'accuracy/top1': 75.0}])['ap'] == {'top-1': 0.75}
     assert collect([]) == dict(ap={}, curve=[], loss=[], step_s=None, memory=None)
+
+
+def test_evaluations_that_found_no_box():
+    """mmdet logs no AP for them: it is 0. The same weights evaluated twice are one point of the course."""
+    times = dict(time=0.1, data_time=0.01)
+    lines = [
+        dict(iter=1, loss=2.5, step=1),
+        dict(times, step=1),
+        dict(iter=2, loss=2.5, step=2),
+        {'step': 2, 'coco/bbox_mAP': 0.2, 'coco/bbox_mAP_l': -1.0},
+        dict(iter=3, loss=2.5, step=3),
+        dict(times, step=3),
+        dict(times, step=3),
+    ]
+    assert [point['box AP'] for point in collect(lines)['curve']] == [0, 0.2, 0]
+    assert collect(lines)['ap'] == {'box AP': 0}
+    assert (
+        collect([line for line in lines if 'coco/bbox_mAP' not in line])['curve'] == []
+    )  # nothing knows what was asked
 
 
 def test_evaluations_are_at_the_end_of_an_epoch():

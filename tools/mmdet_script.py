@@ -98,6 +98,7 @@ def run(name: str, splits: tuple[str, ...]) -> None:
         sys.exit(f'error: {error}')
     if name == 'train.py':
         _write_whole_checkpoints(config)
+        _evaluate_what_ended(config)
     cpu_ranks = args.launcher != 'none' and _allow_cpu_ranks(config)
     script['main']()
     if cpu_ranks:
@@ -162,6 +163,12 @@ def _write_whole_checkpoints(config):
             'default_hooks.checkpoint.max_keep_ckpts=1: mmengine removes the old checkpoint before it writes the new '
             'one, and a run that is killed between them has none; 2 is safe'
         )
+
+
+def _evaluate_what_ended(config):
+    """A run that was killed in its last evaluation is evaluated when it is resumed."""
+    if 'sbp_mmdet.resume' in sys.modules and 'evaluation' not in config.get('default_hooks', {}):
+        sys.argv += ['--cfg-options', 'default_hooks.evaluation.type=EvaluateEndedHook']
 
 
 def _say(message):

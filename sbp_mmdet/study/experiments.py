@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from ..families import family_of, require
 from ..provenance import CHECKOUT
 from .gradients import backbone_with
 
-__all__ = ['Experiment', 'configs_of', 'read_experiment']
+__all__ = ['METRICS', 'Experiment', 'configs_of', 'read_experiment']
+
+METRICS = {
+    f'{kind} AP{size}': f'coco/{key}_mAP{suffix}'
+    for kind, key in (('box', 'bbox'), ('mask', 'segm'))
+    for size, suffix in (('', ''), ('50', '_50'), ('75', '_75'), (' small', '_s'), (' medium', '_m'), (' large', '_l'))
+} | {'top-1': 'accuracy/top1'}
+_KINDS = {Mapping: 'a dict', Sequence: 'a list', str: 'text', int: 'a whole number'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +36,8 @@ class Experiment:
         options (Mapping): ``--cfg-options`` of all trainings: schedule, data. Default: none.
         seeds (Sequence[int]): The same for each label: same start, same order of images. Default: 0.
         compare (Mapping): Label to the label that it is compared with. Default: each with the first one.
-        reach (Mapping): Name of an AP to a value; the steps until it is reached are reported. Default: none.
+        reach (Mapping): Name of an AP (of :data:`METRICS`) to a value; the steps until it is reached are reported.
+            Default: none.
         gpus (int): For each training; 0 is one process without a launcher. Default: 0.
         heads (Sequence[str]): What the paper reports: 'memory' (GB), 'box AP', ... in percent. Default: nothing.
         paper (Mapping): Label to the paper's values, in the order of ``heads``. Default: none.
@@ -49,23 +58,40 @@ class Experiment:
     folder: Path = Path()
 
     def __post_init__(self):
+        self._check_kinds()
         labels = self.labels
         without = [label for label in labels if not self.config_of(label)]
         if not labels:
             raise ValueError(f'{self.name}: there is nothing to train; give config and settings, or configs')
         if without:
             raise ValueError(f'{self.name}: {without} has no config; give config and settings, or configs')
-        if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
-            raise ValueError(f'{self.name}: seeds {[*self.seeds]} must be given, and differ')
+        self.check_seeds(self.seeds)
         for label in labels:
             if not label or '/' in label:
                 raise ValueError(f'{self.name}: label {label!r} names a folder: no / in it, and not empty')
-        for what, names in (('compare', [*self.compare, *self.compare.values()]), ('paper', self.paper)):
-            if unknown := [name for name in names if name not in labels]:
-                raise ValueError(f'{self.name}: {what} names {unknown}; the labels are {labels}')
+        for what, names, known in (
+            ('compare', [*self.compare, *self.compare.values()], labels),
+            ('paper', self.paper, labels),
+            ('reach', self.reach, [*METRICS]),
+            ('heads', self.heads, ['memory', *METRICS]),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise ValueError(f'{self.name}: {what} names {unknown}; there are {known}')
         for label, values in self.paper.items():
             if len(values) != len(self.heads):
                 raise ValueError(f'{self.name}: paper[{label!r}] has {len(values)} values for the heads {self.heads}')
+
+    def _check_kinds(self):
+        for field in dataclasses.fields(self):
+            kind = typing.get_origin(field.type) or field.type
+            value = getattr(self, field.name)
+            if kind in _KINDS and (not isinstance(value, kind) or (kind is Sequence and isinstance(value, str))):
+                raise ValueError(f'{self.name}: {field.name}={value!r} must be {_KINDS[kind]}')
+
+    def check_seeds(self, seeds: Sequence[int]) -> None:
+        """Raises a ValueError if there is none, or two are the same."""
+        if len(set(seeds)) < len(seeds) or not seeds or not all(isinstance(seed, int) for seed in seeds):
+            raise ValueError(f'{self.name}: seeds {[*seeds]} must be given, be whole numbers, and differ')
 
     @property
     def labels(self) -> list[str]:
@@ -98,7 +124,10 @@ def read_experiment(path: str | Path) -> Experiment:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f'experiment {path} does not exist (working folder: {Path.cwd()}); see experiments/')
-    content = Config.fromfile(path, import_custom_modules=False).to_dict()
+    try:
+        content = Config.fromfile(path, import_custom_modules=False).to_dict()
+    except Exception as error:  # it is a program: whatever it may raise
+        raise ValueError(f'experiment {path}: {type(error).__name__}: {error}') from error
     if 'model' in content:
         raise ValueError(f'{path} is a config of a model; give its settings with --setting, or an experiment')
     known = {field.name for field in dataclasses.fields(Experiment)} - {'name', 'folder'}
@@ -146,6 +175,8 @@ def _set(config, experiment, label):
         config = without_hook(config)
         config.custom_imports = dict(imports=imports_with_plugin(config), allow_failed_imports=False)
     backbone = config.model.get('backbone')
+    if backbone is None and label in experiment.settings:
+        raise ValueError(f'the model ({config.model.get("type")}) has no model.backbone, whose sbp_cfg a setting is')
     if label in experiment.settings:
         backbone.update(type=require(backbone).backbone, sbp_cfg=experiment.settings[label])
     family = family_of(backbone)

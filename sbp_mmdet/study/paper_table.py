@@ -1,14 +1,20 @@
 """The paper's tables beside what trainings reached: is the comparison fair, how large is the difference."""
 
+import dataclasses
 import os
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+from mmdet.registry import MODELS
 from mmengine.config import Config
 
+from ..analysis.variants import without_hook
+from ..families import family_of
 from ..reporting import Column, markdown_table, text_table
+from ..surgery import model_hook_class
 from .experiments import Experiment, configs_of
 from .trainings import Training, look
 
@@ -16,37 +22,67 @@ __all__ = ['differences', 'fill', 'metafile', 'paper_markdown', 'paper_text', 'r
 
 DETAILS = ('box AP', 'box AP50', 'box AP75', 'box AP small', 'box AP medium', 'box AP large')
 # Ways to compute the same gradients; which SBP it is stands in the other keys of sbp_cfg.
-_SAME = {'implementation', 'recompute'}
+_SAME = {'implementation', 'recompute', 'skip_dropped_images', 'compile'}
+# Where a machine keeps its data.
+_PLACES = {'data_root', 'data_prefix', 'backend_args', 'metainfo'}
 
 
 def _protocol(config, gpus):
     """What has to be equal, by name: plain values that any config of mmdet can be asked for."""
-    config = config.to_dict() if isinstance(config, Config) else config
-    model, wrapper = config.get('model') or {}, config.get('optim_wrapper') or {}
+    hooks = [hook for hook in config.get('custom_hooks') or [] if not _is_exact(hook)]
+    config = without_hook(Config(dict(config.to_dict(), custom_hooks=hooks)))
+    backbone = config.model.get('backbone') or {}
+    sbp = _sbp(backbone)
+    config = config.to_dict()
+    model, wrapper, loop = (config.get(key) or {} for key in ('model', 'optim_wrapper', 'train_cfg'))
     train, val = config.get('train_dataloader') or {}, config.get('val_dataloader') or {}
-    backbone = model.get('backbone') or {}
-    sbp_cfg = backbone.get('sbp_cfg')
-    loop = config.get('train_cfg') or {}
     steps = wrapper.get('accumulative_counts', 1)
-    data = {split: loader.get('dataset') or {} for split, loader in (('train', train), ('val', val))}
+    family = family_of(backbone)
     return {
         'schedule': dict(
             {key: loop.get(key) for key in ('max_epochs', 'max_iters')}, param_scheduler=config.get('param_scheduler')
         ),
-        'optimizer': {key: value for key, value in wrapper.items() if key not in ('accumulative_counts', 'loss_scale')},
+        'optimizer': _without(wrapper, {'accumulative_counts', 'loss_scale'}),
         'images of a step': (train.get('batch_size') or 0) * gpus * steps,
         'weights': dict(
             init_cfg=backbone.get('init_cfg'), load_from=None if config.get('resume') else config.get('load_from')
         ),
-        'training data': {key: data['train'].get(key) for key in ('ann_file', 'pipeline', 'dataset')},
+        'training data': _without(train.get('dataset') or {}, _PLACES),
         'evaluation': dict(
-            {key: data['val'].get(key) for key in ('ann_file', 'pipeline')},
+            _without(val.get('dataset') or {}, _PLACES),
             evaluator=config.get('val_evaluator'),
             test_cfg=model.get('test_cfg'),
         ),
-        'SBP': sbp_cfg and {key: value for key, value in sbp_cfg.items() if key not in _SAME},
-        'backbone': {key: backbone.get(key) for key in ('arch', 'drop_path_rate', 'depth', 'frozen_stages')},
+        'SBP': sbp,
+        'backbone': dict(
+            _without(backbone.to_dict() if backbone else {}, {'sbp_cfg', 'init_cfg', 'with_cp'}),
+            type=family.name if family else backbone.get('type'),
+        ),
+        'model': _without(model, {'backbone', 'test_cfg'}),
+        'custom_hooks': config.get('custom_hooks') or [],
     }
+
+
+def _without(values, keys):
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def _is_exact(hook):
+    """Whether a hook leaves the gradients as they are."""
+    try:
+        kind = model_hook_class(hook)
+    except ValueError:  # a project's own, which is not imported here
+        return False
+    return kind is not None and kind.exact
+
+
+def _sbp(backbone):
+    """All settings of SBP, the defaults of the backbone filled in; None without SBP."""
+    if family_of(backbone) is None or backbone.get('sbp_cfg') is None:
+        return None
+    with torch.device('meta'):
+        settings = MODELS.build(dict(backbone, init_cfg=None)).sbp
+    return _without(dataclasses.asdict(settings), _SAME)
 
 
 def differences(found, wanted, name: str = '') -> Iterator[str]:
@@ -112,6 +148,9 @@ def read_trained(experiment: Experiment, folders: Mapping[str, Sequence[Path]]) 
         wanted = configs_of(experiment, [label])[label] if places else None
         runs = []
         for folder in places:
+            if not any(Path(folder).glob('*/vis_data/scalars.json')):
+                notes.append(f'{label}: {folder} has not started')
+                continue
             config, gpus = _trained(folder)
             unequal = differences(_protocol(config, gpus), _protocol(wanted, experiment.gpus or 1))
             wrong += [f'{label}, {folder}: {text}' for text in unequal]

@@ -18,18 +18,13 @@ from typing import NamedTuple
 
 from mmengine.config import Config
 
-from ..provenance import describe_machine
+from ..provenance import commit, describe_machine
 from ..reporting import write_json
-from .experiments import Experiment, configs_of
+from .experiments import METRICS, Experiment, configs_of
 from .settings import parse_setting
 
-__all__ = ['METRICS', 'Launcher', 'Training', 'collect', 'look', 'plan', 'read_log', 'read_setting', 'run', 'run_all']
+__all__ = ['Launcher', 'Training', 'collect', 'look', 'plan', 'read_log', 'read_setting', 'run', 'run_all']
 
-METRICS = {
-    f'{kind} AP{size}': f'coco/{key}_mAP{suffix}'
-    for kind, key in (('box', 'bbox'), ('mask', 'segm'))
-    for size, suffix in (('', ''), ('50', '_50'), ('75', '_75'), (' small', '_s'), (' medium', '_m'), (' large', '_l'))
-} | {'top-1': 'accuracy/top1'}
 # mmengine writes the config into the folder again, with what the command line and tools/train.py set.
 _OF_A_RUN = {'default_hooks', 'env_cfg', 'launcher', 'model_wrapper_cfg', 'resume', 'work_dir'}
 _TIME = re.compile(r'^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - ', re.MULTILINE)
@@ -108,7 +103,8 @@ def plan(
     Raises:
         ValueError: For what cannot be honoured, or a folder that holds another training.
     """
-    configs = configs_of(experiment, labels or experiment.labels)
+    experiment.check_seeds(seeds or experiment.seeds)
+    configs = configs_of(experiment, list(dict.fromkeys(labels)) or experiment.labels)
     trainings = []
     for seed in seeds or experiment.seeds:
         for label, config in configs.items():
@@ -122,15 +118,18 @@ def plan(
 
 def _check_folder(training):
     """Two trainings in one folder would become one curve."""
-    file = training.folder / 'config.py'
-    if not file.is_file() or not any(training.folder.glob('*/vis_data/scalars.json')):
+    folder = training.folder
+    if not (folder / 'result.json').exists() and not any(folder.glob('*/vis_data/scalars.json')):
         return  # nothing was trained yet
-    there = Config.fromfile(file, import_custom_modules=False).to_dict()
+    files = [file for file in (*sorted(folder.glob('*/vis_data/config.py')), folder / 'config.py') if file.is_file()]
+    if not files:
+        raise ValueError(f'{folder} has no config.py, so nothing says what was trained there; copy the whole folder')
+    there = Config.fromfile(files[-1], import_custom_modules=False).to_dict()
     wanted = Config.fromstring(training.config.pretty_text, '.py').to_dict()  # as a file gives it back
     passing = _OF_A_RUN | ({'load_from'} if there.get('resume') else set())  # which a resumed run has not
     if different := sorted(key for key in {*there, *wanted} - passing if there.get(key) != wanted.get(key)):
         raise ValueError(
-            f'{training.folder} holds another training: {", ".join(different)} differ; '
+            f'{folder} holds another training: {", ".join(different)} differ; '
             'give another --work-dir, or move the folder away'
         )
 
@@ -159,6 +158,7 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
                 variables['OMP_NUM_THREADS'] = f'{threads}'
             # The training holds the lock as well: it may outlive this process.
             options = dict(stderr=subprocess.STDOUT, env=os.environ | variables, pass_fds=[lock.fileno()])
+            source = commit()  # what is imported now; somebody may commit while it trains
             with open(folder / 'log.txt', 'a') as log:
                 done = subprocess.run(words, stdout=log, **options)
             if done.returncode:
@@ -170,8 +170,11 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
                     'a LocalVisBackend'
                 )
             if not found['finished']:
-                raise RuntimeError(f'a training was not evaluated at its end, see {log.name}; tools/test.py does it')
-            write_json(result, dict(found, machine=describe_machine()))
+                raise RuntimeError(
+                    f'a training logged no AP at its end, see {log.name}; its config needs val_dataloader, val_cfg and '
+                    'val_evaluator, and its model at least one box in one evaluation'
+                )
+            write_json(result, dict(found, machine=describe_machine() | source))
     return look(training)
 
 
@@ -203,7 +206,10 @@ def look(training: Training, commit: str | None = None) -> dict | None:
         None where nothing was logged yet.
     """
     result = training.folder / 'result.json'
-    kept = json.loads(result.read_text()) if result.exists() else {}
+    try:
+        kept = json.loads(result.read_text()) if result.exists() else {}
+    except ValueError as error:
+        raise ValueError(f'{result} is damaged ({error}); remove it, and it is made again from the logs') from error
     found = kept if 'curve' in kept else read_log(training.folder)  # older ones did not keep the course of AP
     if found is None or not (found['curve'] or found['loss']):
         return None
@@ -254,11 +260,15 @@ def collect(entries: Iterable[dict]) -> dict:
     Returns:
         dict: ``ap``, the last of each of :data:`METRICS` that was evaluated, by name; ``curve``, all of them, with the
         ``step`` they were evaluated after (in a first epoch the last one that was logged) and ``evaluated``, mmengine's
-        own count (epochs, or steps); ``loss``, pairs of step and loss; ``step_s``, seconds of a step, the median of
-        what was logged, and ``memory``, the most MB on a GPU: None where they were not logged.
+        own count (epochs, or steps); where no box was found mmdet logs no AP, and it is 0; ``loss``, pairs of step and
+        loss; ``step_s``, seconds of a step, the median of what was logged, and ``memory``, the most MB on a GPU: None
+        where they were not logged.
     """
-    curve, loss, seconds, memory, step = [], [], [], [], 0
+    curve, loss, seconds, memory, step = {}, [], [], [], 0
     begins = {}  # the first logged step of each epoch
+    entries = [*entries]
+    # -1 is COCO's word for: there is no such object.
+    evaluated = [name for name, key in METRICS.items() if any(entry.get(key, -1) >= 0 for entry in entries)]
     for entry in entries:
         step = entry.get('iter', step)
         if 'loss' in entry:
@@ -266,11 +276,13 @@ def collect(entries: Iterable[dict]) -> dict:
             loss.append([step, entry['loss']])
             seconds += [entry['time']] if 'time' in entry else []
             memory += [entry['memory']] if 'memory' in entry else []
-        # -1 is COCO's word for: there is no such object. Accuracy is logged in percent, AP is not.
-        ap = {name: entry[key] for name, key in METRICS.items() if entry.get(key, -1) >= 0}
-        if 'top-1' in ap:
-            ap['top-1'] /= 100
-        curve += [dict(step=step, evaluated=entry.get('step', step), **ap)] if ap else []
+        elif 'iter' not in entry and evaluated:
+            ap = {name: max(entry.get(METRICS[name], 0), 0) for name in evaluated}
+            if 'top-1' in ap:
+                ap['top-1'] /= 100  # accuracy is logged in percent, AP is not
+            point = dict(step=step, evaluated=entry.get('step', step), **ap)
+            curve[point['evaluated']] = point  # a second evaluation of the same weights takes the place of the first
+    curve = [*curve.values()]
     if None not in begins and len(begins) > 1:  # the last line before an evaluation is not the epoch's last step
         first, last = min(begins), max(begins)
         length = (begins[last] - begins[first]) // (last - first)
@@ -300,18 +312,18 @@ def run_all(
         dict: Label to seed to the result of :func:`run`.
 
     Raises:
-        RuntimeError: If one fails; names setting, seed and log. What runs beside it goes on to its end.
+        RuntimeError: If one fails, at once; names setting, seed and log. What runs beside it goes on to its end.
     """
     results = {training.label: {} for training in trainings}
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(run, training, launcher, threads): training for training in trainings}
-        try:
-            for job in concurrent.futures.as_completed(running):
-                label, seed, *_ = running[job]
-                results[label][seed] = job.result()
-                done()
-        except RuntimeError as error:
-            raise RuntimeError(f'{label}, seed {seed}: {error}; trainings beside it go on to their end') from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # also where somebody interrupts: nothing new is started
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    running = {pool.submit(run, training, launcher, threads): training for training in trainings}
+    try:
+        for job in concurrent.futures.as_completed(running):
+            label, seed, *_ = running[job]
+            results[label][seed] = job.result()
+            done()
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(f'{label}, seed {seed}: {error}; trainings beside it go on to their end') from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # also where somebody interrupts: nothing new is started
     return results

@@ -63,6 +63,22 @@ def read(args):
     return Experiment(Path(args.file).stem, args.file, settings, options=options, seeds=seeds, gpus=args.gpus or 0)
 
 
+def threads_of(launcher, jobs):
+    """CPU threads of a training; None where the user or the launcher says it."""
+    if 'OMP_NUM_THREADS' in os.environ or launcher.gpus or launcher.partition:
+        return None
+    return max((os.cpu_count() or 1) // jobs, 1)
+
+
+def look_at(trainings, commit):
+    """What the folders hold."""
+    results = {training.label: {} for training in trainings}
+    for training in trainings:
+        if (found := look(training, commit)) is not None:
+            results[training.label][training.seed] = found
+    return results
+
+
 def report(args, experiment, results):
     results = {label: {seed: runs[seed] for seed in sorted(runs)} for label, runs in results.items() if runs}
     found = dict(machine=describe_machine(), experiment=describe(experiment), results=results)
@@ -78,24 +94,27 @@ def main():
         if args.commit and not args.no_run:
             raise ValueError('--commit is for --no-run: what is trained now names its own')
         experiment = read(args)
+        if args.jobs > 1 and experiment.gpus and not args.slurm and not args.no_run:
+            raise ValueError(
+                f'--jobs {args.jobs} with {experiment.gpus} GPUs each: all would train on the same ones; leave --jobs '
+                'out, or give --slurm'
+            )
         work_dir = args.work_dir or Path('work_dirs', experiment.name)
         trainings = plan(experiment, work_dir, args.labels, args.seeds)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    if args.no_run:
-        results = {training.label: {} for training in trainings}
-        for training in trainings:
-            if (found := look(training, args.commit)) is not None:
-                results[training.label][training.seed] = found
-        return report(args, experiment, results) if any(results.values()) else sys.exit(f'no log yet in {work_dir}')
-    threads = None if 'OMP_NUM_THREADS' in os.environ else max((os.cpu_count() or 1) // args.jobs, 1)
-    bar = ProgressBar(len(trainings))
-    launcher = Launcher(TOOLS, experiment.gpus, args.slurm)
     try:
-        results = run_all(trainings, launcher, args.jobs, threads, bar.update)
-    except (RuntimeError, OSError) as error:
+        if args.no_run:
+            results = look_at(trainings, args.commit)
+            if not any(results.values()):
+                sys.exit(f'no log yet in {work_dir}')
+        else:
+            launcher = Launcher(TOOLS, experiment.gpus, args.slurm)
+            bar = ProgressBar(len(trainings))
+            results = run_all(trainings, launcher, args.jobs, threads_of(launcher, args.jobs), bar.update)
+        report(args, experiment, results)
+    except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f'\n{error}')
-    report(args, experiment, results)
 
 
 if __name__ == '__main__':
