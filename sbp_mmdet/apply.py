@@ -266,7 +266,7 @@ def _others(backbone, layers, left, names):
 
 def _why(module):
     if any(isinstance(m, _BatchNorm) for m in module.modules()):
-        return 'batch norm looks at all positions, and ReLU stores what would be thinned out'
+        return 'batch norm looks at all positions, and its activation stores what would be thinned out'
     return 'it has no blocks that SBP is known for'
 
 
@@ -277,7 +277,8 @@ def _nothing(backbone):
     reasons = ' '.join(f'{name}: {_why(child)}.' for name, child in backbone.named_children())
     return (
         f'SBP applies to no block of {type(backbone).__name__}. {reasons} Known blocks: {known}. '
-        'For a block of your own see sbp_mmdet.apply.register_block'
+        'For a block of your own see sbp_mmdet.apply.register_block. Without SBPHook, CheckpointModulesHook and '
+        'TargetsInChunksHook save memory in any detector (docs/memory.md)'
     )
 
 

@@ -12,7 +12,8 @@ from mmdet.structures.bbox import BaseBoxes
 from torch import Tensor, nn
 
 from .draws import objects
-from .surgery import Mixin, ModelHook, mix_in
+from .settings import SBPSettings
+from .surgery import Mixin, ModelHook, mix_in, unwrapped
 
 __all__ = ['ObjectMasksHook', 'object_boxes']
 
@@ -83,3 +84,17 @@ class ObjectMasksHook(ModelHook):
             if not isinstance(detector, _KnowsObjects):
                 mix_in(detector, _KnowsObjects)
         return f'the backbone of {", ".join(type(m).__name__ for m in detectors)} knows where the objects are'
+
+    def before_train(self, runner) -> None:
+        """Called by mmengine's runner, when all hooks have changed the model."""
+        if 'objects' not in _samplers(unwrapped(runner.model)):
+            runner.logger.warning("ObjectMasksHook: no sbp_cfg has sampler='objects', so the hook changes nothing")
+
+
+def _samplers(model):
+    """Of all settings of SBP in a model."""
+    for module in model.modules():
+        place = getattr(module, '_sbp_place', None)  # of a block that was changed in place
+        settings = getattr(module, 'sbp', None) if place is None else place.settings
+        if isinstance(settings, SBPSettings):
+            yield settings.sampler

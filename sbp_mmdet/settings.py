@@ -252,8 +252,8 @@ class Preset:
         sbp_cfg (Mapping | None): Keys that it sets; None: the plain backbone.
         with_cp (bool): Checkpoint every block. Default: False.
         units (tuple[str, ...]): Of :data:`UNITS`, those that it means something for. Default: all.
-        better (str | None): A preset with the same gradients that stores less and is faster. Where that one applies,
-            the planner does not look at this one. Default: None.
+        better (str | None): A preset with the same gradients that stores less, in mixed precision if this one
+            checkpoints, and is faster. Where that one applies, the planner does not look at this one. Default: None.
     """
 
     name: str

@@ -9,6 +9,7 @@ import torch.utils.checkpoint as cp
 from helpers import CONFIGS
 from hypothesis import given
 from hypothesis import strategies as st
+from mmdet.models.backbones import SwinTransformer
 from mmdet.models.detectors import BaseDetector
 from mmdet.registry import HOOKS
 from mmdet.structures import DetDataSample
@@ -20,6 +21,7 @@ from torch import nn
 from sbp_mmdet import ObjectMasksHook, object_boxes, objects
 from sbp_mmdet.analysis.detector import measure_detector
 from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet.apply import apply_sbp
 from sbp_mmdet.draws import Drawn
 from sbp_mmdet.masks import mask_generator, object_mask, positions
 from sbp_mmdet.shared_draws import LayerDraws
@@ -338,6 +340,20 @@ def test_memory_is_counted_with_these_masks(config):
 def test_the_hook_needs_a_detector():
     with pytest.raises(ValueError, match='Linear has no detector'):
         ObjectMasksHook().apply(nn.Linear(1, 1))
+
+
+def test_a_hook_that_nothing_asks_for_says_so():
+    """With the settings of a backbone and of blocks that were changed in place."""
+    cases = [(OBJECTS, {}, False), (dict(keep_ratio=0.5), {}, True)]
+    cases += [(None, dict(sampler='objects'), False), (None, dict(keep_ratio=0.5), True)]
+    for own, in_place, told in cases:
+        detector, hook, log = Detector(own), ObjectMasksHook(), []
+        if own is None:
+            detector.backbone = SwinTransformer(embed_dims=8, depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 4))
+            apply_sbp(detector.backbone, in_place)
+        hook.apply(detector)
+        hook.before_train(types.SimpleNamespace(model=detector, logger=types.SimpleNamespace(warning=log.append)))
+        assert bool(log) == told and all("sampler='objects'" in line for line in log)
 
 
 def test_boxes_of_samples():

@@ -82,13 +82,49 @@ def test_config_without_custom_imports(project):
         ({'sbp_cfg.keep_ratio': 1.5}, r'keep_ratio=1.5 must be a number in \(0, 1\]'),
         ({'sbp_cfg.keep_rato': 0.5}, "unknown key 'keep_rato'; did you mean 'keep_ratio'"),
         ({'use_grn': True}, 'use_grn=True cannot be used with sbp_cfg'),
-        ({'depth': 50}, "unexpected keyword argument 'depth'"),
+        ({'depth': 50}, "unexpected keyword argument 'depth'; .*_delete_=True"),
     ],
 )
 def test_bad_arguments_of_the_backbone(config, options, message):
     config.merge_from_dict({f'model.backbone.{key}': value for key, value in options.items()})
     with pytest.raises(PreflightError, match=f'{config.filename}, SBPConvNeXt: .*{message}'):
         preflight.check_backbone(config)
+
+
+def test_hooks_without_custom_imports(project):
+    bare = project.with_name('bare_hook.py')
+    hook = "custom_hooks = [dict(type='TargetsInChunksHook')]"
+    stock = "model = dict(backbone=dict(_delete_=True, type='SwinTransformer', embed_dims=8))"
+    imports = "custom_imports = dict(imports=['mmdet.models'], allow_failed_imports=False)"
+    bare.write_text(f'_base_ = "{project.name}"\n{hook}\n{stock}\n{imports}\n')
+    done = run('python', TOOLS / 'test.py', bare.name, 'none.pth', cwd=project.parent, check=False)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    assert 'custom_hooks has TargetsInChunksHook, but its custom_imports is' in done.stderr
+    assert "add to the config: custom_imports = dict(imports=['sbp_mmdet']" in done.stderr
+
+
+SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'hook', 'message'),
+    [
+        (SWIN, dict(recompute=True, priority='LOW'), None),
+        (SWIN, dict(keep_ration=0.5), "SBPHook: .*did you mean 'keep_ratio'"),
+        (dict(type='ResNet', depth=18), {}, 'SBPHook: SBP applies to no block of ResNet.*TargetsInChunksHook'),
+        (dict(SWIN, embed_dim=8), {}, None),  # mmdet says what is wrong with it
+        (None, {}, 'SBPHook: SBPConvNeXt has sbp_cfg of its own'),
+    ],
+    ids=str,
+)
+def test_hooks_that_the_backbone_refuses(config, backbone, hook, message):
+    config.custom_hooks = [dict(type='SBPHook', **hook), dict(type='NobodysHook')]
+    if backbone:
+        config.model.backbone = backbone
+    if message is None:
+        return preflight.check_config(config, ('train',))
+    with pytest.raises(PreflightError, match=f'{config.filename}, custom_hooks, {message}'):
+        preflight.check_config(config, ('train',))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from mmdet.datasets import CocoDataset
-from mmdet.registry import DATASETS, MODELS, OPTIMIZERS
+from mmdet.registry import DATASETS, HOOKS, MODELS, OPTIMIZERS
 from mmengine.config import Config
 from mmengine.device import get_device
 
@@ -21,6 +21,7 @@ __all__ = ['PreflightError', 'check_annotations', 'check_backbone', 'check_confi
 _KEYS = ('images', 'annotations', 'categories')
 _TEST_KEYS = ('images', 'categories')  # the test sets of COCO come without annotations
 _CUSTOM_IMPORTS = "custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)"
+_OWN_HOOKS = r'SBP\w*Hook|ObjectMasksHook|CheckpointModulesHook|TargetsInChunksHook'
 _REMEDY = 'give the path of a COCO-format file in ann_file (it is joined to data_root)'
 # Up to here a file is parsed (a second for this size); beyond, its ends and its keys are looked at.
 _PARSE_BYTES = 50_000_000
@@ -64,6 +65,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
         PreflightError: For the first bad input.
     """
     check_backbone(config)
+    _check_hooks(config)
     if 'train' in splits:
         _check_optimizer(config.get('optim_wrapper') or {})
     for split in splits:
@@ -131,8 +133,34 @@ def check_backbone(config: Config) -> None:
             with torch.device('meta'):
                 backbone = MODELS.get(name)(**arguments)
         except (TypeError, ValueError) as error:
-            raise PreflightError(f'{config.filename}, {name}: {error}') from error
+            inherited = '; is it of another backbone in the _base_? Then put _delete_=True into yours'
+            remedy = inherited if 'unexpected keyword argument' in str(error) else ''
+            raise PreflightError(f'{config.filename}, {name}: {error}{remedy}') from error
         _check_scales(config, getattr(backbone, 'min_size', 1))
+
+
+def _check_hooks(config):
+    """Finds hooks of sbp_mmdet that are not registered, and an SBPHook that the backbone refuses."""
+    for hook in config.get('custom_hooks') or []:
+        name = str(hook.get('type')).rpartition('.')[2]
+        if not re.fullmatch(_OWN_HOOKS, name):
+            continue
+        if HOOKS.get(name) is None:
+            raise PreflightError(
+                f'{config.filename}: custom_hooks has {name}, but its custom_imports is '
+                f'{config.get("custom_imports")}; add to the config: {_CUSTOM_IMPORTS}'
+            )
+        if name != 'SBPHook' or not (backbone := config.model.get('backbone')):
+            continue
+        try:
+            # Not on the meta device: a stock Swin reads a number from a tensor.
+            backbone = MODELS.build({key: value for key, value in backbone.items() if key != 'init_cfg'})
+        except Exception:  # whatever is wrong with it, mmdet says so
+            continue
+        try:
+            HOOKS.build({key: value for key, value in hook.items() if key != 'priority'}).apply(backbone)
+        except (TypeError, ValueError) as error:
+            raise PreflightError(f'{config.filename}, custom_hooks, SBPHook: {error}') from error
 
 
 def _check_scales(config, min_size):

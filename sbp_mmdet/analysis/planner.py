@@ -133,7 +133,9 @@ def candidates(
         raise ValueError(f'gradients={gradients!r} is unknown; choose from {list(GRADIENTS)}')
     family = family_of(config.model.get('backbone'))
     presets = {preset.name: preset for preset in presets_of(family) if preset.gradients == gradients}
-    names = [name for name, preset in presets.items() if preset.better not in presets]
+    # In fp32 checkpointing may store less than what is better than it in mixed precision.
+    amp = 'Amp' in str(config.optim_wrapper.get('type'))
+    names = [name for name, preset in presets.items() if preset.better not in presets or (preset.with_cp and not amp)]
     combined = [[*pieces, *more] for pieces in _PIECES for more in ([], *([['adamw8bit']] if eight_bit else []))]
     names = [name + '+skip' if applicable(config, [name + '+skip'])[0] else name for name in names]
     variants = [_fitting(config, [*name.split('+'), *pieces]) for name in names for pieces in combined]
@@ -244,8 +246,8 @@ def choose(
         return None
     *faster, smallest = others
     need = look(smallest)
-    # The smallest by rule: where little is left, running a part again can need more than what it had stored.
-    if need > 1.1 * budget:
+    # The smallest by rule: where little is left, or in fp32, another one can need less.
+    if need > 1.25 * budget:
         return None
     last = smallest if need <= budget else None
     return next((variant for variant in faster if look(variant) <= budget), last)
