@@ -305,8 +305,8 @@ def _nothing(model, left, what):
     known = ', '.join(path.rsplit('.', 1)[1] for path in ADAPTERS)
     return (
         f'{what} to no module of {type(model).__name__}. {reasons} Known classes: {known}. For one of your own see '
-        'sbp_mmdet.adapters.adapter. Without LeanHook, CheckpointModulesHook and TargetsInChunksHook save memory in any '
-        'detector'
+        'sbp_mmdet.adapters.adapter. Without LeanHook, CheckpointModulesHook and TargetsInChunksHook save memory in '
+        'any detector'
     )
 
 

@@ -161,8 +161,8 @@ class Draws:
 
     @torch.compiler.disable
     def images(self, branch: tuple, number: int) -> Tensor | None:
-        """Which images run a branch, ``(stage, block, branch)``, of a batch of that many: bool, on the CPU; None: all of
-        them, and the branch draws its stochastic depth itself."""
+        """Which of a batch's images run a branch, ``(stage, block, branch)``: bool, on the CPU; None: all of them, and
+        the branch draws its stochastic depth itself."""
         rates = self._of_pass('rates', self.stages.rates)
         if branch not in rates or self._pass is None or self._pass.images != number:
             return None
@@ -178,10 +178,9 @@ class Draws:
         if torch._C._current_graph_task_id() != -1:
             name = self.stages.settings.preset.name
             raise ValueError(
-                f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less "
-                'than the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint around '
-                'the backbone or a block), or confine the plugin by modules=[...], or set skip_dropped_images=False for '
-                "preset='exact' and 'int8'"
+                f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less than "
+                'the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint around the '
+                'backbone or a block), or leave that part to it: modules=[...]'
             )
 
     def _masks(self, ratio, ratios):
