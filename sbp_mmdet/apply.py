@@ -243,7 +243,7 @@ def _carry_out(model, settings, plan):
     for owner, kind, layers, ratios in plan.backbones:
         getattr(owner, '_freeze_stages', lambda: None)()  # as mmdet's and mmpretrain's do when training begins
         modules = {key: module for key, (module, _) in layers.items()}
-        heads = getattr(next(iter(modules.values())), 'num_heads', None)
+        heads = _num_heads(layers)
         draws = Draws(Stages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
         for key, (module, mixin) in layers.items():
             if settings.preset.form is not None or issubclass(mixin, Block):
@@ -267,6 +267,12 @@ def _stride(owner, kind):
         except (AttributeError, TypeError, KeyError):
             continue
     return kind.stride
+
+
+def _num_heads(layers):
+    """Of a block's attention; None: it has none that drops heads."""
+    module, mixin = next(iter(layers.values()))
+    return next((part.num_heads for part in mixin.parts(module).values() if part.by_heads), None)
 
 
 def _meaning(settings, ratio, module):
