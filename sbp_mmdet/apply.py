@@ -166,7 +166,9 @@ def _plan(model, settings, chosen):
     others = []
     for module in chosen.values():
         mixin = adapter_of(module)
-        if mixin and not issubclass(mixin, Block) and id(module) not in taken and take(module, mixin):
+        if not mixin or issubclass(mixin, Block) or id(module) in taken:
+            continue
+        if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
     if settings.preset.thins and not any(found.layers for found in backbones):
         raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' drops positions, and applies"))
@@ -246,7 +248,7 @@ def _carry_out(model, settings, plan):
         heads = _num_heads(layers)
         draws = Draws(Stages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
         for key, (module, mixin) in layers.items():
-            if settings.preset.form is not None or issubclass(mixin, Block):
+            if settings.preset.form or mixin.checkpointed:
                 change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module))
         if settings.preset.form is not None:
             owner.register_forward_pre_hook(draws.begin, with_kwargs=True)

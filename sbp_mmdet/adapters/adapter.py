@@ -78,9 +78,11 @@ class Lean(Mixin):
     """Base of adapters. A changed module has its :class:`Place` in ``_lean``.
 
     Attributes:
+        checkpointed (bool): A block, which ``preset='with_cp'`` checkpoints. Default: False.
         class_tokens (bool): Tokens may stand in front of those of the map; they are always kept. Default: False.
     """
 
+    checkpointed = False
     class_tokens = False
 
     def forward(self, *args, **kwargs):
@@ -164,6 +166,7 @@ class Block(Lean):
         absent (tuple[str, ...]): Keys that mean nothing here, so that they are refused. Default: ('attention',).
     """
 
+    checkpointed = True
     stride = 4
     rounds_up = False
     from_end = False
