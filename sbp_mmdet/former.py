@@ -35,8 +35,8 @@ class SBPModulesHook(ModelHook):
     def __init__(self, modules: str | list = ('neck', 'rpn_head'), **keys):
         modules = [modules] if isinstance(modules, str) else [*modules]
         raise ValueError(
-            f"SBPModulesHook is gone: write dict(type='CheckpointModulesHook', modules={modules!r}), which is exact and "
-            'stores less'
+            f"SBPModulesHook is gone: write dict(type='CheckpointModulesHook', modules={modules!r}), which is exact "
+            'and stores less'
         )
 
 
