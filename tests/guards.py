@@ -2,7 +2,9 @@
 
     PYTHONPATH=. python tests/guards.py tests/guards.json
 
-writes the file anew. Weights are drawn by the parameter's name, so how a network is put together does not matter.
+writes the file anew. The one that is there was written by the package of before presets were the interface (commit
+a81d459, whose table OLD says which settings a preset stands for). Weights are drawn by the parameter's name, so how a
+network is put together does not matter.
 """
 
 import contextlib
@@ -13,16 +15,9 @@ from pathlib import Path
 
 import torch
 
-import sbp_mmdet
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT
-
-NEW = hasattr(sbp_mmdet, 'apply_lean')
-if NEW:
-    from sbp_mmdet.plan.cuda_rules import autocast
-    from sbp_mmdet.plan.memory import saved_bytes
-else:
-    from sbp_mmdet.analysis.cuda_rules import autocast
-    from sbp_mmdet.analysis.memory import saved_bytes
+from sbp_mmdet.plan.cuda_rules import autocast
+from sbp_mmdet.plan.memory import saved_bytes
 
 FILE = Path(__file__).with_name('guards.json')
 
@@ -38,15 +33,6 @@ FAMILIES = {
     'ViT': lambda **more: SBPViT(
         dict(num_layers=3, embed_dims=32, num_heads=2), img_size=64, patch_size=8, layer_scale_init_value=0.5, **more
     ),
-}
-ALL = dict(keep_ratio=1.0)
-# Old: preset to (sbp_cfg, with_cp).
-OLD = {
-    'exact': ALL | dict(recompute='block'),
-    'int8': ALL | dict(recompute='block', storage='int8'),
-    'nearest': dict(dropped='nearest', recompute=True),
-    'paper': dict(recompute=True),
-    'reference': dict(implementation='reference'),
 }
 PRESETS = ('exact', 'int8', 'nearest', 'paper', 'none', 'with_cp', 'reference')
 # Options that a preset is frozen with, beside none: (family, preset, keys).
@@ -86,16 +72,7 @@ def name_of(family, preset, keys, rate, precision):
 def build(family, preset, **keys):
     """A small backbone under a preset, in training mode, with weights by name."""
     rate = 0.5 if keys.get('skip_dropped_images') else 0.0
-    if NEW:
-        options = dict(sbp_cfg=dict(preset=preset, **keys))
-    elif preset in ('none', 'with_cp'):
-        options = dict(with_cp=preset == 'with_cp')
-    else:
-        cfg = dict(OLD[preset])
-        if family == 'Swin' and cfg.get('recompute') == 'block':
-            cfg['recompute'] = True
-        options = dict(sbp_cfg=cfg | keys)
-    model = FAMILIES[family](drop_path_rate=rate, **options).double().train()
+    model = FAMILIES[family](drop_path_rate=rate, sbp_cfg=dict(preset=preset, **keys)).double().train()
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = noise_of(name, p.shape)
@@ -104,8 +81,10 @@ def build(family, preset, **keys):
 
 
 def noise_of(name, shape):
-    """Evenly spread numbers of about the standard deviation 1 that depend on a name and nothing else. Normal ones would differ in
-    their last bits from CPU to CPU."""
+    """Numbers of about the standard deviation 1 that depend on a name and nothing else.
+
+    They are uniform: the last bits of normal ones differ from CPU to CPU.
+    """
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), 'little')
     whole = torch.randint(-(2**20), 2**20 + 1, shape, generator=torch.Generator().manual_seed(seed))
     return whole.double() * (1.75 / 2**20)
