@@ -118,11 +118,7 @@ class _Numbers:
     """A tensor on the CPU whose numbers are read."""
 
     def __init__(self, tensor):
-        self.tensor, self.shape = tensor, tensor.shape
-
-    def expand(self, *sizes):
-        with unset_fake_temporarily():
-            return _Numbers(self.tensor.expand(*sizes))
+        self.tensor = tensor
 
     def __getitem__(self, index):
         with unset_fake_temporarily():
