@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from cases import stored_bytes
 from hypothesis import strategies as st
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from oracles import where_sbp
@@ -16,7 +17,6 @@ from sbp_mmdet import ops
 from sbp_mmdet.masks import Positions, positions
 from sbp_mmdet.ops.precision import store
 from sbp_mmdet.ops.tokens import token_positions
-from sbp_mmdet.plan.memory import saved_bytes
 
 Form = ops.Form
 HEADS, WINDOW = 3, 3
@@ -377,7 +377,5 @@ def stored(f, tensors, trainable=None, given=None):
         for n, t in tensors.items()
     }
     conv = (given or {}).get('conv')
-    known = [*(t for n, t in leaves.items() if n not in MAPS), INDEX]
-    return saved_bytes(
-        lambda: f(**leaves), exclude=known + ([conv.input.values, conv.weight, conv.bias] if conv else [])
-    )
+    known = [*(t for n, t in leaves.items() if n not in MAPS and t is not None), INDEX]
+    return stored_bytes(lambda: f(**leaves), known + ([conv.input.values, conv.weight, conv.bias] if conv else []))
