@@ -52,8 +52,15 @@ def test_report():
     report = apply_lean(model, 'paper')
     done = report.changed
     assert done['backbone.stages.0.blocks.0'] == 'gradients from 0.5 of the positions, preset paper'
-    assert done['backbone.stages.0.downsample'] == done['backbone.stages.2.blocks.1'] == done['backbone.stages.0.blocks.0']
-    assert done['backbone.stages.3.blocks.0'] == done['backbone.patch_embed'] == done['backbone.norm3'] == 'exact, stores less'
+    assert (
+        done['backbone.stages.0.downsample'] == done['backbone.stages.2.blocks.1'] == done['backbone.stages.0.blocks.0']
+    )
+    assert (
+        done['backbone.stages.3.blocks.0']
+        == done['backbone.patch_embed']
+        == done['backbone.norm3']
+        == 'exact, stores less'
+    )
     assert len(done) == 13 and report.left == dict(neck='no lean form of it is known')
     assert str(report).startswith('13 modules changed, 1 left alone\nchanged: backbone.stages.0.blocks.0, ')
     assert 'left alone: neck: no lean form of it is known' in str(report)
@@ -64,7 +71,8 @@ def test_reports_of_presets():
     assert found['none'] == {}
     assert set(found['int8'].values()) == {'exact, stores less in eight bits'}
     assert set(found['reference'].values()) == {
-        'exact, in plain autograd', 'gradients from 0.5 of the positions, preset reference'
+        'exact, in plain autograd',
+        'gradients from 0.5 of the positions, preset reference',
     }
     assert set(found['with_cp'].values()) == {'runs again in the backward pass'}
     assert {name.split('.')[2] for name in found['with_cp']} == {'blocks'}
@@ -201,7 +209,10 @@ def test_frozen_stages_are_named():
     assert 'patch_embed' in report.left and report.changed['stages.1.blocks.0'].startswith('gradients from 0.5')
 
 
-@pytest.mark.parametrize(('family', 'key'), [('SBPConvNeXt', 'frozen_stages'), ('SBPViT', 'frozen_blocks'), ('SBPSwinTransformer', 'frozen_stages')])
+@pytest.mark.parametrize(
+    ('family', 'key'),
+    [('SBPConvNeXt', 'frozen_stages'), ('SBPViT', 'frozen_blocks'), ('SBPSwinTransformer', 'frozen_stages')],
+)
 def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key, monkeypatch):
     told = []
     monkeypatch.setattr(lean_models, 'print_log', lambda text, **options: told.append(text))
@@ -232,9 +243,17 @@ def in_fsdp():
 @pytest.mark.parametrize(
     ('make', 'keys', 'message'),
     [
-        (lambda: Detector(ResNet(18)), dict(preset='paper'), r"preset='paper' drops positions, and applies to no module of"),
+        (
+            lambda: Detector(ResNet(18)),
+            dict(preset='paper'),
+            r"preset='paper' drops positions, and applies to no module of",
+        ),
         (lambda: nn.Linear(2, 2), {}, r'to no module of Linear.*Known classes: .*SwinBlock.*CheckpointModulesHook'),
-        (lambda: Detector(build('SBPConvNeXt', dict(preset='paper'))), {}, 'backbone has sbp_cfg of its own; leave that out'),
+        (
+            lambda: Detector(build('SBPConvNeXt', dict(preset='paper'))),
+            {},
+            'backbone has sbp_cfg of its own; leave that out',
+        ),
         (in_fsdp, {}, 'in FSDP already.*before it is wrapped'),
         (lambda: build('stock Swin'), dict(modules=['neck']), r"there is no 'neck'; the model has \['patch_embed'"),
         (lambda: build('stock Swin'), dict(preset='fast'), "preset='fast' is unknown"),
@@ -296,7 +315,9 @@ def test_a_foreign_checkpoint_around_a_thinned_part_is_refused(foreign, reentran
         pytest.skip('it has one form')
     model = build('stock Swin', cfg, **options)
     run = foreign(model, reentrant) or model
-    message = rf"layer \(.*\) of a backbone with preset='{cfg['preset']}' runs again inside of a checkpoint.*modules=\[...\]"
+    message = (
+        rf"layer \(.*\) of a backbone with preset='{cfg['preset']}' runs again inside of a checkpoint.*modules=\[...\]"
+    )
     with pytest.raises(ValueError, match=message):
         loss_of(run(image(2, 64, 64).requires_grad_())).backward()
 

@@ -62,7 +62,10 @@ def test_all_tokens_of_a_vit_and_all_blocks_of_a_stage_share_their_positions(fam
     found = draws_of(model)
     lengths = {stage: height * width for stage, (height, width) in enumerate(found.stages.sizes(64, 64))}
     own = {key: found.positions(key, lengths[key[0]]) for key in found.stages.keep_ratios()}
-    assert all(positions is own[key[0], max(k[1] for k in own if k[0] == key[0] and k[1] != 'downsample')] for key, positions in own.items())
+    assert all(
+        positions is own[key[0], max(k[1] for k in own if k[0] == key[0] and k[1] != 'downsample')]
+        for key, positions in own.items()
+    )
 
 
 def test_ratio_of_each_block():

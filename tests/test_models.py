@@ -353,7 +353,9 @@ def test_checkpoints_load_across_settings(family, tmp_path):
     assert relative_error(plain(x)[0], trained(x)[0]) < 1e-12
 
 
-@pytest.mark.parametrize(('kind', 'options'), [('SBPConvNeXt', CONVNEXT), ('SBPSwinTransformer', SWIN), ('SBPViT', VIT)])
+@pytest.mark.parametrize(
+    ('kind', 'options'), [('SBPConvNeXt', CONVNEXT), ('SBPSwinTransformer', SWIN), ('SBPViT', VIT)]
+)
 def test_registered(kind, options):
     backbone = MODELS.build(dict(type=kind, sbp_cfg=dict(preset='paper', keep_ratio=0.25), **options))
     assert type(backbone).__name__ == kind and set(backbone.keep_ratios().values()) == {0.25}

@@ -23,7 +23,11 @@ class ToyBlock(nn.Module):
     def __init__(self, width, rate):
         super().__init__()
         self.spatial = nn.Conv2d(width, width, 3, padding=1, groups=width)
-        self.norm, self.widen, self.narrow = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm, self.widen, self.narrow = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
         self.act, self.drop = nn.GELU(), DropPath(rate)
 
     def forward(self, x):
