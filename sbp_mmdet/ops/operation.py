@@ -6,6 +6,7 @@ An operation is written as
 - ``forward(settings, tensors, needs) -> output, saved`` and ``backward(settings, saved, grad, needs) -> gradients``;
 - two NamedTuples: ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves; and a third,
   ``gradients``, with the tensors that get a gradient (:func:`gradients_of`); ``needs`` holds a bool for each of these.
+  A gradient that nobody needs may be None, or any.
 
 Both functions run without gradients and outside of autocast.
 """
