@@ -1,0 +1,177 @@
+"""Feature maps that wait for the backward pass of convolutions, each of them once, and handed on to the next layer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .precision import accumulator
+from .rows import memory_format
+
+__all__ = ['ACTIVATIONS', 'Activation', 'KeptMap', 'hand_on', 'keep', 'kept']
+
+aten = torch.ops.aten
+
+_LEAST_POSITIONS = 16  # with fewer in a map, its scales take what eight bits save
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An activation function; used as a value.
+
+    Attributes:
+        name (str): A key of ``ACTIVATIONS``.
+        slope (float): Of leaky ReLU. Default: 0.01.
+        approximate (str): Of GELU, 'none' or 'tanh'. Default: 'none'.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
+
+    name: str
+    slope: float = 0.01
+    approximate: str = 'none'
+
+    def __post_init__(self):
+        if self.name not in ACTIVATIONS:
+            raise ValueError(f'activation {self.name!r} is unknown; choose one of {", ".join(ACTIVATIONS)}')
+
+    @property
+    def by_sign(self) -> bool:
+        """Its derivative depends on the sign alone."""
+        return self.name in ('relu', 'leaky_relu')
+
+    def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
+        """The function; ``inplace`` permits to write over ``x``."""
+        return ACTIVATIONS[self.name][0](self, x, inplace)
+
+    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Gradient for ``x``, what the function was applied to."""
+        return ACTIVATIONS[self.name][1](self, grad, x)
+
+
+# Forward and backward pass.
+ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
+    'relu': (lambda a, x, inplace: F.relu(x, inplace), lambda a, g, x: aten.threshold_backward(g, x, 0)),
+    'leaky_relu': (
+        lambda a, x, inplace: F.leaky_relu(x, a.slope, inplace),
+        lambda a, g, x: aten.leaky_relu_backward(g, x, a.slope, False),
+    ),
+    'silu': (lambda a, x, inplace: F.silu(x, inplace), lambda a, g, x: aten.silu_backward(g, x)),
+    'hardswish': (lambda a, x, inplace: F.hardswish(x, inplace), lambda a, g, x: aten.hardswish_backward(g, x)),
+    'gelu': (
+        lambda a, x, inplace: F.gelu(x, approximate=a.approximate),
+        lambda a, g, x: aten.gelu_backward(g, x, approximate=a.approximate),
+    ),
+}
+
+
+class KeptMap(NamedTuple):
+    """A map y = act(u), u = scale * z + shift, z = unit * values + base. What is None is left out.
+
+    Attributes:
+        values (Tensor): Shape (N, C, H, W): z itself, or int8.
+        unit, base (Tensor | None): Shape (N, C, 1, 1), how eight bits are read.
+        scale, shift (Tensor | None): Of a norm, broadcastable.
+        activation (Activation | None): The activation.
+    """
+
+    values: Tensor
+    unit: Tensor | None = None
+    base: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    activation: Activation | None = None
+
+    def before_norm(self, dtype: torch.dtype) -> Tensor:
+        """z; do not write to it."""
+        return _affine(self.values, self.unit, self.base, dtype)
+
+    def before_activation(self, dtype: torch.dtype) -> Tensor:
+        """u; do not write to it."""
+        scale, shift = self.scale, self.shift
+        if scale is None:
+            scale, shift = self.unit, self.base
+        elif self.unit is not None:
+            scale, shift = self.unit * scale, self.base * scale + shift
+        return _affine(self.values, scale, shift, dtype)
+
+    def load(self, dtype: torch.dtype) -> Tensor:
+        """y; do not write to it."""
+        u = self.before_activation(dtype)
+        return u if self.activation is None else self.activation(u, inplace=u is not self.values)
+
+
+def _affine(x, scale, shift, dtype):
+    """scale * x + shift in ``dtype``; x itself where there is nothing to do."""
+    if scale is None:
+        return x.to(dtype)
+    if x.is_cuda or memory_format(x) is torch.channels_last:
+        return torch.addcmul(shift, x, scale).to(dtype)
+    x = x.to(scale.dtype) * scale if x.is_floating_point() else x.to(scale.dtype).mul_(scale)
+    return x.add_(shift).to(dtype)
+
+
+def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None) -> KeptMap:
+    """Keeps a map as it is or in eight bits, in steps of its own for each image and channel.
+
+    Rounds to the nearest step. Where there is a threshold, it rounds up in steps that are counted from there, and
+    reading gives the middle of a step: each value stays on its side of the threshold, and the mean error is zero. A
+    value that is not finite makes its channel NaN when it is read, so that gradient scaling skips the step.
+
+    Args:
+        x (Tensor): Shape (N, C, H, W).
+        storage (str): 'native' or 'int8'.
+        threshold (Tensor | float | None): What no value may change its side of, broadcastable. Default: None.
+
+    Returns:
+        KeptMap: Of ``x``, without norm and activation.
+    """
+    if storage == 'native' or not x.numel() or x.shape[2] * x.shape[3] < _LEAST_POSITIONS:
+        return KeptMap(x)
+    full = accumulator(x)
+    low, high = x.amin((2, 3), keepdim=True).to(full), x.amax((2, 3), keepdim=True).to(full)
+    unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
+    rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
+    if threshold is None:
+        steps = (x * rate).add_(-127 - low * rate).round_()
+        base = low + 127 * unit
+    else:
+        threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low, high)
+        lowest = ((low - threshold) * rate).floor_()
+        steps = (x * rate).sub_(threshold * rate).ceil_().sub_(lowest + 127)
+        base = threshold + (lowest + 126.5) * unit
+    return KeptMap(steps.to(torch.int8), unit, base)
+
+
+def hand_on(y: Tensor, map: KeptMap) -> None:
+    """Says how a layer's output is read from what the layer keeps, so that the next layer need not keep it again.
+
+    Args:
+        y (Tensor): The output; what is written to later is not handed on.
+        map (KeptMap): The same values.
+    """
+    y._sbp_kept = map, y._version
+
+
+def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:
+    """What a layer keeps of its input: what the layer before handed on, or the input, for all layers that it goes to.
+
+    Args:
+        x (Tensor): Shape (N, C, H, W), as the layer got it.
+        cast (Tensor): The same in what the layer runs in.
+        storage (str): 'native' or 'int8'.
+
+    Returns:
+        KeptMap: Of ``x``.
+    """
+    map, version = getattr(x, '_sbp_kept', (None, None))
+    if map is not None and version == x._version and (storage == 'int8' or map.values.is_floating_point()):
+        return map
+    map = keep(cast, storage)
+    if map.values is not x and not (x.is_leaf and x.requires_grad):  # a parameter outlives the step
+        hand_on(x, map)
+    return map
