@@ -16,31 +16,29 @@ if _missing:
         '(mmcv 2.1, mmdet 3.3); from a checkout, tools/setup_env.sh does it all.'
     )
 
-from .apply import SBPHook, apply_sbp  # noqa: E402
-from .draws import objects  # noqa: E402
-from .functional import pooled, sbp  # noqa: E402
+from .adapters import adapter  # noqa: E402
+from .apply import LeanHook, apply_lean, remove_lean  # noqa: E402
+from .functional import sbp  # noqa: E402
+from .masks import positions, sample_mask  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
-from .models.heads import SBPModulesHook  # noqa: E402
 from .models.swin import SBPSwinTransformer  # noqa: E402
 from .models.vit import SBPViT  # noqa: E402
-from .object_masks import ObjectMasksHook, object_boxes  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 
 __all__ = [
     'AtomicBackend',
     'CheckpointModulesHook',
-    'ObjectMasksHook',
+    'LeanHook',
     'SBPConvNeXt',
-    'SBPHook',
-    'SBPModulesHook',
     'SBPSwinTransformer',
     'SBPViT',
     'TargetsInChunksHook',
-    'apply_sbp',
-    'object_boxes',
-    'objects',
-    'pooled',
+    'adapter',
+    'apply_lean',
+    'positions',
+    'remove_lean',
+    'sample_mask',
     'sbp',
     '__version__',
 ]

@@ -1,72 +1,32 @@
-"""SBP and exact lean training in place, in a model whose config stays as it is.
+"""Lean training in place, in a model whose config stays as it is.
 
-    custom_hooks = [dict(type='SBPHook', keep_ratio=0.5, recompute=True)]
+    custom_hooks = [dict(type='LeanHook', preset='exact')]
 
-or, without mmengine's runner, ``report = apply_sbp(model, dict(keep_ratio=0.5))``. What a block's class becomes is
-written down in a table, and a block of one's own is added by a few lines:
-
-    from sbp_mmdet.apply import Thin, register_block
-
-    @register_block('my_project.MyBlock')          # or the class itself
-    class ThinMyBlock(Thin):
-        def thin_forward(self, x):                  # in training; x (N, C, H, W)
-            return x + self.on_position(self.mlp, self.spatial(x))
-
-``self.mlp`` must treat each position for itself. Blocks of one parent module are a stage; each stage halves the map of
-the one before it. ``Thin.stride`` (4) and ``Thin.rounds_up`` (False) say how the first map comes from the image.
+or, without mmengine's runner, ``report = apply_lean(model, preset='exact')``. What a module's class becomes is written
+down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a few lines, see :mod:`.adapters.adapter`.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 from mmdet.registry import HOOKS
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from .models.stock_layers import ThinConvNeXtBlock, ThinViTBlock
-from .models.swin_layers import ThinSwinBlock
-from .models.thin import Thin, thin_out
-from .settings import SBPSettings
-from .shared_draws import LayerDraws
-from .surgery import ModelHook, detectors, mix_out, unwrapped
+from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
+from .draws import Draws, Stages
+from .savings import Checkpointed
+from .settings import Settings
+from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
-__all__ = ['BLOCKS', 'Report', 'SBPHook', 'Thin', 'apply_sbp', 'register_block', 'remove_sbp']
-
-# Class of a block, by its module and name, to what is mixed into it.
-BLOCKS: dict[str, type[Thin]] = {
-    'mmdet.models.backbones.swin.SwinBlock': ThinSwinBlock,
-    'mmpretrain.models.backbones.convnext.ConvNeXtBlock': ThinConvNeXtBlock,
-    'mmpretrain.models.backbones.swin_transformer.SwinBlock': ThinSwinBlock,
-    'mmpretrain.models.backbones.vision_transformer.TransformerEncoderLayer': ThinViTBlock,
-}
-
-
-def register_block(block: str | type[nn.Module]) -> Callable[[type[Thin]], type[Thin]]:
-    """Decorates what is to be mixed into a class of blocks; see this module for an example.
-
-    Args:
-        block (str | type[nn.Module]): The class, or its module and name.
-
-    Returns:
-        Callable: The decorator.
-    """
-
-    def register(mixin):
-        if not issubclass(mixin, Thin):
-            raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.apply.Thin')
-        BLOCKS[_name(block) if isinstance(block, type) else block] = mixin
-        return mixin
-
-    return register
+__all__ = ['LeanHook', 'Report', 'apply_lean', 'keep_ratios', 'remove_lean']
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What :func:`apply_sbp` did.
+    """What :func:`apply_lean` did.
 
     Attributes:
-        changed (dict[str, str]): By the name of a submodule of the backbone, what it does now.
+        changed (dict[str, str]): By the name of a submodule, what it does now.
         left (dict[str, str]): By name, why a submodule stays as it is.
     """
 
@@ -74,7 +34,7 @@ class Report:
     left: dict[str, str]
 
     def __str__(self):
-        lines = [f'{len(self.changed)} layers changed, {len(self.left)} left alone']
+        lines = [f'{len(self.changed)} modules changed, {len(self.left)} left alone']
         for word, found in (('changed', self.changed), ('left alone', self.left)):
             by_reason = {}
             for name, reason in found.items():
@@ -83,16 +43,17 @@ class Report:
         return '\n'.join(lines)
 
 
-def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
-    """Lets the blocks of a model send gradients from some positions (section 3.2), in place.
+def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
+    """Lets the modules of a model store less for the backward pass, in place.
 
-    Names and shapes of parameters, checkpoints, evaluation and export stay as they are. ``keep_ratio=1.0`` keeps all
-    gradients exact and stores less. A model that has been changed is changed anew, by the new settings.
+    Names and shapes of parameters, checkpoints, evaluation and export stay as they are. A model that has been changed
+    is changed anew, by the new settings.
 
     Args:
         model (nn.Module): A detector, or its backbone. What holds several detectors, such as a student and a teacher,
-            is changed in all of them; one that runs in evaluation mode stays plain.
-        sbp_cfg (dict | None): See :class:`sbp_mmdet.settings.SBPSettings`; None: its defaults. Default: None.
+            is changed in all of them; one that runs in evaluation mode trains nothing and stays plain.
+        preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
+        **keys: See :class:`.settings.Settings`.
 
     Returns:
         Report: What was changed, what was left alone, and why.
@@ -100,144 +61,208 @@ def apply_sbp(model: nn.Module, sbp_cfg: dict | None = None) -> Report:
     Raises:
         ValueError: For a setting that cannot be honoured, or if there is nothing to change; nothing is changed then.
     """
-    plans = {name: _plan(backbone, sbp_cfg or {}) for name, backbone in _backbones(model).items()}
-    remove_sbp(model)
-    reports = {name: _carry_out(plan) for name, plan in plans.items()}
-    if [*reports] == ['']:
-        return reports['']
-    parts = [(f'{name}.', report) for name, report in reports.items()]
-    return Report(
-        {prefix + layer: done for prefix, report in parts for layer, done in report.changed.items()},
-        {prefix + layer: reason for prefix, report in parts for layer, reason in report.left.items()},
-    )
+    settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
+    return apply_settings(unwrapped(model), settings)
 
 
-def remove_sbp(model: nn.Module) -> None:
-    """The reverse of :func:`apply_sbp`; a model that was not changed stays as it is.
+def apply_settings(model: nn.Module, settings: Settings) -> Report:
+    """As :func:`apply_lean`, for checked settings and a model that is not wrapped."""
+    chosen = _chosen(model, settings)
+    plan = None if settings.preset.name == 'none' else _plan(model, settings, chosen)
+    _restore(chosen.values())
+    return _carry_out(model, settings, plan) if plan else Report({}, {})
+
+
+def remove_lean(model: nn.Module) -> None:
+    """The reverse of :func:`apply_lean`; a model that was not changed stays as it is.
 
     Args:
         model (nn.Module): A detector, or its backbone.
     """
-    for backbone in _backbones(model).values():
-        for module in backbone.modules():
-            if isinstance(module, Thin):
-                mix_out(module, Thin)
-                del module._sbp_place
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in list(hooks.items()):
-                    if isinstance(getattr(hook, '__self__', None), LayerDraws):
-                        del hooks[key]
+    _restore(unwrapped(model).modules())
 
 
-def _backbones(model):
-    """By the name of their detector, see :func:`.surgery.detectors`; a model without one is a backbone."""
-    return {name: detector.backbone for name, detector in detectors(model).items()} or {'': unwrapped(model)}
+def _restore(modules):
+    for module in modules:
+        if isinstance(module, (Lean, _CheckpointedBlock)):
+            mix_out(module, (Lean, _CheckpointedBlock))
+            vars(module).pop('_lean', None)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, '__self__', None), Draws):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def keep_ratios(model: nn.Module) -> dict[tuple, float]:
+    """The layers that a model's backbone thins, and how far.
+
+    Args:
+        model (nn.Module): A backbone, or what has one.
+
+    Returns:
+        dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` to keep ratio; stages count from 0. Frozen
+        layers and ratios of 1 do not appear.
+    """
+    places = (module._lean for module in model.modules() if isinstance(module, Lean))
+    draws = next((place.draws for place in places if place.draws is not None), None)
+    return draws.stages.keep_ratios() if draws else {}
+
+
+class _CheckpointedBlock(Checkpointed):
+    """Of ``preset='with_cp'``."""
+
+
+class _Backbone(NamedTuple):
+    """A backbone with blocks that can be thinned.
+
+    Attributes:
+        owner (nn.Module): What holds all of its blocks; its passes are counted.
+        kind (type[Block]): The adapter of its blocks.
+        layers (dict): Key of a layer to the module and its adapter.
+        ratios (dict): Key of a layer to its keep ratio.
+    """
+
+    owner: nn.Module
+    kind: type[Block]
+    layers: dict
+    ratios: dict
 
 
 class _Plan(NamedTuple):
-    """What is to be changed in a backbone.
+    """What is to be changed: backbones with positions, other modules with their adapters, and why the rest is not."""
 
-    Attributes:
-        backbone (nn.Module): What holds all of its blocks.
-        kind (type[Thin]): What is mixed into its blocks.
-        settings (SBPSettings): The settings.
-        layers (dict): Key of a layer to the module and what is mixed into its class.
-        left (dict[str, str]): By name, why a submodule stays as it is.
-    """
-
-    backbone: nn.Module
-    kind: type[Thin]
-    settings: SBPSettings
-    layers: dict
-    left: dict
+    backbones: list[_Backbone]
+    others: list[tuple[nn.Module, type[Lean]]]
+    left: dict[str, str]
 
 
-def _plan(backbone, sbp_cfg):
+def _plan(model, settings, chosen):
     """Checks all and changes nothing."""
-    if any(getattr(module, 'sbp', None) is not None for module in backbone.modules()):
-        raise ValueError(f'{type(backbone).__name__} has sbp_cfg of its own; leave SBPHook out, or sbp_cfg')
-    if any('_fsdp_wrapped_module' in module._modules for module in backbone.modules()):
-        raise ValueError(
-            'the backbone lies in FSDP already, which hides its blocks; call apply_sbp(model, ...) before it is wrapped'
-        )
-    stages = _stages(backbone)
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in chosen.values():
+        if '_fsdp_wrapped_module' in module._modules:
+            raise ValueError('the model lies in FSDP already, which hides its modules; apply before it is wrapped')
+        if getattr(module, 'sbp', None) is not None and module is not model:
+            raise ValueError(
+                f'{names[id(module)]} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts of '
+                "the model: modules=['neck', ...]"
+            )
+    taken, left = {}, {}
+
+    def take(module, mixin):
+        """Whether a module can be changed."""
+        if id(module) in chosen:
+            reason = mixin.refusal(module, settings) if settings.preset.form else None  # any module can be checkpointed
+            if reason:
+                left[names[id(module)]] = reason
+            else:
+                taken.update({id(inside): None for inside in module.modules()})
+                return True
+        return False
+
+    detectors_found = detectors(model)
+    roots = [detector.backbone for detector in detectors_found.values()] or [model]
+    backbones = [found for root in roots if (found := _backbone(root, settings, take))]
+    others = []
+    for module in chosen.values():
+        mixin = adapter_of(module)
+        if not mixin or issubclass(mixin, Block) or id(module) in taken:
+            continue
+        if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
+            others.append((module, mixin))
+    if settings.preset.thins and not any(found.layers for found in backbones):
+        raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' drops positions, and applies"))
+    if not others and not backbones:
+        raise ValueError(_nothing(model, left, 'it applies'))
+    return _Plan(backbones, others, left)
+
+
+def _chosen(model, settings):
+    """The modules that may be changed, by their id."""
+    if settings.modules is None:
+        return {id(module): module for module in model.modules()}
+    return {id(m): m for _, module in members(model, settings.modules) for m in module.modules()}
+
+
+def _backbone(root, settings, take):
+    stages = _stages(root)
     if not stages:
-        raise ValueError(_nothing(backbone))
-    backbone = _owner(backbone, stages)
-    depths = tuple(len(blocks) for blocks in stages)
-    names = {id(module): name for name, module in backbone.named_modules()}
-    kind, single = _mixin(stages[0][0]), len(depths) == 1
-    blocks = (round(depths[0] * 2 / 3),) if kind.last else depths if single else None
-    absent = ('attention', *kind.absent, *(['downsample'] if single else []))  # attention is exact here
-    settings = SBPSettings.parse(sbp_cfg, depths, blocks, absent=absent)
-    layers, left = {}, {}
+        return None
+    kind, depths = adapter_of(stages[0][0]), tuple(map(len, stages))
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    for key in kind.absent:
+        if getattr(settings, key) != defaults[key]:
+            raise ValueError(f'{key}={getattr(settings, key)!r} means nothing for {type(root).__name__}; leave it out')
+    owner = _owner(root, stages)
+    layers = {}
     for i, blocks in enumerate(stages):
         for j, block in enumerate(blocks):
-            _take((i, j), block, _mixin(block), settings, names, layers, left)
+            if take(block, mixin := adapter_of(block)):
+                layers[i, j] = (block, mixin)
     if not layers:
-        raise ValueError(f'SBP applies to no block of {type(backbone).__name__}: {next(iter(left.values()))}')
-    for key, (module, mixin) in kind.others(backbone, settings).items():
-        _take(key, module, mixin, settings, names, layers, left)
-    if settings.recompute == 'block' and not issubclass(kind, ThinConvNeXtBlock):
-        raise ValueError("recompute='block' is there for ConvNeXt only, whose convolution runs again; use True")
-    return _Plan(backbone, kind, settings, layers, left)
+        return None
+    layers |= {key: found for key, found in kind.others(owner, settings).items() if take(*found)}
+    ratios = settings.layer_ratios(depths, kind.thinned_blocks(depths), kind.from_end)
+    return _Backbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in layers})
 
 
-def _carry_out(plan):
-    backbone, kind, settings, layers, left = plan
-    getattr(backbone, '_freeze_stages', lambda: None)()  # as mmdet's and mmpretrain's do when training begins
-    draws = thin_out(backbone, settings, layers, _stride(backbone, kind), kind.rounds_up, kind.last)
-    names = {id(module): name for name, module in backbone.named_modules()}
-    ratios, changed, left = draws.model.keep_ratios(), {}, dict(left)
-    for key, (module, _) in layers.items():
-        if any(p.requires_grad for p in module.parameters()):
-            changed[names[id(module)]] = _meaning(ratios.get(key), settings, kind)
-        else:
-            left[names[id(module)]] = 'frozen'
-    return Report(changed, left | _others(backbone, layers, left, names))
-
-
-def _name(kind):
-    return f'{kind.__module__}.{kind.__qualname__}'
-
-
-def _mixin(module):
-    """What is to be mixed into a module; None: nothing."""
-    return next((BLOCKS[_name(kind)] for kind in type(module).__mro__ if _name(kind) in BLOCKS), None)
-
-
-def _stages(backbone):
+def _stages(root):
     """Lists of blocks: those of one parent module, in the model's order."""
-    stages = []
-    for parent in backbone.modules():
-        if blocks := [child for child in parent.children() if _mixin(child)]:
-            stages.append(blocks)
-    return stages
+    found = []
+    for parent in root.modules():
+        if blocks := [child for child in parent.children() if _is_block(child)]:
+            found.append(blocks)
+    return found
 
 
-def _owner(backbone, stages):
+def _is_block(module):
+    return issubclass(adapter_of(module) or Lean, Block)
+
+
+def _owner(root, stages):
     """What holds all blocks and is no mere list of them: the backbone, or the one inside of a wrapper."""
-    found, number = backbone, sum(map(len, stages))
-    for module in backbone.modules():
-        plain = isinstance(module, (nn.ModuleList, nn.Sequential)) or _mixin(module)
-        if not plain and sum(1 for m in module.modules() if _mixin(m)) == number:
+    found, number = root, sum(map(len, stages))
+    for module in root.modules():
+        plain = isinstance(module, (nn.ModuleList, nn.Sequential)) or _is_block(module)
+        if not plain and sum(map(_is_block, module.modules())) == number:
             found = module  # modules() goes inwards
     return found
 
 
-def _take(key, module, mixin, settings, names, layers, left):
-    """Puts a module into ``layers``, or why not into ``left``."""
-    if reason := mixin.refusal(module, settings):
-        left[names[id(module)]] = reason
-    else:
-        layers[key] = (module, mixin)
+def _carry_out(model, settings, plan):
+    changed, left = {}, dict(plan.left)
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def change(module, mixin, place, meaning):
+        if settings.preset.form is None:
+            mix_in(module, _CheckpointedBlock)
+        else:
+            mix_in(module, mixin)
+            module._lean = place
+        frozen = not any(p.requires_grad for p in module.parameters())
+        (left if frozen else changed)[names[id(module)]] = 'frozen' if frozen else meaning
+
+    for owner, kind, layers, ratios in plan.backbones:
+        getattr(owner, '_freeze_stages', lambda: None)()  # as mmdet's and mmpretrain's do when training begins
+        modules = {key: module for key, (module, _) in layers.items()}
+        heads = _num_heads(layers)
+        draws = Draws(Stages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
+        for key, (module, mixin) in layers.items():
+            if settings.preset.form or mixin.checkpointed:
+                change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module))
+        if settings.preset.form is not None:
+            owner.register_forward_pre_hook(draws.begin, with_kwargs=True)
+    for module, mixin in plan.others:
+        change(module, mixin, Place(settings), _meaning(settings, None, module))
+    return Report(changed, left | _untouched(model, changed, left))
 
 
-def _stride(backbone, kind):
+def _stride(owner, kind):
     """Pixels for each position of the first stage: the stride of the patch embedding, where it is found."""
     for find in (
-        lambda: backbone.patch_embed.projection.stride[0],
-        lambda: backbone.downsample_layers[0][0].stride[0],
+        lambda: owner.patch_embed.projection.stride[0],
+        lambda: owner.patch_embed.proj.stride[0],
+        lambda: owner.downsample_layers[0][0].stride[0],
     ):
         try:
             return find()
@@ -246,56 +271,89 @@ def _stride(backbone, kind):
     return kind.stride
 
 
-def _meaning(ratio, settings, kind):
-    form = 'reference' if 'implementation' in kind.absent else settings.implementation
+def _num_heads(layers):
+    """Of a block's attention; None: it has none that drops heads."""
+    module, mixin = next(iter(layers.values()))
+    return next((part.num_heads for part in mixin.parts(module).values() if part.by_heads), None)
+
+
+def _meaning(settings, ratio, module):
+    preset = settings.preset
+    if preset.form is None:
+        return 'runs again in the backward pass'
+    off = ' (its with_cp=True is off: it would cost time and save nothing)' if getattr(module, 'with_cp', False) else ''
     if ratio is not None:
-        return f'gradients from {ratio:g} of the positions ({form})'
-    return 'exact' + (', stores less' if form == 'fused' else '')
+        return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
+    if preset.form.implementation == 'reference':
+        return f'exact, in plain autograd{off}'
+    return f'exact, stores less{" in eight bits" if preset.form.storage == "int8" else ""}{off}'
 
 
-def _others(backbone, layers, left, names):
-    """Why the rest of the backbone stays as it is, child by child."""
-    known = {names[id(m)] for m, _ in layers.values()} | set(left)
+def _untouched(model, changed, left):
+    """Why the rest of the model stays as it is, child by child."""
+    known = {*changed, *left}
     found = {}
-    for name, child in backbone.named_children():
-        inside = any(other == name or other.startswith(f'{name}.') for other in known)
-        if not inside and any(True for _ in child.parameters()):
-            found[name] = _why(child)
+
+    def look(module, prefix, depth):
+        for name, child in module.named_children():
+            path = f'{prefix}{name}'
+            if path in known or not any(True for _ in child.parameters()):
+                continue
+            if any(other.startswith(f'{path}.') for other in known) and depth:
+                look(child, f'{path}.', depth - 1)
+            elif not any(other.startswith(f'{path}.') for other in known):
+                found[path] = 'no lean form of it is known'
+
+    look(model, '', 2)
     return found
 
 
-def _why(module):
-    if any(isinstance(m, _BatchNorm) for m in module.modules()):
-        return 'batch norm looks at all positions, and its activation stores what would be thinned out'
-    return 'it has no blocks that SBP is known for'
-
-
-def _nothing(backbone):
-    if hasattr(backbone, 'sbp'):
-        return f'{type(backbone).__name__} takes sbp_cfg of its own: set that, and leave SBPHook out'
-    known = ', '.join(BLOCKS)
-    reasons = ' '.join(f'{name}: {_why(child)}.' for name, child in backbone.named_children())
+def _nothing(model, left, what):
+    reasons = ' '.join(f'{name}: {reason}.' for name, reason in left.items())
+    known = ', '.join(path.rsplit('.', 1)[1] for path in ADAPTERS)
     return (
-        f'SBP applies to no block of {type(backbone).__name__}. {reasons} Known blocks: {known}. '
-        'For a block of your own see sbp_mmdet.apply.register_block. Without SBPHook, CheckpointModulesHook and '
-        'TargetsInChunksHook save memory in any detector (docs/memory.md)'
+        f'{what} to no module of {type(model).__name__}. {reasons} Known classes: {known}. For one of your own see '
+        'sbp_mmdet.adapters.adapter. Without LeanHook, CheckpointModulesHook and TargetsInChunksHook save memory in '
+        'any detector'
     )
 
 
 @HOOKS.register_module()
-class SBPHook(ModelHook):
-    """SBP in the backbone of a detector, in place: see :func:`apply_sbp`.
+class LeanHook(ModelHook):
+    """Lean training of a detector, in place, see :func:`apply_lean`.
 
     Args:
-        **sbp_cfg: Keys of ``sbp_cfg``, see :class:`sbp_mmdet.settings.SBPSettings`.
+        preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
+        **keys: See :class:`.settings.Settings`.
+
+    Example:
+        ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
+
+    Raises:
+        ValueError: For an unknown preset or key, or one that cannot be honoured.
     """
 
-    def __init__(self, **sbp_cfg):
-        self.sbp_cfg = sbp_cfg
-        ratio = sbp_cfg.get('keep_ratio', 0.5)
-        every = all(r == 1 for r in (ratio if isinstance(ratio, (list, tuple)) else [ratio]))
-        self.exact = every and sbp_cfg.get('storage', 'native') == 'native'
+    def __init__(self, preset: str = 'exact', **keys):
+        self.settings = Settings.parse(dict(preset=preset, **keys), where='LeanHook')
+        self.exact = self.settings.preset.gradients == 'exact'
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
-        return str(apply_sbp(model, self.sbp_cfg))
+        report = apply_settings(unwrapped(model), self.settings)
+        return f"preset='{self.settings.preset.name}': {report}"
+
+
+@HOOKS.register_module()
+class SBPHook(ModelHook):
+    """The former name of :class:`LeanHook`; it says what to write."""
+
+    def __init__(self, **keys):
+        raise ValueError(f'SBPHook is now LeanHook: {_new_hook(keys)}')
+
+
+def _new_hook(keys):
+    try:
+        Settings.parse(keys, where='SBPHook')
+    except ValueError as error:
+        return f"write dict(type='LeanHook', ...); {error}"
+    return f"write dict(type='LeanHook', {', '.join(f'{k}={v!r}' for k, v in keys.items())})"

@@ -25,10 +25,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .assigners import costs_in_chunks
-from .shared_draws import run_again_as_now
 from .surgery import Mixin, ModelHook, members, mix_in, unwrapped
 
-__all__ = ['CheckpointModulesHook', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
+__all__ = ['CheckpointModulesHook', 'Checkpointed', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
 
 
 @contextlib.contextmanager
@@ -46,7 +45,7 @@ def _keep_running_stats(module: nn.Module):
             norm.num_batches_tracked.copy_(tracked)
 
 
-class _Checkpointed(Mixin):
+class Checkpointed(Mixin):
     """Its forward pass stores its input only."""
 
     outermost = True  # what is mixed in later is run again too
@@ -67,7 +66,7 @@ class _Checkpointed(Mixin):
                 replay = True
                 return forward(*args, **kwargs)
 
-        return cp.checkpoint(run_again_as_now(self, run), *leaves, use_reentrant=False)
+        return cp.checkpoint(run, *leaves, use_reentrant=False)
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
@@ -94,8 +93,8 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
                 f'modules: the detector calls the loss of {name}, not its forward; name its parts: {parts}'
             )
     for _, module in found:
-        if not isinstance(module, _Checkpointed):
-            mix_in(module, _Checkpointed)
+        if not isinstance(module, Checkpointed):
+            mix_in(module, Checkpointed)
     return [name for name, _ in found]
 
 

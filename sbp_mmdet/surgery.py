@@ -76,12 +76,12 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
     module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]])
 
 
-def mix_out(module: nn.Module, mixin: type[Mixin]) -> None:
+def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> None:
     """The reverse of :func:`mix_in`: takes a class away, whatever was mixed in after it.
 
     Args:
         module (nn.Module): Changed in place.
-        mixin (type[Mixin]): The class, or a base of it.
+        mixin (type[Mixin] | tuple[type[Mixin], ...]): The class, or a base of it; or several.
     """
     kind, fronts = _apart(type(module))
     module.__class__ = _together(kind, [front for front in fronts if not issubclass(front, mixin)])

@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as cp
+from mmcv.cnn.bricks import DropPath
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from ..draws import Drawn, Draws, warn_where_frozen
-from ..settings import SBPSettings
-from .convnext_layers import ConvNeXtBlock, Downsample, Stem, build_norm, compile_bodies
+from .layers import GRN, LayerNorm2d
+from .lean import LeanBackbone
 from .weights import rename_weights
 
-__all__ = ['ARCHS', 'SBPConvNeXt']
+__all__ = ['ARCHS', 'ConvNeXtBlock', 'SBPConvNeXt']
 
 # arch: (depths, channels of the first stage; every stage doubles them)
 ARCHS = {
@@ -29,18 +31,85 @@ ARCHS = {
 }
 
 
-# Default of the key `blocks` (appendix "Experimental Settings"): all of stages 1 and 2, the first 6 or 21 of stage 3.
-PAPER_BLOCKS = {'tiny': (3, 3, 6, 0), 'base': (3, 3, 21, 0)}
+class ConvNeXtBlock(BaseModule):
+    """Depthwise 7x7 convolution, then the channel MLP: LN, pointwise, GELU, pointwise, layer scale.
+
+    Args:
+        channels (int): C.
+        norm_cfg (dict): Of :func:`build_norm`.
+        act_cfg (dict): Activation between the pointwise layers.
+        linear_pw_conv (bool): Linear layers, or 1x1 convolutions, hold the pointwise weights.
+        use_grn (bool): Global response normalisation after the activation.
+        drop_path_rate (float): Stochastic depth rate.
+        layer_scale_init_value (float): Initial layer scale; 0 means none.
+        with_cp (bool): Checkpoint the block.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        norm_cfg: dict,
+        act_cfg: dict,
+        linear_pw_conv: bool,
+        use_grn: bool,
+        drop_path_rate: float,
+        layer_scale_init_value: float,
+        with_cp: bool,
+    ):
+        super().__init__()
+        pointwise = nn.Linear if linear_pw_conv else lambda c_in, c_out: nn.Conv2d(c_in, c_out, 1)
+        self.depthwise_conv = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = build_norm(norm_cfg, channels)
+        self.pointwise_conv1 = pointwise(channels, 4 * channels)
+        self.act = MODELS.build(act_cfg)
+        self.grn = GRN(4 * channels) if use_grn else None
+        self.pointwise_conv2 = pointwise(4 * channels, channels)
+        self.gamma = nn.Parameter(torch.full((channels,), layer_scale_init_value)) if layer_scale_init_value else None
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
+        self.with_cp = with_cp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs the block on (N, C, H, W)."""
+        if self.with_cp and x.requires_grad:
+            return cp.checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x):
+        y = self.norm.tokens(self.depthwise_conv(x).flatten(2).transpose(1, 2))
+        y = self.act(F.linear(y, self.pointwise_conv1.weight.flatten(1), self.pointwise_conv1.bias))
+        y = y if self.grn is None else self.grn(y)
+        y = F.linear(y, self.pointwise_conv2.weight.flatten(1), self.pointwise_conv2.bias)
+        y = y if self.gamma is None else y * self.gamma
+        return x + self.drop_path(y.transpose(1, 2).unflatten(2, x.shape[2:]))
+
+
+def build_norm(cfg: dict, num_channels: int) -> LayerNorm2d:
+    """Builds the layer norm that ``norm_cfg`` names.
+
+    Args:
+        cfg (dict): ``type`` 'LN2d' (as in mmpretrain) or 'LN'; optional ``eps``, ``elementwise_affine``,
+            ``requires_grad``.
+        num_channels (int): C.
+
+    Raises:
+        ValueError: For any other norm.
+    """
+    cfg = dict(cfg)
+    kind, requires_grad = cfg.pop('type', None), cfg.pop('requires_grad', True)
+    if kind not in ('LN2d', 'LN'):
+        raise ValueError(f"norm_cfg type={kind!r} is not supported; ConvNeXt normalises each position: use 'LN2d'")
+    return LayerNorm2d(num_channels, **cfg).requires_grad_(requires_grad)
 
 
 @MODELS.register_module()
-class SBPConvNeXt(BaseModule):
+class SBPConvNeXt(LeanBackbone, BaseModule):
     """ConvNeXt for memory-efficient training by Stochastic Backpropagation (SBP).
 
-    The forward pass is ConvNeXt's. In training, the pointwise and 2x2/2 downsampling layers of the leading stages send
-    gradients from a kept subset of the spatial positions, drawn anew in each step and the same for all layers, or
-    for those of a stage where dropped positions send something back. The depthwise convolutions and the last stage stay
-    exact. Outside of training and without gradients, nothing is drawn.
+    The forward pass is ConvNeXt's. Without ``sbp_cfg`` it is a plain network; with it, its layers train lean: with
+    ``preset='exact'`` they store less, and with ``preset='paper'`` the pointwise and 2x2/2 downsampling layers of the
+    leading stages send gradients from a kept subset of the spatial positions, drawn anew in each step and the same for
+    all layers. The depthwise convolutions and the last stage stay exact.
 
     Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``; ``sbp_cfg`` is added. Weights load
     under other names too, see :mod:`.weights`.
@@ -53,16 +122,17 @@ class SBPConvNeXt(BaseModule):
         norm_cfg (dict): See :func:`build_norm`. Default: ``dict(type='LN2d', eps=1e-6)``.
         act_cfg (dict): Activation. Default: ``dict(type='GELU')``.
         linear_pw_conv (bool): Hold the pointwise weights in linear layers instead of 1x1 convolutions. Default: True.
-        use_grn (bool): Global response normalisation (ConvNeXt V2). With ``sbp_cfg`` for ``keep_ratio=1.0`` only, which
-            is exact: GRN looks at all positions. Default: False.
+        use_grn (bool): Global response normalisation (ConvNeXt V2), which looks at all positions: for exact presets
+            only. Default: False.
         drop_path_rate (float): Stochastic depth rate of the last block, growing linearly from 0. Default: 0.0.
         layer_scale_init_value (float): Initial layer scale; 0 means no layer scale. Default: 1e-6.
         out_indices (Sequence[int] | int): Stages to put out, counted from 0 or from the end. Default: -1.
         frozen_stages (int): How many leading stages are frozen, stem included. Default: 0.
         gap_before_final_norm (bool): Average over all positions before each output norm and put out (N, C), for
             classification. Default: True.
-        with_cp (bool): Checkpoint every block. Works together with SBP. Default: False.
-        sbp_cfg (dict | None): See :class:`sbp_mmdet.settings.SBPSettings`; None is the plain backbone. Default: None.
+        with_cp (bool): Checkpoint every block; off where ``sbp_cfg`` makes it store less. Default: False.
+        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.settings.Settings`; None is the plain backbone.
+            Default: None.
         init_cfg (dict | list[dict] | None): mmengine's initialisation; None: truncated normal weights. Default: None.
 
     Raises:
@@ -101,54 +171,26 @@ class SBPConvNeXt(BaseModule):
             raise ValueError(f'frozen_stages={frozen_stages!r} must be a whole number from 0 to {self.num_stages}')
         self.frozen_stages = frozen_stages
         self.gap_before_final_norm = gap_before_final_norm
-        self.sbp = None
-        if sbp_cfg is not None:
-            self.sbp = SBPSettings.parse(sbp_cfg, self.depths, PAPER_BLOCKS.get(str(arch)), absent=('attention',))
-        if self.sbp and use_grn:
-            _check_grn(self.sbp)
 
         norm_cfg = norm_cfg or dict(type='LN2d', eps=1e-6)
-        fused = self.sbp is not None and self.sbp.implementation == 'fused'
-        options = dict(norm_cfg=norm_cfg, fused=fused, storage=self.sbp.storage if fused else 'native')
-        recompute = fused and self.sbp.recompute
-        dropped = self.sbp.dropped if self.sbp else 'zero'
-        self.downsample_layers = nn.ModuleList(
-            [Stem(in_channels, self.channels[0], stem_patch_size, recompute=recompute, **options)]
-        )
+        stem = nn.Conv2d(in_channels, self.channels[0], stem_patch_size, stride=stem_patch_size)
+        self.downsample_layers = nn.ModuleList([nn.Sequential(stem, build_norm(norm_cfg, self.channels[0]))])
         self.downsample_layers.extend(
-            Downsample(c_in, c_out, dropped=dropped, **options)
+            nn.Sequential(build_norm(norm_cfg, c_in), nn.Conv2d(c_in, c_out, 2, stride=2))
             for c_in, c_out in zip(self.channels[:-1], self.channels[1:], strict=True)
         )
         rates = torch.linspace(0, drop_path_rate, sum(self.depths), device='cpu').split(list(self.depths))
-        self.stages = nn.ModuleList()
-        for channels, stage_rates in zip(self.channels, rates, strict=True):
-            stage = [
-                ConvNeXtBlock(
-                    channels,
-                    act_cfg=act_cfg or dict(type='GELU'),
-                    linear_pw_conv=linear_pw_conv,
-                    use_grn=use_grn,
-                    drop_path_rate=rate,
-                    layer_scale_init_value=layer_scale_init_value,
-                    with_cp=with_cp,
-                    recompute=recompute,
-                    dropped=dropped,
-                    **options,
-                )
-                for rate in stage_rates.tolist()
-            ]
-            self.stages.append(nn.Sequential(*stage))
+        options = dict(act_cfg=act_cfg or dict(type='GELU'), linear_pw_conv=linear_pw_conv, use_grn=use_grn)
+        options.update(norm_cfg=norm_cfg, layer_scale_init_value=layer_scale_init_value, with_cp=with_cp)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(ConvNeXtBlock(channels, drop_path_rate=rate, **options) for rate in stage_rates.tolist()))
+            for channels, stage_rates in zip(self.channels, rates, strict=True)
+        )
         for i in self.out_indices:
-            self.add_module(
-                f'norm{i}',
-                build_norm(num_channels=self.channels[i], cfg=norm_cfg, fused=fused, storage=options['storage']),
-            )
-
-        if self.sbp and self.sbp.compile:
-            compile_bodies(self)
+            self.add_module(f'norm{i}', build_norm(norm_cfg, self.channels[i]))
         self.min_size = stem_patch_size * 2 ** (self.num_stages - 1)
-        self._draws = Draws()
         self._freeze_stages()
+        self.train_lean(sbp_cfg)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Runs the backbone.
@@ -168,14 +210,9 @@ class SBPConvNeXt(BaseModule):
                 f'images of {x.shape[-2]} x {x.shape[-1]} pixels are smaller than the total stride {self.min_size} '
                 'of the backbone; resize or pad them'
             )
-        # A checkpoint around the backbone first runs it without gradients. That run leaves out the same images.
-        active = self.sbp and self.training and (torch.is_grad_enabled() or self.sbp.skip_dropped_images)
-        positions, images, _ = self.draw(x) if active else Drawn({}, {})
         outs = []
         for i, (layer, stage) in enumerate(zip(self.downsample_layers, self.stages, strict=True)):
-            x = layer(x, positions.get((i, 'downsample'))) if i else layer(x)
-            for j, block in enumerate(stage):
-                x = block(x, positions.get((i, j)), images.get((i, j)))
+            x = stage(layer(x))
             if i in self.out_indices:
                 norm = getattr(self, f'norm{i}')
                 if self.gap_before_final_norm:
@@ -183,39 +220,6 @@ class SBPConvNeXt(BaseModule):
                 else:
                     outs.append(norm(x))
         return tuple(outs)
-
-    def keep_ratios(self) -> dict[tuple, float]:
-        """The layers that SBP thins out, and how far.
-
-        Returns:
-            dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` (the layer that leads into the stage)
-            to keep ratio; stages count from 0. Frozen stages and ratios of 1 do not appear.
-        """
-        if self.sbp is None:
-            return {}
-        return {key: r for key, r in self.sbp.layer_ratios().items() if key[0] >= self.frozen_stages}
-
-    def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
-        """(height, width) of each stage's feature map for an image of the given size in pixels."""
-        patch = self.downsample_layers[0][0].stride[0]
-        return [(height // patch // 2**i, width // patch // 2**i) for i in range(self.num_stages)]
-
-    def draw(self, x: Tensor, again: bool = False) -> Drawn:
-        """What is random in one training step: kept positions, and with ``skip_dropped_images`` stochastic depth.
-
-        Args:
-            x (Tensor): Images, shape (N, 3, H, W).
-            again (bool): What the latest pass drew, to look at it afterwards; seed and iteration have to be those of
-                the pass. False: a pass begins. Default: False.
-
-        Returns:
-            Drawn: Positions, none of them without gradients, and images.
-        """
-        rates = {}
-        if self.sbp and self.sbp.skip_dropped_images:
-            blocks = {(i, j): block for i, stage in enumerate(self.stages) for j, block in enumerate(stage)}
-            rates = {key: block.drop_path_rate for key, block in blocks.items() if block.drop_path_rate}
-        return self._draws.of(self, x, rates, again)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         rename_weights(self, state_dict, prefix, 'convnext')
@@ -230,8 +234,6 @@ class SBPConvNeXt(BaseModule):
         """As ``nn.Module.train``; frozen stages stay in evaluation mode."""
         super().train(mode)
         self._freeze_stages()
-        if mode:
-            warn_where_frozen(self)
         return self
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
@@ -256,19 +258,6 @@ class SBPConvNeXt(BaseModule):
         else:
             depth = stage + 1 if stage else 0
         return depth, last + 2
-
-
-def _check_grn(sbp):
-    if any(ratio != 1 for ratio in sbp.keep_ratio):
-        raise ValueError(
-            'use_grn=True cannot be used with sbp_cfg that drops positions: GRN normalises over all of them; '
-            'sbp_cfg=dict(keep_ratio=1.0, recompute=True) stores less and keeps the gradients exact'
-        )
-    if sbp.implementation == 'fused' and not sbp.recompute:
-        raise ValueError(
-            f"use_grn=True needs sbp_cfg with recompute=True or recompute='block', not {sbp.recompute!r}: the hidden "
-            'layer of ConvNeXt V2 is always computed again'
-        )
 
 
 def _parse_arch(arch):

@@ -1,22 +1,25 @@
-"""``SBPViT``: a plain vision transformer whose last blocks send gradients from a subset of the tokens or heads."""
+"""``SBPViT``: a plain vision transformer whose last blocks send gradients from a subset of the tokens or heads.
+
+Names and shapes of the parameters are those of timm's ``VisionTransformer``. There is no dropout.
+"""
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint as cp
+from mmcv.cnn.bricks import DropPath
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from ..draws import Drawn, Draws, warn_where_frozen
-from ..ops.tokens import token_positions
-from ..settings import SBPSettings
-from .convnext_layers import LayerNorm2d, compile_bodies
-from .vit_layers import EPS, PatchEmbed, ViTBlock, scale_of
+from .layers import LayerNorm2d
+from .lean import LeanBackbone
 from .weights import rename_weights
 
-__all__ = ['ARCHS', 'SBPViT']
+__all__ = ['ARCHS', 'SBPViT', 'ViTBlock']
 
+EPS = 1e-6  # of all layer norms, as in timm's ViT, DeiT, MAE and DINOv2
 # arch: (blocks, channels, attention heads)
 ARCHS = {
     'tiny': (12, 192, 3),
@@ -27,25 +30,133 @@ ARCHS = {
 OUT_TYPES = ('featmap', 'cls_token', 'avg_featmap')
 
 
+class LayerScale(nn.Module):
+    """Multiplies channels by a parameter.
+
+    Args:
+        channels (int): C.
+        value (float): To begin with.
+    """
+
+    def __init__(self, channels: int, value: float):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((channels,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) to the same shape."""
+        return x * self.gamma
+
+
+class _Holder(nn.Module):
+    """Modules by name; the block runs them."""
+
+    def __init__(self, **children: nn.Module):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class ViTBlock(BaseModule):
+    """Attention, then the MLP, each behind a layer norm and with a residual connection.
+
+    Args:
+        channels (int): C.
+        num_heads (int): Attention heads.
+        hidden (int): Width of the MLP.
+        qkv_bias (bool): Whether queries, keys and values have a bias.
+        layer_scale_init_value (float): Initial layer scale; 0 means none.
+        drop_path_rate (float): Stochastic depth rate of each of the two.
+        with_cp (bool): Checkpoint the block.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        hidden: int,
+        *,
+        qkv_bias: bool,
+        layer_scale_init_value: float,
+        drop_path_rate: float,
+        with_cp: bool,
+    ):
+        super().__init__()
+
+        def scale():
+            return LayerScale(channels, layer_scale_init_value) if layer_scale_init_value else nn.Identity()
+
+        def drop():
+            return DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
+
+        self.norm1 = nn.LayerNorm(channels, eps=EPS)
+        self.attn = _Holder(qkv=nn.Linear(channels, 3 * channels, bias=qkv_bias), proj=nn.Linear(channels, channels))
+        self.ls1, self.drop_path1 = scale(), drop()
+        self.norm2 = nn.LayerNorm(channels, eps=EPS)
+        self.mlp = _Holder(fc1=nn.Linear(channels, hidden), fc2=nn.Linear(hidden, channels))
+        self.act = nn.GELU()
+        self.ls2, self.drop_path2 = scale(), drop()
+        self.num_heads, self.with_cp = num_heads, with_cp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs the block on tokens (N, L, C)."""
+        if self.with_cp and x.requires_grad:
+            return cp.checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x):
+        q, k, v = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = self.attn.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.drop_path1(self.ls1(y))
+        return x + self.drop_path2(self.ls2(self.mlp.fc2(self.act(self.mlp.fc1(self.norm2(x))))))
+
+
+class PatchEmbed(nn.Module):
+    """Patches to tokens.
+
+    Args:
+        in_channels (int): Channels of the image.
+        channels (int): C.
+        patch_size (int): Side of a patch, in pixels.
+    """
+
+    def __init__(self, in_channels: int, channels: int, patch_size: int):
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Conv2d(in_channels, channels, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (N, C', H, W) to (N, C, ceil(H / patch_size), ceil(W / patch_size)); the last patches are filled up with
+        zeros."""
+        right, below = -x.shape[3] % self.patch_size, -x.shape[2] % self.patch_size
+        # Where there is nothing to fill up, padding would copy the image all the same, and store the copy.
+        return self.proj(F.pad(x, (0, right, 0, below)) if right or below else x)
+
+
+def _scale(index, channels):
+    """From the map of tokens to one of four scales, as in ViTDet's simple feature pyramid: strides of 1/4, 1/2, 1 and 2
+    patches."""
+    if index == 0:
+        return nn.Sequential(
+            nn.ConvTranspose2d(channels, channels // 2, 2, stride=2),
+            LayerNorm2d(channels // 2, EPS),
+            nn.GELU(),
+            nn.ConvTranspose2d(channels // 2, channels // 4, 2, stride=2),
+        )
+    if index == 1:
+        return nn.Sequential(nn.ConvTranspose2d(channels, channels // 2, 2, stride=2))
+    return nn.Identity() if index == 2 else nn.MaxPool2d(2, ceil_mode=True)
+
+
 @MODELS.register_module()
-class SBPViT(BaseModule):
+class SBPViT(LeanBackbone, BaseModule):
     """Vision transformer (ViT) for memory-efficient training by Stochastic Backpropagation (SBP).
 
-    The forward pass is ViT's. In training, attention and MLP of the last blocks send gradients from a kept subset of
-    the patches, drawn anew in each step and the same for all blocks; class and register tokens are always kept. Outside
-    of training and without gradients, nothing is drawn.
+    The forward pass is ViT's. Without ``sbp_cfg`` it is a plain network; with it, its blocks train lean: with
+    ``preset='exact'`` they store less, and with ``preset='paper'`` attention and MLP of the last blocks send gradients
+    from a kept subset of the patches, drawn anew in each step and the same for all blocks; class and register tokens
+    are always kept. Default of the key ``blocks``: two thirds of them, so the 8 of 12 of the paper (section 5.1).
 
-    Parameter names and shapes are those of timm's ``VisionTransformer`` and of DeiT, MAE and DINOv2 files. What the
-    keys of ``sbp_cfg`` mean here, where it differs from a convolutional backbone:
-
-    - ``blocks``: one number, of the *last* blocks; the others are exact. Default: two thirds of them, so the 8 of 12 of
-      the paper (section 5.1), and 16 of 24 of 'large'.
-    - ``attention``: what is dropped in attention, see :mod:`sbp_mmdet.ops.attention`.
-    - ``recompute``: True: Q, K and V of the attention and the hidden layer of the MLP. 'block': where nothing is
-      dropped, and with 'query' and 'head', attention's output as well, so that a block stores two maps of x-hat.
-    - ``dropped``: with 'nearest', attention does what it does with 'pool', where a kept token and the dropped ones that
-      go with it send their mean gradient; the MLP as everywhere.
-    - ``downsample``: there is no such layer.
+    Parameter names and shapes are those of timm's ``VisionTransformer`` and of DeiT, MAE and DINOv2 files.
 
     Args:
         arch (str | dict): 'tiny', 'small', 'base', 'large', or a dict with ``num_layers``, ``embed_dims``,
@@ -65,9 +176,10 @@ class SBPViT(BaseModule):
             patches, all made from the last map, with C / 4, C / 2, C and C channels. Default: (0, 1, 2, 3).
         frozen_blocks (int): How many leading blocks are frozen, and with them the embedding. Default: 0.
         interpolate_mode (str): Of the position embedding. Default: 'bicubic'.
-        with_cp (bool): Checkpoint every block. Works together with SBP. Default: False.
+        with_cp (bool): Checkpoint every block; off where ``sbp_cfg`` makes it store less. Default: False.
         drop_rate, attn_drop_rate (float): For configs that name them; there is no dropout. Default: 0.0.
-        sbp_cfg (dict | None): See :class:`sbp_mmdet.settings.SBPSettings`; None is the plain backbone. Default: None.
+        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.settings.Settings`; None is the plain backbone.
+            Default: None.
         init_cfg (dict | list[dict] | None): mmengine's initialisation; None: truncated normal weights. Default: None.
 
     Raises:
@@ -107,10 +219,6 @@ class SBPViT(BaseModule):
         _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_blocks)
         self.out_type, self.out_indices, self.frozen_blocks = out_type, tuple(out_indices), frozen_blocks
         self.patch_size, self.interpolate_mode = patch_size, interpolate_mode
-        self.sbp = None
-        if sbp_cfg is not None:
-            self.sbp = SBPSettings.parse(sbp_cfg, self.depths, (round(depth * 2 / 3),), absent=('downsample',))
-
         self.patch_embed = PatchEmbed(in_channels, self.channels, patch_size)
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.grid = (height // patch_size, width // patch_size)  # of the position embedding
@@ -120,21 +228,17 @@ class SBPViT(BaseModule):
         self.cls_token = _tokens(1, self.channels) if with_cls_token else None
         self.reg_token = _tokens(register_tokens, self.channels) if register_tokens else None
         self.pos_embed = _tokens(int(with_cls_token) + self.grid[0] * self.grid[1], self.channels)
-        options = dict(qkv_bias=qkv_bias, layer_scale_init_value=layer_scale_init_value, with_cp=with_cp, sbp=self.sbp)
+        options = dict(qkv_bias=qkv_bias, layer_scale_init_value=layer_scale_init_value, with_cp=with_cp)
         rates = torch.linspace(0, drop_path_rate, depth, device='cpu').tolist()
         self.blocks = nn.ModuleList(
             ViTBlock(self.channels, self.num_heads, hidden, drop_path_rate=rate, **options) for rate in rates
         )
-        fused = self.sbp is not None and self.sbp.implementation == 'fused'
-        storage = self.sbp.storage if fused else 'native'
-        self.norm = LayerNorm2d(self.channels, EPS, fused=fused, storage=storage)
+        self.norm = LayerNorm2d(self.channels, EPS)
         if out_type == 'featmap':
             for i in self.out_indices:
-                self.add_module(f'scale{i}', scale_of(i, self.channels, fused, storage)[0])
-        if self.sbp and self.sbp.compile:
-            compile_bodies(self)
-        self._draws = Draws()
+                self.add_module(f'scale{i}', _scale(i, self.channels))
         self._freeze_blocks()
+        self.train_lean(sbp_cfg)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Runs the backbone.
@@ -153,16 +257,9 @@ class SBPViT(BaseModule):
                 f'images of {x.shape[-2]} x {x.shape[-1]} pixels are smaller than a patch of {self.patch_size}; '
                 'resize or pad them'
             )
-        # Images are left out without gradients too: so begins a pass that somebody's checkpointing replays with them.
-        active = self.sbp and self.training and (torch.is_grad_enabled() or self.sbp.skip_dropped_images)
-        drawn = self.draw(x) if active else Drawn({}, {})
-        # Blocks of one ratio share their positions, so that indices are stored once.
-        on_tokens = {id(p): token_positions(p, self.prefix) for p in drawn.positions.values()}
         x, size = self._embed(x)
-        for i, block in enumerate(self.blocks):
-            positions = on_tokens.get(id(drawn.positions.get((0, i))))
-            images = (drawn.images.get((0, i, 'attn')), drawn.images.get((0, i, 'mlp')))
-            x = block(x, positions, drawn.heads.get((0, i)), images)
+        for block in self.blocks:
+            x = block(x)
         return self._outputs(x, size)
 
     def _embed(self, x):
@@ -187,41 +284,6 @@ class SBPViT(BaseModule):
         x = self.norm(x[:, self.prefix :].transpose(1, 2).unflatten(2, size))
         return tuple(getattr(self, f'scale{i}')(x) for i in self.out_indices)
 
-    def keep_ratios(self) -> dict[tuple, float]:
-        """The blocks that SBP thins out, and how far.
-
-        Returns:
-            dict[tuple, float]: ``(0, block)`` to keep ratio. Frozen blocks and ratios of 1 do not appear.
-        """
-        if self.sbp is None or not self.sbp.blocks[0]:
-            return {}
-        first = self.depths[0] - self.sbp.blocks[0]
-        ratios = {(0, first + i): ratio for i, ratio in enumerate(self.sbp.keep_ratio)}
-        return {key: r for key, r in ratios.items() if r != 1 and key[1] >= self.frozen_blocks}
-
-    def stage_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
-        """(height, width) of the grid of patches for an image of the given size in pixels: there is one stage."""
-        return [(-(-height // self.patch_size), -(-width // self.patch_size))]
-
-    def draw(self, x: Tensor, again: bool = False) -> Drawn:
-        """What is random in one training step: kept positions of the grid of patches, attention heads, and with
-        ``skip_dropped_images`` stochastic depth.
-
-        Args:
-            x (Tensor): Images, shape (N, 3, H, W).
-            again (bool): What the latest pass drew, see :meth:`.SBPConvNeXt.draw`. Default: False.
-
-        Returns:
-            Drawn: Positions and heads, none of them without gradients, and images by ``(0, block, 'attn')`` and
-            ``(0, block, 'mlp')``.
-        """
-        rates = {}
-        if self.sbp and self.sbp.skip_dropped_images:
-            for i, block in enumerate(self.blocks):
-                if block.drop_path_rate:
-                    rates |= {(0, i, branch): block.drop_path_rate for branch in ('attn', 'mlp')}
-        return self._draws.of(self, x, rates, again)
-
     def _freeze_blocks(self):
         if not self.frozen_blocks:
             return
@@ -235,8 +297,6 @@ class SBPViT(BaseModule):
         """As ``nn.Module.train``; frozen blocks stay in evaluation mode."""
         super().train(mode)
         self._freeze_blocks()
-        if mode:
-            warn_where_frozen(self)
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):

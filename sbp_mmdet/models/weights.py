@@ -19,7 +19,6 @@ Adding a layout is one :class:`Layout` in :data:`LAYOUTS`.
 """
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -31,7 +30,7 @@ from mmengine.logging import MMLogger, print_log
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
-__all__ = ['LAYOUTS', 'Layout', 'quiet', 'read_safetensors', 'rename_weights']
+__all__ = ['LAYOUTS', 'Layout', 'quiet', 'rename_weights']
 
 
 class Layout(NamedTuple):
@@ -240,73 +239,27 @@ def quiet():
         logger.setLevel(level)
 
 
-_DTYPES = {
-    'F64': torch.float64,
-    'F32': torch.float32,
-    'F16': torch.float16,
-    'BF16': torch.bfloat16,
-    'I64': torch.int64,
-    'I32': torch.int32,
-    'I16': torch.int16,
-    'I8': torch.int8,
-    'U8': torch.uint8,
-    'BOOL': torch.bool,
-}
-
-
-def read_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
-    """Reads a ``.safetensors`` file: eight bytes with the length of a header in JSON, the header, then the tensors.
-
-    Args:
-        path (str | os.PathLike): The file.
-
-    Returns:
-        dict[str, Tensor]: Name to tensor, on the CPU; they share one memory.
-
-    Raises:
-        ValueError: If it is no such file, is cut off, or holds a type that torch lacks here.
-    """
-    with open(path, 'rb') as file:
-        data = bytearray(file.read())
-    start = 8 + int.from_bytes(data[:8], 'little')
-    try:
-        header = json.loads(data[8:start]) if start <= len(data) else None
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise ValueError(f'{path} is not a .safetensors file, or was cut off; download it again')
-    tensors = {}
-    for name, entry in header.items():
-        if name == '__metadata__':
-            continue
-        if entry['dtype'] not in _DTYPES:
-            raise ValueError(f'{path}: {name} is of type {entry["dtype"]}; known are {list(_DTYPES)}')
-        first, end = (start + offset for offset in entry['data_offsets'])
-        if end > len(data):
-            raise ValueError(f'{path} was cut off: {name} ends at byte {end} of {len(data)}; download it again')
-        dtype, shape = _DTYPES[entry['dtype']], entry['shape']
-        empty = first == end  # which frombuffer refuses
-        tensors[name] = (
-            torch.empty(shape, dtype=dtype)
-            if empty
-            else torch.frombuffer(data, dtype=dtype, count=(end - first) // dtype.itemsize, offset=first).reshape(shape)
-        )
-    return tensors
-
-
 # mmengine chooses by a regular expression, in reverse alphabetical order; the name of the function is for its log.
 @CheckpointLoader.register_scheme(prefixes=r'.*\.safetensors$', force=True)
 def load_from_safetensors(filename: str, map_location=None) -> dict[str, Tensor]:
-    """For mmengine: ``init_cfg=dict(type='Pretrained', checkpoint='x.safetensors')`` and ``load_from``."""
+    """For mmengine: ``init_cfg=dict(type='Pretrained', checkpoint='x.safetensors')`` and ``load_from``.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the package safetensors is missing, or the file cannot be read.
+    """
+    if filename.startswith(('http://', 'https://')):
+        raise ValueError(f'{filename}: download the file and give its path; .safetensors files are read from disk only')
     filename = os.path.expanduser(filename)
     if not os.path.isfile(filename):
         raise FileNotFoundError(f'{filename} can not be found')
-    tensors = read_safetensors(filename)
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise ValueError(f'{filename}: reading it needs the package safetensors: pip install safetensors') from error
     device = map_location if isinstance(map_location, (str, torch.device)) else 'cpu'
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-@CheckpointLoader.register_scheme(prefixes=r'https?://.*\.safetensors$', force=True)
-def load_from_remote_safetensors(filename: str, map_location=None) -> dict[str, Tensor]:
-    """Says what to do, where mmengine would fail to unpickle what it has downloaded."""
-    raise ValueError(f'{filename}: download the file and give its path; .safetensors files are read from disk only')
+    try:
+        return load_file(filename, device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f'{filename} cannot be read, it may be cut off; download it again: {error}') from error

@@ -1,0 +1,55 @@
+"""ConvNeXt, mmpretrain's and this package's, whose submodules have the same names."""
+
+from torch import nn
+
+from ..settings import Settings
+from .adapter import Block, Lean, adapter
+from .parts import MLP, Norm, NormLinear, PatchNorm
+
+__all__ = ['ConvNeXtBlock']
+
+# Appendix "Experimental Settings": all blocks of stages 1 and 2, the first 6 of 9 or 21 of 27 of stage 3.
+_PAPER = {(3, 3, 9, 3): (3, 3, 6, 0), (3, 3, 27, 3): (3, 3, 21, 0)}
+
+
+@adapter('mmpretrain.models.backbones.convnext.ConvNeXtBlock', 'sbp_mmdet.models.convnext.ConvNeXtBlock')
+class ConvNeXtBlock(Block):
+    """Depthwise convolution, then the channel MLP, which is thinned."""
+
+    def parts(self):
+        layers = (self.norm, self.pointwise_conv1, self.act, self.pointwise_conv2)
+        return dict(mlp=MLP(*layers, self.gamma, self.drop_path, self.depthwise_conv, self.grn))
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        if module.grn is not None and settings.preset.thins:
+            return "GRN normalises over all positions, so none can be dropped; take preset='exact' or 'int8'"
+        return super().refusal(module, settings)
+
+    @classmethod
+    def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
+        return _PAPER.get(tuple(depths)) or super().thinned_blocks(depths)
+
+    @classmethod
+    def others(cls, backbone: nn.Module, settings: Settings) -> dict:
+        stem, *layers = backbone.downsample_layers
+        found = {(i, 'downsample'): (layer, _Downsample) for i, layer in enumerate(layers, 1)}
+        found['stem',] = (stem, _Stem)
+        if not backbone.gap_before_final_norm:
+            found |= {(name,): (m, _Norm) for name, m in backbone.named_children() if name.startswith('norm')}
+        return found
+
+
+class _Downsample(Lean):
+    def parts(self):
+        return dict(patches=NormLinear(*self))
+
+
+class _Stem(Lean):
+    def parts(self):
+        return dict(patches=PatchNorm(*self))
+
+
+class _Norm(Lean):
+    def parts(self):
+        return dict(norm=Norm(self))

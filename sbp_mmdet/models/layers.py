@@ -1,0 +1,53 @@
+"""Norms that the package's backbones share; names and shapes of their parameters are mmpretrain's."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ['GRN', 'LayerNorm2d']
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Layer norm over the channels of a feature map.
+
+    Args:
+        num_channels (int): C.
+        eps (float): Added to the variance. Default: 1e-5.
+        elementwise_affine (bool): With weight and bias. Default: True.
+    """
+
+    def __init__(self, num_channels: int, eps: float = 1e-5, elementwise_affine: bool = True):
+        super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises (N, C, H, W) over C."""
+        out = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        return out.permute(0, 3, 1, 2).contiguous(
+            memory_format=torch.channels_last if last else torch.contiguous_format
+        )
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Normalises (..., C) over C."""
+        return super().forward(x)
+
+
+class GRN(nn.Module):
+    """Global response normalisation of ConvNeXt V2 on (N, L, C) or (N, H, W, C).
+
+    Args:
+        num_channels (int): C.
+        eps (float): Added to the mean response. Default: 1e-6.
+    """
+
+    def __init__(self, num_channels: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.gamma = nn.Parameter(torch.zeros(num_channels))
+        self.beta = nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scales each channel by its norm over all positions, relative to the other channels."""
+        response = x.norm(p=2, dim=tuple(range(1, x.dim() - 1)), keepdim=True)
+        response = response / (response.mean(dim=-1, keepdim=True) + self.eps)
+        return x + self.gamma * (x * response) + self.beta

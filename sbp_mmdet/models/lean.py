@@ -1,0 +1,55 @@
+"""What the package's backbones have beside a plain network: ``sbp_cfg``, by which they apply adapters to themselves."""
+
+import logging
+
+from mmengine.logging import print_log
+from torch import nn
+
+from ..apply import apply_settings, keep_ratios
+from ..settings import Settings
+
+__all__ = ['LeanBackbone']
+
+
+class LeanBackbone(nn.Module):
+    """Base of backbones with ``sbp_cfg``.
+
+    Attributes:
+        sbp (Settings | None): The checked ``sbp_cfg``; None: plain.
+    """
+
+    sbp = None
+    _told_of_frozen_layers = False
+
+    def train_lean(self, sbp_cfg: dict | None) -> None:
+        """Changes the finished network.
+
+        Args:
+            sbp_cfg (dict | None): ``preset`` and keys of :class:`.settings.Settings`; None: it stays plain.
+
+        Raises:
+            ValueError: For a value that cannot be honoured, naming it and the remedy.
+        """
+        if sbp_cfg is None:
+            return
+        settings = Settings.parse(sbp_cfg)
+        report = apply_settings(self, settings)
+        if settings.preset.name != 'none' and report.left:
+            reasons = {reason for reason in report.left.values() if reason != 'frozen'}
+            if refused := reasons - {'no lean form of it is known'}:
+                raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {"; ".join(refused)}')
+        self.sbp = settings
+
+    def keep_ratios(self) -> dict[tuple, float]:
+        """The layers that are thinned, and how far, see :func:`sbp_mmdet.apply.keep_ratios`."""
+        return keep_ratios(self)
+
+    def train(self, mode: bool = True) -> 'LeanBackbone':
+        """As ``nn.Module.train``. Says, once, where all thinned layers are frozen, so that SBP changes nothing."""
+        super().train(mode)
+        thins = mode and self.sbp is not None and self.sbp.preset.thins and not self._told_of_frozen_layers
+        if thins and not keep_ratios(self):
+            self._told_of_frozen_layers = True
+            text = f'{type(self).__name__}: all layers that sbp_cfg thins are frozen, so it changes nothing'
+            print_log(text, logger='current', level=logging.WARNING)
+        return self
