@@ -3,8 +3,8 @@
 One base mask is drawn at the resolution of the deepest stage that uses SBP. Shallower stages get it enlarged by whole
 blocks, so that a kept position of a stage is a kept 2x2 patch of the stage before it, and every layer of a forward
 pass drops the same positions of the image (section 3.3.3). Where dropped positions send gradients by their neighbours,
-each stage has a mask of its own instead, and each dropped position a kept one to go with. Masks that know where the
-objects are (:func:`object_mask`) differ from image to image too.
+each stage has a mask of its own instead, and each dropped position a kept one to go with. All images of a batch have
+the same mask.
 
 Masks are drawn on the CPU whatever the device of the features: the base mask has a few thousand entries, the same
 (seed, rank, step) then gives the same mask on every kind of device, and the number of kept positions is known without
@@ -26,14 +26,13 @@ __all__ = [
     'Nearest',
     'Positions',
     'mask_generator',
-    'object_mask',
     'parse_keep_ratio',
     'positions',
     'sample_mask',
     'stage_masks',
 ]
 
-SAMPLERS = ('grid', 'random')  # of one mask for all images
+SAMPLERS = ('grid', 'random')
 
 # Every ratio with two decimals is a lattice of at most 100 residues.
 _MAX_DENOMINATOR = 100
@@ -44,9 +43,9 @@ class Nearest(NamedTuple):
 
     Attributes:
         index (Tensor | None): int64, shape (D,), ascending: the i-th dropped position goes with the ``index[i]``-th
-            kept one. None: with the i-th, one for one. For positions of each image (N, D).
+            kept one. None: with the i-th, one for one.
         starts (Tensor): int64, shape (K + 1,), on the CPU: those that go with the k-th kept position are
-            ``starts[k]`` to ``starts[k + 1]``. For positions of each image (N, K + 1).
+            ``starts[k]`` to ``starts[k + 1]``.
     """
 
     index: Tensor | None
@@ -56,35 +55,15 @@ class Nearest(NamedTuple):
 class Positions(NamedTuple):
     """Kept and dropped positions of one feature map, as flat indices ``h * width + w``.
 
-    All images of a batch have the same positions, or each image has as many of its own.
-
     Attributes:
-        keep (Tensor): int64, shape (K,) or (N, K), sorted.
-        drop (Tensor): int64, shape (D,) or (N, D), D = height * width - K; sorted, with ``nearest`` by kept position.
+        keep (Tensor): int64, shape (K,), sorted.
+        drop (Tensor): int64, shape (D,), D = height * width - K; sorted, with ``nearest`` by kept position.
         nearest (Nearest | None): For dropped positions that send gradients; None: they do not. Default: None.
     """
 
     keep: Tensor
     drop: Tensor
     nearest: Nearest | None = None
-
-    def of_images(self, images: Tensor) -> 'Positions':
-        """Those of a part of the batch.
-
-        Args:
-            images (Tensor): bool, shape (N,), on the CPU: which images.
-        """
-        if self.keep.dim() == 1 or images.all() or not images.any():  # nothing runs on no image
-            return self
-
-        def part(x):  # rows that are named on the host: no device has to be waited for
-            return (
-                None
-                if x is None
-                else torch.stack([row for row, wanted in zip(x, images.tolist(), strict=True) if wanted])
-            )
-
-        return Positions(part(self.keep), part(self.drop), self.nearest and Nearest(*map(part, self.nearest)))
 
 
 def parse_keep_ratio(ratio: float) -> Fraction:
@@ -195,130 +174,54 @@ def stage_masks(
     ]
 
 
-def object_mask(
-    boxes: Tensor,
-    height: int,
-    width: int,
-    stride: tuple[float, float],
-    ratio: float,
-    share: float,
-    generator: torch.Generator,
-) -> Tensor:
-    """Draws the mask of one image that knows where its objects are.
-
-    A share of the kept positions are those nearest to a box, by the distance of their centres from it; among those
-    inside of boxes, which have none, chance decides. The others lie evenly over what is left, for the gradient of the
-    background is weak but coherent. In an image without boxes all lie evenly.
-
-    Args:
-        boxes (Tensor): Of the objects, shape (B, 4), (x1, y1, x2, y2) in pixels of the image, on the CPU.
-        height (int): Rows.
-        width (int): Columns.
-        stride (tuple[float, float]): Pixels from row to row, and from column to column.
-        ratio (float): Keep ratio; round(r * height * width) positions are kept, and at least one.
-        share (float): In [0, 1].
-        generator (torch.Generator): Source of randomness, on the CPU.
-
-    Returns:
-        Tensor: bool, shape (height, width), True where the gradient is kept.
-    """
-    kept = max(round(parse_keep_ratio(ratio) * height * width), 1)
-    jitter, phase = torch.rand(height * width, generator=generator), torch.rand((), generator=generator)
-    mask = torch.zeros(height * width, dtype=torch.bool)
-    near = round(share * kept) if len(boxes) else 0
-    if near:
-        distance = _distance(boxes, height, width, stride).flatten() + 1e-3 * jitter
-        mask[distance.topk(near, largest=False, sorted=False).indices] = True
-    # Steps of the plane's generalised golden ratio: whatever leading part of this order is taken lies evenly.
-    rows = (torch.arange(height, dtype=torch.float64) * 0.7548776662466927 + phase) % 1
-    columns = (torch.arange(width, dtype=torch.float64) * 0.5698402910980532) % 1
-    order = (rows[:, None] + columns).frac().flatten().masked_fill_(mask, 2)
-    mask[order.topk(kept - near, largest=False, sorted=False).indices] = True
-    return mask.view(height, width)
-
-
-def _distance(boxes, height, width, stride):
-    """Of each position's centre from the nearest box, in pixels; shape (height, width)."""
-    y, x = ((torch.arange(n) + 0.5) * s for n, s in zip((height, width), stride, strict=True))
-    x1, y1, x2, y2 = boxes.float().unbind(1)
-    dx = torch.maximum(x1[:, None] - x, x - x2[:, None]).clamp_min(0).square()
-    dy = torch.maximum(y1[:, None] - y, y - y2[:, None]).clamp_min(0).square()
-    nearest, squared = torch.full((height, width), torch.inf), torch.empty(height, width)
-    for row, column in zip(dy[:, :, None], dx[:, None], strict=True):  # all boxes at a time would leave the cache
-        torch.minimum(nearest, torch.add(row, column, out=squared), out=nearest)
-    return nearest.sqrt_()
-
-
 def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = False) -> Positions:
     """Indices of a mask, on the device of the features.
 
     Args:
-        mask (Tensor): bool, shape (height, width), or (N, height, width) with as many kept in each image; on the CPU.
+        mask (Tensor): bool, shape (height, width), on the CPU.
         device (torch.device | str): Where the indices go. Default: 'cpu'.
         nearest (bool): Pair each dropped position with a kept one next to it, or with one next to a neighbour that is
             paired already; at least one position has to be kept. Default: False.
 
     Returns:
-        Positions: Kept and dropped flat indices; of each image where there is a mask for each.
+        Positions: Kept and dropped flat indices.
 
     Raises:
-        ValueError: If neighbours are asked for and nothing is kept, or if images keep different numbers.
+        ValueError: If neighbours are asked for and nothing is kept.
     """
-    if mask.dim() == 3:
-        keep, drop, pairs, starts = _indices(mask, nearest)
-    elif nearest:  # which takes milliseconds; and a grid has few phases, so the same masks come again
-        keep, drop, pairs, starts = _paired(mask.numpy().tobytes(), *mask.shape)
-    else:
-        keep, drop, pairs, starts = _of_one(mask, nearest)
-    found = keep, drop, pairs
+    keep, drop = (m.flatten().nonzero()[:, 0] for m in (mask, ~mask))
+    index = starts = None
+    if nearest:  # takes milliseconds; and a grid has few phases, so the same masks come again
+        drop, index, starts = _paired(mask.numpy().tobytes(), *mask.shape)
+    found = keep, drop, index
     if torch.device(device).type == 'cuda':
         # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
         found = [None if i is None else i.pin_memory().to(device, non_blocking=True) for i in found]
-    keep, drop, pairs = (None if i is None else i.to(device) for i in found)
-    return Positions(keep, drop, Nearest(pairs, starts) if nearest else None)
+    keep, drop, index = (None if i is None else i.to(device) for i in found)
+    return Positions(keep, drop, Nearest(index, starts) if nearest else None)
 
 
 @functools.lru_cache(maxsize=64)  # 1 MB each, for the largest maps
-def _paired(mask, height, width):
-    return _of_one(torch.frombuffer(bytearray(mask), dtype=torch.bool).view(height, width), True)
-
-
-def _of_one(mask, nearest):
-    return [None if i is None else i[0] for i in _indices(mask[None], nearest)]
-
-
-def _indices(mask, nearest):
-    """On the CPU, for masks (N, height, width): kept and dropped positions, index and starts of :class:`Nearest`."""
-    flat = mask.flatten(1)
-    kept = flat.sum(1)
-    if len(set(kept.tolist())) > 1:
-        raise ValueError(f'the images of a batch must keep as many positions each, not {kept.tolist()}')
-    if nearest and not kept.any():
+def _paired(mask: bytes, height: int, width: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Dropped positions by kept one, and index and starts of :class:`Nearest`; on the CPU."""
+    kept = torch.frombuffer(bytearray(mask), dtype=torch.bool)
+    if not kept.any():
         raise ValueError('no position is kept, so dropped ones have no neighbours; keep at least one')
-    image = torch.arange(len(flat))[:, None]
-    keep, drop = (m.flatten().nonzero().view(len(m), -1) - image * m.shape[1] for m in (flat, ~flat))
-    pairs = starts = None
-    if nearest:
-        number = torch.full(flat.shape, -1)
-        number.scatter_(1, keep, torch.arange(keep.shape[1]).expand_as(keep))
-        number = _spread(number.view(-1, *mask.shape[-2:])).flatten(1)
-        # In one dimension, where PyTorch sorts by digits.
-        pairs, order = (number.gather(1, drop) + image * keep.shape[1]).flatten().sort(stable=True)
-        pairs = pairs.view_as(drop) - image * keep.shape[1]
-        drop = drop.flatten()[order].view_as(drop)
-        starts = torch.zeros(len(keep), keep.shape[1] + 1, dtype=torch.int64)
-        starts = starts.scatter_add_(1, pairs + 1, torch.ones_like(pairs)).cumsum(1)
-        if keep.shape == drop.shape and (pairs == torch.arange(keep.shape[1])).all():
-            pairs = None  # no rows have to be gathered
-    return keep, drop, pairs, starts
+    number = torch.where(kept, kept.cumsum(0) - 1, -1)
+    drop = (~kept).nonzero()[:, 0]
+    index, order = _spread(number.view(height, width)).flatten()[drop].sort(stable=True)
+    counts = torch.bincount(index, minlength=int(kept.sum()))
+    starts = F.pad(counts.cumsum(0), (1, 0))
+    one_for_one = (counts == 1).all()  # no rows have to be gathered
+    return drop[order], None if one_for_one else index, starts
 
 
 def _spread(number: Tensor) -> Tensor:
-    """Fills entries of -1 of maps (N, height, width) from their neighbours until none is left."""
-    odd = torch.arange(number.shape[2]) % 2 == 1
+    """Fills entries of -1 of a map (height, width) from their neighbours until none is left."""
+    odd = torch.arange(number.shape[1]) % 2 == 1
     while (number < 0).any():
         around = F.pad(number, (1, 1, 1, 1), value=-1)
-        left, right, above, below = around[:, 1:-1, :-2], around[:, 1:-1, 2:], around[:, :-2, 1:-1], around[:, 2:, 1:-1]
+        left, right, above, below = around[1:-1, :-2], around[1:-1, 2:], around[:-2, 1:-1], around[2:, 1:-1]
         # First the other half of a pair of columns: so each kept position of a checkerboard goes with one dropped.
         for neighbour in (torch.where(odd, left, right), torch.where(odd, right, left), above, below):
             number = torch.where(number < 0, neighbour, number)

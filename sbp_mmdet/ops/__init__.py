@@ -1,8 +1,8 @@
 """The gradients of Algorithm 1 in less memory: what each operation stores for the backward pass is chosen by hand.
 
-Stored are, for the kept positions only, the normalised input x-hat (without the affine part), its reciprocal standard
-deviation and, unless it is recomputed, the hidden layer of the channel MLP; where the convolution that made the input
-can be run again (:class:`Conv`), not even those. With the affine part of the norm folded into the weights that follow,
+Stored are, for the kept positions only, the normalised input x-hat (without the affine part) and its reciprocal
+standard deviation; where the convolution that made the input can be run again (:class:`Conv`), not even those. The
+hidden layer of the channel MLP is computed again. With the affine part of the norm folded into the weights that follow,
 
     W1' = W1 diag(w_ln),  b1' = b1 + W1 b_ln,  h = x-hat W1'^T + b1',  y = GELU(h) W2^T + b2,
 
@@ -17,18 +17,19 @@ dgamma = row sums of A * W2 + (column sums of g) * b2.
 Precision: parameters are folded in their own precision and then cast, weight gradients of chunks are added in fp32, and
 parameters are saved uncast, so that no cast copy of a weight outlives the forward pass.
 
-Options trade accuracy against what a step costs. A dropped row may borrow x-hat, deviation and hidden layer of the kept
-row nearest to it, so that it sends a gradient without storing anything; or its gradient goes back with that row's own,
-in the time of the kept rows alone (:mod:`.neighbours`). What is stored may be rounded to eight bits (:func:`store`).
-In each case the forward pass is exact.
+A :class:`Form` says what a step trades. A dropped row may borrow x-hat, deviation and hidden layer of the kept row
+nearest to it, so that it sends a gradient without storing anything (:mod:`.neighbours`). What is stored may be rounded
+to eight bits (:func:`.precision.store`). In each case the forward pass is exact.
 """
 
 from .attention import AttentionSettings, AttentionTensors, attention
 from .convs import Conv, ConvSettings, convolve
 from .grn import GRNSettings, GRNTensors, grn_mlp
-from .linears import NormLinearSettings, NormLinearTensors, norm_linear
+from .images import on_images
 from .mlp import MLPSettings, MLPTensors, channel_mlp
+from .norm_linear import NormLinearSettings, NormLinearTensors, norm_linear
 from .norms import NormSettings, NormTensors, layer_norm
+from .operation import Form
 from .precision import accumulator, autocast_dtype
 from .rows import memory_format
 from .tokens import token_positions
@@ -39,6 +40,7 @@ __all__ = [
     'AttentionTensors',
     'Conv',
     'ConvSettings',
+    'Form',
     'GRNSettings',
     'GRNTensors',
     'MLPSettings',
@@ -58,6 +60,7 @@ __all__ = [
     'layer_norm',
     'memory_format',
     'norm_linear',
+    'on_images',
     'token_positions',
     'window_attention',
 ]

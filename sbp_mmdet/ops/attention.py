@@ -14,26 +14,113 @@ The forward pass is always the whole one. What sends gradients (section 4, "How 
 - ``'head'``: what the kept heads add to the branch's output, for all tokens. The other heads send nothing: neither
   their columns of W_p nor gamma get a gradient from them.
 
-Stored are x-hat (of kept tokens; of all for 'query' and 'head'), O and the log-sum-exp of the rows of M (of kept tokens
-or heads). One product gives Q, K and V again. Arithmetic of the backward attention: r^2, r and r of the exact one.
+Where nothing is dropped x-hat is stored, and the attention runs again in the backward pass. Else x-hat is stored (of
+kept tokens; of all for 'query' and 'head'), O and the log-sum-exp of the rows of M (of kept tokens or heads). One
+product gives Q, K and V again. Arithmetic of the backward attention: r^2, r and r of the exact one.
 
-With ``dropped='pool'`` a dropped token is taken for the kept one that it goes with. The backward pass is linear in the
-gradient of O, so the gradients of a group are summed and sent back once. A kept key stands for its whole group, which
-is a bias of log(size) in the softmax. The gradient of the input is shared by the group.
+With ``dropped='nearest'`` a dropped token is taken for the kept one that it goes with. The backward pass is linear in
+the gradient of O, so the gradients of a group are summed and sent back once. A kept key stands for its whole group,
+which is a bias of log(size) in the softmax. The gradient of the input is shared by the group.
 """
 
 import dataclasses
+from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_fused import AttentionGradients, AttentionSettings, AttentionTensors, backward, forward
+from ..functional import take
+from ..masks import Positions
 from .attention_reference import attention_reference
-from .operation import Operation
-from .precision import autocast_dtype
+from .flash import attend, attend_backward
+from .neighbours import Groups
+from .operation import Form, Operation, gradients_of, in_precision
+from .precision import Stored, accumulate, accumulator, column_sums, in_range, store
+from .rows import (
+    Chunk,
+    add_branch,
+    add_rows_,
+    fold,
+    normalise,
+    normalise_backward,
+    scaled_layer_gradients,
+    unfold,
+)
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
 
-_attention = Operation('Attention', forward, backward, AttentionGradients)
+_MODES = ('qkv', 'query', 'head')
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """Of :func:`attention`.
+
+    Attributes:
+        form (Form): How it is computed and stored, and what dropped tokens send: nothing, or with 'nearest' a share of
+            their group's gradient.
+        num_heads (int): h; C = h d.
+        mode (str): What is dropped (section 4, "How to apply SBP on MHSA?"): 'qkv' and 'query' go by positions, 'head'
+            by ``heads``. Default: 'qkv'.
+        eps (float): Of the layer norm. Default: 1e-6.
+        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+
+    Raises:
+        ValueError: For an unknown mode.
+    """
+
+    form: Form
+    num_heads: int
+    mode: str = 'qkv'
+    eps: float = 1e-6
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        if self.mode not in _MODES:
+            raise ValueError(f'mode={self.mode!r} is unknown; choose one of {_MODES}')
+
+
+class AttentionTensors(NamedTuple):
+    """What the layer works on.
+
+    Attributes:
+        x (Tensor): Tokens, shape (N, L, C).
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be None.
+        proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
+        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
+        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
+        positions (Positions | None): Kept and dropped *tokens*, see :func:`.tokens.token_positions`. None: all are
+            kept. Default: None.
+        heads (Tensor | None): int64, kept heads, for mode 'head'. None: all. Default: None.
+    """
+
+    x: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    qkv_weight: Tensor
+    qkv_bias: Tensor | None
+    proj_weight: Tensor
+    proj_bias: Tensor
+    gamma: Tensor | None = None
+    factor: Tensor | None = None
+    positions: Positions | None = None
+    heads: Tensor | None = None
+
+
+AttentionGradients = gradients_of(AttentionTensors, 'factor', 'positions', 'heads')
+
+
+class AttentionSaved(NamedTuple):
+    """What waits for the backward pass, as rows of tokens (N, K, ...); output and statistics where some are dropped."""
+
+    xhat: Stored | None
+    rstd: Tensor | None
+    out: Stored | None
+    lse: Tensor | None  # (N, K, h)
+    positions: Positions
+    given: AttentionTensors  # without x and positions
 
 
 def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
@@ -51,25 +138,207 @@ def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
     Raises:
         ValueError: If settings and tensors do not go together.
     """
-    _check(settings, tensors)
-    if settings.implementation == 'reference':
-        return attention_reference(settings, tensors)
-    dtype = settings.dtype or autocast_dtype(tensors.x) or tensors.x.dtype
-    return _attention(dataclasses.replace(settings, dtype=dtype), tensors)
-
-
-def _check(settings, t):
+    t = tensors
     if t.x.shape[-1] % settings.num_heads:
         raise ValueError(f'num_heads={settings.num_heads} must divide the {t.x.shape[-1]} channels of the tokens')
     if settings.mode == 'head' and t.positions is not None:
         raise ValueError("mode='head' drops heads, not tokens: give `heads` and no `positions`")
     if settings.mode != 'head' and t.heads is not None:
         raise ValueError(f"mode={settings.mode!r} drops tokens, not heads: give `positions`, or use mode='head'")
-    if t.positions is None:
-        return
-    if settings.dropped == 'pool' and t.positions.nearest is None:
-        raise ValueError("dropped='pool' needs a kept token for each dropped one, but positions.nearest is None")
-    if settings.recompute == 'attention' and settings.mode == 'qkv':
-        raise ValueError(
-            "recompute='attention' needs x-hat of all tokens, mode='qkv' stores that of kept ones: use recompute=True"
-        )
+    if settings.form.implementation == 'reference':
+        return attention_reference(settings, tensors)
+    return _attention(in_precision(settings, t.x), tensors)
+
+
+def forward(
+    settings: AttentionSettings, tensors: AttentionTensors, needs: AttentionGradients
+) -> tuple[Tensor, AttentionSaved]:
+    """The layer's output, and what its backward pass needs; see :mod:`.operation`."""
+    t, dtype, positions = tensors, settings.dtype, settings.form.saved(tensors.positions)
+    xhat, rstd = normalise(t.x, settings.eps, dtype)
+    qkv = F.linear(xhat, *_qkv_layer(settings, t))
+    head_dim = t.proj_weight.shape[1] // settings.num_heads
+    out, lse = attend(*(_to_heads(rows, head_dim) for rows in qkv.chunk(3, -1)))
+    out = _to_rows(out)
+    branch = F.linear(out, t.proj_weight.to(dtype), t.proj_bias.to(dtype))
+    y = add_branch(t.x, [(Chunk.whole(branch), branch)], t.gamma, t.factor, dtype)
+
+    storage, kept = settings.form.storage, positions.keep
+    seen = _seen(settings, positions)
+    runs_again = kept is None and t.heads is None
+    behind, with_output = _asked(needs)
+    stored_xhat = stored_out = stored_lse = None
+    if behind or (runs_again and with_output):
+        stored_xhat = store(take(xhat, seen), storage)
+    if not runs_again and (behind or with_output):
+        stored_out = store(_of_heads(take(out, kept), settings, t), storage)
+    if not runs_again and behind:
+        stored_lse = take(lse.transpose(1, 2), kept)
+        stored_lse = stored_lse if t.heads is None else stored_lse.index_select(2, t.heads)
+    rstd = take(rstd, seen) if needs.x else None
+    return y, AttentionSaved(stored_xhat, rstd, stored_out, stored_lse, positions, t._replace(x=None, positions=None))
+
+
+def _asked(needs):
+    """Whether anybody asks for gradients through the softmax; for a product with the attention's output."""
+    through_softmax = needs.x or needs.norm_weight or needs.norm_bias or needs.qkv_weight or needs.qkv_bias
+    return through_softmax, needs.proj_weight or needs.gamma
+
+
+def _seen(settings, positions):
+    """Tokens whose x-hat, keys and values send gradients; None: all."""
+    return positions.keep if settings.mode == 'qkv' else None
+
+
+def _channels(settings, t, parts=1):
+    """Indices of kept heads' channels in ``parts`` times C; None: all."""
+    if t.heads is None:
+        return None
+    c = t.proj_weight.shape[1]
+    inside = torch.arange(c // settings.num_heads, device=t.heads.device)
+    own = (t.heads[:, None] * len(inside) + inside).flatten()
+    return torch.cat([own + part * c for part in range(parts)])
+
+
+def _of_heads(rows, settings, t):
+    """The kept heads' part of rows (..., C)."""
+    channels = _channels(settings, t)
+    return rows if channels is None else rows.index_select(-1, channels)
+
+
+def _among_all(part, channels, dim, like):
+    """A gradient of kept heads' channels, zero for the others."""
+    return part if channels is None else part.new_zeros(like.shape).index_copy_(dim, channels, part)
+
+
+def _qkv_layer(settings, t, channels=None):
+    """Weight and bias from x-hat to Q, K and V, of some of their channels."""
+    bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
+    weight, bias = fold(t.qkv_weight, bias, t.norm_weight, t.norm_bias, settings.dtype)
+    return (weight, bias) if channels is None else (weight[channels], bias[channels])
+
+
+def _to_heads(rows, head_dim):
+    """(N, L, h d) -> (N, h, L, d), a view."""
+    return rows.unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+
+def _to_rows(heads):
+    """(N, h, L, d) -> (N, L, h d)."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def backward(
+    settings: AttentionSettings, saved: AttentionSaved, grad: Tensor, needs: AttentionGradients
+) -> AttentionGradients:
+    """Gradients of the layer's tensors, as far as they are needed; see :mod:`.operation`."""
+    t, positions = saved.given, saved.positions
+    groups = Groups(positions) if positions.nearest else None
+    incoming, total = _incoming(t, positions, groups, grad)
+    xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype)
+    weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _channels(settings, t, 3))
+    q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)
+    found = _projection_gradients(settings, t, needs, incoming, total, out)
+    if not _asked(needs)[0]:
+        return AttentionGradients(**found)
+    g = incoming if t.gamma is None else incoming * t.gamma
+    g = _to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
+    del incoming
+    sizes = None
+    if groups and settings.mode == 'qkv':
+        sizes = groups.sizes(accumulator(q)).log().to(settings.dtype)
+    parts = attend_backward(g, q, k, v, _to_heads(out, q.shape[-1]), lse, sizes)
+    dq, dk, dv = (_to_rows(part) for part in parts)
+    del q, k, v, out, parts, g
+    queries = positions.keep if settings.mode == 'query' else None
+    if queries is not None and groups:
+        dq, queries = groups.spread(dq), None
+    found |= _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
+    if needs.x:
+        branch = normalise_backward(_xhat_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
+        found['x'] = _scattered(_seen(settings, positions), groups, grad, branch.to(grad.dtype))
+    return AttentionGradients(**found)
+
+
+def _incoming(t, positions, groups, grad):
+    """Gradients of the branch at kept tokens, summed over groups, and their sum over all tokens that send any."""
+
+    def rows(index):
+        g = take(grad, index)
+        return g if t.factor is None else g * t.factor[:, None, None]
+
+    g = rows(positions.keep)
+    total = column_sums(g.flatten(0, 1))
+    if groups:
+        dropped = rows(positions.drop)
+        total += column_sums(dropped.flatten(0, 1))
+        groups.sum_(g, dropped)
+    return g, total
+
+
+def _activations(settings, saved, xhat, weight, bias):
+    """Queries, keys and values by heads, the attention's output (N, K, C) and the statistics by heads."""
+    out = None if saved.out is None else saved.out.load(settings.dtype)
+    if xhat is None:
+        return None, None, None, out, None
+    c, head_dim = len(weight) // 3, saved.given.proj_weight.shape[1] // settings.num_heads
+    q = F.linear(take(xhat, saved.positions.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
+    kv = F.linear(xhat, weight[c:], bias[c:])
+    q, k, v = (_to_heads(rows, head_dim) for rows in (q, *kv.chunk(2, -1)))
+    if out is not None:
+        return q, k, v, out, saved.lse.transpose(1, 2)
+    out, lse = attend(q, k, v)
+    return q, k, v, _to_rows(out), lse
+
+
+def _product(a, b):
+    """a^T b of rows (N, K, ...), in full precision."""
+    a, b = a.flatten(0, 1), b.flatten(0, 1)
+    total = torch.zeros(a.shape[1], b.shape[1], dtype=accumulator(a), device=a.device)
+    accumulate(total, a, b)
+    return total
+
+
+def _projection_gradients(settings, t, needs, incoming, total, out):
+    """Those of the projection and of layer scale, by A = g^T O as the package's docstring has it."""
+    outer, weight = None, _of_heads(t.proj_weight, settings, t) if needs.gamma else None
+    if _asked(needs)[1]:
+        rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
+        outer = _product(rows[None], out)
+        outer = outer if unit is None else outer * unit[:, None]
+    asked = (needs.proj_weight, needs.proj_bias, needs.gamma)
+    dw, db, dgamma = scaled_layer_gradients(outer, total, weight, t.proj_bias, t.gamma, asked)
+    dw = None if dw is None else _among_all(dw, _channels(settings, t), 1, t.proj_weight)
+    return dict(proj_weight=dw, proj_bias=db, gamma=dgamma)
+
+
+def _layer_gradients(settings, t, needs, xhat, parts, queries):
+    """Those of the norm's affine part and of the layer to Q, K and V."""
+    names = ('norm_weight', 'norm_bias', 'qkv_weight', 'qkv_bias')
+    asked = [getattr(needs, name) for name in names]
+    if not any(asked):
+        return {}
+    channels = _channels(settings, t, 3)
+    db = torch.cat([column_sums(part.flatten(0, 1)) for part in parts])
+    db = _among_all(db, channels, 0, t.qkv_weight[:, 0])
+    dw = None
+    if needs.norm_weight or needs.qkv_weight:
+        rows = (take(xhat, queries), xhat, xhat)
+        dw = torch.cat([_product(part, seen) for part, seen in zip(parts, rows, strict=True)])
+        dw = _among_all(dw, channels, 0, t.qkv_weight)
+    return dict(zip(names, unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias, asked), strict=True))
+
+
+def _xhat_gradient(weight, dq, dk, dv, queries):
+    wq, wk, wv = weight.chunk(3)
+    return add_rows_((dk @ wk).add_(dv @ wv), queries, dq @ wq)
+
+
+def _scattered(index, groups, grad, branch):
+    """Gradient of the tokens: the shortcut's and, where there is one, the branch's."""
+    if index is None:
+        return grad + branch
+    return grad + groups.spread(branch) if groups else add_rows_(grad.clone(), index, branch)
+
+
+_attention = Operation('Attention', forward, backward, AttentionGradients)

@@ -15,7 +15,7 @@ __all__ = ['attention_reference']
 
 
 def attention_reference(settings, tensors) -> Tensor:
-    """:func:`.attention.attention` with ``implementation='reference'``.
+    """:func:`.attention.attention` in the form of the reference.
 
     Args:
         settings (AttentionSettings): Of the layer.
@@ -89,14 +89,9 @@ def _by_tokens(settings, t):
     with torch.no_grad():
         rest = _project(t, attend(q_drop, keys.detach(), values.detach())[0])
         whole = branch.new_empty(t.x.shape[:2] + branch.shape[2:])
-        _copy_rows(whole, drop, rest)
-    return _copy_rows(whole, keep, branch)
-
-
-def _copy_rows(x, index, rows):
-    images = slice(None) if index.dim() == 1 else torch.arange(len(x), device=x.device)[:, None]
-    x[images, index] = rows  # unlike index_copy_, this stores no rows for the backward pass
-    return x
+        whole[:, drop] = rest
+    whole[:, keep] = branch  # unlike index_copy_, this stores no rows for the backward pass
+    return whole
 
 
 def _by_heads(settings, t):

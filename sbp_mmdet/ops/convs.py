@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .operation import Operation, gradients_of
-from .storage import Stored, store
+from .precision import Stored, store
 
 __all__ = ['Conv', 'ConvSettings', 'convolve']
 
@@ -37,8 +37,7 @@ class Conv(NamedTuple):
 
     Attributes:
         input (Stored): Shape (N, C, H, W).
-        weight (Tensor): Uncast.
-        bias (Tensor): Uncast.
+        weight, bias (Tensor): Uncast.
         settings (ConvSettings): How it is run.
     """
 
@@ -58,7 +57,7 @@ def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple
     Args:
         conv (torch.nn.Conv2d): The module.
         x (Tensor): Shape (N, C, H, W), cast before, so that what the convolution saves can be shared.
-        storage (str): How ``x`` is stored, see :func:`sbp_mmdet.ops.storage.store`. Default: 'native'.
+        storage (str): How ``x`` is stored, see :class:`.operation.Form`. Default: 'native'.
 
     Returns:
         tuple[Tensor, Conv]: The output, and how to compute it again.
@@ -67,8 +66,8 @@ def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple
     if storage == 'native':
         return conv(x), Conv(Stored(x), conv.weight, conv.bias, settings)
     with torch.no_grad():
-        again = Conv(store(x, storage, (2, 3)), conv.weight, conv.bias, settings)
-    return _convolution(settings, _Tensors(x, conv.weight, conv.bias, again.input)), again
+        rerun = Conv(store(x, storage, (2, 3)), conv.weight, conv.bias, settings)
+    return _convolution(settings, _Tensors(x, conv.weight, conv.bias, rerun.input)), rerun
 
 
 class _Tensors(NamedTuple):
@@ -87,8 +86,7 @@ def _run(settings, x, weight, bias):
 
 
 def _forward(settings, tensors, needs):
-    saved = Conv(tensors.stored, tensors.weight, tensors.bias, settings)
-    return _run(settings, *tensors[:3]), saved
+    return _run(settings, *tensors[:3]), Conv(tensors.stored, tensors.weight, tensors.bias, settings)
 
 
 def _backward(settings, saved, grad, needs):
@@ -102,8 +100,7 @@ def _backward(settings, saved, grad, needs):
         list(needs),
     )
     dweight = dweight.to(saved.weight.dtype) if needs.weight else None
-    dbias = dbias.to(saved.bias.dtype) if needs.bias else None
-    return _Gradients(dx, dweight, dbias)
+    return _Gradients(dx, dweight, dbias.to(saved.bias.dtype) if needs.bias else None)
 
 
 _convolution = Operation('Convolution', _forward, _backward, _Gradients)

@@ -58,8 +58,8 @@ def attend_backward(
         k, v (Tensor): Shape (N, h, L, d).
         out (Tensor): Output of the forward pass for these queries and *all* keys, shape (N, h, M, d).
         lse (Tensor): Log-sum-exp of these queries and *all* keys, shape (N, h, M).
-        key_bias (Tensor | None): Logarithm of how many keys each of these stands for, shape (L,) or (N, L), in the
-            dtype of ``q``. None: each for itself. Default: None.
+        key_bias (Tensor | None): Logarithm of how many keys each of these stands for, shape (L,), in the dtype of
+            ``q``. None: each for itself. Default: None.
 
     Returns:
         tuple[Tensor, Tensor, Tensor]: Gradients of q, k and v; those of k and v are sums over the keys that each stands
@@ -69,7 +69,7 @@ def attend_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kernel = _kernel(q, key_bias is not None)
     if key_bias is not None:
-        key_bias = key_bias.view(-1, 1, 1, k.shape[2])
+        key_bias = key_bias.view(1, 1, 1, -1)
     if kernel == 'cpu':
         return _cpu_backward(grad, q, k, v, out, lse, key_bias)
     if kernel == 'flash':

@@ -2,23 +2,135 @@
 
 It is that of a ConvNeXt block, which works on feature maps and has its depthwise convolution between shortcut and
 norm, and that of a transformer's block, which works on tokens: ``x`` and ``shortcut`` are the same there.
+
+The fused form stores x-hat and its reciprocal deviation of the kept rows; where the convolution that made the input can
+be run again, nothing. The hidden layer is computed again in the backward pass. It exists for a chunk of the rows.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import pooled, sbp
-from .mlp_fused import backward, forward, per_image
-from .mlp_tensors import MLPGradients, MLPSettings, MLPTensors
-from .operation import Operation
-from .precision import autocast_dtype
-from .rows import in_shape, tokens_of
+from ..functional import sbp, take
+from ..masks import Positions
+from .convs import Conv
+from .neighbours import Neighbours
+from .operation import Form, Operation, gradients_of, in_precision
+from .precision import Stored, accumulate, column_sums, in_range, store, zeros_for
+from .rows import (
+    Chunk,
+    add_branch,
+    chunks,
+    empty_tokens,
+    fold,
+    in_shape,
+    laid_out,
+    layout_of,
+    normalise,
+    normalise_backward,
+    put_together,
+    scaled_layer_gradients,
+    tokens_of,
+    unfold,
+)
 
-__all__ = ['MLPSettings', 'MLPTensors', 'channel_mlp']
+__all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 
-_channel_mlp = Operation('ChannelMLP', forward, backward, MLPGradients)
+
+@dataclasses.dataclass(frozen=True)
+class MLPSettings:
+    """Of :func:`channel_mlp`.
+
+    Attributes:
+        form (Form): How it is computed and stored. Default: fused, native, zero.
+        eps (float): Of the layer norm. Default: 1e-6.
+        approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
+        activation (Callable | None): Of the reference alone, in place of the GELU. Default: None.
+        chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
+        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+
+    Raises:
+        ValueError: For an activation that the fused form does not have.
+    """
+
+    form: Form = Form()
+    eps: float = 1e-6
+    approximate: str = 'none'
+    activation: Callable[[Tensor], Tensor] | None = None
+    chunk: int | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self):
+        if self.activation is not None and self.form.implementation == 'fused':
+            raise ValueError(
+                f"activation={self.activation!r} needs implementation='reference'; the fused MLP has GELU alone"
+            )
+
+
+class MLPTensors(NamedTuple):
+    """What a channel MLP works on.
+
+    Attributes:
+        x (Tensor): Input of the norm, tokens (N, L, C) or a map (N, C, H, W).
+        shortcut (Tensor): What the branch is added to, of the same shape.
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
+        weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
+        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
+        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
+        positions (Positions | None): Which positions are kept; None: all. Default: None.
+        conv (Conv | None): Where ``x`` comes from, so that it is computed again as well. Default: None.
+    """
+
+    x: Tensor
+    shortcut: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    weight1: Tensor
+    bias1: Tensor
+    weight2: Tensor
+    bias2: Tensor
+    gamma: Tensor | None = None
+    factor: Tensor | None = None
+    positions: Positions | None = None
+    conv: Conv | None = None
+
+
+MLPGradients = gradients_of(MLPTensors, 'factor', 'positions', 'conv')
+
+
+class MLPSaved(NamedTuple):
+    """What the backward pass needs: of the kept rows x-hat (N, K, C) and its reciprocal deviation (N * K, 1), unless
+    the convolution runs again; and what was given."""
+
+    xhat: Stored | None
+    rstd: Tensor | None
+    positions: Positions
+    given: MLPTensors  # without maps and positions
+    layout: torch.memory_format | None  # of ``x``, if it is a map
+
+
+class MLPWeights(NamedTuple):
+    """W1', b1', W2 and b2 of the package's docstring, in the precision of the matrix products."""
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
+    @classmethod
+    def folded(cls, t: NamedTuple, dtype: torch.dtype) -> 'MLPWeights':
+        """Of the tensors of an MLP."""
+        first = fold(t.weight1, t.bias1, t.norm_weight, t.norm_bias, dtype)
+        return cls(*first, t.weight2.to(dtype), t.bias2.to(dtype))
+
+    def hidden(self, xhat: Tensor) -> Tensor:
+        """Rows of the hidden layer, before the GELU."""
+        return torch.addmm(self.b1, xhat, self.w1.t())
 
 
 def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
@@ -33,10 +145,9 @@ def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
     Returns:
         Tensor: Of the shape of ``shortcut``, and laid out like it.
     """
-    if settings.implementation == 'reference':
+    if settings.form.implementation == 'reference':
         return reference(settings, tensors)
-    dtype = settings.dtype or autocast_dtype(tensors.x) or tensors.x.dtype
-    return _channel_mlp(dataclasses.replace(settings, dtype=dtype), tensors)
+    return _channel_mlp(in_precision(settings, tensors.x), tensors)
 
 
 def reference(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
@@ -50,9 +161,199 @@ def reference(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
         return x if t.gamma is None else x * t.gamma
 
     x = tokens_of(t.x)
-    if t.positions is None:
-        out = branch(x)
-    else:
-        out = (pooled if settings.dropped == 'pool' else sbp)(branch, x, t.positions)
-    out = in_shape(out, t.x.shape)
-    return t.shortcut + (out if t.factor is None else out * per_image(t.factor.to(out.dtype), out))
+    out = branch(x) if t.positions is None else sbp(branch, x, t.positions)
+    out = out if t.factor is None else out * t.factor[:, None, None].to(out.dtype)
+    return t.shortcut + in_shape(out, t.x.shape)
+
+
+def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> tuple[Tensor, MLPSaved | None]:
+    """See :mod:`.operation`."""
+    t, positions = tensors, settings.form.saved(tensors.positions)
+    through_gelu, hidden, anything = _asked(needs)
+    x, xhat, rstd = tokens_of(t.x), None, None
+    if hidden and t.conv is None:
+        xhat, rstd = normalise(x, settings.eps, settings.dtype)
+    out = add_branch(t.shortcut, _branch(settings, t, x, xhat), t.gamma, t.factor, settings.dtype)
+    if not anything:
+        return out, None
+    stored = None
+    if xhat is not None:
+        if positions.keep is not None:
+            xhat, rstd = take(xhat, positions.keep), take(rstd, positions.keep)
+        stored, rstd = store(xhat, settings.form.storage), rstd.flatten(0, 1) if needs.x else None
+    given = t._replace(x=None, shortcut=None, positions=None, conv=t.conv if hidden else None)
+    return out, MLPSaved(stored, rstd, positions, given, layout_of(t.x))
+
+
+def _asked(needs):
+    """Whether anybody asks for gradients through the GELU; with the hidden layer; in the branch at all."""
+    through_gelu = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
+    hidden = through_gelu or needs.weight2 or needs.gamma
+    return through_gelu, hidden, hidden or needs.bias2
+
+
+def _branch(settings, t, x, xhat) -> Iterator[tuple[Chunk, Tensor]]:
+    """Chunks of the rows x (N, L, C), and of their branch without layer scale; x-hat is computed if it is not given."""
+    weights = MLPWeights.folded(t, settings.dtype)
+    for chunk in chunks(*x.shape[:2], len(weights.w1), x.device, settings.chunk):
+        rows = chunk.rows_of(xhat) if xhat is not None else _normalised(settings, chunk.rows_of(x))[0]
+        hidden = torch.ops.aten.gelu_(weights.hidden(rows), approximate=settings.approximate)
+        yield chunk, torch.addmm(weights.b2, hidden, weights.w2.t())
+
+
+def _normalised(settings, rows):
+    return normalise(rows, settings.eps, settings.dtype)
+
+
+def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs: MLPGradients) -> MLPGradients:
+    """See :mod:`.operation`."""
+    if saved is None:
+        return MLPGradients(shortcut=grad)
+    run = _BackwardPass(settings, saved, grad, needs)
+    for chunk in run.chunks():
+        run.add(chunk)
+    sums, input_gradient = run.sums, run.input_gradient
+    del run  # and with it the convolution's output
+    return _parameter_gradients(saved.given, sums, needs)._replace(
+        x=input_gradient.whole(saved, grad.shape) if needs.x else None, shortcut=grad if needs.shortcut else None
+    )
+
+
+class _Sums(NamedTuple):
+    """Sums over the rows that parameters get their gradients from, in full precision; None: nobody asks."""
+
+    total: Tensor  # of the gradient that comes in
+    outer: Tensor | None  # A of the package's docstring
+    w1: Tensor | None
+    b1: Tensor | None
+
+    @classmethod
+    def zero(cls, t, needs):
+        outer = zeros_for(t.weight2) if needs.weight2 or needs.gamma else None
+        w1 = zeros_for(t.weight1) if needs.weight1 or needs.norm_weight else None
+        return cls(zeros_for(t.bias2), outer, w1, zeros_for(t.bias1) if _asked(needs)[0] else None)
+
+
+class _InputGradient(NamedTuple):
+    """Rows that the chunks are written to, (N, K, C) and (N, D, C)."""
+
+    kept: Tensor | None
+    dropped: Tensor | None
+
+    def whole(self, saved, shape):
+        """The gradient of the input, laid out as that is."""
+        keep, drop, _ = saved.positions
+        if keep is None:
+            return in_shape(self.kept, shape)
+        length = shape[1] if len(shape) == 3 else shape[2] * shape[3]
+        tokens = put_together(self.kept, keep, length, self.dropped, drop)
+        return laid_out(in_shape(tokens, shape), saved.layout)
+
+
+class _Rows(NamedTuple):
+    """The activations of some kept rows, as far as they are there."""
+
+    xhat: Tensor
+    rstd: Tensor | None
+    hidden: Tensor
+
+
+class _BackwardPass:
+    """What the chunks of a backward pass share."""
+
+    def __init__(self, settings, saved, grad, needs):
+        self.settings, self.saved, self.t = settings, saved, saved.given
+        self.keep, self.drop, nearest = saved.positions
+        self.grad = tokens_of(grad)
+        self.weights = MLPWeights.folded(self.t, settings.dtype)
+        self.nearest = nearest and Neighbours(saved.positions, len(grad))
+        self.x = None  # (N, K, C), what x-hat is computed from
+        if self.t.conv is not None:
+            x = tokens_of(self.t.conv.run())
+            self.x = x if self.keep is None else take(x, self.keep)
+        self.sums = _Sums.zero(self.t, needs)
+        self.input_gradient = self._empty_input_gradient() if needs.x else _InputGradient(None, None)
+
+    def chunks(self):
+        """Of the kept rows; the dropped ones that go with them count in a chunk."""
+        each = self.grad.shape[1] if self.keep is None else len(self.keep)
+        together = 1 + len(self.drop) // max(each, 1) if self.nearest else 1
+        width = together * len(self.weights.w1)
+        return chunks(len(self.grad), each, width, self.grad.device, self.settings.chunk)
+
+    def add(self, chunk):
+        """Adds some kept rows, and the dropped ones that go with them, to sums and input gradient."""
+        settings, sums = self.settings, self.sums
+        g, scaled = self._incoming(chunk, self.keep)
+        if self.nearest:
+            part = self.nearest.dropped(chunk)
+            g_dropped, scaled_dropped = self._incoming(part, self.drop)
+        if sums.outer is None and sums.b1 is None:
+            return
+        rows = self._activations(chunk)
+        if sums.outer is not None:
+            g = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else g
+            outer, unit = in_range(g, self.t.gamma, settings.dtype)
+            accumulate(sums.outer, outer, F.gelu(rows.hidden, approximate=settings.approximate), unit)
+            del outer
+        g = g_dropped = None
+        if sums.b1 is None:
+            return
+        dh = self._through_gelu(chunk, scaled, rows, self.input_gradient.kept)
+        if self.nearest:
+            lent = _Rows(*self.nearest.lend(*rows, chunk=chunk))
+            dropped = self._through_gelu(part, scaled_dropped, lent, self.input_gradient.dropped)
+            dh = self.nearest.sum_(dh, dropped, chunk)
+        if sums.w1 is not None:
+            accumulate(sums.w1, dh, rows.xhat)
+
+    def _incoming(self, chunk, index):
+        """Rows of the branch's gradient, before and behind layer scale; adds to the sum over all rows."""
+        t, g = self.t, chunk.rows_of(self.grad, index)
+        if t.factor is not None:
+            g = g * t.factor[chunk.images, None].expand(-1, len(g) // chunk.number).reshape(-1, 1)
+        self.sums.total.add_(column_sums(g))
+        return g, (g if t.gamma is None else g * t.gamma).to(self.settings.dtype)
+
+    def _activations(self, chunk):
+        if self.x is not None:
+            xhat, rstd = _normalised(self.settings, chunk.rows_of(self.x))
+        else:
+            stored, rstd = self.saved.xhat.part(chunk.images, chunk.rows), self.saved.rstd
+            xhat = stored.load(self.settings.dtype).flatten(0, 1)
+            rstd = None if rstd is None else rstd[chunk.flat]
+        return _Rows(xhat, rstd, self.weights.hidden(xhat))
+
+    def _through_gelu(self, chunk, scaled, rows, dx):
+        """Gradient of the hidden layer of some rows; that of the input goes to their place in ``dx``."""
+        dh, approximate = scaled @ self.weights.w2, self.settings.approximate
+        dh = torch.ops.aten.gelu_backward.grad_input(dh, rows.hidden, approximate=approximate, grad_input=dh)
+        self.sums.b1.add_(column_sums(dh))
+        if dx is not None:
+            chunk.put_(dx, normalise_backward(dh @ self.weights.w1, rows.xhat, rows.rstd))
+        return dh
+
+    def _empty_input_gradient(self):
+        n, length, c = self.grad.shape
+        if self.x is not None and self.x.dtype == self.settings.dtype:
+            kept = self.x  # each chunk of it is read before its gradient is written to its place
+        else:
+            layout = self.saved.layout if self.keep is None else None
+            each = length if self.keep is None else len(self.keep)
+            kept = empty_tokens((n, each, c), layout, self.settings.dtype, self.grad.device)
+        return _InputGradient(kept, kept.new_empty(n, len(self.drop), c) if self.nearest else None)
+
+
+def _parameter_gradients(t, sums, needs):
+    """From the sums over the rows."""
+    asked = (needs.weight2, needs.bias2, needs.gamma)
+    dw2, db2, dgamma = scaled_layer_gradients(sums.outer, sums.total, t.weight2, t.bias2, t.gamma, asked)
+    found = MLPGradients(weight2=dw2, bias2=db2, gamma=dgamma)
+    if sums.b1 is None:
+        return found
+    asked = (needs.norm_weight, needs.norm_bias, needs.weight1, needs.bias1)
+    dnw, dnb, dw1, db1 = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias, asked)
+    return found._replace(norm_weight=dnw, norm_bias=dnb, weight1=dw1, bias1=db1)
+
+
+_channel_mlp = Operation('ChannelMLP', forward, backward, MLPGradients)

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .convs import Conv
-from .operation import Operation, check_form, gradients_of
-from .precision import accumulator, autocast_dtype
+from .operation import Form, Operation, gradients_of
+from .precision import Stored, accumulator, autocast_dtype, store
 from .rows import laid_out, memory_format, normalise, normalise_backward
-from .storage import Stored, store
 
 __all__ = ['NormSettings', 'NormTensors', 'layer_norm']
 
@@ -21,25 +20,15 @@ class NormSettings:
     """Of :func:`layer_norm`.
 
     Attributes:
+        form (Form): How it is computed and stored; no position is dropped. Default: fused, native.
         eps (float): Added to the variance. Default: 1e-6.
-        storage (str): How the normalised input is stored, 'native' or 'int8'. Default: 'native'.
-        implementation (str): 'fused', or 'reference': plain autograd. Default: 'fused'.
-        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         dtype (torch.dtype | None): What the normalised input is stored in, where autocast says so; set by
             :func:`layer_norm`. None: as the input is. Default: None.
-
-    Raises:
-        ValueError: For options that the reference does not have.
     """
 
+    form: Form = Form()
     eps: float = 1e-6
-    storage: str = 'native'
-    implementation: str = 'fused'
-    compile: bool = False
     dtype: torch.dtype | None = None
-
-    def __post_init__(self):
-        check_form(self.implementation, storage=self.storage)
 
 
 class NormTensors(NamedTuple):
@@ -64,7 +53,7 @@ NormGradients = gradients_of(NormTensors, 'conv')
 class NormSaved(NamedTuple):
     """What the backward pass needs: x-hat (N, H, W, C) and its reciprocal deviation, or the convolution before."""
 
-    xhat: Stored
+    xhat: Stored | None
     rstd: Tensor | None
     weight: Tensor
     conv: Conv | None
@@ -83,11 +72,9 @@ def layer_norm(settings: NormSettings, tensors: NormTensors) -> Tensor:
         Tensor: Shape (N, C, H, W), laid out like ``x``; under autocast in full precision, as CUDA's autocast has it.
     """
     x, weight, bias, conv = tensors
-    fused = settings.implementation == 'fused' and weight is not None and bias is not None
-    if fused:
-        dtype = autocast_dtype(x)
-        fused = dtype is not None or conv is not None or settings.storage != 'native'
-    if fused:
+    dtype = autocast_dtype(x)
+    leaner = dtype is not None or conv is not None or settings.form.storage != 'native'
+    if leaner and settings.form.implementation == 'fused' and weight is not None and bias is not None:
         out = _layer_norm(dataclasses.replace(settings, dtype=dtype), tensors)
     else:
         out = F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, settings.eps).permute(0, 3, 1, 2)
@@ -95,20 +82,19 @@ def layer_norm(settings: NormSettings, tensors: NormTensors) -> Tensor:
 
 
 def forward(settings: NormSettings, tensors: NormTensors, needs: NormGradients) -> tuple[Tensor, NormSaved]:
-    """See :mod:`sbp_mmdet.ops.operation`."""
+    """See :mod:`.operation`."""
     x, weight, bias, conv = tensors
     xhat, rstd = normalise(x.permute(0, 2, 3, 1), settings.eps, accumulator(x))
-    stored = (Stored(None), None)
+    stored = None
     if conv is None:
-        stored = (store(xhat.to(settings.dtype or x.dtype), settings.storage, (1, 2)), rstd)
+        stored = store(xhat.to(settings.dtype or x.dtype), settings.form.storage, (1, 2))
     out = torch.addcmul(bias, xhat, weight).permute(0, 3, 1, 2)
-    return out if settings.dtype is not None else out.to(x.dtype), NormSaved(
-        *stored, weight, conv, x.dtype, memory_format(x)
-    )
+    saved = NormSaved(stored, None if conv is not None else rstd, weight, conv, x.dtype, memory_format(x))
+    return out if settings.dtype is not None else out.to(x.dtype), saved
 
 
 def backward(settings: NormSettings, saved: NormSaved, grad: Tensor, needs: NormGradients) -> NormGradients:
-    """See :mod:`sbp_mmdet.ops.operation`."""
+    """See :mod:`.operation`."""
     grad = grad.permute(0, 2, 3, 1).to(accumulator(grad))  # (N, H, W, C)
     if saved.conv is None:
         xhat, rstd = saved.xhat.load(grad.dtype), saved.rstd

@@ -7,9 +7,10 @@ An operation is written as
 - two NamedTuples: ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves; and a third,
   ``gradients``, with the tensors that get a gradient (:func:`gradients_of`); ``needs`` holds a bool for each of these.
 
-Both functions run without gradients and outside of autocast. They hold no Python state, so that they can be compiled.
+Both functions run without gradients and outside of autocast.
 """
 
+import dataclasses
 from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,10 +19,73 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .compiled import compiling
-from .precision import no_autocast
+from ..masks import Nearest, Positions
+from .precision import autocast_dtype, no_autocast
 
-__all__ = ['OnHost', 'Operation', 'check_form', 'gradients_of']
+__all__ = ['Form', 'OnHost', 'Operation', 'gradients_of', 'in_precision']
+
+_CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'), dropped=('zero', 'nearest'))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How operations are computed and stored: what a preset means for all of them.
+
+    Attributes:
+        implementation (str): 'fused', or 'reference': plain autograd, and Algorithm 1 as the paper writes it.
+            Default: 'fused'.
+        storage (str): How normalised inputs wait for the backward pass: as they are ('native'), or rounded to eight
+            bits ('int8'). Default: 'native'.
+        dropped (str): What dropped positions send. 'zero': nothing. 'nearest': gradients by the activations of the kept
+            ones that they go with (``positions.nearest``), see :mod:`.neighbours`. Default: 'zero'.
+
+    Raises:
+        ValueError: For an unknown value, or one that the reference does not have.
+    """
+
+    implementation: str = 'fused'
+    storage: str = 'native'
+    dropped: str = 'zero'
+
+    def __post_init__(self):
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f'{name}={value!r} is unknown; choose {known[0]!r} or {known[1]!r}')
+            if self.implementation == 'reference' and name != 'implementation' and value != known[0]:
+                raise ValueError(
+                    f"{name}={value!r} needs implementation='fused', for the reference stores what autograd stores; "
+                    f'write {name}={known[0]!r} for the reference'
+                )
+
+    def saved(self, positions: Positions | None) -> Positions:
+        """What an operation saves of its positions.
+
+        Args:
+            positions (Positions | None): Of the operation; None: all are kept.
+
+        Returns:
+            Positions: ``keep`` is None where all are kept. The others are None unless dropped ones send gradients.
+
+        Raises:
+            ValueError: If they are to, and nothing says with which kept ones they go.
+        """
+        if positions is None or self.dropped == 'zero':
+            return Positions(positions and positions.keep, None)
+        if positions.nearest is None:
+            raise ValueError(
+                "dropped='nearest' needs a kept position for each dropped one, but positions.nearest is None: "
+                'make them by positions(mask, nearest=True)'
+            )
+        index, starts = positions.nearest
+        return positions._replace(nearest=Nearest(index, OnHost(starts)))
+
+
+def in_precision(settings, x: Tensor):
+    """The settings of an operation on ``x`` with a ``dtype``: what autocast says, or that of ``x``."""
+    if settings.dtype is not None:
+        return settings
+    return dataclasses.replace(settings, dtype=autocast_dtype(x) or x.dtype)
 
 
 class OnHost:
@@ -58,7 +122,7 @@ class Operation:
         leaves = [getattr(tensors, name) for name in self.gradients._fields]
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
             return self._function.apply(self, settings, tensors, *leaves)
-        with torch.no_grad(), no_autocast(tensors.x), compiling(getattr(settings, 'compile', False)):
+        with torch.no_grad(), no_autocast(tensors.x):
             return self.forward(settings, tensors, self.gradients(*[False] * len(leaves)))[0]
 
 
@@ -66,7 +130,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, operation, settings, tensors, *leaves):
         needs = operation.gradients(*ctx.needs_input_grad[3:])
-        with no_autocast(tensors.x), compiling(getattr(settings, 'compile', False)):
+        with no_autocast(tensors.x):
             output, saved = operation.forward(settings, tensors, needs)
         found = []
         ctx.operation, ctx.settings, ctx.structure = operation, settings, _without_tensors(saved, found)
@@ -79,7 +143,7 @@ class _Function(torch.autograd.Function):
         operation = ctx.operation
         needs = operation.gradients(*ctx.needs_input_grad[3:])
         saved = _with_tensors(ctx.structure, iter(ctx.saved_tensors))
-        with no_autocast(grad), compiling(getattr(ctx.settings, 'compile', False)):
+        with no_autocast(grad):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
         return None, None, None, *gradients
 
@@ -96,23 +160,6 @@ def gradients_of(tensors: type, *others: str) -> type:
     """
     names = [name for name in tensors._fields if name not in others]
     return namedtuple(tensors.__name__.replace('Tensors', 'Gradients'), names, defaults=[None] * len(names))
-
-
-def check_form(implementation: str, **options) -> None:
-    """Checks which form of an operation its settings ask for.
-
-    Args:
-        implementation (str): 'fused' or 'reference'.
-        **options: Values of those settings that the reference does not have.
-
-    Raises:
-        ValueError: For an unknown form, or an option that the reference does not have.
-    """
-    if implementation not in ('fused', 'reference'):
-        raise ValueError(f"implementation={implementation!r} is unknown; choose 'fused' or 'reference'")
-    for key, value in options.items():
-        if implementation == 'reference' and value not in (False, 'native', 'zero', 'pool'):
-            raise ValueError(f"{key}={value!r} needs implementation='fused'; the reference stores what autograd stores")
 
 
 _SLOT = object()  # stands where a tensor was

@@ -1,65 +1,43 @@
-"""Layout and algebra that the fused operations share: rows of feature maps, the norm without its affine part, folding.
+"""What the fused operations share: rows of feature maps, in chunks; the norm without its affine part; folding.
 
 A row is one position: C numbers. Rows of kept positions are contiguous, image after image.
 """
 
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..functional import take
-from .compiled import body
-
 __all__ = [
+    'CHUNK',
+    'Chunk',
+    'add_branch',
     'add_rows_',
+    'chunks',
     'empty_tokens',
     'fold',
-    'from_patches',
     'in_shape',
     'laid_out',
     'layout_of',
-    'map_of',
     'memory_format',
     'normalise',
     'normalise_backward',
-    'put_',
-    'rows_of',
-    'to_patches',
+    'put_together',
+    'scaled_layer_gradients',
     'tokens_of',
     'unfold',
 ]
 
-
-def to_patches(x: Tensor) -> Tensor:
-    """Cuts a feature map into 2x2 patches; an odd last row or column is left out, as a 2x2/2 convolution does.
-
-    Args:
-        x (Tensor): Shape (N, C, H, W).
-
-    Returns:
-        Tensor: Shape (N, H/2 * W/2, 4, C), the four pixels of a patch row by row.
-    """
-    n, c, h, w = x.shape
-    if h % 2 or w % 2:
-        x = x[:, :, : h // 2 * 2, : w // 2 * 2]
-    x = x.reshape(n, c, h // 2, 2, w // 2, 2)
-    return x.permute(0, 2, 4, 3, 5, 1).reshape(n, (h // 2) * (w // 2), 4, c)
+# Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches, on a GPU enough to
+# keep it busy.
+CHUNK = {'cpu': 2**20, 'cuda': 2**24}
+# Rows of a chunk at least, where nobody says how many elements: a product of fewer spends its time on reading weights.
+_ROWS = 640
 
 
-def from_patches(patches: Tensor, shape: tuple[int, int, int, int], layout: torch.memory_format) -> Tensor:
-    """The reverse of :func:`to_patches`, zero in an odd last row or column.
-
-    Args:
-        patches (Tensor): Shape (N, H/2 * W/2, 4, C).
-        shape (tuple): (N, C, H, W).
-        layout (torch.memory_format): Of the result.
-    """
-    n, c, h, w = shape
-    x = torch.empty(shape, dtype=patches.dtype, device=patches.device, memory_format=layout)
-    x[:, :, h // 2 * 2 :].zero_()
-    x[..., w // 2 * 2 :].zero_()
-    place = x[:, :, : h // 2 * 2, : w // 2 * 2].unflatten(3, (w // 2, 2)).unflatten(2, (h // 2, 2))
-    place.copy_(patches.view(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4))
-    return x
+# Maps and tokens.
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
@@ -78,16 +56,6 @@ def laid_out(x: Tensor, layout: torch.memory_format | None) -> Tensor:
     return x if layout is None else x.contiguous(memory_format=layout)
 
 
-def empty_tokens(
-    shape: tuple[int, int, int], layout: torch.memory_format | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Tokens (N, L, C) to be filled, which :func:`in_shape` makes a map of this layout without a copy."""
-    n, length, channels = shape
-    if layout == torch.contiguous_format:
-        return torch.empty(n, channels, length, dtype=dtype, device=device).transpose(1, 2)
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
 def tokens_of(x: Tensor) -> Tensor:
     """A feature map (N, C, H, W) as tokens (N, H * W, C), a view of it; tokens (N, L, C) are what they are."""
     return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
@@ -98,114 +66,173 @@ def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
 
 
-def rows_of(x: Tensor, index: Tensor | None) -> Tensor:
-    """Rows of the given positions or of all, image after image.
+def empty_tokens(
+    shape: tuple[int, int, int], layout: torch.memory_format | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Tokens (N, L, C) to be filled, which :func:`in_shape` makes a map of this layout without a copy."""
+    n, length, channels = shape
+    if layout == torch.contiguous_format:
+        return torch.empty(n, channels, length, dtype=dtype, device=device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def put_together(
+    rows: Tensor, index: Tensor, length: int, others: Tensor | None = None, other_index: Tensor | None = None
+) -> Tensor:
+    """Tokens (N, L, C) of rows and their positions, zero elsewhere.
 
     Args:
-        x (Tensor): Tokens (N, L, C), of any strides, or a map (N, C, H, W).
-        index (Tensor | None): Positions, shape (K,) for all images alike or (N, K); None: all.
-
-    Returns:
-        Tensor: Shape (N * K, C).
+        rows (Tensor): Shape (N, K, C).
+        index (Tensor): Their positions, shape (K,).
+        length (int): L.
+        others (Tensor | None): All other rows, shape (N, L - K, C). Default: None.
+        other_index (Tensor | None): Their positions. Default: None.
     """
-    return take(tokens_of(x), index).reshape(-1, x.shape[2 if x.dim() == 3 else 1])
-
-
-def put_(tokens: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Writes rows to the given positions.
-
-    Args:
-        tokens (Tensor): Shape (N, L, ...), changed.
-        index (Tensor): Shape (K,) or (N, K).
-        rows (Tensor): Shape (N * K, ...).
-    """
-    rows = rows.view(len(tokens), -1, *tokens.shape[2:])
-    if index.dim() == 1:
-        tokens.index_copy_(1, index, rows)
-    else:
-        for image, own, image_rows in zip(tokens, index, rows, strict=True):
-            image.index_copy_(0, own, image_rows)
+    new = rows.new_zeros if others is None else rows.new_empty
+    tokens = new(len(rows), length, rows.shape[2]).index_copy_(1, index, rows)
+    return tokens if others is None else tokens.index_copy_(1, other_index, others)
 
 
 def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
-    """Adds rows to those of the given places, in place; rows of the same place are summed.
+    """Adds rows (N, K, C) to those of the given places (K,) of tokens (N, L, C), in place; None: to all, in order."""
+    return tokens.add_(rows) if index is None else tokens.index_add_(1, index, rows)
+
+
+# Chunks, so that what is larger than a row exists for one chunk at a time.
+
+
+class Chunk(NamedTuple):
+    """Some whole images, or some rows of one image: so it is a view of a tensor (N, K, ...), whatever its strides.
+
+    Attributes:
+        images, rows (slice): All images, or all rows, unless the chunk is of one image.
+        each (int): Rows of each image.
+    """
+
+    images: slice
+    rows: slice
+    each: int
+
+    @classmethod
+    def whole(cls, x: Tensor) -> 'Chunk':
+        """All rows of ``x``, shape (N, K, ...)."""
+        return cls(slice(0, len(x)), slice(0, x.shape[1]), x.shape[1])
+
+    @property
+    def number(self) -> int:
+        """Of images."""
+        return self.images.stop - self.images.start
+
+    @property
+    def flat(self) -> slice:
+        """The same rows where they are numbered image after image."""
+        first, last = self.images.start * self.each, (self.images.stop - 1) * self.each
+        return slice(first + self.rows.start, last + self.rows.stop)
+
+    def rows_of(self, x: Tensor, index: Tensor | None = None) -> Tensor:
+        """Its rows as a matrix, not copied if they lie one after another in ``x``.
+
+        Args:
+            x (Tensor): Shape (N, K, C); with ``index`` (N, L, C).
+            index (Tensor | None): Of the K rows among those of ``x``, shape (K,). Default: None.
+        """
+        if index is None:
+            return x[self.images, self.rows].reshape(-1, x.shape[2])
+        if self.number == 1:  # a CPU takes nine times as long where there is a dimension for images
+            return x[self.images.start].index_select(0, index[self.rows])
+        return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
+
+    def put_(self, x: Tensor, rows: Tensor) -> None:
+        """Writes its rows to their places in ``x``, shape (N, K, C)."""
+        place = x[self.images, self.rows]
+        place.copy_(rows.view(place.shape))
+
+
+def chunks(images: int, each: int, width: int, device: torch.device, elements: int | None = None) -> list[Chunk]:
+    """Cuts rows into chunks of about the same size: a short last one costs a GPU as many launches as a whole one.
 
     Args:
-        tokens (Tensor): Shape (N, L, ...), changed.
-        index (Tensor | None): Shape (K,) for all images alike or (N, K); None: all, in order.
-        rows (Tensor): Shape (N, K, ...).
+        images (int): N.
+        each (int): Rows of each image.
+        width (int): Elements that a row needs, of those that are counted by ``elements``.
+        device (torch.device): Where they are.
+        elements (int | None): At most so many elements at a time, but at least one row; None: by the device, but at
+            least 640 rows. Default: None.
 
     Returns:
-        Tensor: ``tokens``.
+        list[Chunk]: All rows in order.
     """
-    if index is None:
-        return tokens.add_(rows)
-    if index.dim() == 1:
-        return tokens.index_add_(1, index, rows)
-    for image, own, image_rows in zip(tokens, index, rows, strict=True):
-        image.index_add_(0, own, image_rows)
-    return tokens
+    most = max(elements // width, 1) if elements else max(CHUNK.get(device.type, CHUNK['cuda']) // width, _ROWS)
+    if each <= most:
+        return [Chunk(part, slice(0, each), each) for part in _cut(images, most // max(each, 1)) if each]
+    return [Chunk(slice(i, i + 1), part, each) for i in range(images) for part in _cut(each, most)]
 
 
-def map_of(
-    rows: Tensor,
-    index: Tensor | None,
-    shape: tuple[int, ...],
-    other_rows: Tensor | None = None,
-    other: Tensor | None = None,
+def _cut(number, most):
+    size = -(-number // max(-(-number // most), 1))
+    return [slice(start, min(start + size, number)) for start in range(0, number, max(size, 1))]
+
+
+def add_branch(
+    shortcut: Tensor,
+    branch: Iterable[tuple[Chunk, Tensor]],
+    gamma: Tensor | None,
+    factor: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The reverse of :func:`rows_of`, zero at the positions that are neither in ``index`` nor in ``other``.
+    """The shortcut and, of each of the branch's chunks, the rows times layer scale and stochastic depth's factor.
 
     Args:
-        rows (Tensor): Shape (N * K, C).
-        index (Tensor | None): Their positions, shape (K,) or (N, K); None: all.
-        shape (tuple): Of the result: tokens (N, L, C) or a map (N, C, H, W).
-        other_rows (Tensor | None): All rows that are not in ``index``. Default: None.
-        other (Tensor | None): Their positions. Default: None.
+        shortcut (Tensor): A map or tokens.
+        branch (Iterable[tuple[Chunk, Tensor]]): Rows that are computed when it is their turn.
+        gamma (Tensor | None): Shape (C,).
+        factor (Tensor | None): Shape (N,).
+        dtype (torch.dtype): Of the branch.
+
+    Returns:
+        Tensor: Of the shape and layout of ``shortcut``, in the precision that torch's own sum would have.
     """
-    if index is None:
-        tokens = rows.view(shape[0], -1, rows.shape[1])
-    else:
-        # Either the kept positions alone, or the dropped ones as well.
-        new = rows.new_zeros if other is None else rows.new_empty
-        tokens = new(shape[0], shape[1] if len(shape) == 3 else shape[2] * shape[3], rows.shape[1])
-        put_(tokens, index, rows)
-        if other is not None:
-            put_(tokens, other, other_rows)
-    return in_shape(tokens, shape)
+    scale = gamma
+    if factor is not None:
+        scale = factor[:, None, None] if gamma is None else gamma * factor[:, None, None]
+    kinds = [dtype] + ([] if gamma is None else [gamma.dtype])  # the factor is in full precision, and a scalar
+    dtype = functools.reduce(torch.promote_types, kinds, shortcut.dtype)
+    tokens = tokens_of(shortcut)
+    out = empty_tokens(tokens.shape, layout_of(shortcut), dtype, shortcut.device)
+    for chunk, rows in branch:
+        own, place = tokens[chunk.images, chunk.rows], out[chunk.images, chunk.rows]
+        rows = rows.view(own.shape)
+        if scale is None:
+            torch.add(own, rows, out=place)
+        else:
+            torch.addcmul(own, rows, scale if scale.dim() == 1 else scale[chunk.images], out=place)
+    return in_shape(out, shortcut.shape)
+
+
+# The norm without its affine part, which is folded into the linear layer that follows.
 
 
 def normalise(x, eps, dtype):
     """x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
-    xhat, rstd = _normalise(x.reshape(-1, x.shape[-1]), eps, dtype)
-    return xhat.view(x.shape), rstd.view(*x.shape[:-1], 1)
-
-
-@body(cpu_from=2**20)
-def _normalise(x, eps, dtype):
-    reduced = (torch.float16, torch.bfloat16)
+    rows, reduced = x.reshape(-1, x.shape[-1]), (torch.float16, torch.bfloat16)
     if x.dtype in reduced and (x.device.type == 'cpu' or dtype not in reduced):
         # CUDA's kernel computes in full precision and rounds x-hat to x's; the CPU's would round the deviation too.
-        x = x.float()
-    xhat, _, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
-    return xhat.to(dtype), rstd
+        rows = rows.float()
+    xhat, _, rstd = torch.native_layer_norm(rows, rows.shape[1:], None, None, eps)
+    return xhat.to(dtype).view(x.shape), rstd.view(*x.shape[:-1], 1)
 
 
 def normalise_backward(grad, xhat, rstd):
     """Gradient of the layer norm's input from that of x-hat; statistics in full precision."""
-    return _normalise_backward(*(x.reshape(-1, x.shape[-1]) for x in (grad, xhat, rstd))).view(grad.shape)
-
-
-@body
-def _normalise_backward(grad, xhat, rstd):
-    dtype = grad.dtype
+    shape, dtype = grad.shape, grad.dtype
+    grad, xhat, rstd = (x.reshape(-1, x.shape[-1]) for x in (grad, xhat, rstd))
     if grad.device.type == 'cpu' and dtype != rstd.dtype:
         grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
     zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
     dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-        grad, xhat, grad.shape[-1:], zero, one, None, None, [True, False, False]
+        grad, xhat, grad.shape[1:], zero, one, None, None, [True, False, False]
     )
-    return dx.mul_(rstd).to(dtype)
+    return dx.mul_(rstd).to(dtype).view(shape)
 
 
 def fold(weight, bias, norm_weight, norm_bias, dtype):
@@ -226,3 +253,20 @@ def unfold(dw, db, weight, norm_weight, norm_bias, needs):
         dw = dw if norm_weight is None else dw * norm_weight
         dw = dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype))
     return dnw, dnb, dw if needs_w else None, db if needs_b else None
+
+
+def scaled_layer_gradients(outer, total, weight, bias, gamma, needs):
+    """Gradients of the layer in front of layer scale, (W2, b2, gamma), as far as they are needed.
+
+    Args:
+        outer (Tensor | None): A of the package's docstring.
+        total (Tensor): Column sums of the gradient of the output.
+        weight, bias (Tensor): W2 and b2.
+        gamma (Tensor | None): Layer scale.
+        needs (tuple[bool, bool, bool]): Which ones.
+    """
+    needs_w, needs_b, needs_gamma = needs
+    dgamma = (outer * weight).sum(1) + total * bias if needs_gamma else None
+    if gamma is not None:
+        outer, total = outer * gamma[:, None] if needs_w else None, total * gamma
+    return outer if needs_w else None, total if needs_b else None, dgamma

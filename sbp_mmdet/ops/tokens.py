@@ -24,6 +24,6 @@ def token_positions(positions: Positions, prefix: int) -> Positions:
     front = torch.arange(prefix, device=keep.device)
     if nearest is not None:
         index, starts = nearest
-        index = torch.arange(drop.shape[-1], device=drop.device).expand_as(drop) if index is None else index
+        index = torch.arange(len(drop), device=drop.device) if index is None else index
         nearest = Nearest(index + prefix, F.pad(starts, (prefix, 0)))
-    return Positions(torch.cat([front.expand(*keep.shape[:-1], -1), keep + prefix], -1), drop + prefix, nearest)
+    return Positions(torch.cat([front, keep + prefix]), drop + prefix, nearest)

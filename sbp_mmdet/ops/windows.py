@@ -17,11 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chunks import CHUNK
-from .operation import Operation, gradients_of
-from .precision import accumulate, accumulator, autocast_dtype, column_sums, zeros_for
-from .rows import fold, normalise, normalise_backward, unfold
-from .storage import STORAGES, Stored, store
+from .operation import Form, Operation, gradients_of, in_precision
+from .precision import Stored, accumulate, accumulator, column_sums, store, zeros_for
+from .rows import CHUNK, Chunk, add_branch, fold, normalise, normalise_backward, unfold
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -34,36 +32,32 @@ class WindowSettings:
     """Of :func:`window_attention`.
 
     Attributes:
+        form (Form): How x-hat is stored; all tokens are kept, and there is no reference but the plain module.
         num_heads (int): h; C = h d.
         window (int): Side of a window, in tokens.
         shift (int): By how many tokens the windows are shifted, from 0 to ``window - 1``.
         size (tuple[int, int]): (H, W) of the map of tokens.
         scale (float): What Q K^T is multiplied by, usually 1 / sqrt(d).
         eps (float): Of the layer norm. Default: 1e-5.
-        storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
-        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         chunk (int | None): Elements of the largest tensor of the windows that exist at a time; None: by the device.
             Default: None.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
 
     Raises:
-        ValueError: For an unknown storage or a shift that is no part of a window.
+        ValueError: For a shift that is no part of a window.
     """
 
+    form: Form
     num_heads: int
     window: int
     shift: int
     size: tuple[int, int]
     scale: float
     eps: float = 1e-5
-    storage: str = 'native'
-    compile: bool = False
     chunk: int | None = None
     dtype: torch.dtype | None = None
 
     def __post_init__(self):
-        if self.storage not in STORAGES:
-            raise ValueError(f'storage={self.storage!r} is unknown; choose one of {STORAGES}')
         if not 0 <= self.shift < self.window:
             raise ValueError(f'shift={self.shift!r} must be from 0 to {self.window - 1}, for windows of {self.window}')
 
@@ -120,50 +114,48 @@ def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor
     height, width = settings.size
     if tensors.x.shape[1] != height * width:
         raise ValueError(f'{tensors.x.shape[1]} tokens are no map of {height} x {width}')
-    dtype = settings.dtype or autocast_dtype(tensors.x) or tensors.x.dtype
-    return _window_attention(dataclasses.replace(settings, dtype=dtype), tensors)
+    return _window_attention(in_precision(settings, tensors.x), tensors)
 
 
 def forward(
     settings: WindowSettings, tensors: WindowTensors, needs: WindowGradients
 ) -> tuple[Tensor, WindowSaved | None]:
-    """See :mod:`sbp_mmdet.ops.operation`."""
-    t, layout = tensors, _Layout.of(settings, tensors.x.device)
-    layers = _Layers.of(settings, t)
+    """See :mod:`.operation`."""
+    t, layout = tensors, _Layout.cut(settings, tensors.x.device)
+    layers = _Layers.folded(settings, t)
     xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
     branch = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2])  # in the order of the windows
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
-        windows = _Windows.of(settings, layers, layout, xhat, chunk)
+        windows = _Windows.run(settings, layers, layout, xhat, chunk)
         branch[:, chunk] = F.linear(windows.out(), layers.proj_weight, layers.proj_bias)
     branch = branch.index_select(1, layout.places)
-    out = t.x + branch if t.factor is None else torch.addcmul(t.x, branch, t.factor[:, None, None])
-    out = out.to(torch.promote_types(t.x.dtype, settings.dtype))  # whatever the factor's precision
+    out = add_branch(t.x, [(Chunk.whole(branch), branch)], None, t.factor, settings.dtype)
     if not any(needs):
         return out, None
-    return out, WindowSaved(store(xhat, settings.storage, 1), rstd, t._replace(x=None))
+    return out, WindowSaved(store(xhat, settings.form.storage), rstd, t._replace(x=None))
 
 
 def backward(settings: WindowSettings, saved: WindowSaved, grad: Tensor, needs: WindowGradients) -> WindowGradients:
-    """See :mod:`sbp_mmdet.ops.operation`."""
-    t, layout = saved.given, _Layout.of(settings, grad.device)
-    layers = _Layers.of(settings, t)
+    """See :mod:`.operation`."""
+    t, layout = saved.given, _Layout.cut(settings, grad.device)
+    layers = _Layers.folded(settings, t)
     xhat = saved.xhat.load(settings.dtype)
     incoming = grad if t.factor is None else grad * t.factor[:, None, None]
-    sums = _Sums.of(t, incoming)
+    sums = _Sums.zero(t, incoming)
     incoming = incoming.to(settings.dtype)
     dxhat = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2]) if needs.x else None
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
-        windows = _Windows.of(settings, layers, layout, xhat, chunk)
+        windows = _Windows.run(settings, layers, layout, xhat, chunk)
         g = incoming.index_select(1, layout.order[chunk])
         pads = layout.pads_of(chunk)
         g = g if pads is None else g * ~pads
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
-        accumulate(sums.proj_weight, g.flatten(0, 1).t(), windows.out().flatten(0, 1))
+        accumulate(sums.proj_weight, g.flatten(0, 1), windows.out().flatten(0, 1))
         if pads is not None:
             sums.pads.add_(column_sums((dqkv * pads).flatten(0, 1)))
             dqkv = dqkv * ~pads
         sums.qkv_bias.add_(column_sums(dqkv.flatten(0, 1)))
-        accumulate(sums.qkv_weight, dqkv.flatten(0, 1).t(), windows.xhat.flatten(0, 1))
+        accumulate(sums.qkv_weight, dqkv.flatten(0, 1), windows.xhat.flatten(0, 1))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
     found = _parameter_gradients(settings, t, sums, needs)
@@ -182,7 +174,7 @@ class _Layout(NamedTuple):
     Attributes:
         order (Tensor): Shape (P,), the token of each place; any token where the place is padding.
         places (Tensor): Shape (L,), the place of each token.
-        inner (int): Places of the windows that are not at the edge.
+        simple (int): Places of the windows that are not at the edge.
         pads (Tensor | None): bool, shape (P,), where the places are padding; None: nowhere.
         regions (Tensor | None): Shape (P / window^2, window^2), parts of the map that do not see each other; None: all
             tokens of a window do.
@@ -190,33 +182,33 @@ class _Layout(NamedTuple):
 
     order: Tensor
     places: Tensor
-    inner: int
+    simple: int
     pads: Tensor | None
     regions: Tensor | None
 
     @classmethod
-    def of(cls, settings, device):
+    def cut(cls, settings, device):
         (height, width), side, shift = settings.size, settings.window, settings.shift
         tokens = height * width
         below, right = -height % side, -width % side
         # Windows before these rows and columns hold neither padding nor what the shift brought round.
         down, along = (max(n - shift, 0) // side for n in (height, width))
 
-        def cut(x):  # a map to windows
+        def windows_of(x):  # a map
             windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
             parts = windows[:down, :along], windows[:down, along:], windows[down:]
             return torch.cat([part.reshape(-1) for part in parts])
 
         numbers = torch.arange(tokens, device=device).view(height, width)
         numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
-        order = cut(numbers.roll((-shift, -shift), (0, 1)))
+        order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
         places = order.new_empty(tokens + 1)  # the last one is where padding goes
         places[order] = torch.arange(len(order), device=device)
         pads = order == tokens if below or right else None
         regions = None
         if shift:
             rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
-            regions = cut(3 * rows[:, None] + columns).view(-1, side * side)
+            regions = windows_of(3 * rows[:, None] + columns).view(-1, side * side)
         return cls(order.clamp_(max=tokens - 1), places[:-1], down * along * side**2, pads, regions)
 
     def chunks(self, settings, images, channels):
@@ -224,16 +216,16 @@ class _Layout(NamedTuple):
         area = settings.window**2
         budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
         step = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1) * area
-        ends = (0, self.inner), (self.inner, len(self.order))
+        ends = (0, self.simple), (self.simple, len(self.order))
         return [slice(i, min(i + step, end)) for start, end in ends for i in range(start, end, step)]
 
     def pads_of(self, chunk):
         """Where a chunk's places are padding, bool, shape (P', 1); None: nowhere."""
-        return None if self.pads is None or chunk.stop <= self.inner else self.pads[chunk, None]
+        return None if self.pads is None or chunk.stop <= self.simple else self.pads[chunk, None]
 
     def apart(self, chunk, dtype):
         """What is added to the maps of a chunk's windows, shape (n, 1, window^2, window^2); None: nothing."""
-        if self.regions is None or chunk.stop <= self.inner:
+        if self.regions is None or chunk.stop <= self.simple:
             return None
         area = self.regions.shape[1]
         own = self.regions[chunk.start // area : chunk.stop // area]
@@ -260,7 +252,7 @@ class _Layers(NamedTuple):
     proj_bias: Tensor
 
     @classmethod
-    def of(cls, settings, t):
+    def folded(cls, settings, t):
         bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
         rows = _scales(settings, bias)
         weight, padding = t.qkv_weight * rows[:, None], bias * rows
@@ -287,7 +279,7 @@ class _Windows:
         self.softmax, self.map = softmax, softmax.to(v.dtype)
 
     @classmethod
-    def of(cls, settings, layers, layout, xhat, chunk):
+    def run(cls, settings, layers, layout, xhat, chunk):
         xhat = xhat.index_select(1, layout.order[chunk])
         qkv = F.linear(xhat, layers.qkv_weight, layers.qkv_bias)
         pads = layout.pads_of(chunk)
@@ -328,7 +320,7 @@ class _Sums(NamedTuple):
     proj_bias: Tensor
 
     @classmethod
-    def of(cls, t, incoming):
+    def zero(cls, t, incoming):
         rows = torch.zeros(len(t.qkv_weight), dtype=accumulator(t.qkv_weight), device=t.qkv_weight.device)
         bias = torch.zeros(t.table.shape[1], *t.index.shape, dtype=accumulator(t.table), device=t.table.device)
         weights = zeros_for(t.qkv_weight), zeros_for(t.proj_weight)
@@ -340,21 +332,14 @@ def _parameter_gradients(settings, t, sums, needs):
     for part in (sums.qkv_weight.t(), sums.qkv_bias, sums.pads):
         part.mul_(scales)
     asked = (needs.norm_weight, needs.norm_bias, needs.qkv_weight, needs.qkv_bias)
-    folded = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias, asked)
-    dnw, dnb, dw, db = folded
+    dnw, dnb, dw, db = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias, asked)
     table = None
     if needs.table:
         table = torch.zeros_like(t.table, dtype=sums.bias.dtype)
         table.index_add_(0, t.index.flatten(), sums.bias.flatten(1).t())
-    return WindowGradients(
-        norm_weight=dnw,
-        norm_bias=dnb,
-        qkv_weight=dw,
-        qkv_bias=None if db is None else db + sums.pads,
-        table=table,
-        proj_weight=sums.proj_weight if needs.proj_weight else None,
-        proj_bias=sums.proj_bias if needs.proj_bias else None,
-    )
+    db = None if db is None else db + sums.pads
+    dproj = sums.proj_weight if needs.proj_weight else None, sums.proj_bias if needs.proj_bias else None
+    return WindowGradients(None, dnw, dnb, dw, db, table, *dproj)
 
 
 _window_attention = Operation('WindowAttention', forward, backward, WindowGradients)

@@ -7,27 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import pooled, sbp, take
+from ..functional import sbp, take
 from ..masks import Positions
-from .neighbours import SavedPositions
-from .operation import Operation, check_form, gradients_of
-from .precision import accumulate, autocast_dtype, column_sums, zeros_for
+from .neighbours import Neighbours
+from .operation import Form, Operation, gradients_of, in_precision
+from .precision import Stored, accumulate, column_sums, store, zeros_for
 from .rows import (
     fold,
-    from_patches,
     in_shape,
     laid_out,
     layout_of,
-    map_of,
     memory_format,
     normalise,
     normalise_backward,
-    rows_of,
-    to_patches,
+    put_together,
     tokens_of,
     unfold,
 )
-from .storage import Stored, store
 
 __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 
@@ -37,26 +33,14 @@ class NormLinearSettings:
     """Of :func:`norm_linear`.
 
     Attributes:
+        form (Form): How it is computed and stored. Default: fused, native, zero.
         eps (float): Of the layer norm. Default: 1e-6.
-        storage (str): How x-hat is stored, 'native' or 'int8'. Default: 'native'.
-        dropped (str): What dropped tokens send, see :class:`.mlp.MLPSettings`. Default: 'zero'.
-        implementation (str): 'fused', or 'reference': Algorithm 1 as the paper writes it. Default: 'fused'.
-        compile (bool): Compile the bodies, see :mod:`.compiled`. Default: False.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-
-    Raises:
-        ValueError: For options that the reference does not have.
     """
 
+    form: Form = Form()
     eps: float = 1e-6
-    storage: str = 'native'
-    dropped: str = 'zero'
-    implementation: str = 'fused'
-    compile: bool = False
     dtype: torch.dtype | None = None
-
-    def __post_init__(self):
-        check_form(self.implementation, storage=self.storage, dropped=self.dropped)
 
 
 class NormLinearTensors(NamedTuple):
@@ -67,8 +51,7 @@ class NormLinearTensors(NamedTuple):
         norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
         weight (Tensor): Linear layer, shape (C', C); for a map a 2x2/2 convolution, shape (C', C, 2, 2).
         bias (Tensor | None): Shape (C',). Default: None.
-        positions (Positions | None): Which positions of the output send gradients, see :class:`.mlp.MLPTensors`;
-            None: all. Default: None.
+        positions (Positions | None): Which positions of the output send gradients; None: all. Default: None.
     """
 
     x: Tensor
@@ -84,12 +67,11 @@ NormLinearGradients = gradients_of(NormLinearTensors, 'positions')
 
 class NormLinearSaved(NamedTuple):
     """What the backward pass needs: of the kept tokens x-hat (N, K, C) and its reciprocal deviation (N, K, 1), of kept
-    patches (N, K, 4, C) and (N, K, 4, 1); what was given, without ``x``; and shape and layout of
-    ``x``."""
+    patches (N, K, 4, C) and (N, K, 4, 1); what was given, without ``x``; and shape and layout of ``x``."""
 
-    xhat: Stored
+    xhat: Stored | None
     rstd: Tensor | None
-    positions: SavedPositions
+    positions: Positions
     given: NormLinearTensors
     shape: torch.Size
     layout: torch.memory_format | None
@@ -108,10 +90,9 @@ def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Ten
     Returns:
         Tensor: Shape (N, L, C'), or (N, C', H // 2, W // 2), laid out as ``x``.
     """
-    if settings.implementation == 'reference':
+    if settings.form.implementation == 'reference':
         return reference(settings, tensors)
-    dtype = settings.dtype or autocast_dtype(tensors.x) or tensors.x.dtype
-    return _norm_linear(dataclasses.replace(settings, dtype=dtype), tensors)
+    return _norm_linear(in_precision(settings, tensors.x), tensors)
 
 
 def reference(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
@@ -130,29 +111,22 @@ def reference(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tenso
     def f(x):
         return F.linear(norm(x).flatten(2), matrix, t.bias)
 
-    run = pooled if settings.dropped == 'pool' else sbp
     x = _tokens(t.x)
-    return _in_shape_of(t.x, f(x) if t.positions is None else run(f, x, t.positions))
+    return _in_shape_of(t.x, f(x) if t.positions is None else sbp(f, x, t.positions))
 
 
 def forward(
     settings: NormLinearSettings, tensors: NormLinearTensors, needs: NormLinearGradients
 ) -> tuple[Tensor, NormLinearSaved | None]:
-    """See :mod:`sbp_mmdet.ops.operation`."""
-    t = tensors
+    """See :mod:`.operation`."""
+    t, positions = tensors, settings.form.saved(tensors.positions)
     w, b = fold(*_layer(t), settings.dtype)
     xhat, rstd = normalise(_tokens(t.x), settings.eps, settings.dtype)
     out = laid_out(_in_shape_of(t.x, F.linear(xhat.flatten(2), w, b)), layout_of(t.x))
     if not any(needs):
         return out, None
-    positions = SavedPositions.of(t.positions, settings.dropped)
-    if positions.groups:
-        xhat, rstd = normalise(positions.groups.centres(_tokens(t.x)), settings.eps, settings.dtype)
-    else:
-        xhat, rstd = take(xhat, positions.keep), take(rstd, positions.keep)
-    stored = Stored(None)
-    if needs.x or needs.norm_weight or needs.weight:
-        stored = store(xhat, settings.storage, 1)
+    xhat, rstd = take(xhat, positions.keep), take(rstd, positions.keep)
+    stored = store(xhat, settings.form.storage) if needs.x or needs.norm_weight or needs.weight else None
     rstd = rstd if needs.x else None
     given = t._replace(x=None, positions=None)
     return out, NormLinearSaved(stored, rstd, positions, given, t.x.shape, layout_of(t.x))
@@ -161,45 +135,39 @@ def forward(
 def backward(
     settings: NormLinearSettings, saved: NormLinearSaved, grad: Tensor, needs: NormLinearGradients
 ) -> NormLinearGradients:
-    """See :mod:`sbp_mmdet.ops.operation`."""
+    """See :mod:`.operation`."""
     layer = _layer(saved.given)
     w, _ = fold(*layer, settings.dtype)
-    xhat = saved.xhat.values
-    if xhat is not None:
-        xhat = saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, ..., C)
-    near, groups = saved.positions.neighbours(len(grad)), saved.positions.groups
-    incoming = [rows_of(grad, index) for index in saved.positions[: 2 if near or groups else 1]]
+    xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, ..., C)
+    keep, drop, nearest = saved.positions
+    nearest = nearest and Neighbours(saved.positions, len(grad))
+    tokens = tokens_of(grad)
+    incoming = [take(tokens, index).reshape(-1, tokens.shape[2]) for index in ([keep, drop] if nearest else [keep])]
     db = sum(column_sums(g) for g in incoming)
-    shares = None
-    if groups:
-        parts = [g.unflatten(0, (len(grad), -1)) for g in incoming]
-        incoming = [groups.sum_(*parts).flatten(0, 1)]
-        shares = groups.shares(*parts) if needs.x else None
-        del parts
     incoming = [g.to(settings.dtype) for g in incoming]
     dw = zeros_for(layer[0])
     if needs.weight or needs.norm_weight:
-        accumulate(dw, (near.pool_(incoming[0].clone(), incoming[1]) if near else incoming[0]).t(), xhat.flatten(1))
-    dx = _input_gradient(saved, incoming, w, xhat, near, groups, shares, grad) if needs.x else None
+        rows = nearest.sum_(incoming[0].clone(), incoming[1]) if nearest else incoming[0]
+        accumulate(dw, rows, xhat.flatten(1))
+        del rows
+    dx = _input_gradient(saved, incoming, w, xhat, nearest, tokens.shape) if needs.x else None
     return _parameter_gradients(saved.given, layer, dw, db, needs)._replace(x=dx)
 
 
-def _input_gradient(saved, incoming, w, xhat, near, groups, shares, grad):
+def _input_gradient(saved, incoming, w, xhat, nearest, shape):
     rstd = saved.rstd.flatten(0, 1)
-    lent = [(xhat, rstd)] + ([near.lend(None, xhat, rstd)] if near else [])
-    rows = [  # not "*own": it would hold the product while the norm's backward pass works on a copy in fp32
-        normalise_backward((g @ w).view_as(own[0]), own[0], own[1]).flatten(1)
+    lent = [(xhat, rstd)] + ([nearest.lend(xhat, rstd)] if nearest else [])
+    parts = [  # not "*own": it would hold the product while the norm's backward pass works on a copy in fp32
+        normalise_backward((g @ w).view_as(own[0]), own[0], own[1]).view(shape[0], -1, w.shape[1])
         for g, own in zip(incoming, lent, strict=True)
     ]
-    if groups:
-        rows = [part.flatten(0, 1) for part in groups.share_(rows[0].unflatten(0, (len(grad), -1)), shares)]
-    shape = (len(grad), tokens_of(grad).shape[1], w.shape[1])
-    tokens = map_of(rows[0], saved.positions.keep, shape, *([rows[1], saved.positions.drop] if rows[1:] else []))
-    return (
-        tokens
-        if len(saved.shape) == 3
-        else from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)
+    keep, drop, _ = saved.positions
+    tokens = (
+        parts[0] if keep is None else put_together(parts[0], keep, shape[1], *([parts[1], drop] if nearest else []))
     )
+    if len(saved.shape) == 3:
+        return tokens
+    return _from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)
 
 
 def _parameter_gradients(given, layer, dw, db, needs):
@@ -215,8 +183,25 @@ def _parameter_gradients(given, layer, dw, db, needs):
 
 
 def _tokens(x):
-    """(N, L, C), or the patches of a map, (N, L, 4, C)."""
-    return x if x.dim() == 3 else to_patches(x)
+    """(N, L, C), or of a map the 2x2 patches, (N, L, 4, C), row by row; an odd last row or column is left out."""
+    if x.dim() == 3:
+        return x
+    n, c, h, w = x.shape
+    if h % 2 or w % 2:
+        x = x[:, :, : h // 2 * 2, : w // 2 * 2]
+    x = x.reshape(n, c, h // 2, 2, w // 2, 2)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(n, (h // 2) * (w // 2), 4, c)
+
+
+def _from_patches(patches, shape, layout):
+    """The reverse of :func:`_tokens` for a map, zero in an odd last row or column."""
+    n, c, h, w = shape
+    x = torch.empty(shape, dtype=patches.dtype, device=patches.device, memory_format=layout)
+    x[:, :, h // 2 * 2 :].zero_()
+    x[..., w // 2 * 2 :].zero_()
+    place = x[:, :, : h // 2 * 2, : w // 2 * 2].unflatten(3, (w // 2, 2)).unflatten(2, (h // 2, 2))
+    place.copy_(patches.view(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4))
+    return x
 
 
 def _in_shape_of(x, out):
@@ -225,7 +210,7 @@ def _in_shape_of(x, out):
 
 
 def _matrix(weight):
-    """The convolution as a linear layer on patches, in the order of :func:`.rows.to_patches`."""
+    """The convolution as a linear layer on patches, in the order of :func:`_tokens`."""
     return weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
 
 
