@@ -156,7 +156,7 @@ def _plan(model, settings, chosen):
             if reason:
                 left[names[id(module)]] = reason
             else:
-                taken.update({id(inside): None for inside in module.modules()})
+                taken.update({id(inside): None for inside in mixin.members(module)})
                 return True
         return False
 
@@ -166,7 +166,7 @@ def _plan(model, settings, chosen):
     others = []
     for module in chosen.values():
         mixin = adapter_of(module)
-        if not mixin or issubclass(mixin, Block) or id(module) in taken:
+        if not mixin or issubclass(mixin, Block) or id(module) in taken or not [*mixin.members(module)]:
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))

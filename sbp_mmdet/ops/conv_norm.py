@@ -9,19 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .maps import Activation, KeptMap, hand_on, keep, kept
-from .operation import Operation, gradients_of
-from .precision import accumulator, autocast_dtype
+from .operation import Form, Operation, gradients_of, in_precision
+from .precision import accumulator
 from .rows import memory_format
-
-try:
-    from .operation import Form
-except ImportError:  # until merged
-
-    @dataclasses.dataclass(frozen=True)
-    class Form:
-        implementation: str = 'fused'
-        storage: str = 'native'
-
 
 __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
@@ -43,7 +33,7 @@ class ConvNormSettings:
         num_groups (int): Of the group norm. Default: 1.
         process_group (Any): Who shares the statistics of 'batch' (SyncBN). None: nobody. Default: None.
         activation (Activation | None): None: none. Default: None.
-        dtype (torch.dtype | None): What the convolution runs in; set by :func:`conv_norm`. Default: None.
+        dtype (torch.dtype | None): What the convolution runs in. None: autocast's, or as ``x`` is. Default: None.
 
     Raises:
         ValueError: For an unknown norm.
@@ -72,7 +62,7 @@ class ConvNormTensors(NamedTuple):
 
     Attributes:
         x (Tensor): Shape (N, C, H, W).
-        weight (Tensor | None): Shape (D, C / groups, ...). None: ``x`` is what is normalised, with 'batch' and 'group'.
+        weight (Tensor): Shape (D, C / groups, ...).
         bias (Tensor | None): Of the convolution, shape (D,). Default: None.
         norm_weight, norm_bias (Tensor | None): Of the norm, shape (D,). Default: None.
         running_mean, running_var (Tensor | None): Of the batch norm, shape (D,); written to by 'batch'. Default: None.
@@ -80,7 +70,7 @@ class ConvNormTensors(NamedTuple):
     """
 
     x: Tensor
-    weight: Tensor | None
+    weight: Tensor
     bias: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
@@ -145,13 +135,12 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
     """
     if settings.form.implementation == 'reference':
         return _reference(settings, tensors)
-    return _conv_norm(dataclasses.replace(settings, dtype=autocast_dtype(tensors.x)), tensors)
+    return _conv_norm(in_precision(settings, tensors.x), tensors)
 
 
 def _reference(settings, tensors):
     x, weight, bias, norm_weight, norm_bias, mean, var, residual = tensors
-    if weight is not None:
-        x = F.conv2d(x, weight, bias, settings.stride, settings.padding, settings.dilation, settings.groups)
+    x = F.conv2d(x, weight, bias, settings.stride, settings.padding, settings.dilation, settings.groups)
     if settings.norm == 'group':
         x = F.group_norm(x, settings.num_groups, norm_weight, norm_bias, settings.eps)
     elif settings.norm != 'none':
@@ -165,13 +154,10 @@ def _reference(settings, tensors):
 def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tuple[Tensor, ConvNormSaved]:
     """See :mod:`sbp_mmdet.ops.operation`."""
     s, t = settings, tensors
-    source, z = None, t.x
-    if t.weight is not None:
-        x = t.x.to(s.dtype or t.x.dtype)
-        if _weight_needed(s, needs):
-            source = kept(t.x, x, s.form.storage)
-        weight, bias = _folded(s, t, x.dtype)
-        z = F.conv2d(x, weight, bias, s.stride, s.padding, s.dilation, s.groups)
+    x = t.x.to(s.dtype)
+    source = kept(t.x, x, s.form.storage) if _weight_needed(s, needs) else None
+    weight, bias = _folded(s, t)
+    z = F.conv2d(x, weight, bias, s.stride, s.padding, s.dilation, s.groups)
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
         u, statistics, count = _normalise(s, t, z)
@@ -199,7 +185,7 @@ def _scale(s, t):
     return rstd if t.norm_weight is None else rstd * t.norm_weight, rstd
 
 
-def _folded(s, t, dtype):
+def _folded(s, t):
     """Weight and bias of the convolution, with the fixed norm in them."""
     weight, bias = t.weight, t.bias
     if s.norm == 'fixed':
@@ -207,7 +193,7 @@ def _folded(s, t, dtype):
         weight = weight * scale[:, None, None, None]
         bias = -t.running_mean * scale if bias is None else (bias - t.running_mean) * scale
         bias = bias if t.norm_bias is None else bias + t.norm_bias
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
+    return weight.to(s.dtype), None if bias is None else bias.to(s.dtype)
 
 
 def _activate(s, t, z, u, statistics):
@@ -246,20 +232,16 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         found['residual'] = grad.to(saved.dtypes[1])
     if saved.statistics is not None:
         grad, found['norm_weight'], found['norm_bias'] = _normalise_backward(s, saved, grad, needs)
-    if saved.tensors.weight is None:
-        found['x'] = grad.to(saved.dtypes[0]) if needs.x else None
-    else:
-        found.update(_convolve_backward(s, saved, grad, needs))
-    return ConvNormGradients(**found)
+    return ConvNormGradients(**found, **_convolve_backward(s, saved, grad, needs))
 
 
 def _convolve_backward(s, saved, grad, needs):
     """Gradients of the input and of all that is folded into the convolution, by name."""
     t, fixed = saved.tensors, s.norm == 'fixed'
-    grad = grad.to(s.dtype or saved.dtypes[0])
+    grad = grad.to(s.dtype)
     needs_weight, needs_bias = _weight_needed(s, needs), needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
     x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(grad.dtype)
-    weight, _ = _folded(s, t, grad.dtype)
+    weight, _ = _folded(s, t)
     geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
     which = [needs.x, needs_weight, False]
     dx, dweight, _ = aten.convolution_backward(grad, x, weight, None, *geometry, which)
@@ -273,7 +255,7 @@ def _convolve_backward(s, saved, grad, needs):
             found['norm_weight'] = (dscale * rstd).to(t.norm_weight.dtype)
         if needs.norm_bias:
             found['norm_bias'] = dbias.to(t.norm_bias.dtype)
-        dweight = dweight * scale[:, None, None, None] if needs.weight else None
+        dweight = dweight.to(scale.dtype).mul_(scale[:, None, None, None]) if needs.weight else None
         dbias = dbias * scale if needs.bias else None
     if needs.weight:
         found['weight'] = dweight.to(t.weight.dtype)
@@ -285,12 +267,15 @@ def _convolve_backward(s, saved, grad, needs):
 def _normalise(s, t, z):
     """The normalised map, in memory of its own, the statistics, and what a SyncBN's are over."""
     if s.norm == 'group':
-        z = _for_group_norm(z.float() if s.dtype is not None and z.is_cuda else z)  # as CUDA's autocast has it
+        # CUDA's kernel takes one precision, and its autocast runs group norm in full.
+        z = _for_group_norm(z if t.norm_weight is None or not z.is_cuda else z.to(t.norm_weight.dtype))
         sizes = *z.shape[:2], z.shape[2] * z.shape[3]
         out, mean, rstd = torch.native_group_norm(z, t.norm_weight, t.norm_bias, *sizes, s.num_groups, s.eps)
         return out, Statistics(mean, rstd), None
     if s.process_group is not None:
         return _normalise_together(s, t, z)
+    if z.numel() == z.shape[1]:
+        raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
     running = t.running_mean, t.running_var
     out, mean, rstd = torch.native_batch_norm(z, t.norm_weight, t.norm_bias, *running, True, s.momentum, s.eps)
     return out, Statistics(mean, rstd), None
