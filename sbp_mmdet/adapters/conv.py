@@ -25,7 +25,7 @@ _ACTS = {
     nn.ReLU: lambda m: ops.Activation('relu'),
     nn.LeakyReLU: lambda m: ops.Activation('leaky_relu', slope=m.negative_slope),
     nn.SiLU: lambda m: ops.Activation('silu'),
-    Swish: lambda m: ops.Activation('silu'),
+    Swish: lambda m: ops.Activation('swish'),
     nn.Hardswish: lambda m: ops.Activation('hardswish'),
     nn.GELU: lambda m: ops.Activation('gelu', approximate=m.approximate),
 }

@@ -7,7 +7,8 @@ from mmdet.models.backbones import darknet, hrnet, regnet, res2net, resnest, res
 from mmdet.models.layers import csp_layer
 from torch import Tensor, nn
 
-from .adapter import Lean, adapter
+from ..ops.maps import add
+from .adapter import adapter
 from .conv import ConvLean
 
 __all__ = ['BasicBlock', 'Bottle2neck', 'Bottleneck', 'SplitAttention']
@@ -105,7 +106,7 @@ class SplitAttention(ConvLean):
 
 @adapter(darknet.ResBlock, csp_layer.DarknetBottleneck, csp_layer.CSPNeXtBlock)
 class _ConvModules(_Residual):
-    """Blocks of ``ConvModule`` only, which have their own adapter."""
+    """Blocks of two ``ConvModule``, which have their own adapter, and a shortcut."""
 
     stock = (darknet.ResBlock, csp_layer.DarknetBottleneck, csp_layer.CSPNeXtBlock)
 
@@ -114,7 +115,8 @@ class _ConvModules(_Residual):
         yield module
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        return super(Lean, self).forward(x)
+        out = self.conv2(self.conv1(x))
+        return add(out, x, self.form.storage) if getattr(self, 'add_identity', True) else out
 
 
 class _Stem(ConvLean):

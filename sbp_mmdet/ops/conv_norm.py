@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .maps import Activation, KeptMap, hand_on, keep, kept
+from .maps import Activation, KeptMap, addend, hand_on, keep, kept
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import accumulator
 from .rows import memory_format
@@ -201,11 +201,12 @@ def _activate(s, t, z, u, statistics):
     act, storage, normed = s.activation, s.form.storage, None
     if statistics is not None:
         scale, shift = _affine_part(s, t, statistics, z.shape[1])
-        again = t.residual is None
-        threshold = (-shift / scale).nan_to_num(0) if again and act is not None and act.by_sign else None
-        normed = keep(z, storage, threshold)
-        if again:
-            normed = normed._replace(scale=scale, shift=shift, activation=act)
+        # In eight bits the sum's sign, which is the mask, would not be that of what is read.
+        residual = addend(t.residual, storage) if t.residual is not None and storage == 'native' else None
+        by_sign = t.residual is None and act is not None and act.by_sign
+        normed = keep(z, storage, (-shift / scale).nan_to_num(0) if by_sign else None)
+        if t.residual is None or residual is not None:
+            normed = normed._replace(scale=scale, shift=shift, activation=act, residual=residual)
             y = u if act is None else act(u, inplace=True)
             hand_on(y, normed)
             return y, normed, normed

@@ -11,9 +11,11 @@ from torch import Tensor
 from .precision import accumulator
 from .rows import memory_format
 
-__all__ = ['ACTIVATIONS', 'Activation', 'KeptMap', 'hand_on', 'keep', 'kept']
+__all__ = ['ACTIVATIONS', 'Activation', 'KeptMap', 'add', 'addend', 'hand_on', 'keep', 'kept']
 
 aten = torch.ops.aten
+
+DEEPEST = 3  # maps that are added up in the backward pass, at the most; the sum of more is stored
 
 _LEAST_POSITIONS = 16  # with fewer in a map, its scales take what eight bits save
 
@@ -61,6 +63,7 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
         lambda a, g, x: aten.leaky_relu_backward(g, x, a.slope, False),
     ),
     'silu': (lambda a, x, inplace: F.silu(x, inplace), lambda a, g, x: aten.silu_backward(g, x)),
+    'swish': (lambda a, x, inplace: x * torch.sigmoid(x), lambda a, g, x: aten.silu_backward(g, x)),  # as mmcv rounds it
     'hardswish': (lambda a, x, inplace: F.hardswish(x, inplace), lambda a, g, x: aten.hardswish_backward(g, x)),
     'gelu': (
         lambda a, x, inplace: F.gelu(x, approximate=a.approximate),
@@ -70,13 +73,14 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
 
 
 class KeptMap(NamedTuple):
-    """A map y = act(u), u = scale * z + shift, z = unit * values + base. What is None is left out.
+    """A map y = act(u) + shortcut, u = scale * z + shift + residual, z = unit * values + base. None is left out.
 
     Attributes:
         values (Tensor): Shape (N, C, H, W): z itself, or int8.
         unit, base (Tensor | None): Shape (N, C, 1, 1), how eight bits are read.
         scale, shift (Tensor | None): Of a norm, broadcastable.
         activation (Activation | None): The activation.
+        residual, shortcut (KeptMap | None): Other maps.
     """
 
     values: Tensor
@@ -85,6 +89,13 @@ class KeptMap(NamedTuple):
     scale: Tensor | None = None
     shift: Tensor | None = None
     activation: Activation | None = None
+    residual: 'KeptMap | None' = None
+    shortcut: 'KeptMap | None' = None
+
+    @property
+    def depth(self) -> int:
+        """Maps that are read one after the other."""
+        return 1 + sum(map.depth for map in (self.residual, self.shortcut) if map is not None)
 
     def before_norm(self, dtype: torch.dtype) -> Tensor:
         """z; do not write to it."""
@@ -97,12 +108,14 @@ class KeptMap(NamedTuple):
             scale, shift = self.unit, self.base
         elif self.unit is not None:
             scale, shift = self.unit * scale, self.base * scale + shift
-        return _affine(self.values, scale, shift, dtype)
+        u = _affine(self.values, scale, shift, dtype)
+        return u if self.residual is None else u.add_(self.residual.load(dtype))
 
     def load(self, dtype: torch.dtype) -> Tensor:
         """y; do not write to it."""
-        u = self.before_activation(dtype)
-        return u if self.activation is None else self.activation(u, inplace=u is not self.values)
+        y = self.before_activation(dtype)
+        y = y if self.activation is None else self.activation(y, inplace=y is not self.values)
+        return y if self.shortcut is None else y + self.shortcut.load(dtype)
 
 
 def _affine(x, scale, shift, dtype):
@@ -168,10 +181,47 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:
     Returns:
         KeptMap: Of ``x``.
     """
-    map, version = getattr(x, '_sbp_kept', (None, None))
-    if map is not None and version == x._version and (storage == 'int8' or map.values.is_floating_point()):
+    map = handed_on(x)
+    if map is not None and (storage == 'int8' or map.values.is_floating_point()):
         return map
     map = keep(cast, storage)
     if map.values is not x and not (x.is_leaf and x.requires_grad):  # a parameter outlives the step
         hand_on(x, map)
     return map
+
+
+def handed_on(x: Tensor) -> KeptMap | None:
+    """What :func:`hand_on` said of a tensor; None: nothing, or it was written to since."""
+    map, version = getattr(x, '_sbp_kept', (None, None))
+    return map if version == x._version else None
+
+
+def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
+    """A sum that the next layer need not keep, where both of its terms are kept.
+
+    Args:
+        x (Tensor): Shape (N, C, H, W), from a layer that hands on what it keeps.
+        shortcut (Tensor): The same shape.
+        storage (str): 'native' or 'int8'.
+
+    Returns:
+        Tensor: The sum.
+    """
+    out = x + shortcut
+    first, second = handed_on(x), addend(shortcut, storage)
+    if first is not None and second is not None and first.depth == 1 and out.dtype == x.dtype:
+        hand_on(out, first._replace(shortcut=second))
+    return out
+
+
+def addend(x: Tensor, storage: str) -> KeptMap | None:
+    """What a sum with a map is read from; None: the sum should be stored itself.
+
+    Args:
+        x (Tensor): Shape (N, C, H, W).
+        storage (str): 'native' or 'int8'.
+    """
+    map = handed_on(x)
+    if map is None and storage == 'native':
+        map = KeptMap(x.detach())  # the next layer would keep as much
+    return map if map is not None and map.depth < DEEPEST else None
