@@ -1,7 +1,5 @@
 """Quick hypothesis, the device of operations, and the iteration that mmengine's runner would report."""
 
-import contextlib
-
 import hypothesis
 import pytest
 import torch
@@ -10,8 +8,6 @@ from mmdet.models.dense_heads import RPNHead
 from mmengine.logging import MessageHub
 from oracles import DEVICE, on_device
 
-from sbp_mmdet.analysis import memory
-from sbp_mmdet.analysis.cuda_rules import full_fp32
 from sbp_mmdet.ops.operation import Operation
 
 # Phases: without the last one, 'explain', which runs a failing test a few hundred times more.
@@ -31,7 +27,7 @@ def seed():
 @pytest.fixture(autouse=True)
 def operations_on_the_device(monkeypatch):
     """With SBP_TEST_DEVICE=cuda every operation runs there, forward and backward, whichever test calls it. What stands
-    around it stays where the test has it, oracles on the CPU among them. Bytes are counted on the CPU alone."""
+    around it stays where the test has it, oracles on the CPU among them."""
     if DEVICE == 'cpu':
         yield
         return
@@ -40,14 +36,10 @@ def operations_on_the_device(monkeypatch):
     def moved(self, settings, tensors):
         return call(self, settings, on_device(tensors)).to(tensors.x.device)
 
-    def not_here(*args, **kwargs):
-        pytest.skip('bytes are counted on a CPU')
-
     monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(moved))
-    monkeypatch.setattr(memory.SavedByPart, 'hooks', not_here)
-    monkeypatch.setattr(memory.LiveBytes, '__enter__', not_here)
-    with full_fp32() if torch.device(DEVICE).type == 'cuda' else contextlib.nullcontext():
-        yield
+    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+        monkeypatch.setattr(backend, 'allow_tf32', False)
+    yield
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from ..ops.precision import autocast_dtype
 __all__ = ['Attention', 'MLP', 'Norm', 'NormLinear', 'Part', 'PatchNorm', 'Unknown', 'Windows', 'ffn_part']
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """Base of parts. Call one with a form, the input and what else the operation takes."""
 
@@ -44,7 +44,7 @@ class Part:
                 yield from value.parameters()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MLP(Part):
     """``x + drop(gamma * down(act(grn(up(norm(conv(x)))))))``: the channel MLP with its residual connection.
 
@@ -116,7 +116,7 @@ def ffn_part(norm: nn.Module, ffn: nn.Module) -> Part:
     return MLP(norm, layers[0][0], layers[0][1], layers[1], gamma, ffn.dropout_layer)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unknown(Part):
     """What no operation stands in for.
 
@@ -130,7 +130,7 @@ class Unknown(Part):
         return self.reason
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Attention(Part):
     """``x + drop(gamma * proj(attention(qkv(norm(x)))))`` on all tokens.
 
@@ -170,7 +170,7 @@ class Attention(Part):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Windows(Part):
     """``x + drop(attn(norm(x)))`` in windows of a map, with Swin's position bias; exact.
 
@@ -220,7 +220,7 @@ class Windows(Part):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class NormLinear(Part):
     """``linear(norm(x))`` on tokens, or on the 2x2 patches of a map (section 3.2.2, the case s >= k).
 
@@ -250,7 +250,7 @@ class NormLinear(Part):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Norm(Part):
     """Layer norm over the channels of a map (N, C, H, W) or of tokens (N, L, C)."""
 
@@ -267,7 +267,7 @@ class Norm(Part):
         return None if isinstance(self.norm, nn.LayerNorm) else f'it is a {type(self.norm).__name__}'
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PatchNorm(Part):
     """``norm(conv(x))`` for the patches of an image: the convolution runs again, and the image is all that is stored.
 

@@ -150,10 +150,7 @@ def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
     return _attention(in_precision(settings, t.x), tensors)
 
 
-def forward(
-    settings: AttentionSettings, tensors: AttentionTensors, needs: AttentionGradients
-) -> tuple[Tensor, AttentionSaved]:
-    """The layer's output, and what its backward pass needs; see :mod:`.operation`."""
+def _forward(settings, tensors, needs):
     t, dtype, positions = tensors, settings.dtype, settings.form.saved(tensors.positions)
     xhat, rstd = normalise(t.x, settings.eps, dtype)
     qkv = F.linear(xhat, *_qkv_layer(settings, t))
@@ -228,10 +225,7 @@ def _to_rows(heads):
     return heads.transpose(1, 2).flatten(2)
 
 
-def backward(
-    settings: AttentionSettings, saved: AttentionSaved, grad: Tensor, needs: AttentionGradients
-) -> AttentionGradients:
-    """Gradients of the layer's tensors, as far as they are needed; see :mod:`.operation`."""
+def _backward(settings, saved, grad, needs):
     t, positions = saved.given, saved.positions
     groups = Groups(positions) if positions.nearest else None
     incoming, total = _incoming(t, positions, groups, grad)
@@ -341,4 +335,4 @@ def _scattered(index, groups, grad, branch):
     return grad + groups.spread(branch) if groups else add_rows_(grad.clone(), index, branch)
 
 
-_attention = Operation('Attention', forward, backward, AttentionGradients)
+_attention = Operation('Attention', _forward, _backward, AttentionGradients)

@@ -93,8 +93,7 @@ def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
     return _grn_mlp(in_precision(settings, tensors.x), tensors)
 
 
-def forward(settings: GRNSettings, tensors: GRNTensors, needs: GRNGradients) -> tuple[Tensor, GRNSaved]:
-    """See :mod:`.operation`."""
+def _forward(settings, tensors, needs):
     t, weights = tensors, MLPWeights.folded(tensors, settings.dtype)
     xhat, rstd = normalise(tokens_of(t.x), settings.eps, settings.dtype)
     response = torch.zeros(len(xhat), len(weights.w1), dtype=accumulator(xhat), device=xhat.device)
@@ -114,8 +113,7 @@ def forward(settings: GRNSettings, tensors: GRNTensors, needs: GRNGradients) -> 
     return out, GRNSaved(store(xhat, settings.form.storage), rstd, response, given)
 
 
-def backward(settings: GRNSettings, saved: GRNSaved, grad: Tensor, needs: GRNGradients) -> GRNGradients:
-    """See :mod:`.operation`."""
+def _backward(settings, saved, grad, needs):
     t, weights = saved.given, MLPWeights.folded(saved.given, settings.dtype)
     if t.conv is not None:
         xhat, rstd = normalise(tokens_of(t.conv.run()), settings.eps, settings.dtype)
@@ -217,4 +215,4 @@ def _parameter_gradients(t, needs, sums, response, total):
     return GRNGradients(None, None, dnw, dnb, dw1, db1, dweight, dbias, dw2, db2, dgamma)
 
 
-_grn_mlp = Operation('GRNChannelMLP', forward, backward, GRNGradients)
+_grn_mlp = Operation('GRNChannelMLP', _forward, _backward, GRNGradients)

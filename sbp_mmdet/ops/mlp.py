@@ -8,7 +8,7 @@ be run again, nothing. The hidden layer is computed again in the backward pass. 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from .neighbours import Neighbours
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, column_sums, in_range, store, zeros_for
 from .rows import (
-    Chunk,
     add_branch,
     chunks,
     empty_tokens,
@@ -146,12 +145,12 @@ def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
         Tensor: Of the shape of ``shortcut``, and laid out like it.
     """
     if settings.form.implementation == 'reference':
-        return reference(settings, tensors)
+        return _reference(settings, tensors)
     return _channel_mlp(in_precision(settings, tensors.x), tensors)
 
 
-def reference(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
-    """:func:`channel_mlp` in plain autograd, by Algorithm 1."""
+def _reference(settings, tensors):
+    """Plain autograd, by Algorithm 1."""
     t = tensors
 
     def branch(x):
@@ -166,10 +165,9 @@ def reference(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
     return t.shortcut + in_shape(out, t.x.shape)
 
 
-def forward(settings: MLPSettings, tensors: MLPTensors, needs: MLPGradients) -> tuple[Tensor, MLPSaved | None]:
-    """See :mod:`.operation`."""
+def _forward(settings, tensors, needs):
     t, positions = tensors, settings.form.saved(tensors.positions)
-    through_gelu, hidden, anything = _asked(needs)
+    _, hidden, anything = _asked(needs)
     x, xhat, rstd = tokens_of(t.x), None, None
     if hidden and t.conv is None:
         xhat, rstd = normalise(x, settings.eps, settings.dtype)
@@ -192,31 +190,24 @@ def _asked(needs):
     return through_gelu, hidden, hidden or needs.bias2
 
 
-def _branch(settings, t, x, xhat) -> Iterator[tuple[Chunk, Tensor]]:
+def _branch(settings, t, x, xhat):
     """Chunks of the rows x (N, L, C), and of their branch without layer scale; x-hat is computed if it is not given."""
     weights = MLPWeights.folded(t, settings.dtype)
     for chunk in chunks(*x.shape[:2], len(weights.w1), x.device, settings.chunk):
-        rows = chunk.rows_of(xhat) if xhat is not None else _normalised(settings, chunk.rows_of(x))[0]
+        rows = chunk.rows_of(x if xhat is None else xhat)
+        rows = normalise(rows, settings.eps, settings.dtype)[0] if xhat is None else rows
         hidden = torch.ops.aten.gelu_(weights.hidden(rows), approximate=settings.approximate)
         yield chunk, torch.addmm(weights.b2, hidden, weights.w2.t())
 
 
-def _normalised(settings, rows):
-    return normalise(rows, settings.eps, settings.dtype)
-
-
-def backward(settings: MLPSettings, saved: MLPSaved | None, grad: Tensor, needs: MLPGradients) -> MLPGradients:
-    """See :mod:`.operation`."""
+def _backward(settings, saved, grad, needs):
     if saved is None:
         return MLPGradients(shortcut=grad)
     run = _BackwardPass(settings, saved, grad, needs)
     for chunk in run.chunks():
         run.add(chunk)
-    sums, input_gradient = run.sums, run.input_gradient
-    del run  # and with it the convolution's output
-    return _parameter_gradients(saved.given, sums, needs)._replace(
-        x=input_gradient.whole(saved, grad.shape) if needs.x else None, shortcut=grad if needs.shortcut else None
-    )
+    found = run.parameter_gradients()
+    return found._replace(x=run.whole_input_gradient(grad.shape), shortcut=grad if needs.shortcut else None)
 
 
 class _Sums(NamedTuple):
@@ -234,37 +225,14 @@ class _Sums(NamedTuple):
         return cls(zeros_for(t.bias2), outer, w1, zeros_for(t.bias1) if _asked(needs)[0] else None)
 
 
-class _InputGradient(NamedTuple):
-    """Rows that the chunks are written to, (N, K, C) and (N, D, C)."""
-
-    kept: Tensor | None
-    dropped: Tensor | None
-
-    def whole(self, saved, shape):
-        """The gradient of the input, laid out as that is."""
-        keep, drop, _ = saved.positions
-        if keep is None:
-            return in_shape(self.kept, shape)
-        length = shape[1] if len(shape) == 3 else shape[2] * shape[3]
-        tokens = put_together(self.kept, keep, length, self.dropped, drop)
-        return laid_out(in_shape(tokens, shape), saved.layout)
-
-
-class _Rows(NamedTuple):
-    """The activations of some kept rows, as far as they are there."""
-
-    xhat: Tensor
-    rstd: Tensor | None
-    hidden: Tensor
-
-
 class _BackwardPass:
-    """What the chunks of a backward pass share."""
+    """What the chunks of a backward pass share. ``dx`` has the rows that they write, (N, K, C) and (N, D, C)."""
 
     def __init__(self, settings, saved, grad, needs):
-        self.settings, self.saved, self.t = settings, saved, saved.given
+        self.settings, self.saved, self.t, self.needs = settings, saved, saved.given, needs
         self.keep, self.drop, nearest = saved.positions
         self.grad = tokens_of(grad)
+        self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
         self.weights = MLPWeights.folded(self.t, settings.dtype)
         self.nearest = nearest and Neighbours(saved.positions, len(grad))
         self.x = None  # (N, K, C), what x-hat is computed from
@@ -272,14 +240,24 @@ class _BackwardPass:
             x = tokens_of(self.t.conv.run())
             self.x = x if self.keep is None else take(x, self.keep)
         self.sums = _Sums.zero(self.t, needs)
-        self.input_gradient = self._empty_input_gradient() if needs.x else _InputGradient(None, None)
+        self.dx = self.dx_dropped = None
+        if needs.x:
+            self._allocate_input_gradient()
+
+    def _allocate_input_gradient(self):
+        if self.x is not None and self.x.dtype == self.settings.dtype:
+            self.dx = self.x  # each chunk of it is read before its gradient is written to its place
+        else:
+            layout, shape = self.saved.layout if self.keep is None else None, (len(self.grad), self.kept)
+            self.dx = empty_tokens((*shape, self.grad.shape[2]), layout, self.settings.dtype, self.grad.device)
+        if self.nearest:
+            self.dx_dropped = self.dx.new_empty(len(self.dx), len(self.drop), self.dx.shape[2])
 
     def chunks(self):
         """Of the kept rows; the dropped ones that go with them count in a chunk."""
-        each = self.grad.shape[1] if self.keep is None else len(self.keep)
-        together = 1 + len(self.drop) // max(each, 1) if self.nearest else 1
+        together = 1 + len(self.drop) // max(self.kept, 1) if self.nearest else 1
         width = together * len(self.weights.w1)
-        return chunks(len(self.grad), each, width, self.grad.device, self.settings.chunk)
+        return chunks(len(self.grad), self.kept, width, self.grad.device, self.settings.chunk)
 
     def add(self, chunk):
         """Adds some kept rows, and the dropped ones that go with them, to sums and input gradient."""
@@ -294,18 +272,18 @@ class _BackwardPass:
         if sums.outer is not None:
             g = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else g
             outer, unit = in_range(g, self.t.gamma, settings.dtype)
-            accumulate(sums.outer, outer, F.gelu(rows.hidden, approximate=settings.approximate), unit)
+            accumulate(sums.outer, outer, F.gelu(rows[-1], approximate=settings.approximate), unit)
             del outer
         g = g_dropped = None
         if sums.b1 is None:
             return
-        dh = self._through_gelu(chunk, scaled, rows, self.input_gradient.kept)
+        dh = self._through_gelu(chunk, scaled, *rows, self.dx)
         if self.nearest:
-            lent = _Rows(*self.nearest.lend(*rows, chunk=chunk))
-            dropped = self._through_gelu(part, scaled_dropped, lent, self.input_gradient.dropped)
-            dh = self.nearest.sum_(dh, dropped, chunk)
+            lent = self.nearest.lend(*rows, chunk=chunk)
+            dh_dropped = self._through_gelu(part, scaled_dropped, *lent, self.dx_dropped)
+            dh = self.nearest.sum_(dh, dh_dropped, chunk)
         if sums.w1 is not None:
-            accumulate(sums.w1, dh, rows.xhat)
+            accumulate(sums.w1, dh, rows[0])
 
     def _incoming(self, chunk, index):
         """Rows of the branch's gradient, before and behind layer scale; adds to the sum over all rows."""
@@ -316,44 +294,42 @@ class _BackwardPass:
         return g, (g if t.gamma is None else g * t.gamma).to(self.settings.dtype)
 
     def _activations(self, chunk):
+        """x-hat, its reciprocal deviation, if anybody asks, and the hidden layer of some kept rows."""
+        dtype, saved = self.settings.dtype, self.saved
         if self.x is not None:
-            xhat, rstd = _normalised(self.settings, chunk.rows_of(self.x))
+            xhat, rstd = normalise(chunk.rows_of(self.x), self.settings.eps, dtype)
         else:
-            stored, rstd = self.saved.xhat.part(chunk.images, chunk.rows), self.saved.rstd
-            xhat = stored.load(self.settings.dtype).flatten(0, 1)
-            rstd = None if rstd is None else rstd[chunk.flat]
-        return _Rows(xhat, rstd, self.weights.hidden(xhat))
+            xhat = saved.xhat.part(chunk.images, chunk.rows).load(dtype).flatten(0, 1)
+            rstd = None if saved.rstd is None else saved.rstd[chunk.flat]
+        return xhat, rstd, self.weights.hidden(xhat)
 
-    def _through_gelu(self, chunk, scaled, rows, dx):
+    def _through_gelu(self, chunk, scaled, xhat, rstd, hidden, dx):
         """Gradient of the hidden layer of some rows; that of the input goes to their place in ``dx``."""
         dh, approximate = scaled @ self.weights.w2, self.settings.approximate
-        dh = torch.ops.aten.gelu_backward.grad_input(dh, rows.hidden, approximate=approximate, grad_input=dh)
+        dh = torch.ops.aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         self.sums.b1.add_(column_sums(dh))
         if dx is not None:
-            chunk.put_(dx, normalise_backward(dh @ self.weights.w1, rows.xhat, rows.rstd))
+            chunk.put_(dx, normalise_backward(dh @ self.weights.w1, xhat, rstd))
         return dh
 
-    def _empty_input_gradient(self):
-        n, length, c = self.grad.shape
-        if self.x is not None and self.x.dtype == self.settings.dtype:
-            kept = self.x  # each chunk of it is read before its gradient is written to its place
-        else:
-            layout = self.saved.layout if self.keep is None else None
-            each = length if self.keep is None else len(self.keep)
-            kept = empty_tokens((n, each, c), layout, self.settings.dtype, self.grad.device)
-        return _InputGradient(kept, kept.new_empty(n, len(self.drop), c) if self.nearest else None)
+    def parameter_gradients(self):
+        """From the sums over the rows."""
+        t, needs, sums, found = self.t, self.needs, self.sums, MLPGradients()
+        if sums.b1 is not None:
+            asked = (needs.norm_weight, needs.norm_bias, needs.weight1, needs.bias1)
+            dnw, dnb, dw1, db1 = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias, asked)
+            found = MLPGradients(norm_weight=dnw, norm_bias=dnb, weight1=dw1, bias1=db1)
+        asked = (needs.weight2, needs.bias2, needs.gamma)
+        dw2, db2, dgamma = scaled_layer_gradients(sums.outer, sums.total, t.weight2, t.bias2, t.gamma, asked)
+        return found._replace(weight2=dw2, bias2=db2, gamma=dgamma)
+
+    def whole_input_gradient(self, shape):
+        """That of the input, laid out as it is; None: nobody asks."""
+        self.x = None  # it is no longer needed, and may be as large as the input
+        if self.dx is None or self.keep is None:
+            return None if self.dx is None else in_shape(self.dx, shape)
+        tokens = put_together(self.dx, self.keep, self.grad.shape[1], self.dx_dropped, self.drop)
+        return laid_out(in_shape(tokens, shape), self.saved.layout)
 
 
-def _parameter_gradients(t, sums, needs):
-    """From the sums over the rows."""
-    asked = (needs.weight2, needs.bias2, needs.gamma)
-    dw2, db2, dgamma = scaled_layer_gradients(sums.outer, sums.total, t.weight2, t.bias2, t.gamma, asked)
-    found = MLPGradients(weight2=dw2, bias2=db2, gamma=dgamma)
-    if sums.b1 is None:
-        return found
-    asked = (needs.norm_weight, needs.norm_bias, needs.weight1, needs.bias1)
-    dnw, dnb, dw1, db1 = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias, asked)
-    return found._replace(norm_weight=dnw, norm_bias=dnb, weight1=dw1, bias1=db1)
-
-
-_channel_mlp = Operation('ChannelMLP', forward, backward, MLPGradients)
+_channel_mlp = Operation('ChannelMLP', _forward, _backward, MLPGradients)

@@ -91,13 +91,12 @@ def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Ten
         Tensor: Shape (N, L, C'), or (N, C', H // 2, W // 2), laid out as ``x``.
     """
     if settings.form.implementation == 'reference':
-        return reference(settings, tensors)
+        return _reference(settings, tensors)
     return _norm_linear(in_precision(settings, tensors.x), tensors)
 
 
-def reference(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
-    """:func:`norm_linear` in plain autograd, by Algorithm 1; a plain convolution where all positions of a map send
-    gradients."""
+def _reference(settings, tensors):
+    """Plain autograd, by Algorithm 1; a plain convolution where all positions of a map send gradients."""
     t = tensors
 
     def norm(x):
@@ -115,10 +114,7 @@ def reference(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tenso
     return _in_shape_of(t.x, f(x) if t.positions is None else sbp(f, x, t.positions))
 
 
-def forward(
-    settings: NormLinearSettings, tensors: NormLinearTensors, needs: NormLinearGradients
-) -> tuple[Tensor, NormLinearSaved | None]:
-    """See :mod:`.operation`."""
+def _forward(settings, tensors, needs):
     t, positions = tensors, settings.form.saved(tensors.positions)
     w, b = fold(*_layer(t), settings.dtype)
     xhat, rstd = normalise(_tokens(t.x), settings.eps, settings.dtype)
@@ -132,10 +128,7 @@ def forward(
     return out, NormLinearSaved(stored, rstd, positions, given, t.x.shape, layout_of(t.x))
 
 
-def backward(
-    settings: NormLinearSettings, saved: NormLinearSaved, grad: Tensor, needs: NormLinearGradients
-) -> NormLinearGradients:
-    """See :mod:`.operation`."""
+def _backward(settings, saved, grad, needs):
     layer = _layer(saved.given)
     w, _ = fold(*layer, settings.dtype)
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, ..., C)
@@ -221,4 +214,4 @@ def _layer(t):
     return _matrix(t.weight), bias, *(None if p is None else p.repeat(pixels) for p in (t.norm_weight, t.norm_bias))
 
 
-_norm_linear = Operation('NormLinear', forward, backward, NormLinearGradients)
+_norm_linear = Operation('NormLinear', _forward, _backward, NormLinearGradients)

@@ -81,8 +81,7 @@ def layer_norm(settings: NormSettings, tensors: NormTensors) -> Tensor:
     return out.contiguous(memory_format=memory_format(x))
 
 
-def forward(settings: NormSettings, tensors: NormTensors, needs: NormGradients) -> tuple[Tensor, NormSaved]:
-    """See :mod:`.operation`."""
+def _forward(settings, tensors, needs):
     x, weight, bias, conv = tensors
     xhat, rstd = normalise(x.permute(0, 2, 3, 1), settings.eps, accumulator(x))
     stored = None
@@ -93,8 +92,7 @@ def forward(settings: NormSettings, tensors: NormTensors, needs: NormGradients) 
     return out if settings.dtype is not None else out.to(x.dtype), saved
 
 
-def backward(settings: NormSettings, saved: NormSaved, grad: Tensor, needs: NormGradients) -> NormGradients:
-    """See :mod:`.operation`."""
+def _backward(settings, saved, grad, needs):
     grad = grad.permute(0, 2, 3, 1).to(accumulator(grad))  # (N, H, W, C)
     if saved.conv is None:
         xhat, rstd = saved.xhat.load(grad.dtype), saved.rstd
@@ -108,4 +106,4 @@ def backward(settings: NormSettings, saved: NormSaved, grad: Tensor, needs: Norm
     return NormGradients(dx, dweight, grad.sum((0, 1, 2)) if needs.bias else None)
 
 
-_layer_norm = Operation('LayerNorm', forward, backward, NormGradients)
+_layer_norm = Operation('LayerNorm', _forward, _backward, NormGradients)

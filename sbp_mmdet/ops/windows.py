@@ -117,10 +117,7 @@ def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor
     return _window_attention(in_precision(settings, tensors.x), tensors)
 
 
-def forward(
-    settings: WindowSettings, tensors: WindowTensors, needs: WindowGradients
-) -> tuple[Tensor, WindowSaved | None]:
-    """See :mod:`.operation`."""
+def _forward(settings, tensors, needs):
     t, layout = tensors, _Layout.cut(settings, tensors.x.device)
     layers = _Layers.folded(settings, t)
     xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
@@ -135,8 +132,7 @@ def forward(
     return out, WindowSaved(store(xhat, settings.form.storage), rstd, t._replace(x=None))
 
 
-def backward(settings: WindowSettings, saved: WindowSaved, grad: Tensor, needs: WindowGradients) -> WindowGradients:
-    """See :mod:`.operation`."""
+def _backward(settings, saved, grad, needs):
     t, layout = saved.given, _Layout.cut(settings, grad.device)
     layers = _Layers.folded(settings, t)
     xhat = saved.xhat.load(settings.dtype)
@@ -342,4 +338,4 @@ def _parameter_gradients(settings, t, sums, needs):
     return WindowGradients(None, dnw, dnb, dw, db, table, *dproj)
 
 
-_window_attention = Operation('WindowAttention', forward, backward, WindowGradients)
+_window_attention = Operation('WindowAttention', _forward, _backward, WindowGradients)

@@ -1,0 +1,323 @@
+"""One table, families x presets, and one oracle for all of them: what the generic tests run through.
+
+The oracle is the plain model of the same weights. By hand, its blocks send gradients as the definition says:
+``torch.where(kept, f(x), f(x).detach())``, and stochastic depth multiplies each branch by what was drawn for it.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from mmcv.cnn.bricks import DropPath
+from mmcv.cnn.bricks.transformer import FFN
+from mmdet.models.backbones import SwinTransformer
+from mmengine.model import BaseModule
+from oracles import DEVICE, gradients, image
+from torch import nn
+
+from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, adapter, apply_lean
+from sbp_mmdet.adapters import ADAPTERS, Lean
+from sbp_mmdet.settings import PRESETS
+
+CONVNEXT = dict(
+    arch=dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20]),
+    out_indices=[0, 1, 2, 3],
+    gap_before_final_norm=False,
+    layer_scale_init_value=1.0,
+)
+SWIN = dict(embed_dims=8, depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 4), window_size=3, mlp_ratio=2)
+VIT = dict(
+    arch=dict(num_layers=3, embed_dims=12, num_heads=3, feedforward_channels=20),
+    img_size=64,
+    layer_scale_init_value=1.0,
+    register_tokens=2,
+)
+
+
+class EncoderLayer(nn.Module):
+    """What the adapter of mmpretrain's block reads, where mmpretrain is not installed."""
+
+    def __init__(self, width, heads, drop_path_rate):
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = _Attention(width, heads, DropPath(drop_path_rate))
+        drop = dict(type='DropPath', drop_prob=drop_path_rate)
+        self.ffn = FFN(width, 2 * width, act_cfg=dict(type='GELU'), dropout_layer=drop, layer_scale_init_value=1.0)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln1(x))
+        return self.ffn(self.ln2(x), identity=x)
+
+
+class _Attention(nn.Module):
+    def __init__(self, width, heads, drop):
+        super().__init__()
+        self.qkv, self.proj, self.num_heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+        self.gamma1, self.out_drop, self.proj_drop = nn.Identity(), drop, nn.Dropout(0.0)
+        self.attn_drop, self.v_shortcut, self.input_dims, self.embed_dims = 0.0, False, width, width
+        self.scaled_dot_product_attention = None
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.out_drop(self.gamma1(self.proj_drop(self.proj(out))))
+
+
+adapter(EncoderLayer)(ADAPTERS['mmpretrain.models.backbones.vision_transformer.TransformerEncoderLayer'])
+
+
+class StockViT(BaseModule):
+    """Blocks of mmpretrain's kind behind patches and a class token."""
+
+    prefix = 1
+
+    def __init__(self, drop_path_rate=0.0):
+        super().__init__()
+        self.patch_embed = nn.ModuleDict(dict(projection=nn.Conv2d(3, 12, 16, stride=16)))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 12))
+        self.layers = nn.ModuleList(EncoderLayer(12, 3, drop_path_rate * i / 2) for i in range(3))
+
+    def forward(self, x):
+        x = F.pad(x, (0, -x.shape[3] % 16, 0, -x.shape[2] % 16))
+        x = self.patch_embed['projection'](x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        for layer in self.layers:
+            x = layer(x)
+        return (x,)
+
+
+def in_place(kind, **fixed):
+    """Somebody's model, plain, changed by apply_lean."""
+
+    def make(sbp_cfg=None, **options):
+        model = kind(**fixed | options)
+        if sbp_cfg is not None:
+            apply_lean(model, **sbp_cfg)
+        return model
+
+    return make
+
+
+# Family to what builds its small model; those of this package take sbp_cfg themselves.
+FAMILIES = {
+    'SBPConvNeXt': lambda sbp_cfg=None, **options: SBPConvNeXt(sbp_cfg=sbp_cfg, **CONVNEXT | options),
+    'SBPSwinTransformer': lambda sbp_cfg=None, **options: SBPSwinTransformer(
+        sbp_cfg=sbp_cfg, **SWIN | dict(drop_path_rate=0.0) | options
+    ),
+    'SBPViT': lambda sbp_cfg=None, **options: SBPViT(sbp_cfg=sbp_cfg, **VIT | options),
+    'stock ConvNeXt': in_place(SBPConvNeXt, **CONVNEXT),
+    'stock Swin': in_place(SwinTransformer, **SWIN | dict(drop_path_rate=0.0)),
+    'stock ViT': in_place(StockViT),
+}
+OWN = [name for name in FAMILIES if name.startswith('SBP')]
+LEAN = [name for name, preset in PRESETS.items() if preset.form is not None]
+THIN = [name for name, preset in PRESETS.items() if preset.thins]
+
+
+def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed=0, **options) -> nn.Module:
+    """A small model in training mode whose parameters all have ordinary values: no zeros, no ones, no 1e-6."""
+    model = FAMILIES[family](sbp_cfg, **options).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            wide = p.dim() > 1 and not name.endswith(('_token', 'pos_embed'))
+            p.copy_(noise / p[0].numel() ** 0.5 if wide else 0.6 + 0.2 * noise)
+    model.train()  # mmdet's returns None
+    return model.to(DEVICE)
+
+
+def draws_of(model: nn.Module):
+    """What the passes of a changed model draw."""
+    return next(m._lean.draws for m in model.modules() if isinstance(m, Lean) and m._lean.draws is not None)
+
+
+def kept_masks(model: nn.Module, x) -> dict:
+    """Layer to the mask (height, width) of the pass that the model has just had."""
+    draws, found = draws_of(model), {}
+    for layer in draws.stages.keep_ratios():
+        size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
+        found[layer] = torch.zeros(size, dtype=torch.bool)
+        found[layer].view(-1)[draws.positions(layer, found[layer].numel()).keep.cpu()] = True
+    return found
+
+
+def stored_bytes(run, known) -> int:
+    """Bytes that autograd keeps of a forward pass, counted by storage; what is known (parameters, images) is left out."""
+    seen = {t.untyped_storage().data_ptr() for t in known}
+    found = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in seen:
+            found[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = run()
+    del out
+    return sum(found.values())
+
+
+def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
+    """The plain model of the same weights, which sends gradients as the latest pass of a lean one should have.
+
+    Args:
+        family (str): Key of ``FAMILIES``.
+        lean (nn.Module): The changed model, after a forward pass.
+        x (Tensor): The images of this pass.
+        **options: The model was built with.
+    """
+    plain = build(family, dtype=next(lean.parameters()).dtype, **options)
+    plain.load_state_dict(lean.state_dict())
+    names = {id(module): name for name, module in lean.named_modules()}
+    draws, prefix = draws_of(lean), getattr(lean, 'prefix', 0)
+    rates, ratios = draws.stages.rates(), draws.stages.keep_ratios()
+    sizes = draws.stages.sizes(*x.shape[-2:])
+    settings = draws.stages.settings
+    near = settings.preset.form.dropped == 'nearest'
+    for layer, module in draws.stages.layers.items():
+        twin, kept = plain.get_submodule(names[id(module)]), None
+        if layer in ratios:
+            height, width = sizes[layer[0]]
+            positions = draws.positions(layer, height * width + prefix, bool(prefix))
+            kept = _Kept(positions, (height, width), prefix)
+        for name, part in module.parts().items():
+            if part.drop is not None:
+                factor = None
+                if (*layer, name) in rates:
+                    factor = draws.images((*layer, name), len(x)).to(x) / (1 - rates[*layer, name])
+                by_heads = part.by_heads and settings.attention == 'head'
+                mask = kept if kept and part.thinned and not by_heads and not near else None
+                _end_branch(plain.get_submodule(names[id(part.drop)]), factor, mask)
+            if kept and part.by_heads:
+                heads = draws.heads(layer) if settings.attention == 'head' else None
+                _attend(twin, plain.get_submodule(names[id(part.proj)]), kept, settings.attention, heads)
+        if kept and layer[1] == 'downsample':
+            _shrink(twin, kept, near)
+        elif kept and near:
+            _borrow_in(twin, kept)
+    return plain
+
+
+def expected_gradients(family, lean, x, **options):
+    """The oracle's, after the lean model has run."""
+    return gradients(oracle(family, lean, x, **options), x)
+
+
+def lean_and_expected(family, sbp_cfg, x=None, **options):
+    """The gradients of a lean model, and what they should be."""
+    x = image(3, 64, 96) if x is None else x
+    lean = build(family, sbp_cfg, **options)
+    found = gradients(lean, x)
+    return found, expected_gradients(family, lean, x, **options)
+
+
+class _Kept:
+    """Positions of a layer: which are kept, and whose values a dropped one borrows."""
+
+    def __init__(self, positions, size, prefix):
+        keep, drop, nearest = positions
+        self.size = size
+        self.mask = torch.zeros(size[0] * size[1] + prefix, dtype=torch.bool, device=keep.device)
+        self.mask[keep] = True
+        if nearest is not None:
+            index = torch.arange(len(drop)) if nearest.index is None else nearest.index
+            self.lender = torch.arange(len(self.mask))
+            self.lender[drop] = keep[index]
+
+    def where(self, y):
+        """Of tokens (N, L, C) or maps (N, C, H, W)."""
+        mask = self.mask.view(self.size) if y.dim() == 4 else self.mask[:, None]
+        return torch.where(mask, y, y.detach())
+
+    def borrow(self, x):
+        """Values of the kept neighbour, gradients to the own input."""
+        rows = x.flatten(2) if x.dim() == 4 else x
+        lent = rows.detach().index_select(2 if x.dim() == 4 else 1, self.lender)
+        return (lent + rows - rows.detach()).view_as(x)
+
+    def borrow_patches(self, x):
+        """The same for the 2x2 patches of a map."""
+        rows = F.unfold(x, 2, stride=2)
+        rows = rows.detach()[:, :, self.lender] + rows - rows.detach()
+        return F.fold(rows, x.shape[2:], 2, stride=2)
+
+
+def _end_branch(drop, factor, kept):
+    inner = drop.forward if factor is None else lambda y: y * factor.view(-1, *[1] * (y.dim() - 1))
+    drop.forward = inner if kept is None else lambda y: inner(kept.where(y))
+
+
+def _attend(block, proj, kept, mode, heads):
+    """The appendix's equations: entries of the attention's map, or heads, that send nothing."""
+
+    def attend(q, k, v, **_):
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if mode == 'qkv':
+            scores = torch.where(kept.mask, scores, scores.detach())
+            v = torch.where(kept.mask[:, None], v, v.detach())
+        return scores.softmax(-1) @ v
+
+    inner = block.forward
+
+    def forward(x):
+        with mock.patch.object(F, 'scaled_dot_product_attention', attend):
+            return inner(x)
+
+    block.forward = forward
+    if mode == 'head':
+        number = getattr(block, 'num_heads', None) or block.attn.num_heads
+        scale = block.ls1 if hasattr(block, 'ls1') else block.attn.gamma1
+        scaled, silent = scale.forward, []
+
+        def project(y):
+            sends = torch.isin(torch.arange(number, device=y.device), heads).repeat_interleave(y.shape[-1] // number)
+            silent.append(F.linear(y * ~sends, proj.weight))
+            return F.linear(y * sends, proj.weight, proj.bias)
+
+        proj.forward = project
+        scale.forward = lambda y: scaled(y) + scaled(silent.pop()).detach()
+
+
+def _shrink(layer, kept, near):
+    inner = layer.forward
+
+    def of_map(x):
+        if not near:
+            return kept.where(inner(x))
+        borrowed = inner(kept.borrow_patches(x))
+        return inner(x).detach() + borrowed - borrowed.detach()
+
+    def of_tokens(x, size):
+        if not near:
+            out, size = inner(x, size)
+            return kept.where(out), size
+        patches = kept.borrow_patches(x.mT.unflatten(2, size)).flatten(2).mT
+        (out, size), borrowed = inner(x, size), inner(patches, size)[0]
+        return out.detach() + borrowed - borrowed.detach(), size
+
+    layer.forward = of_tokens if hasattr(layer, 'reduction') else of_map
+
+
+def _borrow_in(block, kept):
+    """The MLP's input borrows; what the block puts out is what it was."""
+    inner = block.forward
+
+    @contextlib.contextmanager
+    def borrowing():
+        if hasattr(block, 'depthwise_conv'):
+            handle = block.depthwise_conv.register_forward_hook(lambda module, args, out: kept.borrow(out))
+        else:
+            handle = block.norm2.register_forward_pre_hook(lambda module, args: (kept.borrow(args[0]),))
+        yield
+        handle.remove()
+
+    def forward(*args, **kwargs):
+        exact = inner(*args, **kwargs).detach()
+        with borrowing():
+            near = inner(*args, **kwargs)
+        return exact + near - near.detach()
+
+    block.forward = forward
