@@ -1,7 +1,6 @@
 """Convolution, norm, residual and activation in one operation, against torch's own modules."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ def pair(storage, dtype=torch.float64, **options):
 
 def run(layer, x, *residual):
     """Output, and gradients by name, for a loss whose gradient is different everywhere."""
-    inputs = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_(t.requires_grad) for t in (x, *residual)]
+    inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, *residual)]
     layer.zero_grad()
     out = layer(*inputs)
     weights = torch.arange(out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
@@ -147,7 +146,7 @@ def test_half_precision_is_as_near_as_that_of_stock_modules(norm, dtype, autocas
             out, grads = run(layer, x.detach().to(torch.float32 if autocast else dtype).requires_grad_())
         assert all(g.dtype == (torch.float32 if autocast else dtype) for g in grads.values())
         assert out.dtype == dtype
-        errors.append(relative(*(torch.cat([g.double().flatten() for g in found.values()]) for found in (grads, expected))))
+        errors.append(relative(*(torch.cat([g.flatten() for g in found.values()]) for found in (grads, expected))))
     assert errors[1] < 1.5 * errors[0] + (0.03 if storage == 'int8' else 0.001)
 
 
@@ -277,10 +276,11 @@ def test_what_was_written_to_is_not_handed_on(storage):
         out.mul_(2)
         return chain[1](out)
 
-    x = image()
-    grads = [torch.autograd.grad(run_changed(chain, x).square().sum(), [*chain.parameters()]) for chain in (stock, lean)]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-9 if storage == 'native' else 0.05, atol=1e-9 if storage == 'native' else 1)
+    grads = []
+    for chain in (stock, lean):
+        loss = run_changed(chain, image()).square().sum()
+        grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*chain.parameters()])]))
+    assert relative(grads[1], grads[0]) < (1e-10 if storage == 'native' else 0.02)
 
 
 def test_one_layer_may_store_exactly_and_the_next_in_eight_bits():
@@ -315,9 +315,7 @@ def _synced(rank, folder):
     settings = ConvNormSettings(norm='batch', process_group=dist.group.WORLD, activation=Activation('silu'))
     out = conv_norm(
         settings,
-        ConvNormTensors(
-            mine, conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var
-        ),
+        ConvNormTensors(mine, conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var),
     )
     out.square().sum().backward()
     whole.requires_grad_()

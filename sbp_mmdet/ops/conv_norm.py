@@ -240,7 +240,8 @@ def _convolve_backward(s, saved, grad, needs):
     """Gradients of the input and of all that is folded into the convolution, by name."""
     t, fixed = saved.tensors, s.norm == 'fixed'
     grad = grad.to(s.dtype)
-    needs_weight, needs_bias = _weight_needed(s, needs), needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
+    needs_weight = _weight_needed(s, needs)
+    needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
     x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(grad.dtype)
     weight, _ = _folded(s, t)
     geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
@@ -289,9 +290,9 @@ def _for_group_norm(z):
 
 def _affine_part(s, t, statistics, channels):
     """Scale and shift of a norm with these statistics, broadcastable."""
-    mean, scale = statistics
+    mean, scale = (n.to(accumulator(n)) for n in statistics)
     if s.norm == 'group':
-        mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in statistics)
+        mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in (mean, scale))
     if t.norm_weight is not None:
         scale = scale * t.norm_weight
     shift = -mean * scale if t.norm_bias is None else t.norm_bias - mean * scale

@@ -63,7 +63,8 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
         lambda a, g, x: aten.leaky_relu_backward(g, x, a.slope, False),
     ),
     'silu': (lambda a, x, inplace: F.silu(x, inplace), lambda a, g, x: aten.silu_backward(g, x)),
-    'swish': (lambda a, x, inplace: x * torch.sigmoid(x), lambda a, g, x: aten.silu_backward(g, x)),  # as mmcv rounds it
+    # mmcv's, which is SiLU but for the last bit.
+    'swish': (lambda a, x, inplace: x * torch.sigmoid(x), lambda a, g, x: aten.silu_backward(g, x)),
     'hardswish': (lambda a, x, inplace: F.hardswish(x, inplace), lambda a, g, x: aten.hardswish_backward(g, x)),
     'gelu': (
         lambda a, x, inplace: F.gelu(x, approximate=a.approximate),
