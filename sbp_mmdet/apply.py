@@ -315,7 +315,7 @@ def _untouched(model, changed, left):
     def look(module, prefix, depth):
         for name, child in module.named_children():
             path = f'{prefix}{name}'
-            if path in known or not any(True for _ in child.parameters()):
+            if path in known or not any(p.requires_grad for p in child.parameters()):
                 continue
             if any(other.startswith(f'{path}.') for other in known) and depth:
                 look(child, f'{path}.', depth - 1)

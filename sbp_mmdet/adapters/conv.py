@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mmcv.cnn.bricks.swish import Swish
 from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
 from mmengine.model.utils import _BatchNormXd
+from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 
 from .. import ops
@@ -20,7 +21,8 @@ from .adapter import Lean, adapter
 __all__ = ['ConvLean', 'conv_norm_act', 'known']
 
 _CONVS = (nn.Conv2d, MMCVConv2d)
-_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
+_UNKNOWN = 'its convolution has hooks, or padding other than zeros'
+_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
 _ACTS = {
     nn.ReLU: lambda m: ops.Activation('relu'),
     nn.LeakyReLU: lambda m: ops.Activation('leaky_relu', slope=m.negative_slope),
@@ -166,7 +168,14 @@ class Conv(ConvLean):
     stock = _CONVS
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, self) if known(self, 'conv') and x.dim() == 4 else super(Lean, self).forward(x)
+        taken = known(self, 'conv') and x.dim() == 4 and x.numel()
+        return _operation(self.form, x, self) if taken else super(Lean, self).forward(x)
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        if not known(module, 'conv') and cls.has_stock_forward(module):
+            return _UNKNOWN
+        return super().refusal(module, settings)
 
 
 @adapter(mmcv.cnn.ConvModule)
@@ -186,7 +195,8 @@ class ConvModule(ConvLean):
         if tuple(module.order) != ('conv', 'norm', 'act'):
             return f'its layers stand in the order {module.order}'
         if not known(module.conv, 'conv'):
-            return f'its convolution is a {type(module.conv).__name__}'
+            kind = _kind(module.conv)
+            return _UNKNOWN if kind in _CONVS else f'its convolution is a {kind.__name__}'
         return super().refusal(module, settings)
 
 

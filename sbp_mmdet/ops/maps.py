@@ -168,7 +168,7 @@ def hand_on(y: Tensor, map: KeptMap) -> None:
         y (Tensor): The output; what is written to later is not handed on.
         map (KeptMap): The same values.
     """
-    y._sbp_kept = map, y._version
+    y._sbp_kept = map, y._version, _hooks()
 
 
 def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:
@@ -192,9 +192,25 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:
 
 
 def handed_on(x: Tensor) -> KeptMap | None:
-    """What :func:`hand_on` said of a tensor; None: nothing, or it was written to since."""
-    map, version = getattr(x, '_sbp_kept', (None, None))
-    return map if version == x._version else None
+    """What :func:`hand_on` said of a tensor; None: nothing, or it was written to since.
+
+    Nothing goes into a checkpoint: what runs again there would not find it, and what was kept in another one is gone.
+    """
+    map, version, hooks = getattr(x, '_sbp_kept', (None, None, None))
+    if map is not None and (version != x._version or hooks is not _hooks()):
+        del x._sbp_kept
+        map = None
+    return map
+
+
+def _hooks():
+    """What autograd hands saved tensors to, which is another one in each checkpoint; None: nothing.
+
+    torch before 2.8 does not tell. There a checkpoint's input is the same object when it runs again.
+    """
+    top = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None)
+    hooks = top(False) if top else None
+    return hooks[0] if hooks else None
 
 
 def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
