@@ -32,8 +32,6 @@ from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norm_linear import NormLinearSettings, NormLinearTensors, norm_linear
 from .norms import NormSettings, NormTensors, layer_norm
 from .operation import Form
-from .precision import accumulator, autocast_dtype
-from .rows import memory_format
 from .tokens import token_positions
 from .windows import WindowSettings, WindowTensors, window_attention
 
@@ -56,15 +54,12 @@ __all__ = [
     'NormTensors',
     'WindowSettings',
     'WindowTensors',
-    'accumulator',
     'attention',
-    'autocast_dtype',
     'channel_mlp',
     'conv_norm',
     'convolve',
     'grn_mlp',
     'layer_norm',
-    'memory_format',
     'norm_linear',
     'on_images',
     'token_positions',

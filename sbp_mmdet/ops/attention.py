@@ -55,26 +55,13 @@ _MODES = ('qkv', 'query', 'head')
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """Of :func:`attention`.
-
-    Attributes:
-        form (Form): How it is computed and stored, and what dropped tokens send: nothing, or with 'nearest' a share of
-            their group's gradient.
-        num_heads (int): h; C = h d.
-        mode (str): What is dropped (section 4, "How to apply SBP on MHSA?"): 'qkv' and 'query' go by positions, 'head'
-            by ``heads``. Default: 'qkv'.
-        eps (float): Of the layer norm. Default: 1e-6.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-
-    Raises:
-        ValueError: For an unknown mode.
-    """
+    """Of :func:`attention`. Raises ValueError for an unknown mode."""
 
     form: Form
-    num_heads: int
-    mode: str = 'qkv'
-    eps: float = 1e-6
-    dtype: torch.dtype | None = None
+    num_heads: int  # h; C = h d
+    mode: str = 'qkv'  # what is dropped: 'qkv' and 'query' go by positions, 'head' by heads
+    eps: float = 1e-6  # of the layer norm
+    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
 
     def __post_init__(self):
         if self.mode not in _MODES:
@@ -82,31 +69,19 @@ class AttentionSettings:
 
 
 class AttentionTensors(NamedTuple):
-    """What the layer works on.
+    """What the layer works on."""
 
-    Attributes:
-        x (Tensor): Tokens, shape (N, L, C).
-        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be None.
-        proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
-        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
-        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
-        positions (Positions | None): Kept and dropped *tokens*, see :func:`.tokens.token_positions`. None: all are
-            kept. Default: None.
-        heads (Tensor | None): int64, kept heads, for mode 'head'. None: all. Default: None.
-    """
-
-    x: Tensor
-    norm_weight: Tensor | None
+    x: Tensor  # tokens, (N, L, C)
+    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
     norm_bias: Tensor | None
-    qkv_weight: Tensor
+    qkv_weight: Tensor  # linear layer to Q, K and V, (3 C, C)
     qkv_bias: Tensor | None
-    proj_weight: Tensor
+    proj_weight: Tensor  # projection, (C, C)
     proj_bias: Tensor
-    gamma: Tensor | None = None
-    factor: Tensor | None = None
-    positions: Positions | None = None
-    heads: Tensor | None = None
+    gamma: Tensor | None = None  # layer scale, (C,)
+    factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
+    positions: Positions | None = None  # kept and dropped *tokens*, see .tokens.token_positions; None: all are kept
+    heads: Tensor | None = None  # int64, kept heads, for mode 'head'; None: all
 
 
 AttentionGradients = gradients_of(AttentionTensors, 'factor', 'positions', 'heads')

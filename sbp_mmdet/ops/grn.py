@@ -9,6 +9,7 @@ over the positions that G's gradient needs, and once more for what follows from 
 """
 
 import dataclasses
+import types
 from typing import NamedTuple
 
 import torch
@@ -36,15 +37,11 @@ __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
 
 @dataclasses.dataclass(frozen=True)
 class GRNSettings:
-    """Of :func:`grn_mlp`: see :class:`.mlp.MLPSettings`. Of ``form`` the storage counts.
-
-    Attributes:
-        grn_eps (float): Of GRN. Default: 1e-6.
-    """
+    """Of :func:`grn_mlp`, see :class:`.mlp.MLPSettings`; of the form the storage counts."""
 
     form: Form = Form()
     eps: float = 1e-6
-    grn_eps: float = 1e-6
+    grn_eps: float = 1e-6  # of GRN
     approximate: str = 'none'
     chunk: int | None = None
     dtype: torch.dtype | None = None
@@ -127,7 +124,13 @@ def _backward(settings, saved, grad, needs):
     outer = outer.view(g.shape)
     del g
     response = _Response.of_norm(settings, t, saved.response)
-    sums = _Sums.zero(t, response)
+    sums = types.SimpleNamespace(  # over the positions, in full precision; of each image the responses
+        outer=zeros_for(t.weight2),
+        w1=zeros_for(t.weight1),
+        b1=zeros_for(t.bias1),
+        grn_bias=zeros_for(t.grn_bias),
+        responses=torch.zeros_like(response.norm),
+    )
     for image, rows in _parts(settings, xhat, weights):
         part = xhat[image, rows], scaled[image, rows], outer[image, rows], unit
         _add_second_layer(settings, t, weights, response, sums, image, *part)
@@ -188,21 +191,6 @@ class _Response(NamedTuple):
         dn = sums * t.grn_weight
         dnorm = dn / self.mean - (dn * self.norm).mean(1, keepdim=True) / self.mean.square()
         return torch.where(self.norm > 0, dnorm / self.norm, 0)  # torch.norm's own subgradient where all is zero
-
-
-class _Sums(NamedTuple):
-    """Sums over the positions, in full precision; ``responses`` of each image."""
-
-    outer: Tensor
-    w1: Tensor
-    b1: Tensor
-    grn_bias: Tensor
-    responses: Tensor
-
-    @classmethod
-    def zero(cls, t, response):
-        parameters = (t.weight2, t.weight1, t.bias1, t.grn_bias)
-        return cls(*map(zeros_for, parameters), torch.zeros_like(response.norm))
 
 
 _grn_mlp = Operation('GRNChannelMLP', _forward, _backward, GRNGradients)

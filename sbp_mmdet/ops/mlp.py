@@ -8,6 +8,7 @@ be run again, nothing. The hidden layer is computed again in the backward pass. 
 """
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,26 +43,14 @@ __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 
 @dataclasses.dataclass(frozen=True)
 class MLPSettings:
-    """Of :func:`channel_mlp`.
-
-    Attributes:
-        form (Form): How it is computed and stored. Default: fused, native, zero.
-        eps (float): Of the layer norm. Default: 1e-6.
-        approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
-        activation (Callable | None): Of the reference alone, in place of the GELU. Default: None.
-        chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-
-    Raises:
-        ValueError: For an activation that the fused form does not have.
-    """
+    """Of :func:`channel_mlp`. Raises ValueError for an activation that the fused form does not have."""
 
     form: Form = Form()
-    eps: float = 1e-6
-    approximate: str = 'none'
-    activation: Callable[[Tensor], Tensor] | None = None
-    chunk: int | None = None
-    dtype: torch.dtype | None = None
+    eps: float = 1e-6  # of the layer norm
+    approximate: str = 'none'  # of the GELU, or 'tanh'
+    activation: Callable[[Tensor], Tensor] | None = None  # of the reference alone, in place of the GELU
+    chunk: int | None = None  # elements of the hidden layer that exist at a time; None: by the device
+    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
 
     def __post_init__(self):
         if self.activation is not None and self.form.implementation == 'fused':
@@ -71,32 +60,20 @@ class MLPSettings:
 
 
 class MLPTensors(NamedTuple):
-    """What a channel MLP works on.
+    """What a channel MLP works on."""
 
-    Attributes:
-        x (Tensor): Input of the norm, tokens (N, L, C) or a map (N, C, H, W).
-        shortcut (Tensor): What the branch is added to, of the same shape.
-        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
-        weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
-        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
-        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
-        positions (Positions | None): Which positions are kept; None: all. Default: None.
-        conv (Conv | None): Where ``x`` comes from, so that it is computed again as well. Default: None.
-    """
-
-    x: Tensor
-    shortcut: Tensor
-    norm_weight: Tensor | None
+    x: Tensor  # input of the norm, tokens (N, L, C) or a map (N, C, H, W)
+    shortcut: Tensor  # what the branch is added to, of the same shape
+    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
     norm_bias: Tensor | None
-    weight1: Tensor
+    weight1: Tensor  # first pointwise layer, (D, C)
     bias1: Tensor
-    weight2: Tensor
+    weight2: Tensor  # second pointwise layer, (C, D)
     bias2: Tensor
-    gamma: Tensor | None = None
-    factor: Tensor | None = None
-    positions: Positions | None = None
-    conv: Conv | None = None
+    gamma: Tensor | None = None  # layer scale, (C,)
+    factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
+    positions: Positions | None = None  # which positions are kept; None: all
+    conv: Conv | None = None  # where x comes from, so that it is computed again as well
 
 
 MLPGradients = gradients_of(MLPTensors, 'factor', 'positions', 'conv')
@@ -209,21 +186,6 @@ def _backward(settings, saved, grad, needs):
     return run.parameter_gradients()._replace(x=run.whole_input_gradient(grad.shape), shortcut=grad)
 
 
-class _Sums(NamedTuple):
-    """Sums over the rows that parameters get their gradients from, in full precision; None: nobody asks."""
-
-    total: Tensor  # of the gradient that comes in
-    outer: Tensor | None  # A of the package's docstring
-    w1: Tensor | None
-    b1: Tensor | None
-
-    @classmethod
-    def zero(cls, t, needs):
-        outer = zeros_for(t.weight2) if needs.weight2 or needs.gamma else None
-        w1 = zeros_for(t.weight1) if needs.weight1 or needs.norm_weight else None
-        return cls(zeros_for(t.bias2), outer, w1, zeros_for(t.bias1) if _asked(needs)[0] else None)
-
-
 class _BackwardPass:
     """What the chunks of a backward pass share. ``dx`` has the rows that they write, (N, K, C) and (N, D, C)."""
 
@@ -238,7 +200,13 @@ class _BackwardPass:
         if self.t.conv is not None:
             x = tokens_of(self.t.conv.run())
             self.x = x if self.keep is None else take(x, self.keep)
-        self.sums = _Sums.zero(self.t, needs)
+        outer, w1 = needs.weight2 or needs.gamma, needs.weight1 or needs.norm_weight
+        self.sums = types.SimpleNamespace(  # over the rows, in full precision; None: nobody asks
+            total=zeros_for(self.t.bias2),  # of the gradient that comes in
+            outer=zeros_for(self.t.weight2) if outer else None,  # A of the package's docstring
+            w1=zeros_for(self.t.weight1) if w1 else None,
+            b1=zeros_for(self.t.bias1) if _asked(needs)[0] else None,
+        )
         self.dx = self.dx_dropped = None
         if needs.x:
             self._allocate_input_gradient()

@@ -30,36 +30,22 @@ __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 
 @dataclasses.dataclass(frozen=True)
 class NormLinearSettings:
-    """Of :func:`norm_linear`.
-
-    Attributes:
-        form (Form): How it is computed and stored. Default: fused, native, zero.
-        eps (float): Of the layer norm. Default: 1e-6.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-    """
+    """Of :func:`norm_linear`."""
 
     form: Form = Form()
-    eps: float = 1e-6
-    dtype: torch.dtype | None = None
+    eps: float = 1e-6  # of the layer norm
+    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
 
 
 class NormLinearTensors(NamedTuple):
-    """What it works on.
+    """What it works on."""
 
-    Attributes:
-        x (Tensor): Tokens, shape (N, L, C), or a map, shape (N, C, H, W).
-        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        weight (Tensor): Linear layer, shape (C', C); for a map a 2x2/2 convolution, shape (C', C, 2, 2).
-        bias (Tensor | None): Shape (C',). Default: None.
-        positions (Positions | None): Which positions of the output send gradients; None: all. Default: None.
-    """
-
-    x: Tensor
-    norm_weight: Tensor | None
+    x: Tensor  # tokens (N, L, C), or a map (N, C, H, W)
+    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
     norm_bias: Tensor | None
-    weight: Tensor
+    weight: Tensor  # linear layer, (C', C); for a map a 2x2/2 convolution, (C', C, 2, 2)
     bias: Tensor | None = None
-    positions: Positions | None = None
+    positions: Positions | None = None  # which positions of the output send gradients; None: all
 
 
 NormLinearGradients = gradients_of(NormLinearTensors, 'positions')
