@@ -171,7 +171,7 @@ def _plan(model, settings, chosen):
             if reason:
                 left[names[id(module)]] = reason
             else:
-                taken.update({id(inside): None for inside in module.modules()})
+                taken.update({id(inside): None for inside in mixin.members(module)})
                 return True
         return False
 
@@ -181,7 +181,7 @@ def _plan(model, settings, chosen):
     others = []
     for module in chosen.values():
         mixin = adapter_of(module)
-        if not mixin or issubclass(mixin, Block) or id(module) in taken:
+        if not mixin or issubclass(mixin, Block) or id(module) in taken or not [*mixin.members(module)]:
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
@@ -315,7 +315,7 @@ def _untouched(model, changed, left):
     def look(module, prefix, depth):
         for name, child in module.named_children():
             path = f'{prefix}{name}'
-            if path in known or not any(True for _ in child.parameters()):
+            if path in known or not any(p.requires_grad for p in child.parameters()):
                 continue
             if any(other.startswith(f'{path}.') for other in known) and depth:
                 look(child, f'{path}.', depth - 1)

@@ -16,6 +16,8 @@ from mmdet.models.backbones import SwinTransformer
 from mmengine.model import BaseModule
 from oracles import DEVICE, gradients, image
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, adapter, apply_lean
 from sbp_mmdet.adapters import ADAPTERS, Lean
@@ -161,6 +163,17 @@ def stored_bytes(run, known) -> int:
         out = run()
     del out
     return sum(found.values())
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes that a tensor takes which an operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(t.nbytes for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+        return out
 
 
 def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:

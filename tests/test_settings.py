@@ -29,12 +29,18 @@ def test_presets_are_told_in_their_order():
 
 def test_defaults_are_the_papers():
     settings = Settings.parse(dict(preset='paper'))
-    assert (settings.keep_ratio, settings.sampler, settings.downsample, settings.attention) == (0.5, 'grid', True, 'qkv')
+    assert (settings.keep_ratio, settings.sampler, settings.downsample, settings.attention) == (
+        0.5,
+        'grid',
+        True,
+        'qkv',
+    )
     assert settings.skip_dropped_images and settings.modules is None and settings.blocks is None
 
 
 @pytest.mark.parametrize(
-    ('arch', 'blocks'), [('tiny', (3, 3, 6, 0)), ('base', (3, 3, 21, 0)), ('small', (3, 3, 21, 0)), ('atto', (2, 2, 6, 0))]
+    ('arch', 'blocks'),
+    [('tiny', (3, 3, 6, 0)), ('base', (3, 3, 21, 0)), ('small', (3, 3, 21, 0)), ('atto', (2, 2, 6, 0))],
 )
 def test_blocks_of_an_architecture(arch, blocks):
     with torch.device('meta'):
@@ -116,7 +122,10 @@ FORMER = [
     (dict(dropped='nearest', keep_ratio=0.25), "write dict(preset='nearest', keep_ratio=0.25)"),
     (dict(dropped='pool', sampler='objects', object_share=0.5), "write dict(preset='nearest')"),
     (dict(implementation='reference', sampler='random'), "write dict(preset='reference', sampler='random')"),
-    (dict(compile=True, blocks=[1, 1], downsample=False), "write dict(preset='paper', blocks=[1, 1], downsample=False)"),
+    (
+        dict(compile=True, blocks=[1, 1], downsample=False),
+        "write dict(preset='paper', blocks=[1, 1], downsample=False)",
+    ),
     (dict(preset='exact-block', recompute='block', keep_ratio=1), "write dict(preset='exact')"),
     (dict(preset='fused', compile=True), "write dict(preset='paper')"),
 ]
@@ -145,7 +154,10 @@ def test_former_presets(old, new):
 @pytest.mark.parametrize(
     ('hook', 'message'),
     [
-        (dict(type='SBPHook', preset='paper', keep_ratio=0.25), "write dict(type='LeanHook', preset='paper', keep_ratio=0.25)"),
+        (
+            dict(type='SBPHook', preset='paper', keep_ratio=0.25),
+            "write dict(type='LeanHook', preset='paper', keep_ratio=0.25)",
+        ),
         (dict(type='SBPHook', keep_ratio=0.25, recompute=True), "dict(preset='paper', keep_ratio=0.25)"),
         (dict(type='SBPHook'), "write dict(preset='exact')"),
         (dict(type='SBPModulesHook', modules=['neck']), "dict(type='CheckpointModulesHook', modules=['neck'])"),
@@ -172,14 +184,21 @@ def test_former_functions():
 )
 def test_keys_that_mean_nothing_for_a_preset(preset, keys):
     (key,) = keys
-    with pytest.raises(ValueError, match=rf"LeanHook: \['{key}'\] mean nothing for preset='{preset}'.*'paper' or 'nearest'"):
+    with pytest.raises(
+        ValueError, match=rf"LeanHook: \['{key}'\] mean nothing for preset='{preset}'.*'paper' or 'nearest'"
+    ):
         LeanHook(preset, **keys)
 
 
 @pytest.mark.parametrize(
     ('kind', 'options', 'keys', 'message'),
     [
-        (SBPConvNeXt, CONVNEXT, dict(attention='query'), "attention='query' means nothing for SBPConvNeXt; leave it out"),
+        (
+            SBPConvNeXt,
+            CONVNEXT,
+            dict(attention='query'),
+            "attention='query' means nothing for SBPConvNeXt; leave it out",
+        ),
         (SBPSwinTransformer, SWIN, dict(attention='head'), "attention='head' means nothing for SBPSwinTransformer"),
         (SBPViT, VIT, dict(downsample=False), 'downsample=False means nothing for SBPViT'),
         (SBPViT, VIT, dict(blocks=[4]), r'blocks\[0\]=4'),
@@ -188,7 +207,12 @@ def test_keys_that_mean_nothing_for_a_preset(preset, keys):
         (SBPConvNeXt, CONVNEXT | dict(act_cfg=dict(type='ReLU')), {}, 'its activation is ReLU, and GELU is needed'),
         (SBPSwinTransformer, SWIN | dict(act_cfg=dict(type='ReLU')), {}, 'its activation is ReLU, and GELU is needed'),
         (SBPSwinTransformer, SWIN | dict(drop_rate=0.1), {}, r'its attention has dropout \(drop_rate'),
-        (SBPConvNeXt, CONVNEXT, dict(modules=['stages.9']), r"there is no 'stages.9'; the model has \['downsample_layers'"),
+        (
+            SBPConvNeXt,
+            CONVNEXT,
+            dict(modules=['stages.9']),
+            r"there is no 'stages.9'; the model has \['downsample_layers'",
+        ),
         (SBPConvNeXt, CONVNEXT, dict(modules=[]), r'modules=\[\] must name submodules'),
         (SBPConvNeXt, CONVNEXT, dict(modules='norm3'), 'drops positions, and applies to no module'),
     ],

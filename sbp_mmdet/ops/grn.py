@@ -26,9 +26,9 @@ from .rows import (
     in_shape,
     normalise,
     normalise_backward,
-    scaled_layer_gradients,
     tokens_of,
     unfold,
+    unscale,
 )
 
 __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
@@ -135,10 +135,10 @@ def _backward(settings, saved, grad, needs):
     for image, rows in _parts(settings, xhat, weights):
         part = xhat[image, rows], scaled[image, rows]
         dx[image, rows] = _add_first_layer(settings, weights, response.scale[image], through[image], sums, *part)
-    found = _parameter_gradients(t, needs, sums, response, total)
-    if needs.x:
-        found = found._replace(x=in_shape(normalise_backward(dx, xhat, rstd), grad.shape))
-    return found._replace(shortcut=grad if needs.shortcut else None)
+    dx = in_shape(normalise_backward(dx, xhat, rstd), grad.shape) if needs.x else None
+    first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
+    of_grn = (sums.responses * response.relative).sum(0), sums.grn_bias
+    return GRNGradients(dx, grad, *first, *of_grn, *unscale(sums.outer, total, t.weight2, t.bias2, t.gamma))
 
 
 def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer, unit):
@@ -203,16 +203,6 @@ class _Sums(NamedTuple):
     def zero(cls, t, response):
         parameters = (t.weight2, t.weight1, t.bias1, t.grn_bias)
         return cls(*map(zeros_for, parameters), torch.zeros_like(response.norm))
-
-
-def _parameter_gradients(t, needs, sums, response, total):
-    asked = (needs.norm_weight, needs.norm_bias, needs.weight1, needs.bias1)
-    dnw, dnb, dw1, db1 = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias, asked)
-    asked = (needs.weight2, needs.bias2, needs.gamma)
-    dw2, db2, dgamma = scaled_layer_gradients(sums.outer, total, t.weight2, t.bias2, t.gamma, asked)
-    dweight = (sums.responses * response.relative).sum(0) if needs.grn_weight else None
-    dbias = sums.grn_bias if needs.grn_bias else None
-    return GRNGradients(None, None, dnw, dnb, dw1, db1, dweight, dbias, dw2, db2, dgamma)
 
 
 _grn_mlp = Operation('GRNChannelMLP', _forward, _backward, GRNGradients)

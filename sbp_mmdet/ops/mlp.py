@@ -32,9 +32,9 @@ from .rows import (
     normalise,
     normalise_backward,
     put_together,
-    scaled_layer_gradients,
     tokens_of,
     unfold,
+    unscale,
 )
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
@@ -206,8 +206,7 @@ def _backward(settings, saved, grad, needs):
     run = _BackwardPass(settings, saved, grad, needs)
     for chunk in run.chunks():
         run.add(chunk)
-    found = run.parameter_gradients()
-    return found._replace(x=run.whole_input_gradient(grad.shape), shortcut=grad if needs.shortcut else None)
+    return run.parameter_gradients()._replace(x=run.whole_input_gradient(grad.shape), shortcut=grad)
 
 
 class _Sums(NamedTuple):
@@ -229,7 +228,7 @@ class _BackwardPass:
     """What the chunks of a backward pass share. ``dx`` has the rows that they write, (N, K, C) and (N, D, C)."""
 
     def __init__(self, settings, saved, grad, needs):
-        self.settings, self.saved, self.t, self.needs = settings, saved, saved.given, needs
+        self.settings, self.saved, self.t = settings, saved, saved.given
         self.keep, self.drop, nearest = saved.positions
         self.grad = tokens_of(grad)
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
@@ -314,14 +313,10 @@ class _BackwardPass:
 
     def parameter_gradients(self):
         """From the sums over the rows."""
-        t, needs, sums, found = self.t, self.needs, self.sums, MLPGradients()
+        t, sums, first = self.t, self.sums, [None] * 4
         if sums.b1 is not None:
-            asked = (needs.norm_weight, needs.norm_bias, needs.weight1, needs.bias1)
-            dnw, dnb, dw1, db1 = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias, asked)
-            found = MLPGradients(norm_weight=dnw, norm_bias=dnb, weight1=dw1, bias1=db1)
-        asked = (needs.weight2, needs.bias2, needs.gamma)
-        dw2, db2, dgamma = scaled_layer_gradients(sums.outer, sums.total, t.weight2, t.bias2, t.gamma, asked)
-        return found._replace(weight2=dw2, bias2=db2, gamma=dgamma)
+            first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
+        return MLPGradients(None, None, *first, *unscale(sums.outer, sums.total, t.weight2, t.bias2, t.gamma))
 
     def whole_input_gradient(self, shape):
         """That of the input, laid out as it is; None: nobody asks."""

@@ -102,8 +102,7 @@ def _backward(settings, saved, grad, needs):
     if needs.x:
         dx = normalise_backward(grad * saved.weight, xhat, rstd).to(saved.input_dtype)
         dx = laid_out(dx.permute(0, 3, 1, 2), saved.layout)
-    dweight = (grad * xhat).sum((0, 1, 2)) if needs.weight else None
-    return NormGradients(dx, dweight, grad.sum((0, 1, 2)) if needs.bias else None)
+    return NormGradients(dx, (grad * xhat).sum((0, 1, 2)), grad.sum((0, 1, 2)))
 
 
 _layer_norm = Operation('LayerNorm', _forward, _backward, NormGradients)

@@ -154,7 +154,7 @@ def _backward(settings, saved, grad, needs):
         accumulate(sums.qkv_weight, dqkv.flatten(0, 1), windows.xhat.flatten(0, 1))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
-    found = _parameter_gradients(settings, t, sums, needs)
+    found = _parameter_gradients(settings, t, sums)
     if not needs.x:
         return found
     dx = normalise_backward(dxhat.index_select(1, layout.places), xhat, saved.rstd)
@@ -323,19 +323,14 @@ class _Sums(NamedTuple):
         return cls(weights[0], rows, rows.clone(), bias, weights[1], column_sums(incoming.flatten(0, 1)))
 
 
-def _parameter_gradients(settings, t, sums, needs):
+def _parameter_gradients(settings, t, sums):
     scales = _scales(settings, sums.qkv_bias)
     for part in (sums.qkv_weight.t(), sums.qkv_bias, sums.pads):
         part.mul_(scales)
-    asked = (needs.norm_weight, needs.norm_bias, needs.qkv_weight, needs.qkv_bias)
-    dnw, dnb, dw, db = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias, asked)
-    table = None
-    if needs.table:
-        table = torch.zeros_like(t.table, dtype=sums.bias.dtype)
-        table.index_add_(0, t.index.flatten(), sums.bias.flatten(1).t())
-    db = None if db is None else db + sums.pads
-    dproj = sums.proj_weight if needs.proj_weight else None, sums.proj_bias if needs.proj_bias else None
-    return WindowGradients(None, dnw, dnb, dw, db, table, *dproj)
+    *folded, dbias = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias)
+    table = torch.zeros_like(t.table, dtype=sums.bias.dtype)
+    table.index_add_(0, t.index.flatten(), sums.bias.flatten(1).t())
+    return WindowGradients(None, *folded, dbias + sums.pads, table, sums.proj_weight, sums.proj_bias)
 
 
 _window_attention = Operation('WindowAttention', _forward, _backward, WindowGradients)

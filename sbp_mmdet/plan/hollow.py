@@ -2,8 +2,8 @@
 
 What a step stores depends on shapes and types, not on values, except where boxes are compared. So the large operations
 of the network, of the backward pass and of the optimizer need not be carried out for a count of bytes: their results
-are zeros of the right shape. Proposals, assignment and sampling are computed as always, and so is what is drawn, for
-masks say how many rows are stored.
+are zeros of the right shape. Proposals, assignment and sampling are computed as always, and so are integers and bools:
+masks and indices say how many rows are stored.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-
-from ..draws import is_drawing
 
 __all__ = ['SkipArithmetic']
 
@@ -36,7 +34,7 @@ class SkipArithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self._active() and not is_drawing() and not _is_view(func) and _is_large(func, args, kwargs):
+        if self._active() and not _is_view(func) and _is_large(func, args, kwargs):
             returns = func._schema.returns
             if func._schema.is_mutable and (not returns or returns[0].alias_info):
                 return _mutated(func, args, kwargs)
@@ -53,9 +51,11 @@ def _is_view(func):
 
 
 def _is_large(func, args, kwargs):
-    if func.overloadpacket.__name__ in _FACTORIES:
-        return True
-    return any(isinstance(leaf, Tensor) and leaf.numel() >= _LARGE for leaf in tree_flatten((args, kwargs))[0])
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    dtype = kwargs.get('dtype') or (None if tensors else torch.get_default_dtype())
+    if not (any(t.is_floating_point() for t in tensors) if dtype is None else dtype.is_floating_point):
+        return False
+    return func.overloadpacket.__name__ in _FACTORIES or any(t.numel() >= _LARGE for t in tensors)
 
 
 def _mutated(func, args, kwargs):

@@ -1,19 +1,20 @@
 """Which part of a detector is running."""
 
 import functools
+import re
+from collections.abc import Sequence
 
 from torch import nn
 
-from ..families import FAMILIES, Family, family_of, locate
+__all__ = ['PartTracker', 'part_of']
 
-__all__ = ['PartTracker', 'part_of', 'place_of']
-
-# Of backbones that SBP does not apply to: ResNet counts its layers from 1, the others count from 0.
-_STOCK = (
+# Patterns of names in a backbone. A group 'from0' or 'from1' is the number of the stage, counted from there.
+_BACKBONE = (
+    (r'downsample_layers\.0|patch_embed|(absolute_)?pos_embed|cls_token|reg_token|stem|conv1|bn1|maxpool', 'stem'),
     (r'layer(?P<from1>\d)', 'stage {}'),
-    (r'stages\.(?P<from0>\d)', 'stage {}'),
-    (r'norm(?P<from0>\d)', 'output norms'),
-    (r'patch_embed|stem|conv1|bn1|maxpool', 'stem'),
+    (r'(?:downsample_layers|stages)\.(?P<from0>\d)', 'stage {}'),
+    (r'blocks|layers', 'stage 1'),
+    (r'norm\d?|scale\d', 'output norms'),
 )
 _OTHERS = (
     (r'neck', 'neck'),
@@ -26,38 +27,28 @@ _OTHERS = (
 _METHODS = ('loss', 'loss_and_predict')
 
 
-def part_of(name: str, family: Family | None = None) -> str:
+def part_of(name: str) -> str:
     """The part of a detector that a module belongs to.
 
     Args:
         name (str): Name of the module.
-        family (Family | None): Of the backbone; None: the first one whose names fit. Default: None.
 
     Returns:
-        str: 'stem', 'stage 1' to 'stage 4', 'output norms', 'neck', 'RPN', 'box heads', 'mask heads', 'RoI', or the
-        first component of the name.
+        str: 'stem', 'stage 1' to 'stage 4', 'output norms', 'backbone', 'neck', 'RPN', 'box heads', 'mask heads',
+        'RoI', or the first component of the name.
     """
     if name.startswith('backbone.'):
-        return place_of(name.removeprefix('backbone.'), family)[0]
-    found = locate(_OTHERS, name)
-    return found[0] if found else name.split('.')[0]
+        return _located(_BACKBONE, name.removeprefix('backbone.')) or 'backbone'
+    return _located(_OTHERS, name) or name.split('.')[0]
 
 
-def place_of(name: str, family: Family | None = None) -> tuple[str, int | None]:
-    """The part of a backbone that a module belongs to.
-
-    Args:
-        name (str): Name of the module in the backbone.
-        family (Family | None): See :func:`part_of`. Default: None.
-
-    Returns:
-        tuple[str, int | None]: The part, 'backbone' where no pattern fits, and its stage, counted from 1.
-    """
-    families = [family] if family else FAMILIES.values()
-    for patterns in (*(family.parts for family in families), _STOCK):
-        if found := locate(patterns, name):
-            return found
-    return 'backbone', None
+def _located(patterns: Sequence[tuple[str, str]], name: str) -> str | None:
+    for pattern, part in patterns:
+        if match := re.match(rf'(?:{pattern})(?:\.|$)', name):
+            found = match.groupdict()
+            stage = int(found['from0']) + 1 if found.get('from0') else int(found.get('from1') or 0)
+            return part.format(stage)
+    return None
 
 
 class PartTracker:
@@ -72,10 +63,9 @@ class PartTracker:
 
     def __init__(self, model: nn.Module):
         self._stack, self._running, self._handles, self._wrapped = [], [], [], []
-        family = family_of(getattr(model, 'backbone', None))
         for name, module in model.named_modules():
             if name:
-                enter = functools.partial(self._enter, part_of(name, family), 'loss' in name.split('.')[-1])
+                enter = functools.partial(self._enter, part_of(name), 'loss' in name.split('.')[-1])
                 self._handles.append(module.register_forward_pre_hook(enter))
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         for name, module in model.named_children():
