@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..reporting import COLOURS, Column, markdown_table, panels, save_picture, text_table
-from .experiments import Experiment
+from experiment import Experiment
+from tables import COLOURS, panels, save_picture
 
-__all__ = ['Difference', 'accuracy_markdown', 'accuracy_picture', 'accuracy_text', 'describe', 'paired', 'steps_to']
+from sbp_mmdet.plan.tables import Column, markdown_table, text_table
+
+__all__ = ['Difference', 'accuracy_picture', 'accuracy_table', 'describe', 'paired', 'steps_to']
 
 CONFIDENCE = 0.95
 _SHOWN = ('box AP', 'box AP small', 'box AP medium', 'mask AP', 'top-1')
@@ -82,8 +84,16 @@ def steps_to(run: Mapping, name: str, value: float) -> int | None:
     return next((point['step'] for point in run['curve'] if point.get(name, -1) >= value), None)
 
 
-def accuracy_text(found: Mapping) -> str:
-    """Table for a terminal, with what has not ended yet. See :func:`accuracy_markdown`."""
+def accuracy_table(found: Mapping, markdown: bool = False) -> str:
+    """Table of a study of AP, in AP points (percent), of the trainings that ended. "mean" is that of all evaluations.
+
+    Args:
+        found (Mapping): With ``experiment`` (:func:`describe`) and ``results``: label to seed to training.
+        markdown (bool): For a page; otherwise for a terminal, with what has not ended. Default: False.
+    """
+    if markdown:
+        hours = sum(run['seconds'] for runs in found['results'].values() for run in _ended(runs).values()) / 3600
+        return f'{markdown_table(*_table(found))}\n\n{hours:.1f} hours of training and evaluation in all.'
     going = [
         f'{label}, seed {seed}: not ended, {run["curve"][-1]["step"] if run["curve"] else 0} steps evaluated'
         for label, runs in found['results'].items()
@@ -91,19 +101,6 @@ def accuracy_text(found: Mapping) -> str:
         if not run['finished']
     ]
     return '\n'.join([text_table(*_table(found)), *going])
-
-
-def accuracy_markdown(found: Mapping) -> str:
-    """Table of a study of AP, in AP points (percent), of the trainings that ended. "mean" is that of all evaluations.
-
-    Args:
-        found (Mapping): With ``experiment`` (:func:`describe`) and ``results``: label to seed to training.
-
-    Returns:
-        str: Markdown.
-    """
-    hours = sum(run['seconds'] for runs in found['results'].values() for run in _ended(runs).values()) / 3600
-    return f'{markdown_table(*_table(found))}\n\n{hours:.1f} hours of training and evaluation in all.'
 
 
 def _table(found):
@@ -164,7 +161,7 @@ def accuracy_picture(found: Mapping, path: Path) -> None:
     """Draws AP against steps, and the difference at each evaluation, mean over seeds with its interval.
 
     Args:
-        found (Mapping): See :func:`accuracy_markdown`. Trainings that have not ended are thin lines without a mean.
+        found (Mapping): See :func:`accuracy_table`. Trainings that have not ended are thin lines without a mean.
         path (Path): A PNG file.
     """
     results, against = found['results'], dict(found['experiment']['compare'])

@@ -14,9 +14,9 @@ from pathlib import Path
 import mmcv
 import numpy as np
 from PIL import Image
+from sbp_mmdet.reporting import output_file, panels, save_picture
 
 from sbp_mmdet.masks import SAMPLERS, mask_generator, stage_masks
-from sbp_mmdet.reporting import output_file, panels, save_picture
 
 __all__ = ['base_mask', 'dim', 'draw_masks', 'show', 'stage_sizes']
 

@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from experiment import METRICS, Experiment, configs_of
 from mmengine.config import Config
 
-from ..provenance import commit, describe_machine
-from ..reporting import write_json
-from .experiments import METRICS, Experiment, configs_of
-from .settings import parse_setting
+from sbp_mmdet.plan.tables import commit, describe_machine, write_json
 
-__all__ = ['Launcher', 'Training', 'collect', 'look', 'plan', 'read_log', 'read_setting', 'run', 'run_all']
+__all__ = ['Launcher', 'Training', 'collect', 'look', 'plan', 'read_log', 'run', 'run_all']
 
 # mmengine writes the config into the folder again, with what the command line and tools/train.py set.
 _OF_A_RUN = {'default_hooks', 'env_cfg', 'launcher', 'model_wrapper_cfg', 'resume', 'work_dir'}
@@ -80,12 +78,6 @@ def _free_port():
         return f'{free.getsockname()[1]}'
 
 
-def read_setting(text: str) -> tuple[str, dict | None]:
-    """Label and ``sbp_cfg`` of 'label: keep_ratio=0.25'; 'label: none' is the plain backbone, None."""
-    label, _, rest = text.partition(':')
-    return (label.strip(), None) if rest.strip() == 'none' else parse_setting(text)
-
-
 def plan(
     experiment: Experiment, work_dir: Path, labels: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[Training]:
@@ -103,7 +95,6 @@ def plan(
     Raises:
         ValueError: For what cannot be honoured, or a folder that holds another training.
     """
-    experiment.check_seeds(seeds or experiment.seeds)
     configs = configs_of(experiment, list(dict.fromkeys(labels)) or experiment.labels)
     trainings = []
     for seed in seeds or experiment.seeds:
@@ -194,12 +185,11 @@ def _alone(folder):
         yield lock
 
 
-def look(training: Training, commit: str | None = None) -> dict | None:
+def look(training: Training) -> dict | None:
     """What a folder holds of a training that is finished or runs, by whatever program it was started.
 
     Args:
         training (Training): The training.
-        commit (str | None): Of the code that trained, where an older ``result.json`` does not name it. Default: None.
 
     Returns:
         dict | None: Of :func:`collect`, and ``machine``, ``seconds`` of training and evaluation, and ``finished``;
@@ -210,13 +200,13 @@ def look(training: Training, commit: str | None = None) -> dict | None:
         kept = json.loads(result.read_text()) if result.exists() else {}
     except ValueError as error:
         raise ValueError(f'{result} is damaged ({error}); remove it, and it is made again from the logs') from error
-    found = kept if 'curve' in kept else read_log(training.folder)  # older ones did not keep the course of AP
+    found = kept or read_log(training.folder)
     if found is None or not (found['curve'] or found['loss']):
         return None
     loop = training.config.train_cfg
     last = found['curve'][-1]['evaluated'] if found['curve'] else 0
     found['finished'] = last >= loop.get('max_epochs', loop.get('max_iters', 0))
-    found.setdefault('machine', dict(commit=commit if kept else None))
+    found.setdefault('machine', dict(commit=None))
     return found
 
 
