@@ -19,7 +19,7 @@ _COMPARED = ('box AP', 'mask AP', 'top-1')
 
 
 class Difference(NamedTuple):
-    """Of two trainings with the same seed, over seeds.
+    """Of trainings with the same seed, over seeds.
 
     Attributes:
         mean (float): Of the differences.
@@ -31,10 +31,12 @@ class Difference(NamedTuple):
     half: float | None
     seeds: int
 
-    @property
-    def told(self) -> bool:
-        """Whether the interval leaves out 0. With twenty comparisons one does so by chance."""
-        return self.half is not None and abs(self.mean) > self.half
+    def __str__(self):
+        if self.half is None:
+            return f'{100 * self.mean:+.1f}, one seed'
+        low, high = 100 * (self.mean - self.half), 100 * (self.mean + self.half)
+        text = f'{100 * self.mean:+.1f} ({low:+.1f} to {high:+.1f})'
+        return f'**{text}**' if abs(self.mean) > self.half else text  # one in twenty is bold by chance
 
 
 def describe(experiment: Experiment) -> dict:
@@ -44,30 +46,22 @@ def describe(experiment: Experiment) -> dict:
 
 
 def _ended(runs):
-    return {int(seed): run for seed, run in runs.items() if run['finished']}
+    return {int(seed): run for seed, run in sorted(runs.items()) if run['finished']}
 
 
 def _values(runs, name):
     """Last AP by seed, of trainings that ended; what is None was not measured."""
-    return {seed: run['ap'][name] for seed, run in sorted(_ended(runs).items()) if name in run['ap']}
+    return {seed: run['ap'][name] for seed, run in _ended(runs).items() if name in run['ap']}
 
 
 def _course(runs, name):
     """Mean of all evaluations by seed, of trainings that ended: it depends less on the seed than the last one does."""
-    curves = {seed: [p[name] for p in run['curve'] if name in p] for seed, run in sorted(_ended(runs).items())}
+    curves = {seed: [point[name] for point in run['curve'] if name in point] for seed, run in _ended(runs).items()}
     return {seed: statistics.fmean(curve) for seed, curve in curves.items() if curve}
 
 
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Difference | None:
-    """The difference a - b of values with the same seed.
-
-    Args:
-        a (Mapping[int, float]): Seed to value.
-        b (Mapping[int, float]): Likewise.
-
-    Returns:
-        Difference | None: None if they share no seed.
-    """
+    """The difference a - b of values with the same seed; None if they share no seed."""
     differences = [a[seed] - b[seed] for seed in sorted({*a} & {*b})]
     if not differences:
         return None
@@ -91,45 +85,39 @@ def accuracy_table(found: Mapping, markdown: bool = False) -> str:
         found (Mapping): With ``experiment`` (:func:`describe`) and ``results``: label to seed to training.
         markdown (bool): For a page; otherwise for a terminal, with what has not ended. Default: False.
     """
-    if markdown:
-        hours = sum(run['seconds'] for runs in found['results'].values() for run in _ended(runs).values()) / 3600
-        return f'{markdown_table(*_table(found))}\n\n{hours:.1f} hours of training and evaluation in all.'
-    going = [
-        f'{label}, seed {seed}: not ended, {run["curve"][-1]["step"] if run["curve"] else 0} steps evaluated'
-        for label, runs in found['results'].items()
-        for seed, run in runs.items()
-        if not run['finished']
-    ]
-    return '\n'.join([text_table(*_table(found)), *going])
-
-
-def _table(found):
     results, experiment = found['results'], found['experiment']
-    against = {label: base for label, base in experiment['compare']}
+    against = dict(experiment['compare'])
+    bases = sorted({*against.values()})
+    base = bases[0] if len(bases) == 1 else 'its pair'
     names = [name for name in _SHOWN if any(_values(runs, name) for runs in results.values())]
-    records = [
-        dict(label=label, values={name: _values(runs, name) for name in names}, runs=_ended(runs))
-        for label, runs in results.items()
-    ]
-    columns = [Column('setting', lambda row: row['label']), Column('seeds', lambda row: f'{len(row["runs"])}')]
-    columns += [Column(name, lambda row, name=name: _spread([*row['values'][name].values()])) for name in names]
+    columns = [Column('setting', lambda label: label), Column('seeds', lambda label: f'{len(_ended(results[label]))}')]
+    columns += [Column(name, lambda label, n=name: _spread([*_values(results[label], n).values()])) for name in names]
     compared = [(name, name, _values) for name in _COMPARED if name in names]
     compared += [(f'mean {name}', name, _course) for _, name, _ in compared[:1]]
     for head, name, values in compared:
 
-        def cell(row, name=name, values=values):
-            base = against.get(row['label'])
-            return base and _difference(paired(values(row['runs'], name), values(results.get(base, {}), name)))
+        def cell(label, name=name, values=values):
+            pair = results.get(against.get(label), {})
+            difference = paired(values(results[label], name), values(pair, name))
+            return difference and str(difference)
 
-        bases = sorted({*against.values()})
-        columns.append(Column(f'{head}, less {bases[0] if len(bases) == 1 else "its pair"}', cell))
+        columns.append(Column(f'{head}, less {base}', cell))
     for name, value in experiment['reach'].items():
 
-        def reached(row, name=name, value=value):
-            return _reached([steps_to(run, name, value) for run in row['runs'].values()])
+        def reached(label, name=name, value=value):
+            return _reached([steps_to(run, name, value) for run in _ended(results[label]).values()])
 
         columns.append(Column(f'steps to {name} {100 * value:g}', reached))
-    return columns, records
+    if markdown:
+        hours = sum(run['seconds'] for runs in results.values() for run in _ended(runs).values()) / 3600
+        return f'{markdown_table(columns, results)}\n\n{hours:.1f} hours of training and evaluation in all.'
+    going = [
+        f'{label}, seed {seed}: not ended, {run["curve"][-1]["step"] if run["curve"] else 0} steps evaluated'
+        for label, runs in results.items()
+        for seed, run in runs.items()
+        if not run['finished']
+    ]
+    return '\n'.join([text_table(columns, results), *going])
 
 
 def _spread(values):
@@ -139,82 +127,42 @@ def _spread(values):
     return f'{100 * statistics.fmean(values):.1f}{spread}'
 
 
-def _difference(difference):
-    if difference is None:
-        return None
-    mean, half, _ = difference
-    if half is None:
-        return f'{100 * mean:+.1f}, one seed'
-    interval = f'{100 * mean:+.1f} ({100 * (mean - half):+.1f} to {100 * (mean + half):+.1f})'
-    return f'**{interval}**' if difference.told else interval
-
-
 def _reached(steps):
-    if not steps:
-        return None
-    late = steps.count(None)
-    mean = f'{statistics.fmean(step for step in steps if step is not None):.0f}' if late < len(steps) else ''
-    return ', '.join([*([mean] if mean else []), *([f'{late} of {len(steps)} never'] if late else [])])
+    known = [step for step in steps if step is not None]
+    late = f'{len(steps) - len(known)} of {len(steps)} never' if len(known) < len(steps) else ''
+    return ', '.join(filter(None, [f'{statistics.fmean(known):.0f}' if known else '', late])) or None
 
 
 def accuracy_picture(found: Mapping, path: Path) -> None:
-    """Draws AP against steps, and the difference at each evaluation, mean over seeds with its interval.
+    """Draws AP against steps: each seed (thin), and the mean of those that ended (thick).
 
     Args:
-        found (Mapping): See :func:`accuracy_table`. Trainings that have not ended are thin lines without a mean.
+        found (Mapping): See :func:`accuracy_table`.
         path (Path): A PNG file.
+
+    Raises:
+        ValueError: If nothing was evaluated yet.
     """
-    results, against = found['results'], dict(found['experiment']['compare'])
-    names = [name for name in _COMPARED if any(_curve(run, name) for runs in results.values() for run in runs.values())]
+
+    def curve(run, name):
+        return {point['step']: 100 * point[name] for point in run['curve'] if name in point}
+
+    results = found['results']
+    names = [name for name in _COMPARED if any(curve(run, name) for runs in results.values() for run in runs.values())]
     if not names:
         raise ValueError('no training was evaluated yet: there is nothing to draw')
-    figure, grid = panels(1, 1 + len(names), figsize=(4.5 * (1 + len(names)), 4))
+    figure, grid = panels(1, len(names), figsize=(5.5 * len(names), 4))
     handles = []
     for i, (label, runs) in enumerate(results.items()):
-        colour = COLOURS[i % len(COLOURS)]
-        line = dict(color=colour, linestyle='-' if i < len(COLOURS) else '--', linewidth=2)
-        for axes, name in zip(grid[0], names, strict=False):
+        line = dict(color=COLOURS[i % len(COLOURS)], linestyle='-' if i < len(COLOURS) else '--')
+        for axes, name in zip(grid[0], names, strict=True):
             for run in runs.values():
-                axes.plot(*zip(*_curve(run, name).items(), strict=True), color=colour, linewidth=0.7, alpha=0.5)
-            means = _over_seeds([_curve(run, name) for run in _ended(runs).values()])
-            axes.plot([*means], [*means.values()], **line)
-        handles += grid[0][0].plot([], [], **line, label=label)
-        if label in against:
-            _draw_difference(grid[0][-1], runs, results.get(against[label], {}), names[0], line)
-    for axes, name in zip(grid[0], names, strict=False):
-        axes.set(title=f'{name}: mean of the seeds (thick), each seed (thin)', xlabel='step', ylabel='AP points')
-    bases = sorted({*against.values()})
-    title = f'{names[0]} less that of {bases[0] if len(bases) == 1 else "its pair"}, 95 % interval'
-    grid[0][-1].set(title=title, xlabel='step', ylabel='AP points')
-    grid[0][-1].axhline(0, color='black', linewidth=0.7)
-    # The interval of two seeds is too wide to be drawn whole: the means say how much is shown.
-    heights = [height for line in grid[0][-1].lines for height in line.get_ydata()]
-    room = max(map(abs, heights)) or 1
-    grid[0][-1].set_ylim(min(heights) - room, max(heights) + room)
-    for axes in grid[0]:
-        axes.title.set_fontsize(9)
+                axes.plot(*zip(*curve(run, name).items(), strict=True), linewidth=0.7, alpha=0.5, **line)
+            ended = [curve(run, name) for run in _ended(runs).values()]
+            common = sorted(set.intersection(*map(set, ended))) if ended else []
+            axes.plot(common, [statistics.fmean(c[step] for c in ended) for step in common], linewidth=2, **line)
+        handles += grid[0][0].plot([], [], linewidth=2, label=label, **line)
+    for axes, name in zip(grid[0], names, strict=True):
+        axes.set(title=name, xlabel='step', ylabel='AP points')
         axes.grid(alpha=0.3)
     save_picture(figure, path, legend=handles, columns=8)
-
-
-def _curve(run, name):
-    return {point['step']: 100 * point[name] for point in run['curve'] if name in point}
-
-
-def _over_seeds(curves):
-    """Mean at the steps that all curves have."""
-    common = sorted(set.intersection(*map(set, curves))) if curves else []
-    return {step: statistics.fmean(curve[step] for curve in curves) for step in common}
-
-
-def _draw_difference(axes, runs, base, name, line):
-    ended, base = _ended(runs), _ended(base)
-    a = {seed: _curve(run, name) for seed, run in ended.items() if seed in base}
-    b = {seed: _curve(base[seed], name) for seed in a}
-    points = {}
-    for step in _over_seeds([*a.values(), *b.values()]):
-        points[step] = paired({s: c[step] for s, c in a.items()}, {s: c[step] for s, c in b.items()})
-    axes.plot([*points], [point.mean for point in points.values()], **line)
-    sure = {step: point for step, point in points.items() if point.half is not None}
-    low, high = ([p.mean + sign * p.half for p in sure.values()] for sign in (-1, 1))
-    axes.fill_between([*sure], low, high, color=line['color'], alpha=0.15)

@@ -29,14 +29,7 @@ _TIME = re.compile(r'^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - ', re.MULTILINE)
 
 
 class Training(NamedTuple):
-    """One training.
-
-    Args:
-        label (str): Of its setting or config.
-        seed (int): Of the training.
-        config (Config): Setting and seed are in it.
-        folder (Path): Its work directory.
-    """
+    """One training: its label in the experiment, its seed, its config with both, and its work directory."""
 
     label: str
     seed: int
@@ -59,15 +52,14 @@ class Launcher(NamedTuple):
 
     def command(self, training: Training, file: Path) -> tuple[list, dict]:
         """Words and environment variables that train what a config file says."""
+        variables = dict(PORT=_free_port(), PYTHON=sys.executable)
         if self.partition:
             name = re.sub(r'\W+', '-', f'{training.label}-{training.seed}')
             words = ['bash', self.tools / 'slurm_train.sh', self.partition, name, file, training.folder, '--resume']
-            return words, dict(GPUS=f'{self.gpus or 1}', PORT=_free_port(), PYTHON=sys.executable)
+            return words, dict(variables, GPUS=f'{self.gpus or 1}')
+        words = [sys.executable, self.tools / 'train.py', file]
         if self.gpus:
             words = ['bash', self.tools / 'dist_train.sh', file, f'{self.gpus}']
-            variables = dict(PORT=_free_port(), PYTHON=sys.executable)
-        else:
-            words, variables = [sys.executable, self.tools / 'train.py', file], {}
         return [*words, '--work-dir', training.folder, '--resume'], variables
 
 
@@ -89,21 +81,17 @@ def plan(
         labels (Sequence[str]): These only. Default: all.
         seeds (Sequence[int]): In place of the experiment's. Default: the experiment's.
 
-    Returns:
-        list[Training]: None has started.
-
     Raises:
         ValueError: For what cannot be honoured, or a folder that holds another training.
     """
-    configs = configs_of(experiment, list(dict.fromkeys(labels)) or experiment.labels)
+    configs = configs_of(experiment, labels or experiment.labels)
     trainings = []
     for seed in seeds or experiment.seeds:
         for label, config in configs.items():
             config = copy.deepcopy(config)
             config.randomness = dict(config.get('randomness') or {}, seed=seed)
             trainings.append(Training(label, seed, config, Path(work_dir) / f'{label}-{seed}'))
-    for training in trainings:
-        _check_folder(training)
+            _check_folder(trainings[-1])
     return trainings
 
 
@@ -141,32 +129,28 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
     """
     folder = training.folder
     result, file = folder / 'result.json', folder / 'config.py'
-    if not result.exists():
-        with _alone(folder) as lock:
-            file.write_text(training.config.pretty_text)
-            words, variables = launcher.command(training, file)
-            if threads is not None:
-                variables['OMP_NUM_THREADS'] = f'{threads}'
-            # The training holds the lock as well: it may outlive this process.
-            options = dict(stderr=subprocess.STDOUT, env=os.environ | variables, pass_fds=[lock.fileno()])
-            source = commit()  # what is imported now; somebody may commit while it trains
-            with open(folder / 'log.txt', 'a') as log:
-                done = subprocess.run(words, stdout=log, **options)
-            if done.returncode:
-                raise RuntimeError(f'a training failed; {log.name} says why')
-            found = look(training)
-            if found is None:
-                raise RuntimeError(
-                    f'a training logged no loss and no AP, see {log.name}; visualizer.vis_backends of its config needs '
-                    'a LocalVisBackend'
-                )
-            if not found['finished']:
-                raise RuntimeError(
-                    f'a training logged no AP at its end, see {log.name}; its config needs val_dataloader, val_cfg and '
-                    'val_evaluator, and its model at least one box in one evaluation'
-                )
-            write_json(result, dict(found, machine=describe_machine() | source))
-    return look(training)
+    if result.exists():
+        return look(training)
+    with _alone(folder) as lock:
+        file.write_text(training.config.pretty_text)
+        words, variables = launcher.command(training, file)
+        if threads is not None:
+            variables['OMP_NUM_THREADS'] = f'{threads}'
+        # The training holds the lock as well: it may outlive this process.
+        options = dict(stderr=subprocess.STDOUT, env=os.environ | variables, pass_fds=[lock.fileno()])
+        source = commit()  # what is imported now; somebody may commit while it trains
+        with open(folder / 'log.txt', 'a') as log:
+            done = subprocess.run(words, stdout=log, **options)
+        if done.returncode:
+            raise RuntimeError(f'a training failed; {log.name} says why')
+        found = look(training)
+        if found is None or not found['finished']:
+            raise RuntimeError(
+                f'a training logged no AP at its end, see {log.name}; its config needs val_dataloader, val_cfg, '
+                'val_evaluator and a LocalVisBackend, and its model at least one box in one evaluation'
+            )
+        write_json(result, dict(found, machine=describe_machine() | source))
+    return found
 
 
 @contextlib.contextmanager
@@ -194,13 +178,15 @@ def look(training: Training) -> dict | None:
     Returns:
         dict | None: Of :func:`collect`, and ``machine``, ``seconds`` of training and evaluation, and ``finished``;
         None where nothing was logged yet.
+
+    Raises:
+        ValueError: If a result is damaged.
     """
     result = training.folder / 'result.json'
     try:
-        kept = json.loads(result.read_text()) if result.exists() else {}
+        found = json.loads(result.read_text()) if result.exists() else read_log(training.folder)
     except ValueError as error:
         raise ValueError(f'{result} is damaged ({error}); remove it, and it is made again from the logs') from error
-    found = kept or read_log(training.folder)
     if found is None or not (found['curve'] or found['loss']):
         return None
     loop = training.config.train_cfg
@@ -254,9 +240,8 @@ def collect(entries: Iterable[dict]) -> dict:
         loss; ``step_s``, seconds of a step, the median of what was logged, and ``memory``, the most MB on a GPU: None
         where they were not logged.
     """
-    curve, loss, seconds, memory, step = {}, [], [], [], 0
+    entries, curve, loss, step = [*entries], {}, [], 0
     begins = {}  # the first logged step of each epoch
-    entries = [*entries]
     # -1 is COCO's word for: there is no such object.
     evaluated = [name for name, key in METRICS.items() if any(entry.get(key, -1) >= 0 for entry in entries)]
     for entry in entries:
@@ -264,8 +249,6 @@ def collect(entries: Iterable[dict]) -> dict:
         if 'loss' in entry:
             begins.setdefault(entry.get('epoch'), step)
             loss.append([step, entry['loss']])
-            seconds += [entry['time']] if 'time' in entry else []
-            memory += [entry['memory']] if 'memory' in entry else []
         elif 'iter' not in entry and evaluated:
             ap = {name: max(entry.get(METRICS[name], 0), 0) for name in evaluated}
             if 'top-1' in ap:
@@ -277,9 +260,15 @@ def collect(entries: Iterable[dict]) -> dict:
         first, last = min(begins), max(begins)
         length = (begins[last] - begins[first]) // (last - first)
         curve = [dict(point, step=length * point['evaluated']) for point in curve]
-    last = {name: point[name] for point in curve for name in METRICS if name in point}
-    middle = statistics.median(seconds) if seconds else None
-    return dict(ap=last, curve=curve, loss=loss, step_s=middle, memory=max(memory, default=None))
+    seconds = [entry['time'] for entry in entries if 'loss' in entry and 'time' in entry]
+    memory = [entry['memory'] for entry in entries if 'loss' in entry and 'memory' in entry]
+    return dict(
+        ap={name: point[name] for point in curve for name in METRICS if name in point},
+        curve=curve,
+        loss=loss,
+        step_s=statistics.median(seconds) if seconds else None,
+        memory=max(memory, default=None),
+    )
 
 
 def run_all(
@@ -289,14 +278,8 @@ def run_all(
     threads: int | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[int, dict]]:
-    """Runs trainings, several at a time.
-
-    Args:
-        trainings (Sequence[Training]): Of :func:`plan`.
-        launcher (Launcher): See :func:`run`.
-        jobs (int): At a time. Default: 1.
-        threads (int | None): CPU threads of each. Default: None, as the environment has it.
-        done (Callable): Called after each one.
+    """Runs trainings, ``jobs`` at a time with ``threads`` CPU threads each (None: as the environment has it), and calls
+    ``done`` after each.
 
     Returns:
         dict: Label to seed to the result of :func:`run`.

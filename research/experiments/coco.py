@@ -1,12 +1,12 @@
 # Table 2 of the paper: COCO, 36 epochs, 8 GPUs with 2 images each. `paper` holds its figures (memory in GB per GPU).
 configs = {
-    'Mask R-CNN, ConvNeXt-T': '../configs/sbp_convnext/mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py',
-    'Mask R-CNN, SBP ConvNeXt-T': '../configs/sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py',
+    'Mask R-CNN, ConvNeXt-T': '../../configs/sbp_convnext/mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py',
+    'Mask R-CNN, SBP ConvNeXt-T': '../../configs/sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py',
     'Cascade Mask R-CNN, ConvNeXt-B': (
-        '../configs/sbp_convnext/cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
+        '../../configs/sbp_convnext/cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
     ),
     'Cascade Mask R-CNN, SBP ConvNeXt-B': (
-        '../configs/sbp_convnext/cascade-mask-rcnn_sbp-convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
+        '../../configs/sbp_convnext/cascade-mask-rcnn_sbp-convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
     ),
 }
 compare = {

@@ -1,14 +1,14 @@
 # Table 1 of the paper: ImageNet, 300 epochs, top-1 accuracy in percent, memory per GPU (the paper gives MB). The
 # configs are mmpretrain's children and run with its own training script: pip install mmpretrain torchvision.
 configs = {
-    'ViT-Tiny': '../configs/classification/vit-tiny_in1k.py',
-    'SBP ViT-Tiny': '../configs/classification/sbp-vit-tiny_in1k.py',
-    'ViT-Base': '../configs/classification/vit-base_in1k.py',
-    'SBP ViT-Base': '../configs/classification/sbp-vit-base_in1k.py',
-    'ConvNeXt-Tiny': '../configs/classification/convnext-tiny_in1k.py',
-    'SBP ConvNeXt-Tiny': '../configs/classification/sbp-convnext-tiny_in1k.py',
-    'ConvNeXt-Base': '../configs/classification/convnext-base_in1k.py',
-    'SBP ConvNeXt-Base': '../configs/classification/sbp-convnext-base_in1k.py',
+    'ViT-Tiny': '../../configs/classification/vit-tiny_in1k.py',
+    'SBP ViT-Tiny': '../../configs/classification/sbp-vit-tiny_in1k.py',
+    'ViT-Base': '../../configs/classification/vit-base_in1k.py',
+    'SBP ViT-Base': '../../configs/classification/sbp-vit-base_in1k.py',
+    'ConvNeXt-Tiny': '../../configs/classification/convnext-tiny_in1k.py',
+    'SBP ConvNeXt-Tiny': '../../configs/classification/sbp-convnext-tiny_in1k.py',
+    'ConvNeXt-Base': '../../configs/classification/convnext-base_in1k.py',
+    'SBP ConvNeXt-Base': '../../configs/classification/sbp-convnext-base_in1k.py',
 }
 compare = {
     'SBP ViT-Tiny': 'ViT-Tiny',

@@ -6,6 +6,5 @@ options = {
     'train_cfg.max_epochs': 4,
     'param_scheduler.1.T_max': 4,
 }
-configs = dict(_delete_=True)
-settings = dict(_delete_=True, none=None, zero=dict(keep_ratio=0.5))
+settings = dict(_delete_=True, none=None, paper=dict(preset='paper'))
 reach = dict(_delete_=True)

@@ -14,5 +14,4 @@ options = {
     'test_dataloader.dataset.pipeline.1.scale_factor': 2.0,
     'train_cfg.val_interval': 3,  # four times the pixels
 }
-configs = dict(_delete_=True)
-settings = dict(_delete_=True, none=None, zero=dict(keep_ratio=0.5))
+settings = dict(_delete_=True, none=None, paper=dict(preset='paper'))

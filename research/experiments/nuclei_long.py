@@ -5,5 +5,4 @@ options = {
     'param_scheduler.1.T_max': 24,
     'train_cfg.val_interval': 2,
 }
-configs = dict(_delete_=True)
-settings = dict(_delete_=True, none=None, zero=dict(keep_ratio=0.5), nearest=dict(keep_ratio=0.5, dropped='nearest'))
+settings = dict(_delete_=True, none=None, paper=dict(preset='paper'), nearest=dict(preset='nearest'))

@@ -4,5 +4,4 @@ options = {
     'optim_wrapper.optimizer': dict(_delete_=True, type='SGD', lr=0.02, momentum=0.9, weight_decay=1e-4),
     'optim_wrapper.clip_grad': None,
 }
-configs = dict(_delete_=True)
-settings = dict(_delete_=True, none=None, zero=dict(keep_ratio=0.5))
+settings = dict(_delete_=True, none=None, paper=dict(preset='paper'))
