@@ -43,6 +43,7 @@ from sbp_mmdet.settings import PRESETS
 
 __all__ = ['measure_module', 'measure_steps', 'ratios']
 
+DEFAULT = ['none', 'with_cp', 'exact', 'int8', 'nearest', 'paper']
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
 
@@ -174,8 +175,7 @@ def measure_module(config: Config, names: Sequence[str], module: str, *, amp, ro
     if channels_last:
         found = tree_map(_channels_last, found)
     runner, plain_runner = (_Runner(found, images, device, dtype) for dtype in (AMP[amp], None))
-    plain_runner.inputs = tree_map(lambda x: x.detach().float().requires_grad_(x.requires_grad)
-                                   if isinstance(x, Tensor) and x.is_floating_point() else x, runner.inputs)  # fmt: skip
+    plain_runner.inputs = tree_map(_in_fp32, runner.inputs)
     rows, cases, exact = [], [], []
 
     def measure(row, name):
@@ -200,6 +200,11 @@ def measure_module(config: Config, names: Sequence[str], module: str, *, amp, ro
     for (row, _), found in zip(cases, ratios(times) if times else [{}] * len(cases), strict=True):
         row.update(found)
     return rows
+
+
+def _in_fp32(x):
+    floats = isinstance(x, Tensor) and x.is_floating_point()
+    return x.detach().float().requires_grad_(x.requires_grad) if floats else x
 
 
 def _channels_last(x):
@@ -301,8 +306,8 @@ def parse_args():
     parser.add_argument('--module', default='backbone', help='name of a submodule of the detector (default: backbone)')
     parser.add_argument('--step', action='store_true', help='whole training steps instead of a module')
     parser.add_argument(
-        '--presets', nargs='+', default=['none', 'with_cp', 'exact', 'int8', 'nearest', 'paper'], metavar='PRESET',
-        help="first is the baseline; with keys: 'paper,keep_ratio=0.25' (default: none with_cp exact int8 nearest paper)",
+        '--presets', nargs='+', default=DEFAULT, metavar='PRESET',
+        help=f"first is the baseline; with keys: 'paper,keep_ratio=0.25' (default: {' '.join(DEFAULT)})",
     )  # fmt: skip
     parser.add_argument('--rivals', nargs='*', choices=RIVALS, metavar='RIVAL', help='also these (no name: all)')
     parser.add_argument('--size', default='800x1344', help='of images, HxW (default: 800x1344)')

@@ -82,14 +82,8 @@ class Experiment:
 
 
 def read_experiment(path: str | Path) -> Experiment:
-    """Reads an experiment file: Python, with ``_base_`` as in configs, so that a child states its difference.
-
-    Args:
-        path (str | Path): The file; its name is the experiment's.
-
-    Raises:
-        ValueError: If there is no such file, or a name in it is unknown or its value is bad.
-    """
+    """Reads an experiment file: Python, with ``_base_`` as in configs, so that a child states its difference. The file's
+    name is the experiment's. Raises a ValueError if something in it is unknown or bad."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f'experiment {path} does not exist (working folder: {Path.cwd()}); see research/experiments')
@@ -104,18 +98,8 @@ def read_experiment(path: str | Path) -> Experiment:
 
 
 def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Config]:
-    """The configs that are trained, checked, before a seed is set.
-
-    Args:
-        experiment (Experiment): The experiment.
-        labels (Sequence[str]): Of it.
-
-    Returns:
-        dict: Label to config.
-
-    Raises:
-        ValueError: For a label or a setting that is unknown or cannot be honoured, or a config that does not exist.
-    """
+    """Label to the config that is trained, before a seed is set. Raises a ValueError for a label or a setting that is
+    unknown or cannot be honoured, or a config that does not exist."""
     found = {}
     for label in labels:
         if label not in experiment.labels:
@@ -126,15 +110,11 @@ def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Confi
             config = load(path, copy.deepcopy(dict(experiment.options)))
             if label in experiment.settings:
                 config.model.backbone.sbp_cfg = experiment.settings[label]
-            _check(config.model.get('backbone') or {})
+            backbone = config.model.get('backbone') or {}
+            if 'sbp_cfg' in backbone:  # what cannot be honoured is refused before anything is trained
+                with torch.device('meta'):
+                    MODELS.build(dict(backbone, init_cfg=None))
         except ValueError as error:
             raise ValueError(f'{experiment.name}, {label}: {error}') from error
         found[label] = config
     return found
-
-
-def _check(backbone):
-    """A setting that cannot be honoured is refused before anything is trained."""
-    if 'sbp_cfg' in backbone:
-        with torch.device('meta'):
-            MODELS.build(dict(backbone, init_cfg=None))

@@ -1,13 +1,13 @@
-"""How near the gradients of presets are to the exact ones on your model (paper, Figs. 3 and 5), same weights and batches.
+"""How near the gradients of presets are to the exact ones on your model (paper, Figs. 3 and 5).
 
     python research/gradients.py CONFIG --checkpoint work_dirs/x/epoch_12.pth
     python research/gradients.py CONFIG --presets paper nearest 'paper,keep_ratio=0.25,sampler=random' --batches 20
     python research/gradients.py CONFIG --group orders samplers --json study.json --plot study.png
 
-CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck and
-heads run once for each batch, in the plain detector, and every preset of the backbone gets the same images, stochastic
-depth and gradient at the backbone's outputs. With --whole each preset is applied to the whole detector, which runs
-seeded the same; its loss has to be the exact one. All in fp32.
+CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
+and heads run once for each batch, in the plain detector, and every preset of the backbone gets the same weights,
+images, stochastic depth and gradient at the backbone's outputs. With --whole each preset is applied to the whole detector,
+which runs seeded the same; its loss has to be the exact one. All in fp32.
 """
 
 import argparse
@@ -49,12 +49,8 @@ _SAME_GRADIENTS = 1e-2
 
 
 def groups(name: str, model: nn.Module) -> dict[str, tuple[str, dict]]:
-    """Presets with keys that belong together, by label.
-
-    Args:
-        name (str): One of :data:`GROUPS`: other presets than exact ones; keep ratios; masks; ratios that rise or fall
-            from block to block; what attention drops.
-        model (nn.Module): The plain detector.
+    """Presets with keys that belong together, by label: other presets than exact ones; keep ratios; masks; ratios that
+    rise or fall from block to block; what attention drops.
 
     Raises:
         ValueError: If the model has nothing for it.
@@ -80,16 +76,8 @@ def groups(name: str, model: nn.Module) -> dict[str, tuple[str, dict]]:
 
 
 class ExactPass(NamedTuple):
-    """What one batch gave in the plain detector.
-
-    Attributes:
-        gradients (dict[str, Tensor]): Of every parameter that got one, fp32, on the CPU.
-        images (Tensor): What the backbone got, shape (N, 3, H, W).
-        outputs (tuple[Tensor, ...]): What it gave.
-        output_gradients (tuple[Tensor | None, ...]): Of the loss; None where nothing uses the output.
-        loss (float): The loss.
-        seed (int): Of stochastic depth and masks.
-    """
+    """What one batch gave in the plain detector: gradients by name, fp32, on the CPU; what the backbone got and gave;
+    the gradients at its outputs, None where nothing uses them; the loss; the seed of all that was drawn."""
 
     gradients: dict[str, Tensor]
     images: Tensor
@@ -125,11 +113,6 @@ def _take_gradients(module, prefix=''):
 
 def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
     """One pass of the plain detector, and what is needed to run the backbone alone afterwards.
-
-    Args:
-        model (nn.Module): Of :func:`.subject.build_model`.
-        batch (dict): ``inputs`` and ``data_samples``; not changed.
-        seed (int): Of all that is drawn.
 
     Raises:
         ValueError: If the backbone does not run exactly once.
@@ -174,8 +157,8 @@ def _of_backbone(model, exact, preset, keys):
         error = ((got.detach() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
         if not error < _SAME_FORWARD:
             raise ValueError(
-                f'the forward pass differs from the plain one by {error:.1e} of the largest value; the gradients cannot '
-                'be compared'
+                f'the forward pass differs from the plain one by {error:.1e} of the largest value; there is nothing to '
+                'compare'
             )
     used = [(o, g) for o, g in zip(outputs, exact.output_gradients, strict=True) if g is not None]
     torch.autograd.backward([o for o, _ in used], [g for _, g in used])
@@ -189,8 +172,8 @@ def _of_detector(model, exact, preset, keys, batch):
     found = _take_gradients(detector)
     if not abs(loss - exact.loss) < _SAME_LOSS * abs(exact.loss):
         raise ValueError(
-            f'the loss is {loss:.6g}, and {exact.loss:.6g} in the plain detector: proposals or sampled RoIs are others; '
-            'the gradients cannot be compared'
+            f'the loss is {loss:.6g}, and {exact.loss:.6g} in the plain detector: proposals or sampled RoIs are other '
+            'ones; there is nothing to compare'
         )
     return found
 
@@ -204,17 +187,16 @@ def _stages_of(backbone):
 
 
 def compare(exact: Mapping, found: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
-    """Compares gradients s with exact ones e, over the network, the backbone, its stages and what stands around it.
+    """Compares gradients s with exact ones e; parameters that s lacks have gradient 0.
 
     Args:
-        exact (Mapping[str, Tensor]): e.
-        found (Mapping[str, Tensor]): s; parameters that it lacks have gradient 0.
+        exact, found (Mapping[str, Tensor]): e and s.
         stages (Mapping[str, int]): Prefix of parameters to their stage. Default: none.
 
     Returns:
-        dict: Part to ``cosine`` <e, s> / (|e| |s|), ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|; a
-        number that would need a division by 0 is None. 'mean layer' is the mean over the backbone's parameters, where
-        each counts the same.
+        dict: 'network', its children such as 'backbone', 'stage 1' ... to ``cosine`` <e, s> / (|e| |s|),
+        ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|; a number that would need a division by 0 is None.
+        'mean layer' is the mean over the backbone's parameters, where each counts the same.
     """
     sums, layers = {}, []
     for name, e in exact.items():
@@ -298,13 +280,8 @@ def _summary(rows):
 
 
 def study_table(found: dict, markdown: bool = False) -> str:
-    """Mean and spread (standard deviation over batches) of each setting: cosines of parts, then the backbone's other
-    measures.
-
-    Args:
-        found (dict): As ``--json`` writes it.
-        markdown (bool): For a page. Default: False.
-    """
+    """Mean and spread (standard deviation over batches) of each setting, of what ``--json`` writes: cosines of parts,
+    then the backbone's other measures."""
     results = found['results']
     first = next(iter(results.values()))
     stages = sorted(part for part in first if part.startswith('stage '))
@@ -325,16 +302,11 @@ def _cell(value):
 
 
 def study_picture(found: dict, path: Path) -> None:
-    """Draws the three measures of each setting: of the backbone (full) and of the mean layer (hollow).
-
-    Args:
-        found (dict): As ``--json`` writes it.
-        path (Path): A PNG file.
-    """
+    """Draws the three measures of each setting: of the backbone (full) and of the mean layer (hollow)."""
     results = found['results']
     figure, grid = panels(1, 3, figsize=(11, 1.2 + 0.27 * len(results)))
     for axes, (measure, name) in zip(grid[0], MEASURES.items(), strict=True):
-        for place, (label, row) in enumerate(results.items()):
+        for place, row in enumerate(results.values()):
             colour = COLOURS[place % len(COLOURS)]
             for part, fill, shift in (('backbone', colour, -0.13), ('mean layer', 'white', 0.13)):
                 if (value := row[part][measure])['mean'] is not None:

@@ -12,14 +12,9 @@ from torch import nn
 
 from sbp_mmdet.models.weights import quiet
 from sbp_mmdet.plan.detector import build_detector
-from sbp_mmdet.plan.variants import load_config
+from sbp_mmdet.plan.variants import load_config as load
 
 __all__ = ['build_model', 'load', 'plain', 'train_batches']
-
-
-def load(path: str, options: dict | None = None) -> Config:
-    """Reads a config, see :func:`sbp_mmdet.plan.variants.load_config`."""
-    return load_config(path, options)
 
 
 def plain(config: Config) -> Config:
@@ -50,9 +45,6 @@ def build_model(config: Config, checkpoint: str | None = None, device: str = 'cp
             config's own start without anything downloaded. Default: None.
         device (str): Where it runs. Default: 'cpu'.
         seed (int): Of the start. Default: 0.
-
-    Raises:
-        ValueError: If the checkpoint does not fit.
     """
     set_random_seed(seed)
     model, _ = build_detector(plain(config), device)
@@ -75,19 +67,8 @@ def build_model(config: Config, checkpoint: str | None = None, device: str = 'cp
 
 
 def train_batches(config: Config, number: int, seed: int = 0) -> Iterator[dict]:
-    """Batches of the config's train dataloader, its augmentation included.
-
-    Args:
-        config (Config): With ``train_dataloader``.
-        number (int): How many; a short data set is gone through more than once.
-        seed (int): Of order and augmentation. Default: 0.
-
-    Yields:
-        dict: ``inputs`` and ``data_samples``, before the data preprocessor.
-
-    Raises:
-        ValueError: If the data set cannot be read, or has no whole batch.
-    """
+    """Some batches of the config's train dataloader, its augmentation included, before the data preprocessor; a short
+    data set is gone through more than once. Raises a ValueError if it cannot be read, or has no whole batch."""
     cfg = copy.deepcopy(config.train_dataloader)
     cfg.update(num_workers=0, persistent_workers=False)  # one process, so that one seed decides
     cfg.pop('prefetch_factor', None)

@@ -73,17 +73,9 @@ def _free_port():
 def plan(
     experiment: Experiment, work_dir: Path, labels: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[Training]:
-    """The trainings of an experiment, seed by seed: one that is stopped has compared something.
-
-    Args:
-        experiment (Experiment): What to train.
-        work_dir (Path): A folder for each training is made in here.
-        labels (Sequence[str]): These only. Default: all.
-        seeds (Sequence[int]): In place of the experiment's. Default: the experiment's.
-
-    Raises:
-        ValueError: For what cannot be honoured, or a folder that holds another training.
-    """
+    """The trainings of an experiment in ``work_dir``, seed by seed: one that is stopped has compared something. Those of
+    some labels and other seeds, where these are given. Raises a ValueError for what cannot be honoured, or a folder that
+    holds another training."""
     configs = configs_of(experiment, labels or experiment.labels)
     trainings = []
     for seed in seeds or experiment.seeds:
@@ -114,12 +106,7 @@ def _check_folder(training):
 
 
 def run(training: Training, launcher: Launcher, threads: int | None = None) -> dict:
-    """Trains, unless the folder has a result.
-
-    Args:
-        training (Training): What to train.
-        launcher (Launcher): How to start it.
-        threads (int | None): CPU threads; None: as the environment has it. Default: None.
+    """Trains with ``threads`` CPU threads (None: as the environment has it), unless the folder has a result.
 
     Returns:
         dict: Of :func:`look`; it also stands in ``result.json`` in the folder.
@@ -170,18 +157,8 @@ def _alone(folder):
 
 
 def look(training: Training) -> dict | None:
-    """What a folder holds of a training that is finished or runs, by whatever program it was started.
-
-    Args:
-        training (Training): The training.
-
-    Returns:
-        dict | None: Of :func:`collect`, and ``machine``, ``seconds`` of training and evaluation, and ``finished``;
-        None where nothing was logged yet.
-
-    Raises:
-        ValueError: If a result is damaged.
-    """
+    """What a folder holds of a training that is finished or runs: :func:`collect`, ``machine``, ``seconds`` of training
+    and evaluation, and ``finished``; None where nothing was logged. Raises a ValueError for a damaged result."""
     result = training.folder / 'result.json'
     try:
         found = json.loads(result.read_text()) if result.exists() else read_log(training.folder)
@@ -197,14 +174,8 @@ def look(training: Training) -> dict | None:
 
 
 def read_log(folder: Path) -> dict | None:
-    """Reads mmengine's logs in a work directory, those of a training that was resumed as one.
-
-    Args:
-        folder (Path): Of a training.
-
-    Returns:
-        dict | None: Of :func:`collect`, and ``seconds``; None where there is no log.
-    """
+    """Reads mmengine's logs in a work directory, those of a training that was resumed as one: :func:`collect`, and
+    ``seconds``; None where there is no log."""
     entries, seconds = [], 0
     for file in sorted(Path(folder).glob('*/vis_data/scalars.json')):
         new = [*_entries(file.read_text())]
@@ -230,15 +201,11 @@ def _entries(text):
 def collect(entries: Iterable[dict]) -> dict:
     """What mmengine's log of scalars says of a training.
 
-    Args:
-        entries (Iterable[dict]): Of ``scalars.json``.
-
     Returns:
         dict: ``ap``, the last of each of :data:`METRICS` that was evaluated, by name; ``curve``, all of them, with the
         ``step`` they were evaluated after (in a first epoch the last one that was logged) and ``evaluated``, mmengine's
         own count (epochs, or steps); where no box was found mmdet logs no AP, and it is 0; ``loss``, pairs of step and
-        loss; ``step_s``, seconds of a step, the median of what was logged, and ``memory``, the most MB on a GPU: None
-        where they were not logged.
+        loss; ``step_s``, median seconds of a step, and ``memory``, the most MB on a GPU, None where not logged.
     """
     entries, curve, loss, step = [*entries], {}, [], 0
     begins = {}  # the first logged step of each epoch
@@ -278,15 +245,8 @@ def run_all(
     threads: int | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[int, dict]]:
-    """Runs trainings, ``jobs`` at a time with ``threads`` CPU threads each (None: as the environment has it), and calls
-    ``done`` after each.
-
-    Returns:
-        dict: Label to seed to the result of :func:`run`.
-
-    Raises:
-        RuntimeError: If one fails, at once; names setting, seed and log. What runs beside it goes on to its end.
-    """
+    """Runs trainings, ``jobs`` at a time, and calls ``done`` after each: label to seed to the result of :func:`run`.
+    Raises a RuntimeError as soon as one fails; what runs beside it goes on to its end."""
     results = {training.label: {} for training in trainings}
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
     running = {pool.submit(run, training, launcher, threads): training for training in trainings}

@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 
 from mmengine.config import DictAction
+from sbp_mmdet.families import family_of
+from sbp_mmdet.reporting import format_bytes
 
 from sbp_mmdet.analysis.detector import MOST_IMAGES, measure_detector
 from sbp_mmdet.analysis.inputs import add_inputs, inputs_of
@@ -34,8 +36,6 @@ from sbp_mmdet.analysis.planner import (
     worst_case,
 )
 from sbp_mmdet.analysis.variants import load_config, with_variant, without_hook
-from sbp_mmdet.families import family_of
-from sbp_mmdet.reporting import format_bytes
 from sbp_mmdet.settings import GRADIENTS
 
 

@@ -1,10 +1,8 @@
 """What the quick start reached: AP, bytes stored for the backward pass, and where things lie.
 
-python tools/analysis_tools/quickstart_summary.py CONFIG WORK_DIR
+python tools/quickstart_summary.py CONFIG WORK_DIR
 """
 
-import argparse
-import copy
 import json
 import sys
 from pathlib import Path
@@ -13,80 +11,54 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.runner import Runner
 
-from sbp_mmdet.analysis import saved_bytes
-
-__all__ = ['backbone_bytes', 'latest']
+from sbp_mmdet import apply_lean, remove_lean
+from sbp_mmdet.plan.memory import saved_bytes
 
 
-def latest(folder, pattern):
-    """The file that was written last.
-
-    Args:
-        folder (Path): where to look.
-        pattern (str): glob below `folder`.
-
-    Returns:
-        Path: the file.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
+def latest(folder: Path, pattern: str) -> Path:
+    """The file that was written last."""
     found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
     if not found:
         raise FileNotFoundError(f'{folder}/{pattern}: no such file; run tools/quickstart.sh to the end')
     return found[-1]
 
 
-def backbone_bytes(config, batch):
-    """Bytes that the backbone stores for the backward pass of one training batch.
-
-    Args:
-        config (Config): an mmdet config.
-        batch (dict): of its training data loader.
-
-    Returns:
-        tuple[int, torch.Size]: bytes, without parameters, buffers and the images, and the shape of the images.
-    """
-    model = MODELS.build(config.model).train()
-    images = model.data_preprocessor(batch, training=True)['inputs']
-    known = [*model.parameters(), *model.buffers(), images]
-    return saved_bytes(lambda: model.backbone(images), exclude=known), images.shape
+def stored(config: Config, presets: tuple[str, ...]) -> dict[str, int]:
+    """Bytes that the backbone stores for the backward pass of a batch of 128 x 128 pixels, by preset."""
+    init_default_scope('mmdet')
+    backbone = MODELS.build(dict(config.model.backbone, sbp_cfg=None)).train()
+    images, found = torch.zeros(config.train_dataloader.batch_size, 3, 128, 128), {}
+    for preset in presets:
+        remove_lean(backbone)
+        if preset != 'none':
+            apply_lean(backbone, preset=preset)
+        found[preset] = saved_bytes(lambda: backbone(images), [*backbone.parameters(), *backbone.buffers(), images])
+    return found
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config')
-    parser.add_argument('work_dir', type=Path)
-    args = parser.parse_args()
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    config, work_dir = Config.fromfile(sys.argv[1]), Path(sys.argv[2])
     try:
-        checkpoint = (args.work_dir / 'last_checkpoint').read_text().strip()
-        log = latest(args.work_dir, '2*/*.log')
-        scores = json.loads(latest(args.work_dir / 'test', '2*/*.json').read_text())
+        checkpoint = (work_dir / 'last_checkpoint').read_text().strip()
+        log = latest(work_dir, '2*/*.log')
+        scores = json.loads(latest(work_dir / 'test', '2*/*.json').read_text())
     except FileNotFoundError as error:
         sys.exit(f'error: {error}')
-
-    config = Config.fromfile(args.config)
-    init_default_scope('mmdet')
-    loader = copy.deepcopy(config.train_dataloader)
-    loader.update(num_workers=0, persistent_workers=False)
-    batch = next(iter(Runner.build_dataloader(loader, seed=0)))
-    plain = copy.deepcopy(config)
-    plain.model.backbone.sbp_cfg = None
-    torch.manual_seed(0)
-    with_sbp, shape = backbone_bytes(config, copy.deepcopy(batch))
-    without, _ = backbone_bytes(plain, batch)
-
+    trained = config.model.backbone.sbp_cfg.preset
+    found = stored(config, tuple(dict.fromkeys(['none', 'exact', trained])))
     print(f"""
 box AP              {scores['coco/bbox_mAP']:.3f}   (AP50 {scores['coco/bbox_mAP_50']:.3f}), held-out images
 mask AP             {scores['coco/segm_mAP']:.3f}   (AP50 {scores['coco/segm_mAP_50']:.3f})
-stored for backward by the backbone, one batch of {' x '.join(map(str, shape))}:
-  without SBP       {without / 1e6:.1f} MB
-  with SBP          {with_sbp / 1e6:.1f} MB   ({with_sbp / without:.0%})
-log                 {log}
+stored for backward by the backbone, a batch of {config.train_dataloader.batch_size} x 3 x 128 x 128:""")
+    for preset, nbytes in found.items():
+        told = ', this training' if preset == trained else ''
+        print(f'  {preset:<18}{nbytes / 1e6:.1f} MB   ({nbytes / found["none"]:.0%}{told})')
+    print(f"""log                 {log}
 checkpoint          {checkpoint}
-picture             {args.work_dir / 'predictions.png'}""")
+picture             {work_dir / 'predictions.png'}""")
 
 
 if __name__ == '__main__':
