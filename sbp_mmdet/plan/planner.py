@@ -19,10 +19,9 @@ CONTEXT = 0.6e9
 # In the order in which they are tried: each costs more time than the one before.
 _LADDER = (
     (),
-    ('targets',),
-    ('targets', 'cp-heads'),
-    ('targets', 'cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck'),
-    ('targets', 'cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck', 'adamw8bit'),
+    ('cp-heads',),
+    ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck'),
+    ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck', 'adamw8bit'),
 )
 _ORDER = ('exact', 'int8', 'nearest', 'paper')
 
