@@ -18,6 +18,7 @@ if _missing:
 
 from .adapters import adapter  # noqa: E402
 from .apply import LeanHook, apply_lean, remove_lean  # noqa: E402
+from .former import FUNCTIONS as _FORMER  # noqa: E402
 from .functional import sbp  # noqa: E402
 from .masks import positions, sample_mask  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
@@ -42,3 +43,9 @@ __all__ = [
     'sbp',
     '__version__',
 ]
+
+
+def __getattr__(name):
+    if name in _FORMER:
+        raise ImportError(f'sbp_mmdet has no {name} any more: {_FORMER[name]}')
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -14,7 +14,7 @@ from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .draws import Draws, Stages
-from .savings import Checkpointed
+from .savings import Checkpointed, targets_in_chunks
 from .settings import Settings
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
@@ -69,7 +69,7 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     """As :func:`apply_lean`, for checked settings and a model that is not wrapped."""
     chosen = _chosen(model, settings)
     plan = None if settings.preset.name == 'none' else _plan(model, settings, chosen)
-    _restore(chosen.values())
+    _restore(model, chosen.values())
     return _carry_out(model, settings, plan) if plan else Report({}, {})
 
 
@@ -79,16 +79,20 @@ def remove_lean(model: nn.Module) -> None:
     Args:
         model (nn.Module): A detector, or its backbone.
     """
-    _restore(unwrapped(model).modules())
+    model = unwrapped(model)
+    _restore(model, model.modules())
 
 
-def _restore(modules):
+def _restore(model, modules):
     for module in modules:
         if isinstance(module, (Lean, _CheckpointedBlock)):
             mix_out(module, (Lean, _CheckpointedBlock))
             vars(module).pop('_lean', None)
+    used = {id(draws) for draws in draws_of(model)}
+    for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(getattr(hook, '__self__', None), Draws):
+            draws = getattr(hook, '__self__', None)
+            if isinstance(draws, Draws) and id(draws) not in used:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -103,9 +107,20 @@ def keep_ratios(model: nn.Module) -> dict[tuple, float]:
         dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` to keep ratio; stages count from 0. Frozen
         layers and ratios of 1 do not appear.
     """
+    found = {}
+    for draws in draws_of(model):
+        found |= draws.stages.keep_ratios()
+    return found
+
+
+def draws_of(model: nn.Module) -> list[Draws]:
+    """What the changed backbones of a model draw from.
+
+    Args:
+        model (nn.Module): A backbone, or what has one.
+    """
     places = (module._lean for module in model.modules() if isinstance(module, Lean))
-    draws = next((place.draws for place in places if place.draws is not None), None)
-    return draws.stages.keep_ratios() if draws else {}
+    return [*{id(place.draws): place.draws for place in places if place.draws is not None}.values()]
 
 
 class _CheckpointedBlock(Checkpointed):
@@ -144,8 +159,8 @@ def _plan(model, settings, chosen):
             raise ValueError('the model lies in FSDP already, which hides its modules; apply before it is wrapped')
         if getattr(module, 'sbp', None) is not None and module is not model:
             raise ValueError(
-                f'{names[id(module)]} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts of '
-                "the model: modules=['neck', ...]"
+                f'{names[id(module)]} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts '
+                "of the model: modules=['neck', ...]"
             )
     taken, left = {}, {}
 
@@ -156,7 +171,7 @@ def _plan(model, settings, chosen):
             if reason:
                 left[names[id(module)]] = reason
             else:
-                taken.update({id(inside): None for inside in module.modules()})
+                taken.update({id(inside): None for inside in mixin.members(module)})
                 return True
         return False
 
@@ -166,7 +181,7 @@ def _plan(model, settings, chosen):
     others = []
     for module in chosen.values():
         mixin = adapter_of(module)
-        if not mixin or issubclass(mixin, Block) or id(module) in taken:
+        if not mixin or issubclass(mixin, Block) or id(module) in taken or not [*mixin.members(module)]:
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
@@ -220,13 +235,16 @@ def _is_block(module):
 
 
 def _owner(root, stages):
-    """What holds all blocks and is no mere list of them: the backbone, or the one inside of a wrapper."""
-    found, number = root, sum(map(len, stages))
-    for module in root.modules():
-        plain = isinstance(module, (nn.ModuleList, nn.Sequential)) or _is_block(module)
-        if not plain and sum(map(_is_block, module.modules())) == number:
-            found = module  # modules() goes inwards
-    return found
+    """What holds all blocks and is no list of them, nor a stage in a list: the backbone, or the one in a wrapper."""
+    number = sum(map(len, stages))
+    lists = [module for module in root.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    listed = {id(child) for module in lists for child in module}
+    found = [
+        module
+        for module in root.modules()  # which goes inwards
+        if module not in lists and not _is_block(module) and sum(map(_is_block, module.modules())) == number
+    ]
+    return ([module for module in found if id(module) not in listed] or found or [root])[-1]
 
 
 def _carry_out(model, settings, plan):
@@ -297,7 +315,7 @@ def _untouched(model, changed, left):
     def look(module, prefix, depth):
         for name, child in module.named_children():
             path = f'{prefix}{name}'
-            if path in known or not any(True for _ in child.parameters()):
+            if path in known or not any(p.requires_grad for p in child.parameters()):
                 continue
             if any(other.startswith(f'{path}.') for other in known) and depth:
                 look(child, f'{path}.', depth - 1)
@@ -320,7 +338,8 @@ def _nothing(model, left, what):
 
 @HOOKS.register_module()
 class LeanHook(ModelHook):
-    """Lean training of a detector, in place, see :func:`apply_lean`.
+    """Lean training of a detector, in place, see :func:`apply_lean`. Unless ``modules`` confines it, the training targets
+    are made piece by piece too, see :func:`.savings.targets_in_chunks`: they stay the same, and it costs no time.
 
     Args:
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
@@ -340,20 +359,8 @@ class LeanHook(ModelHook):
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
         report = apply_settings(unwrapped(model), self.settings)
-        return f"preset='{self.settings.preset.name}': {report}"
-
-
-@HOOKS.register_module()
-class SBPHook(ModelHook):
-    """The former name of :class:`LeanHook`; it says what to write."""
-
-    def __init__(self, **keys):
-        raise ValueError(f'SBPHook is now LeanHook: {_new_hook(keys)}')
-
-
-def _new_hook(keys):
-    try:
-        Settings.parse(keys, where='SBPHook')
-    except ValueError as error:
-        return f"write dict(type='LeanHook', ...); {error}"
-    return f"write dict(type='LeanHook', {', '.join(f'{k}={v!r}' for k, v in keys.items())})"
+        done = f"preset='{self.settings.preset.name}': {report}"
+        if self.settings.preset.form is None or self.settings.modules is not None:
+            return done
+        targets_in_chunks(model)
+        return f'{done}\ntraining targets are made piece by piece'

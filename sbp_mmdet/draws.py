@@ -178,9 +178,9 @@ class Draws:
         if torch._C._current_graph_task_id() != -1:
             name = self.stages.settings.preset.name
             raise ValueError(
-                f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less than "
-                'the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint around the '
-                'backbone or a block), or leave that part to it: modules=[...]'
+                f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less "
+                'than the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint '
+                'around the backbone or a block), or leave that part to it: modules=[...]'
             )
 
     def _masks(self, ratio, ratios):

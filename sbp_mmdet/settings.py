@@ -78,9 +78,9 @@ def preset_named(name: str) -> Preset:
     Raises:
         ValueError: If there is none; for a former name with what to write instead.
     """
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
-    if name in _OLD_PRESETS:
+    if isinstance(name, str) and name in _OLD_PRESETS:
         raise ValueError(f"preset {name!r} is now called preset='{_OLD_PRESETS[name]}'")
     raise ValueError(f'preset={name!r} is unknown; choose one of {[*PRESETS]}')
 
@@ -142,7 +142,7 @@ class Settings:
         if 'preset' not in cfg:
             raise ValueError(
                 f"{where}={dict(cfg)!r} needs a preset: 'exact' to store less with exact gradients, 'paper' for SBP; "
-                f'write dict({_rewritten({"preset": "exact" if not cfg else "paper", **cfg}, known)})'
+                f'write dict({_rewritten(cfg or {"preset": "exact"}, known)})'
             )
         preset = preset_named(cfg['preset'])
         if not preset.thins and (given := [key for key in _THINNING_KEYS if key in cfg]):
@@ -165,6 +165,8 @@ class Settings:
             parse_keep_ratio(ratio)
         if self.modules is not None:
             names = [self.modules] if isinstance(self.modules, str) else self.modules
+            if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"modules={names!r} must be a list of names of submodules, such as ['neck']")
             object.__setattr__(self, 'modules', tuple(names))
 
     def layer_ratios(self, depths: Sequence[int], blocks: Sequence[int], from_end: bool = False) -> dict[tuple, float]:
@@ -223,6 +225,7 @@ def _rewritten(cfg, known):
     ratio, sampler = cfg.get('keep_ratio', 0.5), cfg.get('sampler', 'grid')
     exact = ratio == 1 or (isinstance(ratio, (list, tuple)) and all(r == 1 for r in ratio))
     preset = cfg.get('preset')
+    preset = _OLD_PRESETS.get(f'{preset}', preset)
     if preset is None:
         if cfg.get('implementation') == 'reference':
             preset = 'reference'

@@ -7,6 +7,7 @@ The oracle is the plain model of the same weights. By hand, its blocks send grad
 import contextlib
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from mmcv.cnn.bricks import DropPath
@@ -15,6 +16,8 @@ from mmdet.models.backbones import SwinTransformer
 from mmengine.model import BaseModule
 from oracles import DEVICE, gradients, image
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, adapter, apply_lean
 from sbp_mmdet.adapters import ADAPTERS, Lean
@@ -144,7 +147,9 @@ def kept_masks(model: nn.Module, x) -> dict:
 
 
 def stored_bytes(run, known) -> int:
-    """Bytes that autograd keeps of a forward pass, counted by storage; what is known (parameters, images) is left out."""
+    """Bytes that autograd keeps of a forward pass, counted by storage, without what is known (parameters, images)."""
+    if DEVICE != 'cpu':
+        pytest.skip('bytes are counted on a CPU')
     seen = {t.untyped_storage().data_ptr() for t in known}
     found = {}
 
@@ -158,6 +163,17 @@ def stored_bytes(run, known) -> int:
         out = run()
     del out
     return sum(found.values())
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes that a tensor takes which an operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(t.nbytes for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+        return out
 
 
 def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
@@ -187,7 +203,7 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
             if part.drop is not None:
                 factor = None
                 if (*layer, name) in rates:
-                    factor = draws.images((*layer, name), len(x)).to(x) / (1 - rates[*layer, name])
+                    factor = draws.images((*layer, name), len(x)).to(x) / (1 - rates[(*layer, name)])
                 by_heads = part.by_heads and settings.attention == 'head'
                 mask = kept if kept and part.thinned and not by_heads and not near else None
                 _end_branch(plain.get_submodule(names[id(part.drop)]), factor, mask)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from sbp_mmdet import SBPConvNeXt
+from sbp_mmdet.draws import Draws
 from sbp_mmdet.masks import Nearest, Positions
 
-__all__ = ['backward', 'draw_on_cpu', 'fake_backbone', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu']
+__all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu']
 
 _CUDA = 1  # in c10's list of kinds of devices
 
 
 @contextlib.contextmanager
 def gpu_that_is_not_there():
-    """FakeTensorMode, in which autograd and autocast accept tensors with device='cuda'.
+    """FakeTensorMode, in which autograd and autocast accept tensors with device='cuda', and draws have numbers.
 
     torch's own way to that (``_ensureCUDADeviceGuardSet``) replaces a driver that finds no device; a torch without CUDA
     has no driver. So it gets one that finds none.
@@ -47,6 +47,7 @@ def gpu_that_is_not_there():
             mock.patch.object(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: False),
             mock.patch.object(torch.cuda, 'is_bf16_supported', lambda *args: True),
             FakeTensorMode() as mode,
+            _drawing_on_cpu(mode),
         ):
             yield mode
     finally:
@@ -118,11 +119,7 @@ class _Numbers:
     """A tensor on the CPU whose numbers are read."""
 
     def __init__(self, tensor):
-        self.tensor, self.shape = tensor, tensor.shape
-
-    def expand(self, *sizes):
-        with unset_fake_temporarily():
-            return _Numbers(self.tensor.expand(*sizes))
+        self.tensor = tensor
 
     def __getitem__(self, index):
         with unset_fake_temporarily():
@@ -152,20 +149,6 @@ def to_gpu(mode: FakeTensorMode, tree):
     return tree
 
 
-def fake_backbone(mode: FakeTensorMode, **arguments) -> SBPConvNeXt:
-    """A small backbone on the GPU that is not there, in training mode. Positions are drawn on the CPU, as ever.
-
-    Args:
-        mode (FakeTensorMode): Of :func:`gpu_that_is_not_there`.
-        **arguments: Of the backbone.
-    """
-    options = dict(out_indices=[0, 1, 2, 3], gap_before_final_norm=False) | arguments
-    with unset_fake_temporarily():
-        backbone = SBPConvNeXt(dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20]), **options).train()
-    put_on_gpu(mode, backbone)
-    return draw_on_cpu(mode, backbone)
-
-
 def put_on_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
     """Parameters and buffers of a module, in place."""
     for part in module.modules():
@@ -175,14 +158,26 @@ def put_on_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
         part._buffers = to_gpu(mode, part._buffers)
 
 
-def draw_on_cpu(mode: FakeTensorMode, backbone: nn.Module) -> nn.Module:
-    """Lets a backbone draw with numbers, and gives the positions to the GPU that is not there."""
-    draw = backbone.draw
+@contextlib.contextmanager
+def _drawing_on_cpu(mode):
+    """Backbones draw with numbers, as ever on the CPU; positions and heads go to the GPU that is not there."""
+    begin = Draws.begin
 
-    def drawn(x, *args, **kwargs):
+    def begin_on_cpu(self, module, args, kwargs=None):
         with unset_fake_temporarily():
-            found = draw(torch.empty(()).expand(x.shape), *args, **kwargs)
-        return found._replace(positions={layer: to_gpu(mode, own) for layer, own in found.positions.items()})
+            begin(self, module, [torch.empty(()).expand(next(iter((*args, *(kwargs or {}).values()))).shape)])
 
-    backbone.draw = drawn
-    return backbone
+    def on_cpu(draw, moves):
+        def drawn(*args):
+            with unset_fake_temporarily():
+                found = draw(*args)
+            return to_gpu(mode, found) if moves else found
+
+        return drawn
+
+    names = dict(positions=True, heads=True, images=False)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Draws, 'begin', begin_on_cpu))
+        for name, moves in names.items():
+            stack.enter_context(mock.patch.object(Draws, name, on_cpu(getattr(Draws, name), moves)))
+        yield

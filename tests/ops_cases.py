@@ -1,35 +1,53 @@
-"""Arguments of the fused operations, the same operations by the definition of SBP, and by Algorithm 1."""
+"""One table of the operations, which the tests run through: inputs, the operation, its definition in plain torch.
+
+The definition of what drops positions is that of SBP: ``torch.where(kept, f(x), f(x).detach())``.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from cases import stored_bytes
 from hypothesis import strategies as st
+from mmdet.models.backbones.swin import ShiftWindowMSA
 from oracles import where_sbp
 
-from sbp_mmdet import ops, sbp
-from sbp_mmdet.analysis import saved_bytes
-from sbp_mmdet.masks import positions
-from sbp_mmdet.ops.storage import store
+from sbp_mmdet import ops
+from sbp_mmdet.masks import Positions, positions
+from sbp_mmdet.ops.precision import store
+from sbp_mmdet.ops.tokens import token_positions
 
-MLP = ('x', 'shortcut', 'norm_weight', 'norm_bias', 'weight1', 'bias1', 'weight2', 'bias2', 'gamma')
-DOWNSAMPLE = ('x', 'norm_weight', 'norm_bias', 'weight', 'bias')
+Form = ops.Form
+HEADS, WINDOW = 3, 3
+HEIGHT, WIDTH = 5, 6  # of maps, unless a test says so; of what is downsampled twice that
 MAPS = ('x', 'shortcut')
+GIVEN = ('factor', 'positions', 'conv', 'heads', 'index')  # what goes with the tensors and gets no gradient
 KINDS = st.sampled_from(['empty', 'full', 'few', 'half', 'half', None])
 
 
-def mlp_inputs(seed=0, n=2, c=8, d=20, height=5, width=6, *, affine=True, gamma=1.0, dtype=torch.float64):
-    """Arguments of channel_mlp by name, and the convolution that its x comes from."""
+def numbers(seed, dtype):
+    """A maker of normal numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, mean=0.0, std=1.0):
         return (mean + std * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
+    return normal
+
+
+def mlp_inputs(
+    seed=0, n=2, c=8, d=20, height=HEIGHT, width=WIDTH, *, affine=True, gamma=1.0, dtype=torch.float64, half=None
+):
+    """Tensors of channel_mlp by name, and the convolution that their x comes from; ``half``: what that one runs in."""
+    normal, kind = numbers(seed, dtype), half or dtype
     conv = ops.Conv(
-        store(normal(n, c, height, width, std=2.0), 'native', (2, 3)),
+        store(normal(n, c, height, width, std=2.0).to(kind), 'native'),
         *(normal(c, 1, 7, 7, std=1 / 7), normal(c)),
-        ops.ConvSettings((1, 1), (3, 3), (1, 1), c, dtype),
+        ops.ConvSettings((1, 1), (3, 3), (1, 1), c, kind),
     )
     tensors = dict(
-        x=conv.run(),
+        x=conv.run().to(dtype),
         shortcut=normal(n, c, height, width),
         norm_weight=normal(c, mean=1.0, std=0.3) if affine else None,
         norm_bias=normal(c, std=0.3) if affine else None,
@@ -42,17 +60,59 @@ def mlp_inputs(seed=0, n=2, c=8, d=20, height=5, width=6, *, affine=True, gamma=
     return tensors, conv
 
 
-def plain_mlp(x, shortcut, norm_weight, norm_bias, w1, b1, w2, b2, gamma, *, mask, factor=None, approximate='none'):
-    """The definition; under autocast with the norm in fp32, as CUDA has it."""
+def tokens_of_mlp(**sizes):
+    tensors, _ = mlp_inputs(**sizes)
+    return tensors | {name: tensors[name].flatten(2).mT.contiguous() for name in MAPS}
 
-    def branch(x):
-        x = plain_norm(x.permute(0, 2, 3, 1), norm_weight, norm_bias)
-        x = F.linear(F.gelu(F.linear(x, w1, b1), approximate=approximate), w2, b2)
-        x = x if gamma is None else x * gamma
-        x = x if factor is None else x * factor[:, None, None, None]
-        return x.permute(0, 3, 1, 2)
 
-    return shortcut + where_sbp(branch, x, mask)
+def grn_inputs(seed=0, d=20, **sizes):
+    tensors, normal = mlp_inputs(seed, d=d, **sizes)[0], numbers(seed + 1, sizes.get('dtype', torch.float64))
+    return tensors | dict(grn_weight=normal(d), grn_bias=normal(d))
+
+
+def downsample_inputs(seed=0, n=2, c=6, d=9, height=2 * HEIGHT, width=2 * WIDTH, **sizes):
+    tensors, _ = mlp_inputs(seed, n, c, d, height, width, **sizes)
+    weight = torch.cat([tensors['weight1'].roll(i, 1)[:, :, None] * (1 + i) for i in range(4)], 2) / 4
+    inputs = {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')}
+    return inputs | dict(weight=weight.view(d, c, 2, 2), bias=tensors['bias1'])
+
+
+def norm_linear_inputs(*, bias=True, **sizes):
+    tensors = tokens_of_mlp(**sizes)
+    return {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')} | dict(
+        weight=tensors['weight1'], bias=tensors['bias1'] if bias else None
+    )
+
+
+def norm_inputs(**sizes):
+    tensors, _ = mlp_inputs(**sizes)
+    return dict(x=tensors['x'], weight=tensors['norm_weight'], bias=tensors['norm_bias'])
+
+
+def attention_inputs(
+    seed=0, n=2, c=12, height=HEIGHT, width=WIDTH, *, prefix=1, dtype=torch.float64, bias=True, affine=True, gamma=1.0
+):
+    """Of a layer of three heads, on ``prefix`` tokens in front of those of a map."""
+    normal = numbers(seed, dtype)
+    return dict(
+        x=normal(n, prefix + height * width, c),
+        norm_weight=normal(c, mean=1.0, std=0.3) if affine else None,
+        norm_bias=normal(c, std=0.3) if affine else None,
+        qkv_weight=normal(3 * c, c, std=1.5 * c**-0.5),
+        qkv_bias=normal(3 * c, std=0.3) if bias else None,
+        proj_weight=normal(c, c, std=c**-0.5),
+        proj_bias=normal(c, std=0.3),
+        gamma=normal(c, mean=gamma, std=0.3 * gamma) if gamma else None,
+    )
+
+
+def window_inputs(seed=0, *, dtype=torch.float64, **sizes):
+    tensors = attention_inputs(seed, prefix=0, dtype=dtype, **sizes)
+    del tensors['gamma']
+    return tensors | dict(table=numbers(seed + 1, dtype)((2 * WINDOW - 1) ** 2, HEADS))
+
+
+# Definitions. Under autocast the norm is in fp32, as CUDA has it.
 
 
 def plain_norm(x, weight, bias):
@@ -60,32 +120,228 @@ def plain_norm(x, weight, bias):
         return F.layer_norm(x if x.dtype == torch.float64 else x.float(), x.shape[-1:], weight, bias, 1e-6)
 
 
-def algorithm1_mlp(x, shortcut, norm_weight, norm_bias, w1, b1, w2, b2, gamma, *, keep, factor, approximate):
-    def f(x):
-        x = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, 1e-6)
-        x = F.linear(F.gelu(F.linear(x, w1, b1), approximate=approximate), w2, b2)
-        return x if gamma is None else x * gamma
-
-    branch = sbp(f, x.flatten(2).transpose(1, 2), keep).transpose(1, 2).view(shortcut.shape)
-    return shortcut + (branch if factor is None else branch * factor[:, None, None, None])
-
-
-def downsample_inputs(seed=0, n=2, c=6, c_out=9, height=8, width=6, *, affine=True, dtype=torch.float64):
-    tensors, _ = mlp_inputs(seed, n, c, c_out, height, width, affine=affine, dtype=dtype)
-    weight = torch.cat([tensors['weight1'].roll(i, 1)[:, :, None] * (1 + i) for i in range(4)], 2) / 4
-    inputs = {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')}
-    return inputs | dict(weight=weight.view(c_out, c, 2, 2), bias=tensors['bias1'])
-
-
 def plain_norm2d(x, weight, bias):
     return plain_norm(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
 
 
-def plain_downsample(x, norm_weight, norm_bias, weight, bias, *, mask):
+def plain_mlp(x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, **options):
+    mask, factor, approximate = (options.get(name) for name in ('mask', 'factor', 'approximate'))
+
+    def branch(x):
+        x = plain_norm(x, norm_weight, norm_bias)
+        x = F.linear(F.gelu(F.linear(x, weight1, bias1), approximate=approximate or 'none'), weight2, bias2)
+        return x if gamma is None else x * gamma
+
+    tokens = x if x.dim() == 3 else x.flatten(2).mT
+    out = branch(tokens) if mask is None else where_sbp(branch, tokens, mask.view(-1, 1))
+    out = out if factor is None else out * factor[:, None, None]
+    return shortcut + (out if x.dim() == 3 else out.mT.reshape(x.shape))
+
+
+def plain_grn(
+    x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias2, gamma, grn_weight, grn_bias, factor=None
+):
+    a = F.gelu(F.linear(plain_norm2d(x, norm_weight, norm_bias).permute(0, 2, 3, 1), weight1, bias1))
+    norm = a.float().norm(dim=(1, 2), keepdim=True) if a.dtype != torch.float64 else a.norm(dim=(1, 2), keepdim=True)
+    a = (1 + grn_weight * norm / (norm.mean(-1, keepdim=True) + 1e-6)) * a + grn_bias  # norm's derivative at 0 is 0
+    out = F.linear(a, weight2, bias2)
+    out = (out if gamma is None else out * gamma).permute(0, 3, 1, 2)
+    return shortcut + (out if factor is None else out * factor[:, None, None, None])
+
+
+def plain_norm_linear(x, norm_weight, norm_bias, weight, bias, mask=None):
     def f(x):
+        if x.dim() == 3:
+            return F.linear(plain_norm(x, norm_weight, norm_bias), weight, bias)
         return F.conv2d(plain_norm2d(x, norm_weight, norm_bias), weight, bias, stride=2)
 
-    return where_sbp(f, x, mask)
+    if mask is None:
+        return f(x)
+    return where_sbp(f, x, mask if x.dim() == 4 else mask.view(-1, 1))
+
+
+def plain_attention(
+    x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, gamma, *, mode, keep=None, **options
+):
+    """Every equation of the appendix as it stands; what is dropped is detached, entry by entry of the map."""
+    (n, tokens, c), heads, factor = x.shape, options.get('heads'), options.get('factor')
+    kept = torch.ones(tokens, dtype=torch.bool)
+    if keep is not None:
+        kept = torch.zeros(tokens, dtype=torch.bool).index_fill_(0, keep, True)
+    qkv = F.linear(plain_norm(x, norm_weight, norm_bias), qkv_weight, qkv_bias)
+    q, k, v = qkv.view(n, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    scores = q @ k.mT / (c // HEADS) ** 0.5
+    if mode == 'qkv':
+        scores = torch.where(kept, scores, scores.detach())
+        v = torch.where(kept[:, None], v, v.detach())
+    out = scores.softmax(-1).to(v.dtype) @ v
+    parts = torch.einsum('nhtd,chd->nhtc', out, proj_weight.view(c, HEADS, -1).to(out.dtype))
+    if gamma is not None:
+        parts, proj_bias = parts * gamma, proj_bias * gamma
+    if heads is not None:
+        chosen = torch.zeros(HEADS, dtype=torch.bool).index_fill_(0, heads, True)
+        parts = torch.where(chosen[:, None, None], parts, parts.detach())
+    branch = parts.sum(1) + proj_bias
+    branch = branch if factor is None else branch * factor[:, None, None]
+    return x + torch.where(kept[:, None], branch, branch.detach())
+
+
+def window_module(shift, bias=True):
+    """mmdet's attention in windows."""
+    drop = dict(type='DropPath', drop_prob=0)
+    return ShiftWindowMSA(4 * HEADS, HEADS, WINDOW, shift, qkv_bias=bias, dropout_layer=drop)
+
+
+INDEX = window_module(0).w_msa.relative_position_index
+
+
+def plain_windows(
+    x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, table, *, size, shift, factor=None, **_
+):
+    """mmdet's module with these tensors in place of its own."""
+    state = {'qkv.weight': qkv_weight, 'qkv.bias': qkv_bias, 'proj.weight': proj_weight, 'proj.bias': proj_bias}
+    state |= {'relative_position_bias_table': table}
+    state = {f'w_msa.{name}': t for name, t in state.items() if t is not None}
+    normed = plain_norm(x, norm_weight, norm_bias)
+    out = torch.func.functional_call(window_module(shift, qkv_bias is not None), state, (normed, size))
+    return x + (out if factor is None else out * factor[:, None, None])
+
+
+# The table.
+
+
+def keep_mask(kind, height=HEIGHT, width=WIDTH, seed=0):
+    """A mask by name; None: no mask, that is everything."""
+    if kind is None:
+        return None
+    share = {'empty': 0.0, 'full': 1.1, 'few': 0.2, 'half': 0.5}[kind]
+    return torch.rand(height, width, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def keep_of(mask, nearest=False, prefix=0) -> Positions | None:
+    return None if mask is None else token_positions(positions(mask, nearest=nearest), prefix)
+
+
+def kept_positions(kind):
+    mask = keep_mask(kind)
+    return dict(positions=keep_of(mask)), dict(mask=mask)
+
+
+def kept_tokens(kind):
+    keep = keep_of(keep_mask(kind), prefix=1)
+    return dict(positions=keep), dict(keep=None if keep is None else keep.keep)
+
+
+def kept_heads(kind):
+    heads = {None: None, 'full': torch.arange(HEADS), 'few': torch.tensor([1]), 'half': torch.tensor([0, 2])}[kind]
+    return dict(heads=heads), dict(heads=heads)
+
+
+class Case(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        inputs (Callable): Sizes and so on to tensors by name, and to what the operation is given beside them.
+        run (Callable): Form and options to the operation, as a function of named tensors.
+        plain (Callable): Options to the definition, as a function of named tensors.
+        kept (Callable | None): Name of what is kept to options of operation and definition; None: keeps all.
+        reference (bool): Has a reference form.
+    """
+
+    inputs: Callable
+    run: Callable
+    plain: Callable
+    kept: Callable | None = None
+    reference: bool = True
+
+    @property
+    def kinds(self):
+        """Names of what may be kept."""
+        return [None] if self.kept is None else [None, 'half', 'few', 'full'] + ['empty'] * (self.kept != kept_heads)
+
+    def both(self, kind=None, form=Form(), given=None, **options):  # noqa: B008
+        """Operation and definition, as functions of named tensors."""
+        own, truth = (dict(), dict()) if kind is None else self.kept(kind)
+        truth |= {name: value for name, value in options.items() if name in ('factor', 'approximate')}
+        return self.run(form, **own, **options, **(given or {})), self.plain(**truth)
+
+
+def operation(run, settings, tensors, **fixed):
+    """An operation as a function of form and options, which goes on to a function of named tensors."""
+
+    def of_form(form=Form(), **options):  # noqa: B008
+        options = fixed | options
+        given = {name: options.pop(name) for name in GIVEN if name in options}
+        own = settings(form, **options)
+        return lambda **named: run(own, tensors(**named, **given))
+
+    return of_form
+
+
+def definition(f, **fixed):
+    return lambda **options: lambda **named: f(**named, **fixed, **options)
+
+
+def alone(inputs):
+    return lambda **sizes: (inputs(**sizes), {})
+
+
+def with_conv(inputs):
+    return lambda **sizes: (inputs(**sizes), dict(conv=mlp_inputs(**sizes)[1]))
+
+
+channel_mlp = operation(ops.channel_mlp, ops.MLPSettings, ops.MLPTensors)
+grn_mlp = operation(ops.grn_mlp, ops.GRNSettings, ops.GRNTensors)
+norm_linear = operation(ops.norm_linear, ops.NormLinearSettings, ops.NormLinearTensors)
+layer_norm = operation(ops.layer_norm, ops.NormSettings, ops.NormTensors)
+
+
+def attention(mode, kept):
+    run = operation(ops.attention, ops.AttentionSettings, ops.AttentionTensors, num_heads=HEADS, mode=mode)
+    return Case(alone(attention_inputs), run, definition(plain_attention, mode=mode), kept)
+
+
+def windows(shift, size=(HEIGHT, WIDTH)):
+    fixed = dict(num_heads=HEADS, window=WINDOW, scale=0.5, shift=shift, size=size, eps=1e-6, index=INDEX)
+    run = operation(ops.window_attention, ops.WindowSettings, ops.WindowTensors, **fixed)
+    return Case(alone(window_inputs), run, definition(plain_windows, shift=shift, size=size), reference=False)
+
+
+_mlp = dict(run=channel_mlp, plain=definition(plain_mlp), kept=kept_positions)
+_grn = dict(run=grn_mlp, plain=definition(plain_grn), reference=False)
+_linear = dict(run=norm_linear, plain=definition(plain_norm_linear), kept=kept_positions)
+_norm = dict(run=layer_norm, plain=definition(plain_norm2d))
+CASES = {
+    'mlp': Case(alone(lambda **sizes: mlp_inputs(**sizes)[0]), **_mlp),
+    'mlp with convolution': Case(with_conv(lambda **sizes: mlp_inputs(**sizes)[0]), **_mlp),
+    'mlp of tokens': Case(alone(tokens_of_mlp), **_mlp),
+    'grn': Case(alone(grn_inputs), **_grn),
+    'grn with convolution': Case(with_conv(grn_inputs), **_grn),
+    'downsample': Case(alone(downsample_inputs), **_linear),
+    'norm_linear': Case(alone(norm_linear_inputs), **_linear),
+    'layer_norm': Case(alone(norm_inputs), **_norm),
+    'layer_norm with convolution': Case(with_conv(norm_inputs), **_norm),
+    'qkv': attention('qkv', kept_tokens),
+    'query': attention('query', kept_tokens),
+    'head': attention('head', kept_heads),
+    'windows': windows(0),
+    'shifted windows': windows(1),
+}
+TAKES_FACTOR = [name for name in CASES if name.split()[0] not in ('downsample', 'norm_linear', 'layer_norm')]
+
+
+def fused_mlp(positions=None, conv=None, **options):
+    """channel_mlp in the fused form, as a function of named tensors; with neighbours if positions have some."""
+    form = Form(dropped='zero' if positions is None or positions.nearest is None else 'nearest')
+    return channel_mlp(form, positions=positions, conv=conv, **options)
+
+
+# What is done with them.
+
+
+def weight_of(out):
+    """A gradient that weighs every entry differently."""
+    return torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape).to(out.dtype)
 
 
 def differentiate(f, tensors, trainable=None):
@@ -93,42 +349,12 @@ def differentiate(f, tensors, trainable=None):
     trainable = [name for name, t in tensors.items() if t is not None and (trainable is None or name in trainable)]
     leaves = {name: t if t is None else t.detach().requires_grad_(name in trainable) for name, t in tensors.items()}
     out = f(**leaves)
-    weight = torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape).to(out.dtype)
-    grads = torch.autograd.grad(out, [leaves[name] for name in trainable], weight, materialize_grads=True)
+    grads = torch.autograd.grad(out, [leaves[name] for name in trainable], weight_of(out), materialize_grads=True)
     return dict.fromkeys(tensors) | {'out': out.detach()} | dict(zip(trainable, grads, strict=True))
 
 
 def cast(tensors, dtype):
     return {name: t if t is None else t.to(dtype) for name, t in tensors.items()}
-
-
-def plain(f, **options):
-    """An oracle as a function of named tensors."""
-    return lambda **tensors: f(*tensors.values(), **options)
-
-
-def fused_mlp(positions, recompute, conv=None, *, factor=None, **settings):
-    """channel_mlp as a function of named tensors; recompute 'conv' runs the convolution again, too."""
-    settings = ops.MLPSettings(recompute=bool(recompute), **dict(dropped=_by_default(positions)) | settings)
-    given = dict(factor=factor, positions=positions, conv=conv if recompute == 'conv' else None)
-    return lambda **tensors: ops.channel_mlp(settings, ops.MLPTensors(**tensors, **given))
-
-
-def fused_norm(conv=None, **settings):
-    """layer_norm as a function of named tensors."""
-    settings = ops.NormSettings(**settings)
-    return lambda x, norm_weight, norm_bias: ops.layer_norm(settings, ops.NormTensors(x, norm_weight, norm_bias, conv))
-
-
-def fused_downsample(positions=None, **settings):
-    """downsample as a function of named tensors."""
-    settings = ops.NormLinearSettings(**dict(dropped=_by_default(positions)) | settings)
-    return lambda **tensors: ops.norm_linear(settings, ops.NormLinearTensors(**tensors, positions=positions))
-
-
-def _by_default(positions):
-    """Positions with neighbours are there for 'nearest', if nothing else is asked for."""
-    return 'zero' if positions is None or positions.nearest is None else 'nearest'
 
 
 def autocast(f, dtype):
@@ -144,20 +370,12 @@ def half(f, dtype):
     return autocast(lambda x, **tensors: f(x=x.to(dtype), **tensors), dtype)
 
 
-def stored(f, tensors, trainable=None, extra=()):
+def stored(f, tensors, trainable=None, given=None):
     """Bytes that f saves for the backward pass, parameters and what is stored anyway excepted."""
     leaves = {
         n: t if t is None else t.detach().requires_grad_(trainable is None or n in trainable)
         for n, t in tensors.items()
     }
-    return saved_bytes(lambda: f(**leaves), exclude=[*(t for n, t in leaves.items() if n not in MAPS), *extra])
-
-
-def keep_mask(kind, height, width, seed=0):
-    """A mask by name; None: no mask, that is everything."""
-    share = {'empty': 0.0, 'full': 1.1, None: 1.1, 'few': 0.2, 'half': 0.5}[kind]
-    return torch.rand(height, width, generator=torch.Generator().manual_seed(seed)) < share
-
-
-def keep_of(kind, mask):
-    return None if kind is None else positions(mask)
+    conv = (given or {}).get('conv')
+    known = [*(t for n, t in leaves.items() if n not in MAPS and t is not None), INDEX]
+    return stored_bytes(lambda: f(**leaves), known + ([conv.input.values, conv.weight, conv.bias] if conv else []))

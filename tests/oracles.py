@@ -45,50 +45,6 @@ def where_sbp(f, x, mask):
     return torch.where(mask, y, y.detach())
 
 
-def where_pooled(f, x, keep):
-    """Pooling by its definition, with dense matrices: a group's gradients are summed and go back in one, through the
-    middle between its kept row and its mean; each member gets its gradient's projection on the sum.
-
-    x: (N, L, ...), keep: positions with pairs.
-    """
-    pairs = torch.arange(len(keep.drop)) if keep.nearest.index is None else keep.nearest.index
-    members = torch.zeros(len(keep.keep), x.shape[1], dtype=x.dtype)
-    members[torch.arange(len(keep.keep)), keep.keep] = 1
-    members[pairs, keep.drop] = 1
-    parts, means = [], torch.einsum('kl,nl...->nk...', members / members.sum(1, keepdim=True), x.detach())
-    kept = f(_Shared.apply(x, (x[:, keep.keep].detach() + means) / 2, parts))
-    return _Summed.apply(kept, f(x).detach(), members, parts)
-
-
-class _Shared(torch.autograd.Function):
-    """The value; of the gradient of each row k, row l gets the part ``parts[n, k, l]``."""
-
-    @staticmethod
-    def forward(ctx, x, value, parts):
-        ctx.parts = parts
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.einsum('nkl,nk...->nl...', ctx.parts.pop(), grad), None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The value; row k gets the sum of the gradients of its members."""
-
-    @staticmethod
-    def forward(ctx, x, value, members, parts):
-        ctx.members, ctx.parts = members, parts
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        total = torch.einsum('kl,nl...->nk...', ctx.members, grad)
-        products = torch.einsum('nkc,nlc->nkl', total.flatten(2), grad.flatten(2)) * ctx.members
-        ctx.parts.append(products / products.sum(2, keepdim=True).clamp_min(torch.finfo(grad.dtype).tiny))
-        return total, None, None, None
-
-
 def mask_of(keep, height, width):
     """(height, width), True at the kept flat indices."""
     mask = torch.zeros(height * width, dtype=torch.bool, device=keep.device)

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
+from cases import Largest
 from mmdet.registry import TASK_UTILS
 from mmengine.structures import InstanceData
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sbp_mmdet import assigners
 from sbp_mmdet.savings import targets_in_chunks
@@ -34,17 +33,6 @@ def instances(boxes: int, classes: int = 7, size: int = 160, masks: bool = False
     if masks:
         gts.masks = (torch.rand(boxes, size, size, generator=g) > 0.5).float()
     return InstanceData(priors=priors, bboxes=predicted, scores=scores.sigmoid()), gts
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most numbers that a tensor holds."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.most = max([self.most, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))])
-        return out
 
 
 def model(cfg) -> nn.Module:

@@ -1,5 +1,5 @@
-"""Configs for classification. mmpretrain is rarely here (it needs torchvision): what they say is read all the same, and
-backbone, head and a few steps run through mmengine's runner."""
+"""Configs for classification. mmpretrain is rarely here (it needs torchvision): what they say is read all the same. For
+a few steps of a classifier see test_models.py."""
 
 import copy
 import re
@@ -11,10 +11,6 @@ import torch
 from helpers import CONFIGS, environment
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.model import BaseModel
-from mmengine.registry import init_default_scope
-from mmengine.runner import Runner
-from torch import nn
 
 import sbp_mmdet  # noqa: F401  registers the backbones
 
@@ -73,7 +69,7 @@ def test_configs_are_the_papers(load, name):
         assert config.train_dataloader.batch_size == PAPER[name][0]
         assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
     a, b = plain.to_dict(), copy.deepcopy(sbp.to_dict())
-    assert b['model']['backbone'].pop('sbp_cfg') == dict(keep_ratio=0.5)
+    assert b['model']['backbone'].pop('sbp_cfg') == dict(preset='paper')
     assert a['model']['backbone'].pop('drop_path_rate') >= b['model']['backbone'].pop('drop_path_rate')
     assert a == b
 
@@ -85,67 +81,6 @@ def test_readme_gives_the_papers_figures(name):
     for prefix, cells in (('', figures[:2]), ('sbp-', figures[2:])):
         (row,) = (row for row in rows if f'({prefix}{name}_in1k.py)' in row)
         assert [cell.strip() for cell in row.split('|')[2:6]] == [cells[0], '', cells[1], '']
-
-
-class Classifier(BaseModel):
-    """What mmpretrain's ImageClassifier does in training, without its augmentations."""
-
-    def __init__(self, backbone, channels, classes):
-        super().__init__()
-        self.backbone, self.head = MODELS.build(backbone), nn.Linear(channels, classes)
-
-    def forward(self, inputs, labels, mode='tensor'):
-        scores = self.head(self.backbone(inputs)[-1])
-        return dict(loss=nn.functional.cross_entropy(scores, labels)) if mode == 'loss' else scores
-
-
-def rendered(number=64, size=32):
-    """Squares of three colours on noise."""
-    generator = torch.Generator().manual_seed(0)
-    images = 0.3 * torch.randn(number, 3, size, size, generator=generator)
-    labels = torch.arange(number) % 3
-    for image, label in zip(images, labels, strict=True):
-        image[label, 8:24, 8:24] += 1.5
-    return list(zip(images, labels, strict=True))
-
-
-@pytest.mark.parametrize(
-    'backbone',
-    [
-        dict(type='SBPViT', arch=dict(num_layers=3, embed_dims=24, num_heads=3), img_size=32, patch_size=8),
-        dict(type='SBPConvNeXt', arch=dict(depths=[1, 1], channels=[16, 24]), layer_scale_init_value=1.0),
-    ],
-    ids=['vit', 'convnext'],
-)
-@pytest.mark.parametrize('recompute', [False, 'block'])
-def test_training_steps(backbone, recompute, tmp_path):
-    init_default_scope('mmdet')
-    torch.manual_seed(0)
-    more = dict(out_type='cls_token') if backbone['type'] == 'SBPViT' else {}
-    options = dict(sbp_cfg=dict(keep_ratio=0.5, recompute=recompute), drop_path_rate=0.1, **more)
-    model = Classifier(backbone | options, 24, 3)
-    model.init_weights()
-    runner = Runner(
-        model,
-        str(tmp_path),
-        train_dataloader=dict(
-            batch_size=16,
-            collate_fn=dict(type='default_collate'),
-            sampler=dict(type='DefaultSampler', shuffle=True),
-            dataset=rendered(),
-        ),
-        train_cfg=dict(by_epoch=True, max_epochs=10),
-        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=3e-3)),
-        default_hooks=dict(checkpoint=None, logger=dict(type='LoggerHook', interval=100)),
-        experiment_name=f'{backbone["type"]}-{recompute}-{tmp_path.name}',
-        log_level='ERROR',
-        default_scope='mmdet',
-    )
-    runner.train()
-    model.eval()
-    inputs, labels = (torch.stack(part) for part in zip(*rendered(), strict=True))
-    with torch.no_grad():
-        assert (model(inputs, labels).argmax(1) == labels).float().mean() > 0.8
 
 
 WITH_MMPRETRAIN = """
@@ -185,6 +120,7 @@ print('loss', loss.item(), type(model.backbone).__name__, type(model.head).__nam
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', [f'{prefix}{name}' for name in NAMES for prefix in ('', 'sbp-')])
 def test_with_mmpretrain(name):
     """Where it is installed, with or without torchvision: the config as it is, but for sizes."""

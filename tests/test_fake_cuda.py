@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from fake_cuda import backward, fake_backbone, gpu_that_is_not_there
+from cases import FAMILIES, build
+from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sbp_mmdet.settings import PRESETS
 
@@ -16,27 +18,33 @@ def mode():
         yield mode
 
 
-@pytest.mark.parametrize('layout', LAYOUTS)
+def on_gpu(mode, family, sbp_cfg, **options):
+    with unset_fake_temporarily():
+        model = build(family, sbp_cfg, dtype=torch.float32, **options)
+    put_on_gpu(mode, model)
+    return model
+
+
 @pytest.mark.parametrize('precision', PRECISIONS)
 @pytest.mark.parametrize('preset', PRESETS)
-def test_every_preset_on_a_gpu(preset, precision, layout, mode):
-    """Forward and backward pass of the backbone, images of odd sizes."""
-    dtype, size = PRECISIONS[precision], (75, 101)
-    backbone = fake_backbone(mode, **PRESETS[preset].arguments())
-    x = torch.empty(2, 3, *size, device='cuda').to(memory_format=LAYOUTS[layout])
-    with torch.autocast('cuda', dtype, enabled=dtype is not None):
-        outs = backbone(x)
-    assert [out.shape[2:] for out in outs] == [torch.Size(s) for s in backbone.stage_sizes(*size)]
-    assert all(out.is_cuda and out.dtype == torch.float32 for out in outs)
-    found = backward(outs)
-    assert set(found) == set(backbone.parameters())
-    assert all(grad.dtype == torch.float32 and grad.is_cuda for grad in found.values())
+@pytest.mark.parametrize('family', FAMILIES)
+def test_every_preset_on_a_gpu(family, preset, precision, mode):
+    """Forward and backward pass of the backbone, images of odd sizes, both layouts, with stochastic depth."""
+    dtype = PRECISIONS[precision]
+    model = on_gpu(mode, family, dict(preset=preset), drop_path_rate=0.5)
+    for layout in LAYOUTS.values() if 'ConvNeXt' in family else [torch.contiguous_format]:
+        x = torch.empty(2, 3, 75, 101, device='cuda').to(memory_format=layout)
+        with torch.autocast('cuda', dtype, enabled=dtype is not None):
+            outs = model(x)
+        assert all(out.is_cuda for out in outs)
+        found = backward(list(outs))
+        assert set(found) == set(model.parameters())
+        assert all(grad.dtype == torch.float32 and grad.is_cuda for grad in found.values())
 
 
 def test_what_a_gpu_would_refuse_is_refused(mode):
     """The tests above would fail where a tensor stays on the CPU."""
-    backbone = fake_backbone(mode, sbp_cfg=dict(recompute=True))
-    block = backbone.stages[0][0]
-    block.gamma = torch.nn.Parameter(torch.empty(8))
+    model = on_gpu(mode, 'SBPConvNeXt', dict(preset='exact'))
+    model.stages[0][0].gamma = torch.nn.Parameter(torch.empty(8))
     with pytest.raises(RuntimeError, match='device'):
-        backbone(torch.empty(2, 3, 64, 64, device='cuda'))
+        model(torch.empty(2, 3, 64, 64, device='cuda'))

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbp_mmdet import masks
 from sbp_mmdet.masks import SAMPLERS, mask_generator, parse_keep_ratio, positions, sample_mask, stage_masks
+from sbp_mmdet.ops.tokens import token_positions
 
 RATIOS = [
     Fraction(1, 2),
@@ -230,8 +231,24 @@ def test_positions_of_a_mask_that_was_there_before(nearest):
     positions(masks_[0], nearest=not nearest)
     misses = masks._paired.cache_info().misses
     for mask, before in zip(masks_, first, strict=True):
-        again, alone = positions(mask, nearest=nearest), positions(mask[None], nearest=nearest)
-        for x, y, z in zip(*map(tree_leaves, (again, before, alone)), strict=True):
-            assert (x is y is z is None) or (torch.equal(x, y) and torch.equal(x, z[0]))
+        for x, y in zip(*map(tree_leaves, (positions(mask, nearest=nearest), before)), strict=True):
+            assert (x is y is None) or torch.equal(x, y)
     assert masks._paired.cache_info().misses == misses <= 7
     assert masks._paired.cache_info().maxsize
+
+
+@pytest.mark.parametrize('nearest', [False, True])
+@pytest.mark.parametrize('mask', [torch.eye(4).bool(), torch.tensor([[True, False]] * 3)], ids=['few', 'one for one'])
+def test_positions_of_tokens(mask, nearest):
+    """Tokens in front are always kept, and stand for nobody but themselves."""
+    before = positions(mask, nearest=nearest)
+    assert token_positions(before, 0) is before
+    found = token_positions(before, 2)
+    assert found.keep.tolist() == [0, 1, *(before.keep + 2).tolist()] and torch.equal(found.drop, before.drop + 2)
+    if nearest:
+        index, starts = found.nearest
+        own = torch.arange(len(before.drop)) if before.nearest.index is None else before.nearest.index
+        assert torch.equal(found.keep[index], before.keep[own] + 2)
+        assert starts.tolist() == [0, 0, *before.nearest.starts.tolist()]
+    else:
+        assert found.nearest is None

@@ -1,38 +1,77 @@
-"""The fused operations against the definition of SBP in plain autograd, and against Algorithm 1."""
-
-import dataclasses
+"""Each operation in each form against its definition in plain torch; the table is in ops_cases.py."""
 
 import pytest
 import torch
-from helpers import FP16
+import torch.nn.functional as F
+from helpers import FP16, needs_fp16
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ops_cases import (
+    CASES,
     KINDS,
-    algorithm1_mlp,
+    TAKES_FACTOR,
+    Form,
     autocast,
     cast,
+    channel_mlp,
     differentiate,
     downsample_inputs,
-    fused_downsample,
-    fused_mlp,
-    fused_norm,
     half,
     keep_mask,
     keep_of,
     mlp_inputs,
-    plain,
-    plain_downsample,
+    norm_linear,
+    operation,
     plain_mlp,
-    plain_norm2d,
+    plain_norm_linear,
+    stored,
+    weight_of,
+    windows,
 )
 from oracles import assert_near, relative_error
 
-from sbp_mmdet.analysis import saved_bytes
-from sbp_mmdet.masks import positions
-from sbp_mmdet.ops.storage import store
+from sbp_mmdet import ops
+from sbp_mmdet.ops.precision import store
 
+FUSED, REFERENCE = Form(), Form('reference')
+FORMS = [(name, FUSED) for name in CASES] + [(name, REFERENCE) for name, case in CASES.items() if case.reference]
+KEPT = [(name, form, kind) for name, form in FORMS for kind in CASES[name].kinds]
 DTYPES = st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)])
+OPTIONS = [
+    ('mlp', dict(affine=False, gamma=None), dict(approximate='tanh')),
+    ('mlp', dict(), dict(chunk=1)),
+    ('mlp with convolution', dict(affine=False), dict(chunk=100)),
+    ('mlp of tokens', dict(gamma=None), dict(chunk=100)),
+    ('grn', dict(affine=False), dict(chunk=60)),
+    ('grn', dict(gamma=None), dict()),
+    ('downsample', dict(affine=False), dict()),
+    ('norm_linear', dict(affine=False, bias=False), dict()),
+    ('layer_norm', dict(affine=False), dict()),
+    ('qkv', dict(affine=False, bias=False, gamma=None), dict()),
+    ('query', dict(affine=False, bias=False, gamma=None), dict()),
+    ('windows', dict(affine=False), dict(chunk=1)),
+    ('shifted windows', dict(bias=False), dict(chunk=1000)),
+]
+
+
+@pytest.mark.parametrize(('name', 'form', 'kind'), KEPT)
+def test_values_and_gradients(name, form, kind):
+    """Of everything that has one, with stochastic depth. In fp64 the operation is the definition."""
+    case = CASES[name]
+    tensors, given = case.inputs()
+    options = dict(factor=torch.tensor([1.6, 0.0], dtype=torch.float64)) if name in TAKES_FACTOR else {}
+    f, plain = case.both(kind, form, given, **options)
+    assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
+
+
+@pytest.mark.parametrize(('name', 'sizes', 'options'), OPTIONS, ids=str)
+def test_options(name, sizes, options):
+    case = CASES[name]
+    tensors, given = case.inputs(**sizes)
+    for form in [FUSED] + [REFERENCE] * (case.reference and 'chunk' not in options):
+        for kind in case.kinds[:2]:
+            f, plain = case.both(kind, form, given, **options)
+            assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
 
 
 @given(
@@ -40,28 +79,27 @@ DTYPES = st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)])
     shape=st.tuples(*(st.integers(*limits) for limits in [(1, 3), (4, 12), (1, 24), (1, 7), (1, 7)])),
     kind=KINDS,
     dtype=DTYPES,
-    approximate=st.sampled_from(['none', 'tanh']),
     affine=st.booleans(),
     gamma=st.sampled_from([1.0, None]),
     scaled=st.booleans(),
-    recompute=st.sampled_from([False, True, 'conv']),
+    again=st.booleans(),
     chunk=st.sampled_from([1, 40, 2**20]),
 )
-@example(0, (1, 4, 8, 3, 5), None, (torch.float64, 1e-10), 'none', True, 1.0, True, False, 40)  # rows that are a view
-@settings(max_examples=100)
-def test_mlp(seed, shape, kind, dtype, approximate, affine, gamma, scaled, recompute, chunk):
+@example(0, (1, 4, 8, 3, 5), None, (torch.float64, 1e-10), True, 1.0, True, False, 40)  # rows that are a view
+@settings(max_examples=60)
+def test_mlp_of_any_shape(seed, shape, kind, dtype, affine, gamma, scaled, again, chunk):
     dtype, tolerance = dtype
     tensors, conv = mlp_inputs(seed, *shape, affine=affine, gamma=gamma, dtype=dtype)
     mask = keep_mask(kind, *shape[-2:], seed)
     factor = torch.tensor([1.25, 0.0, 2.0], dtype=dtype)[: shape[0]] if scaled else None
-    options = dict(factor=factor, approximate=approximate)
-    f = fused_mlp(keep_of(kind, mask), recompute, conv, chunk=chunk, **options)
+    f = channel_mlp(positions=keep_of(mask), conv=conv if again else None, chunk=chunk, factor=factor)
     actual = differentiate(f, tensors)
     assert actual['out'].dtype == dtype
-    truth = dict(mask=mask, approximate=approximate, factor=None if factor is None else factor.double())
-    assert_near(actual, differentiate(plain(plain_mlp, **truth), cast(tensors, torch.float64)), tolerance)
-    algorithm1 = plain(algorithm1_mlp, keep=positions(mask), **options)
-    assert_near(actual, differentiate(algorithm1, tensors), tolerance)
+    double = cast(tensors, torch.float64)
+    truth = differentiate(
+        lambda **t: plain_mlp(**t, mask=mask, factor=factor if factor is None else factor.double()), double
+    )
+    assert_near(actual, truth, tolerance)
 
 
 @given(
@@ -69,178 +107,213 @@ def test_mlp(seed, shape, kind, dtype, approximate, affine, gamma, scaled, recom
     shape=st.tuples(*(st.integers(*limits) for limits in [(1, 3), (4, 12), (1, 12), (2, 9), (2, 9)])),
     kind=KINDS,
     dtype=DTYPES,
-    affine=st.booleans(),
 )
-def test_downsample(seed, shape, kind, dtype, affine):
+def test_downsample_of_any_shape(seed, shape, kind, dtype):
     dtype, tolerance = dtype
-    tensors = downsample_inputs(seed, *shape, affine=affine, dtype=dtype)
+    tensors = downsample_inputs(seed, *shape, dtype=dtype)
     mask = keep_mask(kind, shape[-2] // 2, shape[-1] // 2, seed)
-    actual = differentiate(fused_downsample(keep_of(kind, mask)), tensors)
+    actual = differentiate(norm_linear(positions=keep_of(mask)), tensors)
     assert actual['out'].dtype == dtype
-    truth = differentiate(plain(plain_downsample, mask=mask), cast(tensors, torch.float64))
+    truth = differentiate(lambda **t: plain_norm_linear(**t, mask=mask), cast(tensors, torch.float64))
     assert_near(actual, truth, tolerance)
 
 
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
-@pytest.mark.parametrize('affine', [True, False])
-@pytest.mark.parametrize('recompute', [True, False])
-def test_layer_norm(dtype, affine, recompute):
-    tensors, conv = mlp_inputs(c=8, affine=affine, dtype=dtype)
-    tensors = {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')}
-    actual = differentiate(fused_norm(conv if recompute else None), tensors)
-    truth = differentiate(plain(plain_norm2d), cast(tensors, torch.float64))
-    assert_near(actual, truth, 1e-10 if dtype == torch.float64 else 1e-5)
+@pytest.mark.parametrize(('name', 'form', 'kind'), [(n, f, k) for n, f, k in KEPT if k in (None, 'half')])
+def test_frozen_parameters(name, form, kind):
+    """Gradients for those who ask, and no more stored than for all."""
+    case = CASES[name]
+    tensors, given = case.inputs()
+    f, _ = case.both(kind, form, given)
+    everything, most = differentiate(f, tensors), stored(f, tensors, given=given)
+    for trainable in [[n] for n in tensors] + [list(tensors)[1::2]]:
+        actual = differentiate(f, tensors, trainable)
+        expected = {n: g if n in trainable or n == 'out' else None for n, g in everything.items()}
+        assert_near(actual, expected, 1e-13)
+        if form == FUSED:
+            assert stored(f, tensors, trainable, given) <= most
+    if name.startswith('mlp'):
+        assert stored(f, tensors, ['shortcut']) == 0
 
 
-@pytest.mark.parametrize('recompute', [False, True])
-@pytest.mark.parametrize('kind', ['half', None])
-def test_mlp_gradcheck(kind, recompute):
-    """Numerical derivatives of the kept outputs: those of SBP are exact."""
-    tensors, _ = mlp_inputs(n=2, c=4, d=5, height=2, width=3)
-    keep = keep_of(kind, keep_mask(kind, 2, 3, seed=1))
-    f = fused_mlp(keep, recompute, factor=torch.tensor([1.5, 0.5], dtype=torch.float64))
-
-    def kept(*args):
-        out = f(**dict(zip(tensors, args, strict=True))).flatten(2)
-        return out if keep is None else out.index_select(2, keep.keep)
-
-    args = [t.requires_grad_() for t in tensors.values()]
-    assert torch.autograd.gradcheck(kept, args)
+BIG = dict(n=8, c=32, d=128)
+HALF = [('mlp', BIG | dict(gamma=gamma)) for gamma in (1.0, 1e-6, None)]
+HALF += [('mlp with convolution', BIG), ('grn', BIG), ('downsample', BIG)]
+HALF += [(name, dict(n=8, c=48)) for name in ('qkv', 'query', 'head', 'windows', 'shifted windows')]
 
 
-@pytest.mark.parametrize('kind', ['half', None])
-def test_downsample_gradcheck(kind):
-    tensors = downsample_inputs(n=2, c=4, c_out=3, height=5, width=4)
-    keep = keep_of(kind, keep_mask(kind, 2, 2, seed=1))
-
-    def kept(*args):
-        out = fused_downsample(keep)(**dict(zip(tensors, args, strict=True))).flatten(2)
-        return out if keep is None else out.index_select(2, keep.keep)
-
-    assert torch.autograd.gradcheck(kept, [t.requires_grad_() for t in tensors.values()])
-
-
-class Errors:
-    """Squared errors of the fused and the plain implementation per gradient, summed over seeds: enough entries that
+@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
+@pytest.mark.parametrize(('name', 'sizes'), HALF, ids=str)
+def test_half_precision(name, sizes, dtype):
+    """Not much further from fp64 than plain torch under autocast is. Squared errors are summed over enough entries that
     their ratio is a property of the arithmetic and not of a draw."""
-
-    def __init__(self):
-        self.sums = {}
-
-    def add(self, actual, plain, truth):
-        for name, value in truth.items():
-            sums = self.sums.setdefault(name, [0.0, 0.0])
-            for i, other in enumerate((actual, plain)):
-                sums[i] += (other[name].double() - value).square().sum().item()
-
-    def assert_fused_as_good(self, limit=1.2):
-        ratios = {name: (a / p) ** 0.5 for name, (a, p) in self.sums.items() if p}
-        assert len(ratios) >= 5
-        assert max(ratios.values()) <= limit, ratios
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
-@pytest.mark.parametrize('gamma', [1.0, 1e-6, None])
-@pytest.mark.parametrize('recompute', [False, True, 'conv'])
-def test_mlp_in_half_precision(dtype, gamma, recompute):
-    errors = Errors()
-    for seed in range(12):
-        tensors, conv = mlp_inputs(seed, 2, 32, 128, 12, 12, gamma=gamma, dtype=torch.float32)
-        conv = conv._replace(
-            input=store(conv.input.load(dtype), 'native', ()), settings=dataclasses.replace(conv.settings, dtype=dtype)
-        )
-        tensors['x'] = conv.run().float()
-        mask = keep_mask('half', 12, 12, seed)
-        oracle = plain(plain_mlp, mask=mask)
-        actual = differentiate(half(fused_mlp(positions(mask), recompute, conv), dtype), tensors)
-        truth = differentiate(oracle, cast(tensors, torch.float64))
-        expected = differentiate(half(oracle, dtype), tensors)
-        assert actual['out'].dtype == expected['out'].dtype
-        if gamma is None:
-            for grads in (actual, expected, truth):
-                grads.pop('gamma')
-        errors.add(actual, expected, truth)
-    errors.assert_fused_as_good()
+    case, sums = CASES[name], {}
+    kind = 'half' if case.kept else None
+    for seed in range(6):
+        made_in_half = dict(half=dtype) if name.startswith('mlp') or 'convolution' in name else {}
+        tensors, given = case.inputs(seed=seed, dtype=torch.float32, **made_in_half, **sizes)
+        f, plain = case.both(kind, FUSED, given)
+        run = half if name.startswith('mlp') else autocast
+        ours, theirs = (differentiate(run(g, dtype), tensors) for g in (f, plain))
+        for key, truth in differentiate(plain, cast(tensors, torch.float64)).items():
+            if truth is not None:
+                assert ours[key].dtype == theirs[key].dtype
+                parts = torch.stack([ours[key] - truth, theirs[key] - truth, truth])
+                sums[key] = sums.get(key, 0) + parts.flatten(1).square().sum(1)
+    for key, (own, other, size) in sums.items():
+        # What fp32 leaves where nothing is in half precision is no matter.
+        assert own**0.5 <= 1.5 * other**0.5 + 1e-6 * size**0.5, (key, (own / other) ** 0.5)
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
-def test_downsample_in_half_precision(dtype):
-    errors = Errors()
-    for seed in range(12):
-        tensors = downsample_inputs(seed, 2, 32, 64, 16, 16, dtype=torch.float32)
-        oracle = plain(plain_downsample, mask=keep_mask('half', 8, 8, seed))
-        keep = positions(keep_mask('half', 8, 8, seed))
-        actual = differentiate(autocast(fused_downsample(keep), dtype), tensors)
-        truth = differentiate(oracle, cast(tensors, torch.float64))
-        errors.add(actual, differentiate(autocast(oracle, dtype), tensors), truth)
-    errors.assert_fused_as_good()
+@needs_fp16
+@pytest.mark.parametrize(('gradient', 'gamma'), [(7e4, 1e-6), (200.0, 0.01), (1.0, 1.0), (1e-6, 1.0)])
+def test_fp16_keeps_the_range_of_the_plain_block(gradient, gamma):
+    """Loss scaling makes the block's gradient large, a small layer scale makes the branch's small again."""
+    tensors, _ = mlp_inputs(n=1, height=64, width=64, affine=False, dtype=torch.float32)
+    tensors['gamma'] = torch.full((8,), gamma)
+
+    def scaled(f):
+        return lambda **t: gradient * f(**t).double()
+
+    truth = differentiate(scaled(plain_mlp), cast(tensors, torch.float64))
+    actual = differentiate(scaled(half(channel_mlp(), torch.float16)), tensors)
+    for name in ('weight2', 'bias2', 'gamma'):
+        assert (actual[name] - truth[name]).norm() < 5e-3 * truth[name].norm(), name
 
 
-def test_without_gradients():
-    tensors, _ = mlp_inputs()
-    mask = keep_mask('half', 5, 6)
-    f = fused_mlp(positions(mask), False)
-    assert not f(**tensors).requires_grad
-    tensors = {name: t.requires_grad_() for name, t in tensors.items()}
-    with torch.no_grad():
-        out = f(**tensors)
-        assert saved_bytes(lambda: f(**tensors)) == 0
-    assert not out.requires_grad
-    assert relative_error(out, plain(plain_mlp, mask=mask)(**tensors)) < 1e-12
+@pytest.mark.parametrize('scale', [0.0, 1.0, 5000.0])
+def test_a_channel_without_gradient_in_fp16_throughout(scale):
+    tensors, _ = mlp_inputs(n=3, d=32, dtype=torch.float16)
+    factors = torch.ones(8, 1, 1)
+    factors[3] = scale
+    exact = differentiate(lambda **t: factors * plain_mlp(**t), cast(tensors, torch.float64))
+    actual = differentiate(lambda **t: factors.half() * channel_mlp()(**t), tensors)
+    for name in set(tensors) - {'x', 'shortcut'}:
+        assert relative_error(actual[name], exact[name]) < 0.02, name
 
 
-def test_gradients_accumulate():
-    tensors, _ = mlp_inputs()
-    f = fused_mlp(positions(keep_mask('half', 5, 6)), False)
+ON_MAPS = [name for name in CASES if name.split()[0] in ('mlp', 'grn', 'downsample', 'layer_norm')]
+ON_MAPS.remove('mlp of tokens')
+
+
+@pytest.mark.parametrize('kind', [None, 'half'])
+@pytest.mark.parametrize('name', ON_MAPS)
+def test_layouts(name, kind):
+    """Values and gradients do not depend on the layout of maps, nor on that of the gradient that comes in."""
+    case = CASES[name]
+    if kind and not case.kept:
+        pytest.skip('keeps all')
+    tensors, given = case.inputs()
+    f, _ = case.both(kind, FUSED, given)
     expected = differentiate(f, tensors)
-    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-    for factor in (1.0, 2.0):
-        out = f(**leaves)
-        weight = torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape)
-        out.backward(factor * weight)
-    assert_near({n: t.grad for n, t in leaves.items()}, {n: 3 * expected[n] for n in leaves}, 1e-13)
-
-
-@pytest.mark.parametrize('kind', ['half', None])
-def test_channels_last(kind):
-    """Values and gradients do not depend on the layout of the feature maps."""
     last = dict(memory_format=torch.channels_last)
-    keep = keep_of(kind, keep_mask(kind, 4, 3))
-    for f, tensors in (
-        (fused_mlp(keep, False), mlp_inputs(height=4, width=3)[0]),
-        (fused_downsample(keep), downsample_inputs(height=8, width=6)),
-        (fused_norm(), {n: t for n, t in mlp_inputs()[0].items() if n in ('x', 'norm_weight', 'norm_bias')}),
-    ):
-        expected = differentiate(f, tensors)
-        maps = {n: t.contiguous(**last) for n, t in tensors.items() if n in ('x', 'shortcut')}
-        actual = differentiate(f, tensors | maps)
-        assert_near(actual, expected, 1e-12)
-        assert actual['out'].is_contiguous(**last)
+    maps = {n: t.contiguous(**last) for n, t in tensors.items() if n in ('x', 'shortcut')}
+    if given:
+        conv = given['conv']
+        given = dict(conv=conv._replace(input=store(conv.input.values.contiguous(**last), 'native')))
+    actual = differentiate(case.both(kind, FUSED, given)[0], tensors | maps)
+    assert_near(actual, expected, 1e-12)
+    assert actual['out'].is_contiguous(**last) and actual['x'].is_contiguous(**last)
+
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    for layout in (lambda g: g[:1, :1, :1, :1].expand(g.shape), lambda g: g.transpose(2, 3).contiguous().mT):
+        out = f(**tensors)
+        weight = layout(weight_of(out))
+        actual = torch.autograd.grad(out, leaves, weight)
+        expected = torch.autograd.grad(f(**tensors), leaves, weight.clone(memory_format=torch.contiguous_format))
+        assert all(relative_error(a, e) < 1e-12 for a, e in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize('kind', ['half', None])
-def test_any_layout_of_the_incoming_gradient(kind):
-    """Expanded, as sum() sends it, and strided."""
-    keep = keep_of(kind, keep_mask(kind, 4, 3))
-    for f, tensors in (
-        (fused_mlp(keep, False, factor=torch.ones(1, dtype=torch.float64)), mlp_inputs(n=1, height=4, width=3)[0]),
-        (fused_downsample(keep), downsample_inputs(n=1, height=8, width=6)),
-    ):
-        leaves = [t.requires_grad_() for t in tensors.values()]
-        for layout in (lambda g: g[:1, :1, :1, :1].expand(g.shape), lambda g: g.transpose(2, 3).contiguous().mT):
-            out = f(**tensors)
-            weight = layout(torch.arange(out.numel(), dtype=torch.float64).cos().view(out.shape))
-            actual = torch.autograd.grad(out, leaves, weight)
-            expected = torch.autograd.grad(f(**tensors), leaves, weight.clone(memory_format=torch.contiguous_format))
-            assert all(relative_error(a, e) < 1e-12 for a, e in zip(actual, expected, strict=True))
+@pytest.mark.parametrize('name', CASES)
+def test_graph(name):
+    """Without gradients nothing is saved; twice the same graph, and once more a new one; no second derivative."""
+    case = CASES[name]
+    tensors, given = case.inputs()
+    f, plain = case.both('half' if case.kept else None, FUSED, given)
+    assert not f(**tensors).requires_grad
+    with torch.no_grad():
+        assert relative_error(f(**tensors), plain(**tensors)) < 1e-12
+        assert stored(f, tensors, given=given) == 0
+    if name == 'layer_norm':  # in fp64, and without a convolution before it, it is torch's own
+        return
+    expected = differentiate(f, tensors)
+    leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+    for passes in (1, 2):
+        out = f(**leaves)
+        for i in range(passes):
+            out.backward(weight_of(out), retain_graph=i + 1 < passes)
+    assert_near({n: t.grad for n, t in leaves.items()}, {n: 3 * expected[n] for n in leaves}, 1e-13)
+    with pytest.raises(RuntimeError, match='second time'):
+        out.backward(weight_of(out))
+    (grad,) = torch.autograd.grad(f(**leaves).square().sum(), leaves['x'], create_graph=True)
+    with pytest.raises(RuntimeError, match='twice.*once_differentiable'):
+        grad.sum().backward()
 
 
-def test_double_backward_is_refused():
-    for f, tensors in (
-        (fused_mlp(None, False), mlp_inputs()[0]),
-        (fused_downsample(), downsample_inputs()),
-    ):
-        leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-        (grad,) = torch.autograd.grad(f(**leaves).square().sum(), leaves['x'], create_graph=True)
-        with pytest.raises(RuntimeError, match='twice.*once_differentiable'):
-            grad.sum().backward()
+@pytest.mark.parametrize('dtype', [torch.float64, pytest.param(torch.float16, marks=needs_fp16), torch.bfloat16])
+def test_a_hidden_channel_of_grn_that_is_zero(dtype):
+    """Or nearly so, at all positions: the derivative of the norm at zero is zero, and 1 / G leaves no range."""
+    tensors, _ = CASES['grn'].inputs(dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    tensors['bias1'][:3] = torch.tensor([-40.0, -8.0, -5.0])
+    tensors['weight1'][:3] *= 0.1
+    f, plain = CASES['grn'].both()
+    if dtype == torch.float64:
+        assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
+        return
+    for loss_scale in (1.0, 64.0, 256.0):
+        found = differentiate(lambda **t: loss_scale * autocast(f, dtype)(**t), tensors)  # noqa: B023
+        assert all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.parametrize('size', [(6, 9), (7, 8), (3, 3), (2, 4), (10, 5)], ids=str)
+@pytest.mark.parametrize(('shift', 'chunk'), [(0, None), (1, 1), (2, 1000)])
+def test_windows_of_maps_of_any_size(size, shift, chunk):
+    case = windows(shift, size)
+    tensors, _ = case.inputs(height=size[0], width=size[1])
+    f, plain = case.both(chunk=chunk)
+    assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
+
+
+def test_attention_is_that_of_torchs_module():
+    """The forward pass is the whole one, whatever is dropped."""
+    tensors, _ = CASES['qkv'].inputs(c=48)
+    x, nw, nb, w, b, wp, bp, gamma = tensors.values()
+    module = torch.nn.MultiheadAttention(48, 3, batch_first=True, dtype=torch.float64)
+    module.in_proj_weight.data, module.in_proj_bias.data = w, b
+    module.out_proj.weight.data, module.out_proj.bias.data = wp, bp
+    y = F.layer_norm(x, (48,), nw, nb, 1e-6)
+    expected = x + gamma * module(y, y, y, need_weights=False)[0]
+    for name in ('qkv', 'query', 'head'):
+        for form in (FUSED, REFERENCE):
+            assert relative_error(CASES[name].both('half', form)[0](**tensors), expected) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(num_heads=5), 'num_heads=5 must divide the 12 channels'),
+        (dict(mode='keys'), "mode='keys' is unknown; choose one of"),
+        (dict(mode='head', positions=keep_of(keep_mask('half'), prefix=1)), 'drops heads, not tokens'),
+        (dict(heads=torch.tensor([0])), 'drops tokens, not heads'),
+        (dict(positions=keep_of(keep_mask('half'), prefix=1), form=Form(dropped='nearest')), 'nearest is None: make'),
+    ],
+)
+def test_attention_names_bad_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        operation(ops.attention, ops.AttentionSettings, ops.AttentionTensors)(**dict(num_heads=3) | options)(
+            **CASES['qkv'].inputs()[0]
+        )
+
+
+def test_windows_name_bad_values():
+    with pytest.raises(ValueError, match='30 tokens are no map of 7 x 9'):
+        windows(0, (7, 9)).both()[0](**CASES['windows'].inputs()[0])
+    with pytest.raises(ValueError, match='shift=3 must be from 0 to 2, for windows of 3'):
+        windows(3).both()
+
+
+def test_the_fused_mlp_knows_one_activation():
+    with pytest.raises(ValueError, match="activation=.*relu.* needs implementation='reference'"):
+        ops.MLPSettings(activation=torch.relu)
+    settings = ops.MLPSettings(REFERENCE, activation=torch.relu)
+    tensors, _ = CASES['mlp'].inputs()
+    assert not torch.equal(ops.channel_mlp(settings, ops.MLPTensors(**tensors)), channel_mlp()(**tensors))

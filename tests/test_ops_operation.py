@@ -1,4 +1,4 @@
-"""The wrapper that makes an autograd function of a pair of plain functions, and the settings of operations."""
+"""The wrapper that makes an autograd function of a pair of plain functions, and the forms of operations."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ import torch
 from oracles import DEVICE
 from torch import Tensor
 
-from sbp_mmdet import ops
-from sbp_mmdet.ops.operation import OnHost, Operation
+from sbp_mmdet.masks import positions
+from sbp_mmdet.ops.operation import Form, OnHost, Operation
 
 
 class Tensors(NamedTuple):
@@ -22,28 +22,28 @@ class Gradients(NamedTuple):
     weight: Tensor | None = None
 
 
-class Inner(NamedTuple):
+class Deep(NamedTuple):
     weight: Tensor
     number: int
     numbers: OnHost
 
 
 class Saved(NamedTuple):
-    inner: Inner
+    deep: Deep
     x: Tensor | None
 
 
 def forward(settings, tensors, needs):
     x, weight, other = tensors
-    saved = Saved(Inner(weight, 7, OnHost(torch.tensor([settings]))), x if needs.weight else None)
+    saved = Saved(Deep(weight, 7, OnHost(torch.tensor([settings]))), x if needs.weight else None)
     return settings * x * weight + other, saved
 
 
 def backward(settings, saved, grad, needs):
-    assert saved.inner.number == 7 and saved.inner.numbers.tensor.item() == settings
+    assert saved.deep.number == 7 and saved.deep.numbers.tensor.item() == settings
     assert (saved.x is None) == (not needs.weight)
     dweight = (settings * grad * saved.x).sum(0) if needs.weight else None
-    return Gradients(settings * grad * saved.inner.weight if needs.x else None, dweight)
+    return Gradients(settings * grad * saved.deep.weight if needs.x else None, dweight)
 
 
 double = Operation('Scaled', forward, backward, Gradients)
@@ -71,17 +71,29 @@ def test_operation(trainable):
     assert other.grad is None  # not among those that get a gradient
 
 
-@pytest.mark.parametrize('settings', [ops.MLPSettings, ops.NormLinearSettings, ops.NormSettings])
-def test_settings_that_cannot_be_honoured(settings):
-    with pytest.raises(ValueError, match="implementation='fuse' is unknown; choose 'fused' or 'reference'"):
-        settings(implementation='fuse')
-    with pytest.raises(ValueError, match="storage='int8' needs implementation='fused'"):
-        settings(storage='int8', implementation='reference')
-    assert hash(settings()) == hash(settings())
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(implementation='fuse'), "implementation='fuse' is unknown; choose 'fused' or 'reference'"),
+        (dict(storage='int4'), "storage='int4' is unknown; choose 'native' or 'int8'"),
+        (dict(dropped='pool'), "dropped='pool' is unknown; choose 'zero' or 'nearest'"),
+        (dict(implementation='reference', storage='int8'), "storage='int8' needs implementation='fused'"),
+        (dict(implementation='reference', dropped='nearest'), "dropped='nearest' needs implementation='fused'"),
+    ],
+)
+def test_forms_that_cannot_be_honoured(options, message):
+    with pytest.raises(ValueError, match=message):
+        Form(**options)
+    assert hash(Form()) == hash(Form('fused', 'native', 'zero'))
 
 
-def test_the_fused_mlp_knows_one_activation():
-    with pytest.raises(ValueError, match="activation=.*relu.* needs implementation='reference'"):
-        ops.MLPSettings(activation=torch.relu)
-    with pytest.raises(ValueError, match="recompute=True needs implementation='fused'"):
-        ops.MLPSettings(recompute=True, implementation='reference')
+def test_positions_that_are_saved():
+    """Those that are not needed are not held."""
+    mask = torch.arange(12).view(3, 4) % 3 == 0
+    bare, paired = positions(mask), positions(mask, nearest=True)
+    assert Form().saved(None) == Form(dropped='nearest').saved(None) == (None, None, None)
+    assert Form().saved(paired) == (paired.keep, None, None)
+    saved = Form(dropped='nearest').saved(paired)
+    assert saved[:2] == paired[:2] and saved.nearest.starts.tensor is paired.nearest.starts
+    with pytest.raises(ValueError, match='positions.nearest is None: make them by positions'):
+        Form(dropped='nearest').saved(bare)

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from fake_cuda import backward, gpu_that_is_not_there
+from ops_cases import fused_mlp, mlp_inputs
+from oracles import DEVICE
 
 from sbp_mmdet import ops
-from sbp_mmdet.analysis.memory import LiveBytes
-from sbp_mmdet.ops.storage import Stored
+from sbp_mmdet.masks import positions, sample_mask
+from sbp_mmdet.ops.precision import Stored
+from sbp_mmdet.plan.memory import LiveBytes, peak_bytes
 
 MB = 1e6
 # Stage 1 of ConvNeXt-B, a batch of two images of 800 x 1344.
@@ -14,7 +17,7 @@ SHAPE = (2, 128, 200, 336)
 MAP = 2 * 128 * 200 * 336
 
 
-def peaks(layout, dtype, conv, **settings):
+def peaks(layout, dtype):
     """Bytes above the inputs, the gradient that comes in among them: of the forward and of the backward pass."""
 
     def tensor(*shape, dtype=torch.float32):
@@ -22,15 +25,15 @@ def peaks(layout, dtype, conv, **settings):
         return x.to(memory_format=layout) if len(shape) == 4 else x
 
     c = SHAPE[1]
-    again = ops.Conv(
+    rerun = ops.Conv(
         Stored(tensor(*SHAPE, dtype=dtype)),
         *(tensor(c, 1, 7, 7), tensor(c)),
         ops.ConvSettings((1, 1), (3, 3), (1, 1), c, dtype),
     )
     parameters = [tensor(*shape) for shape in [(c,), (c,), (4 * c, c), (4 * c,), (c, 4 * c), (c,), (c,)]]
     x, shortcut = tensor(*SHAPE, dtype=dtype).requires_grad_(), tensor(*SHAPE).requires_grad_()
-    tensors = ops.MLPTensors(x, shortcut, *(p.requires_grad_() for p in parameters), tensor(2), None, conv and again)
-    settings = ops.MLPSettings(recompute=True, dtype=dtype, **settings)
+    tensors = ops.MLPTensors(x, shortcut, *(p.requires_grad_() for p in parameters), tensor(2), None, rerun)
+    settings = ops.MLPSettings(dtype=dtype)
     with LiveBytes() as forward_pass:
         out = ops.channel_mlp(settings, tensors)
     held = forward_pass.live - out.untyped_storage().nbytes()
@@ -44,8 +47,21 @@ def peaks(layout, dtype, conv, **settings):
 def test_exact_block(dtype, layout):
     """Once 576 MB, of which the output in fp32 and the gradients of shortcut and input are 172."""
     with gpu_that_is_not_there():
-        *found, out = peaks(layout, dtype, conv=True)
+        *found, out = peaks(layout, dtype)
     assert out.dtype == torch.float32
     # Forwards the output and a chunk; backwards the gradient that comes in, the map and a chunk.
     assert found[0] < 4 * MAP + 60 * MB and found[1] < 4 * MAP + 2 * MAP + 80 * MB, [f / MB for f in found]
     assert max(found) < 576 * MB / 2
+
+
+@pytest.mark.skipif(DEVICE != 'cpu', reason='bytes are counted on a CPU')
+@pytest.mark.parametrize('ratio', [0.5, 0.1])
+def test_dropped_rows_count_in_a_chunk(ratio):
+    """What exists of the hidden layer at a time is bounded by a chunk, for the rows that come with kept ones too."""
+    tensors, _ = mlp_inputs(n=1, c=8, d=64, height=32, width=32, dtype=torch.float32)
+    keep = positions(sample_mask(32, 32, ratio, 'random', torch.Generator().manual_seed(0)), nearest=True)
+    chunk = 32 * 64
+    out = fused_mlp(keep, chunk=chunk)(**{name: t.requires_grad_() for name, t in tensors.items()})
+    peak = peak_bytes(lambda: out.sum().backward())
+    # Maps and weight gradients of this size, and a few chunks; twice a chunk for rows that come unevenly.
+    assert peak < 8 * out.numel() * 4 + 6 * 64 * 8 * 4 + 2 * 5 * chunk * 4

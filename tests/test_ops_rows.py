@@ -6,40 +6,29 @@ import torch.nn.functional as F
 from oracles import relative_error
 
 from sbp_mmdet.ops import precision, rows
-from sbp_mmdet.ops.chunks import chunks
+from sbp_mmdet.ops.rows import chunks
 
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_patches():
-    x = normal(2, 3, 5, 7)
-    patches = rows.to_patches(x)
-    assert patches.shape == (2, 6, 4, 3)
-    for i in range(2):
-        for j in range(3):
-            window = x[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]  # (N, C, 2, 2)
-            assert torch.equal(patches[:, 3 * i + j], window.flatten(2).transpose(1, 2))
-    for layout in (torch.contiguous_format, torch.channels_last):
-        back = rows.from_patches(patches, x.shape, layout)
-        assert back.is_contiguous(memory_format=layout)
-        assert torch.equal(back[:, :, :4, :6], x[:, :, :4, :6])
-        assert not back[:, :, 4:].any() and not back[..., 6:].any()
-
-
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
-def test_rows(layout):
-    x = normal(2, 3, 4, 5).contiguous(memory_format=layout)
-    index = torch.tensor([1, 7, 19])
-    picked = rows.rows_of(x, index)
-    expected = [x[n, :, i // 5, i % 5] for n in range(2) for i in index.tolist()]
-    assert torch.equal(picked, torch.stack(expected))
-    assert torch.equal(rows.rows_of(x, None), x.permute(0, 2, 3, 1).reshape(40, 3))
-    assert torch.equal(rows.map_of(rows.rows_of(x, None), None, x.shape), x)
-    back = rows.map_of(picked, index, x.shape).flatten(2)
-    assert torch.equal(back[..., index], x.flatten(2)[..., index])
-    assert back.count_nonzero() == picked.numel()
+def test_tokens_and_maps(layout):
+    x, index, others = normal(2, 3, 4, 5).contiguous(memory_format=layout), torch.tensor([1, 7, 19]), torch.arange(20)
+    tokens = rows.tokens_of(x)
+    assert torch.equal(tokens, x.permute(0, 2, 3, 1).reshape(2, 20, 3)) and rows.tokens_of(tokens) is tokens
+    assert torch.equal(rows.in_shape(tokens, x.shape), x)
+    empty = rows.in_shape(rows.empty_tokens(tokens.shape, rows.layout_of(x), x.dtype, x.device), x.shape)
+    assert empty.is_contiguous(memory_format=layout) and empty.shape == x.shape
+    picked, rest = tokens[:, index], others[~torch.isin(others, index)]
+    alone = rows.put_together(picked, index, 20)
+    assert torch.equal(alone[:, index], picked) and alone.count_nonzero() == picked.numel()
+    assert torch.equal(rows.put_together(picked, index, 20, tokens[:, rest], rest), tokens)
+    twice = torch.tensor([1, 1, 0])
+    summed = rows.add_rows_(torch.zeros(2, 2, 3, dtype=x.dtype), twice, picked)
+    assert torch.equal(summed, torch.stack([picked[:, 2], picked[:, 0] + picked[:, 1]], 1))
+    assert torch.equal(rows.add_rows_(picked.clone(), None, picked), 2 * picked)
 
 
 def test_memory_format():
@@ -78,13 +67,13 @@ def test_folding_and_its_gradient(has_weight, has_bias):
 
     grad = normal(9, 6, seed=5)
     with torch.no_grad():
-        needs = (has_weight, has_bias, True, True)
-        actual = rows.unfold(grad.T @ xhat, grad.sum(0), weight, norm_weight, norm_bias, needs)
+        actual = rows.unfold(grad.T @ xhat, grad.sum(0), weight, norm_weight, norm_bias)
     parameters = [norm_weight, norm_bias, weight, bias]
     expected = torch.autograd.grad(out, [p for p in parameters if p is not None], grad)
     for got, want in zip([g for g in actual if g is not None], expected, strict=True):
         assert relative_error(got, want) < 1e-12
-    assert rows.unfold(grad.T @ xhat, grad.sum(0), weight, norm_weight, norm_bias, (False,) * 4) == (None,) * 4
+    dnw, dnb, dw, _ = rows.unfold(None, grad.sum(0), weight.detach(), norm_weight, norm_bias)
+    assert dnw is dw is None and (dnb is None) != has_bias
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
@@ -94,7 +83,7 @@ def test_accumulation_is_in_full_precision(dtype):
     assert precision.column_sums(ones).tolist() == [4096.0] * 2
     total = precision.zeros_for(torch.zeros(2, 2, dtype=dtype))
     for chunk in ones.split(8):
-        precision.accumulate(total, chunk.T, chunk)
+        precision.accumulate(total, chunk, chunk)
     assert total.dtype == torch.float32 and (total == 4096).all()
 
 
@@ -103,7 +92,7 @@ def test_long_sums_in_fp16_stay_in_range():
     rows_ = 131072
     a, b = torch.full((2, rows_), 1 / 16).half(), torch.full((rows_, 3), 9.0).half()
     total = torch.ones(2, 3)
-    precision.accumulate(total, a, b)
+    precision.accumulate(total, a.T, b)
     assert torch.equal(total, torch.full((2, 3), 1 + rows_ * 9 / 16))
 
 
@@ -115,13 +104,12 @@ def test_chunks(images, each):
     tokens = torch.arange(images * each * 2).view(images, 2, each).transpose(1, 2)
     whole = tokens.reshape(-1, 2)
     assert [i for chunk in found for i in range(images * each)[chunk.flat]] == list(range(images * each))
-    sizes = [len(chunk.of(tokens)) for chunk in found]
+    sizes = [len(chunk.rows_of(tokens)) for chunk in found]
     assert all(size <= 8 for size in sizes) and (not sizes or max(sizes) - min(sizes) <= max(each, len(sizes)))
     copy = torch.zeros_like(whole).view(images, each, 2)
     for chunk in found:
-        assert torch.equal(chunk.of(tokens), whole[chunk.flat])
-        assert torch.equal(chunk.of(tokens.flip(1), torch.arange(each).flip(0)), whole[chunk.flat])
-        assert torch.equal(chunk.of_index(torch.arange(each)), torch.arange(each)[chunk.rows])
+        assert torch.equal(chunk.rows_of(tokens), whole[chunk.flat])
+        assert torch.equal(chunk.rows_of(tokens.flip(1), torch.arange(each).flip(0)), whole[chunk.flat])
         chunk.put_(copy, whole[chunk.flat])
     assert torch.equal(copy, tokens)
 

@@ -2,23 +2,30 @@
 
 import copy
 import logging
+import pickle
 import types
 
 import pytest
 import torch
-from helpers import CONFIGS
 from mmdet.models.test_time_augs import DetTTAModel
 from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from torch import nn
 
-from sbp_mmdet import CheckpointModulesHook, SBPModulesHook, TargetsInChunksHook
-from sbp_mmdet.analysis.detector import measure_detector
-from sbp_mmdet.analysis.variants import load_config
+from sbp_mmdet import CheckpointModulesHook, LeanHook, TargetsInChunksHook
 from sbp_mmdet.savings import checkpoint_modules
-from sbp_mmdet.study.subject import build_model
-from sbp_mmdet.surgery import Mixin, ModelHook, detectors, members, mix_in, model_hook_class, model_hooks, unwrapped
+from sbp_mmdet.surgery import (
+    Mixin,
+    ModelHook,
+    detectors,
+    members,
+    mix_in,
+    mix_out,
+    model_hook_class,
+    model_hooks,
+    unwrapped,
+)
 
 
 @HOOKS.register_module()
@@ -32,64 +39,18 @@ class ProjectsLeanNeckHook(ModelHook):
 
 
 @HOOKS.register_module()
-class ProjectsRoughNeckHook(ModelHook):
-    """Not exact, and does not say so."""
-
-    def apply(self, model):
-        mix_in(model.neck, Rough)
-        return 'rough'
-
-
-@HOOKS.register_module()
 class ProjectsOtherHook(Hook):
     """Changes no model."""
 
 
-class Rough(Mixin):
-    """Only the first map sends gradients."""
-
-    def forward(self, inputs):
-        return tuple(out.detach() if i else out for i, out in enumerate(super().forward(inputs)))
-
-
-@pytest.fixture(scope='module')
-def config():
-    """The quick start's detector with few layers, without hooks."""
-    config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
-    config.model.backbone.arch = dict(depths=[1, 1, 2, 1], channels=[8, 16, 32, 64])
-    config.model.neck.in_channels = [8, 16, 32, 64]
-    config.custom_hooks = []
-    return config
-
-
-def with_hooks(config, *kinds):
-    config = copy.deepcopy(config)
-    config.custom_hooks = [dict(type=kind, priority='LOW') for kind in kinds]
-    return config
-
-
-def test_a_hook_of_a_project_is_applied_where_memory_is_counted(config):
-    case = dict(batch=1, height=64, width=64, boxes=2)
-    plain = measure_detector(config, **case)['saved']
-    lean = measure_detector(with_hooks(config, 'ProjectsOtherHook', 'ProjectsLeanNeckHook'), **case)['saved']
-    assert lean['neck'] < 0.8 * plain['neck']
-
-
-def test_an_inexact_hook_is_left_out_of_the_exact_baseline(config):
-    kinds = 'ProjectsRoughNeckHook', 'ProjectsOtherHook', 'ProjectsLeanNeckHook', SBPModulesHook
-    config = with_hooks(config, *kinds[:3])
-    config.custom_hooks.append(dict(type=kinds[3], modules=['rpn_head']))
-    model = build_model(config)
-    assert isinstance(model.neck, Mixin) and not isinstance(model.neck, Rough)
-    assert not isinstance(model.rpn_head, Mixin)
-
-
 def test_hooks_of_this_package():
-    exact = {kind: kind.exact for kind in (CheckpointModulesHook, TargetsInChunksHook, SBPModulesHook)}
-    assert list(exact.values()) == [True, True, False]
-    for kind in exact:
+    for kind in (CheckpointModulesHook, TargetsInChunksHook, LeanHook):
         assert model_hook_class(dict(type=kind.__name__)) is model_hook_class(dict(type=kind)) is kind
     assert model_hook_class(dict(type='ProjectsOtherHook')) is None
+    assert CheckpointModulesHook.exact and TargetsInChunksHook.exact and not ModelHook.exact
+    kinds = ('ProjectsOtherHook', 'ProjectsLeanNeckHook', 'TargetsInChunksHook')
+    found = model_hooks([dict(type=kind, priority='LOW') for kind in kinds])
+    assert [type(hook).__name__ for hook in found] == [*kinds[1:]]
     assert list(model_hooks(None)) == []
 
 
@@ -136,24 +97,33 @@ def test_members_have_names(names):
         list(members(nn.Linear(2, 2), names))
 
 
+class Doubled(Mixin):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Shifted(Mixin):
+    outermost = True
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Tripled(Mixin):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
 def test_an_outermost_mixin_stays_in_front():
-    class Doubled(Mixin):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    class Shifted(Mixin):
-        outermost = True
-
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    class Tripled(Mixin):
-        def forward(self, x):
-            return 3 * super().forward(x)
-
     layer = nn.Identity()
     for mixin in (Shifted, Doubled, Tripled):
         mix_in(layer, mixin)
     assert layer(torch.tensor(5.0)) == 31 and type(layer).__name__ == 'Identity'
     mixins = [kind for kind in type(layer).__mro__ if kind in (Shifted, Doubled, Tripled)]
     assert mixins == [Shifted, Tripled, Doubled]
+    other = pickle.loads(pickle.dumps(layer))
+    assert type(other) is type(layer) and type(copy.copy(layer)) is type(copy.deepcopy(layer)) is type(layer)
+    mix_out(layer, (Doubled, Shifted))
+    assert layer(torch.tensor(5.0)) == 15 and other(torch.tensor(5.0)) == 31
+    mix_out(layer, Mixin)
+    assert type(layer) is nn.Identity

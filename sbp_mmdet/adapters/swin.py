@@ -29,9 +29,10 @@ class SwinBlock(Block):
         found = {
             (i, 'downsample'): (stage.downsample, _PatchMerging)
             for i, stage in enumerate(backbone.stages[:-1], 1)
-            if stage.downsample
+            if stage.downsample and stage.downsample.norm
         }
-        found['patch_embed',] = (backbone.patch_embed, _PatchEmbed)
+        if backbone.patch_embed.norm:
+            found['patch_embed',] = (backbone.patch_embed, _PatchEmbed)
         return found | {(name,): (m, _Norm) for name, m in backbone.named_children() if name.startswith('norm')}
 
 

@@ -5,7 +5,7 @@ import logging
 from mmengine.logging import print_log
 from torch import nn
 
-from ..apply import apply_settings, keep_ratios
+from ..apply import apply_settings, draws_of, keep_ratios
 from ..settings import Settings
 
 __all__ = ['LeanBackbone']
@@ -47,7 +47,7 @@ class LeanBackbone(nn.Module):
     def train(self, mode: bool = True) -> 'LeanBackbone':
         """As ``nn.Module.train``. Says, once, where all thinned layers are frozen, so that SBP changes nothing."""
         super().train(mode)
-        thins = mode and self.sbp is not None and self.sbp.preset.thins and not self._told_of_frozen_layers
+        thins = mode and not self._told_of_frozen_layers and any(draws.stages.ratios for draws in draws_of(self))
         if thins and not keep_ratios(self):
             self._told_of_frozen_layers = True
             text = f'{type(self).__name__}: all layers that sbp_cfg thins are frozen, so it changes nothing'

@@ -239,8 +239,9 @@ def quiet():
         logger.setLevel(level)
 
 
-# mmengine chooses by a regular expression, in reverse alphabetical order; the name of the function is for its log.
-@CheckpointLoader.register_scheme(prefixes=r'.*\.safetensors$', force=True)
+# mmengine chooses by a regular expression, in reverse alphabetical order: the second goes before its own 'https://'.
+# The name of the function is for its log.
+@CheckpointLoader.register_scheme(prefixes=[r'.*\.safetensors$', r'https?://.*\.safetensors$'], force=True)
 def load_from_safetensors(filename: str, map_location=None) -> dict[str, Tensor]:
     """For mmengine: ``init_cfg=dict(type='Pretrained', checkpoint='x.safetensors')`` and ``load_from``.
 

@@ -1,0 +1,371 @@
+"""apply_lean, remove_lean and LeanHook: what they report, where they apply, what they refuse, and the way back."""
+
+import functools
+import logging
+import types
+
+import pytest
+import torch
+import torch.utils.checkpoint as cp
+from cases import FAMILIES, SWIN, build, draws_of, kept_masks
+from mmdet.models.backbones import ResNet, SwinTransformer
+from oracles import assert_near, gradients, image, loss_of
+from torch import nn
+
+from sbp_mmdet import LeanHook, SBPConvNeXt, apply_lean, remove_lean
+from sbp_mmdet.apply import keep_ratios
+from sbp_mmdet.models import lean as lean_models
+from sbp_mmdet.savings import Checkpointed, checkpoint_modules
+from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.surgery import Mixin
+
+X = (2, 37, 52)
+DEPTH = dict(drop_path_rate=0.5)
+
+
+class Detector(nn.Module):
+    """As far as it is looked at here."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone, self.neck = backbone, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.backbone(x)
+
+
+def backward(model, x):
+    """Gradients by ``backward()``, which reentrant checkpoints need."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss_of(model(x)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def is_plain(model):
+    hooks = any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    return not hooks and not any(isinstance(m, Mixin) or '_lean' in vars(m) for m in model.modules())
+
+
+def test_report():
+    model = Detector(build('stock Swin'))
+    report = apply_lean(model, 'paper')
+    done = report.changed
+    assert done['backbone.stages.0.blocks.0'] == 'gradients from 0.5 of the positions, preset paper'
+    assert (
+        done['backbone.stages.0.downsample'] == done['backbone.stages.2.blocks.1'] == done['backbone.stages.0.blocks.0']
+    )
+    assert (
+        done['backbone.stages.3.blocks.0']
+        == done['backbone.patch_embed']
+        == done['backbone.norm3']
+        == 'exact, stores less'
+    )
+    assert len(done) == 13 and report.left == dict(neck='no lean form of it is known')
+    assert str(report).startswith('13 modules changed, 1 left alone\nchanged: backbone.stages.0.blocks.0, ')
+    assert 'left alone: neck: no lean form of it is known' in str(report)
+
+
+def test_reports_of_presets():
+    found = {name: apply_lean(build('stock Swin'), name).changed for name in PRESETS}
+    assert found['none'] == {}
+    assert set(found['int8'].values()) == {'exact, stores less in eight bits'}
+    assert set(found['reference'].values()) == {
+        'exact, in plain autograd',
+        'gradients from 0.5 of the positions, preset reference',
+    }
+    assert set(found['with_cp'].values()) == {'runs again in the backward pass'}
+    assert {name.split('.')[2] for name in found['with_cp']} == {'blocks'}
+
+
+def test_checkpointing_of_a_block_is_off():
+    models = [build('stock Swin', dict(preset='exact'), with_cp=with_cp) for with_cp in (False, True)]
+    ran = []
+    models[1].stages[2].blocks[0].norm1.register_forward_hook(lambda *args: ran.append(1))
+    x = image(*X)
+    assert_near(backward(models[1], x), backward(models[0], x), 1e-12)
+    assert not ran  # a lean block calls no norm, and nothing runs twice
+    changed = apply_lean(build('stock Swin', with_cp=True), 'int8').changed
+    assert 'with_cp=True is off' in changed['stages.0.blocks.0'] and 'with_cp' not in changed['norm0']
+
+
+@pytest.mark.parametrize('family', ['SBPConvNeXt', 'SBPViT', 'stock Swin'])
+@pytest.mark.parametrize('with_cp', [False, True])
+def test_the_preset_that_checkpoints(family, with_cp):
+    x = image(2, 64, 64)
+    expected = backward(build(family, **DEPTH), x)
+    assert_near(backward(build(family, dict(preset='with_cp'), with_cp=with_cp, **DEPTH), x), expected, 1e-12)
+
+
+def test_changed_anew_and_back():
+    model, x = build('stock Swin'), image(*X)
+    before, kind = backward(model, x), type(model.stages[0].blocks[0])
+    for preset in ('paper', 'with_cp', 'int8', 'exact'):
+        apply_lean(model, preset)
+        assert isinstance(model.stages[0].blocks[0], Checkpointed) == (preset == 'with_cp')
+        assert len(model._forward_pre_hooks) == (preset != 'with_cp')
+    assert_near(backward(model, x), before, 1e-10)
+    remove_lean(model)
+    assert type(model.stages[0].blocks[0]) is kind and is_plain(model)
+    assert_near(backward(model, x), before, 0)
+    remove_lean(model)
+    apply_lean(model, 'paper')
+    assert not apply_lean(model, 'none').changed and is_plain(model)
+
+
+def test_some_modules():
+    model = build('stock Swin')
+    names = ['stages.2.blocks', 'norm0']
+    assert [*apply_lean(model, 'exact', modules=names).changed] == ['stages.2.blocks.0', 'stages.2.blocks.1', 'norm0']
+    assert [*apply_lean(model, 'paper', modules='stages.0.blocks').changed] == ['stages.0.blocks.0']
+    assert keep_ratios(model) == {(0, 0): 0.5} and len(model._forward_pre_hooks) == 2
+    apply_lean(model, 'paper', modules='stages.0.blocks', keep_ratio=0.25)
+    assert keep_ratios(model) == {(0, 0): 0.25} and len(model._forward_pre_hooks) == 2
+    backward(model, image(*X))
+    remove_lean(model)
+    assert is_plain(model)
+
+
+def test_the_hook():
+    hook = LeanHook('paper', keep_ratio=0.25)
+    text = hook.apply(Detector(build('stock Swin')))
+    assert text.startswith("preset='paper': 13 modules changed") and 'gradients from 0.25' in text
+    assert {name: LeanHook(name).exact for name in PRESETS} == {
+        name: preset.gradients == 'exact' for name, preset in PRESETS.items()
+    }
+    assert LeanHook().settings.preset.name == 'exact' and not LeanHook.exact
+    with pytest.raises(ValueError, match="LeanHook has an unknown key 'modles'; did you mean 'modules'"):
+        LeanHook(modles=['neck'])
+
+
+def test_the_hook_finds_the_model_in_wrappers(tmp_path):
+    model = Detector(build('stock Swin'))
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        assert 'backbone.patch_embed' in apply_lean(wrapped).changed
+        runner = types.SimpleNamespace(model=wrapped, logger=logging.getLogger())
+        LeanHook('paper').before_run(runner)
+        assert keep_ratios(model)
+        remove_lean(wrapped)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert is_plain(model)
+
+
+def test_student_and_teacher():
+    pair = nn.ModuleDict(dict(student=Detector(build('stock Swin')), teacher=Detector(build('stock Swin'))))
+    alone, x = build('stock Swin', dict(preset='paper')), image(*X)
+    expected = apply_lean(alone, 'paper').changed
+    assert apply_lean(pair, 'paper').changed == {
+        f'{who}.backbone.{name}': done for who in pair for name, done in expected.items()
+    }
+    grads = gradients(alone, x)
+    for who in pair:
+        assert_near(gradients(pair[who].backbone, x), grads, 1e-12)
+    assert draws_of(pair['student']) is not draws_of(pair['teacher'])
+    pair['teacher'].eval()
+    with torch.no_grad():
+        pair['teacher'](x)
+    remove_lean(pair)
+    assert is_plain(pair)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.inner = build('stock Swin', **options)
+
+    def forward(self, x):
+        return self.inner(x=x)  # names its images
+
+
+@pytest.mark.parametrize('around', [Wrapped, lambda: nn.Sequential(build('stock Swin'))], ids=['module', 'list'])
+def test_a_wrapped_backbone(around):
+    model, alone, x = Detector(around()), build('stock Swin', dict(preset='paper')), image(*X)
+    changed = apply_lean(model, 'paper').changed
+    prefix = next(iter(changed)).split('stages')[0]
+    assert len(changed) == 13
+    expected = {f'{prefix}{name}': grad for name, grad in backward(alone, x).items()}
+    assert_near(backward(model, x), expected, 1e-12)
+
+
+def test_a_backbone_of_one_stage():
+    one = dict(embed_dims=8, depths=(2,), num_heads=(2,), strides=(4,), out_indices=(0,), window_size=3)
+    model = SwinTransformer(**one)
+    model.train()
+    assert keep_ratios(model) == {} and 'patch_embed' in apply_lean(model, 'paper', blocks=[1]).changed
+    model(image(*X, dtype=torch.float32))
+    assert keep_ratios(model) == {(0, 0): 0.5}
+
+
+def test_frozen_stages_are_named():
+    """mmdet freezes when training begins, which is after the hook has said what it did."""
+    report = apply_lean(SwinTransformer(**SWIN, frozen_stages=3), 'paper')
+    frozen = {name for name, reason in report.left.items() if reason == 'frozen'}
+    assert {'patch_embed', 'stages.0.blocks.0', 'stages.1.blocks.0', 'stages.2.blocks.1'} <= frozen
+    assert not any('gradients' in done for done in report.changed.values())
+    report = apply_lean(SwinTransformer(**SWIN, frozen_stages=1), 'paper')
+    assert 'patch_embed' in report.left and report.changed['stages.1.blocks.0'].startswith('gradients from 0.5')
+
+
+@pytest.mark.parametrize(
+    ('family', 'key'),
+    [('SBPConvNeXt', 'frozen_stages'), ('SBPViT', 'frozen_blocks'), ('SBPSwinTransformer', 'frozen_stages')],
+)
+def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key, monkeypatch):
+    told = []
+    monkeypatch.setattr(lean_models, 'print_log', lambda text, **options: told.append(text))
+    build(family, dict(preset='paper'), **{key: 1}).train()
+    build(family, dict(preset='exact'), **{key: 3}).train()
+    changed = build(family, dict(preset='paper'))
+    apply_lean(changed, 'exact')
+    changed.train()
+    remove_lean(changed)
+    changed.train()
+    assert not told
+    backbone = build(family, dict(preset='paper'), **{key: 3})
+    backbone.eval().train()
+    assert told == [f'{family}: all layers that sbp_cfg thins are frozen, so it changes nothing']
+
+
+# What is refused, and changes nothing.
+
+
+def in_fsdp():
+    model = build('stock Swin')
+    wrapper = nn.Module()
+    wrapper._fsdp_wrapped_module = model.stages[0].blocks[0]  # as FSDP holds what it wraps
+    model.stages[0].blocks[0] = wrapper
+    return model
+
+
+@pytest.mark.parametrize(
+    ('make', 'keys', 'message'),
+    [
+        (
+            lambda: Detector(ResNet(18)),
+            dict(preset='paper'),
+            r"preset='paper' drops positions, and applies to no module of",
+        ),
+        (lambda: nn.Linear(2, 2), {}, r'to no module of Linear.*Known classes: .*SwinBlock.*CheckpointModulesHook'),
+        (
+            lambda: Detector(build('SBPConvNeXt', dict(preset='paper'))),
+            {},
+            'backbone has sbp_cfg of its own; leave that out',
+        ),
+        (in_fsdp, {}, 'in FSDP already.*before it is wrapped'),
+        (lambda: build('stock Swin'), dict(modules=['neck']), r"there is no 'neck'; the model has \['patch_embed'"),
+        (lambda: build('stock Swin'), dict(preset='fast'), "preset='fast' is unknown"),
+    ],
+)
+def test_refusals(make, keys, message):
+    model = make()
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        apply_lean(model, **keys)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_beside_a_backbone_with_settings_of_its_own():
+    model = Detector(build('SBPConvNeXt', dict(preset='paper')))
+    with pytest.raises(ValueError, match='applies to no module'):
+        apply_lean(model, modules=['neck'])
+    assert keep_ratios(model)
+
+
+def test_a_pass_has_to_begin():
+    model, x = build('SBPConvNeXt', dict(preset='paper')), image(2, 64, 64)
+    with pytest.raises(ValueError, match=r'call backbone\(x\), not backbone.forward\(x\), which skips hooks'):
+        model.forward(x)
+    build('SBPConvNeXt', dict(preset='exact')).forward(x)
+
+
+def around_the_backbone(model, reentrant):
+    forward = model.forward
+    model.forward = lambda x: cp.checkpoint(lambda x: tuple(forward(x)), x, use_reentrant=reentrant)
+
+
+def around_the_call(model, reentrant):
+    """Its hooks run again too."""
+    return lambda x: cp.checkpoint(lambda x: tuple(model(x)), x, use_reentrant=reentrant)
+
+
+def around_a_block(model, reentrant):
+    block = model.stages[2].blocks[0]
+    block.forward = functools.partial(cp.checkpoint, block.forward, use_reentrant=reentrant)
+
+
+def by_the_hook(model, reentrant):
+    checkpoint_modules(model, ['stages'])
+
+
+FOREIGN = [around_the_backbone, around_the_call, around_a_block, by_the_hook]
+
+
+@pytest.mark.parametrize('foreign', FOREIGN)
+@pytest.mark.parametrize('reentrant', [True, False])
+@pytest.mark.parametrize(
+    ('cfg', 'options'),
+    [(dict(preset='paper'), {}), (dict(preset='nearest'), {}), (dict(preset='exact'), dict(drop_path_rate=0.9))],
+    ids=str,
+)
+def test_a_foreign_checkpoint_around_a_thinned_part_is_refused(foreign, reentrant, cfg, options):
+    if foreign is by_the_hook and reentrant:
+        pytest.skip('it has one form')
+    model = build('stock Swin', cfg, **options)
+    run = foreign(model, reentrant) or model
+    message = (
+        rf"layer \(.*\) of a backbone with preset='{cfg['preset']}' runs again inside of a checkpoint.*modules=\[...\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        loss_of(run(image(2, 64, 64).requires_grad_())).backward()
+
+
+@pytest.mark.parametrize('foreign', FOREIGN)
+@pytest.mark.parametrize('reentrant', [True, False])
+@pytest.mark.parametrize('options', [{}, dict(drop_path_rate=0.9)], ids=str)
+def test_exact_layers_may_run_again(foreign, reentrant, options):
+    """Without images that are left out, nothing is drawn; two passes, which both run again."""
+    found = []
+    for change in (None, foreign):
+        model = build('stock Swin', dict(preset='exact', skip_dropped_images=False), **options)
+        run = change(model, reentrant) if change else None
+        torch.manual_seed(0)
+        losses = [loss_of((run or model)(image(2, 64, 64, seed=seed).requires_grad_())) for seed in (0, 1)]
+        sum(losses).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert_near(found[1], found[0], 1e-12)
+
+
+def test_a_confined_plugin_leaves_checkpoints_alone():
+    """What the message of a refusal says."""
+    model, x = build('stock Swin'), image(2, 64, 64)
+    apply_lean(model, 'paper', modules=['stages.1', 'stages.2', 'stages.3'])
+    checkpoint_modules(model, ['stages.0'])
+    grads = backward(model, x)
+    assert grads.keys() == dict(model.named_parameters()).keys()
+    assert {key[0] for key in kept_masks(model, x)} == {1, 2}
+
+
+def test_a_map_of_another_size_is_an_error():
+    model = build('stock ConvNeXt', dict(preset='paper'))
+    first = model.downsample_layers[0]
+    first.register_forward_pre_hook(lambda module, args: (args[0][..., ::2],))
+    with pytest.raises(ValueError, match=r'has a map of 128 positions, and 256 were expected.*stride=4'):
+        model(image(2, 64, 64))
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_export_and_tracing_run_the_plain_code(family):
+    model = build(family, dict(preset='paper'))
+    model.eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(model, image(1, 64, 64), check_trace=False)
+    for a, b in zip(traced(image(1, 64, 64, seed=1)), model(image(1, 64, 64, seed=1)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_backbone_that_takes_sbp_cfg_can_be_changed_from_outside():
+    model = Detector(SBPConvNeXt('atto'))
+    assert 'backbone.stages.0.0' in apply_lean(model, 'int8').changed

@@ -1,0 +1,244 @@
+"""What a config may say: each value that cannot be gets a message that names it and the remedy."""
+
+import pytest
+import torch
+from cases import CONVNEXT, SWIN, VIT, build
+from mmdet.registry import HOOKS
+from torch import nn
+
+import sbp_mmdet
+from sbp_mmdet import LeanHook, SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
+from sbp_mmdet.apply import keep_ratios
+from sbp_mmdet.settings import ATTENTION, PRESETS, Settings
+
+DEPTHS = (3, 3, 9, 3)
+
+
+def ratios(depths=DEPTHS, blocks=(3, 3, 6, 0), from_end=False, **keys):
+    return Settings.parse(dict(preset='paper', **keys)).layer_ratios(depths, blocks, from_end)
+
+
+def test_presets_are_told_in_their_order():
+    assert [*PRESETS] == ['exact', 'int8', 'nearest', 'paper', 'none', 'with_cp', 'reference']
+    for name, preset in PRESETS.items():
+        assert preset.name == name and preset.meaning and preset.time > 0
+        assert preset.gradients in ('exact', 'int8', 'nearest', 'paper')
+        assert Settings.parse(dict(preset=name)).preset is preset
+    assert [name for name, preset in PRESETS.items() if preset.thins] == ['nearest', 'paper', 'reference']
+
+
+def test_defaults_are_the_papers():
+    settings = Settings.parse(dict(preset='paper'))
+    assert (settings.keep_ratio, settings.sampler, settings.downsample, settings.attention) == (
+        0.5,
+        'grid',
+        True,
+        'qkv',
+    )
+    assert settings.skip_dropped_images and settings.modules is None and settings.blocks is None
+
+
+@pytest.mark.parametrize(
+    ('arch', 'blocks'),
+    [('tiny', (3, 3, 6, 0)), ('base', (3, 3, 21, 0)), ('small', (3, 3, 21, 0)), ('atto', (2, 2, 6, 0))],
+)
+def test_blocks_of_an_architecture(arch, blocks):
+    with torch.device('meta'):
+        backbone = SBPConvNeXt(arch, sbp_cfg=dict(preset='paper'))
+    expected = {(i, j): 0.5 for i, n in enumerate(blocks) for j in range(n)}
+    assert backbone.keep_ratios() == expected | {(1, 'downsample'): 0.5, (2, 'downsample'): 0.5}
+
+
+def test_which_layers_a_list_of_ratios_means():
+    small = ratios((1, 2, 2, 1), (1, 2, 2, 0), keep_ratio=[0.25, 1, 0.5, 0.75, 0.125])
+    # The layer that leads into a stage goes with the stage's first block; ratios of 1 do not appear.
+    assert small == {(0, 0): 0.25, (1, 1): 0.5, (2, 0): 0.75, (2, 1): 0.125, (2, 'downsample'): 0.75}
+    assert set(ratios(blocks=(1, 0, 2, 0), downsample=False)) == {(0, 0), (2, 0), (2, 1)}
+    assert set(ratios(blocks=(0, 0, 0, 0))) == {(1, 'downsample'), (2, 'downsample')}
+    assert ratios(blocks=(0, 0, 0, 0), downsample=False) == ratios(keep_ratio=1.0) == {}
+    assert set(ratios((12,), (8,), from_end=True)) == {(0, i) for i in range(4, 12)}
+    assert Settings.parse(dict(preset='exact')).layer_ratios(DEPTHS, DEPTHS) == {}
+
+
+BAD = [
+    (dict(preset='best'), r"preset='best' is unknown; choose one of \['exact', 'int8'"),
+    (dict(preset=['exact']), r"preset=\['exact'\] is unknown"),
+    (dict(preset=None), 'preset=None is unknown'),
+    (dict(keep_ratio=0), r'keep_ratio=0 .*\(0, 1\]'),
+    (dict(keep_ratio=-0.5), r'keep_ratio=-0.5 .*\(0, 1\]'),
+    (dict(keep_ratio=1.5), r'keep_ratio=1.5 .*\(0, 1\]'),
+    (dict(keep_ratio='half'), r"keep_ratio='half' .*\(0, 1\]"),
+    (dict(keep_ratio=None), r'keep_ratio=None .*\(0, 1\]'),
+    (dict(keep_ratio={'stage1': 0.5}), r'keep_ratio=.*stage1.*\(0, 1\]'),
+    (dict(keep_ratio=0.333), r'keep_ratio=0.333 .*nearest: .*1/3'),
+    (dict(keep_ratio=[0.5] * 11), r'11 ratios for the 12 thinned blocks .*one for each, or a single number'),
+    (dict(keep_ratio=[]), r'0 ratios for the 12 thinned blocks'),
+    (dict(blocks=(0, 0, 0, 0), keep_ratio=[]), '0 ratios for the 0 thinned blocks'),
+    (dict(keep_ratio=[0.5] * 11 + [2]), r'keep_ratio=2 .*\(0, 1\]'),
+    (dict(keep_ratio=[0.5] * 11 + [True]), r'keep_ratio=True .*\(0, 1\]'),
+    (dict(keep_ratio=[[0.5] * 3, [0.5] * 3], blocks=(1, 1, 0, 0)), r'keep_ratio=\[0.5, .*\(0, 1\]'),
+    (dict(sampler='gird'), r"sampler='gird' .*'grid', 'random'"),
+    (dict(sampler=['grid']), r"sampler=\['grid'\] .*'grid', 'random'"),
+    (dict(sampler='objects'), r"sampler='objects' .*'grid', 'random'"),
+    (dict(attention='all'), "attention='all' .*'qkv', 'query', 'head'"),
+    (dict(keep_ration=0.5), r"'keep_ration'; did you mean 'keep_ratio'\?"),
+    (dict(xyz=1), r"'xyz'; known keys are .*'keep_ratio'"),
+    (dict(blocks=(3, 3, 10, 0)), r'blocks\[2\]=10 .*from 0 to the 9'),
+    (dict(blocks=(4, 3, 9, 0)), r'blocks\[0\]=4 .*from 0 to the 3'),
+    (dict(blocks=(3, 3, -1, 0)), r'blocks\[2\]=-1 '),
+    (dict(blocks=(3, 2.5, 1, 0)), r'blocks\[1\]=2.5 .*whole number'),
+    (dict(blocks=(3, True, 1, 0)), r'blocks\[1\]=True .*whole number'),
+    (dict(blocks=(3, '3', 1, 0)), r"blocks\[1\]='3' .*whole number"),
+    (dict(blocks=(3, float('nan'), 1, 0)), r'blocks\[1\]=nan .*whole number'),
+    (dict(blocks=(3, 3, 9)), r'blocks=\(3, 3, 9\) .*each of the 4 stages'),
+    (dict(blocks=12), r'blocks=12 .*each of the 4 stages'),
+    (dict(downsample=1), r'downsample=1 must be True or False'),
+    (dict(skip_dropped_images='yes'), r"skip_dropped_images='yes' must be True or False"),
+    (dict(modules=5), r"modules=5 must be a list of names of submodules, such as \['neck'\]"),
+    (dict(modules=[1]), r'modules=\[1\] must be a list of names'),
+]
+
+
+@pytest.mark.parametrize(('keys', 'message'), BAD, ids=str)
+def test_bad_values(keys, message):
+    with pytest.raises(ValueError, match=message):
+        ratios(**keys) if 'preset' not in keys else Settings.parse(keys)
+
+
+@pytest.mark.parametrize('cfg', [True, 0.5, 'exact', ['exact']], ids=str)
+def test_sbp_cfg_is_a_dict(cfg):
+    with pytest.raises(ValueError, match=r"sbp_cfg=.* must be a dict such as dict\(preset='exact'\), or None"):
+        SBPConvNeXt(**CONVNEXT, sbp_cfg=cfg)
+
+
+# A former config, and the line that it is told to write.
+FORMER = [
+    (dict(), "needs a preset.*write dict(preset='exact')"),
+    (dict(keep_ratio=0.25), "needs a preset.*write dict(preset='paper', keep_ratio=0.25)"),
+    (dict(keep_ratio=1.0), "needs a preset.*write dict(preset='exact')"),
+    (dict(recompute=True), "['recompute'] are settings of former versions; write dict(preset='paper')"),
+    (dict(keep_ratio=1.0, recompute='block'), "write dict(preset='exact')"),
+    (dict(keep_ratio=[1, 1.0], recompute='block', storage='int8'), "write dict(preset='int8')"),
+    (dict(dropped='nearest', keep_ratio=0.25), "write dict(preset='nearest', keep_ratio=0.25)"),
+    (dict(dropped='pool', sampler='objects', object_share=0.5), "write dict(preset='nearest')"),
+    (dict(implementation='reference', sampler='random'), "write dict(preset='reference', sampler='random')"),
+    (
+        dict(compile=True, blocks=[1, 1], downsample=False),
+        "write dict(preset='paper', blocks=[1, 1], downsample=False)",
+    ),
+    (dict(preset='exact-block', recompute='block', keep_ratio=1), "write dict(preset='exact')"),
+    (dict(preset='fused', compile=True), "write dict(preset='paper')"),
+]
+
+
+@pytest.mark.parametrize(('cfg', 'line'), FORMER, ids=str)
+def test_former_keys(cfg, line):
+    with pytest.raises(ValueError) as error:
+        Settings.parse(cfg)
+    for part in line.split('.*'):
+        assert part in str(error.value)
+    suggested = eval(str(error.value).split('write ')[-1].removesuffix(' instead'))  # noqa: S307  a dict by its line
+    Settings.parse(suggested)
+
+
+@pytest.mark.parametrize(
+    ('old', 'new'),
+    dict(fused='paper', recompute='paper', block='paper', pool='nearest').items()
+    | {'exact-block': 'exact', 'int8-block': 'int8', 'nearest-int8': 'nearest'}.items(),
+)
+def test_former_presets(old, new):
+    with pytest.raises(ValueError, match=f"preset '{old}' is now called preset='{new}'"):
+        apply_lean(build('stock Swin'), old)
+
+
+@pytest.mark.parametrize(
+    ('hook', 'message'),
+    [
+        (
+            dict(type='SBPHook', preset='paper', keep_ratio=0.25),
+            "write dict(type='LeanHook', preset='paper', keep_ratio=0.25)",
+        ),
+        (dict(type='SBPHook', keep_ratio=0.25, recompute=True), "dict(preset='paper', keep_ratio=0.25)"),
+        (dict(type='SBPHook'), "write dict(preset='exact')"),
+        (dict(type='SBPModulesHook', modules=['neck']), "dict(type='CheckpointModulesHook', modules=['neck'])"),
+        (dict(type='SBPModulesHook', modules='neck', keep_ratio=0.5), "modules=['neck']"),
+        (dict(type='ObjectMasksHook'), "take preset='nearest'"),
+    ],
+    ids=str,
+)
+def test_former_hooks(hook, message):
+    with pytest.raises(ValueError) as error:
+        HOOKS.build(hook)
+    assert message in str(error.value)
+
+
+def test_former_functions():
+    with pytest.raises(ImportError, match=r"apply_sbp any more: write apply_lean\(model, preset='paper'"):
+        from sbp_mmdet import apply_sbp  # noqa: F401
+    assert not hasattr(sbp_mmdet, 'something_else')
+
+
+@pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if not preset.thins])
+@pytest.mark.parametrize(
+    'keys', [dict(keep_ratio=0.5), dict(sampler='grid'), dict(blocks=[1]), dict(downsample=True), dict(attention='qkv')]
+)
+def test_keys_that_mean_nothing_for_a_preset(preset, keys):
+    (key,) = keys
+    with pytest.raises(
+        ValueError, match=rf"LeanHook: \['{key}'\] mean nothing for preset='{preset}'.*'paper' or 'nearest'"
+    ):
+        LeanHook(preset, **keys)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'options', 'keys', 'message'),
+    [
+        (
+            SBPConvNeXt,
+            CONVNEXT,
+            dict(attention='query'),
+            "attention='query' means nothing for SBPConvNeXt; leave it out",
+        ),
+        (SBPSwinTransformer, SWIN, dict(attention='head'), "attention='head' means nothing for SBPSwinTransformer"),
+        (SBPViT, VIT, dict(downsample=False), 'downsample=False means nothing for SBPViT'),
+        (SBPViT, VIT, dict(blocks=[4]), r'blocks\[0\]=4'),
+        (SBPSwinTransformer, SWIN, dict(blocks=[1, 1]), r'blocks=\[1, 1\] must list one number for each of the 4'),
+        (SBPConvNeXt, CONVNEXT | dict(use_grn=True, layer_scale_init_value=0.0), {}, 'GRN .*exact'),
+        (SBPConvNeXt, CONVNEXT | dict(act_cfg=dict(type='ReLU')), {}, 'its activation is ReLU, and GELU is needed'),
+        (SBPSwinTransformer, SWIN | dict(act_cfg=dict(type='ReLU')), {}, 'its activation is ReLU, and GELU is needed'),
+        (SBPSwinTransformer, SWIN | dict(drop_rate=0.1), {}, r'its attention has dropout \(drop_rate'),
+        (
+            SBPConvNeXt,
+            CONVNEXT,
+            dict(modules=['stages.9']),
+            r"there is no 'stages.9'; the model has \['downsample_layers'",
+        ),
+        (SBPConvNeXt, CONVNEXT, dict(modules=[]), r'modules=\[\] must name submodules'),
+        (SBPConvNeXt, CONVNEXT, dict(modules='norm3'), 'drops positions, and applies to no module'),
+    ],
+    ids=str,
+)
+def test_what_a_backbone_cannot_do(kind, options, keys, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options, sbp_cfg=dict(preset='paper', **keys))
+    plain = kind(**options)
+    with pytest.raises(ValueError, match=message):
+        apply_lean(plain, 'paper', **keys)
+    assert not any(isinstance(m, sbp_mmdet.surgery.Mixin) for m in plain.modules()) and not plain._forward_pre_hooks
+
+
+def test_any_activation_with_the_reference():
+    """Algorithm 1 needs none of a kind."""
+    options = dict(act_cfg=dict(type='ReLU'))
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    plain, reference = (build('SBPConvNeXt', cfg, **options) for cfg in (None, dict(preset='reference')))
+    for a, b in zip(plain(x), reference(x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('attention', ATTENTION)
+def test_values_are_taken(attention):
+    with torch.device('meta'):
+        vit = SBPViT('tiny', sbp_cfg=dict(preset='nearest', attention=attention, blocks=[12], keep_ratio=0.25))
+    assert keep_ratios(nn.ModuleDict(dict(backbone=vit))) == {(0, i): 0.25 for i in range(12)}
+    assert vit.sbp.attention == attention

@@ -1,0 +1,186 @@
+"""A family of somebody's own: one adapter of a few lines, and presets, draws and report work on it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import draws_of, kept_masks, stored_bytes
+from mmcv.cnn.bricks import DropPath
+from mmdet.registry import MODELS
+from mmengine.model import BaseModule
+from oracles import assert_near, gradients, image, relative_error
+from torch import nn
+
+from sbp_mmdet import LeanHook, adapter, apply_lean, remove_lean
+from sbp_mmdet.adapters import ADAPTERS, MLP, Block, Lean, NormLinear
+from sbp_mmdet.settings import PRESETS
+
+WIDTHS = [8, 12, 16]
+
+
+class ToyBlock(nn.Module):
+    """A depthwise convolution, then a channel MLP on tokens."""
+
+    def __init__(self, width, rate):
+        super().__init__()
+        self.spatial = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.norm, self.widen, self.narrow = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
+        self.act, self.drop = nn.GELU(), DropPath(rate)
+
+    def forward(self, x):
+        x = x + self.spatial(x)
+        tokens = x.flatten(2).mT
+        tokens = tokens + self.drop(self.narrow(self.act(self.widen(self.norm(tokens)))))
+        return tokens.mT.unflatten(2, x.shape[2:])
+
+
+class ToyShrink(nn.Module):
+    def __init__(self, before, after):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4 * before), nn.Linear(4 * before, after)
+
+    def forward(self, x):
+        height, width = (n // 2 for n in x.shape[2:])
+        return self.project(F.unfold(x, 2, stride=2).mT).mT.unflatten(2, (height, width))
+
+    def project(self, tokens):
+        return self.linear(self.norm(tokens))
+
+
+@MODELS.register_module()
+class ToyNet(BaseModule):
+    """Three levels of two blocks; each halves the map that it gets."""
+
+    def __init__(self, widths=WIDTHS, rate=0.0, init_cfg=None):
+        super().__init__(init_cfg)
+        self.stem = nn.Conv2d(3, widths[0], 2, stride=2)
+        self.levels = nn.ModuleList(nn.Sequential(ToyBlock(c, rate), ToyBlock(c, rate)) for c in widths)
+        self.shrinks = nn.ModuleList(ToyShrink(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+
+    def forward(self, x):
+        outs = [self.levels[0](self.stem(x))]
+        for shrink, level in zip(self.shrinks, self.levels[1:], strict=True):
+            outs.append(level(shrink(outs[-1])))
+        return tuple(outs)
+
+
+def register():
+    """All that a family needs."""
+
+    @adapter(ToyBlock)
+    class LeanBlock(Block):
+        stride = 2
+
+        def parts(self):
+            return dict(mlp=MLP(self.norm, self.widen, self.act, self.narrow, drop=self.drop))
+
+        def lean_forward(self, x):
+            tokens = (x + self.spatial(x)).flatten(2).mT
+            return super().lean_forward(tokens).mT.unflatten(2, x.shape[2:])
+
+        @classmethod
+        def others(cls, backbone, settings):
+            return {(i, 'downsample'): (layer, LeanShrink) for i, layer in enumerate(backbone.shrinks, 1)}
+
+    class LeanShrink(Lean):
+        def parts(self):
+            return dict(patches=NormLinear(self.norm, self.linear))
+
+        def project(self, tokens):
+            return self.run('patches', self.parts()['patches'], tokens)
+
+        def lean_forward(self, x):
+            return ToyShrink.forward(self, x)
+
+
+@pytest.fixture(autouse=True)
+def family():
+    register()
+    yield
+    del ADAPTERS[f'{__name__}.ToyBlock']
+
+
+def toy(preset=None, **keys):
+    torch.manual_seed(0)
+    model = ToyNet(rate=0.5).double().train()
+    if preset:
+        apply_lean(model, preset, **keys)
+    return model
+
+
+def test_report():
+    report = apply_lean(nn.ModuleDict(dict(backbone=ToyNet())), 'paper')
+    thinned = 'gradients from 0.5 of the positions, preset paper'
+    assert report.changed == {
+        **{f'backbone.levels.{i}.{j}': thinned if i < 2 else 'exact, stores less' for i in range(3) for j in range(2)},
+        'backbone.shrinks.0': thinned,
+        'backbone.shrinks.1': 'exact, stores less',
+    }
+    assert report.left == {'backbone.stem': 'no lean form of it is known'}
+
+
+@pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if preset.gradients in ('exact', 'paper')])
+def test_gradients(preset):
+    """Of the definition: exact, or kept positions alone."""
+    x, lean = image(2, 36, 44), toy(preset)
+    found, plain = gradients(lean, x), toy()
+    if preset in ('none', 'with_cp'):
+        torch.manual_seed(0)
+        found = gradients(lean, x)
+        torch.manual_seed(0)
+        return assert_near(found, gradients(plain, x), 1e-12)
+    masks, draws = kept_masks(lean, x), draws_of(lean)
+    assert set(masks) == ({(0, 0), (0, 1), (1, 0), (1, 1), (1, 'downsample')} if preset != 'exact' else set())
+    for i, level in enumerate(plain.levels):
+        for j, block in enumerate(level):
+            factor = 2 * draws.images((i, j, 'mlp'), 2).double()[:, None, None]
+            mask = masks.get((i, j), torch.ones(1, dtype=torch.bool)).flatten()[:, None]
+            block.drop.forward = lambda y, factor=factor, mask=mask: factor * torch.where(mask, y, y.detach())
+    if preset != 'exact':
+        project, mask = plain.shrinks[0].project, masks[1, 'downsample'].flatten()[:, None]
+        plain.shrinks[0].project = lambda tokens: torch.where(mask, (y := project(tokens)), y.detach())
+    assert_near(found, gradients(plain, x), 1e-10)
+
+
+@pytest.mark.parametrize('preset', ['int8', 'nearest'])
+def test_gradients_come_near(preset):
+    x = F.interpolate(image(2, 6, 8), (36, 48), mode='bicubic')
+    exact = gradients(ToyNet().double().train(), x) and gradients(toy('exact'), x)
+    found = gradients(toy(preset), x)
+    assert found.keys() == exact.keys() and all(g.isfinite().all() for g in found.values())
+    assert 1e-9 < relative_error(found['stem.weight'], exact['stem.weight']) < (0.1 if preset == 'int8' else 1)
+
+
+def test_stored_bytes():
+    def stored(preset):
+        model, x = ToyNet().train(), image(2, 64, 64, dtype=torch.float32)
+        apply_lean(model, preset)
+        return stored_bytes(lambda: model(x), [x, *model.parameters()])
+
+    found = {name: stored(name) for name in PRESETS}
+    assert found['int8'] < found['exact'] < 0.5 * found['none'] and found['paper'] < found['reference'] < found['none']
+    assert found['with_cp'] < 0.5 * found['none']
+
+
+def test_keys_hook_and_back():
+    model = nn.ModuleDict(dict(backbone=ToyNet()))
+    text = LeanHook('paper', blocks=[2, 1, 0], keep_ratio=[0.25, 0.5, 0.75]).apply(model)
+    assert 'gradients from 0.75 of the positions, preset paper' in text
+    with pytest.raises(ValueError, match="attention='head' means nothing for ToyNet"):
+        apply_lean(model, 'paper', attention='head')
+    remove_lean(model)
+    assert not any(isinstance(m, Lean) for m in model.modules())
+
+
+def test_a_wrong_stride_is_an_error(monkeypatch):
+    monkeypatch.setattr(ADAPTERS[f'{__name__}.ToyBlock'], 'stride', 4)
+    with pytest.raises(ValueError, match=r'has a map of 396 positions, and 99 were expected.*stride=4'):
+        toy('paper')(image(1, 36, 44))
+
+
+def test_what_may_be_registered():
+    with pytest.raises(ValueError, match='ToyNet must derive from sbp_mmdet.adapters.Lean or Block'):
+        adapter('a.B')(ToyNet)
