@@ -13,7 +13,7 @@ that of the first preset in the same round. A preset that is named twice shows t
 
 --step measures training steps of the whole detector: forward pass, backward pass and optimizer; on CUDA with mixed
 precision as the config has it, with peaks, and with --cap while torch may have no more memory than that; on a CPU in
-fp32, times alone (for bytes: sbp-mmdet plan).
+fp32, times alone (for bytes: sbp-mmdet plan). There a preset may have the planner's pieces: exact+targets+cp-heads.
 """
 
 import argparse
@@ -28,17 +28,16 @@ import torch
 from cases import Case, capture, compared, parse_name, smooth
 from mmengine.config import Config, DictAction
 from rivals import RIVALS, plain_draws
-from subject import load, plain
 from tables import benchmark_table
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from sbp_mmdet import apply_lean
 from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
 from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
 from sbp_mmdet.plan.device import check_device, is_out_of_memory, use_device
 from sbp_mmdet.plan.memory import held_bytes, peak_bytes, saved_bytes
 from sbp_mmdet.plan.tables import describe_machine, output_file, write_json
+from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.settings import PRESETS
 
 __all__ = ['measure_module', 'measure_steps', 'ratios']
@@ -229,14 +228,12 @@ def measure_steps(config: Config, names: Sequence[str], *, rounds, cap: int | No
     def build(name):
         preset, keys = parse_name(name)
         torch.manual_seed(0)
-        model, wrapper, batch = build_training(config, **case)
+        model, wrapper, batch = build_training(with_variant(config, preset, **keys), **case)
         if shared:
             model.load_state_dict(shared[0][0].state_dict(keep_vars=True), assign=True)
         for group in wrapper.optimizer.param_groups:
             group['lr'] = 0.0  # the same arithmetic, and all steps of all presets begin at the same weights
         shared[:] = shared or [(model, wrapper, batch)]
-        if preset != 'none':
-            apply_lean(model, preset=preset, **keys)
         if rival := RIVALS.get(name):
             if rival.change:
                 rival.change(model.backbone)
@@ -339,7 +336,7 @@ def main():
         if not cuda:
             keep_freed_memory()
         case = dict(batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
-        config = plain(load(args.config, args.cfg_options))
+        config = plain(load_config(args.config, args.cfg_options))
         if args.step:
             own = dict(module='training step', cap=args.cap)
             rows = measure_steps(config, names, rounds=args.rounds, cap=args.cap and int(args.cap * 2**30), **case)

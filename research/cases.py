@@ -52,7 +52,7 @@ def parse_name(name: str) -> tuple[str, dict]:
     if name in RIVALS:
         return RIVALS[name].preset, {}
     preset, *words = re.split(r',(?=\w+=)', name)
-    preset_named(preset)
+    preset_named(preset.partition('+')[0])
     if wrong := [word for word in words if '=' not in word]:
         raise ValueError(f"{name!r}: {wrong} is no key=value; write 'paper,keep_ratio=0.25'")
     parser = argparse.ArgumentParser()

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from subject import load
+
+from sbp_mmdet.plan.variants import load_config
 
 __all__ = ['METRICS', 'Experiment', 'configs_of', 'read_experiment']
 
@@ -107,7 +108,7 @@ def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Confi
         name = experiment.configs.get(label, experiment.config)
         path = name if '::' in name else str(experiment.folder / name)
         try:
-            config = load(path, copy.deepcopy(dict(experiment.options)))
+            config = load_config(path, copy.deepcopy(dict(experiment.options)))
             if label in experiment.settings:
                 config.model.backbone.sbp_cfg = experiment.settings[label]
             backbone = config.model.get('backbone') or {}

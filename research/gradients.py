@@ -22,7 +22,7 @@ import torch
 from cases import parse_name
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
-from subject import build_model, load, train_batches
+from subject import build_model, train_batches
 from tables import COLOURS, panels, save_picture
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.plan.detector import own_crops
 from sbp_mmdet.plan.device import check_device
 from sbp_mmdet.plan.tables import Column, describe_machine, markdown_table, output_file, text_table, write_json
+from sbp_mmdet.plan.variants import load_config
 
 __all__ = ['compare', 'exact_pass', 'groups', 'study', 'study_picture', 'study_table']
 
@@ -340,7 +341,7 @@ def main():
     try:
         if args.batches < 1:
             raise ValueError(f'--batches {args.batches} must be 1 or more')
-        config = load(args.config, args.cfg_options)
+        config = load_config(args.config, args.cfg_options)
         settings = {name: parse_name(name) for name in args.presets}
         model = build_model(config, args.checkpoint, args.device, args.seed)
         for name in args.group or ([] if settings else ['presets']):

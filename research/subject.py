@@ -12,28 +12,9 @@ from torch import nn
 
 from sbp_mmdet.models.weights import quiet
 from sbp_mmdet.plan.detector import build_detector
-from sbp_mmdet.plan.variants import load_config as load
+from sbp_mmdet.plan.variants import plain
 
-__all__ = ['build_model', 'load', 'plain', 'train_batches']
-
-
-def plain(config: Config) -> Config:
-    """A copy of a config without what it says of presets and checkpointing."""
-    config = copy.deepcopy(config)
-    hooks = config.get('custom_hooks') or []
-    config.custom_hooks = [hook for hook in hooks if str(hook['type']).rpartition('.')[2] != 'LeanHook']
-    for node in _dicts(config.model):
-        node.update({key: value for key, value in (('sbp_cfg', None), ('with_cp', False)) if key in node})
-    return config
-
-
-def _dicts(node):
-    if isinstance(node, dict):
-        yield node
-        node = list(node.values())
-    if isinstance(node, (list, tuple)):
-        for item in node:
-            yield from _dicts(item)
+__all__ = ['build_model', 'train_batches']
 
 
 def build_model(config: Config, checkpoint: str | None = None, device: str = 'cpu', seed: int = 0) -> nn.Module:
