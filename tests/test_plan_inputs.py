@@ -7,8 +7,8 @@ import pytest
 from helpers import ROOT
 from mmengine.config import Config
 
-from sbp_mmdet.analysis.inputs import DEFAULT_SIZE, inputs_of
-from sbp_mmdet.analysis.variants import applicable, load_config, piece_change
+from sbp_mmdet.plan.inputs import DEFAULT_SIZE, inputs_of
+from sbp_mmdet.plan.variants import applicable, load_config, piece_change
 
 sys.path.append(str(ROOT / 'tools/analysis_tools'))
 import sweep  # noqa: E402

@@ -5,10 +5,10 @@ import types
 import pytest
 import torch
 
-from sbp_mmdet.analysis import benchmark, report
-from sbp_mmdet.analysis.cap import cuda_cap
-from sbp_mmdet.analysis.device import if_it_fits, noting, use_device
-from sbp_mmdet.analysis.memory import peak_bytes
+from sbp_mmdet.plan import benchmark, report
+from sbp_mmdet.plan.cap import cuda_cap
+from sbp_mmdet.plan.device import if_it_fits, noting, use_device
+from sbp_mmdet.plan.memory import peak_bytes
 
 
 def test_a_gpu_without_a_number(monkeypatch):
