@@ -14,7 +14,7 @@ from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .draws import Draws, Stages
-from .savings import Checkpointed
+from .savings import Checkpointed, targets_in_chunks
 from .settings import Settings
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
@@ -171,7 +171,7 @@ def _plan(model, settings, chosen):
             if reason:
                 left[names[id(module)]] = reason
             else:
-                taken.update({id(inside): None for inside in module.modules()})
+                taken.update({id(inside): None for inside in mixin.members(module)})
                 return True
         return False
 
@@ -181,7 +181,7 @@ def _plan(model, settings, chosen):
     others = []
     for module in chosen.values():
         mixin = adapter_of(module)
-        if not mixin or issubclass(mixin, Block) or id(module) in taken:
+        if not mixin or issubclass(mixin, Block) or id(module) in taken or not [*mixin.members(module)]:
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
@@ -315,7 +315,7 @@ def _untouched(model, changed, left):
     def look(module, prefix, depth):
         for name, child in module.named_children():
             path = f'{prefix}{name}'
-            if path in known or not any(True for _ in child.parameters()):
+            if path in known or not any(p.requires_grad for p in child.parameters()):
                 continue
             if any(other.startswith(f'{path}.') for other in known) and depth:
                 look(child, f'{path}.', depth - 1)
@@ -338,7 +338,8 @@ def _nothing(model, left, what):
 
 @HOOKS.register_module()
 class LeanHook(ModelHook):
-    """Lean training of a detector, in place, see :func:`apply_lean`.
+    """Lean training of a detector, in place, see :func:`apply_lean`. Unless ``modules`` confines it, the training targets
+    are made piece by piece too, see :func:`.savings.targets_in_chunks`: they stay the same, and it costs no time.
 
     Args:
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
@@ -358,4 +359,8 @@ class LeanHook(ModelHook):
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
         report = apply_settings(unwrapped(model), self.settings)
-        return f"preset='{self.settings.preset.name}': {report}"
+        done = f"preset='{self.settings.preset.name}': {report}"
+        if self.settings.preset.form is None or self.settings.modules is not None:
+            return done
+        targets_in_chunks(model)
+        return f'{done}\ntraining targets are made piece by piece'

@@ -12,7 +12,7 @@ images that stochastic depth leaves out, and the form of the operations come fro
 of the module itself (``with_cp``) is off: an operation stores less.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -111,6 +111,15 @@ class Lean(Mixin):
         """
         form = settings.preset.form
         return next(filter(None, (part.refusal(form) for part in cls.parts(module).values())), None)
+
+    @classmethod
+    def members(cls, module: nn.Module) -> Iterable[nn.Module]:
+        """The module and those inside of it that the adapter runs, so that they need none; none: nothing to change.
+
+        Args:
+            module (nn.Module): The module, not changed yet.
+        """
+        return module.modules()
 
     @property
     def form(self) -> Form:

@@ -23,22 +23,25 @@ to eight bits (:func:`.precision.store`). In each case the forward pass is exact
 """
 
 from .attention import AttentionSettings, AttentionTensors, attention
+from .conv_norm import ConvNormSettings, ConvNormTensors, conv_norm
 from .convs import Conv, ConvSettings, convolve
 from .grn import GRNSettings, GRNTensors, grn_mlp
 from .images import on_images
+from .maps import Activation
 from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norm_linear import NormLinearSettings, NormLinearTensors, norm_linear
 from .norms import NormSettings, NormTensors, layer_norm
 from .operation import Form
-from .precision import accumulator, autocast_dtype
-from .rows import memory_format
 from .tokens import token_positions
 from .windows import WindowSettings, WindowTensors, window_attention
 
 __all__ = [
+    'Activation',
     'AttentionSettings',
     'AttentionTensors',
     'Conv',
+    'ConvNormSettings',
+    'ConvNormTensors',
     'ConvSettings',
     'Form',
     'GRNSettings',
@@ -51,14 +54,12 @@ __all__ = [
     'NormTensors',
     'WindowSettings',
     'WindowTensors',
-    'accumulator',
     'attention',
-    'autocast_dtype',
     'channel_mlp',
+    'conv_norm',
     'convolve',
     'grn_mlp',
     'layer_norm',
-    'memory_format',
     'norm_linear',
     'on_images',
     'token_positions',

@@ -1,0 +1,333 @@
+"""Convolution, norm, residual and activation in one operation, against torch's own modules."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from mmcv.cnn.bricks.swish import Swish
+from torch import nn
+
+from sbp_mmdet.ops import Activation, ConvNormSettings, ConvNormTensors, Form, conv_norm
+from sbp_mmdet.ops.maps import ACTIVATIONS, add, keep
+
+MODULES = {
+    'relu': nn.ReLU(),
+    'leaky_relu': nn.LeakyReLU(0.1),
+    'silu': nn.SiLU(),
+    'swish': Swish(),
+    'hardswish': nn.Hardswish(),
+    'gelu': nn.GELU('tanh'),
+    None: nn.Identity(),
+}
+KINDS = {
+    'plain': {},
+    'strided': dict(stride=2, padding=1),
+    'dilated': dict(padding=2, dilation=2),
+    'depthwise': dict(groups=8, padding=1),
+    'groups and bias': dict(groups=2, padding=(1, 0), bias=True),
+}
+NORMS = ['none', 'fixed', 'batch', 'group']
+FROZEN = ['', 'conv', 'norm', 'conv norm', 'x', 'all but x', 'no affine']
+
+
+class Layer(nn.Module):
+    """Conv, norm, (+ residual), activation: stock, or by the operation."""
+
+    def __init__(self, norm='batch', act='relu', bias=False, frozen='', storage=None, channels=8, kernel=3, **geometry):
+        super().__init__()
+        self.storage, self.name, self.act = storage, act, MODULES[act]
+        self.conv = nn.Conv2d(channels, 8, kernel, bias=bias or norm == 'none', **geometry)
+        affine = 'affine' not in frozen
+        self.norm = dict(none=nn.Identity(), group=nn.GroupNorm(4, 8, affine=affine)).get(norm)
+        self.norm = self.norm or nn.BatchNorm2d(8, affine=affine)
+        for values in (*self.norm.parameters(), *self.norm.buffers()):
+            if values.is_floating_point():
+                values.data.uniform_(0.5, 1.5)
+        if norm != 'none' and affine:
+            self.norm.weight.data[::3] *= -1
+        if isinstance(self.norm, nn.BatchNorm2d):
+            self.norm.bias is None or self.norm.bias.data.sub_(1)
+        self.norm.train(norm != 'fixed')
+        self.kind = norm
+        self.conv.requires_grad_('conv' not in frozen and 'but' not in frozen)
+        self.norm.requires_grad_('norm' not in frozen and 'but' not in frozen)
+
+    def forward(self, x, residual=None):
+        conv, norm = self.conv, self.norm
+        if self.storage is None:
+            out = norm(conv(x))
+            return self.act(out if residual is None else out + residual)
+        act = self.name and Activation(self.name, slope=0.1, approximate='tanh')
+        form = Form('reference') if self.storage == 'reference' else Form(storage=self.storage)
+        settings = ConvNormSettings(
+            form, conv.stride, conv.padding, conv.dilation, conv.groups, self.kind, num_groups=4, activation=act
+        )
+        affine = getattr(norm, 'weight', None), getattr(norm, 'bias', None)
+        running = getattr(norm, 'running_mean', None), getattr(norm, 'running_var', None)
+        return conv_norm(settings, ConvNormTensors(x, conv.weight, conv.bias, *affine, *running, residual))
+
+
+def pair(storage, dtype=torch.float64, **options):
+    """A stock layer and the same by the operation."""
+    torch.manual_seed(0)
+    stock = Layer(**options).to(dtype)
+    lean = copy.deepcopy(stock)
+    for module in lean.modules():
+        module.storage = storage
+    return stock, lean
+
+
+def run(layer, x, *residual):
+    """Output, and gradients by name, for a loss whose gradient is different everywhere."""
+    inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, *residual)]
+    layer.zero_grad()
+    out = layer(*inputs)
+    weights = torch.arange(out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
+    if out.requires_grad:
+        (out * weights).sum().backward()
+    named = [(str(i), t) for i, t in enumerate(inputs)] + list(layer.named_parameters())
+    return out.detach(), {name: t.grad for name, t in named}
+
+
+def same(stock, lean, *inputs, tolerance=1e-10):
+    (out, grads), (lean_out, lean_grads) = run(stock, *inputs), run(lean, *inputs)
+    torch.testing.assert_close(lean_out, out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lean_grads, grads, rtol=tolerance, atol=tolerance)
+    for a, b in zip(lean.buffers(), stock.buffers(), strict=True):
+        if a.is_floating_point():
+            assert torch.equal(a, b)
+
+
+def image(requires_grad=True, size=9, channels=8, dtype=torch.float64, n=3):
+    x = torch.randn(n, channels, size, size, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    return x.requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize('norm', NORMS)
+@pytest.mark.parametrize('act', MODULES)
+@pytest.mark.parametrize('residual', [False, True])
+def test_gradients_are_those_of_stock_modules(norm, act, residual):
+    for storage in ('native', 'reference'):
+        stock, lean = pair(storage, norm=norm, act=act, padding=1)
+        same(stock, lean, image(), *[image()] * residual)
+
+
+@pytest.mark.parametrize('norm', NORMS)
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('frozen', FROZEN)
+def test_geometry_and_frozen_parts(norm, kind, frozen):
+    if norm == 'none' and 'norm' in frozen + 'affine':
+        frozen = frozen.replace('norm', '')
+    for act, layout in (('relu', torch.channels_last), ('silu', torch.contiguous_format)):
+        stock, lean = pair('native', norm=norm, act=act, frozen=frozen, **KINDS[kind])
+        x = image().detach().contiguous(memory_format=layout)
+        same(stock, lean, x.requires_grad_(frozen != 'x'))
+
+
+def test_every_activation_is_compared():
+    assert set(MODULES) - {None} == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize('norm', NORMS)
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('autocast', [False, True])
+@pytest.mark.parametrize('storage', ['native', 'int8'])
+def test_half_precision_is_as_near_as_that_of_stock_modules(norm, dtype, autocast, storage):
+    """Distance to fp64 of all gradients together."""
+    stock, lean = pair(storage, norm=norm, act='relu', padding=1, bias=norm == 'none')
+    x = image()
+    _, expected = run(stock, x)
+    errors = []
+    for layer in (stock, lean):
+        layer.to(torch.float32 if autocast else dtype)
+        with torch.autocast('cpu', dtype, enabled=autocast):
+            out, grads = run(layer, x.detach().to(torch.float32 if autocast else dtype).requires_grad_())
+        assert all(g.dtype == (torch.float32 if autocast else dtype) for g in grads.values())
+        assert out.dtype == dtype
+        errors.append(relative(*(torch.cat([g.flatten() for g in found.values()]) for found in (grads, expected))))
+    assert errors[1] < 1.5 * errors[0] + (0.03 if storage == 'int8' else 0.001)
+
+
+def relative(a, b):
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+class Chain(nn.Sequential):
+    """Layers one after the other; in every second place a residual connection, where asked for."""
+
+    residual = None
+
+    def forward(self, x):
+        for layer in self:
+            if self.residual == 'before activation':
+                x = layer(x, x)
+            elif self.residual == 'after activation':
+                out = layer(x)
+                x = out + x if layer.storage is None else add(out, x, layer.storage)
+            else:
+                x = layer(x)
+        return x
+
+
+def chains(storage, number=6, residual=None, **options):
+    torch.manual_seed(0)
+    stock = Chain(*(Layer(padding=1, **options) for _ in range(number))).double()
+    stock.residual = residual
+    lean = copy.deepcopy(stock)
+    for layer in lean:
+        layer.storage = storage
+    return stock, lean
+
+
+def stored_maps(model, x):
+    """Maps of x's size that are stored between the passes, in full numbers; each storage counts once."""
+    parameters = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    seen = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        seen[storage.data_ptr()] = (storage.nbytes(), t)  # held, so that no other takes its place
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(x)
+    found = sum(size for place, (size, _) in seen.items() if place not in parameters)
+    del out
+    return found / x.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(
+    'options, plain, exact, int8',
+    [  # of six layers and their input
+        (dict(norm='fixed', act='relu'), 13, 7, 7),
+        (dict(norm='fixed', act='silu'), 18, 7, 7),
+        (dict(norm='fixed', act=None), 12, 6, 6),
+        (dict(norm='batch', act='relu'), 13, 7, 7),
+        (dict(norm='batch', act='silu'), 18, 7, 7),
+        (dict(norm='group', act='silu'), 18, 7, 7),
+        (dict(norm='none', act='relu'), 7, 7, 7),
+        (dict(norm='fixed', act='relu', residual='before activation'), 13, 7, 7),
+        # Of three sums one is stored.
+        (dict(norm='batch', act='relu', residual='before activation'), 13, 9, 13),
+        (dict(norm='batch', act='silu', residual='after activation'), 18, 8, 9),
+        (dict(norm='fixed', act='relu', frozen='conv norm'), 6, 6, 6),
+        (dict(norm='fixed', act=None, frozen='conv norm'), 0, 0, 0),
+        (dict(norm='fixed', act=None, frozen='norm'), 6, 6, 6),
+    ],
+)
+def test_every_map_is_stored_once(options, plain, exact, int8):
+    x = image(size=32)
+    for storage, number, unit in (('native', exact, 1), ('int8', int8, 1 / 8)):
+        stock, lean = chains(storage, **options)
+        if storage == 'native':
+            same(stock, lean, x, tolerance=1e-9)
+        assert stored_maps(lean, x) == pytest.approx(number * unit, rel=0.05, abs=0.03)  # with numbers a channel
+    if options.get('frozen') is None:
+        assert stored_maps(stock, x) == pytest.approx(plain, rel=0.02)
+
+
+@pytest.mark.parametrize('norm', NORMS)
+@pytest.mark.parametrize('act', MODULES)
+def test_eight_bits(norm, act):
+    """The forward pass is exact; so are input gradients where no rounded number enters them."""
+    x = image(size=24)
+    stock, lean = chains('int8', 3, norm=norm, act=act)
+    (out, grads), (lean_out, lean_grads) = run(stock, x), run(lean, x)
+    torch.testing.assert_close(lean_out, out, rtol=1e-10, atol=1e-10)
+    exact = norm in ('none', 'fixed') and act in ('relu', 'leaky_relu', None)
+    for name, grad in grads.items():
+        if grad.norm() < 1e-9:  # of a convolution's bias in front of a norm
+            continue
+        is_bias = name == '0' or name.endswith('norm.bias') or (norm == 'none' and name.endswith('conv.bias'))
+        assert relative(lean_grads[name], grad) < (1e-10 if exact and is_bias else 0.1), name
+
+
+def test_eight_bits_keep_sides_and_means():
+    x = torch.randn(4, 3, 40, 40, dtype=torch.float64)
+    x[0, 0], x[1, 0] = x[0, 0].abs(), 0
+    for threshold in (None, 0.0, torch.tensor([0.5, -1.0, 9.0], dtype=torch.float64).view(3, 1, 1)):
+        map = keep(x, 'int8', threshold)
+        read, step = map.load(torch.float64), map.unit
+        assert map.values.dtype == torch.int8
+        assert ((read - x).abs() <= step / 2 * (1 + 1e-9)).all()
+        assert ((read - x).mean((2, 3), keepdim=True).abs() <= step / 8).all()
+        if threshold is not None:
+            assert torch.equal((read > threshold)[2:], (x > threshold)[2:])
+    assert keep(x[:, :, :3, :3], 'int8').values.dtype == torch.float64  # scales would take more
+
+
+@pytest.mark.parametrize('value', [float('inf'), float('-inf'), float('nan')])
+def test_what_is_not_finite_is_read_as_such(value):
+    x = torch.randn(1, 2, 8, 8)
+    x[0, 1, 0, 0] = value
+    for threshold in (None, 0.0):
+        read = keep(x, 'int8', threshold).load(torch.float32)
+        assert not read[0, 1].isfinite().any() and read[0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize('storage', ['native', 'int8'])
+def test_what_was_written_to_is_not_handed_on(storage):
+    stock, lean = chains(storage, 2, norm='batch', act='silu')
+
+    def run_changed(chain, x):
+        out = chain[0](x)
+        out.mul_(2)
+        return chain[1](out)
+
+    grads = []
+    for chain in (stock, lean):
+        loss = run_changed(chain, image()).square().sum()
+        grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*chain.parameters()])]))
+    assert relative(grads[1], grads[0]) < (1e-10 if storage == 'native' else 0.02)
+
+
+def test_one_layer_may_store_exactly_and_the_next_in_eight_bits():
+    """A layer that stores exactly reads nothing rounded; one that rounds may read what is exact."""
+    x = image(size=16)
+    for first, second in (('native', 'int8'), ('int8', 'native')):
+        stock, lean = chains(first, 2, norm='fixed', act='silu')
+        for chain, storage in ((stock, None), (lean, second)):
+            chain[1].storage, chain[1].name, chain[1].act = storage, 'relu', nn.ReLU()
+        (_, grads), (_, lean_grads) = run(stock, x), run(lean, x)
+        assert relative(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="norm='layer' is unknown; choose one of none, fixed, batch, group"):
+        ConvNormSettings(norm='layer')
+    with pytest.raises(ValueError, match="activation 'mish' is unknown; choose one of relu"):
+        Activation('mish')
+    _, lean = pair('native', norm='batch')
+    with pytest.raises(ValueError, match='more than 1 value per channel'):
+        lean(image(size=3, n=1))
+
+
+def _synced(rank, folder):
+    """Compares SyncBN of two processes with batch norm of all images in one."""
+    dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
+    whole, stock = image(n=5, size=8).detach(), pair('native', norm='batch', act='silu')[0]
+    mine = [whole[:2], whole[2:]][rank].requires_grad_()
+    lean = copy.deepcopy(stock)
+    lean.storage = 'native'
+    conv, norm = lean.conv, lean.norm
+    settings = ConvNormSettings(norm='batch', process_group=dist.group.WORLD, activation=Activation('silu'))
+    out = conv_norm(
+        settings,
+        ConvNormTensors(mine, conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var),
+    )
+    out.square().sum().backward()
+    whole.requires_grad_()
+    stock(whole).square().sum().backward()
+    torch.testing.assert_close(mine.grad, [whole.grad[:2], whole.grad[2:]][rank])
+    for a, b in zip(lean.parameters(), stock.parameters(), strict=True):
+        dist.all_reduce(a.grad)
+        torch.testing.assert_close(a.grad, b.grad)
+    for a, b in zip(lean.norm.buffers(), stock.norm.buffers(), strict=True):
+        a.dtype == torch.int64 or torch.testing.assert_close(a, b)
+    dist.destroy_process_group()
+
+
+def test_sync_batch_norm_is_batch_norm_of_all_processes(tmp_path):
+    mp.spawn(_synced, (str(tmp_path),), nprocs=2)
