@@ -78,13 +78,13 @@ def _blocks(name):
 @pytest.mark.parametrize('name', ['README.md', 'docs/usage.md', 'docs/pretrained.md'])
 def test_examples(name, tmp_path):
     for number, block in enumerate(_blocks(name)):
-        names = {}
-        exec(block, names)
-        if 'custom_hooks' in names:
-            assert len(list(model_hooks(names['custom_hooks']))) == len(names['custom_hooks'])
-        if '_base_' in names:
+        if '_base_' in block:
             (tmp_path / f'{number}.py').write_text(block)
             assert any(isinstance(m, Lean) for m in _changed(Config.fromfile(tmp_path / f'{number}.py')).modules())
+            continue
+        exec(block, names := {})
+        if 'custom_hooks' in names:
+            assert len(list(model_hooks(names['custom_hooks']))) == len(names['custom_hooks'])
         elif isinstance(model := names.get('model'), dict) and 'sbp_cfg' in model['backbone']:
             assert sbp_mmdet.SBPConvNeXt('atto', sbp_cfg=model['backbone']['sbp_cfg']).sbp
 

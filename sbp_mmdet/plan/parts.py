@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..adapters.conv import known
+
 __all__ = ['PartTracker', 'part_of']
 
 # Patterns of names in a backbone. A group 'from0' or 'from1' is the number of the stage, counted from there.
@@ -64,7 +66,8 @@ class PartTracker:
     def __init__(self, model: nn.Module):
         self._stack, self._running, self._handles, self._wrapped = [], [], [], []
         for name, module in model.named_modules():
-            if name:
+            # A lean layer leaves convolutions, norms and activations to themselves where somebody watches them.
+            if name and not any(known(module, kind) for kind in ('conv', 'norm', 'act')):
                 enter = functools.partial(self._enter, part_of(name), 'loss' in name.split('.')[-1])
                 self._handles.append(module.register_forward_pre_hook(enter))
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))

@@ -19,10 +19,9 @@ CONTEXT = 0.6e9
 # In the order in which they are tried: each costs more time than the one before.
 _LADDER = (
     (),
-    ('targets',),
-    ('targets', 'cp-heads'),
-    ('targets', 'cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck'),
-    ('targets', 'cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck', 'adamw8bit'),
+    ('cp-heads',),
+    ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck'),
+    ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck', 'adamw8bit'),
 )
 _ORDER = ('exact', 'int8', 'nearest', 'paper')
 
@@ -35,14 +34,14 @@ class Row(NamedTuple):
         gradients (str): 'exact', 'int8', 'nearest' or 'paper'.
         need (int): Bytes of GPU memory.
         fits (bool): Whether that is within the budget.
-        time (float): Estimated time of the backbone's step, relative to the plain one.
+        time (str): Of the backbone's step, relative to the plain one; see :class:`.settings.Preset`.
     """
 
     variant: str
     gradients: str
     need: int
     fits: bool
-    time: float
+    time: str
 
 
 def parse_bytes(text: str) -> int:

@@ -1,6 +1,6 @@
 """One config, many variants: a preset for the whole detector, and pieces beside it.
 
-A variant is a preset of :data:`sbp_mmdet.settings.PRESETS`, followed by pieces: ``'exact+targets'``. In a config
+A variant is a preset of :data:`sbp_mmdet.settings.PRESETS`, followed by pieces: ``'exact+cp-heads'``. In a config
 a preset is one line: a ``LeanHook``.
 """
 
@@ -18,7 +18,6 @@ from ..settings import PRESETS, preset_named
 __all__ = ['PIECES', 'NotApplicable', 'imports_of', 'load_config', 'plain', 'presets_of', 'snippet', 'with_variant']
 
 PIECES = {
-    'targets': 'mask targets and IoUs are made piece by piece; targets exact',
     'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
     'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
     'cp-neck': 'the neck runs again in the backward pass; gradients exact',
@@ -202,13 +201,11 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
         NotApplicable: If the model lacks what the piece is about.
         ValueError: For an unknown piece.
     """
-    hooks, modules, optimizer = [], [], {}
+    modules, optimizer = [], {}
     for piece in pieces:
         if piece not in PIECES:
             raise ValueError(f'piece {piece!r} is unknown; choose from {list(PIECES)}')
-        if piece == 'targets':
-            hooks.append(dict(type='TargetsInChunksHook'))
-        elif piece == 'adamw8bit':
+        if piece == 'adamw8bit':
             kind = str(config.optim_wrapper.optimizer.type)
             if kind not in ('Adam', 'AdamW', 'AdamW8bit'):
                 raise NotApplicable(f'adamw8bit: the optimizer is {kind}, not AdamW')
@@ -217,8 +214,7 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
             modules += found
         else:
             raise NotApplicable(f'{piece}: the model has none')
-    if modules:
-        hooks.insert(0, dict(type='CheckpointModulesHook', modules=modules))
+    hooks = [dict(type='CheckpointModulesHook', modules=modules)] if modules else []
     return dict(custom_hooks=hooks, optimizer=optimizer)
 
 
