@@ -4,9 +4,9 @@ import types
 
 import pytest
 import torch
+from sbp_mmdet.plan.cap import cuda_cap
 
 from sbp_mmdet.plan import benchmark, report
-from sbp_mmdet.plan.cap import cuda_cap
 from sbp_mmdet.plan.device import if_it_fits, noting, use_device
 from sbp_mmdet.plan.memory import peak_bytes
 

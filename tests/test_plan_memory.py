@@ -6,9 +6,8 @@ import torch.utils.checkpoint
 from ops_cases import fused_mlp, mlp_inputs
 from torch import nn
 
-from sbp_mmdet.plan import saved_bytes
 from sbp_mmdet.plan.cuda_rules import cuda_kernels
-from sbp_mmdet.plan.memory import LiveBytes, peak_bytes
+from sbp_mmdet.plan.memory import LiveBytes, peak_bytes, saved_bytes
 
 FLOAT = 4
 
