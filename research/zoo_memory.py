@@ -14,6 +14,9 @@ import logging
 import signal
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 
 import mmdet
@@ -48,7 +51,15 @@ def measured() -> dict[str, float]:
 
 
 def count(name: str) -> dict:
-    """What the planner counts of a config; ``error`` where it cannot."""
+    """What the planner counts of a config, in a process of its own; ``error`` where it cannot."""
+    try:
+        with ProcessPoolExecutor(1, get_context('fork')) as pool:
+            return pool.submit(_count, name).result()
+    except BrokenProcessPool:
+        return dict(error='the process was killed: too little memory in this machine')
+
+
+def _count(name):
     start = time.process_time()
     try:
         config = plain(load_config(f'mmdet::{name}'))
