@@ -271,8 +271,10 @@ def test_nothing_is_read_from_what_was_written_to():
 
     def run(lean):
         first, second = modules
-        out = deformable_encoder_layer(settings_of(), layer_tensors(first, x, pos, reference, None)) if lean else first(
-            x, pos, None, **given
+        out = (
+            deformable_encoder_layer(settings_of(), layer_tensors(first, x, pos, reference, None))
+            if lean
+            else first(x, pos, None, **given)
         )
         out.mul_(2)
         return (
