@@ -13,10 +13,8 @@ from mmengine.config import Config, ConfigDict
 from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
-from sbp_mmdet.plan.report import groups, markdown, picture, table
 from torch import nn
 
-from sbp_mmdet.masks import _paired
 from sbp_mmdet.plan import hollow
 from sbp_mmdet.plan.batch import at_the_first_step, build_batch
 from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
@@ -24,7 +22,9 @@ from sbp_mmdet.plan.detector import assignment_on_cpu, measure_detector
 from sbp_mmdet.plan.eight_bit import AdamW8bitStates
 from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
 from sbp_mmdet.plan.parts import part_of
+from sbp_mmdet.plan.report import groups, markdown, picture, table
 from sbp_mmdet.plan.variants import NotApplicable, applicable, load_config, with_variant
+from sbp_mmdet.masks import _paired
 
 FLOAT = 4
 STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
