@@ -14,7 +14,7 @@ from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .draws import Draws, Stages
-from .savings import Checkpointed
+from .savings import Checkpointed, targets_in_chunks
 from .settings import Settings
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
@@ -340,6 +340,9 @@ def _nothing(model, left, what):
 class LeanHook(ModelHook):
     """Lean training of a detector, in place, see :func:`apply_lean`.
 
+    Unless ``modules`` confines it, the training targets are made piece by piece too, see
+    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time.
+
     Args:
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
         **keys: See :class:`.settings.Settings`.
@@ -358,4 +361,8 @@ class LeanHook(ModelHook):
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
         report = apply_settings(unwrapped(model), self.settings)
-        return f"preset='{self.settings.preset.name}': {report}"
+        done = f"preset='{self.settings.preset.name}': {report}"
+        if self.settings.preset.form is None or self.settings.modules is not None:
+            return done
+        targets_in_chunks(model)
+        return f'{done}\ntraining targets are made piece by piece'

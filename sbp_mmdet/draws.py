@@ -179,8 +179,8 @@ class Draws:
             name = self.stages.settings.preset.name
             raise ValueError(
                 f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less "
-                'than the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint around '
-                'the backbone or a block), or leave that part to it: modules=[...]'
+                'than the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint '
+                'around the backbone or a block), or leave that part to it: modules=[...]'
             )
 
     def _masks(self, ratio, ratios):

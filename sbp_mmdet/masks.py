@@ -39,31 +39,19 @@ _MAX_DENOMINATOR = 100
 
 
 class Nearest(NamedTuple):
-    """Which kept position stands for each dropped one.
+    """Which kept position stands for each dropped one: those that go with the k-th kept one are ``starts[k]`` to
+    ``starts[k + 1]``."""
 
-    Attributes:
-        index (Tensor | None): int64, shape (D,), ascending: the i-th dropped position goes with the ``index[i]``-th
-            kept one. None: with the i-th, one for one.
-        starts (Tensor): int64, shape (K + 1,), on the CPU: those that go with the k-th kept position are
-            ``starts[k]`` to ``starts[k + 1]``.
-    """
-
-    index: Tensor | None
-    starts: Tensor
+    index: Tensor | None  # int64, (D,), ascending: of each dropped position the kept one; None: the i-th of the i-th
+    starts: Tensor  # int64, (K + 1,), on the CPU
 
 
 class Positions(NamedTuple):
-    """Kept and dropped positions of one feature map, as flat indices ``h * width + w``.
+    """Kept and dropped positions of one feature map, as flat indices ``h * width + w``."""
 
-    Attributes:
-        keep (Tensor): int64, shape (K,), sorted.
-        drop (Tensor): int64, shape (D,), D = height * width - K; sorted, with ``nearest`` by kept position.
-        nearest (Nearest | None): For dropped positions that send gradients; None: they do not. Default: None.
-    """
-
-    keep: Tensor
-    drop: Tensor
-    nearest: Nearest | None = None
+    keep: Tensor  # int64, (K,), sorted
+    drop: Tensor  # int64, (D,), D = height * width - K; sorted, with ``nearest`` by kept position
+    nearest: Nearest | None = None  # for dropped positions that send gradients; None: they do not
 
 
 def parse_keep_ratio(ratio: float) -> Fraction:

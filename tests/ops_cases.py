@@ -77,10 +77,10 @@ def downsample_inputs(seed=0, n=2, c=6, d=9, height=2 * HEIGHT, width=2 * WIDTH,
     return inputs | dict(weight=weight.view(d, c, 2, 2), bias=tensors['bias1'])
 
 
-def norm_linear_inputs(**sizes):
+def norm_linear_inputs(*, bias=True, **sizes):
     tensors = tokens_of_mlp(**sizes)
     return {name: tensors[name] for name in ('x', 'norm_weight', 'norm_bias')} | dict(
-        weight=tensors['weight1'], bias=tensors['bias1']
+        weight=tensors['weight1'], bias=tensors['bias1'] if bias else None
     )
 
 

@@ -1,21 +1,35 @@
-"""Documents: links lead somewhere, no path of a machine, and tables written by hand agree with the results."""
+"""Documents: links lead somewhere, no path of a machine, code blocks run, and figures are those of the results."""
 
 import ast
 import dataclasses
 import json
 import re
-import runpy
+import statistics
 
 import pytest
 import torch
 from helpers import ROOT
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from torch import nn
 
-from sbp_mmdet import SBPConvNeXt
-from sbp_mmdet.settings import PRESETS, SBPSettings
+import sbp_mmdet
+from sbp_mmdet.adapters import Lean
+from sbp_mmdet.settings import PRESETS, Settings
+from sbp_mmdet.surgery import model_hooks
 
-PAGES = sorted(path for pattern in ('*.md', 'docs/*.md', 'configs/*/*.md') for path in ROOT.glob(pattern))
+PAGES = sorted(
+    p for pattern in ('*.md', 'docs/*.md', 'docs/research/*.md', 'configs/*/*.md') for p in ROOT.glob(pattern)
+)
+FOR_USERS = [page for page in PAGES if page.parent.name != 'research']
 LINK = re.compile(r'\]\(([^)\s]+)\)')
 FENCE = re.compile(r'^```.*?^```', re.DOTALL | re.MULTILINE)
+PHOTOGRAPHS = 'gradient_pool_photographs'
+PIECES = '+targets+cp-heads+cp-neck+cp-rpn'
+
+
+def _text(name):
+    return (ROOT / name).read_text()
 
 
 def _anchors(text):
@@ -24,8 +38,9 @@ def _anchors(text):
     return {re.sub(r'[^\w\- ]', '', head.lower()).replace(' ', '-') for head in heads}
 
 
-def _results(name):
-    return json.loads((ROOT / f'docs/results/{name}.json').read_text())['rows']
+def _words(page):
+    """Without code, comments and the bars of tables."""
+    return len(re.findall(r'\S*\w\S*', FENCE.sub('', re.sub(r'<!--.*?-->', '', page.read_text()))))
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -42,66 +57,258 @@ def test_page(page):
             assert anchor in _anchors(target.read_text()), link
 
 
-def test_every_page_is_in_the_index():
-    text = (ROOT / 'docs/index.md').read_text()
-    for page in ROOT.glob('docs/*.md'):
-        assert page.name == 'index.md' or f']({page.name})' in text, page.name
+def test_nothing_is_out_of_sight():
+    index, shown = _text('docs/index.md'), ''.join(page.read_text() for page in PAGES)
+    for page in ROOT.glob('docs/**/*.md'):
+        path = str(page.relative_to(ROOT / 'docs'))
+        assert path == 'index.md' or f']({path})' in index, path
+    for picture in ROOT.glob('docs/pictures/*'):
+        assert f'pictures/{picture.name})' in shown, picture.name
 
 
-def test_presets_in_the_readme_agree_with_the_results():
-    lines = re.findall(r'^\| `([\w-]+)` \| (.+) \| .+ \| (.*) \| (.*) \|$', (ROOT / 'README.md').read_text(), re.M)
-    shown = {name: (memory, time) for name, _, memory, time in lines}
-    rows = [row for row in _results('backbone_bytes') if row['arch'] == 'base']
-    plain = next(row['saved_bytes'] for row in rows if row['preset'] == 'none')
-    for row in rows:
-        times = [f'{block["total_ratio"]:.2f}' for block in _results('block_cpu') if block['preset'] == row['preset']]
-        assert shown[row['preset']] == (f'{row["saved_bytes"] / plain:.3f}', ', '.join(times))
+def test_lengths():
+    assert _words(ROOT / 'README.md') <= 900
+    assert sum(map(_words, FOR_USERS)) <= 9000
 
 
-def test_presets_in_the_readme_are_those_of_the_package():
-    lines = re.findall(r'^\| `([\w-]+)` \| `(.+?)`(.*?) \|', (ROOT / 'README.md').read_text(), re.M)
-    shown = {name: (eval(code), 'with_cp=True' in more) for name, code, more in lines if name in PRESETS}
-    assert shown == {name: (preset.sbp_cfg, preset.with_cp) for name, preset in PRESETS.items()}
+def _blocks(name):
+    return re.findall(r'^```python\n(.*?)^```', _text(name), re.DOTALL | re.MULTILINE)
 
 
-def test_examples_in_the_readme_run():
-    names = dict(torch=torch)
-    algorithm, config, small, example = re.findall(
-        r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.S | re.M
-    )
-    exec(algorithm, names)
-    written = names['sbp']
-    exec(config, names)
-    assert names['model']['backbone']['type'] == 'SBPConvNeXt'
-    exec(small, names)
-    kept = names['model']['backbone']['sbp_cfg']
-    assert SBPConvNeXt('tiny', sbp_cfg=kept).sbp.sampler == 'objects'
-    exec(example, names)
-    mlp, tokens, places = names['mlp'], names['tokens'], names['positions'](names['mask'])
-    gradients = []
-    for out in (names['out'], written(mlp, tokens, places)):
-        assert torch.allclose(out, mlp(tokens), atol=1e-6)
+@pytest.mark.parametrize('name', ['README.md', 'docs/usage.md', 'docs/pretrained.md'])
+def test_examples(name, tmp_path):
+    for number, block in enumerate(_blocks(name)):
+        if '_base_' in block:
+            (tmp_path / f'{number}.py').write_text(block)
+            assert any(isinstance(m, Lean) for m in _changed(Config.fromfile(tmp_path / f'{number}.py')).modules())
+            continue
+        exec(block, names := {})
+        if 'custom_hooks' in names:
+            assert len(list(model_hooks(names['custom_hooks']))) == len(names['custom_hooks'])
+        elif isinstance(model := names.get('model'), dict) and 'sbp_cfg' in model['backbone']:
+            assert sbp_mmdet.SBPConvNeXt('atto', sbp_cfg=model['backbone']['sbp_cfg']).sbp
+
+
+def _changed(cfg):
+    """The detector of a config after its hooks."""
+    from mmdet.registry import MODELS
+
+    init_default_scope('mmdet')
+    cfg.model.backbone.init_cfg = None
+    model = MODELS.build(cfg.model)
+    for hook in model_hooks(cfg.get('custom_hooks')):
+        hook.apply(model)
+    return model
+
+
+def test_example_of_a_family():
+    names, (family, operation) = {}, _blocks('docs/extending.md')
+    exec(family, names)
+    assert len(family.split('@adapter')[1].splitlines()) < 30
+    model = nn.Sequential(names['MyBlock'](8), names['MyBlock'](8))
+    x, gradients = torch.randn(2, 8, 16, 16), []
+    for preset in ('none', 'exact'):
+        if preset == 'exact':
+            assert len(sbp_mmdet.apply_lean(model, preset=preset).changed) == 2
+        gradients.append(torch.autograd.grad(model(x).square().sum(), [*model.parameters()]))
+    for exact, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+    exec(operation, names)
+    mlp, tokens, mask = names['mlp'], names['tokens'], names['mask'].flatten()[:, None]
+    expected = torch.where(mask, mlp(tokens), mlp(tokens).detach())
+    for out in (names['out'], expected):
         gradients.append(torch.autograd.grad(out.square().sum(), tokens)[0])
-    exact = torch.where(names['mask'].flatten()[:, None], mlp(tokens), mlp(tokens).detach())
-    (expected,) = torch.autograd.grad(exact.square().sum(), tokens)
-    for gradient in gradients:
-        assert torch.allclose(gradient, expected, atol=1e-5)
+    torch.testing.assert_close(*gradients[-2:], rtol=1e-4, atol=1e-5)
 
 
-def test_every_key_of_sbp_cfg_has_a_row():
-    lines = re.findall(r'^\| `(\w+)` \| .+? \| (.+?) \| ', (ROOT / 'docs/sbp_cfg.md').read_text(), re.M)
-    defaults = SBPConvNeXt('tiny', sbp_cfg={}).sbp
-    assert [key for key, _ in lines] == [field.name for field in dataclasses.fields(SBPSettings)]
-    for key, cell in lines:
-        if key not in ('keep_ratio', 'blocks'):  # these depend on the backbone
-            assert ast.literal_eval(cell.strip('`')) == getattr(defaults, key), key
+def test_every_key_has_a_row():
+    lines = re.findall(r'^\| `(\w+)` \| .+? \| (\S+) \| ', _text('docs/usage.md').split('## Presets')[0], re.M)
+    fields = {field.name: field.default for field in dataclasses.fields(Settings)}
+    assert [key for key, _ in lines] == [*fields]
+    assert {key: ast.literal_eval(cell.strip('`')) for key, cell in lines} == fields | {'preset': 'exact'}
 
 
-def test_picture_of_what_is_stored_agrees_with_the_results():
-    tool = runpy.run_path(str(ROOT / 'tools/analysis_tools/draw_stored.py'))
-    rows = [row for row in _results('block_cpu') if row['stage'] == 1]
-    assert {row['preset'] for row in rows} == set(tool['STORED'])
-    for row in rows:
-        n, channels, height, width = row['shape']
-        unit = 4 * n * channels * height * width
-        assert tool['units'](row['preset']) == pytest.approx(row['saved_bytes'] / unit, abs=0.021), row['preset']
+def test_every_preset_has_a_row():
+    presets = re.findall(r'^\| `(\w+)` \|', _text('docs/usage.md').split('## Presets')[1].split('\n## ')[0], re.M)
+    assert presets == [*PRESETS]
+    shown = re.findall(r'^\| `(\w+)` \|', _text('README.md'), re.M)
+    assert shown == ['with_cp', *(name for name in PRESETS if name in shown[1:])]
+
+
+# Figures
+
+
+def _results(name):
+    return json.loads(_text(f'docs/results/{name}.json'))
+
+
+def _rows(name, **where):
+    """Preset to row, in today's names. Files of before call 'exact' 'exact-block' where there was such a preset."""
+    rows = [row for row in _results(name)['rows'] if all(row[key] == value for key, value in where.items())]
+    rows = {frozenset((row.get('preset') or row['variant']).split('+')): row for row in reversed(rows)}
+    blocks = any('exact-block' in variant for variant in rows)
+    former = dict(exact='exact-block', int8='int8-block') if blocks else {}
+    former |= dict(paper='recompute') if any('recompute' in variant for variant in rows) else {}
+
+    def find(variant):
+        preset, *pieces = variant.split('+')
+        return rows.get(frozenset([former.get(preset, preset), *pieces]))
+
+    return find
+
+
+def _ratio(rows, variant, key, form='.3f'):
+    row = rows(variant)
+    return '' if row is None else f'{row[key] / rows("none")[key]:{form}}'
+
+
+def _tables(name, heading):
+    """(first cell, head of the column, cell) of the table under a heading."""
+    part = re.split(r'\n#+ ', _text(name).split(f'# {heading}\n')[1])[0]
+    head, _, *lines = (line.strip('| ').split(' | ') for line in _padded(part) if line.startswith('|'))
+    for first, *cells in lines:
+        for column, cell in zip(head[-len(cells) :], cells, strict=True):
+            yield _plain(first), _plain(column), _plain(cell)
+
+
+def _padded(part):
+    return (re.sub(r'\|(?=\|)|\| (?=\|)', '| - ', line) for line in part.splitlines())
+
+
+def _plain(cell):
+    cell = cell.replace('\\*', '').replace('*', '').replace('`', '').strip()
+    return '' if cell == '-' else cell
+
+
+def _stored(first, column):
+    rows = {
+        'ConvNeXt-T, 2 x 800 x 1344': lambda: _rows('backbone_bytes', arch='tiny'),
+        'ConvNeXt-B, 2 x 800 x 1344': lambda: _rows('backbone_bytes', arch='base'),
+        'Swin-T, 2 x 800 x 1344': lambda: _rows('backbone_bytes_swin'),
+        'ViT-B, 2 x 1024 x 1024': lambda: _rows('vit_bytes', arch='base', size=1024),
+        'ViT-B, 64 x 224 x 224': lambda: _rows('vit_bytes', arch='base', size=224),
+    }[first]()
+    if column == 'plain':
+        return f'{rows("none")["saved_bytes"] / 1e9:.2f} GB'
+    return _ratio(rows, column, 'saved_bytes')
+
+
+def _time(first, column):
+    rows = {
+        'ConvNeXt-B, stage 1': lambda: _rows('block_cpu', stage=1),
+        'ConvNeXt-B, stage 3': lambda: _rows('block_cpu', stage=3),
+        'Swin-T, stage 1': lambda: _rows('block_swin_cpu', stage=1),
+        'Swin-T, stage 3': lambda: _rows('block_swin_cpu', stage=3),
+        'ViT-B, 196 tokens': lambda: _rows('block_vit_224_cpu'),
+        'ViT-B, 4096 tokens': lambda: _rows('block_vit_1024_cpu'),
+    }[first]()
+    row = rows(column)
+    return '' if row is None else f'{row["total_ratio"]:.2f}'
+
+
+DETECTORS = dict(b='ConvNeXt-B', t='ConvNeXt-T', swin_t='Swin-T')
+
+
+def _detector(column):
+    return next(name for name, detector in DETECTORS.items() if column.endswith(detector))
+
+
+def _peak(first, column):
+    rows = _rows(f'detector_memory_{_detector(column)}')
+    if first == 'none':
+        return f'{rows("none")["peak"] / 1e9:.2f} GB'
+    preset, *more = re.split(', | and ', first)
+    variant = preset + (PIECES if 'pieces' in more else '') + ('+adamw8bit' if len(more) > 1 else '')
+    return _ratio(rows, variant, 'peak')
+
+
+def _step(first, column):
+    preset, *skip = first.split(', ')
+    row = _rows(f'detector_steps_{_detector(column)}')(preset + ('+skip' if skip else ''))
+    return '' if row is None else f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
+
+
+def _fp32(first, column):
+    rows = _rows('fp32_convnext' if 'ConvNeXt' in first else 'fp32_vit')
+    inside = ('stem', 'stage', 'output', 'backbone')
+    stored = [sum(n for part, n in rows(v)['saved'].items() if part.startswith(inside)) for v in (column, 'with_cp')]
+    return f'{stored[0] / stored[1]:.2f}'
+
+
+def _rival(first, column):
+    names = {'selective checkpointing': 'selective', 'torch.compile with': 'compile-0.1', 'torch.compile': 'compile'}
+    rows = _rows('rivals_backbone_cpu')
+    name = next((name for start, name in names.items() if first.startswith(start)), first)
+    if column == 'stored':
+        return _ratio(rows, name, 'saved_bytes')
+    key, form = dict(time=('total_ratio', '.2f'), error=('drawn_error', '.0e'))[column]
+    return f'{rows(name)[key] or 0:{form}}'.replace('0e+00', '0')
+
+
+def _in_the_readme(first, column):
+    if column == 'stored':
+        return _stored('ConvNeXt-B, 2 x 800 x 1344', first)
+    if column == "step's peak":
+        return '' if first == 'nearest' else _peak(first, 'ConvNeXt-B')
+    if column == 'time of a block':
+        return ', '.join(_time(f'ConvNeXt-B, stage {stage}', first) for stage in (1, 3))
+    if column == 'box AP' and first != 'with_cp':
+        return _trained({'paper': 'zero'}.get(first, first), 'box AP, less none').split(' (')[0]
+    return None
+
+
+def _trained(first, column):
+    """Mean over seeds; differences to the setting 'none' are paired, with the interval of Student's t (4 degrees)."""
+    runs = [_results('nuclei')['results'][name] for name in (first, 'none')]
+    if column in ('box AP', 'mask AP'):
+        values = [100 * run['ap'][column] for run in runs[0].values()]
+        return f'{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}'
+    ends = [[100 * run['ap']['box AP'] for run in of.values()] for of in runs]
+    courses = [[100 * statistics.mean(p['box AP'] for p in run['curve']) for run in of.values()] for of in runs]
+    values = [a - b for a, b in zip(*(courses if column.startswith('mean') else ends), strict=True)]
+    mean, half = statistics.mean(values), 2.776 * statistics.stdev(values) / len(values) ** 0.5
+    return '' if first == 'none' else f'{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})'
+
+
+def _cosines(*files):
+    """Of gradient studies: a column of the first file, or of the one that it names, such as 'nuclei: backbone'."""
+
+    def figure(first, column):
+        subject, _, column = column.rpartition(': ')
+        file = next((file for file in files if subject and subject in file), files[0])
+        first = re.sub(
+            ', the paper.*', '', {'4 blocks of 12': 'blocks 4', '12 blocks of 12': 'blocks 12'}.get(first, first)
+        )
+        found = _results(file)['results']
+        found = found[first if first in found else f'blocks {first}']
+        value = found['mean layer' if column == 'mean layer' else 'backbone']
+        value = value['norm_ratio' if column.startswith('norm ratio') else 'cosine']
+        return f'{value["mean"]:.3f}', f'{value["mean"]:.3f} ± {value["std"]:.3f}'
+
+    return figure
+
+
+@pytest.mark.parametrize(
+    'page, heading, figure',
+    [
+        ('docs/costs.md', 'Backbones: stored bytes', _stored),
+        ('docs/costs.md', 'Blocks: time', _time),
+        ('docs/costs.md', 'Whole detectors: peak', _peak),
+        ('docs/costs.md', 'A whole step: time', _step),
+        ('docs/costs.md', 'In fp32', _fp32),
+        ('docs/costs.md', 'What else there is', _rival),
+        ('README.md', 'Which preset', _in_the_readme),
+        ('docs/research/accuracy.md', 'Result', _trained),
+        ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
+        ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
+        ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
+        ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
+        ('docs/research/vit.md', 'Orders, samplers, number of blocks', _cosines('gradient_vit')),
+    ],
+)
+def test_figures(page, heading, figure):
+    cells = [*_tables(page, heading)]
+    assert cells
+    for first, column, cell in cells:
+        expected = figure(first, column)
+        assert expected is None or cell in ([expected] if isinstance(expected, str) else expected), (first, column)

@@ -6,56 +6,52 @@ which level of the pyramid an RoI is cut from (``nonzero``; here all RoIs are cu
 kernel, which is C++ without a rule for fake tensors.
 """
 
-import copy
 import sys
 import types
-from unittest import mock
+from pathlib import Path
 
+import mmdet
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_cuda import backward, draw_on_cpu, gpu_that_is_not_there, put_on_gpu, to_gpu
-from helpers import CONFIGS
+from cases import CONVNEXT
+from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu
 from mmcv.ops.roi_align import RoIAlignFunction
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from sbp_mmdet.analysis.detector import build_detector
-from sbp_mmdet.analysis.variants import load_config, with_variant
-from sbp_mmdet.shared_draws import MapDraws
+from sbp_mmdet.surgery import model_hooks
 
-ATTO = CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
-VARIANTS = [
-    'none',
-    'recompute',
-    'exact-block+cp-heads+cp-rpn+cp-neck',
-    'int8-block+skip+targets+cp-heads+cp-rpn+cp-neck',
-    'nearest+sbp-neck+sbp-rpn+sbp-masks',
-    'pool+skip',
+HEADS = dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'])
+HOOKS = [
+    [],
+    [dict(type='LeanHook', preset='exact')],
+    [dict(type='LeanHook', preset='paper'), HEADS],
+    [dict(type='LeanHook', preset='int8'), HEADS],
+    [dict(type='LeanHook', preset='nearest', skip_dropped_images=False)],
 ]
 KERNEL = types.SimpleNamespace(roi_align_forward=lambda *a, **k: None, roi_align_backward=lambda *a, **k: None)
 
 
-@pytest.fixture(scope='module')
-def config():
-    config = load_config(str(ATTO))
-    config.model.backbone.update(arch=dict(depths=[1, 1, 2, 1], channels=[8, 16, 32, 64]), drop_path_rate=0.5)
-    config.model.neck.in_channels = [8, 16, 32, 64]
-    return config
-
-
 @pytest.fixture
 def mode(monkeypatch):
-    of = MapDraws.of
-
-    def on_cpu(self, x, as_backbone=False):
-        with unset_fake_temporarily():
-            found = of(self, torch.empty(()).expand(x.shape), as_backbone)
-        return to_gpu(mode, found)
-
-    monkeypatch.setattr(MapDraws, 'of', on_cpu)
     monkeypatch.setattr(sys.modules[RoIAlignFunction.__module__], 'ext_module', KERNEL)
     with gpu_that_is_not_there() as mode:
         yield mode
+
+
+def detector(hooks):
+    """mmdet's Mask R-CNN with a small ConvNeXt, changed by a config's hooks."""
+    init_default_scope('mmdet')
+    config = Config.fromfile(Path(mmdet.__file__).parent / '.mim/configs/_base_/models/mask-rcnn_r50_fpn.py').model
+    config.backbone = dict(type='SBPConvNeXt', drop_path_rate=0.5, **CONVNEXT)
+    config.neck.in_channels = CONVNEXT['arch']['channels']
+    model = MODELS.build(config).train()
+    for hook in model_hooks(hooks):
+        hook.apply(model)
+    return model
 
 
 def losses(model, images, rois):
@@ -76,15 +72,15 @@ def losses(model, images, rois):
     return found
 
 
-@pytest.mark.filterwarnings('ignore:Accessing the data pointer')  # which tells passes apart, and is as good fake
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=['fp16', 'bf16'])
-@pytest.mark.parametrize('variant', VARIANTS)
-def test_a_step(config, variant, dtype, mode):
-    with unset_fake_temporarily(), mock.patch('mmdet.structures.mask.BitmapMasks.crop_and_resize'):
-        changed = with_variant(copy.deepcopy(config), variant)
-        model, _ = build_detector(changed, 'cpu')
+@pytest.mark.parametrize(
+    'hooks', HOOKS, ids=lambda hooks: '+'.join(hook.get('preset', 'cp') for hook in hooks) or 'none'
+)
+def test_a_step(hooks, dtype, mode):
+    with unset_fake_temporarily():
+        model = detector(hooks)
     put_on_gpu(mode, model)
-    draw_on_cpu(mode, model.backbone)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)
     images = torch.empty(2, 3, 75, 101, device='cuda')

@@ -16,8 +16,8 @@ from sbp_mmdet.apply import keep_ratios
 FROZEN = json.loads(guards.FILE.read_text())
 # Their plain modules store what torch's own kernels store, which changes from release to release.
 PLAIN = ('none', 'with_cp', 'reference')
-# Today exact blocks and the last stage store less under these than they did then.
-LESS = ('paper', 'nearest')
+# Lean steps may store less than they did then: exact blocks under these presets run their convolution again, and
+# patch embeddings share what they store. None may store more.
 
 
 def test_the_file_has_the_cases():
@@ -31,7 +31,7 @@ def test_a_step_is_as_it_was(case):
     nbytes, found = guards.step(*case)
     if preset not in PLAIN or torch.__version__.startswith(FROZEN['torch']):
         assert nbytes <= 1.005 * frozen['bytes']
-        assert preset in LESS or nbytes >= 0.995 * frozen['bytes']
+        assert preset not in PLAIN or nbytes >= 0.995 * frozen['bytes']
     expected = dict(zip(FROZEN['names'][f'{family} {precision}'], frozen['norms'], strict=True))
     assert found.keys() == expected.keys()
     largest = max(expected.values())

@@ -45,7 +45,7 @@ OPTIONS = [
     ('grn', dict(affine=False), dict(chunk=60)),
     ('grn', dict(gamma=None), dict()),
     ('downsample', dict(affine=False), dict()),
-    ('norm_linear', dict(affine=False), dict()),
+    ('norm_linear', dict(affine=False, bias=False), dict()),
     ('layer_norm', dict(affine=False), dict()),
     ('qkv', dict(affine=False, bias=False, gamma=None), dict()),
     ('query', dict(affine=False, bias=False, gamma=None), dict()),

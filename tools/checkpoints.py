@@ -1,7 +1,6 @@
 """Checks of the checkpoint that a run starts from, before mmdet loads it. By itself mmengine loads what fits, from a
 damaged file too, lists the rest in a warning, and goes on with random weights."""
 
-import contextlib
 import re
 import sys
 import zipfile
@@ -9,10 +8,8 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
-from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.registry import init_default_scope
-from preflight import PreflightError
+from preflight import PreflightError, on_meta
 
 __all__ = ['check_checkpoint', 'damage', 'last_whole_checkpoint']
 
@@ -105,7 +102,7 @@ def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = Fals
 
 def _check_weights(weights, path, key, config, whole_run, all_weights):
     """As mmengine loads them, with what the model's own hooks rename and resize."""
-    detector = _on_meta(config)
+    detector = on_meta(config)
     if detector is None:
         return
     own = [name for name in detector.state_dict() if not name.endswith('num_batches_tracked')]
@@ -142,15 +139,6 @@ def _read(path):
     except Exception:  # an old format, or classes of other people: mmengine may know better
         return None
     return content if isinstance(content, dict) else None
-
-
-def _on_meta(config):
-    """The detector without memory for its weights; None if it cannot be built."""
-    init_default_scope(config.get('default_scope', 'mmdet'))
-    for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere
-        with contextlib.suppress(Exception), torch.device(device):
-            return MODELS.build(config.model).to('meta')
-    return None  # whatever it is, mmdet is about to meet it too, and to say where
 
 
 def _differences(detector, weights, by_name):

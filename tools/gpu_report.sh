@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: tests, bytes, times, caps and a short training in one go, and a page with tables and pictures.
+# On a machine with a GPU: tests, bytes, times, caps and a short training in one go, and a page with tables.
 #
 #   bash tools/gpu_report.sh [--minutes 25] [--out DIR] [--wheels DIR] [--parts NAME ...] [--rehearse]
 #

@@ -19,9 +19,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 from mmengine.utils import track_iter_progress
-from pycocotools import mask as mask_utils
 
-__all__ = ['CLASSES', 'encode_polygons', 'encode_rle', 'make_set', 'render_image']
+__all__ = ['CLASSES', 'encode_polygons', 'make_set', 'render_image']
 
 CLASSES = ('ellipse', 'rectangle', 'triangle', 'star')
 SPLITS = ('train', 'val')
@@ -34,16 +33,8 @@ RECORD = 'made_by_make_synthetic_coco.json'
 RENDERING = 1  # raise when the same arguments begin to give other images
 
 
-def shape_outline(kind, rng):
-    """Outline of one shape, inside the unit circle.
-
-    Args:
-        kind (str): one of `CLASSES`.
-        rng (numpy.random.Generator): source of the shape's proportions.
-
-    Returns:
-        numpy.ndarray: corners, (P, 2).
-    """
+def _outline(kind, rng):
+    """Corners (P, 2) of one shape, inside of the unit circle."""
     if kind == 'rectangle':
         width, height = np.cos(angle := rng.uniform(0.35, 0.8)), np.sin(angle)
         return np.array([(-width, -height), (width, -height), (width, height), (-width, height)])
@@ -57,23 +48,14 @@ def shape_outline(kind, rng):
     return outline * (1.0, rng.uniform(0.55, 1.0)) if kind == 'ellipse' else outline
 
 
-def shape_colour(label, rng):
-    """Colour of a shape: BGR in 0..255, its hue near that of the class."""
+def _colour(label, rng):
+    """BGR in 0..255, its hue near that of the class."""
     hue = (label / len(CLASSES) + rng.normal(0, HUE_SCATTER)) % 1
     return 255 * np.array(colorsys.hsv_to_rgb(hue, rng.uniform(0.5, 1), rng.uniform(0.5, 1)))[::-1]
 
 
-def surface(rng, size, colour):
-    """A coloured surface with a soft gradient, sometimes stripes, and fine noise.
-
-    Args:
-        rng (numpy.random.Generator): source of randomness.
-        size (int): side in pixels.
-        colour (numpy.ndarray): mean colour, (3,).
-
-    Returns:
-        numpy.ndarray: float32, (size, size, 3).
-    """
+def _surface(rng, size, colour):
+    """A surface, float32 (size, size, 3), with a soft gradient, sometimes stripes, and fine noise."""
     coarse = colour + rng.normal(0, 16, (4, 4, 3))
     pixels = cv2.resize(coarse.astype(np.float32), (size, size), interpolation=cv2.INTER_CUBIC)
     if rng.random() < 0.3:
@@ -84,21 +66,15 @@ def surface(rng, size, colour):
     return pixels + rng.normal(0, 6, (size, size, 3)).astype(np.float32)
 
 
-def render_image(rng, size):
-    """Draw one image, back to front.
-
-    Every object that is drawn is returned: a shape that would be hidden too much, hide another too much, or hardly
-    stand out is left out of the picture, not only out of the annotations.
-
-    Args:
-        rng (numpy.random.Generator): source of randomness.
-        size (int): side in pixels.
+def render_image(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
+    """Draws one image, back to front. A shape that would be hidden too much, hide another too much, or hardly stand out
+    is left out of the picture, not only out of the annotations.
 
     Returns:
-        tuple: the image, uint8 BGR (size, size, 3), and a list of `(label, visible)`: index into `CLASSES` and the
-        visible pixels, bool (size, size).
+        tuple: The image, uint8 BGR (size, size, 3), and for each object its index into ``CLASSES`` and its visible
+        pixels, bool (size, size).
     """
-    image = surface(rng, size, rng.uniform(30, 225, 3))
+    image = _surface(rng, size, rng.uniform(30, 225, 3))
     owner = np.full((size, size), -1)  # which object a pixel shows
     labels, areas = [], []
     wanted = rng.integers(MIN_OBJECTS, MAX_OBJECTS + 1)
@@ -109,8 +85,8 @@ def render_image(rng, size):
         radius = size * np.exp(rng.uniform(np.log(MIN_RADIUS), np.log(MAX_RADIUS)))
         turn, centre = rng.uniform(0, 2 * np.pi), rng.uniform(0.05, 0.95, 2) * size
         rotation = np.array([(np.cos(turn), -np.sin(turn)), (np.sin(turn), np.cos(turn))])
-        outline = shape_outline(CLASSES[label], rng) @ rotation.T * radius
-        texture = surface(rng, size, shape_colour(label, rng))
+        outline = _outline(CLASSES[label], rng) @ rotation.T * radius
+        texture = _surface(rng, size, _colour(label, rng))
 
         # Drawn on a canvas of three sides by three, so that the part outside the image counts as hidden.
         canvas = np.zeros((3 * size, 3 * size), np.uint8)
@@ -129,30 +105,9 @@ def render_image(rng, size):
     return image.clip(0, 255).astype(np.uint8), [(label, owner == i) for i, label in enumerate(labels)]
 
 
-def encode_rle(visible):
-    """A mask as COCO's compressed run lengths, ready for json.
-
-    Args:
-        visible (numpy.ndarray): bool, (H, W).
-
-    Returns:
-        dict: `size` and `counts`.
-    """
-    rle = mask_utils.encode(np.asfortranarray(visible, dtype=np.uint8))
-    return {'size': rle['size'], 'counts': rle['counts'].decode()}
-
-
-def encode_polygons(visible):
-    """A mask as COCO polygons that follow pixel edges, so that pycocotools decodes them to the same pixels.
-
-    A polygon cannot have a hole: a mask with holes is cut through one of them, and the two sides are encoded apart.
-
-    Args:
-        visible (numpy.ndarray): bool, (H, W).
-
-    Returns:
-        list[list[int]]: polygons, each x, y, x, y, ...
-    """
+def encode_polygons(visible: np.ndarray) -> list[list[int]]:
+    """A mask, bool (H, W), as COCO polygons that follow pixel edges, so that pycocotools decodes them to the same
+    pixels. A polygon cannot have a hole: a mask with holes is cut through one of them, and the sides encoded apart."""
     # Contours run through pixel centres; on the doubled mask, halving and rounding up moves them to pixel edges.
     doubled = visible.astype(np.uint8).repeat(2, axis=0).repeat(2, axis=1)
     contours, tree = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
@@ -160,27 +115,13 @@ def encode_polygons(visible):
         if parent >= 0:
             # A hole's contour runs along the pixels around it; its middle column belongs to the hole.
             columns = contour[:, 0, 0]
-            cut = (int(columns.min()) + int(columns.max())) // 4
-            left = np.arange(visible.shape[1]) < cut
+            left = np.arange(visible.shape[1]) < (int(columns.min()) + int(columns.max())) // 4
             return encode_polygons(visible & left) + encode_polygons(visible & ~left)
     return [((contour[:, 0] + 1) // 2).ravel().tolist() for contour in contours]
 
 
-def coco_split(split, count, out, size, seed, mask):
-    """Render one split, write its images and return its COCO dictionary.
-
-    Args:
-        split (str): 'train' or 'val'.
-        count (int): number of images.
-        out (Path): folder of the set.
-        size (int): side of the images.
-        seed (int): seed of the set.
-        mask (str): 'polygon' or 'rle'.
-
-    Returns:
-        dict: `info`, `licenses`, `images`, `annotations`, `categories`.
-    """
-    encode = {'polygon': encode_polygons, 'rle': encode_rle}[mask]
+def _make_split(split, count, out, size, seed):
+    """Renders one split, writes its images, and returns its COCO dictionary."""
     images, annotations = [], []
     folder = out / 'images' / split
     folder.mkdir(parents=True)
@@ -189,60 +130,40 @@ def coco_split(split, count, out, size, seed, mask):
         name = f'{number:06d}.jpg'
         if not cv2.imwrite(str(folder / name), image, [cv2.IMWRITE_JPEG_QUALITY, 95]):
             raise OSError(f'could not write {folder / name}')
-        images.append({'id': number + 1, 'file_name': name, 'width': size, 'height': size})
+        images.append(dict(id=number + 1, file_name=name, width=size, height=size))
         for label, visible in objects:
             ys, xs = np.nonzero(visible)
-            left, top = int(xs.min()), int(ys.min())
-            annotations.append(
-                {
-                    'id': len(annotations) + 1,
-                    'image_id': number + 1,
-                    'category_id': label + 1,
-                    'segmentation': encode(visible),
-                    'area': len(xs),
-                    'bbox': [left, top, int(xs.max()) + 1 - left, int(ys.max()) + 1 - top],
-                    'iscrowd': 0,
-                }
-            )
-    categories = [{'id': i + 1, 'name': name, 'supercategory': 'shape'} for i, name in enumerate(CLASSES)]
-    info = {'description': f'rendered shapes, {split} split', 'version': str(RENDERING)}
-    return {
-        'info': info,
-        'licenses': [],
-        'images': images,
-        'annotations': annotations,
-        'categories': categories,
-    }
+            left, top, right, bottom = int(xs.min()), int(ys.min()), int(xs.max()) + 1, int(ys.max()) + 1
+            own = dict(id=len(annotations) + 1, image_id=number + 1, category_id=label + 1, iscrowd=0)
+            box = dict(area=len(xs), bbox=[left, top, right - left, bottom - top])
+            annotations.append(dict(own, **box, segmentation=encode_polygons(visible)))
+    categories = [dict(id=i + 1, name=name) for i, name in enumerate(CLASSES)]
+    return dict(images=images, annotations=annotations, categories=categories)
 
 
-def make_set(out, train=600, val=100, size=192, seed=0, mask='polygon'):
-    """Make the set, or find that it is there.
-
-    A record of the arguments stands in the folder: unfinished while images are written, finished at the end.
+def make_set(out: str | Path, train: int = 600, val: int = 100, size: int = 192, seed: int = 0) -> bool:
+    """Makes the set, or finds that it is there. A record of the arguments stands in the folder: unfinished while images
+    are written, finished at the end.
 
     Args:
-        out (str | Path): folder of the set; new, empty, or made by this function before.
-        train (int): number of training images. Defaults to 600.
-        val (int): number of validation images. Defaults to 100.
-        size (int): side of the square images in pixels. Defaults to 192.
-        seed (int): seed. Defaults to 0.
-        mask (str): 'polygon' or 'rle'. Defaults to 'polygon'.
+        out (str | Path): Folder of the set; new, empty, or made by this function before.
+        train, val (int): Numbers of images. Default: 600 and 100.
+        size (int): Side of the square images in pixels. Default: 192.
+        seed (int): Default: 0.
 
     Returns:
-        bool: whether anything was written.
+        bool: Whether anything was written.
 
     Raises:
-        ValueError: for an argument out of range.
-        FileExistsError: if `out` holds something else.
+        ValueError: For an argument out of range.
+        FileExistsError: If ``out`` holds something else.
     """
     for name, value, least in (('train', train, 1), ('val', val, 1), ('size', size, 32), ('seed', seed, 0)):
         if value < least:
             raise ValueError(f'--{name} {value}: must be {least} or more')
-    if mask not in ('polygon', 'rle'):
-        raise ValueError(f"--mask {mask}: choose 'polygon' or 'rle'")
     out = Path(out)
     record = out / RECORD
-    arguments = dict(train=train, val=val, size=size, seed=seed, mask=mask, rendering=RENDERING)
+    arguments = dict(train=train, val=val, size=size, seed=seed, rendering=RENDERING)
     if record.exists():
         if json.loads(record.read_text()) == dict(arguments, finished=True):
             return False
@@ -253,7 +174,7 @@ def make_set(out, train=600, val=100, size=192, seed=0, mask='polygon'):
     (out / 'annotations').mkdir(parents=True)
     record.write_text(json.dumps(dict(arguments, finished=False)))
     for split, count in zip(SPLITS, (train, val), strict=True):
-        coco = coco_split(split, count, out, size, seed, mask)
+        coco = _make_split(split, count, out, size, seed)
         (out / 'annotations' / f'instances_{split}.json').write_text(json.dumps(coco))
     record.write_text(json.dumps(dict(arguments, finished=True)))
     return True
@@ -262,11 +183,10 @@ def make_set(out, train=600, val=100, size=192, seed=0, mask='polygon'):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, required=True, help='folder to write; new, empty, or made by this script')
-    parser.add_argument('--train', type=int, default=600, metavar='N', help='training images (default 600)')
-    parser.add_argument('--val', type=int, default=100, metavar='N', help='validation images (default 100)')
-    parser.add_argument('--size', type=int, default=192, help='side of the square images in pixels (default 192)')
-    parser.add_argument('--seed', type=int, default=0, help='default 0')
-    parser.add_argument('--mask', choices=('polygon', 'rle'), default='polygon', help='how masks are written')
+    parser.add_argument('--train', type=int, default=600, metavar='N', help='training images (default: 600)')
+    parser.add_argument('--val', type=int, default=100, metavar='N', help='validation images (default: 100)')
+    parser.add_argument('--size', type=int, default=192, help='side of the square images in pixels (default: 192)')
+    parser.add_argument('--seed', type=int, default=0, help='default: 0')
     args = parser.parse_args()
     try:
         written = make_set(**vars(args))

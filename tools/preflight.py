@@ -3,6 +3,7 @@
 Nothing here imports sbp_mmdet: whether the config does is one of the checks.
 """
 
+import contextlib
 import inspect
 import json
 import mmap
@@ -15,13 +16,14 @@ from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, HOOKS, MODELS, OPTIMIZERS
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.registry import init_default_scope
 
-__all__ = ['PreflightError', 'check_annotations', 'check_backbone', 'check_config', 'load_config']
+__all__ = ['PreflightError', 'check_annotations', 'check_backbone', 'check_config', 'load_config', 'on_meta']
 
 _KEYS = ('images', 'annotations', 'categories')
 _TEST_KEYS = ('images', 'categories')  # the test sets of COCO come without annotations
 _CUSTOM_IMPORTS = "custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)"
-_OWN_HOOKS = r'SBP\w*Hook|ObjectMasksHook|CheckpointModulesHook|TargetsInChunksHook'
+_OWN_HOOKS = ('LeanHook', 'SBPHook', 'CheckpointModulesHook', 'TargetsInChunksHook')
 _REMEDY = 'give the path of a COCO-format file in ann_file (it is joined to data_root)'
 # Up to here a file is parsed (a second for this size); beyond, its ends and its keys are looked at.
 _PARSE_BYTES = 50_000_000
@@ -140,27 +142,31 @@ def check_backbone(config: Config) -> None:
 
 
 def _check_hooks(config):
-    """Finds hooks of sbp_mmdet that are not registered, and an SBPHook that the backbone refuses."""
+    """Finds hooks of sbp_mmdet that are not registered, and presets that the detector refuses."""
     for hook in config.get('custom_hooks') or []:
         name = str(hook.get('type')).rpartition('.')[2]
-        if not re.fullmatch(_OWN_HOOKS, name):
+        if name not in _OWN_HOOKS:
             continue
         if HOOKS.get(name) is None:
             raise PreflightError(
                 f'{config.filename}: custom_hooks has {name}, but its custom_imports is '
                 f'{config.get("custom_imports")}; add to the config: {_CUSTOM_IMPORTS}'
             )
-        if name != 'SBPHook' or not (backbone := config.model.get('backbone')):
-            continue
         try:
-            # Not on the meta device: a stock Swin reads a number from a tensor.
-            backbone = MODELS.build({key: value for key, value in backbone.items() if key != 'init_cfg'})
-        except Exception:  # whatever is wrong with it, mmdet says so
-            continue
-        try:
-            HOOKS.build({key: value for key, value in hook.items() if key != 'priority'}).apply(backbone)
+            hook = HOOKS.build({key: value for key, value in hook.items() if key != 'priority'})
+            if detector := on_meta(config):
+                hook.apply(detector)
         except (TypeError, ValueError) as error:
-            raise PreflightError(f'{config.filename}, custom_hooks, SBPHook: {error}') from error
+            raise PreflightError(f'{config.filename}, custom_hooks, {name}: {error}') from error
+
+
+def on_meta(config: Config) -> torch.nn.Module | None:
+    """The model without memory for its weights; None if it cannot be built: mmdet is about to meet that too."""
+    init_default_scope(config.get('default_scope', 'mmdet'))
+    for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere
+        with contextlib.suppress(Exception), torch.device(device):
+            return MODELS.build(config.model).to('meta')
+    return None
 
 
 def _check_scales(config, min_size):

@@ -35,7 +35,7 @@ begin 'evaluation on the held-out images: box and mask AP'
 "$python" tools/test.py "$config" "$checkpoint" --work-dir "$work/test"
 
 begin "picture: predictions beside ground truth, $work/predictions.png"
-"$python" tools/analysis_tools/show_predictions.py "$config" "$checkpoint" --out "$work/predictions.png" --device cpu
+"$python" tools/show_predictions.py "$config" "$checkpoint" --out "$work/predictions.png" --device cpu
 
 begin 'summary'
-"$python" tools/analysis_tools/quickstart_summary.py "$config" "$work"
+"$python" tools/quickstart_summary.py "$config" "$work"

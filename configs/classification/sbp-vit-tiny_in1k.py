@@ -1,3 +1,3 @@
 _base_ = './vit-tiny_in1k.py'
 
-model = dict(backbone=dict(sbp_cfg=dict(keep_ratio=0.5)))
+model = dict(backbone=dict(sbp_cfg=dict(preset='paper')))

@@ -10,10 +10,10 @@ train = dict(ann_file='trainval.json', data_prefix=dict(img='images/'))
 val = dict(ann_file='trainval.json', data_prefix=dict(img='images/'))
 scale = (640, 640)  # longer and shorter side at most
 
-# 2. Model: what SBP does, and the number of classes.
+# 2. Model: the preset by which it trains, and the number of classes.
 num_classes = len(metainfo['classes'])
 model = dict(
-    backbone=dict(type='SBPConvNeXt', sbp_cfg=dict(recompute=True, dropped='nearest')),
+    backbone=dict(type='SBPConvNeXt', sbp_cfg=dict(preset='exact')),
     roi_head=dict(bbox_head=dict(num_classes=num_classes), mask_head=dict(num_classes=num_classes)),
 )
 

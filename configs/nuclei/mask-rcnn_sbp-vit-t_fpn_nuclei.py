@@ -2,7 +2,7 @@
 _base_ = './mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
 
 model = dict(
-    backbone=dict(_delete_=True, type='SBPViT', arch='tiny', img_size=256, sbp_cfg=dict(keep_ratio=0.5)),
+    backbone=dict(_delete_=True, type='SBPViT', arch='tiny', img_size=256, sbp_cfg=dict(preset='paper')),
     neck=dict(in_channels=[48, 96, 192, 192]),
 )
 optim_wrapper = dict(optimizer=dict(lr=5e-4))

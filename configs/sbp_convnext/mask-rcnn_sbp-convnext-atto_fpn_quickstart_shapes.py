@@ -3,12 +3,12 @@
 _base_ = [
     'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
     'mmdet::_base_/datasets/coco_instance.py',
+    'mmdet::_base_/schedules/schedule_1x.py',
     'mmdet::_base_/default_runtime.py',
 ]
 custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
 
-channels = 64
-norm_cfg = dict(type='GN', num_groups=8)
+c, norm_cfg = 64, dict(type='GN', num_groups=8)
 model = dict(
     backbone=dict(
         _delete_=True,
@@ -18,19 +18,19 @@ model = dict(
         layer_scale_init_value=1.0,  # the default, 1e-6, takes longer than this training to grow
         out_indices=[0, 1, 2, 3],
         gap_before_final_norm=False,
-        sbp_cfg=dict(keep_ratio=0.5),
+        sbp_cfg=dict(preset='paper'),
         init_cfg=[  # ConvNeXt's own start, std 0.02, is meant for long training
             dict(type='Kaiming', layer=['Conv2d', 'Linear'], distribution='normal', mode='fan_in'),
             dict(type='Constant', layer=['LayerNorm'], val=1.0),
         ],
     ),
-    neck=dict(in_channels=[40, 80, 160, 320], out_channels=channels, norm_cfg=norm_cfg),
-    rpn_head=dict(in_channels=channels, feat_channels=channels, anchor_generator=dict(scales=[4])),
+    neck=dict(in_channels=[40, 80, 160, 320], out_channels=c, norm_cfg=norm_cfg),
+    rpn_head=dict(in_channels=c, feat_channels=c, anchor_generator=dict(scales=[4])),
     roi_head=dict(
-        bbox_roi_extractor=dict(out_channels=channels),
-        bbox_head=dict(num_classes=4, in_channels=channels, fc_out_channels=256),
-        mask_roi_extractor=dict(out_channels=channels),
-        mask_head=dict(num_convs=2, num_classes=4, in_channels=channels, conv_out_channels=channels, norm_cfg=norm_cfg),
+        bbox_roi_extractor=dict(out_channels=c),
+        bbox_head=dict(num_classes=4, in_channels=c, fc_out_channels=256),
+        mask_roi_extractor=dict(out_channels=c),
+        mask_head=dict(num_convs=2, num_classes=4, in_channels=c, conv_out_channels=c, norm_cfg=norm_cfg),
     ),
     train_cfg=dict(
         rpn=dict(sampler=dict(num=128)),
@@ -42,48 +42,32 @@ model = dict(
 
 data_root = 'data/shapes/'
 shapes = dict(data_root=data_root, metainfo=dict(classes=('ellipse', 'rectangle', 'triangle', 'star')))
+read, resize = dict(type='LoadImageFromFile'), dict(type='Resize', scale=(128, 128), keep_ratio=True)
+keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
 train_pipeline = [
-    dict(type='LoadImageFromFile'),
+    read,
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    dict(type='Resize', scale=(128, 128), keep_ratio=True),
+    resize,
     dict(type='RandomFlip', prob=[0.3, 0.3], direction=['horizontal', 'vertical']),
     dict(type='PackDetInputs'),
 ]
-test_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=(128, 128), keep_ratio=True),
-    dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
-]
+train = dict(ann_file='annotations/instances_train.json', data_prefix=dict(img='images/train/'))
+val = dict(ann_file='annotations/instances_val.json', data_prefix=dict(img='images/val/'))
+loader = dict(batch_size=8, num_workers=1)
 train_dataloader = dict(
-    batch_size=8,
-    num_workers=1,
-    dataset=dict(
-        **shapes,
-        ann_file='annotations/instances_train.json',
-        data_prefix=dict(img='images/train/'),
-        filter_cfg=dict(min_size=2),
-        pipeline=train_pipeline,
-    ),
+    dataset=dict(**shapes, **train, filter_cfg=dict(min_size=2), pipeline=train_pipeline), **loader
 )
-val_dataloader = dict(
-    batch_size=8,
-    num_workers=1,
-    dataset=dict(
-        **shapes,
-        ann_file='annotations/instances_val.json',
-        data_prefix=dict(img='images/val/'),
-        pipeline=test_pipeline,
-    ),
-)
+test_pipeline = [read, resize, dict(type='PackDetInputs', meta_keys=keys)]
+val_dataloader = dict(dataset=dict(**shapes, **val, pipeline=test_pipeline), **loader)
 test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'annotations/instances_val.json')
 test_evaluator = val_evaluator
 
 max_epochs = 6
-train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=3)
-val_cfg = dict(type='ValLoop')
-test_cfg = dict(type='TestLoop')
-optim_wrapper = dict(optimizer=dict(type='AdamW', lr=2e-3, weight_decay=0.05), clip_grad=dict(max_norm=10, norm_type=2))
+train_cfg = dict(max_epochs=max_epochs, val_interval=3)
+optim_wrapper = dict(
+    optimizer=dict(_delete_=True, type='AdamW', lr=2e-3, weight_decay=0.05), clip_grad=dict(max_norm=10, norm_type=2)
+)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, end=100),
     dict(type='CosineAnnealingLR', eta_min=1e-5, T_max=max_epochs, by_epoch=True, convert_to_iter_based=True),

@@ -25,6 +25,15 @@ to eight bits (:func:`.precision.store`). In each case the forward pass is exact
 from .attention import AttentionSettings, AttentionTensors, attention
 from .conv_norm import ConvNormSettings, ConvNormTensors, conv_norm
 from .convs import Conv, ConvSettings, convolve
+from .deformable import (
+    DeformableSettings,
+    DeformableTensors,
+    EncoderSettings,
+    EncoderTensors,
+    deformable_attention,
+    deformable_encoder_layer,
+)
+from .ffn import FFNSettings, FFNTensors, feed_forward
 from .grn import GRNSettings, GRNTensors, grn_mlp
 from .images import on_images
 from .maps import Activation
@@ -32,8 +41,6 @@ from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norm_linear import NormLinearSettings, NormLinearTensors, norm_linear
 from .norms import NormSettings, NormTensors, layer_norm
 from .operation import Form
-from .precision import accumulator, autocast_dtype
-from .rows import memory_format
 from .tokens import token_positions
 from .windows import WindowSettings, WindowTensors, window_attention
 
@@ -45,6 +52,12 @@ __all__ = [
     'ConvNormSettings',
     'ConvNormTensors',
     'ConvSettings',
+    'DeformableSettings',
+    'DeformableTensors',
+    'EncoderSettings',
+    'EncoderTensors',
+    'FFNSettings',
+    'FFNTensors',
     'Form',
     'GRNSettings',
     'GRNTensors',
@@ -56,15 +69,15 @@ __all__ = [
     'NormTensors',
     'WindowSettings',
     'WindowTensors',
-    'accumulator',
     'attention',
-    'autocast_dtype',
     'channel_mlp',
     'conv_norm',
     'convolve',
+    'deformable_attention',
+    'deformable_encoder_layer',
+    'feed_forward',
     'grn_mlp',
     'layer_norm',
-    'memory_format',
     'norm_linear',
     'on_images',
     'token_positions',

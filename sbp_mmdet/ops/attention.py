@@ -44,8 +44,8 @@ from .rows import (
     fold,
     normalise,
     normalise_backward,
-    scaled_layer_gradients,
     unfold,
+    unscale,
 )
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
@@ -55,26 +55,13 @@ _MODES = ('qkv', 'query', 'head')
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """Of :func:`attention`.
-
-    Attributes:
-        form (Form): How it is computed and stored, and what dropped tokens send: nothing, or with 'nearest' a share of
-            their group's gradient.
-        num_heads (int): h; C = h d.
-        mode (str): What is dropped (section 4, "How to apply SBP on MHSA?"): 'qkv' and 'query' go by positions, 'head'
-            by ``heads``. Default: 'qkv'.
-        eps (float): Of the layer norm. Default: 1e-6.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-
-    Raises:
-        ValueError: For an unknown mode.
-    """
+    """Of :func:`attention`. Raises ValueError for an unknown mode."""
 
     form: Form
-    num_heads: int
-    mode: str = 'qkv'
-    eps: float = 1e-6
-    dtype: torch.dtype | None = None
+    num_heads: int  # h; C = h d
+    mode: str = 'qkv'  # what is dropped: 'qkv' and 'query' go by positions, 'head' by heads
+    eps: float = 1e-6  # of the layer norm
+    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
 
     def __post_init__(self):
         if self.mode not in _MODES:
@@ -82,31 +69,19 @@ class AttentionSettings:
 
 
 class AttentionTensors(NamedTuple):
-    """What the layer works on.
+    """What the layer works on."""
 
-    Attributes:
-        x (Tensor): Tokens, shape (N, L, C).
-        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be None.
-        proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
-        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
-        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
-        positions (Positions | None): Kept and dropped *tokens*, see :func:`.tokens.token_positions`. None: all are
-            kept. Default: None.
-        heads (Tensor | None): int64, kept heads, for mode 'head'. None: all. Default: None.
-    """
-
-    x: Tensor
-    norm_weight: Tensor | None
+    x: Tensor  # tokens, (N, L, C)
+    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
     norm_bias: Tensor | None
-    qkv_weight: Tensor
+    qkv_weight: Tensor  # linear layer to Q, K and V, (3 C, C)
     qkv_bias: Tensor | None
-    proj_weight: Tensor
+    proj_weight: Tensor  # projection, (C, C)
     proj_bias: Tensor
-    gamma: Tensor | None = None
-    factor: Tensor | None = None
-    positions: Positions | None = None
-    heads: Tensor | None = None
+    gamma: Tensor | None = None  # layer scale, (C,)
+    factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
+    positions: Positions | None = None  # kept and dropped *tokens*, see .tokens.token_positions; None: all are kept
+    heads: Tensor | None = None  # int64, kept heads, for mode 'head'; None: all
 
 
 AttentionGradients = gradients_of(AttentionTensors, 'factor', 'positions', 'heads')
@@ -232,9 +207,9 @@ def _backward(settings, saved, grad, needs):
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype)
     weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _channels(settings, t, 3))
     q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)
-    found = _projection_gradients(settings, t, needs, incoming, total, out)
+    projection = _projection_gradients(settings, t, needs, incoming, total, out)
     if not _asked(needs)[0]:
-        return AttentionGradients(**found)
+        return AttentionGradients(*[None] * 5, *projection)
     g = incoming if t.gamma is None else incoming * t.gamma
     g = _to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
     del incoming
@@ -247,11 +222,12 @@ def _backward(settings, saved, grad, needs):
     queries = positions.keep if settings.mode == 'query' else None
     if queries is not None and groups:
         dq, queries = groups.spread(dq), None
-    found |= _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
+    layer = _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
+    dx = None
     if needs.x:
         branch = normalise_backward(_xhat_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
-        found['x'] = _scattered(_seen(settings, positions), groups, grad, branch.to(grad.dtype))
-    return AttentionGradients(**found)
+        dx = _scattered(_seen(settings, positions), groups, grad, branch.to(grad.dtype))
+    return AttentionGradients(dx, *layer, *projection)
 
 
 def _incoming(t, positions, groups, grad):
@@ -295,23 +271,18 @@ def _product(a, b):
 
 def _projection_gradients(settings, t, needs, incoming, total, out):
     """Those of the projection and of layer scale, by A = g^T O as the package's docstring has it."""
-    outer, weight = None, _of_heads(t.proj_weight, settings, t) if needs.gamma else None
-    if _asked(needs)[1]:
+    outer = None
+    if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
         outer = _product(rows[None], out)
         outer = outer if unit is None else outer * unit[:, None]
-    asked = (needs.proj_weight, needs.proj_bias, needs.gamma)
-    dw, db, dgamma = scaled_layer_gradients(outer, total, weight, t.proj_bias, t.gamma, asked)
-    dw = None if dw is None else _among_all(dw, _channels(settings, t), 1, t.proj_weight)
-    return dict(proj_weight=dw, proj_bias=db, gamma=dgamma)
+    weight = None if t.gamma is None else _of_heads(t.proj_weight, settings, t)
+    dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma)
+    return None if dw is None else _among_all(dw, _channels(settings, t), 1, t.proj_weight), db, dgamma
 
 
 def _layer_gradients(settings, t, needs, xhat, parts, queries):
     """Those of the norm's affine part and of the layer to Q, K and V."""
-    names = ('norm_weight', 'norm_bias', 'qkv_weight', 'qkv_bias')
-    asked = [getattr(needs, name) for name in names]
-    if not any(asked):
-        return {}
     channels = _channels(settings, t, 3)
     db = torch.cat([column_sums(part.flatten(0, 1)) for part in parts])
     db = _among_all(db, channels, 0, t.qkv_weight[:, 0])
@@ -320,7 +291,7 @@ def _layer_gradients(settings, t, needs, xhat, parts, queries):
         rows = (take(xhat, queries), xhat, xhat)
         dw = torch.cat([_product(part, seen) for part, seen in zip(parts, rows, strict=True)])
         dw = _among_all(dw, channels, 0, t.qkv_weight)
-    return dict(zip(names, unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias, asked), strict=True))
+    return unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias)
 
 
 def _xhat_gradient(weight, dq, dk, dv, queries):

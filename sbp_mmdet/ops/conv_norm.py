@@ -17,6 +17,7 @@ __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
 aten = torch.ops.aten
 NORMS = ('none', 'fixed', 'batch', 'group')
+_IMAGE = 4  # channels, at the most, of an image: it is in memory anyway, and eight bits would be a copy of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,8 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     """See :mod:`sbp_mmdet.ops.operation`."""
     s, t = settings, tensors
     x = t.x.to(s.dtype)
-    source = kept(t.x, x, s.form.storage) if _weight_needed(s, needs) else None
+    storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
+    source = kept(t.x, x, storage) if _weight_needed(s, needs) else None
     weight, bias = _folded(s, t)
     z = F.conv2d(x, weight, bias, s.stride, s.padding, s.dilation, s.groups)
     u, statistics, count = z, None, None

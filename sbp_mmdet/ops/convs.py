@@ -15,34 +15,23 @@ __all__ = ['Conv', 'ConvSettings', 'convolve']
 
 @dataclasses.dataclass(frozen=True)
 class ConvSettings:
-    """Of a convolution with a bias, zero padding and one size of step in each direction.
+    """Of a convolution with a bias, zero padding and one size of step in each direction."""
 
-    Attributes:
-        stride, padding, dilation (tuple[int, int]): In pixels.
-        groups (int): Groups.
-        dtype (torch.dtype): What it runs in.
-    """
-
-    stride: tuple[int, int]
+    stride: tuple[int, int]  # in pixels, as the next two
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # what it runs in
 
 
 class Conv(NamedTuple):
     """A convolution that can be run again in the backward pass.
 
     Its input is stored anyway, for the gradient of the convolution's weight.
-
-    Attributes:
-        input (Stored): Shape (N, C, H, W).
-        weight, bias (Tensor): Uncast.
-        settings (ConvSettings): How it is run.
     """
 
-    input: Stored
-    weight: Tensor
+    input: Stored  # (N, C, H, W)
+    weight: Tensor  # uncast
     bias: Tensor
     settings: ConvSettings
 

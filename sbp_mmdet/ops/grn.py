@@ -9,6 +9,7 @@ over the positions that G's gradient needs, and once more for what follows from 
 """
 
 import dataclasses
+import types
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,9 @@ from .rows import (
     in_shape,
     normalise,
     normalise_backward,
-    scaled_layer_gradients,
     tokens_of,
     unfold,
+    unscale,
 )
 
 __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
@@ -36,15 +37,11 @@ __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
 
 @dataclasses.dataclass(frozen=True)
 class GRNSettings:
-    """Of :func:`grn_mlp`: see :class:`.mlp.MLPSettings`. Of ``form`` the storage counts.
-
-    Attributes:
-        grn_eps (float): Of GRN. Default: 1e-6.
-    """
+    """Of :func:`grn_mlp`, see :class:`.mlp.MLPSettings`; of the form the storage counts."""
 
     form: Form = Form()
     eps: float = 1e-6
-    grn_eps: float = 1e-6
+    grn_eps: float = 1e-6  # of GRN
     approximate: str = 'none'
     chunk: int | None = None
     dtype: torch.dtype | None = None
@@ -127,7 +124,13 @@ def _backward(settings, saved, grad, needs):
     outer = outer.view(g.shape)
     del g
     response = _Response.of_norm(settings, t, saved.response)
-    sums = _Sums.zero(t, response)
+    sums = types.SimpleNamespace(  # over the positions, in full precision; of each image the responses
+        outer=zeros_for(t.weight2),
+        w1=zeros_for(t.weight1),
+        b1=zeros_for(t.bias1),
+        grn_bias=zeros_for(t.grn_bias),
+        responses=torch.zeros_like(response.norm),
+    )
     for image, rows in _parts(settings, xhat, weights):
         part = xhat[image, rows], scaled[image, rows], outer[image, rows], unit
         _add_second_layer(settings, t, weights, response, sums, image, *part)
@@ -135,10 +138,10 @@ def _backward(settings, saved, grad, needs):
     for image, rows in _parts(settings, xhat, weights):
         part = xhat[image, rows], scaled[image, rows]
         dx[image, rows] = _add_first_layer(settings, weights, response.scale[image], through[image], sums, *part)
-    found = _parameter_gradients(t, needs, sums, response, total)
-    if needs.x:
-        found = found._replace(x=in_shape(normalise_backward(dx, xhat, rstd), grad.shape))
-    return found._replace(shortcut=grad if needs.shortcut else None)
+    dx = in_shape(normalise_backward(dx, xhat, rstd), grad.shape) if needs.x else None
+    first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
+    of_grn = (sums.responses * response.relative).sum(0), sums.grn_bias
+    return GRNGradients(dx, grad, *first, *of_grn, *unscale(sums.outer, total, t.weight2, t.bias2, t.gamma))
 
 
 def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer, unit):
@@ -188,31 +191,6 @@ class _Response(NamedTuple):
         dn = sums * t.grn_weight
         dnorm = dn / self.mean - (dn * self.norm).mean(1, keepdim=True) / self.mean.square()
         return torch.where(self.norm > 0, dnorm / self.norm, 0)  # torch.norm's own subgradient where all is zero
-
-
-class _Sums(NamedTuple):
-    """Sums over the positions, in full precision; ``responses`` of each image."""
-
-    outer: Tensor
-    w1: Tensor
-    b1: Tensor
-    grn_bias: Tensor
-    responses: Tensor
-
-    @classmethod
-    def zero(cls, t, response):
-        parameters = (t.weight2, t.weight1, t.bias1, t.grn_bias)
-        return cls(*map(zeros_for, parameters), torch.zeros_like(response.norm))
-
-
-def _parameter_gradients(t, needs, sums, response, total):
-    asked = (needs.norm_weight, needs.norm_bias, needs.weight1, needs.bias1)
-    dnw, dnb, dw1, db1 = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias, asked)
-    asked = (needs.weight2, needs.bias2, needs.gamma)
-    dw2, db2, dgamma = scaled_layer_gradients(sums.outer, total, t.weight2, t.bias2, t.gamma, asked)
-    dweight = (sums.responses * response.relative).sum(0) if needs.grn_weight else None
-    dbias = sums.grn_bias if needs.grn_bias else None
-    return GRNGradients(None, None, dnw, dnb, dw1, db1, dweight, dbias, dw2, db2, dgamma)
 
 
 _grn_mlp = Operation('GRNChannelMLP', _forward, _backward, GRNGradients)

@@ -8,6 +8,7 @@ be run again, nothing. The hidden layer is computed again in the backward pass. 
 """
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,9 +33,9 @@ from .rows import (
     normalise,
     normalise_backward,
     put_together,
-    scaled_layer_gradients,
     tokens_of,
     unfold,
+    unscale,
 )
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
@@ -42,26 +43,14 @@ __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 
 @dataclasses.dataclass(frozen=True)
 class MLPSettings:
-    """Of :func:`channel_mlp`.
-
-    Attributes:
-        form (Form): How it is computed and stored. Default: fused, native, zero.
-        eps (float): Of the layer norm. Default: 1e-6.
-        approximate (str): Of the GELU, 'none' or 'tanh'. Default: 'none'.
-        activation (Callable | None): Of the reference alone, in place of the GELU. Default: None.
-        chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-
-    Raises:
-        ValueError: For an activation that the fused form does not have.
-    """
+    """Of :func:`channel_mlp`. Raises ValueError for an activation that the fused form does not have."""
 
     form: Form = Form()
-    eps: float = 1e-6
-    approximate: str = 'none'
-    activation: Callable[[Tensor], Tensor] | None = None
-    chunk: int | None = None
-    dtype: torch.dtype | None = None
+    eps: float = 1e-6  # of the layer norm
+    approximate: str = 'none'  # of the GELU, or 'tanh'
+    activation: Callable[[Tensor], Tensor] | None = None  # of the reference alone, in place of the GELU
+    chunk: int | None = None  # elements of the hidden layer that exist at a time; None: by the device
+    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
 
     def __post_init__(self):
         if self.activation is not None and self.form.implementation == 'fused':
@@ -71,32 +60,20 @@ class MLPSettings:
 
 
 class MLPTensors(NamedTuple):
-    """What a channel MLP works on.
+    """What a channel MLP works on."""
 
-    Attributes:
-        x (Tensor): Input of the norm, tokens (N, L, C) or a map (N, C, H, W).
-        shortcut (Tensor): What the branch is added to, of the same shape.
-        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
-        weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
-        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
-        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
-        positions (Positions | None): Which positions are kept; None: all. Default: None.
-        conv (Conv | None): Where ``x`` comes from, so that it is computed again as well. Default: None.
-    """
-
-    x: Tensor
-    shortcut: Tensor
-    norm_weight: Tensor | None
+    x: Tensor  # input of the norm, tokens (N, L, C) or a map (N, C, H, W)
+    shortcut: Tensor  # what the branch is added to, of the same shape
+    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
     norm_bias: Tensor | None
-    weight1: Tensor
+    weight1: Tensor  # first pointwise layer, (D, C)
     bias1: Tensor
-    weight2: Tensor
+    weight2: Tensor  # second pointwise layer, (C, D)
     bias2: Tensor
-    gamma: Tensor | None = None
-    factor: Tensor | None = None
-    positions: Positions | None = None
-    conv: Conv | None = None
+    gamma: Tensor | None = None  # layer scale, (C,)
+    factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
+    positions: Positions | None = None  # which positions are kept; None: all
+    conv: Conv | None = None  # where x comes from, so that it is computed again as well
 
 
 MLPGradients = gradients_of(MLPTensors, 'factor', 'positions', 'conv')
@@ -206,30 +183,14 @@ def _backward(settings, saved, grad, needs):
     run = _BackwardPass(settings, saved, grad, needs)
     for chunk in run.chunks():
         run.add(chunk)
-    found = run.parameter_gradients()
-    return found._replace(x=run.whole_input_gradient(grad.shape), shortcut=grad if needs.shortcut else None)
-
-
-class _Sums(NamedTuple):
-    """Sums over the rows that parameters get their gradients from, in full precision; None: nobody asks."""
-
-    total: Tensor  # of the gradient that comes in
-    outer: Tensor | None  # A of the package's docstring
-    w1: Tensor | None
-    b1: Tensor | None
-
-    @classmethod
-    def zero(cls, t, needs):
-        outer = zeros_for(t.weight2) if needs.weight2 or needs.gamma else None
-        w1 = zeros_for(t.weight1) if needs.weight1 or needs.norm_weight else None
-        return cls(zeros_for(t.bias2), outer, w1, zeros_for(t.bias1) if _asked(needs)[0] else None)
+    return run.parameter_gradients()._replace(x=run.whole_input_gradient(grad.shape), shortcut=grad)
 
 
 class _BackwardPass:
     """What the chunks of a backward pass share. ``dx`` has the rows that they write, (N, K, C) and (N, D, C)."""
 
     def __init__(self, settings, saved, grad, needs):
-        self.settings, self.saved, self.t, self.needs = settings, saved, saved.given, needs
+        self.settings, self.saved, self.t = settings, saved, saved.given
         self.keep, self.drop, nearest = saved.positions
         self.grad = tokens_of(grad)
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
@@ -239,7 +200,13 @@ class _BackwardPass:
         if self.t.conv is not None:
             x = tokens_of(self.t.conv.run())
             self.x = x if self.keep is None else take(x, self.keep)
-        self.sums = _Sums.zero(self.t, needs)
+        outer, w1 = needs.weight2 or needs.gamma, needs.weight1 or needs.norm_weight
+        self.sums = types.SimpleNamespace(  # over the rows, in full precision; None: nobody asks
+            total=zeros_for(self.t.bias2),  # of the gradient that comes in
+            outer=zeros_for(self.t.weight2) if outer else None,  # A of the package's docstring
+            w1=zeros_for(self.t.weight1) if w1 else None,
+            b1=zeros_for(self.t.bias1) if _asked(needs)[0] else None,
+        )
         self.dx = self.dx_dropped = None
         if needs.x:
             self._allocate_input_gradient()
@@ -314,14 +281,10 @@ class _BackwardPass:
 
     def parameter_gradients(self):
         """From the sums over the rows."""
-        t, needs, sums, found = self.t, self.needs, self.sums, MLPGradients()
+        t, sums, first = self.t, self.sums, [None] * 4
         if sums.b1 is not None:
-            asked = (needs.norm_weight, needs.norm_bias, needs.weight1, needs.bias1)
-            dnw, dnb, dw1, db1 = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias, asked)
-            found = MLPGradients(norm_weight=dnw, norm_bias=dnb, weight1=dw1, bias1=db1)
-        asked = (needs.weight2, needs.bias2, needs.gamma)
-        dw2, db2, dgamma = scaled_layer_gradients(sums.outer, sums.total, t.weight2, t.bias2, t.gamma, asked)
-        return found._replace(weight2=dw2, bias2=db2, gamma=dgamma)
+            first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
+        return MLPGradients(None, None, *first, *unscale(sums.outer, sums.total, t.weight2, t.bias2, t.gamma))
 
     def whole_input_gradient(self, shape):
         """That of the input, laid out as it is; None: nobody asks."""

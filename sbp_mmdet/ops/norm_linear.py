@@ -30,36 +30,22 @@ __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 
 @dataclasses.dataclass(frozen=True)
 class NormLinearSettings:
-    """Of :func:`norm_linear`.
-
-    Attributes:
-        form (Form): How it is computed and stored. Default: fused, native, zero.
-        eps (float): Of the layer norm. Default: 1e-6.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-    """
+    """Of :func:`norm_linear`."""
 
     form: Form = Form()
-    eps: float = 1e-6
-    dtype: torch.dtype | None = None
+    eps: float = 1e-6  # of the layer norm
+    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
 
 
 class NormLinearTensors(NamedTuple):
-    """What it works on.
+    """What it works on."""
 
-    Attributes:
-        x (Tensor): Tokens, shape (N, L, C), or a map, shape (N, C, H, W).
-        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        weight (Tensor): Linear layer, shape (C', C); for a map a 2x2/2 convolution, shape (C', C, 2, 2).
-        bias (Tensor | None): Shape (C',). Default: None.
-        positions (Positions | None): Which positions of the output send gradients; None: all. Default: None.
-    """
-
-    x: Tensor
-    norm_weight: Tensor | None
+    x: Tensor  # tokens (N, L, C), or a map (N, C, H, W)
+    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
     norm_bias: Tensor | None
-    weight: Tensor
+    weight: Tensor  # linear layer, (C', C); for a map a 2x2/2 convolution, (C', C, 2, 2)
     bias: Tensor | None = None
-    positions: Positions | None = None
+    positions: Positions | None = None  # which positions of the output send gradients; None: all
 
 
 NormLinearGradients = gradients_of(NormLinearTensors, 'positions')
@@ -138,13 +124,14 @@ def _backward(settings, saved, grad, needs):
     incoming = [take(tokens, index).reshape(-1, tokens.shape[2]) for index in ([keep, drop] if nearest else [keep])]
     db = sum(column_sums(g) for g in incoming)
     incoming = [g.to(settings.dtype) for g in incoming]
-    dw = zeros_for(layer[0])
+    dw = None
     if needs.weight or needs.norm_weight:
+        dw = zeros_for(layer[0])
         rows = nearest.sum_(incoming[0].clone(), incoming[1]) if nearest else incoming[0]
         accumulate(dw, rows, xhat.flatten(1))
         del rows
     dx = _input_gradient(saved, incoming, w, xhat, nearest, tokens.shape) if needs.x else None
-    return _parameter_gradients(saved.given, layer, dw, db, needs)._replace(x=dx)
+    return NormLinearGradients(dx, *_parameter_gradients(saved.given, layer, dw, db))
 
 
 def _input_gradient(saved, incoming, w, xhat, nearest, shape):
@@ -163,16 +150,15 @@ def _input_gradient(saved, incoming, w, xhat, nearest, shape):
     return _from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)
 
 
-def _parameter_gradients(given, layer, dw, db, needs):
-    weight, _, norm_weight, norm_bias = layer
-    asked = (needs.norm_weight, needs.norm_bias, needs.weight, needs.bias)
-    dnw, dnb, dw, db = unfold(dw, db, weight, norm_weight, norm_bias, asked)
+def _parameter_gradients(given, layer, dw, db):
+    weight, _, *norm = layer
+    dnw, dnb, dw, db = unfold(dw, db, weight, *norm)
     channels = given.weight.shape[1]
     if given.weight.dim() == 4 and dw is not None:
         dw = dw.view(len(dw), 2, 2, channels).permute(0, 3, 1, 2)
     # Every pixel of a patch is normalised with the same affine part.
     dnw, dnb = (None if d is None else d.view(-1, channels).sum(0) for d in (dnw, dnb))
-    return NormLinearGradients(None, dnw, dnb, dw, db)
+    return dnw, dnb, dw, db
 
 
 def _tokens(x):

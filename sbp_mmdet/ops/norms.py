@@ -17,34 +17,20 @@ __all__ = ['NormSettings', 'NormTensors', 'layer_norm']
 
 @dataclasses.dataclass(frozen=True)
 class NormSettings:
-    """Of :func:`layer_norm`.
+    """Of :func:`layer_norm`."""
 
-    Attributes:
-        form (Form): How it is computed and stored; no position is dropped. Default: fused, native.
-        eps (float): Added to the variance. Default: 1e-6.
-        dtype (torch.dtype | None): What the normalised input is stored in, where autocast says so; set by
-            :func:`layer_norm`. None: as the input is. Default: None.
-    """
-
-    form: Form = Form()
-    eps: float = 1e-6
-    dtype: torch.dtype | None = None
+    form: Form = Form()  # no position is dropped
+    eps: float = 1e-6  # added to the variance
+    dtype: torch.dtype | None = None  # what x-hat is stored in, set by layer_norm under autocast; None: as x is
 
 
 class NormTensors(NamedTuple):
-    """What a layer norm works on.
+    """What a layer norm works on."""
 
-    Attributes:
-        x (Tensor): Shape (N, C, H, W).
-        weight, bias (Tensor | None): Affine part, shape (C,).
-        conv (Conv | None): Where ``x`` comes from, so that the fused form computes it again instead of storing it.
-            Default: None.
-    """
-
-    x: Tensor
-    weight: Tensor | None
+    x: Tensor  # (N, C, H, W)
+    weight: Tensor | None  # affine part, (C,)
     bias: Tensor | None
-    conv: Conv | None = None
+    conv: Conv | None = None  # where x comes from, so that the fused form computes it again instead of storing it
 
 
 NormGradients = gradients_of(NormTensors, 'conv')
@@ -102,8 +88,7 @@ def _backward(settings, saved, grad, needs):
     if needs.x:
         dx = normalise_backward(grad * saved.weight, xhat, rstd).to(saved.input_dtype)
         dx = laid_out(dx.permute(0, 3, 1, 2), saved.layout)
-    dweight = (grad * xhat).sum((0, 1, 2)) if needs.weight else None
-    return NormGradients(dx, dweight, grad.sum((0, 1, 2)) if needs.bias else None)
+    return NormGradients(dx, (grad * xhat).sum((0, 1, 2)), grad.sum((0, 1, 2)))
 
 
 _layer_norm = Operation('LayerNorm', _forward, _backward, NormGradients)

@@ -6,6 +6,7 @@ An operation is written as
 - ``forward(settings, tensors, needs) -> output, saved`` and ``backward(settings, saved, grad, needs) -> gradients``;
 - two NamedTuples: ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves; and a third,
   ``gradients``, with the tensors that get a gradient (:func:`gradients_of`); ``needs`` holds a bool for each of these.
+  A gradient that nobody needs is not looked at.
 
 Both functions run without gradients and outside of autocast.
 """
@@ -145,7 +146,7 @@ class _Function(torch.autograd.Function):
         saved = _with_tensors(ctx.structure, iter(ctx.saved_tensors))
         with no_autocast(grad):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
-        return None, None, None, *gradients
+        return None, None, None, *(g if needed else None for g, needed in zip(gradients, needs, strict=True))
 
 
 def gradients_of(tensors: type, *others: str) -> type:

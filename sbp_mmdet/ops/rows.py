@@ -4,7 +4,6 @@ A row is one position: C numbers. Rows of kept positions are contiguous, image a
 """
 
 import functools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -25,9 +24,9 @@ __all__ = [
     'normalise',
     'normalise_backward',
     'put_together',
-    'scaled_layer_gradients',
     'tokens_of',
     'unfold',
+    'unscale',
 ]
 
 # Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches, on a GPU enough to
@@ -66,9 +65,7 @@ def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
 
 
-def empty_tokens(
-    shape: tuple[int, int, int], layout: torch.memory_format | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def empty_tokens(shape, layout, dtype, device):
     """Tokens (N, L, C) to be filled, which :func:`in_shape` makes a map of this layout without a copy."""
     n, length, channels = shape
     if layout == torch.contiguous_format:
@@ -76,18 +73,8 @@ def empty_tokens(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def put_together(
-    rows: Tensor, index: Tensor, length: int, others: Tensor | None = None, other_index: Tensor | None = None
-) -> Tensor:
-    """Tokens (N, L, C) of rows and their positions, zero elsewhere.
-
-    Args:
-        rows (Tensor): Shape (N, K, C).
-        index (Tensor): Their positions, shape (K,).
-        length (int): L.
-        others (Tensor | None): All other rows, shape (N, L - K, C). Default: None.
-        other_index (Tensor | None): Their positions. Default: None.
-    """
+def put_together(rows, index, length, others=None, other_index=None):
+    """Tokens (N, L, C) of rows (N, K, C) and their positions (K,), zero elsewhere, unless all ``others`` are given."""
     new = rows.new_zeros if others is None else rows.new_empty
     tokens = new(len(rows), length, rows.shape[2]).index_copy_(1, index, rows)
     return tokens if others is None else tokens.index_copy_(1, other_index, others)
@@ -173,24 +160,11 @@ def _cut(number, most):
     return [slice(start, min(start + size, number)) for start in range(0, number, max(size, 1))]
 
 
-def add_branch(
-    shortcut: Tensor,
-    branch: Iterable[tuple[Chunk, Tensor]],
-    gamma: Tensor | None,
-    factor: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The shortcut and, of each of the branch's chunks, the rows times layer scale and stochastic depth's factor.
+def add_branch(shortcut, branch, gamma, factor, dtype):
+    """The shortcut and the branch's rows times layer scale (C,) and stochastic depth's factor (N,), laid out like it.
 
-    Args:
-        shortcut (Tensor): A map or tokens.
-        branch (Iterable[tuple[Chunk, Tensor]]): Rows that are computed when it is their turn.
-        gamma (Tensor | None): Shape (C,).
-        factor (Tensor | None): Shape (N,).
-        dtype (torch.dtype): Of the branch.
-
-    Returns:
-        Tensor: Of the shape and layout of ``shortcut``, in the precision that torch's own sum would have.
+    The branch comes in chunks, an iterable of ``(Chunk, rows)``, which are in ``dtype``; the result is in the precision
+    that torch's own sum would have.
     """
     scale = gamma
     if factor is not None:
@@ -244,29 +218,21 @@ def fold(weight, bias, norm_weight, norm_bias, dtype):
     return weight.to(dtype), bias.to(dtype)
 
 
-def unfold(dw, db, weight, norm_weight, norm_bias, needs):
-    """From the gradients of W1' and b1' those of (w_ln, b_ln, W1, b1), as far as they are needed."""
-    needs_nw, needs_nb, needs_w, needs_b = needs
-    dnw = (dw * weight).sum(0) if needs_nw else None
-    dnb = weight.t().to(db.dtype) @ db if needs_nb else None
-    if needs_w:
-        dw = dw if norm_weight is None else dw * norm_weight
-        dw = dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype))
-    return dnw, dnb, dw if needs_w else None, db if needs_b else None
+def unfold(dw, db, weight, norm_weight, norm_bias):
+    """From the gradients of W1' (None: nobody asks) and b1' those of (w_ln, b_ln, W1, b1)."""
+    dnb = None if norm_bias is None else weight.t().to(db.dtype) @ db
+    if dw is None:
+        return None, dnb, None, db
+    dnw = None if norm_weight is None else (dw * weight).sum(0)
+    dw = dw if norm_weight is None else dw * norm_weight
+    return dnw, dnb, dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype)), db
 
 
-def scaled_layer_gradients(outer, total, weight, bias, gamma, needs):
-    """Gradients of the layer in front of layer scale, (W2, b2, gamma), as far as they are needed.
-
-    Args:
-        outer (Tensor | None): A of the package's docstring.
-        total (Tensor): Column sums of the gradient of the output.
-        weight, bias (Tensor): W2 and b2.
-        gamma (Tensor | None): Layer scale.
-        needs (tuple[bool, bool, bool]): Which ones.
-    """
-    needs_w, needs_b, needs_gamma = needs
-    dgamma = (outer * weight).sum(1) + total * bias if needs_gamma else None
-    if gamma is not None:
-        outer, total = outer * gamma[:, None] if needs_w else None, total * gamma
-    return outer if needs_w else None, total if needs_b else None, dgamma
+def unscale(outer, total, weight, bias, gamma):
+    """Gradients of the layer in front of layer scale, (W2, b2, gamma), from A of the package's docstring (None: nobody
+    asks) and the column sums of the output's gradient."""
+    if gamma is None:
+        return outer, total, None
+    if outer is None:
+        return None, total * gamma, None
+    return outer * gamma[:, None], total * gamma, (outer * weight).sum(1) + total * bias

@@ -11,6 +11,7 @@ of the linear layer alone, without that of the norm, and other tokens see them.
 """
 
 import dataclasses
+import types
 from typing import NamedTuple
 
 import torch
@@ -29,33 +30,17 @@ _APART = -100.0
 
 @dataclasses.dataclass(frozen=True)
 class WindowSettings:
-    """Of :func:`window_attention`.
+    """Of :func:`window_attention`. Raises ValueError for a shift that is no part of a window."""
 
-    Attributes:
-        form (Form): How x-hat is stored; all tokens are kept, and there is no reference but the plain module.
-        num_heads (int): h; C = h d.
-        window (int): Side of a window, in tokens.
-        shift (int): By how many tokens the windows are shifted, from 0 to ``window - 1``.
-        size (tuple[int, int]): (H, W) of the map of tokens.
-        scale (float): What Q K^T is multiplied by, usually 1 / sqrt(d).
-        eps (float): Of the layer norm. Default: 1e-5.
-        chunk (int | None): Elements of the largest tensor of the windows that exist at a time; None: by the device.
-            Default: None.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-
-    Raises:
-        ValueError: For a shift that is no part of a window.
-    """
-
-    form: Form
-    num_heads: int
-    window: int
-    shift: int
-    size: tuple[int, int]
-    scale: float
-    eps: float = 1e-5
-    chunk: int | None = None
-    dtype: torch.dtype | None = None
+    form: Form  # its storage counts: all tokens are kept, and there is no reference but the plain module
+    num_heads: int  # h; C = h d
+    window: int  # side of a window, in tokens
+    shift: int  # by how many tokens the windows are shifted, from 0 to window - 1
+    size: tuple[int, int]  # (H, W) of the map of tokens
+    scale: float  # what Q K^T is multiplied by, usually 1 / sqrt(d)
+    eps: float = 1e-5  # of the layer norm
+    chunk: int | None = None  # elements of the windows' largest tensor that exist at a time; None: by the device
+    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
 
     def __post_init__(self):
         if not 0 <= self.shift < self.window:
@@ -63,28 +48,18 @@ class WindowSettings:
 
 
 class WindowTensors(NamedTuple):
-    """What the layer works on.
+    """What the layer works on."""
 
-    Attributes:
-        x (Tensor): Tokens, shape (N, H * W, C).
-        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
-        qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be None.
-        table (Tensor): Bias of each relative position, shape ((2 window - 1)^2, h).
-        proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
-        index (Tensor): int64, shape (window^2, window^2): the row of ``table`` for each pair of tokens.
-        factor (Tensor | None): Of the branch of each image (stochastic depth), shape (N,). Default: None.
-    """
-
-    x: Tensor
-    norm_weight: Tensor | None
+    x: Tensor  # tokens, (N, H * W, C)
+    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
     norm_bias: Tensor | None
-    qkv_weight: Tensor
+    qkv_weight: Tensor  # linear layer to Q, K and V, (3 C, C)
     qkv_bias: Tensor | None
-    table: Tensor
-    proj_weight: Tensor
+    table: Tensor  # bias of each relative position, ((2 window - 1)^2, h)
+    proj_weight: Tensor  # projection, (C, C)
     proj_bias: Tensor
-    index: Tensor
-    factor: Tensor | None = None
+    index: Tensor  # int64, (window^2, window^2): the row of the table for each pair of tokens
+    factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
 
 
 WindowGradients = gradients_of(WindowTensors, 'index', 'factor')
@@ -137,7 +112,7 @@ def _backward(settings, saved, grad, needs):
     layers = _Layers.folded(settings, t)
     xhat = saved.xhat.load(settings.dtype)
     incoming = grad if t.factor is None else grad * t.factor[:, None, None]
-    sums = _Sums.zero(t, incoming)
+    sums = _sums(t, incoming)
     incoming = incoming.to(settings.dtype)
     dxhat = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2]) if needs.x else None
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
@@ -154,7 +129,7 @@ def _backward(settings, saved, grad, needs):
         accumulate(sums.qkv_weight, dqkv.flatten(0, 1), windows.xhat.flatten(0, 1))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
-    found = _parameter_gradients(settings, t, sums, needs)
+    found = _parameter_gradients(settings, t, sums)
     if not needs.x:
         return found
     dx = normalise_backward(dxhat.index_select(1, layout.places), xhat, saved.rstd)
@@ -305,37 +280,27 @@ class _Windows:
         return found.flatten(3).flatten(1, 2)
 
 
-class _Sums(NamedTuple):
-    """Sums over the windows, in full precision."""
-
-    qkv_weight: Tensor
-    qkv_bias: Tensor
-    pads: Tensor  # gradient of the bias that padding has alone
-    bias: Tensor  # (h, window^2, window^2)
-    proj_weight: Tensor
-    proj_bias: Tensor
-
-    @classmethod
-    def zero(cls, t, incoming):
-        rows = torch.zeros(len(t.qkv_weight), dtype=accumulator(t.qkv_weight), device=t.qkv_weight.device)
-        bias = torch.zeros(t.table.shape[1], *t.index.shape, dtype=accumulator(t.table), device=t.table.device)
-        weights = zeros_for(t.qkv_weight), zeros_for(t.proj_weight)
-        return cls(weights[0], rows, rows.clone(), bias, weights[1], column_sums(incoming.flatten(0, 1)))
+def _sums(t, incoming):
+    """Sums over the windows that parameters get their gradients from, in full precision."""
+    bias = torch.zeros(t.table.shape[1], *t.index.shape, dtype=accumulator(t.table), device=t.table.device)
+    return types.SimpleNamespace(
+        qkv_weight=zeros_for(t.qkv_weight),
+        qkv_bias=zeros_for(t.qkv_weight[:, 0]),
+        pads=zeros_for(t.qkv_weight[:, 0]),  # gradient of the bias that padding has alone
+        bias=bias,  # (h, window^2, window^2)
+        proj_weight=zeros_for(t.proj_weight),
+        proj_bias=column_sums(incoming.flatten(0, 1)),
+    )
 
 
-def _parameter_gradients(settings, t, sums, needs):
+def _parameter_gradients(settings, t, sums):
     scales = _scales(settings, sums.qkv_bias)
     for part in (sums.qkv_weight.t(), sums.qkv_bias, sums.pads):
         part.mul_(scales)
-    asked = (needs.norm_weight, needs.norm_bias, needs.qkv_weight, needs.qkv_bias)
-    dnw, dnb, dw, db = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias, asked)
-    table = None
-    if needs.table:
-        table = torch.zeros_like(t.table, dtype=sums.bias.dtype)
-        table.index_add_(0, t.index.flatten(), sums.bias.flatten(1).t())
-    db = None if db is None else db + sums.pads
-    dproj = sums.proj_weight if needs.proj_weight else None, sums.proj_bias if needs.proj_bias else None
-    return WindowGradients(None, dnw, dnb, dw, db, table, *dproj)
+    *folded, dbias = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias)
+    table = torch.zeros_like(t.table, dtype=sums.bias.dtype)
+    table.index_add_(0, t.index.flatten(), sums.bias.flatten(1).t())
+    return WindowGradients(None, *folded, dbias + sums.pads, table, sums.proj_weight, sums.proj_bias)
 
 
 _window_attention = Operation('WindowAttention', _forward, _backward, WindowGradients)

@@ -1,0 +1,122 @@
+"""A preset, or a rival, in a copy of a detector; the input of a part of it; and how far gradients are from exact."""
+
+import argparse
+import copy
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from mmengine.config import DictAction
+from rivals import RIVALS
+from torch import Tensor, nn
+
+from sbp_mmdet import apply_lean
+from sbp_mmdet.draws import Draws
+from sbp_mmdet.settings import preset_named
+
+__all__ = ['Case', 'capture', 'compared', 'parse_name', 'smooth']
+
+
+class Case:
+    """A preset, or a rival, ready to run.
+
+    Args:
+        name (str): Of the preset or the rival, with ``keys``.
+        model (nn.Module): The plain detector. A copy is changed, which shares its parameters.
+        module (str): Name of the submodule that runs.
+        keys (dict): Beside the preset.
+    """
+
+    def __init__(self, name: str, model: nn.Module, module: str, keys: dict):
+        preset, own = parse_name(name)
+        self.name, self.row, self.rival = name, dict(preset=name), RIVALS.get(name)
+        self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        if preset != 'none':
+            apply_lean(self.model, preset=preset, **own, **keys)
+        self.module = self.model.get_submodule(module)
+        if self.rival and self.rival.change:
+            self.rival.change(self.module)
+        self.run = self.rival.wrap(self.module) if self.rival and self.rival.wrap else self.module
+
+    def begin(self, images: torch.Size, device: str) -> None:
+        """Lets a backbone draw for the layers of a part of it that runs alone."""
+        inside = set(self.module.modules())
+        for owner in set(self.model.modules()) - inside:
+            for hook in owner._forward_pre_hooks.values():
+                if isinstance(getattr(hook, '__self__', None), Draws):
+                    hook(owner, (torch.zeros((), device=device).expand(images),), {})
+
+
+def parse_name(name: str) -> tuple[str, dict]:
+    """Preset and keys of 'paper,keep_ratio=0.25,sampler=random'; a rival's preset."""
+    if name in RIVALS:
+        return RIVALS[name].preset, {}
+    preset, *words = re.split(r',(?=\w+=)', name)
+    preset_named(preset.partition('+')[0])
+    if wrong := [word for word in words if '=' not in word]:
+        raise ValueError(f"{name!r}: {wrong} is no key=value; write 'paper,keep_ratio=0.25'")
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--keys', nargs='+', action=DictAction, default={})
+    return preset, dict(parser.parse_args(['--keys', *words] if words else []).keys)
+
+
+class _Reached(Exception):
+    pass
+
+
+def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tuple[tuple, torch.Size]:
+    """The arguments, positional and by name, that a module gets in a training step, and the shape of the images.
+
+    Raises:
+        ValueError: If the detector has no such module, or its training step does not run it.
+    """
+    found = {}
+
+    def note(owner, args, kwargs):
+        found['images'] = next(iter((*args, *kwargs.values()))).shape
+
+    def stop(owner, args, kwargs):
+        found['input'] = args, kwargs
+        raise _Reached
+
+    try:
+        target = model.get_submodule(module)
+    except AttributeError:
+        names = [name for name, _ in model.named_modules() if name.count('.') < 2][1:]
+        raise ValueError(f'--module {module}: there is none; the detector has {names}') from None
+    hooks = [model.backbone.register_forward_pre_hook(note, with_kwargs=True)]
+    hooks.append(target.register_forward_pre_hook(stop, with_kwargs=True))
+    data = model.data_preprocessor(copy.deepcopy(batch), True)
+    try:
+        with torch.no_grad(), context():
+            model(**data, mode='loss')
+    except _Reached:
+        return found['input'], found['images']
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise ValueError(f'--module {module}: no training step runs it; name a module that has a forward pass')
+
+
+def smooth(shape: Sequence[int], seed: int = 1) -> Tensor:
+    """Noise whose neighbours are alike, as in photographs; also of tokens (N, L, C)."""
+    generator = torch.Generator().manual_seed(seed)
+    if len(shape) == 4:
+        coarse = torch.randn(*shape[:2], *(n // 8 + 2 for n in shape[2:]), generator=generator)
+        return nn.functional.interpolate(coarse, tuple(shape[2:]), mode='bicubic')
+    if len(shape) == 3:
+        coarse = torch.randn(shape[0], shape[2], shape[1] // 8 + 2, generator=generator)
+        return nn.functional.interpolate(coarse, shape[1], mode='linear').transpose(1, 2)
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def compared(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+    """``cosine`` and relative ``error`` of gradients, all together. What one of the two lacks is zero there."""
+    dot = exact_square = found_square = error = 0.0
+    for name in {*exact, *found}:
+        zero = torch.zeros_like(exact.get(name, found.get(name)))
+        e, s = exact.get(name, zero).double(), found.get(name, zero).double()
+        dot, error = dot + (e * s).sum().item(), error + (e - s).square().sum().item()
+        exact_square, found_square = exact_square + e.square().sum().item(), found_square + s.square().sum().item()
+    norms = (exact_square * found_square) ** 0.5
+    return dict(cosine=dot / norms if norms else 0.0, error=(error / max(exact_square, 1e-300)) ** 0.5)

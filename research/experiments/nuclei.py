@@ -1,0 +1,15 @@
+# What presets cost in AP where objects are small: a small Mask R-CNN with ConvNeXt, from scratch on microscope images
+# of nuclei. docs/accuracy.md shows what came out. A setting is an sbp_cfg; None is the plain backbone.
+config = '../../configs/nuclei/mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
+options = {'train_cfg.max_epochs': 12, 'param_scheduler.1.T_max': 12, 'default_hooks.checkpoint.max_keep_ckpts': 2}
+settings = dict(
+    none=None,
+    exact=dict(preset='exact'),
+    int8=dict(preset='int8'),
+    nearest=dict(preset='nearest'),
+    paper=dict(preset='paper'),
+    random=dict(preset='paper', sampler='random'),
+    quarter=dict(preset='paper', keep_ratio=0.25),
+)
+seeds = [0, 1, 2, 3, 4]
+reach = {'box AP': 0.35, 'box AP medium': 0.2}

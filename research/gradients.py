@@ -1,0 +1,365 @@
+"""How near the gradients of presets are to the exact ones on your model (paper, Figs. 3 and 5).
+
+    python research/gradients.py CONFIG --checkpoint work_dirs/x/epoch_12.pth
+    python research/gradients.py CONFIG --presets paper nearest 'paper,keep_ratio=0.25,sampler=random' --batches 20
+    python research/gradients.py CONFIG --group orders samplers --json study.json --plot study.png
+
+CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
+and heads run once for each batch, in the plain detector, and every preset of the backbone gets the same weights,
+images, stochastic depth and gradient at the backbone's outputs. With --whole each preset is applied to the whole
+detector, which runs seeded the same; its loss has to be the exact one. All in fp32.
+"""
+
+import argparse
+import copy
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from case import parse_name
+from mmengine.config import DictAction
+from mmengine.utils import ProgressBar
+from subject import build_model, train_batches
+from tables import COLOURS, panels, save_picture
+from torch import Tensor, nn
+
+from sbp_mmdet import apply_lean
+from sbp_mmdet.adapters import Lean
+from sbp_mmdet.apply import keep_ratios
+from sbp_mmdet.plan.cuda_rules import full_fp32
+from sbp_mmdet.plan.detector import own_crops
+from sbp_mmdet.plan.device import check_device
+from sbp_mmdet.plan.tables import Column, describe_machine, markdown_table, output_file, text_table, write_json
+from sbp_mmdet.plan.variants import load_config
+
+__all__ = ['compare', 'exact_pass', 'groups', 'study', 'study_picture', 'study_table']
+
+MEASURES = {'cosine': 'cosine', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
+# Section 4, "How much gradients should be kept": increasing keep ratios of eight blocks, 0.5 on average.
+INCREASING = (0.25, 0.32, 0.39, 0.46, 0.53, 0.60, 0.68, 0.75)
+GROUPS = ('presets', 'ratios', 'samplers', 'orders', 'attention')
+# Rounding of a deep network in fp32, relative to the largest entry; another forward pass differs by far more.
+_SAME_FORWARD = 1e-3
+# The same of a loss, a mean over many entries; one other sampled RoI changed it by more than ten times that.
+_SAME_LOSS = 1e-4
+# The same of all gradients of the backbone, from the same gradients at its outputs.
+_SAME_GRADIENTS = 1e-2
+
+
+def groups(name: str, model: nn.Module) -> dict[str, tuple[str, dict]]:
+    """Presets with keys that belong together, by label: other presets than exact ones; keep ratios; masks; ratios that
+    rise or fall from block to block; what attention drops.
+
+    Raises:
+        ValueError: If the model has nothing for it.
+    """
+    half = dict(keep_ratio=0.5)
+    if name == 'presets':
+        return {'int8': ('int8', {}), 'nearest': ('nearest', half), 'paper': ('paper', half)}
+    if name == 'ratios':
+        return {f'{r:g}': ('paper', dict(keep_ratio=r)) for r in (0.75, 0.5, 0.25)}
+    if name == 'samplers':
+        pairs = [(s, r) for r in (0.75, 0.5, 0.25) for s in ('grid', 'random')]
+        return {f'{s} {r:g}': ('paper', dict(keep_ratio=r, sampler=s)) for s, r in pairs}
+    if name == 'attention':
+        return {f'attention: {a}': ('paper', dict(half, attention=a)) for a in ('qkv', 'query', 'head')}
+    backbone = copy.deepcopy(model.backbone)
+    apply_lean(backbone, preset='paper')
+    number = sum(isinstance(block, int) for _, block in keep_ratios(backbone))
+    if number < 2:
+        raise ValueError(f"group 'orders': {number} blocks are thinned, so nothing can rise; name another group")
+    rising = [INCREASING[round(i * (len(INCREASING) - 1) / (number - 1))] for i in range(number)]
+    found = {'uniform 0.5': 0.5, 'increasing': rising, 'decreasing': rising[::-1]}
+    return {label: ('paper', dict(keep_ratio=ratio)) for label, ratio in found.items()}
+
+
+class ExactPass(NamedTuple):
+    """What one batch gave in the plain detector: gradients by name, fp32, on the CPU; what the backbone got and gave;
+    the gradients at its outputs, None where nothing uses them; the loss; the seed of all that was drawn."""
+
+    gradients: dict[str, Tensor]
+    images: Tensor
+    outputs: tuple[Tensor, ...]
+    output_gradients: tuple[Tensor | None, ...]
+    loss: float
+    seed: int
+
+
+def _backward(model, batch, seed):
+    """The loss; gradients stay in the parameters. Seeded once more where the backbone begins, so that a backbone that
+    runs alone draws the same."""
+    torch.manual_seed(seed)
+    hook = model.backbone.register_forward_pre_hook(lambda module, args: torch.manual_seed(seed) and None)
+    try:
+        with own_crops():
+            data = model.data_preprocessor(copy.deepcopy(batch), True)
+            loss, _ = model.parse_losses(model(**data, mode='loss'))
+    finally:
+        hook.remove()
+    loss.backward()
+    return loss.item()
+
+
+def _take_gradients(module, prefix=''):
+    found = {}
+    for name, p in module.named_parameters():
+        if p.grad is not None:
+            found[prefix + name] = p.grad.detach().float().cpu()
+            p.grad = None
+    return found
+
+
+def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
+    """One pass of the plain detector, and what is needed to run the backbone alone afterwards.
+
+    Raises:
+        ValueError: If the backbone does not run exactly once.
+    """
+    passes = []
+
+    def capture(module, args, outputs):
+        # Views: an output that others are made of (ViT's map) must not collect the gradients of these as well.
+        outputs = tuple(output.view_as(output) for output in outputs)
+        for output in outputs:
+            output.retain_grad()
+        passes.append((args[0].detach(), outputs))
+        return outputs
+
+    hook = model.backbone.register_forward_hook(capture)
+    try:
+        loss = _backward(model, batch, seed)
+    finally:
+        hook.remove()
+    if len(passes) != 1:
+        raise ValueError(f'the backbone ran {len(passes)} times in one training step; this study needs it to run once')
+    images, outputs = passes[0]
+    found = tuple(o.detach() for o in outputs), tuple(o.grad for o in outputs)
+    return ExactPass(_take_gradients(model), images, *found, loss, seed)
+
+
+def _with(module, preset, keys):
+    """A copy that shares the parameters, under a preset."""
+    found = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    if preset != 'none':
+        # What skip_dropped_images leaves out is a draw of its own; its gradients are the same on average.
+        apply_lean(found, preset=preset, **dict(keys, skip_dropped_images=False))
+    return found
+
+
+def _of_backbone(model, exact, preset, keys):
+    """Gradients of the backbone for the images, and the gradient at its outputs, of an exact pass."""
+    backbone = _with(model.backbone, preset, keys)
+    torch.manual_seed(exact.seed)
+    outputs = backbone(exact.images)
+    for got, expected in zip(outputs, exact.outputs, strict=True):
+        error = ((got.detach() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+        if not error < _SAME_FORWARD:
+            raise ValueError(
+                f'the forward pass differs from the plain one by {error:.1e} of the largest value; there is nothing to '
+                'compare'
+            )
+    used = [(o, g) for o, g in zip(outputs, exact.output_gradients, strict=True) if g is not None]
+    torch.autograd.backward([o for o, _ in used], [g for _, g in used])
+    others = {name: g for name, g in exact.gradients.items() if not name.startswith('backbone.')}
+    return _take_gradients(backbone, 'backbone.') | others
+
+
+def _of_detector(model, exact, preset, keys, batch):
+    detector = _with(model, preset, keys)
+    loss = _backward(detector, batch, exact.seed)
+    found = _take_gradients(detector)
+    if not abs(loss - exact.loss) < _SAME_LOSS * abs(exact.loss):
+        raise ValueError(
+            f'the loss is {loss:.6g}, and {exact.loss:.6g} in the plain detector: proposals or sampled RoIs are other '
+            'ones; there is nothing to compare'
+        )
+    return found
+
+
+def _stages_of(backbone):
+    """Name of a block to its stage, counted from 1; for any family that has an adapter."""
+    backbone = copy.deepcopy(backbone)
+    apply_lean(backbone, preset='exact')
+    places = ((name, m._lean.layer) for name, m in backbone.named_modules() if isinstance(m, Lean))
+    return {f'backbone.{name}.': layer[0] + 1 for name, layer in places if layer and isinstance(layer[0], int)}
+
+
+def compare(exact: Mapping, found: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
+    """Compares gradients s with exact ones e; parameters that s lacks have gradient 0.
+
+    Args:
+        exact, found (Mapping[str, Tensor]): e and s.
+        stages (Mapping[str, int]): Prefix of parameters to their stage. Default: none.
+
+    Returns:
+        dict: 'network', its children such as 'backbone', 'stage 1' ... to ``cosine`` <e, s> / (|e| |s|),
+        ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|; a number that would need a division by 0 is None.
+        'mean layer' is the mean over the backbone's parameters, where each counts the same.
+    """
+    sums, layers = {}, []
+    for name, e in exact.items():
+        e, s = e.double(), found.get(name, torch.zeros_like(e)).double()
+        numbers = torch.stack([(e * s).sum(), (e * e).sum(), (s * s).sum(), (s - e).square().sum()])
+        parts = ['network', name.split('.')[0]]
+        parts += [f'stage {stage}' for prefix, stage in stages.items() if name.startswith(prefix)]
+        for part in parts:
+            sums[part] = sums.get(part, 0) + numbers
+        if name.startswith('backbone.'):
+            layers.append(_measures(*numbers.tolist()))
+    rows = {part: _measures(*numbers.tolist()) for part, numbers in sums.items()}
+    rows['mean layer'] = {m: _mean([row[m] for row in layers]) for m in MEASURES}
+    return rows
+
+
+def _mean(values):
+    known = [v for v in values if v is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _measures(product, exact, estimated, difference):
+    norms = math.sqrt(exact * estimated)
+    return dict(
+        cosine=max(-1.0, min(1.0, product / norms)) if norms else None,
+        relative_error=math.sqrt(difference / exact) if exact else None,
+        norm_ratio=math.sqrt(estimated / exact) if exact else None,
+    )
+
+
+@full_fp32()
+def study(model: nn.Module, settings: Mapping, batches: Iterable[dict], seed=0, whole=False, done=lambda: None) -> dict:
+    """Compares presets with exact gradients.
+
+    Args:
+        model (nn.Module): Of :func:`.subject.build_model`.
+        settings (Mapping): Label to preset and keys.
+        batches (Iterable[dict]): Of :func:`.subject.train_batches`.
+        seed (int): Batch number i is run with seed + i, under every setting. Default: 0.
+        whole (bool): Presets are applied to the whole detector. Default: False.
+        done (Callable): Called after each pass.
+
+    Returns:
+        dict: Label to part to measure to ``mean``, ``std`` and ``values``, one for each batch.
+
+    Raises:
+        ValueError: For a setting that cannot be applied; or if the control fails: the plain backbone alone has to give
+            the detector's gradients.
+    """
+    target = model if whole else model.backbone
+    for label, (preset, keys) in settings.items():
+        try:
+            _with(target, preset, keys)
+        except ValueError as error:
+            raise ValueError(f'{label!r}: {error}') from error
+    stages, results = _stages_of(model.backbone), {label: [] for label in settings}
+    for i, batch in enumerate(batches):
+        exact = exact_pass(model, batch, seed + i)
+        if i == 0 and not whole:
+            error = compare(exact.gradients, _of_backbone(model, exact, 'none', {}))['backbone']['relative_error']
+            if not error < _SAME_GRADIENTS:
+                raise ValueError(
+                    f'the gradients of the plain backbone alone differ from those of the detector by {error:.1e}: it '
+                    'uses its outputs in a way that this study does not know; give --whole'
+                )
+        done()
+        for label, setting in settings.items():
+            found = _of_detector(model, exact, *setting, batch) if whole else _of_backbone(model, exact, *setting)
+            results[label].append(compare(exact.gradients, found, stages))
+            done()
+    return {label: _summary(rows) for label, rows in results.items()}
+
+
+def _summary(rows):
+    def spread(values):
+        known = [v for v in values if v is not None]
+        std = statistics.stdev(known) if len(known) > 1 else None
+        return dict(mean=_mean(values), std=std, values=values)
+
+    return {part: {m: spread([row[part][m] for row in rows]) for m in MEASURES} for part in rows[0]}
+
+
+def study_table(found: dict, markdown: bool = False) -> str:
+    """Mean and spread (standard deviation over batches) of each setting, of what ``--json`` writes: cosines of parts,
+    then the backbone's other measures."""
+    results = found['results']
+    first = next(iter(results.values()))
+    stages = sorted(part for part in first if part.startswith('stage '))
+    shown = [('cosine', part) for part in ('network', 'backbone', *stages, 'mean layer')]
+    shown += [(measure, 'backbone') for measure in ('relative_error', 'norm_ratio')]
+    columns = [Column('setting', lambda label: label)]
+    for measure, part in shown:
+        head = part if measure == 'cosine' else f'{MEASURES[measure]}, {part}'
+        head = f'cosine: {head}' if len(columns) == 1 else head
+        columns.append(Column(head, lambda label, m=measure, p=part: _cell(results[label].get(p, {}).get(m))))
+    return (markdown_table if markdown else text_table)(columns, results)
+
+
+def _cell(value):
+    if not value or value['mean'] is None:
+        return '-'
+    return f'{value["mean"]:.3f}' + ('' if value['std'] is None else f' ± {value["std"]:.3f}')
+
+
+def study_picture(found: dict, path: Path) -> None:
+    """Draws the three measures of each setting: of the backbone (full) and of the mean layer (hollow)."""
+    results = found['results']
+    figure, grid = panels(1, 3, figsize=(11, 1.2 + 0.27 * len(results)))
+    for axes, (measure, name) in zip(grid[0], MEASURES.items(), strict=True):
+        for place, row in enumerate(results.values()):
+            colour = COLOURS[place % len(COLOURS)]
+            for part, fill, shift in (('backbone', colour, -0.13), ('mean layer', 'white', 0.13)):
+                if (value := row[part][measure])['mean'] is not None:
+                    bar = dict(fmt='o', ms=5, capsize=2, color=colour, mfc=fill)
+                    axes.errorbar(value['mean'], place + shift, xerr=value['std'] or 0, **bar)
+        axes.set_yticks(range(len(results)), [*results] if axes is grid[0][0] else [], fontsize=9)
+        axes.set_ylim(len(results) - 0.5, -0.5)
+        axes.set_title(name, fontsize=10)
+        axes.axvline(0 if measure == 'relative_error' else 1, color='black', lw=0.8, ls=':')
+    save_picture(figure, path, f'{found["case"]["config"]}: gradients against the exact ones')
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    parser.add_argument('--checkpoint', help="weights, of a detector or of its backbone (default: the config's start)")
+    parser.add_argument('--presets', nargs='+', default=[], help="with keys: 'paper,keep_ratio=0.25'")
+    parser.add_argument('--group', nargs='+', default=[], choices=GROUPS, help='more of them (default: presets)')
+    parser.add_argument('--whole', action='store_true', help='apply them to the whole detector, not to its backbone')
+    parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')
+    parser.add_argument('--seed', type=int, default=0, help='of batches, masks and all that is drawn (default: 0)')
+    parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    parser.add_argument('--json', type=output_file, help='write the results here as well')
+    parser.add_argument('--plot', type=output_file, help='write a picture (PNG) here')
+    return parser, parser.parse_args()
+
+
+def main():
+    parser, args = parse_args()
+    try:
+        if args.batches < 1:
+            raise ValueError(f'--batches {args.batches} must be 1 or more')
+        config = load_config(args.config, args.cfg_options)
+        settings = {name: parse_name(name) for name in args.presets}
+        model = build_model(config, args.checkpoint, args.device, args.seed)
+        for name in args.group or ([] if settings else ['presets']):
+            settings.update(groups(name, model))
+        batches = list(train_batches(config, args.batches, args.seed))
+        bar = ProgressBar(len(batches) * (1 + len(settings)))
+        results = study(model, settings, batches, args.seed, args.whole, bar.update)
+    except ValueError as error:
+        parser.error(str(error))
+    case = dict(config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name)
+    case |= dict(seed=args.seed, batches=len(batches), images=len(batches[0]['inputs']), whole=args.whole)
+    found = dict(machine=describe_machine(args.device), case=case, settings=settings, results=results)
+    print(f'\n\n{study_table(found)}\nmean ± standard deviation over {len(batches)} batches')
+    if args.json:
+        write_json(args.json, found)
+    if args.plot:
+        study_picture(found, args.plot)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,144 @@
+"""The command ``sbp-mmdet``: what fits into a GPU, and what a preset would change, without a GPU.
+
+sbp-mmdet plan CONFIG --budget 8GiB     which variant fits, and the lines to paste
+sbp-mmdet apply CONFIG --preset exact   what LeanHook would change in the model, and what not
+"""
+
+import argparse
+import json
+import logging
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from mmengine.config import DictAction
+from mmengine.logging import MMLogger
+
+from ..apply import apply_lean
+from ..settings import PRESETS
+from .detector import build_detector, measure_detector
+from .inputs import add_inputs, inputs_of
+from .planner import CONTEXT, MARGIN, answer, parse_bytes, parse_size, plan
+from .tables import Column, format_bytes, text_table
+from .variants import load_config, plain, presets_of, snippet, with_variant
+
+__all__ = ['main']
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command.
+
+    Args:
+        arguments (list[str] | None): Of the command line; None: those of the process. Default: None.
+    """
+    parser = argparse.ArgumentParser(
+        'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(required=True, metavar='plan | apply')
+    _add_plan(verbs)
+    _add_apply(verbs)
+    args = parser.parse_args(arguments)
+    MMLogger.get_current_instance().setLevel(logging.ERROR)
+    try:
+        config = load_config(args.config, args.cfg_options)
+        args.run(args, config)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _add_plan(verbs):
+    verb = verbs.add_parser('plan', help='which variant fits into a GPU')
+    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    verb.add_argument('--budget', help="memory of the GPU: 8GiB, 7.5GB (default: this machine's GPU)")
+    add_inputs(verb)
+    verb.add_argument('--boxes', type=int, default=60, help='boxes in an image; COCO has up to 93 (default: 60)')
+    verb.add_argument('--gpus', type=int, default=1, help='above 1: with the buckets of distributed training')
+    verb.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
+    verb.add_argument('--json', action='store_true', help='print the answer for scripts')
+    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.set_defaults(run=_plan)
+
+
+def _plan(args, config):
+    budget, size = _budget(args.budget), parse_size(args.size) if args.size else None
+    for name in ('batch', 'boxes', 'gpus'):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
+    inputs, base = inputs_of(config, args.batch, size), plain(config)
+
+    def measure(variant):
+        if sys.stderr.isatty():
+            print(f'\r  counting {variant:<70}', end='', file=sys.stderr, flush=True)
+        # Which images stochastic depth drops is chance: the count is of a step that drops none.
+        worst = {} if variant.split('+')[0] == 'none' else dict(skip_dropped_images=False)
+        case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
+        return measure_detector(with_variant(base, variant, **worst), **case)
+
+    try:
+        reasons = presets_of(build_detector(base, 'cpu')[0])
+        presets = [name for name, reason in reasons.items() if reason is None]
+        rows = plan(base, budget, measure, presets, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
+    except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
+        raise SystemExit(f'{args.config}: no training step of it runs here: {_reason(error)}') from error
+    found = answer(rows)
+    lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
+    if args.json:
+        result = dict(budget=budget, inputs=inputs._asdict(), rows=[row._asdict() for row in rows])
+        print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1))
+    else:
+        print(_page(args, inputs, budget, rows, found, lines))
+    if found is None:
+        raise SystemExit(1)
+
+
+def _page(args, inputs, budget, rows, found, lines):
+    """What a person reads."""
+    columns = [
+        Column('variant', lambda row: row['variant']),
+        Column('gradients', lambda row: row['gradients']),
+        Column('needs', lambda row: format_bytes(row['need'])),
+        Column('', lambda row: 'fits' if row['fits'] else 'too much'),
+        Column('time of the backbone', lambda row: row['time']),
+    ]
+    case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
+    table = text_table(columns, [row._asdict() for row in rows])
+    note = f'{case} ({inputs.source}); with {MARGIN:.0%} and {format_bytes(CONTEXT)} for CUDA.'
+    if found is None:
+        more = '' if args.adamw8bit else ' --adamw8bit,'
+        end = (
+            f'Nothing fits into {format_bytes(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
+        )
+    elif found.variant == 'none':
+        end = f'It fits into {format_bytes(budget)} as it is.'
+    else:
+        end = f'It fits into {format_bytes(budget)} with {found.variant}. Add to the config:\n\n{lines}'
+    return f'{table}\n\n{note}\n{end}'
+
+
+def _budget(text):
+    if text is not None:
+        return parse_bytes(text)
+    if not torch.cuda.is_available():
+        raise ValueError('there is no GPU here to plan for; say how much memory yours has: --budget 8GiB')
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def _reason(error):
+    """What went wrong, and where, in a line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if 'torch' not in Path(f.filename).parts]
+    text = ' '.join(str(error).split())[:200]
+    where = f'{Path(frames[-1].filename).name}, line {frames[-1].lineno}'
+    return f'{type(error).__name__}{text and ": "}{text} ({where})'
+
+
+def _add_apply(verbs):
+    verb = verbs.add_parser('apply', help='what a preset would change in a model')
+    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    verb.add_argument('--preset', default='exact', choices=[*PRESETS], help='(default: exact)')
+    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.set_defaults(run=lambda args, config: print(apply_lean(build_detector(plain(config), 'cpu')[0], args.preset)))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,408 @@
+"""A training step of a whole detector: what it holds, part by part, and how long it takes.
+
+On CUDA the allocator counts. On a CPU the tensors themselves are counted, made as CUDA's rules would have them.
+"""
+
+import contextlib
+import copy
+import gc
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from mmdet.models.task_modules.assigners import MaxIoUAssigner
+from mmdet.registry import MODELS
+from mmdet.structures.mask import BitmapMasks
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import init_default_scope
+from torch import Tensor, nn
+
+from ..surgery import model_hooks
+from .batch import at_the_first_step, build_batch, proposals_of_a_trained_rpn
+from .cuda_rules import autocast_rules, cuda_kernels
+from .cuda_storage import cuda_storage
+from .device import check_device, noting, use_device
+from .eight_bit import AdamW8bitStates
+from .hollow import SkipArithmetic
+from .inputs import inputs_of
+from .memory import LiveBytes, SavedByPart
+from .parts import PartTracker
+
+__all__ = [
+    'MOST_IMAGES',
+    'assignment_on_cpu',
+    'build_detector',
+    'build_training',
+    'check_case',
+    'measure_detector',
+    'own_crops',
+    'timed_step',
+]
+
+
+# Counted in full; the bytes of more images on a CPU follow from those of two smaller batches.
+MOST_IMAGES = 8
+_SMALLER = (1, 2)
+
+
+def measure_detector(
+    config: Config,
+    *,
+    batch: int,
+    height: int,
+    width: int,
+    boxes: int,
+    device: str = 'cpu',
+    compute: bool = False,
+    trained_proposals: bool = True,
+    rounds: int = 5,
+) -> dict:
+    """Runs training steps of a config's model on random images, and counts in the last one.
+
+    Args:
+        config (Config): Config of a detector, the hooks that change the model included.
+        batch (int): Images. On a CPU more than :data:`MOST_IMAGES` are not run: bytes grow by the same with each image,
+            part by part and phase by phase, so those of 1 and of 2 images tell them.
+        height, width (int): Their size, before padding.
+        boxes (int): Ground-truth boxes in each.
+        device (str): 'cpu', or a CUDA device. Default: 'cpu'.
+        compute (bool): On a CPU, carry out the arithmetic of large operations too; the bytes are the same.
+            Default: False.
+        trained_proposals (bool): See :func:`.batch.proposals_of_a_trained_rpn`. Default: True.
+        rounds (int): Timed steps on CUDA. Default: 5.
+
+    Returns:
+        dict: Bytes of ``parameters`` (buffers included), ``optimizer``, ``gradients``, ``saved`` (part to bytes),
+        ``forward`` (everything at the end of the forward pass), ``peak``; ``peak_phase``; on CUDA ``reserved`` and
+        ``step_s`` as well, which are None elsewhere, and what :func:`.device.noting` notes; ``peaks`` (phase to bytes)
+        elsewhere.
+
+    Raises:
+        ValueError: For a number that is too small, or a device that is not there.
+    """
+    check_case(batch=batch, boxes=boxes, rounds=rounds, device=device)
+    cuda = torch.device(device).type == 'cuda'
+    if batch > MOST_IMAGES and not cuda:
+        case = dict(height=height, width=width, boxes=boxes, compute=compute, trained_proposals=trained_proposals)
+        return _extended(batch, *(measure_detector(config, batch=n, **case) for n in _SMALLER))
+    with own_crops(), at_the_first_step(), contextlib.ExitStack() as stack:
+        counter = LiveBytes()
+        if not cuda:
+            stack.enter_context(cuda_kernels(counter, compute))
+            bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
+            stack.enter_context(cuda_storage(counter, bfloat16))
+            stack.enter_context(assignment_on_cpu(counter))
+        case = dict(batch=batch, height=height, width=width, boxes=boxes, device=device)
+        model, wrapper, data = build_training(config, trained_proposals=trained_proposals, **case)
+        try:
+            if cuda:
+                return _measure_cuda(model, wrapper, data, rounds)
+            return _measure_cpu(model, wrapper, data, counter, config, compute)
+        finally:
+            del model, wrapper, data
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+
+
+def _extended(batch: int, few, many):
+    """What a batch holds, by what two smaller ones hold."""
+
+    def along(a, b):
+        if isinstance(a, dict):
+            return {key: along(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
+        low, high = _SMALLER
+        return b + (batch - high) * (b - a) // (high - low) if isinstance(a, int) else a
+
+    row = along(few, many)
+    phase = max(row['peaks'], key=row['peaks'].get)
+    return dict(row, peak=row['peaks'][phase], peak_phase=phase)
+
+
+def check_case(*, batch: int, boxes: int, rounds: int, device: str, least_rounds: int = 0) -> None:
+    """Refuses what cannot be measured.
+
+    Args:
+        batch, boxes, rounds, device: See :func:`measure_detector`.
+        least_rounds (int): Fewer rounds are refused. Default: 0.
+
+    Raises:
+        ValueError: For a number that is too small, or a device that is not there.
+    """
+    for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0), ('rounds', rounds, least_rounds)):
+        if value < least:
+            raise ValueError(f'{name}={value} must be {least} or more')
+    check_device(device)
+
+
+@contextlib.contextmanager
+def assignment_on_cpu(counter: LiveBytes):
+    """What mmdet's assigner compares on the CPU (``gpu_assign_thr``) is not in the device's memory; its results are.
+
+    Args:
+        counter (LiveBytes): What counts the device's.
+    """
+    assign = MaxIoUAssigner.assign
+
+    def run(self, pred_instances, gt_instances, *args, **kwargs):
+        if not 0 < self.gpu_assign_thr < len(gt_instances.bboxes):
+            return assign(self, pred_instances, gt_instances, *args, **kwargs)
+        with counter.paused():
+            result = assign(self, pred_instances, gt_instances, *args, **kwargs)
+        for key in ('gt_inds', 'max_overlaps', 'labels'):
+            if (value := getattr(result, key)) is not None:
+                setattr(result, key, value.clone())
+        return result
+
+    with mock.patch.object(MaxIoUAssigner, 'assign', run):
+        yield
+
+
+def own_crops(crop: Callable | None = None):
+    """Undoes at its end how hooks change the cropping of masks, which they do for the whole process.
+
+    Args:
+        crop (Callable | None): How masks are cropped at its beginning; None: as before. Default: None.
+
+    Returns:
+        A context manager.
+    """
+    return mock.patch.object(BitmapMasks, 'crop_and_resize', crop or BitmapMasks.crop_and_resize)
+
+
+def build_training(
+    config: Config, *, batch: int, height: int, width: int, boxes: int, device: str, trained_proposals: bool = True
+) -> tuple:
+    """What a training step needs. To be called within :func:`own_crops`.
+
+    Args:
+        config, batch, height, width, boxes, device, trained_proposals: See :func:`measure_detector`.
+
+    Returns:
+        tuple: Model in training mode, optimizer wrapper, and a batch.
+    """
+    if torch.device(device).type == 'cuda':
+        use_device(device)
+        if 'Amp' in _wrapper_type(config):
+            # The usual start of a dynamic scale overflows a few times, and these steps lack the optimizer's.
+            config = copy.deepcopy(config)
+            config.optim_wrapper.loss_scale = 1.0
+    model, wrapper = build_detector(config, device)
+    if trained_proposals:
+        proposals_of_a_trained_rpn(model)
+    found = inputs_of(config)
+    num_classes, masks = _labels(config)
+    given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
+    options = dict(semantic=found.semantic, proposals=given)
+    data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
+    return model, wrapper, data
+
+
+def build_detector(config: Config, device: str):
+    """Builds model and optimizer as mmengine's runner does, hooks that change the model included, without weights.
+
+    Args:
+        config (Config): Config of a detector.
+        device (str): Where it runs; on a CPU the optimizer wrapper of mixed precision is a plain one.
+
+    Returns:
+        tuple: The model in training mode, and its optimizer wrapper.
+    """
+    init_default_scope('mmdet')
+    model = MODELS.build(_without_weights(config.model)).to(device).train()
+    for hook in model_hooks(config.get('custom_hooks')):
+        hook.apply(model)
+    cfg = copy.deepcopy(config.optim_wrapper)
+    if torch.device(device).type == 'cpu':
+        if 'Amp' in str(cfg.get('type', '')):
+            cfg.type = 'OptimWrapper'
+            for key in ('dtype', 'loss_scale', 'use_fsdp'):
+                cfg.pop(key, None)
+        if cfg.optimizer.type == 'AdamW8bit':
+            cfg.optimizer.type = AdamW8bitStates
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # constructors of optimizers print every parameter's name
+    try:
+        wrapper = build_optim_wrapper(model, cfg)
+    finally:
+        logger.setLevel(level)
+    return model, wrapper
+
+
+def _without_weights(cfg):
+    """A copy that downloads nothing."""
+    cfg = copy.deepcopy(cfg)
+    for key in ('init_cfg', 'pretrained'):
+        cfg.pop(key, None)
+    backbone = cfg.get('backbone')
+    if backbone:
+        backbone.pop('pretrained', None)
+        backbone.init_cfg = None
+    return _without_sync(cfg)
+
+
+def _without_sync(cfg):
+    """mmcv's synchronized batch norm wants a process group; batch norm stores as much."""
+    if isinstance(cfg, dict):
+        for key, value in cfg.items():
+            if key == 'type' and value == 'MMSyncBN':
+                cfg[key] = 'BN'
+            _without_sync(value)
+    elif isinstance(cfg, (list, tuple)):
+        for value in cfg:
+            _without_sync(value)
+    return cfg
+
+
+def _labels(config):
+    """Number of classes, and whether there are masks."""
+    found = []
+
+    def look(node):
+        if isinstance(node, dict):
+            if isinstance(node.get('num_classes'), int):
+                found.append(node['num_classes'])
+            node = list(node.values())
+        if isinstance(node, (list, tuple)):
+            for item in node:
+                look(item)
+
+    look(config.model)
+    masks = any((config.model.get(key) or {}).get('mask_head') for key in ('roi_head',)) or config.model.get(
+        'mask_head'
+    )
+    masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')
+    return min(found, default=1), bool(masks)
+
+
+def _wrapper_type(config):
+    return str(config.optim_wrapper.get('type', ''))
+
+
+def _amp_dtype(config):
+    """Of the config's optimizer wrapper; on a CPU bf16 stands for fp16."""
+    if 'Amp' not in _wrapper_type(config):
+        return None
+    return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
+
+
+def _bytes(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _states(optimizer) -> list[Tensor]:
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+
+
+def _watch(wrapper, row, model, saved, live, phase):
+    """Notes what is held when the forward pass and the backward pass end."""
+    update, step = wrapper.update_params, wrapper.step
+
+    def update_params(loss, *args, **kwargs):
+        row['saved'] = saved.count([*model.parameters(), *model.buffers()])
+        row['forward'] = live()
+        phase('backward')
+        return update(loss, *args, **kwargs)
+
+    def optimizer_step(*args, **kwargs):
+        row['gradients'] = _bytes([p.grad for p in model.parameters() if p.grad is not None])
+        phase('optimizer step')
+        return step(*args, **kwargs)
+
+    return mock.patch.multiple(wrapper, update_params=update_params, step=optimizer_step)
+
+
+def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
+    tracker = PartTracker(model)
+    saved = SavedByPart(tracker.current)
+    for group in wrapper.optimizer.param_groups:
+        # CUDA's default: all parameters of a group at a time, with temporaries of the group's size.
+        if group.get('foreach', 0) is None and not group.get('fused'):
+            group['foreach'] = True
+    skip = SkipArithmetic(lambda: not compute and (counter.phase != 'forward' or tracker.in_network))
+    with skip:  # the first optimizer step makes the states; gradients go after each step
+        counter.phase = 'optimizer step'
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p)
+        wrapper.step()
+        wrapper.zero_grad()
+    row = dict(parameters=_bytes([*model.parameters(), *model.buffers()]), optimizer=_bytes(_states(wrapper.optimizer)))
+    static = row['parameters'] + row['optimizer']
+
+    @contextlib.contextmanager
+    def optim_context(model):
+        dtype = _amp_dtype(config)
+        with saved.hooks(), torch.autocast('cpu', dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            yield
+
+    counter.phase = 'forward'
+    watch = _watch(wrapper, row, model, saved, lambda: static + counter.live, lambda p: setattr(counter, 'phase', p))
+    with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), skip, counter:
+        torch.manual_seed(0)
+        model.train_step(data, wrapper)
+    peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
+    return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks, reserved=None, step_s=None)
+
+
+def timed_step(model: nn.Module, wrapper, data: dict) -> float:
+    """Runs a training step: forward pass, backward pass, optimizer step.
+
+    Args:
+        model (nn.Module): In training mode.
+        wrapper (OptimWrapper): Of its parameters.
+        data (dict): A batch; stays as it is.
+
+    Returns:
+        float: Seconds.
+    """
+    batch = copy.deepcopy(data)  # a detector's data preprocessor changes it
+    if not next(model.parameters()).is_cuda:
+        start = time.perf_counter()
+        model.train_step(batch, wrapper)
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    model.train_step(batch, wrapper)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _measure_cuda(model: nn.Module, wrapper, data, rounds):
+    for _ in range(2):  # the first step makes the optimizer's states and lets cuDNN choose its algorithms
+        model.train_step(copy.deepcopy(data), wrapper)
+    noted, device = {}, next(model.parameters()).device
+    times = []
+    for _ in range(rounds):
+        with noting(noted, wrapper, device):
+            times.append(timed_step(model, wrapper, data))
+    row = dict(parameters=_bytes([*model.parameters(), *model.buffers()]), optimizer=_bytes(_states(wrapper.optimizer)))
+    torch.cuda.reset_peak_memory_stats()
+    with noting(noted, wrapper, device):
+        model.train_step(copy.deepcopy(data), wrapper)
+        torch.cuda.synchronize()
+    row.update(peak=torch.cuda.max_memory_allocated(), peak_phase=None, reserved=torch.cuda.max_memory_reserved())
+    # One more step, with hooks on all modules, says what each part stores.
+    tracker = PartTracker(model)
+    saved = SavedByPart(tracker.current)
+    original = wrapper.optim_context
+
+    @contextlib.contextmanager
+    def optim_context(model):
+        with saved.hooks(), original(model):
+            yield
+
+    with (
+        mock.patch.object(wrapper, 'optim_context', optim_context),
+        _watch(wrapper, row, model, saved, torch.cuda.memory_allocated, lambda phase: None),
+    ):
+        model.train_step(copy.deepcopy(data), wrapper)
+    tracker.remove()
+    return dict(row, **noted, step_s=statistics.median(times) if times else None)

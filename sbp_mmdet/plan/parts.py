@@ -1,0 +1,114 @@
+"""Which part of a detector is running."""
+
+import functools
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..adapters.conv import known
+
+__all__ = ['PartTracker', 'part_of']
+
+# Patterns of names in a backbone. A group 'from0' or 'from1' is the number of the stage, counted from there.
+_BACKBONE = (
+    (r'downsample_layers\.0|patch_embed|(absolute_)?pos_embed|cls_token|reg_token|stem|conv1|bn1|maxpool', 'stem'),
+    (r'layer(?P<from1>\d)', 'stage {}'),
+    (r'(?:downsample_layers|stages)\.(?P<from0>\d)', 'stage {}'),
+    (r'blocks|layers', 'stage 1'),
+    (r'norm\d?|scale\d', 'output norms'),
+)
+_OTHERS = (
+    (r'neck', 'neck'),
+    (r'rpn_head', 'RPN'),
+    (r'roi_head\.bbox\w*', 'box heads'),
+    (r'roi_head\.mask\w*', 'mask heads'),
+    (r'roi_head', 'RoI'),
+)
+# Methods of heads that are no forward pass but make tensors.
+_METHODS = ('loss', 'loss_and_predict')
+
+
+def part_of(name: str) -> str:
+    """The part of a detector that a module belongs to.
+
+    Args:
+        name (str): Name of the module.
+
+    Returns:
+        str: 'stem', 'stage 1' to 'stage 4', 'output norms', 'backbone', 'neck', 'RPN', 'box heads', 'mask heads',
+        'RoI', or the first component of the name.
+    """
+    if name.startswith('backbone.'):
+        return _located(_BACKBONE, name.removeprefix('backbone.')) or 'backbone'
+    return _located(_OTHERS, name) or name.split('.')[0]
+
+
+def _located(patterns: Sequence[tuple[str, str]], name: str) -> str | None:
+    for pattern, part in patterns:
+        if match := re.match(rf'(?:{pattern})(?:\.|$)', name):
+            found = match.groupdict()
+            stage = int(found['from0']) + 1 if found.get('from0') else int(found.get('from1') or 0)
+            return part.format(stage)
+    return None
+
+
+class PartTracker:
+    """Follows a detector through its step.
+
+    Args:
+        model (nn.Module): The detector; hooks are put on it until :meth:`remove`.
+
+    Attributes:
+        in_network (bool): Whether the forward pass of a submodule is running, and it is not a loss.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._stack, self._running, self._handles, self._wrapped = [], [], [], []
+        for name, module in model.named_modules():
+            # A lean layer leaves convolutions, norms and activations to themselves where somebody watches them.
+            if name and not any(known(module, kind) for kind in ('conv', 'norm', 'act')):
+                enter = functools.partial(self._enter, part_of(name), 'loss' in name.split('.')[-1])
+                self._handles.append(module.register_forward_pre_hook(enter))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        for name, module in model.named_children():
+            for method in _METHODS:
+                if hasattr(module, method):
+                    self._wrap(module, method, part_of(name))
+
+    def current(self) -> str:
+        """The part that is running; 'other' outside of all."""
+        return self._stack[-1] if self._stack else 'other'
+
+    @property
+    def in_network(self) -> bool:
+        return bool(self._running) and not any(self._running)
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        for module, method, previous in reversed(self._wrapped):
+            delattr(module, method) if previous is None else setattr(module, method, previous)
+
+    def _enter(self, part, is_loss, module, inputs):
+        self._stack.append(part)
+        self._running.append(is_loss)
+
+    def _leave(self, module, inputs, output):
+        self._stack.pop()
+        self._running.pop()
+
+    def _wrap(self, module, method, part):
+        original = getattr(module, method)
+
+        @functools.wraps(original)
+        def run(*args, **kwargs):
+            self._stack.append(part)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._stack.pop()
+
+        self._wrapped.append((module, method, module.__dict__.get(method)))
+        setattr(module, method, run)

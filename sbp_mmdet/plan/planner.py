@@ -1,0 +1,169 @@
+"""Which variant of a detector fits into a GPU: the config as it is, or the first of exact, int8, nearest and paper."""
+
+import re
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from mmengine.config import Config
+
+from ..settings import PRESETS
+from .variants import NotApplicable, piece_change
+
+__all__ = ['CONTEXT', 'MARGIN', 'Row', 'answer', 'needed', 'parse_bytes', 'parse_size', 'plan']
+
+# On top of the counted bytes: rounding and fragmentation of CUDA's allocator, and what kernels use inside themselves,
+# are a share; CUDA's context and its libraries' workspaces are about this much, whatever the model.
+MARGIN = 0.10
+CONTEXT = 0.6e9
+
+# In the order in which they are tried: each costs more time than the one before.
+_LADDER = (
+    (),
+    ('cp-heads',),
+    ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck'),
+    ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck', 'adamw8bit'),
+)
+_ORDER = ('exact', 'int8', 'nearest', 'paper')
+
+
+class Row(NamedTuple):
+    """A variant that was looked at.
+
+    Attributes:
+        variant (str): Preset and pieces.
+        gradients (str): 'exact', 'int8', 'nearest' or 'paper'.
+        need (int): Bytes of GPU memory.
+        fits (bool): Whether that is within the budget.
+        time (str): Of the backbone's step, relative to the plain one; see :class:`.settings.Preset`.
+    """
+
+    variant: str
+    gradients: str
+    need: int
+    fits: bool
+    time: str
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a budget.
+
+    Args:
+        text (str): Number and unit: '8GiB', '7.5 GB', '6000MiB'.
+
+    Returns:
+        int: Bytes.
+
+    Raises:
+        ValueError: If it cannot be read, or is not positive.
+    """
+    match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*', str(text), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise ValueError(f'budget {text!r} cannot be read; give a number and a unit, such as 8GiB or 7.5GB')
+    unit = match[2].lower()
+    return int(float(match[1]) * (1024 if 'i' in unit else 1000) ** (1 + 'kmgt'.index(unit[0])))
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Reads the size of an image.
+
+    Args:
+        text (str): Height and width: '800x1333'.
+
+    Returns:
+        tuple[int, int]: Height and width.
+
+    Raises:
+        ValueError: If it cannot be read, or a side is below 32 pixels.
+    """
+    match = re.fullmatch(r'\s*(\d+)\s*[x,]\s*(\d+)\s*', str(text), re.IGNORECASE)
+    if not match:
+        raise ValueError(f'size {text!r} cannot be read; give height and width, such as 800x1333')
+    height, width = int(match[1]), int(match[2])
+    if min(height, width) < 32:
+        raise ValueError(f'size {text!r} is too small for a detector; both sides must be 32 or more')
+    return height, width
+
+
+def needed(row: dict, ddp: bool = False) -> int:
+    """Bytes of GPU memory that a variant needs.
+
+    Args:
+        row (dict): Of ``measure_detector``.
+        ddp (bool): With the buckets of distributed training, which hold all gradients once more. Default: False.
+
+    Returns:
+        int: The peak with the margin, plus CUDA's context.
+    """
+    return int((row['peak'] + (row['gradients'] if ddp else 0)) * (1 + MARGIN) + CONTEXT)
+
+
+def plan(
+    config: Config,
+    budget: int,
+    measure: Callable[[str], dict],
+    presets: Collection[str],
+    *,
+    ddp: bool = False,
+    eight_bit: bool = False,
+) -> list[Row]:
+    """Looks at variants until it is known which fit.
+
+    Where the config fits as it is, that is all. Otherwise checkpointing is looked at for comparison, and for each
+    preset the pieces that make it fit, the cheapest first.
+
+    Args:
+        config (Config): A plain one, see :func:`.variants.plain`.
+        budget (int): Bytes of the GPU.
+        measure (Callable): Gives ``measure_detector``'s row of a variant.
+        presets (Collection[str]): Those that apply to the model.
+        ddp (bool): See :func:`needed`. Default: False.
+        eight_bit (bool): Consider 8-bit optimizer states too. Default: False.
+
+    Returns:
+        list[Row]: In the order of the answer: 'none' and 'with_cp', then for each preset the one that fits, or the
+        smallest.
+    """
+
+    def look(variant):
+        preset, need = PRESETS[variant.split('+')[0]], needed(measure(variant), ddp)
+        return Row(variant, preset.gradients, need, need <= budget, preset.time)
+
+    rows = [look('none')]
+    if rows[0].fits:
+        return rows
+    if 'with_cp' in presets:
+        rows.append(look('with_cp'))
+    for name in _ORDER:
+        if name in presets:
+            variants = [v for v in dict.fromkeys(_ladder(config, name)) if eight_bit or 'adamw8bit' not in v]
+            rows.append(_first_that_fits(variants, look))
+    return rows
+
+
+def _ladder(config, name):
+    """The variants of a preset, without the pieces that the model has nothing for."""
+    for pieces in _LADDER:
+        found = [name]
+        for piece in pieces:
+            try:
+                piece_change(config, [piece])
+                found.append(piece)
+            except NotApplicable:
+                continue
+        yield '+'.join(found)
+
+
+def _first_that_fits(variants, look):
+    first, *others = variants
+    row = look(first)
+    if row.fits or not others:
+        return row
+    smallest = look(others[-1])
+    if not smallest.fits:
+        return smallest
+    return next((row for row in map(look, others[:-1]) if row.fits), smallest)
+
+
+def answer(rows: list[Row]) -> Row | None:
+    """The first row that fits and is no baseline to compare with; None: nothing fits."""
+    return next((row for row in rows if row.fits and row.variant != 'with_cp'), None)

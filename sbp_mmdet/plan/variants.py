@@ -1,0 +1,237 @@
+"""One config, many variants: a preset for the whole detector, and pieces beside it.
+
+A variant is a preset of :data:`sbp_mmdet.settings.PRESETS`, followed by pieces: ``'exact+cp-heads'``. In a config
+a preset is one line: a ``LeanHook``.
+"""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+from mmdet.registry import HOOKS
+from mmengine.config import Config
+from torch import nn
+
+from ..apply import LeanHook, apply_lean, remove_lean
+from ..settings import PRESETS, preset_named
+
+__all__ = ['PIECES', 'NotApplicable', 'imports_of', 'load_config', 'plain', 'presets_of', 'snippet', 'with_variant']
+
+PIECES = {
+    'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
+    'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
+    'cp-neck': 'the neck runs again in the backward pass; gradients exact',
+    'cp-transformer': 'layers of a transformer encoder and decoder run again in the backward pass; gradients exact',
+    'adamw8bit': 'optimizer states in 8 bits (bitsandbytes); gradients exact, updates are not',
+}
+
+# Backbones of packages that may be missing, and the one of this package with the same arguments and parameters.
+_STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeXt'}
+# Where DETR-like detectors, MaskFormer and Mask2Former have transformers: path in the config and in the model.
+_TRANSFORMERS = ('encoder', 'decoder', 'panoptic_head.pixel_decoder.encoder', 'panoptic_head.transformer_decoder')
+
+
+class NotApplicable(ValueError):
+    """The variant makes no sense for this model."""
+
+
+def load_config(path: str, options: dict | None = None) -> Config:
+    """Reads a config. The import of mmpretrain may fail: SBP's backbones stand in for its own.
+
+    Args:
+        path (str): Config file, or ``mmdet::family/name.py``.
+        options (dict | None): ``--cfg-options``. Default: None.
+
+    Returns:
+        Config: The config, overrides merged.
+
+    Raises:
+        ValueError: If it or a package that it inherits from is missing, it has no model, or an import fails.
+    """
+    file = _of_package(path) if '::' in str(path) else Path(path)
+    if not file.is_file():
+        raise ValueError(f'config file {file} does not exist (working folder: {Path.cwd()}); check the path')
+    try:
+        config = Config.fromfile(file, import_custom_modules=False)
+        config.merge_from_dict(options or {})
+    except Exception as error:  # a config is a program: whatever it may raise
+        raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
+    if not config.get('model') or not config.get('optim_wrapper'):
+        raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
+    for name in imports_of(config):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            if not name.startswith('mmpretrain'):
+                raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {error}') from error
+    return config
+
+
+def imports_of(config: Config) -> list[str]:
+    """The modules that ``custom_imports`` of a config names."""
+    found = (config.get('custom_imports') or {}).get('imports') or []
+    return [found] if isinstance(found, str) else found
+
+
+def _of_package(path):
+    """The file that 'mmdet::family/name.py' means, found as mmengine does it, but without importing what it imports."""
+    package, name = path.split('::', 1)
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f'{path}: there is no package {package}')
+    folder = Path(spec.submodule_search_locations[0])
+    installed = folder / '.mim/configs' / name
+    return installed if installed.is_file() else folder.parent / 'configs' / name
+
+
+def plain(config: Config) -> Config:
+    """A config of the same detector without this package: no preset, no checkpointing of blocks.
+
+    Args:
+        config (Config): Config of a detector.
+
+    Returns:
+        Config: A changed copy. A backbone of a package that is missing has one of this package in its place.
+    """
+    changed = copy.deepcopy(config)
+    backbone = changed.model.get('backbone') or {}
+    kind = backbone.get('type')
+    backbone.update(type=_STANDS_IN.get(kind, kind), **{key: v for key, v in _PLAIN.items() if key in backbone})
+    changed.custom_hooks = [hook for hook in changed.get('custom_hooks') or [] if not _is_lean(hook)]
+    return changed
+
+
+_PLAIN = dict(sbp_cfg=None, with_cp=False)
+
+
+def _is_lean(hook):
+    kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
+    return isinstance(kind, type) and issubclass(kind, LeanHook)
+
+
+def presets_of(model: nn.Module) -> dict[str, str | None]:
+    """Which presets apply to a model; it stays as it is.
+
+    Args:
+        model (nn.Module): A plain detector.
+
+    Returns:
+        dict[str, str | None]: Name of each preset to None, or to why it does not apply.
+    """
+    found = {}
+    for name in PRESETS:
+        try:
+            apply_lean(model, name)
+            found[name] = None
+        except ValueError as error:
+            found[name] = str(error)
+    remove_lean(model)
+    return found
+
+
+def with_variant(config: Config, variant: str, **keys) -> Config:
+    """A config under a variant.
+
+    Args:
+        config (Config): A plain one, see :func:`plain`.
+        variant (str): Preset, then pieces, joined by '+'.
+        **keys: Of the hook, beside its preset.
+
+    Returns:
+        Config: A changed copy.
+
+    Raises:
+        NotApplicable: If the model lacks what a piece is about.
+        ValueError: For an unknown preset or piece.
+    """
+    name, *pieces = variant.split('+')
+    preset_named(name)
+    change, changed = piece_change(config, pieces), copy.deepcopy(config)
+    hooks = [] if name == 'none' else [dict(type='LeanHook', preset=name, **keys)]
+    changed.custom_hooks = [*changed.get('custom_hooks', []), *hooks, *change['custom_hooks']]
+    changed.optim_wrapper.optimizer.update(change['optimizer'])
+    return changed
+
+
+def snippet(config: Config, variant: str) -> str:
+    """What to add to a config for a variant.
+
+    Args:
+        config (Config): The config that it is for.
+        variant (str): The variant.
+
+    Returns:
+        str: Lines of Python.
+    """
+    name, *pieces = variant.split('+')
+    change, backbone = piece_change(config, pieces), config.model.get('backbone') or {}
+    hooks = [] if name == 'none' else [dict(type='LeanHook', preset=name)]
+    hooks += change['custom_hooks']
+    lines = []
+    if hooks:
+        # A child's list replaces its parent's, so what the parent has is named again.
+        imports = list(dict.fromkeys([*imports_of(config), 'sbp_mmdet']))
+        lines.append(f'custom_imports = dict(imports={imports}, allow_failed_imports=False)')
+        hooks = [hook for hook in config.get('custom_hooks') or [] if not _is_lean(hook)] + hooks
+        lines += ['custom_hooks = [', *(f'    {_literal(hook)},' for hook in hooks), ']']
+    if off := {key: value for key, value in _PLAIN.items() if backbone.get(key)}:
+        lines.append(f'model = dict(backbone={_literal(off)})')
+    if change['optimizer']:
+        lines.append(f'optim_wrapper = dict(optimizer={_literal(change["optimizer"])})  # needs bitsandbytes')
+    return '\n'.join(lines)
+
+
+def _literal(value):
+    if isinstance(value, dict):
+        return 'dict(' + ', '.join(f'{key}={_literal(item)}' for key, item in value.items()) + ')'
+    return repr(value)
+
+
+def piece_change(config: Config, pieces: list[str]) -> dict:
+    """What pieces change in a config, outside of its backbone.
+
+    Args:
+        config (Config): Config of a detector.
+        pieces (list[str]): Keys of ``PIECES``.
+
+    Returns:
+        dict: New ``custom_hooks`` and ``optimizer`` values.
+
+    Raises:
+        NotApplicable: If the model lacks what the piece is about.
+        ValueError: For an unknown piece.
+    """
+    modules, optimizer = [], {}
+    for piece in pieces:
+        if piece not in PIECES:
+            raise ValueError(f'piece {piece!r} is unknown; choose from {list(PIECES)}')
+        if piece == 'adamw8bit':
+            kind = str(config.optim_wrapper.optimizer.type)
+            if kind not in ('Adam', 'AdamW', 'AdamW8bit'):
+                raise NotApplicable(f'adamw8bit: the optimizer is {kind}, not AdamW')
+            optimizer = dict(type='AdamW8bit')
+        elif found := _modules_of(config.model, piece.removeprefix('cp-')):
+            modules += found
+        else:
+            raise NotApplicable(f'{piece}: the model has none')
+    hooks = [dict(type='CheckpointModulesHook', modules=modules)] if modules else []
+    return dict(custom_hooks=hooks, optimizer=optimizer)
+
+
+def _modules_of(model, part):
+    """Names of the modules that a 'cp-' piece is about."""
+    roi = model.get('roi_head') or {}
+    if part == 'heads':
+        return [f'roi_head.{h}' for h in ('bbox_head', 'mask_head') if roi.get(h)] or (
+            ['bbox_head'] if model.get('bbox_head') else []
+        )
+    if part == 'transformer':
+        return [f'{path}.layers' for path in _TRANSFORMERS if _lookup(model, path).get('num_layers')]
+    name = 'neck' if part == 'neck' else 'rpn_head'
+    return [name] if model.get(name) else []
+
+
+def _lookup(model, path):
+    for key in path.split('.'):
+        model = model.get(key) if isinstance(model, dict) else None
+    return model or {}

@@ -1,0 +1,390 @@
+"""What a training step holds, against sums worked out by hand."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import CONFIGS
+from mmcv.ops import nms, roi_align
+from mmdet.models.task_modules.assigners import MaxIoUAssigner
+from mmdet.registry import MODELS
+from mmengine.config import Config, ConfigDict
+from mmengine.logging import MessageHub
+from mmengine.model import BaseModel
+from mmengine.structures import InstanceData
+from torch import nn
+
+from sbp_mmdet.plan import hollow
+from sbp_mmdet.plan.batch import at_the_first_step, build_batch
+from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
+from sbp_mmdet.plan.detector import assignment_on_cpu, measure_detector
+from sbp_mmdet.plan.eight_bit import AdamW8bitStates
+from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
+from sbp_mmdet.plan.parts import part_of
+from sbp_mmdet.plan.report import groups, markdown, picture, table
+from sbp_mmdet.plan.variants import NotApplicable, applicable, load_config, with_variant
+from sbp_mmdet.masks import _paired
+
+FLOAT = 4
+STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
+SMALL = dict(batch=2, height=96, width=100, boxes=4)
+
+
+@MODELS.register_module()
+class TwoLayers(BaseModel):
+    """10 rows of 16 numbers: backbone 16 -> 32, ReLU, head 32 -> 8, sum of squares."""
+
+    def __init__(self, **unused):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+        self.bbox_head = nn.Linear(32, 8)
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        x = torch.ones(10, 16)
+        return dict(loss=self.bbox_head(self.backbone(x)).square().sum())
+
+
+TWO_LAYERS = Config(
+    dict(
+        model=dict(type='TwoLayers', data_preprocessor=dict(type='BaseDataPreprocessor')),
+        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=1e-3)),
+    )
+)
+
+
+@pytest.fixture(scope='module')
+def atto():
+    """The quick start's detector, with fewer proposals, and mixed precision."""
+    config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
+    config.model.backbone.arch = dict(depths=[1, 1, 2, 1], channels=[8, 16, 32, 64])
+    config.model.neck.in_channels = [8, 16, 32, 64]
+    config.optim_wrapper.type = 'AmpOptimWrapper'
+    return config
+
+
+def test_live_bytes():
+    old = torch.zeros(1000)
+    with LiveBytes() as counter:
+        counter.phase = 'first'
+        a = old[:50] + 1  # 200 bytes
+        b = a.view(5, 10) * 2  # 200 more
+        del a
+        counter.phase = 'second'
+        c = torch.ones(75)  # 300
+        with counter.paused():
+            d = torch.ones(10**6)
+    assert (counter.live, counter.peak, counter.peak_phase) == (500, 500, 'second')
+    del b, c, d
+    assert (counter.live, counter.peak) == (0, 500)
+
+
+def test_saved_by_part_counts_for_whoever_saved_first():
+    part = 'a'
+    saved = SavedByPart(lambda: part)
+    x = torch.ones(10, requires_grad=True)
+    with saved.hooks():
+        y = x.exp()  # saves its output
+        part = 'b'
+        z = y * torch.ones(10)  # saves the other factor
+        w = z.sin() * y  # saves z, its own sine, and y, which 'a' has saved
+    assert saved.count() == {'a': 40, 'b': 120}
+    w.sum().backward()
+    del w, z, y
+    assert saved.count() == {}
+
+
+def test_a_step_of_two_layers():
+    row = measure_detector(TWO_LAYERS, batch=1, height=32, width=32, boxes=1)
+    parameters = (16 * 32 + 32 + 32 * 8 + 8) * FLOAT
+    assert (row['parameters'], row['gradients'], row['optimizer']) == (parameters, parameters, 2 * parameters)
+    # x for the weight's gradient, the ReLU's output; the head's input is that, and square needs the head's output.
+    assert row['saved'] == {'backbone': 10 * (16 + 32) * FLOAT, 'other': 10 * 8 * FLOAT}
+    loss = 3 * FLOAT  # the sum, the mean of it that is logged, and their total
+    assert row['forward'] == 3 * parameters + 10 * (16 + 32 + 8) * FLOAT + loss
+    assert row['peak'] >= 4 * parameters and row['peak_phase'] in ('backward', 'optimizer step')
+
+
+def test_large_batches_are_told_from_small_ones(atto, monkeypatch):
+    """Within the little that boxes of other images change."""
+    case = dict(SMALL, batch=12)
+    found = measure_detector(atto, **case)
+    monkeypatch.setattr('sbp_mmdet.plan.detector.MOST_IMAGES', 12)
+    counted = measure_detector(atto, **case)
+    assert {key: found[key] for key in ('parameters', 'optimizer', 'gradients', 'peak_phase')} == {
+        key: counted[key] for key in ('parameters', 'optimizer', 'gradients', 'peak_phase')
+    }
+    assert found['peak'] == pytest.approx(counted['peak'], rel=0.03)
+    assert found['forward'] == pytest.approx(counted['forward'], rel=0.03)
+    assert found['saved'].keys() == counted['saved'].keys()
+    assert found['saved']['stage 1'] == counted['saved']['stage 1']
+
+
+def test_what_detectors_ask_for_beside_images():
+    (first, _) = build_batch(2, 96, 128, 4, 3, False, proposals=50)['data_samples']
+    boxes = first.proposals.bboxes
+    assert boxes.shape == (50, 4) and boxes.dtype == torch.float32
+    near = (boxes[:25, None] - first.gt_instances.bboxes.tensor).abs().amax(-1).amin(1)
+    assert (near < 0.06 * 128).all()
+    told = MessageHub.get_current_instance().runtime_info
+    told.update(iter=7)
+    before = dict(told)
+    with at_the_first_step():
+        assert told['iter'] == 7 and told['epoch'] == before.get('epoch', 0)
+    assert dict(told) == before
+    told.pop('iter')
+    with at_the_first_step():
+        assert told['iter'] == 0
+    assert 'iter' not in told
+
+
+def state_bytes(kind):
+    """Of parameters of 4095, 4096 and 5000 entries, after two steps: each one's own, and those that they share."""
+    weights = [nn.Parameter(torch.zeros(n)) for n in (4095, 4096, 5000)]
+    optimizer = kind(weights, lr=1e-3, weight_decay=0.1)
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    optimizer.step()
+    optimizer.step()
+    states = [{k: v for k, v in optimizer.state[w].items() if isinstance(v, torch.Tensor)} for w in weights]
+    own = [sum(v.nbytes for k, v in state.items() if not k.startswith('qmap')) for state in states]
+    shared = {v.data_ptr(): v.nbytes for state in states for k, v in state.items() if k.startswith('qmap')}
+    return own, sum(shared.values())
+
+
+EIGHT_BIT = [2 * 4095 * FLOAT, 2 * (4096 + 16 * FLOAT), 2 * (5000 + 20 * FLOAT)], 2 * 256 * FLOAT
+
+
+def test_eight_bit_states():
+    assert state_bytes(AdamW8bitStates) == EIGHT_BIT
+
+
+def test_bitsandbytes_makes_these_states():
+    bitsandbytes = pytest.importorskip('bitsandbytes')
+    assert state_bytes(bitsandbytes.optim.AdamW8bit) == EIGHT_BIT
+
+
+def test_static_memory_is_that_of_the_parameters(atto):
+    model = MODELS.build(dict(atto.model, data_preprocessor=None))
+    numbers = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    row = measure_detector(with_variant(atto, 'none'), **SMALL)
+    assert 0 <= row['parameters'] - numbers * FLOAT < 1000  # and the mean and deviation of the pixels
+    assert (row['gradients'], row['optimizer']) == (trained * FLOAT, 2 * trained * FLOAT)
+    eight = measure_detector(with_variant(atto, 'none+adamw8bit'), **SMALL)
+    assert trained * 2 < eight['optimizer'] < trained * 3
+    assert (eight['saved'], eight['gradients']) == (row['saved'], row['gradients'])
+
+
+def test_parts_add_up(atto):
+    row = measure_detector(with_variant(atto, 'none'), **SMALL)
+    assert set(row['saved']) - {'RoI', 'other'} == {
+        *('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms'),
+        *('neck', 'RPN', 'box heads', 'mask heads'),
+    }
+    assert row['parameters'] + row['optimizer'] + sum(row['saved'].values()) <= row['forward'] <= row['peak']
+    assert sum(groups(row).values()) == row['peak'] and min(groups(row).values()) >= 0
+
+
+@pytest.mark.parametrize('setting', ['none', 'recompute', 'with_cp', 'block+targets+cp-heads+cp-rpn+cp-neck'])
+def test_without_arithmetic_the_bytes_are_the_same(atto, setting):
+    config = with_variant(atto, setting)
+    case = dict(SMALL, height=256, width=300)  # large enough that something is skipped
+    skipped, computed = (measure_detector(config, **case, compute=compute) for compute in (False, True))
+    rois = 20_000  # a kernel that refuses bf16 keeps its boxes in fp32
+    for part, nbytes in computed['saved'].items():
+        assert abs(skipped['saved'][part] - nbytes) <= rois, part
+    assert skipped['peak_phase'] == computed['peak_phase']
+    for key in ('parameters', 'optimizer', 'gradients'):
+        assert skipped[key] == computed[key]
+    for key in ('forward', 'peak'):
+        assert skipped[key] == pytest.approx(computed[key], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'variant', 'size'),
+    [
+        ('SBPConvNeXt', 'recompute+sbp-rpn', (256, 512)),  # the first map has 2**13 positions
+        ('SwinTransformer', 'recompute', (256, 512)),
+        ('SwinTransformer', 'nearest', (96, 100)),
+    ],
+)
+def test_what_is_drawn_is_computed(atto, kind, variant, size, monkeypatch):
+    monkeypatch.setattr(hollow, '_LARGE', 2**13)  # by default maps of 1024 x 2048 pixels are the first to be large
+    config = copy.deepcopy(atto)
+    if kind == 'SwinTransformer':
+        config.model.backbone = ConfigDict(
+            type=kind, embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), mlp_ratio=2, drop_path_rate=0.0
+        )
+    case = dict(batch=1, height=size[0], width=size[1], boxes=4)
+    saved = []
+    for compute in (False, True):
+        _paired.cache_clear()  # or the second count would take the masks of the first
+        saved.append(measure_detector(with_variant(config, variant), **case, compute=compute)['saved'])
+    for part in ('stage 1', 'stage 2', 'stage 3', 'RPN'):
+        assert saved[0][part] == saved[1][part], part
+
+
+def test_more_boxes_need_more_and_modes_are_in_order(atto):
+    roomy = with_variant(atto, 'none')
+    roomy.model.train_cfg.rcnn.sampler.num = 128  # of which a quarter may be positive
+    few, many = (measure_detector(roomy, **dict(SMALL, boxes=n)) for n in (1, 12))
+    assert many['saved']['mask heads'] > 1.5 * few['saved']['mask heads']
+
+    def backbone(setting):
+        return groups(measure_detector(with_variant(atto, setting), **SMALL))['saved: backbone']
+
+    none, reference, fused, recompute, block = map(backbone, ('none', 'reference', 'fused', 'recompute', 'block'))
+    assert none > reference > fused > recompute > block
+
+
+def test_sbp_outside_of_the_backbone(atto):
+    """Half of what the pointwise layers alone store: bf16, in 4 levels of the neck, 5 of the RPN, and RoIs."""
+    config = with_variant(atto, 'none')
+    config.model.neck.norm_cfg = None
+    settings = 'none', 'none+sbp-neck+sbp-rpn+sbp-masks'
+    plain, thin = (measure_detector(with_variant(config, setting), **SMALL)['saved'] for setting in settings)
+    positions = [2 * h * w for h, w in ((24, 32), (12, 16), (6, 8), (3, 4), (2, 2))]  # of 96 x 128, after padding
+    lateral = sum(n * c for n, c in zip(positions, (8, 16, 32, 64), strict=False))
+    index = sum(positions) * 8
+    assert 0 <= lateral / 2 * 2 - (plain['neck'] - thin['neck']) <= index
+    assert 0 <= sum(positions) * 64 / 2 * 2 - (plain['RPN'] - thin['RPN']) <= 2 * index
+    assert thin['mask heads'] < 0.8 * plain['mask heads']
+
+
+def test_sbp_and_checkpointing_in_one_setting(atto):
+    hooks = with_variant(atto, 'none+sbp-rpn+cp-rpn+sbp-neck').custom_hooks
+    assert hooks == [
+        dict(type='CheckpointModulesHook', modules=['rpn_head']),
+        dict(type='SBPModulesHook', modules=['rpn_head', 'neck.lateral_convs']),
+    ]
+    retina = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
+    good, bad = applicable(retina, ['none+sbp-neck', 'none+sbp-rpn', 'none+sbp-masks'])
+    assert good == ['none+sbp-neck'] and bad['none+sbp-masks'] == 'sbp-masks: the model has none'
+
+
+def test_what_is_assigned_on_the_cpu_is_not_the_devices():
+    gt = InstanceData(bboxes=torch.rand(20, 4).cumsum(1), labels=torch.zeros(20, dtype=torch.long))
+    priors = InstanceData(priors=torch.rand(5000, 4).cumsum(1))
+    peaks = {}
+    for threshold in (-1, 19, 20):
+        with LiveBytes() as counter, assignment_on_cpu(counter):
+            result = MaxIoUAssigner(0.5, 0.5, gpu_assign_thr=threshold).assign(priors, gt)
+        peaks[threshold] = counter.peak
+    ious = 20 * 5000 * FLOAT
+    assert peaks[-1] == peaks[20] > 2 * ious  # mmdet's threshold is to be exceeded
+    assert peaks[19] == 5000 * (8 + FLOAT + 8)  # index of the box, overlap, label
+    assert result.gt_inds.shape == (5000,)
+
+
+def test_a_config_that_is_not_ours():
+    config = load_config(STOCK)
+    good, bad = applicable(config, ['none', 'with_cp', 'recompute', 'exact+cp-heads'])
+    assert good == ['none', 'with_cp'] and 'ResNet' in bad['recompute'] and 'none and with_cp apply' in bad['recompute']
+    rows = {m: measure_detector(with_variant(config, m), **dict(SMALL, batch=1)) for m in good}
+    assert rows['with_cp']['saved']['stage 3'] < 0.6 * rows['none']['saved']['stage 3']
+    assert rows['none']['optimizer'] == rows['none']['gradients']  # SGD with momentum
+    with pytest.raises(NotApplicable, match='adamw8bit: the optimizer is SGD'):
+        with_variant(config, 'none+adamw8bit')
+
+
+def test_the_stock_convnext_config_is_given_our_backbone():
+    config = load_config('mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py')
+    backbone = with_variant(config, 'exact-block+targets').model.backbone
+    assert backbone.type == 'SBPConvNeXt' and backbone.arch == 'tiny'
+    assert backbone.sbp_cfg == dict(keep_ratio=1.0, recompute='block')
+
+
+def test_bad_input_is_named(atto, tmp_path):
+    with pytest.raises(ValueError, match='nowhere.py does not exist'):
+        load_config(str(tmp_path / 'nowhere.py'))
+    (tmp_path / 'empty.py').write_text('a = 1')
+    with pytest.raises(ValueError, match='no model'):
+        load_config(str(tmp_path / 'empty.py'))
+    for setting, word in (('fast', 'fast'), ('none+magic', 'magic')):
+        with pytest.raises(ValueError, match=word):
+            applicable(atto, [setting])
+
+
+def test_autocast_follows_cudas_rules():
+    x = torch.randn(2, 8, 4, 4, dtype=torch.bfloat16)
+    weight = torch.randn(8, 8, 1, 1)
+    with autocast('cpu', torch.bfloat16):
+        assert F.conv2d(x.float(), weight).dtype == torch.bfloat16
+        for full in (
+            F.layer_norm(x, (4,)),
+            F.group_norm(x, 2),
+            F.interpolate(x, scale_factor=2),
+            F.cross_entropy(x[:, :, 0, 0], torch.tensor([1, 2])),
+            F.binary_cross_entropy_with_logits(x, x.float().sigmoid()),
+            x.exp(),
+            x.sum(),
+            x.softmax(1),
+        ):
+            assert full.dtype == torch.float32
+        assert F.relu(x).dtype == (x + x).dtype == x.sigmoid().dtype == torch.bfloat16
+    with autocast('cpu', None):
+        assert x.exp().dtype == torch.bfloat16
+
+
+def test_kernels_that_refuse_reduced_precision_on_a_cpu():
+    torch.manual_seed(0)
+    features = torch.randn(1, 4, 16, 16).bfloat16()
+    boxes = torch.tensor([[0.0, 1, 1, 9, 9], [0, 2, 2, 12, 8]])
+    gradients = []
+    for x, rois in ((features.float(), boxes), (features, boxes.bfloat16())):
+        x = x.clone().requires_grad_()
+        with LiveBytes() as counter, cuda_kernels(counter, compute=True):
+            out = roi_align(x, rois, (7, 7))
+            out.float().square().sum().backward()
+            kept, _ = nms(boxes[:, 1:].to(x.dtype), torch.tensor([0.9, 0.8], dtype=x.dtype), 0.1)
+        assert out.dtype == x.grad.dtype == kept.dtype == x.dtype and len(kept) == 1
+        gradients.append(x.grad.float())
+    torch.testing.assert_close(*gradients, rtol=0.05, atol=0.05)
+    # In bf16, without what was made in fp32 on the way: output, square's input, two gradients, the boxes.
+    assert counter.peak < 4 * (4 * 7 * 7 * 2 * FLOAT) + 4 * 16 * 16 * 2 + 1000
+
+
+def test_the_batch_is_what_the_pipeline_gives():
+    data = build_batch(2, 90, 120, 30, 4, with_masks=True)
+    assert [image.shape for image in data['inputs']] == [(3, 90, 120)] * 2
+    for sample in data['data_samples']:
+        boxes, masks = sample.gt_instances.bboxes.tensor, sample.gt_instances.masks
+        assert len(boxes) == 30 and masks.masks.shape == (30, 90, 120)
+        assert (boxes[:, :2] >= 0).all() and (boxes[:, 2] <= 120).all() and (boxes[:, 3] <= 90).all()
+        area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+        assert area.max() > 20 * area.min()
+        assert masks.areas == pytest.approx(area.numpy() * torch.pi / 4, rel=0.3, abs=8)
+        assert 0 <= sample.gt_instances.labels.min() and sample.gt_instances.labels.max() < 4
+        assert {'img_shape', 'pad_shape', 'ori_shape', 'scale_factor', 'img_id'} <= set(sample.metainfo_keys())
+
+
+def test_names_of_parts():
+    for name, part in {
+        'backbone.downsample_layers.0.1': 'stem',
+        'backbone.downsample_layers.1': 'stage 2',
+        'backbone.stages.3.0.norm': 'stage 4',
+        'backbone.norm2': 'output norms',
+        'backbone.layer1.0.conv1': 'stage 1',
+        'backbone.bn1': 'stem',
+        'backbone': 'backbone',
+        'neck.lateral_convs.0': 'neck',
+        'roi_head.bbox_roi_extractor': 'box heads',
+        'roi_head.mask_head.2.loss_mask': 'mask heads',
+        'roi_head': 'RoI',
+        'bbox_head.loss_cls': 'bbox_head',
+    }.items():
+        assert part_of(name) == part
+
+
+def test_reports(tmp_path):
+    row = dict(parameters=100e6, optimizer=200e6, gradients=100e6, forward=2e9, peak=3e9, reserved=None, step_s=None)
+    row.update(saved={'stage 1': 10**9, 'neck': 10**8, 'mask heads': 10**8}, peak_phase='forward')
+    rows = [dict(row, variant='none'), dict(row, variant='fused', peak=1.5e9)]
+    assert '0.500  forward' in table(rows)
+    timed = [dict(r, reserved=4e9, step_s=s, peak_phase=None) for r, s in zip(rows, (0.2, 0.1), strict=True)]
+    assert '100.0   0.50' in table(timed)
+    lines = markdown(rows).splitlines()
+    assert lines[3] == '| `fused` | 100 MB | 200 MB | 100 MB | 1.00 GB | 100 MB | 100 MB | 1.50 GB | 0.500 |'
+    picture(rows, 'title', tmp_path / 'bars.png')
+    assert (tmp_path / 'bars.png').stat().st_size > 5000
