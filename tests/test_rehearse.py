@@ -107,7 +107,7 @@ def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):
     batch, case = largest_batch(runner)
     file = folder / config.train_dataloader.dataset.data_root / config.train_dataloader.dataset.ann_file
     found = json.loads(file.read_text())
-    numbers = sorted((sum(a['image_id'] == i['id'] for a in found['annotations']) for i in found['images']))
+    numbers = sorted(sum(a['image_id'] == i['id'] for a in found['annotations']) for i in found['images'])
     assert case['boxes'] == -(-sum(numbers[-2:]) // 2) and case['batch'] == 2
     assert {len(sample.gt_instances) for sample in batch['data_samples']} == {case['boxes']}
 
