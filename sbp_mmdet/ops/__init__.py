@@ -25,6 +25,15 @@ to eight bits (:func:`.precision.store`). In each case the forward pass is exact
 from .attention import AttentionSettings, AttentionTensors, attention
 from .conv_norm import ConvNormSettings, ConvNormTensors, conv_norm
 from .convs import Conv, ConvSettings, convolve
+from .deformable import (
+    DeformableSettings,
+    DeformableTensors,
+    EncoderSettings,
+    EncoderTensors,
+    deformable_attention,
+    deformable_encoder_layer,
+)
+from .ffn import FFNSettings, FFNTensors, feed_forward
 from .grn import GRNSettings, GRNTensors, grn_mlp
 from .images import on_images
 from .maps import Activation
@@ -43,6 +52,12 @@ __all__ = [
     'ConvNormSettings',
     'ConvNormTensors',
     'ConvSettings',
+    'DeformableSettings',
+    'DeformableTensors',
+    'EncoderSettings',
+    'EncoderTensors',
+    'FFNSettings',
+    'FFNTensors',
     'Form',
     'GRNSettings',
     'GRNTensors',
@@ -58,6 +73,9 @@ __all__ = [
     'channel_mlp',
     'conv_norm',
     'convolve',
+    'deformable_attention',
+    'deformable_encoder_layer',
+    'feed_forward',
     'grn_mlp',
     'layer_norm',
     'norm_linear',

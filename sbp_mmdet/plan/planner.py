@@ -34,14 +34,14 @@ class Row(NamedTuple):
         gradients (str): 'exact', 'int8', 'nearest' or 'paper'.
         need (int): Bytes of GPU memory.
         fits (bool): Whether that is within the budget.
-        time (float): Estimated time of the backbone's step, relative to the plain one.
+        time (str): Of the backbone's step, relative to the plain one; see :class:`.settings.Preset`.
     """
 
     variant: str
     gradients: str
     need: int
     fits: bool
-    time: float
+    time: str
 
 
 def parse_bytes(text: str) -> int:

@@ -15,15 +15,15 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import nn
 
-from sbp_mmdet.analysis import hollow
-from sbp_mmdet.analysis.batch import at_the_first_step, build_batch
-from sbp_mmdet.analysis.cuda_rules import autocast, cuda_kernels
-from sbp_mmdet.analysis.detector import assignment_on_cpu, measure_detector
-from sbp_mmdet.analysis.eight_bit import AdamW8bitStates
-from sbp_mmdet.analysis.memory import LiveBytes, SavedByPart
-from sbp_mmdet.analysis.parts import part_of
-from sbp_mmdet.analysis.report import groups, markdown, picture, table
-from sbp_mmdet.analysis.variants import NotApplicable, applicable, load_config, with_variant
+from sbp_mmdet.plan import hollow
+from sbp_mmdet.plan.batch import at_the_first_step, build_batch
+from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
+from sbp_mmdet.plan.detector import assignment_on_cpu, measure_detector
+from sbp_mmdet.plan.eight_bit import AdamW8bitStates
+from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
+from sbp_mmdet.plan.parts import part_of
+from sbp_mmdet.plan.report import groups, markdown, picture, table
+from sbp_mmdet.plan.variants import NotApplicable, applicable, load_config, with_variant
 from sbp_mmdet.masks import _paired
 
 FLOAT = 4
@@ -109,7 +109,7 @@ def test_large_batches_are_told_from_small_ones(atto, monkeypatch):
     """Within the little that boxes of other images change."""
     case = dict(SMALL, batch=12)
     found = measure_detector(atto, **case)
-    monkeypatch.setattr('sbp_mmdet.analysis.detector.MOST_IMAGES', 12)
+    monkeypatch.setattr('sbp_mmdet.plan.detector.MOST_IMAGES', 12)
     counted = measure_detector(atto, **case)
     assert {key: found[key] for key in ('parameters', 'optimizer', 'gradients', 'peak_phase')} == {
         key: counted[key] for key in ('parameters', 'optimizer', 'gradients', 'peak_phase')

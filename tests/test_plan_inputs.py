@@ -1,17 +1,10 @@
 """What a config feeds its detector, read from the train pipeline."""
 
-import json
-import sys
-
 import pytest
-from helpers import ROOT
 from mmengine.config import Config
 
-from sbp_mmdet.analysis.inputs import DEFAULT_SIZE, inputs_of
-from sbp_mmdet.analysis.variants import applicable, load_config, piece_change
-
-sys.path.append(str(ROOT / 'tools/analysis_tools'))
-import sweep  # noqa: E402
+from sbp_mmdet.plan.inputs import DEFAULT_SIZE, inputs_of
+from sbp_mmdet.plan.variants import NotApplicable, load_config, piece_change
 
 # Of the installed mmdet: batch, height, width, masks, semantic map; as their pipelines and authors say.
 STOCK = {
@@ -87,38 +80,5 @@ def test_transformers_of_a_detector():
         (hook,) = piece_change(load_config(f'mmdet::{name}'), ['cp-transformer'])['custom_hooks']
         assert hook == dict(type='CheckpointModulesHook', modules=modules)
     stock = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
-    assert applicable(stock, ['none+cp-transformer'])[0] == []
-
-
-def test_answers_of_a_sweep():
-    found = (
-        '  none        9.97 GB  too much\n  with_cp+targets    800 MB  fits\n\nThe fastest that fits: with_cp+targets\n'
-    )
-    assert sweep.read_answer(found, '') == 'with_cp+targets: 800 MB'
-    assert (
-        sweep.read_answer(found.split('\n\n')[0] + '\n', '') == 'nothing fits; none: 9.97 GB, with_cp+targets: 800 MB'
-    )
-    assert sweep.read_answer('', 'Traceback\n  x\nValueError: no such thing\n') == 'ValueError: no such thing'
-    assert 'mmdet::rtmdet/rtmdet-ins_l_8xb32-300e_coco.py' in sweep.families() and len(sweep.families()) > 60
-    row = sweep.ask('nowhere.py', '8GiB', limit=120)
-    assert 'config file nowhere.py does not exist' in row['answer']
-
-
-def test_a_sweep_adds_to_answers_of_its_own_case_only(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, 'ask', lambda config, *case: dict(config=config, answer='fits'))
-    file = tmp_path / 'answers.json'
-
-    def typed(*words):
-        monkeypatch.setattr(sys, 'argv', ['sweep.py', *words, '--json', str(file)])
-        sweep.main()
-        return [row['config'] for row in json.loads(file.read_text())['rows']]
-
-    typed('a.py', '--budget', '8GiB')
-    assert typed('b.py', '--budget', '8GiB') == ['a.py', 'b.py']
-    for other in (['--budget', '9GiB'], ['--budget', '8GiB', '--limit', '60']):
-        with pytest.raises(SystemExit):
-            typed('c.py', *other)
-        said = capsys.readouterr().err
-        there, here = said.split(', and not of ')
-        assert "'8GiB', 'limit_s': 180}" in there and other[-1] in here and 'give another --json' in here
-    assert typed('b.py', '--budget', '8GiB') == ['a.py', 'b.py']
+    with pytest.raises(NotApplicable, match='cp-transformer: the model has none'):
+        piece_change(stock, ['cp-transformer'])

@@ -1,0 +1,286 @@
+"""Layers of transformer detectors: mmcv's attention and feed-forward network, and what mmdet builds of them.
+
+DETR, Conditional, DAB, Deformable DETR, DINO, DDQ, Grounding DINO, MaskFormer and Mask2Former are made of these. All
+are exact with every preset: queries of a decoder are never dropped.
+"""
+
+import warnings
+
+import torch.utils.checkpoint as cp
+from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
+from mmcv.cnn.bricks.wrappers import Linear
+from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
+from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoderLayer
+from mmdet.models.layers.transformer.utils import ConditionalAttention
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .. import ops
+from ..settings import Settings
+from .adapter import Lean, adapter
+from .conv import _ACTS, ConvLean, _kind, known
+
+__all__ = ['Attention', 'DeformableAttention', 'DeformableEncoderLayer', 'FeedForward', 'RunAgain']
+
+
+class _Exact(ConvLean):
+    """Base of these adapters."""
+
+    @classmethod
+    def members(cls, module: nn.Module):
+        return module.modules()
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        return super().refusal(module, settings) or next(filter(None, cls.reasons(module)), None)
+
+    @classmethod
+    def reasons(cls, module: nn.Module):
+        """Why a module stays as it is, None among them."""
+        yield _replaced(module)
+
+
+def _replaced(*modules):
+    """Why the code of these modules cannot be passed by; None: it can."""
+    for module in modules:
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if any(hooks) or 'forward' in vars(module):
+            return f'a {_kind(module).__name__} in it has hooks, or a forward pass that was put in its place'
+    return None
+
+
+def _unlike(module, *kinds):
+    """Why a submodule is none of the known ones; None: it is."""
+    found = _kind(module)
+    return None if found in kinds else f'it has a {found.__name__} in place of a {kinds[0].__name__}'
+
+
+def _rate(dropout):
+    """Of a dropout layer in its present mode."""
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
+def _again(run, *args):
+    """Runs a function of tensors, modules' parameters among its own, again in the backward pass."""
+    leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but holds on to what stands inside of lists
+    return cp.checkpoint(lambda *leaves: run(*tree_unflatten(leaves, structure)), *leaves, use_reentrant=False)
+
+
+# Feed-forward network.
+
+
+@adapter(FFN)
+class FeedForward(_Exact):
+    """Stores its input; the hidden layer is computed again."""
+
+    stock = (FFN,)
+
+    def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
+        tensors = ops.FFNTensors(x.reshape(1, -1, x.shape[-1]) if x.dim() != 3 else x, **_ffn_weights(self))
+        out = ops.feed_forward(_ffn_settings(self, self.form), tensors).view(*x.shape[:-1], -1)
+        out = self.dropout_layer(getattr(self, 'gamma2', nn.Identity())(out))
+        if not self.add_identity:
+            return out
+        return (x if identity is None else identity) + out
+
+    @classmethod
+    def reasons(cls, module: nn.Module):
+        yield None if module.num_fcs == 2 else f'it has {module.num_fcs} layers, not 2'
+        (first, act, _), second = module.layers[0], module.layers[1]
+        for linear in (first, second):
+            yield _unlike(linear, Linear, nn.Linear)
+        yield None if known(act, 'act') else f'its activation is {_kind(act).__name__}'
+        yield _replaced(module, first, act, second)
+
+
+def _ffn_settings(ffn, form):
+    rates = _rate(ffn.layers[0][2]), _rate(ffn.layers[2])
+    act = ffn.layers[0][1]
+    return ops.FFNSettings(form, _ACTS[_kind(act)](act), rates)
+
+
+def _ffn_weights(ffn):
+    first, second = ffn.layers[0][0], ffn.layers[1]
+    return dict(weight1=first.weight, bias1=first.bias, weight2=second.weight, bias2=second.bias)
+
+
+# Attention.
+
+
+@adapter(MultiheadAttention)
+class Attention(_Exact):
+    """Runs torch's kernel, which stores no map of queries by keys; with a mask or dropout the layer runs again."""
+
+    stock = (MultiheadAttention,)
+
+    def lean_forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        identity: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_pos: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        **kwargs,
+    ) -> Tensor:
+        identity = query if identity is None else identity
+        key = query if key is None else key
+        value = key if value is None else value
+        if key_pos is None and query_pos is not None:
+            if query_pos.shape == key.shape:
+                key_pos = query_pos
+            else:
+                warnings.warn(f'position encoding of key is missing in {type(self).__name__}.', stacklevel=2)
+        tensors = (query, key, value, query_pos, key_pos, attn_mask, key_padding_mask)
+        if attn_mask is None and key_padding_mask is None and not (self.attn.dropout and self.attn.training):
+            out = self._attend(*tensors)
+        else:
+            out = _again(self._attend, *tensors)
+        return identity + self.dropout_layer(self.proj_drop(out))
+
+    def _attend(self, query, key, value, query_pos, key_pos, attn_mask, key_padding_mask):
+        query = query if query_pos is None else query + query_pos
+        key = key if key_pos is None else key + key_pos
+        if self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        out = self.attn(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)[0]
+        return out.transpose(0, 1) if self.batch_first else out
+
+    @classmethod
+    def reasons(cls, module: nn.Module):
+        yield _unlike(module.attn, nn.MultiheadAttention)
+        yield _replaced(module)
+
+
+@adapter(ConditionalAttention, SpatialReductionAttention)
+class RunAgain(_Exact):
+    """Attention of other kinds runs again as it is."""
+
+    stock = (ConditionalAttention, SpatialReductionAttention)
+
+    def lean_forward(self, *args, **kwargs) -> Tensor:
+        def run(args, kwargs):
+            return super(Lean, self).forward(*args, **kwargs)
+
+        return _again(run, args, kwargs)
+
+
+# Deformable attention.
+
+
+@adapter(MultiScaleDeformableAttention)
+class DeformableAttention(_Exact):
+    """Stores what the kernel puts out; values, places and weights are computed again."""
+
+    stock = (MultiScaleDeformableAttention,)
+
+    def lean_forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        identity: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        reference_points: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        level_start_index: Tensor | None = None,
+        **kwargs,
+    ) -> Tensor:
+        value, identity = query if value is None else value, query if identity is None else identity
+        given = (query_pos, value, reference_points, key_padding_mask, spatial_shapes, level_start_index)
+        tensors = ops.DeformableTensors(query, *given, **_attention_weights(self))
+        return self.dropout(ops.deformable_attention(_attention_settings(self, self.form), tensors)) + identity
+
+    @classmethod
+    def reasons(cls, module: nn.Module):
+        yield None if module.batch_first else 'its tokens stand in front of its images (batch_first=False)'
+        linears = [getattr(module, name) for name in _LINEARS]
+        for linear in linears:
+            yield _unlike(linear, nn.Linear, Linear)
+        yield _replaced(module, *linears)
+
+
+_LINEARS = dict(sampling_offsets='offset', attention_weights='attention', value_proj='value', output_proj='output')
+
+
+def _attention_settings(module, form):
+    sizes = module.num_heads, module.num_levels, module.num_points
+    return ops.DeformableSettings(*sizes, form, module.im2col_step)
+
+
+def _attention_weights(module):
+    layers = {name: getattr(module, own) for own, name in _LINEARS.items()}
+    return {f'{name}_{kind}': getattr(layer, kind) for name, layer in layers.items() for kind in ('weight', 'bias')}
+
+
+@adapter(DeformableDetrTransformerEncoderLayer)
+class DeformableEncoderLayer(_Exact):
+    """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time."""
+
+    checkpointed = True
+    stock = (DeformableDetrTransformerEncoderLayer, DetrTransformerEncoderLayer)
+
+    def __call__(self, *args, **kwargs):
+        wrapped = vars(self).get('forward')  # fairscale puts its own in the instance, which calls the class it found
+        if wrapped is None or not self.training or self.form.implementation == 'reference':
+            return super().__call__(*args, **kwargs)
+        del self.forward
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self.forward = wrapped
+
+    def lean_forward(
+        self,
+        query: Tensor,
+        query_pos: Tensor,
+        key_padding_mask: Tensor | None,
+        reference_points: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        **kwargs,
+    ) -> Tensor:
+        attention, ffn = self.self_attn, self.ffn
+        eps = tuple(norm.eps for norm in self.norms)
+        settings = ops.EncoderSettings(
+            _attention_settings(attention, self.form), _ffn_settings(ffn, self.form), _rate(attention.dropout), eps
+        )
+        norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
+        tensors = ops.EncoderTensors(
+            query,
+            query_pos,
+            reference_points,
+            key_padding_mask,
+            spatial_shapes,
+            level_start_index,
+            **_attention_weights(attention),
+            **norms,
+            **_ffn_weights(ffn),
+        )
+        return ops.deformable_encoder_layer(settings, tensors)
+
+    @classmethod
+    def reasons(cls, module: nn.Module):
+        yield _unlike(module.self_attn, MultiScaleDeformableAttention)
+        yield _unlike(module.ffn, FFN)
+        yield from DeformableAttention.reasons(module.self_attn)
+        yield from FeedForward.reasons(module.ffn)
+        if not module.ffn.add_identity or _kind(getattr(module.ffn, 'gamma2', nn.Identity())) is not nn.Identity:
+            yield 'its feed-forward network has no shortcut, or a layer scale'
+        yield None if isinstance(module.ffn.dropout_layer, nn.Identity) else 'its FFN has a dropout_layer'
+        for norm in module.norms:
+            yield _unlike(norm, nn.LayerNorm)
+            yield None if norm.elementwise_affine and norm.bias is not None else 'its norms have no weights'
+            yield _replaced(norm)
+        wrapped = vars(module).get('forward')
+        if wrapped is not None and not _by_fairscale(wrapped):
+            yield 'its forward pass was replaced'
+
+
+def _by_fairscale(forward):
+    return getattr(getattr(forward, 'func', None), '__module__', '').startswith('fairscale.')

@@ -1,0 +1,226 @@
+"""The feed-forward network of transformers, ``activation(x W1^T + b1) W2^T + b2`` with dropout behind either layer.
+
+What is stored is x. The hidden layer, four to eight times as large, is computed again in chunks of rows, and so are the
+random numbers of dropout: from the generator's state, chunk by chunk in the same order.
+"""
+
+import contextlib
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .maps import Activation
+from .operation import Form, OnHost, Operation, gradients_of, in_precision
+from .precision import accumulate, column_sums, zeros_for
+from .rows import chunks
+
+__all__ = [
+    'FFNSettings',
+    'FFNTensors',
+    'FeedForward',
+    'dropout_factor',
+    'feed_forward',
+    'in_sixteen_bits',
+    'random_state',
+    'replayed',
+    'scaled_',
+]
+
+_WEIGHTS = ('weight1', 'bias1', 'weight2', 'bias2')
+
+
+@dataclasses.dataclass(frozen=True)
+class FFNSettings:
+    """Of :func:`feed_forward`.
+
+    Attributes:
+        form (Form): How it is stored. Default: fused, native, zero.
+        activation (Activation): Behind the first layer. Default: ReLU.
+        dropout (tuple[float, float]): Rates behind the activation and behind the second layer. Default: none.
+        chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
+        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+    """
+
+    form: Form = Form()
+    activation: Activation = Activation('relu')
+    dropout: tuple[float, float] = (0.0, 0.0)
+    chunk: int | None = None
+    dtype: torch.dtype | None = None
+
+
+class FFNTensors(NamedTuple):
+    """What a feed-forward network works on.
+
+    Attributes:
+        x (Tensor): Tokens (N, L, C).
+        weight1, bias1 (Tensor): Shapes (D, C) and (D,).
+        weight2, bias2 (Tensor): Shapes (C', D) and (C',).
+    """
+
+    x: Tensor
+    weight1: Tensor
+    bias1: Tensor
+    weight2: Tensor
+    bias2: Tensor
+
+
+FFNGradients = gradients_of(FFNTensors)
+
+
+class FFNSaved(NamedTuple):
+    """What the backward pass needs."""
+
+    x: Tensor  # in what matrix products run in, or in sixteen bits
+    weights: FFNTensors  # without x
+    state: OnHost | None
+
+
+def in_sixteen_bits(form: Form, x: Tensor) -> Tensor:
+    """How ``storage='int8'`` stores what a ReLU stands behind. A number of the hidden layer that is computed from eight
+    bits lies on the other side of zero so often that gradients of the first layer would be 4 to 7 % off."""
+    return x.half() if form.storage == 'int8' and x.dtype == torch.float32 else x
+
+
+def random_state(device: torch.device, *rates: float) -> OnHost | None:
+    """The state of the generator that dropout on a device draws from; None where no rate is positive."""
+    if not any(rates):
+        return None
+    return OnHost(torch.cuda.get_rng_state(device) if device.type == 'cuda' else torch.get_rng_state())
+
+
+@contextlib.contextmanager
+def replayed(device: torch.device, state: OnHost | None):
+    """Draws the same random numbers again, and leaves the generator as it was.
+
+    Args:
+        device (torch.device): Where dropout runs.
+        state (OnHost | None): From :func:`random_state`; None: nothing is drawn.
+    """
+    if state is None:
+        yield
+        return
+    cuda = device.type == 'cuda'
+    get, put = (torch.cuda.get_rng_state, torch.cuda.set_rng_state) if cuda else (torch.get_rng_state, None)
+    before = get(device) if cuda else get()
+    put(state.tensor, device) if cuda else torch.set_rng_state(state.tensor)
+    try:
+        yield
+    finally:
+        put(before, device) if cuda else torch.set_rng_state(before)
+
+
+def dropout_factor(rows: Tensor, rate: float) -> Tensor | None:
+    """What dropout multiplies rows by, drawn as torch's own dropout draws it; None: nothing."""
+    return F.dropout(torch.ones_like(rows), rate) if rate else None
+
+
+def scaled_(rows: Tensor, factor: Tensor | None) -> Tensor:
+    """Rows times a factor, in place; None: as they are."""
+    return rows if factor is None else rows.mul_(factor)
+
+
+class FeedForward:
+    """The network on rows, and its gradients' sums over rows.
+
+    Args:
+        settings (FFNSettings): With a dtype.
+        tensors (NamedTuple): With the four weights of :class:`FFNTensors`.
+        needs (tuple | None): Which of them get a gradient; None: there is no backward pass. Default: None.
+    """
+
+    def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None):
+        self.settings, dtype = settings, settings.dtype
+        self.w1, self.b1, self.w2, self.b2 = (getattr(tensors, name).to(dtype) for name in _WEIGHTS)
+        wanted = [] if needs is None else [name for name in _WEIGHTS if getattr(needs, name)]
+        self.sums = {name: zeros_for(getattr(tensors, name)) for name in wanted}
+
+    @property
+    def width(self) -> int:
+        """Of the hidden layer."""
+        return len(self.w1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Output of rows (K, C) in the dtype of the settings."""
+        first, second = self.settings.dropout
+        hidden = torch.addmm(self.b1, rows.to(self.settings.dtype), self.w1.t())
+        hidden = self.settings.activation(hidden, inplace=True)
+        hidden = scaled_(hidden, dropout_factor(hidden, first))
+        out = torch.addmm(self.b2, hidden, self.w2.t())
+        return scaled_(out, dropout_factor(out, second))
+
+    def backward(self, rows: Tensor, grad: Tensor, needs_rows: bool = True) -> Tensor | None:
+        """Adds some rows to the sums.
+
+        Args:
+            rows (Tensor): As the forward pass got them, shape (K, C).
+            grad (Tensor): Of the output, shape (K, C').
+            needs_rows (bool): Whether anybody asks for the result. Default: True.
+
+        Returns:
+            Tensor | None: Gradient of the rows.
+        """
+        act, dtype, sums = self.settings.activation, self.settings.dtype, self.sums
+        first, second = self.settings.dropout
+        rows = rows.to(dtype)
+        hidden = torch.addmm(self.b1, rows, self.w1.t())
+        factor = dropout_factor(hidden, first)
+        grad = grad.to(dtype)
+        if second:
+            grad = grad * dropout_factor(grad, second)
+        if 'bias2' in sums:
+            sums['bias2'].add_(column_sums(grad))
+        if 'weight2' in sums:
+            accumulate(sums['weight2'], grad, scaled_(act(hidden), factor))
+        if not (needs_rows or 'weight1' in sums or 'bias1' in sums):
+            return None
+        grad = act.backward(scaled_(grad @ self.w2, factor), hidden)
+        del hidden, factor
+        if 'bias1' in sums:
+            sums['bias1'].add_(column_sums(grad))
+        if 'weight1' in sums:
+            accumulate(sums['weight1'], grad, rows)
+        return grad @ self.w1 if needs_rows else None
+
+
+def feed_forward(settings: FFNSettings, tensors: FFNTensors) -> Tensor:
+    """``drop(drop(activation(x W1^T + b1)) W2^T + b2)``, exact.
+
+    Args:
+        settings (FFNSettings): See there.
+        tensors (FFNTensors): See there.
+
+    Returns:
+        Tensor: Shape (N, L, C'), in the precision of the matrix products.
+    """
+    return _feed_forward(in_precision(settings, tensors.x), tensors)
+
+
+def _chunks(settings, x, run):
+    return chunks(*x.shape[:2], run.width, x.device, settings.chunk)
+
+
+def _forward(settings, tensors, needs):
+    x, run = tensors.x, FeedForward(settings, tensors)
+    state = random_state(x.device, *settings.dropout)
+    out = x.new_empty(*x.shape[:2], len(run.w2), dtype=settings.dtype)
+    for chunk in _chunks(settings, x, run):
+        chunk.put_(out, run.forward(chunk.rows_of(x)))
+    x = in_sixteen_bits(settings.form, x.to(settings.dtype))
+    return out, FFNSaved(x, tensors._replace(x=None), state)
+
+
+def _backward(settings, saved, grad, needs):
+    x, run = saved.x, FeedForward(settings, saved.weights, needs)
+    dx = torch.empty_like(x, dtype=settings.dtype) if needs.x else None
+    with replayed(grad.device, saved.state):
+        for chunk in _chunks(settings, x, run):
+            rows = run.backward(chunk.rows_of(x), chunk.rows_of(grad), needs.x)
+            if needs.x:
+                chunk.put_(dx, rows)
+    return FFNGradients(x=dx, **run.sums)
+
+
+_feed_forward = Operation('FeedForward', _forward, _backward, FFNGradients)

@@ -1,0 +1,287 @@
+"""Operations of transformer detectors against mmcv's and mmdet's own layers, in fp64."""
+
+import copy
+
+import pytest
+import torch
+from mmcv.cnn.bricks.transformer import FFN
+from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
+from torch import nn
+
+from sbp_mmdet.ops import Activation, Form
+from sbp_mmdet.ops.deformable import (
+    DeformableSettings,
+    DeformableTensors,
+    EncoderSettings,
+    EncoderTensors,
+    deformable_attention,
+    deformable_encoder_layer,
+)
+from sbp_mmdet.ops.ffn import FFNSettings, FFNTensors, feed_forward
+
+SHAPES = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]])
+STARTS = torch.tensor([0, 30, 39, 41])
+TOKENS = 42
+
+
+def scattered(module, std=0.3, dtype=torch.float64):
+    """As if it had been trained: no weight is zero, and norms are not identities."""
+    for name, p in module.named_parameters():
+        p.data.normal_(0, std / max(p.shape[-1], 1) ** 0.5 if p.dim() > 1 else 0.1)
+        if 'norms' in name and name.endswith('weight'):
+            p.data.add_(1)
+    if hasattr(module, 'self_attn'):
+        module.self_attn.sampling_offsets.bias.data.normal_(0, 2)
+    return module.to(dtype).train()
+
+
+def gradients(run, leaves, seed=0):
+    """Output and gradients of all leaves; random numbers from a seed."""
+    torch.manual_seed(seed)
+    out = run()
+    weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    leaves = {k: v for k, v in leaves.items() if v is not None and v.requires_grad}
+    return [out, *torch.autograd.grad(out, list(leaves.values()), weight)]
+
+
+def same(found, expected, tolerance=1e-10):
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= tolerance * max(b.abs().max(), 1)
+
+
+def ffn_tensors(module, x):
+    first, last = module.layers[0][0], module.layers[1]
+    return FFNTensors(x, first.weight, first.bias, last.weight, last.bias)
+
+
+@pytest.mark.parametrize('chunk', [None, 64, 1])
+@pytest.mark.parametrize('act', ['ReLU', 'GELU'])
+@pytest.mark.parametrize('frozen', ['', 'x', 'weights', 'all but bias2'])
+def test_ffn(chunk, act, frozen):
+    module = scattered(FFN(8, 32, act_cfg=dict(type=act), add_identity=False))
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad='x' not in frozen)
+    module.requires_grad_(frozen != 'weights' and 'all' not in frozen)
+    if 'all' in frozen:
+        x.requires_grad_(False)
+        module.layers[1].bias.requires_grad_()
+    leaves = dict(module.named_parameters(), x=x)
+    settings = FFNSettings(activation=Activation(act.lower()), chunk=chunk)
+    if not any(v.requires_grad for v in leaves.values()):
+        pytest.skip('nothing to train')
+    found = gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
+    same(found, gradients(lambda: module(x), leaves))
+
+
+@pytest.mark.parametrize('rates', [(0.1, 0.3), (0.5, 0.0), (0.0, 0.5)])
+def test_ffn_draws_dropout_as_torch_does_and_replays_it(rates):
+    module = scattered(FFN(8, 32, add_identity=False))
+    module.layers[0][2].p, module.layers[2].p = rates
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    leaves = dict(module.named_parameters(), x=x)
+    settings = FFNSettings(dropout=rates)
+    found = gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
+    same(found, gradients(lambda: module(x), leaves))
+
+
+def test_dropout_in_chunks_replays_its_masks_and_leaves_the_generator_alone():
+    module = scattered(FFN(8, 32, add_identity=False))
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    settings = FFNSettings(dropout=(0.5, 0.5), chunk=1)
+    out = feed_forward(settings, ffn_tensors(module, x))
+    before = torch.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_replayed_masks_are_those_of_the_forward_pass():
+    """A number that was left out has no gradient: the last bias counts the others."""
+    module = scattered(FFN(8, 32, add_identity=False))
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    out = feed_forward(FFNSettings(dropout=(0.5, 0.5), chunk=64), ffn_tensors(module, x))
+    (gradient,) = torch.autograd.grad(out.sum(), module.layers[1].bias)
+    assert torch.equal(gradient, (out != 0).double().sum((0, 1)) / 0.5)
+
+
+def attention_weights(module):
+    found = {}
+    for name, layer in (
+        ('offset', module.sampling_offsets),
+        ('attention', module.attention_weights),
+        ('value', module.value_proj),
+        ('output', module.output_proj),
+    ):
+        found |= {f'{name}_weight': layer.weight, f'{name}_bias': layer.bias}
+    return found
+
+
+def places(numbers, queries, dtype=torch.float64):
+    return torch.rand(2, queries, 4, numbers, dtype=dtype, requires_grad=True)
+
+
+def padding(on):
+    return (torch.arange(TOKENS) % 7 == torch.tensor([[3], [5]])) if on else None
+
+
+@pytest.mark.parametrize('numbers', [2, 4])
+@pytest.mark.parametrize('mask', [False, True])
+@pytest.mark.parametrize('own_values', [False, True])
+def test_deformable_attention(numbers, mask, own_values):
+    module = scattered(MultiScaleDeformableAttention(16, 2, dropout=0.0, batch_first=True))
+    module.sampling_offsets.bias.data.normal_(0, 2)
+    x, pos = torch.randn(2, 2, 7 if own_values else TOKENS, 16, dtype=torch.float64)
+    value = torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) if own_values else None
+    x, pos, reference = x.requires_grad_(), pos.requires_grad_(), places(numbers, x.shape[1])
+    leaves = dict(module.named_parameters(), x=x, pos=pos, value=value, reference=reference)
+    given = dict(key_padding_mask=padding(mask), spatial_shapes=SHAPES, level_start_index=STARTS)
+
+    def run():
+        tensors = DeformableTensors(
+            x, pos, x if value is None else value, reference, **given, **attention_weights(module)
+        )
+        return x + deformable_attention(DeformableSettings(2, 4, 4), tensors)
+
+    def stock():
+        return module(x, value=value, query_pos=pos, reference_points=reference, **given)
+
+    same(gradients(run, leaves), gradients(stock, leaves))
+
+
+def layer(dropout=0.0, act='ReLU', channels=16, dtype=torch.float64, hidden=32):
+    attention = dict(embed_dims=channels, num_heads=2, num_levels=4, dropout=dropout, batch_first=True)
+    ffn = dict(embed_dims=channels, feedforward_channels=hidden, ffn_drop=dropout, act_cfg=dict(type=act))
+    return scattered(DeformableDetrTransformerEncoderLayer(attention, ffn), dtype=dtype)
+
+
+def layer_tensors(module, x, pos, reference, mask, shapes=SHAPES, starts=STARTS):
+    norms = {
+        f'norm{i}_{kind}': getattr(norm, kind) for i, norm in enumerate(module.norms, 1) for kind in ('weight', 'bias')
+    }
+    feed = ffn_tensors(module.ffn, None)._asdict()
+    del feed['x']
+    return EncoderTensors(
+        x, pos, reference, mask, shapes, starts, **attention_weights(module.self_attn), **norms, **feed
+    )
+
+
+def settings_of(dropout=0.0, act='relu', chunk=None, form=Form()):
+    ffn = FFNSettings(activation=Activation(act), dropout=(dropout, dropout), chunk=chunk)
+    return EncoderSettings(DeformableSettings(2, 4, 4, form), ffn, dropout)
+
+
+@pytest.mark.parametrize('numbers', [2, 4])
+@pytest.mark.parametrize('mask', [False, True])
+@pytest.mark.parametrize(
+    'options', [{}, dict(chunk=100), dict(act='gelu'), dict(dropout=0.2)], ids=['', 'chunks', 'gelu', 'dropout']
+)
+def test_two_encoder_layers(numbers, mask, options):
+    """The second of which reads its input from what the first one stored."""
+    rate, act = options.get('dropout', 0.0), options.get('act', 'relu')
+    modules = nn.ModuleList(layer(rate, dict(relu='ReLU', gelu='GELU')[act]) for _ in range(2))
+    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    reference, mask = places(numbers, TOKENS), padding(mask)
+    leaves = dict(modules.named_parameters(), x=x, pos=pos, reference=reference)
+
+    def run(out=x):
+        for module in modules:
+            tensors = layer_tensors(module, out, pos, reference, mask)
+            out = deformable_encoder_layer(settings_of(rate, act, options.get('chunk')), tensors)
+        return out
+
+    def stock(out=x):
+        given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+        for module in modules:
+            out = module(out, pos, mask, **given)
+        return out
+
+    same(gradients(run, leaves), gradients(stock, leaves))
+
+
+@pytest.mark.parametrize('frozen', ['x', 'norms', 'self_attn', 'ffn', 'pos'])
+def test_frozen_parts(frozen):
+    module = layer()
+    for name, p in module.named_parameters():
+        p.requires_grad_(frozen not in name)
+    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_(frozen != 'x')
+    pos.requires_grad_(frozen != 'pos')
+    reference = places(2, TOKENS).detach()
+    leaves = dict(module.named_parameters(), x=x, pos=pos)
+    tensors = layer_tensors(module, x, pos, reference, None)
+    given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+    found = gradients(lambda: deformable_encoder_layer(settings_of(), tensors), leaves)
+    same(found, gradients(lambda: module(x, pos, None, **given), leaves))
+
+
+def stored(run, *without):
+    """Bytes that are kept for the backward pass, each storage once."""
+    seen, known = {}, {t.untyped_storage().data_ptr() for t in without}
+
+    def pack(t):
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = run()
+    return sum(n for pointer, n in seen.items() if pointer not in known), out
+
+
+@pytest.mark.parametrize('storage, share', [('native', 0.13), ('int8', 0.10)])
+def test_stored_bytes_beside_cuda(storage, share):
+    """An inner layer, which reads its input from what the one before stored. CUDA's plain layer stores input, query,
+    values, places, half as many weights, the kernel's output, two sums, y and eight maps of hidden numbers."""
+    modules = [layer(channels=32, hidden=256, dtype=torch.float32) for _ in range(3)]
+    for module in modules:  # as many numbers of places as channels in the models that people train
+        assert module.self_attn.sampling_offsets.out_features == 64
+    x, pos = torch.randn(2, 2, TOKENS, 32)
+    reference = places(2, TOKENS, torch.float32).detach()
+    parameters = [p for module in modules for p in module.parameters()]
+
+    def run(number, out=x):
+        for module in modules[:number]:
+            tensors = layer_tensors(module, out, pos, reference, None)
+            out = deformable_encoder_layer(settings_of(form=Form(storage=storage)), tensors)
+        return out
+
+    counts = [stored(lambda n=n: run(n), *parameters)[0] for n in (2, 3)]
+    plain = 16.5 * x.numel() * 4
+    assert counts[1] - counts[0] <= share * plain
+
+
+def test_eight_bits():
+    """Gradients of a layer as after training, each parameter's against fp32's own."""
+    module = layer(channels=32, hidden=256, dtype=torch.float32)
+    x, pos = (torch.randn(2, TOKENS, 32, requires_grad=True) for _ in range(2))
+    leaves = dict(module.named_parameters(), x=x, pos=pos)
+    tensors = layer_tensors(module, x, pos, places(2, TOKENS, torch.float32).detach(), None)
+    results = [
+        gradients(lambda s=s: deformable_encoder_layer(settings_of(form=Form(storage=s)), tensors), leaves)
+        for s in ('native', 'int8')
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    for exact, found in zip(*results, strict=True):
+        assert (found - exact).norm() <= 0.01 * exact.norm()
+
+
+def test_nothing_is_read_from_what_was_written_to():
+    modules = [layer(), layer()]
+    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    reference = places(2, TOKENS).detach()
+    given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+
+    def run(lean):
+        first, second = modules
+        out = (
+            deformable_encoder_layer(settings_of(), layer_tensors(first, x, pos, reference, None))
+            if lean
+            else first(x, pos, None, **given)
+        )
+        out.mul_(2)
+        return (
+            deformable_encoder_layer(settings_of(), layer_tensors(second, out, pos, reference, None))
+            if lean
+            else second(out, pos, None, **given)
+        )
+
+    leaves = dict(x=x, pos=pos, **copy.copy(dict(modules[0].named_parameters())))
+    same(gradients(lambda: run(True), leaves), gradients(lambda: run(False), leaves))

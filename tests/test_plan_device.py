@@ -1,0 +1,95 @@
+"""Which GPU is measured, and what says that it is too small; on a machine without one."""
+
+import types
+
+import pytest
+import torch
+
+from sbp_mmdet.plan.device import NoDevice, check_device, if_it_fits, noting, use_device
+from sbp_mmdet.plan.memory import peak_bytes
+
+
+def test_a_gpu_without_a_number(monkeypatch):
+    """torch.cuda.set_device refuses 'cuda'."""
+    seen = []
+
+    def check(*args):
+        device = torch.device(args[-1])
+        assert device.index is not None, 'Expected a torch.device with a specified index'
+        seen.append(str(device))
+
+    monkeypatch.setattr(torch.cuda, 'set_device', check)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    assert str(use_device('cuda')) == 'cuda:0' and str(use_device('cuda:3')) == 'cuda:3'
+    assert str(use_device('cpu')) == 'cpu'
+    assert seen == ['cuda:0', 'cuda:3']
+
+
+@pytest.mark.parametrize(
+    ('device', 'gpus', 'message'),
+    [('tpu', 1, "'tpu' is unknown"), ('cuda:0', 0, 'torch sees no GPU'), ('cuda:2', 2, 'torch sees 2 GPUs')],
+)
+def test_devices_that_are_not_there(device, gpus, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
+    with pytest.raises(NoDevice, match=message):
+        check_device(device)
+    assert check_device('cpu') == 'cpu' and (not gpus or check_device('cuda') == 'cuda')
+
+
+@pytest.mark.parametrize(
+    'message',
+    [
+        'CUDA out of memory. Tried to allocate 2 GiB',
+        'GET was unable to find an engine to execute this computation',
+        'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
+        'cuDNN error: CUDNN_STATUS_ALLOC_FAILED',
+    ],
+)
+def test_libraries_that_run_out_of_memory(message):
+    def fails():
+        raise RuntimeError(message)
+
+    assert if_it_fits(fails) == dict(fits=False) and if_it_fits(lambda: dict(peak=3)) == dict(fits=True, peak=3)
+
+
+def test_other_errors_are_errors():
+    def fails():
+        raise RuntimeError('mat1 and mat2 shapes cannot be multiplied')
+
+    with pytest.raises(RuntimeError, match='mat1'):
+        if_it_fits(fails)
+
+
+def test_the_first_run_is_not_the_one_that_counts(monkeypatch):
+    """On CUDA it is charged the libraries' workspaces; and what it leaves behind is not held during the second."""
+    log = []
+    for name in ('synchronize', 'reset_peak_memory_stats'):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: log.append(name))
+    monkeypatch.setattr(torch.cuda, 'memory_allocated', lambda: log.append('before') or 10)
+    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda: 25)
+    assert peak_bytes(lambda: log.append('run'), 'cuda', lambda: log.append('clear')) == 15
+    assert log == ['run', 'clear', 'synchronize', 'before', 'reset_peak_memory_stats', 'run', 'synchronize']
+
+
+def test_what_a_step_must_not_hide(monkeypatch):
+    """A step that an infinite gradient left without the optimizer's part, and memory that the allocator had to free."""
+    retries = iter([3, 3, 3, 5, 5, 5])
+    monkeypatch.setattr(torch.cuda, 'memory_stats', lambda device: dict(num_alloc_retries=next(retries)))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    wrapper = types.SimpleNamespace(optimizer=optimizer, loss_scaler=None, should_update=lambda: True)
+    row = {}
+    for steps in (True, True, False):
+        with noting(row, wrapper, 'cuda'):
+            if steps:
+                optimizer.step()
+    assert row == dict(overflows=1, retries=2)
+    with noting(row, wrapper, 'cpu'):  # hooks are gone, and a CPU's allocator has no retries
+        optimizer.step()
+    del wrapper.loss_scaler
+    with noting(row, wrapper, 'cpu'):
+        pass  # without mixed precision nothing overflows
+    wrapper.loss_scaler, wrapper.should_update = None, lambda: False
+    with noting(row, wrapper, 'cpu'):
+        pass  # gradients are accumulated
+    assert row == dict(overflows=1, retries=2) and not optimizer._optimizer_step_post_hooks
