@@ -78,6 +78,9 @@ def _plan(args, config):
         rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise SystemExit(f'{args.config}: no training step of it runs here: {_reason(error)}') from error
+    finally:
+        if sys.stderr.isatty():
+            print('\r' + ' ' * 82 + '\r', end='', file=sys.stderr, flush=True)
     found = answer(rows)
     lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
     if args.json:
