@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from cases import Case, capture, compared, parse_name, smooth
+from case import Case, capture, compared, parse_name, smooth
 from mmengine.config import Config, DictAction
 from rivals import RIVALS, plain_draws
 from tables import benchmark_table

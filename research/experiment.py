@@ -83,8 +83,8 @@ class Experiment:
 
 
 def read_experiment(path: str | Path) -> Experiment:
-    """Reads an experiment file: Python, with ``_base_`` as in configs, so that a child states its difference. The file's
-    name is the experiment's. Raises a ValueError if something in it is unknown or bad."""
+    """Reads an experiment file: Python, with ``_base_`` as in configs, so that a child states its difference. Its name
+    is the experiment's. Raises a ValueError if something in it is unknown or bad."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f'experiment {path} does not exist (working folder: {Path.cwd()}); see research/experiments')

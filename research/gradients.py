@@ -6,8 +6,8 @@
 
 CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
 and heads run once for each batch, in the plain detector, and every preset of the backbone gets the same weights,
-images, stochastic depth and gradient at the backbone's outputs. With --whole each preset is applied to the whole detector,
-which runs seeded the same; its loss has to be the exact one. All in fp32.
+images, stochastic depth and gradient at the backbone's outputs. With --whole each preset is applied to the whole
+detector, which runs seeded the same; its loss has to be the exact one. All in fp32.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cases import parse_name
+from case import parse_name
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 from subject import build_model, train_batches

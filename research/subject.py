@@ -5,9 +5,8 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from mmengine.config import Config
-from mmengine.runner import Runner, load_checkpoint, set_random_seed
+from mmengine.runner import CheckpointLoader, Runner, set_random_seed
 from torch import nn
 
 from sbp_mmdet.models.weights import quiet
@@ -33,18 +32,27 @@ def build_model(config: Config, checkpoint: str | None = None, device: str = 'cp
     with quiet():
         if checkpoint is None:
             model.init_weights()
-            return model.train()
-        try:
-            weights = load_checkpoint(torch.nn.Module(), str(checkpoint), map_location='cpu')
-            names = weights.get('state_dict', weights)
-            whole = any(name.startswith('backbone.') and 'roi_head' in ' '.join(names) for name in names)
-            load_checkpoint(model if whole else model.backbone, str(checkpoint), map_location='cpu', strict=whole)
-        except FileNotFoundError as error:
-            raise ValueError(f'checkpoint {checkpoint} does not exist (working folder: {Path.cwd()})') from error
-        except (RuntimeError, OSError, TypeError, pickle.UnpicklingError) as error:
-            reason = ' '.join(str(error).split())[:300]
-            raise ValueError(f'checkpoint {checkpoint} is not one of this config: {reason}') from error
+        else:
+            _load(model, str(checkpoint))
     return model.train()
+
+
+def _load(model, checkpoint):
+    try:
+        content = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
+        weights = content.get('state_dict', content.get('model', content))
+        weights = {name.removeprefix('module.'): value for name, value in weights.items()}
+        whole = any(name.startswith('backbone.') for name in weights)
+        target = model if whole else model.backbone
+        # No file of a backbone has the scales that ViT makes for a detector.
+        missing = target.load_state_dict(weights, strict=whole).missing_keys
+        if len(missing) == len(target.state_dict()):
+            raise RuntimeError(f'it has {[*weights][:2]}')
+    except FileNotFoundError as error:
+        raise ValueError(f'checkpoint {checkpoint} does not exist (working folder: {Path.cwd()})') from error
+    except (RuntimeError, OSError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+        reason = ' '.join(str(error).split())[:300]
+        raise ValueError(f'checkpoint {checkpoint} is not one of this config: {reason}') from error
 
 
 def train_batches(config: Config, number: int, seed: int = 0) -> Iterator[dict]:

@@ -73,8 +73,8 @@ def _free_port():
 def plan(
     experiment: Experiment, work_dir: Path, labels: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[Training]:
-    """The trainings of an experiment in ``work_dir``, seed by seed: one that is stopped has compared something. Those of
-    some labels and other seeds, where these are given. Raises a ValueError for what cannot be honoured, or a folder that
+    """The trainings of an experiment in ``work_dir``, seed by seed: one that is stopped has compared something. Of some
+    labels and other seeds, where these are given. Raises a ValueError for what cannot be honoured, or a folder that
     holds another training."""
     configs = configs_of(experiment, labels or experiment.labels)
     trainings = []

@@ -338,8 +338,10 @@ def _nothing(model, left, what):
 
 @HOOKS.register_module()
 class LeanHook(ModelHook):
-    """Lean training of a detector, in place, see :func:`apply_lean`. Unless ``modules`` confines it, the training targets
-    are made piece by piece too, see :func:`.savings.targets_in_chunks`: they stay the same, and it costs no time.
+    """Lean training of a detector, in place, see :func:`apply_lean`.
+
+    Unless ``modules`` confines it, the training targets are made piece by piece too, see
+    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time.
 
     Args:
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.

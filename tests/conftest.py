@@ -5,6 +5,7 @@ import pytest
 import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
+from mmdet.structures.mask import BitmapMasks
 from mmengine.logging import MessageHub
 from oracles import DEVICE, on_device
 
@@ -40,6 +41,13 @@ def operations_on_the_device(monkeypatch):
     for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
         monkeypatch.setattr(backend, 'allow_tf32', False)
     yield
+
+
+@pytest.fixture(autouse=True)
+def masks_as_mmdet_has_them(monkeypatch):
+    """LeanHook and TargetsInChunksHook change them for the process."""
+    crop = BitmapMasks.crop_and_resize
+    monkeypatch.setattr(BitmapMasks, 'crop_and_resize', getattr(crop, 'whole', crop))
 
 
 @pytest.fixture

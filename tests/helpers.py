@@ -10,8 +10,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / 'tools'
+RESEARCH = ROOT / 'research'
 CONFIGS = ROOT / 'configs'
-sys.path[:0] = [str(TOOLS)]
+sys.path[:0] = [str(TOOLS), str(RESEARCH)]
 from make_synthetic_coco import make_set  # noqa: E402
 
 TINY_CONFIG = """

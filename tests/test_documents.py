@@ -25,7 +25,6 @@ FOR_USERS = [page for page in PAGES if page.parent.name != 'research']
 LINK = re.compile(r'\]\(([^)\s]+)\)')
 FENCE = re.compile(r'^```.*?^```', re.DOTALL | re.MULTILINE)
 PHOTOGRAPHS = 'gradient_pool_photographs'
-PIECES = '+targets+cp-heads+cp-neck+cp-rpn'
 
 
 def _text(name):
@@ -80,7 +79,8 @@ def test_examples(name, tmp_path):
     for number, block in enumerate(_blocks(name)):
         if '_base_' in block:
             (tmp_path / f'{number}.py').write_text(block)
-            assert any(isinstance(m, Lean) for m in _changed(Config.fromfile(tmp_path / f'{number}.py')).modules())
+            model, _ = _changed(Config.fromfile(tmp_path / f'{number}.py'))
+            assert any(isinstance(m, Lean) for m in model.modules())
             continue
         exec(block, names := {})
         if 'custom_hooks' in names:
@@ -89,16 +89,24 @@ def test_examples(name, tmp_path):
             assert sbp_mmdet.SBPConvNeXt('atto', sbp_cfg=model['backbone']['sbp_cfg']).sbp
 
 
+def test_line_in_the_log(tmp_path):
+    block = next(block for block in _blocks('docs/usage.md') if 'mask-rcnn_swin-t' in block and 'exact' in block)
+    (tmp_path / 'swin.py').write_text(block)
+    _, said = _changed(Config.fromfile(tmp_path / 'swin.py'))
+    for name in ('README.md', 'docs/usage.md'):
+        assert f'\nLeanHook: {said[0].splitlines()[0]}\n' in _text(name), said[0]
+
+
 def _changed(cfg):
-    """The detector of a config after its hooks."""
+    """The detector of a config after its hooks, and what they say."""
     from mmdet.registry import MODELS
 
     init_default_scope('mmdet')
-    cfg.model.backbone.init_cfg = None
+    cfg.model.backbone.init_cfg, said = None, []
     model = MODELS.build(cfg.model)
     for hook in model_hooks(cfg.get('custom_hooks')):
-        hook.apply(model)
-    return model
+        said.append(hook.apply(model))
+    return model, said
 
 
 def test_example_of_a_family():
@@ -180,17 +188,30 @@ def _plain(cell):
     return '' if cell == '-' else cell
 
 
-def _stored(first, column):
-    rows = {
-        'ConvNeXt-T, 2 x 800 x 1344': lambda: _rows('backbone_bytes', arch='tiny'),
-        'ConvNeXt-B, 2 x 800 x 1344': lambda: _rows('backbone_bytes', arch='base'),
-        'Swin-T, 2 x 800 x 1344': lambda: _rows('backbone_bytes_swin'),
-        'ViT-B, 2 x 1024 x 1024': lambda: _rows('vit_bytes', arch='base', size=1024),
-        'ViT-B, 64 x 224 x 224': lambda: _rows('vit_bytes', arch='base', size=224),
-    }[first]()
-    if column == 'plain':
-        return f'{rows("none")["saved_bytes"] / 1e9:.2f} GB'
-    return _ratio(rows, column, 'saved_bytes')
+# Rows of the tables of bytes to files.
+DETECTORS = {
+    'ConvNeXt-T': 'convnext_t',
+    'ConvNeXt-B': 'convnext_b',
+    'Swin-T': 'swin_t',
+    'ViT-B': 'vit_b',
+    'ResNet-50': 'r50',
+    'CSPNeXt': 'rtmdet_s',
+    'DINO': 'dino_r50',
+}
+
+
+def _counted(key):
+    """Of a detector, by the end of the first cell: its bytes where nothing is changed, and presets relative to that."""
+
+    def figure(first, column):
+        detector = next(file for name, file in DETECTORS.items() if name in first)
+        rows = _rows(f'detector_bytes_{detector}')
+        preset, *pieces = column.split(' and ')
+        if preset == 'plain':
+            return f'{rows("none")[key] / 1e9:.2f} GB'
+        return _ratio(rows, preset + ('+cp-heads+cp-rpn+cp-neck' if pieces else ''), key)
+
+    return figure
 
 
 def _time(first, column):
@@ -206,25 +227,9 @@ def _time(first, column):
     return '' if row is None else f'{row["total_ratio"]:.2f}'
 
 
-DETECTORS = dict(b='ConvNeXt-B', t='ConvNeXt-T', swin_t='Swin-T')
-
-
-def _detector(column):
-    return next(name for name, detector in DETECTORS.items() if column.endswith(detector))
-
-
-def _peak(first, column):
-    rows = _rows(f'detector_memory_{_detector(column)}')
-    if first == 'none':
-        return f'{rows("none")["peak"] / 1e9:.2f} GB'
-    preset, *more = re.split(', | and ', first)
-    variant = preset + (PIECES if 'pieces' in more else '') + ('+adamw8bit' if len(more) > 1 else '')
-    return _ratio(rows, variant, 'peak')
-
-
 def _step(first, column):
     preset, *skip = first.split(', ')
-    row = _rows(f'detector_steps_{_detector(column)}')(preset + ('+skip' if skip else ''))
+    row = _rows(f'detector_steps_{column[-1].lower()}')(preset + ('+skip' if skip else ''))
     return '' if row is None else f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
 
 
@@ -246,10 +251,10 @@ def _rival(first, column):
 
 
 def _in_the_readme(first, column):
-    if column == 'stored':
-        return _stored('ConvNeXt-B, 2 x 800 x 1344', first)
-    if column == "step's peak":
-        return '' if first == 'nearest' else _peak(first, 'ConvNeXt-B')
+    measures = {'stored': 'backbone', 'peak': 'peak'}
+    if column in measures:
+        figure, detectors = _counted(measures[column]), ('ConvNeXt-B', 'ResNet-50', 'CSPNeXt')
+        return ', '.join(filter(None, (figure(detector, first) for detector in detectors)))
     if column == 'time of a block':
         return ', '.join(_time(f'ConvNeXt-B, stage {stage}', first) for stage in (1, 3))
     if column == 'box AP' and first != 'with_cp':
@@ -291,9 +296,9 @@ def _cosines(*files):
 @pytest.mark.parametrize(
     'page, heading, figure',
     [
-        ('docs/costs.md', 'Backbones: stored bytes', _stored),
+        ('docs/costs.md', 'Backbones: stored bytes', _counted('backbone')),
         ('docs/costs.md', 'Blocks: time', _time),
-        ('docs/costs.md', 'Whole detectors: peak', _peak),
+        ('docs/costs.md', 'Whole detectors: peak', _counted('peak')),
         ('docs/costs.md', 'A whole step: time', _step),
         ('docs/costs.md', 'In fp32', _fp32),
         ('docs/costs.md', 'What else there is', _rival),

@@ -164,6 +164,9 @@ def test_heads_are_drawn_for_each_block():
         found.append([draws_of(model).heads((0, i)).tolist() for i in range(3)])
     assert all(len(heads) == 1 for step in found for heads in step)
     assert len({str(step) for step in found}) > 3 and any(a != b for a, b, _ in found)
+    model = build('SBPViT', dict(preset='paper', attention='head', keep_ratio=0.67))
+    model(image(1, 64, 64))
+    assert len(draws_of(model).heads((0, 2))) == 2 and draws_of(model).heads((0, 0)) is None
 
 
 def test_images_that_are_left_out_follow_the_rate(iteration):

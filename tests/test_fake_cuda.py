@@ -25,7 +25,9 @@ def on_gpu(mode, family, sbp_cfg, **options):
     return model
 
 
-@pytest.mark.parametrize('precision', PRECISIONS)
+@pytest.mark.parametrize(
+    'precision', ['fp16', *(pytest.param(name, marks=pytest.mark.slow) for name in ('fp32', 'bf16'))]
+)
 @pytest.mark.parametrize('preset', PRESETS)
 @pytest.mark.parametrize('family', FAMILIES)
 def test_every_preset_on_a_gpu(family, preset, precision, mode):

@@ -72,6 +72,7 @@ def losses(model, images, rois):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=['fp16', 'bf16'])
 @pytest.mark.parametrize(
     'hooks', HOOKS, ids=lambda hooks: '+'.join(hook.get('preset', 'cp') for hook in hooks) or 'none'

@@ -141,9 +141,8 @@ def test_what_is_never_called_is_refused_or_warned_of(nets, caplog):
 
 
 @pytest.fixture
-def whole_masks(monkeypatch):
-    """The change to masks is for the process: undone after the test."""
-    monkeypatch.setattr(BitmapMasks, 'crop_and_resize', BitmapMasks.crop_and_resize)
+def whole_masks():
+    """As mmdet has them."""
     return BitmapMasks.crop_and_resize
 
 
@@ -177,7 +176,7 @@ def test_masks_of_an_image_are_sent_once(whole_masks, monkeypatch):
     assert np.array_equal(found.masks, whole_masks(masks, boxes, (7, 7), np.zeros(20, int), device='cpu').masks)
 
 
-def test_assigners_compare_the_same(whole_masks):
+def test_assigners_compare_the_same():
     model = nn.Module()
     model.head = nn.Module()
     model.head.assigner = MaxIoUAssigner(0.5, 0.5)
@@ -192,7 +191,7 @@ def test_assigners_compare_the_same(whole_masks):
         targets_in_chunks(model, masks=0)
 
 
-def test_in_mmengines_runner(tmp_path, monkeypatch, whole_masks):
+def test_in_mmengines_runner(tmp_path, monkeypatch):
     """Two steps of the quick start's detector."""
     config = Config.fromfile(make_project(tmp_path, train=4, size=64))
     monkeypatch.chdir(tmp_path)

@@ -19,11 +19,12 @@ from cases import (
     oracle,
     stored_bytes,
 )
-from helpers import FP16, needs_fp16
+from helpers import FP16
 from mmengine.model import ExponentialMovingAverage
 from oracles import assert_near, gradients, image, loss_of, relative_error
 from torch import nn
 
+from sbp_mmdet import ops
 from sbp_mmdet.settings import PRESETS
 
 EACH_FAMILY = pytest.mark.parametrize('family', FAMILIES)
@@ -349,22 +350,21 @@ def test_whole_backbone_against_finite_differences(family):
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
-@needs_fp16
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
-def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset):
+def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
     """Under autocast too, where the first block of a stage gets half precision; and its factor is not rounded."""
-    x, dropped = image(64, 32, 32, dtype=torch.float32), []
+    x, dropped, factors, mlp = image(64, 32, 32, dtype=torch.float32), [], [], ops.channel_mlp
+    monkeypatch.setattr(ops, 'channel_mlp', lambda s, t: factors.append(t.factor) or mlp(s, t))
     for cfg in (None, dict(preset=preset, skip_dropped_images=False)):
         model, seen = build('SBPConvNeXt', cfg, dtype=torch.float32, drop_path_rate=0.7), []
         for stage in model.stages:
-            stage[-1].register_forward_hook(
-                lambda m, args, out, seen=seen: seen.append((args[0] == out).flatten(1).all(1))
-            )
+            stage[-1].register_forward_hook(lambda m, x, out, seen=seen: seen.append((x[0] == out).flatten(1).all(1)))
         torch.manual_seed(1)
         with torch.autocast('cpu', torch.bfloat16):
             model(x)
         dropped.append(torch.stack(seen))
     assert torch.equal(*dropped) and (dropped[0][1:].sum(1) > 0).all()
+    torch.testing.assert_close(factors[-1].max(), torch.tensor(1 / 0.3))
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..surgery import model_hooks
 from .batch import at_the_first_step, build_batch, proposals_of_a_trained_rpn
 from .cuda_rules import autocast_rules, cuda_kernels
+from .cuda_storage import cuda_storage
 from .device import check_device, noting, use_device
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
@@ -93,6 +94,8 @@ def measure_detector(
         counter = LiveBytes()
         if not cuda:
             stack.enter_context(cuda_kernels(counter, compute))
+            bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
+            stack.enter_context(cuda_storage(counter, bfloat16))
             stack.enter_context(assignment_on_cpu(counter))
         case = dict(batch=batch, height=height, width=width, boxes=boxes, device=device)
         model, wrapper, data = build_training(config, trained_proposals=trained_proposals, **case)
@@ -185,7 +188,7 @@ def build_training(
     """
     if torch.device(device).type == 'cuda':
         use_device(device)
-        if 'Amp' in str(config.optim_wrapper.get('type', '')):
+        if 'Amp' in _wrapper_type(config):
             # The usual start of a dynamic scale overflows a few times, and these steps lack the optimizer's.
             config = copy.deepcopy(config)
             config.optim_wrapper.loss_scale = 1.0
@@ -241,6 +244,19 @@ def _without_weights(cfg):
     if backbone:
         backbone.pop('pretrained', None)
         backbone.init_cfg = None
+    return _without_sync(cfg)
+
+
+def _without_sync(cfg):
+    """mmcv's synchronized batch norm wants a process group; batch norm stores as much."""
+    if isinstance(cfg, dict):
+        for key, value in cfg.items():
+            if key == 'type' and value == 'MMSyncBN':
+                cfg[key] = 'BN'
+            _without_sync(value)
+    elif isinstance(cfg, (list, tuple)):
+        for value in cfg:
+            _without_sync(value)
     return cfg
 
 
@@ -265,9 +281,13 @@ def _labels(config):
     return min(found, default=1), bool(masks)
 
 
+def _wrapper_type(config):
+    return str(config.optim_wrapper.get('type', ''))
+
+
 def _amp_dtype(config):
     """Of the config's optimizer wrapper; on a CPU bf16 stands for fp16."""
-    if 'Amp' not in str(config.optim_wrapper.get('type', '')):
+    if 'Amp' not in _wrapper_type(config):
         return None
     return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
 

@@ -6,9 +6,8 @@ import torch.utils.checkpoint
 from ops_cases import fused_mlp, mlp_inputs
 from torch import nn
 
-from sbp_mmdet.analysis import saved_bytes
-from sbp_mmdet.analysis.cuda_rules import cuda_kernels
-from sbp_mmdet.analysis.memory import LiveBytes, peak_bytes
+from sbp_mmdet.plan.cuda_rules import cuda_kernels
+from sbp_mmdet.plan.memory import LiveBytes, peak_bytes, saved_bytes
 
 FLOAT = 4
 
@@ -117,7 +116,7 @@ def test_counts_are_of_the_pieces_that_a_gpu_would_cut():
     def peak():
         tensors, _ = mlp_inputs(n=1, c=8, d=512, height=64, width=64, dtype=torch.float32)
         leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-        out = fused_mlp(None, True)(**leaves)
+        out = fused_mlp()(**leaves)
         return peak_bytes(lambda: out.sum().backward())
 
     own = peak()

@@ -5,14 +5,12 @@ import types
 import pytest
 import torch
 
-from sbp_mmdet.analysis import benchmark, report
-from sbp_mmdet.analysis.cap import cuda_cap
-from sbp_mmdet.analysis.device import if_it_fits, noting, use_device
-from sbp_mmdet.analysis.memory import peak_bytes
+from sbp_mmdet.plan.device import NoDevice, check_device, if_it_fits, noting, use_device
+from sbp_mmdet.plan.memory import peak_bytes
 
 
 def test_a_gpu_without_a_number(monkeypatch):
-    """torch.cuda.set_device and set_per_process_memory_fraction refuse 'cuda'."""
+    """torch.cuda.set_device refuses 'cuda'."""
     seen = []
 
     def check(*args):
@@ -21,15 +19,22 @@ def test_a_gpu_without_a_number(monkeypatch):
         seen.append(str(device))
 
     monkeypatch.setattr(torch.cuda, 'set_device', check)
-    monkeypatch.setattr(torch.cuda, 'set_per_process_memory_fraction', check)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
-    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: None)
-    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: types.SimpleNamespace(total_memory=8))
     assert str(use_device('cuda')) == 'cuda:0' and str(use_device('cuda:3')) == 'cuda:3'
     assert str(use_device('cpu')) == 'cpu'
-    with cuda_cap(4, 'cuda'):
-        pass
-    assert seen == ['cuda:0', 'cuda:3', *['cuda:0'] * 3]
+    assert seen == ['cuda:0', 'cuda:3']
+
+
+@pytest.mark.parametrize(
+    ('device', 'gpus', 'message'),
+    [('tpu', 1, "'tpu' is unknown"), ('cuda:0', 0, 'torch sees no GPU'), ('cuda:2', 2, 'torch sees 2 GPUs')],
+)
+def test_devices_that_are_not_there(device, gpus, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
+    with pytest.raises(NoDevice, match=message):
+        check_device(device)
+    assert check_device('cpu') == 'cpu' and (not gpus or check_device('cuda') == 'cuda')
 
 
 @pytest.mark.parametrize(
@@ -67,28 +72,6 @@ def test_the_first_run_is_not_the_one_that_counts(monkeypatch):
     assert log == ['run', 'clear', 'synchronize', 'before', 'reset_peak_memory_stats', 'run', 'synchronize']
 
 
-def test_rows_that_do_not_fit(tmp_path):
-    """A small GPU loses a line of the table, not the table; the first variant that fits is the baseline."""
-    common = dict(parameters=10**6, optimizer=0, gradients=0, forward=0, peak_phase=None, reserved=0, step_s=0.5)
-    rows = [
-        dict(variant='none', fits=False),
-        dict(common, variant='recompute', fits=True, saved={'neck': 10**6}, peak=4 * 10**6),
-        dict(common, variant='block', fits=True, saved={'neck': 10**6}, peak=3 * 10**6),
-    ]
-    text = report.table(rows)
-    assert text.splitlines()[-3].split() == ['none', 'does', 'not', 'fit'] and '0.750' in text
-    page = report.markdown(rows)
-    assert 'does not fit' in next(line for line in page.splitlines() if '`none`' in line) and '0.750' in page
-    report.picture(rows, 'title', tmp_path / 'bars.png')
-    assert (tmp_path / 'bars.png').is_file()
-    assert 'does not fit' in report.table(rows[:1]) and 'does not fit' in report.markdown(rows[:1])
-
-
-def test_nothing_is_done_to_the_heap_for_times_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(benchmark.ctypes, 'CDLL', lambda name: pytest.fail('the heap of this process was changed'))
-    benchmark.keep_freed_memory('cuda:0')
-
-
 def test_what_a_step_must_not_hide(monkeypatch):
     """A step that an infinite gradient left without the optimizer's part, and memory that the allocator had to free."""
     retries = iter([3, 3, 3, 5, 5, 5])
@@ -110,5 +93,3 @@ def test_what_a_step_must_not_hide(monkeypatch):
     with noting(row, wrapper, 'cpu'):
         pass  # gradients are accumulated
     assert row == dict(overflows=1, retries=2) and not optimizer._optimizer_step_post_hooks
-    rows = [dict(variant='none', step_s=1, ratio=1, ratio_min=1, ratio_max=1, **row)]
-    assert '| steps without optimizer | allocator retries |' in report.steps_markdown(rows)

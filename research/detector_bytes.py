@@ -1,0 +1,55 @@
+"""What a training step of a whole detector holds, part by part, under presets and pieces; counted without a GPU.
+
+    python research/detector_bytes.py mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py --size 800x1344
+    python research/detector_bytes.py CONFIG --variants none with_cp exact exact+cp-heads+cp-neck --json FILE
+
+Tensors are made as CUDA's rules of mixed precision would make them; rounding, fragmentation and what kernels use inside
+themselves are left out. The count is of a step in which stochastic depth drops no image.
+"""
+
+import argparse
+
+from mmengine.config import DictAction
+
+from sbp_mmdet.plan.detector import measure_detector
+from sbp_mmdet.plan.inputs import add_inputs, inputs_of
+from sbp_mmdet.plan.planner import parse_size
+from sbp_mmdet.plan.tables import Column, describe_machine, format_bytes, output_file, text_table, write_json
+from sbp_mmdet.plan.variants import load_config, plain, with_variant
+
+OUTSIDE = ('neck', 'RPN', 'RoI', 'head', 'coder', 'quer', 'memory', 'other')
+
+
+def backbone_bytes(row: dict) -> int:
+    """What the backbone stores, of a row of ``measure_detector``."""
+    return sum(n for part, n in row['saved'].items() if not any(word in part for word in OUTSIDE))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    parser.add_argument('--variants', nargs='+', default=['none', 'with_cp', 'exact', 'int8', 'nearest', 'paper'])
+    add_inputs(parser)
+    parser.add_argument('--boxes', type=int, default=60, help='in each image (default: 60)')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    parser.add_argument('--json', type=output_file, help='write the results here as well')
+    args = parser.parse_args()
+    config = load_config(args.config, args.cfg_options)
+    inputs = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
+    rows, base = [], plain(config)
+    for variant in args.variants:
+        keys = {} if variant.split('+')[0] == 'none' else dict(skip_dropped_images=False)
+        row = measure_detector(with_variant(base, variant, **keys), **case)
+        rows.append(dict(variant=variant, backbone=backbone_bytes(row), **row))
+    columns = [Column('variant', lambda row: row['variant'])]
+    for key in ('backbone', 'peak'):
+        columns.append(Column(key, lambda row, key=key: format_bytes(row[key])))
+        columns.append(Column('ratio', lambda row, key=key: f'{row[key] / rows[0][key]:.3f}'))
+    print(text_table(columns, rows))
+    if args.json:
+        write_json(args.json, dict(machine=describe_machine(), case=dict(config=args.config, **case), rows=rows))
+
+
+if __name__ == '__main__':
+    main()

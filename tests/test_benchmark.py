@@ -1,0 +1,181 @@
+"""The benchmark of modules and of steps: bytes by formula, ratios, gradients, what cannot run; and its command line."""
+
+import copy
+import json
+import sys
+
+import pytest
+import torch
+from helpers import RESEARCH, ROOT, make_project, run
+from mmengine.config import Config
+from torch import nn
+
+import benchmark  # isort: skip  (helpers puts research/ on the path)
+import draw_stored
+from benchmark import measure_module, measure_steps, ratios
+from case import Case, compared, parse_name, smooth
+from rivals import RIVALS
+from tables import benchmark_table
+
+from sbp_mmdet.plan.variants import plain
+
+CASE = dict(batch=1, height=64, width=64, boxes=2, device='cpu')
+PRESETS = ['none', 'with_cp', 'exact', 'int8', 'nearest', 'paper', 'reference']
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory):
+    return plain(Config.fromfile(make_project(tmp_path_factory.mktemp('project'), train=1, val=1)))
+
+
+def test_a_block_stores_what_the_picture_of_the_design_says(config):
+    """In feature maps of the block's input; masks and deviations take a little more."""
+    rows = measure_module(config, PRESETS, 'backbone.stages.0.0', amp='off', rounds=0, **CASE)
+    unit = 8 * 16 * 16 * 4  # channels x positions x fp32
+    for row in rows:
+        expected = draw_stored.units(row['preset'])
+        assert expected <= row['saved_bytes'] / unit <= 1.08 * expected + 0.2, row
+
+
+def test_gradients_of_a_backbone(config):
+    """Exact presets are exact while stochastic depth drops images, others are as far off as they say."""
+    config = copy.deepcopy(config)
+    config.model.backbone.drop_path_rate = 0.4
+    rows = measure_module(config, PRESETS, 'backbone', amp='bf16', rounds=2, **CASE)
+    error = {row['preset']: row['error'] for row in rows}
+    assert error['none'] == 0 and max(error['with_cp'], error['exact']) < 1e-5 < error['int8'] < 0.05
+    assert 0.05 < error['nearest'] and 0.2 < error['paper']
+    assert rows[0]['ratio'] == rows[0]['ratio_min'] == rows[0]['ratio_max'] == 1
+    assert all(row['saved_bytes'] < rows[0]['saved_bytes'] for row in rows[1:])
+    assert all(row['peak_bytes'] > row['saved_bytes'] for row in rows)
+
+
+def test_keys_and_modules_without_positions(config):
+    """Any submodule of a detector."""
+    few, many = measure_module(
+        config, ['paper,keep_ratio=0.25', 'paper,keep_ratio=0.75'], 'backbone', amp='off', rounds=0, **CASE
+    )
+    assert few['saved_bytes'] < many['saved_bytes']
+    first, exact = measure_module(config, ['none', 'exact'], 'neck', amp='off', rounds=0, **CASE)
+    assert exact['error'] < 1e-5 and first['error'] == 0 < exact['saved_bytes']
+    with pytest.raises(ValueError, match='--module nick: there is none; the detector has .*neck'):
+        measure_module(config, ['none'], 'nick', amp='off', rounds=0, **CASE)
+
+
+def test_rivals(config):
+    names = ['none', 'selective', 'save-on-cpu', 'conv-bn-eval', 'exact,attention=head']
+    rows = measure_module(config, names, 'backbone.stages.0.0', amp='off', rounds=1, **CASE)
+    assert [row.get('error') for row in rows[:3]] == [0, pytest.approx(0, abs=1e-6), 0]
+    assert rows[1]['saved_bytes'] < rows[0]['saved_bytes'] == rows[2]['saved_bytes']  # on a CPU nothing moves
+    assert "['attention'] mean nothing for preset='exact'" in rows[-1]['reason'] and 'ratio' not in rows[-1]
+
+
+def test_what_cannot_run_is_a_row(config, monkeypatch):
+    def fail(run):
+        raise RuntimeError('no compiler here\nmore')
+
+    def need_too_much(run):
+        raise torch.cuda.OutOfMemoryError
+
+    def wrong(run):
+        raise RuntimeError('a bug of ours')
+
+    for name, wrap in (('compile', fail), ('compile-0.5', need_too_much)):
+        monkeypatch.setitem(benchmark.RIVALS, name, benchmark.RIVALS[name].__class__(name, '', wrap=wrap))
+    rows = measure_module(config, ['none', 'compile', 'compile-0.5'], 'neck', amp='off', rounds=1, **CASE)
+    assert [row.get('reason') for row in rows] == [None, 'no compiler here', 'out of memory']
+    steps = measure_steps(config, ['none', 'compile'], rounds=1, **CASE)
+    assert steps[0]['ratio'] == 1 and steps[1]['reason'] == 'no compiler here'
+    monkeypatch.setattr(benchmark, 'Case', wrong)
+    with pytest.raises(TypeError):
+        measure_module(config, ['none'], 'neck', amp='off', rounds=0, **CASE)
+    assert 'no compiler here' in benchmark_table(rows)
+
+
+def test_steps_leave_the_weights_alone(config, monkeypatch):
+    found = []
+    build = benchmark.build_training
+    monkeypatch.setattr(benchmark, 'build_training', lambda *a, **k: found.append(build(*a, **k)) or found[-1])
+    rows = measure_steps(config, ['none', 'exact+cp-heads', 'paper,keep_ratio=0.5', 'none'], rounds=2, **CASE)
+    assert all(row['ratio_min'] <= row['ratio'] <= row['ratio_max'] and row['seconds'] > 0 for row in rows)
+    (first, wrapper, _), *others = found
+    assert all(p is q for model, *_ in others for p, q in zip(first.parameters(), model.parameters(), strict=True))
+    assert all(group['lr'] == 0 for group in wrapper.optimizer.param_groups)
+
+
+def test_ratios_are_those_of_each_round():
+    first, second = ratios([[1.0, 2.0], [2.0, 2.0], [4.0, 12.0]])
+    assert first == dict(seconds=2.0, ratio=1.0, ratio_min=1.0, ratio_max=1.0)
+    assert second == dict(seconds=2.0, ratio=2.0, ratio_min=1.0, ratio_max=3.0)
+
+
+def test_compared():
+    exact, found = dict(a=torch.tensor([3.0, 0]), b=torch.zeros(2)), dict(a=torch.tensor([3.0, 4]))
+    assert compared(exact, found) == pytest.approx(dict(cosine=9 / 15, error=4 / 3))
+
+
+def test_names():
+    assert parse_name('paper,keep_ratio=[0.25,0.5],sampler=random') == (
+        'paper',
+        dict(keep_ratio=[0.25, 0.5], sampler='random'),
+    )
+    assert parse_name('selective') == ('with_cp', {})
+    for name, message in (('papre', 'papre'), ('fused', "preset='paper'"), ('paper,0.5', 'unknown|key=value')):
+        with pytest.raises(ValueError, match=message):
+            parse_name(name)
+
+
+def test_smooth_neighbours_are_alike():
+    for shape, axis in (((2, 3, 40, 40), 3), ((2, 90, 5), 1)):
+        x = smooth(shape)
+        assert x.shape == shape
+        assert (x.diff(dim=axis).std() / x.std()).item() < 0.6
+
+
+def test_rivals_keep_the_forward_pass():
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), nn.ReLU())
+    x = torch.randn(2, 3, 8, 8)
+    expected = module(x)
+    for name in ('save-on-cpu', 'conv-bn-eval'):
+        rival = RIVALS[name]
+        if rival.change:
+            rival.change(module)
+        assert torch.allclose((rival.wrap or (lambda run: run))(module)(x), expected, atol=1e-6)
+
+
+def test_a_part_runs_alone_with_positions_of_its_backbone(config):
+    torch.manual_seed(0)
+    model = benchmark.build_training(config, **CASE)[0]
+    case = Case('paper', model, 'backbone.stages.2.1', {})
+    x = torch.randn(1, 32, 4, 4, requires_grad=True)
+    with pytest.raises(ValueError, match='no pass of its backbone has begun'):
+        case.run(x)
+    case.begin(torch.Size((1, 3, 64, 64)), 'cpu')
+    case.run(x).sum().backward()
+    assert x.grad is not None and case.module.pointwise_conv1.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['--presets', 'fused'], "is now called preset='paper'"),
+        (['--size', '0x64'], '--size 0x64'),
+        (['--cap', '8'], '--cap 8.0 needs --step and a GPU'),
+        (['--rivals', 'mine'], 'invalid choice'),
+    ],
+    ids=str,
+)
+def test_bad_input(words, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, 'argv', ['benchmark.py', str(make_project(tmp_path, 1, 1)), *words])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert message in capsys.readouterr().err
+
+
+def test_command_line(tmp_path):
+    config, out = make_project(tmp_path, train=1, val=1), tmp_path / 'new/out.json'
+    words = ('--presets', 'none', 'exact', '--size', '64x64', '--rounds', '1', '--json', out)
+    done = run('python', RESEARCH / 'benchmark.py', config, *words, cwd=tmp_path, PYTHONPATH=ROOT)
+    found = json.loads(out.read_text())
+    assert [row['preset'] for row in found['rows']] == ['none', 'exact'] and 'exact' in done.stdout
+    assert found['case']['module'] == 'backbone' and found['machine']['command'].startswith('python research/')

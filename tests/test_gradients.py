@@ -1,0 +1,136 @@
+"""The study of gradients: what it compares against is exact, what it says follows from the definitions."""
+
+import copy
+import json
+import sys
+
+import pytest
+import torch
+from helpers import make_project
+from mmengine.config import Config
+
+import gradients  # isort: skip  (helpers puts research/ on the path)
+from gradients import compare, exact_pass, groups, study, study_table
+from subject import build_model, train_batches
+
+from sbp_mmdet import apply_lean
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('project')
+    path = make_project(folder, train=4, val=1)
+    config = Config.fromfile(path)
+    config.train_dataloader.dataset.data_root = str(folder / 'data/shapes') + '/'
+    config.model.backbone.drop_path_rate = 0.3
+    return path, config
+
+
+@pytest.fixture(scope='module')
+def model(project):
+    return build_model(project[1])
+
+
+@pytest.fixture(scope='module')
+def batches(project):
+    return list(train_batches(project[1], 2))
+
+
+def test_exact_pass_is_that_of_a_training_step(model, batches):
+    exact = exact_pass(model, batches[0], seed=3)
+    torch.manual_seed(3)
+    hook = model.backbone.register_forward_pre_hook(lambda *_: torch.manual_seed(3) and None)
+    data = model.data_preprocessor(copy.deepcopy(batches[0]), True)
+    loss, _ = model.parse_losses(model(**data, mode='loss'))
+    hook.remove()
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert exact.loss == loss.item() and set(exact.gradients) == set(expected)
+    assert all(torch.equal(exact.gradients[name], grad) for name, grad in expected.items())
+    model.zero_grad()
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_study(model, batches, whole):
+    """Exact presets are exact, the paper's is as short as the share that it keeps, and the model stays plain."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = ['exact', 'with_cp', 'paper'] if not whole else ['exact']
+    found = study(model, {name: (name, {}) for name in names}, batches, whole=whole)
+    for name in names:
+        row = found[name]['backbone']
+        assert len(row['cosine']['values']) == len(batches)
+        exact = name != 'paper'
+        assert (row['relative_error']['mean'] < 1e-4) == exact
+    if not whole:
+        paper = found['paper']
+        assert 0.3 < paper['backbone']['cosine']['mean'] < 0.95 and paper['backbone']['norm_ratio']['mean'] < 1
+        assert paper['stage 4']['cosine']['mean'] > 0.999 > paper['stage 1']['cosine']['mean']  # stage 4 is not thinned
+        assert paper['neck']['relative_error']['mean'] == 0
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+def test_another_forward_pass_is_refused(model, batches, monkeypatch):
+    def spoil(*args, **keys):
+        report = apply_lean(*args, **keys)
+        args[0].register_forward_hook(lambda module, _, outs: tuple(1.1 * out for out in outs))
+        return report
+
+    monkeypatch.setattr(gradients, 'apply_lean', spoil)
+    with pytest.raises(ValueError, match='the forward pass differs from the plain one by'):
+        study(model, {'exact': ('exact', {})}, batches[:1])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="'mine': .*keep_ratio=7"):
+        study(model, {'mine': ('paper', dict(keep_ratio=7))}, batches[:1])
+
+
+def test_compare_by_hand():
+    exact = {'backbone.a': torch.tensor([3.0, 4]), 'backbone.b': torch.tensor([2.0]), 'neck.c': torch.zeros(2)}
+    found = {'backbone.a': torch.tensor([3.0, 0]), 'backbone.b': torch.tensor([2.0])}
+    rows = compare(exact, found, {'backbone.a': 1})
+    assert rows['stage 1'] == pytest.approx(dict(cosine=0.6, relative_error=0.8, norm_ratio=0.6))
+    assert rows['backbone']['relative_error'] == pytest.approx((16 / 29) ** 0.5)
+    assert rows['mean layer']['cosine'] == pytest.approx(0.8)
+    assert rows['neck'] == dict(cosine=None, relative_error=None, norm_ratio=None)
+
+
+def test_groups(model):
+    rising, falling = (groups('orders', model)[label][1]['keep_ratio'] for label in ('increasing', 'decreasing'))
+    assert rising == sorted(rising) == falling[::-1] and len(rising) == 4 and rising[0] == 0.25
+    labels = [label for name in ('presets', 'ratios', 'samplers', 'attention') for label in groups(name, model)]
+    assert len(labels) == len(set(labels)) == 15
+
+
+def test_starts(project, tmp_path):
+    """A checkpoint of a detector, one of a backbone, and none."""
+    _, config = project
+    model = build_model(config, seed=4)
+    assert model.training
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'whole.pth')
+    torch.save(model.backbone.state_dict(), tmp_path / 'backbone.pth')
+    whole, part = (build_model(config, str(tmp_path / f'{name}.pth'), seed=5) for name in ('whole', 'backbone'))
+    for name, p in model.state_dict().items():
+        assert torch.equal(whole.state_dict()[name], p)
+        if name.startswith('backbone.'):
+            assert torch.equal(part.state_dict()[name], p)
+    torch.save(dict(state_dict={'backbone.x': torch.zeros(1)}), tmp_path / 'other.pth')
+    for name, message in (('other', 'is not one of this config'), ('none', 'does not exist')):
+        with pytest.raises(ValueError, match=message):
+            build_model(config, str(tmp_path / f'{name}.pth'))
+
+
+def test_command_line(project, monkeypatch, tmp_path, capsys):
+    path, config = project
+    out, picture = tmp_path / 'out.json', tmp_path / 'out.png'
+    root = f'train_dataloader.dataset.data_root={config.train_dataloader.dataset.data_root}'
+    words = ['--presets', 'paper,keep_ratio=0.25', '--batches', '2', '--json', str(out), '--plot', str(picture)]
+    monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words, '--cfg-options', root])
+    gradients.main()
+    found = json.loads(out.read_text())
+    assert 'mean ± standard deviation' in capsys.readouterr().out and picture.stat().st_size > 5000
+    table = study_table(found, markdown=True).splitlines()
+    assert table[0].startswith('| setting | cosine: network | backbone | stage 1 |') and table[2].count(' ± ') == 9
+    for words, message in ((['--batches', '0'], '--batches 0'), (['--presets', 'fused'], "preset='paper'")):
+        monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words])
+        with pytest.raises(SystemExit):
+            gradients.main()
+        assert message in capsys.readouterr().err

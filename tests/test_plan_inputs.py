@@ -1,0 +1,48 @@
+"""What a config feeds its detector, read from the train pipeline."""
+
+import pytest
+from mmengine.config import Config
+
+from sbp_mmdet.plan.inputs import DEFAULT_SIZE, inputs_of
+from sbp_mmdet.plan.variants import NotApplicable, load_config, piece_change
+
+# Of the installed mmdet: batch, height, width, masks, semantic map; as their pipelines and authors say.
+STOCK = {
+    'convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py': (2, 1250, 1333, True, False),
+    'rtmdet/rtmdet_l_convnext_b_4xb32-100e_coco.py': (32, 640, 640, False, False),
+    'rtmdet/rtmdet-ins_l_8xb32-300e_coco.py': (32, 640, 640, True, False),
+    'mask2former/mask2former_r50_8xb2-lsj-50e_coco.py': (2, 1024, 1024, True, False),
+    'panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py': (2, 800, 1333, True, True),
+    'yolox/yolox_s_8xb8-300e_coco.py': (8, 800, 800, False, False),
+    'ssd/ssd300_coco.py': (8, 300, 300, False, False),
+    'soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py': (5, 1200, 1333, False, False),
+}
+
+
+@pytest.mark.parametrize('name', STOCK)
+def test_stock_configs(name):
+    found = inputs_of(load_config(f'mmdet::{name}'))
+    assert found[:5] == STOCK[name]
+    assert 'not told' not in found.source and found.usual is not None
+
+
+def test_what_is_told_counts():
+    found = inputs_of(load_config('mmdet::ssd/ssd300_coco.py'), batch=1, size=(32, 64))
+    assert found[:3] == (1, 32, 64) and found.source == 'as told'
+    found = inputs_of(Config(dict(model={})))
+    assert found[:3] == (2, *DEFAULT_SIZE) and found.source.count('not told') == 2
+
+
+def test_transformers_of_a_detector():
+    for name, modules in {
+        'dino/dino-4scale_r50_8xb2-12e_coco.py': ['encoder.layers', 'decoder.layers'],
+        'mask2former/mask2former_r50_8xb2-lsj-50e_coco.py': [
+            'panoptic_head.pixel_decoder.encoder.layers',
+            'panoptic_head.transformer_decoder.layers',
+        ],
+    }.items():
+        (hook,) = piece_change(load_config(f'mmdet::{name}'), ['cp-transformer'])['custom_hooks']
+        assert hook == dict(type='CheckpointModulesHook', modules=modules)
+    stock = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
+    with pytest.raises(NotApplicable, match='cp-transformer: the model has none'):
+        piece_change(stock, ['cp-transformer'])
