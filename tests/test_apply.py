@@ -338,6 +338,16 @@ def test_exact_layers_may_run_again(foreign, reentrant, options):
     assert_near(found[1], found[0], 1e-12)
 
 
+@pytest.mark.parametrize('order', [1, -1])
+def test_a_checkpoint_stays_in_front(order):
+    """Whichever hook comes first, what is lean runs again inside of it."""
+    model = build('stock Swin')
+    changes = [lambda: apply_lean(model), lambda: checkpoint_modules(model, ['stages.3.blocks.0'])]
+    for change in changes[::order]:
+        change()
+    assert type(model.stages[3].blocks[0]).__mro__[1] is Checkpointed
+
+
 def test_a_confined_plugin_leaves_checkpoints_alone():
     """What the message of a refusal says."""
     model, x = build('stock Swin'), image(2, 64, 64)

@@ -16,6 +16,7 @@ from benchmark import measure_module, measure_steps, ratios
 from case import Case, compared, parse_name, smooth
 from rivals import RIVALS
 from tables import benchmark_table
+
 from sbp_mmdet.plan.variants import plain
 
 CASE = dict(batch=1, height=64, width=64, boxes=2, device='cpu')

@@ -1,24 +1,18 @@
 """The report of a GPU: parts, limits, going on where it stopped, and the page; and a rehearsal on a CPU."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, TOOLS, environment, run
 
-sys.path[:0] = [str(TOOLS), str(TOOLS / 'analysis_tools')]
-import benchmark_block  # noqa: E402
-import benchmark_memory  # noqa: E402
-import benchmark_steps  # noqa: E402
-import gpu_report  # noqa: E402
-import run_under_cap  # noqa: E402
-from gpu_report import Part  # noqa: E402
+import benchmark  # isort: skip  (helpers puts tools/ and research/ on the path)
+import gpu_report
+from gpu_report import Part
 
 PYTHON = dict(SBP_PYTHON=sys.executable)
 
@@ -29,7 +23,8 @@ def test_every_part_has_less_than_ten_minutes_and_files_of_its_own():
         assert len({part.name for part in parts}) == len(parts)
         for part in parts:
             assert 0 < part.minutes < 10
-            for script, *_ in part.commands:
+            for command in part.commands:
+                script = command.split()[0]
                 assert script == '-m' or (ROOT / script).is_file()
 
 
@@ -40,12 +35,12 @@ def typed(monkeypatch, out, *words):
 
 
 def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
-    flag = tmp_path / 'flag'
-    code = f"import pathlib, sys; sys.exit(0 if pathlib.Path({str(flag)!r}).exists() else 'not yet')"
+    flag, script = tmp_path / 'flag', tmp_path / 'bad.py'
+    script.write_text(f"import pathlib, sys; sys.exit(0 if pathlib.Path({str(flag)!r}).exists() else 'not yet')")
     parts = [
-        Part('good', 'Good', 1, (('-c', 'print(1)'),)),
-        Part('bad', 'Bad', 1, (('-c', code), ('-c', 'print(2)'))),
-        Part('slow', 'Slow', 0.02, (('-c', 'import time; time.sleep(60)'),)),
+        Part('good', 'Good', 1, ('-c print(1)',)),
+        Part('bad', 'Bad', 1, (f'{script}', '-c print(2)')),
+        Part('slow', 'Slow', 0.02, ('-c __import__("time").sleep(60)',)),
         Part('gpu', 'Of a GPU', 1, (), needs_gpu=True),
     ]
     monkeypatch.setattr(gpu_report, 'parts_of_report', lambda rehearse: parts)
@@ -66,7 +61,7 @@ def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
 
 
 def test_a_part_that_the_end_would_kill_is_left_to_the_next_call(monkeypatch, tmp_path):
-    parts = [Part(name, name, minutes, (('-c', ''),)) for name, minutes in (('a', 5), ('b', 5), ('c', 0.1))]
+    parts = [Part(name, name, minutes, ('-c pass',)) for name, minutes in (('a', 5), ('b', 5), ('c', 0.1))]
     monkeypatch.setattr(gpu_report, 'parts_of_report', lambda rehearse: parts)
     states = typed(monkeypatch, tmp_path, '--rehearse', '--minutes', '1')
     assert {name: state['state'] for name, state in states.items() if name != 'rehearsal'} == dict(a='done', c='done')
@@ -76,7 +71,7 @@ def test_a_part_that_the_end_would_kill_is_left_to_the_next_call(monkeypatch, tm
 def test_what_cannot_be_read_leaves_the_page(tmp_path):
     parts = [Part('block', 'Block', 1, ()), *gpu_report.parts_of_report(True)]
     (tmp_path / 'block.json').write_text('{"rows": [')  # killed while it wrote
-    folder = tmp_path / 'training_plain/1/vis_data'
+    folder = tmp_path / 'training_none/1/vis_data'
     folder.mkdir(parents=True)
     line = dict(iter=1, loss=2.5, time=0.5, memory=70)
     (folder / 'scalars.json').write_text(json.dumps(line) + '\n{"iter": 2, "lo')
@@ -85,22 +80,19 @@ def test_what_cannot_be_read_leaves_the_page(tmp_path):
     )
     page = gpu_report.write_page(parts, {}, tmp_path).read_text()
     assert 'Its results cannot be read: JSONDecodeError' in page
-    assert '| plain |  | 2.500 | 0.500 | 70 |' in page
+    assert '| none |  | 2.5 | 0.5 | 70 |' in page
     assert '    FAILED tests/test_vit.py::test_x - ValueError\n    1 failed, 3 passed in 2s' in page
 
 
 def test_it_ends_what_it_runs(tmp_path):
     """By SIGTERM, as Slurm sends it: what measures would keep the GPU."""
     pid = tmp_path / 'pid'
-    wait = 'import os, sys, time; open(sys.argv[1], "w").write(str(os.getpid())); time.sleep(100)'
-    code = '\n'.join(
-        [
-            'import sys, gpu_report',
-            f'words = "-c", {wait!r}, {str(pid)!r}',
-            'gpu_report.parts_of_report = lambda rehearse: [gpu_report.Part("a", "A", 1, (words,))]',
-            f'sys.argv = ["tool", "--rehearse", "--out", {str(tmp_path)!r}]',
-            'gpu_report.main()',
-        ]
+    wait = tmp_path / 'wait.py'
+    wait.write_text(f'import os, time; open({str(pid)!r}, "w").write(str(os.getpid())); time.sleep(100)')
+    part = f'gpu_report.Part("a", "A", 1, ({str(wait)!r},))'
+    code = (
+        f'import sys, gpu_report; gpu_report.parts_of_report = lambda rehearse: [{part}]; '
+        f'sys.argv = ["tool", "--rehearse", "--out", {str(tmp_path)!r}]; gpu_report.main()'
     )
     paths = os.pathsep.join([str(ROOT), str(TOOLS)])
     report = subprocess.Popen([sys.executable, '-c', code], env=environment(PYTHONPATH=paths))
@@ -118,54 +110,36 @@ class Understood(Exception):  # noqa: N818
     """A tool has read its arguments, and would measure now."""
 
 
-def test_commands_for_a_gpu_are_understood(monkeypatch):
-    """Options, variants and configs of what cannot be rehearsed, as if there were a GPU: up to the measurement."""
+def test_commands_for_a_gpu_are_understood(monkeypatch, tmp_path):
+    """Options, presets and configs of what cannot be rehearsed, as if there were a GPU: up to the measurement."""
 
     def measure(*args, **kwargs):
         raise Understood
 
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
-    for tool, name in ((benchmark_steps, 'measure_steps'), (benchmark_memory, 'measure_detector')):
-        monkeypatch.setattr(tool, name, measure)
-    monkeypatch.setattr(run_under_cap, 'run_under_cap', measure)
-    monkeypatch.setattr(run_under_cap, 'cuda_cap', lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(benchmark_block, 'use_device', measure)
-    tools = {tool.__name__: tool for tool in (benchmark_block, benchmark_steps, benchmark_memory, run_under_cap)}
-    seen = []
+    monkeypatch.setattr(benchmark, 'use_device', str)
+    for name in ('measure_module', 'measure_steps'):
+        monkeypatch.setattr(benchmark, name, measure)
+    seen = 0
     for part in gpu_report.parts_of_report(False):
-        for script, *words in part.commands:
-            if tool := tools.get(Path(script).stem):
-                monkeypatch.setattr(sys, 'argv', [script, *words])
-                if '--device' in words and 'cpu' in words:
-                    continue  # what the planner counts: no GPU
+        for command in part.commands:
+            if command.startswith('research/benchmark.py'):
+                monkeypatch.setattr(sys, 'argv', command.replace('{out}', str(tmp_path)).split())
                 with pytest.raises(Understood):
-                    tool.main()
-                seen.append(tool.__name__)
-    assert set(seen) == {*tools} and len(seen) == 18
+                    benchmark.main()
+                seen += 1
+    assert seen == 11
 
 
-@pytest.mark.parametrize(
-    ('parts', 'said'),
-    [
-        (['backbone_t_fp16', 'rivals_steps'], ['](rivals_steps.png)', '| `selective` |', 'nothing moves to the host']),
-        (
-            ['memory', 'training', 'tests'],
-            ['tests collected', 'peak measured | measured / counted | reserved |', '\n| plain | ', '\n| sbp | '],
-        ),
-    ],
-    ids=['speed', 'memory'],
-)
-def test_rehearsal(parts, said, tmp_path):
-    """Of four parts, which run what the others run: the block benchmark, the step benchmark with rivals, counted beside
-    measured bytes, and the trainings; with the page. `bash tools/gpu_report.sh --rehearse` rehearses all but the caps.
-    """
+def test_rehearsal(tmp_path):
+    """Of three parts, with the page. `bash tools/gpu_report.sh --rehearse` rehearses all but the caps."""
+    parts = ['steps_t', 'training', 'tests']
     run('bash', TOOLS / 'gpu_report.sh', '--rehearse', '--out', tmp_path, '--parts', *parts, cwd=ROOT, **PYTHON)
     states = json.loads((tmp_path / 'states.json').read_text())
     assert {name: states[name]['state'] for name in parts} == dict.fromkeys(parts, 'done')
     page = (tmp_path / 'report.md').read_text()
-    assert all(text in page for text in said)
-    assert all((tmp_path / f'{name}.png').is_file() for name in parts if f']({name}.png)' in page)
+    assert all(text in page for text in ('tests collected', '| `exact` |', '| none | ', '| paper | '))
 
 
 def test_wheels(tmp_path):

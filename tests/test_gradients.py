@@ -11,8 +11,9 @@ from mmengine.config import Config
 
 import gradients  # isort: skip  (helpers puts research/ on the path)
 from gradients import compare, exact_pass, groups, study, study_table
-from sbp_mmdet import apply_lean
 from subject import build_model, train_batches
+
+from sbp_mmdet import apply_lean
 
 
 @pytest.fixture(scope='module')

@@ -11,9 +11,9 @@ from oracles import gradients, image, loss_of, record_keep, small_backbone
 
 STATM = Path('/proc/self/statm')
 SETTINGS = {
-    'fused': dict(keep_ratio=0.5, sampler='random'),
-    'block': dict(keep_ratio=0.5, recompute='block'),
-    'reference': dict(keep_ratio=0.5, implementation='reference'),
+    'paper': dict(preset='paper', sampler='random'),
+    'nearest': dict(preset='nearest'),
+    'exact': dict(preset='exact'),
 }
 
 
@@ -34,7 +34,7 @@ def resident_bytes():
 
 @pytest.mark.skipif(not STATM.exists(), reason='the resident size is read from /proc, which Linux has')
 def test_500_steps_do_not_grow(iteration):
-    """All modes in turn, with images of changing size."""
+    """Presets in turn, with images of changing size."""
     backbones = [small_backbone(cfg, dtype=torch.float32) for cfg in SETTINGS.values()]
     optimizers = [torch.optim.AdamW(backbone.parameters(), lr=1e-4) for backbone in backbones]
     sizes = [(64, 64), (64, 96), (72, 40)]
@@ -58,10 +58,9 @@ def parameters_of(backbone):
 
 
 @needs_fp16
-@pytest.mark.parametrize('settings', SETTINGS)
-def test_overflow_steps_are_skipped_and_the_masks_go_on(settings, iteration):
+def test_overflow_steps_are_skipped_and_the_masks_go_on(iteration):
     """fp16 with a loss scale that is far too large at first: it halves until the gradients are finite."""
-    backbone = small_backbone(SETTINGS[settings] | dict(sampler='random'), dtype=torch.float32)
+    backbone = small_backbone(SETTINGS['paper'], dtype=torch.float32)
     seen = record_keep(backbone)
     optimizer = torch.optim.SGD(backbone.parameters(), lr=1e-6)
     scaler = torch.amp.GradScaler('cpu', init_scale=2.0**20, growth_interval=1000)
@@ -87,7 +86,7 @@ def test_overflow_steps_are_skipped_and_the_masks_go_on(settings, iteration):
 
     # The same masks as in a run that skipped nothing.
     torch.manual_seed(5)
-    other = small_backbone(SETTINGS[settings] | dict(sampler='random'), dtype=torch.float32)
+    other = small_backbone(SETTINGS['paper'], dtype=torch.float32)
     torch.manual_seed(5)
     other_seen = record_keep(other)
     for step in (0, 1, 29):
@@ -99,7 +98,7 @@ def test_overflow_steps_are_skipped_and_the_masks_go_on(settings, iteration):
 @pytest.mark.parametrize('settings', SETTINGS)
 def test_nan_in_the_loss_of_one_image_stays_in_its_step_and_image(settings, iteration):
     def build():
-        backbone = small_backbone(SETTINGS[settings] | dict(sampler='random'))
+        backbone = small_backbone(SETTINGS[settings])
         torch.manual_seed(5)
         return backbone
 

@@ -1,7 +1,6 @@
 """The synthetic set: reproducible, and its annotations say what the pictures show."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,24 +28,17 @@ def decode_polygons(polygons, shape):
 @pytest.fixture(scope='module')
 def polygon_set(tmp_path_factory):
     out = tmp_path_factory.mktemp('set') / 'shapes'
-    synthetic.make_set(out, mask='polygon', **SMALL)
-    return out
-
-
-@pytest.fixture(scope='module')
-def rle_set(tmp_path_factory):
-    out = tmp_path_factory.mktemp('set') / 'shapes'
-    synthetic.make_set(out, mask='rle', **SMALL)
+    synthetic.make_set(out, **SMALL)
     return out
 
 
 def test_same_seed_same_bytes(polygon_set, tmp_path):
-    synthetic.make_set(tmp_path / 'again', mask='polygon', **SMALL)
+    synthetic.make_set(tmp_path / 'again', **SMALL)
     assert contents(tmp_path / 'again') == contents(polygon_set)
 
 
 def test_seed_and_split_change_the_images(polygon_set, tmp_path):
-    synthetic.make_set(tmp_path / 'other', mask='polygon', **dict(SMALL, seed=4))
+    synthetic.make_set(tmp_path / 'other', **dict(SMALL, seed=4))
     first, second = contents(polygon_set), contents(tmp_path / 'other')
     images = [first[name] for name in first if name.endswith('.jpg')]
     assert len(set(images)) == SMALL['train'] + SMALL['val']
@@ -54,16 +46,15 @@ def test_seed_and_split_change_the_images(polygon_set, tmp_path):
 
 
 def test_larger_set_begins_with_the_smaller_one(polygon_set, tmp_path):
-    synthetic.make_set(tmp_path / 'larger', mask='polygon', **dict(SMALL, train=8))
+    synthetic.make_set(tmp_path / 'larger', **dict(SMALL, train=8))
     larger = contents(tmp_path / 'larger')
     for name, data in contents(polygon_set).items():
         assert not name.endswith('.jpg') or larger[name] == data
 
 
 @pytest.mark.parametrize('split', ['train', 'val'])
-@pytest.mark.parametrize('kind', ['polygon', 'rle'])
-def test_annotations_describe_the_visible_pixels(split, kind, request):
-    out = request.getfixturevalue(f'{kind}_set')
+def test_annotations_describe_the_visible_pixels(split, polygon_set):
+    out = polygon_set
     coco = COCO(str(out / 'annotations' / f'instances_{split}.json'))
     assert [category['name'] for category in coco.loadCats(coco.getCatIds())] == list(synthetic.CLASSES)
     for image in coco.loadImgs(coco.getImgIds()):
@@ -77,17 +68,6 @@ def test_annotations_describe_the_visible_pixels(split, kind, request):
             assert annotation['area'] == mask.sum() > 0
             left, top, width, height = annotation['bbox']
             assert (left, left + width - 1, top, top + height - 1) == (columns[0], columns[-1], rows[0], rows[-1])
-
-
-def test_both_encodings_agree(polygon_set, rle_set):
-    for split in ('train', 'val'):
-        one, other = (COCO(str(out / 'annotations' / f'instances_{split}.json')) for out in (polygon_set, rle_set))
-        assert one.getAnnIds() == other.getAnnIds()
-        for a, b in zip(one.loadAnns(one.getAnnIds()), other.loadAnns(other.getAnnIds()), strict=True):
-            assert isinstance(a['segmentation'], list) and isinstance(b['segmentation'], dict)
-            np.testing.assert_array_equal(one.annToMask(a), other.annToMask(b))
-    for name, data in contents(polygon_set).items():
-        assert not name.endswith('.jpg') or contents(rle_set)[name] == data
 
 
 def test_polygons_are_exact_for_any_mask():
@@ -106,7 +86,7 @@ def test_masks_are_what_is_drawn(monkeypatch):
     """With flat black ground and flat white objects, the masks together are the white pixels of the image."""
     surfaces = iter([0.0] + [255.0] * 1000)
     monkeypatch.setattr(
-        synthetic, 'surface', lambda rng, size, colour: np.full((size, size, 3), next(surfaces), dtype=np.float32)
+        synthetic, '_surface', lambda rng, size, colour: np.full((size, size, 3), next(surfaces), dtype=np.float32)
     )
     monkeypatch.setattr(synthetic.cv2, 'GaussianBlur', lambda image, *_: image)
     image, objects = synthetic.render_image(np.random.default_rng(0), 128)
@@ -164,7 +144,6 @@ def test_interrupted_set_is_made_again(tmp_path, monkeypatch):
         (dict(val=-1), '--val -1: must be 1 or more'),
         (dict(size=8), '--size 8: must be 32 or more'),
         (dict(seed=-2), '--seed -2: must be 0 or more'),
-        (dict(mask='png'), "--mask png: choose 'polygon' or 'rle'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, tmp_path):
@@ -173,10 +152,9 @@ def test_bad_arguments_are_refused(arguments, message, tmp_path):
     assert not (tmp_path / 'shapes').exists()
 
 
-def test_foreign_folder_is_refused(tmp_path):
+def test_foreign_folder_is_refused(tmp_path, monkeypatch):
     (tmp_path / 'mine.txt').write_text('mine')
-    command = [sys.executable, TOOLS / 'make_synthetic_coco.py', '--out', tmp_path, '--train', '1', '--val', '1']
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert 'not made by this script' in done.stderr and str(tmp_path) in done.stderr
+    monkeypatch.setattr(sys, 'argv', ['tool', '--out', str(tmp_path), '--train', '1', '--val', '1'])
+    with pytest.raises(SystemExit, match=f'{tmp_path}: not empty, and not made by this script'):
+        synthetic.main()
     assert [path.name for path in tmp_path.iterdir()] == ['mine.txt']

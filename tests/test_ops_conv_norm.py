@@ -1,11 +1,13 @@
 """Convolution, norm, residual and activation in one operation, against torch's own modules."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from fake_cuda import backward, gpu_that_is_not_there
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
 
@@ -283,6 +285,16 @@ def test_what_was_written_to_is_not_handed_on(storage):
     assert relative(grads[1], grads[0]) < (1e-10 if storage == 'native' else 0.02)
 
 
+def test_what_torch_has_stored_is_not_rounded():
+    _, lean = pair('int8', norm='fixed', act='relu', padding=1)
+    before = nn.Sequential(nn.ReLU(), lean)
+    x = image(size=32)
+    assert stored_maps(before, x) == pytest.approx(1 + 1 / 8, rel=0.05)
+    stock = nn.Sequential(nn.ReLU(), pair('int8', norm='fixed', act='relu', padding=1)[0])
+    (_, grads), (_, lean_grads) = run(stock, x), run(before, x)
+    assert relative(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
+
+
 def test_one_layer_may_store_exactly_and_the_next_in_eight_bits():
     """A layer that stores exactly reads nothing rounded; one that rounds may read what is exact."""
     x = image(size=16)
@@ -331,3 +343,28 @@ def _synced(rank, folder):
 
 def test_sync_batch_norm_is_batch_norm_of_all_processes(tmp_path):
     mp.spawn(_synced, (str(tmp_path),), nprocs=2)
+
+
+@pytest.mark.parametrize('norm', NORMS)
+@pytest.mark.parametrize('storage', ['native', 'int8'])
+@pytest.mark.parametrize('dtype', [None, torch.float16])
+def test_what_a_gpu_would_refuse(norm, storage, dtype):
+    """CUDA's branches, in both layouts, under autocast: gradients have device, type and shape of their tensors."""
+    with gpu_that_is_not_there():
+        for act, layout in itertools.product(('relu', 'silu'), (torch.contiguous_format, torch.channels_last)):
+            x = torch.randn(2, 8, 7, 9, device='cuda').contiguous(memory_format=layout)
+            leaves = dict(x=x, weight=torch.randn(8, 8, 3, 3, device='cuda'), residual=torch.randn_like(x))
+            leaves |= {
+                name: torch.randn(8, device='cuda') for name in ('norm_weight', 'norm_bias')[: 2 * (norm != 'none')]
+            }
+            leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+            running = {name: torch.ones(8, device='cuda') for name in ('running_mean', 'running_var')}
+            settings = ConvNormSettings(
+                Form(storage=storage), padding=(1, 1), norm=norm, num_groups=2, activation=Activation(act)
+            )
+            with torch.autocast('cuda', dtype, enabled=dtype is not None):
+                out = conv_norm(settings, ConvNormTensors(**leaves, **running))
+            assert out.is_cuda
+            found = backward([out])
+            for name, t in leaves.items():
+                assert found[t].is_cuda and found[t].dtype == t.dtype and found[t].shape == t.shape, name

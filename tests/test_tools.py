@@ -81,7 +81,7 @@ def test_config_without_custom_imports(project):
     [
         ({'sbp_cfg.keep_ratio': 1.5}, r'keep_ratio=1.5 must be a number in \(0, 1\]'),
         ({'sbp_cfg.keep_rato': 0.5}, "unknown key 'keep_rato'; did you mean 'keep_ratio'"),
-        ({'use_grn': True}, 'use_grn=True cannot be used with sbp_cfg'),
+        ({'sbp_cfg.recompute': True}, r"\['recompute'\] are settings of former versions; write dict\(preset='paper'\)"),
         ({'depth': 50}, "unexpected keyword argument 'depth'; .*_delete_=True"),
     ],
 )
@@ -109,16 +109,21 @@ SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 2, 1), num_heads
 @pytest.mark.parametrize(
     ('backbone', 'hook', 'message'),
     [
-        (SWIN, dict(recompute=True, priority='LOW'), None),
-        (SWIN, dict(keep_ration=0.5), "SBPHook: .*did you mean 'keep_ratio'"),
-        (dict(type='ResNet', depth=18), {}, 'SBPHook: SBP applies to no block of ResNet.*TargetsInChunksHook'),
-        (dict(SWIN, embed_dim=8), {}, None),  # mmdet says what is wrong with it
-        (None, {}, 'SBPHook: SBPConvNeXt has sbp_cfg of its own'),
+        (SWIN, dict(type='LeanHook', preset='exact', priority='LOW'), None),
+        (SWIN, dict(type='LeanHook', preset='paper', keep_ration=0.5), "LeanHook: .*did you mean 'keep_ratio'"),
+        (
+            dict(type='ResNet', depth=18),
+            dict(type='LeanHook', preset='paper'),
+            "LeanHook: preset='paper' drops positions",
+        ),
+        (SWIN, dict(type='SBPHook', recompute=True), 'SBPHook: SBPHook is now LeanHook: write dict'),
+        (dict(SWIN, embed_dim=8), dict(type='LeanHook'), None),  # mmdet says what is wrong with it
+        (None, dict(type='LeanHook'), 'LeanHook: .* has sbp_cfg of its own'),
     ],
     ids=str,
 )
 def test_hooks_that_the_backbone_refuses(config, backbone, hook, message):
-    config.custom_hooks = [dict(type='SBPHook', **hook), dict(type='NobodysHook')]
+    config.custom_hooks = [hook, dict(type='NobodysHook')]
     if backbone:
         config.model.backbone = backbone
     if message is None:

@@ -1,4 +1,4 @@
 # Every gradient exact, none dropped.
 _base_ = './cascade-mask-rcnn_sbp-convnext-b_lean.py'
 
-model = dict(backbone=dict(sbp_cfg=dict(keep_ratio=1.0)))
+model = dict(backbone=dict(sbp_cfg=dict(preset='exact')))

@@ -2,5 +2,3 @@ _base_ = [
     '../sbp_convnext/cascade-mask-rcnn_sbp-convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py',
     './lean_two_stage.py',
 ]
-
-model = dict(backbone=dict(sbp_cfg=dict(recompute='block')))

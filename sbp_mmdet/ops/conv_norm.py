@@ -99,7 +99,7 @@ class ConvNormSaved(NamedTuple):
         dtypes (tuple[torch.dtype, torch.dtype | None]): Of ``x`` and of the residual.
         input (KeptMap | None): ``x``, where a gradient of a weight needs it.
         normed (KeptMap | None): What the norm was applied to, but for 'fixed'.
-        active (KeptMap | None): What the activation was applied to; the same as ``normed`` where that will do.
+        active (KeptMap | None): What the activation was applied to. None: ``normed`` says it.
         statistics (Statistics | None): Of the norm.
         count (Tensor | None): Positions that the statistics of a SyncBN are over.
     """
@@ -122,7 +122,7 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
 
     - behind 'none' and 'fixed' nothing, for ReLU the output, for another activation what it was applied to;
     - behind 'batch' and 'group' the convolution's output, with two numbers a channel. Norm and activation run again.
-      The output is stored too if there is a residual.
+      With residuals the output is stored too in every third layer, in eight bits in each.
 
     With int8 these are rounded to eight bits. The forward pass stays as it is, and behind 'none' and 'fixed' with ReLU
     or no activation so do the gradients of ``x``, the residual and the biases.
@@ -211,12 +211,12 @@ def _activate(s, t, z, u, statistics):
             normed = normed._replace(scale=scale, shift=shift, activation=act, residual=residual)
             y = u if act is None else act(u, inplace=True)
             hand_on(y, normed)
-            return y, normed, normed
+            return y, normed, None
     if act is None:
         return u, normed, None
     if act.name == 'relu':  # its output has the signs, and the next layer needs it
         y = act(u, inplace=True)
-        active = keep(y, storage, threshold=0)._replace(activation=act)
+        active = keep(y, storage, positive=True)._replace(activation=act)
         if active.values is y:
             return y, normed, active
     else:
@@ -230,7 +230,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     """See :mod:`sbp_mmdet.ops.operation`."""
     s, found = settings, {}
     if s.activation is not None:
-        grad = s.activation.backward(grad, saved.active.before_activation(grad.dtype))
+        grad = (saved.active or saved.normed).activation_backward(grad)
     if needs.residual:
         found['residual'] = grad.to(saved.dtypes[1])
     if saved.statistics is not None:

@@ -134,14 +134,14 @@ def _kernel_inputs(s, t):
     return value, places, weights.softmax(-1).unflatten(3, shape[1:])
 
 
-def _has_kernel(value):
+def has_kernel(value):
     return value.is_cuda
 
 
 def _for_kernel(value, places, weights):
     """In one precision: CUDA's kernel has no bfloat16, and CPUs are exact in full precision."""
     dtype = value.dtype
-    if dtype == torch.bfloat16 or (dtype == torch.float16 and not _has_kernel(value)):
+    if dtype == torch.bfloat16 or (dtype == torch.float16 and not has_kernel(value)):
         dtype = torch.float32
     return tuple(x.to(dtype).contiguous() for x in (value, places, weights))
 
@@ -162,7 +162,7 @@ def _sample(s, t, value, places, weights):
 
     dtype = value.dtype
     value, places, weights = _for_kernel(value, places, weights)
-    if _has_kernel(value):
+    if has_kernel(value):
         run = mmcv.MultiScaleDeformableAttnFunction.apply
         return run(value, t.spatial_shapes, t.level_start_index, places, weights, s.im2col_step).to(dtype)
     out = value.new_empty(*places.shape[:2], value.shape[2] * value.shape[3], dtype=dtype)
@@ -178,7 +178,7 @@ def _sample_backward(s, t, grad, value, places, weights):
 
     dtypes = [x.dtype for x in (value, places, weights)]
     value, places, weights = _for_kernel(value, places, weights)
-    if _has_kernel(value):
+    if has_kernel(value):
         saved = (value, t.spatial_shapes, t.level_start_index, places, weights)
         context = SimpleNamespace(saved_tensors=saved, im2col_step=s.im2col_step)
         found = mmcv.MultiScaleDeformableAttnFunction.backward(context, grad.to(value.dtype).contiguous())

@@ -112,6 +112,12 @@ class KeptMap(NamedTuple):
         u = _affine(self.values, scale, shift, dtype)
         return u if self.residual is None else u.add_(self.residual.load(dtype))
 
+    def activation_backward(self, grad: Tensor) -> Tensor:
+        """Gradient for u from that of act(u)."""
+        if self.activation.name == 'relu' and self.unit is not None and self.scale is None:
+            return aten.threshold_backward(grad, self.values.to(grad.dtype), -127)  # see `keep`, positive
+        return self.activation.backward(grad, self.before_activation(grad.dtype))
+
     def load(self, dtype: torch.dtype) -> Tensor:
         """y; do not write to it."""
         y = self.before_activation(dtype)
@@ -129,7 +135,7 @@ def _affine(x, scale, shift, dtype):
     return x.add_(shift).to(dtype)
 
 
-def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None) -> KeptMap:
+def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, positive: bool = False) -> KeptMap:
     """Keeps a map as it is or in eight bits, in steps of its own for each image and channel.
 
     Rounds to the nearest step. Where there is a threshold, it rounds up in steps that are counted from there, and
@@ -140,6 +146,7 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None) -> Ke
         x (Tensor): Shape (N, C, H, W).
         storage (str): 'native' or 'int8'.
         threshold (Tensor | float | None): What no value may change its side of, broadcastable. Default: None.
+        positive (bool): It is what a ReLU puts out: zero is the threshold, and kept as -127. Default: False.
 
     Returns:
         KeptMap: Of ``x``, without norm and activation.
@@ -147,10 +154,14 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None) -> Ke
     if storage == 'native' or not x.numel() or x.shape[2] * x.shape[3] < _LEAST_POSITIONS:
         return KeptMap(x)
     full = accumulator(x)
-    low, high = x.amin((2, 3), keepdim=True).to(full), x.amax((2, 3), keepdim=True).to(full)
+    high = x.amax((2, 3), keepdim=True).to(full)
+    low = torch.zeros_like(high) if positive else x.amin((2, 3), keepdim=True).to(full)
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
-    if threshold is None:
+    if positive:
+        steps = (x * rate).ceil_().sub_(127)
+        base = 126.5 * unit
+    elif threshold is None:
         steps = (x * rate).add_(-127 - low * rate).round_()
         base = low + 127 * unit
     else:
@@ -185,7 +196,8 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:
     map = handed_on(x)
     if map is not None and (storage == 'int8' or map.values.is_floating_point()):
         return map
-    map = keep(cast, storage)
+    stored = type(x.grad_fn).__name__ == 'ReluBackward0'  # by torch, as it is
+    map = keep(cast, 'native' if stored else storage)
     if map.values is not x and not (x.is_leaf and x.requires_grad):  # a parameter outlives the step
         hand_on(x, map)
     return map

@@ -117,8 +117,8 @@ def cuda_kernels(counter, compute: bool):
     """Lets mmcv's CPU kernels stand for those of CUDA.
 
     Non-maximum suppression and RoIAlign refuse reduced precision on a CPU: they run in fp32, out of the counter's
-    sight, and give back what CUDA's would. Masks are copied to the device. This package's operations cut their rows
-    into the pieces that they cut on CUDA, which are larger.
+    sight, and give back what CUDA's would. Boxes that end before they start are turned. Masks are copied to the device.
+    This package's operations cut their rows into the pieces that they cut on CUDA, which are larger.
 
     Args:
         counter (LiveBytes): What counts.
@@ -136,6 +136,9 @@ def cuda_kernels(counter, compute: bool):
         return nms_forward(ctx, boxes, scores, *args)
 
     def roi_align(ctx, features, rois, *args):
+        if (rois[:, 3:] < rois[:, 1:3]).any():  # of untrained detectors; a CPU refuses what CUDA takes
+            with counter.paused():
+                rois = torch.cat([rois[:, :3], rois[:, 1:].view(-1, 2, 2).amax(1)], 1)
         if not compute and ctx.needs_input_grad[0]:
             with without_kernel:
                 return forward(ctx, features, rois, *args)

@@ -18,6 +18,8 @@ from mmdet.models.losses import FocalLoss
 from mmdet.models.losses.focal_loss import py_sigmoid_focal_loss, sigmoid_focal_loss
 from torch import Tensor
 
+from ..ops import deformable
+
 __all__ = ['cuda_storage']
 
 _MODULES = (
@@ -113,6 +115,7 @@ def cuda_storage(counter, bfloat16: bool = False):
         if not bfloat16:
             module = sys.modules[MultiScaleDeformableAttnFunction.__module__]
             stack.enter_context(mock.patch.object(module, 'multi_scale_deformable_attn_pytorch', attention))
+            stack.enter_context(mock.patch.object(deformable, 'has_kernel', lambda value: True))
         stack.enter_context(mock.patch.object(FocalLoss, 'forward', focal_loss))
         stack.enter_context(mock.patch.object(F, 'dropout', fused_dropout))
         yield

@@ -1,8 +1,8 @@
 """The largest batch that a config's pipeline, sampler and preprocessor can put together, and the usual one.
 
-Sizes of images are followed through the transforms as intervals. The sampler groups images by their shape on disk, but a
-crop may turn a landscape image into a portrait one afterwards: then a batch is padded to the height of one image and the
-width of another, which is half as large again as any of its images.
+Sizes of images are followed through the transforms as intervals. The sampler groups images by their shape on disk, but
+a crop may turn a landscape image into a portrait one afterwards: then a batch is padded to the height of one image and
+the width of another, which is half as large again as any of its images.
 """
 
 import math
@@ -61,7 +61,8 @@ def worst_batch(config: Config, batch: int) -> Batch | None:
         Batch | None: The size; None: the config does not tell it, so it is that of the files.
     """
     loader = config.get('train_dataloader') or {}
-    grouped = name_of(loader.get('batch_sampler') or {}) == 'AspectRatioBatchSampler'
+    samplers = {name_of(loader.get(key) or {}) for key in ('sampler', 'batch_sampler')}
+    grouped = samplers & {'AspectRatioBatchSampler', 'GroupMultiSourceSampler'}
     found = [followed(_pipelines(config), group) for group in _GROUPS]
     if not grouped:
         found = [[sizes for group in found for sizes in group]]
@@ -80,11 +81,11 @@ def usual_batch(config: Config) -> Batch | None:
     """
     middles = []
     for sizes in followed(_pipelines(config), _USUAL):
-        height, width = ((low + high + 0.5) / 2 for low, high in zip(sizes.low, sizes.high, strict=True))
+        height, width = ((low + high) / 2 for low, high in zip(sizes.low, sizes.high, strict=True))
         if math.isfinite(height * width):
-            middles.append(Batch(int(height), int(width), sizes.cause))
+            middles.append(Batch(round(height), round(width), sizes.cause))
     middles.sort(key=lambda size: size.height * size.width)
-    return _padded(middles[len(middles) // 2], config) if middles else None
+    return _padded(middles[len(middles) // 2], config, usual=True) if middles else None
 
 
 def _largest(group: list[_Sizes], batch: int) -> Batch | None:
@@ -199,17 +200,17 @@ def _scaled(sizes, shorts, longs, cause):
 
     Landscape and portrait apart: together, their bounds would be those of a square.
     """
+    ends = [(int(s + 0.5), int(e + 0.5) if math.isfinite(e) else e) for s, e in zip(shorts, longs, strict=True)]
     for turned in (False, True):
         least, most = (1 / sizes.ratio[1], 1 / max(sizes.ratio[0], 1e-9)) if turned else sizes.ratio
         least = max(least, 1)
         if most < least:
             continue
-        ends = [(int(short + 0.5), int(long + 0.5) if math.isfinite(long) else long) for short, long in
-                zip(shorts, longs, strict=True)]
-        low = min(min(s, l / most) for s, l in ends), min(min(l, s * least) for s, l in ends)
-        high = max(min(s, l / least) for s, l in ends), max(min(l, s * most) for s, l in ends)
-        low, high = (max(1, low[0] - 0.5), max(1, low[1] - 0.5)), tuple(
-            math.floor(side + 0.5) if math.isfinite(side) else side for side in high
+        low = min(min(s, e / most) for s, e in ends), min(min(e, s * least) for s, e in ends)
+        high = max(min(s, e / least) for s, e in ends), max(min(e, s * most) for s, e in ends)
+        low, high = (
+            tuple(max(1, math.floor(side + 0.5)) if math.isfinite(side) else side for side in sides)
+            for sides in (low, high)
         )
         ratio = (1 / most, 1 / least) if turned else (least, most)
         yield _Sizes(low[::-1] if turned else low, high[::-1] if turned else high, ratio, cause)
@@ -260,9 +261,11 @@ def _crop(step, sizes):
         low = high = (second, first)
     else:  # shares of the width and of the height
         shares = min(second, 1), min(first, 1)
-        low = tuple(int(side * share) for side, share in zip(sizes.low, shares, strict=True))
-        high = sizes.high if kind == 'relative_range' else tuple(
-            side * share + 0.5 for side, share in zip(sizes.high, shares, strict=True)
+        low = tuple(max(1, int(side * share)) for side, share in zip(sizes.low, shares, strict=True))
+        high = (
+            sizes.high
+            if kind == 'relative_range'
+            else tuple(side * share + 0.5 for side, share in zip(sizes.high, shares, strict=True))
         )
     if kind.startswith('relative') and math.isinf(sum(sizes.high)):
         yield sizes._replace(low=low, high=high, ratio=(sizes.ratio[0] * shares[1], sizes.ratio[1] / shares[0]))
@@ -338,7 +341,7 @@ _RULES: dict[str, Callable] = {
 }
 
 
-def _padded(size: Batch, config: Config) -> Batch:
+def _padded(size: Batch, config: Config, usual: bool = False) -> Batch:
     """What the data preprocessor makes of a batch beyond padding to a divisor, which it does to any size."""
     preprocessor = config.model.get('data_preprocessor') or {}
     for augment in (preprocessor.get('data_preprocessor') or preprocessor).get('batch_augments') or []:
@@ -347,9 +350,10 @@ def _padded(size: Batch, config: Config) -> Batch:
             h, w = _pair(augment['size'])
             size = Batch(max(height, h), max(width, w), _said(augment, 'size'))
         elif name_of(augment) == 'BatchSyncRandomResize':  # the height is drawn, the width follows
-            tall, step = max(augment['random_size_range']), augment.get('size_divisor', 32)
-            size = Batch(tall, step * int(width / height * (tall // step)), _said(augment, 'random_size_range'))
+            low, high = (side // (step := augment.get('size_divisor', 32)) for side in augment['random_size_range'])
+            tall = (low + high) // 2 if usual else high
+            size = Batch(step * tall, step * int(width / height * tall), _said(augment, 'random_size_range'))
         elif name_of(augment) == 'BatchResize':
             factor = min(min(augment['scale']) / min(height, width), max(augment['scale']) / max(height, width))
-            size = Batch(math.ceil(height * factor), math.ceil(width * factor), _said(augment, 'scale'))
+            size = Batch(round(height * factor), round(width * factor), _said(augment, 'scale'))
     return size

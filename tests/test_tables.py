@@ -1,0 +1,169 @@
+"""Tables as data, where tools write, and what stands beside a number; and that no published one lacks it."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+import tables  # isort: skip  (helpers puts research/ on the path)
+from sbp_mmdet import __version__
+from sbp_mmdet.plan import tables as package
+from sbp_mmdet.plan.tables import (
+    Column,
+    commit,
+    describe_machine,
+    markdown_table,
+    output_file,
+    portable,
+    text_table,
+    write_json,
+)
+
+RESULTS = sorted((ROOT / 'docs/results').glob('*.json'))
+KEYS = {'date', 'device', 'python', 'torch', 'mmcv', 'mmdet', 'mmengine', 'sbp_mmdet', 'commit', 'dirty', 'command'}
+OF_A_MACHINE = re.compile(r'(?<![\w.:/$}~])/(?:work|tmp|root|home|Users|mnt)/')
+
+
+def test_tables():
+    columns = [Column('name', lambda row: row['name']), Column('AP', lambda row: row.get('ap') and f'{row["ap"]:.3f}')]
+    records = [dict(name='none', ap=0.25), dict(name='nothing yet')]
+    assert text_table(columns, records).splitlines() == ['name            AP', 'none         0.250', 'nothing yet']
+    expected = ['| name | AP |', '|---|---|', '| none | 0.250 |', '| nothing yet |  |']
+    assert markdown_table(columns, records).splitlines() == expected
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    assert output_file(f'{tmp_path}/new/out.json') == tmp_path / 'new/out.json'
+    (tmp_path / 'file').touch()
+    for bad, message in ((tmp_path, 'is a folder'), (tmp_path / 'file/out.json', 'is no folder to write in')):
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            output_file(str(bad))
+
+
+def test_an_old_file_is_never_half_written(tmp_path):
+    """What another name of the old file shows is what a call would read that begins while this one writes."""
+    file, old = tmp_path / 'new/out.json', tmp_path / 'old'
+    write_json(file, dict(a=1))
+    os.link(file, old)
+    write_json(file, dict(a=f'{ROOT}/configs/a.py', b=['/mnt/disks/shelf/epoch_1.pth']))
+    assert json.loads(old.read_text()) == dict(a=1)
+    assert json.loads(file.read_text()) == dict(a='configs/a.py', b=['$DATA/epoch_1.pth'])
+    assert os.listdir(tmp_path / 'new') == ['out.json']
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        (f'python {ROOT}/tools/x.py --json=/mnt/a/b.json', 'python tools/x.py --json=$DATA/b.json'),
+        ("'/mnt/my_set/train.json' ['/a/b', '/c/d']", "'$DATA/train.json' ['$DATA/b', '$DATA/d']"),
+        ('work_dirs/a/b.pth ../shared/data ~/x/y ./a/b', None),
+        ('https://example.org/a/b mmdet::convnext/a.py', None),
+        ('1 / 2, AP at 1/2, forward / backward, $DATA/a/b ${X}/a/b', None),
+    ],
+)
+def test_paths(text, expected):
+    assert portable(text) == (expected or text)
+
+
+def test_machine(monkeypatch):
+    monkeypatch.setattr(sys, 'argv', [str(ROOT / 'tools/x.py'), '--size', 'a b'])
+    found = describe_machine()
+    assert set(found) == KEYS
+    assert found['command'] == "python tools/x.py --size 'a b'" and found['sbp_mmdet'] == __version__
+
+
+def git(folder, *words):
+    name = ('-c', 'user.name=x', '-c', 'user.email=x@example.org')
+    return subprocess.run(['git', *name, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(not shutil.which('git'), reason='no git')
+def test_commit(tmp_path, monkeypatch):
+    """Of the checkout that holds the package: not of any other one around it, and whether files differ from it."""
+    file = tmp_path / 'tables.py'
+    file.write_text('1')
+    (tmp_path / 'other').write_text('1')
+    monkeypatch.setattr(package, 'CHECKOUT', tmp_path)
+    monkeypatch.setattr(package, '__file__', str(file))
+
+    def found():
+        return commit()['commit'], commit()['dirty']
+
+    assert found() == (None, None)
+    git(tmp_path, 'init', '-q')
+    git(tmp_path, 'add', 'other')
+    git(tmp_path, 'commit', '-qm', 'somebody else')
+    assert found() == (None, None)
+    git(tmp_path, 'add', '.')
+    git(tmp_path, 'commit', '-qm', 'the package')
+    head = git(tmp_path, 'rev-parse', 'HEAD')
+    assert found() == (head, False)
+    file.write_text('2')
+    assert found() == (head, True)
+    monkeypatch.setenv('PATH', str(tmp_path))  # no git
+    monkeypatch.setenv('SBP_COMMIT', 'abc')
+    assert found() == ('abc', None)
+
+
+@pytest.mark.parametrize('file', RESULTS, ids=lambda file: file.stem)
+def test_every_result_says_where_it_comes_from(file):
+    """Files of the time before commits were written say that they have none."""
+    found = json.loads(file.read_text())
+    for one in found.get('runs', [found]):
+        assert set(one['machine']) == KEYS
+        assert one['machine']['commit'] is None or re.fullmatch('[0-9a-f]{40}', one['machine']['commit'])
+
+
+def test_no_path_of_a_machine_is_published():
+    pages = [*ROOT.glob('*.md'), *(ROOT / 'configs').rglob('*'), *(ROOT / 'docs').rglob('*')]
+    pages = [page for page in pages if page.suffix in ('.md', '.json', '.py', '.yml')]
+    found = [str(page.relative_to(ROOT)) for page in pages if OF_A_MACHINE.search(page.read_text())]
+    assert len(pages) > 20 and not found, f'a path of one machine stands in {found}'
+
+
+OLD = [dict(arch='tiny', stage=1, preset='none', saved_bytes=400e6, peak_bytes=1e9, total_ratio=1.0)]
+OLD.append(dict(OLD[0], preset='exact', saved_bytes=100e6, total_ratio=1.23, drawn_error=0.01))
+STEPS = [dict(variant='none', step_s=2.0, ratio=1.0, ratio_min=1.0, ratio_max=1.0)]
+STEPS.append(dict(variant='compile', reason='no compiler'))
+
+
+@pytest.mark.parametrize(
+    ('rows', 'line'),
+    [
+        (OLD, '| `exact` | tiny, 1 | 100 MB | 0.250 | 1.00 GB | 1.000 | 1.23 | 1.0e-02 |'),
+        (STEPS, '| `compile` |  |  |  | no compiler |'),
+    ],
+    ids=['blocks', 'steps'],
+)
+def test_benchmark_tables_of_older_files(rows, line):
+    assert tables.benchmark_table(rows, markdown=True).splitlines()[-1] == line
+
+
+def test_pages_are_written_anew(tmp_path, monkeypatch, capsys):
+    """In place; where a table cannot be made, nothing is changed."""
+    machine = dict(date='2026-11-23', device='a CPU', torch='2', command='python x.py')
+    (tmp_path / 'r.json').write_text(json.dumps(dict(machine=machine, rows=OLD)))
+    page, bad = tmp_path / 'page.md', tmp_path / 'bad.md'
+    page.write_text('a\n<!-- table: r.json -->\nold\n<!-- end -->\nb\n')
+    bad.write_text('<!-- table: none.json -->\n<!-- end -->')
+    monkeypatch.setattr(sys, 'argv', ['tables.py', str(page), str(bad)])
+    with pytest.raises(SystemExit):
+        tables.main()
+    assert 'no table can be made of none.json' in capsys.readouterr().err and 'old' in page.read_text()
+    sys.argv.pop()
+    tables.main()
+    text = page.read_text()
+    assert text.startswith('a\n<!-- table: r.json -->\n| preset |') and text.endswith('<!-- end -->\nb\n')
+    assert '*2026-11-23, a CPU, torch 2: `python x.py`*' in text and 'old' not in text
+
+
+@pytest.mark.parametrize('page', [*ROOT.glob('*.md'), *(ROOT / 'docs').rglob('*.md')], ids=lambda page: page.stem)
+def test_tables_of_the_repository_can_be_made(page):
+    for _, name, _ in tables.BLOCK.findall(page.read_text()):
+        assert tables.table(json.loads((page.parent / name).read_text())).startswith('| ')
