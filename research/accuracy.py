@@ -19,7 +19,7 @@ _COMPARED = ('box AP', 'mask AP', 'top-1')
 
 
 class Difference(NamedTuple):
-    """Of trainings with the same seed, over seeds: mean, and half of the interval (Student's t at 95 %; None for one)."""
+    """Of trainings with the same seed, over seeds: mean, and half of the interval (t at 95 %; None for one)."""
 
     mean: float
     half: float | None
