@@ -285,6 +285,16 @@ def test_what_was_written_to_is_not_handed_on(storage):
     assert relative(grads[1], grads[0]) < (1e-10 if storage == 'native' else 0.02)
 
 
+def test_what_torch_has_stored_is_not_rounded():
+    _, lean = pair('int8', norm='fixed', act='relu', padding=1)
+    before = nn.Sequential(nn.ReLU(), lean)
+    x = image(size=32)
+    assert stored_maps(before, x) == pytest.approx(1 + 1 / 8, rel=0.05)
+    stock = nn.Sequential(nn.ReLU(), pair('int8', norm='fixed', act='relu', padding=1)[0])
+    (_, grads), (_, lean_grads) = run(stock, x), run(before, x)
+    assert relative(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
+
+
 def test_one_layer_may_store_exactly_and_the_next_in_eight_bits():
     """A layer that stores exactly reads nothing rounded; one that rounds may read what is exact."""
     x = image(size=16)

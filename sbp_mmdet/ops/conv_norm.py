@@ -122,7 +122,7 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
 
     - behind 'none' and 'fixed' nothing, for ReLU the output, for another activation what it was applied to;
     - behind 'batch' and 'group' the convolution's output, with two numbers a channel. Norm and activation run again.
-      The output is stored too if there is a residual.
+      With residuals the output is stored too in every third layer, in eight bits in each.
 
     With int8 these are rounded to eight bits. The forward pass stays as it is, and behind 'none' and 'fixed' with ReLU
     or no activation so do the gradients of ``x``, the residual and the biases.

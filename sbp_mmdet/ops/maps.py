@@ -196,7 +196,8 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:
     map = handed_on(x)
     if map is not None and (storage == 'int8' or map.values.is_floating_point()):
         return map
-    map = keep(cast, storage)
+    stored = type(x.grad_fn).__name__ == 'ReluBackward0'  # by torch, as it is
+    map = keep(cast, 'native' if stored else storage)
     if map.values is not x and not (x.is_leaf and x.requires_grad):  # a parameter outlives the step
         hand_on(x, map)
     return map

@@ -18,7 +18,7 @@ from mmengine.logging import MMLogger
 from ..apply import apply_lean
 from ..settings import PRESETS
 from .detector import build_detector, measure_detector
-from .inputs import add_inputs, inputs_of
+from .inputs import BOXES, add_inputs, inputs_of
 from .planner import CONTEXT, MARGIN, answer, parse_bytes, parse_size, plan
 from .tables import Column, format_bytes, text_table
 from .variants import load_config, plain, presets_of, snippet, with_variant
@@ -52,7 +52,9 @@ def _add_plan(verbs):
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     verb.add_argument('--budget', help="memory of the GPU: 8GiB, 7.5GB (default: this machine's GPU)")
     add_inputs(verb)
-    verb.add_argument('--boxes', type=int, default=60, help='boxes in an image; COCO has up to 93 (default: 60)')
+    verb.add_argument(
+        '--boxes', type=int, default=BOXES, help=f'boxes in an image; COCO has up to 93 (default: {BOXES})'
+    )
     verb.add_argument('--gpus', type=int, default=1, help='above 1: with the buckets of distributed training')
     verb.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
     verb.add_argument('--json', action='store_true', help='print the answer for scripts')
@@ -81,6 +83,9 @@ def _plan(args, config):
         rows = plan(base, budget, measure, presets, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise SystemExit(f'{args.config}: no training step of it runs here: {_reason(error)}') from error
+    finally:
+        if sys.stderr.isatty():
+            print('\r' + ' ' * 82 + '\r', end='', file=sys.stderr, flush=True)
     found = answer(rows)
     lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
     if args.json:
@@ -103,7 +108,8 @@ def _page(args, inputs, budget, rows, found, lines):
     ]
     case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
     table = text_table(columns, [row._asdict() for row in rows])
-    note = f'{case} ({inputs.source}); with {MARGIN:.0%} and {format_bytes(CONTEXT)} for CUDA.'
+    usual = f'; a usual image is {inputs.usual[0]} x {inputs.usual[1]}' if inputs.usual else ''
+    note = f'Largest batch: {case} ({inputs.source}{usual}); with {MARGIN:.0%} and {format_bytes(CONTEXT)} for CUDA.'
     if found is None:
         more = '' if args.adamw8bit else ' --adamw8bit,'
         end = (

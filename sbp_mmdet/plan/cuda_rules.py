@@ -117,8 +117,8 @@ def cuda_kernels(counter, compute: bool):
     """Lets mmcv's CPU kernels stand for those of CUDA.
 
     Non-maximum suppression and RoIAlign refuse reduced precision on a CPU: they run in fp32, out of the counter's
-    sight, and give back what CUDA's would. So do boxes that end before they start. Masks are copied to the device. This package's operations cut their rows
-    into the pieces that they cut on CUDA, which are larger.
+    sight, and give back what CUDA's would. Boxes that end before they start are turned. Masks are copied to the device.
+    This package's operations cut their rows into the pieces that they cut on CUDA, which are larger.
 
     Args:
         counter (LiveBytes): What counts.

@@ -159,8 +159,8 @@ def _first_that_fits(variants, look):
     if row.fits or not others:
         return row
     smallest = look(others[-1])
-    if not smallest.fits:
-        return smallest
+    if not smallest.fits:  # pieces may also cost more at the peak than they save
+        return min(smallest, row, key=lambda found: found.need)
     return next((row for row in map(look, others[:-1]) if row.fits), smallest)
 
 

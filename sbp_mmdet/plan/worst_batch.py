@@ -61,7 +61,8 @@ def worst_batch(config: Config, batch: int) -> Batch | None:
         Batch | None: The size; None: the config does not tell it, so it is that of the files.
     """
     loader = config.get('train_dataloader') or {}
-    grouped = name_of(loader.get('batch_sampler') or {}) == 'AspectRatioBatchSampler'
+    samplers = {name_of(loader.get(key) or {}) for key in ('sampler', 'batch_sampler')}
+    grouped = samplers & {'AspectRatioBatchSampler', 'GroupMultiSourceSampler'}
     found = [followed(_pipelines(config), group) for group in _GROUPS]
     if not grouped:
         found = [[sizes for group in found for sizes in group]]

@@ -1,0 +1,251 @@
+"""What the planner answers by given measurements, what it prints, and the command ``sbp-mmdet``."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import CONFIGS
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+
+from sbp_mmdet.plan import command, planner
+from sbp_mmdet.plan.planner import Row, answer, needed, parse_bytes, parse_size, plan
+from sbp_mmdet.plan.variants import load_config, plain, snippet, with_variant
+
+FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
+RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
+DINO = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
+STOCK_T = 'mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py'
+OURS = str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py')
+ALL = ('exact', 'int8', 'nearest', 'paper', 'none', 'with_cp', 'reference')
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """The command makes mmengine's logger quiet."""
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+def test_budgets_and_sizes():
+    assert parse_bytes('8GiB') == 8 * 2**30
+    assert parse_bytes(' 7.5 gb') == 7_500_000_000
+    assert parse_bytes('6000MiB') == 6000 * 2**20
+    for text in ('8', 'much', '-1GB', '0GiB', '8 GiBi'):
+        with pytest.raises(ValueError, match=f"budget '{text}' cannot be read.*8GiB"):
+            parse_bytes(text)
+    assert parse_size('800x1333') == parse_size('800, 1333') == (800, 1333)
+    for text, message in (('800', 'cannot be read'), ('axb', 'cannot be read'), ('16x1333', '32 or more')):
+        with pytest.raises(ValueError, match=message):
+            parse_size(text)
+
+
+def test_need_is_the_peak_with_margin_and_context():
+    row = dict(peak=GB, gradients=GB // 2)
+    assert needed(row) == 1_700_000_000 and needed(row, ddp=True) == 2_250_000_000
+
+
+def planned(budget, peaks, path=FRCNN, presets=ALL, **options):
+    """Rows as variant -> fits, in order, and what was measured; what peaks do not name needs 9 GB."""
+    seen = []
+
+    def measure(variant):
+        seen.append(variant)
+        return dict(peak=int(peaks.get(variant, 9) * GB), gradients=GB)
+
+    rows = plan(plain(load_config(path)), int(budget * GB), measure, presets, **options)
+    return {row.variant: row.fits for row in rows}, seen, rows
+
+
+def test_a_config_that_fits_is_all_there_is():
+    assert planned(5, dict(none=4))[:2] == ({'none': True}, ['none'])  # 4 GB + 10 % + 0.6 GB
+    assert not planned(5, dict(none=4), ddp=True)[0]['none']
+
+
+def test_for_each_preset_the_cheapest_pieces_that_fit():
+    most = '+cp-heads+cp-rpn+cp-neck'
+    peaks = {'exact+cp-heads': 4, 'exact' + most: 3, 'int8' + most: 4, 'nearest': 2, 'paper' + most: 5.5}
+    found, seen, rows = planned(6, peaks)
+    assert found == {
+        'none': False,
+        'with_cp': False,
+        'exact+cp-heads': True,
+        'int8' + most: True,
+        'nearest': True,
+        'paper' + most: False,
+    }
+    assert [*found] == ['none', 'with_cp', 'exact+cp-heads', 'int8' + most, 'nearest', 'paper' + most]
+    assert len(seen) == len(set(seen)) and 'nearest' + most not in seen
+    assert answer(rows).variant == 'exact+cp-heads'
+    assert rows[2] == Row('exact+cp-heads', 'exact', 5 * GB, True, rows[2].time) and rows[4].gradients == 'nearest'
+
+
+def test_the_answer_is_no_baseline():
+    rows = planned(6, {'with_cp': 1, 'paper': 2})[2]
+    assert [row.fits for row in rows[:2]] == [False, True] and answer(rows).variant == 'paper'
+    assert answer(planned(6, {'with_cp': 1})[2]) is None
+
+
+def test_presets_that_do_not_apply_are_left_out():
+    assert [*planned(20, dict(none=30, exact=4, int8=3), presets=('none', 'exact', 'int8'))[0]] == [
+        *('none', 'exact', 'int8')
+    ]
+
+
+@pytest.mark.parametrize(
+    ('path', 'eight_bit', 'last'),
+    [
+        (FRCNN, False, 'exact+cp-heads+cp-rpn+cp-neck'),
+        (FRCNN, True, 'exact+cp-heads+cp-rpn+cp-neck'),  # SGD
+        (RETINA, False, 'exact+cp-heads+cp-neck'),
+        (DINO, False, 'exact+cp-heads+cp-transformer+cp-neck'),
+        (DINO, True, 'exact+cp-heads+cp-transformer+cp-neck+adamw8bit'),
+    ],
+)
+def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
+    found, seen, _ = planned(3, {last: 8}, path, ('none', 'exact'), eight_bit=eight_bit)
+    assert [*found] == ['none', last] and seen == ['none', 'exact', last]
+    # Pieces may cost more than they save.
+    found = planned(3, {'exact': 4}, path, ('none', 'exact'), eight_bit=eight_bit)[0]
+    assert [*found] == ['none', 'exact']
+
+
+def merged(config, lines, tmp_path):
+    """The config with the snippet pasted into a child of it."""
+    (tmp_path / 'parent.json').write_text(json.dumps(config.to_dict()))
+    (tmp_path / 'child.py').write_text(f"_base_ = './parent.json'\n{lines}\n")
+    return Config.fromfile(tmp_path / 'child.py', import_custom_modules=False)
+
+
+@pytest.mark.parametrize('path', [OURS, STOCK_T, DINO])
+@pytest.mark.parametrize('variant', ['with_cp', 'paper+cp-heads+cp-neck', 'int8+adamw8bit'])
+def test_a_pasted_snippet_is_the_variant(path, variant, tmp_path):
+    config = load_config(path)
+    imports = (config.get('custom_imports') or {}).get('imports', [])
+    config.custom_hooks = [dict(type='EMAHook', momentum=0.1), dict(type='LeanHook', preset='nearest')]
+    config.model.backbone.with_cp = True
+    lines = snippet(config, variant)
+    found, wanted = merged(config, lines, tmp_path), with_variant(plain(config), variant)
+    assert found.custom_hooks == wanted.custom_hooks
+    assert found.custom_hooks[0] == dict(type='EMAHook', momentum=0.1)
+    assert [hook['preset'] for hook in found.custom_hooks if hook['type'] == 'LeanHook'] == [variant.split('+')[0]]
+    for key in ('sbp_cfg', 'with_cp'):
+        assert not found.model.backbone.get(key)
+    assert found.model.backbone.get('arch') == config.model.backbone.get('arch')
+    assert json.dumps(found.optim_wrapper, sort_keys=True) == json.dumps(wanted.optim_wrapper, sort_keys=True)
+    assert found.custom_imports['imports'] == [*dict.fromkeys([*imports, 'sbp_mmdet'])]
+
+
+def test_a_plain_config_needs_a_hook_and_nothing_else():
+    lines = snippet(load_config(RETINA), 'exact').splitlines()
+    assert lines[0] == "custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)"
+    assert lines[1:] == ['custom_hooks = [', "    dict(type='LeanHook', preset='exact'),", ']']
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (('plan', FRCNN, '--budget', 'lots'), "budget 'lots' cannot be read"),
+        (('plan', FRCNN, '--budget', '8GiB', '--size', 'large'), "size 'large' cannot be read"),
+        (('plan', FRCNN, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
+        (('plan', FRCNN), 'there is no GPU here to plan for; say how much memory yours has: --budget 8GiB'),
+        (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
+        (('apply', 'nowhere.py'), 'nowhere.py does not exist'),
+        (('apply', RETINA, '--preset', 'paper'), "preset='paper' drops positions, and applies to no module"),
+        (('apply', RETINA, '--preset', 'fast'), "invalid choice: 'fast'"),
+    ],
+)
+def test_bad_input(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        command.main([*words])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture
+def planning(monkeypatch):
+    """Peaks by preset instead of measurements, and the hooks of the configs that were asked for."""
+    peaks, hooks = {}, []
+
+    def measure(config, **case):
+        hooks.append([dict(hook) for hook in config.custom_hooks])
+        name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
+        return dict(peak=int(peaks.get(name, 20) * GB), gradients=0)
+
+    monkeypatch.setattr(command, 'measure_detector', measure)
+    monkeypatch.setattr(command, 'build_detector', lambda config, device: (None, None))
+    monkeypatch.setattr(command, 'presets_of', lambda model: dict.fromkeys(ALL) | {'nearest': 'has no blocks'})
+    return SimpleNamespace(peaks=peaks, hooks=hooks)
+
+
+def test_what_is_printed(planning, capsys, monkeypatch):
+    planning.peaks.update(exact=5)
+    command.main(['plan', FRCNN, '--budget', '8GiB'])
+    page = capsys.readouterr().out
+    assert 'fits into 8.59 GB with exact. Add to the config:\n\ncustom_imports' in page and 'nearest' not in page
+    assert '2 images of 800 x 1333 with 60 boxes each (size: the largest of the train pipeline' in page
+    # A step may drop no image.
+    assert dict(type='LeanHook', preset='exact', skip_dropped_images=False) in planning.hooks[2]
+    with pytest.raises(SystemExit) as stopped:
+        command.main(['plan', FRCNN, '--budget', '1GiB'])
+    assert stopped.value.code == 1 and 'Nothing fits into 1.07 GB' in (page := capsys.readouterr().out)
+    assert '--adamw8bit' in page
+    properties = SimpleNamespace(total_memory=80 * GB)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: properties)
+    command.main(['plan', FRCNN])
+    assert 'It fits into 80.00 GB as it is.' in capsys.readouterr().out
+
+
+def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
+    def measure(*args, **kwargs):
+        raise KeyError('a kernel that only a GPU has')
+
+    monkeypatch.setattr(command, 'measure_detector', measure)
+    with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: no training step .*KeyError.*only a GPU has'):
+        command.main(['plan', FRCNN, '--budget', '8GiB'])
+
+
+TINY = """
+_base_ = '{base}'
+model = dict(
+    backbone=dict(arch=dict(_delete_=True, depths=[1, 1, 2, 1], channels=[8, 16, 32, 64]), with_cp=True),
+    neck=dict(in_channels=[8, 16, 32, 64]),
+    roi_head=dict(bbox_head=dict(fc_out_channels=32)),
+)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    (tmp_path / 'tiny.py').write_text(TINY.format(base=OURS))
+    return str(tmp_path / 'tiny.py')
+
+
+def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(planner, '_ORDER', ('exact',))
+    case = ['plan', tiny, '--batch', '2', '--size', '128x160', '--boxes', '5', '--json', '--budget']
+    command.main([*case, '8GiB'])
+    fits = json.loads(capsys.readouterr().out)
+    assert (fits['answer'], fits['lines']) == ('none', '') and fits['inputs']['width'] == 160
+    (row,) = fits['rows']
+    command.main([*case, f'{row["need"] / 1e3 - 100:.0f}kB'])
+    found = json.loads(capsys.readouterr().out)
+    assert found['rows'][0] == dict(row, fits=False)
+    chosen = next(row for row in found['rows'] if row['variant'] == found['answer'])
+    assert chosen['fits'] and chosen['need'] <= found['budget'] < row['need']
+    assert f"dict(type='LeanHook', preset='{found['answer'].split('+')[0]}')" in found['lines']
+    assert 'model = dict(backbone=dict(sbp_cfg=None, with_cp=False))' in found['lines']
+
+
+def test_what_a_preset_would_change(tiny, capsys):
+    command.main(['apply', tiny])
+    page = capsys.readouterr().out
+    assert 'backbone.stages.0.0' in page and 'exact, stores less' in page and 'left alone' in page
+    assert MMLogger.get_current_instance().level == logging.ERROR
