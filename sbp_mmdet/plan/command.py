@@ -23,7 +23,7 @@ from ..rehearse import DoesNotFit
 from ..settings import PRESETS
 from .detector import build_detector, measure_detector
 from .inputs import BOXES, add_inputs, inputs_of
-from .planner import CONTEXT, MARGIN, Row, answer, parse_bytes, parse_size, plan
+from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, parse_bytes, parse_size, plan
 from .tables import Column, format_bytes, text_table
 from .variants import load_config, plain, presets_of, snippet, with_variant
 
@@ -130,7 +130,8 @@ def _page(args, inputs, budget, rows, found, lines):
     case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
     table = text_table(columns, [row._asdict() for row in rows])
     usual = f'; a usual image is {inputs.usual[0]} x {inputs.usual[1]}' if inputs.usual else ''
-    note = f'Largest batch: {case} ({inputs.source}{usual}); with {MARGIN:.0%} and {format_bytes(CONTEXT)} for CUDA.'
+    cuda = f'{MARGIN:.0%} and {format_bytes(WORKSPACES + CONTEXT)} for CUDA'
+    note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if found is None:
         more = '' if args.adamw8bit else ' --adamw8bit,'
         end = (
