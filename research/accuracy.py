@@ -19,13 +19,7 @@ _COMPARED = ('box AP', 'mask AP', 'top-1')
 
 
 class Difference(NamedTuple):
-    """Of trainings with the same seed, over seeds.
-
-    Attributes:
-        mean (float): Of the differences.
-        half (float | None): Half of the interval's width, Student's t at 95 %; None for one seed.
-        seeds (int): How many.
-    """
+    """Of trainings with the same seed, over seeds: mean, and half of the interval (t at 95 %; None for one)."""
 
     mean: float
     half: float | None
@@ -79,12 +73,7 @@ def steps_to(run: Mapping, name: str, value: float) -> int | None:
 
 
 def accuracy_table(found: Mapping, markdown: bool = False) -> str:
-    """Table of a study of AP, in AP points (percent), of the trainings that ended. "mean" is that of all evaluations.
-
-    Args:
-        found (Mapping): With ``experiment`` (:func:`describe`) and ``results``: label to seed to training.
-        markdown (bool): For a page; otherwise for a terminal, with what has not ended. Default: False.
-    """
+    """Table of a study of AP, in AP points (percent), of trainings that ended. "mean" is that of all evaluations."""
     results, experiment = found['results'], found['experiment']
     against = dict(experiment['compare'])
     bases = sorted({*against.values()})
@@ -135,10 +124,6 @@ def _reached(steps):
 
 def accuracy_picture(found: Mapping, path: Path) -> None:
     """Draws AP against steps: each seed (thin), and the mean of those that ended (thick).
-
-    Args:
-        found (Mapping): See :func:`accuracy_table`.
-        path (Path): A PNG file.
 
     Raises:
         ValueError: If nothing was evaluated yet.

@@ -18,14 +18,7 @@ __all__ = ['Case', 'capture', 'compared', 'parse_name', 'smooth']
 
 
 class Case:
-    """A preset, or a rival, ready to run.
-
-    Args:
-        name (str): Of the preset or the rival, with ``keys``.
-        model (nn.Module): The plain detector. A copy is changed, which shares its parameters.
-        module (str): Name of the submodule that runs.
-        keys (dict): Beside the preset.
-    """
+    """A preset, or a rival, ready to run."""
 
     def __init__(self, name: str, model: nn.Module, module: str, keys: dict):
         preset, own = parse_name(name)

@@ -2,7 +2,7 @@
 
     python research/gradients.py CONFIG --checkpoint work_dirs/x/epoch_12.pth
     python research/gradients.py CONFIG --presets paper nearest 'paper,keep_ratio=0.25,sampler=random' --batches 20
-    python research/gradients.py CONFIG --group orders samplers --json study.json --plot study.png
+    python research/gradients.py CONFIG --group orders samplers --json study.json
 
 CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
 and heads run once for each batch, in the plain detector, and every preset of the backbone gets the same weights,
@@ -23,7 +23,6 @@ from case import parse_name
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 from subject import build_model, train_batches
-from tables import COLOURS, panels, save_picture
 from torch import Tensor, nn
 
 from sbp_mmdet import apply_lean
@@ -32,10 +31,10 @@ from sbp_mmdet.apply import keep_ratios
 from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.plan.detector import own_crops
 from sbp_mmdet.plan.device import check_device
-from sbp_mmdet.plan.tables import Column, describe_machine, markdown_table, output_file, text_table, write_json
+from sbp_mmdet.plan.tables import Column, describe_machine, output_file, text_table, write_json
 from sbp_mmdet.plan.variants import load_config
 
-__all__ = ['compare', 'exact_pass', 'groups', 'study', 'study_picture', 'study_table']
+__all__ = ['compare', 'exact_pass', 'groups', 'study', 'study_table']
 
 MEASURES = {'cosine': 'cosine', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
 # Section 4, "How much gradients should be kept": increasing keep ratios of eight blocks, 0.5 on average.
@@ -190,10 +189,6 @@ def _stages_of(backbone):
 def compare(exact: Mapping, found: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
     """Compares gradients s with exact ones e; parameters that s lacks have gradient 0.
 
-    Args:
-        exact, found (Mapping[str, Tensor]): e and s.
-        stages (Mapping[str, int]): Prefix of parameters to their stage. Default: none.
-
     Returns:
         dict: 'network', its children such as 'backbone', 'stage 1' ... to ``cosine`` <e, s> / (|e| |s|),
         ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|; a number that would need a division by 0 is None.
@@ -231,14 +226,6 @@ def _measures(product, exact, estimated, difference):
 @full_fp32()
 def study(model: nn.Module, settings: Mapping, batches: Iterable[dict], seed=0, whole=False, done=lambda: None) -> dict:
     """Compares presets with exact gradients.
-
-    Args:
-        model (nn.Module): Of :func:`.subject.build_model`.
-        settings (Mapping): Label to preset and keys.
-        batches (Iterable[dict]): Of :func:`.subject.train_batches`.
-        seed (int): Batch number i is run with seed + i, under every setting. Default: 0.
-        whole (bool): Presets are applied to the whole detector. Default: False.
-        done (Callable): Called after each pass.
 
     Returns:
         dict: Label to part to measure to ``mean``, ``std`` and ``values``, one for each batch.
@@ -280,7 +267,7 @@ def _summary(rows):
     return {part: {m: spread([row[part][m] for row in rows]) for m in MEASURES} for part in rows[0]}
 
 
-def study_table(found: dict, markdown: bool = False) -> str:
+def study_table(found: dict) -> str:
     """Mean and spread (standard deviation over batches) of each setting, of what ``--json`` writes: cosines of parts,
     then the backbone's other measures."""
     results = found['results']
@@ -293,31 +280,13 @@ def study_table(found: dict, markdown: bool = False) -> str:
         head = part if measure == 'cosine' else f'{MEASURES[measure]}, {part}'
         head = f'cosine: {head}' if len(columns) == 1 else head
         columns.append(Column(head, lambda label, m=measure, p=part: _cell(results[label].get(p, {}).get(m))))
-    return (markdown_table if markdown else text_table)(columns, results)
+    return text_table(columns, results)
 
 
 def _cell(value):
     if not value or value['mean'] is None:
         return '-'
     return f'{value["mean"]:.3f}' + ('' if value['std'] is None else f' ± {value["std"]:.3f}')
-
-
-def study_picture(found: dict, path: Path) -> None:
-    """Draws the three measures of each setting: of the backbone (full) and of the mean layer (hollow)."""
-    results = found['results']
-    figure, grid = panels(1, 3, figsize=(11, 1.2 + 0.27 * len(results)))
-    for axes, (measure, name) in zip(grid[0], MEASURES.items(), strict=True):
-        for place, row in enumerate(results.values()):
-            colour = COLOURS[place % len(COLOURS)]
-            for part, fill, shift in (('backbone', colour, -0.13), ('mean layer', 'white', 0.13)):
-                if (value := row[part][measure])['mean'] is not None:
-                    bar = dict(fmt='o', ms=5, capsize=2, color=colour, mfc=fill)
-                    axes.errorbar(value['mean'], place + shift, xerr=value['std'] or 0, **bar)
-        axes.set_yticks(range(len(results)), [*results] if axes is grid[0][0] else [], fontsize=9)
-        axes.set_ylim(len(results) - 0.5, -0.5)
-        axes.set_title(name, fontsize=10)
-        axes.axvline(0 if measure == 'relative_error' else 1, color='black', lw=0.8, ls=':')
-    save_picture(figure, path, f'{found["case"]["config"]}: gradients against the exact ones')
 
 
 def parse_args():
@@ -332,7 +301,6 @@ def parse_args():
     parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
-    parser.add_argument('--plot', type=output_file, help='write a picture (PNG) here')
     return parser, parser.parse_args()
 
 
@@ -357,8 +325,6 @@ def main():
     print(f'\n\n{study_table(found)}\nmean ± standard deviation over {len(batches)} batches')
     if args.json:
         write_json(args.json, found)
-    if args.plot:
-        study_picture(found, args.plot)
 
 
 if __name__ == '__main__':

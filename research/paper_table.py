@@ -16,11 +16,7 @@ DETAILS = ('box AP', 'box AP50', 'box AP75', 'box AP small', 'box AP medium', 'b
 
 
 def means(results: Mapping) -> dict[str, dict]:
-    """Label to values in percent, 'memory' (GiB) and 'step_s', over the seeds that ended.
-
-    Args:
-        results (Mapping): Label to seed to training, see :func:`.trainings.look`.
-    """
+    """Label to values in percent, 'memory' (GiB) and 'step_s', over the seeds that ended."""
     found = {}
     for label, runs in results.items():
         ended = [run for run in runs.values() if run['finished']]
@@ -33,14 +29,7 @@ def means(results: Mapping) -> dict[str, dict]:
 
 
 def paper_table(experiment: Experiment, measured: Mapping, folder: Path | None = None, short: bool = False) -> str:
-    """The paper's lines, what was measured, the difference. What was not measured stays empty.
-
-    Args:
-        experiment (Experiment): With the paper's values.
-        measured (Mapping): Of :func:`means`.
-        folder (Path | None): Of the page, for links to the configs; None: for a terminal. Default: None.
-        short (bool): A line for each label with memory and the first AP of boxes and masks. Default: False, all.
-    """
+    """The paper's lines, what was measured, the difference. What was not measured stays empty."""
     paper = {label: dict(zip(experiment.heads, experiment.paper.get(label, ()))) for label in experiment.labels}  # noqa: B905
     if short:
         return markdown_table(*_short(experiment, paper, measured, folder))

@@ -17,15 +17,7 @@ __all__ = ['build_model', 'train_batches']
 
 
 def build_model(config: Config, checkpoint: str | None = None, device: str = 'cpu', seed: int = 0) -> nn.Module:
-    """A config's plain detector in training mode.
-
-    Args:
-        config (Config): Of a detector; not changed.
-        checkpoint (str | None): Its weights, or those of its backbone alone; None: ``load_from`` of the config, or the
-            config's own start without anything downloaded. Default: None.
-        device (str): Where it runs. Default: 'cpu'.
-        seed (int): Of the start. Default: 0.
-    """
+    """A config's plain detector in training mode."""
     set_random_seed(seed)
     model, _ = build_detector(plain(config), device)
     checkpoint = checkpoint or config.get('load_from')

@@ -63,6 +63,8 @@ def results_of(args, experiment, trainings):
         for training in trainings:
             if (found := look(training)) is not None:
                 results[training.label][training.seed] = found
+        if not any(results.values()):
+            raise ValueError(f'no log yet in {trainings[0].folder.parent}')
         return results
     launcher = Launcher(TOOLS, experiment.gpus, args.slurm)
     # Without a launcher trainings share the cores, unless the user says how many threads each has.

@@ -38,13 +38,7 @@ class Training(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """How a training is started. It goes on from the last checkpoint in its folder, if there is one.
-
-    Args:
-        tools (Path): Folder of ``train.py``, ``dist_train.sh`` and ``slurm_train.sh``.
-        gpus (int): Of a training: processes of torchrun or Slurm. 0: one process, without either. Default: 0.
-        partition (str): Of Slurm; '': on this machine. Default: ''.
-    """
+    """How a training is started. It goes on from the last checkpoint in its folder, if there is one."""
 
     tools: Path
     gpus: int = 0

@@ -118,8 +118,8 @@ def report(rows: dict[str, dict]) -> str:
     share, add = MARGIN, WORKSPACES
     best, more = margin(rows)
     lines = [
-        f'Margin of the planner: {share:.0%} and {add / 2**20:.0f} MiB, fitted on every second family; by the results as '
-        f'they stand it would be {best:.0%} and {more / 2**20:.0f} MiB.',
+        f'Margin of the planner: {share:.0%} and {add / 2**20:.0f} MiB, fitted on every second family; by the results '
+        f'as they stand it would be {best:.0%} and {more / 2**20:.0f} MiB.',
         '',
     ]
     for fitted, name in ((True, 'fitted'), (False, 'not fitted')):

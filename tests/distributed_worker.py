@@ -16,12 +16,12 @@ from mmdet.models.backbones.swin import SwinBlock
 from mmengine.logging import MessageHub
 from mmengine.model import MMDistributedDataParallel
 from oracles import image, loss_of, masks_of, record_keep, small_backbone
+from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from sbp_mmdet import apply_sbp
-from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
 
 try:
     from torch.distributed.device_mesh import init_device_mesh

@@ -120,15 +120,14 @@ def test_starts(project, tmp_path):
 
 def test_command_line(project, monkeypatch, tmp_path, capsys):
     path, config = project
-    out, picture = tmp_path / 'out.json', tmp_path / 'out.png'
+    out = tmp_path / 'out.json'
     root = f'train_dataloader.dataset.data_root={config.train_dataloader.dataset.data_root}'
-    words = ['--presets', 'paper,keep_ratio=0.25', '--batches', '2', '--json', str(out), '--plot', str(picture)]
+    words = ['--presets', 'paper,keep_ratio=0.25', '--batches', '2', '--json', str(out)]
     monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words, '--cfg-options', root])
     gradients.main()
     found = json.loads(out.read_text())
-    assert 'mean ± standard deviation' in capsys.readouterr().out and picture.stat().st_size > 5000
-    table = study_table(found, markdown=True).splitlines()
-    assert table[0].startswith('| setting | cosine: network | backbone | stage 1 |') and table[2].count(' ± ') == 9
+    assert 'mean ± standard deviation' in capsys.readouterr().out
+    assert study_table(found).splitlines()[1].count(' ± ') == 9
     for words, message in ((['--batches', '0'], '--batches 0'), (['--presets', 'fused'], "preset='paper'")):
         monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words])
         with pytest.raises(SystemExit):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import kept_masks
 from helpers import needs_fp16
-from oracles import gradients, image, loss_of, record_keep, small_backbone
+from oracles import gradients, image, loss_of, small_backbone
 
 STATM = Path('/proc/self/statm')
 SETTINGS = {
-    'paper': dict(preset='paper', sampler='random'),
+    'paper': dict(preset='paper'),
     'nearest': dict(preset='nearest'),
     'exact': dict(preset='exact'),
 }
@@ -39,18 +40,18 @@ def test_500_steps_do_not_grow(iteration):
     optimizers = [torch.optim.AdamW(backbone.parameters(), lr=1e-4) for backbone in backbones]
     sizes = [(64, 64), (64, 96), (72, 40)]
     live, resident = {}, {}
-    for step in range(500):
+    for step in range(495):
         iteration(step)
         which = step % len(backbones)
         loss_of(backbones[which](image(1, *sizes[step // 3 % 3], dtype=torch.float32))).backward()
         optimizers[which].step()
         optimizers[which].zero_grad()
-        if step in (99, 299, 499):
+        if step in (98, 296, 494):  # the last passes of each, whose draws are kept, have the same sizes then
             live[step], resident[step] = live_bytes(), resident_bytes()
-    assert live[99] == live[299] == live[499]
-    # 400 steps that each left their smallest feature map behind, 1 x 20 x 2 x 2 floats of 20 such tensors, would be
+    assert live[98] == live[296] == live[494]
+    # 396 steps that each left their smallest feature map behind, 1 x 20 x 2 x 2 floats of 20 such tensors, would be
     # 2.5 MB; the allocator's own unrest is of that order in either direction.
-    assert resident[499] - resident[99] < 4e6, resident
+    assert resident[494] - resident[98] < 4e6, resident
 
 
 def parameters_of(backbone):
@@ -60,8 +61,8 @@ def parameters_of(backbone):
 @needs_fp16
 def test_overflow_steps_are_skipped_and_the_masks_go_on(iteration):
     """fp16 with a loss scale that is far too large at first: it halves until the gradients are finite."""
-    backbone = small_backbone(SETTINGS['paper'], dtype=torch.float32)
-    seen = record_keep(backbone)
+    settings = dict(preset='paper', sampler='random')
+    backbone = small_backbone(settings, dtype=torch.float32)
     optimizer = torch.optim.SGD(backbone.parameters(), lr=1e-6)
     scaler = torch.amp.GradScaler('cpu', init_scale=2.0**20, growth_interval=1000)
     x = image(1, dtype=torch.float32)
@@ -80,19 +81,18 @@ def test_overflow_steps_are_skipped_and_the_masks_go_on(iteration):
         skipped.append(all(torch.equal(before[name], after[name]) for name in before))
         assert skipped[-1] == (scaler.get_scale() < scale)
         assert all(p.isfinite().all() for p in after.values())
-        kept.append(tuple(seen[1, 0].keep.tolist()))
+        kept.append(tuple(kept_masks(backbone, x)[1, 0].flatten().tolist()))
     assert skipped[0] and not all(skipped[-10:])
     assert len(set(kept)) == len(kept)
 
     # The same masks as in a run that skipped nothing.
     torch.manual_seed(5)
-    other = small_backbone(SETTINGS['paper'], dtype=torch.float32)
+    other = small_backbone(settings, dtype=torch.float32)
     torch.manual_seed(5)
-    other_seen = record_keep(other)
     for step in (0, 1, 29):
         iteration(step)
         other(x)
-        assert tuple(other_seen[1, 0].keep.tolist()) == kept[step]
+        assert tuple(kept_masks(other, x)[1, 0].flatten().tolist()) == kept[step]
 
 
 @pytest.mark.parametrize('settings', SETTINGS)

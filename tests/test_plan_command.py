@@ -218,6 +218,9 @@ def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
     monkeypatch.setattr(command, 'measure_detector', measure)
     with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: no training step .*KeyError.*only a GPU has'):
         command.main(['plan', FRCNN, '--budget', '8GiB'])
+    monkeypatch.setattr(command, 'build_detector', measure)
+    with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: its model cannot be built here: KeyError'):
+        command.main(['apply', FRCNN])
 
 
 TINY = """

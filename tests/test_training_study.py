@@ -216,7 +216,6 @@ def test_a_failure_is_told_at_once(study, tmp_path):
         (('--jobs', '0'), '--jobs 0'),
         (('--labels', 'third'), "there is no 'third'"),
         (('--jobs', '2', '--gpus', '4'), '--jobs 2: all would train on the same GPUs'),
-        (('--cfg-options', 'model.backbone.sbp_cfg.keep_ratio=2'), 'keep_ratio=2'),
     ],
     ids=str,
 )

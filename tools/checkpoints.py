@@ -20,9 +20,6 @@ _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint file. Torch writes check sums into its zip archives, but does not check them.
 
-    Args:
-        path (Path): Local file.
-
     Returns:
         str | None: The damage. None if the file is whole. None also for what has no check sums: a file in torch's
         format before 1.6, and a folder as FSDP and DeepSpeed write.
@@ -48,9 +45,6 @@ def damage(path: Path) -> str | None:
 def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
     """Where ``--resume`` without a path goes on.
 
-    Args:
-        work_dir (Path): Of the run.
-
     Returns:
         tuple[Path | None, str | None]: The checkpoint to go on from, and why it is not the one that mmengine would take
         (None: it is that one). Without any whole checkpoint, and without a complaint, the run starts anew.
@@ -71,14 +65,6 @@ def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
 
 def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = False, all_weights: bool = False) -> None:
     """Checks that a checkpoint can be read and belongs to the detector of the config.
-
-    Args:
-        path (str): The checkpoint; left alone if it is a URL or a folder.
-        key (str): Where it was named, for the message.
-        config (Config): Config of the detector.
-        whole_run (bool): It has to hold what resuming needs. Default: False.
-        all_weights (bool): Every weight of the detector has to be there. Where it is False, the backbone's have to have
-            the right shapes, and heads for another number of classes may differ. Default: False.
 
     Raises:
         PreflightError: For the first thing that is wrong.

@@ -24,15 +24,8 @@ TINY = ' --size 64x64 --batch 1 --boxes 2 --rounds 1'
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Something to measure.
-
-    Attributes:
-        name (str): Of its files.
-        title (str): Above its section.
-        minutes (float): Its time limit.
-        commands (tuple[str, ...]): Run one after another by this python. '{out}' is the folder of the report.
-        needs_gpu (bool): It cannot be rehearsed. Default: False.
-    """
+    """Something to measure: the name of its files, the title of its section, its time limit, its commands for python
+    ('{out}' is the folder of the report), and whether it cannot be rehearsed without a GPU."""
 
     name: str
     title: str
@@ -42,11 +35,7 @@ class Part:
 
 
 def parts_of_report(rehearse: bool) -> list[Part]:
-    """What is measured, in the order of what matters most.
-
-    Args:
-        rehearse (bool): In tiny sizes on a CPU, and one part of each kind.
-    """
+    """What is measured, in the order of what matters most."""
 
     def measured(name, title, config, options='', presets=PRESETS, minutes=8, **more):
         config, device = (SHAPES, 'cpu') if rehearse else (config, 'cuda')
@@ -111,12 +100,6 @@ def _training(rehearse):
 def run_part(part: Part, out: Path, rehearse: bool, seconds: float) -> dict:
     """Runs a part, all that it prints into a file.
 
-    Args:
-        part (Part): What to run.
-        out (Path): Folder of the report.
-        rehearse (bool): On a CPU.
-        seconds (float): Its limit.
-
     Returns:
         dict: ``state`` ('done', 'failed', 'too long' or 'needs a GPU') and ``seconds``.
     """
@@ -151,13 +134,7 @@ def _run(command, log, variables, seconds):
 
 
 def write_page(parts: list[Part], states: dict, out: Path) -> Path:
-    """The page, from what is there so far.
-
-    Args:
-        parts (list[Part]): All parts.
-        states (dict): Name to what :func:`run_part` returned.
-        out (Path): Folder of the report.
-    """
+    """The page, from what is there so far."""
     rehearsal = states.get('rehearsal')
     lines = ['# Rehearsal on a CPU: no figure here counts' if rehearsal else '# Measured on a GPU', '']
     for part in parts:
@@ -181,10 +158,14 @@ def _table(part, out):
         return '\n'.join('    ' + line for line in log.read_text().splitlines() if told.match(line)) * log.exists()
     if part.name == 'training':
         return _training_table(out)
-    from tables import table
+    from tables import benchmark_table
 
     file = out / f'{part.name}.json'
-    return table(json.loads(file.read_text())) if file.exists() else ''
+    if not file.exists():
+        return ''
+    found = json.loads(file.read_text())
+    machine = ', '.join(str(found['machine'][key]) for key in ('date', 'device', 'torch', 'commit', 'command'))
+    return f'{benchmark_table(found["rows"], markdown=True)}\n\n*{machine}*'
 
 
 def _training_table(out):

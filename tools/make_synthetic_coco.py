@@ -145,12 +145,6 @@ def make_set(out: str | Path, train: int = 600, val: int = 100, size: int = 192,
     """Makes the set, or finds that it is there. A record of the arguments stands in the folder: unfinished while images
     are written, finished at the end.
 
-    Args:
-        out (str | Path): Folder of the set; new, empty, or made by this function before.
-        train, val (int): Numbers of images. Default: 600 and 100.
-        size (int): Side of the square images in pixels. Default: 192.
-        seed (int): Default: 0.
-
     Returns:
         bool: Whether anything was written.
 

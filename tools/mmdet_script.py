@@ -12,9 +12,6 @@ __all__ = ['find_script', 'let_threads_sleep', 'run', 'toolbox_of']
 def toolbox_of(words: list[str]) -> str:
     """Whose script a config wants.
 
-    Args:
-        words (list[str]): Of the command line.
-
     Returns:
         str: 'mmpretrain' if the first config file among them is a child of its configs, otherwise 'mmdet', which says
         what is wrong where there is no config.
@@ -33,10 +30,6 @@ def toolbox_of(words: list[str]) -> str:
 
 def find_script(name: str, toolbox: str = 'mmdet') -> Path:
     """Finds a toolbox's own script, without importing the toolbox.
-
-    Args:
-        name (str): File name, such as 'train.py'.
-        toolbox (str): 'mmdet' or 'mmpretrain'. Default: 'mmdet'.
 
     Returns:
         Path: In an installed package ``mmdet/.mim/tools``, in a source checkout ``tools`` beside the package.
@@ -69,12 +62,7 @@ def let_threads_sleep() -> None:
 
 
 def run(name: str, splits: tuple[str, ...]) -> None:
-    """Checks the config that the command line names and runs the toolbox's script on the same command line.
-
-    Args:
-        name (str): File name of the script.
-        splits (tuple[str, ...]): Of 'train', 'val' and 'test', those whose data it reads.
-    """
+    """Checks the config that the command line names and runs the toolbox's script on the same command line."""
     let_threads_sleep()
     try:
         script = find_script(name)  # mmdet has to be there for the checks, whose script it is

@@ -36,10 +36,6 @@ class PreflightError(ValueError):
 def load_config(path: str, options: dict | None = None) -> Config:
     """Reads a config as mmdet's scripts do.
 
-    Args:
-        path (str): Config file.
-        options (dict | None): ``--cfg-options``. Default: None.
-
     Returns:
         Config: The config, overrides merged.
 
@@ -58,10 +54,6 @@ def load_config(path: str, options: dict | None = None) -> Config:
 
 def check_config(config: Config, splits: tuple[str, ...]) -> None:
     """Runs every check.
-
-    Args:
-        config (Config): Config of a detector.
-        splits (tuple[str, ...]): Of 'train', 'val' and 'test', those that the run reads.
 
     Raises:
         PreflightError: For the first bad input.
@@ -112,9 +104,6 @@ def _check_imagenet(config, split):
 
 def check_backbone(config: Config) -> None:
     """Finds a config whose backbone with SBP is not registered, as its package was not imported, or has bad arguments.
-
-    Args:
-        config (Config): As read by :func:`load_config`, which carries out ``custom_imports``.
 
     Raises:
         PreflightError: If the backbone is not registered, or refuses its arguments.
@@ -190,12 +179,6 @@ def check_annotations(
     path: Path, key: str, classes: tuple[str, ...] | None = None, needed: tuple[str, ...] = _KEYS
 ) -> None:
     """Checks that a file is COCO format and has annotations for some of the classes.
-
-    Args:
-        path (Path): Annotation file.
-        key (str): Where the config names it, for the message.
-        classes (tuple[str, ...] | None): ``metainfo['classes']``; None: not compared. Default: None.
-        needed (tuple[str, ...]): What the file has to have. Default: images, annotations and categories.
 
     Raises:
         PreflightError: If the file is missing, not COCO format, or has no category of that name.

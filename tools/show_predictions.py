@@ -28,9 +28,6 @@ __all__ = ['ground_truth', 'show_predictions']
 def ground_truth(info: dict) -> list[tuple]:
     """Objects of one image as the data set describes them.
 
-    Args:
-        info (dict): What ``CocoDataset.get_data_info`` returns.
-
     Returns:
         list[tuple]: (label, box, mask or None, score or None); box x1, y1, x2, y2.
     """
@@ -69,16 +66,7 @@ def _draw(axes, image, objects, colours):
 
 
 def show_predictions(config, checkpoints: dict[str, str], out: Path, num=6, threshold=0.5, device='cpu') -> None:
-    """Writes a picture: for some validation images the ground truth and the prediction of each checkpoint.
-
-    Args:
-        config (Config): Of mmdet.
-        checkpoints (dict[str, str]): Title to checkpoint; one, or several models side by side.
-        out (Path): Picture to write.
-        num (int): Number of images, spread over the set. Default: 6.
-        threshold (float): Lowest score that is drawn. Default: 0.5.
-        device (str): Where the model runs. Default: 'cpu'.
-    """
+    """Writes a picture: for some validation images the ground truth and the prediction of each checkpoint."""
     models = [init_detector(config, checkpoint, device=device) for checkpoint in checkpoints.values()]
     dataset = DATASETS.build(dict(config.val_dataloader.dataset, test_mode=True))
     names = dataset.metainfo['classes']

@@ -186,7 +186,15 @@ def _add_apply(verbs):
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     verb.add_argument('--preset', default='exact', choices=[*PRESETS], help='(default: exact)')
     verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
-    verb.set_defaults(run=lambda args, config: print(apply_lean(build_detector(plain(config), 'cpu')[0], args.preset)))
+    verb.set_defaults(run=_apply)
+
+
+def _apply(args, config):
+    try:
+        model, _ = build_detector(plain(config), 'cpu')
+    except Exception as error:  # whatever a model's own code raises
+        raise SystemExit(f'{args.config}: its model cannot be built here: {_reason(error)}') from error
+    print(apply_lean(model, args.preset))
 
 
 if __name__ == '__main__':
