@@ -8,7 +8,6 @@ import accuracy  # isort: skip  (helpers puts research/ on the path)
 from accuracy import accuracy_picture, accuracy_table, paired, steps_to
 from tables import COLOURS, save_picture
 
-
 PLAIN = {0: 0.41, 1: 0.40, 2: 0.43, 3: 0.42}
 OTHER = {0: 0.40, 1: 0.38, 2: 0.42, 3: 0.42}
 
