@@ -24,6 +24,7 @@ from .masks import positions, sample_mask  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.swin import SBPSwinTransformer  # noqa: E402
 from .models.vit import SBPViT  # noqa: E402
+from .rehearse import RehearseHook  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
 from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
 
@@ -31,6 +32,7 @@ __all__ = [
     'AtomicBackend',
     'CheckpointModulesHook',
     'LeanHook',
+    'RehearseHook',
     'SBPConvNeXt',
     'SBPSwinTransformer',
     'SBPViT',

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import re
+import runpy
 import statistics
 
 import pytest
@@ -253,7 +254,7 @@ def _rival(first, column):
 def _in_the_readme(first, column):
     measures = {'stored': 'backbone', 'peak': 'peak'}
     if column in measures:
-        figure, detectors = _counted(measures[column]), ('ConvNeXt-B', 'ResNet-50', 'CSPNeXt')
+        figure, detectors = _counted(measures[column]), ('ConvNeXt-B', 'ResNet-50', 'DINO')[: 2 + (column == 'peak')]
         return ', '.join(filter(None, (figure(detector, first) for detector in detectors)))
     if column == 'time of a block':
         return ', '.join(_time(f'ConvNeXt-B, stage {stage}', first) for stage in (1, 3))
@@ -291,6 +292,15 @@ def _cosines(*files):
         return f'{value["mean"]:.3f}', f'{value["mean"]:.3f} ± {value["std"]:.3f}'
 
     return figure
+
+
+def test_picture_of_what_is_stored(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'research'))
+    tool, rows = runpy.run_path(str(ROOT / 'research/draw_stored.py')), _rows('block_cpu', stage=1)
+    for preset in tool['STORED']:
+        n, channels, height, width = rows(preset)['shape']
+        unit = 4 * n * channels * height * width
+        assert tool['units'](preset) == pytest.approx(rows(preset)['saved_bytes'] / unit, abs=0.021), preset
 
 
 @pytest.mark.parametrize(

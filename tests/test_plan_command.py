@@ -188,7 +188,8 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     page = capsys.readouterr().out
     assert 'fits into 8.59 GB with exact. Add to the config:\n\ncustom_imports' in page and 'nearest' not in page
-    assert '2 images of 800 x 1333 with 60 boxes each (size: the largest of the train pipeline' in page
+    assert '2 images of 800 x 1333 with 60 boxes each (size: Resize(scale=(1333, 800));' in page
+    assert 'a usual image is 800 x 1067' in page
     # A step may drop no image.
     assert dict(type='LeanHook', preset='exact', skip_dropped_images=False) in planning.hooks[2]
     with pytest.raises(SystemExit) as stopped:
@@ -210,6 +211,9 @@ def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
     monkeypatch.setattr(command, 'measure_detector', measure)
     with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: no training step .*KeyError.*only a GPU has'):
         command.main(['plan', FRCNN, '--budget', '8GiB'])
+    monkeypatch.setattr(command, 'build_detector', measure)
+    with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: its model cannot be built here: KeyError'):
+        command.main(['apply', FRCNN])
 
 
 TINY = """

@@ -54,9 +54,7 @@ train_pipeline = [
 train = dict(ann_file='annotations/instances_train.json', data_prefix=dict(img='images/train/'))
 val = dict(ann_file='annotations/instances_val.json', data_prefix=dict(img='images/val/'))
 loader = dict(batch_size=8, num_workers=1)
-train_dataloader = dict(
-    dataset=dict(**shapes, **train, filter_cfg=dict(min_size=2), pipeline=train_pipeline), **loader
-)
+train_dataloader = dict(dataset=dict(**shapes, **train, filter_cfg=dict(min_size=2), pipeline=train_pipeline), **loader)
 test_pipeline = [read, resize, dict(type='PackDetInputs', meta_keys=keys)]
 val_dataloader = dict(dataset=dict(**shapes, **val, pipeline=test_pipeline), **loader)
 test_dataloader = val_dataloader

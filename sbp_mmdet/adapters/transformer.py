@@ -73,32 +73,36 @@ def _again(run, *args):
 
 @adapter(FFN)
 class FeedForward(_Exact):
-    """Stores its input; the hidden layer is computed again."""
+    """Stores its input; the hidden layer is computed again. Layers of other kinds run again as they are."""
 
     stock = (FFN,)
 
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
-        tensors = ops.FFNTensors(x.reshape(1, -1, x.shape[-1]) if x.dim() != 3 else x, **_ffn_weights(self))
-        out = ops.feed_forward(_ffn_settings(self, self.form), tensors).view(*x.shape[:-1], -1)
+        if x.dim() == 3 and x.numel() and not any(_ffn_reasons(self)):
+            out = ops.feed_forward(_ffn_settings(self), ops.FFNTensors(x, **_ffn_weights(self)))
+        else:
+            out = _again(self.layers, x)
         out = self.dropout_layer(getattr(self, 'gamma2', nn.Identity())(out))
         if not self.add_identity:
             return out
         return (x if identity is None else identity) + out
 
-    @classmethod
-    def reasons(cls, module: nn.Module):
-        yield None if module.num_fcs == 2 else f'it has {module.num_fcs} layers, not 2'
-        (first, act, _), second = module.layers[0], module.layers[1]
-        for linear in (first, second):
-            yield _unlike(linear, Linear, nn.Linear)
-        yield None if known(act, 'act') else f'its activation is {_kind(act).__name__}'
-        yield _replaced(module, first, act, second)
+
+def _ffn_reasons(ffn):
+    """Why the operation cannot stand in for its layers, None among them."""
+    yield None if ffn.num_fcs == 2 else f'its FFN has {ffn.num_fcs} layers, not 2'
+    (first, act, _), second = ffn.layers[0], ffn.layers[1]
+    for linear in (first, second):
+        yield _unlike(linear, Linear, nn.Linear)
+        yield None if linear.bias is not None else 'its FFN has no biases'
+    yield None if known(act, 'act') else f'its activation is {_kind(act).__name__}'
+    yield _replaced(*ffn.layers[0], *ffn.layers)
 
 
-def _ffn_settings(ffn, form):
+def _ffn_settings(ffn):
     rates = _rate(ffn.layers[0][2]), _rate(ffn.layers[2])
     act = ffn.layers[0][1]
-    return ops.FFNSettings(form, _ACTS[_kind(act)](act), rates)
+    return ops.FFNSettings(_ACTS[_kind(act)](act), rates)
 
 
 def _ffn_weights(ffn):
@@ -248,7 +252,7 @@ class DeformableEncoderLayer(_Exact):
         attention, ffn = self.self_attn, self.ffn
         eps = tuple(norm.eps for norm in self.norms)
         settings = ops.EncoderSettings(
-            _attention_settings(attention, self.form), _ffn_settings(ffn, self.form), _rate(attention.dropout), eps
+            _attention_settings(attention, self.form), _ffn_settings(ffn), _rate(attention.dropout), eps
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
         tensors = ops.EncoderTensors(
@@ -269,7 +273,8 @@ class DeformableEncoderLayer(_Exact):
         yield _unlike(module.self_attn, MultiScaleDeformableAttention)
         yield _unlike(module.ffn, FFN)
         yield from DeformableAttention.reasons(module.self_attn)
-        yield from FeedForward.reasons(module.ffn)
+        yield from _ffn_reasons(module.ffn)
+        yield _replaced(module.ffn)
         if not module.ffn.add_identity or _kind(getattr(module.ffn, 'gamma2', nn.Identity())) is not nn.Identity:
             yield 'its feed-forward network has no shortcut, or a layer scale'
         yield None if isinstance(module.ffn.dropout_layer, nn.Identity) else 'its FFN has a dropout_layer'

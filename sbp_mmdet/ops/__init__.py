@@ -25,14 +25,8 @@ to eight bits (:func:`.precision.store`). In each case the forward pass is exact
 from .attention import AttentionSettings, AttentionTensors, attention
 from .conv_norm import ConvNormSettings, ConvNormTensors, conv_norm
 from .convs import Conv, ConvSettings, convolve
-from .deformable import (
-    DeformableSettings,
-    DeformableTensors,
-    EncoderSettings,
-    EncoderTensors,
-    deformable_attention,
-    deformable_encoder_layer,
-)
+from .deformable import DeformableSettings, DeformableTensors, deformable_attention
+from .encoder import EncoderSettings, EncoderTensors, deformable_encoder_layer
 from .ffn import FFNSettings, FFNTensors, feed_forward
 from .grn import GRNSettings, GRNTensors, grn_mlp
 from .images import on_images

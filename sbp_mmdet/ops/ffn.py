@@ -1,7 +1,8 @@
 """The feed-forward network of transformers, ``activation(x W1^T + b1) W2^T + b2`` with dropout behind either layer.
 
 What is stored is x. The hidden layer, four to eight times as large, is computed again in chunks of rows, and so are the
-random numbers of dropout: from the generator's state, chunk by chunk in the same order.
+random numbers of dropout: from the generator's state, chunk by chunk in the same order. x is never rounded to eight
+bits: so many numbers of the hidden layer would change their side of ReLU's zero that gradients were 4 to 7 % off.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .maps import Activation
-from .operation import Form, OnHost, Operation, gradients_of, in_precision
+from .operation import OnHost, Operation, gradients_of, in_precision
 from .precision import accumulate, column_sums, zeros_for
 from .rows import chunks
 
@@ -23,7 +24,6 @@ __all__ = [
     'FeedForward',
     'dropout_factor',
     'feed_forward',
-    'in_sixteen_bits',
     'random_state',
     'replayed',
     'scaled_',
@@ -37,14 +37,12 @@ class FFNSettings:
     """Of :func:`feed_forward`.
 
     Attributes:
-        form (Form): How it is stored. Default: fused, native, zero.
         activation (Activation): Behind the first layer. Default: ReLU.
         dropout (tuple[float, float]): Rates behind the activation and behind the second layer. Default: none.
         chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
     """
 
-    form: Form = Form()
     activation: Activation = Activation('relu')
     dropout: tuple[float, float] = (0.0, 0.0)
     chunk: int | None = None
@@ -73,15 +71,9 @@ FFNGradients = gradients_of(FFNTensors)
 class FFNSaved(NamedTuple):
     """What the backward pass needs."""
 
-    x: Tensor  # in what matrix products run in, or in sixteen bits
+    x: Tensor  # in what matrix products run in
     weights: FFNTensors  # without x
     state: OnHost | None
-
-
-def in_sixteen_bits(form: Form, x: Tensor) -> Tensor:
-    """How ``storage='int8'`` stores what a ReLU stands behind. A number of the hidden layer that is computed from eight
-    bits lies on the other side of zero so often that gradients of the first layer would be 4 to 7 % off."""
-    return x.half() if form.storage == 'int8' and x.dtype == torch.float32 else x
 
 
 def random_state(device: torch.device, *rates: float) -> OnHost | None:
@@ -208,8 +200,7 @@ def _forward(settings, tensors, needs):
     out = x.new_empty(*x.shape[:2], len(run.w2), dtype=settings.dtype)
     for chunk in _chunks(settings, x, run):
         chunk.put_(out, run.forward(chunk.rows_of(x)))
-    x = in_sixteen_bits(settings.form, x.to(settings.dtype))
-    return out, FFNSaved(x, tensors._replace(x=None), state)
+    return out, FFNSaved(x.to(settings.dtype), tensors._replace(x=None), state)
 
 
 def _backward(settings, saved, grad, needs):

@@ -1,6 +1,7 @@
 """The command ``sbp-mmdet``: what fits into a GPU, and what a preset would change, without a GPU.
 
 sbp-mmdet plan CONFIG --budget 8GiB     which variant fits, and the lines to paste
+sbp-mmdet rehearse CONFIG               one step on the largest batch of the data set, on this machine's GPU
 sbp-mmdet apply CONFIG --preset exact   what LeanHook would change in the model, and what not
 """
 
@@ -8,22 +9,25 @@ import argparse
 import json
 import logging
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
 import torch
-from mmengine.config import DictAction
+from mmengine.config import Config, DictAction
 from mmengine.logging import MMLogger
+from mmengine.runner import Runner
 
 from ..apply import apply_lean
+from ..rehearse import DoesNotFit
 from ..settings import PRESETS
 from .detector import build_detector, measure_detector
 from .inputs import BOXES, add_inputs, inputs_of
-from .planner import CONTEXT, MARGIN, answer, parse_bytes, parse_size, plan
+from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, parse_bytes, parse_size, plan
 from .tables import Column, format_bytes, text_table
 from .variants import load_config, plain, presets_of, snippet, with_variant
 
-__all__ = ['main']
+__all__ = ['main', 'rows_of']
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,8 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(required=True, metavar='plan | apply')
+    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply')
     _add_plan(verbs)
+    _add_rehearse(verbs)
     _add_apply(verbs)
     args = parser.parse_args(arguments)
     MMLogger.get_current_instance().setLevel(logging.ERROR)
@@ -67,20 +72,10 @@ def _plan(args, config):
     for name in ('batch', 'boxes', 'gpus'):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
-    inputs, base = inputs_of(config, args.batch, size), plain(config)
-
-    def measure(variant):
-        if sys.stderr.isatty():
-            print(f'\r  counting {variant:<70}', end='', file=sys.stderr, flush=True)
-        # Which images stochastic depth drops is chance: the count is of a step that drops none.
-        worst = {} if variant.split('+')[0] == 'none' else dict(skip_dropped_images=False)
-        case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
-        return measure_detector(with_variant(base, variant, **worst), **case)
-
+    inputs = inputs_of(config, args.batch, size)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
     try:
-        reasons = presets_of(build_detector(base, 'cpu')[0])
-        presets = [name for name, reason in reasons.items() if reason is None]
-        rows = plan(base, budget, measure, presets, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
+        rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise SystemExit(f'{args.config}: no training step of it runs here: {_reason(error)}') from error
     finally:
@@ -97,6 +92,32 @@ def _plan(args, config):
         raise SystemExit(1)
 
 
+def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
+    """The planner's answer for a config.
+
+    Args:
+        config (Config): Config of a detector.
+        budget (int): Bytes of the GPU.
+        case (dict): ``batch``, ``height``, ``width`` and ``boxes``.
+        **options: Of :func:`.planner.plan`.
+
+    Returns:
+        list[Row]: See there.
+    """
+    base = plain(config)
+
+    def measure(variant):
+        if sys.stderr.isatty():
+            print(f'\r  counting {variant:<70}', end='', file=sys.stderr, flush=True)
+        # Which images stochastic depth drops is chance: the count is of a step that drops none.
+        worst = {} if variant.split('+')[0] == 'none' else dict(skip_dropped_images=False)
+        return measure_detector(with_variant(base, variant, **worst), **case)
+
+    reasons = presets_of(build_detector(base, 'cpu')[0])
+    presets = [name for name, reason in reasons.items() if reason is None]
+    return plan(base, budget, measure, presets, **options)
+
+
 def _page(args, inputs, budget, rows, found, lines):
     """What a person reads."""
     columns = [
@@ -109,7 +130,8 @@ def _page(args, inputs, budget, rows, found, lines):
     case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
     table = text_table(columns, [row._asdict() for row in rows])
     usual = f'; a usual image is {inputs.usual[0]} x {inputs.usual[1]}' if inputs.usual else ''
-    note = f'Largest batch: {case} ({inputs.source}{usual}); with {MARGIN:.0%} and {format_bytes(CONTEXT)} for CUDA.'
+    cuda = f'{MARGIN:.0%} and {format_bytes(WORKSPACES + CONTEXT)} for CUDA'
+    note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if found is None:
         more = '' if args.adamw8bit else ' --adamw8bit,'
         end = (
@@ -138,12 +160,41 @@ def _reason(error):
     return f'{type(error).__name__}{text and ": "}{text} ({where})'
 
 
+def _add_rehearse(verbs):
+    verb = verbs.add_parser('rehearse', help='one step on the largest batch of the data set')
+    verb.add_argument('config', help='config file, with its data in place')
+    verb.add_argument('--budget', help="memory that may be used: 8GiB (default: all of this machine's GPU)")
+    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.set_defaults(run=_rehearse)
+
+
+def _rehearse(args, config):
+    config.custom_hooks = [
+        *(config.get('custom_hooks') or []),
+        dict(type='RehearseHook', budget=args.budget, stop=True),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        config.work_dir = folder
+        try:
+            Runner.from_cfg(config).train()
+        except DoesNotFit as error:
+            raise SystemExit(str(error)) from None
+
+
 def _add_apply(verbs):
     verb = verbs.add_parser('apply', help='what a preset would change in a model')
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     verb.add_argument('--preset', default='exact', choices=[*PRESETS], help='(default: exact)')
     verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
-    verb.set_defaults(run=lambda args, config: print(apply_lean(build_detector(plain(config), 'cpu')[0], args.preset)))
+    verb.set_defaults(run=_apply)
+
+
+def _apply(args, config):
+    try:
+        model, _ = build_detector(plain(config), 'cpu')
+    except Exception as error:  # whatever a model's own code raises
+        raise SystemExit(f'{args.config}: its model cannot be built here: {_reason(error)}') from error
+    print(apply_lean(model, args.preset))
 
 
 if __name__ == '__main__':

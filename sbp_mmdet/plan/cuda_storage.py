@@ -116,6 +116,7 @@ def cuda_storage(counter, bfloat16: bool = False):
             module = sys.modules[MultiScaleDeformableAttnFunction.__module__]
             stack.enter_context(mock.patch.object(module, 'multi_scale_deformable_attn_pytorch', attention))
             stack.enter_context(mock.patch.object(deformable, 'has_kernel', lambda value: True))
+        stack.enter_context(mock.patch.object(deformable, 'has_kernel', lambda value: True))
         stack.enter_context(mock.patch.object(FocalLoss, 'forward', focal_loss))
         stack.enter_context(mock.patch.object(F, 'dropout', fused_dropout))
         yield

@@ -39,6 +39,7 @@ __all__ = [
     'build_detector',
     'build_training',
     'check_case',
+    'labels_of',
     'measure_detector',
     'own_crops',
     'timed_step',
@@ -196,7 +197,7 @@ def build_training(
     if trained_proposals:
         proposals_of_a_trained_rpn(model)
     found = inputs_of(config)
-    num_classes, masks = _labels(config)
+    num_classes, masks = labels_of(config)
     given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
     options = dict(semantic=found.semantic, proposals=given)
     data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
@@ -260,8 +261,8 @@ def _without_sync(cfg):
     return cfg
 
 
-def _labels(config):
-    """Number of classes, and whether there are masks."""
+def labels_of(config: Config) -> tuple[int, bool]:
+    """Number of classes of a config's model, and whether it has a mask for each box."""
     found = []
 
     def look(node):

@@ -1,0 +1,217 @@
+"""Before the first iteration: one step on the largest batch that the data set can give. Nothing is learnt from it.
+
+A training dies in its third epoch where the largest batch comes then. ``custom_hooks = [dict(type='RehearseHook')]``
+lets it come first; what the step changes besides memory is put back.
+"""
+
+import contextlib
+import copy
+import gc
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from mmdet.registry import HOOKS
+from mmengine.hooks import Hook
+from torch import nn
+
+from .apply import draws_of
+from .surgery import unwrapped
+
+__all__ = ['DoesNotFit', 'RehearseHook', 'as_before']
+
+
+class DoesNotFit(RuntimeError):
+    """The largest batch needs more memory than there is."""
+
+
+@HOOKS.register_module()
+class RehearseHook(Hook):
+    """Runs forward and backward pass on the largest batch, and stops a training that would run out of memory.
+
+    Args:
+        budget (str | None): Memory that may be used: '8GiB'; None: all that the GPU has. Default: None.
+        stop (bool): End the program after the rehearsal, for ``sbp-mmdet rehearse``. Default: False.
+    """
+
+    priority = 'VERY_LOW'  # behind hooks that change the model
+
+    def __init__(self, budget: str | None = None, stop: bool = False):
+        self.budget, self.stop = budget, stop
+
+    def before_train(self, runner) -> None:
+        """Called by mmengine's runner when everything is built.
+
+        Raises:
+            DoesNotFit: Naming the batch, what it needs and the variant of the config that fits.
+        """
+        from .plan.planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
+        from .plan.tables import format_bytes  # noqa: PLC0415
+
+        budget = parse_bytes(self.budget) if self.budget else _memory(runner.model)
+        batch, case = largest_batch(runner)
+        with as_before(unwrapped(runner.model)):
+            peak = _peak(runner, batch)
+        said = f'{case["batch"]} images of {case["height"]} x {case["width"]} with {case["boxes"]} boxes each'
+        if peak is None or (budget and peak > budget):
+            needs = 'more than the GPU has' if peak is None else format_bytes(peak)
+            raise DoesNotFit(
+                f'RehearseHook: the largest batch of this data set, {said}, needs {needs}'
+                f'{f" of {format_bytes(budget)}" if budget else ""}. {_advice(runner, budget, case)}'
+            )
+        runner.logger.info(f'RehearseHook: the largest batch, {said}, needs {format_bytes(peak)}: it fits')
+        if self.stop:
+            raise SystemExit(0)
+
+
+def largest_batch(runner) -> tuple[dict, dict]:
+    """The largest batch that a runner's training data can give: largest padded size, most boxes.
+
+    Args:
+        runner (Runner): A runner whose training loop is built.
+
+    Returns:
+        tuple[dict, dict]: The batch, and its ``batch``, ``height``, ``width`` and ``boxes`` an image.
+    """
+    from .plan.batch import build_batch  # noqa: PLC0415
+    from .plan.detector import labels_of  # noqa: PLC0415
+    from .plan.inputs import inputs_of  # noqa: PLC0415
+
+    loader = runner.train_dataloader
+    dataset = loader.dataset
+    images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size
+    found = inputs_of(runner.cfg, images)
+    numbers, sizes = [], []
+    for i in range(len(dataset)):
+        info = dataset.get_data_info(i)
+        numbers.append(len(info.get('instances') or []))
+        sizes.append((info.get('height') or 0, info.get('width') or 0))
+    # The most boxes that so many images have together; more of them are in one batch only by a mosaic.
+    boxes = -(-sum(sorted(numbers, reverse=True)[:images]) // images)
+    height, width = found.height, found.width
+    if 'size: not told' in found.source and any(map(all, sizes)):
+        height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    classes, masks = labels_of(runner.cfg)
+    case = dict(batch=images, height=height, width=width, boxes=boxes)
+    batch = build_batch(images, height, width, boxes, classes, masks or found.masks, semantic=found.semantic)
+    return batch, case
+
+
+@contextlib.contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Puts back at its end what a step without optimizer changes: random states, buffers, gradients, counters.
+
+    Args:
+        model (nn.Module): In training mode, not wrapped.
+    """
+    cuda = torch.cuda.is_available()
+    numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda and torch.cuda.get_rng_state()
+    buffers = [(buffer, buffer.detach().cpu().clone()) for buffer in model.buffers()]
+    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    counters = [(module, _counters(module)) for module in model.modules()]
+    passes = [(draws, dict(vars(draws))) for draws in draws_of(model)]
+    try:
+        yield
+    finally:
+        random.setstate(numbers[0]), np.random.set_state(numbers[1]), torch.set_rng_state(numbers[2])
+        if cuda:
+            torch.cuda.set_rng_state(numbers[3])
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, value in gradients:
+            parameter.grad = value
+        for module, values in counters:
+            vars(module).update(values)
+        for draws, values in passes:
+            vars(draws).update(values)
+
+
+def _counters(module):
+    """Attributes of a module that hold numbers, such as the size that a batch augment drew last."""
+    own = vars(module).keys() - vars(nn.Module()).keys()
+    return {key: copy.deepcopy(vars(module)[key]) for key in own if _is_plain(vars(module)[key])}
+
+
+def _is_plain(value):
+    if isinstance(value, (tuple, list)):
+        return type(value) in (tuple, list) and all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _peak(runner, batch) -> int | None:
+    """Bytes at the step's peak, with the states that the optimizer is to make; None: it ran out of memory."""
+    from .plan.device import is_out_of_memory  # noqa: PLC0415
+
+    model, states = runner.model, _states(runner.optim_wrapper)
+    try:
+        if next(model.parameters()).is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.empty(states, dtype=torch.uint8, device=next(model.parameters()).device)
+            model.train_step(batch, _NoUpdate(runner.optim_wrapper))
+            torch.cuda.synchronize()
+            del held
+            return torch.cuda.max_memory_allocated()
+        return states + _counted(model, batch, runner.optim_wrapper)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _counted(model, batch, wrapper):
+    from .plan.memory import LiveBytes  # noqa: PLC0415
+
+    with LiveBytes() as counter:
+        model.train_step(batch, _NoUpdate(wrapper))
+    return counter.peak + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+class _NoUpdate:
+    """Stands in for an optimizer wrapper: backward pass, no step."""
+
+    def __init__(self, wrapper):
+        self.optim_context = wrapper.optim_context
+
+    def update_params(self, loss, *args, **kwargs) -> None:
+        loss.backward()
+
+
+def _states(wrapper) -> int:
+    """Bytes that an optimizer is going to make in its first step."""
+    optimizers = [one.optimizer for one in wrapper.values()] if hasattr(wrapper, 'values') else [wrapper.optimizer]
+    total = 0
+    for optimizer in optimizers:
+        size = 1 if '8bit' in type(optimizer).__name__ else None
+        for group in optimizer.param_groups:
+            copies = 2 if 'betas' in group else bool(group.get('momentum'))
+            new = [p for p in group['params'] if p.requires_grad and p not in optimizer.state]
+            total += copies * sum(p.numel() * (size or p.element_size()) for p in new)
+    return total
+
+
+def _memory(model):
+    device = next(model.parameters()).device
+    return torch.cuda.get_device_properties(device).total_memory if device.type == 'cuda' else None
+
+
+def _advice(runner, budget, case):
+    """The next variant that fits, as the planner counts it."""
+    from .plan.command import rows_of  # noqa: PLC0415
+    from .plan.planner import answer  # noqa: PLC0415
+    from .plan.variants import snippet  # noqa: PLC0415
+
+    try:
+        found = answer(rows_of(runner.cfg, budget, case))
+    except Exception as error:  # noqa: BLE001  advice is not what the run is stopped for
+        return f'The planner has no answer for it: {type(error).__name__}: {error}'
+    if found is None:
+        return 'By the planner no variant fits: take a smaller batch, smaller images or a smaller model.'
+    if found.variant == 'none':
+        return 'By the planner it should fit as it is: does another program hold memory of this GPU?'
+    return f'By the planner {found.variant} fits. Add to the config:\n\n{snippet(runner.cfg, found.variant)}'

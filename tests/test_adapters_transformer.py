@@ -1,0 +1,373 @@
+"""Layers of transformer detectors, changed in place, against the same layers unchanged."""
+
+import copy
+import functools
+import types
+from pathlib import Path
+
+import mmdet
+import pytest
+import torch
+from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
+from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
+from mmdet.models.layers.transformer.conditional_detr_layers import ConditionalDetrTransformerDecoderLayer
+from mmdet.models.layers.transformer.dab_detr_layers import DABDetrTransformerDecoderLayer
+from mmdet.models.layers.transformer.deformable_detr_layers import (
+    DeformableDetrTransformerDecoderLayer,
+    DeformableDetrTransformerEncoderLayer,
+)
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerDecoderLayer, DetrTransformerEncoderLayer
+from mmdet.models.layers.transformer.grounding_dino_layers import GroundingDinoTransformerDecoderLayer
+from mmdet.models.layers.transformer.mask2former_layers import Mask2FormerTransformerDecoderLayer
+from mmdet.registry import MODELS
+from mmdet.testing import demo_mm_inputs
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from torch import nn
+
+from sbp_mmdet import apply_lean, remove_lean
+from sbp_mmdet.adapters import Lean
+from sbp_mmdet.adapters.transformer import DeformableEncoderLayer
+
+CONFIGS = Path(mmdet.__file__).parent / '.mim/configs'
+C, HEADS, QUERIES, TOKENS = 16, 2, 7, 42
+SHAPES, STARTS = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]]), torch.tensor([0, 30, 39, 41])
+
+
+def attention(rate=0.0, **options):
+    return dict(embed_dims=C, num_heads=HEADS, batch_first=True, **options, **(dict(dropout=rate) if rate else {}))
+
+
+def plain(**options):
+    """Of layers without deformable attention."""
+    return dict(self_attn_cfg=dict(attention(), **options), ffn_cfg=feed())
+
+
+def feed(rate=0.0):
+    return dict(embed_dims=C, feedforward_channels=64, ffn_drop=rate)
+
+
+def conditional(cross):
+    return dict(embed_dims=C, num_heads=HEADS, attn_drop=0.1, cross_attn=cross)
+
+
+def tokens(number=QUERIES):
+    return torch.randn(2, number, C, dtype=torch.float64, requires_grad=True)
+
+
+def padding():
+    return torch.arange(TOKENS) % 7 == torch.tensor([[3], [5]])
+
+
+def mask(keys):
+    return (torch.rand(QUERIES, keys) > 0.7) & (torch.arange(keys) > 0)  # nobody sees nothing: stock layers put out NaN
+
+
+def levels(numbers, queries):
+    points = torch.rand(2, queries, 4, numbers, dtype=torch.float64, requires_grad=True)
+    return dict(reference_points=points, spatial_shapes=SHAPES, level_start_index=STARTS)
+
+
+def both(kind, rate=0.0):
+    cfg = dict(self_attn_cfg=attention(rate), cross_attn_cfg=attention(rate), ffn_cfg=feed(rate))
+    return lambda: kind(**copy.deepcopy(cfg))
+
+
+def decoder_inputs():
+    return dict(
+        query=tokens(),
+        key=tokens(TOKENS),
+        value=tokens(TOKENS),
+        query_pos=tokens(),
+        key_pos=tokens(TOKENS),
+        self_attn_mask=mask(QUERIES),
+        cross_attn_mask=mask(TOKENS),
+        key_padding_mask=padding(),
+    )
+
+
+def deformable_inputs(numbers):
+    found = decoder_inputs()
+    del found['cross_attn_mask'], found['key'], found['key_pos']
+    return found | levels(numbers, QUERIES)
+
+
+def conditional_inputs(is_first):
+    sine = dict(ref_sine_embed=tokens(), is_first=is_first, key_padding_mask=padding())
+    return dict(query=tokens(), key=tokens(TOKENS), query_pos=tokens(), key_pos=tokens(TOKENS), **sine)
+
+
+def encoder_inputs(numbers=None):
+    found = dict(query=tokens(TOKENS), query_pos=tokens(TOKENS), key_padding_mask=padding())
+    return found | (levels(numbers, TOKENS) if numbers else {})
+
+
+def deformable_encoder(rate):
+    cfg = dict(self_attn_cfg=dict(attention(), dropout=rate), ffn_cfg=feed(rate))
+    return DeformableDetrTransformerEncoderLayer(**cfg)
+
+
+def of_conditional(kind):
+    return lambda: kind(self_attn_cfg=conditional(False), cross_attn_cfg=conditional(True), ffn_cfg=feed())
+
+
+def grounding():
+    cfg = dict(self_attn_cfg=attention(), cross_attn_cfg=attention(), cross_attn_text_cfg=attention())
+    return GroundingDinoTransformerDecoderLayer(**cfg, ffn_cfg=feed())
+
+
+def grounding_inputs():
+    text = dict(memory_text=tokens(5), text_attention_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2]))
+    return deformable_inputs(4) | text
+
+
+LAYERS = {
+    'FFN': (lambda: FFN(C, 64), lambda: dict(x=tokens())),
+    'FFN, GELU, scaled': (
+        lambda: FFN(C, 64, act_cfg=dict(type='GELU'), layer_scale_init_value=0.5, ffn_drop=0.1),
+        lambda: dict(x=tokens(), identity=tokens()),
+    ),
+    'FFN, three layers': (lambda: FFN(C, 64, 3, add_identity=False, ffn_drop=0.1), lambda: dict(x=tokens())),
+    'FFN, PReLU': (lambda: FFN(C, 64, act_cfg=dict(type='PReLU')), lambda: dict(x=tokens())),
+    'attention': (lambda: MultiheadAttention(C, HEADS), lambda: dict(query=tokens(), query_pos=tokens())),
+    'attention, tokens first': (
+        lambda: MultiheadAttention(C, HEADS, proj_drop=0.1),
+        lambda: dict(query=tokens(), key=tokens(), attn_mask=mask(2)[:2]),
+    ),
+    'DETR encoder': (
+        lambda: DetrTransformerEncoderLayer(attention(0.1), feed(0.1)),
+        encoder_inputs,
+    ),
+    'DETR decoder': (both(DetrTransformerDecoderLayer, 0.1), decoder_inputs),
+    'Mask2Former decoder': (both(Mask2FormerTransformerDecoderLayer), decoder_inputs),
+    'Conditional DETR': (
+        of_conditional(ConditionalDetrTransformerDecoderLayer),
+        functools.partial(conditional_inputs, True),
+    ),
+    'DAB-DETR': (of_conditional(DABDetrTransformerDecoderLayer), functools.partial(conditional_inputs, False)),
+    'deformable encoder': (functools.partial(deformable_encoder, 0.0), functools.partial(encoder_inputs, 2)),
+    'deformable encoder, dropout': (functools.partial(deformable_encoder, 0.1), functools.partial(encoder_inputs, 4)),
+    'deformable decoder': (both(DeformableDetrTransformerDecoderLayer), functools.partial(deformable_inputs, 2)),
+    'deformable decoder, dropout': (
+        both(DeformableDetrTransformerDecoderLayer, 0.1),
+        functools.partial(deformable_inputs, 4),
+    ),
+    'Grounding DINO decoder': (grounding, grounding_inputs),
+    'PVT': (
+        lambda: SpatialReductionAttention(C, HEADS, attn_drop=0.1, sr_ratio=2),
+        lambda: dict(x=tokens(24), hw_shape=(4, 6)),
+    ),
+}
+
+
+def ordinary(module):
+    """In fp64 and training mode, as if it had been trained."""
+    torch.manual_seed(0)
+    for p in module.parameters():
+        p.data.normal_(0, 0.3)
+    for m in module.modules():
+        if isinstance(m, nn.LayerNorm):
+            m.weight.data.add_(1)
+        if isinstance(m, MultiScaleDeformableAttention):
+            m.sampling_offsets.bias.data.normal_(0, 2)
+    return module.double().train()
+
+
+def step(module, inputs, seed=3):
+    """Output and gradients of inputs and parameters."""
+    torch.manual_seed(seed)
+    leaves = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+    leaves += [p for p in module.parameters()]
+    out = module(**inputs)
+    weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    return [out, *torch.autograd.grad(out, leaves, weight, allow_unused=True)]
+
+
+def assert_same(found, expected, tolerance=1e-10):
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a - b).abs().max() <= tolerance * max(b.abs().max(), 1)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_layers(name):
+    module, inputs = (make() for make in LAYERS[name])
+    ordinary(module)
+    expected, stock = step(module, inputs), type(module)
+    evaluated = module.eval()(**inputs)
+    report = apply_lean(module.train(), preset='exact')
+    assert report.changed and not report.left.keys() & report.changed.keys()
+    assert_same(step(module, inputs), expected)
+    assert torch.equal(module.eval()(**inputs), evaluated)
+    remove_lean(module.train())
+    assert type(module) is stock and not any(isinstance(m, Lean) for m in module.modules())
+
+
+@pytest.mark.parametrize('name', ['DETR decoder', 'deformable decoder', 'deformable encoder'])
+def test_eight_bits(name):
+    module, inputs = (make() for make in LAYERS[name])
+    ordinary(module).float()
+    for m in module.modules():
+        if isinstance(m, nn.Dropout):
+            m.p = 0.0
+    inputs = {k: _float(v) for k, v in inputs.items()}
+    expected = step(module, inputs)
+    apply_lean(module, preset='int8')
+    found = step(module, inputs)
+    total = sum(e.square().sum() for e in expected[1:] if e is not None)
+    error = sum((f - e).square().sum() for f, e in zip(found[1:], expected[1:], strict=True) if e is not None)
+    assert (error / total) ** 0.5 < 0.01
+
+
+def _float(x):
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().float().requires_grad_()
+
+
+@pytest.mark.parametrize('preset, expected', [('exact', 0.75), ('int8', 0.75)])
+@pytest.mark.parametrize('name', ['DETR encoder', 'DETR decoder', 'DAB-DETR', 'deformable decoder'])
+def test_layers_store_less(name, preset, expected):
+    module, inputs = (make() for make in LAYERS[name])
+    ordinary(module)
+    before = stored(module, inputs)
+    apply_lean(module, preset=preset)
+    assert stored(module, inputs) <= expected * before
+
+
+def stored(module, inputs):
+    """Bytes that are kept for the backward pass beside inputs and parameters."""
+    known = {t.untyped_storage().data_ptr() for t in [*inputs.values(), *module.parameters()] if hasattr(t, 'dtype')}
+    seen = {}
+
+    def pack(t):
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = module(**inputs)
+    del out
+    return sum(size for pointer, size in seen.items() if pointer not in known)
+
+
+@pytest.mark.parametrize('preset', ['paper', 'nearest', 'reference'])
+def test_presets_that_drop_positions_are_exact_here(preset):
+    model = nn.ModuleDict(dict(block=swin_block(), layer=deformable_encoder(0.0)))
+    layer, inputs = ordinary(model.layer), encoder_inputs(2)
+    expected = step(layer, inputs)
+    apply_lean(model, preset=preset)
+    assert isinstance(layer, DeformableEncoderLayer)
+    assert_same(step(layer, inputs), expected)
+
+
+def swin_block():
+    init_default_scope('mmdet')
+    sizes = dict(embed_dims=8, depths=(1, 1), num_heads=(1, 1), strides=(4, 2), out_indices=(0, 1))
+    return MODELS.build(dict(type='SwinTransformer', **sizes))
+
+
+REFUSED = {
+    'norm': (lambda m: setattr(m, 'norms', nn.ModuleList([nn.LayerNorm(C), nn.Identity()])), 'Identity'),
+    'three layers': (lambda m: setattr(m, 'ffn', FFN(C, 64, 3)), '3 layers'),
+    'hook': (lambda m: m.ffn.layers[1].register_forward_hook(lambda *a: None), 'hooks'),
+    'dropout layer': (lambda m: setattr(m, 'ffn', FFN(C, 64, dropout_layer=dict(type='DropPath'))), 'dropout_layer'),
+    'no shortcut': (lambda m: setattr(m, 'ffn', FFN(C, 64, add_identity=False)), 'shortcut'),
+    'own forward': (lambda m: setattr(m, 'forward', lambda *a, **k: None), 'was replaced'),
+    'tokens first': (lambda m: setattr(m.self_attn, 'batch_first', False), 'batch_first'),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_stays_is_named(name):
+    change, reason = REFUSED[name]
+    module = deformable_encoder(0.0)
+    change(module)
+    model = nn.Sequential(module)
+    assert reason in apply_lean(model, preset='exact').left['0']
+
+
+def test_subclasses_with_a_forward_pass_of_their_own_stay():
+    class Mine(MultiheadAttention):
+        def forward(self, query):
+            return super().forward(query) * 2
+
+    model = nn.ModuleList([Mine(C, HEADS), FFN(C, 64)])
+    assert 'has a forward pass of its own' in apply_lean(model, preset='exact').left['0']
+
+
+def test_checkpointing_by_fairscale_is_off():
+    calls = []
+
+    def checkpointed(forward, module, *args, **kwargs):
+        calls.append(1)
+        return forward(module(), *args, **kwargs)
+
+    checkpointed.__module__ = 'fairscale.nn.checkpoint.checkpoint_activations'
+    module, inputs = (make() for make in LAYERS['deformable encoder'])
+    ordinary(module)
+    expected = step(module, inputs)
+    wrapped = functools.partial(checkpointed, type(module).forward, lambda: module)
+    module.forward = wrapped
+    apply_lean(module, preset='exact')
+    assert_same(step(module, inputs), expected)
+    assert not calls and module.forward is wrapped
+    module.eval()(**inputs)
+    assert calls
+
+
+DINO = {
+    'neck.in_channels': [16, 32, 64],
+    'neck.out_channels': 32,
+    'neck.norm_cfg.num_groups': 4,
+    'encoder.num_layers': 2,
+    'encoder.layer_cfg.self_attn_cfg.embed_dims': 32,
+    'encoder.layer_cfg.ffn_cfg.embed_dims': 32,
+    'encoder.layer_cfg.ffn_cfg.feedforward_channels': 128,
+    'decoder.num_layers': 2,
+    'decoder.layer_cfg.self_attn_cfg.embed_dims': 32,
+    'decoder.layer_cfg.cross_attn_cfg.embed_dims': 32,
+    'decoder.layer_cfg.ffn_cfg.embed_dims': 32,
+    'decoder.layer_cfg.ffn_cfg.feedforward_channels': 128,
+    'positional_encoding.num_feats': 16,
+    'num_queries': 20,
+    'dn_cfg.group_cfg.num_dn_queries': 10,
+}
+
+
+def test_dino():
+    """A whole step, in fp32: losses and gradients to rounding, and half of the bytes."""
+    init_default_scope('mmdet')
+    cfg = Config.fromfile(CONFIGS / 'dino/dino-4scale_r50_8xb2-12e_coco.py')
+    cfg.merge_from_dict({f'model.{key}': value for key, value in DINO.items()})
+    cfg.model.backbone = dict(type='ResNet', depth=18, base_channels=8, out_indices=(1, 2, 3), frozen_stages=1)
+    cfg.model.bbox_head.embed_dims = 32
+    torch.manual_seed(0)
+    model = MODELS.build(cfg.model)
+    model.train()
+    batch = model.data_preprocessor(demo_mm_inputs(2, [[3, 96, 128], [3, 128, 96]], num_classes=2), True)
+    expected = detector_step(model, batch)
+    report = apply_lean(model, preset='exact')
+    found = detector_step(model, batch)
+    assert {name for name in report.changed if name.startswith('encoder')} == {'encoder.layers.0', 'encoder.layers.1'}
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert (found.gradient - expected.gradient).norm() <= 1e-3 * expected.gradient.norm()
+    assert found.bytes <= 0.5 * expected.bytes
+
+
+def detector_step(model, batch):
+    seen, known = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in known:
+            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    torch.manual_seed(3)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        losses = model.loss(batch['inputs'], copy.deepcopy(batch['data_samples']))
+    sum(losses.values()).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    values = {name: loss.item() for name, loss in losses.items()}
+    return types.SimpleNamespace(losses=values, gradient=gradient, bytes=sum(seen.values()))

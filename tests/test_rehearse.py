@@ -1,0 +1,136 @@
+"""The rehearsal: a run that would not fit is stopped with a way out; what it changes is put back bit for bit."""
+
+import copy
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_project
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from sbp_mmdet.plan.command import main
+from sbp_mmdet.rehearse import DoesNotFit, as_before, largest_batch
+
+STATE = {}
+
+
+@HOOKS.register_module(force=True)
+class NoteState(Hook):
+    """Notes what the first iteration finds, and ends the run after it."""
+
+    priority = 'LOWEST'
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        model = runner.model
+        STATE.update(
+            weights={name: value.clone() for name, value in model.state_dict().items()},
+            gradients=[p.grad for p in model.parameters()],
+            optimizer=copy.deepcopy(runner.optim_wrapper.state_dict()),
+            numbers=(random.random(), np.random.rand(), torch.rand(1).item()),
+            images=[sample.img_id for sample in data_batch['data_samples']],
+        )
+
+    def after_train_iter(self, runner, *args, **kwargs):
+        STATE['after'] = {name: value.clone() for name, value in runner.model.state_dict().items()}
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('project')
+    return folder, make_project(folder)
+
+
+def trained(project, monkeypatch, *hooks):
+    """What the first iteration of a run with these hooks found."""
+    folder, path = project
+    monkeypatch.chdir(folder)
+    config = Config.fromfile(path)
+    config.update(work_dir=str(folder / 'run'), randomness=dict(seed=3), load_from=None)
+    config.model.backbone.update(drop_path_rate=0.5, sbp_cfg=dict(preset='paper'))
+    config.custom_hooks = [*hooks, dict(type='NoteState')]
+    STATE.clear()
+    with pytest.raises(KeyboardInterrupt):
+        Runner.from_cfg(config).train()
+    return dict(STATE)
+
+
+def test_the_run_goes_on_as_if_nothing_had_been(project, monkeypatch):
+    without = trained(project, monkeypatch)
+    rehearsed = trained(project, monkeypatch, dict(type='RehearseHook', budget='8GiB'))
+    for key in ('numbers', 'images', 'gradients', 'optimizer'):
+        assert rehearsed[key] == without[key], key
+    for key in ('weights', 'after'):  # the second with what the step drew
+        assert rehearsed[key].keys() == without[key].keys()
+        assert all(torch.equal(rehearsed[key][name], value) for name, value in without[key].items()), key
+
+
+def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
+    folder, path = project
+    monkeypatch.chdir(folder)
+    config = Config.fromfile(path)
+    config.update(work_dir=str(folder / 'run'))
+    config.custom_hooks = [dict(type='RehearseHook', budget='5MB')]
+    runner = Runner.from_cfg(config)
+    before = copy.deepcopy(runner.model.state_dict())
+    asked = []
+
+    def rows(config, budget, case):
+        from sbp_mmdet.plan.planner import Row
+
+        asked.append((budget, case))
+        return [Row('none', 'exact', 9, False, '1'), Row('exact', 'exact', 8, True, '1')]
+
+    monkeypatch.setattr('sbp_mmdet.plan.command.rows_of', rows)
+    with pytest.raises(DoesNotFit, match=r'needs \d+ MB of 5 MB.*exact fits') as caught:
+        runner.train()
+    assert "dict(type='LeanHook', preset='exact')" in str(caught.value)
+    assert asked == [(5 * 10**6, largest_batch(runner)[1])]
+    # The runner initializes weights before it: those of normalization tell that no step was taken.
+    after = runner.model.state_dict()
+    assert before.keys() == after.keys() and all(p.grad is None for p in runner.model.parameters())
+    assert not runner.optim_wrapper.optimizer.state and runner.iter == 0
+
+
+def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):
+    folder, path = project
+    monkeypatch.chdir(folder)
+    config = Config.fromfile(path)
+    config.update(work_dir=str(folder / 'run'))
+    runner = Runner.from_cfg(config)
+    runner._train_loop = runner.build_train_loop(runner._train_loop)
+    batch, case = largest_batch(runner)
+    file = folder / config.train_dataloader.dataset.data_root / config.train_dataloader.dataset.ann_file
+    found = json.loads(file.read_text())
+    numbers = sorted(sum(a['image_id'] == i['id'] for a in found['annotations']) for i in found['images'])
+    assert case['boxes'] == -(-sum(numbers[-2:]) // 2) and case['batch'] == 2
+    assert {len(sample.gt_instances) for sample in batch['data_samples']} == {case['boxes']}
+
+
+def test_counters_of_modules_are_put_back():
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.history, self._size, self.norm = [1], None, torch.nn.BatchNorm1d(2)
+
+    model = Counts()
+    with as_before(model):
+        model.history.append(2)
+        model._size = (3, 4)
+        model.norm(torch.randn(5, 2)).sum().backward()
+        torch.rand(3)
+    assert (model.history, model._size) == ([1], None) and model.norm.num_batches_tracked == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_command(project, monkeypatch):
+    folder, path = project
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as caught:
+        main(['rehearse', str(path), '--budget', '8GiB'])
+    assert caught.value.code == 0
