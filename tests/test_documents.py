@@ -263,6 +263,14 @@ def _in_the_readme(first, column):
     return None
 
 
+def test_first_figures_of_the_readme():
+    said = [float(figure) for figure in re.findall(r'\b0\.\d\d\b', _text('README.md').split('## ')[0])]
+    peaks = [
+        _counted('peak')(detector, preset) for preset in ('exact', 'with_cp') for detector in ('ConvNeXt-B', 'DINO')
+    ]
+    assert said == [round(float(peak), 2) for peak in peaks]
+
+
 def _trained(first, column):
     """Mean over seeds; differences to the setting 'none' are paired, with the interval of Student's t (4 degrees)."""
     runs = [_results('nuclei')['results'][name] for name in (first, 'none')]
