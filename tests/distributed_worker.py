@@ -11,17 +11,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from cases import kept_masks
 from mmdet.models.backbones import SwinTransformer
 from mmdet.models.backbones.swin import SwinBlock
 from mmengine.logging import MessageHub
 from mmengine.model import MMDistributedDataParallel
-from oracles import image, loss_of, masks_of, record_keep, small_backbone
-from sbp_mmdet.models.convnext_layers import ConvNeXtBlock
+from oracles import image, loss_of, small_backbone
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from sbp_mmdet import apply_sbp
+from sbp_mmdet import apply_lean
+from sbp_mmdet.models.convnext import ConvNeXtBlock
 
 try:
     from torch.distributed.device_mesh import init_device_mesh
@@ -31,40 +32,33 @@ except ImportError:  # before torch 2.6, whose FSDP does not run on a CPU either
 
 SEED = 11
 SIZE = (72, 104)  # not divisible by 32: another number of kept positions in each mask
-RANDOM = dict(keep_ratio=0.5, sampler='random')
-REFERENCE = RANDOM | dict(implementation='reference')
-BLOCK = RANDOM | dict(recompute='block')
-SKIP = RANDOM | dict(skip_dropped_images=True)  # with one image a rank, blocks run on one rank and not on the other
+RANDOM = dict(preset='paper', sampler='random')
+REFERENCE = dict(preset='reference', sampler='random')
+DEEP = dict(drop_path_rate=0.7)  # with one image a rank, blocks run on one rank and not on the other
 SWIN = dict(embed_dims=8, depths=(1, 2, 2, 1), num_heads=(1, 2, 2, 4), window_size=3, mlp_ratio=2, drop_path_rate=0.0)
 # case: (sbp_cfg, arguments of the backbone, arguments of DistributedDataParallel or the name of another wrapper)
 CASES = {
     'plain': (RANDOM, {}, {}),
     'later': (RANDOM, {}, {}),
-    'grid': (dict(keep_ratio=0.4), {}, {}),
-    'reference': (REFERENCE, {}, {}),
-    'block': (BLOCK, {}, dict(gradient_as_bucket_view=True)),
-    'with_cp': (RANDOM, dict(with_cp=True), {}),
-    'with_cp reference': (REFERENCE, dict(with_cp=True), dict(static_graph=True)),
+    'grid': (dict(preset='paper', keep_ratio=0.4), {}, {}),
+    'reference': (REFERENCE, {}, dict(static_graph=True)),
+    'exact': (dict(preset='exact'), {}, dict(gradient_as_bucket_view=True)),
     'find_unused_parameters': (RANDOM, {}, dict(find_unused_parameters=True)),
     'static_graph': (RANDOM, {}, dict(static_graph=True)),
-    'gradient_as_bucket_view': (RANDOM, {}, dict(gradient_as_bucket_view=True)),
-    'accumulate': (RANDOM, {}, {}),
-    'accumulate with_cp': (RANDOM, dict(with_cp=True), dict(gradient_as_bucket_view=True)),
+    'accumulate': (RANDOM, {}, dict(gradient_as_bucket_view=True)),
     'frozen': (RANDOM, dict(frozen_stages=1), {}),
-    'nearest': (dict(dropped='nearest', recompute=True), {}, dict(static_graph=True)),
-    'nearest int8 with_cp': (RANDOM | dict(dropped='nearest', storage='int8'), dict(with_cp=True), {}),
-    'skip': (SKIP, dict(drop_path_rate=0.7), {}),
-    'skip with_cp': (SKIP, dict(drop_path_rate=0.7, with_cp=True), dict(static_graph=True)),
-    'skip FSDP': (SKIP, dict(drop_path_rate=0.7), 'FSDP'),
-    'skip fully_shard': (SKIP, dict(drop_path_rate=0.7), 'fully_shard'),
+    'nearest': (dict(preset='nearest'), {}, dict(static_graph=True)),
+    'skip': (RANDOM, DEEP, {}),
+    'skip exact': (dict(preset='exact'), DEEP, dict(static_graph=True)),
+    'skip FSDP': (RANDOM, DEEP, 'FSDP'),
+    'skip fully_shard': (RANDOM, DEEP, 'fully_shard'),
     'FSDP': (RANDOM, {}, 'FSDP'),
-    'FSDP with_cp reference': (REFERENCE, dict(with_cp=True), 'FSDP'),
-    'fully_shard': (BLOCK, {}, 'fully_shard'),
+    'FSDP reference': (REFERENCE, {}, 'FSDP'),
+    'fully_shard': (dict(preset='exact'), {}, 'fully_shard'),
     'in place': (RANDOM, SWIN, {}),
-    'in place skip with_cp': (SKIP, SWIN | dict(with_cp=True, drop_path_rate=0.7), dict(static_graph=True)),
-    'in place reference': (REFERENCE, SWIN, dict(gradient_as_bucket_view=True)),
-    'in place FSDP': (RANDOM, SWIN | dict(with_cp=True), 'FSDP'),
-    'in place fully_shard': (SKIP | dict(recompute=True), SWIN | dict(drop_path_rate=0.7), 'fully_shard'),
+    'in place skip': (RANDOM, SWIN | DEEP, dict(static_graph=True)),
+    'in place FSDP': (RANDOM, SWIN, 'FSDP'),
+    'in place fully_shard': (dict(preset='exact'), SWIN | DEEP, 'fully_shard'),
 }
 if fully_shard is None:
     CASES = {case: values for case, values in CASES.items() if values[2] not in ('FSDP', 'fully_shard')}
@@ -95,7 +89,7 @@ def build(case: str) -> nn.Module:
     for p in backbone.parameters():
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         p.data = noise / p[0].numel() ** 0.5 if p.dim() > 1 else 0.6 + 0.2 * noise
-    apply_sbp(backbone, sbp_cfg)
+    apply_lean(backbone, **sbp_cfg)
     return backbone
 
 
@@ -141,7 +135,6 @@ def run_case(case: str, rank: int) -> list[dict]:
         rank (int): Of this process.
     """
     backbone, how = build(case), CASES[case][2]
-    seen = {} if 'in place' in case else record_keep(backbone)
     detector = Detector(backbone, 'find_unused_parameters' in how)
     model = wrap(detector, how)
     torch.manual_seed(SEED)  # as mmengine does before the training
@@ -156,8 +149,9 @@ def run_case(case: str, rank: int) -> list[dict]:
             MessageHub.get_current_instance().update_info('iter', iteration)
             last = micro == micro_steps - 1
             with contextlib.nullcontext() if last else model.no_sync():
-                loss_of(model(images(rank, iteration))).backward()
-            masks.append(masks_of(seen, *SIZE))
+                x = images(rank, iteration)
+                loss_of(model(x)).backward()
+            masks.append(kept_masks(backbone, x))
             iteration += 1
         unused = None if detector.unused is None else detector.unused.weight.grad
         results.append(dict(grads=full_gradients(model), masks=masks, unused=unused))

@@ -45,13 +45,6 @@ def where_sbp(f, x, mask):
     return torch.where(mask, y, y.detach())
 
 
-def mask_of(keep, height, width):
-    """(height, width), True at the kept flat indices."""
-    mask = torch.zeros(height * width, dtype=torch.bool, device=keep.device)
-    mask[keep] = True
-    return mask.view(height, width)
-
-
 def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None):
     """ConvNeXt with SBP by its definition, in plain torch; under autocast, norms in fp32 as CUDA has it.
 
@@ -139,28 +132,3 @@ def assert_near(actual, expected, tolerance):
         if value is not None:
             error = relative_error(actual[name], value)
             assert error <= tolerance, f'{name}: {error:.3g} of the largest entry'
-
-
-def record_keep(backbone):
-    """The dict that each forward pass fills with the positions that each layer is given: by (stage, block) or
-    (stage, 'downsample'); None: all."""
-    seen = {}
-
-    def add(key, layer):
-        layer.register_forward_pre_hook(lambda _, args: seen.update({key: args[1]}))
-
-    for i, stage in enumerate(backbone.stages):
-        if i:
-            add((i, 'downsample'), backbone.downsample_layers[i])
-        for j, block in enumerate(stage):
-            add((i, j), block)
-    return seen
-
-
-def masks_of(seen, height, width):
-    """What :func:`record_keep` saw, as masks, for an image of that size."""
-    return {
-        key: mask_of(keep.keep, height // 4 // 2 ** key[0], width // 4 // 2 ** key[0])
-        for key, keep in seen.items()
-        if keep is not None
-    }

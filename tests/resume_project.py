@@ -19,7 +19,7 @@ custom_imports = dict(imports=['sbp_mmdet', 'trouble'], allow_failed_imports=Fal
 custom_hooks = [dict(type='TroubleHook')]
 model = dict(
     backbone=dict(
-        drop_path_rate=0.5, sbp_cfg=dict(sampler='random', keep_ratio=0.5, skip_dropped_images=True)
+        drop_path_rate=0.5, sbp_cfg=dict(preset='paper', sampler='random')
     ),
     train_cfg=dict(rpn=dict(sampler=dict(num=100000)), rcnn=dict(sampler=dict(num=100000))),
 )
@@ -60,7 +60,9 @@ class TroubleHook(Hook):
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
 
         def write(block, args):
-            digest = hashlib.sha1(args[1].keep.numpy().tobytes()).hexdigest()
+            place = block._lean
+            keep = place.draws.positions(place.layer, args[0].shape[-2:].numel()).keep
+            digest = hashlib.sha1(keep.numpy().tobytes()).hexdigest()
             with open(Path(runner.work_dir) / 'masks.txt', 'a') as file:
                 file.write(f'{runner.rank} {runner.iter} {digest}\\n')
 

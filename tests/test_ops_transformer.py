@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import FFN
-from mmcv.ops import MultiScaleDeformableAttention
+from mmcv.ops import MultiScaleDeformableAttention, multi_scale_deform_attn
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from torch import nn
 
@@ -22,6 +22,7 @@ from sbp_mmdet.ops import (
     deformable_encoder_layer,
     feed_forward,
 )
+from sbp_mmdet.ops import deformable as deformable_module
 
 SHAPES = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]])
 STARTS = torch.tensor([0, 30, 39, 41])
@@ -286,3 +287,45 @@ def test_nothing_is_read_from_what_was_written_to():
 
     leaves = dict(x=x, pos=pos, **copy.copy(dict(modules[0].named_parameters())))
     same(gradients(lambda: run(True), leaves), gradients(lambda: run(False), leaves))
+
+
+class Kernel:
+    """Stands in for mmcv's compiled module: the same signatures, and torch's own operations."""
+
+    def __init__(self):
+        self.calls = []
+
+    def ms_deform_attn_forward(self, value, shapes, starts, places, weights, im2col_step):
+        self.calls.append('forward')
+        self._check(value, shapes, starts, places, weights)
+        return multi_scale_deform_attn.multi_scale_deformable_attn_pytorch(value, shapes, places, weights)
+
+    def ms_deform_attn_backward(self, value, shapes, starts, places, weights, grad, *grads, im2col_step):
+        self.calls.append('backward')
+        self._check(value, shapes, starts, places, weights, grad)
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (value, places, weights)]
+            out = multi_scale_deform_attn.multi_scale_deformable_attn_pytorch(leaves[0], shapes, *leaves[1:])
+        for place, found in zip(grads, torch.autograd.grad(out, leaves, grad), strict=True):
+            place.copy_(found)
+
+    @staticmethod
+    def _check(*tensors):
+        assert all(t.is_contiguous() for t in tensors)
+        assert len({t.dtype for t in tensors if t.is_floating_point()}) == 1
+
+
+def test_the_kernel_of_cuda_is_called_once_in_each_pass(monkeypatch):
+    kernel, module = Kernel(), layer()
+    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    reference = places(2, TOKENS)
+    leaves = dict(module.named_parameters(), x=x, pos=pos, reference=reference)
+
+    def run():
+        return deformable_encoder_layer(settings_of(), layer_tensors(module, x, pos, reference, padding(True)))
+
+    expected = gradients(run, leaves)
+    monkeypatch.setattr(multi_scale_deform_attn, 'ext_module', kernel)
+    monkeypatch.setattr(deformable_module, 'has_kernel', lambda value: True)
+    same(gradients(run, leaves), expected)
+    assert kernel.calls == ['forward', 'backward']

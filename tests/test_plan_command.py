@@ -24,6 +24,13 @@ GB = 10**9
 
 
 @pytest.fixture(autouse=True)
+def round_numbers(monkeypatch):
+    """10 % and 0.6 GB on top of a count."""
+    for name, value in dict(MARGIN=0.1, WORKSPACES=10**8, CONTEXT=5 * 10**8).items():
+        monkeypatch.setattr(planner, name, value)
+
+
+@pytest.fixture(autouse=True)
 def log_level():
     """The command makes mmengine's logger quiet."""
     logger = MMLogger.get_current_instance()

@@ -195,7 +195,7 @@ def test_checkpoint_of_the_detector(config, state, kind):
     path = save(state)
     checkpoints.check_checkpoint(path, '--resume', config, **kind)
     # Only sbp_cfg differs: the same weights serve with SBP and without it.
-    for sbp_cfg in (None, dict(keep_ratio=1.0, recompute='block'), dict(implementation='reference')):
+    for sbp_cfg in (None, dict(preset='exact'), dict(preset='reference')):
         config.model.backbone.sbp_cfg = sbp_cfg
         checkpoints.check_checkpoint(path, '--resume', config, **kind)
         missing, unexpected = MODELS.build(config.model).load_state_dict(state)

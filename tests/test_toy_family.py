@@ -1,4 +1,4 @@
-"""A family of somebody's own: one adapter of a few lines, and presets, draws and report work on it."""
+"""A family of one's own: one adapter of a few lines, and presets, draws, report, planner and benchmark work on it."""
 
 import inspect
 
@@ -6,14 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import draws_of, kept_masks, stored_bytes
+from helpers import RESEARCH  # noqa: F401  it puts research/ on the path
 from mmcv.cnn.bricks import DropPath
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from oracles import assert_near, gradients, image, relative_error
 from torch import nn
 
+import benchmark  # isort: skip
+
 from sbp_mmdet import LeanHook, adapter, apply_lean, remove_lean
 from sbp_mmdet.adapters import ADAPTERS, MLP, Block, Lean, NormLinear
+from sbp_mmdet.plan.detector import build_detector, measure_detector
+from sbp_mmdet.plan.variants import load_config, plain, presets_of, with_variant
 from sbp_mmdet.settings import PRESETS
 
 WIDTHS = [8, 12, 16]
@@ -188,3 +193,31 @@ def test_a_wrong_stride_is_an_error(monkeypatch):
 def test_what_may_be_registered():
     with pytest.raises(ValueError, match='ToyNet must derive from sbp_mmdet.adapters.Lean or Block'):
         adapter('a.B')(ToyNet)
+
+
+@pytest.fixture(scope='module')
+def detector():
+    """A stock detector on the toy backbone, plain."""
+    config = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
+    config.model.backbone = dict(type='ToyNet')
+    config.model.neck.update(in_channels=WIDTHS, start_level=0)
+    return plain(config)
+
+
+def test_the_planner_counts_it(detector):
+    case = dict(batch=1, height=64, width=96, boxes=2)
+    reasons = presets_of(build_detector(detector, 'cpu')[0])
+    assert not any(reasons.values())
+    saved = {name: measure_detector(with_variant(detector, name), **case)['saved'] for name in PRESETS}
+    backbone = {name: sum(found.get(part, 0) for part in ('stem', 'backbone')) for name, found in saved.items()}
+    assert backbone['none'] > backbone['exact'] > backbone['int8']
+    assert backbone['none'] > backbone['reference'] > backbone['paper']
+
+
+def test_the_benchmark_measures_it(detector):
+    case = dict(batch=1, height=64, width=96, boxes=2, device='cpu')
+    rows = benchmark.measure_module(
+        detector, ['none', 'exact', 'paper'], 'backbone.levels.0.0', amp='off', rounds=0, **case
+    )
+    none, exact, paper = rows
+    assert none['saved_bytes'] > exact['saved_bytes'] and exact['error'] < 1e-5 < paper['error']

@@ -22,9 +22,13 @@ def test_the_planners_margin_keeps_its_word():
         assert error.min() > -0.15
 
 
-def test_the_fitted_margin_is_the_planners():
-    share, add = zoo_memory.margin(ROWS)
-    assert abs(share - MARGIN) <= 0.03 and abs(add - WORKSPACES) <= 128 * 2**20
+def test_the_planners_margin_is_nearly_the_best():
+    counted, found = zoo_memory._pairs(ROWS, fitted=True)
+    errors = [
+        np.mean(np.abs((counted * (1 + share) + add) / found - 1))
+        for share, add in ((MARGIN, WORKSPACES), zoo_memory.margin(ROWS))
+    ]
+    assert errors[0] <= errors[1] + 0.015
 
 
 def test_figures_are_mmdets():
@@ -34,4 +38,4 @@ def test_figures_are_mmdets():
 
 def test_the_documents_table_is_made_of_the_results():
     said = zoo_memory.report(ROWS)
-    assert said.splitlines()[0].startswith('Margin: ') and '| retinanet |' in said
+    assert said.splitlines()[0].startswith('Margin of the planner: 8%') and '| retinanet |' in said
