@@ -33,6 +33,7 @@ from sbp_mmdet.plan.variants import load_config, plain
 _HERE = Path(__file__).resolve().parents[1]
 RESULTS = _HERE / 'docs/results/zoo_memory.json'
 PICTURE = _HERE / 'docs/pictures/zoo_memory.png'
+KILLED = 'the process was killed: too little memory in this machine'
 _SECONDS = 200  # at most, for one config
 
 
@@ -58,7 +59,7 @@ def count(name: str) -> dict:
         with ProcessPoolExecutor(1, get_context('fork')) as pool:
             return pool.submit(_count, name).result()
     except BrokenProcessPool:
-        return dict(error='the process was killed: too little memory in this machine')
+        return dict(error=KILLED)
 
 
 def _count(name):
@@ -184,9 +185,11 @@ def main():
     for i, (name, memory) in enumerate(figures.items()) if not args.report else ():
         if (args.only and not any(word in name for word in args.only)) or (name in rows and not args.again):
             continue
-        rows[name] = dict(measured=memory, **count(name))
-        write_json(RESULTS, rows)
-        said = rows[name].get('error') or f'{rows[name]["peak"] / 2**30:.2f} counted, {memory} measured'
+        row = dict(measured=memory, **count(name))
+        if row.get('error') != KILLED:  # that one is tried again the next time
+            rows[name] = row
+            write_json(RESULTS, rows)
+        said = row.get('error') or f'{row["peak"] / 2**30:.2f} counted, {memory} measured'
         print(f'{i + 1}/{len(figures)}  {name}: {said}', flush=True)
     print(report(rows))
     picture(rows, PICTURE)

@@ -75,8 +75,7 @@ def largest_batch(runner) -> tuple[dict, dict]:
         tuple[dict, dict]: The batch, and its ``batch``, ``height``, ``width`` and ``boxes`` an image.
     """
     from .plan.batch import build_batch  # noqa: PLC0415
-    from .plan.detector import labels_of  # noqa: PLC0415
-    from .plan.inputs import inputs_of  # noqa: PLC0415
+    from .plan.inputs import inputs_of, labels_of  # noqa: PLC0415
 
     loader = runner.train_dataloader
     dataset = loader.dataset

@@ -29,7 +29,7 @@ from .cuda_storage import cuda_storage
 from .device import check_device, noting, use_device
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
-from .inputs import inputs_of
+from .inputs import inputs_of, labels_of
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 
@@ -39,7 +39,6 @@ __all__ = [
     'build_detector',
     'build_training',
     'check_case',
-    'labels_of',
     'measure_detector',
     'own_crops',
     'timed_step',
@@ -259,27 +258,6 @@ def _without_sync(cfg):
         for value in cfg:
             _without_sync(value)
     return cfg
-
-
-def labels_of(config: Config) -> tuple[int, bool]:
-    """Number of classes of a config's model, and whether it has a mask for each box."""
-    found = []
-
-    def look(node):
-        if isinstance(node, dict):
-            if isinstance(node.get('num_classes'), int):
-                found.append(node['num_classes'])
-            node = list(node.values())
-        if isinstance(node, (list, tuple)):
-            for item in node:
-                look(item)
-
-    look(config.model)
-    masks = any((config.model.get(key) or {}).get('mask_head') for key in ('roi_head',)) or config.model.get(
-        'mask_head'
-    )
-    masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')
-    return min(found, default=1), bool(masks)
 
 
 def _wrapper_type(config):

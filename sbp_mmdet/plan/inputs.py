@@ -8,7 +8,7 @@ from mmengine.config import Config
 
 from .worst_batch import Batch, name_of, steps_of, substeps, usual_batch, worst_batch
 
-__all__ = ['BOXES', 'DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'inputs_of']
+__all__ = ['BOXES', 'DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'inputs_of', 'labels_of']
 
 DEFAULT_BATCH = 2
 DEFAULT_SIZE = (800, 1333)
@@ -81,3 +81,24 @@ def _leaves(steps: Iterable[dict]) -> Iterator[dict]:
             yield step
         for branch in branches:
             yield from _leaves(branch)
+
+
+def labels_of(config: Config) -> tuple[int, bool]:
+    """Number of classes of a config's model, and whether it has a mask for each box."""
+    found = []
+
+    def look(node):
+        if isinstance(node, dict):
+            if isinstance(node.get('num_classes'), int):
+                found.append(node['num_classes'])
+            node = list(node.values())
+        if isinstance(node, (list, tuple)):
+            for item in node:
+                look(item)
+
+    look(config.model)
+    masks = any((config.model.get(key) or {}).get('mask_head') for key in ('roi_head',)) or config.model.get(
+        'mask_head'
+    )
+    masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')
+    return min(found, default=1), bool(masks)
