@@ -11,9 +11,9 @@ __version__ = '0.1.0'
 _missing = [name for name in ('torch', 'mmengine', 'mmcv', 'mmdet') if importlib.util.find_spec(name) is None]
 if _missing:
     raise ImportError(
-        f'sbp_mmdet needs {", ".join(_missing)}, which this environment lacks. Install torch first, then one of the '
-        "two mm stacks: pip install --no-build-isolation 'sbp_mmdet[onedl]' (maintained) or 'sbp_mmdet[upstream]' "
-        '(mmcv 2.1, mmdet 3.3); from a checkout, tools/setup_env.sh does it all.'
+        f'sbp_mmdet needs {", ".join(_missing)}, which this environment lacks. From a checkout, tools/setup_env.sh '
+        'makes one with all of it; or install torch, then one of the two mm stacks: pip install --no-build-isolation '
+        "'.[onedl]' (maintained) or '.[upstream]' (mmcv 2.1, mmdet 3.3)."
     )
 
 from .adapters import adapter  # noqa: E402

@@ -53,4 +53,4 @@ def test_import_without_the_mm_stack_says_how_to_get_it(tmp_path, present, missi
     done = subprocess.run([sys.executable, '-I', '-S', '-c', code], capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
     assert last.startswith('ImportError: sbp_mmdet ') and missing in last
-    assert 'sbp_mmdet[onedl]' in last and 'tools/setup_env.sh' in last
+    assert '.[onedl]' in last and 'tools/setup_env.sh' in last
