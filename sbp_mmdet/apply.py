@@ -300,6 +300,8 @@ def _meaning(settings, ratio, module):
     if preset.form is None:
         return 'runs again in the backward pass'
     off = ' (its with_cp=True is off: it would cost time and save nothing)' if getattr(module, 'with_cp', False) else ''
+    if 'forward' in vars(module):  # by fairscale
+        off = ' (its checkpointing by num_cp is off: it would cost time)'
     if ratio is not None:
         return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
     if preset.form.implementation == 'reference':
