@@ -2,7 +2,7 @@
 
 What is stored is x. The hidden layer, four to eight times as large, is computed again in chunks of rows, and so are the
 random numbers of dropout: from the generator's state, chunk by chunk in the same order. x is never rounded to eight
-bits: so many numbers of the hidden layer would change their side of ReLU's zero that gradients were 4 to 7 % off.
+bits: numbers of the hidden layer would change their side of ReLU's zero, and their gradients with it.
 """
 
 import contextlib
