@@ -27,7 +27,7 @@ from mmengine.logging import MMLogger
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import BOXES, inputs_of
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
-from sbp_mmdet.plan.tables import Column, markdown_table, write_json
+from sbp_mmdet.plan.tables import Column, describe_machine, markdown_table, write_json
 from sbp_mmdet.plan.variants import load_config, plain
 
 _HERE = Path(__file__).resolve().parents[1]
@@ -190,7 +190,7 @@ def main():
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     signal.signal(signal.SIGPROF, _too_long)
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = json.loads(RESULTS.read_text())['rows'] if RESULTS.exists() else {}
     figures = measured()
     for i, (name, memory) in enumerate(figures.items()) if not args.report else ():
         if (args.only and not any(word in name for word in args.only)) or (name in rows and not args.again):
@@ -198,7 +198,7 @@ def main():
         row = dict(measured=memory, **count(name))
         if row.get('error') != KILLED:  # that one is tried again the next time
             rows[name] = row
-            write_json(RESULTS, rows)
+            write_json(RESULTS, dict(machine=describe_machine(), rows=rows))
         said = row.get('error') or f'{row["peak"] / 2**30:.2f} counted, {memory} measured'
         print(f'{i + 1}/{len(figures)}  {name}: {said}', flush=True)
     print(report(rows))

@@ -239,8 +239,8 @@ class _Kept:
         self.mask = torch.zeros(size[0] * size[1] + prefix, dtype=torch.bool, device=keep.device)
         self.mask[keep] = True
         if nearest is not None:
-            index = torch.arange(len(drop)) if nearest.index is None else nearest.index
-            self.lender = torch.arange(len(self.mask))
+            index = torch.arange(len(drop), device=drop.device) if nearest.index is None else nearest.index
+            self.lender = torch.arange(len(self.mask), device=drop.device)
             self.lender[drop] = keep[index]
 
     def where(self, y):

@@ -10,6 +10,7 @@ from mmengine.logging import MessageHub
 from oracles import DEVICE, on_device
 
 from sbp_mmdet.ops.operation import Operation
+from sbp_mmdet.plan.cuda_rules import full_fp32
 
 # Phases: without the last one, 'explain', which runs a failing test a few hundred times more.
 hypothesis.settings.register_profile(
@@ -38,9 +39,8 @@ def operations_on_the_device(monkeypatch):
         return call(self, settings, on_device(tensors)).to(tensors.x.device)
 
     monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(moved))
-    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
-        monkeypatch.setattr(backend, 'allow_tf32', False)
-    yield
+    with full_fp32():
+        yield
 
 
 @pytest.fixture(autouse=True)

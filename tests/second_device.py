@@ -1,6 +1,6 @@
 """A pytest plugin that makes a second device: 'meta' computes on the CPU, and refuses to be mixed with CPU tensors.
 
-    SBP_TEST_DEVICE=meta PYTHONPATH=tests python -m pytest -p second_device tests/test_vit.py
+    SBP_TEST_DEVICE=meta PYTHONPATH=tests python -m pytest -p second_device tests/test_training.py
 
 So what the report of a GPU runs as its tests is seen to keep apart what lies on the GPU and what on the host.
 """

@@ -48,7 +48,8 @@ def test_500_steps_do_not_grow(iteration):
         optimizers[which].zero_grad()
         if step in (98, 296, 494):  # the last passes of each, whose draws are kept, have the same sizes then
             live[step], resident[step] = live_bytes(), resident_bytes()
-    assert live[98] == live[296] == live[494]
+    # A counter of the process that holds the test may be made in between.
+    assert max(live.values()) - min(live.values()) < 64
     # 396 steps that each left their smallest feature map behind, 1 x 20 x 2 x 2 floats of 20 such tensors, would be
     # 2.5 MB; the allocator's own unrest is of that order in either direction.
     assert resident[494] - resident[98] < 4e6, resident

@@ -17,11 +17,10 @@ def on_second_device(*words, check=True):
 @pytest.mark.parametrize(
     ('file', 'names'),
     [
-        ('test_convnext_layers', 'chain_rule or patches'),
+        ('test_ops', 'values_and_gradients or any_shape'),
         ('test_ops_operation', 'test_operation'),
-        ('test_ops_images', 'smaller_batch or (multiplying_by_zero and reference)'),
-        ('test_swin', 'mmdets and reference or images_that_are_left_out'),
-        ('test_vit', 'definition and (fused or head) or images_that_are_left_out'),
+        ('test_ops_images', 'multiplying_by_zero'),
+        ('test_training', 'those_of_the_definition'),
     ],
 )
 def test_nothing_is_mixed(file, names):

@@ -11,7 +11,7 @@ from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
 sys.path.append(str(ROOT / 'research'))
 import zoo_memory  # noqa: E402
 
-ROWS = json.loads(zoo_memory.RESULTS.read_text())
+ROWS = json.loads(zoo_memory.RESULTS.read_text())['rows']
 
 
 def test_the_planners_margin_keeps_its_word():
