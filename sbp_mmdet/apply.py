@@ -186,9 +186,10 @@ def _plan(model, settings, chosen):
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
     if settings.preset.thins and not any(found.layers for found in backbones):
-        raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' drops positions, and applies"))
+        what = f"preset='{settings.preset.name}' drops positions, and applies"
+        raise ValueError(_nothing(model, left, what, only=Block, remedy=" Take preset='exact' or 'int8'."))
     if not others and not backbones:
-        raise ValueError(_nothing(model, left, 'it applies'))
+        raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' applies"))
     return _Plan(backbones, others, left)
 
 
@@ -328,13 +329,14 @@ def _untouched(model, changed, left):
     return found
 
 
-def _nothing(model, left, what):
-    reasons = ' '.join(f'{name}: {reason}.' for name, reason in left.items())
-    known = ', '.join(path.rsplit('.', 1)[1] for path in ADAPTERS)
+def _nothing(model, left, what, only=Lean, remedy=''):
+    reasons = ''.join(f' {name}: {reason}.' for name, reason in left.items())
+    names = dict.fromkeys(path.rsplit('.', 1)[1] for path, mixin in ADAPTERS.items() if issubclass(mixin, only))
+    known = ', '.join(names)
     return (
-        f'{what} to no module of {type(model).__name__}. {reasons} Known classes: {known}. For one of your own see '
-        'sbp_mmdet.adapters.adapter. Without LeanHook, CheckpointModulesHook and TargetsInChunksHook save memory in '
-        'any detector'
+        f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {known}. For one of your own '
+        'see sbp_mmdet.adapters.adapter. Without LeanHook, CheckpointModulesHook and TargetsInChunksHook '
+        'save memory in any detector'
     )
 
 

@@ -184,7 +184,9 @@ def _rehearse(args, config):
 def _add_apply(verbs):
     verb = verbs.add_parser('apply', help='what a preset would change in a model')
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
-    verb.add_argument('--preset', default='exact', choices=[*PRESETS], help='(default: exact)')
+    verb.add_argument(
+        '--preset', default='exact', choices=[*PRESETS], help="in place of the config's own, if any (default: exact)"
+    )
     verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     verb.set_defaults(run=_apply)
 
@@ -194,7 +196,7 @@ def _apply(args, config):
         model, _ = build_detector(plain(config), 'cpu')
     except Exception as error:  # whatever a model's own code raises
         raise SystemExit(f'{args.config}: its model cannot be built here: {_reason(error)}') from error
-    print(apply_lean(model, args.preset))
+    print(f"preset='{args.preset}': {apply_lean(model, args.preset)}")
 
 
 if __name__ == '__main__':
