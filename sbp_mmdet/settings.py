@@ -24,8 +24,6 @@ class Preset:
         name (str): What configs and tools call it.
         meaning (str): One line for ``--help``.
         gradients (str): 'exact', 'int8' (exact to about a hundredth), 'nearest' (near exact) or 'paper' (SBP).
-        time (str): Time of a backbone's step relative to the plain one, as measured on a CPU, from convolutions to
-            transformers (docs/costs.md).
         form (Form | None): What it means for an operation; None: modules run their own code.
         thins (bool): Some positions are dropped.
     """
@@ -33,7 +31,6 @@ class Preset:
     name: str
     meaning: str
     gradients: str
-    time: str
     form: Form | None = None
     thins: bool = False
 
@@ -42,13 +39,12 @@ class Preset:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset('exact', 'exact gradients; what a block stores is its input', 'exact', '0.9 to 1.2', Form()),
-        Preset('int8', 'the same, stored in eight bits', 'int8', '1.0 to 1.25', Form(storage='int8')),
+        Preset('exact', 'exact gradients; what a block stores is its input', 'exact', Form()),
+        Preset('int8', 'the same, stored in eight bits', 'int8', Form(storage='int8')),
         Preset(
             'nearest',
             'half of the positions are stored; the others send gradients by the activations of a neighbour',
             'nearest',
-            '0.9 to 1.0',
             Form(dropped='nearest'),
             thins=True,
         ),
@@ -56,15 +52,12 @@ PRESETS = {
             'paper',
             'SBP: half of the positions are stored and send gradients',
             'paper',
-            '0.7 to 0.9',
             Form(),
             thins=True,
         ),
-        Preset('none', 'plain modules', 'exact', '1'),
-        Preset('with_cp', 'gradient checkpointing of every block', 'exact', '1.2 to 1.35'),
-        Preset(
-            'reference', 'SBP as the paper writes it, in plain autograd', 'paper', '0.7 to 0.8', Form('reference'), True
-        ),
+        Preset('none', 'plain modules', 'exact'),
+        Preset('with_cp', 'gradient checkpointing of every block', 'exact'),
+        Preset('reference', 'SBP as the paper writes it, in plain autograd', 'paper', Form('reference'), True),
     )
 }
 

@@ -89,7 +89,7 @@ def test_for_each_preset_the_cheapest_pieces_that_fit():
     assert [*found] == ['none', 'with_cp', 'exact+cp-heads', 'int8' + most, 'nearest', 'paper' + most]
     assert len(seen) == len(set(seen)) and 'nearest' + most not in seen
     assert answer(rows).variant == 'exact+cp-heads'
-    assert rows[2] == Row('exact+cp-heads', 'exact', 5 * GB, True, rows[2].time) and rows[4].gradients == 'nearest'
+    assert rows[2] == Row('exact+cp-heads', 'exact', 5 * GB, True) and rows[4].gradients == 'nearest'
 
 
 def test_the_answer_is_no_baseline():
@@ -209,6 +209,15 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: properties)
     command.main(['plan', FRCNN])
     assert 'It fits into 80.00 GB as it is.' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    'line', ["custom_hooks = [dict(type='LeanHook')]", 'model = dict(backbone=dict(with_cp=True))']
+)
+def test_what_is_counted_is_the_plain_model(planning, capsys, tmp_path, line):
+    (tmp_path / 'child.py').write_text(f"_base_ = '{FRCNN}'\n{line}\n")
+    command.main(['plan', str(tmp_path / 'child.py'), '--budget', '80GB'])
+    assert 'It fits into 80.00 GB without its LeanHook, sbp_cfg and with_cp.' in capsys.readouterr().out
 
 
 def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):

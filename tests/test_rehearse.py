@@ -84,7 +84,7 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
         from sbp_mmdet.plan.planner import Row
 
         asked.append((budget, case))
-        return [Row('none', 'exact', 9, False, '1'), Row('exact', 'exact', 8, True, '1')]
+        return [Row('none', 'exact', 9, False), Row('exact', 'exact', 8, True)]
 
     monkeypatch.setattr('sbp_mmdet.plan.command.rows_of', rows)
     with pytest.raises(DoesNotFit, match=r'needs \d+ MB of 5 MB.*exact fits') as caught:

@@ -25,7 +25,7 @@ from .detector import build_detector, measure_detector
 from .inputs import BOXES, add_inputs, inputs_of
 from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, parse_bytes, parse_size, plan
 from .tables import Column, format_bytes, text_table
-from .variants import load_config, plain, presets_of, snippet, with_variant
+from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
 
 __all__ = ['main', 'rows_of']
 
@@ -87,7 +87,7 @@ def _plan(args, config):
         result = dict(budget=budget, inputs=inputs._asdict(), rows=[row._asdict() for row in rows])
         print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1))
     else:
-        print(_page(args, inputs, budget, rows, found, lines))
+        print(_page(args, inputs, budget, rows, found, lines, as_it_is=is_plain(config)))
     if found is None:
         raise SystemExit(1)
 
@@ -118,14 +118,13 @@ def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
     return plan(base, budget, measure, presets, **options)
 
 
-def _page(args, inputs, budget, rows, found, lines):
+def _page(args, inputs, budget, rows, found, lines, as_it_is):
     """What a person reads."""
     columns = [
         Column('variant', lambda row: row['variant']),
         Column('gradients', lambda row: row['gradients']),
         Column('needs', lambda row: format_bytes(row['need'])),
         Column('', lambda row: 'fits' if row['fits'] else 'too much'),
-        Column('time of the backbone', lambda row: row['time']),
     ]
     case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
     table = text_table(columns, [row._asdict() for row in rows])
@@ -138,7 +137,8 @@ def _page(args, inputs, budget, rows, found, lines):
             f'Nothing fits into {format_bytes(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
         )
     elif found.variant == 'none':
-        end = f'It fits into {format_bytes(budget)} as it is.'
+        how = 'as it is' if as_it_is else 'without its LeanHook, sbp_cfg and with_cp'
+        end = f'It fits into {format_bytes(budget)} {how}.'
     else:
         end = f'It fits into {format_bytes(budget)} with {found.variant}. Add to the config:\n\n{lines}'
     return f'{table}\n\n{note}\n{end}'

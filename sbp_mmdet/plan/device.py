@@ -2,12 +2,10 @@
 
 import argparse
 import contextlib
-import gc
-from collections.abc import Callable
 
 import torch
 
-__all__ = ['NoDevice', 'check_device', 'if_it_fits', 'is_out_of_memory', 'noting', 'use_device']
+__all__ = ['NoDevice', 'check_device', 'is_out_of_memory', 'noting', 'use_device']
 
 # What libraries say that could not get their workspace.
 _OUT_OF_MEMORY = (
@@ -64,26 +62,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     message = str(error).lower()
     return isinstance(error, RuntimeError) and any(text.lower() in message for text in _OUT_OF_MEMORY)
-
-
-def if_it_fits(measure: Callable[[], dict]) -> dict:
-    """A row of a table, also where the device has too little memory.
-
-    Args:
-        measure (Callable): Gives what was measured.
-
-    Returns:
-        dict: That, and ``fits``; nothing but ``fits=False`` if the memory did not suffice.
-    """
-    try:
-        return dict(fits=True, **measure())
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-    gc.collect()  # out here, where the error no longer holds what ran
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return dict(fits=False)
 
 
 @contextlib.contextmanager

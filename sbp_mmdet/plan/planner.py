@@ -36,14 +36,12 @@ class Row(NamedTuple):
         gradients (str): 'exact', 'int8', 'nearest' or 'paper'.
         need (int): Bytes of GPU memory.
         fits (bool): Whether that is within the budget.
-        time (str): Of the backbone's step, relative to the plain one; see :class:`.settings.Preset`.
     """
 
     variant: str
     gradients: str
     need: int
     fits: bool
-    time: str
 
 
 def parse_bytes(text: str) -> int:
@@ -128,7 +126,7 @@ def plan(
 
     def look(variant):
         preset, need = PRESETS[variant.split('+')[0]], needed(measure(variant), ddp)
-        return Row(variant, preset.gradients, need, need <= budget, preset.time)
+        return Row(variant, preset.gradients, need, need <= budget)
 
     rows = [look('none')]
     if rows[0].fits:

@@ -15,7 +15,17 @@ from torch import nn
 from ..apply import LeanHook, apply_lean, remove_lean
 from ..settings import PRESETS, preset_named
 
-__all__ = ['PIECES', 'NotApplicable', 'imports_of', 'load_config', 'plain', 'presets_of', 'snippet', 'with_variant']
+__all__ = [
+    'PIECES',
+    'NotApplicable',
+    'imports_of',
+    'is_plain',
+    'load_config',
+    'plain',
+    'presets_of',
+    'snippet',
+    'with_variant',
+]
 
 PIECES = {
     'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
@@ -107,6 +117,12 @@ _PLAIN = dict(sbp_cfg=None, with_cp=False)
 def _is_lean(hook):
     kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
     return isinstance(kind, type) and issubclass(kind, LeanHook)
+
+
+def is_plain(config: Config) -> bool:
+    """Whether a config says nothing of presets and of checkpointed blocks, so that :func:`plain` is the same model."""
+    backbone = config.model.get('backbone') or {}
+    return not any(map(_is_lean, config.get('custom_hooks') or [])) and not any(backbone.get(key) for key in _PLAIN)
 
 
 def presets_of(model: nn.Module) -> dict[str, str | None]:
