@@ -4,7 +4,7 @@ _base_ = './nuclei_r18.py'
 options = {
     'load_from': '{{$NUCLEI_R18:work_dirs/nuclei_r18/none-0/epoch_4.pth}}',
     'model.backbone.norm_eval': True,
-    'model.backbone.norm_cfg.requires_grad': False,
+    'model.backbone.norm_cfg': dict(type='BN', requires_grad=False),
     'model.backbone.frozen_stages': 1,
     'optim_wrapper.optimizer.lr': 4e-4,
     'train_cfg.max_epochs': 2,
