@@ -32,6 +32,7 @@ from tables import benchmark_table
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
 from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
 from sbp_mmdet.plan.device import check_device, is_out_of_memory, use_device
@@ -164,7 +165,7 @@ def measure_module(config: Config, names: Sequence[str], module: str, *, amp, ro
         ValueError: If the module is not there, or the baseline does not run.
     """
     device, by_allocator = case['device'], any(name in RIVALS for name in names)
-    with own_crops():
+    with own_crops(), at_the_first_step():
         torch.manual_seed(0)
         model, _, batch = build_training(config, **case)
         batch['inputs'] = [(smooth((1, *x.shape))[0] * 40 + 128).clamp(0, 255).to(x) for x in batch['inputs']]
@@ -255,7 +256,7 @@ def measure_steps(config: Config, names: Sequence[str], *, rounds, cap: int | No
             row.update(peak_bytes=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved())
         ready.append((row, model))
 
-    with own_crops(), capped(cap, case['device']):
+    with own_crops(), at_the_first_step(), capped(cap, case['device']):
         for name in names:
             rows.append(dict(preset=name))
             _tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name))  # noqa: B023

@@ -121,6 +121,15 @@ class Lean(Mixin):
         """
         return module.modules()
 
+    @classmethod
+    def aside(cls, module: nn.Module) -> Iterable[tuple[nn.Module, str]]:
+        """Modules inside that run their own code although the adapter knows them, and why.
+
+        Args:
+            module (nn.Module): The module.
+        """
+        return ()
+
     @property
     def form(self) -> Form:
         """How operations store."""
