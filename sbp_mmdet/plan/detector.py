@@ -215,6 +215,8 @@ def build_detector(config: Config, device: str):
     """
     init_default_scope('mmdet')
     model = MODELS.build(_without_weights(config.model)).to(device).train()
+    for p in model.parameters(recurse=False):  # Deformable DETR's and DINO's level_embed is unwritten memory, NaN at times
+        nn.init.normal_(p)
     for hook in model_hooks(config.get('custom_hooks')):
         hook.apply(model)
     cfg = copy.deepcopy(config.optim_wrapper)
