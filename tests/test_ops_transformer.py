@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
 from mmcv.ops import MultiScaleDeformableAttention, multi_scale_deform_attn
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from torch import nn
 
+from sbp_mmdet.masks import Positions
 from sbp_mmdet.ops import (
     Activation,
     DeformableSettings,
@@ -40,13 +42,13 @@ def scattered(module, std=0.3, dtype=torch.float64):
     return module.to(dtype).train()
 
 
-def gradients(run, leaves, seed=0):
-    """Output and gradients of all leaves; random numbers from a seed."""
+def gradients(run, leaves, seed=0, zeros=False):
+    """Output and gradients of all leaves; random numbers from a seed. ``zeros``: for leaves that are not reached."""
     torch.manual_seed(seed)
     out = run()
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     leaves = {k: v for k, v in leaves.items() if v is not None and v.requires_grad}
-    return [out, *torch.autograd.grad(out, list(leaves.values()), weight)]
+    return [out, *torch.autograd.grad(out, list(leaves.values()), weight, materialize_grads=zeros)]
 
 
 def same(found, expected, tolerance=1e-10):
@@ -197,6 +199,44 @@ def test_two_encoder_layers(numbers, mask, options):
         return out
 
     same(gradients(run, leaves), gradients(stock, leaves))
+
+
+def thinned(module, x, pos, given, kept, rate):
+    """Algorithm 1 in plain autograd: gradients of both branches from kept tokens. Dropout is drawn for those
+    of the first image, for those of the second, then for the others."""
+    attention, ffn = module.self_attn, module.ffn.layers
+    factors = [x.new_ones(2, TOKENS, width) for width in (16, 32, 16)]
+    for index in (kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]):
+        for image in range(2) if rate else ():
+            for factor in factors:
+                factor[image, index] = F.dropout(torch.ones_like(factor[image, index]), rate)
+
+    def of_kept(out):
+        return torch.where(kept[:, None], out, out.detach())
+
+    out = attention(x, query_pos=pos, identity=torch.zeros_like(x), **given) * factors[0]
+    y = module.norms[0](x + of_kept(out))
+    hidden = ffn[0][1](ffn[0][0](y)) * factors[1]
+    return module.norms[1](y + of_kept(ffn[1](hidden) * factors[2]))
+
+
+@pytest.mark.parametrize('numbers, mask', [(2, False), (4, True)])
+@pytest.mark.parametrize(
+    'number, rate, chunk', [(0, 0.0, None), (12, 0.0, None), (12, 0.0, 100), (21, 0.2, 21 * 32), (TOKENS, 0.0, None)]
+)
+def test_dropped_tokens_send_nothing(numbers, mask, number, rate, chunk):
+    module = layer(rate)
+    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    reference = places(numbers, TOKENS)
+    leaves = dict(module.named_parameters(), x=x, pos=pos, reference=reference)
+    kept = torch.randperm(TOKENS) < number
+    positions = Positions(*(mask.nonzero()[:, 0] for mask in (kept, ~kept)))
+    tensors = layer_tensors(module, x, pos, reference, padding(mask))._replace(positions=positions)
+    found = gradients(lambda: deformable_encoder_layer(settings_of(rate, chunk=chunk), tensors), leaves)
+    given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+    module.self_attn.dropout.p = 0.0  # the factors stand for it
+    given['key_padding_mask'] = padding(mask)
+    same(found, gradients(lambda: thinned(module, x, pos, given, kept, rate), leaves, zeros=True))
 
 
 @pytest.mark.parametrize('frozen', ['x', 'norms', 'self_attn', 'ffn', 'pos'])

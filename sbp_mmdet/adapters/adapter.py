@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..draws import Draws
+from ..draws import Draws, LevelDraws
 from ..ops.images import on_images
 from ..ops.operation import Form
 from ..ops.precision import accumulator, autocast_dtype
@@ -66,12 +66,12 @@ class Place(NamedTuple):
     Attributes:
         settings (Settings): Of the model.
         layer (tuple | None): Which layer of its backbone it is; None: none that has positions. Default: None.
-        draws (Draws | None): Of its backbone. Default: None.
+        draws (Draws | LevelDraws | None): Of its backbone, or of itself. Default: None.
     """
 
     settings: Settings
     layer: tuple | None = None
-    draws: Draws | None = None
+    draws: Draws | LevelDraws | None = None
 
 
 class Lean(Mixin):
@@ -111,6 +111,15 @@ class Lean(Mixin):
         """
         form = settings.preset.form
         return next(filter(None, (part.refusal(form) for part in cls.parts(module).values())), None)
+
+    @classmethod
+    def token_ratio(cls, settings: Settings) -> float | None:
+        """Keep ratio of a module that draws for itself, by :class:`.draws.LevelDraws`; None: it keeps all.
+
+        Args:
+            settings (Settings): Of the model.
+        """
+        return None
 
     @classmethod
     def members(cls, module: nn.Module) -> Iterable[nn.Module]:

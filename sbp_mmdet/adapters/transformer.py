@@ -1,10 +1,12 @@
 """Layers of transformer detectors: mmcv's attention and feed-forward network, and what mmdet builds of them.
 
 DETR, Conditional, DAB, Deformable DETR, DINO, DDQ, Grounding DINO, MaskFormer and Mask2Former are made of these. All
-are exact with every preset: queries of a decoder are never dropped.
+are exact with every preset but ``paper``, which drops tokens in layers of a deformable encoder. Queries of a decoder
+are never dropped.
 """
 
 import warnings
+from numbers import Real
 
 import torch.utils.checkpoint as cp
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
+from ..ops.operation import Form
 from ..settings import Settings
 from .adapter import Lean, adapter
 from .conv import _ACTS, ConvLean, _kind, known
@@ -224,7 +227,11 @@ def _attention_weights(module):
 
 @adapter(DeformableDetrTransformerEncoderLayer)
 class DeformableEncoderLayer(_Exact):
-    """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time."""
+    """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time.
+
+    With ``paper`` attention and feed-forward network send gradients from kept tokens. A list of keep ratios names
+    blocks of a backbone, so all tokens of an encoder are kept then.
+    """
 
     checkpointed = True
     stock = (DeformableDetrTransformerEncoderLayer, DetrTransformerEncoderLayer)
@@ -255,18 +262,19 @@ class DeformableEncoderLayer(_Exact):
             _attention_settings(attention, self.form), _ffn_settings(ffn), _rate(attention.dropout), eps
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
-        tensors = ops.EncoderTensors(
-            query,
-            query_pos,
-            reference_points,
-            key_padding_mask,
-            spatial_shapes,
-            level_start_index,
-            **_attention_weights(attention),
-            **norms,
-            **_ffn_weights(ffn),
-        )
+        given = (query, query_pos, reference_points, key_padding_mask, spatial_shapes, level_start_index)
+        weights = _attention_weights(attention) | norms | _ffn_weights(ffn)
+        draws, positions = self._lean.draws, None
+        if draws is not None and any(p.requires_grad for p in self.parameters()):
+            positions = draws.positions(spatial_shapes.tolist(), query.device)
+        tensors = ops.EncoderTensors(*given, **weights, positions=positions)
         return ops.deformable_encoder_layer(settings, tensors)
+
+    @classmethod
+    def token_ratio(cls, settings: Settings) -> float | None:
+        preset, ratio = settings.preset, settings.keep_ratio
+        paper = preset.thins and preset.form == Form()
+        return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
 
     @classmethod
     def reasons(cls, module: nn.Module):
