@@ -23,12 +23,12 @@ nuclei = dict(
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True),
-    dict(type='RandomCrop', crop_size=(256, 256)),
+    dict(type='RandomCrop', crop_size=(192, 192)),
     dict(type='RandomFlip', prob=0.5),
     dict(type='PackDetInputs'),
 ]
 train_dataloader = dict(
-    batch_size=4,
+    batch_size=2,
     num_workers=0,
     persistent_workers=False,
     dataset=dict(**nuclei, filter_cfg=dict(min_size=2), pipeline=train_pipeline),
