@@ -177,10 +177,14 @@ def settings_of(dropout=0.0, act='relu', chunk=None, storage='native'):
 @pytest.mark.parametrize('numbers', [2, 4])
 @pytest.mark.parametrize('mask', [False, True])
 @pytest.mark.parametrize(
-    'options', [{}, dict(chunk=100), dict(act='gelu'), dict(dropout=0.2)], ids=['', 'chunks', 'gelu', 'dropout']
+    'options',
+    [{}, dict(chunk=100), dict(act='gelu'), dict(dropout=0.2), dict(images=1)],
+    ids=['', 'chunks', 'gelu', 'dropout', 'images'],
 )
-def test_two_encoder_layers(numbers, mask, options):
+def test_two_encoder_layers(numbers, mask, options, monkeypatch):
     """The second of which reads its input from what the first one stored."""
+    if 'images' in options:  # one at a time
+        monkeypatch.setattr(deformable_module, '_AT_A_TIME', 1)
     rate, act = options.get('dropout', 0.0), options.get('act', 'relu')
     modules = nn.ModuleList(layer(rate, dict(relu='ReLU', gelu='GELU')[act]) for _ in range(2))
     x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
