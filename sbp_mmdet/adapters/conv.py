@@ -168,8 +168,7 @@ class Conv(ConvLean):
     stock = _CONVS
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        taken = known(self, 'conv') and x.dim() == 4 and x.numel()
-        return _operation(self.form, x, self) if taken else super(Lean, self).forward(x)
+        return _operation(self.form, x, self) if x.dim() == 4 and x.numel() else super(Lean, self).forward(x)
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:

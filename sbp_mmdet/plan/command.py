@@ -196,7 +196,9 @@ def _apply(args, config):
         model, _ = build_detector(plain(config), 'cpu')
     except Exception as error:  # whatever a model's own code raises
         raise SystemExit(f'{args.config}: its model cannot be built here: {_reason(error)}') from error
-    print(f"preset='{args.preset}': {apply_lean(model, args.preset)}")
+    report = apply_lean(model, args.preset)
+    names = [f'{name} ({report.kinds[name]}): {meaning}' for name, meaning in report.changed.items()]
+    print(f"preset='{args.preset}': {report}", *names, sep='\n')
 
 
 if __name__ == '__main__':
