@@ -168,11 +168,6 @@ def _plan(model, settings, chosen):
     for module in chosen.values():
         if '_fsdp_wrapped_module' in module._modules:
             raise ValueError('the model lies in FSDP already, which hides its modules; apply before it is wrapped')
-        if getattr(module, 'sbp', None) is not None and module is not model:
-            raise ValueError(
-                f'{names[id(module)]} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts '
-                "of the model: modules=['neck', ...]"
-            )
     taken, left = {}, {}
 
     def take(module, mixin):
@@ -206,9 +201,17 @@ def _plan(model, settings, chosen):
 
 def _chosen(model, settings):
     """The modules that may be changed, by their id."""
-    if settings.modules is None:
-        return {id(module): module for module in model.modules()}
-    return {id(m): m for _, module in members(model, settings.modules) for m in module.modules()}
+    found = [('', model)] if settings.modules is None else members(model, settings.modules)
+    chosen = {}
+    for prefix, part in found:
+        for name, module in part.named_modules(prefix=prefix):
+            if getattr(module, 'sbp', None) is not None and module is not model:
+                raise ValueError(
+                    f'{name} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts of the '
+                    "model: modules=['neck', ...]"
+                )
+            chosen[id(module)] = module
+    return chosen
 
 
 def _backbone(root, settings, take):

@@ -257,6 +257,11 @@ def in_fsdp():
             {},
             'backbone has sbp_cfg of its own; leave that out',
         ),
+        (
+            lambda: Detector(build('SBPConvNeXt', dict(preset='paper'))),
+            dict(preset='none'),
+            'backbone has sbp_cfg of its own; leave that out',
+        ),
         (in_fsdp, {}, 'in FSDP already.*before it is wrapped'),
         (lambda: build('stock Swin'), dict(modules=['neck']), r"there is no 'neck'; the model has \['patch_embed'"),
         (lambda: build('stock Swin'), dict(preset='fast'), "preset='fast' is unknown"),

@@ -110,7 +110,7 @@ def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
         if sys.stderr.isatty():
             print(f'\r  counting {variant:<70}', end='', file=sys.stderr, flush=True)
         # Which images stochastic depth drops is chance: the count is of a step that drops none.
-        worst = {} if variant.split('+')[0] == 'none' else dict(skip_dropped_images=False)
+        worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
         return measure_detector(with_variant(base, variant, **worst), **case)
 
     reasons = presets_of(build_detector(base, 'cpu')[0])
