@@ -4,7 +4,7 @@ _base_ = './mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
 model = dict(backbone=dict(sbp_cfg=None))
 custom_hooks = [dict(type='LeanHook', preset='exact')]
 
-max_epochs = 20
+max_epochs = 15
 train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, end=30),

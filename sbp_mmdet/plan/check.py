@@ -35,7 +35,9 @@ def _says(name, look):
 
 def _torch():
     found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f'{torch.__version__}, Python {platform.python_version()}, GPU: {", ".join(found) or "none, runs on the CPU"}'
+    return (
+        f'{torch.__version__}, Python {platform.python_version()}, GPU: {", ".join(found) or "none, runs on the CPU"}'
+    )
 
 
 def _stack():
