@@ -136,10 +136,13 @@ class Chunk(NamedTuple):
             return x[self.images.start].index_select(0, index[self.rows])
         return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
 
-    def put_(self, x: Tensor, rows: Tensor) -> None:
-        """Writes its rows to their places in ``x``, shape (N, K, C)."""
-        place = x[self.images, self.rows]
-        place.copy_(rows.view(place.shape))
+    def put_(self, x: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
+        """Writes its rows to their places in ``x``, shape (N, K, C); with ``index`` as :meth:`rows_of` reads them."""
+        place = x[self.images, self.rows] if index is None else x[self.images]
+        if index is None:
+            place.copy_(rows.view(place.shape))
+        else:
+            place.index_copy_(1, index[self.rows], rows.view(self.number, -1, x.shape[2]))
 
 
 def chunks(images: int, each: int, width: int, device: torch.device, elements: int | None = None) -> list[Chunk]:
@@ -170,7 +173,9 @@ def _cut(number, most):
 
 
 class Incoming:
-    """Rows of ``factor * g``, one after another (on a GPU) and in the precision of matrix products, for the gradient g of a branch.
+    """Rows of ``factor * g`` for the gradient g of a branch, in the precision of matrix products.
+
+    On a GPU they lie one after another.
 
     Two products need them: A of the package's docstring, and the gradient in front of the second layer, behind layer
     scale. Where gamma can be folded into that layer's weight, the same rows serve both. In fp16 it cannot: a small
