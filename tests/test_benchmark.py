@@ -12,8 +12,8 @@ from torch import nn
 
 import benchmark  # isort: skip  (helpers puts research/ on the path)
 import draw_stored
-from benchmark import measure_module, measure_steps, ratios
-from case import Case, compared, parse_name, smooth
+from benchmark import measure_module, measure_steps
+from case import Case, compared, parse_name, ratios, smooth
 from rivals import RIVALS
 from tables import benchmark_table
 
