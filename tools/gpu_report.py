@@ -147,13 +147,13 @@ def _table(part, out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--quick', action='store_true', help='what matters most, in ten minutes')
-    parser.add_argument('--minutes', type=float, help='of this call (default: 9 with --quick, else 25)')
+    parser.add_argument('--minutes', type=float, help='of this call (default: 8.5 with --quick, else 25)')
     parser.add_argument('--out', type=Path, required=True, help='folder of the report; the archive is beside it')
     parser.add_argument('--archive', type=Path, help='file of the archive (default: OUT.tar.gz)')
     parser.add_argument('--rehearse', action='store_true', help='in a tiny size on a CPU')
     parser.add_argument('--parts', nargs='+', metavar='NAME', help='only these, those that failed too')
     args = parser.parse_args()
-    end = time.monotonic() + 60 * (args.minutes or (9 if args.quick else 25))
+    end = time.monotonic() + 60 * (args.minutes or (8.5 if args.quick else 25))
     parts = [part for part in gpu_parts.parts_of_report(args.rehearse) if part.quick or not args.quick]
     names = [part.name for part in parts]
     if unknown := set(args.parts or ()) - set(names):
