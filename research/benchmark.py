@@ -179,7 +179,7 @@ def measure_module(config: Config, names: Sequence[str], module: str, *, amp, ro
 
     def measure(row, name):
         # What skip_dropped_images leaves out is a draw of its own.
-        alike = {} if name in RIVALS or name == 'none' else dict(skip_dropped_images=False)
+        alike = dict(skip_dropped_images=False) if name in PRESETS and PRESETS[name].form else {}
         with full_fp32(), plain_draws(name in RIVALS):
             error = plain_runner.gradients(Case(name, model, module, alike))
         exact[:] = exact or [error]

@@ -16,6 +16,7 @@ from sbp_mmdet.plan.inputs import add_inputs, inputs_of
 from sbp_mmdet.plan.planner import parse_size
 from sbp_mmdet.plan.tables import Column, describe_machine, format_bytes, output_file, text_table, write_json
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.settings import PRESETS
 
 OUTSIDE = ('neck', 'RPN', 'RoI', 'head', 'coder', 'quer', 'memory', 'other')
 
@@ -39,7 +40,7 @@ def main():
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
     rows, base = [], plain(config)
     for variant in args.variants:
-        keys = {} if variant.split('+')[0] == 'none' else dict(skip_dropped_images=False)
+        keys = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
         row = measure_detector(with_variant(base, variant, **keys), **case)
         rows.append(dict(variant=variant, backbone=backbone_bytes(row), **row))
     columns = [Column('variant', lambda row: row['variant'])]

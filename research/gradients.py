@@ -33,6 +33,7 @@ from sbp_mmdet.plan.detector import own_crops
 from sbp_mmdet.plan.device import check_device
 from sbp_mmdet.plan.tables import Column, describe_machine, output_file, text_table, write_json
 from sbp_mmdet.plan.variants import load_config
+from sbp_mmdet.settings import PRESETS
 
 __all__ = ['compare', 'exact_pass', 'groups', 'study', 'study_table']
 
@@ -144,7 +145,8 @@ def _with(module, preset, keys):
     found = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     if preset != 'none':
         # What skip_dropped_images leaves out is a draw of its own; its gradients are the same on average.
-        apply_lean(found, preset=preset, **dict(keys, skip_dropped_images=False))
+        draws = dict(skip_dropped_images=False) if PRESETS[preset].form else {}
+        apply_lean(found, preset=preset, **dict(keys, **draws))
     return found
 
 

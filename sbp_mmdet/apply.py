@@ -7,6 +7,7 @@ down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a 
 """
 
 import dataclasses
+from collections import Counter
 from typing import NamedTuple
 
 from mmdet.registry import HOOKS
@@ -16,9 +17,12 @@ from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .draws import Draws, LevelDraws, Stages
 from .savings import Checkpointed, targets_in_chunks
 from .settings import Settings
+from .signs import SignsOfLife
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
 __all__ = ['LeanHook', 'Report', 'apply_lean', 'keep_ratios', 'remove_lean']
+
+_MOST_NAMES = 6  # that a line of the report lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +32,22 @@ class Report:
     Attributes:
         changed (dict[str, str]): By the name of a submodule, what it does now.
         left (dict[str, str]): By name, why a submodule stays as it is.
+        kinds (dict[str, str]): By name, the class of a submodule.
     """
 
     changed: dict[str, str]
     left: dict[str, str]
+    kinds: dict[str, str]
 
     def __str__(self):
         lines = [f'{len(self.changed)} modules changed, {len(self.left)} left alone']
         for word, found in (('changed', self.changed), ('left alone', self.left)):
-            by_reason = {}
-            for name, reason in found.items():
-                by_reason.setdefault(reason, []).append(name)
-            lines += [f'{word}: {", ".join(names)}: {reason}' for reason, names in by_reason.items()]
+            for reason in dict.fromkeys(found.values()):
+                names = [name for name in found if found[name] == reason]
+                numbers = Counter(self.kinds[name] for name in names)
+                kinds = ', '.join(f'{number} {kind}' for kind, number in numbers.items())
+                who = '' if word == 'changed' or len(names) > _MOST_NAMES else f' ({", ".join(names)})'
+                lines.append(f'{word}: {kinds}{who}: {reason}')
         return '\n'.join(lines)
 
 
@@ -70,7 +78,7 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     chosen = _chosen(model, settings)
     plan = None if settings.preset.name == 'none' else _plan(model, settings, chosen)
     _restore(model, chosen.values())
-    return _carry_out(model, settings, plan) if plan else Report({}, {})
+    return _carry_out(model, settings, plan) if plan else Report({}, {}, {})
 
 
 def remove_lean(model: nn.Module) -> None:
@@ -126,6 +134,9 @@ def draws_of(model: nn.Module) -> list[Draws]:
 class _CheckpointedBlock(Checkpointed):
     """Of ``preset='with_cp'``."""
 
+    def extra_repr(self):
+        return ', '.join(filter(None, (super().extra_repr(), "preset='with_cp'")))
+
 
 class _Backbone(NamedTuple):
     """A backbone with blocks that can be thinned.
@@ -157,11 +168,6 @@ def _plan(model, settings, chosen):
     for module in chosen.values():
         if '_fsdp_wrapped_module' in module._modules:
             raise ValueError('the model lies in FSDP already, which hides its modules; apply before it is wrapped')
-        if getattr(module, 'sbp', None) is not None and module is not model:
-            raise ValueError(
-                f'{names[id(module)]} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts '
-                "of the model: modules=['neck', ...]"
-            )
     taken, left = {}, {}
 
     def take(module, mixin):
@@ -197,9 +203,17 @@ def _plan(model, settings, chosen):
 
 def _chosen(model, settings):
     """The modules that may be changed, by their id."""
-    if settings.modules is None:
-        return {id(module): module for module in model.modules()}
-    return {id(m): m for _, module in members(model, settings.modules) for m in module.modules()}
+    found = [('', model)] if settings.modules is None else members(model, settings.modules)
+    chosen = {}
+    for prefix, part in found:
+        for name, module in part.named_modules(prefix=prefix):
+            if getattr(module, 'sbp', None) is not None and module is not model:
+                raise ValueError(
+                    f'{name} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts of the '
+                    "model: modules=['neck', ...]"
+                )
+            chosen[id(module)] = module
+    return chosen
 
 
 def _backbone(root, settings, take):
@@ -277,7 +291,8 @@ def _carry_out(model, settings, plan):
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=LevelDraws(settings) if ratio else None)
         change(module, mixin, place, _meaning(settings, ratio, module))
-    return Report(changed, left | _untouched(model, changed, left))
+    left |= _untouched(model, changed, left)
+    return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
 
 def _stride(owner, kind):
@@ -346,11 +361,12 @@ def _nothing(model, left, what, known=None, remedy=''):
 
 
 @HOOKS.register_module()
-class LeanHook(ModelHook):
+class LeanHook(SignsOfLife, ModelHook):
     """Lean training of a detector, in place, see :func:`apply_lean`.
 
     Unless ``modules`` confines it, the training targets are made piece by piece too, see
-    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time.
+    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time. When training begins, the log
+    has the report; after the first step, what the changed modules stored in it, see :class:`.signs.SignsOfLife`.
 
     Args:
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
@@ -360,7 +376,8 @@ class LeanHook(ModelHook):
         ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
 
     Raises:
-        ValueError: For an unknown preset or key, or one that cannot be honoured.
+        ValueError: For an unknown preset or key, here; when training begins, for one that this model cannot honour, or
+            if there is nothing to change.
     """
 
     def __init__(self, preset: str = 'exact', **keys):
@@ -369,9 +386,14 @@ class LeanHook(ModelHook):
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
-        report = apply_settings(unwrapped(model), self.settings)
-        done = f"preset='{self.settings.preset.name}': {report}"
+        self.report = apply_settings(unwrapped(model), self.settings)
+        done = f"preset='{self.settings.preset.name}': {self.report}"
         if self.settings.preset.form is None or self.settings.modules is not None:
             return done
         targets_in_chunks(model)
         return f'{done}\ntraining targets are made piece by piece'
+
+    def keep_ratio(self, model: nn.Module) -> float | None:
+        """Mean keep ratio of the layers that drop positions; None: none does."""
+        ratios = keep_ratios(unwrapped(model)).values()
+        return sum(ratios) / len(ratios) if ratios else None

@@ -27,11 +27,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .assigners import costs_in_chunks
 from .surgery import Mixin, ModelHook, members, mix_in, unwrapped
 
-__all__ = ['CheckpointModulesHook', 'Checkpointed', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
+__all__ = [
+    'CheckpointModulesHook',
+    'Checkpointed',
+    'TargetsInChunksHook',
+    'checkpoint_modules',
+    'keep_running_stats',
+    'targets_in_chunks',
+]
 
 
 @contextlib.contextmanager
-def _keep_running_stats(module: nn.Module):
+def keep_running_stats(module: nn.Module):
     """Batch norms in here normalise as in training, but leave their running statistics as they are."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None]
     before = [(m, m.momentum, m.num_batches_tracked.clone()) for m in norms]
@@ -62,7 +69,7 @@ class Checkpointed(Mixin):
         def run(*leaves):
             nonlocal replay
             args, kwargs = tree_unflatten(leaves, structure)
-            with _keep_running_stats(self) if replay else contextlib.nullcontext():
+            with keep_running_stats(self) if replay else contextlib.nullcontext():
                 replay = True
                 return forward(*args, **kwargs)
 

@@ -153,6 +153,11 @@ class Settings:
                 f"{where}: {given} mean nothing for preset='{preset.name}', which drops no position; leave them out, "
                 "or take preset='paper' or 'nearest'"
             )
+        if preset.form is None and 'skip_dropped_images' in cfg:
+            raise ValueError(
+                f"{where}: skip_dropped_images means nothing for preset='{preset.name}', whose blocks run their own "
+                'code; leave it out'
+            )
         return cls(**{**cfg, 'preset': preset})
 
     def __post_init__(self):

@@ -337,3 +337,8 @@ def _borrow_in(block, kept):
         return exact + near - near.detach()
 
     block.forward = forward
+
+
+def on_meta(kind, *args, **options):
+    with torch.device('meta'):
+        return kind(*args, **options)

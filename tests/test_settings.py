@@ -190,6 +190,12 @@ def test_keys_that_mean_nothing_for_a_preset(preset, keys):
         LeanHook(preset, **keys)
 
 
+@pytest.mark.parametrize('preset', ['none', 'with_cp'])
+def test_plain_modules_skip_no_images(preset):
+    with pytest.raises(ValueError, match=f"skip_dropped_images means nothing for preset='{preset}'"):
+        LeanHook(preset, skip_dropped_images=True)
+
+
 @pytest.mark.parametrize(
     ('kind', 'options', 'keys', 'message'),
     [

@@ -136,8 +136,7 @@ class Conv(ConvLean):
     """A convolution alone: it shares what the layer before stores, and what it stores with its siblings."""
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        taken = known(self, 'conv') and x.dim() == 4 and x.numel()
-        return _operation(self.form, x, self) if taken else super(Lean, self).forward(x)
+        return _operation(self.form, x, self) if x.dim() == 4 and x.numel() else super(Lean, self).forward(x)
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
