@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import json
 import re
 import runpy
@@ -10,6 +11,7 @@ import statistics
 import pytest
 import torch
 from helpers import ROOT
+from mmdet.registry import HOOKS, MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from torch import nn
@@ -100,8 +102,6 @@ def test_line_in_the_log(tmp_path):
 
 def _changed(cfg):
     """The detector of a config after its hooks, and what they say."""
-    from mmdet.registry import MODELS
-
     init_default_scope('mmdet')
     cfg.model.backbone.init_cfg, said = None, []
     model = MODELS.build(cfg.model)
@@ -128,6 +128,27 @@ def test_example_of_a_family():
     for out in (names['out'], expected):
         gradients.append(torch.autograd.grad(out.square().sum(), tokens)[0])
     torch.testing.assert_close(*gradients[-2:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'kind',
+    [kind for kind in vars(sbp_mmdet).values() if isinstance(kind, type) and kind is not sbp_mmdet.AtomicBackend],
+    ids=lambda kind: kind.__name__,
+)
+def test_docstrings_of_registered_classes(kind):
+    """Each argument with its default, and an example that builds."""
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            assert re.search(rf'^        (\w+, )?{name}\b.* \(.+\): ', kind.__doc__, re.M), name
+    example = kind.__doc__.split('Example:')[1].strip(' `\n')
+    exec(example, names := {})
+    if hooks := names.get('custom_hooks'):
+        assert kind in [type(HOOKS.build(hook)) for hook in hooks]
+    else:
+        init_default_scope('mmdet')
+        cfg = {key: value for key, value in names['backbone'].items() if key != '_delete_'}
+        with torch.device('meta'):
+            assert type(MODELS.build(cfg)) is kind
 
 
 def test_every_key_has_a_row():
