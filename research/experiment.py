@@ -26,8 +26,9 @@ class Experiment:
 
     Attributes:
         name (str): Of the experiment.
-        config (str): Config file, or ``mmdet::FAMILY/NAME.py``; its backbone is one of ours. Default: ''.
-        settings (Mapping): Label to ``sbp_cfg``; None is a plain backbone. Default: none.
+        config (str): Config file, or ``mmdet::FAMILY/NAME.py``. Default: ''.
+        settings (Mapping): Label to what replaces the backbone's ``sbp_cfg``, or where it has none to what
+            ``LeanHook`` is given; None is plain. Default: none.
         configs (Mapping): Label to a config of its own, trained as it is. Default: none.
         options (Mapping): ``--cfg-options`` of all trainings: schedule, data. Default: none.
         seeds (Sequence[int]): The same for each label: same start, same order of images. Default: 0.
@@ -109,9 +110,11 @@ def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Confi
         path = name if '::' in name else str(experiment.folder / name)
         try:
             config = load_config(path, copy.deepcopy(dict(experiment.options)))
-            if label in experiment.settings:
-                config.model.backbone.sbp_cfg = experiment.settings[label]
-            backbone = config.model.get('backbone') or {}
+            backbone, setting = config.model.get('backbone') or {}, experiment.settings.get(label)
+            if label in experiment.settings and 'sbp_cfg' in backbone:
+                backbone.sbp_cfg = setting
+            elif setting:
+                config.custom_hooks = [*config.get('custom_hooks', []), dict(type='LeanHook', **setting)]
             if 'sbp_cfg' in backbone:  # what cannot be honoured is refused before anything is trained
                 with torch.device('meta'):
                     MODELS.build(dict(backbone, init_cfg=None))

@@ -14,7 +14,7 @@ from mmdet.registry import HOOKS
 from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
-from .draws import Draws, Stages
+from .draws import Draws, LevelDraws, Stages
 from .savings import Checkpointed, targets_in_chunks
 from .settings import Settings
 from .signs import SignsOfLife
@@ -131,7 +131,7 @@ def draws_of(model: nn.Module) -> list[Draws]:
         model (nn.Module): A backbone, or what has one.
     """
     places = (module._lean for module in model.modules() if isinstance(module, Lean))
-    return [*{id(place.draws): place.draws for place in places if place.draws is not None}.values()]
+    return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, Draws)}.values()]
 
 
 class _CheckpointedBlock(Checkpointed):
@@ -194,9 +194,11 @@ def _plan(model, settings, chosen):
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
-    if settings.preset.thins and not any(found.layers for found in backbones):
+    thinned = [found for found in backbones if found.layers] or [m for _, m in others if m.token_ratio(settings)]
+    if settings.preset.thins and not thinned:
         what = f"preset='{settings.preset.name}' drops positions, and applies"
-        raise ValueError(_nothing(model, left, what, only=Block, remedy=" Take preset='exact' or 'int8'."))
+        known = [m for m in ADAPTERS.values() if issubclass(m, Block) or m.token_ratio(settings)]
+        raise ValueError(_nothing(model, left, what, known, " Take preset='exact' or 'int8'."))
     if not others and not backbones:
         raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' applies"))
     return _Plan(backbones, others, left)
@@ -289,7 +291,9 @@ def _carry_out(model, settings, plan):
         if settings.preset.form is not None:
             owner.register_forward_pre_hook(draws.begin, with_kwargs=True)
     for module, mixin in plan.others:
-        change(module, mixin, Place(settings), _meaning(settings, None, module))
+        ratio = mixin.token_ratio(settings)
+        place = Place(settings, draws=LevelDraws(settings) if ratio else None)
+        change(module, mixin, place, _meaning(settings, ratio, module))
     left |= _untouched(model, changed, left)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
@@ -347,12 +351,13 @@ def _untouched(model, changed, left):
     return found
 
 
-def _nothing(model, left, what, only=Lean, remedy=''):
+def _nothing(model, left, what, known=None, remedy=''):
     reasons = ''.join(f' {name}: {reason}.' for name, reason in left.items())
-    names = dict.fromkeys(path.rsplit('.', 1)[1] for path, mixin in ADAPTERS.items() if issubclass(mixin, only))
-    known = ', '.join(names)
+    found = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
+    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in found)
+    listed = ', '.join(names)
     return (
-        f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {known}. For one of your own '
+        f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '
         'see sbp_mmdet.adapters.adapter. Without LeanHook, CheckpointModulesHook and TargetsInChunksHook '
         'save memory in any detector'
     )

@@ -24,7 +24,7 @@ def project(tmp_path_factory):
     init_default_scope('mmdet')
     for name in ('a', 'b'):
         (folder / name).mkdir()
-        meta = dict(dataset_meta=config.train_dataloader.dataset.metainfo)
+        meta = dict(dataset_meta=config.train_dataloader.dataset.metainfo.to_dict())
         torch.save(dict(state_dict=MODELS.build(config.model).state_dict(), meta=meta), folder / f'{name}/last.pth')
     return folder, path, config
 

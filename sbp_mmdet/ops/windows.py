@@ -11,6 +11,7 @@ of the linear layer alone, without that of the norm, and other tokens see them.
 """
 
 import dataclasses
+import functools
 import types
 from typing import NamedTuple
 
@@ -93,7 +94,7 @@ def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor
 
 
 def _forward(settings, tensors, needs):
-    t, layout = tensors, _Layout.cut(settings, tensors.x.device)
+    t, layout = tensors, _layout(settings.size, settings.window, settings.shift, tensors.x.device)
     layers = _Layers.folded(settings, t)
     xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
     branch = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2])  # in the order of the windows
@@ -108,7 +109,7 @@ def _forward(settings, tensors, needs):
 
 
 def _backward(settings, saved, grad, needs):
-    t, layout = saved.given, _Layout.cut(settings, grad.device)
+    t, layout = saved.given, _layout(settings.size, settings.window, settings.shift, grad.device)
     layers = _Layers.folded(settings, t)
     xhat = saved.xhat.load(settings.dtype)
     incoming = grad if t.factor is None else grad * t.factor[:, None, None]
@@ -157,31 +158,6 @@ class _Layout(NamedTuple):
     pads: Tensor | None
     regions: Tensor | None
 
-    @classmethod
-    def cut(cls, settings, device):
-        (height, width), side, shift = settings.size, settings.window, settings.shift
-        tokens = height * width
-        below, right = -height % side, -width % side
-        # Windows before these rows and columns hold neither padding nor what the shift brought round.
-        down, along = (max(n - shift, 0) // side for n in (height, width))
-
-        def windows_of(x):  # a map
-            windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
-            parts = windows[:down, :along], windows[:down, along:], windows[down:]
-            return torch.cat([part.reshape(-1) for part in parts])
-
-        numbers = torch.arange(tokens, device=device).view(height, width)
-        numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
-        order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
-        places = order.new_empty(tokens + 1)  # the last one is where padding goes
-        places[order] = torch.arange(len(order), device=device)
-        pads = order == tokens if below or right else None
-        regions = None
-        if shift:
-            rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
-            regions = windows_of(3 * rows[:, None] + columns).view(-1, side * side)
-        return cls(order.clamp_(max=tokens - 1), places[:-1], down * along * side**2, pads, regions)
-
     def chunks(self, settings, images, channels):
         """Slices of the places, whole windows."""
         area = settings.window**2
@@ -201,6 +177,32 @@ class _Layout(NamedTuple):
         area = self.regions.shape[1]
         own = self.regions[chunk.start // area : chunk.stop // area]
         return (own[:, None, :, None] != own[:, None, None, :]).to(dtype).mul_(_APART)
+
+
+@functools.lru_cache(maxsize=16)  # two for each stage, which its blocks share: one takes dozens of launches
+def _layout(size, side, shift, device):
+    height, width = size
+    tokens = height * width
+    below, right = -height % side, -width % side
+    # Windows before these rows and columns hold neither padding nor what the shift brought round.
+    down, along = (max(n - shift, 0) // side for n in (height, width))
+
+    def windows_of(x):  # a map
+        windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+        parts = windows[:down, :along], windows[:down, along:], windows[down:]
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    numbers = torch.arange(tokens, device=device).view(height, width)
+    numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
+    order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
+    places = order.new_empty(tokens + 1)  # the last one is where padding goes
+    places[order] = torch.arange(len(order), device=device)
+    pads = order == tokens if below or right else None
+    regions = None
+    if shift:
+        rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
+        regions = windows_of(3 * rows[:, None] + columns).view(-1, side * side)
+    return _Layout(order.clamp_(max=tokens - 1), places[:-1], down * along * side**2, pads, regions)
 
 
 def _bands(length, side, shift, device):
