@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import statistics
+import subprocess
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 import sbp_mmdet
 from sbp_mmdet.adapters import Lean
+from sbp_mmdet.plan import command
 from sbp_mmdet.settings import PRESETS, Settings
 from sbp_mmdet.surgery import model_hooks
 
@@ -92,6 +94,20 @@ def test_examples(name, tmp_path):
             assert sbp_mmdet.SBPConvNeXt('atto', sbp_cfg=model['backbone']['sbp_cfg']).sbp
 
 
+@pytest.mark.parametrize('page', FOR_USERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands(page, monkeypatch):
+    """Blocks of shell are shell, name files that are there, and sbp-mmdet takes what they give it."""
+    monkeypatch.setattr(command, 'load_config', lambda *args: 1 / 0)
+    for block in re.findall(r'^```bash\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE):
+        assert subprocess.run(['bash', '-n'], input=block, text=True, check=False).returncode == 0, block
+        for file in re.findall(r'(?<![\w/.-])(?:tools|research|configs)/[\w/.-]+', block):
+            assert (ROOT / file).exists(), file
+        for line in re.findall(r'^sbp-mmdet (.*?)(?:  #.*)?$', block, re.M):
+            words = line.split()
+            with pytest.raises(SystemExit if words == ['check'] else ZeroDivisionError):
+                command.main(words)
+
+
 def test_line_in_the_log(tmp_path):
     block = next(block for block in _blocks('docs/usage.md') if 'mask-rcnn_swin-t' in block and 'exact' in block)
     (tmp_path / 'swin.py').write_text(block)
@@ -132,7 +148,11 @@ def test_example_of_a_family():
 
 @pytest.mark.parametrize(
     'kind',
-    [kind for kind in vars(sbp_mmdet).values() if isinstance(kind, type) and kind is not sbp_mmdet.AtomicBackend],
+    [
+        kind
+        for name in sbp_mmdet.__all__
+        if isinstance(kind := getattr(sbp_mmdet, name), type) and name != 'AtomicBackend'
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_docstrings_of_registered_classes(kind):
