@@ -68,6 +68,9 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
 
     Raises:
         ValueError: For a setting that cannot be honoured, or if there is nothing to change; nothing is changed then.
+
+    Example:
+        ``print(apply_lean(model, preset='exact'))``
     """
     settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
     return apply_settings(unwrapped(model), settings)
@@ -381,12 +384,12 @@ class LeanHook(SignsOfLife, ModelHook):
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
         **keys: See :class:`.settings.Settings`.
 
-    Example:
-        ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
-
     Raises:
         ValueError: For an unknown preset or key, here; when training begins, for one that this model cannot honour, or
             if there is nothing to change.
+
+    Example:
+        ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
     """
 
     def __init__(self, preset: str = 'exact', **keys):

@@ -36,6 +36,12 @@ class RehearseHook(Hook):
     Args:
         budget (str | None): Memory that may be used: '8GiB'; None: all that the GPU has. Default: None.
         stop (bool): End the program after the rehearsal, for ``sbp-mmdet rehearse``. Default: False.
+
+    Raises:
+        DoesNotFit: When training begins, naming the batch, what it needs and the variant of the config that fits.
+
+    Example:
+        ``custom_hooks = [dict(type='LeanHook', preset='exact'), dict(type='RehearseHook', budget='8GiB')]``
     """
 
     priority = 'VERY_LOW'  # behind hooks that change the model

@@ -141,6 +141,12 @@ class CheckpointModulesHook(ModelHook):
     Args:
         modules (Sequence[str]): Names of submodules, such as 'neck', 'rpn_head', 'roi_head.bbox_head',
             'roi_head.mask_head'. A list of modules means each of its members.
+
+    Raises:
+        ValueError: When training begins, if the model has no such submodule, or one whose forward is never called.
+
+    Example:
+        ``custom_hooks = [dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head'])]``
     """
 
     exact = True
@@ -319,6 +325,9 @@ class TargetsInChunksHook(ModelHook):
     Args:
         masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
         priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
+
+    Example:
+        ``custom_hooks = [dict(type='TargetsInChunksHook')]``
     """
 
     exact = True
