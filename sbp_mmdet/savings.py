@@ -32,13 +32,14 @@ __all__ = [
     'Checkpointed',
     'TargetsInChunksHook',
     'checkpoint_modules',
+    'keep_running_stats',
     'refuse_replays',
     'targets_in_chunks',
 ]
 
 
 @contextlib.contextmanager
-def _keep_running_stats(module: nn.Module):
+def keep_running_stats(module: nn.Module):
     """Batch norms in here normalise as in training, but leave their running statistics as they are."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None]
     before = [(m, m.momentum, m.num_batches_tracked.clone()) for m in norms]
@@ -69,7 +70,7 @@ class Checkpointed(Mixin):
         def run(*leaves):
             nonlocal replay
             args, kwargs = tree_unflatten(leaves, structure)
-            with _keep_running_stats(self) if replay else contextlib.nullcontext():
+            with keep_running_stats(self) if replay else contextlib.nullcontext():
                 replay = True
                 return forward(*args, **kwargs)
 
@@ -140,6 +141,12 @@ class CheckpointModulesHook(ModelHook):
     Args:
         modules (Sequence[str]): Names of submodules, such as 'neck', 'rpn_head', 'roi_head.bbox_head',
             'roi_head.mask_head'. A list of modules means each of its members.
+
+    Raises:
+        ValueError: When training begins, if the model has no such submodule, or one whose forward is never called.
+
+    Example:
+        ``custom_hooks = [dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head'])]``
     """
 
     exact = True
@@ -318,6 +325,9 @@ class TargetsInChunksHook(ModelHook):
     Args:
         masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
         priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
+
+    Example:
+        ``custom_hooks = [dict(type='TargetsInChunksHook')]``
     """
 
     exact = True

@@ -62,8 +62,8 @@ def test_report():
         == 'exact, stores less'
     )
     assert len(done) == 13 and report.left == dict(neck='no lean form of it is known')
-    assert str(report).startswith('13 modules changed, 1 left alone\nchanged: backbone.stages.0.blocks.0, ')
-    assert 'left alone: neck: no lean form of it is known' in str(report)
+    assert str(report).startswith('13 modules changed, 1 left alone\nchanged: 4 SwinBlock, 2 PatchMerging: gradients')
+    assert 'left alone: 1 Linear (neck): no lean form of it is known' in str(report)
 
 
 def test_reports_of_presets():
@@ -215,7 +215,7 @@ def test_frozen_stages_are_named():
 )
 def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key, monkeypatch):
     told = []
-    monkeypatch.setattr(lean_models, 'print_log', lambda text, **options: told.append(text))
+    monkeypatch.setattr(lean_models, 'print_log', lambda text, level=20, **options: told.append((level, text)))
     build(family, dict(preset='paper'), **{key: 1}).train()
     build(family, dict(preset='exact'), **{key: 3}).train()
     changed = build(family, dict(preset='paper'))
@@ -223,10 +223,13 @@ def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key
     changed.train()
     remove_lean(changed)
     changed.train()
-    assert not told
+    said = [text.splitlines()[0] for level, text in told if level == logging.INFO]
+    assert len(told) == len(said) == 3 and said[2].startswith(f"{family}: preset='paper': ")
     backbone = build(family, dict(preset='paper'), **{key: 3})
     backbone.eval().train()
-    assert told == [f'{family}: all layers that sbp_cfg thins are frozen, so it changes nothing']
+    assert [text for level, text in told if level == logging.WARNING] == [
+        f'{family}: all layers that sbp_cfg thins are frozen, so it changes nothing'
+    ]
 
 
 # What is refused, and changes nothing.
