@@ -222,12 +222,13 @@ def stored_maps(model, x):
     ],
 )
 def test_every_map_is_stored_once(options, plain, exact, int8):
-    x = image(size=32)
-    for storage, number, unit in (('native', exact, 1), ('int8', int8, 1 / 8)):
+    x = image(size=128, n=1)
+    for storage, number, unit, more in (('native', exact, 1, 0.01), ('int8', int8, 1 / 8, 0.14)):
         stock, lean = chains(storage, **options)
         if storage == 'native':
             same(stock, lean, x, tolerance=1e-9)
-        assert stored_maps(lean, x) == pytest.approx(number * unit, rel=0.05, abs=0.03)  # with numbers a channel
+        least, most = number * unit, number * unit * (1 + more) + 0.01
+        assert least <= stored_maps(lean, x) <= most  # with numbers a channel, and steps in fp64
     if options.get('frozen') is None:
         assert stored_maps(stock, x) == pytest.approx(plain, rel=0.02)
 
@@ -253,10 +254,12 @@ def test_eight_bits_keep_sides_and_means():
     x[0, 0], x[1, 0] = x[0, 0].abs(), 0
     for threshold in (None, 0.0, torch.tensor([0.5, -1.0, 9.0], dtype=torch.float64).view(3, 1, 1)):
         map = keep(x, 'int8', threshold)
-        read, step = map.load(torch.float64), map.unit
+        read = map.load(torch.float64)
+        step = map.unit.repeat_interleave(40 // map.unit.shape[2], 2)
+        assert map.unit.shape[2] == 40  # neighbours share a scale
         assert map.values.dtype == torch.int8
         assert ((read - x).abs() <= step / 2 * (1 + 1e-9)).all()
-        assert ((read - x).mean((2, 3), keepdim=True).abs() <= step / 8).all()
+        assert ((read - x).mean((2, 3), keepdim=True).abs() <= step.amax(2, keepdim=True) / 8).all()
         if threshold is not None:
             assert torch.equal((read > threshold)[2:], (x > threshold)[2:])
     assert keep(x[:, :, :3, :3], 'int8').values.dtype == torch.float64  # scales would take more
@@ -268,7 +271,7 @@ def test_what_is_not_finite_is_read_as_such(value):
     x[0, 1, 0, 0] = value
     for threshold in (None, 0.0):
         read = keep(x, 'int8', threshold).load(torch.float32)
-        assert not read[0, 1].isfinite().any() and read[0, 0].isfinite().all()
+        assert not read[0, 1, :4].isfinite().any() and read[0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize('storage', ['native', 'int8'])

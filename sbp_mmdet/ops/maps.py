@@ -18,6 +18,7 @@ aten = torch.ops.aten
 DEEPEST = 3  # maps that are added up in the backward pass, at the most; the sum of more is stored
 
 _LEAST_POSITIONS = 16  # with fewer in a map, its scales take what eight bits save
+_GROUP = 32  # positions that share a scale, at the least: neighbours are alike, so their steps are finer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,8 @@ class KeptMap(NamedTuple):
 
     Attributes:
         values (Tensor): Shape (N, C, H, W): z itself, or int8.
-        unit, base (Tensor | None): Shape (N, C, 1, 1), how eight bits are read.
+        unit, base (Tensor | None): Shape (N, C, B, 1), how eight bits are read in each of B groups of rows;
+            without base zero is kept as -127.
         scale, shift (Tensor | None): Of a norm, broadcastable.
         activation (Activation | None): The activation.
         residual, shortcut (KeptMap | None): Other maps.
@@ -93,6 +95,13 @@ class KeptMap(NamedTuple):
     residual: 'KeptMap | None' = None
     shortcut: 'KeptMap | None' = None
 
+    def _steps(self):
+        """How eight bits are read, broadcastable."""
+        if self.unit is None:
+            return None, None
+        base = 126.5 * self.unit if self.base is None else self.base
+        return _of_rows(self.unit, self.values), _of_rows(base, self.values)
+
     @property
     def depth(self) -> int:
         """Maps that are read one after the other."""
@@ -100,15 +109,16 @@ class KeptMap(NamedTuple):
 
     def before_norm(self, dtype: torch.dtype) -> Tensor:
         """z; do not write to it."""
-        return _affine(self.values, self.unit, self.base, dtype)
+        return _affine(self.values, *self._steps(), dtype)
 
     def before_activation(self, dtype: torch.dtype) -> Tensor:
         """u; do not write to it."""
         scale, shift = self.scale, self.shift
+        unit, base = self._steps()
         if scale is None:
-            scale, shift = self.unit, self.base
-        elif self.unit is not None:
-            scale, shift = self.unit * scale, self.base * scale + shift
+            scale, shift = unit, base
+        elif unit is not None:
+            scale, shift = unit * scale, base * scale + shift
         u = _affine(self.values, scale, shift, dtype)
         return u if self.residual is None else u.add_(self.residual.load(dtype))
 
@@ -135,12 +145,23 @@ def _affine(x, scale, shift, dtype):
     return x.add_(shift).to(dtype)
 
 
+def _of_rows(x, map):
+    """Numbers of groups of rows as numbers of rows."""
+    return x if x is None or x.shape[2] in (1, map.shape[2]) else x.repeat_interleave(map.shape[2] // x.shape[2], 2)
+
+
+def _groups(x):
+    """Groups of rows that share a scale."""
+    height, width = x.shape[2:]
+    return next(n for n in range(height, 0, -1) if n == 1 or (height % n == 0 and height // n * width >= _GROUP))
+
+
 def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, positive: bool = False) -> KeptMap:
-    """Keeps a map as it is or in eight bits, in steps of its own for each image and channel.
+    """Keeps a map as it is or in eight bits, in steps of its own for each image, channel and group of rows.
 
     Rounds to the nearest step. Where there is a threshold, it rounds up in steps that are counted from there, and
     reading gives the middle of a step: each value stays on its side of the threshold, and the mean error is zero. A
-    value that is not finite makes its channel NaN when it is read, so that gradient scaling skips the step.
+    value that is not finite makes its group NaN when it is read, so that gradient scaling skips the step.
 
     Args:
         x (Tensor): Shape (N, C, H, W).
@@ -154,20 +175,21 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     if storage == 'native' or not x.numel() or x.shape[2] * x.shape[3] < _LEAST_POSITIONS:
         return KeptMap(x)
     full = accumulator(x)
-    high = x.amax((2, 3), keepdim=True).to(full)
-    low = torch.zeros_like(high) if positive else x.amin((2, 3), keepdim=True).to(full)
+    groups = x.unflatten(2, (_groups(x), -1))
+    high = groups.amax((3, 4))[..., None].to(full)
+    low = torch.zeros_like(high) if positive else groups.amin((3, 4))[..., None].to(full)
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
     if positive:
-        steps = (x * rate).ceil_().sub_(127)
-        base = 126.5 * unit
+        steps = (x * _of_rows(rate, x)).ceil_().sub_(127)
+        base = None
     elif threshold is None:
-        steps = (x * rate).add_(-127 - low * rate).round_()
+        steps = (x * _of_rows(rate, x)).add_(_of_rows(-127 - low * rate, x)).round_()
         base = low + 127 * unit
     else:
         threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low, high)
         lowest = ((low - threshold) * rate).floor_()
-        steps = (x * rate).sub_(threshold * rate).ceil_().sub_(lowest + 127)
+        steps = (x * _of_rows(rate, x)).sub_(_of_rows(threshold * rate, x)).ceil_().sub_(_of_rows(lowest + 127, x))
         base = threshold + (lowest + 126.5) * unit
     return KeptMap(steps.to(torch.int8), unit, base)
 
