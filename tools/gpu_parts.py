@@ -80,7 +80,7 @@ def parts_of_report(rehearse: bool) -> list[Part]:
             measured(f'smoke_{name}', 60, config, f'--size 256x256 --amp {fp16} --module {module}', **smoke)
             for name, (config, module) in SMOKE.items()
         ),
-        *(Part(file[:-3], 60, (f'{pytest} tests/{file}',), timed=False, quick=True) for file in files),
+        *(Part(file[:-3], 75, (f'{pytest} tests/{file}',), timed=False, quick=True) for file in files),
         backbone(fp16),
         steps('b', quick=True),
         steps('b', 8, quick=True),
