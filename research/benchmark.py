@@ -32,6 +32,7 @@ from tables import append_line, benchmark_table
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
 from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
 from sbp_mmdet.plan.device import check_device, is_out_of_memory, use_device
@@ -180,7 +181,7 @@ def measure_module(
     """
     device = case['device']
     by_allocator = torch.device(device).type == 'cuda' or any(name in RIVALS for name in names)
-    with own_crops():
+    with own_crops(), at_the_first_step():
         torch.manual_seed(0)
         model, _, batch = build_training(config, **case)
         batch['inputs'] = [(smooth((1, *x.shape))[0] * 40 + 128).clamp(0, 255).to(x) for x in batch['inputs']]
@@ -278,7 +279,7 @@ def measure_steps(
         row.update(launches(lambda: step(model, 0)))
         ready.append((row, model))
 
-    with own_crops(), capped(cap, case['device']):
+    with own_crops(), at_the_first_step(), capped(cap, case['device']):
         for name in names:
             rows.append(dict(preset=name))
             _tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note)  # noqa: B023

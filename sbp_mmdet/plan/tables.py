@@ -31,6 +31,7 @@ __all__ = [
     'commit',
     'describe_machine',
     'format_bytes',
+    'format_gib',
     'markdown_table',
     'output_file',
     'portable',
@@ -77,6 +78,11 @@ def _cells(columns, records):
 def format_bytes(n: int) -> str:
     """GB (1e9 bytes), or MB below one GB."""
     return f'{n / 1e9:.2f} GB' if n >= 1e9 else f'{n / 1e6:.0f} MB'
+
+
+def format_gib(n: int) -> str:
+    """GiB (2**30 bytes), in which GPUs are sold and torch reports, or MiB below one GiB."""
+    return f'{n / 2**30:.2f} GiB' if n >= 2**30 else f'{n / 2**20:.0f} MiB'
 
 
 def output_file(text: str) -> Path:
