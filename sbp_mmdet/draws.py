@@ -104,6 +104,10 @@ class LevelDraws:
     def __init__(self, settings: Settings):
         self._settings, self._latest = settings, None
 
+    def ratio(self, layer: None) -> float:
+        """Keep ratio of the layer."""
+        return self._settings.keep_ratio
+
     @torch.compiler.disable
     def positions(self, sizes: list[tuple[int, int]], device: torch.device) -> Positions:
         """Those of the next pass.
@@ -127,6 +131,10 @@ class Draws:
 
     def __init__(self, stages: Stages):
         self.stages, self._pass = stages, None
+
+    def ratio(self, layer: tuple) -> float | None:
+        """Keep ratio of a layer; None: it is not thinned."""
+        return self.stages.keep_ratios().get(layer)
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:

@@ -274,6 +274,7 @@ def test_tokens_of_an_encoder_are_dropped():
     expected = [step(layer, inputs) for layer in layers]
     report = apply_lean(layers, preset='paper', sampler='random')
     assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset paper'}
+    assert 'keeps 0.5 of the positions' in str(layers)
     seen = []
     for _ in range(3):
         found = [step(layer, inputs) for layer in layers]
