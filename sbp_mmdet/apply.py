@@ -15,7 +15,7 @@ from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .draws import Draws, LevelDraws, Stages
-from .savings import Checkpointed, targets_in_chunks
+from .savings import Checkpointed, refuse_replays, targets_in_chunks
 from .settings import Settings
 from .signs import SignsOfLife
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
@@ -81,7 +81,15 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     chosen = _chosen(model, settings)
     plan = None if settings.preset.name == 'none' else _plan(model, settings, chosen)
     _restore(model, chosen.values())
-    return _carry_out(model, settings, plan) if plan else Report({}, {}, {})
+    if not plan:
+        return Report({}, {}, {})
+    report = _carry_out(model, settings, plan)
+    try:
+        refuse_replays(model)
+    except ValueError:
+        _restore(model, chosen.values())
+        raise
+    return report
 
 
 def remove_lean(model: nn.Module) -> None:
@@ -277,6 +285,7 @@ def _carry_out(model, settings, plan):
         else:
             mix_in(module, mixin)
             module._lean = place
+        left.update({names[id(inside)]: reason for inside, reason in mixin.aside(module)})
         frozen = not any(p.requires_grad for p in module.parameters())
         (left if frozen else changed)[names[id(module)]] = 'frozen' if frozen else meaning
 
@@ -322,7 +331,7 @@ def _meaning(settings, ratio, module):
     preset = settings.preset
     if preset.form is None:
         return 'runs again in the backward pass'
-    off = ' (its with_cp=True is off: it would cost time and save nothing)' if getattr(module, 'with_cp', False) else ''
+    off = ' (its with_cp=True is off: it would cost time)' if getattr(module, 'with_cp', False) else ''
     if 'forward' in vars(module):  # by fairscale
         off = ' (its checkpointing by num_cp is off: it would cost time)'
     if ratio is not None:

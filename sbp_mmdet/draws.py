@@ -54,6 +54,11 @@ class Stages(NamedTuple):
             for branch, rate in layer.drop_rates().items()
         }
 
+    def draws_for(self, key: tuple) -> bool:
+        """Whether something is drawn for a layer in training, so that it cannot run again in a checkpoint."""
+        leaves_out = self.settings.skip_dropped_images and self.layers[key].drop_rates()
+        return key in self.keep_ratios() or bool(leaves_out)
+
     def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """(height, width) of the maps of an image in pixels, from the first stage to the deepest thinned one."""
         extra = int(self.rounds_up)
@@ -207,7 +212,7 @@ class Draws:
             name = self.stages.settings.preset.name
             raise ValueError(
                 f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less "
-                'than the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint '
+                'than the checkpoint, so take that out (with_cp, torch.utils.checkpoint '
                 'around the backbone or a block), or leave that part to it: modules=[...]'
             )
 

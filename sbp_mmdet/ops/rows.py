@@ -173,7 +173,9 @@ def _cut(number, most):
 
 
 class Incoming:
-    """Rows of ``factor * g``, one after another (on a GPU) and in the precision of matrix products, for the gradient g of a branch.
+    """Rows of ``factor * g`` for the gradient g of a branch, in the precision of matrix products.
+
+    On a GPU they lie one after another.
 
     Two products need them: A of the package's docstring, and the gradient in front of the second layer, behind layer
     scale. Where gamma can be folded into that layer's weight, the same rows serve both. In fp16 it cannot: a small
