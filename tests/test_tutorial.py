@@ -11,7 +11,7 @@ from helpers import ROOT
 def test_tutorial(monkeypatch, capsys):
     matplotlib.use('agg')
     monkeypatch.chdir(ROOT / 'docs')
-    monkeypatch.setenv('SBP_TUTORIAL_STEPS', '3')
+    monkeypatch.setenv('SBP_TUTORIAL_STEPS', '2')
     monkeypatch.setenv('NUCLEI', '../examples/nuclei')
     names = {'__name__': 'tutorial'}
     for cell in json.loads((ROOT / 'docs/tutorial.ipynb').read_text())['cells']:
