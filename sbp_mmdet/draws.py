@@ -109,6 +109,14 @@ class LevelDraws:
     def __init__(self, settings: Settings):
         self._settings, self._latest = settings, None
 
+    def ratio(self, layer: tuple | None) -> float:
+        """Keep ratio of a layer."""
+        return self._settings.keep_ratio
+
+    def draws_for(self, layer: tuple | None) -> bool:
+        """See :meth:`Stages.draws_for`."""
+        return True
+
     @torch.compiler.disable
     def positions(self, sizes: list[tuple[int, int]], device: torch.device) -> Positions:
         """Those of the next pass.
@@ -132,6 +140,14 @@ class Draws:
 
     def __init__(self, stages: Stages):
         self.stages, self._pass = stages, None
+
+    def ratio(self, layer: tuple) -> float | None:
+        """Keep ratio of a layer; None: it keeps all."""
+        return self.stages.keep_ratios().get(layer)
+
+    def draws_for(self, layer: tuple) -> bool:
+        """See :meth:`Stages.draws_for`."""
+        return self.stages.draws_for(layer)
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:

@@ -143,7 +143,7 @@ class Lean(Mixin):
     def extra_repr(self) -> str:
         """For ``print(model)``: what is said of the module, its preset, and how much it keeps."""
         settings, layer, draws = self._lean
-        ratio = draws and draws.stages.keep_ratios().get(layer)
+        ratio = draws and draws.ratio(layer)
         said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
         return ', '.join(filter(None, said))
 
