@@ -1,4 +1,4 @@
-"""Signs of life: what was changed, and what changed modules store in the first training step, beside what they would store unchanged."""
+"""Signs of life: what was changed, and what changed modules store in the first step, now and unchanged."""
 
 import dataclasses
 from collections import Counter
