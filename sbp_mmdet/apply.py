@@ -7,7 +7,6 @@ down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a 
 """
 
 import dataclasses
-from collections import Counter
 from typing import NamedTuple
 
 from mmdet.registry import HOOKS
@@ -17,38 +16,10 @@ from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .draws import Draws, LevelDraws, Stages
 from .savings import Checkpointed, refuse_replays, targets_in_chunks
 from .settings import Settings
-from .signs import SignsOfLife
+from .signs import Report, SignsOfLife
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
 __all__ = ['LeanHook', 'Report', 'apply_lean', 'keep_ratios', 'remove_lean']
-
-_MOST_NAMES = 6  # that a line of the report lists
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What :func:`apply_lean` did.
-
-    Attributes:
-        changed (dict[str, str]): By the name of a submodule, what it does now.
-        left (dict[str, str]): By name, why a submodule stays as it is.
-        kinds (dict[str, str]): By name, the class of a submodule.
-    """
-
-    changed: dict[str, str]
-    left: dict[str, str]
-    kinds: dict[str, str]
-
-    def __str__(self):
-        lines = [f'{len(self.changed)} modules changed, {len(self.left)} left alone']
-        for word, found in (('changed', self.changed), ('left alone', self.left)):
-            for reason in dict.fromkeys(found.values()):
-                names = [name for name in found if found[name] == reason]
-                numbers = Counter(self.kinds[name] for name in names)
-                kinds = ', '.join(f'{number} {kind}' for kind, number in numbers.items())
-                who = '' if word == 'changed' or len(names) > _MOST_NAMES else f' ({", ".join(names)})'
-                lines.append(f'{word}: {kinds}{who}: {reason}')
-        return '\n'.join(lines)
 
 
 def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
