@@ -117,8 +117,9 @@ class ConvNormSaved(NamedTuple):
 def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
     """act(norm(conv(x)) + residual).
 
-    The fused form folds 'fixed' into the convolution, and again in the backward pass. It stores its input where a
-    weight needs a gradient, which is what the layer before has stored already, and
+    The fused form folds 'fixed' into the convolution, and again in the backward pass; where the weight is larger than
+    the map it scales the map instead. It stores its input where a weight needs a gradient, which is what the layer
+    before has stored already, and
 
     - behind 'none' and 'fixed' nothing, for ReLU the output, for another activation what it was applied to;
     - behind 'batch' and 'group' the convolution's output, with two numbers a channel. Norm and activation run again.
@@ -158,8 +159,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     x = t.x.to(s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if _weight_needed(s, needs) else None
-    weight, bias = _folded(s, t)
-    z = F.conv2d(x, weight, bias, s.stride, s.padding, s.dilation, s.groups)
+    z = _convolve(s, t, x)
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
         u, statistics, count = _normalise(s, t, z)
@@ -187,15 +187,28 @@ def _scale(s, t):
     return rstd if t.norm_weight is None else rstd * t.norm_weight, rstd
 
 
-def _folded(s, t):
-    """Weight and bias of the convolution, with the fixed norm in them."""
-    weight, bias = t.weight, t.bias
-    if s.norm == 'fixed':
-        scale, _ = _scale(s, t)
-        weight = weight * scale[:, None, None, None]
-        bias = -t.running_mean * scale if bias is None else (bias - t.running_mean) * scale
-        bias = bias if t.norm_bias is None else bias + t.norm_bias
-    return weight.to(s.dtype), None if bias is None else bias.to(s.dtype)
+def _convolve(s, t, x):
+    """The convolution, with the fixed norm."""
+    geometry = s.stride, s.padding, s.dilation, s.groups
+    if s.norm != 'fixed':
+        return F.conv2d(x, t.weight.to(s.dtype), None if t.bias is None else t.bias.to(s.dtype), *geometry)
+    scale, _ = _scale(s, t)
+    bias = -t.running_mean * scale if t.bias is None else (t.bias - t.running_mean) * scale
+    bias = bias if t.norm_bias is None else bias + t.norm_bias
+    if _folds(t.weight, x.numel() // (x.shape[1] * s.stride[0] * s.stride[1])):
+        return F.conv2d(x, _folded(t, scale).to(s.dtype), bias.to(s.dtype), *geometry)
+    z = F.conv2d(x, t.weight.to(s.dtype), None, *geometry)
+    scale, bias = (n[:, None, None] for n in (scale, bias))
+    return z.mul_(scale).add_(bias) if z.dtype == scale.dtype else torch.addcmul(bias, z, scale).to(z.dtype)
+
+
+def _folds(weight, positions):
+    """Whether it costs less to scale a weight than the map that it makes."""
+    return weight[0].numel() <= positions
+
+
+def _folded(t, scale):
+    return t.weight * scale[:, None, None, None]
 
 
 def _activate(s, t, z, u, statistics):
@@ -245,17 +258,21 @@ def _convolve_backward(s, saved, grad, needs):
     needs_weight = _weight_needed(s, needs)
     needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
     x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(grad.dtype)
-    weight, _ = _folded(s, t)
+    scale, rstd = _scale(s, t) if fixed else (None, None)
     geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
-    which = [needs.x, needs_weight, False]
-    dx, dweight, _ = aten.convolution_backward(grad, x, weight, None, *geometry, which)
+    if fixed and not _folds(t.weight, grad.numel() // max(grad.shape[1], 1)):
+        weight, scaled = t.weight.to(s.dtype), (grad * scale[:, None, None]).to(s.dtype)
+        dx, _, _ = aten.convolution_backward(scaled, x, weight, None, *geometry, [needs.x, False, False])
+        _, dweight, _ = aten.convolution_backward(grad, x, weight, None, *geometry, [False, needs_weight, False])
+    else:
+        weight = (_folded(t, scale) if fixed else t.weight).to(s.dtype)
+        dx, dweight, _ = aten.convolution_backward(grad, x, weight, None, *geometry, [needs.x, needs_weight, False])
     dbias = grad.sum((0, 2, 3), dtype=accumulator(grad)) if needs_bias else None
     found = dict(x=dx.to(saved.dtypes[0]) if needs.x else None)
     if fixed:
-        scale, rstd = _scale(s, t)
         if needs.norm_weight:
             offset = -t.running_mean if t.bias is None else t.bias - t.running_mean
-            dscale = (dweight * t.weight).sum((1, 2, 3)) + dbias * offset
+            dscale = torch.linalg.vecdot(dweight.to(t.weight.dtype).flatten(1), t.weight.flatten(1)) + dbias * offset
             found['norm_weight'] = (dscale * rstd).to(t.norm_weight.dtype)
         if needs.norm_bias:
             found['norm_bias'] = dbias.to(t.norm_bias.dtype)
