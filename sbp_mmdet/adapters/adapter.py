@@ -143,9 +143,18 @@ class Lean(Mixin):
     def extra_repr(self) -> str:
         """For ``print(model)``: what is said of the module, its preset, and how much it keeps."""
         settings, layer, draws = self._lean
-        ratio = draws and draws.stages.keep_ratios().get(layer)
+        ratio = draws and draws.ratio(layer)
         said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
         return ', '.join(filter(None, said))
+
+    @classmethod
+    def aside(cls, module: nn.Module) -> Iterable[tuple[nn.Module, str]]:
+        """Modules inside that run their own code although the adapter knows them, and why.
+
+        Args:
+            module (nn.Module): The module.
+        """
+        return ()
 
     @property
     def form(self) -> Form:
