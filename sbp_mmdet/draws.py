@@ -13,7 +13,7 @@ from mmengine.dist import get_rank
 from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
-from .masks import Positions, level_positions, mask_generator, positions, stage_masks
+from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks
 from .ops.tokens import token_positions
 from .settings import Settings
 
@@ -240,7 +240,8 @@ class Draws:
             self.stages.sizes(*self._pass.size), ratio, settings.sampler, self._pass.generator(), aligned=not nearest
         )
         for stage in {key[0] for key, r in ratios.items() if r == ratio}:
-            drawn[stage] = positions(masks[stage], self._pass.device, nearest)
+            find = grid_positions if settings.sampler == 'grid' else positions
+            drawn[stage] = find(masks[stage], self._pass.device, nearest)
         return drawn
 
     def _heads(self, ratios):
