@@ -36,6 +36,12 @@ class RehearseHook(Hook):
     Args:
         budget (str | None): Memory that may be used: '8GiB'; None: all that the GPU has. Default: None.
         stop (bool): End the program after the rehearsal, for ``sbp-mmdet rehearse``. Default: False.
+
+    Raises:
+        DoesNotFit: When training begins, naming the batch, what it needs and the variant of the config that fits.
+
+    Example:
+        ``custom_hooks = [dict(type='LeanHook', preset='exact'), dict(type='RehearseHook', budget='8GiB')]``
     """
 
     priority = 'VERY_LOW'  # behind hooks that change the model
@@ -63,7 +69,7 @@ class RehearseHook(Hook):
             needs = 'more than the GPU has' if peak is None else format_gib(peak)
             raise DoesNotFit(
                 f'RehearseHook: the largest batch of this data set, {said}, needs {needs}'
-                f'{f" of {format_gib(budget)}" if budget else ""}. {_advice(runner, budget, case)}'
+                f'{f"; {format_gib(budget)} may be used" if budget else ""}. {_advice(runner, budget, case)}'
             )
         fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}: it fits'
         if self.stop:

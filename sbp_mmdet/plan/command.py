@@ -3,6 +3,7 @@
 sbp-mmdet plan CONFIG --budget 8GiB     which variant fits, and the lines to paste
 sbp-mmdet rehearse CONFIG               one step on the largest batch of the data set, on this machine's GPU
 sbp-mmdet apply CONFIG --preset exact   what LeanHook would change in the model, and what not
+sbp-mmdet check                         whether this environment can train: versions, registry, one small step
 """
 
 import argparse
@@ -21,6 +22,7 @@ from mmengine.runner import Runner
 from ..apply import apply_lean
 from ..rehearse import DoesNotFit
 from ..settings import PRESETS
+from .check import check
 from .detector import build_detector, measure_detector
 from .inputs import BOXES, add_inputs, inputs_of
 from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, parse_bytes, parse_size, plan
@@ -40,12 +42,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply')
+    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply | check')
     _add_plan(verbs)
     _add_rehearse(verbs)
     _add_apply(verbs)
+    verbs.add_parser('check', help='whether this environment can train').set_defaults(run=None)
     args = parser.parse_args(arguments)
     MMLogger.get_current_instance().setLevel(logging.ERROR)
+    if args.run is None:
+        raise SystemExit(0 if check() else 1)
     try:
         config = load_config(args.config, args.cfg_options)
         args.run(args, config)
@@ -204,7 +209,9 @@ def _apply(args, config):
         model, _ = build_detector(plain(config), 'cpu')
     except Exception as error:  # whatever a model's own code raises
         raise SystemExit(f'{args.config}: its model cannot be built here: {_reason(error)}') from error
-    print(f"preset='{args.preset}': {apply_lean(model, args.preset)}")
+    report = apply_lean(model, args.preset)
+    names = [f'{name} ({report.kinds[name]}): {meaning}' for name, meaning in report.changed.items()]
+    print(f"preset='{args.preset}': {report}", *names, sep='\n')
 
 
 if __name__ == '__main__':

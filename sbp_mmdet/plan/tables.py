@@ -4,6 +4,7 @@ A table is data: columns, each with a head and what it says of a record, and rec
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -114,7 +115,8 @@ def write_json(path: Path, results, indent: int | None = 1) -> None:
 
 
 def describe_machine(device: torch.device | str = 'cpu') -> dict:
-    """What stands beside every published number: ``date``, ``device``, versions, :func:`commit`, ``command``.
+    """What stands beside every published number: ``date``, ``device``, versions, on a GPU those of CUDA too,
+    :func:`commit`, ``command``.
 
     Args:
         device (torch.device | str): Where it was measured. Default: 'cpu'.
@@ -123,6 +125,7 @@ def describe_machine(device: torch.device | str = 'cpu') -> dict:
     return dict(
         date=datetime.date.today().isoformat(),
         device=torch.cuda.get_device_name(device) if cuda else f'{_cpu_name()}, {torch.get_num_threads()} threads',
+        **(_cuda() if cuda else {}),
         python=platform.python_version(),
         torch=torch.__version__,
         mmcv=mmcv.__version__,
@@ -143,6 +146,14 @@ def commit() -> dict:
     if _git('ls-files', '--error-unmatch', __file__) is None:
         return dict(commit=os.environ.get('SBP_COMMIT'), dirty=None)
     return dict(commit=_git('rev-parse', 'HEAD'), dirty=bool(_git('status', '--porcelain', '--untracked-files=no')))
+
+
+def _cuda():
+    words = ['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader']
+    driver = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        driver = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[0]
+    return dict(driver=driver, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
 
 
 def _git(*words):
