@@ -5,7 +5,7 @@ config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
 """
 
 import importlib.util
-from pathlib import Path
+from pathlib import Path as _Path
 
 __version__ = '0.2.0'
 
@@ -61,7 +61,7 @@ def config(name: str) -> str:
     Example:
         ``_base_ = __import__('sbp_mmdet').config('sbp_swin/mask-rcnn_sbp-swin-t_fpn_amp-ms-crop-3x_coco.py')``
     """
-    package = Path(__file__).parent
+    package = _Path(__file__).parent
     folder = next(f for f in (package / '.mim/configs', package.parent / 'configs') if f.is_dir())
     if not (folder / name).is_file():
         known = sorted(str(path.relative_to(folder)) for path in folder.glob('*/*.py'))

@@ -15,7 +15,7 @@ from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .draws import Draws, LevelDraws, Stages
-from .savings import Checkpointed, targets_in_chunks
+from .savings import Checkpointed, refuse_replays, targets_in_chunks
 from .settings import Settings
 from .signs import SignsOfLife
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
@@ -68,6 +68,9 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
 
     Raises:
         ValueError: For a setting that cannot be honoured, or if there is nothing to change; nothing is changed then.
+
+    Example:
+        ``print(apply_lean(model, preset='exact'))``
     """
     settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
     return apply_settings(unwrapped(model), settings)
@@ -78,7 +81,15 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     chosen = _chosen(model, settings)
     plan = None if settings.preset.name == 'none' else _plan(model, settings, chosen)
     _restore(model, chosen.values())
-    return _carry_out(model, settings, plan) if plan else Report({}, {}, {})
+    if not plan:
+        return Report({}, {}, {})
+    report = _carry_out(model, settings, plan)
+    try:
+        refuse_replays(model)
+    except ValueError:
+        _restore(model, chosen.values())
+        raise
+    return report
 
 
 def remove_lean(model: nn.Module) -> None:
@@ -274,6 +285,7 @@ def _carry_out(model, settings, plan):
         else:
             mix_in(module, mixin)
             module._lean = place
+        left.update({names[id(inside)]: reason for inside, reason in mixin.aside(module)})
         frozen = not any(p.requires_grad for p in module.parameters())
         (left if frozen else changed)[names[id(module)]] = 'frozen' if frozen else meaning
 
@@ -319,7 +331,7 @@ def _meaning(settings, ratio, module):
     preset = settings.preset
     if preset.form is None:
         return 'runs again in the backward pass'
-    off = ' (its with_cp=True is off: it would cost time and save nothing)' if getattr(module, 'with_cp', False) else ''
+    off = ' (its with_cp=True is off: it would cost time)' if getattr(module, 'with_cp', False) else ''
     if 'forward' in vars(module):  # by fairscale
         off = ' (its checkpointing by num_cp is off: it would cost time)'
     if ratio is not None:
@@ -372,12 +384,12 @@ class LeanHook(SignsOfLife, ModelHook):
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
         **keys: See :class:`.settings.Settings`.
 
-    Example:
-        ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
-
     Raises:
         ValueError: For an unknown preset or key, here; when training begins, for one that this model cannot honour, or
             if there is nothing to change.
+
+    Example:
+        ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
     """
 
     def __init__(self, preset: str = 'exact', **keys):

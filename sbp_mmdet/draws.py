@@ -54,6 +54,11 @@ class Stages(NamedTuple):
             for branch, rate in layer.drop_rates().items()
         }
 
+    def draws_for(self, key: tuple) -> bool:
+        """Whether something is drawn for a layer in training, so that it cannot run again in a checkpoint."""
+        leaves_out = self.settings.skip_dropped_images and self.layers[key].drop_rates()
+        return key in self.keep_ratios() or bool(leaves_out)
+
     def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """(height, width) of the maps of an image in pixels, from the first stage to the deepest thinned one."""
         extra = int(self.rounds_up)
@@ -104,9 +109,13 @@ class LevelDraws:
     def __init__(self, settings: Settings):
         self._settings, self._latest = settings, None
 
-    def ratio(self, layer: None) -> float:
-        """Keep ratio of the layer."""
+    def ratio(self, layer: tuple | None) -> float:
+        """Keep ratio of a layer."""
         return self._settings.keep_ratio
+
+    def draws_for(self, layer: tuple | None) -> bool:
+        """See :meth:`Stages.draws_for`."""
+        return True
 
     @torch.compiler.disable
     def positions(self, sizes: list[tuple[int, int]], device: torch.device) -> Positions:
@@ -133,8 +142,12 @@ class Draws:
         self.stages, self._pass = stages, None
 
     def ratio(self, layer: tuple) -> float | None:
-        """Keep ratio of a layer; None: it is not thinned."""
+        """Keep ratio of a layer; None: it keeps all."""
         return self.stages.keep_ratios().get(layer)
+
+    def draws_for(self, layer: tuple) -> bool:
+        """See :meth:`Stages.draws_for`."""
+        return self.stages.draws_for(layer)
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
@@ -215,7 +228,7 @@ class Draws:
             name = self.stages.settings.preset.name
             raise ValueError(
                 f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less "
-                'than the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint '
+                'than the checkpoint, so take that out (with_cp, torch.utils.checkpoint '
                 'around the backbone or a block), or leave that part to it: modules=[...]'
             )
 

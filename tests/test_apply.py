@@ -311,16 +311,30 @@ def by_the_hook(model, reentrant):
 FOREIGN = [around_the_backbone, around_the_call, around_a_block, by_the_hook]
 
 
-@pytest.mark.parametrize('foreign', FOREIGN)
-@pytest.mark.parametrize('reentrant', [True, False])
-@pytest.mark.parametrize(
+DRAWING = pytest.mark.parametrize(
     ('cfg', 'options'),
     [(dict(preset='paper'), {}), (dict(preset='nearest'), {}), (dict(preset='exact'), dict(drop_path_rate=0.9))],
     ids=str,
 )
+
+
+@pytest.mark.parametrize('order', [1, -1])
+@DRAWING
+def test_a_checkpoint_of_our_own_around_a_thinned_part_is_refused_at_once(order, cfg, options):
+    """By whichever comes second; what came first stays."""
+    model = build('stock Swin', **options)
+    first, second = [lambda: apply_lean(model, **cfg), lambda: checkpoint_modules(model, ['stages'])][::order]
+    first()
+    kinds = [*map(type, model.modules())]
+    with pytest.raises(ValueError, match=r'stages.\d is checkpointed, and stages.\d.*CheckpointModulesHook.*modules='):
+        second()
+    assert [*map(type, model.modules())] == kinds
+
+
+@pytest.mark.parametrize('foreign', FOREIGN[:-1])
+@pytest.mark.parametrize('reentrant', [True, False])
+@DRAWING
 def test_a_foreign_checkpoint_around_a_thinned_part_is_refused(foreign, reentrant, cfg, options):
-    if foreign is by_the_hook and reentrant:
-        pytest.skip('it has one form')
     model = build('stock Swin', cfg, **options)
     run = foreign(model, reentrant) or model
     message = (

@@ -52,8 +52,7 @@ train_dataloader = dict(dataset=dict(**shapes, **train, filter_cfg=dict(min_size
 test_pipeline = [read, resize, dict(type='PackDetInputs', meta_keys=keys)]
 val_dataloader = dict(dataset=dict(**shapes, **val, pipeline=test_pipeline), **loader)
 test_dataloader = val_dataloader
-val_evaluator = dict(ann_file=data_root + 'annotations/instances_val.json')
-test_evaluator = val_evaluator
+val_evaluator = test_evaluator = dict(ann_file=data_root + 'annotations/instances_val.json')
 
 max_epochs = 6
 train_cfg = dict(max_epochs=max_epochs, val_interval=3)

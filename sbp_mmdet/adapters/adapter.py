@@ -147,6 +147,15 @@ class Lean(Mixin):
         said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
         return ', '.join(filter(None, said))
 
+    @classmethod
+    def aside(cls, module: nn.Module) -> Iterable[tuple[nn.Module, str]]:
+        """Modules inside that run their own code although the adapter knows them, and why.
+
+        Args:
+            module (nn.Module): The module.
+        """
+        return ()
+
     @property
     def form(self) -> Form:
         """How operations store."""

@@ -33,6 +33,11 @@ _ACTS = {
 }
 
 
+def _hooked(module):
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or 'forward' in vars(module)
+
+
 def known(module: nn.Module | None, kinds: str) -> bool:
     """Whether the operation can stand in for a module.
 
@@ -43,8 +48,7 @@ def known(module: nn.Module | None, kinds: str) -> bool:
     kind = kind_of(module)
     if kind not in dict(conv=_CONVS, norm=_NORMS, act=_ACTS)[kinds]:
         return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or 'forward' in vars(module):
+    if _hooked(module):
         return False  # somebody's code would not run
     return kinds != 'conv' or (module.padding_mode == 'zeros' and not isinstance(module.padding, str))
 
@@ -125,6 +129,12 @@ class ConvLean(Whole):
         """The module, and its convolutions, norms and activations."""
         kinds = ('conv', 'norm', 'act')
         yield from (module, *(m for m in module.children() if any(known(m, kind) for kind in kinds)))
+
+    @classmethod
+    def aside(cls, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+        for inside in module.modules():
+            if kind_of(inside) in (*_NORMS, *_ACTS) and _hooked(inside):
+                yield inside, 'it has hooks, which run; its layer stores what torch stores'
 
     def layer(self, x: Tensor, *modules: nn.Module | None, residual: Tensor | None = None) -> Tensor:
         """:func:`conv_norm_act` in this module's form."""

@@ -263,10 +263,7 @@ def _activations(settings, saved, xhat, weight, bias):
 
 def _product(a, b):
     """a^T b of rows (N, K, ...), in full precision."""
-    a, b = a.flatten(0, 1), b.flatten(0, 1)
-    total = torch.zeros(a.shape[1], b.shape[1], dtype=accumulator(a), device=a.device)
-    accumulate(total, a, b)
-    return total
+    return accumulate(None, a.flatten(0, 1), b.flatten(0, 1))
 
 
 def _projection_gradients(settings, t, needs, incoming, total, out):

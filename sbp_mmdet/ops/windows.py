@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, accumulator, column_sums, store, zeros_for
+from .precision import Stored, Sum, accumulator, column_sums, store
 from .rows import CHUNK, Chunk, add_branch, fold, normalise, normalise_backward, unfold
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
@@ -122,12 +122,12 @@ def _backward(settings, saved, grad, needs):
         pads = layout.pads_of(chunk)
         g = g if pads is None else g * ~pads
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
-        accumulate(sums.proj_weight, g.flatten(0, 1), windows.out().flatten(0, 1))
+        sums.proj_weight.add_product(g.flatten(0, 1), windows.out().flatten(0, 1))
         if pads is not None:
-            sums.pads.add_(column_sums((dqkv * pads).flatten(0, 1)))
+            sums.pads.add(column_sums((dqkv * pads).flatten(0, 1)))
             dqkv = dqkv * ~pads
-        sums.qkv_bias.add_(column_sums(dqkv.flatten(0, 1)))
-        accumulate(sums.qkv_weight, dqkv.flatten(0, 1), windows.xhat.flatten(0, 1))
+        sums.qkv_bias.add(column_sums(dqkv.flatten(0, 1)))
+        sums.qkv_weight.add_product(dqkv.flatten(0, 1), windows.xhat.flatten(0, 1))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
     found = _parameter_gradients(settings, t, sums)
@@ -275,7 +275,7 @@ class _Windows:
         grad = grad.view(images, windows, area, heads, head_dim).transpose(2, 3).contiguous()
         dsoftmax = (grad @ self.v.mT).to(self.softmax.dtype)
         dscores = torch.ops.aten._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
-        dbias.add_(dscores.sum((0, 1), dtype=dbias.dtype))
+        dbias.add(dscores.sum((0, 1), dtype=accumulator(dscores)))
         dscores = dscores.to(grad.dtype)
         for i, part in enumerate((dscores @ self.k, dscores.mT @ self.q, self.map.mT @ grad)):
             found[:, :, :, i] = part.transpose(2, 3)
@@ -284,25 +284,25 @@ class _Windows:
 
 def _sums(t, incoming):
     """Sums over the windows that parameters get their gradients from, in full precision."""
-    bias = torch.zeros(t.table.shape[1], *t.index.shape, dtype=accumulator(t.table), device=t.table.device)
     return types.SimpleNamespace(
-        qkv_weight=zeros_for(t.qkv_weight),
-        qkv_bias=zeros_for(t.qkv_weight[:, 0]),
-        pads=zeros_for(t.qkv_weight[:, 0]),  # gradient of the bias that padding has alone
-        bias=bias,  # (h, window^2, window^2)
-        proj_weight=zeros_for(t.proj_weight),
+        qkv_weight=Sum(t.qkv_weight),
+        qkv_bias=Sum(t.qkv_weight[:, 0]),
+        pads=Sum(t.qkv_weight[:, 0]),  # gradient of the bias that padding has alone
+        bias=Sum(t.table),  # (h, window^2, window^2)
+        proj_weight=Sum(t.proj_weight),
         proj_bias=column_sums(incoming.flatten(0, 1)),
     )
 
 
 def _parameter_gradients(settings, t, sums):
-    scales = _scales(settings, sums.qkv_bias)
-    for part in (sums.qkv_weight.t(), sums.qkv_bias, sums.pads):
+    weight, bias, pads = sums.qkv_weight.value, sums.qkv_bias.value, sums.pads.value
+    scales = _scales(settings, bias)
+    for part in (weight.t(), bias, pads):
         part.mul_(scales)
-    *folded, dbias = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias)
-    table = torch.zeros_like(t.table, dtype=sums.bias.dtype)
-    table.index_add_(0, t.index.flatten(), sums.bias.flatten(1).t())
-    return WindowGradients(None, *folded, dbias + sums.pads, table, sums.proj_weight, sums.proj_bias)
+    *folded, dbias = unfold(weight, bias, t.qkv_weight, t.norm_weight, t.norm_bias)
+    table = torch.zeros_like(t.table, dtype=bias.dtype)
+    table.index_add_(0, t.index.flatten(), sums.bias.value.flatten(1).t())
+    return WindowGradients(None, *folded, dbias + pads, table, sums.proj_weight.value, sums.proj_bias)
 
 
 _window_attention = Operation('WindowAttention', _forward, _backward, WindowGradients)
