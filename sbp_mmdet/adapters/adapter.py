@@ -12,13 +12,14 @@ images that stochastic depth leaves out, and the form of the operations come fro
 of the module itself (``with_cp``) is off: an operation stores less.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..draws import Draws
+from ..draws import Draws, Phases
 from ..ops.images import on_images
 from ..ops.operation import Form
 from ..ops.precision import accumulator, autocast_dtype
@@ -67,11 +68,15 @@ class Place(NamedTuple):
         settings (Settings): Of the model.
         layer (tuple | None): Which layer of its backbone it is; None: none that has positions. Default: None.
         draws (Draws | None): Of its backbone. Default: None.
+        name (str): Of the module. Default: ''.
+        phases (Phases | None): Of the model's samples. Default: None.
     """
 
     settings: Settings
     layer: tuple | None = None
     draws: Draws | None = None
+    name: str = ''
+    phases: Phases | None = None
 
 
 class Lean(Mixin):
@@ -80,10 +85,12 @@ class Lean(Mixin):
     Attributes:
         checkpointed (bool): A block, which ``preset='with_cp'`` checkpoints. Default: False.
         class_tokens (bool): Tokens may stand in front of those of the map; they are always kept. Default: False.
+        samples (bool): Estimates gradients of weights where a preset says so. Default: True.
     """
 
     checkpointed = False
     class_tokens = False
+    samples = True
 
     def forward(self, *args, **kwargs):
         """The module's own forward pass; in training :meth:`lean_forward`, with the same arguments."""
@@ -126,6 +133,13 @@ class Lean(Mixin):
         """How operations store."""
         return self._lean.settings.preset.form
 
+    def drawn_form(self) -> Form:
+        """The same, with rows that are drawn anew where gradients of weights come from a sample."""
+        settings, place = self._lean.settings, self._lean
+        if settings.step == 1:
+            return self.form
+        return dataclasses.replace(self.form, sample=place.phases.draw(place.name, settings.step))
+
     def drop_rates(self) -> dict[str, float]:
         """Rate of stochastic depth of the parts that leave out images."""
         rates = {name: getattr(part.drop, 'drop_prob', 0) or 0 for name, part in self.parts().items()}
@@ -143,14 +157,14 @@ class Lean(Mixin):
         Returns:
             Tensor: Its output.
         """
-        settings, layer, draws = self._lean
+        settings, layer, draws, *_ = self._lean
         if draws is not None and part.thinned:
             heads = part.by_heads and settings.attention == 'head'
             length = part.length(x)
             options['positions'] = None if heads else draws.positions(layer, length, self.class_tokens)
             if part.by_heads:
                 options.update(mode=settings.attention, heads=draws.heads(layer) if heads else None)
-        form = settings.preset.form
+        form = self.drawn_form()
         rate = getattr(part.drop, 'drop_prob', 0) if getattr(part.drop, 'training', False) else 0
         if not rate:
             return part(form, x, **options)

@@ -132,6 +132,7 @@ class ConvLean(Lean):
         stock (tuple[type, ...]): Classes whose forward pass the adapter knows.
     """
 
+    samples = False
     stock = ()
 
     def forward(self, *args, **kwargs):

@@ -75,11 +75,14 @@ def _again(run, *args):
 class FeedForward(_Exact):
     """Stores its input; the hidden layer is computed again. Layers of other kinds run again as they are."""
 
+    samples = True
     stock = (FFN,)
 
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
         if x.dim() == 3 and x.numel() and not any(_ffn_reasons(self)):
-            out = ops.feed_forward(_ffn_settings(self), ops.FFNTensors(x, **_ffn_weights(self)))
+            out = ops.feed_forward(
+                _ffn_settings(self, self.drawn_form().sample), ops.FFNTensors(x, **_ffn_weights(self))
+            )
         else:
             out = _again(self.layers, x)
         out = self.dropout_layer(getattr(self, 'gamma2', nn.Identity())(out))
@@ -99,10 +102,10 @@ def _ffn_reasons(ffn):
     yield _replaced(*ffn.layers[0], *ffn.layers)
 
 
-def _ffn_settings(ffn):
+def _ffn_settings(ffn, sample):
     rates = _rate(ffn.layers[0][2]), _rate(ffn.layers[2])
     act = ffn.layers[0][1]
-    return ops.FFNSettings(_ACTS[_kind(act)](act), rates)
+    return ops.FFNSettings(_ACTS[_kind(act)](act), rates, sample=sample)
 
 
 def _ffn_weights(ffn):
@@ -226,7 +229,7 @@ def _attention_weights(module):
 class DeformableEncoderLayer(_Exact):
     """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time."""
 
-    checkpointed = True
+    checkpointed = samples = True
     stock = (DeformableDetrTransformerEncoderLayer, DetrTransformerEncoderLayer)
 
     def __call__(self, *args, **kwargs):
@@ -252,7 +255,10 @@ class DeformableEncoderLayer(_Exact):
         attention, ffn = self.self_attn, self.ffn
         eps = tuple(norm.eps for norm in self.norms)
         settings = ops.EncoderSettings(
-            _attention_settings(attention, self.form), _ffn_settings(ffn), _rate(attention.dropout), eps
+            _attention_settings(attention, self.form),
+            _ffn_settings(ffn, self.drawn_form().sample),
+            _rate(attention.dropout),
+            eps,
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
         tensors = ops.EncoderTensors(

@@ -47,6 +47,7 @@ from .rows import (
     unfold,
     unscale,
 )
+from .sampled import Sampled
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
 
@@ -261,11 +262,13 @@ def _activations(settings, saved, xhat, weight, bias):
     return q, k, v, _to_rows(out), lse
 
 
-def _product(a, b):
-    """a^T b of rows (N, K, ...), in full precision."""
+def _product(settings, a, b):
+    """a^T b of rows (N, K, ...), in full precision; an estimate where the form has a sample."""
     a, b = a.flatten(0, 1), b.flatten(0, 1)
+    sampled = Sampled(settings.form.sample, len(a))
     total = torch.zeros(a.shape[1], b.shape[1], dtype=accumulator(a), device=a.device)
-    accumulate(total, a, b)
+    accumulate(total, sampled.of(a), sampled.of(b))
+    sampled.scale_(total)
     return total
 
 
@@ -274,7 +277,7 @@ def _projection_gradients(settings, t, needs, incoming, total, out):
     outer = None
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
-        outer = _product(rows[None], out)
+        outer = _product(settings, rows[None], out)
         outer = outer if unit is None else outer * unit[:, None]
     weight = None if t.gamma is None else _of_heads(t.proj_weight, settings, t)
     dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma)
@@ -289,7 +292,7 @@ def _layer_gradients(settings, t, needs, xhat, parts, queries):
     dw = None
     if needs.norm_weight or needs.qkv_weight:
         rows = (take(xhat, queries), xhat, xhat)
-        dw = torch.cat([_product(part, seen) for part, seen in zip(parts, rows, strict=True)])
+        dw = torch.cat([_product(settings, part, seen) for part, seen in zip(parts, rows, strict=True)])
         dw = _among_all(dw, channels, 0, t.qkv_weight)
     return unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias)
 

@@ -117,11 +117,11 @@ def _attention_tensors(t, x):
 class _Rows:
     """From rows of x and of what the kernel put out to the layer's output, and back."""
 
-    def __init__(self, settings, t, needs=None):
+    def __init__(self, settings, t, needs=None, number=0):
         self.s, self.t, self.needs = settings, t, needs
         self.dtype = settings.attention.dtype
         self.output = [t.output_weight.to(self.dtype), t.output_bias.to(self.dtype)]
-        self.ffn = FeedForward(settings.ffn, t, needs)
+        self.ffn = FeedForward(settings.ffn, t, needs, number)
         names = ('output_weight', 'output_bias', 'norm1_weight', 'norm1_bias', 'norm2_weight', 'norm2_bias')
         self.sums = {name: zeros_for(getattr(t, name)) for name in names} if needs else {}
 
@@ -141,19 +141,20 @@ class _Rows:
         total = y + self.ffn.forward(y)
         return total, _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
-    def backward(self, x, sampled, total, grad):
-        """Gradients of the rows of x, past the attention, and of what the kernel put out."""
+    def backward(self, first, x, sampled, total, grad):
+        """Gradients of the rows of x, past the attention, and of what the kernel put out; ``first``: their number."""
         t, eps, sums = self.t, self.s.eps, self.sums
         before, factor = self.first(x, sampled)
         y, *statistics = _norm(before, t.norm1_weight, t.norm1_bias, eps[0])
         second = _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
         grad = self._norm_backward('norm2', grad, total, second)
-        grad = grad.add_(self.ffn.backward(y, grad))
+        grad = grad.add_(self.ffn.backward(y, grad, first))
         grad = self._norm_backward('norm1', grad, before, statistics)
         out = grad.to(self.dtype)
         out = out if factor is None else out * factor
         sums['output_bias'].add_(column_sums(out))
-        accumulate(sums['output_weight'], out, sampled.to(self.dtype))
+        of = self.ffn.sampled.of
+        accumulate(sums['output_weight'], of(out, first), of(sampled.to(self.dtype), first))
         return grad, out @ self.output[0]
 
     def _norm_backward(self, name, grad, x, statistics):
@@ -190,18 +191,19 @@ def _layer_forward(settings, tensors, needs):
 def _layer_backward(settings, saved, grad, needs):
     s, t = settings.attention, saved.given
     x = saved.x.load() if isinstance(saved.x, Normed) else saved.x
-    run = _Rows(settings, t, needs)
+    run = _Rows(settings, t, needs, x.shape[0] * x.shape[1])
     dx, dsampled = torch.empty_like(grad), torch.empty_like(saved.sampled, dtype=s.dtype)
     with replayed(x.device, saved.state):
         for chunk in run.chunks(x):
-            rows = run.backward(*(chunk.rows_of(i) for i in (x, saved.sampled, saved.sum, grad)))
+            rows = run.backward(chunk.flat.start, *(chunk.rows_of(i) for i in (x, saved.sampled, saved.sum, grad)))
             chunk.put_(dx, rows[0])
             chunk.put_(dsampled, rows[1])
+    run.ffn.sampled.scale_(run.sums['output_weight'])
     asked = dict(needs._asdict(), value=needs.x)
     inputs = inputs_backward(s, _attention_tensors(t, x), dsampled, asked)
     if needs.x:
         inputs['x'] = dx.add_(inputs['x']).add_(inputs.pop('value'))
-    return EncoderGradients(**inputs, **run.sums, **run.ffn.sums)
+    return EncoderGradients(**inputs, **run.sums, **run.ffn.gradients())
 
 
 _encoder_layer = Operation('DeformableEncoderLayer', _layer_forward, _layer_backward, EncoderGradients)

@@ -37,6 +37,7 @@ from .rows import (
     unfold,
     unscale,
 )
+from .sampled import Sampled
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 
@@ -196,6 +197,7 @@ class _BackwardPass:
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
         self.weights = MLPWeights.folded(self.t, settings.dtype)
         self.nearest = nearest and Neighbours(saved.positions, len(grad))
+        self.sampled = Sampled(settings.form.sample, len(grad) * self.kept)
         self.x = None  # (N, K, C), what x-hat is computed from
         if self.t.conv is not None:
             x = tokens_of(self.t.conv.run())
@@ -237,10 +239,11 @@ class _BackwardPass:
             return
         rows = self._activations(chunk)
         if sums.outer is not None:
-            g = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else g
+            g = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else self._sampled(chunk, g)
             outer, unit = in_range(g, self.t.gamma, settings.dtype)
-            accumulate(sums.outer, outer, F.gelu(rows[-1], approximate=settings.approximate), unit)
-            del outer
+            hidden = self._sampled(chunk, rows[-1])
+            accumulate(sums.outer, outer, F.gelu(hidden, approximate=settings.approximate), unit)
+            del outer, hidden
         g = g_dropped = None
         if sums.b1 is None:
             return
@@ -250,7 +253,10 @@ class _BackwardPass:
             dh_dropped = self._through_gelu(part, scaled_dropped, *lent, self.dx_dropped)
             dh = self.nearest.sum_(dh, dh_dropped, chunk)
         if sums.w1 is not None:
-            accumulate(sums.w1, dh, rows[0])
+            accumulate(sums.w1, self._sampled(chunk, dh), self._sampled(chunk, rows[0]))
+
+    def _sampled(self, chunk, rows):
+        return self.sampled.of(rows, chunk.flat.start)
 
     def _incoming(self, chunk, index):
         """Rows of the branch's gradient, before and behind layer scale; adds to the sum over all rows."""
@@ -282,6 +288,7 @@ class _BackwardPass:
     def parameter_gradients(self):
         """From the sums over the rows."""
         t, sums, first = self.t, self.sums, [None] * 4
+        self.sampled.scale_(sums.outer, sums.w1)
         if sums.b1 is not None:
             first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
         return MLPGradients(None, None, *first, *unscale(sums.outer, sums.total, t.weight2, t.bias2, t.gamma))

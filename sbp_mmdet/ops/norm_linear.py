@@ -24,6 +24,7 @@ from .rows import (
     tokens_of,
     unfold,
 )
+from .sampled import Sampled
 
 __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 
@@ -127,8 +128,10 @@ def _backward(settings, saved, grad, needs):
     dw = None
     if needs.weight or needs.norm_weight:
         dw = zeros_for(layer[0])
-        rows = nearest.sum_(incoming[0].clone(), incoming[1]) if nearest else incoming[0]
-        accumulate(dw, rows, xhat.flatten(1))
+        sampled = Sampled(settings.form.sample, len(xhat))
+        rows = nearest.sum_(incoming[0].clone(), incoming[1]) if nearest else sampled.of(incoming[0])
+        accumulate(dw, rows, sampled.of(xhat.flatten(1)))
+        sampled.scale_(dw)
         del rows
     dx = _input_gradient(saved, incoming, w, xhat, nearest, tokens.shape) if needs.x else None
     return NormLinearGradients(dx, *_parameter_gradients(saved.given, layer, dw, db))

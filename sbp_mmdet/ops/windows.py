@@ -21,6 +21,7 @@ from torch import Tensor
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, accumulator, column_sums, store, zeros_for
 from .rows import CHUNK, Chunk, add_branch, fold, normalise, normalise_backward, unfold
+from .sampled import Sampled
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -109,7 +110,7 @@ def _forward(settings, tensors, needs):
 
 def _backward(settings, saved, grad, needs):
     t, layout = saved.given, _Layout.cut(settings, grad.device)
-    layers = _Layers.folded(settings, t)
+    layers, sampled = _Layers.folded(settings, t), Sampled(settings.form.sample, len(grad) * len(layout.order))
     xhat = saved.xhat.load(settings.dtype)
     incoming = grad if t.factor is None else grad * t.factor[:, None, None]
     sums = _sums(t, incoming)
@@ -121,14 +122,16 @@ def _backward(settings, saved, grad, needs):
         pads = layout.pads_of(chunk)
         g = g if pads is None else g * ~pads
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
-        accumulate(sums.proj_weight, g.flatten(0, 1), windows.out().flatten(0, 1))
+        first = len(g) * chunk.start
+        accumulate(sums.proj_weight, *(sampled.of(rows.flatten(0, 1), first) for rows in (g, windows.out())))
         if pads is not None:
             sums.pads.add_(column_sums((dqkv * pads).flatten(0, 1)))
             dqkv = dqkv * ~pads
         sums.qkv_bias.add_(column_sums(dqkv.flatten(0, 1)))
-        accumulate(sums.qkv_weight, dqkv.flatten(0, 1), windows.xhat.flatten(0, 1))
+        accumulate(sums.qkv_weight, *(sampled.of(rows.flatten(0, 1), first) for rows in (dqkv, windows.xhat)))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
+    sampled.scale_(sums.proj_weight, sums.qkv_weight)
     found = _parameter_gradients(settings, t, sums)
     if not needs.x:
         return found
