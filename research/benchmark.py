@@ -19,19 +19,20 @@ fp32, times alone (for bytes: sbp-mmdet plan). There a preset may have the plann
 import argparse
 import contextlib
 import ctypes
-import statistics
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from case import Case, capture, compared, parse_name, smooth
+from case import Case, capture, compared, launches, parse_name, smooth, take_turns
 from mmengine.config import Config, DictAction
 from rivals import RIVALS, plain_draws
-from tables import benchmark_table
+from tables import append_line, benchmark_table
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
 from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
 from sbp_mmdet.plan.device import check_device, is_out_of_memory, use_device
@@ -40,7 +41,7 @@ from sbp_mmdet.plan.tables import describe_machine, output_file, write_json
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.settings import PRESETS
 
-__all__ = ['measure_module', 'measure_steps', 'ratios']
+__all__ = ['measure_module', 'measure_steps']
 
 DEFAULT = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'nearest', 'paper']
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
@@ -86,7 +87,8 @@ class _Runner:
         for seed in range(draws):
             torch.manual_seed(seed)
             outs = self.forward(case)
-            torch.autograd.backward(outs, [smooth(o.shape).to(o) for o in outs])
+            # Small: in fp16 the sum over all positions would overflow.
+            torch.autograd.backward(outs, [smooth(o.shape).to(o) * 0.01 for o in outs])
             found += [(f'{seed}.{n}', p.grad.float()) for n, p in case.module.named_parameters() if p.grad is not None]
             self.clear(case)
         return dict(found)
@@ -119,32 +121,43 @@ def _wait(device):
         torch.cuda.synchronize()
 
 
-def ratios(times: list[list[float]]) -> list[dict]:
-    """Of rounds of seconds of each case: median, and the ratios to the first case, round by round."""
-    rows = []
-    for seconds in zip(*times, strict=True):
-        found = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
-        row = dict(seconds=statistics.median(seconds), ratio=statistics.median(found))
-        rows.append(dict(row, ratio_min=min(found), ratio_max=max(found)))
-    return rows
+def _of_all_images(name):
+    """Keys under which no image is left out that stochastic depth drops: draws are the plain model's, and bytes are
+    those of a step that drops none, as the planner counts them."""
+    return dict(skip_dropped_images=False) if PRESETS[parse_name(name)[0].partition('+')[0]].form else {}
 
 
-def _tried(row: dict, rival: bool, measure: Callable[[], object]) -> bool:
-    """Whether something ran. Why a preset does not apply, a rival fails, or memory does not suffice, its row says."""
+def _tried(row: dict, rival: bool, measure: Callable[[], object], note: Callable[[dict], object]) -> bool:
+    """Whether something ran. Why a preset does not apply, a rival fails, or memory does not suffice, its row says. It
+    is noted before, and when it is there. What is raised besides is noted too, but it ends the process: after an error
+    of CUDA every other one would fail."""
+    note(dict(row, state='begun'))
     try:
         measure()
+        note(row)
         return True
     except Exception as error:  # whatever a compiler may raise
-        if not (rival or isinstance(error, ValueError) or is_out_of_memory(error)):
-            raise
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         row['reason'] = 'out of memory' if is_out_of_memory(error) else text.partition('.  ')[0][:120]
+        note(row)
+        if not (rival or isinstance(error, ValueError) or is_out_of_memory(error)):
+            raise
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return False
 
 
-def measure_module(config: Config, names: Sequence[str], module: str, *, amp, rounds, channels_last=False, **case):
+def measure_module(
+    config: Config,
+    names: Sequence[str],
+    module: str,
+    *,
+    amp,
+    rounds,
+    channels_last=False,
+    note=lambda row: None,
+    **case,
+):
     """Bytes, errors and times of a module by preset and rival.
 
     Args:
@@ -154,17 +167,21 @@ def measure_module(config: Config, names: Sequence[str], module: str, *, amp, ro
         amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
         rounds (int): Timed rounds; 0: no times.
         channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
+        note (Callable): Gets each row before it is measured, when all but its times is there, and with times after the
+            first and the last round. Default: nothing.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
         list[dict]: For each name ``preset`` and ``saved_bytes``, ``peak_bytes``, ``cosine``, ``error``, ``seconds``,
-        ``ratio``, ``ratio_min``, ``ratio_max``, for compiled rivals ``compile_s``; or ``reason``, why it did not run.
+        ``ratio``, ``ratio_min``, ``ratio_max``, with autocast ``amp_error``, on CUDA ``launches``, for compiled rivals
+        ``compile_s``; or ``reason``, why it did not run.
 
     Raises:
         ValueError: If the module is not there, or the baseline does not run.
     """
-    device, by_allocator = case['device'], any(name in RIVALS for name in names)
-    with own_crops():
+    device = case['device']
+    by_allocator = torch.device(device).type == 'cuda' or any(name in RIVALS for name in names)
+    with own_crops(), at_the_first_step():
         torch.manual_seed(0)
         model, _, batch = build_training(config, **case)
         batch['inputs'] = [(smooth((1, *x.shape))[0] * 40 + 128).clamp(0, 255).to(x) for x in batch['inputs']]
@@ -178,26 +195,28 @@ def measure_module(config: Config, names: Sequence[str], module: str, *, amp, ro
     rows, cases, exact = [], [], []
 
     def measure(row, name):
-        # What skip_dropped_images leaves out is a draw of its own.
-        alike = dict(skip_dropped_images=False) if name in PRESETS and PRESETS[name].form else {}
+        keys = _of_all_images(name)
         with full_fp32(), plain_draws(name in RIVALS):
-            error = plain_runner.gradients(Case(name, model, module, alike))
+            error = plain_runner.gradients(Case(name, model, module, keys))
         exact[:] = exact or [error]
         row.update(compared(exact[0], error))
         case = Case(name, model, module, {})
+        whole = Case(name, model, module, keys) if keys else case
         first = runner.seconds(case)
-        row.update(runner.bytes(case, by_allocator))
+        row.update(runner.bytes(whole, by_allocator))
         if case.rival and case.rival.compiled:
             row['compile_s'] = max(first - runner.seconds(case), 0.0)
+        elif AMP[amp]:
+            row['amp_error'] = compared(exact[0], runner.gradients(whole))['error']
+        row.update(launches(lambda: runner.step(case)))
+        runner.clear(case)
         cases.append((row, case))
 
     for name in names:
         rows.append(dict(preset=name))
-        if not _tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name)) and len(rows) == 1:  # noqa: B023
+        if not _tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note) and len(rows) == 1:  # noqa: B023
             raise ValueError(f'{name}, which all others are compared with: {rows[0]["reason"]}; name another one first')
-    times = [[runner.seconds(case) for _, case in cases] for _ in range(rounds)]
-    for (row, _), found in zip(cases, ratios(times) if times else [{}] * len(cases), strict=True):
-        row.update(found)
+    take_turns(cases, rounds, lambda case, i: runner.seconds(case), note)
     return rows
 
 
@@ -211,24 +230,26 @@ def _channels_last(x):
     return x.contiguous(memory_format=torch.channels_last) if four else x
 
 
-def measure_steps(config: Config, names: Sequence[str], *, rounds, cap: int | None = None, **case) -> list[dict]:
+def measure_steps(
+    config: Config, names: Sequence[str], *, rounds, cap: int | None = None, note=lambda row: None, **case
+):
     """Whole training steps by preset, on the same batch; one set of weights, which stay as they are.
 
     Args:
-        config, names, rounds: See :func:`measure_module`; rivals change the backbone.
+        config, names, rounds, note: See :func:`measure_module`; rivals change the backbone.
         cap (int | None): Bytes that torch may have of the GPU. Default: None, all.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
         list[dict]: For each name ``preset``, ``seconds``, ``ratio``, ``ratio_min``, ``ratio_max``, on CUDA also
-        ``peak_bytes`` and ``reserved``; or ``reason``.
+        ``peak_bytes``, ``reserved`` and ``launches``; or ``reason``.
     """
     rows, ready, shared, cuda = [], [], [], torch.device(case['device']).type == 'cuda'
 
-    def build(name):
+    def build(name, **more):
         preset, keys = parse_name(name)
         torch.manual_seed(0)
-        model, wrapper, batch = build_training(with_variant(config, preset, **keys), **case)
+        model, wrapper, batch = build_training(with_variant(config, preset, **{**keys, **more}), **case)
         if shared:
             model.load_state_dict(shared[0][0].state_dict(keep_vars=True), assign=True)
         for group in wrapper.optimizer.param_groups:
@@ -247,21 +268,22 @@ def measure_steps(config: Config, names: Sequence[str], *, rounds, cap: int | No
         return timed_step(model, wrapper, batch)
 
     def measure(row, name):
+        if cuda:
+            whole = build(name, **_of_all_images(name))
+            step(whole, 0)
+            torch.cuda.reset_peak_memory_stats()
+            step(whole, 0)
+            row.update(peak_bytes=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved())
         model = build(name)
         step(model, 0)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-            step(model, 0)
-            row.update(peak_bytes=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved())
+        row.update(launches(lambda: step(model, 0)))
         ready.append((row, model))
 
-    with own_crops(), capped(cap, case['device']):
+    with own_crops(), at_the_first_step(), capped(cap, case['device']):
         for name in names:
             rows.append(dict(preset=name))
-            _tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name))  # noqa: B023
-        times = [[step(model, i) for _, model in ready] for i in range(1, rounds + 1)] if ready else []
-    for (row, _), found in zip(ready, ratios(times) if times else [{}] * len(ready), strict=True):
-        row.update(found)
+            _tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note)  # noqa: B023
+        take_turns(ready, rounds, lambda model, i: step(model, i + 1), note)
     return rows
 
 
@@ -317,6 +339,7 @@ def parse_args():
     parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
+    parser.add_argument('--lines', type=output_file, help='append each row here as soon as it is there')
     return parser, parser.parse_args()
 
 
@@ -337,13 +360,17 @@ def main():
             keep_freed_memory()
         case = dict(batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
         config = plain(load_config(args.config, args.cfg_options))
+        note = functools.partial(append_line, args.lines) if args.lines else lambda row: None
+        note(dict(machine=describe_machine(args.device)))
         if args.step:
             own = dict(module='training step', cap=args.cap)
-            rows = measure_steps(config, names, rounds=args.rounds, cap=args.cap and int(args.cap * 2**30), **case)
+            rows = measure_steps(
+                config, names, rounds=args.rounds, cap=args.cap and int(args.cap * 2**30), note=note, **case
+            )
         else:
             own = dict(module=args.module, amp=args.amp or ('fp16' if cuda else 'off'))
             own['channels_last'] = args.channels_last
-            rows = measure_module(config, names, rounds=args.rounds, **own, **case)
+            rows = measure_module(config, names, rounds=args.rounds, note=note, **own, **case)
     except ValueError as error:
         parser.error(str(error))
     print(f'\n{Path(args.config).stem}, {own["module"]}, {args.batch} x {args.size}, {args.device}')

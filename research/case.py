@@ -3,18 +3,20 @@
 import argparse
 import copy
 import re
+import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 from mmengine.config import DictAction
 from rivals import RIVALS
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.draws import Draws
 from sbp_mmdet.settings import preset_named
 
-__all__ = ['Case', 'capture', 'compared', 'parse_name', 'smooth']
+__all__ = ['Case', 'capture', 'compared', 'launches', 'parse_name', 'ratios', 'smooth', 'take_turns']
 
 
 class Case:
@@ -25,7 +27,7 @@ class Case:
         self.name, self.row, self.rival = name, dict(preset=name), RIVALS.get(name)
         self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         if preset != 'none':
-            apply_lean(self.model, preset=preset, **own, **keys)
+            apply_lean(self.model, preset=preset, **{**own, **keys})
         self.module = self.model.get_submodule(module)
         if self.rival and self.rival.change:
             self.rival.change(self.module)
@@ -38,6 +40,16 @@ class Case:
             for hook in owner._forward_pre_hooks.values():
                 if isinstance(getattr(hook, '__self__', None), Draws):
                     hook(owner, (torch.zeros((), device=device).expand(images),), {})
+
+
+def launches(step: Callable[[], object]) -> dict[str, int]:
+    """``launches``: kernels that a step launches, by the profiler; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    return dict(launches=sum('LaunchKernel' in event.name() for event in profiler.profiler.kineto_results.events()))
 
 
 def parse_name(name: str) -> tuple[str, dict]:
@@ -113,3 +125,24 @@ def compared(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, fl
         exact_square, found_square = exact_square + e.square().sum().item(), found_square + s.square().sum().item()
     norms = (exact_square * found_square) ** 0.5
     return dict(cosine=dot / norms if norms else 0.0, error=(error / max(exact_square, 1e-300)) ** 0.5)
+
+
+def ratios(times: list[list[float]]) -> list[dict]:
+    """Of rounds of seconds of each case: median, and the ratios to the first case, round by round."""
+    rows = []
+    for seconds in zip(*times, strict=True):
+        found = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
+        row = dict(seconds=statistics.median(seconds), ratio=statistics.median(found))
+        rows.append(dict(row, ratio_min=min(found), ratio_max=max(found)))
+    return rows
+
+
+def take_turns(cases: list[tuple], rounds: int, seconds: Callable, note: Callable) -> None:
+    """Times cases in turns, each with its row, which gets the times so far after the first and the last round."""
+    times = []
+    for i in range(rounds if cases else 0):
+        times.append([seconds(case, i) for _, case in cases])
+        if i in (0, rounds - 1):
+            for (row, _), found in zip(cases, ratios(times), strict=True):
+                row.update(found)
+                note(row)

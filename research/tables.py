@@ -1,11 +1,13 @@
 """Tables and pictures of what the tools of this folder measure."""
 
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table, text_table
+from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table, portable, text_table
 
-__all__ = ['COLOURS', 'benchmark_table', 'panels', 'save_picture']
+__all__ = ['COLOURS', 'append_line', 'benchmark_table', 'panels', 'save_picture']
 
 COLOURS = ('#1f77b4', '#d95f02', '#1b9e77', '#7b4fa3', '#e7298a', '#66a61e', '#a6761d', '#444444')
 
@@ -26,14 +28,26 @@ _COLUMNS = (
     _cell('peak', 'peak_bytes', format_bytes),
     _cell('ratio', 'peak_ratio', '{:.3f}'.format),
     _cell('reserved', 'reserved', format_bytes),
+    _cell('counted', 'counted', format_bytes),
+    _cell('measured / counted', 'of_counted', '{:.3f}'.format),
     _cell('seconds', 'seconds', '{:.3g}'.format),
     _cell('time, ratio', 'ratio', '{:.2f}'.format),
     _cell('least and most', 'spread', str),
     _cell('cosine', 'cosine', '{:.4f}'.format),
     _cell('gradient error', 'error', '{:.1e}'.format),
+    _cell('under autocast', 'amp_error', '{:.1e}'.format),
+    _cell('launches', 'launches', str),
     _cell('compiling, s', 'compile_s', '{:.0f}'.format),
     _cell('', 'reason', str),
 )
+
+
+def append_line(file: Path, row: dict) -> None:
+    """Appends a line of JSON that is there even if the process is killed, or the machine goes, right after."""
+    with open(file, 'a') as lines:
+        lines.write('\n' + json.dumps(portable(row)))  # what a killed writer left of its line stands alone
+        lines.flush()
+        os.fsync(lines.fileno())
 
 
 def benchmark_table(rows: list[dict], markdown: bool = False) -> str:

@@ -9,18 +9,24 @@ worst batch, on GPUs of OpenMMLab. Counted is the plain config's worst batch.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import mmdet
 import numpy as np
+import torch
+import torch.nn.functional as F
 import yaml
 from mmengine.logging import MMLogger
 
@@ -53,24 +59,30 @@ def measured() -> dict[str, float]:
     return dict(family[i] for i in range(longest) for family in families if i < len(family))
 
 
-def count(name: str) -> dict:
-    """What the planner counts of a config, in a process of its own; ``error`` where it cannot."""
+def apart(count: Callable[[str], dict], name: str) -> dict:
+    """Counts a config in a process of its own, so that what it leaves behind goes with it."""
     try:
         with ProcessPoolExecutor(1, get_context('fork')) as pool:
-            return pool.submit(_count, name).result()
+            return pool.submit(count, name).result()
     except BrokenProcessPool:
         return dict(error=KILLED)
 
 
-def _count(name):
+def count(name: str) -> dict:
+    """What the planner counts of a config; ``error`` where it cannot."""
     start = time.process_time()
     try:
         config = plain(load_config(f'mmdet::{name}'))
         inputs = inputs_of(config)
         signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # of its own CPU time, whoever else runs here
-        row = measure_detector(config, batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=BOXES)
+        case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width)
+        row = measure_detector(config, boxes=BOXES, **case)
         keys = ('parameters', 'optimizer', 'gradients', 'saved', 'forward', 'peak', 'peak_phase', 'peaks')
         found = {key: row[key] for key in keys}
+        reason = REASONS.get(name.split('/')[0])
+        if reason and (reason.boxes, reason.then) != (BOXES, False):
+            with torch_of_then() if reason.then else contextlib.nullcontext():
+                found['explained'] = measure_detector(config, boxes=reason.boxes, **case)['peak']
         found.update(size=[inputs.batch, inputs.height, inputs.width], amp='Amp' in str(config.optim_wrapper.type))
     except Exception as error:  # whatever a model's own code raises: the next one is counted all the same
         found = dict(error=f'{type(error).__name__}: {" ".join(str(error).split())[:160]}')
@@ -79,21 +91,60 @@ def _count(name):
     return dict(found, seconds=round(time.process_time() - start, 1))
 
 
-def _too_long(*_):
-    raise TimeoutError(f'no answer in {_SECONDS} s')
+def too_long(*_):
+    """For ``SIGPROF``."""
+    raise TimeoutError('no answer in the time that was given')
 
 
-# Families that no margin is fitted on, and what is known of them.
+class Reason(NamedTuple):
+    """Why what was measured of a family is not what is counted.
+
+    Attributes:
+        text (str): For the reader.
+        boxes (int): Boxes of its crowded images.
+        then (bool): Measured with a torch whose functions stored more, see :func:`torch_of_then`.
+    """
+
+    text: str
+    boxes: int = BOXES
+    then: bool = False
+
+
+_SOFTMAX = Reason('torch of then stored the input of softmax, too', then=True)
+_GROUP_NORM = Reason('torch of then (early 2020) made group norm of batch norm and stored another map', then=True)
+_BENCHMARK = Reason("cudnn_benchmark=True: the workspaces of cuDNN's trials are not counted")
+# Families that no margin is fitted on.
 REASONS = {
-    'gn': 'likely: measured with a torch whose group norm stored another map',
-    'gn+ws': 'likely: measured with a torch whose group norm stored another map',
-    'empirical_attention': 'not explained',
-    'nas_fpn': 'not explained',
-    'objects365': 'not explained; boxes and classes are not those of COCO',
-    'openimages': 'not explained; boxes and classes are not those of COCO',
-    'pvt': 'not explained',
-    'condinst': 'likely: measured with fewer boxes, each of which has a mask head of its own',
+    'condinst': Reason('a mask head for each box: fewer boxes than planned for', boxes=15),
+    'empirical_attention': _SOFTMAX,
+    'gn': _GROUP_NORM,
+    'gn+ws': _GROUP_NORM,
+    'nas_fpn': _BENCHMARK,
+    'objects365': Reason('images with some 450 boxes, all compared with all anchors', boxes=450),
+    'openimages': Reason('images with some 650 boxes, all compared with all anchors', boxes=650),
+    'pvt': _SOFTMAX,
+    'ssd': _BENCHMARK,
 }
+
+
+@contextlib.contextmanager
+def torch_of_then():
+    """Softmax keeps its input for the backward pass, as before torch 1.11, and group norm the normalized map."""
+
+    def keeping(function, kept):
+        def run(x, *args, **kwargs):
+            result = function(x, *args, **kwargs)
+            if result.grad_fn is not None:
+                result.grad_fn.metadata['kept'] = kept(x)
+            return result
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((F, 'softmax'), (torch, 'softmax'), (torch.Tensor, 'softmax'), (F, 'group_norm')):
+            kept = torch.empty_like if name == 'group_norm' else lambda x: x
+            stack.enter_context(mock.patch.object(owner, name, keeping(getattr(owner, name), kept)))
+        yield
 
 
 def margin(rows: dict[str, dict]) -> tuple[float, float]:
@@ -124,6 +175,10 @@ _TICKS = [2, 4, 8, 16, 32]  # of the picture, GiB
 def report(rows: dict[str, dict]) -> str:
     """The table of families, and how far the counts with the margin are off."""
     share, add = MARGIN, WORKSPACES
+
+    def ratios(members, key):
+        return [(row[key] * (1 + share) + add) / row['measured'] / 2**30 for row in members if key in row]
+
     best, more = margin(rows)
     lines = [
         f'Margin of the planner: {share:.0%} and {add / 2**20:.0f} MiB, fitted on every second family; by the results '
@@ -142,11 +197,11 @@ def report(rows: dict[str, dict]) -> str:
         families.setdefault(name.split('/')[0], []).append(row)
     records = []
     for family, members in sorted(families.items()):
-        ratios = [(row['peak'] * (1 + share) + add) / row['measured'] / 2**30 for row in members if 'peak' in row]
-        errors = {row['error'] for row in members if 'error' in row}
-        records.append(
-            dict(family=family, n=len(members), ratios=ratios, note=REASONS.get(family) or '; '.join(errors))
-        )
+        notes = sorted({row['error'] for row in members if 'error' in row})
+        if reason := REASONS.get(family):
+            with_it = ratios(members, 'explained')
+            notes.insert(0, reason.text + (f'; with that {np.median(with_it):.2f}' if with_it else ''))
+        records.append(dict(family=family, n=len(members), ratios=ratios(members, 'peak'), note='; '.join(notes)))
     columns = [
         Column('family', lambda r: r['family']),
         Column('configs', lambda r: str(r['n'])),
@@ -189,13 +244,13 @@ def main():
     args = parser.parse_args()
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
-    signal.signal(signal.SIGPROF, _too_long)
+    signal.signal(signal.SIGPROF, too_long)
     rows = json.loads(RESULTS.read_text())['rows'] if RESULTS.exists() else {}
     figures = measured()
     for i, (name, memory) in enumerate(figures.items()) if not args.report else ():
         if (args.only and not any(word in name for word in args.only)) or (name in rows and not args.again):
             continue
-        row = dict(measured=memory, **count(name))
+        row = dict(measured=memory, **apart(count, name))
         if row.get('error') != KILLED:  # that one is tried again the next time
             rows[name] = row
             write_json(RESULTS, dict(machine=describe_machine(), rows=rows))

@@ -5,8 +5,9 @@ config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
 """
 
 import importlib.util
+from pathlib import Path as _Path
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 _missing = [name for name in ('torch', 'mmengine', 'mmcv', 'mmdet') if importlib.util.find_spec(name) is None]
 if _missing:
@@ -39,12 +40,33 @@ __all__ = [
     'TargetsInChunksHook',
     'adapter',
     'apply_lean',
+    'config',
     'positions',
     'remove_lean',
     'sample_mask',
     'sbp',
     '__version__',
 ]
+
+
+def config(name: str) -> str:
+    """Path of a config of this package, for the ``_base_`` of a config that lies elsewhere.
+
+    Args:
+        name (str): Such as 'sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py'.
+
+    Raises:
+        ValueError: If there is no such config.
+
+    Example:
+        ``_base_ = __import__('sbp_mmdet').config('sbp_swin/mask-rcnn_sbp-swin-t_fpn_amp-ms-crop-3x_coco.py')``
+    """
+    package = _Path(__file__).parent
+    folder = next(f for f in (package / '.mim/configs', package.parent / 'configs') if f.is_dir())
+    if not (folder / name).is_file():
+        known = sorted(str(path.relative_to(folder)) for path in folder.glob('*/*.py'))
+        raise ValueError(f'config {name!r}: there is none; choose from {known}')
+    return str(folder / name)
 
 
 def __getattr__(name):

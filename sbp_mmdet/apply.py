@@ -7,18 +7,22 @@ down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a 
 """
 
 import dataclasses
+from collections import Counter
 from typing import NamedTuple
 
 from mmdet.registry import HOOKS
 from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
-from .draws import Draws, Phases, Stages
-from .savings import Checkpointed, targets_in_chunks
+from .draws import Draws, LevelDraws, Phases, Stages
+from .savings import Checkpointed, refuse_replays, targets_in_chunks
 from .settings import Settings
+from .signs import SignsOfLife
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
 __all__ = ['LeanHook', 'Report', 'apply_lean', 'keep_ratios', 'remove_lean']
+
+_MOST_NAMES = 6  # that a line of the report lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +32,22 @@ class Report:
     Attributes:
         changed (dict[str, str]): By the name of a submodule, what it does now.
         left (dict[str, str]): By name, why a submodule stays as it is.
+        kinds (dict[str, str]): By name, the class of a submodule.
     """
 
     changed: dict[str, str]
     left: dict[str, str]
+    kinds: dict[str, str]
 
     def __str__(self):
         lines = [f'{len(self.changed)} modules changed, {len(self.left)} left alone']
         for word, found in (('changed', self.changed), ('left alone', self.left)):
-            by_reason = {}
-            for name, reason in found.items():
-                by_reason.setdefault(reason, []).append(name)
-            lines += [f'{word}: {", ".join(names)}: {reason}' for reason, names in by_reason.items()]
+            for reason in dict.fromkeys(found.values()):
+                names = [name for name in found if found[name] == reason]
+                numbers = Counter(self.kinds[name] for name in names)
+                kinds = ', '.join(f'{number} {kind}' for kind, number in numbers.items())
+                who = '' if word == 'changed' or len(names) > _MOST_NAMES else f' ({", ".join(names)})'
+                lines.append(f'{word}: {kinds}{who}: {reason}')
         return '\n'.join(lines)
 
 
@@ -60,6 +68,9 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
 
     Raises:
         ValueError: For a setting that cannot be honoured, or if there is nothing to change; nothing is changed then.
+
+    Example:
+        ``print(apply_lean(model, preset='exact'))``
     """
     settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
     return apply_settings(unwrapped(model), settings)
@@ -70,7 +81,15 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     chosen = _chosen(model, settings)
     plan = None if settings.preset.name == 'none' else _plan(model, settings, chosen)
     _restore(model, chosen.values())
-    return _carry_out(model, settings, plan) if plan else Report({}, {})
+    if not plan:
+        return Report({}, {}, {})
+    report = _carry_out(model, settings, plan)
+    try:
+        refuse_replays(model)
+    except ValueError:
+        _restore(model, chosen.values())
+        raise
+    return report
 
 
 def remove_lean(model: nn.Module) -> None:
@@ -120,11 +139,14 @@ def draws_of(model: nn.Module) -> list[Draws]:
         model (nn.Module): A backbone, or what has one.
     """
     places = (module._lean for module in model.modules() if isinstance(module, Lean))
-    return [*{id(place.draws): place.draws for place in places if place.draws is not None}.values()]
+    return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, Draws)}.values()]
 
 
 class _CheckpointedBlock(Checkpointed):
     """Of ``preset='with_cp'``."""
+
+    def extra_repr(self):
+        return ', '.join(filter(None, (super().extra_repr(), "preset='with_cp'")))
 
 
 class _Backbone(NamedTuple):
@@ -180,9 +202,11 @@ def _plan(model, settings, chosen):
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
-    if settings.preset.thins and not any(found.layers for found in backbones):
+    thinned = [found for found in backbones if found.layers] or [m for _, m in others if m.token_ratio(settings)]
+    if settings.preset.thins and not thinned:
         what = f"preset='{settings.preset.name}' drops positions, and applies"
-        raise ValueError(_nothing(model, left, what, only=Block, remedy=" Take preset='exact' or 'int8'."))
+        known = [m for m in ADAPTERS.values() if issubclass(m, Block) or m.token_ratio(settings)]
+        raise ValueError(_nothing(model, left, what, known, " Take preset='exact' or 'int8'."))
     if not others and not backbones:
         raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' applies"))
     return _Plan(backbones, others, left)
@@ -261,6 +285,7 @@ def _carry_out(model, settings, plan):
         else:
             mix_in(module, mixin)
             module._lean = place._replace(name=names[id(module)], phases=phases)
+        left.update({names[id(inside)]: reason for inside, reason in mixin.aside(module)})
         frozen = not any(p.requires_grad for p in module.parameters())
         (left if frozen else changed)[names[id(module)]] = 'frozen' if frozen else meaning
 
@@ -275,8 +300,11 @@ def _carry_out(model, settings, plan):
         if settings.preset.form is not None:
             owner.register_forward_pre_hook(draws.begin, with_kwargs=True)
     for module, mixin in plan.others:
-        change(module, mixin, Place(settings), _meaning(settings, None, module, mixin))
-    return Report(changed, left | _untouched(model, changed, left))
+        ratio = mixin.token_ratio(settings)
+        place = Place(settings, draws=LevelDraws(settings) if ratio else None)
+        change(module, mixin, place, _meaning(settings, ratio, module, mixin))
+    left |= _untouched(model, changed, left)
+    return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
 
 def _stride(owner, kind):
@@ -303,7 +331,7 @@ def _meaning(settings, ratio, module, mixin):
     preset = settings.preset
     if preset.form is None:
         return 'runs again in the backward pass'
-    off = ' (its with_cp=True is off: it would cost time and save nothing)' if getattr(module, 'with_cp', False) else ''
+    off = ' (its with_cp=True is off: it would cost time)' if getattr(module, 'with_cp', False) else ''
     if 'forward' in vars(module):  # by fairscale
         off = ' (its checkpointing by num_cp is off: it would cost time)'
     if ratio is not None:
@@ -334,33 +362,36 @@ def _untouched(model, changed, left):
     return found
 
 
-def _nothing(model, left, what, only=Lean, remedy=''):
+def _nothing(model, left, what, known=None, remedy=''):
     reasons = ''.join(f' {name}: {reason}.' for name, reason in left.items())
-    names = dict.fromkeys(path.rsplit('.', 1)[1] for path, mixin in ADAPTERS.items() if issubclass(mixin, only))
-    known = ', '.join(names)
+    found = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
+    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in found)
+    listed = ', '.join(names)
     return (
-        f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {known}. For one of your own '
+        f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '
         'see sbp_mmdet.adapters.adapter. Without LeanHook, CheckpointModulesHook and TargetsInChunksHook '
         'save memory in any detector'
     )
 
 
 @HOOKS.register_module()
-class LeanHook(ModelHook):
+class LeanHook(SignsOfLife, ModelHook):
     """Lean training of a detector, in place, see :func:`apply_lean`.
 
     Unless ``modules`` confines it, the training targets are made piece by piece too, see
-    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time.
+    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time. When training begins, the log
+    has the report; after the first step, what the changed modules stored in it, see :class:`.signs.SignsOfLife`.
 
     Args:
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
         **keys: See :class:`.settings.Settings`.
 
+    Raises:
+        ValueError: For an unknown preset or key, here; when training begins, for one that this model cannot honour, or
+            if there is nothing to change.
+
     Example:
         ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
-
-    Raises:
-        ValueError: For an unknown preset or key, or one that cannot be honoured.
     """
 
     def __init__(self, preset: str = 'exact', **keys):
@@ -369,9 +400,14 @@ class LeanHook(ModelHook):
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
-        report = apply_settings(unwrapped(model), self.settings)
-        done = f"preset='{self.settings.preset.name}': {report}"
+        self.report = apply_settings(unwrapped(model), self.settings)
+        done = f"preset='{self.settings.preset.name}': {self.report}"
         if self.settings.preset.form is None or self.settings.modules is not None:
             return done
         targets_in_chunks(model)
         return f'{done}\ntraining targets are made piece by piece'
+
+    def keep_ratio(self, model: nn.Module) -> float | None:
+        """Mean keep ratio of the layers that drop positions; None: none does."""
+        ratios = keep_ratios(unwrapped(model)).values()
+        return sum(ratios) / len(ratios) if ratios else None

@@ -13,12 +13,12 @@ from mmengine.dist import get_rank
 from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
-from .masks import Positions, mask_generator, positions, stage_masks
+from .masks import Positions, level_positions, mask_generator, positions, stage_masks
 from .ops.sampled import Sample
 from .ops.tokens import token_positions
 from .settings import Settings
 
-__all__ = ['Draws', 'Phases', 'Stages']
+__all__ = ['Draws', 'LevelDraws', 'Phases', 'Stages']
 
 
 class Phases:
@@ -73,6 +73,11 @@ class Stages(NamedTuple):
             for branch, rate in layer.drop_rates().items()
         }
 
+    def draws_for(self, key: tuple) -> bool:
+        """Whether something is drawn for a layer in training, so that it cannot run again in a checkpoint."""
+        leaves_out = self.settings.skip_dropped_images and self.layers[key].drop_rates()
+        return key in self.keep_ratios() or bool(leaves_out)
+
     def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """(height, width) of the maps of an image in pixels, from the first stage to the deepest thinned one."""
         extra = int(self.rounds_up)
@@ -106,6 +111,36 @@ class _Pass(NamedTuple):
         return self.drawn[key]
 
 
+def _next(latest):
+    """Iteration, and number of a pass in it, behind the latest, which begins with these two; None: there is none."""
+    iteration = MessageHub.get_current_instance().get_info('iter', 0)
+    return iteration, latest[1] + 1 if latest and latest[0] == iteration else 0
+
+
+class LevelDraws:
+    """What the passes of a layer of a deformable encoder draw: the tokens of all levels that are kept. Each layer
+    counts its own passes, and layers of one encoder draw alike.
+
+    Args:
+        settings (Settings): The settings.
+    """
+
+    def __init__(self, settings: Settings):
+        self._settings, self._latest = settings, None
+
+    @torch.compiler.disable
+    def positions(self, sizes: list[tuple[int, int]], device: torch.device) -> Positions:
+        """Those of the next pass.
+
+        Args:
+            sizes (list[tuple[int, int]]): (height, width) of each level, in the order of the tokens.
+            device (torch.device): Where the tokens are.
+        """
+        self._latest = _next(self._latest)
+        generator = mask_generator(torch.initial_seed(), get_rank(), *self._latest, 'levels')
+        return level_positions(sizes, self._settings.keep_ratio, self._settings.sampler, generator, device)
+
+
 class Draws:
     """What the passes of a backbone draw. ``backbone.register_forward_pre_hook(draws.begin, with_kwargs=True)`` begins
     each pass.
@@ -129,9 +164,7 @@ class Draws:
         if not (module.training and torch.is_grad_enabled()):
             return
         x = next(iter((*args, *(kwargs or {}).values())))
-        iteration = MessageHub.get_current_instance().get_info('iter', 0)
-        number = self._pass.number + 1 if self._pass and self._pass.iteration == iteration else 0
-        self._pass = _Pass(iteration, number, len(x), tuple(x.shape[-2:]), x.device, {})
+        self._pass = _Pass(*_next(self._pass), len(x), tuple(x.shape[-2:]), x.device, {})
 
     @torch.compiler.disable
     def positions(self, layer: tuple, length: int, class_tokens: bool = False) -> Positions | None:
@@ -198,7 +231,7 @@ class Draws:
             name = self.stages.settings.preset.name
             raise ValueError(
                 f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less "
-                'than the checkpoint, so take that out (with_cp, CheckpointModulesHook or torch.utils.checkpoint '
+                'than the checkpoint, so take that out (with_cp, torch.utils.checkpoint '
                 'around the backbone or a block), or leave that part to it: modules=[...]'
             )
 

@@ -2,7 +2,7 @@
 
 from mmdet.registry import HOOKS
 
-from .settings import Settings
+from .settings import rewritten
 from .surgery import ModelHook
 
 __all__ = ['FUNCTIONS', 'ObjectMasksHook', 'SBPHook', 'SBPModulesHook']
@@ -20,12 +20,9 @@ class SBPHook(ModelHook):
     """Now :class:`.apply.LeanHook`."""
 
     def __init__(self, **keys):
-        try:
-            Settings.parse(keys, where='SBPHook')
-        except ValueError as error:
-            raise ValueError(f"SBPHook is now LeanHook: write dict(type='LeanHook', ...); {error}") from None
-        line = ', '.join(f'{key}={value!r}' for key, value in keys.items())
-        raise ValueError(f"SBPHook is now LeanHook: write dict(type='LeanHook', {line})")
+        raise ValueError(
+            f"SBPHook is now LeanHook: write dict(type='LeanHook', {rewritten(keys or dict(preset='exact'))})"
+        )
 
 
 @HOOKS.register_module()

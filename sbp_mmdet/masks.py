@@ -25,6 +25,7 @@ __all__ = [
     'SAMPLERS',
     'Nearest',
     'Positions',
+    'level_positions',
     'mask_generator',
     'parse_keep_ratio',
     'positions',
@@ -160,6 +161,23 @@ def stage_masks(
         base.repeat_interleave(f, 0).repeat_interleave(f, 1)[:h, :w].contiguous()
         for (h, w), f in zip(sizes, factors, strict=True)
     ]
+
+
+def level_positions(
+    sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator, device: torch.device | str
+) -> Positions:
+    """Kept and dropped ones of the tokens of several maps, one map after another.
+
+    The masks of the maps are aligned as those of stages are, from the largest map to the smallest.
+
+    Args:
+        sizes (list[tuple[int, int]]): (height, width) of each map, in the order of the tokens.
+        ratio, sampler, generator: See :func:`stage_masks`.
+        device (torch.device | str): Where the indices go.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: -math.prod(sizes[i]))
+    masks = stage_masks([sizes[i] for i in order], ratio, sampler, generator)
+    return positions(torch.cat([masks[order.index(i)].flatten() for i in range(len(sizes))])[None], device)
 
 
 def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = False) -> Positions:

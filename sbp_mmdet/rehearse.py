@@ -7,14 +7,17 @@ lets it come first; what the step changes besides memory is put back.
 import contextlib
 import copy
 import gc
+import math
 import random
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from mmdet.registry import HOOKS
+from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .apply import draws_of
 from .surgery import unwrapped
@@ -33,6 +36,12 @@ class RehearseHook(Hook):
     Args:
         budget (str | None): Memory that may be used: '8GiB'; None: all that the GPU has. Default: None.
         stop (bool): End the program after the rehearsal, for ``sbp-mmdet rehearse``. Default: False.
+
+    Raises:
+        DoesNotFit: When training begins, naming the batch, what it needs and the variant of the config that fits.
+
+    Example:
+        ``custom_hooks = [dict(type='LeanHook', preset='exact'), dict(type='RehearseHook', budget='8GiB')]``
     """
 
     priority = 'VERY_LOW'  # behind hooks that change the model
@@ -47,22 +56,26 @@ class RehearseHook(Hook):
             DoesNotFit: Naming the batch, what it needs and the variant of the config that fits.
         """
         from .plan.planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
-        from .plan.tables import format_bytes  # noqa: PLC0415
+        from .plan.tables import format_gib  # noqa: PLC0415
 
         budget = parse_bytes(self.budget) if self.budget else _memory(runner.model)
         batch, case = largest_batch(runner)
         with as_before(unwrapped(runner.model)):
             peak = _peak(runner, batch)
+        # All processes go on, or all stop: one that is left alone would wait for the others.
+        peak, budget = _of_all_ranks(peak, 'max'), _of_all_ranks(budget, 'min')
         said = f'{case["batch"]} images of {case["height"]} x {case["width"]} with {case["boxes"]} boxes each'
         if peak is None or (budget and peak > budget):
-            needs = 'more than the GPU has' if peak is None else format_bytes(peak)
+            needs = 'more than the GPU has' if peak is None else format_gib(peak)
             raise DoesNotFit(
                 f'RehearseHook: the largest batch of this data set, {said}, needs {needs}'
-                f'{f" of {format_bytes(budget)}" if budget else ""}. {_advice(runner, budget, case)}'
+                f'{f" of {format_gib(budget)}" if budget else ""}. {_advice(runner, budget, case)}'
             )
-        runner.logger.info(f'RehearseHook: the largest batch, {said}, needs {format_bytes(peak)}: it fits')
+        fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}: it fits'
         if self.stop:
+            print(fits)
             raise SystemExit(0)
+        runner.logger.info(fits)
 
 
 def largest_batch(runner) -> tuple[dict, dict]:
@@ -139,11 +152,24 @@ def _is_plain(value):
     return value is None or isinstance(value, (bool, int, float, str))
 
 
+def _of_all_ranks(number: float | None, op: str) -> float | None:
+    """The largest or smallest number of all processes; None counts as infinite."""
+    found = torch.tensor(math.inf if number is None else float(number), dtype=torch.float64)
+    all_reduce(found, op)
+    return None if found.isinf() else int(found)
+
+
 def _peak(runner, batch) -> int | None:
-    """Bytes at the step's peak, with the states that the optimizer is to make; None: it ran out of memory."""
+    """Bytes at the step's peak, with what is to come: the optimizer's states, and the buckets of distributed training.
+
+    Each process steps by itself, or those that have room would wait for one that has none. None: no room.
+    """
     from .plan.device import is_out_of_memory  # noqa: PLC0415
 
     model, states = runner.model, _states(runner.optim_wrapper)
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+        states += sum(p.nbytes for p in model.parameters() if p.requires_grad)
     try:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()

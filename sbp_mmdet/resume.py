@@ -71,6 +71,9 @@ class EvaluateEndedHook(Hook):
 
     mmengine writes the last checkpoint before the last evaluation. A run that was killed between them, and is resumed,
     trains nothing, evaluates nothing and ends well: its AP is missing.
+
+    Example:
+        ``default_hooks = dict(evaluation=dict(type='EvaluateEndedHook'))``
     """
 
     def before_train(self, runner) -> None:

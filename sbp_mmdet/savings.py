@@ -25,13 +25,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .assigners import costs_in_chunks
-from .surgery import Mixin, ModelHook, members, mix_in, unwrapped
+from .surgery import Mixin, ModelHook, members, mix_in, mix_out, unwrapped
 
-__all__ = ['CheckpointModulesHook', 'Checkpointed', 'TargetsInChunksHook', 'checkpoint_modules', 'targets_in_chunks']
+__all__ = [
+    'CheckpointModulesHook',
+    'Checkpointed',
+    'TargetsInChunksHook',
+    'checkpoint_modules',
+    'keep_running_stats',
+    'refuse_replays',
+    'targets_in_chunks',
+]
 
 
 @contextlib.contextmanager
-def _keep_running_stats(module: nn.Module):
+def keep_running_stats(module: nn.Module):
     """Batch norms in here normalise as in training, but leave their running statistics as they are."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None]
     before = [(m, m.momentum, m.num_batches_tracked.clone()) for m in norms]
@@ -62,7 +70,7 @@ class Checkpointed(Mixin):
         def run(*leaves):
             nonlocal replay
             args, kwargs = tree_unflatten(leaves, structure)
-            with _keep_running_stats(self) if replay else contextlib.nullcontext():
+            with keep_running_stats(self) if replay else contextlib.nullcontext():
                 replay = True
                 return forward(*args, **kwargs)
 
@@ -83,7 +91,7 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
         list[str]: Names of the modules that are checkpointed now.
 
     Raises:
-        ValueError: If the model has no such submodule, or one that is never called.
+        ValueError: If the model has no such submodule, one that is never called, or one that cannot run again.
     """
     found = list(members(model, modules))
     for name, module in found:
@@ -92,10 +100,38 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
             raise ValueError(
                 f'modules: the detector calls the loss of {name}, not its forward; name its parts: {parts}'
             )
-    for _, module in found:
-        if not isinstance(module, Checkpointed):
-            mix_in(module, Checkpointed)
+    new = [module for _, module in found if not isinstance(module, Checkpointed)]
+    for module in new:
+        mix_in(module, Checkpointed)
+    try:
+        refuse_replays(model)
+    except ValueError:
+        for module in new:
+            mix_out(module, Checkpointed)
+        raise
     return [name for name, _ in found]
+
+
+def refuse_replays(model: nn.Module) -> None:
+    """Refuses checkpoints around layers that drop positions or images: they would run again with other draws.
+
+    Args:
+        model (nn.Module): The model.
+
+    Raises:
+        ValueError: If there is such a checkpoint.
+    """
+    for outer, module in model.named_modules():
+        if not isinstance(module, Checkpointed):
+            continue
+        for inner, layer in module.named_modules(prefix=outer):
+            place = vars(layer).get('_lean')
+            if place is not None and place.draws is not None and place.draws.stages.draws_for(place.layer):
+                raise ValueError(
+                    f"{outer} is checkpointed, and {inner} in it, with preset='{place.settings.preset.name}', drops "
+                    'positions or images, and stores less than the checkpoint: take it out of CheckpointModulesHook, '
+                    'or leave that part to it: LeanHook(modules=[...])'
+                )
 
 
 @HOOKS.register_module()
@@ -105,6 +141,12 @@ class CheckpointModulesHook(ModelHook):
     Args:
         modules (Sequence[str]): Names of submodules, such as 'neck', 'rpn_head', 'roi_head.bbox_head',
             'roi_head.mask_head'. A list of modules means each of its members.
+
+    Raises:
+        ValueError: When training begins, if the model has no such submodule, or one whose forward is never called.
+
+    Example:
+        ``custom_hooks = [dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head'])]``
     """
 
     exact = True
@@ -283,6 +325,9 @@ class TargetsInChunksHook(ModelHook):
     Args:
         masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
         priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
+
+    Example:
+        ``custom_hooks = [dict(type='TargetsInChunksHook')]``
     """
 
     exact = True

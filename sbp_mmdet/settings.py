@@ -11,7 +11,7 @@ from numbers import Real
 from .masks import SAMPLERS, parse_keep_ratio
 from .ops.operation import Form
 
-__all__ = ['ATTENTION', 'PRESETS', 'Preset', 'Settings', 'preset_named']
+__all__ = ['ATTENTION', 'PRESETS', 'Preset', 'Settings', 'preset_named', 'rewritten']
 
 ATTENTION = ('qkv', 'query', 'head')
 
@@ -23,7 +23,7 @@ class Preset:
     Attributes:
         name (str): What configs and tools call it.
         meaning (str): One line for ``--help``.
-        gradients (str): 'exact', 'int8' (exact to about a hundredth), 'sampled' (exact on average), 'nearest' (near
+        gradients (str): 'exact', 'int8' (error of up to a hundredth), 'sampled' (exact on average), 'nearest' (near
             exact) or 'paper' (SBP).
         form (Form | None): What it means for an operation; None: modules run their own code.
         thins (bool): Some positions are dropped.
@@ -137,9 +137,7 @@ class Settings:
             raise ValueError(f"{where}={cfg!r} must be a dict such as dict(preset='exact'), or None for plain modules")
         known = [field.name for field in dataclasses.fields(cls)]
         if old := [key for key in cfg if key in _OLD_KEYS]:
-            raise ValueError(
-                f'{where}: {old} are settings of former versions; write dict({_rewritten(cfg, known)}) instead'
-            )
+            raise ValueError(f'{where}: {old} are settings of former versions; write dict({rewritten(cfg)}) instead')
         for key in cfg:
             if key not in known:
                 near = difflib.get_close_matches(f'{key}', known, n=1)
@@ -148,7 +146,7 @@ class Settings:
         if 'preset' not in cfg:
             raise ValueError(
                 f"{where}={dict(cfg)!r} needs a preset: 'exact' to store less with exact gradients, 'paper' for SBP; "
-                f'write dict({_rewritten(cfg or {"preset": "exact"}, known)})'
+                f'write dict({rewritten(cfg or {"preset": "exact"})})'
             )
         preset = preset_named(cfg['preset'])
         sampled = preset.gradients == 'sampled'
@@ -240,8 +238,9 @@ def _checked_blocks(blocks, depths):
     return [int(n) for n in blocks]
 
 
-def _rewritten(cfg, known):
-    """The settings that say the same now."""
+def rewritten(cfg: Mapping) -> str:
+    """The arguments that say today what settings of a former version say."""
+    known = [field.name for field in dataclasses.fields(Settings)]
     ratio, sampler = cfg.get('keep_ratio', 0.5), cfg.get('sampler', 'grid')
     exact = ratio == 1 or (isinstance(ratio, (list, tuple)) and all(r == 1 for r in ratio))
     preset = cfg.get('preset')

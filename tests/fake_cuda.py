@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sbp_mmdet.draws import Draws
 from sbp_mmdet.masks import Nearest, Positions
+from sbp_mmdet.ops import windows
 
 __all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu']
 
@@ -52,6 +53,7 @@ def gpu_that_is_not_there():
             yield mode
     finally:
         drivers[_CUDA] = before
+        windows._layout.cache_clear()  # tensors of this mode
 
 
 @torch.no_grad()

@@ -232,6 +232,17 @@ def test_hooks_of_submodules_are_called():
         handle.remove()
 
 
+@pytest.mark.parametrize('part', ['conv1', 'bn2', 'relu'])
+@pytest.mark.parametrize('kind', ['forward', 'forward_pre', 'full_backward'])
+def test_the_report_names_what_has_hooks(part, kind):
+    block = BasicBlock(8, 8)
+    model = Row(block)
+    getattr(block.get_submodule(part), f'register_{kind}_hook')(lambda *args: None)
+    report = apply_lean(model)
+    assert {name for name, reason in report.left.items() if 'hooks' in reason} == {f'layers.1.{part}'}
+    assert 'layers.1' in report.changed
+
+
 def test_checkpointing_of_the_module_is_off_and_said_so():
     model = MODELS.build(BACKBONES['ResNet-50, with_cp'][0])
     report = apply_lean(model)

@@ -62,8 +62,8 @@ def test_report():
         == 'exact, stores less'
     )
     assert len(done) == 13 and report.left == dict(neck='no lean form of it is known')
-    assert str(report).startswith('13 modules changed, 1 left alone\nchanged: backbone.stages.0.blocks.0, ')
-    assert 'left alone: neck: no lean form of it is known' in str(report)
+    assert str(report).startswith('13 modules changed, 1 left alone\nchanged: 4 SwinBlock, 2 PatchMerging: gradients')
+    assert 'left alone: 1 Linear (neck): no lean form of it is known' in str(report)
 
 
 def test_reports_of_presets():
@@ -215,7 +215,7 @@ def test_frozen_stages_are_named():
 )
 def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key, monkeypatch):
     told = []
-    monkeypatch.setattr(lean_models, 'print_log', lambda text, **options: told.append(text))
+    monkeypatch.setattr(lean_models, 'print_log', lambda text, level=20, **options: told.append((level, text)))
     build(family, dict(preset='paper'), **{key: 1}).train()
     build(family, dict(preset='exact'), **{key: 3}).train()
     changed = build(family, dict(preset='paper'))
@@ -223,10 +223,13 @@ def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key
     changed.train()
     remove_lean(changed)
     changed.train()
-    assert not told
+    said = [text.splitlines()[0] for level, text in told if level == logging.INFO]
+    assert len(told) == len(said) == 3 and said[2].startswith(f"{family}: preset='paper': ")
     backbone = build(family, dict(preset='paper'), **{key: 3})
     backbone.eval().train()
-    assert told == [f'{family}: all layers that sbp_cfg thins are frozen, so it changes nothing']
+    assert [text for level, text in told if level == logging.WARNING] == [
+        f'{family}: all layers that sbp_cfg thins are frozen, so it changes nothing'
+    ]
 
 
 # What is refused, and changes nothing.
@@ -308,16 +311,30 @@ def by_the_hook(model, reentrant):
 FOREIGN = [around_the_backbone, around_the_call, around_a_block, by_the_hook]
 
 
-@pytest.mark.parametrize('foreign', FOREIGN)
-@pytest.mark.parametrize('reentrant', [True, False])
-@pytest.mark.parametrize(
+DRAWING = pytest.mark.parametrize(
     ('cfg', 'options'),
     [(dict(preset='paper'), {}), (dict(preset='nearest'), {}), (dict(preset='exact'), dict(drop_path_rate=0.9))],
     ids=str,
 )
+
+
+@pytest.mark.parametrize('order', [1, -1])
+@DRAWING
+def test_a_checkpoint_of_our_own_around_a_thinned_part_is_refused_at_once(order, cfg, options):
+    """By whichever comes second; what came first stays."""
+    model = build('stock Swin', **options)
+    first, second = [lambda: apply_lean(model, **cfg), lambda: checkpoint_modules(model, ['stages'])][::order]
+    first()
+    kinds = [*map(type, model.modules())]
+    with pytest.raises(ValueError, match=r'stages.\d is checkpointed, and stages.\d.*CheckpointModulesHook.*modules='):
+        second()
+    assert [*map(type, model.modules())] == kinds
+
+
+@pytest.mark.parametrize('foreign', FOREIGN[:-1])
+@pytest.mark.parametrize('reentrant', [True, False])
+@DRAWING
 def test_a_foreign_checkpoint_around_a_thinned_part_is_refused(foreign, reentrant, cfg, options):
-    if foreign is by_the_hook and reentrant:
-        pytest.skip('it has one form')
     model = build('stock Swin', cfg, **options)
     run = foreign(model, reentrant) or model
     message = (

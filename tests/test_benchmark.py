@@ -12,8 +12,8 @@ from torch import nn
 
 import benchmark  # isort: skip  (helpers puts research/ on the path)
 import draw_stored
-from benchmark import measure_module, measure_steps, ratios
-from case import Case, compared, parse_name, smooth
+from benchmark import measure_module, measure_steps
+from case import Case, compared, parse_name, ratios, smooth
 from rivals import RIVALS
 from tables import benchmark_table
 
@@ -48,6 +48,12 @@ def test_gradients_of_a_backbone(config):
     assert rows[0]['ratio'] == rows[0]['ratio_min'] == rows[0]['ratio_max'] == 1
     assert all(row['saved_bytes'] < rows[0]['saved_bytes'] for row in rows[1:])
     assert all(row['peak_bytes'] > row['saved_bytes'] for row in rows)
+    # Under autocast the plain gradients are off by rounding, and exact ones by about as much.
+    rounding = rows[0]['amp_error']
+    assert 1e-4 < rounding < 0.1 and all(rows[i]['amp_error'] < 2 * rounding for i in (1, 2))
+    config.model.backbone.drop_path_rate = 0.0  # bytes are of a step that drops no image
+    (exact,) = measure_module(config, ['exact'], 'backbone', amp='bf16', rounds=0, **CASE)
+    assert rows[2]['saved_bytes'] == pytest.approx(exact['saved_bytes'], rel=0.01)
 
 
 def test_keys_and_modules_without_positions(config):
@@ -82,13 +88,19 @@ def test_what_cannot_run_is_a_row(config, monkeypatch):
 
     for name, wrap in (('compile', fail), ('compile-0.5', need_too_much)):
         monkeypatch.setitem(benchmark.RIVALS, name, benchmark.RIVALS[name].__class__(name, '', wrap=wrap))
-    rows = measure_module(config, ['none', 'compile', 'compile-0.5'], 'neck', amp='off', rounds=1, **CASE)
+    noted, names = [], ['none', 'compile', 'compile-0.5']
+    case = dict(amp='off', rounds=1, note=lambda row: noted.append(dict(row)), **CASE)
+    rows = measure_module(config, names, 'neck', **case)
     assert [row.get('reason') for row in rows] == [None, 'no compiler here', 'out of memory']
     steps = measure_steps(config, ['none', 'compile'], rounds=1, **CASE)
     assert steps[0]['ratio'] == 1 and steps[1]['reason'] == 'no compiler here'
     monkeypatch.setattr(benchmark, 'Case', wrong)
     with pytest.raises(TypeError):
-        measure_module(config, ['none'], 'neck', amp='off', rounds=0, **CASE)
+        measure_module(config, ['none'], 'neck', **case)
+    seen = [(row['preset'], row.get('state') or row.get('reason', 'seconds' in row)) for row in noted]
+    ended = dict(zip(names, [False, 'no compiler here', 'out of memory'], strict=True))
+    assert seen[:6] == [(name, said) for name in names for said in ('begun', ended[name])]
+    assert seen[6:8] == [('none', True), ('none', 'begun')] and 'argument' in seen[8][1]  # noted, then raised
     assert 'no compiler here' in benchmark_table(rows)
 
 

@@ -2,20 +2,24 @@
 
 import ast
 import dataclasses
+import inspect
 import json
 import re
 import runpy
 import statistics
+import subprocess
 
 import pytest
 import torch
 from helpers import ROOT
+from mmdet.registry import HOOKS, MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from torch import nn
 
 import sbp_mmdet
 from sbp_mmdet.adapters import Lean
+from sbp_mmdet.plan import command
 from sbp_mmdet.settings import PRESETS, Settings
 from sbp_mmdet.surgery import model_hooks
 
@@ -90,6 +94,20 @@ def test_examples(name, tmp_path):
             assert sbp_mmdet.SBPConvNeXt('atto', sbp_cfg=model['backbone']['sbp_cfg']).sbp
 
 
+@pytest.mark.parametrize('page', FOR_USERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands(page, monkeypatch):
+    """Blocks of shell are shell, name files that are there, and sbp-mmdet takes what they give it."""
+    monkeypatch.setattr(command, 'load_config', lambda *args: 1 / 0)
+    for block in re.findall(r'^```bash\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE):
+        assert subprocess.run(['bash', '-n'], input=block, text=True, check=False).returncode == 0, block
+        for file in re.findall(r'(?<![\w/.-])(?:tools|research|configs)/[\w/.-]+', block):
+            assert (ROOT / file).exists(), file
+        for line in re.findall(r'^sbp-mmdet (.*?)(?:  #.*)?$', block, re.M):
+            words = line.split()
+            with pytest.raises(SystemExit if words == ['check'] else ZeroDivisionError):
+                command.main(words)
+
+
 def test_line_in_the_log(tmp_path):
     block = next(block for block in _blocks('docs/usage.md') if 'mask-rcnn_swin-t' in block and 'exact' in block)
     (tmp_path / 'swin.py').write_text(block)
@@ -100,8 +118,6 @@ def test_line_in_the_log(tmp_path):
 
 def _changed(cfg):
     """The detector of a config after its hooks, and what they say."""
-    from mmdet.registry import MODELS
-
     init_default_scope('mmdet')
     cfg.model.backbone.init_cfg, said = None, []
     model = MODELS.build(cfg.model)
@@ -128,6 +144,31 @@ def test_example_of_a_family():
     for out in (names['out'], expected):
         gradients.append(torch.autograd.grad(out.square().sum(), tokens)[0])
     torch.testing.assert_close(*gradients[-2:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'kind',
+    [
+        kind
+        for name in sbp_mmdet.__all__
+        if isinstance(kind := getattr(sbp_mmdet, name), type) and name != 'AtomicBackend'
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_docstrings_of_registered_classes(kind):
+    """Each argument with its default, and an example that builds."""
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            assert re.search(rf'^        (\w+, )?{name}\b.* \(.+\): ', kind.__doc__, re.M), name
+    example = kind.__doc__.split('Example:')[1].strip(' `\n')
+    exec(example, names := {})
+    if hooks := names.get('custom_hooks'):
+        assert kind in [type(HOOKS.build(hook)) for hook in hooks]
+    else:
+        init_default_scope('mmdet')
+        cfg = {key: value for key, value in names['backbone'].items() if key != '_delete_'}
+        with torch.device('meta'):
+            assert type(MODELS.build(cfg)) is kind
 
 
 def test_every_key_has_a_row():

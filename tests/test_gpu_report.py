@@ -1,9 +1,10 @@
-"""The report of a GPU: parts, limits, going on where it stopped, and the page; and a rehearsal on a CPU."""
+"""The report of a GPU: whatever ends a process, rows that were there are there, and a second call goes on."""
 
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 
 import pytest
@@ -11,107 +12,154 @@ import torch
 from helpers import ROOT, TOOLS, environment, run
 
 import benchmark  # isort: skip  (helpers puts tools/ and research/ on the path)
+import gpu_parts
 import gpu_report
-from gpu_report import Part
+from gpu_parts import Part
+from tables import append_line
 
 PYTHON = dict(SBP_PYTHON=sys.executable)
+# Stands in for research/benchmark.py: what happens to a preset is its name.
+WORKER = """
+import json, os, sys, time
+cut = sys.argv.index('--lines')
+file, presets = sys.argv[cut + 1], sys.argv[1:cut]
+open('started', 'a').write(' '.join(presets) + '\\n')
+def note(**row):
+    with open(file, 'a') as lines:
+        lines.write('\\n' + json.dumps(row))
+for preset in presets:
+    note(preset=preset, state='begun')
+    if preset == 'out_of_memory':
+        note(preset=preset, reason='out of memory')
+        continue
+    if preset == 'raises':
+        note(preset=preset, reason='a bug')
+        raise RuntimeError('a bug')
+    if preset == 'hangs':
+        time.sleep(100)
+    if preset == 'killed':
+        open(file, 'a').write('\\n{"preset": "killed", "sec')
+        os.kill(os.getpid(), 9)
+    note(preset=preset, seconds=0.5)
+"""
+PRESETS = ('none', 'raises', 'exact', 'out_of_memory', 'hangs', 'int8', 'killed', 'paper')
 
 
-def test_every_part_has_less_than_ten_minutes_and_files_of_its_own():
-    for rehearse in (False, True):
-        parts = gpu_report.parts_of_report(rehearse)
-        assert len({part.name for part in parts}) == len(parts)
-        for part in parts:
-            assert 0 < part.minutes < 10
-            for command in part.commands:
-                script = command.split()[0]
-                assert script == '-m' or (ROOT / script).is_file()
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    """Runs a report of the parts that it is given, as if typed; returns the lines that processes wrote."""
+    (tmp_path / 'worker.py').write_text(WORKER)
+    monkeypatch.setattr(gpu_report, 'ROOT', tmp_path)
+
+    def typed(parts, *words):
+        monkeypatch.setattr(gpu_parts, 'parts_of_report', lambda rehearse: parts)
+        monkeypatch.setattr(sys, 'argv', ['tool', '--rehearse', '--out', str(tmp_path / 'out'), *words])
+        started = tmp_path / 'started'
+        started.unlink(missing_ok=True)
+        gpu_report.main()
+        return started.read_text().splitlines() if started.exists() else []
+
+    return typed
 
 
-def typed(monkeypatch, out, *words):
-    monkeypatch.setattr(sys, 'argv', ['tool', '--out', str(out), *words])
-    gpu_report.main()
-    return json.loads((out / 'states.json').read_text())
+def part(name='part', seconds=3, presets=PRESETS, **more):
+    return Part(name, seconds, ('worker.py {presets} --lines {lines}',), presets, **more)
 
 
-def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
-    flag, script = tmp_path / 'flag', tmp_path / 'bad.py'
-    script.write_text(f"import pathlib, sys; sys.exit(0 if pathlib.Path({str(flag)!r}).exists() else 'not yet')")
-    parts = [
-        Part('good', 'Good', 1, ('-c print(1)',)),
-        Part('bad', 'Bad', 1, (f'{script}', '-c print(2)')),
-        Part('slow', 'Slow', 0.02, ('-c __import__("time").sleep(60)',)),
-        Part('gpu', 'Of a GPU', 1, (), needs_gpu=True),
+def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tmp_path):
+    parts = [part(), part('beside', 60, ('none', 'exact'), timed=False)]
+    assert report(parts) == [
+        'none exact',
+        'none raises exact out_of_memory hangs int8 killed paper',
+        'none exact out_of_memory hangs int8 killed paper',
+        'none int8 killed paper',
+        'none paper',
     ]
-    monkeypatch.setattr(gpu_report, 'parts_of_report', lambda rehearse: parts)
-    states = typed(monkeypatch, tmp_path, '--rehearse')
-    found = {name: states[name]['state'] for name in ('good', 'bad', 'slow', 'gpu')}
-    assert found == dict(good='done', bad='failed', slow='too long', gpu='needs a GPU')
-    said = capsys.readouterr().out
-    assert 'run it again for slow\n' in said and 'failed: bad; their logs say why, and --parts tries' in said
-    assert typed(monkeypatch, tmp_path, '--rehearse')['bad'] == states['bad']  # not in every call
-    assert 'not yet' in (tmp_path / 'bad.log').read_text()
-    flag.touch()
-    os.link(tmp_path / 'states.json', tmp_path / 'old')
-    good = (tmp_path / 'good.log').stat().st_mtime_ns
-    states = typed(monkeypatch, tmp_path, '--rehearse', '--parts', 'good', 'bad')
-    assert states['bad']['state'] == 'done' and (tmp_path / 'good.log').stat().st_mtime_ns == good
-    assert json.loads((tmp_path / 'old').read_text())['bad']['state'] == 'failed'  # written anew, not in place
-    assert '## Bad' in (tmp_path / 'report.md').read_text()
+    rows, begun = gpu_report.rows_of(parts[0], tmp_path / 'out')
+    assert {name: row.get('reason', row.get('seconds')) for name, row in rows.items()} == dict(
+        dict.fromkeys(('none', 'exact', 'int8', 'paper'), 0.5),
+        raises='a bug',
+        out_of_memory='out of memory',
+        hangs='its process ended: too long',
+        killed='its process ended: killed by signal 9',
+    ) and not begun  # fmt: skip
+    page = (tmp_path / 'out/report.md').read_text()
+    assert all(f'| `{name}` |' in page for name in PRESETS)
+    assert report(parts) == []  # what failed would fail again
+    with tarfile.open(tmp_path / 'out.tar.gz') as archive:
+        assert {'out/report.md', 'out/part.jsonl', 'out/part.log', 'out/states.jsonl'} <= {*archive.getnames()}
+    assert report(parts, '--parts', 'beside') == ['none exact']  # unless it is named
 
 
-def test_a_part_that_the_end_would_kill_is_left_to_the_next_call(monkeypatch, tmp_path):
-    parts = [Part(name, name, minutes, ('-c pass',)) for name, minutes in (('a', 5), ('b', 5), ('c', 0.1))]
-    monkeypatch.setattr(gpu_report, 'parts_of_report', lambda rehearse: parts)
-    states = typed(monkeypatch, tmp_path, '--rehearse', '--minutes', '1')
-    assert {name: state['state'] for name, state in states.items() if name != 'rehearsal'} == dict(a='done', c='done')
-    assert 'b' in typed(monkeypatch, tmp_path, '--rehearse', '--minutes', '6')
+def test_what_was_ended_with_the_report_is_tried_once_more(report, tmp_path):
+    """A machine that goes leaves rows, one that was begun, and perhaps half a line."""
+    (tmp_path / 'out').mkdir()
+    file = tmp_path / 'out/part.jsonl'
+    append_line(file, dict(preset='none', seconds=0.5))
+    append_line(file, dict(preset='exact', state='begun'))
+    file.write_text(file.read_text() + '\n{"preset": "exact", "sec')
+    assert report([part(presets=('none', 'exact', 'int8'))]) == ['none exact int8']
+    for _ in range(2):
+        append_line(file, dict(preset='paper', state='begun'))
+    assert report([part(presets=('none', 'exact', 'int8', 'paper'))]) == []
+    assert '| `paper` |' in (tmp_path / 'out/report.md').read_text()
 
 
-def test_what_cannot_be_read_leaves_the_page(tmp_path):
-    parts = [Part('block', 'Block', 1, ()), *gpu_report.parts_of_report(True)]
-    (tmp_path / 'block.json').write_text('{"rows": [')  # killed while it wrote
-    folder = tmp_path / 'training_none/1/vis_data'
-    folder.mkdir(parents=True)
-    line = dict(iter=1, loss=2.5, time=0.5, memory=70)
-    (folder / 'scalars.json').write_text(json.dumps(line) + '\n{"iter": 2, "lo')
-    (tmp_path / 'tests.log').write_text(
-        '....\nFAILED tests/test_vit.py::test_x - ValueError\n1 failed, 3 passed in 2s\n'
-    )
-    page = gpu_report.write_page(parts, {}, tmp_path).read_text()
-    assert 'Its results cannot be read: JSONDecodeError' in page
-    assert '| none |  | 2.5 | 0.5 | 70 |' in page
-    assert '    FAILED tests/test_vit.py::test_x - ValueError\n    1 failed, 3 passed in 2s' in page
+def test_what_the_end_would_cut_is_left_to_the_next_call(report, tmp_path, capsys):
+    parts = [part('long', 300, ('none',)), part('short', 2, ('none',))]
+    assert report(parts, '--minutes', '1') == ['none']
+    assert 'run it again for long\n' in capsys.readouterr().out
+    assert report(parts, '--minutes', '6') == ['none']
+
+
+def test_the_page_compares_with_what_was_counted(report, tmp_path):
+    (tmp_path / 'docs/results').mkdir(parents=True)
+    counted = dict(rows=[dict(variant='none', peak=400), dict(variant='exact', peak=100)])
+    (tmp_path / 'docs/results/detector_bytes_x.json').write_text(json.dumps(counted))
+    steps = part(presets=('none', 'exact'), counted=('x', 'peak', 'peak_bytes'))
+    (tmp_path / 'out').mkdir()
+    for name, peak in (('none', 500), ('exact', 110)):
+        append_line(tmp_path / 'out/part.jsonl', dict(preset=name, peak_bytes=peak, launches=7))
+    log = 'x\nFAILED tests/test_a.py::test_b - ValueError\n1 failed, 3 passed in 2s\n'
+    (tmp_path / 'out/test_a.log').write_text(log)
+    report([steps, Part('test_a', 1, ())])
+    page = (tmp_path / 'out/report.md').read_text()
+    assert '| 1.250 |' in page and '| 1.100 |' in page and '| 7 |' in page
+    assert '    FAILED tests/test_a.py::test_b - ValueError\n    1 failed, 3 passed in 2s' in page
 
 
 def test_it_ends_what_it_runs(tmp_path):
-    """By SIGTERM, as Slurm sends it: what measures would keep the GPU."""
-    pid = tmp_path / 'pid'
-    wait = tmp_path / 'wait.py'
-    wait.write_text(f'import os, time; open({str(pid)!r}, "w").write(str(os.getpid())); time.sleep(100)')
-    part = f'gpu_report.Part("a", "A", 1, ({str(wait)!r},))'
+    """By SIGTERM, as Slurm sends it: what measures would keep the GPU. Nothing is to blame."""
+    (tmp_path / 'worker.py').write_text(
+        WORKER.replace('time.sleep(100)', 'print(os.getpid(), flush=True); time.sleep(100)')
+    )
     code = (
-        f'import sys, gpu_report; gpu_report.parts_of_report = lambda rehearse: [{part}]; '
+        'import sys, gpu_parts, gpu_report; from pathlib import Path; '
+        'part = gpu_parts.Part("a", 60, ("worker.py none hangs --lines {lines}",), ("none", "hangs")); '
+        f'gpu_parts.parts_of_report = lambda rehearse: [part]; gpu_report.ROOT = Path({str(tmp_path)!r}); '
         f'sys.argv = ["tool", "--rehearse", "--out", {str(tmp_path)!r}]; gpu_report.main()'
     )
     paths = os.pathsep.join([str(ROOT), str(TOOLS)])
     report = subprocess.Popen([sys.executable, '-c', code], env=environment(PYTHONPATH=paths))
+    log = tmp_path / 'a.log'
     for _ in range(600):
-        if pid.exists() and pid.read_text():
+        if log.exists() and log.read_text().endswith('\n'):
             break
         time.sleep(0.1)
     report.terminate()
     assert report.wait(60) == 143
     with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+        os.kill(int(log.read_text()), 0)
+    assert 'reason' not in (tmp_path / 'a.jsonl').read_text()
 
 
 class Understood(Exception):  # noqa: N818
     """A tool has read its arguments, and would measure now."""
 
 
-def test_commands_for_a_gpu_are_understood(monkeypatch, tmp_path):
-    """Options, presets and configs of what cannot be rehearsed, as if there were a GPU: up to the measurement."""
+def test_commands_are_understood(monkeypatch, tmp_path):
+    """Options, presets and configs, as if there were a GPU: up to the measurement. No part outlasts ten minutes, and
+    those of --quick are expected to take ten together."""
 
     def measure(*args, **kwargs):
         raise Understood
@@ -119,27 +167,32 @@ def test_commands_for_a_gpu_are_understood(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
     monkeypatch.setattr(benchmark, 'use_device', str)
+    monkeypatch.setattr(benchmark, 'describe_machine', lambda device: {})
     for name in ('measure_module', 'measure_steps'):
         monkeypatch.setattr(benchmark, name, measure)
-    seen = 0
-    for part in gpu_report.parts_of_report(False):
-        for command in part.commands:
-            if command.startswith('research/benchmark.py'):
-                monkeypatch.setattr(sys, 'argv', command.replace('{out}', str(tmp_path)).split())
-                with pytest.raises(Understood):
-                    benchmark.main()
-                seen += 1
-    assert seen == 11
+    parts = gpu_parts.parts_of_report(False)
+    assert len({p.name for p in parts} | {'states'}) == len(parts) + 1
+    assert all(2 * p.seconds < 600 for p in parts)
+    assert sum(p.seconds for p in parts if p.quick and p.timed) < 400
+    for p in (*parts, *gpu_parts.parts_of_report(True)):
+        for command in p.commands:
+            assert command.startswith('-m pytest ') or (ROOT / command.split()[0]).is_file()
+    for p in parts:
+        if p.presets:
+            words = p.commands[0].replace('{presets}', ' '.join(p.presets)).replace('{lines}', str(tmp_path / 'lines'))
+            monkeypatch.setattr(sys, 'argv', words.split())
+            with pytest.raises(Understood):
+                benchmark.main()
 
 
 def test_rehearsal(tmp_path):
-    """Of three parts, with the page. `bash tools/gpu_report.sh --rehearse` rehearses all but the caps."""
-    parts = ['steps_t', 'training', 'tests']
+    """Of three parts. `bash tools/gpu_report.sh --rehearse` rehearses all of them."""
+    parts = ['steps_t', 'training_exact', 'test_ops_rows']
     run('bash', TOOLS / 'gpu_report.sh', '--rehearse', '--out', tmp_path, '--parts', *parts, cwd=ROOT, **PYTHON)
-    states = json.loads((tmp_path / 'states.json').read_text())
-    assert {name: states[name]['state'] for name in parts} == dict.fromkeys(parts, 'done')
+    states = {line['part']: line['state'] for line in gpu_report.lines_of(tmp_path / 'states.jsonl')}
+    assert states == dict.fromkeys(parts, 'done')
     page = (tmp_path / 'report.md').read_text()
-    assert all(text in page for text in ('tests collected', '| `exact` |', '| none | ', '| paper | '))
+    assert all(text in page for text in ('tests collected', '| `exact` |', '    ap: '))
 
 
 def test_wheels(tmp_path):

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
 from mmcv.ops import MultiScaleDeformableAttention, multi_scale_deform_attn
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from torch import nn
 
+from sbp_mmdet.masks import Positions
 from sbp_mmdet.ops import (
     Activation,
     DeformableSettings,
@@ -23,6 +25,7 @@ from sbp_mmdet.ops import (
     feed_forward,
 )
 from sbp_mmdet.ops import deformable as deformable_module
+from sbp_mmdet.ops.again import rows_again
 
 SHAPES = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]])
 STARTS = torch.tensor([0, 30, 39, 41])
@@ -40,13 +43,13 @@ def scattered(module, std=0.3, dtype=torch.float64):
     return module.to(dtype).train()
 
 
-def gradients(run, leaves, seed=0):
-    """Output and gradients of all leaves; random numbers from a seed."""
+def gradients(run, leaves, seed=0, zeros=False):
+    """Output and gradients of all leaves; random numbers from a seed. ``zeros``: for leaves that are not reached."""
     torch.manual_seed(seed)
     out = run()
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     leaves = {k: v for k, v in leaves.items() if v is not None and v.requires_grad}
-    return [out, *torch.autograd.grad(out, list(leaves.values()), weight)]
+    return [out, *torch.autograd.grad(out, list(leaves.values()), weight, materialize_grads=zeros)]
 
 
 def same(found, expected, tolerance=1e-10):
@@ -174,10 +177,14 @@ def settings_of(dropout=0.0, act='relu', chunk=None, storage='native'):
 @pytest.mark.parametrize('numbers', [2, 4])
 @pytest.mark.parametrize('mask', [False, True])
 @pytest.mark.parametrize(
-    'options', [{}, dict(chunk=100), dict(act='gelu'), dict(dropout=0.2)], ids=['', 'chunks', 'gelu', 'dropout']
+    'options',
+    [{}, dict(chunk=100), dict(act='gelu'), dict(dropout=0.2), dict(images=1)],
+    ids=['', 'chunks', 'gelu', 'dropout', 'images'],
 )
-def test_two_encoder_layers(numbers, mask, options):
+def test_two_encoder_layers(numbers, mask, options, monkeypatch):
     """The second of which reads its input from what the first one stored."""
+    if 'images' in options:  # one at a time
+        monkeypatch.setattr(deformable_module, '_AT_A_TIME', 1)
     rate, act = options.get('dropout', 0.0), options.get('act', 'relu')
     modules = nn.ModuleList(layer(rate, dict(relu='ReLU', gelu='GELU')[act]) for _ in range(2))
     x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -197,6 +204,44 @@ def test_two_encoder_layers(numbers, mask, options):
         return out
 
     same(gradients(run, leaves), gradients(stock, leaves))
+
+
+def thinned(module, x, pos, given, kept, rate):
+    """Algorithm 1 in plain autograd: gradients of both branches from kept tokens. Dropout is drawn for those
+    of the first image, for those of the second, then for the others."""
+    attention, ffn = module.self_attn, module.ffn.layers
+    factors = [x.new_ones(2, TOKENS, width) for width in (16, 32, 16)]
+    for index in (kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]):
+        for image in range(2) if rate else ():
+            for factor in factors:
+                factor[image, index] = F.dropout(torch.ones_like(factor[image, index]), rate)
+
+    def of_kept(out):
+        return torch.where(kept[:, None], out, out.detach())
+
+    out = attention(x, query_pos=pos, identity=torch.zeros_like(x), **given) * factors[0]
+    y = module.norms[0](x + of_kept(out))
+    hidden = ffn[0][1](ffn[0][0](y)) * factors[1]
+    return module.norms[1](y + of_kept(ffn[1](hidden) * factors[2]))
+
+
+@pytest.mark.parametrize('numbers, mask', [(2, False), (4, True)])
+@pytest.mark.parametrize(
+    'number, rate, chunk', [(0, 0.0, None), (12, 0.0, None), (12, 0.0, 100), (21, 0.2, 21 * 32), (TOKENS, 0.0, None)]
+)
+def test_dropped_tokens_send_nothing(numbers, mask, number, rate, chunk):
+    module = layer(rate)
+    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    reference = places(numbers, TOKENS)
+    leaves = dict(module.named_parameters(), x=x, pos=pos, reference=reference)
+    kept = torch.randperm(TOKENS) < number
+    positions = Positions(*(mask.nonzero()[:, 0] for mask in (kept, ~kept)))
+    tensors = layer_tensors(module, x, pos, reference, padding(mask))._replace(positions=positions)
+    found = gradients(lambda: deformable_encoder_layer(settings_of(rate, chunk=chunk), tensors), leaves)
+    given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+    module.self_attn.dropout.p = 0.0  # the factors stand for it
+    given['key_padding_mask'] = padding(mask)
+    same(found, gradients(lambda: thinned(module, x, pos, given, kept, rate), leaves, zeros=True))
 
 
 @pytest.mark.parametrize('frozen', ['x', 'norms', 'self_attn', 'ffn', 'pos'])
@@ -287,6 +332,35 @@ def test_nothing_is_read_from_what_was_written_to():
 
     leaves = dict(x=x, pos=pos, **copy.copy(dict(modules[0].named_parameters())))
     same(gradients(lambda: run(True), leaves), gradients(lambda: run(False), leaves))
+
+
+@pytest.mark.parametrize('taken', [0, 3, TOKENS])
+@pytest.mark.parametrize('frozen', ['', 'x', '0', '0 1 2'])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+def test_rows_that_a_gradient_reaches_run_again(taken, frozen, dtype):
+    layers = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4))
+    for name in frozen.replace('x', '').split():
+        layers[int(name)].requires_grad_(False)
+    layers, seen = layers.double() if dtype == torch.float64 else layers, []
+    x = torch.randn(2, TOKENS, 16, dtype=layers[0].weight.dtype, requires_grad=frozen != 'x')
+    places = torch.randperm(TOKENS)[:taken]
+    leaves = dict(layers.named_parameters(), x=x)
+
+    def layered(x):
+        seen.append(x.shape[:-1].numel())
+        return layers(x)
+
+    def step(run):
+        with torch.autocast('cpu', enabled=dtype == torch.bfloat16):
+            return run(x)[:, places]
+
+    found = gradients(lambda: step(lambda x: rows_again(layered, layers.parameters(), x)), leaves, zeros=True)
+    assert seen == [2 * TOKENS, 2 * taken]
+    expected = gradients(lambda: step(layers), leaves, zeros=True)
+    same(found[1:], expected[1:], 1e-10 if dtype == torch.float64 else 1e-2)
+    assert torch.allclose(found[0], expected[0])
+    kept, _ = stored(lambda: rows_again(layered, layers.parameters(), x * 1), *layers.parameters())
+    assert kept == x.untyped_storage().nbytes()
 
 
 class Kernel:

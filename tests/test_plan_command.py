@@ -17,6 +17,7 @@ from sbp_mmdet.plan.variants import load_config, plain, snippet, with_variant
 FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
 DINO = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
+SOFT = 'mmdet::soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py'
 STOCK_T = 'mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py'
 OURS = str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py')
 ALL = ('exact', 'int8', 'nearest', 'paper', 'none', 'with_cp', 'reference')
@@ -82,14 +83,15 @@ def test_for_each_preset_the_cheapest_pieces_that_fit():
         'none': False,
         'with_cp': False,
         'exact+cp-heads': True,
+        'none+amp': False,
         'int8' + most: True,
         'nearest': True,
         'paper' + most: False,
     }
-    assert [*found] == ['none', 'with_cp', 'exact+cp-heads', 'int8' + most, 'nearest', 'paper' + most]
+    assert [*found] == ['none', 'with_cp', 'exact+cp-heads', 'none+amp', 'int8' + most, 'nearest', 'paper' + most]
     assert len(seen) == len(set(seen)) and 'nearest' + most not in seen
     assert answer(rows).variant == 'exact+cp-heads'
-    assert rows[2] == Row('exact+cp-heads', 'exact', 5 * GB, True) and rows[4].gradients == 'nearest'
+    assert rows[2] == Row('exact+cp-heads', 'exact', 5 * GB, True) and rows[5].gradients == 'nearest'
 
 
 def test_the_answer_is_no_baseline():
@@ -100,8 +102,28 @@ def test_the_answer_is_no_baseline():
 
 def test_presets_that_do_not_apply_are_left_out():
     assert [*planned(20, dict(none=30, exact=4, int8=3), presets=('none', 'exact', 'int8'))[0]] == [
-        *('none', 'exact', 'int8')
+        *('none', 'exact', 'none+amp', 'int8')
     ]
+
+
+@pytest.mark.parametrize(
+    ('peaks', 'shown'),
+    [
+        ({'none+amp': 4, 'exact+amp': 2}, 'none+amp'),
+        ({'none+amp': 8, 'exact+amp': 4}, 'exact+amp'),
+        ({'none+amp': 8, 'exact+amp': 7}, 'exact+amp'),
+    ],
+)
+def test_a_config_in_full_precision_is_counted_in_mixed_precision(peaks, shown):
+    found, _, rows = planned(6, peaks, presets=('none', 'exact'))
+    assert [*found][2:] == [shown] and rows[-1].gradients == 'exact, fp16'
+    assert found[shown] == (answer(rows) is not None)
+    assert [*planned(6, peaks, STOCK_T, ('none', 'exact'))[0]] == ['none', 'exact']  # it is in mixed precision
+
+
+def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
+    found, _, rows = planned(6, {'exact+cp-heads': 4}, presets=('none', 'exact'))
+    assert found['exact+cp-heads'] and answer(rows).variant == 'exact+cp-heads'
 
 
 @pytest.mark.parametrize(
@@ -116,10 +138,10 @@ def test_presets_that_do_not_apply_are_left_out():
 )
 def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
     found, seen, _ = planned(3, {last: 8}, path, ('none', 'exact'), eight_bit=eight_bit)
-    assert [*found] == ['none', last] and seen == ['none', 'exact', last]
+    assert [*found] == ['none', last, 'none+amp'] and len(seen) == len(set(seen))
     # Pieces may cost more than they save.
     found = planned(3, {'exact': 4}, path, ('none', 'exact'), eight_bit=eight_bit)[0]
-    assert [*found] == ['none', 'exact']
+    assert [*found] == ['none', 'exact', 'none+amp']
 
 
 def merged(config, lines, tmp_path):
@@ -130,9 +152,11 @@ def merged(config, lines, tmp_path):
 
 
 @pytest.mark.parametrize('path', [OURS, STOCK_T, DINO])
-@pytest.mark.parametrize('variant', ['with_cp', 'paper+cp-heads+cp-neck', 'int8+adamw8bit'])
+@pytest.mark.parametrize('variant', ['with_cp', 'paper+cp-heads+cp-neck', 'int8+adamw8bit', 'exact+amp+adamw8bit'])
 def test_a_pasted_snippet_is_the_variant(path, variant, tmp_path):
     config = load_config(path)
+    if 'amp' in variant.split('+'):
+        config.optim_wrapper.type = 'OptimWrapper'
     imports = (config.get('custom_imports') or {}).get('imports', [])
     config.custom_hooks = [dict(type='EMAHook', momentum=0.1), dict(type='LeanHook', preset='nearest')]
     config.model.backbone.with_cp = True
@@ -161,6 +185,7 @@ def test_a_plain_config_needs_a_hook_and_nothing_else():
         (('plan', FRCNN, '--budget', '8GiB', '--size', 'large'), "size 'large' cannot be read"),
         (('plan', FRCNN, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
         (('plan', FRCNN), 'there is no GPU here to plan for; say how much memory yours has: --budget 8GiB'),
+        (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains its model.detector together with a teacher'),
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
         (('apply', 'nowhere.py'), 'nowhere.py does not exist'),
         (('apply', RETINA, '--preset', 'paper'), "preset='paper' drops positions, and applies to no module"),
@@ -190,25 +215,32 @@ def planning(monkeypatch):
     return SimpleNamespace(peaks=peaks, hooks=hooks)
 
 
+def test_what_is_not_counted_is_said(planning, capsys):
+    planning.peaks.update(none=1)
+    for option, said in (('True', True), ('False', False)):
+        command.main(['plan', FRCNN, '--budget', '8GiB', '--cfg-options', f'env_cfg.cudnn_benchmark={option}'])
+        assert ('Not counted: cudnn_benchmark=True' in capsys.readouterr().out) == said
+
+
 def test_what_is_printed(planning, capsys, monkeypatch):
     planning.peaks.update(exact=5)
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     page = capsys.readouterr().out
-    assert 'fits into 8.59 GB with exact. Add to the config:\n\ncustom_imports' in page and 'nearest' not in page
+    assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and 'nearest' not in page
     assert '2 images of 800 x 1333 with 60 boxes each (size: Resize(scale=(1333, 800));' in page
     assert 'a usual image is 800 x 1067' in page
     # A step may drop no image.
     assert dict(type='LeanHook', preset='exact', skip_dropped_images=False) in planning.hooks[2]
     with pytest.raises(SystemExit) as stopped:
         command.main(['plan', FRCNN, '--budget', '1GiB'])
-    assert stopped.value.code == 1 and 'Nothing fits into 1.07 GB' in (page := capsys.readouterr().out)
+    assert stopped.value.code == 1 and 'Nothing fits into 1.00 GiB' in (page := capsys.readouterr().out)
     assert '--adamw8bit' in page
-    properties = SimpleNamespace(total_memory=80 * GB)
+    properties = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: properties)
     command.main(['plan', FRCNN])
-    assert 'It fits into 80.00 GB as it is.' in capsys.readouterr().out
+    assert 'It fits into 80.00 GiB as it is.' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -216,8 +248,8 @@ def test_what_is_printed(planning, capsys, monkeypatch):
 )
 def test_what_is_counted_is_the_plain_model(planning, capsys, tmp_path, line):
     (tmp_path / 'child.py').write_text(f"_base_ = '{FRCNN}'\n{line}\n")
-    command.main(['plan', str(tmp_path / 'child.py'), '--budget', '80GB'])
-    assert 'It fits into 80.00 GB without its LeanHook, sbp_cfg and with_cp.' in capsys.readouterr().out
+    command.main(['plan', str(tmp_path / 'child.py'), '--budget', '80GiB'])
+    assert 'It fits into 80.00 GiB without its LeanHook, sbp_cfg and with_cp.' in capsys.readouterr().out
 
 
 def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):

@@ -48,6 +48,12 @@ def test_only_what_is_still_saved():
         assert saved_bytes(lambda: x.exp()) == 0
 
 
+def test_an_output_that_nobody_needs_is_let_go():
+    """Sigmoid saves what it puts out, which holds the node that saved it."""
+    x = torch.randn(8, requires_grad=True)
+    assert saved_bytes(lambda: x.sigmoid().detach()) == 0
+
+
 def test_custom_function():
     class Half(torch.autograd.Function):
         @staticmethod

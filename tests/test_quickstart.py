@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import make_project
+from helpers import ROOT, make_project
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -54,20 +54,28 @@ def test_ground_truth_of_each_kind_of_mask():
         assert np.array_equal(mask, square) and score is None
 
 
-def test_summary(project, monkeypatch, capsys):
-    folder, path, config = project
-    config.model.backbone.drop_path_rate = 0.0
-    found = quickstart_summary.stored(config, ('none', 'exact', 'paper'))
-    assert found['exact'] < found['none'] / 3 and found['paper'] < found['none'] / 2
-    work = folder / 'work'
-    for file in ('20261123/20261123.log', 'test/20261123/20261123.json'):
-        (work / file).parent.mkdir(parents=True, exist_ok=True)
-        scores = {f'coco/{kind}_mAP{size}': 0.25 for kind in ('bbox', 'segm') for size in ('', '_50')}
-        (work / file).write_text(json.dumps(scores))
-    monkeypatch.setattr(sys, 'argv', ['tool', str(path), str(work)])
+def test_summary(tmp_path, monkeypatch, capsys):
+    """Of trainings whose visualizers wrote what mmengine's do."""
+    for name, extra in (
+        ('plain', []),
+        ('lean', [{'lean/stored_mb_now': 80.0, 'lean/stored_mb_before': 220.0, 'step': 1}]),
+    ):
+        folder = tmp_path / name / '20261123'
+        (folder / 'vis_data').mkdir(parents=True)
+        (folder / 'now.log').touch()
+        rows = [*extra, *(dict(loss=3 / step, iter=step, step=step) for step in range(1, 33)), {'coco/bbox_mAP': 0.2}]
+        (folder / 'vis_data/scalars.json').write_text('\n'.join(map(json.dumps, rows)))
+    scores = tmp_path / 'test/20261123/20261123.json'
+    scores.parent.mkdir(parents=True)
+    scores.write_text(json.dumps({f'coco/{kind}_mAP{size}': 0.25 for kind in ('bbox', 'segm') for size in ('', '_50')}))
+    config = ROOT / 'configs/nuclei/mask-rcnn_convnext-atto_fpn_quickstart.py'
+    monkeypatch.setattr(sys, 'argv', ['tool', str(config), str(tmp_path)])
     with pytest.raises(SystemExit, match='last_checkpoint'):
         quickstart_summary.main()
-    (work / 'last_checkpoint').write_text('epoch_6.pth')
+    (tmp_path / 'lean/last_checkpoint').write_text('epoch_15.pth')
     quickstart_summary.main()
-    said = capsys.readouterr().out
-    assert 'box AP              0.250' in said and ', this training)' in said and 'epoch_6.pth' in said
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split() == ['plain', 'LeanHook'] and said[2].split() == ['loss,', 'step', '5', '0.6000', '0.6000']
+    stored, peak = (line.split()[-2:] for line in said if 'MB' in line)
+    assert stored == ['220.0', '80.0'] and float(peak[1]) < 0.8 * float(peak[0])
+    assert 'box AP              0.250' in '\n'.join(said) and (tmp_path / 'losses.png').stat().st_size > 5000

@@ -87,7 +87,7 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
         return [Row('none', 'exact', 9, False), Row('exact', 'exact', 8, True)]
 
     monkeypatch.setattr('sbp_mmdet.plan.command.rows_of', rows)
-    with pytest.raises(DoesNotFit, match=r'needs \d+ MB of 5 MB.*exact fits') as caught:
+    with pytest.raises(DoesNotFit, match=r'needs \d+ MiB of 5 MiB.*exact fits') as caught:
         runner.train()
     assert "dict(type='LeanHook', preset='exact')" in str(caught.value)
     assert asked == [(5 * 10**6, largest_batch(runner)[1])]
@@ -128,9 +128,13 @@ def test_counters_of_modules_are_put_back():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_command(project, monkeypatch):
+def test_the_command(project, monkeypatch, capfd):
+    """Its answer is a line: what mmengine's runner tells of itself would hide it."""
     folder, path = project
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as caught:
         main(['rehearse', str(path), '--budget', '8GiB'])
     assert caught.value.code == 0
+    said = capfd.readouterr()
+    assert 'boxes each, needs' in said.out.splitlines()[-1] and said.out.rstrip().endswith('it fits')
+    assert 'Hook' not in (said.out + said.err).replace('RehearseHook', '')

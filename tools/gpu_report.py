@@ -1,237 +1,200 @@
-"""Runs what `tools/gpu_report.sh` measures, part by part, and writes a page from what is there so far."""
+"""Runs what `tools/gpu_parts.py` lists, one process a part, and writes a page and an archive from what is there so far.
+
+Each row of a part is on the disk as soon as it is measured, and what ended its process is a row too: the rows behind it
+are measured by a new process. Called again with the same --out it goes on with the rows that are not there.
+"""
 
 import argparse
-import dataclasses
+import collections
+import contextlib
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = 'configs/sbp_convnext/'
-T = CONFIGS + 'mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py'
-B = CONFIGS + 'cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
-SHAPES = CONFIGS + 'mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
-PRESETS = 'none with_cp exact int8 nearest paper'
-TESTS = ['test_ops*.py', 'test_training.py']
-BENCHMARK = 'research/benchmark.py {config} --device {device} --presets {presets} --json {out}/{name}.json'
-TINY = ' --size 64x64 --batch 1 --boxes 2 --rounds 1'
+import gpu_parts
+from gpu_parts import ROOT, Part
+
+sys.path[:0] = [str(ROOT), str(ROOT / 'research')]
+_running, _stopping = set(), threading.Event()
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Something to measure: the name of its files, the title of its section, its time limit, its commands for python
-    ('{out}' is the folder of the report), and whether it cannot be rehearsed without a GPU."""
-
-    name: str
-    title: str
-    minutes: float
-    commands: tuple[str, ...]
-    needs_gpu: bool = False
+def lines_of(file: Path) -> list[dict]:
+    """What was appended to a file; not what a process wrote while it was killed."""
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
-def parts_of_report(rehearse: bool) -> list[Part]:
-    """What is measured, in the order of what matters most."""
-
-    def measured(name, title, config, options='', presets=PRESETS, minutes=8, **more):
-        config, device = (SHAPES, 'cpu') if rehearse else (config, 'cuda')
-        presets = 'none exact' if rehearse else presets
-        command = BENCHMARK.format(name=name, config=config, device=device, presets=presets, out='{out}')
-        return Part(name, title, minutes, (command + options + TINY * rehearse,), **more)
-
-    files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / 'tests').glob(name))
-    words = '-m pytest -o addopts= -q -rfE --tb=short -p no:cacheprovider' + ' --collect-only' * rehearse
-    amps = ['fp16'] if rehearse else ['fp16', 'bf16']
-    rivals = ' --rivals ' + ('selective' if rehearse else '')
-    layouts = [] if rehearse else [(amp, ' --channels-last') for amp in amps]
-    return [
-        Part('tests', 'Tests on the device', 8, (' '.join([words, *files]),)),
-        measured('backbone_b_fp16', 'Backbone of B, fp16', B, ' --batch 2' + ' --amp fp16' * (not rehearse)),
-        measured('steps_t', 'Whole steps of T', T, ' --step --batch 2 --boxes 60', PRESETS + ' none'),
-        *(
-            measured(
-                f'cap_b_{cap}',
-                f'B while torch may have {cap} GiB',
-                B,
-                f' --step --batch 2 --cap {cap}',
-                'none with_cp exact int8 paper',
-                5,
-                needs_gpu=True,
-            )  # fmt: skip
-            for cap in (8, 6)
-        ),
-        measured('steps_b', 'Whole steps of B', B, ' --step --batch 2 --boxes 60', PRESETS + ' none'),
-        measured('backbone_t', 'Backbone of T, fp16', T, ' --batch 2'),
-        measured('block_t', 'A block of T, stage 1', T, ' --batch 2 --rounds 30 --module backbone.stages.0.0'),
-        measured('rivals_t', 'What others offer: backbone of T', T, ' --batch 2' + rivals, 'none with_cp exact', 9),
-        _training(rehearse),
-        *(
-            measured(
-                f'backbone_b_{amp}{"_nhwc" * bool(layout)}',
-                f'Backbone of B, {amp}{layout}',
-                B,
-                f' --batch 2 --amp {amp}{layout}',
-            )  # fmt: skip
-            for amp, layout in [('bf16', ''), *layouts]
-        ),
-    ]
+def rows_of(part: Part, out: Path) -> tuple[dict[str, dict], collections.Counter]:
+    """Preset to its row, of what is there; and how often each of the others was begun, but did not end."""
+    lines = [line for line in lines_of(out / f'{part.name}.jsonl') if 'preset' in line]
+    rows = {line['preset']: line for line in lines if line.get('state') != 'begun'}
+    return rows, collections.Counter(line['preset'] for line in lines if line['preset'] not in rows)
 
 
-def _training(rehearse):
-    images, size, epochs = (4, 64, 1) if rehearse else (1000, 128, 6)
-    commands = [
-        f'tools/make_synthetic_coco.py --out {{out}}/shapes --train {images} --val {images} --size {size} --seed 0'
-    ]
-    for preset in ('none', 'exact', 'paper'):
-        words = f'tools/train.py {SHAPES} --work-dir {{out}}/training_{preset} --cfg-options'
-        words += f' model.backbone.sbp_cfg.preset={preset} train_cfg.max_epochs={epochs}'
-        words += f' train_cfg.val_interval={epochs} default_hooks.logger.interval=1'
-        words += ' train_dataloader.dataset.data_root={out}/shapes/ val_dataloader.dataset.data_root={out}/shapes/'
-        words += ' val_evaluator.ann_file={out}/shapes/annotations/instances_val.json'
-        words += ' train_dataloader.batch_size=2' if rehearse else ' train_dataloader.num_workers=8'
-        commands.append(words + ' optim_wrapper.type=' + ('OptimWrapper' if rehearse else 'AmpOptimWrapper'))
-    return Part('training', 'A short training on rendered shapes', 9, tuple(commands))
+def missing(part: Part, out: Path) -> list[str]:
+    """What is to be measured. What ended together with the whole report is tried once more."""
+    rows, begun = rows_of(part, out)
+    return [name for name in part.presets if name not in rows and begun[name] < 2]
 
 
-def run_part(part: Part, out: Path, rehearse: bool, seconds: float) -> dict:
-    """Runs a part, all that it prints into a file.
+def run_part(part: Part, out: Path, end: float, rehearse: bool) -> None:
+    """Runs a part until each of its rows is there, none came, or too little time is left."""
+    from tables import append_line  # noqa: PLC0415  it takes torch with it
 
-    Returns:
-        dict: ``state`` ('done', 'failed', 'too long' or 'needs a GPU') and ``seconds``.
-    """
-    if rehearse and part.needs_gpu:
-        return dict(state='needs a GPU', seconds=0)
+    while (start := time.monotonic()) + part.seconds < end:
+        file, before, (rows, _) = out / f'{part.name}.jsonl', missing(part, out), rows_of(part, out)
+        base = [name for name in part.presets if name in rows and 'reason' not in rows[name]][:1]
+        words = dict(out=[str(out)], lines=[str(file)], presets=[*base, *before])
+        state = _run(part, out, words, min(start + 2 * part.seconds, end), rehearse)
+        if _stopping.is_set():  # nothing that ran is to blame
+            return
+        for name in rows_of(part, out)[1]:
+            append_line(file, dict(preset=name, reason=f'its process ended: {state}'))
+        seconds = round(time.monotonic() - start)
+        append_line(out / 'states.jsonl', dict(part=part.name, state=state, seconds=seconds))
+        print(f'[gpu_report] {part.name}: {state}, {seconds} s', flush=True)
+        if missing(part, out) in ([], before):
+            return
+
+
+def _run(part, out, words, end, rehearse):
+    """'done', 'too long', or how it failed."""
     variables = dict(os.environ, SBP_TEST_DEVICE='cpu' if rehearse else 'cuda')
-    if rehearse:
-        variables['CUDA_VISIBLE_DEVICES'] = ''
-    start, state = time.monotonic(), 'done'
-    with open(out / f'{part.name}.log', 'w') as log:
+    with open(out / f'{part.name}.log', 'a') as log:
         for text in part.commands:
-            command = [sys.executable, *(word.replace('{out}', str(out)) for word in text.split())]
-            state = _run(command, log, variables, seconds - (time.monotonic() - start))
-            if state != 'done':
-                break
-    return dict(state=state, seconds=round(time.monotonic() - start))
+            found = [words.get(word[1:-1]) or [word.replace('{out}', str(out))] for word in text.split()]
+            # A group of its own: workers of a data loader and compilers end with it.
+            options = dict(cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen([sys.executable, *itertools.chain(*found)], **options)
+            _running.add(process)
+            try:
+                if code := process.wait(max(end - time.monotonic(), 1)):
+                    return f'killed by signal {-code}' if code < 0 else f'failed with status {code}'
+            except subprocess.TimeoutExpired:
+                return 'too long'
+            finally:
+                _end(process)
+    return 'done'
 
 
-def _run(command, log, variables, seconds):
-    # A group of its own: workers of a data loader and compilers end with it.
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        return 'failed' if process.wait(max(seconds, 1)) else 'done'
-    except subprocess.TimeoutExpired:
-        return 'too long'
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def _end(process):
+    _running.discard(process)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def write_page(parts: list[Part], states: dict, out: Path) -> Path:
-    """The page, from what is there so far."""
-    rehearsal = states.get('rehearsal')
-    lines = ['# Rehearsal on a CPU: no figure here counts' if rehearsal else '# Measured on a GPU', '']
+def write_page(parts: list[Part], out: Path, archive: Path, title: str) -> None:
+    """The page, and the archive of all that was written."""
+    states = {line['part']: line for line in lines_of(out / 'states.jsonl')}
+    machines = [line['machine'] for part in parts for line in lines_of(out / f'{part.name}.jsonl') if 'machine' in line]
+    lines = [title, '', ', '.join(f'{key} {value}' for key, value in (machines or [{}])[0].items() if key != 'command')]
     for part in parts:
         state = states.get(part.name)
-        told = state and f'State: {state["state"]}, after {state["seconds"]} s. Output: {part.name}.log.'
-        lines += [f'## {part.title}', '', told or 'Not measured yet.', '']
+        told = f'{state["state"]}, after {state["seconds"]} s: {part.name}.log' if state else 'Not measured yet.'
+        lines += ['', f'## {part.name}', '', told, '']
         try:
-            lines += [_table(part, out), '']
+            lines += _table(part, out)
         except Exception as error:  # what cannot be read takes no other part's table with it
-            lines += [f'Its results cannot be read: {type(error).__name__}: {error}', '']
-    page = out / 'report.md'
-    page.write_text('\n'.join(lines))
-    return page
+            lines += [f'Its results cannot be read: {type(error).__name__}: {error}']
+    (out / 'report.md').write_text('\n'.join(lines) + '\n')
+    new = archive.with_name(archive.name + '.new')
+    with tarfile.open(new, 'w:gz') as tar:
+        for file in sorted(out.rglob('*')):  # not the data, the weights, or what was installed
+            name = file.relative_to(out)
+            if file.suffix in ('.md', '.json', '.jsonl', '.log') and name.parts[0] not in ('data', 'site'):
+                tar.add(file, f'{out.name}/{name}')
+    new.replace(archive)
 
 
 def _table(part, out):
-    sys.path[:0] = [str(ROOT / 'research')]
-    if part.name == 'tests':
+    if part.name.startswith('training'):
+        from trainings import read_log  # noqa: PLC0415
+
+        found = read_log(out / part.name)
+        return [f'    {key}: {found[key]}' for key in ('ap', 'step_s', 'memory')] if found and found['loss'] else []
+    if not part.presets:
+        log = out / f'{part.name}.log'
         told = re.compile(r'(FAILED|ERROR) |.*\d+ (passed|failed|skipped|tests collected)')
-        log = out / 'tests.log'
-        return '\n'.join('    ' + line for line in log.read_text().splitlines() if told.match(line)) * log.exists()
-    if part.name == 'training':
-        return _training_table(out)
-    from tables import benchmark_table
+        return ['    ' + line for line in log.read_text().splitlines() if told.match(line)] if log.exists() else []
+    from tables import benchmark_table  # noqa: PLC0415
 
-    file = out / f'{part.name}.json'
-    if not file.exists():
-        return ''
-    found = json.loads(file.read_text())
-    machine = ', '.join(str(found['machine'][key]) for key in ('date', 'device', 'torch', 'commit', 'command'))
-    return f'{benchmark_table(found["rows"], markdown=True)}\n\n*{machine}*'
-
-
-def _training_table(out):
-    from trainings import read_log
-
-    lines = ['| preset | box AP | last loss | step, s | memory, MiB |', '|---|---|---|---|---|']
-    for preset in ('none', 'exact', 'paper'):
-        found = read_log(out / f'training_{preset}')
-        if found and found['loss']:
-            cells = found['ap'].get('box AP'), found['loss'][-1][1], found['step_s'], found['memory']
-            texts = ['' if cell is None else f'{cell:.4g}' for cell in cells]
-            lines.append(f'| {preset} | {" | ".join(texts)} |')
-    return '\n'.join(lines)
-
-
-def _to_run(parts, states, names, end):
-    """Parts and their seconds. What took too long before comes last; what failed would fail again, unless somebody has
-    mended it and names it."""
-    begun = False
-    for part in sorted(parts, key=lambda part: part.name in states):
-        before, left = states.get(part.name, {}).get('state'), end - time.monotonic()
-        wanted = part.name in names if names else before not in ('failed', 'needs a GPU')
-        # A part that the end of the call would kill is left to the next one.
-        if wanted and before != 'done' and left >= (60 * part.minutes if begun else 20):
-            begun = True
-            yield part, min(60 * part.minutes, left)
+    found, begun = rows_of(part, out)
+    found.update({name: dict(preset=name, reason='its process ended') for name in begun})
+    rows = [found[name] for name in part.presets if name in found]
+    if part.counted:
+        name, key, measured = part.counted
+        counted = json.loads((ROOT / f'docs/results/detector_bytes_{name}.json').read_text())['rows']
+        counted = {row['variant']: row[key] for row in counted}
+        for row in rows:
+            row['counted'] = counted[row['preset']]
+            row['of_counted'] = row[measured] / row['counted'] if row.get(measured) else None
+    return [benchmark_table(rows, markdown=True)] if rows else []
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--minutes', type=float, default=25, help='of this call; it can be called again (default: 25)')
-    parser.add_argument('--out', type=Path, required=True, help='folder of the report')
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--quick', action='store_true', help='what matters most, in ten minutes')
+    parser.add_argument('--minutes', type=float, help='of this call (default: 8.5 with --quick, else 25)')
+    parser.add_argument('--out', type=Path, required=True, help='folder of the report; the archive is beside it')
+    parser.add_argument('--archive', type=Path, help='file of the archive (default: OUT.tar.gz)')
     parser.add_argument('--rehearse', action='store_true', help='in a tiny size on a CPU')
-    parser.add_argument('--parts', nargs='+', metavar='NAME', help='only these')
+    parser.add_argument('--parts', nargs='+', metavar='NAME', help='only these, those that failed too')
     args = parser.parse_args()
-    parts = parts_of_report(args.rehearse)
+    end = time.monotonic() + 60 * (args.minutes or (8.5 if args.quick else 25))
+    parts = [part for part in gpu_parts.parts_of_report(args.rehearse) if part.quick or not args.quick]
     names = [part.name for part in parts]
     if unknown := set(args.parts or ()) - set(names):
         parser.error(f'--parts: {sorted(unknown)} are unknown; choose from {names}')
-    if not args.rehearse:
-        import torch  # slow, and a rehearsal does without
+    out, archive = args.out.resolve(), (args.archive or Path(f'{args.out.resolve()}.tar.gz')).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _stop)
+    for name in args.parts or ():
+        for file in (out / f'{name}.jsonl', out / f'{name}.log'):
+            file.unlink(missing_ok=True)
+    title = '# Rehearsal on a CPU: no figure here counts' if args.rehearse else '# Measured on a GPU'
+    cut = {line['part'] for line in lines_of(out / 'states.jsonl')}
 
-        if not torch.cuda.is_available():
-            parser.error('torch sees no GPU; --rehearse runs everything in tiny sizes on a CPU')
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended
-    args.out = args.out.resolve()
-    args.out.mkdir(parents=True, exist_ok=True)
-    file, end = args.out / 'states.json', time.monotonic() + 60 * args.minutes
-    states = json.loads(file.read_text()) if file.exists() else {}
-    if states.setdefault('rehearsal', args.rehearse) != args.rehearse:
-        parser.error(f'{args.out} holds a {"rehearsal" if states["rehearsal"] else "report"}; give another --out')
-    for part, seconds in _to_run(parts, states, args.parts, end):
-        print(f'[gpu_report] {part.name}', flush=True)
-        states[part.name] = run_part(part, args.out, args.rehearse, seconds)
-        print(f'[gpu_report] {part.name}: {states[part.name]["state"]}', flush=True)
-        new = file.with_suffix('.new')  # whole or not at all: it is read by the next call
-        new.write_text(json.dumps(states, indent=1))
-        new.replace(file)
-        write_page(parts, states, args.out)
-    found = {name: states.get(name, {}).get('state') for name in names}
-    missing = [name for name, state in found.items() if state in (None, 'too long')]
-    failed = [name for name, state in found.items() if state == 'failed']
-    page = write_page(parts, states, args.out)
-    print(f'[gpu_report] {page}' + (f'; run it again for {", ".join(missing)}' if missing else ''))
+    def wanted(part):
+        # What was cut or failed is not repeated, unless somebody has mended it and names it.
+        if args.parts:
+            return part.name in args.parts
+        return bool(missing(part, out)) if part.presets else part.name not in cut
+
+    todo = [part for part in parts if wanted(part)]
+    several = max(1, min(8, (os.cpu_count() or 1) // 2))
+    for workers, timed in ((several, False), (1, True)):
+        with ThreadPoolExecutor(workers) as pool:
+            running = [pool.submit(run_part, part, out, end, args.rehearse) for part in todo if part.timed is timed]
+            for future in as_completed(running):
+                future.result()
+                write_page(parts, out, archive, title)
+    write_page(parts, out, archive, title)
+    states = {line['part']: line['state'] for line in lines_of(out / 'states.jsonl')}
+    left = [part.name for part in todo if missing(part, out) or part.name not in states]
+    failed = [part.name for part in parts if states.get(part.name, 'done') != 'done']
+    print(f'[gpu_report] {out}/report.md and {archive}' + (f'; run it again for {", ".join(left)}' if left else ''))
     if failed:
-        print(f'[gpu_report] failed: {", ".join(failed)}; their logs say why, and --parts tries them again')
+        print(f'[gpu_report] not done: {", ".join(failed)}; their logs say why, and --parts tries them again')
+
+
+def _stop(*_):
+    _stopping.set()
+    for process in [*_running]:
+        _end(process)
+    os._exit(143)  # threads would begin the next part
 
 
 if __name__ == '__main__':

@@ -1,28 +1,33 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: tests, bytes, times, caps and a short training in one go, and a page with tables.
+# On a machine with a GPU: smoke, tests, backbones, steps and caps, then rivals and trainings; a page and an archive.
 #
-#   bash tools/gpu_report.sh [--minutes 25] [--out DIR] [--wheels DIR] [--parts NAME ...] [--rehearse]
+#   bash tools/gpu_report.sh --quick [--wheels DIR] [--out DIR] [--archive FILE]    # ten minutes
+#   bash tools/gpu_report.sh [--minutes 25] [--parts NAME ...] [--rehearse] ...     # the long list, as far as it gets
 #
-# Every part has its own time limit, of less than ten minutes, and is written as soon as it is there. Started again with
-# the same --out it goes on with what is missing; --minutes is for one such call. Nothing is downloaded.
+# Every row is written when it is there. Called again with the same --out it goes on. Nothing is downloaded.
 #
 #   --wheels DIR   first install the wheels in DIR or DIR/wheels (of mmcv, mmdet and so on) into a folder below --out
 #   --rehearse     everything in a tiny size on a CPU
 #   SBP_PYTHON     the python with torch (default python3)
+#   SBP_COMMIT     the commit, where there is no git
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 python=${SBP_PYTHON:-python3}
-out=$root/work_dirs/gpu_report
+out=
 wheels=
 arguments=()
+needs='torch.cuda.is_available()'
+name=gpu_report
 while [ $# -gt 0 ]; do
     case $1 in
         --wheels) wheels=${2:?--wheels needs a folder} && shift 2 ;;
         --out) out=${2:?--out needs a folder} && shift 2 ;;
+        --rehearse) arguments+=("$1") && needs=True && name=gpu_rehearsal && export CUDA_VISIBLE_DEVICES= && shift ;;
         *) arguments+=("$1") && shift ;;
     esac
 done
+out=${out:-$root/work_dirs/$name}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 if [ -n "$wheels" ]; then
@@ -37,7 +42,8 @@ if [ -n "$wheels" ]; then
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 cd "$root"
-"$python" -c 'import torch, mmcv.ops, mmdet, pytest, hypothesis, matplotlib' || {
+"$python" -c "import torch, mmcv.ops, mmdet, pytest, hypothesis
+assert $needs, 'torch sees no GPU; --rehearse runs everything in tiny sizes on a CPU'" || {
     echo "$python lacks what the report needs (see above): name another one by SBP_PYTHON, or its wheels by --wheels" >&2
     exit 2
 }

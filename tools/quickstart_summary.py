@@ -1,19 +1,20 @@
-"""What the quick start reached: AP, bytes stored for the backward pass, and where things lie.
+"""What the quick start reached: losses and memory of plain training and of the config's preset, AP, where things lie.
 
-python tools/quickstart_summary.py CONFIG WORK_DIR
+python tools/quickstart_summary.py CONFIG WORK_DIR    WORK_DIR has the trainings 'plain' and 'lean', and 'test'
 """
 
 import json
 import sys
 from pathlib import Path
 
-import torch
-from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.registry import init_default_scope
 
-from sbp_mmdet import apply_lean, remove_lean
-from sbp_mmdet.plan.memory import saved_bytes
+from sbp_mmdet.plan.detector import measure_detector
+from sbp_mmdet.plan.variants import load_config, plain, with_variant
+
+STEPS = 30  # of plain training
+SHOWN = (1, 5, 10, 15, 20, 25, 30)
+BOXES = 40  # nuclei in an image, about
 
 
 def latest(folder: Path, pattern: str) -> Path:
@@ -24,41 +25,59 @@ def latest(folder: Path, pattern: str) -> Path:
     return found[-1]
 
 
-def stored(config: Config, presets: tuple[str, ...]) -> dict[str, int]:
-    """Bytes that the backbone stores for the backward pass of a batch of 128 x 128 pixels, by preset."""
-    init_default_scope('mmdet')
-    backbone = MODELS.build(dict(config.model.backbone, sbp_cfg=None)).train()
-    images, found = torch.zeros(config.train_dataloader.batch_size, 3, 128, 128), {}
-    for preset in presets:
-        remove_lean(backbone)
-        if preset != 'none':
-            apply_lean(backbone, preset=preset)
-        found[preset] = saved_bytes(lambda: backbone(images), [*backbone.parameters(), *backbone.buffers(), images])
-    return found
+def read(folder: Path) -> tuple[dict[int, float], dict]:
+    """Step to loss of a training, and what else its visualizer wrote."""
+    rows = [json.loads(line) for line in latest(folder, '2*/vis_data/scalars.json').read_text().splitlines()]
+    losses = {row['step']: row['loss'] for row in rows if 'loss' in row}
+    return losses, {key: value for row in rows if 'loss' not in row for key, value in row.items()}
+
+
+def peaks(config: Config) -> list[float]:
+    """MB of a training step, plain and by the config's LeanHook; counted by CUDA's rules."""
+    preset = next(hook.preset for hook in config.custom_hooks if hook.type == 'LeanHook')
+    base, size = plain(config), dict(batch=config.train_dataloader.batch_size, height=256, width=256, boxes=BOXES)
+    return [measure_detector(with_variant(base, variant), **size)['peak'] / 1e6 for variant in ('none', preset)]
+
+
+def draw(losses: list[dict[int, float]], path: Path) -> None:
+    """Both curves in one picture."""
+    import matplotlib.pyplot as plt
+
+    for curve, style, label in zip(losses, ('k-', 'r--'), ('plain', 'LeanHook'), strict=True):
+        steps = [step for step in sorted(curve) if step <= STEPS]
+        plt.plot(steps, [curve[step] for step in steps], style, label=label)
+    plt.legend(), plt.xlabel('step'), plt.ylabel('loss')
+    plt.savefig(path)
 
 
 def main():
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    config, work_dir = Config.fromfile(sys.argv[1]), Path(sys.argv[2])
+    config, work_dir = load_config(sys.argv[1]), Path(sys.argv[2])
     try:
-        checkpoint = (work_dir / 'last_checkpoint').read_text().strip()
-        log = latest(work_dir, '2*/*.log')
+        (before, _), (after, said) = read(work_dir / 'plain'), read(work_dir / 'lean')
+        checkpoint = (work_dir / 'lean/last_checkpoint').read_text().strip()
+        log = latest(work_dir / 'lean', '2*/*.log')
         scores = json.loads(latest(work_dir / 'test', '2*/*.json').read_text())
     except FileNotFoundError as error:
         sys.exit(f'error: {error}')
-    trained = config.model.backbone.sbp_cfg.preset
-    found = stored(config, tuple(dict.fromkeys(['none', 'exact', trained])))
+    draw([before, after], work_dir / 'losses.png')
+    print(f'{"":<44}{"plain":>10}{"LeanHook":>10}')
+    for step in SHOWN:
+        print(f'{f"loss, step {step}":<44}{before[step]:>10.4f}{after[step]:>10.4f}')
+    stored = [said[f'lean/stored_mb_{key}'] for key in ('before', 'now')]
+    for what, (first, second) in {
+        'stored for the backward pass, MB': stored,
+        'peak of a step, MB': peaks(config),
+    }.items():
+        print(f'{what:<44}{first:>10.1f}{second:>10.1f}')
     print(f"""
-box AP              {scores['coco/bbox_mAP']:.3f}   (AP50 {scores['coco/bbox_mAP_50']:.3f}), held-out images
+box AP              {scores['coco/bbox_mAP']:.3f}   (AP50 {scores['coco/bbox_mAP_50']:.3f}), images that were held out
 mask AP             {scores['coco/segm_mAP']:.3f}   (AP50 {scores['coco/segm_mAP_50']:.3f})
-stored for backward by the backbone, a batch of {config.train_dataloader.batch_size} x 3 x 128 x 128:""")
-    for preset, nbytes in found.items():
-        told = ', this training' if preset == trained else ''
-        print(f'  {preset:<18}{nbytes / 1e6:.1f} MB   ({nbytes / found["none"]:.0%}{told})')
-    print(f"""log                 {log}
-checkpoint          {checkpoint}
-picture             {work_dir / 'predictions.png'}""")
+loss curves         {work_dir / 'losses.png'}
+predictions         {work_dir / 'predictions.png'}
+log                 {log}
+checkpoint          {checkpoint}""")
 
 
 if __name__ == '__main__':

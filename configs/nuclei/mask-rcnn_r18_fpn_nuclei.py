@@ -2,7 +2,7 @@
 # the study of convolutional detectors.
 _base_ = './mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
 
-norm_cfg = dict(type='BN')
+norm_cfg = dict(_delete_=True, type='BN')
 model = dict(
     backbone=dict(
         _delete_=True,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..draws import Draws, Phases
+from ..draws import Draws, LevelDraws, Phases
 from ..ops.images import on_images
 from ..ops.operation import Form
 from ..ops.precision import accumulator, autocast_dtype
@@ -27,7 +27,7 @@ from ..settings import Settings
 from ..surgery import Mixin
 from .parts import Part
 
-__all__ = ['ADAPTERS', 'Block', 'Lean', 'Place', 'adapter', 'adapter_of']
+__all__ = ['ADAPTERS', 'Block', 'Lean', 'Place', 'Whole', 'adapter', 'adapter_of', 'kind_of']
 
 # Class of a module, by its module and name, to what is mixed into it.
 ADAPTERS: dict[str, type['Lean']] = {}
@@ -47,6 +47,8 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['Lean']], type['Lea
         if not issubclass(mixin, Lean):
             raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.Lean or Block')
         ADAPTERS.update({kind if isinstance(kind, str) else _path(kind): mixin for kind in kinds})
+        if issubclass(mixin, Whole) and 'stock' not in vars(mixin):
+            mixin.stock = kinds
         return mixin
 
     return register
@@ -61,20 +63,28 @@ def _path(kind):
     return f'{kind.__module__}.{kind.__qualname__}'
 
 
+def kind_of(module: nn.Module) -> type:
+    """The class of a module without adapters in front of it."""
+    kind = type(module)
+    while kind.__bases__ and issubclass(kind.__bases__[0], Lean):
+        kind = kind.__bases__[1]
+    return kind
+
+
 class Place(NamedTuple):
     """Where a changed module stands.
 
     Attributes:
         settings (Settings): Of the model.
         layer (tuple | None): Which layer of its backbone it is; None: none that has positions. Default: None.
-        draws (Draws | None): Of its backbone. Default: None.
+        draws (Draws | LevelDraws | None): Of its backbone, or of itself. Default: None.
         name (str): Of the module. Default: ''.
         phases (Phases | None): Of the model's samples. Default: None.
     """
 
     settings: Settings
     layer: tuple | None = None
-    draws: Draws | None = None
+    draws: Draws | LevelDraws | None = None
     name: str = ''
     phases: Phases | None = None
 
@@ -120,6 +130,15 @@ class Lean(Mixin):
         return next(filter(None, (part.refusal(form) for part in cls.parts(module).values())), None)
 
     @classmethod
+    def token_ratio(cls, settings: Settings) -> float | None:
+        """Keep ratio of a module that draws for itself, by :class:`.draws.LevelDraws`; None: it keeps all.
+
+        Args:
+            settings (Settings): Of the model.
+        """
+        return None
+
+    @classmethod
     def members(cls, module: nn.Module) -> Iterable[nn.Module]:
         """The module and those inside of it that the adapter runs, so that they need none; none: nothing to change.
 
@@ -128,6 +147,22 @@ class Lean(Mixin):
         """
         return module.modules()
 
+    def extra_repr(self) -> str:
+        """For ``print(model)``: what is said of the module, its preset, and how much it keeps."""
+        settings, layer, draws, *_ = self._lean
+        ratio = draws and draws.stages.keep_ratios().get(layer)
+        said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
+        return ', '.join(filter(None, said))
+
+    @classmethod
+    def aside(cls, module: nn.Module) -> Iterable[tuple[nn.Module, str]]:
+        """Modules inside that run their own code although the adapter knows them, and why.
+
+        Args:
+            module (nn.Module): The module.
+        """
+        return ()
+
     @property
     def form(self) -> Form:
         """How operations store."""
@@ -135,10 +170,8 @@ class Lean(Mixin):
 
     def drawn_form(self) -> Form:
         """The same, with rows that are drawn anew where gradients of weights come from a sample."""
-        settings, place = self._lean.settings, self._lean
-        if settings.step == 1:
-            return self.form
-        return dataclasses.replace(self.form, sample=place.phases.draw(place.name, settings.step))
+        step, phases = self._lean.settings.step, self._lean.phases
+        return self.form if step == 1 else dataclasses.replace(self.form, sample=phases.draw(self._lean.name, step))
 
     def drop_rates(self) -> dict[str, float]:
         """Rate of stochastic depth of the parts that leave out images."""
@@ -176,6 +209,34 @@ class Lean(Mixin):
             return part(form, x, factor=x.new_full((len(x),), 1 / (1 - rate), dtype=accumulator(x)), **options)
 
         return on_images(on_some, x, images, part.parameters())
+
+
+class Whole(Lean):
+    """Base of adapters that take the place of a whole forward pass of their own, and not of its parts alone.
+
+    Attributes:
+        stock (tuple[type, ...]): Classes whose forward pass the adapter knows. Default: those that it is registered
+            for.
+    """
+
+    samples = False
+    stock = ()
+
+    def forward(self, *args, **kwargs):
+        if self.form.implementation == 'reference':
+            return super(Lean, self).forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    @classmethod
+    def has_stock_forward(cls, module: nn.Module) -> bool:
+        """Whether the class of a module has no forward pass of its own."""
+        return any(kind_of(module).forward is kind.forward for kind in cls.stock)
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        if cls.has_stock_forward(module):
+            return None
+        return f'its class, {kind_of(module).__name__}, has a forward pass of its own'
 
 
 class Block(Lean):

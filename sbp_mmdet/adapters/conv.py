@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.operation import Form
 from ..settings import Settings
-from .adapter import Lean, adapter
+from .adapter import Lean, Whole, adapter, kind_of
 
 __all__ = ['ConvLean', 'conv_norm_act', 'known']
 
@@ -33,12 +33,9 @@ _ACTS = {
 }
 
 
-def _kind(module):
-    """The class of a module without adapters in front of it."""
-    kind = type(module)
-    while kind.__bases__ and issubclass(kind.__bases__[0], Lean):
-        kind = kind.__bases__[1]
-    return kind
+def _hooked(module):
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or 'forward' in vars(module)
 
 
 def known(module: nn.Module | None, kinds: str) -> bool:
@@ -48,11 +45,10 @@ def known(module: nn.Module | None, kinds: str) -> bool:
         module (nn.Module | None): A submodule.
         kinds (str): What it should be: 'conv', 'norm' or 'act'.
     """
-    kind = _kind(module)
+    kind = kind_of(module)
     if kind not in dict(conv=_CONVS, norm=_NORMS, act=_ACTS)[kinds]:
         return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or 'forward' in vars(module):
+    if _hooked(module):
         return False  # somebody's code would not run
     return kinds != 'conv' or (module.padding_mode == 'zeros' and not isinstance(module.padding, str))
 
@@ -92,7 +88,7 @@ def conv_norm_act(
 def _operation(form, x, conv, norm=None, act=None, residual=None):
     settings, tensors = (dict(norm='none'), {}) if norm is None else _norm(norm)
     if act is not None:
-        settings['activation'] = _ACTS[_kind(act)](act)
+        settings['activation'] = _ACTS[kind_of(act)](act)
     geometry = conv.stride, conv.padding, conv.dilation, conv.groups
     tensors = ops.ConvNormTensors(x, conv.weight, conv.bias, **tensors, residual=residual)
     return ops.conv_norm(ops.ConvNormSettings(form, *geometry, **settings), tensors)
@@ -125,25 +121,8 @@ def _process_group(norm):
     return group if dist.get_world_size(group) > 1 else None
 
 
-class ConvLean(Lean):
-    """Base of adapters of convolutional modules, which are exact in every preset.
-
-    Attributes:
-        stock (tuple[type, ...]): Classes whose forward pass the adapter knows.
-    """
-
-    samples = False
-    stock = ()
-
-    def forward(self, *args, **kwargs):
-        if self.form.implementation == 'reference':
-            return super(Lean, self).forward(*args, **kwargs)
-        return super().forward(*args, **kwargs)
-
-    @classmethod
-    def has_stock_forward(cls, module: nn.Module) -> bool:
-        """Whether the class of a module has no forward pass of its own."""
-        return any(_kind(module).forward is kind.forward for kind in cls.stock)
+class ConvLean(Whole):
+    """Base of adapters of convolutional modules, which are exact in every preset."""
 
     @classmethod
     def members(cls, module: nn.Module) -> Iterator[nn.Module]:
@@ -152,10 +131,10 @@ class ConvLean(Lean):
         yield from (module, *(m for m in module.children() if any(known(m, kind) for kind in kinds)))
 
     @classmethod
-    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        if cls.has_stock_forward(module):
-            return None
-        return f'its class, {_kind(module).__name__}, has a forward pass of its own'
+    def aside(cls, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+        for inside in module.modules():
+            if kind_of(inside) in (*_NORMS, *_ACTS) and _hooked(inside):
+                yield inside, 'it has hooks, which run; its layer stores what torch stores'
 
     def layer(self, x: Tensor, *modules: nn.Module | None, residual: Tensor | None = None) -> Tensor:
         """:func:`conv_norm_act` in this module's form."""
@@ -166,11 +145,8 @@ class ConvLean(Lean):
 class Conv(ConvLean):
     """A convolution alone: it shares what the layer before stores, and what it stores with its siblings."""
 
-    stock = _CONVS
-
     def lean_forward(self, x: Tensor) -> Tensor:
-        taken = known(self, 'conv') and x.dim() == 4 and x.numel()
-        return _operation(self.form, x, self) if taken else super(Lean, self).forward(x)
+        return _operation(self.form, x, self) if x.dim() == 4 and x.numel() else super(Lean, self).forward(x)
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
@@ -183,8 +159,6 @@ class Conv(ConvLean):
 class ConvModule(ConvLean):
     """Convolution, norm and activation."""
 
-    stock = (mmcv.cnn.ConvModule,)
-
     def lean_forward(self, x: Tensor, activate: bool = True, norm: bool = True) -> Tensor:
         if self.with_explicit_padding:
             x = self.padding_layer(x)
@@ -196,7 +170,7 @@ class ConvModule(ConvLean):
         if tuple(module.order) != ('conv', 'norm', 'act'):
             return f'its layers stand in the order {module.order}'
         if not known(module.conv, 'conv'):
-            kind = _kind(module.conv)
+            kind = kind_of(module.conv)
             return _UNKNOWN if kind in _CONVS else f'its convolution is a {kind.__name__}'
         return super().refusal(module, settings)
 
@@ -204,8 +178,6 @@ class ConvModule(ConvLean):
 @adapter(nn.Sequential)
 class Sequence(ConvLean):
     """Convolutions that are followed by a norm or an activation; other members run their own code."""
-
-    stock = (nn.Sequential,)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         for layer in _runs(self):

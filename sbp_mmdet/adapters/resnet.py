@@ -32,8 +32,6 @@ class _Residual(ConvLean):
 class BasicBlock(_Residual):
     """Two convolutions."""
 
-    stock = (resnet.BasicBlock,)
-
     def lean_forward(self, x: Tensor) -> Tensor:
         out = self.layer(x, self.conv1, self.norm1, self.relu)
         return self.layer(out, self.conv2, self.norm2, self.relu, residual=self.identity(x))
@@ -42,8 +40,6 @@ class BasicBlock(_Residual):
 @adapter(resnet.Bottleneck)
 class Bottleneck(_Residual):
     """Three convolutions, of ResNet, ResNeXt and RegNet."""
-
-    stock = (resnet.Bottleneck,)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         out = self.plugged(1, self.layer(x, self.conv1, self.norm1, self.relu))
@@ -60,8 +56,6 @@ class Bottleneck(_Residual):
 @adapter(res2net.Bottle2neck)
 class Bottle2neck(Bottleneck):
     """In Res2Net's the second convolution is one for each part of the channels."""
-
-    stock = (res2net.Bottle2neck,)
 
     @classmethod
     def members(cls, module: nn.Module) -> Iterator[nn.Module]:
@@ -82,8 +76,6 @@ class Bottle2neck(Bottleneck):
 class _SplitBottleneck(Bottleneck):
     """In ResNeSt's the second convolution is a :class:`SplitAttention`."""
 
-    stock = (resnest.Bottleneck,)
-
     def middle(self, x: Tensor) -> Tensor:
         out = self.conv2(x)
         return self.avd_layer(out) if self.avg_down_stride else out
@@ -92,8 +84,6 @@ class _SplitBottleneck(Bottleneck):
 @adapter(resnest.SplitAttentionConv2d)
 class SplitAttention(ConvLean):
     """Convolution, and attention between groups of its channels."""
-
-    stock = (resnest.SplitAttentionConv2d,)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         x = self.layer(x, self.conv, self.norm0, self.relu)
@@ -107,8 +97,6 @@ class SplitAttention(ConvLean):
 @adapter(darknet.ResBlock, csp_layer.DarknetBottleneck, csp_layer.CSPNeXtBlock)
 class _ConvModules(_Residual):
     """Blocks of two ``ConvModule``, which have their own adapter, and a shortcut."""
-
-    stock = (darknet.ResBlock, csp_layer.DarknetBottleneck, csp_layer.CSPNeXtBlock)
 
     @classmethod
     def members(cls, module: nn.Module) -> Iterator[nn.Module]:
@@ -144,8 +132,6 @@ class _ResNet(_Stem):
 
 @adapter(hrnet.HRNet)
 class _HRNet(_Stem):
-    stock = (hrnet.HRNet,)
-
     def lean_forward(self, x: Tensor) -> list[Tensor]:
         x = self.layer(x, self.conv1, self.norm1, self.relu)
         x = self.layer(x, self.conv2, self.norm2, self.relu)

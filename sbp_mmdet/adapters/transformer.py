@@ -1,10 +1,14 @@
 """Layers of transformer detectors: mmcv's attention and feed-forward network, and what mmdet builds of them.
 
 DETR, Conditional, DAB, Deformable DETR, DINO, DDQ, Grounding DINO, MaskFormer and Mask2Former are made of these. All
-are exact with every preset: queries of a decoder are never dropped.
+are exact with every preset but ``paper``, which drops tokens in layers of a deformable encoder. Queries of a decoder
+are never dropped.
 """
 
+import inspect
 import warnings
+from numbers import Real
+from types import SimpleNamespace
 
 import torch.utils.checkpoint as cp
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
@@ -18,19 +22,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
+from ..ops.operation import Form
 from ..settings import Settings
-from .adapter import Lean, adapter
-from .conv import _ACTS, ConvLean, _kind, known
+from .adapter import Lean, Whole, adapter, kind_of
+from .conv import _ACTS, known
 
 __all__ = ['Attention', 'DeformableAttention', 'DeformableEncoderLayer', 'FeedForward', 'RunAgain']
 
 
-class _Exact(ConvLean):
+class _Layer(Whole):
     """Base of these adapters."""
 
-    @classmethod
-    def members(cls, module: nn.Module):
-        return module.modules()
+    def given(self, args: tuple, kwargs: dict) -> SimpleNamespace:
+        """The arguments of a call of the stock forward pass, by name."""
+        bound = inspect.signature(self.stock[0].forward).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        return SimpleNamespace(**bound.arguments)
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
@@ -47,13 +54,13 @@ def _replaced(*modules):
     for module in modules:
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         if any(hooks) or 'forward' in vars(module):
-            return f'a {_kind(module).__name__} in it has hooks, or a forward pass that was put in its place'
+            return f'a {kind_of(module).__name__} in it has hooks, or a forward pass that was put in its place'
     return None
 
 
 def _unlike(module, *kinds):
     """Why a submodule is none of the known ones; None: it is."""
-    found = _kind(module)
+    found = kind_of(module)
     return None if found in kinds else f'it has a {found.__name__} in place of a {kinds[0].__name__}'
 
 
@@ -72,17 +79,14 @@ def _again(run, *args):
 
 
 @adapter(FFN)
-class FeedForward(_Exact):
+class FeedForward(_Layer):
     """Stores its input; the hidden layer is computed again. Layers of other kinds run again as they are."""
 
     samples = True
-    stock = (FFN,)
 
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
         if x.dim() == 3 and x.numel() and not any(_ffn_reasons(self)):
-            out = ops.feed_forward(
-                _ffn_settings(self, self.drawn_form().sample), ops.FFNTensors(x, **_ffn_weights(self))
-            )
+            out = ops.feed_forward(_ffn_settings(self, self.drawn_form()), ops.FFNTensors(x, **_ffn_weights(self)))
         else:
             out = _again(self.layers, x)
         out = self.dropout_layer(getattr(self, 'gamma2', nn.Identity())(out))
@@ -98,14 +102,14 @@ def _ffn_reasons(ffn):
     for linear in (first, second):
         yield _unlike(linear, Linear, nn.Linear)
         yield None if linear.bias is not None else 'its FFN has no biases'
-    yield None if known(act, 'act') else f'its activation is {_kind(act).__name__}'
+    yield None if known(act, 'act') else f'its activation is {kind_of(act).__name__}'
     yield _replaced(*ffn.layers[0], *ffn.layers)
 
 
-def _ffn_settings(ffn, sample):
+def _ffn_settings(ffn, form):
     rates = _rate(ffn.layers[0][2]), _rate(ffn.layers[2])
     act = ffn.layers[0][1]
-    return ops.FFNSettings(_ACTS[_kind(act)](act), rates, sample=sample)
+    return ops.FFNSettings(_ACTS[kind_of(act)](act), rates, sample=form.sample)
 
 
 def _ffn_weights(ffn):
@@ -117,37 +121,23 @@ def _ffn_weights(ffn):
 
 
 @adapter(MultiheadAttention)
-class Attention(_Exact):
+class Attention(_Layer):
     """Runs torch's kernel, which stores no map of queries by keys; with a mask or dropout the layer runs again."""
 
-    stock = (MultiheadAttention,)
-
-    def lean_forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        identity: Tensor | None = None,
-        query_pos: Tensor | None = None,
-        key_pos: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        **kwargs,
-    ) -> Tensor:
-        identity = query if identity is None else identity
-        key = query if key is None else key
-        value = key if value is None else value
-        if key_pos is None and query_pos is not None:
-            if query_pos.shape == key.shape:
-                key_pos = query_pos
+    def lean_forward(self, *args, **kwargs) -> Tensor:
+        a = self.given(args, kwargs)
+        key = a.query if a.key is None else a.key
+        value, key_pos = key if a.value is None else a.value, a.key_pos
+        if key_pos is None and a.query_pos is not None:
+            if a.query_pos.shape == key.shape:
+                key_pos = a.query_pos
             else:
                 warnings.warn(f'position encoding of key is missing in {type(self).__name__}.', stacklevel=2)
-        tensors = (query, key, value, query_pos, key_pos, attn_mask, key_padding_mask)
-        if attn_mask is None and key_padding_mask is None and not (self.attn.dropout and self.attn.training):
-            out = self._attend(*tensors)
-        else:
-            out = _again(self._attend, *tensors)
-        return identity + self.dropout_layer(self.proj_drop(out))
+        tensors = (a.query, key, value, a.query_pos, key_pos, a.attn_mask, a.key_padding_mask)
+        masked = a.attn_mask is not None or a.key_padding_mask is not None
+        again = masked or (self.attn.dropout and self.attn.training)
+        out = _again(self._attend, *tensors) if again else self._attend(*tensors)
+        return (a.query if a.identity is None else a.identity) + self.dropout_layer(self.proj_drop(out))
 
     def _attend(self, query, key, value, query_pos, key_pos, attn_mask, key_padding_mask):
         query = query if query_pos is None else query + query_pos
@@ -164,10 +154,8 @@ class Attention(_Exact):
 
 
 @adapter(ConditionalAttention, SpatialReductionAttention)
-class RunAgain(_Exact):
+class RunAgain(_Layer):
     """Attention of other kinds runs again as it is."""
-
-    stock = (ConditionalAttention, SpatialReductionAttention)
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
         def run(args, kwargs):
@@ -180,28 +168,15 @@ class RunAgain(_Exact):
 
 
 @adapter(MultiScaleDeformableAttention)
-class DeformableAttention(_Exact):
+class DeformableAttention(_Layer):
     """Stores what the kernel puts out; values, places and weights are computed again."""
 
-    stock = (MultiScaleDeformableAttention,)
-
-    def lean_forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        identity: Tensor | None = None,
-        query_pos: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        reference_points: Tensor | None = None,
-        spatial_shapes: Tensor | None = None,
-        level_start_index: Tensor | None = None,
-        **kwargs,
-    ) -> Tensor:
-        value, identity = query if value is None else value, query if identity is None else identity
-        given = (query_pos, value, reference_points, key_padding_mask, spatial_shapes, level_start_index)
-        tensors = ops.DeformableTensors(query, *given, **_attention_weights(self))
-        return self.dropout(ops.deformable_attention(_attention_settings(self, self.form), tensors)) + identity
+    def lean_forward(self, *args, **kwargs) -> Tensor:
+        a = self.given(args, kwargs)
+        value = a.query if a.value is None else a.value
+        tensors = ops.DeformableTensors(a.query, a.query_pos, value, *_places(a), **_attention_weights(self))
+        out = self.dropout(ops.deformable_attention(_attention_settings(self, self.form), tensors))
+        return out + (a.query if a.identity is None else a.identity)
 
     @classmethod
     def reasons(cls, module: nn.Module):
@@ -220,14 +195,23 @@ def _attention_settings(module, form):
     return ops.DeformableSettings(*sizes, form, module.im2col_step)
 
 
+def _places(given):
+    """Where queries look, and at what, of a call's arguments."""
+    return given.reference_points, given.key_padding_mask, given.spatial_shapes, given.level_start_index
+
+
 def _attention_weights(module):
     layers = {name: getattr(module, own) for own, name in _LINEARS.items()}
     return {f'{name}_{kind}': getattr(layer, kind) for name, layer in layers.items() for kind in ('weight', 'bias')}
 
 
 @adapter(DeformableDetrTransformerEncoderLayer)
-class DeformableEncoderLayer(_Exact):
-    """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time."""
+class DeformableEncoderLayer(_Layer):
+    """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time.
+
+    With ``paper`` attention and feed-forward network send gradients from kept tokens. A list of keep ratios names
+    blocks of a backbone, so all tokens of an encoder are kept then.
+    """
 
     checkpointed = samples = True
     stock = (DeformableDetrTransformerEncoderLayer, DetrTransformerEncoderLayer)
@@ -242,37 +226,28 @@ class DeformableEncoderLayer(_Exact):
         finally:
             self.forward = wrapped
 
-    def lean_forward(
-        self,
-        query: Tensor,
-        query_pos: Tensor,
-        key_padding_mask: Tensor | None,
-        reference_points: Tensor,
-        spatial_shapes: Tensor,
-        level_start_index: Tensor,
-        **kwargs,
-    ) -> Tensor:
-        attention, ffn = self.self_attn, self.ffn
+    def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
+        attention, ffn, given = self.self_attn, self.ffn, SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
         eps = tuple(norm.eps for norm in self.norms)
         settings = ops.EncoderSettings(
             _attention_settings(attention, self.form),
-            _ffn_settings(ffn, self.drawn_form().sample),
+            _ffn_settings(ffn, self.drawn_form()),
             _rate(attention.dropout),
             eps,
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
-        tensors = ops.EncoderTensors(
-            query,
-            query_pos,
-            reference_points,
-            key_padding_mask,
-            spatial_shapes,
-            level_start_index,
-            **_attention_weights(attention),
-            **norms,
-            **_ffn_weights(ffn),
-        )
+        weights = _attention_weights(attention) | norms | _ffn_weights(ffn)
+        draws, positions = self._lean.draws, None
+        if draws is not None and any(p.requires_grad for p in self.parameters()):
+            positions = draws.positions(given.spatial_shapes.tolist(), query.device)
+        tensors = ops.EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
         return ops.deformable_encoder_layer(settings, tensors)
+
+    @classmethod
+    def token_ratio(cls, settings: Settings) -> float | None:
+        preset, ratio = settings.preset, settings.keep_ratio
+        paper = preset.thins and preset.form == Form()
+        return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
 
     @classmethod
     def reasons(cls, module: nn.Module):
@@ -281,7 +256,7 @@ class DeformableEncoderLayer(_Exact):
         yield from DeformableAttention.reasons(module.self_attn)
         yield from _ffn_reasons(module.ffn)
         yield _replaced(module.ffn)
-        if not module.ffn.add_identity or _kind(getattr(module.ffn, 'gamma2', nn.Identity())) is not nn.Identity:
+        if not module.ffn.add_identity or kind_of(getattr(module.ffn, 'gamma2', nn.Identity())) is not nn.Identity:
             yield 'its feed-forward network has no shortcut, or a layer scale'
         yield None if isinstance(module.ffn.dropout_layer, nn.Identity) else 'its FFN has a dropout_layer'
         for norm in module.norms:

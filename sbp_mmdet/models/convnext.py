@@ -137,6 +137,9 @@ class SBPConvNeXt(LeanBackbone, BaseModule):
 
     Raises:
         ValueError: For a value that cannot be honoured, naming it and the remedy.
+
+    Example:
+        ``backbone=dict(type='SBPConvNeXt', arch='tiny', sbp_cfg=dict(preset='exact'))``
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class LeanBackbone(nn.Module):
     """
 
     sbp = None
-    _told_of_frozen_layers = False
+    _report = None  # said once, when training begins
 
     def train_lean(self, sbp_cfg: dict | None) -> None:
         """Changes the finished network.
@@ -38,18 +38,20 @@ class LeanBackbone(nn.Module):
             reasons = {reason for reason in report.left.values() if reason != 'frozen'}
             if refused := reasons - {'no lean form of it is known'}:
                 raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {"; ".join(refused)}')
-        self.sbp = settings
+        self.sbp, self._report = settings, report
 
     def keep_ratios(self) -> dict[tuple, float]:
         """The layers that are thinned, and how far, see :func:`sbp_mmdet.apply.keep_ratios`."""
         return keep_ratios(self)
 
     def train(self, mode: bool = True) -> 'LeanBackbone':
-        """As ``nn.Module.train``. Says, once, where all thinned layers are frozen, so that SBP changes nothing."""
+        """As ``nn.Module.train``. Says, once, what ``sbp_cfg`` changed, and where all that it thins is frozen."""
         super().train(mode)
-        thins = mode and not self._told_of_frozen_layers and any(draws.stages.ratios for draws in draws_of(self))
-        if thins and not keep_ratios(self):
-            self._told_of_frozen_layers = True
-            text = f'{type(self).__name__}: all layers that sbp_cfg thins are frozen, so it changes nothing'
-            print_log(text, logger='current', level=logging.WARNING)
+        if mode and self._report is not None:
+            report, self._report = self._report, None
+            said = f"{type(self).__name__}: preset='{self.sbp.preset.name}': {report}"
+            print_log(said, logger='current')
+            if any(draws.stages.ratios for draws in draws_of(self)) and not keep_ratios(self):
+                text = f'{type(self).__name__}: all layers that sbp_cfg thins are frozen, so it changes nothing'
+                print_log(text, logger='current', level=logging.WARNING)
         return self

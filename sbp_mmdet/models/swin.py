@@ -27,6 +27,9 @@ class SBPSwinTransformer(LeanBackbone, SwinTransformer):
 
     Raises:
         ValueError: For a value that cannot be honoured, naming it and the remedy.
+
+    Example:
+        ``backbone=dict(type='SBPSwinTransformer', sbp_cfg=dict(preset='exact'))``
     """
 
     def __init__(self, *args, sbp_cfg: dict | None = None, **kwargs):

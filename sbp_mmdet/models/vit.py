@@ -184,6 +184,9 @@ class SBPViT(LeanBackbone, BaseModule):
 
     Raises:
         ValueError: For a value that cannot be honoured, naming it and the remedy.
+
+    Example:
+        ``backbone=dict(_delete_=True, type='SBPViT', arch='base', sbp_cfg=dict(preset='exact'))``
     """
 
     def __init__(

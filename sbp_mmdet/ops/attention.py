@@ -264,10 +264,8 @@ def _activations(settings, saved, xhat, weight, bias):
 
 def _product(settings, a, b):
     """a^T b of rows (N, K, ...), in full precision; an estimate where the form has a sample."""
-    a, b = a.flatten(0, 1), b.flatten(0, 1)
-    sampled = Sampled(settings.form.sample, len(a))
-    total = torch.zeros(a.shape[1], b.shape[1], dtype=accumulator(a), device=a.device)
-    accumulate(total, sampled.of(a), sampled.of(b))
+    sampled = Sampled(settings.form.sample, a.shape[0] * a.shape[1])
+    total = accumulate(None, sampled.of(a.flatten(0, 1)), sampled.of(b.flatten(0, 1)))
     sampled.scale_(total)
     return total
 

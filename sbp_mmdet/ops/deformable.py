@@ -187,6 +187,9 @@ def _sample_backward(s, t, grad, value, places, weights):
     return [x.to(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
 
+# What is made again and its gradients are ten times as much as the values: so many elements of these exist at a time.
+_AT_A_TIME = 2**22
+_OF_IMAGES = ('x', 'query_pos', 'value', 'reference_points', 'key_padding_mask')
 _INPUTS = tuple(name for name in DeformableGradients._fields if not name.startswith('output'))
 
 
@@ -202,13 +205,32 @@ def inputs_backward(s, t, grad, needs):
     asked = [name for name in _INPUTS if needs[name]]
     if not asked:
         return {}
+    found, number = {}, max(_AT_A_TIME // t.value[0].numel(), 1)
+    if number >= len(grad):
+        return _images_backward(s, t, grad, asked)
+    whole = {name: x for name in _OF_IMAGES if (x := getattr(t, name)) is not None and len(x) == len(grad)}
+    for start in range(0, len(grad), number):
+        images = slice(start, start + number)
+        part = t._replace(**{name: x[images] for name, x in whole.items()})
+        for name, gradient in _images_backward(s, part, grad[images], asked).items():
+            if name in whole:
+                if not start:
+                    found[name] = torch.empty_like(whole[name])
+                found[name][images] = gradient
+            else:
+                found[name] = found[name].add_(gradient) if start else gradient
+    return found
+
+
+def _images_backward(s, t, grad, asked):
+    """As :func:`inputs_backward`, for some of the images."""
     with torch.enable_grad():
         leaves = {name: getattr(t, name).detach().requires_grad_() for name in asked}
         made = kernel_inputs(s, t._replace(**leaves))
     found = _sample_backward(s, t, grad, *(x.detach() for x in made))
     outs, grads = zip(*((x, g) for x, g in zip(made, found, strict=True) if x.requires_grad), strict=True)
     gradients = torch.autograd.grad(outs, [*leaves.values()], grads, allow_unused=True)
-    return dict(zip(asked, gradients, strict=True))
+    return {name: g for name, g in zip(asked, gradients, strict=True) if g is not None}
 
 
 def _attention_forward(settings, tensors, needs):

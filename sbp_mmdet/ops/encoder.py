@@ -3,20 +3,25 @@
 What is stored is what the kernel of the attention A puts out and the sum in front of LN2, and x where it is not such a
 sum behind its norm: the next layer reads its x from what this one stored. All between is computed again, in chunks of
 rows, for one product of the FFN and three and a half small ones.
+
+Tokens that are dropped (Algorithm 1, with A and FFN as its f) send gradients through shortcuts and norms alone: as
+queries of A they send none, as rows of the FFN none. What they store is needed for the norms.
 """
 
 import dataclasses
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..functional import take
 from .deformable import FIXED, DeformableSettings, DeformableTensors, inputs_backward, kernel_inputs, sample
 from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
 from .maps import hand_on, handed_on
 from .operation import OnHost, Operation, gradients_of, in_precision
 from .precision import accumulate, column_sums, zeros_for
-from .rows import chunks
+from .rows import add_rows_, chunks
 
 __all__ = ['EncoderSettings', 'EncoderTensors', 'deformable_encoder_layer']
 
@@ -39,20 +44,19 @@ class EncoderSettings:
     eps: tuple[float, float] = (1e-5, 1e-5)
 
 
-EncoderTensors = NamedTuple(
+EncoderTensors = namedtuple(
     'EncoderTensors',
-    [
-        *((name, Tensor) for name in DeformableTensors._fields if name != 'value'),
-        *((name, Tensor) for name in ('norm1_weight', 'norm1_bias', 'weight1', 'bias1', 'weight2', 'bias2')),
-        *((name, Tensor) for name in ('norm2_weight', 'norm2_bias')),
-    ],
+    [name for name in DeformableTensors._fields if name != 'value']
+    + ['norm1_weight', 'norm1_bias', 'weight1', 'bias1', 'weight2', 'bias2', 'norm2_weight', 'norm2_bias', 'positions'],
+    defaults=[None],
 )
 EncoderTensors.__doc__ = """What a layer works on.
 
-As :class:`DeformableTensors`, but values are made of ``x``; the affine parts of both layer norms, shape (C,); and
-``weight1``, ``bias1``, ``weight2``, ``bias2`` as in :class:`.ffn.FFNTensors`.
+As :class:`DeformableTensors`, but values are made of ``x``; the affine parts of both layer norms, shape (C,);
+``weight1``, ``bias1``, ``weight2``, ``bias2`` as in :class:`.ffn.FFNTensors`; and which tokens are
+kept, :class:`.masks.Positions`; None: all.
 """
-EncoderGradients = gradients_of(EncoderTensors, *FIXED)
+EncoderGradients = gradients_of(EncoderTensors, *FIXED, 'positions')
 
 
 class Normed(NamedTuple):
@@ -81,7 +85,7 @@ class EncoderSaved(NamedTuple):
 
 
 def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors) -> Tensor:
-    """A layer of a deformable encoder, see this module; exact.
+    """A layer of a deformable encoder, see this module.
 
     Args:
         settings (EncoderSettings): See there.
@@ -126,7 +130,12 @@ class _Rows:
         self.sums = {name: zeros_for(getattr(t, name)) for name in names} if needs else {}
 
     def chunks(self, x):
-        return chunks(*x.shape[:2], self.ffn.width, x.device, self.s.ffn.chunk)
+        """Chunks of kept tokens, then of dropped ones: the tokens' index (None: all in order), whether kept, chunk."""
+        keep, drop = self.t.positions[:2] if self.t.positions else (None, None)
+        for index, kept in ((keep, True),) if drop is None else ((keep, True), (drop, False)):
+            each = x.shape[1] if index is None else len(index)
+            for chunk in chunks(len(x), each, self.ffn.width, x.device, self.s.ffn.chunk):
+                yield index, kept, chunk
 
     def first(self, x, sampled):
         """The sum in front of the first norm, and what dropout did to the attention."""
@@ -141,15 +150,21 @@ class _Rows:
         total = y + self.ffn.forward(y)
         return total, _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
-    def backward(self, first, x, sampled, total, grad):
-        """Gradients of the rows of x, past the attention, and of what the kernel put out; ``first``: their number."""
+    def backward(self, first, x, sampled, total, grad, kept):
+        """Gradients of the rows of x, past the attention, and of what the kernel put out (None if they are dropped);
+        ``first``: number of the first row."""
         t, eps, sums = self.t, self.s.eps, self.sums
         before, factor = self.first(x, sampled)
         y, *statistics = _norm(before, t.norm1_weight, t.norm1_bias, eps[0])
         second = _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
         grad = self._norm_backward('norm2', grad, total, second)
-        grad = grad.add_(self.ffn.backward(y, grad, first))
+        if kept:
+            grad = grad.add_(self.ffn.backward(y, grad, first))
+        else:
+            self.ffn.skip(y)
         grad = self._norm_backward('norm1', grad, before, statistics)
+        if not kept:
+            return grad, None
         out = grad.to(self.dtype)
         out = out if factor is None else out * factor
         sums['output_bias'].add_(column_sums(out))
@@ -171,12 +186,12 @@ def _layer_forward(settings, tensors, needs):
     attention = _attention_tensors(t, x)
     sampled = sample(s, attention, *kernel_inputs(s, attention))
     run, total, out = _Rows(settings, t), None, None
-    for chunk in run.chunks(x):
-        rows = run.forward(chunk.rows_of(x), chunk.rows_of(sampled))
+    for index, _, chunk in run.chunks(x):
+        rows = run.forward(chunk.rows_of(x, index), chunk.rows_of(sampled, index))
         if out is None:
             total, out = (x.new_empty(x.shape, dtype=r.dtype) for r in rows)
-        chunk.put_(total, rows[0])
-        chunk.put_(out, rows[1])
+        chunk.put_(total, rows[0], index)
+        chunk.put_(out, rows[1], index)
     if not any(needs):
         return out, None
     source = handed_on(x)
@@ -191,19 +206,37 @@ def _layer_forward(settings, tensors, needs):
 def _layer_backward(settings, saved, grad, needs):
     s, t = settings.attention, saved.given
     x = saved.x.load() if isinstance(saved.x, Normed) else saved.x
-    run = _Rows(settings, t, needs, x.shape[0] * x.shape[1])
-    dx, dsampled = torch.empty_like(grad), torch.empty_like(saved.sampled, dtype=s.dtype)
+    run, keep = _Rows(settings, t, needs, x.shape[0] * x.shape[1]), t.positions and t.positions.keep
+    queries = grad.shape[1] if keep is None else len(keep)
+    dx, dsampled = torch.empty_like(grad), grad.new_empty(len(grad), queries, grad.shape[2], dtype=s.dtype)
     with replayed(x.device, saved.state):
-        for chunk in run.chunks(x):
-            rows = run.backward(chunk.flat.start, *(chunk.rows_of(i) for i in (x, saved.sampled, saved.sum, grad)))
-            chunk.put_(dx, rows[0])
-            chunk.put_(dsampled, rows[1])
-    run.ffn.sampled.scale_(run.sums['output_weight'])
-    asked = dict(needs._asdict(), value=needs.x)
-    inputs = inputs_backward(s, _attention_tensors(t, x), dsampled, asked)
+        for index, kept, chunk in run.chunks(x):
+            tensors = (x, saved.sampled, saved.sum, grad)
+            rows = run.backward(chunk.flat.start, *(chunk.rows_of(i, index) for i in tensors), kept)
+            chunk.put_(dx, rows[0], index)
+            if kept:
+                chunk.put_(dsampled, rows[1])
+    inputs = _attention_backward(s, _attention_tensors(t, x), keep, dsampled, dict(needs._asdict(), value=needs.x))
     if needs.x:
-        inputs['x'] = dx.add_(inputs['x']).add_(inputs.pop('value'))
+        dx.add_(inputs.pop('value'))
+        inputs['x'] = add_rows_(dx, keep, inputs['x'])
+    run.ffn.sampled.scale_(run.sums['output_weight'])
     return EncoderGradients(**inputs, **run.sums, **run.ffn.gradients())
+
+
+_OF_QUERIES = ('x', 'query_pos', 'reference_points')
+
+
+def _attention_backward(s, t, keep, grad, asked):
+    """As :func:`inputs_backward`, for the kept ones of the queries; the gradient of ``x`` has their rows alone."""
+    if keep is None:
+        return inputs_backward(s, t, grad, asked)
+    whole = {name: getattr(t, name) for name in _OF_QUERIES if getattr(t, name) is not None}
+    found = inputs_backward(s, t._replace(**{name: take(v, keep) for name, v in whole.items()}), grad, asked)
+    for name in _OF_QUERIES[1:]:
+        if found.get(name) is not None:
+            found[name] = torch.zeros_like(whole[name]).index_copy_(1, keep, found[name])
+    return found
 
 
 _encoder_layer = Operation('DeformableEncoderLayer', _layer_forward, _layer_backward, EncoderGradients)

@@ -148,6 +148,11 @@ class FeedForward:
         out = torch.addmm(self.b2, hidden, self.w2.t())
         return scaled_(out, dropout_factor(out, second))
 
+    def skip(self, rows: Tensor) -> None:
+        """Draws what dropout would draw for rows whose gradients nobody asks for."""
+        for rate, width in zip(self.settings.dropout, (len(self.w1), len(self.w2)), strict=True):
+            dropout_factor(rows.new_empty(len(rows), width, dtype=self.settings.dtype), rate)
+
     def backward(self, rows: Tensor, grad: Tensor, first: int, needs_rows: bool = True) -> Tensor | None:
         """Adds some rows to the sums.
 

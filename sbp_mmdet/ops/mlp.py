@@ -8,6 +8,7 @@ be run again, nothing. The hidden layer is computed again in the backward pass. 
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,8 +22,9 @@ from ..masks import Positions
 from .convs import Conv
 from .neighbours import Neighbours
 from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, column_sums, in_range, store, zeros_for
+from .precision import Stored, Sum, column_sums, store
 from .rows import (
+    Incoming,
     add_branch,
     chunks,
     empty_tokens,
@@ -35,6 +37,7 @@ from .rows import (
     put_together,
     tokens_of,
     unfold,
+    unit_statistics,
     unscale,
 )
 from .sampled import Sampled
@@ -102,8 +105,12 @@ class MLPWeights(NamedTuple):
     @classmethod
     def folded(cls, t: NamedTuple, dtype: torch.dtype) -> 'MLPWeights':
         """Of the tensors of an MLP."""
-        first = fold(t.weight1, t.bias1, t.norm_weight, t.norm_bias, dtype)
-        return cls(*first, t.weight2.to(dtype), t.bias2.to(dtype))
+        return cls(*cls.first(t, dtype), t.weight2.to(dtype), t.bias2.to(dtype))
+
+    @staticmethod
+    def first(t: NamedTuple, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """W1' and b1' alone."""
+        return fold(t.weight1, t.bias1, t.norm_weight, t.norm_bias, dtype)
 
     def hidden(self, xhat: Tensor) -> Tensor:
         """Rows of the hidden layer, before the GELU."""
@@ -175,7 +182,9 @@ def _branch(settings, t, x, xhat):
         rows = chunk.rows_of(x if xhat is None else xhat)
         rows = normalise(rows, settings.eps, settings.dtype)[0] if xhat is None else rows
         hidden = torch.ops.aten.gelu_(weights.hidden(rows), approximate=settings.approximate)
-        yield chunk, torch.addmm(weights.b2, hidden, weights.w2.t())
+        rows = torch.addmm(weights.b2, hidden, weights.w2.t())
+        del hidden  # or it would be there beside the next chunk's
+        yield chunk, rows
 
 
 def _backward(settings, saved, grad, needs):
@@ -194,8 +203,10 @@ class _BackwardPass:
         self.settings, self.saved, self.t = settings, saved, saved.given
         self.keep, self.drop, nearest = saved.positions
         self.grad = tokens_of(grad)
+        self.incoming = Incoming(self.grad, self.t.bias2, self.t.gamma, self.t.factor, settings.dtype)
+        self.w2 = self.incoming.second(self.t.weight2)
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
-        self.weights = MLPWeights.folded(self.t, settings.dtype)
+        self.w1, self.b1 = MLPWeights.first(self.t, settings.dtype)
         self.nearest = nearest and Neighbours(saved.positions, len(grad))
         self.sampled = Sampled(settings.form.sample, len(grad) * self.kept)
         self.x = None  # (N, K, C), what x-hat is computed from
@@ -203,13 +214,12 @@ class _BackwardPass:
             x = tokens_of(self.t.conv.run())
             self.x = x if self.keep is None else take(x, self.keep)
         outer, w1 = needs.weight2 or needs.gamma, needs.weight1 or needs.norm_weight
-        self.sums = types.SimpleNamespace(  # over the rows, in full precision; None: nobody asks
-            total=zeros_for(self.t.bias2),  # of the gradient that comes in
-            outer=zeros_for(self.t.weight2) if outer else None,  # A of the package's docstring
-            w1=zeros_for(self.t.weight1) if w1 else None,
-            b1=zeros_for(self.t.bias1) if _asked(needs)[0] else None,
+        self.sums = types.SimpleNamespace(  # over the rows; None: nobody asks
+            outer=Sum(self.t.weight2) if outer else None,  # A of the package's docstring
+            w1=Sum(self.t.weight1) if w1 else None,
+            b1=Sum(self.t.bias1) if _asked(needs)[0] else None,
         )
-        self.dx = self.dx_dropped = None
+        self.dx = self.dx_dropped = self.statistics = None
         if needs.x:
             self._allocate_input_gradient()
 
@@ -225,46 +235,33 @@ class _BackwardPass:
     def chunks(self):
         """Of the kept rows; the dropped ones that go with them count in a chunk."""
         together = 1 + len(self.drop) // max(self.kept, 1) if self.nearest else 1
-        width = together * len(self.weights.w1)
+        width = together * len(self.w1)
         return chunks(len(self.grad), self.kept, width, self.grad.device, self.settings.chunk)
 
     def add(self, chunk):
         """Adds some kept rows, and the dropped ones that go with them, to sums and input gradient."""
         settings, sums = self.settings, self.sums
-        g, scaled = self._incoming(chunk, self.keep)
+        g = self.incoming.rows(chunk, self.keep)
         if self.nearest:
             part = self.nearest.dropped(chunk)
-            g_dropped, scaled_dropped = self._incoming(part, self.drop)
+            g_dropped = self.incoming.rows(part, self.drop)
         if sums.outer is None and sums.b1 is None:
             return
-        rows = self._activations(chunk)
+        rows, drawn = self._activations(chunk), functools.partial(self.sampled.of, first=chunk.flat.start)
         if sums.outer is not None:
-            g = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else self._sampled(chunk, g)
-            outer, unit = in_range(g, self.t.gamma, settings.dtype)
-            hidden = self._sampled(chunk, rows[-1])
-            accumulate(sums.outer, outer, F.gelu(hidden, approximate=settings.approximate), unit)
+            outer = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else drawn(g)
+            hidden = F.gelu(drawn(rows[-1]), approximate=settings.approximate)
+            sums.outer.add_product(outer, hidden, self.incoming.unit)
             del outer, hidden
-        g = g_dropped = None
         if sums.b1 is None:
             return
-        dh = self._through_gelu(chunk, scaled, *rows, self.dx)
+        dh = self._through_gelu(chunk, g, *rows, self.dx)
         if self.nearest:
             lent = self.nearest.lend(*rows, chunk=chunk)
-            dh_dropped = self._through_gelu(part, scaled_dropped, *lent, self.dx_dropped)
+            dh_dropped = self._through_gelu(part, g_dropped, *lent, self.dx_dropped)
             dh = self.nearest.sum_(dh, dh_dropped, chunk)
         if sums.w1 is not None:
-            accumulate(sums.w1, self._sampled(chunk, dh), self._sampled(chunk, rows[0]))
-
-    def _sampled(self, chunk, rows):
-        return self.sampled.of(rows, chunk.flat.start)
-
-    def _incoming(self, chunk, index):
-        """Rows of the branch's gradient, before and behind layer scale; adds to the sum over all rows."""
-        t, g = self.t, chunk.rows_of(self.grad, index)
-        if t.factor is not None:
-            g = g * t.factor[chunk.images, None].expand(-1, len(g) // chunk.number).reshape(-1, 1)
-        self.sums.total.add_(column_sums(g))
-        return g, (g if t.gamma is None else g * t.gamma).to(self.settings.dtype)
+            sums.w1.add_product(drawn(dh), drawn(rows[0]))
 
     def _activations(self, chunk):
         """x-hat, its reciprocal deviation, if anybody asks, and the hidden layer of some kept rows."""
@@ -274,24 +271,27 @@ class _BackwardPass:
         else:
             xhat = saved.xhat.part(chunk.images, chunk.rows).load(dtype).flatten(0, 1)
             rstd = None if saved.rstd is None else saved.rstd[chunk.flat]
-        return xhat, rstd, self.weights.hidden(xhat)
+        return xhat, rstd, torch.addmm(self.b1, xhat, self.w1.t())
 
-    def _through_gelu(self, chunk, scaled, xhat, rstd, hidden, dx):
+    def _through_gelu(self, chunk, rows, xhat, rstd, hidden, dx):
         """Gradient of the hidden layer of some rows; that of the input goes to their place in ``dx``."""
-        dh, approximate = scaled @ self.weights.w2, self.settings.approximate
+        dh, approximate = self.incoming.behind(rows) @ self.w2, self.settings.approximate
         dh = torch.ops.aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
-        self.sums.b1.add_(column_sums(dh))
+        self.sums.b1.add(column_sums(dh))
         if dx is not None:
-            chunk.put_(dx, normalise_backward(dh @ self.weights.w1, xhat, rstd))
+            if self.statistics is None or len(self.statistics[0]) < len(rstd):
+                self.statistics = unit_statistics(rstd)
+            normalise_backward(dh @ self.w1, xhat, rstd, dx[chunk.images, chunk.rows], self.statistics)
         return dh
 
     def parameter_gradients(self):
         """From the sums over the rows."""
-        t, sums, first = self.t, self.sums, [None] * 4
-        self.sampled.scale_(sums.outer, sums.w1)
-        if sums.b1 is not None:
-            first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
-        return MLPGradients(None, None, *first, *unscale(sums.outer, sums.total, t.weight2, t.bias2, t.gamma))
+        t, first = self.t, [None] * 4
+        outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
+        self.sampled.scale_(outer, w1)
+        if b1 is not None:
+            first = unfold(w1, b1, t.weight1, t.norm_weight, t.norm_bias)
+        return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))
 
     def whole_input_gradient(self, shape):
         """That of the input, laid out as it is; None: nobody asks."""

@@ -11,7 +11,7 @@ from ..functional import sbp, take
 from ..masks import Positions
 from .neighbours import Neighbours
 from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, column_sums, store, zeros_for
+from .precision import Stored, accumulate, column_sums, store
 from .rows import (
     fold,
     in_shape,
@@ -127,10 +127,9 @@ def _backward(settings, saved, grad, needs):
     incoming = [g.to(settings.dtype) for g in incoming]
     dw = None
     if needs.weight or needs.norm_weight:
-        dw = zeros_for(layer[0])
         sampled = Sampled(settings.form.sample, len(xhat))
         rows = nearest.sum_(incoming[0].clone(), incoming[1]) if nearest else sampled.of(incoming[0])
-        accumulate(dw, rows, sampled.of(xhat.flatten(1)))
+        dw = accumulate(None, rows, sampled.of(xhat.flatten(1)))
         sampled.scale_(dw)
         del rows
     dx = _input_gradient(saved, incoming, w, xhat, nearest, tokens.shape) if needs.x else None

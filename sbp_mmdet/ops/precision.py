@@ -1,5 +1,6 @@
 """What is computed in which precision, and how a tensor waits for the backward pass."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -7,11 +8,13 @@ from torch import Tensor
 
 __all__ = [
     'Stored',
+    'Sum',
     'accumulate',
     'accumulator',
     'autocast_dtype',
     'column_sums',
     'in_range',
+    'multiplied',
     'no_autocast',
     'store',
     'zeros_for',
@@ -56,16 +59,66 @@ def accumulator(x):
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+class Sum:
+    """A sum over rows in full precision. Nothing is allocated and filled with zeros before the first rows come.
+
+    Args:
+        like (Tensor): The parameter that it is the gradient of.
+    """
+
+    def __init__(self, like: Tensor):
+        self.like, self._total = like, None
+
+    def add(self, part: Tensor) -> None:
+        """Adds a new tensor, which is written to later."""
+        self._total = part if self._total is None else self._total.add_(part)
+
+    def add_product(self, a: Tensor, b: Tensor, unit: Tensor | None = None) -> None:
+        """Adds as :func:`accumulate`."""
+        self._total = accumulate(self._total, a, b, unit)
+
+    @property
+    def value(self) -> Tensor:
+        """The sum."""
+        return zeros_for(self.like) if self._total is None else self._total
+
+
 def accumulate(total, a, b, unit=None):
-    """total += unit * (a^T b) for rows a and b; in the precision of ``total``. ``unit`` has a number for each of a's
-    columns, None: ones."""
-    if a.dtype == total.dtype:
-        total.addmm_(a.t(), b)
-        return
+    """total += unit * (a^T b) for rows a and b, in full precision; the sum, new where ``total`` is None. ``unit`` has a
+    number for each of a's columns, where they are fp16; None: ones."""
+    full = accumulator(a)
+    if a.dtype == full:
+        return torch.mm(a.t(), b) if total is None else total.addmm_(a.t(), b)
+    if _sums_in_full(a.device, a.dtype):
+        return _add_product(total, torch.mm(a.t(), b, out_dtype=full), unit, full)
     each = _LONGEST_SUM if a.dtype == torch.float16 else max(len(b), 1)
     for part, rows in zip(a.split(each), b.split(each), strict=True):
-        product = part.t() @ rows
-        total.add_(product) if unit is None else total.addcmul_(product, unit[:, None])
+        total = _add_product(total, part.t() @ rows, unit, full)
+    return total
+
+
+def _add_product(total, product, unit, full):
+    if total is None:
+        return product.to(full) if unit is None else product * unit[:, None]
+    return total.add_(product) if unit is None else total.addcmul_(product, unit[:, None])
+
+
+def multiplied(a, b, dtype):
+    """The product of a and b in ``dtype``, in one pass; laid out like a."""
+    return torch.mul(a, b, out=torch.empty_like(a, dtype=dtype))
+
+
+@functools.cache
+def _sums_in_full(device, dtype):
+    """Whether products of matrices in ``dtype`` have results in full precision there: on CUDA, torch 2.8 and newer."""
+    if device.type != 'cuda':
+        return False
+    matrix = torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        torch.mm(matrix, matrix, out_dtype=torch.float32)
+    except (TypeError, RuntimeError):  # no such argument, or not for these
+        return False
+    return True
 
 
 def in_range(g, gamma, dtype):
@@ -100,7 +153,7 @@ class Stored(NamedTuple):
         """The tensor in ``dtype``."""
         if self.scale is None:
             return self.values.to(dtype)
-        return torch.mul(self.values, self.scale, out=torch.empty_like(self.values, dtype=dtype))
+        return multiplied(self.values, self.scale, dtype)
 
 
 def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stored:

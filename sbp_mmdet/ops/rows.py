@@ -9,9 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .precision import Sum, accumulator, multiplied
+
 __all__ = [
     'CHUNK',
     'Chunk',
+    'Incoming',
     'add_branch',
     'add_rows_',
     'chunks',
@@ -26,14 +29,18 @@ __all__ = [
     'put_together',
     'tokens_of',
     'unfold',
+    'unit_statistics',
     'unscale',
 ]
 
-# Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches, on a GPU enough to
-# keep it busy.
-CHUNK = {'cpu': 2**20, 'cuda': 2**24}
+# Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches. On a GPU a launch
+# costs more than memory: one image of 800 x 1344 in the first stage of ConvNeXt-B (34 million), and two in the others,
+# are one chunk. Not by the memory that is free: the sums would be rounded differently from run to run.
+CHUNK = {'cpu': 2**20, 'cuda': 36 * 2**20}
 # Rows of a chunk at least, where nobody says how many elements: a product of fewer spends its time on reading weights.
 _ROWS = 640
+# Chunks of an image's rows are multiples of so many, as the tiles of a GPU's products are.
+_TILE = 64
 
 
 # Maps and tokens.
@@ -129,10 +136,13 @@ class Chunk(NamedTuple):
             return x[self.images.start].index_select(0, index[self.rows])
         return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
 
-    def put_(self, x: Tensor, rows: Tensor) -> None:
-        """Writes its rows to their places in ``x``, shape (N, K, C)."""
-        place = x[self.images, self.rows]
-        place.copy_(rows.view(place.shape))
+    def put_(self, x: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
+        """Writes its rows to their places in ``x``, shape (N, K, C); with ``index`` as :meth:`rows_of` reads them."""
+        place = x[self.images, self.rows] if index is None else x[self.images]
+        if index is None:
+            place.copy_(rows.view(place.shape))
+        else:
+            place.index_copy_(1, index[self.rows], rows.view(self.number, -1, x.shape[2]))
 
 
 def chunks(images: int, each: int, width: int, device: torch.device, elements: int | None = None) -> list[Chunk]:
@@ -157,7 +167,79 @@ def chunks(images: int, each: int, width: int, device: torch.device, elements: i
 
 def _cut(number, most):
     size = -(-number // max(-(-number // most), 1))
+    if most >= _TILE:
+        size = min(-(-size // _TILE) * _TILE, most // _TILE * _TILE)
     return [slice(start, min(start + size, number)) for start in range(0, number, max(size, 1))]
+
+
+class Incoming:
+    """Rows of ``factor * g`` for the gradient g of a branch, in the precision of matrix products.
+
+    On a GPU they lie one after another.
+
+    Two products need them: A of the package's docstring, and the gradient in front of the second layer, behind layer
+    scale. Where gamma can be folded into that layer's weight, the same rows serve both. In fp16 it cannot: a small
+    gamma keeps the plain block's gradients in range. There each channel is brought below 1/16, which leaves room for
+    sums over positions, and A is multiplied by ``unit`` afterwards.
+
+    Args:
+        grad (Tensor): Tokens (N, L, C), of any strides.
+        bias (Tensor): Of the second layer, (C,).
+        gamma (Tensor | None): Layer scale, (C,).
+        factor (Tensor | None): Of each image, (N,).
+        dtype (torch.dtype): Of matrix products.
+
+    Attributes:
+        unit (Tensor | None): What a column of the rows has to be multiplied by, (C,); None: nothing.
+    """
+
+    def __init__(self, grad: Tensor, bias: Tensor, gamma: Tensor | None, factor: Tensor | None, dtype: torch.dtype):
+        self.grad, self.gamma, self.dtype, self.unit = grad, gamma, dtype, None
+        self.factor, self._total = factor, Sum(bias)
+        self._by = None if factor is None else factor[:, None, None]
+        if gamma is not None and dtype == torch.float16 and grad.numel():
+            largest = torch.linalg.vector_norm(grad, torch.inf, 1, dtype=torch.float32)  # in fp16, tiny would be zero
+            largest = largest if factor is None else largest * factor[:, None]
+            self.unit = 16 * largest.amax(0).clamp_min(torch.finfo(torch.float32).tiny)
+            rate = self.unit.reciprocal().expand(len(grad), 1, -1)
+            self._by = rate if factor is None else rate * self._by
+            self._behind = self.unit * gamma
+
+    def rows(self, chunk: Chunk, index: Tensor | None = None) -> Tensor:
+        """Those of a chunk, (K, C), which count in the sum; ``index`` as for :meth:`Chunk.rows_of`."""
+        part = self.grad[chunk.images, chunk.rows]
+        if index is not None:
+            part = chunk.rows_of(self.grad, index).view(chunk.number, -1, self.grad.shape[2])
+        self._add(part, chunk)
+        as_it_is = part.is_contiguous() or not part.is_cuda  # a CPU's products read columns as fast as rows
+        if self._by is None and part.dtype == self.dtype and as_it_is:
+            return part.flatten(0, 1)
+        layout = torch.preserve_format if as_it_is else torch.contiguous_format
+        rows = torch.empty_like(part, dtype=self.dtype, memory_format=layout)
+        rows = rows.copy_(part) if self._by is None else torch.mul(part, self._by[chunk.images], out=rows)
+        return rows.flatten(0, 1)
+
+    def _add(self, part, chunk):
+        full = accumulator(part)
+        if self.factor is None:
+            self._total.add(part.sum((0, 1), dtype=full))
+        else:
+            self._total.add(torch.mv(part.sum(1, dtype=full).t(), self.factor[chunk.images].to(full)))
+
+    @property
+    def total(self) -> Tensor:
+        """Sum over all rows that were asked for, in full precision."""
+        return self._total.value
+
+    def second(self, weight: Tensor) -> Tensor:
+        """The second layer's weight (C, D), for :meth:`behind`."""
+        if self.gamma is None or self.unit is not None:
+            return weight.to(self.dtype)
+        return multiplied(weight, self.gamma[:, None], self.dtype)
+
+    def behind(self, rows: Tensor) -> Tensor:
+        """The rows whose product with :meth:`second` is the gradient of the second layer's input."""
+        return rows if self.unit is None else multiplied(rows, self._behind, self.dtype)
 
 
 def add_branch(shortcut, branch, gamma, factor, dtype):
@@ -196,26 +278,36 @@ def normalise(x, eps, dtype):
     return xhat.to(dtype).view(x.shape), rstd.view(*x.shape[:-1], 1)
 
 
-def normalise_backward(grad, xhat, rstd):
-    """Gradient of the layer norm's input from that of x-hat; statistics in full precision."""
-    shape, dtype = grad.shape, grad.dtype
+def unit_statistics(rstd):
+    """Mean 0 and deviation 1 of as many rows, in two launches; see :func:`normalise_backward`."""
+    return torch.zeros_like(rstd), torch.ones_like(rstd)
+
+
+def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
+    """Gradient of the layer norm's input from that of x-hat; statistics in full precision.
+
+    It is written to ``out``, of any strides, if that is given; ``statistics`` are those of x-hat, of as many rows or
+    more, where many calls can share them."""
+    out = torch.empty_like(grad) if out is None else out
+    dtype = grad.dtype
     grad, xhat, rstd = (x.reshape(-1, x.shape[-1]) for x in (grad, xhat, rstd))
     if grad.device.type == 'cpu' and dtype != rstd.dtype:
         grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
-    zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
+    zero, one = (s.view(-1, 1)[: len(rstd)] for s in statistics or unit_statistics(rstd))
     dx, _, _ = torch.ops.aten.native_layer_norm_backward(
         grad, xhat, grad.shape[1:], zero, one, None, None, [True, False, False]
     )
-    return dx.mul_(rstd).to(dtype).view(shape)
+    dx, rstd = dx.view(out.shape), rstd.view(*out.shape[:-1], 1)
+    # A CPU's copy turns rows into columns faster than its product does.
+    return torch.mul(dx, rstd, out=out) if out.is_cuda else out.copy_(dx.mul_(rstd))
 
 
 def fold(weight, bias, norm_weight, norm_bias, dtype):
     """The affine part of a norm folded into the linear layer that follows it: W1' and b1' of the package."""
     if norm_bias is not None:
         bias = torch.addmv(bias, weight, norm_bias)
-    if norm_weight is not None:
-        weight = weight * norm_weight
-    return weight.to(dtype), bias.to(dtype)
+    weight = weight.to(dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
+    return weight, bias.to(dtype)
 
 
 def unfold(dw, db, weight, norm_weight, norm_bias):

@@ -11,6 +11,7 @@ of the linear layer alone, without that of the norm, and other tokens see them.
 """
 
 import dataclasses
+import functools
 import types
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, accumulator, column_sums, store, zeros_for
+from .precision import Stored, Sum, accumulator, column_sums, store
 from .rows import CHUNK, Chunk, add_branch, fold, normalise, normalise_backward, unfold
 from .sampled import Sampled
 
@@ -94,7 +95,7 @@ def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor
 
 
 def _forward(settings, tensors, needs):
-    t, layout = tensors, _Layout.cut(settings, tensors.x.device)
+    t, layout = tensors, _layout(settings.size, settings.window, settings.shift, tensors.x.device)
     layers = _Layers.folded(settings, t)
     xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
     branch = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2])  # in the order of the windows
@@ -109,7 +110,7 @@ def _forward(settings, tensors, needs):
 
 
 def _backward(settings, saved, grad, needs):
-    t, layout = saved.given, _Layout.cut(settings, grad.device)
+    t, layout = saved.given, _layout(settings.size, settings.window, settings.shift, grad.device)
     layers, sampled = _Layers.folded(settings, t), Sampled(settings.form.sample, len(grad) * len(layout.order))
     xhat = saved.xhat.load(settings.dtype)
     incoming = grad if t.factor is None else grad * t.factor[:, None, None]
@@ -123,15 +124,15 @@ def _backward(settings, saved, grad, needs):
         g = g if pads is None else g * ~pads
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
         first = len(g) * chunk.start
-        accumulate(sums.proj_weight, *(sampled.of(rows.flatten(0, 1), first) for rows in (g, windows.out())))
+        sums.proj_weight.add_product(*(sampled.of(rows.flatten(0, 1), first) for rows in (g, windows.out())))
         if pads is not None:
-            sums.pads.add_(column_sums((dqkv * pads).flatten(0, 1)))
+            sums.pads.add(column_sums((dqkv * pads).flatten(0, 1)))
             dqkv = dqkv * ~pads
-        sums.qkv_bias.add_(column_sums(dqkv.flatten(0, 1)))
-        accumulate(sums.qkv_weight, *(sampled.of(rows.flatten(0, 1), first) for rows in (dqkv, windows.xhat)))
+        sums.qkv_bias.add(column_sums(dqkv.flatten(0, 1)))
+        sums.qkv_weight.add_product(*(sampled.of(rows.flatten(0, 1), first) for rows in (dqkv, windows.xhat)))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
-    sampled.scale_(sums.proj_weight, sums.qkv_weight)
+    sampled.scale_(sums.proj_weight.value, sums.qkv_weight.value)
     found = _parameter_gradients(settings, t, sums)
     if not needs.x:
         return found
@@ -160,31 +161,6 @@ class _Layout(NamedTuple):
     pads: Tensor | None
     regions: Tensor | None
 
-    @classmethod
-    def cut(cls, settings, device):
-        (height, width), side, shift = settings.size, settings.window, settings.shift
-        tokens = height * width
-        below, right = -height % side, -width % side
-        # Windows before these rows and columns hold neither padding nor what the shift brought round.
-        down, along = (max(n - shift, 0) // side for n in (height, width))
-
-        def windows_of(x):  # a map
-            windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
-            parts = windows[:down, :along], windows[:down, along:], windows[down:]
-            return torch.cat([part.reshape(-1) for part in parts])
-
-        numbers = torch.arange(tokens, device=device).view(height, width)
-        numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
-        order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
-        places = order.new_empty(tokens + 1)  # the last one is where padding goes
-        places[order] = torch.arange(len(order), device=device)
-        pads = order == tokens if below or right else None
-        regions = None
-        if shift:
-            rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
-            regions = windows_of(3 * rows[:, None] + columns).view(-1, side * side)
-        return cls(order.clamp_(max=tokens - 1), places[:-1], down * along * side**2, pads, regions)
-
     def chunks(self, settings, images, channels):
         """Slices of the places, whole windows."""
         area = settings.window**2
@@ -204,6 +180,32 @@ class _Layout(NamedTuple):
         area = self.regions.shape[1]
         own = self.regions[chunk.start // area : chunk.stop // area]
         return (own[:, None, :, None] != own[:, None, None, :]).to(dtype).mul_(_APART)
+
+
+@functools.lru_cache(maxsize=16)  # two for each stage, which its blocks share: one takes dozens of launches
+def _layout(size, side, shift, device):
+    height, width = size
+    tokens = height * width
+    below, right = -height % side, -width % side
+    # Windows before these rows and columns hold neither padding nor what the shift brought round.
+    down, along = (max(n - shift, 0) // side for n in (height, width))
+
+    def windows_of(x):  # a map
+        windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+        parts = windows[:down, :along], windows[:down, along:], windows[down:]
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    numbers = torch.arange(tokens, device=device).view(height, width)
+    numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
+    order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
+    places = order.new_empty(tokens + 1)  # the last one is where padding goes
+    places[order] = torch.arange(len(order), device=device)
+    pads = order == tokens if below or right else None
+    regions = None
+    if shift:
+        rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
+        regions = windows_of(3 * rows[:, None] + columns).view(-1, side * side)
+    return _Layout(order.clamp_(max=tokens - 1), places[:-1], down * along * side**2, pads, regions)
 
 
 def _bands(length, side, shift, device):
@@ -276,7 +278,7 @@ class _Windows:
         grad = grad.view(images, windows, area, heads, head_dim).transpose(2, 3).contiguous()
         dsoftmax = (grad @ self.v.mT).to(self.softmax.dtype)
         dscores = torch.ops.aten._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
-        dbias.add_(dscores.sum((0, 1), dtype=dbias.dtype))
+        dbias.add(dscores.sum((0, 1), dtype=accumulator(dscores)))
         dscores = dscores.to(grad.dtype)
         for i, part in enumerate((dscores @ self.k, dscores.mT @ self.q, self.map.mT @ grad)):
             found[:, :, :, i] = part.transpose(2, 3)
@@ -285,25 +287,25 @@ class _Windows:
 
 def _sums(t, incoming):
     """Sums over the windows that parameters get their gradients from, in full precision."""
-    bias = torch.zeros(t.table.shape[1], *t.index.shape, dtype=accumulator(t.table), device=t.table.device)
     return types.SimpleNamespace(
-        qkv_weight=zeros_for(t.qkv_weight),
-        qkv_bias=zeros_for(t.qkv_weight[:, 0]),
-        pads=zeros_for(t.qkv_weight[:, 0]),  # gradient of the bias that padding has alone
-        bias=bias,  # (h, window^2, window^2)
-        proj_weight=zeros_for(t.proj_weight),
+        qkv_weight=Sum(t.qkv_weight),
+        qkv_bias=Sum(t.qkv_weight[:, 0]),
+        pads=Sum(t.qkv_weight[:, 0]),  # gradient of the bias that padding has alone
+        bias=Sum(t.table),  # (h, window^2, window^2)
+        proj_weight=Sum(t.proj_weight),
         proj_bias=column_sums(incoming.flatten(0, 1)),
     )
 
 
 def _parameter_gradients(settings, t, sums):
-    scales = _scales(settings, sums.qkv_bias)
-    for part in (sums.qkv_weight.t(), sums.qkv_bias, sums.pads):
+    weight, bias, pads = sums.qkv_weight.value, sums.qkv_bias.value, sums.pads.value
+    scales = _scales(settings, bias)
+    for part in (weight.t(), bias, pads):
         part.mul_(scales)
-    *folded, dbias = unfold(sums.qkv_weight, sums.qkv_bias, t.qkv_weight, t.norm_weight, t.norm_bias)
-    table = torch.zeros_like(t.table, dtype=sums.bias.dtype)
-    table.index_add_(0, t.index.flatten(), sums.bias.flatten(1).t())
-    return WindowGradients(None, *folded, dbias + sums.pads, table, sums.proj_weight, sums.proj_bias)
+    *folded, dbias = unfold(weight, bias, t.qkv_weight, t.norm_weight, t.norm_bias)
+    table = torch.zeros_like(t.table, dtype=bias.dtype)
+    table.index_add_(0, t.index.flatten(), sums.bias.value.flatten(1).t())
+    return WindowGradients(None, *folded, dbias + pads, table, sums.proj_weight.value, sums.proj_bias)
 
 
 _window_attention = Operation('WindowAttention', _forward, _backward, WindowGradients)

@@ -3,6 +3,7 @@
 sbp-mmdet plan CONFIG --budget 8GiB     which variant fits, and the lines to paste
 sbp-mmdet rehearse CONFIG               one step on the largest batch of the data set, on this machine's GPU
 sbp-mmdet apply CONFIG --preset exact   what LeanHook would change in the model, and what not
+sbp-mmdet check                         whether this environment can train: versions, registry, one small step
 """
 
 import argparse
@@ -21,11 +22,13 @@ from mmengine.runner import Runner
 from ..apply import apply_lean
 from ..rehearse import DoesNotFit
 from ..settings import PRESETS
+from .check import check
 from .detector import build_detector, measure_detector
 from .inputs import BOXES, add_inputs, inputs_of
-from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, parse_bytes, parse_size, plan
-from .tables import Column, format_bytes, text_table
+from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, parse_bytes, parse_size, plan
+from .tables import Column, format_gib, text_table
 from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
+from .worst_batch import name_of
 
 __all__ = ['main', 'rows_of']
 
@@ -39,12 +42,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply')
+    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply | check')
     _add_plan(verbs)
     _add_rehearse(verbs)
     _add_apply(verbs)
+    verbs.add_parser('check', help='whether this environment can train').set_defaults(run=None)
     args = parser.parse_args(arguments)
     MMLogger.get_current_instance().setLevel(logging.ERROR)
+    if args.run is None:
+        raise SystemExit(0 if check() else 1)
     try:
         config = load_config(args.config, args.cfg_options)
         args.run(args, config)
@@ -72,6 +78,11 @@ def _plan(args, config):
     for name in ('batch', 'boxes', 'gpus'):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
+    if 'detector' in config.model:
+        raise ValueError(
+            f'{args.config}: {name_of(config.model)} trains its model.detector together with a teacher or a tracker. '
+            'Such steps are not counted; plan for the config of the detector alone'
+        )
     inputs = inputs_of(config, args.batch, size)
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
     try:
@@ -87,7 +98,7 @@ def _plan(args, config):
         result = dict(budget=budget, inputs=inputs._asdict(), rows=[row._asdict() for row in rows])
         print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1))
     else:
-        print(_page(args, inputs, budget, rows, found, lines, as_it_is=is_plain(config)))
+        print(_page(args, config, inputs, budget, rows, found, lines))
     if found is None:
         raise SystemExit(1)
 
@@ -105,42 +116,45 @@ def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
         list[Row]: See there.
     """
     base = plain(config)
+    reasons = presets_of(build_detector(base, 'cpu')[0])
+    presets = [name for name, reason in reasons.items() if reason is None]
+    looked = []
 
     def measure(variant):
+        looked.append(variant)
         if sys.stderr.isatty():
-            print(f'\r  counting {variant:<70}', end='', file=sys.stderr, flush=True)
+            bar = '#' * len(looked) + '.' * (most_counts(presets) - len(looked))
+            print(f'\r[{bar}] {variant:<55}', end='', file=sys.stderr, flush=True)
         # Which images stochastic depth drops is chance: the count is of a step that drops none.
         worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
         return measure_detector(with_variant(base, variant, **worst), **case)
 
-    reasons = presets_of(build_detector(base, 'cpu')[0])
-    presets = [name for name, reason in reasons.items() if reason is None]
     return plan(base, budget, measure, presets, **options)
 
 
-def _page(args, inputs, budget, rows, found, lines, as_it_is):
+def _page(args, config, inputs, budget, rows, found, lines):
     """What a person reads."""
     columns = [
         Column('variant', lambda row: row['variant']),
         Column('gradients', lambda row: row['gradients']),
-        Column('needs', lambda row: format_bytes(row['need'])),
+        Column('needs', lambda row: format_gib(row['need'])),
         Column('', lambda row: 'fits' if row['fits'] else 'too much'),
     ]
     case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
     table = text_table(columns, [row._asdict() for row in rows])
     usual = f'; a usual image is {inputs.usual[0]} x {inputs.usual[1]}' if inputs.usual else ''
-    cuda = f'{MARGIN:.0%} and {format_bytes(WORKSPACES + CONTEXT)} for CUDA'
+    cuda = f'{MARGIN:.0%} and {format_gib(WORKSPACES + CONTEXT)} for CUDA'
     note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
+    if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
+        note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
     if found is None:
         more = '' if args.adamw8bit else ' --adamw8bit,'
-        end = (
-            f'Nothing fits into {format_bytes(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
-        )
+        end = f'Nothing fits into {format_gib(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
     elif found.variant == 'none':
-        how = 'as it is' if as_it_is else 'without its LeanHook, sbp_cfg and with_cp'
-        end = f'It fits into {format_bytes(budget)} {how}.'
+        how = 'as it is' if is_plain(config) else 'without its LeanHook, sbp_cfg and with_cp'
+        end = f'It fits into {format_gib(budget)} {how}.'
     else:
-        end = f'It fits into {format_bytes(budget)} with {found.variant}. Add to the config:\n\n{lines}'
+        end = f'It fits into {format_gib(budget)} with {found.variant}. Add to the config:\n\n{lines}'
     return f'{table}\n\n{note}\n{end}'
 
 
@@ -169,10 +183,9 @@ def _add_rehearse(verbs):
 
 
 def _rehearse(args, config):
-    config.custom_hooks = [
-        *(config.get('custom_hooks') or []),
-        dict(type='RehearseHook', budget=args.budget, stop=True),
-    ]
+    hook = dict(type='RehearseHook', budget=args.budget, stop=True)
+    config.custom_hooks = [*(config.get('custom_hooks') or []), hook]
+    config.log_level = 'ERROR'  # the answer is a line
     with tempfile.TemporaryDirectory() as folder:
         config.work_dir = folder
         try:
@@ -196,7 +209,9 @@ def _apply(args, config):
         model, _ = build_detector(plain(config), 'cpu')
     except Exception as error:  # whatever a model's own code raises
         raise SystemExit(f'{args.config}: its model cannot be built here: {_reason(error)}') from error
-    print(f"preset='{args.preset}': {apply_lean(model, args.preset)}")
+    report = apply_lean(model, args.preset)
+    names = [f'{name} ({report.kinds[name]}): {meaning}' for name, meaning in report.changed.items()]
+    print(f"preset='{args.preset}': {report}", *names, sep='\n')
 
 
 if __name__ == '__main__':

@@ -21,7 +21,7 @@ class _Packed:
     __slots__ = ('__weakref__', 'tensor')
 
     def __init__(self, tensor):
-        self.tensor = tensor
+        self.tensor = tensor.detach()  # an operation's output holds its node, which would hold this for good
 
 
 def _dense(tensor):

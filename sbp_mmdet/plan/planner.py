@@ -1,4 +1,4 @@
-"""Which variant of a detector fits into a GPU: the config as it is, or the first of exact, int8, nearest and paper."""
+"""Which variant of a detector fits into a GPU: the config as it is, or the first preset that does."""
 
 import re
 from collections.abc import Callable, Collection
@@ -9,7 +9,18 @@ from mmengine.config import Config
 from ..settings import PRESETS
 from .variants import NotApplicable, piece_change
 
-__all__ = ['CONTEXT', 'MARGIN', 'WORKSPACES', 'Row', 'answer', 'needed', 'parse_bytes', 'parse_size', 'plan']
+__all__ = [
+    'CONTEXT',
+    'MARGIN',
+    'WORKSPACES',
+    'Row',
+    'answer',
+    'most_counts',
+    'needed',
+    'parse_bytes',
+    'parse_size',
+    'plan',
+]
 
 # On top of the counted bytes, fitted to what mmdet's authors measured on GPUs (research/zoo_memory.py): what kernels
 # use inside themselves, which grows with the maps and is this much for any model.
@@ -33,7 +44,7 @@ class Row(NamedTuple):
 
     Attributes:
         variant (str): Preset and pieces.
-        gradients (str): 'exact', 'int8', 'nearest' or 'paper'.
+        gradients (str): 'exact', 'int8', 'nearest' or 'paper'; in mixed precision where the config has none, ', fp16'.
         need (int): Bytes of GPU memory.
         fits (bool): Whether that is within the budget.
     """
@@ -109,7 +120,7 @@ def plan(
     """Looks at variants until it is known which fit.
 
     Where the config fits as it is, that is all. Otherwise checkpointing is looked at for comparison, and for each
-    preset the pieces that make it fit, the cheapest first.
+    preset the pieces that make it fit, the cheapest first; behind 'exact', mixed precision if the config has none.
 
     Args:
         config (Config): A plain one, see :func:`.variants.plain`.
@@ -125,8 +136,9 @@ def plan(
     """
 
     def look(variant):
-        preset, need = PRESETS[variant.split('+')[0]], needed(measure(variant), ddp)
-        return Row(variant, preset.gradients, need, need <= budget)
+        name, *pieces = variant.split('+')
+        gradients, need = PRESETS[name].gradients, needed(measure(variant), ddp)
+        return Row(variant, f'{gradients}, fp16' if 'amp' in pieces else gradients, need, need <= budget)
 
     rows = [look('none')]
     if rows[0].fits:
@@ -137,7 +149,23 @@ def plan(
         if name in presets:
             variants = [v for v in dict.fromkeys(_ladder(config, name)) if eight_bit or 'adamw8bit' not in v]
             rows.append(_first_that_fits(variants, look))
+        if name == 'exact':  # what follows drops more than half precision does
+            rows += _in_half(config, look, name in presets)
     return rows
+
+
+def most_counts(presets: Collection[str]) -> int:
+    """How many variants :func:`plan` looks at, at most."""
+    return 4 + len(_LADDER) * sum(name in presets for name in _ORDER)
+
+
+def _in_half(config, look, exact):
+    """Mixed precision, alone or else with exact, for a config that trains in full precision."""
+    try:
+        piece_change(config, ['amp'])
+    except NotApplicable:
+        return []
+    return [_first_that_fits(['none+amp', 'exact+amp'] if exact else ['none+amp'], look)]
 
 
 def _ladder(config, name):
@@ -154,14 +182,13 @@ def _ladder(config, name):
 
 
 def _first_that_fits(variants, look):
-    first, *others = variants
-    row = look(first)
-    if row.fits or not others:
-        return row
-    smallest = look(others[-1])
-    if not smallest.fits:  # pieces may also cost more at the peak than they save
-        return min(smallest, row, key=lambda found: found.need)
-    return next((row for row in map(look, others[:-1]) if row.fits), smallest)
+    """The cheapest that fits, or the smallest: pieces may also cost more at the peak than they save."""
+    rows = []
+    for variant in variants:
+        rows.append(look(variant))
+        if rows[-1].fits:
+            return rows[-1]
+    return min(rows, key=lambda row: row.need)
 
 
 def answer(rows: list[Row]) -> Row | None:

@@ -4,6 +4,7 @@ A table is data: columns, each with a head and what it says of a record, and rec
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -30,6 +31,7 @@ __all__ = [
     'commit',
     'describe_machine',
     'format_bytes',
+    'format_gib',
     'markdown_table',
     'output_file',
     'portable',
@@ -78,6 +80,11 @@ def format_bytes(n: int) -> str:
     return f'{n / 1e9:.2f} GB' if n >= 1e9 else f'{n / 1e6:.0f} MB'
 
 
+def format_gib(n: int) -> str:
+    """GiB (2**30 bytes), in which GPUs are sold and torch reports, or MiB below one GiB."""
+    return f'{n / 2**30:.2f} GiB' if n >= 2**30 else f'{n / 2**20:.0f} MiB'
+
+
 def output_file(text: str) -> Path:
     """``type=`` of an argument that names a file to write: what cannot be written is refused before anything runs.
 
@@ -108,7 +115,8 @@ def write_json(path: Path, results, indent: int | None = 1) -> None:
 
 
 def describe_machine(device: torch.device | str = 'cpu') -> dict:
-    """What stands beside every published number: ``date``, ``device``, versions, :func:`commit`, ``command``.
+    """What stands beside every published number: ``date``, ``device``, versions, on a GPU those of CUDA too,
+    :func:`commit`, ``command``.
 
     Args:
         device (torch.device | str): Where it was measured. Default: 'cpu'.
@@ -117,6 +125,7 @@ def describe_machine(device: torch.device | str = 'cpu') -> dict:
     return dict(
         date=datetime.date.today().isoformat(),
         device=torch.cuda.get_device_name(device) if cuda else f'{_cpu_name()}, {torch.get_num_threads()} threads',
+        **(_cuda() if cuda else {}),
         python=platform.python_version(),
         torch=torch.__version__,
         mmcv=mmcv.__version__,
@@ -137,6 +146,14 @@ def commit() -> dict:
     if _git('ls-files', '--error-unmatch', __file__) is None:
         return dict(commit=os.environ.get('SBP_COMMIT'), dirty=None)
     return dict(commit=_git('rev-parse', 'HEAD'), dirty=bool(_git('status', '--porcelain', '--untracked-files=no')))
+
+
+def _cuda():
+    words = ['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader']
+    driver = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        driver = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[0]
+    return dict(driver=driver, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
 
 
 def _git(*words):

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..apply import LeanHook, apply_lean, remove_lean
 from ..settings import PRESETS, preset_named
+from .worst_batch import name_of
 
 __all__ = [
     'PIECES',
@@ -32,6 +33,7 @@ PIECES = {
     'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
     'cp-neck': 'the neck runs again in the backward pass; gradients exact',
     'cp-transformer': 'layers of a transformer encoder and decoder run again in the backward pass; gradients exact',
+    'amp': 'mixed precision, fp16 with a loss scale; gradients are rounded',
     'adamw8bit': 'optimizer states in 8 bits (bitsandbytes); gradients exact, updates are not',
 }
 
@@ -166,6 +168,7 @@ def with_variant(config: Config, variant: str, **keys) -> Config:
     hooks = [] if name == 'none' else [dict(type='LeanHook', preset=name, **keys)]
     changed.custom_hooks = [*changed.get('custom_hooks', []), *hooks, *change['custom_hooks']]
     changed.optim_wrapper.optimizer.update(change['optimizer'])
+    changed.optim_wrapper.update(change['wrapper'])
     return changed
 
 
@@ -192,8 +195,9 @@ def snippet(config: Config, variant: str) -> str:
         lines += ['custom_hooks = [', *(f'    {_literal(hook)},' for hook in hooks), ']']
     if off := {key: value for key, value in _PLAIN.items() if backbone.get(key)}:
         lines.append(f'model = dict(backbone={_literal(off)})')
-    if change['optimizer']:
-        lines.append(f'optim_wrapper = dict(optimizer={_literal(change["optimizer"])})  # needs bitsandbytes')
+    if wrapper := change['wrapper'] | ({'optimizer': change['optimizer']} if change['optimizer'] else {}):
+        needs = '  # needs bitsandbytes' if change['optimizer'] else ''
+        lines.append(f'optim_wrapper = {_literal(wrapper)}{needs}')
     return '\n'.join(lines)
 
 
@@ -211,13 +215,13 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
         pieces (list[str]): Keys of ``PIECES``.
 
     Returns:
-        dict: New ``custom_hooks`` and ``optimizer`` values.
+        dict: New ``custom_hooks``, and values of the optimizer and of its ``wrapper``.
 
     Raises:
         NotApplicable: If the model lacks what the piece is about.
         ValueError: For an unknown piece.
     """
-    modules, optimizer = [], {}
+    modules, optimizer, wrapper = [], {}, {}
     for piece in pieces:
         if piece not in PIECES:
             raise ValueError(f'piece {piece!r} is unknown; choose from {list(PIECES)}')
@@ -226,12 +230,17 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
             if kind not in ('Adam', 'AdamW', 'AdamW8bit'):
                 raise NotApplicable(f'adamw8bit: the optimizer is {kind}, not AdamW')
             optimizer = dict(type='AdamW8bit')
+        elif piece == 'amp':
+            kind = name_of(config.optim_wrapper) or 'OptimWrapper'
+            if kind != 'OptimWrapper':
+                raise NotApplicable(f'amp: the optimizer wrapper is {kind}, not OptimWrapper')
+            wrapper = dict(type='AmpOptimWrapper')
         elif found := _modules_of(config.model, piece.removeprefix('cp-')):
             modules += found
         else:
             raise NotApplicable(f'{piece}: the model has none')
     hooks = [dict(type='CheckpointModulesHook', modules=modules)] if modules else []
-    return dict(custom_hooks=hooks, optimizer=optimizer)
+    return dict(custom_hooks=hooks, optimizer=optimizer, wrapper=wrapper)
 
 
 def _modules_of(model, part):

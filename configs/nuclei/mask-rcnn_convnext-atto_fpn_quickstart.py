@@ -1,0 +1,13 @@
+# The quick start (tools/quickstart.sh): a small Mask R-CNN on examples/nuclei, from scratch, by the recommended preset.
+_base_ = './mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
+
+model = dict(backbone=dict(sbp_cfg=None))
+custom_hooks = [dict(type='LeanHook', preset='exact')]
+
+max_epochs = 15
+train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
+param_scheduler = [
+    dict(type='LinearLR', start_factor=0.01, by_epoch=False, end=30),
+    dict(type='CosineAnnealingLR', eta_min=1e-5, T_max=max_epochs, by_epoch=True, convert_to_iter_based=True),
+]
+default_hooks = dict(checkpoint=dict(interval=max_epochs), logger=dict(interval=1))

@@ -1,0 +1,1 @@
+"""Pieces for pure Python configs: ``with read_base(): from sbp_mmdet.configs.exact import *``."""

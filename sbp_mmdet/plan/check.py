@@ -1,0 +1,85 @@
+"""``sbp-mmdet check``: whether the environment can train lean, a line for each thing that it needs."""
+
+import importlib
+import platform
+from importlib.metadata import packages_distributions, version
+
+import torch
+from mmdet.registry import HOOKS, MODELS
+from torch import Tensor
+
+import sbp_mmdet
+
+from .memory import saved_bytes
+
+__all__ = ['check']
+
+
+def check() -> bool:
+    """Prints what was found.
+
+    Returns:
+        bool: Whether all of it works.
+    """
+    return all([_says(name, look) for name, look in _LOOKS.items()])  # a list: all lines are printed
+
+
+def _says(name, look):
+    try:
+        print(f'ok      {name}: {look()}')
+    except Exception as error:  # noqa: BLE001  whatever is wrong with an environment
+        print(f'FAILED  {name}: {type(error).__name__}: {error}')
+        return False
+    return True
+
+
+def _torch():
+    found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return (
+        f'{torch.__version__}, Python {platform.python_version()}, GPU: {", ".join(found) or "none, runs on the CPU"}'
+    )
+
+
+def _stack():
+    names, found = packages_distributions(), []
+    for module in ('mmengine', 'mmcv', 'mmdet'):
+        distributions = sorted(set(names.get(module, ())))
+        if len(distributions) > 1:
+            raise ImportError(f'{" and ".join(distributions)} both install {module}; uninstall both, and install one')
+        found.append(f'{distributions[0]} {version(distributions[0])}' if distributions else f'{module} (from a path)')
+    return ', '.join(found)
+
+
+def _operators():
+    ops = importlib.import_module('mmcv.ops')
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 3.9]], device=device)
+    kept = len(ops.nms(boxes, torch.tensor([0.9, 0.8], device=device), 0.5)[0])
+    return f'nms on {device} keeps {kept} of 2 boxes'
+
+
+def _registered():
+    names = [(HOOKS, 'LeanHook'), (MODELS, 'SBPConvNeXt'), (MODELS, 'SBPSwinTransformer'), (MODELS, 'SBPViT')]
+    if missing := [name for registry, name in names if registry.get(name) is None]:
+        raise LookupError(f'mmdet does not know {", ".join(missing)}')
+    return f'{sbp_mmdet.__version__}, mmdet knows {", ".join(name for _, name in names)}'
+
+
+def _step():
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    torch.manual_seed(0)
+    model = sbp_mmdet.SBPConvNeXt('atto', layer_scale_init_value=1.0, gap_before_final_norm=False).to(device).train()
+    x, found = torch.randn(2, 3, 64, 64, device=device), []
+    for preset in ('none', 'exact'):
+        sbp_mmdet.apply_lean(model, preset)
+        stored = saved_bytes(lambda: model(x), [*model.parameters(), *model.buffers()])
+        gradients = torch.autograd.grad(model(x)[0].float().square().sum(), [*model.parameters()], allow_unused=True)
+        found.append((torch.cat([g.flatten() for g in gradients if isinstance(g, Tensor)]), stored))
+    (plain, before), (lean, after) = found
+    error = float((lean - plain).norm() / plain.norm())
+    if not error < 1e-2:  # on a GPU, TF32 rounds to a thousandth
+        raise ArithmeticError(f'gradients of a step on {device} are {error:.1e} off')
+    return f'on {device}; gradients {error:.0e} off, {after / 1e6:.1f} MB stored in place of {before / 1e6:.1f} MB'
+
+
+_LOOKS = dict(torch=_torch, stack=_stack, operators=_operators, sbp_mmdet=_registered, step=_step)

@@ -1,0 +1,63 @@
+"""The rehearsal in two processes (gloo): one that has no room stops both, with one message."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from sbp_mmdet import rehearse
+
+CASE = dict(batch=2, height=64, width=96, boxes=3)
+GB = 2**30
+
+
+def _rehearsed(rank, folder):
+    """Peak and budget of each process, and what both say."""
+    dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
+    said = []
+    runner = SimpleNamespace(model=nn.Linear(1, 1), logger=SimpleNamespace(info=said.append))
+    for peaks, budgets, words in (
+        ((5, 6), ('8GiB', '8GiB'), 'needs 6.00 GiB: it fits'),
+        ((5, None), ('8GiB', '8GiB'), 'needs more than the GPU has of 8.00 GiB'),
+        ((9, 5), ('8GiB', '8GiB'), 'needs 9.00 GiB of 8.00 GiB'),
+        ((5, 5), ('8GiB', '4GiB'), 'needs 5.00 GiB of 4.00 GiB'),
+    ):
+        peak = None if peaks[rank] is None else peaks[rank] * GB
+        with (
+            mock.patch.object(rehearse, 'largest_batch', lambda runner: ({}, CASE)),
+            mock.patch.object(rehearse, '_peak', lambda runner, batch, peak=peak: peak),
+            mock.patch.object(rehearse, '_advice', lambda *args: ''),
+        ):
+            try:
+                rehearse.RehearseHook(budgets[rank]).before_train(runner)
+            except rehearse.DoesNotFit as error:
+                said.append(str(error))
+        assert words in said.pop(), (rank, peaks)
+    dist.destroy_process_group()
+
+
+def test_all_processes_go_on_or_all_stop(tmp_path):
+    mp.spawn(_rehearsed, (str(tmp_path),), nprocs=2)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group('gloo', f'file://{tmp_path}/meet', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_buckets_of_distributed_training_count(one_process, monkeypatch):
+    """The model steps without its wrapper, which would wait for others; its buckets are as large as gradients."""
+    model = nn.Linear(10, 10)
+    stepped = []
+    monkeypatch.setattr(rehearse, '_states', lambda wrapper: 1000)
+    monkeypatch.setattr(rehearse, '_counted', lambda model, batch, wrapper: stepped.append(model) or 50)
+    peaks = [
+        rehearse._peak(SimpleNamespace(model=one, optim_wrapper=None), {})
+        for one in (model, nn.parallel.DistributedDataParallel(model))
+    ]
+    assert peaks == [1050, 1050 + 4 * 110] and stepped == [model, model]
