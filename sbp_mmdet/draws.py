@@ -14,10 +14,29 @@ from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
 from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks
+from .ops.sampled import Sample
 from .ops.tokens import token_positions
 from .settings import Settings
 
-__all__ = ['Draws', 'LevelDraws', 'Stages']
+__all__ = ['Draws', 'LevelDraws', 'Phases', 'Stages']
+
+
+class Phases:
+    """Draws the sample of each operation that estimates gradients of weights, independently, so that errors of layers
+    do not add up: by seed, rank, iteration, name of the module, and how often it ran in this iteration."""
+
+    def __init__(self):
+        self._latest = {}
+
+    @torch.compiler.disable
+    def draw(self, name: str, step: int) -> Sample:
+        """One row in ``step``, for a module of this name."""
+        iteration = MessageHub.get_current_instance().get_info('iter', 0)
+        before, number = self._latest.get(name, (None, -1))
+        number = number + 1 if before == iteration else 0
+        self._latest[name] = iteration, number
+        generator = mask_generator(torch.initial_seed(), get_rank(), iteration, number, f'sample of {name}')
+        return Sample(step, int(torch.randint(step, (), generator=generator)))
 
 
 class Stages(NamedTuple):
