@@ -2,9 +2,10 @@
 
 import argparse
 import copy
+import functools
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from mmengine.config import DictAction
@@ -103,7 +104,8 @@ def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tu
     raise ValueError(f'--module {module}: no training step runs it; name a module that has a forward pass')
 
 
-def smooth(shape: Sequence[int], seed: int = 1) -> Tensor:
+@functools.lru_cache(maxsize=8)  # a GPU would wait for the CPU that draws
+def smooth(shape: tuple[int, ...], seed: int = 1) -> Tensor:
     """Noise whose neighbours are alike, as in photographs; also of tokens (N, L, C)."""
     generator = torch.Generator().manual_seed(seed)
     if len(shape) == 4:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from case import parse_name
 from mmengine.config import DictAction
+from mmengine.logging import MessageHub
 from mmengine.utils import ProgressBar
 from subject import build_model, train_batches
 from torch import Tensor, nn
@@ -58,7 +59,8 @@ def groups(name: str, model: nn.Module) -> dict[str, tuple[str, dict]]:
     """
     half = dict(keep_ratio=0.5)
     if name == 'presets':
-        return {'int8': ('int8', {}), 'nearest': ('nearest', half), 'paper': ('paper', half)}
+        found = {'int8': ('int8', {}), 'sampled': ('sampled', {}), 'nearest': ('nearest', half)}
+        return found | {'paper': ('paper', half)}
     if name == 'ratios':
         return {f'{r:g}': ('paper', dict(keep_ratio=r)) for r in (0.75, 0.5, 0.25)}
     if name == 'samplers':
@@ -150,6 +152,16 @@ def _with(module, preset, keys):
     return found
 
 
+def _mean_gradient(draws, run):
+    """Of the gradients of so many runs, each of which draws as another iteration would."""
+    hub, found = MessageHub.get_current_instance(), {}
+    for draw in range(draws):
+        hub.update_info('iter', draw)
+        for name, gradient in run().items():
+            found[name] = found.get(name, 0) + gradient / draws
+    return found
+
+
 def _of_backbone(model, exact, preset, keys):
     """Gradients of the backbone for the images, and the gradient at its outputs, of an exact pass."""
     backbone = _with(model.backbone, preset, keys)
@@ -226,8 +238,10 @@ def _measures(product, exact, estimated, difference):
 
 
 @full_fp32()
-def study(model: nn.Module, settings: Mapping, batches: Iterable[dict], seed=0, whole=False, done=lambda: None) -> dict:
-    """Compares presets with exact gradients.
+def study(
+    model: nn.Module, settings: Mapping, batches: Iterable[dict], seed=0, whole=False, done=lambda: None, draws=1
+) -> dict:
+    """Compares presets with exact gradients; of several ``draws`` the mean gradient.
 
     Returns:
         dict: Label to part to measure to ``mean``, ``std`` and ``values``, one for each batch.
@@ -254,7 +268,8 @@ def study(model: nn.Module, settings: Mapping, batches: Iterable[dict], seed=0, 
                 )
         done()
         for label, setting in settings.items():
-            found = _of_detector(model, exact, *setting, batch) if whole else _of_backbone(model, exact, *setting)
+            run, more = (_of_detector, [batch]) if whole else (_of_backbone, [])
+            found = _mean_gradient(draws, lambda: run(model, exact, *setting, *more))  # noqa: B023
             results[label].append(compare(exact.gradients, found, stages))
             done()
     return {label: _summary(rows) for label, rows in results.items()}
@@ -299,6 +314,7 @@ def parse_args():
     parser.add_argument('--group', nargs='+', default=[], choices=GROUPS, help='more of them (default: presets)')
     parser.add_argument('--whole', action='store_true', help='apply them to the whole detector, not to its backbone')
     parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')
+    parser.add_argument('--draws', type=int, default=1, help='the mean gradient of so many (default: 1)')
     parser.add_argument('--seed', type=int, default=0, help='of batches, masks and all that is drawn (default: 0)')
     parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
@@ -309,8 +325,8 @@ def parse_args():
 def main():
     parser, args = parse_args()
     try:
-        if args.batches < 1:
-            raise ValueError(f'--batches {args.batches} must be 1 or more')
+        if min(args.batches, args.draws) < 1:
+            raise ValueError(f'--batches {args.batches} and --draws {args.draws} must be 1 or more')
         config = load_config(args.config, args.cfg_options)
         settings = {name: parse_name(name) for name in args.presets}
         model = build_model(config, args.checkpoint, args.device, args.seed)
@@ -318,11 +334,13 @@ def main():
             settings.update(groups(name, model))
         batches = list(train_batches(config, args.batches, args.seed))
         bar = ProgressBar(len(batches) * (1 + len(settings)))
-        results = study(model, settings, batches, args.seed, args.whole, bar.update)
+        results = study(model, settings, batches, args.seed, args.whole, bar.update, args.draws)
     except ValueError as error:
         parser.error(str(error))
     case = dict(config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name)
-    case |= dict(seed=args.seed, batches=len(batches), images=len(batches[0]['inputs']), whole=args.whole)
+    case |= dict(
+        seed=args.seed, draws=args.draws, batches=len(batches), images=len(batches[0]['inputs']), whole=args.whole
+    )
     found = dict(machine=describe_machine(args.device), case=case, settings=settings, results=results)
     print(f'\n\n{study_table(found)}\nmean ± standard deviation over {len(batches)} batches')
     if args.json:

@@ -4,7 +4,7 @@
     python research/zoo_families.py --report   # counts nothing: the table of docs/research/zoo_families.md
 
 One config a family: the first with a measured figure (see zoo_memory.py), or else the first that trains. A family is a
-folder of mmdet's configs with such a config.
+folder of mmdet's configs with such a config, unless it is of trackers.
 """
 
 import argparse
@@ -32,18 +32,17 @@ _SECONDS = 60  # of CPU time for each count, as the planner is to answer
 def families() -> dict[str, str]:
     """Folder to its config."""
     root = Path(mmdet.__file__).parent / '.mim/configs'
+    names = [*measured(), *(str(file.relative_to(root)) for file in sorted(root.glob('*/*.py')))]
     found = {}
-    for name in measured():
-        found.setdefault(name.split('/')[0], name)
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name not in (*found, '_base_')):
-        for file in sorted(folder.glob('*.py')):
+    for name in names:
+        if (folder := name.split('/')[0]) not in found:
             try:
-                config = load_config(str(file))
+                config = load_config(str(root / name))
             except ValueError:  # no model, or a package that is missing
                 continue
-            if config.get('train_dataloader'):
-                found[folder.name] = f'{folder.name}/{file.name}'
-                break
+            preprocessor = str((config.model.get('data_preprocessor') or {}).get('type'))
+            if config.get('train_dataloader') and not any(kind in preprocessor for kind in ('Track', 'ReID')):
+                found[folder] = name
     return dict(sorted(found.items()))
 
 

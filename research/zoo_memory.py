@@ -120,8 +120,8 @@ REASONS = {
     'gn': _GROUP_NORM,
     'gn+ws': _GROUP_NORM,
     'nas_fpn': _BENCHMARK,
-    'objects365': Reason('images with some 450 boxes, all compared with all anchors', boxes=450),
-    'openimages': Reason('images with some 650 boxes, all compared with all anchors', boxes=650),
+    'objects365': Reason('likely: images with some 450 boxes, all compared with all anchors', boxes=450),
+    'openimages': Reason('likely: images with some 650 boxes, all compared with all anchors', boxes=650),
     'pvt': _SOFTMAX,
     'ssd': _BENCHMARK,
 }

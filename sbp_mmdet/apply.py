@@ -7,48 +7,19 @@ down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a 
 """
 
 import dataclasses
-from collections import Counter
 from typing import NamedTuple
 
 from mmdet.registry import HOOKS
 from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
-from .draws import Draws, LevelDraws, Stages
+from .draws import Draws, LevelDraws, Phases, Stages
 from .savings import Checkpointed, refuse_replays, targets_in_chunks
 from .settings import Settings
-from .signs import SignsOfLife
+from .signs import Report, SignsOfLife
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
 __all__ = ['LeanHook', 'Report', 'apply_lean', 'keep_ratios', 'remove_lean']
-
-_MOST_NAMES = 6  # that a line of the report lists
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What :func:`apply_lean` did.
-
-    Attributes:
-        changed (dict[str, str]): By the name of a submodule, what it does now.
-        left (dict[str, str]): By name, why a submodule stays as it is.
-        kinds (dict[str, str]): By name, the class of a submodule.
-    """
-
-    changed: dict[str, str]
-    left: dict[str, str]
-    kinds: dict[str, str]
-
-    def __str__(self):
-        lines = [f'{len(self.changed)} modules changed, {len(self.left)} left alone']
-        for word, found in (('changed', self.changed), ('left alone', self.left)):
-            for reason in dict.fromkeys(found.values()):
-                names = [name for name in found if found[name] == reason]
-                numbers = Counter(self.kinds[name] for name in names)
-                kinds = ', '.join(f'{number} {kind}' for kind, number in numbers.items())
-                who = '' if word == 'changed' or len(names) > _MOST_NAMES else f' ({", ".join(names)})'
-                lines.append(f'{word}: {kinds}{who}: {reason}')
-        return '\n'.join(lines)
 
 
 def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
@@ -276,7 +247,7 @@ def _owner(root, stages):
 
 
 def _carry_out(model, settings, plan):
-    changed, left = {}, dict(plan.left)
+    changed, left, phases = {}, dict(plan.left), Phases()
     names = {id(module): name for name, module in model.named_modules()}
 
     def change(module, mixin, place, meaning):
@@ -284,7 +255,7 @@ def _carry_out(model, settings, plan):
             mix_in(module, _CheckpointedBlock)
         else:
             mix_in(module, mixin)
-            module._lean = place
+            module._lean = place._replace(name=names[id(module)], phases=phases)
         left.update({names[id(inside)]: reason for inside, reason in mixin.aside(module)})
         frozen = not any(p.requires_grad for p in module.parameters())
         (left if frozen else changed)[names[id(module)]] = 'frozen' if frozen else meaning
@@ -296,13 +267,13 @@ def _carry_out(model, settings, plan):
         draws = Draws(Stages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
-                change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module))
+                change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module, mixin))
         if settings.preset.form is not None:
             owner.register_forward_pre_hook(draws.begin, with_kwargs=True)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=LevelDraws(settings) if ratio else None)
-        change(module, mixin, place, _meaning(settings, ratio, module))
+        change(module, mixin, place, _meaning(settings, ratio, module, mixin))
     left |= _untouched(model, changed, left)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
@@ -327,7 +298,7 @@ def _num_heads(layers):
     return next((part.num_heads for part in mixin.parts(module).values() if part.by_heads), None)
 
 
-def _meaning(settings, ratio, module):
+def _meaning(settings, ratio, module, mixin):
     preset = settings.preset
     if preset.form is None:
         return 'runs again in the backward pass'
@@ -336,6 +307,8 @@ def _meaning(settings, ratio, module):
         off = ' (its checkpointing by num_cp is off: it would cost time)'
     if ratio is not None:
         return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
+    if settings.step > 1 and mixin.samples:
+        return f'stores less, gradients of weights from one row in {settings.step}{off}'
     if preset.form.implementation == 'reference':
         return f'exact, in plain autograd{off}'
     return f'exact, stores less{" in eight bits" if preset.form.storage == "int8" else ""}{off}'

@@ -13,11 +13,30 @@ from mmengine.dist import get_rank
 from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
-from .masks import Positions, level_positions, mask_generator, positions, stage_masks
+from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks
+from .ops.sampled import Sample
 from .ops.tokens import token_positions
 from .settings import Settings
 
-__all__ = ['Draws', 'LevelDraws', 'Stages']
+__all__ = ['Draws', 'LevelDraws', 'Phases', 'Stages']
+
+
+class Phases:
+    """Draws the sample of each operation that estimates gradients of weights, independently, so that errors of layers
+    do not add up: by seed, rank, iteration, name of the module, and how often it ran in this iteration."""
+
+    def __init__(self):
+        self._latest = {}
+
+    @torch.compiler.disable
+    def draw(self, name: str, step: int) -> Sample:
+        """One row in ``step``, for a module of this name."""
+        iteration = MessageHub.get_current_instance().get_info('iter', 0)
+        before, number = self._latest.get(name, (None, -1))
+        number = number + 1 if before == iteration else 0
+        self._latest[name] = iteration, number
+        generator = mask_generator(torch.initial_seed(), get_rank(), iteration, number, f'sample of {name}')
+        return Sample(step, int(torch.randint(step, (), generator=generator)))
 
 
 class Stages(NamedTuple):
@@ -109,6 +128,14 @@ class LevelDraws:
     def __init__(self, settings: Settings):
         self._settings, self._latest = settings, None
 
+    def ratio(self, layer: tuple | None) -> float:
+        """Keep ratio of a layer."""
+        return self._settings.keep_ratio
+
+    def draws_for(self, layer: tuple | None) -> bool:
+        """See :meth:`Stages.draws_for`."""
+        return True
+
     @torch.compiler.disable
     def positions(self, sizes: list[tuple[int, int]], device: torch.device) -> Positions:
         """Those of the next pass.
@@ -132,6 +159,14 @@ class Draws:
 
     def __init__(self, stages: Stages):
         self.stages, self._pass = stages, None
+
+    def ratio(self, layer: tuple) -> float | None:
+        """Keep ratio of a layer; None: it keeps all."""
+        return self.stages.keep_ratios().get(layer)
+
+    def draws_for(self, layer: tuple) -> bool:
+        """See :meth:`Stages.draws_for`."""
+        return self.stages.draws_for(layer)
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
@@ -224,7 +259,8 @@ class Draws:
             self.stages.sizes(*self._pass.size), ratio, settings.sampler, self._pass.generator(), aligned=not nearest
         )
         for stage in {key[0] for key, r in ratios.items() if r == ratio}:
-            drawn[stage] = positions(masks[stage], self._pass.device, nearest)
+            find = grid_positions if settings.sampler == 'grid' else positions
+            drawn[stage] = find(masks[stage], self._pass.device, nearest)
         return drawn
 
     def _heads(self, ratios):

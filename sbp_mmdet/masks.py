@@ -25,6 +25,7 @@ __all__ = [
     'SAMPLERS',
     'Nearest',
     'Positions',
+    'grid_positions',
     'level_positions',
     'mask_generator',
     'parse_keep_ratio',
@@ -197,8 +198,8 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = 
     """
     keep, drop = (m.flatten().nonzero()[:, 0] for m in (mask, ~mask))
     index = starts = None
-    if nearest:  # takes milliseconds; and a grid has few phases, so the same masks come again
-        drop, index, starts = _paired(mask.numpy().tobytes(), *mask.shape)
+    if nearest:  # takes milliseconds
+        drop, index, starts = _paired(mask)
     found = keep, drop, index
     if torch.device(device).type == 'cuda':
         # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
@@ -207,15 +208,26 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = 
     return Positions(keep, drop, Nearest(index, starts) if nearest else None)
 
 
-@functools.lru_cache(maxsize=64)  # 1 MB each, for the largest maps
-def _paired(mask: bytes, height: int, width: int) -> tuple[Tensor, Tensor | None, Tensor]:
+def grid_positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = False) -> Positions:
+    """As :func:`positions`, for masks of the sampler ``grid``: it has few phases, so the same masks come again, and
+    their indices stay on the device. Nobody may write to them."""
+    return _of_grid(mask.numpy().tobytes(), *mask.shape, device, nearest)
+
+
+@functools.lru_cache(maxsize=16)  # two phases, four stages, two sizes of images; 1 MB each, for the largest maps
+def _of_grid(mask, height, width, device, nearest):
+    kept = torch.frombuffer(bytearray(mask), dtype=torch.bool).view(height, width)
+    return positions(kept, device, nearest)
+
+
+def _paired(mask: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Dropped positions by kept one, and index and starts of :class:`Nearest`; on the CPU."""
-    kept = torch.frombuffer(bytearray(mask), dtype=torch.bool)
+    kept = mask.flatten()
     if not kept.any():
         raise ValueError('no position is kept, so dropped ones have no neighbours; keep at least one')
     number = torch.where(kept, kept.cumsum(0) - 1, -1)
     drop = (~kept).nonzero()[:, 0]
-    index, order = _spread(number.view(height, width)).flatten()[drop].sort(stable=True)
+    index, order = _spread(number.view(mask.shape)).flatten()[drop].sort(stable=True)
     counts = torch.bincount(index, minlength=int(kept.sum()))
     starts = F.pad(counts.cumsum(0), (1, 0))
     one_for_one = (counts == 1).all()  # no rows have to be gathered

@@ -69,7 +69,7 @@ class RehearseHook(Hook):
             needs = 'more than the GPU has' if peak is None else format_gib(peak)
             raise DoesNotFit(
                 f'RehearseHook: the largest batch of this data set, {said}, needs {needs}'
-                f'{f" of {format_gib(budget)}" if budget else ""}. {_advice(runner, budget, case)}'
+                f'{f"; {format_gib(budget)} may be used" if budget else ""}. {_advice(runner, budget, case)}'
             )
         fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}: it fits'
         if self.stop:

@@ -126,7 +126,7 @@ def refuse_replays(model: nn.Module) -> None:
             continue
         for inner, layer in module.named_modules(prefix=outer):
             place = vars(layer).get('_lean')
-            if place is not None and place.draws is not None and place.draws.stages.draws_for(place.layer):
+            if place is not None and place.draws is not None and place.draws.draws_for(place.layer):
                 raise ValueError(
                     f"{outer} is checkpointed, and {inner} in it, with preset='{place.settings.preset.name}', drops "
                     'positions or images, and stores less than the checkpoint: take it out of CheckpointModulesHook, '

@@ -23,7 +23,8 @@ class Preset:
     Attributes:
         name (str): What configs and tools call it.
         meaning (str): One line for ``--help``.
-        gradients (str): 'exact', 'int8' (error of up to a hundredth), 'nearest' (near exact) or 'paper' (SBP).
+        gradients (str): 'exact', 'int8' (error of up to a hundredth), 'sampled' (exact on average), 'nearest' (near
+            exact) or 'paper' (SBP).
         form (Form | None): What it means for an operation; None: modules run their own code.
         thins (bool): Some positions are dropped.
     """
@@ -41,6 +42,7 @@ PRESETS = {
     for preset in (
         Preset('exact', 'exact gradients; what a block stores is its input', 'exact', Form()),
         Preset('int8', 'the same, stored in eight bits', 'int8', Form(storage='int8')),
+        Preset('sampled', 'the same memory; gradients of weights come from a quarter of the rows', 'sampled', Form()),
         Preset(
             'nearest',
             'half of the positions are stored; the others send gradients by the activations of a neighbour',
@@ -97,7 +99,8 @@ class Settings:
     Attributes:
         preset (Preset): The preset.
         keep_ratio (float | tuple[float, ...]): r in (0, 1], for all thinned blocks or for each of them, shallow to deep
-            (section 4, "How much gradients should be kept"). Default: 0.5.
+            (section 4, "How much gradients should be kept"). For 'sampled' 1 / n, the share of rows. Default: 0.5, for
+            'sampled' 0.25.
         sampler (str): 'grid' or 'random' (section 4, "How to sample the gradient keep mask?"). Default: 'grid'.
         blocks (tuple[int, ...] | None): How many leading blocks of each stage are thinned; for a network of one stage
             (ViT) how many of the last. None: the adapter's default, which is the paper's choice where it made one.
@@ -146,7 +149,9 @@ class Settings:
                 f'write dict({rewritten(cfg or {"preset": "exact"})})'
             )
         preset = preset_named(cfg['preset'])
-        if not preset.thins and (given := [key for key in _THINNING_KEYS if key in cfg]):
+        sampled = preset.gradients == 'sampled'
+        meaningless = () if preset.thins else _THINNING_KEYS[1:] if sampled else _THINNING_KEYS
+        if given := [key for key in meaningless if key in cfg]:
             raise ValueError(
                 f"{where}: {given} mean nothing for preset='{preset.name}', which drops no position; leave them out, "
                 "or take preset='paper' or 'nearest'"
@@ -156,7 +161,7 @@ class Settings:
                 f"{where}: skip_dropped_images means nothing for preset='{preset.name}', whose blocks run their own "
                 'code; leave it out'
             )
-        return cls(**{**cfg, 'preset': preset})
+        return cls(**{**(dict(keep_ratio=0.25) if sampled else {}), **cfg, 'preset': preset})
 
     def __post_init__(self):
         for key, choices in (('sampler', SAMPLERS), ('attention', ATTENTION)):
@@ -169,11 +174,18 @@ class Settings:
         listed = isinstance(ratios, Sequence) and not isinstance(ratios, str)
         for ratio in ratios if listed else [ratios]:
             parse_keep_ratio(ratio)
+        if self.preset.gradients == 'sampled' and (listed or parse_keep_ratio(ratios).numerator != 1):
+            raise ValueError(f"keep_ratio={ratios!r} must be 1 / n for preset='sampled', such as 0.5, 0.25 or 0.125")
         if self.modules is not None:
             names = [self.modules] if isinstance(self.modules, str) else self.modules
             if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"modules={names!r} must be a list of names of submodules, such as ['neck']")
             object.__setattr__(self, 'modules', tuple(names))
+
+    @property
+    def step(self) -> int:
+        """Gradients of weights come from one row in so many; 1: from all."""
+        return parse_keep_ratio(self.keep_ratio).denominator if self.preset.gradients == 'sampled' else 1
 
     def layer_ratios(self, depths: Sequence[int], blocks: Sequence[int], from_end: bool = False) -> dict[tuple, float]:
         """The layers of a backbone that are thinned, and how far.

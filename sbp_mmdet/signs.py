@@ -1,5 +1,7 @@
-"""Signs of life: what changed modules store in the first training step, beside what they would store unchanged."""
+"""Signs of life: what was changed, and what changed modules store in the first step, now and unchanged."""
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -13,7 +15,35 @@ from .ops.precision import autocast_dtype
 from .savings import Checkpointed, keep_running_stats
 from .surgery import mix_in, mix_out, unwrapped
 
-__all__ = ['SignsOfLife', 'StoredBytes']
+__all__ = ['Report', 'SignsOfLife', 'StoredBytes']
+
+_MOST_NAMES = 6  # that a line of the report lists
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What :func:`.apply.apply_lean` did.
+
+    Attributes:
+        changed (dict[str, str]): By the name of a submodule, what it does now.
+        left (dict[str, str]): By name, why a submodule stays as it is.
+        kinds (dict[str, str]): By name, the class of a submodule.
+    """
+
+    changed: dict[str, str]
+    left: dict[str, str]
+    kinds: dict[str, str]
+
+    def __str__(self):
+        lines = [f'{len(self.changed)} modules changed, {len(self.left)} left alone']
+        for word, found in (('changed', self.changed), ('left alone', self.left)):
+            for reason in dict.fromkeys(found.values()):
+                names = [name for name in found if found[name] == reason]
+                numbers = Counter(self.kinds[name] for name in names)
+                kinds = ', '.join(f'{number} {kind}' for kind, number in numbers.items())
+                who = '' if word == 'changed' or len(names) > _MOST_NAMES else f' ({", ".join(names)})'
+                lines.append(f'{word}: {kinds}{who}: {reason}')
+        return '\n'.join(lines)
 
 
 class SignsOfLife(Hook):
@@ -95,6 +125,8 @@ class StoredBytes:
         self._running = False
         self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         modules, names = dict(model.named_modules()), set(names)
+        if len(names) > 1:
+            names.discard('')  # a detector that is changed itself would be counted with all of its parts
         around = names | {name for name, module in modules.items() if type(module).__mro__[1] is Checkpointed}
         self._names = {id(modules[name]): name for name in names if not around & set(_outer(name))}
         self._handles = [

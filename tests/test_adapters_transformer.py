@@ -31,6 +31,7 @@ from torch import nn
 from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.adapters import Lean
 from sbp_mmdet.adapters.transformer import DeformableEncoderLayer
+from sbp_mmdet.savings import checkpoint_modules
 
 CONFIGS = Path(mmdet.__file__).parent / '.mim/configs'
 C, HEADS, QUERIES, TOKENS = 16, 2, 7, 42
@@ -263,6 +264,12 @@ def test_presets_that_drop_positions_are_exact_here(preset):
     assert_same(step(layer, inputs), expected)
 
 
+def checkpointed(layers):
+    layers = copy.deepcopy(layers)
+    checkpoint_modules(layers, ['0'])
+    return layers
+
+
 def test_tokens_of_an_encoder_are_dropped():
     """The same ones in all of its layers, others in the next pass; without a backbone that drops any."""
     layers = ordinary(nn.ModuleList(deformable_encoder(0.0) for _ in range(2)))
@@ -274,6 +281,9 @@ def test_tokens_of_an_encoder_are_dropped():
     expected = [step(layer, inputs) for layer in layers]
     report = apply_lean(layers, preset='paper', sampler='random')
     assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset paper'}
+    assert "preset='paper', keeps 0.5 of the positions" in f'{layers}'
+    with pytest.raises(ValueError, match='take it out of CheckpointModulesHook'):  # it would draw others
+        apply_lean(checkpointed(layers), preset='paper')
     seen = []
     for _ in range(3):
         found = [step(layer, inputs) for layer in layers]

@@ -20,7 +20,7 @@ from tables import benchmark_table
 from sbp_mmdet.plan.variants import plain
 
 CASE = dict(batch=1, height=64, width=64, boxes=2, device='cpu')
-PRESETS = ['none', 'with_cp', 'exact', 'int8', 'nearest', 'paper', 'reference']
+PRESETS = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'nearest', 'paper', 'reference']
 
 
 @pytest.fixture(scope='module')
@@ -33,7 +33,7 @@ def test_a_block_stores_what_the_picture_of_the_design_says(config):
     rows = measure_module(config, PRESETS, 'backbone.stages.0.0', amp='off', rounds=0, **CASE)
     unit = 8 * 16 * 16 * 4  # channels x positions x fp32
     for row in rows:
-        expected = draw_stored.units(row['preset'])
+        expected = draw_stored.units('exact' if row['preset'] == 'sampled' else row['preset'])
         assert expected <= row['saved_bytes'] / unit <= 1.08 * expected + 0.2, row
 
 
@@ -44,7 +44,7 @@ def test_gradients_of_a_backbone(config):
     rows = measure_module(config, PRESETS, 'backbone', amp='bf16', rounds=2, **CASE)
     error = {row['preset']: row['error'] for row in rows}
     assert error['none'] == 0 and max(error['with_cp'], error['exact']) < 1e-5 < error['int8'] < 0.05
-    assert 0.05 < error['nearest'] and 0.2 < error['paper']
+    assert 0.05 < min(error['nearest'], error['sampled']) and 0.2 < error['paper']
     assert rows[0]['ratio'] == rows[0]['ratio_min'] == rows[0]['ratio_max'] == 1
     assert all(row['saved_bytes'] < rows[0]['saved_bytes'] for row in rows[1:])
     assert all(row['peak_bytes'] > row['saved_bytes'] for row in rows)

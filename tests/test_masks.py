@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from sbp_mmdet import masks
-from sbp_mmdet.masks import SAMPLERS, mask_generator, parse_keep_ratio, positions, sample_mask, stage_masks
+from sbp_mmdet.masks import (
+    SAMPLERS,
+    grid_positions,
+    mask_generator,
+    parse_keep_ratio,
+    positions,
+    sample_mask,
+    stage_masks,
+)
 from sbp_mmdet.ops.tokens import token_positions
 
 RATIOS = [
@@ -223,18 +231,19 @@ def test_neighbours_need_a_kept_position():
 
 @pytest.mark.parametrize('nearest', [False, True])
 def test_positions_of_a_mask_that_was_there_before(nearest):
-    """They are those of a first time, whatever came between; where neighbours were looked for they are kept, some."""
+    """They are those of a first time, whatever came between, and the same tensors."""
     masks_ = [sample_mask(6, 7, 0.5, 'grid', torch.Generator().manual_seed(seed)) for seed in range(8)]
     masks_ += [mask[:, :6].contiguous() for mask in masks_] + [mask.view(7, 6) for mask in masks_]
-    masks._paired.cache_clear()
-    first = [positions(mask, nearest=nearest) for mask in masks_]
-    positions(masks_[0], nearest=not nearest)
-    misses = masks._paired.cache_info().misses
+    masks._of_grid.cache_clear()
+    first = [grid_positions(mask, nearest=nearest) for mask in masks_]
+    grid_positions(masks_[0], nearest=not nearest)
+    misses = masks._of_grid.cache_info().misses
     for mask, before in zip(masks_, first, strict=True):
+        assert grid_positions(mask, nearest=nearest) is before
         for x, y in zip(*map(tree_leaves, (positions(mask, nearest=nearest), before)), strict=True):
             assert (x is y is None) or torch.equal(x, y)
-    assert masks._paired.cache_info().misses == misses <= 7
-    assert masks._paired.cache_info().maxsize
+    assert masks._of_grid.cache_info().misses == misses <= 7
+    assert masks._of_grid.cache_info().maxsize
 
 
 @pytest.mark.parametrize('nearest', [False, True])

@@ -15,7 +15,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import nn
 
-from sbp_mmdet.masks import _paired
+from sbp_mmdet.masks import _of_grid
 from sbp_mmdet.plan import hollow
 from sbp_mmdet.plan.batch import at_the_first_step, build_batch
 from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
@@ -224,7 +224,7 @@ def test_what_is_drawn_is_computed(atto, kind, keys, size, monkeypatch):
     case = dict(batch=4 if config.model.backbone.drop_path_rate else 1, height=size[0], width=size[1], boxes=4)
     saved = []
     for compute in (False, True):
-        _paired.cache_clear()  # or the second count would take the masks of the first
+        _of_grid.cache_clear()  # or the second count would take the masks of the first
         saved.append(measure_detector(config, **case, compute=compute)['saved'])
     for part in ('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4'):
         assert saved[0].get(part) == saved[1].get(part), part

@@ -72,6 +72,8 @@ def run_part(part: Part, out: Path, end: float, rehearse: bool) -> None:
 def _run(part, out, words, end, rehearse):
     """'done', 'too long', or how it failed."""
     variables = dict(os.environ, SBP_TEST_DEVICE='cpu' if rehearse else 'cuda')
+    if not part.timed:  # beside others
+        variables.setdefault('OMP_NUM_THREADS', '2')
     with open(out / f'{part.name}.log', 'a') as log:
         for text in part.commands:
             found = [words.get(word[1:-1]) or [word.replace('{out}', str(out))] for word in text.split()]

@@ -12,13 +12,14 @@ images that stochastic depth leaves out, and the form of the operations come fro
 of the module itself (``with_cp``) is off: an operation stores less.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..draws import Draws, LevelDraws
+from ..draws import Draws, LevelDraws, Phases
 from ..ops.images import on_images
 from ..ops.operation import Form
 from ..ops.precision import accumulator, autocast_dtype
@@ -77,11 +78,15 @@ class Place(NamedTuple):
         settings (Settings): Of the model.
         layer (tuple | None): Which layer of its backbone it is; None: none that has positions. Default: None.
         draws (Draws | LevelDraws | None): Of its backbone, or of itself. Default: None.
+        name (str): Of the module. Default: ''.
+        phases (Phases | None): Of the model's samples. Default: None.
     """
 
     settings: Settings
     layer: tuple | None = None
     draws: Draws | LevelDraws | None = None
+    name: str = ''
+    phases: Phases | None = None
 
 
 class Lean(Mixin):
@@ -90,10 +95,12 @@ class Lean(Mixin):
     Attributes:
         checkpointed (bool): A block, which ``preset='with_cp'`` checkpoints. Default: False.
         class_tokens (bool): Tokens may stand in front of those of the map; they are always kept. Default: False.
+        samples (bool): Estimates gradients of weights where a preset says so. Default: True.
     """
 
     checkpointed = False
     class_tokens = False
+    samples = True
 
     def forward(self, *args, **kwargs):
         """The module's own forward pass; in training :meth:`lean_forward`, with the same arguments."""
@@ -142,8 +149,8 @@ class Lean(Mixin):
 
     def extra_repr(self) -> str:
         """For ``print(model)``: what is said of the module, its preset, and how much it keeps."""
-        settings, layer, draws = self._lean
-        ratio = draws and draws.stages.keep_ratios().get(layer)
+        settings, layer, draws, *_ = self._lean
+        ratio = draws and draws.ratio(layer)
         said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
         return ', '.join(filter(None, said))
 
@@ -160,6 +167,11 @@ class Lean(Mixin):
     def form(self) -> Form:
         """How operations store."""
         return self._lean.settings.preset.form
+
+    def drawn_form(self) -> Form:
+        """The same, with rows that are drawn anew where gradients of weights come from a sample."""
+        step, phases = self._lean.settings.step, self._lean.phases
+        return self.form if step == 1 else dataclasses.replace(self.form, sample=phases.draw(self._lean.name, step))
 
     def drop_rates(self) -> dict[str, float]:
         """Rate of stochastic depth of the parts that leave out images."""
@@ -178,14 +190,14 @@ class Lean(Mixin):
         Returns:
             Tensor: Its output.
         """
-        settings, layer, draws = self._lean
+        settings, layer, draws, *_ = self._lean
         if draws is not None and part.thinned:
             heads = part.by_heads and settings.attention == 'head'
             length = part.length(x)
             options['positions'] = None if heads else draws.positions(layer, length, self.class_tokens)
             if part.by_heads:
                 options.update(mode=settings.attention, heads=draws.heads(layer) if heads else None)
-        form = settings.preset.form
+        form = self.drawn_form()
         rate = getattr(part.drop, 'drop_prob', 0) if getattr(part.drop, 'training', False) else 0
         if not rate:
             return part(form, x, **options)
@@ -207,6 +219,7 @@ class Whole(Lean):
             for.
     """
 
+    samples = False
     stock = ()
 
     def forward(self, *args, **kwargs):

@@ -46,10 +46,14 @@ class _Downsample(Lean):
 
 
 class _Stem(Lean):
+    samples = False
+
     def parts(self):
         return dict(patches=PatchNorm(*self))
 
 
 class _Norm(Lean):
+    samples = False
+
     def parts(self):
         return dict(norm=Norm(self))

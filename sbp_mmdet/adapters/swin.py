@@ -55,6 +55,8 @@ class _PatchMerging(Lean):
 
 
 class _PatchEmbed(Lean):
+    samples = False
+
     def parts(self):
         return dict(patches=PatchNorm(self.projection, self.norm, channels_last=True))
 

@@ -82,9 +82,11 @@ def _again(run, *args):
 class FeedForward(_Layer):
     """Stores its input; the hidden layer is computed again. Layers of other kinds run again as they are."""
 
+    samples = True
+
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
         if x.dim() == 3 and x.numel() and not any(_ffn_reasons(self)):
-            out = ops.feed_forward(_ffn_settings(self), ops.FFNTensors(x, **_ffn_weights(self)))
+            out = ops.feed_forward(_ffn_settings(self, self.drawn_form()), ops.FFNTensors(x, **_ffn_weights(self)))
         else:
             out = _again(self.layers, x)
         out = self.dropout_layer(getattr(self, 'gamma2', nn.Identity())(out))
@@ -104,10 +106,10 @@ def _ffn_reasons(ffn):
     yield _replaced(*ffn.layers[0], *ffn.layers)
 
 
-def _ffn_settings(ffn):
+def _ffn_settings(ffn, form):
     rates = _rate(ffn.layers[0][2]), _rate(ffn.layers[2])
     act = ffn.layers[0][1]
-    return ops.FFNSettings(_ACTS[kind_of(act)](act), rates)
+    return ops.FFNSettings(_ACTS[kind_of(act)](act), rates, sample=form.sample)
 
 
 def _ffn_weights(ffn):
@@ -211,7 +213,7 @@ class DeformableEncoderLayer(_Layer):
     blocks of a backbone, so all tokens of an encoder are kept then.
     """
 
-    checkpointed = True
+    checkpointed = samples = True
     stock = (DeformableDetrTransformerEncoderLayer, DetrTransformerEncoderLayer)
 
     def __call__(self, *args, **kwargs):
@@ -228,7 +230,10 @@ class DeformableEncoderLayer(_Layer):
         attention, ffn, given = self.self_attn, self.ffn, SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
         eps = tuple(norm.eps for norm in self.norms)
         settings = ops.EncoderSettings(
-            _attention_settings(attention, self.form), _ffn_settings(ffn), _rate(attention.dropout), eps
+            _attention_settings(attention, self.form),
+            _ffn_settings(ffn, self.drawn_form()),
+            _rate(attention.dropout),
+            eps,
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
         weights = _attention_weights(attention) | norms | _ffn_weights(ffn)

@@ -47,6 +47,7 @@ from .rows import (
     unfold,
     unscale,
 )
+from .sampled import Sampled
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
 
@@ -261,9 +262,12 @@ def _activations(settings, saved, xhat, weight, bias):
     return q, k, v, _to_rows(out), lse
 
 
-def _product(a, b):
-    """a^T b of rows (N, K, ...), in full precision."""
-    return accumulate(None, a.flatten(0, 1), b.flatten(0, 1))
+def _product(settings, a, b):
+    """a^T b of rows (N, K, ...), in full precision; an estimate where the form has a sample."""
+    sampled = Sampled(settings.form.sample, a.shape[0] * a.shape[1])
+    total = accumulate(None, sampled.of(a.flatten(0, 1)), sampled.of(b.flatten(0, 1)))
+    sampled.scale_(total)
+    return total
 
 
 def _projection_gradients(settings, t, needs, incoming, total, out):
@@ -271,7 +275,7 @@ def _projection_gradients(settings, t, needs, incoming, total, out):
     outer = None
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
-        outer = _product(rows[None], out)
+        outer = _product(settings, rows[None], out)
         outer = outer if unit is None else outer * unit[:, None]
     weight = None if t.gamma is None else _of_heads(t.proj_weight, settings, t)
     dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma)
@@ -286,7 +290,7 @@ def _layer_gradients(settings, t, needs, xhat, parts, queries):
     dw = None
     if needs.norm_weight or needs.qkv_weight:
         rows = (take(xhat, queries), xhat, xhat)
-        dw = torch.cat([_product(part, seen) for part, seen in zip(parts, rows, strict=True)])
+        dw = torch.cat([_product(settings, part, seen) for part, seen in zip(parts, rows, strict=True)])
         dw = _among_all(dw, channels, 0, t.qkv_weight)
     return unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias)
 

@@ -17,6 +17,7 @@ from .maps import Activation
 from .operation import OnHost, Operation, gradients_of, in_precision
 from .precision import accumulate, column_sums, zeros_for
 from .rows import chunks
+from .sampled import Sample, Sampled
 
 __all__ = [
     'FFNSettings',
@@ -41,12 +42,14 @@ class FFNSettings:
         dropout (tuple[float, float]): Rates behind the activation and behind the second layer. Default: none.
         chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
         dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+        sample (Sample | None): Rows that gradients of weights are estimated from; None: all. Default: None.
     """
 
     activation: Activation = Activation('relu')
     dropout: tuple[float, float] = (0.0, 0.0)
     chunk: int | None = None
     dtype: torch.dtype | None = None
+    sample: Sample | None = None
 
 
 class FFNTensors(NamedTuple):
@@ -121,10 +124,12 @@ class FeedForward:
         settings (FFNSettings): With a dtype.
         tensors (NamedTuple): With the four weights of :class:`FFNTensors`.
         needs (tuple | None): Which of them get a gradient; None: there is no backward pass. Default: None.
+        number (int): Of all rows of the backward pass. Default: 0.
     """
 
-    def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None):
+    def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None, number: int = 0):
         self.settings, dtype = settings, settings.dtype
+        self.sampled = Sampled(settings.sample, number)
         self.w1, self.b1, self.w2, self.b2 = (getattr(tensors, name).to(dtype) for name in _WEIGHTS)
         wanted = [] if needs is None else [name for name in _WEIGHTS if getattr(needs, name)]
         self.sums = {name: zeros_for(getattr(tensors, name)) for name in wanted}
@@ -148,29 +153,31 @@ class FeedForward:
         for rate, width in zip(self.settings.dropout, (len(self.w1), len(self.w2)), strict=True):
             dropout_factor(rows.new_empty(len(rows), width, dtype=self.settings.dtype), rate)
 
-    def backward(self, rows: Tensor, grad: Tensor, needs_rows: bool = True) -> Tensor | None:
+    def backward(self, rows: Tensor, grad: Tensor, first: int, needs_rows: bool = True) -> Tensor | None:
         """Adds some rows to the sums.
 
         Args:
             rows (Tensor): As the forward pass got them, shape (K, C).
             grad (Tensor): Of the output, shape (K, C').
+            first (int): Number of the first of them.
             needs_rows (bool): Whether anybody asks for the result. Default: True.
 
         Returns:
             Tensor | None: Gradient of the rows.
         """
         act, dtype, sums = self.settings.activation, self.settings.dtype, self.sums
-        first, second = self.settings.dropout
+        (dropout, second), of = self.settings.dropout, self.sampled.of
         rows = rows.to(dtype)
         hidden = torch.addmm(self.b1, rows, self.w1.t())
-        factor = dropout_factor(hidden, first)
+        factor = dropout_factor(hidden, dropout)
         grad = grad.to(dtype)
         if second:
             grad = grad * dropout_factor(grad, second)
         if 'bias2' in sums:
             sums['bias2'].add_(column_sums(grad))
         if 'weight2' in sums:
-            accumulate(sums['weight2'], grad, scaled_(act(hidden), factor))
+            own = None if factor is None else of(factor, first)
+            accumulate(sums['weight2'], of(grad, first), scaled_(act(of(hidden, first)), own))
         if not (needs_rows or 'weight1' in sums or 'bias1' in sums):
             return None
         grad = act.backward(scaled_(grad @ self.w2, factor), hidden)
@@ -178,8 +185,13 @@ class FeedForward:
         if 'bias1' in sums:
             sums['bias1'].add_(column_sums(grad))
         if 'weight1' in sums:
-            accumulate(sums['weight1'], grad, rows)
+            accumulate(sums['weight1'], of(grad, first), of(rows, first))
         return grad @ self.w1 if needs_rows else None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the weights, from the sums over all rows."""
+        self.sampled.scale_(self.sums.get('weight1'), self.sums.get('weight2'))
+        return self.sums
 
 
 def feed_forward(settings: FFNSettings, tensors: FFNTensors) -> Tensor:
@@ -209,14 +221,15 @@ def _forward(settings, tensors, needs):
 
 
 def _backward(settings, saved, grad, needs):
-    x, run = saved.x, FeedForward(settings, saved.weights, needs)
+    x = saved.x
+    run = FeedForward(settings, saved.weights, needs, x.shape[0] * x.shape[1])
     dx = torch.empty_like(x, dtype=settings.dtype) if needs.x else None
     with replayed(grad.device, saved.state):
         for chunk in _chunks(settings, x, run):
-            rows = run.backward(chunk.rows_of(x), chunk.rows_of(grad), needs.x)
+            rows = run.backward(chunk.rows_of(x), chunk.rows_of(grad), chunk.flat.start, needs.x)
             if needs.x:
                 chunk.put_(dx, rows)
-    return FFNGradients(x=dx, **run.sums)
+    return FFNGradients(x=dx, **run.gradients())
 
 
 _feed_forward = Operation('FeedForward', _forward, _backward, FFNGradients)

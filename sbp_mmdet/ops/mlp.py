@@ -8,6 +8,7 @@ be run again, nothing. The hidden layer is computed again in the backward pass. 
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -39,6 +40,7 @@ from .rows import (
     unit_statistics,
     unscale,
 )
+from .sampled import Sampled
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 
@@ -206,6 +208,7 @@ class _BackwardPass:
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
         self.w1, self.b1 = MLPWeights.first(self.t, settings.dtype)
         self.nearest = nearest and Neighbours(saved.positions, len(grad))
+        self.sampled = Sampled(settings.form.sample, len(grad) * self.kept)
         self.x = None  # (N, K, C), what x-hat is computed from
         if self.t.conv is not None:
             x = tokens_of(self.t.conv.run())
@@ -244,11 +247,12 @@ class _BackwardPass:
             g_dropped = self.incoming.rows(part, self.drop)
         if sums.outer is None and sums.b1 is None:
             return
-        rows = self._activations(chunk)
+        rows, drawn = self._activations(chunk), functools.partial(self.sampled.of, first=chunk.flat.start)
         if sums.outer is not None:
-            outer = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else g
-            sums.outer.add_product(outer, F.gelu(rows[-1], approximate=settings.approximate), self.incoming.unit)
-            del outer
+            outer = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else drawn(g)
+            hidden = F.gelu(drawn(rows[-1]), approximate=settings.approximate)
+            sums.outer.add_product(outer, hidden, self.incoming.unit)
+            del outer, hidden
         if sums.b1 is None:
             return
         dh = self._through_gelu(chunk, g, *rows, self.dx)
@@ -257,7 +261,7 @@ class _BackwardPass:
             dh_dropped = self._through_gelu(part, g_dropped, *lent, self.dx_dropped)
             dh = self.nearest.sum_(dh, dh_dropped, chunk)
         if sums.w1 is not None:
-            sums.w1.add_product(dh, rows[0])
+            sums.w1.add_product(drawn(dh), drawn(rows[0]))
 
     def _activations(self, chunk):
         """x-hat, its reciprocal deviation, if anybody asks, and the hidden layer of some kept rows."""
@@ -284,6 +288,7 @@ class _BackwardPass:
         """From the sums over the rows."""
         t, first = self.t, [None] * 4
         outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
+        self.sampled.scale_(outer, w1)
         if b1 is not None:
             first = unfold(w1, b1, t.weight1, t.norm_weight, t.norm_bias)
         return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))

@@ -24,6 +24,7 @@ from .rows import (
     tokens_of,
     unfold,
 )
+from .sampled import Sampled
 
 __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 
@@ -126,8 +127,10 @@ def _backward(settings, saved, grad, needs):
     incoming = [g.to(settings.dtype) for g in incoming]
     dw = None
     if needs.weight or needs.norm_weight:
-        rows = nearest.sum_(incoming[0].clone(), incoming[1]) if nearest else incoming[0]
-        dw = accumulate(None, rows, xhat.flatten(1))
+        sampled = Sampled(settings.form.sample, len(xhat))
+        rows = nearest.sum_(incoming[0].clone(), incoming[1]) if nearest else sampled.of(incoming[0])
+        dw = accumulate(None, rows, sampled.of(xhat.flatten(1)))
+        sampled.scale_(dw)
         del rows
     dx = _input_gradient(saved, incoming, w, xhat, nearest, tokens.shape) if needs.x else None
     return NormLinearGradients(dx, *_parameter_gradients(saved.given, layer, dw, db))

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ..masks import Nearest, Positions
 from .precision import autocast_dtype, no_autocast
+from .sampled import Sample
 
 __all__ = ['Form', 'OnHost', 'Operation', 'gradients_of', 'in_precision']
 
@@ -39,6 +40,8 @@ class Form:
             bits ('int8'). Default: 'native'.
         dropped (str): What dropped positions send. 'zero': nothing. 'nearest': gradients by the activations of the kept
             ones that they go with (``positions.nearest``), see :mod:`.neighbours`. Default: 'zero'.
+        sample (Sample | None): Rows that gradients of weights are estimated from, where no position is dropped, see
+            :mod:`.sampled`; None: all, and they are exact. Default: None.
 
     Raises:
         ValueError: For an unknown value, or one that the reference does not have.
@@ -47,8 +50,13 @@ class Form:
     implementation: str = 'fused'
     storage: str = 'native'
     dropped: str = 'zero'
+    sample: Sample | None = None
 
     def __post_init__(self):
+        if self.sample and (self.implementation, self.dropped) != ('fused', 'zero'):
+            raise ValueError(
+                f"sample={self.sample} needs implementation='fused' and dropped='zero'; leave it out (None)"
+            )
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
@@ -69,8 +77,10 @@ class Form:
             Positions: ``keep`` is None where all are kept. The others are None unless dropped ones send gradients.
 
         Raises:
-            ValueError: If they are to, and nothing says with which kept ones they go.
+            ValueError: If they are to, and nothing says with which kept ones they go; if there is a sample.
         """
+        if positions is not None and self.sample:
+            raise ValueError(f'sample={self.sample} is one of all positions; give no positions, or no sample')
         if positions is None or self.dropped == 'zero':
             return Positions(positions and positions.keep, None)
         if positions.nearest is None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, Sum, accumulator, column_sums, store
 from .rows import CHUNK, Chunk, add_branch, fold, normalise, normalise_backward, unfold
+from .sampled import Sampled
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -110,7 +111,7 @@ def _forward(settings, tensors, needs):
 
 def _backward(settings, saved, grad, needs):
     t, layout = saved.given, _layout(settings.size, settings.window, settings.shift, grad.device)
-    layers = _Layers.folded(settings, t)
+    layers, sampled = _Layers.folded(settings, t), Sampled(settings.form.sample, len(grad) * len(layout.order))
     xhat = saved.xhat.load(settings.dtype)
     incoming = grad if t.factor is None else grad * t.factor[:, None, None]
     sums = _sums(t, incoming)
@@ -122,14 +123,16 @@ def _backward(settings, saved, grad, needs):
         pads = layout.pads_of(chunk)
         g = g if pads is None else g * ~pads
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
-        sums.proj_weight.add_product(g.flatten(0, 1), windows.out().flatten(0, 1))
+        first = len(g) * chunk.start
+        sums.proj_weight.add_product(*(sampled.of(rows.flatten(0, 1), first) for rows in (g, windows.out())))
         if pads is not None:
             sums.pads.add(column_sums((dqkv * pads).flatten(0, 1)))
             dqkv = dqkv * ~pads
         sums.qkv_bias.add(column_sums(dqkv.flatten(0, 1)))
-        sums.qkv_weight.add_product(dqkv.flatten(0, 1), windows.xhat.flatten(0, 1))
+        sums.qkv_weight.add_product(*(sampled.of(rows.flatten(0, 1), first) for rows in (dqkv, windows.xhat)))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
+    sampled.scale_(sums.proj_weight.value, sums.qkv_weight.value)
     found = _parameter_gradients(settings, t, sums)
     if not needs.x:
         return found
