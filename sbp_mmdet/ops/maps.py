@@ -157,7 +157,8 @@ def _groups(x):
 
 
 def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, positive: bool = False) -> KeptMap:
-    """Keeps a map as it is or in eight bits, in steps of its own for each image, channel and group of rows.
+    """Keeps a map as it is or in eight bits, in steps of its own for each image and channel, and for each group of
+    rows but behind a ReLU: what it puts out goes into weight gradients alone, whose errors do not add up over layers.
 
     Rounds to the nearest step. Where there is a threshold, it rounds up in steps that are counted from there, and
     reading gives the middle of a step: each value stays on its side of the threshold, and the mean error is zero. A
@@ -175,7 +176,7 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     if storage == 'native' or not x.numel() or x.shape[2] * x.shape[3] < _LEAST_POSITIONS:
         return KeptMap(x)
     full = accumulator(x)
-    groups = x.unflatten(2, (_groups(x), -1))
+    groups = x.unflatten(2, (1 if positive else _groups(x), -1))
     high = groups.amax((3, 4))[..., None].to(full)
     low = torch.zeros_like(high) if positive else groups.amin((3, 4))[..., None].to(full)
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
