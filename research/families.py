@@ -29,7 +29,8 @@ from sbp_mmdet.plan.tables import describe_machine, write_json
 from sbp_mmdet.plan.variants import load_config, plain
 
 CONFIGS = Path(mmdet.__file__).parent / '.mim' / 'configs'
-CASE = dict(batch=2, height=128, width=160, boxes=6, device='cpu')
+CASE = dict(batch=2, boxes=6, device='cpu')
+SIZES = ((128, 160), (256, 256))  # the second where the first is too small for a detector
 SECONDS = 400  # of CPU, for a family
 
 
@@ -79,13 +80,13 @@ def _double(model, batch):
     model.data_preprocessor.forward = forward
 
 
-def compare(path: Path, double: bool) -> dict:
+def compare(path: Path, double: bool, size: tuple[int, int]) -> dict:
     """What changes in a family's config, and how far losses and gradients are apart."""
-    row = dict(config=path.name)
+    row = dict(config=path.name, fp64=double, size=size)
     try:
         with own_crops(), at_the_first_step():
             torch.manual_seed(0)
-            model, _, batch = build_training(plain(load_config(str(path))), **CASE)
+            model, _, batch = build_training(plain(load_config(str(path))), height=size[0], width=size[1], **CASE)
             if double:
                 _double(model, batch)
             settle(model, batch)
@@ -98,7 +99,7 @@ def compare(path: Path, double: bool) -> dict:
         stock = {name: value.clone() for name, value in moved}
         for name, value in moved:
             value.copy_(buffers[name])
-        hook = LeanHook()
+        hook = LeanHook(skip_dropped_images=False)  # which draws of its own
         said = hook.apply(model)
         found, lean = step(model, batch)
     row['said'] = said.splitlines()[0].partition(': ')[2]
@@ -115,20 +116,20 @@ def _relative(a, b):
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) if a.is_floating_point() and a.numel() else 0.0
 
 
-def _alone(path, double, out):
+def _alone(out, path, *case):
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     torch.set_num_threads(1)
     try:
-        out.send(compare(path, double))
+        out.send(compare(path, *case))
     except Exception as error:
         out.send(dict(config=path.name, failed=f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'))
 
 
-def run(path: Path, double: bool) -> dict:
+def run(path: Path, *case) -> dict:
     """:func:`compare` in a process of its own."""
     context = multiprocessing.get_context('fork')
     there, here = context.Pipe(False)
-    process = context.Process(target=_alone, args=(path, double, here))
+    process = context.Process(target=_alone, args=(here, path, *case))
     process.start()
     here.close()
     try:
@@ -148,8 +149,10 @@ def main():
     for family, path in families().items():
         if family in rows and family not in args.again:
             continue
-        row = dict(run(path, True), fp64=True)
-        rows[family] = row if 'loss_error' in row else dict(run(path, False), fp64=False)
+        for case in ((True, SIZES[0]), (False, SIZES[0]), (False, SIZES[1])):
+            rows[family] = run(path, *case)
+            if 'loss_error' in rows[family]:
+                break
         print(family, rows[family], flush=True)
         write_json(args.json, dict(machine=describe_machine(), case=CASE, rows=rows))
 
