@@ -247,7 +247,8 @@ def _owner(root, stages):
 
 
 def _carry_out(model, settings, plan):
-    changed, left, phases = {}, dict(plan.left), Phases()
+    changed, left = {}, dict(plan.left)
+    phases = Phases() if settings.step > 1 else None
     names = {id(module): name for name, module in model.named_modules()}
 
     def change(module, mixin, place, meaning):

@@ -14,7 +14,7 @@ from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
 from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks
-from .ops.sampled import Sample
+from .ops.operation import Sample
 from .ops.tokens import token_positions
 from .settings import Settings
 

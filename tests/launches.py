@@ -167,7 +167,7 @@ def block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> t
     """
     with unset_fake_temporarily():
         keys = dict(preset=preset)
-        if name.startswith(('ConvNeXt', 'Swin', 'ViT')):
+        if preset != 'none' and name.startswith(('ConvNeXt', 'Swin', 'ViT')):
             keys['skip_dropped_images'] = False  # so that all images run, whatever is drawn
         model, block, shape, rest = BLOCKS[name](keys)
         model.train()

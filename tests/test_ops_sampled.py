@@ -19,7 +19,8 @@ from sbp_mmdet.apply import apply_lean
 from sbp_mmdet.draws import Phases
 from sbp_mmdet.masks import positions
 from sbp_mmdet.ops import FFNSettings, Form, deformable_encoder_layer, feed_forward
-from sbp_mmdet.ops.sampled import Sample, Sampled
+from sbp_mmdet.ops.operation import Sample
+from sbp_mmdet.ops.rows import Sampled
 
 WEIGHTS = ('weight', 'weight1', 'weight2', 'qkv_weight', 'proj_weight', 'norm_weight', 'gamma')
 NAMES = [name for name in CASES if not name.startswith('layer_norm')]

@@ -170,8 +170,10 @@ class Lean(Mixin):
 
     def drawn_form(self) -> Form:
         """The same, with rows that are drawn anew where gradients of weights come from a sample."""
-        step, phases = self._lean.settings.step, self._lean.phases
-        return self.form if step == 1 else dataclasses.replace(self.form, sample=phases.draw(self._lean.name, step))
+        place = self._lean
+        if place.phases is None:
+            return self.form
+        return dataclasses.replace(self.form, sample=place.phases.draw(place.name, place.settings.step))
 
     def drop_rates(self) -> dict[str, float]:
         """Rate of stochastic depth of the parts that leave out images."""

@@ -39,6 +39,7 @@ from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, accumulator, column_sums, in_range, store
 from .rows import (
     Chunk,
+    Sampled,
     add_branch,
     add_rows_,
     fold,
@@ -47,7 +48,6 @@ from .rows import (
     unfold,
     unscale,
 )
-from .sampled import Sampled
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
 

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .maps import Activation
-from .operation import OnHost, Operation, gradients_of, in_precision
+from .operation import OnHost, Operation, Sample, gradients_of, in_precision
 from .precision import accumulate, column_sums, zeros_for
-from .rows import chunks
-from .sampled import Sample, Sampled
+from .rows import Sampled, chunks
 
 __all__ = [
     'FFNSettings',

@@ -23,6 +23,7 @@ from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, accumulator, column_sums, in_range, store, zeros_for
 from .rows import (
     Chunk,
+    Sampled,
     add_branch,
     chunks,
     in_shape,
@@ -32,7 +33,6 @@ from .rows import (
     unfold,
     unscale,
 )
-from .sampled import Sampled
 
 __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
 

@@ -25,6 +25,7 @@ from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, Sum, column_sums, store
 from .rows import (
     Incoming,
+    Sampled,
     add_branch,
     chunks,
     empty_tokens,
@@ -40,7 +41,6 @@ from .rows import (
     unit_statistics,
     unscale,
 )
-from .sampled import Sampled
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 

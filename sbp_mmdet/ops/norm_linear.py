@@ -13,6 +13,7 @@ from .neighbours import Neighbours
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, column_sums, store
 from .rows import (
+    Sampled,
     fold,
     in_shape,
     laid_out,
@@ -24,7 +25,6 @@ from .rows import (
     tokens_of,
     unfold,
 )
-from .sampled import Sampled
 
 __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 

@@ -22,11 +22,17 @@ from torch.autograd.function import once_differentiable
 
 from ..masks import Nearest, Positions
 from .precision import autocast_dtype, no_autocast
-from .sampled import Sample
 
-__all__ = ['Form', 'OnHost', 'Operation', 'gradients_of', 'in_precision']
+__all__ = ['Form', 'OnHost', 'Operation', 'Sample', 'gradients_of', 'in_precision']
 
 _CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'), dropped=('zero', 'nearest'))
+
+
+class Sample(NamedTuple):
+    """Every ``step``-th row, the first of them is number ``phase``, of all rows of a batch."""
+
+    step: int
+    phase: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Form:
         dropped (str): What dropped positions send. 'zero': nothing. 'nearest': gradients by the activations of the kept
             ones that they go with (``positions.nearest``), see :mod:`.neighbours`. Default: 'zero'.
         sample (Sample | None): Rows that gradients of weights are estimated from, where no position is dropped, see
-            :mod:`.sampled`; None: all, and they are exact. Default: None.
+            :class:`.rows.Sampled`; None: all, and they are exact. Default: None.
 
     Raises:
         ValueError: For an unknown value, or one that the reference does not have.

@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .operation import Sample
 from .precision import Sum, accumulator, multiplied
 
 __all__ = [
     'CHUNK',
     'Chunk',
     'Incoming',
+    'Sampled',
     'add_branch',
     'add_rows_',
     'chunks',
@@ -328,3 +330,34 @@ def unscale(outer, total, weight, bias, gamma):
     if outer is None:
         return None, total * gamma, None
     return outer * gamma[:, None], total * gamma, (outer * weight).sum(1) + total * bias
+
+
+class Sampled:
+    """The rows of an operation that gradients of weights are estimated from; all rows send gradients to the input.
+
+    The gradient of a weight is a sum over rows of outer products. Its estimate is the sum over every n-th row, times
+    the number of all rows over that of the sample. The first row is drawn, so each row is as likely as another, and the
+    mean of the estimate is the gradient. Gradients of inputs and biases are exact. So the error stays in the layer
+    where it arises, and averages out over steps as that of a minibatch does; that of the paper's method adds up over
+    the depth, and its mean is not zero.
+
+    Args:
+        sample (Sample | None): None: all rows.
+        number (int): Of all rows.
+    """
+
+    def __init__(self, sample: Sample | None, number: int):
+        step, phase = sample or (1, 0)
+        self.step = max(min(step, number), 1)  # at least one row
+        self.phase = phase % self.step
+        self.share = number / max(len(range(self.phase, number, self.step)), 1)
+
+    def of(self, rows: Tensor, first: int = 0) -> Tensor:
+        """Those among rows (K, ...) that are numbered from ``first`` on: a view."""
+        return rows[(self.phase - first) % self.step :: self.step]
+
+    def scale_(self, *sums: Tensor | None) -> None:
+        """Makes sums over the sample into estimates of those over all rows, in place; None: nobody asks."""
+        for total in sums:
+            if self.step > 1 and total is not None:
+                total.mul_(self.share)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, Sum, accumulator, column_sums, store
-from .rows import CHUNK, Chunk, add_branch, fold, normalise, normalise_backward, unfold
-from .sampled import Sampled
+from .rows import CHUNK, Chunk, Sampled, add_branch, fold, normalise, normalise_backward, unfold
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
