@@ -92,7 +92,7 @@ def test_config_is_a_short_child_that_imports_the_plugin(path):
     assert len(lines) <= (62 if quickstart else 50 if data else 15)
     config = load(path)
     assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
-    kinds = {'vit-': 'SBPViT', 'swin-': 'SBPSwinTransformer'}
+    kinds = {'vit-': 'SBPViT', 'swin-': 'SBPSwinTransformer', '_r18_': 'ResNet'}
     kind = next((kind for part, kind in kinds.items() if part in path.stem), 'SBPConvNeXt')
     assert config.model.backbone.type == kind
 
