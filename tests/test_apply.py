@@ -382,8 +382,7 @@ def test_a_confined_plugin_leaves_checkpoints_alone():
 
 def test_a_map_of_another_size_is_an_error():
     model = build('stock ConvNeXt', dict(preset='paper'))
-    first = model.downsample_layers[0]
-    first.register_forward_pre_hook(lambda module, args: (args[0][..., ::2],))
+    model.downsample_layers[0].register_forward_pre_hook(lambda module, args: (args[0][..., ::2],))
     with pytest.raises(ValueError, match=r'has a map of 128 positions, and 256 were expected.*stride=4'):
         model(image(2, 64, 64))
 
@@ -394,10 +393,9 @@ def test_export_and_tracing_run_the_plain_code(family):
     model.eval()
     with torch.no_grad():
         traced = torch.jit.trace(model, image(1, 64, 64), check_trace=False)
-    for a, b in zip(traced(image(1, 64, 64, seed=1)), model(image(1, 64, 64, seed=1)), strict=True):
-        torch.testing.assert_close(a, b)
+    found, expected = (f(image(1, 64, 64, seed=1)) for f in (traced, model))
+    torch.testing.assert_close(list(found), list(expected))
 
 
 def test_a_backbone_that_takes_sbp_cfg_can_be_changed_from_outside():
-    model = Detector(SBPConvNeXt('atto'))
-    assert 'backbone.stages.0.0' in apply_lean(model, 'int8').changed
+    assert 'backbone.stages.0.0' in apply_lean(Detector(SBPConvNeXt('atto')), 'int8').changed
