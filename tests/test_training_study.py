@@ -255,6 +255,15 @@ def test_bad_experiments(tmp_path, text, message):
     assert message in str(error.value)
 
 
+def _pop_setting(config):
+    """Of the backbone, where it is one of ours, or of the hook."""
+    own = config['model']['backbone'].pop('sbp_cfg', None)
+    for hook in config.pop('custom_hooks', []):
+        if hook['type'] == 'LeanHook':
+            return {key: value for key, value in hook.items() if key != 'type'}
+    return own
+
+
 @pytest.mark.parametrize('file', sorted((RESEARCH / 'experiments').glob('*.py')), ids=lambda file: file.stem)
 def test_experiments_of_the_repository(file, tmp_path):
     experiment = read_experiment(file)
@@ -268,13 +277,13 @@ def test_experiments_of_the_repository(file, tmp_path):
     assert len(trainings) == len(experiment.labels) * len(experiment.seeds) == len({t.folder for t in trainings})
     for training in trainings:
         assert training.config.randomness.seed == training.seed
-        sbp_cfg = training.config.model.backbone.get('sbp_cfg')
-        assert sbp_cfg == experiment.settings.get(training.label, sbp_cfg)
-    for label, base in experiment.pairs:  # what is compared differs in sbp_cfg alone
+        setting = _pop_setting(training.config.to_dict())
+        assert setting == experiment.settings.get(training.label, setting)
+    for label, base in experiment.pairs:  # what is compared differs in the setting alone
         one, other = (next(t.config.to_dict() for t in trainings if t.label == name) for name in (label, base))
         sbp_cfgs = []
         for config in (one, other):
-            sbp_cfgs.append(config['model']['backbone'].pop('sbp_cfg', None))
+            sbp_cfgs.append(_pop_setting(config))
             if rates:
                 config['model']['backbone'].pop('drop_path_rate')
         assert sbp_cfgs[0] != sbp_cfgs[1]
