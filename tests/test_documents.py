@@ -256,17 +256,22 @@ def _counted(key):
     return figure
 
 
+TIMES = {
+    'ConvNeXt-B, stage 1': 'convnext_b_stage1',
+    'ConvNeXt-B, stage 3': 'convnext_b_stage3',
+    'Swin-T, stage 1': 'swin_t_stage1',
+    'Swin-T, stage 3': 'swin_t_stage3',
+    'ViT-B, 196 tokens': 'vit_b_224',
+    'ResNet-50': 'r50',
+    'CSPNeXt-L': 'cspnext_l',
+    'CSPDarknet-L': 'cspdarknet_l',
+    'DINO, a layer of the encoder': 'dino_encoder_layer',
+}
+
+
 def _time(first, column):
-    rows = {
-        'ConvNeXt-B, stage 1': lambda: _rows('block_cpu', stage=1),
-        'ConvNeXt-B, stage 3': lambda: _rows('block_cpu', stage=3),
-        'Swin-T, stage 1': lambda: _rows('block_swin_cpu', stage=1),
-        'Swin-T, stage 3': lambda: _rows('block_swin_cpu', stage=3),
-        'ViT-B, 196 tokens': lambda: _rows('block_vit_224_cpu'),
-        'ViT-B, 4096 tokens': lambda: _rows('block_vit_1024_cpu'),
-    }[first]()
-    row = rows(column)
-    return '' if row is None else f'{row["total_ratio"]:.2f}'
+    row = _rows(f'time_{TIMES[first]}')(column)
+    return '' if row is None else f'{row["ratio"]:.2f}'
 
 
 def _step(first, column):
