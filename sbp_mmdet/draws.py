@@ -31,11 +31,8 @@ class Phases:
     @torch.compiler.disable
     def draw(self, name: str, step: int) -> Sample:
         """One row in ``step``, for a module of this name."""
-        iteration = MessageHub.get_current_instance().get_info('iter', 0)
-        before, number = self._latest.get(name, (None, -1))
-        number = number + 1 if before == iteration else 0
-        self._latest[name] = iteration, number
-        generator = mask_generator(torch.initial_seed(), get_rank(), iteration, number, f'sample of {name}')
+        self._latest[name] = found = _next(self._latest.get(name))
+        generator = mask_generator(torch.initial_seed(), get_rank(), *found, f'sample of {name}')
         return Sample(step, generator.initial_seed() % step)  # a digest is as good as a draw, and needs no tensor
 
 
