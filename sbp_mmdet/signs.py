@@ -125,8 +125,6 @@ class StoredBytes:
         self._running = False
         self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         modules, names = dict(model.named_modules()), set(names)
-        if len(names) > 1:
-            names.discard('')  # a detector that is changed itself would be counted with all of its parts
         around = names | {name for name, module in modules.items() if type(module).__mro__[1] is Checkpointed}
         self._names = {id(modules[name]): name for name in names if not around & set(_outer(name))}
         self._handles = [

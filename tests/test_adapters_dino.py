@@ -54,7 +54,6 @@ def test_dino():
     expected = detector_step(model, batch)
     report = apply_lean(model, preset='exact')
     found = detector_step(model, batch)
-    assert '' in report.changed  # the detector itself: its proposals
     assert {name for name in report.changed if name.startswith('encoder')} == {'encoder.layers.0', 'encoder.layers.1'}
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
     assert (found.gradient - expected.gradient).norm() <= 1e-3 * expected.gradient.norm()

@@ -25,7 +25,6 @@ from sbp_mmdet.ops import (
     feed_forward,
 )
 from sbp_mmdet.ops import deformable as deformable_module
-from sbp_mmdet.ops.again import rows_again
 
 SHAPES = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]])
 STARTS = torch.tensor([0, 30, 39, 41])
@@ -332,35 +331,6 @@ def test_nothing_is_read_from_what_was_written_to():
 
     leaves = dict(x=x, pos=pos, **copy.copy(dict(modules[0].named_parameters())))
     same(gradients(lambda: run(True), leaves), gradients(lambda: run(False), leaves))
-
-
-@pytest.mark.parametrize('taken', [0, 3, TOKENS])
-@pytest.mark.parametrize('frozen', ['', 'x', '0', '0 1 2'])
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
-def test_rows_that_a_gradient_reaches_run_again(taken, frozen, dtype):
-    layers = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4))
-    for name in frozen.replace('x', '').split():
-        layers[int(name)].requires_grad_(False)
-    layers, seen = layers.double() if dtype == torch.float64 else layers, []
-    x = torch.randn(2, TOKENS, 16, dtype=layers[0].weight.dtype, requires_grad=frozen != 'x')
-    places = torch.randperm(TOKENS)[:taken]
-    leaves = dict(layers.named_parameters(), x=x)
-
-    def layered(x):
-        seen.append(x.shape[:-1].numel())
-        return layers(x)
-
-    def step(run):
-        with torch.autocast('cpu', enabled=dtype == torch.bfloat16):
-            return run(x)[:, places]
-
-    found = gradients(lambda: step(lambda x: rows_again(layered, layers.parameters(), x)), leaves, zeros=True)
-    assert seen == [2 * TOKENS, 2 * taken]
-    expected = gradients(lambda: step(layers), leaves, zeros=True)
-    same(found[1:], expected[1:], 1e-10 if dtype == torch.float64 else 1e-2)
-    assert torch.allclose(found[0], expected[0])
-    kept, _ = stored(lambda: rows_again(layered, layers.parameters(), x * 1), *layers.parameters())
-    assert kept == x.untyped_storage().nbytes()
 
 
 class Kernel:
