@@ -43,7 +43,7 @@ from sbp_mmdet.settings import PRESETS
 
 __all__ = ['measure_module', 'measure_steps']
 
-DEFAULT = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'nearest', 'paper']
+DEFAULT = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'paper']
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
 

@@ -29,7 +29,7 @@ def backbone_bytes(row: dict) -> int:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
-    parser.add_argument('--variants', nargs='+', default=['none', 'with_cp', 'exact', 'int8', 'nearest', 'paper'])
+    parser.add_argument('--variants', nargs='+', default=['none', 'with_cp', 'exact', 'int8', 'paper'])
     add_inputs(parser)
     parser.add_argument('--boxes', type=int, default=60, help='in each image (default: 60)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')

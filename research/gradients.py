@@ -1,7 +1,7 @@
 """How near the gradients of presets are to the exact ones on your model (paper, Figs. 3 and 5).
 
     python research/gradients.py CONFIG --checkpoint work_dirs/x/epoch_12.pth
-    python research/gradients.py CONFIG --presets paper nearest 'paper,keep_ratio=0.25,sampler=random' --batches 20
+    python research/gradients.py CONFIG --presets paper sampled 'paper,keep_ratio=0.25,sampler=random' --batches 20
     python research/gradients.py CONFIG --group orders samplers --json study.json
 
 CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
@@ -59,8 +59,7 @@ def groups(name: str, model: nn.Module) -> dict[str, tuple[str, dict]]:
     """
     half = dict(keep_ratio=0.5)
     if name == 'presets':
-        found = {'int8': ('int8', {}), 'sampled': ('sampled', {}), 'nearest': ('nearest', half)}
-        return found | {'paper': ('paper', half)}
+        return {'int8': ('int8', {}), 'sampled': ('sampled', {}), 'paper': ('paper', half)}
     if name == 'ratios':
         return {f'{r:g}': ('paper', dict(keep_ratio=r)) for r in (0.75, 0.5, 0.25)}
     if name == 'samplers':

@@ -13,9 +13,8 @@ from mmengine.dist import get_rank
 from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
-from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks
+from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks, token_positions
 from .ops.operation import Sample
-from .ops.tokens import token_positions
 from .settings import Settings
 
 __all__ = ['Draws', 'LevelDraws', 'Phases', 'Stages']
@@ -251,13 +250,10 @@ class Draws:
     def _masks(self, ratio, ratios):
         """Stage to positions, for the stages with layers of a ratio."""
         settings, drawn = self.stages.settings, {}
-        nearest = settings.preset.form.dropped == 'nearest'
-        masks = stage_masks(
-            self.stages.sizes(*self._pass.size), ratio, settings.sampler, self._pass.generator(), aligned=not nearest
-        )
+        masks = stage_masks(self.stages.sizes(*self._pass.size), ratio, settings.sampler, self._pass.generator())
         for stage in {key[0] for key, r in ratios.items() if r == ratio}:
             find = grid_positions if settings.sampler == 'grid' else positions
-            drawn[stage] = find(masks[stage], self._pass.device, nearest)
+            drawn[stage] = find(masks[stage], self._pass.device)
         return drawn
 
     def _heads(self, ratios):

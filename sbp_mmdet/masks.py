@@ -2,9 +2,7 @@
 
 One base mask is drawn at the resolution of the deepest stage that uses SBP. Shallower stages get it enlarged by whole
 blocks, so that a kept position of a stage is a kept 2x2 patch of the stage before it, and every layer of a forward
-pass drops the same positions of the image (section 3.3.3). Where dropped positions send gradients by their neighbours,
-each stage has a mask of its own instead, and each dropped position a kept one to go with. All images of a batch have
-the same mask.
+pass drops the same positions of the image (section 3.3.3). All images of a batch have the same mask.
 
 Masks are drawn on the CPU whatever the device of the features: the base mask has a few thousand entries, the same
 (seed, rank, step) then gives the same mask on every kind of device, and the number of kept positions is known without
@@ -18,12 +16,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
     'SAMPLERS',
-    'Nearest',
     'Positions',
     'grid_positions',
     'level_positions',
@@ -32,6 +28,7 @@ __all__ = [
     'positions',
     'sample_mask',
     'stage_masks',
+    'token_positions',
 ]
 
 SAMPLERS = ('grid', 'random')
@@ -40,20 +37,11 @@ SAMPLERS = ('grid', 'random')
 _MAX_DENOMINATOR = 100
 
 
-class Nearest(NamedTuple):
-    """Which kept position stands for each dropped one: those that go with the k-th kept one are ``starts[k]`` to
-    ``starts[k + 1]``."""
-
-    index: Tensor | None  # int64, (D,), ascending: of each dropped position the kept one; None: the i-th of the i-th
-    starts: Tensor  # int64, (K + 1,), on the CPU
-
-
 class Positions(NamedTuple):
     """Kept and dropped positions of one feature map, as flat indices ``h * width + w``."""
 
     keep: Tensor  # int64, (K,), sorted
-    drop: Tensor  # int64, (D,), D = height * width - K; sorted, with ``nearest`` by kept position
-    nearest: Nearest | None = None  # for dropped positions that send gradients; None: they do not
+    drop: Tensor  # int64, (D,), D = height * width - K, sorted
 
 
 def parse_keep_ratio(ratio: float) -> Fraction:
@@ -129,9 +117,7 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
     raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')
 
 
-def stage_masks(
-    sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator, aligned: bool = True
-) -> list[Tensor]:
+def stage_masks(sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator) -> list[Tensor]:
     """Masks for successive stages, each half the resolution of the one before.
 
     Sizes need not be divisible by two: the base mask is drawn large enough to cover the last row and column of every
@@ -142,18 +128,10 @@ def stage_masks(
         ratio (float): Keep ratio.
         sampler (str): 'grid' or 'random'.
         generator (torch.Generator): Source of randomness, on the CPU.
-        aligned (bool): One base mask for all stages, as the paper has it. False: one mask for each stage at its own
-            resolution, so that kept positions are next to dropped ones, and at least one is kept. Default: True.
 
     Returns:
         list[Tensor]: A bool mask of shape (height, width) for each stage.
     """
-    if not aligned:
-        masks = [sample_mask(h, w, ratio, sampler, generator) for h, w in sizes]
-        for mask in masks:
-            if not mask.any():
-                mask[mask.shape[0] // 2, mask.shape[1] // 2] = True
-        return masks
     factors = [2 ** (len(sizes) - 1 - i) for i in range(len(sizes))]
     base_height = max(math.ceil(h / f) for (h, _), f in zip(sizes, factors, strict=True))
     base_width = max(math.ceil(w / f) for (_, w), f in zip(sizes, factors, strict=True))
@@ -181,66 +159,45 @@ def level_positions(
     return positions(torch.cat([masks[order.index(i)].flatten() for i in range(len(sizes))])[None], device)
 
 
-def positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = False) -> Positions:
+def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
     """Indices of a mask, on the device of the features.
 
     Args:
         mask (Tensor): bool, shape (height, width), on the CPU.
         device (torch.device | str): Where the indices go. Default: 'cpu'.
-        nearest (bool): Pair each dropped position with a kept one next to it, or with one next to a neighbour that is
-            paired already; at least one position has to be kept. Default: False.
 
     Returns:
         Positions: Kept and dropped flat indices.
-
-    Raises:
-        ValueError: If neighbours are asked for and nothing is kept.
     """
-    keep, drop = (m.flatten().nonzero()[:, 0] for m in (mask, ~mask))
-    index = starts = None
-    if nearest:  # takes milliseconds
-        drop, index, starts = _paired(mask)
-    found = keep, drop, index
+    found = [m.flatten().nonzero()[:, 0] for m in (mask, ~mask)]
     if torch.device(device).type == 'cuda':
         # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
-        found = [None if i is None else i.pin_memory().to(device, non_blocking=True) for i in found]
-    keep, drop, index = (None if i is None else i.to(device) for i in found)
-    return Positions(keep, drop, Nearest(index, starts) if nearest else None)
+        found = [i.pin_memory().to(device, non_blocking=True) for i in found]
+    return Positions(*(i.to(device) for i in found))
 
 
-def grid_positions(mask: Tensor, device: torch.device | str = 'cpu', nearest: bool = False) -> Positions:
+def grid_positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
     """As :func:`positions`, for masks of the sampler ``grid``: it has few phases, so the same masks come again, and
     their indices stay on the device. Nobody may write to them."""
-    return _of_grid(mask.numpy().tobytes(), *mask.shape, device, nearest)
+    return _of_grid(mask.numpy().tobytes(), *mask.shape, device)
 
 
 @functools.lru_cache(maxsize=16)  # two phases, four stages, two sizes of images; 1 MB each, for the largest maps
-def _of_grid(mask, height, width, device, nearest):
-    kept = torch.frombuffer(bytearray(mask), dtype=torch.bool).view(height, width)
-    return positions(kept, device, nearest)
+def _of_grid(mask, height, width, device):
+    return positions(torch.frombuffer(bytearray(mask), dtype=torch.bool).view(height, width), device)
 
 
-def _paired(mask: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Dropped positions by kept one, and index and starts of :class:`Nearest`; on the CPU."""
-    kept = mask.flatten()
-    if not kept.any():
-        raise ValueError('no position is kept, so dropped ones have no neighbours; keep at least one')
-    number = torch.where(kept, kept.cumsum(0) - 1, -1)
-    drop = (~kept).nonzero()[:, 0]
-    index, order = _spread(number.view(mask.shape)).flatten()[drop].sort(stable=True)
-    counts = torch.bincount(index, minlength=int(kept.sum()))
-    starts = F.pad(counts.cumsum(0), (1, 0))
-    one_for_one = (counts == 1).all()  # no rows have to be gathered
-    return drop[order], None if one_for_one else index, starts
+def token_positions(positions: Positions, prefix: int) -> Positions:
+    """Positions of a map as those of tokens, behind class and register tokens, which are always kept.
 
+    Args:
+        positions (Positions): On the grid of patches.
+        prefix (int): How many tokens stand in front of the grid's.
 
-def _spread(number: Tensor) -> Tensor:
-    """Fills entries of -1 of a map (height, width) from their neighbours until none is left."""
-    odd = torch.arange(number.shape[1]) % 2 == 1
-    while (number < 0).any():
-        around = F.pad(number, (1, 1, 1, 1), value=-1)
-        left, right, above, below = around[1:-1, :-2], around[1:-1, 2:], around[:-2, 1:-1], around[2:, 1:-1]
-        # First the other half of a pair of columns: so each kept position of a checkerboard goes with one dropped.
-        for neighbour in (torch.where(odd, left, right), torch.where(odd, right, left), above, below):
-            number = torch.where(number < 0, neighbour, number)
-    return number
+    Returns:
+        Positions: On all tokens.
+    """
+    if not prefix:
+        return positions
+    front = torch.arange(prefix, device=positions.keep.device)
+    return Positions(torch.cat([front, positions.keep + prefix]), positions.drop + prefix)

@@ -23,8 +23,7 @@ class Preset:
     Attributes:
         name (str): What configs and tools call it.
         meaning (str): One line for ``--help``.
-        gradients (str): 'exact', 'int8' (error of up to a hundredth), 'sampled' (exact on average), 'nearest' (near
-            exact) or 'paper' (SBP).
+        gradients (str): 'exact', 'int8' (error of up to a hundredth), 'sampled' (exact on average) or 'paper' (SBP).
         form (Form | None): What it means for an operation; None: modules run their own code.
         thins (bool): Some positions are dropped.
     """
@@ -43,20 +42,7 @@ PRESETS = {
         Preset('exact', 'exact gradients; what a block stores is its input', 'exact', Form()),
         Preset('int8', 'the same, stored in eight bits', 'int8', Form(storage='int8')),
         Preset('sampled', 'the same memory; gradients of weights come from a quarter of the rows', 'sampled', Form()),
-        Preset(
-            'nearest',
-            'half of the positions are stored; the others send gradients by the activations of a neighbour',
-            'nearest',
-            Form(dropped='nearest'),
-            thins=True,
-        ),
-        Preset(
-            'paper',
-            'SBP: half of the positions are stored and send gradients',
-            'paper',
-            Form(),
-            thins=True,
-        ),
+        Preset('paper', 'SBP: half of the positions are stored and send gradients', 'paper', Form(), thins=True),
         Preset('none', 'plain modules', 'exact'),
         Preset('with_cp', 'gradient checkpointing of every block', 'exact'),
         Preset('reference', 'SBP as the paper writes it, in plain autograd', 'paper', Form('reference'), True),
@@ -70,8 +56,9 @@ _OLD_PRESETS = {
     'block': 'paper',
     'exact-block': 'exact',
     'int8-block': 'int8',
-    'nearest-int8': 'nearest',
-    'pool': 'nearest',
+    'nearest': 'sampled',
+    'nearest-int8': 'sampled',
+    'pool': 'sampled',
 }
 _OLD_KEYS = ('implementation', 'recompute', 'dropped', 'storage', 'compile', 'object_share')
 _THINNING_KEYS = ('keep_ratio', 'sampler', 'blocks', 'downsample', 'attention')
@@ -86,7 +73,7 @@ def preset_named(name: str) -> Preset:
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     if isinstance(name, str) and name in _OLD_PRESETS:
-        raise ValueError(f"preset {name!r} is now called preset='{_OLD_PRESETS[name]}'")
+        raise ValueError(f"preset={name!r} is one of a former version; write preset='{_OLD_PRESETS[name]}'")
     raise ValueError(f'preset={name!r} is unknown; choose one of {[*PRESETS]}')
 
 
@@ -154,7 +141,7 @@ class Settings:
         if given := [key for key in meaningless if key in cfg]:
             raise ValueError(
                 f"{where}: {given} mean nothing for preset='{preset.name}', which drops no position; leave them out, "
-                "or take preset='paper' or 'nearest'"
+                "or take preset='paper'"
             )
         if preset.form is None and 'skip_dropped_images' in cfg:
             raise ValueError(
@@ -251,7 +238,7 @@ def rewritten(cfg: Mapping) -> str:
         elif exact:
             preset = 'int8' if cfg.get('storage') == 'int8' else 'exact'
         else:
-            preset = 'paper' if cfg.get('dropped', 'zero') == 'zero' else 'nearest'
+            preset = 'paper' if cfg.get('dropped', 'zero') == 'zero' else 'sampled'
     kept = {key: value for key, value in cfg.items() if key in known and key != 'preset'}
     if sampler == 'objects':
         del kept['sampler']

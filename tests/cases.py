@@ -4,7 +4,6 @@ The oracle is the plain model of the same weights. By hand, its blocks send grad
 ``torch.where(kept, f(x), f(x).detach())``, and stochastic depth multiplies each branch by what was drawn for it.
 """
 
-import contextlib
 from unittest import mock
 
 import pytest
@@ -192,7 +191,6 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
     rates, ratios = draws.stages.rates(), draws.stages.keep_ratios()
     sizes = draws.stages.sizes(*x.shape[-2:])
     settings = draws.stages.settings
-    near = settings.preset.form.dropped == 'nearest'
     for layer, module in draws.stages.layers.items():
         twin, kept = plain.get_submodule(names[id(module)]), None
         if layer in ratios:
@@ -205,15 +203,13 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
                 if (*layer, name) in rates:
                     factor = draws.images((*layer, name), len(x)).to(x) / (1 - rates[(*layer, name)])
                 by_heads = part.by_heads and settings.attention == 'head'
-                mask = kept if kept and part.thinned and not by_heads and not near else None
+                mask = kept if kept and part.thinned and not by_heads else None
                 _end_branch(plain.get_submodule(names[id(part.drop)]), factor, mask)
             if kept and part.by_heads:
                 heads = draws.heads(layer) if settings.attention == 'head' else None
                 _attend(twin, plain.get_submodule(names[id(part.proj)]), kept, settings.attention, heads)
         if kept and layer[1] == 'downsample':
-            _shrink(twin, kept, near)
-        elif kept and near:
-            _borrow_in(twin, kept)
+            _shrink(twin, kept)
     return plain
 
 
@@ -231,34 +227,17 @@ def lean_and_expected(family, sbp_cfg, x=None, **options):
 
 
 class _Kept:
-    """Positions of a layer: which are kept, and whose values a dropped one borrows."""
+    """Positions of a layer: which are kept."""
 
     def __init__(self, positions, size, prefix):
-        keep, drop, nearest = positions
-        self.size = size
+        keep, self.size = positions.keep, size
         self.mask = torch.zeros(size[0] * size[1] + prefix, dtype=torch.bool, device=keep.device)
         self.mask[keep] = True
-        if nearest is not None:
-            index = torch.arange(len(drop), device=drop.device) if nearest.index is None else nearest.index
-            self.lender = torch.arange(len(self.mask), device=drop.device)
-            self.lender[drop] = keep[index]
 
     def where(self, y):
         """Of tokens (N, L, C) or maps (N, C, H, W)."""
         mask = self.mask.view(self.size) if y.dim() == 4 else self.mask[:, None]
         return torch.where(mask, y, y.detach())
-
-    def borrow(self, x):
-        """Values of the kept neighbour, gradients to the own input."""
-        rows = x.flatten(2) if x.dim() == 4 else x
-        lent = rows.detach().index_select(2 if x.dim() == 4 else 1, self.lender)
-        return (lent + rows - rows.detach()).view_as(x)
-
-    def borrow_patches(self, x):
-        """The same for the 2x2 patches of a map."""
-        rows = F.unfold(x, 2, stride=2)
-        rows = rows.detach()[:, :, self.lender] + rows - rows.detach()
-        return F.fold(rows, x.shape[2:], 2, stride=2)
 
 
 def _end_branch(drop, factor, kept):
@@ -297,46 +276,17 @@ def _attend(block, proj, kept, mode, heads):
         scale.forward = lambda y: scaled(y) + scaled(silent.pop()).detach()
 
 
-def _shrink(layer, kept, near):
+def _shrink(layer, kept):
     inner = layer.forward
 
     def of_map(x):
-        if not near:
-            return kept.where(inner(x))
-        borrowed = inner(kept.borrow_patches(x))
-        return inner(x).detach() + borrowed - borrowed.detach()
+        return kept.where(inner(x))
 
     def of_tokens(x, size):
-        if not near:
-            out, size = inner(x, size)
-            return kept.where(out), size
-        patches = kept.borrow_patches(x.mT.unflatten(2, size)).flatten(2).mT
-        (out, size), borrowed = inner(x, size), inner(patches, size)[0]
-        return out.detach() + borrowed - borrowed.detach(), size
+        out, size = inner(x, size)
+        return kept.where(out), size
 
     layer.forward = of_tokens if hasattr(layer, 'reduction') else of_map
-
-
-def _borrow_in(block, kept):
-    """The MLP's input borrows; what the block puts out is what it was."""
-    inner = block.forward
-
-    @contextlib.contextmanager
-    def borrowing():
-        if hasattr(block, 'depthwise_conv'):
-            handle = block.depthwise_conv.register_forward_hook(lambda module, args, out: kept.borrow(out))
-        else:
-            handle = block.norm2.register_forward_pre_hook(lambda module, args: (kept.borrow(args[0]),))
-        yield
-        handle.remove()
-
-    def forward(*args, **kwargs):
-        exact = inner(*args, **kwargs).detach()
-        with borrowing():
-            near = inner(*args, **kwargs)
-        return exact + near - near.detach()
-
-    block.forward = forward
 
 
 def on_meta(kind, *args, **options):

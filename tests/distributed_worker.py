@@ -47,7 +47,7 @@ CASES = {
     'static_graph': (RANDOM, {}, dict(static_graph=True)),
     'accumulate': (RANDOM, {}, dict(gradient_as_bucket_view=True)),
     'frozen': (RANDOM, dict(frozen_stages=1), {}),
-    'nearest': (dict(preset='nearest'), {}, dict(static_graph=True)),
+    'sampled': (dict(preset='sampled'), {}, dict(static_graph=True)),
     'skip': (RANDOM, DEEP, {}),
     'skip exact': (dict(preset='exact'), DEEP, dict(static_graph=True)),
     'skip FSDP': (RANDOM, DEEP, 'FSDP'),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sbp_mmdet.draws import Draws
-from sbp_mmdet.masks import Nearest, Positions
+from sbp_mmdet.masks import Positions
 from sbp_mmdet.ops import windows
 
 __all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu']
@@ -137,10 +137,7 @@ def to_gpu(mode: FakeTensorMode, tree):
         tree: Tensors, :class:`Positions` or containers of them.
     """
     if isinstance(tree, Positions):
-        keep, drop, nearest = tree
-        index, starts = nearest or (None, None)
-        keep, drop, index = (found if found is None else to_gpu(mode, found) for found in (keep, drop, index))
-        return Positions(keep, drop, nearest and Nearest(index, _Numbers(starts)))
+        return Positions(*(to_gpu(mode, found) for found in tree))
     if isinstance(tree, Tensor):
         found = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device='cuda')
         return found.requires_grad_(tree.requires_grad)

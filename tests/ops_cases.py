@@ -14,9 +14,8 @@ from mmdet.models.backbones.swin import ShiftWindowMSA
 from oracles import where_sbp
 
 from sbp_mmdet import ops
-from sbp_mmdet.masks import Positions, positions
+from sbp_mmdet.masks import Positions, positions, token_positions
 from sbp_mmdet.ops.precision import store
-from sbp_mmdet.ops.tokens import token_positions
 
 Form = ops.Form
 HEADS, WINDOW = 3, 3
@@ -218,8 +217,8 @@ def keep_mask(kind, height=HEIGHT, width=WIDTH, seed=0):
     return torch.rand(height, width, generator=torch.Generator().manual_seed(seed)) < share
 
 
-def keep_of(mask, nearest=False, prefix=0) -> Positions | None:
-    return None if mask is None else token_positions(positions(mask, nearest=nearest), prefix)
+def keep_of(mask, prefix=0) -> Positions | None:
+    return None if mask is None else token_positions(positions(mask), prefix)
 
 
 def kept_positions(kind):
@@ -331,9 +330,8 @@ TAKES_FACTOR = [name for name in CASES if name.split()[0] not in ('downsample', 
 
 
 def fused_mlp(positions=None, conv=None, **options):
-    """channel_mlp in the fused form, as a function of named tensors; with neighbours if positions have some."""
-    form = Form(dropped='zero' if positions is None or positions.nearest is None else 'nearest')
-    return channel_mlp(form, positions=positions, conv=conv, **options)
+    """channel_mlp in the fused form, as a function of named tensors."""
+    return channel_mlp(Form(), positions=positions, conv=conv, **options)
 
 
 # What is done with them.

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from sbp_mmdet import SBPConvNeXt
-from sbp_mmdet.masks import Nearest
 
 DEVICE = os.environ.get('SBP_TEST_DEVICE', 'cpu')  # of backbones, images and operations; see conftest.py
 SMALL = dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20])
@@ -31,9 +30,7 @@ def image(n=2, height=64, width=64, *, dtype=torch.float64, seed=0):
 
 
 def on_device(tree):
-    """Tensors on ``DEVICE``, however deep they lie in tuples; but for numbers that are read on the host."""
-    if isinstance(tree, Nearest):
-        return tree._replace(index=on_device(tree.index))
+    """Tensors on ``DEVICE``, however deep they lie in tuples."""
     if isinstance(tree, torch.Tensor):
         return tree.to(DEVICE)
     return type(tree)(*map(on_device, tree)) if hasattr(tree, '_fields') else tree

@@ -246,12 +246,11 @@ def stored(module, inputs):
     return sum(size for pointer, size in seen.items() if pointer not in known)
 
 
-@pytest.mark.parametrize('preset', ['nearest', 'reference'])
-def test_presets_that_drop_positions_are_exact_here(preset):
+def test_the_reference_is_exact_here():
     model = nn.ModuleDict(dict(block=swin_block(), layer=deformable_encoder(0.0)))
     layer, inputs = ordinary(model.layer), encoder_inputs(2)
     expected = step(layer, inputs)
-    apply_lean(model, preset=preset)
+    apply_lean(model, preset='reference')
     assert isinstance(layer, DeformableEncoderLayer)
     assert_same(step(layer, inputs), expected)
 
@@ -293,7 +292,7 @@ def test_tokens_of_an_encoder_are_dropped():
 
 def test_what_drops_no_tokens():
     layers, inputs = nn.ModuleList([deformable_encoder(0.0)]), encoder_inputs(2)
-    for keys in (dict(preset='nearest'), dict(preset='paper', keep_ratio=1.0), dict(preset='paper', keep_ratio=[0.5])):
+    for keys in (dict(preset='reference'), dict(preset='paper', keep_ratio=1.0), dict(preset='paper', keep_ratio=[1])):
         with pytest.raises(ValueError, match='drops positions, and applies to no module'):
             apply_lean(layers, **keys)
     ordinary(layers).requires_grad_(False)

@@ -313,7 +313,7 @@ FOREIGN = [around_the_backbone, around_the_call, around_a_block, by_the_hook]
 
 DRAWING = pytest.mark.parametrize(
     ('cfg', 'options'),
-    [(dict(preset='paper'), {}), (dict(preset='nearest'), {}), (dict(preset='exact'), dict(drop_path_rate=0.9))],
+    [(dict(preset='paper'), {}), (dict(preset='reference'), {}), (dict(preset='exact'), dict(drop_path_rate=0.9))],
     ids=str,
 )
 

@@ -176,7 +176,7 @@ def test_options_on_the_command_line():
     config = copy.deepcopy(load(family(SBP_AND_PARENT[0][0])))
     config.model.backbone.init_cfg = None
     init_default_scope('mmdet')
-    for preset in ('exact', 'nearest'):
+    for preset in ('exact', 'sampled'):
         config.merge_from_dict({'model.backbone.sbp_cfg.preset': preset})
         assert MODELS.build(config.model.backbone).sbp.preset.name == preset
     config.merge_from_dict({'model.backbone.sbp_cfg': None})

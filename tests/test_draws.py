@@ -83,14 +83,6 @@ def test_masks_by_hand(iteration):
     assert torch.equal(found[0, 0], base.repeat_interleave(2, 0).repeat_interleave(2, 1)[:9, :5])
 
 
-def test_dropped_positions_that_send_gradients_are_next_to_kept_ones():
-    """Each stage draws at its own resolution: a checkerboard everywhere, and not blocks of the deepest stage."""
-    found = drawn(build('SBPConvNeXt', dict(preset='nearest')), image(1, 64, 96))
-    assert {stage for stage, _ in found} == {0, 1, 2}
-    for mask in found.values():
-        assert (mask[:, 1:] != mask[:, :-1]).all() and (mask[1:] != mask[:-1]).all()
-
-
 def test_nothing_is_drawn_without_need(calls):
     model, x = build('SBPConvNeXt', RANDOM), image(1, 64, 64)
     with torch.no_grad():

@@ -30,7 +30,7 @@ HOOKS = [
     [dict(type='LeanHook', preset='exact')],
     [dict(type='LeanHook', preset='paper'), HEADS],
     [dict(type='LeanHook', preset='int8'), HEADS],
-    [dict(type='LeanHook', preset='nearest', skip_dropped_images=False)],
+    [dict(type='LeanHook', preset='sampled', skip_dropped_images=False)],
 ]
 KERNEL = types.SimpleNamespace(roi_align_forward=lambda *a, **k: None, roi_align_backward=lambda *a, **k: None)
 

@@ -158,7 +158,6 @@ def skip_weights(monkeypatch):
         ('paper', {}),
         ('paper', dict(keep_ratio=0.25)),
         ('paper', dict(downsample=False)),
-        ('nearest', {}),
         ('reference', {}),
         ('exact', {}),
         ('int8', {}),

@@ -10,10 +10,10 @@ from sbp_mmdet.ops import precision
 
 # At most so many, forward and backward pass together. Plain blocks: 53, 124 and 93.
 LIMITS = {
-    ('ConvNeXt-B, stage 1', 'bf16'): dict(exact=93, int8=109, nearest=125, paper=73),
-    ('ConvNeXt-B, stage 1', 'fp16'): dict(exact=104, int8=120, nearest=138, paper=83),
-    ('ConvNeXt-B, stage 3', 'bf16'): dict(exact=68, int8=84, nearest=86, paper=69),
-    ('ConvNeXt-B, stage 3', 'fp16'): dict(exact=78, int8=94, nearest=97, paper=79),
+    ('ConvNeXt-B, stage 1', 'bf16'): dict(exact=93, int8=109, paper=73),
+    ('ConvNeXt-B, stage 1', 'fp16'): dict(exact=104, int8=120, paper=83),
+    ('ConvNeXt-B, stage 3', 'bf16'): dict(exact=68, int8=84, paper=69),
+    ('ConvNeXt-B, stage 3', 'fp16'): dict(exact=78, int8=94, paper=79),
     ('Swin-B, stage 3, shifted', 'fp16'): dict(exact=215, paper=220),
     ('ViT-B', 'bf16'): dict(exact=107, paper=118),
 }
@@ -48,7 +48,7 @@ def test_what_counts_as_a_launch(mode):
     assert found.number == dict(clone=1, add_=1, native_layer_norm=2)
 
 
-@pytest.mark.parametrize('preset', ['exact', 'int8', 'nearest', 'paper'])
+@pytest.mark.parametrize('preset', ['exact', 'int8', 'paper'])
 def test_matrix_products_are_aligned(preset, mode, monkeypatch):
     """Also where a map has an odd number of positions, so that its columns begin anywhere."""
     for block, size in (

@@ -13,7 +13,7 @@ from oracles import gradients, image, loss_of, small_backbone
 STATM = Path('/proc/self/statm')
 SETTINGS = {
     'paper': dict(preset='paper'),
-    'nearest': dict(preset='nearest'),
+    'sampled': dict(preset='sampled'),
     'exact': dict(preset='exact'),
 }
 

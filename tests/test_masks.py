@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_leaves
 
 from sbp_mmdet import masks
 from sbp_mmdet.masks import (
@@ -18,8 +17,8 @@ from sbp_mmdet.masks import (
     positions,
     sample_mask,
     stage_masks,
+    token_positions,
 )
-from sbp_mmdet.ops.tokens import token_positions
 
 RATIOS = [
     Fraction(1, 2),
@@ -180,84 +179,30 @@ def test_drawing_leaves_the_global_generators_alone():
 def test_positions_partition_the_map(kept):
     mask = torch.zeros(3, 4, dtype=torch.bool)
     mask.view(-1)[torch.randperm(12, generator=torch.Generator().manual_seed(0))[:kept]] = True
-    keep, drop, _ = positions(mask)
+    keep, drop = positions(mask)
     assert keep.dtype == drop.dtype == torch.int64
     assert keep.tolist() == [i * 4 + j for i in range(3) for j in range(4) if mask[i, j]]
     assert sorted([*keep.tolist(), *drop.tolist()]) == list(range(12))
     assert drop.tolist() == sorted(drop.tolist())
 
 
-@pytest.mark.parametrize('size', [(1, 1), (5, 4), (6, 8), (7, 9), (16, 21)], ids=str)
-@pytest.mark.parametrize('sampler', SAMPLERS)
-@pytest.mark.parametrize('ratio', [0.1, 0.25, 0.5, 0.75])
-def test_nearest(size, sampler, ratio):
-    """Every dropped position goes with a kept one as near as any, by steps to the side; all are there once."""
-    for mask in stage_masks([size], ratio, sampler, mask_generator(1, 0, 0), aligned=False):
-        found = positions(mask, nearest=True)
-        assert torch.equal(found.keep, positions(mask).keep)
-        assert torch.equal(found.drop.sort().values, positions(mask).drop)
-        index, starts = found.nearest
-        index = torch.arange(len(found.drop)) if index is None else index
-        for k in range(len(found.keep)):
-            assert (index[starts[k] : starts[k + 1]] == k).all()
-        assert starts[0] == 0 and starts[-1] == len(found.drop)
-
-        def place(flat):
-            return torch.stack([flat // size[1], flat % size[1]], -1).float()  # noqa: B023
-
-        distances = torch.cdist(place(found.drop), place(found.keep), p=1)
-        assert torch.equal(distances.gather(1, index[:, None]).flatten(), distances.amin(1))
-
-
-@pytest.mark.parametrize('width', [8, 336])
-def test_nearest_is_one_for_one(width):
-    """At keep ratio 0.5, which a map of even width honours in each pair of columns: no rows have to be gathered."""
-    (mask,) = stage_masks([(5, width)], 0.5, 'grid', mask_generator(0, 0, 0), aligned=False)
-    found = positions(mask, nearest=True)
-    assert found.nearest.index is None
-    assert ((found.keep - found.drop).abs() == 1).all() and torch.equal(found.keep // 2, found.drop // 2)
-
-
-def test_something_is_kept_for_neighbours():
-    for step in range(20):
-        masks = stage_masks([(2, 2), (1, 1)], 0.1, 'grid', mask_generator(0, 0, step), aligned=False)
-        assert all(mask.any() for mask in masks)
-
-
-def test_neighbours_need_a_kept_position():
-    with pytest.raises(ValueError, match='no position is kept'):
-        positions(torch.zeros(3, 4, dtype=torch.bool), nearest=True)
-
-
-@pytest.mark.parametrize('nearest', [False, True])
-def test_positions_of_a_mask_that_was_there_before(nearest):
+def test_positions_of_a_mask_that_was_there_before():
     """They are those of a first time, whatever came between, and the same tensors."""
     masks_ = [sample_mask(6, 7, 0.5, 'grid', torch.Generator().manual_seed(seed)) for seed in range(8)]
     masks_ += [mask[:, :6].contiguous() for mask in masks_] + [mask.view(7, 6) for mask in masks_]
     masks._of_grid.cache_clear()
-    first = [grid_positions(mask, nearest=nearest) for mask in masks_]
-    grid_positions(masks_[0], nearest=not nearest)
+    first = [grid_positions(mask) for mask in masks_]
     misses = masks._of_grid.cache_info().misses
     for mask, before in zip(masks_, first, strict=True):
-        assert grid_positions(mask, nearest=nearest) is before
-        for x, y in zip(*map(tree_leaves, (positions(mask, nearest=nearest), before)), strict=True):
-            assert (x is y is None) or torch.equal(x, y)
+        assert grid_positions(mask) is before
+        assert all(map(torch.equal, positions(mask), before))
     assert masks._of_grid.cache_info().misses == misses <= 7
     assert masks._of_grid.cache_info().maxsize
 
 
-@pytest.mark.parametrize('nearest', [False, True])
-@pytest.mark.parametrize('mask', [torch.eye(4).bool(), torch.tensor([[True, False]] * 3)], ids=['few', 'one for one'])
-def test_positions_of_tokens(mask, nearest):
-    """Tokens in front are always kept, and stand for nobody but themselves."""
-    before = positions(mask, nearest=nearest)
+def test_positions_of_tokens():
+    """Tokens in front are always kept."""
+    before = positions(torch.eye(4).bool())
     assert token_positions(before, 0) is before
     found = token_positions(before, 2)
     assert found.keep.tolist() == [0, 1, *(before.keep + 2).tolist()] and torch.equal(found.drop, before.drop + 2)
-    if nearest:
-        index, starts = found.nearest
-        own = torch.arange(len(before.drop)) if before.nearest.index is None else before.nearest.index
-        assert torch.equal(found.keep[index], before.keep[own] + 2)
-        assert starts.tolist() == [0, 0, *before.nearest.starts.tolist()]
-    else:
-        assert found.nearest is None

@@ -294,7 +294,6 @@ def test_attention_is_that_of_torchs_module():
         (dict(mode='keys'), "mode='keys' is unknown; choose one of"),
         (dict(mode='head', positions=keep_of(keep_mask('half'), prefix=1)), 'drops heads, not tokens'),
         (dict(heads=torch.tensor([0])), 'drops tokens, not heads'),
-        (dict(positions=keep_of(keep_mask('half'), prefix=1), form=Form(dropped='nearest')), 'nearest is None: make'),
     ],
 )
 def test_attention_names_bad_values(options, message):

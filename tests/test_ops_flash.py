@@ -24,7 +24,7 @@ def some(rows, index):
     return rows.index_select(2, index.to(rows.device))
 
 
-def check(grad, q, k, v, bias):
+def check(grad, q, k, v):
     """Both passes beside the definition in fp64, for every second query and every third key."""
     queries, keys = torch.arange(0, q.shape[2], 2), torch.arange(0, k.shape[2], 3)
     out, lse = flash.attend(q, k, v)
@@ -34,12 +34,10 @@ def check(grad, q, k, v, bias):
     assert relative_error(out, scores.softmax(-1) @ vd) < tolerance
     assert relative_error(lse, scores.logsumexp(-1)) < tolerance
     rows = (some(grad, queries), some(q, queries), some(k, keys), some(v, keys), some(out, queries), some(lse, queries))
-    actual = flash.attend_backward(*rows, bias)
-    # What the softmax's derivative gives for these entries of the map, each key as often as its bias says.
+    actual = flash.attend_backward(*rows)
+    # What the softmax's derivative gives for these entries of the map.
     qd, kd, vd, g = some(qd, queries), some(kd, keys), some(vd, keys), some(g, queries)
     softmax = some(scores.softmax(-1), queries)[..., keys.to(q.device)]
-    if bias is not None:
-        softmax = softmax * bias.double().exp()
     own = (g * some(scores.softmax(-1) @ v.double(), queries)).sum(-1, keepdim=True)
     ds = softmax * (g @ vd.mT - own) / math.sqrt(q.shape[-1])
     for part, expected in zip(actual, (ds @ kd, ds.mT @ qd, softmax.mT @ g), strict=True):
@@ -50,20 +48,17 @@ def check(grad, q, k, v, bias):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('d', [5, 16, 64])
 @pytest.mark.parametrize('dtype', list(ROUNDING))
-@pytest.mark.parametrize('bias', [False, True])
-def test_kernels(device, dtype, d, bias):
+def test_kernels(device, dtype, d):
     q, k, v, grad = heads(d=d, dtype=dtype, device=device)
-    check(grad, q, k, v, torch.arange(1, 14).to(device, dtype).log() if bias else None)
+    check(grad, q, k, v)
 
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float16])
 @pytest.mark.parametrize('entries', [1, 2 * 37 * 37, 2**24])
 def test_plain_path_in_chunks(dtype, entries):
     q, k, v, grad = heads(dtype=dtype)
-    bias = torch.full((13,), 0.5, dtype=dtype)
     with mock.patch.object(flash, '_kernel', lambda *_: 'plain'), mock.patch.object(flash, '_MAP', entries):
-        check(grad, q, k, v, bias)
-        check(grad, q, k, v, None)
+        check(grad, q, k, v)
 
 
 def test_nothing_kept():
@@ -75,30 +70,28 @@ def test_nothing_kept():
 
 
 @pytest.mark.parametrize(
-    'dtype, d, ampere, bias, kernel',
+    'dtype, d, ampere, kernel',
     [
-        (torch.float16, 64, True, False, 'flash'),
-        (torch.bfloat16, 64, True, True, 'efficient'),
-        (torch.float16, 64, False, False, 'efficient'),
-        (torch.float32, 64, True, False, 'efficient'),
-        (torch.bfloat16, 64, False, False, 'plain'),
-        (torch.float16, 20, True, False, 'plain'),
-        (torch.float64, 64, True, False, 'plain'),
+        (torch.float16, 64, True, 'flash'),
+        (torch.float16, 64, False, 'efficient'),
+        (torch.float32, 64, True, 'efficient'),
+        (torch.bfloat16, 64, False, 'plain'),
+        (torch.float16, 20, True, 'plain'),
+        (torch.float64, 64, True, 'plain'),
     ],
 )
 @pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='fake tensors of an old torch')
-def test_kernels_of_cuda_are_called_as_they_are_declared(dtype, d, ampere, bias, kernel):
+def test_kernels_of_cuda_are_called_as_they_are_declared(dtype, d, ampere, kernel):
     """Without a GPU: fake tensors check the arguments, shapes and layouts of CUDA's kernels, and compute nothing."""
     fake = pytest.importorskip('torch._subclasses.fake_tensor')
     with fake.FakeTensorMode(), mock.patch.object(flash, '_ampere', lambda _: ampere):
         q = torch.empty(2, 50, 3, d, dtype=dtype, device='cuda').transpose(1, 2)
-        key_bias = torch.empty(50, dtype=dtype, device='cuda') if bias else None
-        assert flash._kernel(q, bias) == kernel
+        assert flash._kernel(q) == kernel
         if kernel == 'plain':
             return
         out, lse = flash.attend(q, q, q)
         assert out.shape == q.shape and out.stride() == q.stride()
         assert lse.shape == q.shape[:3] and lse.dtype == torch.promote_types(dtype, torch.float32)
         rows, out, lse = q.narrow(2, 0, 21), out.narrow(2, 0, 21), torch.empty(2, 3, 21, device='cuda')
-        for part, like in zip(flash.attend_backward(rows, rows, q, q, out, lse, key_bias), (rows, q, q), strict=True):
+        for part, like in zip(flash.attend_backward(rows, rows, q, q, out, lse), (rows, q, q), strict=True):
             assert part.shape == like.shape and part.dtype == dtype

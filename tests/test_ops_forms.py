@@ -1,11 +1,10 @@
-"""Borrowed activations and eight bits, against what they mean: a dropped row's gradient runs through a layer whose
-activations are those of its kept row; stored x-hat is rounded; the forward pass is exact. And what each form stores."""
+"""Dropped rows and eight bits, against what they mean: only kept rows send gradients; stored x-hat is rounded; the
+forward pass is exact. And what each form stores."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import stored_bytes
-from helpers import FP16
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_cases import (
@@ -37,33 +36,17 @@ from sbp_mmdet.ops.attention_reference import _with_map
 from sbp_mmdet.ops.flash import attend
 from sbp_mmdet.ops.precision import store
 
-INT8, NEAREST = Form(storage='int8'), Form(dropped='nearest')
+INT8 = Form(storage='int8')
 
 
-def draw(kind, height, width, seed=0, nearest=True, prefix=0):
-    """Positions with neighbours; at least one is kept."""
+def draw(kind, height, width, seed=0):
+    """Positions; at least one is kept."""
     if kind == 'grid':
         mask = sample_mask(height, width, 0.5, 'grid', torch.Generator().manual_seed(seed))
     else:
         mask = keep_mask(kind, height, width, seed)
     mask[seed % height, seed % width] = True
-    return keep_of(mask, nearest, prefix)
-
-
-def lenders(keep, form, length):
-    """For each position whose activations it uses, its weight in the weights' gradient, and whether it sends any."""
-    lender, weight = torch.arange(length), torch.ones(length, dtype=torch.float64)
-    if keep is None:
-        return lender, weight, weight
-    if form.dropped == 'zero':
-        kept = torch.zeros(length, dtype=torch.float64).index_fill_(0, keep.keep, 1.0)
-        return lender, kept, kept
-    index = torch.arange(len(keep.drop)) if keep.nearest.index is None else keep.nearest.index
-    lender[keep.drop] = keep.keep[index]
-    weight[keep.drop] = 0.75
-    for k, position in enumerate(keep.keep.tolist()):
-        weight[position] = 1 + 0.25 * int((index == k).sum())
-    return lender, weight, torch.ones_like(weight)
+    return keep_of(mask)
 
 
 def rounded(x, dims):
@@ -73,8 +56,7 @@ def rounded(x, dims):
 
 
 def oracle(name, tensors, keep, form, factor=None):
-    """Output and gradients in double precision, from a sum whose derivative they are: weights see the lent activations
-    with their weights, biases and inputs see them as they are."""
+    """Output and gradients in double precision, from a sum over the kept rows whose derivative they are."""
     t = {n: v if v is None else v.detach().double().requires_grad_() for n, v in tensors.items()}
     mlp = name.startswith('mlp')
     out = plain_mlp(**t, factor=factor) if mlp else plain_norm_linear(**t)
@@ -85,12 +67,12 @@ def oracle(name, tensors, keep, form, factor=None):
         x = F.unfold(x, 2, stride=2).view(*x.shape[:2], 4, -1).permute(0, 3, 2, 1)  # (N, L, 4, C)
     elif x.dim() == 4:
         x = x.flatten(2).mT
-    lender, weight, sends = (v.view(-1, 1) for v in lenders(keep, form, x.shape[1]))
+    kept = torch.arange(x.shape[1]) if keep is None else keep.keep
+    sends = torch.zeros(x.shape[1], 1, dtype=x.dtype).index_fill_(0, kept, 1.0)
     xhat, rstd = F.layer_norm(x, x.shape[-1:], eps=1e-6), (x.var(-1, correction=0, keepdim=True) + 1e-6).rsqrt()
     if form.storage == 'int8':
-        kept = slice(None) if keep is None else keep.keep
         xhat[:, kept] = rounded(xhat[:, kept], 1)
-    xhat, rstd = xhat[:, lender[:, 0]].requires_grad_(), rstd[:, lender[:, 0]]
+    xhat.requires_grad_()
 
     first, pixels = (t['weight1'], 1) if mlp else (t['weight'], t['weight'][0, 0].numel())
     first = first.flatten(2).mT.flatten(1) if first.dim() == 4 else first  # (C', 4 C), pixel by pixel
@@ -104,9 +86,7 @@ def oracle(name, tensors, keep, form, factor=None):
         return y if gamma is None else y * gamma
 
     behind = [t['weight2'], t['gamma']] if mlp else []
-    total = (rows * weight * branch(xhat.detach(), w1, b1.detach(), *behind)).sum()
-    fixed = [None if p is None else p.detach() for p in behind]
-    total = total + (rows * sends * branch(xhat, w1.detach(), b1, *fixed)).sum()
+    total = (rows * sends * branch(xhat, w1, b1, *behind)).sum()
     if mlp:
         total = total + (rows * sends * t['bias2'] * (1 if t['gamma'] is None else t['gamma'])).sum()
     asked = {n: v for n, v in t.items() if v is not None and n not in ('x', 'shortcut')}
@@ -125,7 +105,6 @@ def oracle(name, tensors, keep, form, factor=None):
     seed=st.integers(0, 99),
     shape=st.tuples(*(st.integers(*limits) for limits in [(1, 3), (4, 9), (1, 12), (1, 7), (1, 7)])),
     kind=st.sampled_from(['grid', 'half', 'few', 'full', None]),
-    dropped=st.sampled_from(['zero', 'nearest', 'nearest']),
     storage=st.sampled_from(['native', 'int8']),
     single=st.booleans(),
     affine=st.booleans(),
@@ -133,9 +112,9 @@ def oracle(name, tensors, keep, form, factor=None):
     again=st.booleans(),
 )
 @settings(max_examples=200)
-def test_gradients(name, seed, shape, kind, dropped, storage, single, affine, chunk, again):
+def test_gradients(name, seed, shape, kind, storage, single, affine, chunk, again):
     n, c, d, height, width = shape
-    form, again = Form(storage=storage, dropped=dropped), again and name == 'mlp' and storage == 'native'
+    form, again = Form(storage=storage), again and name == 'mlp' and storage == 'native'
     # A rounding difference in x-hat may turn into a whole step of int8.
     dtype, tolerance = (torch.float32, 3e-5) if single and storage == 'native' else (torch.float64, 1e-10)
     scale = 2 if name == 'downsample' else 1
@@ -150,102 +129,6 @@ def test_gradients(name, seed, shape, kind, dropped, storage, single, affine, ch
         tensors, options['conv'] = mlp_inputs(dtype=dtype, **sizes)
     actual = differentiate(CASES[name].run(form, positions=keep, **options), tensors)
     assert_near(actual, oracle(name, tensors, keep, form, None if factor is None else factor.double()), tolerance)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
-@pytest.mark.parametrize('kind', ['grid', 'half'])
-@pytest.mark.parametrize('gamma', [1.0, 1e-6])
-def test_neighbours_in_half_precision(gamma, kind, dtype):
-    """As far from the oracle as half precision is; a small layer scale only takes those out of fp16's range that pass
-    through it."""
-    tensors, _ = mlp_inputs(3, 2, 32, 128, 12, 12, gamma=gamma, dtype=torch.float32, half=dtype)
-    keep = draw(kind, 12, 12)
-    actual = differentiate(half(fused_mlp(keep), dtype), tensors)
-    expected = oracle('mlp', tensors, keep, NEAREST)
-    names = actual if gamma == 1.0 else ('out', 'shortcut', 'weight2', 'bias2', 'gamma')
-    actual, expected = ({name: grads[name] for name in names} for grads in (actual, expected))
-    assert_near(actual, expected, 0.05 if dtype == torch.bfloat16 else 0.01)
-
-
-@pytest.mark.parametrize('name', ['mlp', 'norm_linear'])
-def test_what_borrowing_leaves_exact(name):
-    """The input gradient of kept positions and the biases; where neighbours are alike, that of all positions."""
-    keep = draw('grid', 6, 8)
-    for alike in (False, True):
-        tensors, _ = CASES[name].inputs(height=6, width=8)
-        if alike and name == 'mlp':
-            tensors['x'] = tensors['x'][..., ::2].repeat_interleave(2, 3)
-        elif alike:
-            tensors['x'] = tensors['x'][:, ::2].repeat_interleave(2, 1)
-        exact = differentiate(CASES[name].plain(), tensors)
-        actual = differentiate(CASES[name].run(NEAREST, positions=keep), tensors)
-        for bias in ('bias1', 'bias2') if name == 'mlp' and alike else ('bias2',) if name == 'mlp' else ('bias',):
-            assert relative_error(actual[bias], exact[bias]) < 1e-12
-        a, e = (t['x'] if t['x'].dim() == 3 else t['x'].flatten(2).mT for t in (actual, exact))
-        assert relative_error(a[:, keep.keep], e[:, keep.keep]) < 1e-12
-        assert (relative_error(a[:, keep.drop], e[:, keep.drop]) < 1e-12) == alike
-
-
-def nearest_attention(tensors, keep, mode):
-    """Gradients where dropped tokens are taken for the kept ones they go with, with all rows written out.
-
-    A dropped token borrows its kept one's x-hat, query, key, value, output and statistics; each gets its group's mean
-    gradient. For 'query' it borrows query, output and statistics alone.
-    """
-    x, nw, nb, w, b, wp, bp, gamma = tensors.values()
-    n, tokens, c = x.shape
-    grad = weight_of(x)
-    lender, _, _ = lenders(keep, NEAREST, tokens)
-    mean, var = x.mean(-1, keepdim=True), x.var(-1, correction=0, keepdim=True)
-    xhat, rstd = (x - mean) * (var + 1e-6).rsqrt(), (var + 1e-6).rsqrt()
-
-    def heads(rows):
-        return rows.view(n, tokens, HEADS, -1).transpose(1, 2)
-
-    def rows(heads):
-        return heads.transpose(1, 2).flatten(2)
-
-    q, k, v = (heads(part) for part in F.linear(xhat * nw + nb, w, b).chunk(3, -1))
-    scale = (c // HEADS) ** -0.5
-    scores = q @ k.mT * scale
-    lse, out = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ v
-    q, lse, out = (part[:, :, lender] for part in (q, lse, out))
-    if mode == 'qkv':
-        xhat, rstd, k, v = xhat[:, lender], rstd[:, lender], k[:, :, lender], v[:, :, lender]
-    sizes = torch.bincount(lender, minlength=tokens).clamp_min(1)
-    g = (torch.zeros_like(grad).index_add_(1, lender, grad) / sizes[:, None])[:, lender]
-    dout = heads((g * gamma) @ wp)
-    softmax = (q @ k.mT * scale - lse).exp()
-    ds = softmax * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
-    dy = torch.cat([rows(ds @ k), rows(ds.mT @ q), rows(softmax.mT @ dout)], -1)
-    dn = dy @ w
-    dxhat = dn * nw
-    dx = (dxhat - dxhat.mean(-1, keepdim=True) - xhat * (dxhat * xhat).mean(-1, keepdim=True)) * rstd
-    outer = g.flatten(0, 1).T @ rows(out).flatten(0, 1)
-    return dict(
-        x=grad + dx,
-        norm_weight=(dn * xhat).sum((0, 1)),
-        norm_bias=dn.sum((0, 1)),
-        qkv_weight=dy.flatten(0, 1).T @ (xhat * nw + nb).flatten(0, 1),
-        qkv_bias=dy.sum((0, 1)),
-        proj_weight=gamma[:, None] * outer,
-        proj_bias=gamma * grad.sum((0, 1)),
-        gamma=(outer * wp).sum(1) + bp * grad.sum((0, 1)),
-    )
-
-
-@pytest.mark.parametrize('mode', ['qkv', 'query'])
-@pytest.mark.parametrize(('prefix', 'kind'), [(0, 'half'), (1, 'few'), (5, 'half'), (1, 'grid'), (1, 'full')])
-def test_nearest_in_attention(mode, prefix, kind):
-    tensors, _ = CASES[mode].inputs(height=4, prefix=prefix)
-    keep = draw(kind, 4, 6, prefix=prefix)
-    f = CASES[mode].run(NEAREST, positions=keep)
-    actual = differentiate(f, tensors)
-    del actual['out']
-    assert_near(actual, nearest_attention(tensors, keep, mode), 1e-12)
-    single = cast(tensors, torch.float32)
-    rough, truth = differentiate(autocast(f, torch.bfloat16), single), differentiate(f, cast(single, torch.float64))
-    assert_near(rough, truth, 0.05)  # the logarithm of group sizes is in bf16, too
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -317,7 +200,6 @@ def test_rounding(monkeypatch):
 
 # What is stored, in bytes: of the kept rows x-hat and 1 / deviation. N = 2 images; 12 of 30 positions are kept.
 KEPT = keep_of(torch.arange(30).view(5, 6) < 12)
-WITH_NEIGHBOURS = keep_of(torch.arange(30).view(5, 6) % 2 == 0, nearest=True)
 FRONT = keep_of(torch.arange(30).view(5, 6) < 11, prefix=1)  # 12 of 31 tokens
 TWO_HEADS = torch.tensor([0, 2])
 
@@ -327,11 +209,9 @@ TWO_HEADS = torch.tensor([0, 2])
     [
         ('mlp', 30, {}, 0),
         ('mlp', 12, dict(positions=KEPT), 12 * 8),
-        ('mlp', 15, dict(positions=WITH_NEIGHBOURS), 30 * 8),
         ('mlp of tokens', 12, dict(positions=KEPT), 12 * 8),
         ('norm_linear', 12, dict(positions=KEPT), 12 * 8),
         ('downsample', 4 * 12, dict(positions=KEPT), 12 * 8),
-        ('downsample', 4 * 15, dict(positions=WITH_NEIGHBOURS), 30 * 8),
         ('grn', 30, {}, 2 * 20 * 4),  # one number for each image and hidden channel
         ('qkv', 31, {}, 0),
         ('qkv', 12, dict(positions=FRONT), 12 * 8 + 2 * 12 * 4 * HEADS),  # the log-sum-exp
@@ -348,9 +228,7 @@ def test_stored_bytes(name, rows, given, extra, storage, dtype):
     case = CASES[name]
     tensors, _ = case.inputs(dtype=torch.float32)
     c = tensors['x'].shape[2 if tensors['x'].dim() == 3 else 1]
-    keep = given.get('positions')
-    form = Form(storage=storage, dropped='zero' if keep is None or keep.nearest is None else 'nearest')
-    f = case.run(form, **given)
+    f = case.run(Form(storage=storage), **given)
     f = f if dtype == torch.float32 else (half if name.startswith('mlp') else autocast)(f, dtype)
     number = 1 if storage == 'int8' else dtype.itemsize
     attends = {'qkv': 12, 'query': 12, 'head': 31 * 2 / 3}.get(name, 0) if given else 0  # rows of O

@@ -7,7 +7,6 @@ import torch
 from oracles import DEVICE
 from torch import Tensor
 
-from sbp_mmdet.masks import positions
 from sbp_mmdet.ops.operation import Form, OnHost, Operation
 
 
@@ -76,24 +75,10 @@ def test_operation(trainable):
     [
         (dict(implementation='fuse'), "implementation='fuse' is unknown; choose 'fused' or 'reference'"),
         (dict(storage='int4'), "storage='int4' is unknown; choose 'native' or 'int8'"),
-        (dict(dropped='pool'), "dropped='pool' is unknown; choose 'zero' or 'nearest'"),
         (dict(implementation='reference', storage='int8'), "storage='int8' needs implementation='fused'"),
-        (dict(implementation='reference', dropped='nearest'), "dropped='nearest' needs implementation='fused'"),
     ],
 )
 def test_forms_that_cannot_be_honoured(options, message):
     with pytest.raises(ValueError, match=message):
         Form(**options)
-    assert hash(Form()) == hash(Form('fused', 'native', 'zero'))
-
-
-def test_positions_that_are_saved():
-    """Those that are not needed are not held."""
-    mask = torch.arange(12).view(3, 4) % 3 == 0
-    bare, paired = positions(mask), positions(mask, nearest=True)
-    assert Form().saved(None) == Form(dropped='nearest').saved(None) == (None, None, None)
-    assert Form().saved(paired) == (paired.keep, None, None)
-    saved = Form(dropped='nearest').saved(paired)
-    assert saved[:2] == paired[:2] and saved.nearest.starts.tensor is paired.nearest.starts
-    with pytest.raises(ValueError, match='positions.nearest is None: make them by positions'):
-        Form(dropped='nearest').saved(bare)
+    assert hash(Form()) == hash(Form('fused', 'native'))

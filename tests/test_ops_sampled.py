@@ -154,11 +154,10 @@ def test_models(family):
 
 
 def test_what_cannot_be_honoured():
-    for options in (dict(implementation='reference'), dict(dropped='nearest')):
-        with pytest.raises(ValueError, match='sample=.* needs'):
-            Form(sample=Sample(4, 0), **options)
+    with pytest.raises(ValueError, match='sample=.* needs'):
+        Form('reference', sample=Sample(4, 0))
     with pytest.raises(ValueError, match='sample=.* is one of all positions'):
-        Form(sample=Sample(4, 0)).saved(positions(torch.ones(2, 2, dtype=torch.bool)))
+        Form(sample=Sample(4, 0)).kept(positions(torch.ones(2, 2, dtype=torch.bool)))
     for ratio in (0.75, [0.5, 0.25]):
         with pytest.raises(ValueError, match='must be 1 / n'):
             apply_lean(build('SBPConvNeXt'), preset='sampled', keep_ratio=ratio)

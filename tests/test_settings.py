@@ -19,12 +19,12 @@ def ratios(depths=DEPTHS, blocks=(3, 3, 6, 0), from_end=False, **keys):
 
 
 def test_presets_are_told_in_their_order():
-    assert [*PRESETS] == ['exact', 'int8', 'sampled', 'nearest', 'paper', 'none', 'with_cp', 'reference']
+    assert [*PRESETS] == ['exact', 'int8', 'sampled', 'paper', 'none', 'with_cp', 'reference']
     for name, preset in PRESETS.items():
         assert preset.name == name and preset.meaning
-        assert preset.gradients in ('exact', 'int8', 'sampled', 'nearest', 'paper')
+        assert preset.gradients in ('exact', 'int8', 'sampled', 'paper')
         assert Settings.parse(dict(preset=name)).preset is preset
-    assert [name for name, preset in PRESETS.items() if preset.thins] == ['nearest', 'paper', 'reference']
+    assert [name for name, preset in PRESETS.items() if preset.thins] == ['paper', 'reference']
 
 
 def test_defaults_are_the_papers():
@@ -119,8 +119,8 @@ FORMER = [
     (dict(recompute=True), "['recompute'] are settings of former versions; write dict(preset='paper')"),
     (dict(keep_ratio=1.0, recompute='block'), "write dict(preset='exact')"),
     (dict(keep_ratio=[1, 1.0], recompute='block', storage='int8'), "write dict(preset='int8')"),
-    (dict(dropped='nearest', keep_ratio=0.25), "write dict(preset='nearest', keep_ratio=0.25)"),
-    (dict(dropped='pool', sampler='objects', object_share=0.5), "write dict(preset='nearest')"),
+    (dict(dropped='nearest', keep_ratio=0.25), "write dict(preset='sampled', keep_ratio=0.25)"),
+    (dict(dropped='pool', sampler='objects', object_share=0.5), "write dict(preset='sampled')"),
     (dict(implementation='reference', sampler='random'), "write dict(preset='reference', sampler='random')"),
     (
         dict(compile=True, blocks=[1, 1], downsample=False),
@@ -143,11 +143,11 @@ def test_former_keys(cfg, line):
 
 @pytest.mark.parametrize(
     ('old', 'new'),
-    dict(fused='paper', recompute='paper', block='paper', pool='nearest').items()
-    | {'exact-block': 'exact', 'int8-block': 'int8', 'nearest-int8': 'nearest'}.items(),
+    dict(fused='paper', recompute='paper', block='paper', pool='sampled', nearest='sampled').items()
+    | {'exact-block': 'exact', 'int8-block': 'int8', 'nearest-int8': 'sampled'}.items(),
 )
 def test_former_presets(old, new):
-    with pytest.raises(ValueError, match=f"preset '{old}' is now called preset='{new}'"):
+    with pytest.raises(ValueError, match=f"preset='{old}' is one of a former version; write preset='{new}'"):
         apply_lean(build('stock Swin'), old)
 
 
@@ -165,7 +165,7 @@ def test_former_presets(old, new):
         (dict(type='SBPHook'), "write dict(type='LeanHook', preset='exact')"),
         (dict(type='SBPModulesHook', modules=['neck']), "dict(type='CheckpointModulesHook', modules=['neck'])"),
         (dict(type='SBPModulesHook', modules='neck', keep_ratio=0.5), "modules=['neck']"),
-        (dict(type='ObjectMasksHook'), "take preset='nearest'"),
+        (dict(type='ObjectMasksHook'), "take preset='sampled'"),
     ],
     ids=str,
 )
@@ -190,7 +190,7 @@ def test_keys_that_mean_nothing_for_a_preset(preset, keys):
     if (preset, key) == ('sampled', 'keep_ratio'):
         return
     with pytest.raises(
-        ValueError, match=rf"LeanHook: \['{key}'\] mean nothing for preset='{preset}'.*'paper' or 'nearest'"
+        ValueError, match=rf"LeanHook: \['{key}'\] mean nothing for preset='{preset}'.*take preset='paper'"
     ):
         LeanHook(preset, **keys)
 
@@ -250,6 +250,6 @@ def test_any_activation_with_the_reference():
 @pytest.mark.parametrize('attention', ATTENTION)
 def test_values_are_taken(attention):
     with torch.device('meta'):
-        vit = SBPViT('tiny', sbp_cfg=dict(preset='nearest', attention=attention, blocks=[12], keep_ratio=0.25))
+        vit = SBPViT('tiny', sbp_cfg=dict(preset='paper', attention=attention, blocks=[12], keep_ratio=0.25))
     assert keep_ratios(nn.ModuleDict(dict(backbone=vit))) == {(0, i): 0.25 for i in range(12)}
     assert vit.sbp.attention == attention

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 
 import pytest
 import torch
@@ -48,15 +47,10 @@ WITH_KEYS = [
     for preset in ('paper', 'reference')
 ]
 
-# Weights of the thinned layers of ConvNeXt and Swin.
-SHARED = re.compile(r'^(stages|downsample).*(norm2?|pointwise_conv.|ffn.layers.*|reduction|gamma|\.[01])(\.weight)?$')
-
 
 def comparable(preset, *found):
-    """Without the weights in which 'nearest' counts dropped rows by a share, and those that 'sampled' estimates: these
-    are for tests of the operations."""
-    left_out = {'nearest': SHARED, 'sampled': re.compile('(?<!bias)(?<!image)$')}.get(preset, re.compile('(?!)'))
-    return [{n: g for n, g in grads.items() if not left_out.search(n)} for grads in found]
+    """Without the weights that 'sampled' estimates: these are for tests of the operations."""
+    return [{n: g for n, g in grads.items() if preset != 'sampled' or n.endswith(('bias', 'image'))} for grads in found]
 
 
 def alike(preset):
@@ -100,8 +94,6 @@ def test_exact_gradients_are_the_plain_ones(family, preset):
 @pytest.mark.parametrize('size', [SMALL, ODD], ids=['even', 'odd'])
 def test_gradients_are_those_of_the_definition(family, preset, size):
     """Images that stochastic depth drops are left out, which is the default."""
-    if preset == 'nearest' and (size == ODD or 'ViT' in family):
-        pytest.skip('the oracle has neither padded patches nor groups of tokens')
     found, expected = lean_and_expected(family, dict(preset=preset), image(*size), **DEPTH)
     if preset == 'int8':
         assert cosine(found, expected) > 0.998 and relative_error(found['image'], expected['image']) > 1e-6
@@ -118,13 +110,10 @@ def test_keys_of_the_definition(family, cfg):
 @EACH_FAMILY
 @pytest.mark.parametrize('preset', THIN)
 def test_thinned_gradients_differ_from_the_plain_ones(family, preset):
-    """Guards the tests above: masks are no formality. And dropped positions that send by a neighbour come nearer."""
+    """Guards the tests above: masks are no formality."""
     x = F.interpolate(image(2, 8, 12), (64, 96), mode='bicubic')  # smooth, as photographs are
     plain, found = gradients(build(family), x), gradients(build(family, dict(preset=preset)), x)
     assert relative_error(found['image'], plain['image']) > 0.01
-    if preset == 'nearest':
-        paper = gradients(build(family, dict(preset='paper')), x)
-        assert cosine(found, plain) > cosine(paper, plain)
 
 
 @EACH_FAMILY
@@ -155,7 +144,7 @@ def test_two_passes(family, preset, together):
         losses.append(loss_of(lean(x)))
         if not together:
             losses.pop().backward()
-        if preset in ('int8', 'nearest', 'sampled'):
+        if preset in ('int8', 'sampled'):
             continue
         own = expected_gradients(family, lean, x, **DEPTH)
         expected = own if expected is None else {name: expected[name] + g for name, g in own.items()}
@@ -191,8 +180,6 @@ def test_autocast(family, preset, dtype):
     lean, plain = (build(family, cfg, dtype=torch.float32, **DEPTH) for cfg in (dict(preset=preset), None))
     found = scaled(lean, x, dtype)
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values())
-    if preset == 'nearest' and 'ViT' in family:
-        return
     twin = oracle(family, lean, x, **DEPTH)
     truth, rounded = gradients(twin.double(), x.double()), scaled(oracle(family, lean, x, **DEPTH), x, dtype)
     truth.pop('image')
@@ -315,7 +302,7 @@ def test_stored_bytes(family):
     """In the order that presets promise; and left-out images are not stored."""
     found = {name: saved(family, dict(preset=name)) for name in PRESETS}
     assert found['int8'] < found['exact'] < 0.7 * found['none'] and found['with_cp'] < 0.7 * found['none']
-    assert max(found['paper'], found['nearest']) < min(found['reference'], 0.7 * found['none'])
+    assert found['paper'] < min(found['reference'], 0.7 * found['none'])
     if 'ViT' not in family:  # whose reference writes the attention's map out
         assert found['reference'] < found['none']
     if 'ConvNeXt' in family:

@@ -8,7 +8,7 @@ CONFIGS = 'configs/sbp_convnext/'
 T = CONFIGS + 'mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py'
 B = CONFIGS + 'cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
 SHAPES = CONFIGS + 'mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
-PRESETS = 'none with_cp exact int8 nearest paper'
+PRESETS = 'none with_cp exact int8 sampled paper'
 # Of each family and of what else is changed: config and module. Small, for nothing is timed.
 ATTO = ' --cfg-options model.backbone.arch=atto'
 SMOKE = {

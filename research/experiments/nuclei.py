@@ -9,7 +9,6 @@ settings = dict(
     sampled=dict(preset='sampled'),
     eighth=dict(preset='sampled', keep_ratio=0.125),
     half=dict(preset='sampled', keep_ratio=0.5),
-    nearest=dict(preset='nearest'),
     paper=dict(preset='paper'),
     random=dict(preset='paper', sampler='random'),
     quarter=dict(preset='paper', keep_ratio=0.25),

@@ -10,16 +10,14 @@ the gradients of the original parameters follow from those of the folded ones:
 
     dW1 = dW1' diag(w_ln) + db1' b_ln^T,  dw_ln = column sums of dW1' * W1,  db_ln = W1^T db1',  db1 = db1'.
 
-The layer scale gamma is not folded: trained from 1e-6 it would push W2 out of fp16's range. Its gradient still needs no
-stored output: with A = g^T GELU(h) for the gradient g of the block's output, dW2 = diag(gamma) A and
-dgamma = row sums of A * W2 + (column sums of g) * b2.
+The gradient of the layer scale gamma needs no stored output: with A = g^T GELU(h) for the gradient g of the block's
+output, dW2 = diag(gamma) A and dgamma = row sums of A * W2 + (column sums of g) * b2.
 
 Precision: parameters are folded in their own precision and then cast, weight gradients of chunks are added in fp32, and
 parameters are saved uncast, so that no cast copy of a weight outlives the forward pass.
 
-A :class:`Form` says what a step trades. A dropped row may borrow x-hat, deviation and hidden layer of the kept row
-nearest to it, so that it sends a gradient without storing anything (:mod:`.neighbours`). What is stored may be rounded
-to eight bits (:func:`.precision.store`). In each case the forward pass is exact.
+A :class:`Form` says what a step trades: what is stored may be rounded to eight bits (:func:`.precision.store`), and
+gradients of weights may come from a sample of the rows (:class:`.rows.Sampled`). The forward pass is always exact.
 """
 
 from .attention import AttentionSettings, AttentionTensors, attention
@@ -35,7 +33,6 @@ from .mlp import MLPSettings, MLPTensors, channel_mlp
 from .norm_linear import NormLinearSettings, NormLinearTensors, norm_linear
 from .norms import NormSettings, NormTensors, layer_norm
 from .operation import Form
-from .tokens import token_positions
 from .windows import WindowSettings, WindowTensors, window_attention
 
 __all__ = [
@@ -74,6 +71,5 @@ __all__ = [
     'layer_norm',
     'norm_linear',
     'on_images',
-    'token_positions',
     'window_attention',
 ]

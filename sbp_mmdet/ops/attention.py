@@ -18,9 +18,6 @@ Where nothing is dropped x-hat is stored, and the attention runs again in the ba
 kept tokens; of all for 'query' and 'head'), O and the log-sum-exp of the rows of M (of kept tokens or heads). One
 product gives Q, K and V again. Arithmetic of the backward attention: r^2, r and r of the exact one.
 
-With ``dropped='nearest'`` a dropped token is taken for the kept one that it goes with. The backward pass is linear in
-the gradient of O, so the gradients of a group are summed and sent back once. A kept key stands for its whole group,
-which is a bias of log(size) in the softmax. The gradient of the input is shared by the group.
 """
 
 import dataclasses
@@ -34,9 +31,8 @@ from ..functional import take
 from ..masks import Positions
 from .attention_reference import attention_reference
 from .flash import attend, attend_backward
-from .neighbours import Groups
 from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, accumulator, column_sums, in_range, store
+from .precision import Stored, accumulate, column_sums, in_range, store
 from .rows import (
     Chunk,
     Sampled,
@@ -81,7 +77,7 @@ class AttentionTensors(NamedTuple):
     proj_bias: Tensor
     gamma: Tensor | None = None  # layer scale, (C,)
     factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
-    positions: Positions | None = None  # kept and dropped *tokens*, see .tokens.token_positions; None: all are kept
+    positions: Positions | None = None  # kept and dropped *tokens*, see masks.token_positions; None: all are kept
     heads: Tensor | None = None  # int64, kept heads, for mode 'head'; None: all
 
 
@@ -95,7 +91,7 @@ class AttentionSaved(NamedTuple):
     rstd: Tensor | None
     out: Stored | None
     lse: Tensor | None  # (N, K, h)
-    positions: Positions
+    keep: Tensor | None  # kept tokens
     given: AttentionTensors  # without x and positions
 
 
@@ -127,7 +123,7 @@ def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
 
 
 def _forward(settings, tensors, needs):
-    t, dtype, positions = tensors, settings.dtype, settings.form.saved(tensors.positions)
+    t, dtype, kept = tensors, settings.dtype, settings.form.kept(tensors.positions)
     xhat, rstd = normalise(t.x, settings.eps, dtype)
     qkv = F.linear(xhat, *_qkv_layer(settings, t))
     head_dim = t.proj_weight.shape[1] // settings.num_heads
@@ -136,8 +132,7 @@ def _forward(settings, tensors, needs):
     branch = F.linear(out, t.proj_weight.to(dtype), t.proj_bias.to(dtype))
     y = add_branch(t.x, [(Chunk.whole(branch), branch)], t.gamma, t.factor, dtype)
 
-    storage, kept = settings.form.storage, positions.keep
-    seen = _seen(settings, positions)
+    storage, seen = settings.form.storage, _seen(settings, kept)
     runs_again = kept is None and t.heads is None
     behind, with_output = _asked(needs)
     stored_xhat = stored_out = stored_lse = None
@@ -149,7 +144,7 @@ def _forward(settings, tensors, needs):
         stored_lse = take(lse.transpose(1, 2), kept)
         stored_lse = stored_lse if t.heads is None else stored_lse.index_select(2, t.heads)
     rstd = take(rstd, seen) if needs.x else None
-    return y, AttentionSaved(stored_xhat, rstd, stored_out, stored_lse, positions, t._replace(x=None, positions=None))
+    return y, AttentionSaved(stored_xhat, rstd, stored_out, stored_lse, kept, t._replace(x=None, positions=None))
 
 
 def _asked(needs):
@@ -158,9 +153,9 @@ def _asked(needs):
     return through_softmax, needs.proj_weight or needs.gamma
 
 
-def _seen(settings, positions):
+def _seen(settings, kept):
     """Tokens whose x-hat, keys and values send gradients; None: all."""
-    return positions.keep if settings.mode == 'qkv' else None
+    return kept if settings.mode == 'qkv' else None
 
 
 def _channels(settings, t, parts=1):
@@ -202,49 +197,28 @@ def _to_rows(heads):
 
 
 def _backward(settings, saved, grad, needs):
-    t, positions = saved.given, saved.positions
-    groups = Groups(positions) if positions.nearest else None
-    incoming, total = _incoming(t, positions, groups, grad)
+    t = saved.given
+    incoming = take(grad, saved.keep)
+    incoming = incoming if t.factor is None else incoming * t.factor[:, None, None]
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype)
     weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _channels(settings, t, 3))
     q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)
-    projection = _projection_gradients(settings, t, needs, incoming, total, out)
+    projection = _projection_gradients(settings, t, needs, incoming, out)
     if not _asked(needs)[0]:
         return AttentionGradients(*[None] * 5, *projection)
     g = incoming if t.gamma is None else incoming * t.gamma
     g = _to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
     del incoming
-    sizes = None
-    if groups and settings.mode == 'qkv':
-        sizes = groups.sizes(accumulator(q)).log().to(settings.dtype)
-    parts = attend_backward(g, q, k, v, _to_heads(out, q.shape[-1]), lse, sizes)
+    parts = attend_backward(g, q, k, v, _to_heads(out, q.shape[-1]), lse)
     dq, dk, dv = (_to_rows(part) for part in parts)
     del q, k, v, out, parts, g
-    queries = positions.keep if settings.mode == 'query' else None
-    if queries is not None and groups:
-        dq, queries = groups.spread(dq), None
+    queries = saved.keep if settings.mode == 'query' else None
     layer = _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
     dx = None
     if needs.x:
         branch = normalise_backward(_xhat_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
-        dx = _scattered(_seen(settings, positions), groups, grad, branch.to(grad.dtype))
+        dx = add_rows_(grad.clone(), _seen(settings, saved.keep), branch.to(grad.dtype))
     return AttentionGradients(dx, *layer, *projection)
-
-
-def _incoming(t, positions, groups, grad):
-    """Gradients of the branch at kept tokens, summed over groups, and their sum over all tokens that send any."""
-
-    def rows(index):
-        g = take(grad, index)
-        return g if t.factor is None else g * t.factor[:, None, None]
-
-    g = rows(positions.keep)
-    total = column_sums(g.flatten(0, 1))
-    if groups:
-        dropped = rows(positions.drop)
-        total += column_sums(dropped.flatten(0, 1))
-        groups.sum_(g, dropped)
-    return g, total
 
 
 def _activations(settings, saved, xhat, weight, bias):
@@ -253,7 +227,7 @@ def _activations(settings, saved, xhat, weight, bias):
     if xhat is None:
         return None, None, None, out, None
     c, head_dim = len(weight) // 3, saved.given.proj_weight.shape[1] // settings.num_heads
-    q = F.linear(take(xhat, saved.positions.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
+    q = F.linear(take(xhat, saved.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
     kv = F.linear(xhat, weight[c:], bias[c:])
     q, k, v = (_to_heads(rows, head_dim) for rows in (q, *kv.chunk(2, -1)))
     if out is not None:
@@ -270,9 +244,9 @@ def _product(settings, a, b):
     return total
 
 
-def _projection_gradients(settings, t, needs, incoming, total, out):
+def _projection_gradients(settings, t, needs, incoming, out):
     """Those of the projection and of layer scale, by A = g^T O as the package's docstring has it."""
-    outer = None
+    outer, total = None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
         outer = _product(settings, rows[None], out)
@@ -298,13 +272,6 @@ def _layer_gradients(settings, t, needs, xhat, parts, queries):
 def _xhat_gradient(weight, dq, dk, dv, queries):
     wq, wk, wv = weight.chunk(3)
     return add_rows_((dk @ wk).add_(dv @ wv), queries, dq @ wq)
-
-
-def _scattered(index, groups, grad, branch):
-    """Gradient of the tokens: the shortcut's and, where there is one, the branch's."""
-    if index is None:
-        return grad + branch
-    return grad + groups.spread(branch) if groups else add_rows_(grad.clone(), index, branch)
 
 
 _attention = Operation('Attention', _forward, _backward, AttentionGradients)

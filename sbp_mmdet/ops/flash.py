@@ -18,7 +18,7 @@ from .precision import accumulator
 __all__ = ['attend', 'attend_backward']
 
 _HALF = (torch.float16, torch.bfloat16)
-# CUDA's memory-efficient kernel reads rows of statistics and of biases in blocks of this many numbers.
+# CUDA's memory-efficient kernel reads rows of statistics in blocks of this many numbers.
 _ALIGN = 32
 # Entries of the map that exist at a time where no kernel fits.
 _MAP = 2**24
@@ -48,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_bias: Tensor | None = None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of some queries, keys and values, by the statistics of all.
 
@@ -58,28 +58,24 @@ def attend_backward(
         k, v (Tensor): Shape (N, h, L, d).
         out (Tensor): Output of the forward pass for these queries and *all* keys, shape (N, h, M, d).
         lse (Tensor): Log-sum-exp of these queries and *all* keys, shape (N, h, M).
-        key_bias (Tensor | None): Logarithm of how many keys each of these stands for, shape (L,), in the dtype of
-            ``q``. None: each for itself. Default: None.
 
     Returns:
-        tuple[Tensor, Tensor, Tensor]: Gradients of q, k and v; those of k and v are sums over the keys that each stands
-        for.
+        tuple[Tensor, Tensor, Tensor]: Gradients of q, k and v.
     """
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    kernel = _kernel(q, key_bias is not None)
-    if key_bias is not None:
-        key_bias = key_bias.view(1, 1, 1, -1)
+    kernel = _kernel(q)
     if kernel == 'cpu':
-        return _cpu_backward(grad, q, k, v, out, lse, key_bias)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, False)
     if kernel == 'flash':
         return _flash_backward(grad, q, k, v, out, lse)
     if kernel == 'efficient':
-        return _efficient_backward(grad, q, k, v, out, lse, key_bias)
-    return _plain_backward(grad, q, k, v, out, lse, key_bias)
+        return _efficient_backward(grad, q, k, v, out, lse)
+    return _plain_backward(grad, q, k, v, out, lse)
 
 
-def _kernel(q, bias=False):
+def _kernel(q):
     """What runs: chosen alike in both passes; the statistics are the same number in each of them."""
     head_dim = q.shape[-1]
     if q.device.type == 'cpu':
@@ -87,7 +83,7 @@ def _kernel(q, bias=False):
     if q.device.type != 'cuda' or head_dim % 8 or q.dtype == torch.float64:
         return 'plain'
     ampere = _ampere(q.device.index)
-    if ampere and q.dtype in _HALF and head_dim <= 128 and not bias:
+    if ampere and q.dtype in _HALF and head_dim <= 128:
         return 'flash'
     # bf16 came with Ampere.
     return 'efficient' if ampere or q.dtype != torch.bfloat16 else 'plain'
@@ -98,13 +94,6 @@ def _ampere(index):
     return torch.cuda.is_available() and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def _cpu_backward(grad, q, k, v, out, lse, bias):
-    if bias is not None:
-        bias = bias.expand(q.shape[0], 1, q.shape[2], k.shape[2])
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias)
-
-
 def _flash_backward(grad, q, k, v, out, lse):
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the state of dropout's random numbers
@@ -112,23 +101,16 @@ def _flash_backward(grad, q, k, v, out, lse):
     return backward(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, False, unused, unused)
 
 
-def _efficient_backward(grad, q, k, v, out, lse, bias):
+def _efficient_backward(grad, q, k, v, out, lse):
     if out.stride()[1:] != (out.shape[3], out.shape[1] * out.shape[3], 1):  # the kernel takes it for laid out like this
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     # The kernel reads whole blocks of statistics; infinity makes the softmax of what lies beyond the end zero.
-    lse = _aligned(lse, math.inf).contiguous()
-    if bias is not None:
-        keys = k.shape[2]
-        bias = _aligned(bias, 0.0).narrow(3, 0, keys).expand(q.shape[0], q.shape[1], q.shape[2], keys)
+    missing = -lse.shape[-1] % _ALIGN
+    lse = (F.pad(lse, (0, missing), value=math.inf) if missing else lse).contiguous()  # nothing to pad would be a copy
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     needs = [True, True, True, False]
-    return backward(grad, q, k, v, bias, out, lse, unused, unused, 0.0, needs)[:3]
-
-
-def _aligned(x, value):
-    missing = -x.shape[-1] % _ALIGN
-    return F.pad(x, (0, missing), value=value) if missing else x  # nothing to pad would be a copy
+    return backward(grad, q, k, v, None, out, lse, unused, unused, 0.0, needs)[:3]
 
 
 def _chunks(q, k):
@@ -156,16 +138,14 @@ def _plain(q, k, v):
     return _like(q, out), lse.view(q.shape[:3])
 
 
-def _plain_backward(grad, q, k, v, out, lse, bias):
+def _plain_backward(grad, q, k, v, out, lse):
     full, factor = accumulator(q), q.shape[-1] ** -0.5
     rows = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse)]
     dq, dk, dv = (torch.empty(x.flatten(0, 1).shape, dtype=full, device=x.device) for x in (q, k, v))
-    if bias is not None:
-        bias = bias.to(full).expand(q.shape[0], q.shape[1], 1, k.shape[2]).flatten(0, 1)
     for chunk in _chunks(q, k):
         g, queries, keys, values, o, statistics = (x[chunk].to(full) for x in rows)
         scores = queries @ keys.mT * factor - statistics[..., None]
-        softmax = (scores if bias is None else scores + bias[chunk]).exp_()
+        softmax = scores.exp_()
         dv[chunk] = softmax.mT @ g
         dscores = softmax * (g @ values.mT - (g * o).sum(-1, keepdim=True)) * factor
         dq[chunk] = dscores @ keys

@@ -20,7 +20,6 @@ from torch import Tensor
 from ..functional import sbp, take
 from ..masks import Positions
 from .convs import Conv
-from .neighbours import Neighbours
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, Sum, column_sums, store
 from .rows import (
@@ -89,7 +88,7 @@ class MLPSaved(NamedTuple):
 
     xhat: Stored | None
     rstd: Tensor | None
-    positions: Positions
+    keep: Tensor | None  # the kept rows' positions
     given: MLPTensors  # without maps and positions
     layout: torch.memory_format | None  # of ``x``, if it is a map
 
@@ -151,7 +150,7 @@ def _reference(settings, tensors):
 
 
 def _forward(settings, tensors, needs):
-    t, positions = tensors, settings.form.saved(tensors.positions)
+    t, keep = tensors, settings.form.kept(tensors.positions)
     _, hidden, anything = _asked(needs)
     x, xhat, rstd = tokens_of(t.x), None, None
     if hidden and t.conv is None:
@@ -161,11 +160,10 @@ def _forward(settings, tensors, needs):
         return out, None
     stored = None
     if xhat is not None:
-        if positions.keep is not None:
-            xhat, rstd = take(xhat, positions.keep), take(rstd, positions.keep)
+        xhat, rstd = take(xhat, keep), take(rstd, keep)
         stored, rstd = store(xhat, settings.form.storage), rstd.flatten(0, 1) if needs.x else None
     given = t._replace(x=None, shortcut=None, positions=None, conv=t.conv if hidden else None)
-    return out, MLPSaved(stored, rstd, positions, given, layout_of(t.x))
+    return out, MLPSaved(stored, rstd, keep, given, layout_of(t.x))
 
 
 def _asked(needs):
@@ -197,29 +195,27 @@ def _backward(settings, saved, grad, needs):
 
 
 class _BackwardPass:
-    """What the chunks of a backward pass share. ``dx`` has the rows that they write, (N, K, C) and (N, D, C)."""
+    """What the chunks of a backward pass share. ``dx`` has the rows that they write, (N, K, C)."""
 
     def __init__(self, settings, saved, grad, needs):
         self.settings, self.saved, self.t = settings, saved, saved.given
-        self.keep, self.drop, nearest = saved.positions
+        self.keep = saved.keep
         self.grad = tokens_of(grad)
         self.incoming = Incoming(self.grad, self.t.bias2, self.t.gamma, self.t.factor, settings.dtype)
         self.w2 = self.incoming.second(self.t.weight2)
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
         self.w1, self.b1 = MLPWeights.first(self.t, settings.dtype)
-        self.nearest = nearest and Neighbours(saved.positions, len(grad))
         self.sampled = Sampled(settings.form.sample, len(grad) * self.kept)
         self.x = None  # (N, K, C), what x-hat is computed from
         if self.t.conv is not None:
-            x = tokens_of(self.t.conv.run())
-            self.x = x if self.keep is None else take(x, self.keep)
+            self.x = take(tokens_of(self.t.conv.run()), self.keep)
         outer, w1 = needs.weight2 or needs.gamma, needs.weight1 or needs.norm_weight
         self.sums = types.SimpleNamespace(  # over the rows; None: nobody asks
             outer=Sum(self.t.weight2) if outer else None,  # A of the package's docstring
             w1=Sum(self.t.weight1) if w1 else None,
             b1=Sum(self.t.bias1) if _asked(needs)[0] else None,
         )
-        self.dx = self.dx_dropped = self.statistics = None
+        self.dx = self.statistics = None
         if needs.x:
             self._allocate_input_gradient()
 
@@ -229,37 +225,25 @@ class _BackwardPass:
         else:
             layout, shape = self.saved.layout if self.keep is None else None, (len(self.grad), self.kept)
             self.dx = empty_tokens((*shape, self.grad.shape[2]), layout, self.settings.dtype, self.grad.device)
-        if self.nearest:
-            self.dx_dropped = self.dx.new_empty(len(self.dx), len(self.drop), self.dx.shape[2])
 
     def chunks(self):
-        """Of the kept rows; the dropped ones that go with them count in a chunk."""
-        together = 1 + len(self.drop) // max(self.kept, 1) if self.nearest else 1
-        width = together * len(self.w1)
-        return chunks(len(self.grad), self.kept, width, self.grad.device, self.settings.chunk)
+        """Of the kept rows."""
+        return chunks(len(self.grad), self.kept, len(self.w1), self.grad.device, self.settings.chunk)
 
     def add(self, chunk):
-        """Adds some kept rows, and the dropped ones that go with them, to sums and input gradient."""
+        """Adds some kept rows to sums and input gradient."""
         settings, sums = self.settings, self.sums
         g = self.incoming.rows(chunk, self.keep)
-        if self.nearest:
-            part = self.nearest.dropped(chunk)
-            g_dropped = self.incoming.rows(part, self.drop)
         if sums.outer is None and sums.b1 is None:
             return
         rows, drawn = self._activations(chunk), functools.partial(self.sampled.of, first=chunk.flat.start)
         if sums.outer is not None:
-            outer = self.nearest.sum_(g.clone(), g_dropped, chunk) if self.nearest else drawn(g)
             hidden = F.gelu(drawn(rows[-1]), approximate=settings.approximate)
-            sums.outer.add_product(outer, hidden, self.incoming.unit)
-            del outer, hidden
+            sums.outer.add_product(drawn(g), hidden, self.incoming.unit)
+            del hidden
         if sums.b1 is None:
             return
-        dh = self._through_gelu(chunk, g, *rows, self.dx)
-        if self.nearest:
-            lent = self.nearest.lend(*rows, chunk=chunk)
-            dh_dropped = self._through_gelu(part, g_dropped, *lent, self.dx_dropped)
-            dh = self.nearest.sum_(dh, dh_dropped, chunk)
+        dh = self._through_gelu(chunk, g, *rows)
         if sums.w1 is not None:
             sums.w1.add_product(drawn(dh), drawn(rows[0]))
 
@@ -273,15 +257,15 @@ class _BackwardPass:
             rstd = None if saved.rstd is None else saved.rstd[chunk.flat]
         return xhat, rstd, torch.addmm(self.b1, xhat, self.w1.t())
 
-    def _through_gelu(self, chunk, rows, xhat, rstd, hidden, dx):
+    def _through_gelu(self, chunk, rows, xhat, rstd, hidden):
         """Gradient of the hidden layer of some rows; that of the input goes to their place in ``dx``."""
         dh, approximate = self.incoming.behind(rows) @ self.w2, self.settings.approximate
         dh = torch.ops.aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         self.sums.b1.add(column_sums(dh))
-        if dx is not None:
+        if self.dx is not None:
             if self.statistics is None or len(self.statistics[0]) < len(rstd):
                 self.statistics = unit_statistics(rstd)
-            normalise_backward(dh @ self.w1, xhat, rstd, dx[chunk.images, chunk.rows], self.statistics)
+            normalise_backward(dh @ self.w1, xhat, rstd, self.dx[chunk.images, chunk.rows], self.statistics)
         return dh
 
     def parameter_gradients(self):
@@ -298,7 +282,7 @@ class _BackwardPass:
         self.x = None  # it is no longer needed, and may be as large as the input
         if self.dx is None or self.keep is None:
             return None if self.dx is None else in_shape(self.dx, shape)
-        tokens = put_together(self.dx, self.keep, self.grad.shape[1], self.dx_dropped, self.drop)
+        tokens = put_together(self.dx, self.keep, self.grad.shape[1])
         return laid_out(in_shape(tokens, shape), self.saved.layout)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..functional import sbp, take
 from ..masks import Positions
-from .neighbours import Neighbours
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, column_sums, store
 from .rows import (
@@ -58,7 +57,7 @@ class NormLinearSaved(NamedTuple):
 
     xhat: Stored | None
     rstd: Tensor | None
-    positions: Positions
+    keep: Tensor | None
     given: NormLinearTensors
     shape: torch.Size
     layout: torch.memory_format | None
@@ -102,51 +101,40 @@ def _reference(settings, tensors):
 
 
 def _forward(settings, tensors, needs):
-    t, positions = tensors, settings.form.saved(tensors.positions)
+    t, keep = tensors, settings.form.kept(tensors.positions)
     w, b = fold(*_layer(t), settings.dtype)
     xhat, rstd = normalise(_tokens(t.x), settings.eps, settings.dtype)
     out = laid_out(_in_shape_of(t.x, F.linear(xhat.flatten(2), w, b)), layout_of(t.x))
     if not any(needs):
         return out, None
-    xhat, rstd = take(xhat, positions.keep), take(rstd, positions.keep)
+    xhat, rstd = take(xhat, keep), take(rstd, keep)
     stored = store(xhat, settings.form.storage) if needs.x or needs.norm_weight or needs.weight else None
     rstd = rstd if needs.x else None
     given = t._replace(x=None, positions=None)
-    return out, NormLinearSaved(stored, rstd, positions, given, t.x.shape, layout_of(t.x))
+    return out, NormLinearSaved(stored, rstd, keep, given, t.x.shape, layout_of(t.x))
 
 
 def _backward(settings, saved, grad, needs):
     layer = _layer(saved.given)
     w, _ = fold(*layer, settings.dtype)
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, ..., C)
-    keep, drop, nearest = saved.positions
-    nearest = nearest and Neighbours(saved.positions, len(grad))
     tokens = tokens_of(grad)
-    incoming = [take(tokens, index).reshape(-1, tokens.shape[2]) for index in ([keep, drop] if nearest else [keep])]
-    db = sum(column_sums(g) for g in incoming)
-    incoming = [g.to(settings.dtype) for g in incoming]
+    incoming = take(tokens, saved.keep).reshape(-1, tokens.shape[2])
+    db = column_sums(incoming)
+    incoming = incoming.to(settings.dtype)
     dw = None
     if needs.weight or needs.norm_weight:
         sampled = Sampled(settings.form.sample, len(xhat))
-        rows = nearest.sum_(incoming[0].clone(), incoming[1]) if nearest else sampled.of(incoming[0])
-        dw = accumulate(None, rows, sampled.of(xhat.flatten(1)))
+        dw = accumulate(None, sampled.of(incoming), sampled.of(xhat.flatten(1)))
         sampled.scale_(dw)
-        del rows
-    dx = _input_gradient(saved, incoming, w, xhat, nearest, tokens.shape) if needs.x else None
+    dx = _input_gradient(saved, incoming @ w, xhat, tokens.shape) if needs.x else None
     return NormLinearGradients(dx, *_parameter_gradients(saved.given, layer, dw, db))
 
 
-def _input_gradient(saved, incoming, w, xhat, nearest, shape):
-    rstd = saved.rstd.flatten(0, 1)
-    lent = [(xhat, rstd)] + ([nearest.lend(xhat, rstd)] if nearest else [])
-    parts = [  # not "*own": it would hold the product while the norm's backward pass works on a copy in fp32
-        normalise_backward((g @ w).view_as(own[0]), own[0], own[1]).view(shape[0], -1, w.shape[1])
-        for g, own in zip(incoming, lent, strict=True)
-    ]
-    keep, drop, _ = saved.positions
-    tokens = (
-        parts[0] if keep is None else put_together(parts[0], keep, shape[1], *([parts[1], drop] if nearest else []))
-    )
+def _input_gradient(saved, grad, xhat, shape):
+    """From that of x-hat."""
+    rows = normalise_backward(grad.view_as(xhat), xhat, saved.rstd.flatten(0, 1))
+    tokens = put_together(rows.view(shape[0], -1, grad.shape[1]), saved.keep, shape[1])
     if len(saved.shape) == 3:
         return tokens
     return _from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)

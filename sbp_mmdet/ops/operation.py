@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..masks import Nearest, Positions
+from ..masks import Positions
 from .precision import autocast_dtype, no_autocast
 
 __all__ = ['Form', 'OnHost', 'Operation', 'Sample', 'gradients_of', 'in_precision']
 
-_CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'), dropped=('zero', 'nearest'))
+_CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'))
 
 
 class Sample(NamedTuple):
@@ -44,8 +44,6 @@ class Form:
             Default: 'fused'.
         storage (str): How normalised inputs wait for the backward pass: as they are ('native'), or rounded to eight
             bits ('int8'). Default: 'native'.
-        dropped (str): What dropped positions send. 'zero': nothing. 'nearest': gradients by the activations of the kept
-            ones that they go with (``positions.nearest``), see :mod:`.neighbours`. Default: 'zero'.
         sample (Sample | None): Rows that gradients of weights are estimated from, where no position is dropped, see
             :class:`.rows.Sampled`; None: all, and they are exact. Default: None.
 
@@ -55,14 +53,11 @@ class Form:
 
     implementation: str = 'fused'
     storage: str = 'native'
-    dropped: str = 'zero'
     sample: Sample | None = None
 
     def __post_init__(self):
-        if self.sample and (self.implementation, self.dropped) != ('fused', 'zero'):
-            raise ValueError(
-                f"sample={self.sample} needs implementation='fused' and dropped='zero'; leave it out (None)"
-            )
+        if self.sample and self.implementation != 'fused':
+            raise ValueError(f"sample={self.sample} needs implementation='fused'; leave it out (None)")
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
@@ -73,29 +68,18 @@ class Form:
                     f'write {name}={known[0]!r} for the reference'
                 )
 
-    def saved(self, positions: Positions | None) -> Positions:
-        """What an operation saves of its positions.
+    def kept(self, positions: Positions | None) -> Tensor | None:
+        """Indices of the positions that send gradients; None: all do.
 
         Args:
             positions (Positions | None): Of the operation; None: all are kept.
 
-        Returns:
-            Positions: ``keep`` is None where all are kept. The others are None unless dropped ones send gradients.
-
         Raises:
-            ValueError: If they are to, and nothing says with which kept ones they go; if there is a sample.
+            ValueError: If there is a sample, too.
         """
         if positions is not None and self.sample:
             raise ValueError(f'sample={self.sample} is one of all positions; give no positions, or no sample')
-        if positions is None or self.dropped == 'zero':
-            return Positions(positions and positions.keep, None)
-        if positions.nearest is None:
-            raise ValueError(
-                "dropped='nearest' needs a kept position for each dropped one, but positions.nearest is None: "
-                'make them by positions(mask, nearest=True)'
-            )
-        index, starts = positions.nearest
-        return positions._replace(nearest=Nearest(index, OnHost(starts)))
+        return positions and positions.keep
 
 
 def in_precision(settings, x: Tensor):

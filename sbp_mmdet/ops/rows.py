@@ -82,11 +82,11 @@ def empty_tokens(shape, layout, dtype, device):
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def put_together(rows, index, length, others=None, other_index=None):
-    """Tokens (N, L, C) of rows (N, K, C) and their positions (K,), zero elsewhere, unless all ``others`` are given."""
-    new = rows.new_zeros if others is None else rows.new_empty
-    tokens = new(len(rows), length, rows.shape[2]).index_copy_(1, index, rows)
-    return tokens if others is None else tokens.index_copy_(1, other_index, others)
+def put_together(rows, index, length):
+    """Tokens (N, L, C) of rows (N, K, C) and their positions (K,), zero elsewhere; None: all, in order."""
+    if index is None:
+        return rows
+    return rows.new_zeros(len(rows), length, rows.shape[2]).index_copy_(1, index, rows)
 
 
 def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
