@@ -301,6 +301,7 @@ def _in_the_readme(first, column):
     measures = {'stored': 'backbone', 'peak': 'peak'}
     if column in measures:
         figure, detectors = _counted(measures[column]), ('ConvNeXt-B', 'ResNet-50', 'DINO')[: 2 + (column == 'peak')]
+        first = {'sampled': 'exact'}.get(first, first)  # it stores the same
         return ', '.join(filter(None, (figure(detector, first) for detector in detectors)))
     if column == 'time of a block':
         return ', '.join(_time(f'ConvNeXt-B, stage {stage}', first) for stage in (1, 3))
@@ -318,15 +319,17 @@ def test_first_figures_of_the_readme():
 
 
 def _trained(first, column):
-    """Mean over seeds; differences to the setting 'none' are paired, with the interval of Student's t (4 degrees)."""
-    runs = [_results('nuclei')['results'][name] for name in (first, 'none')]
+    """Mean over seeds; differences to the setting 'none' are paired, with the interval of Student's t."""
+    results = _results('nuclei')['results'] | _results('nuclei_sampled')['results']
+    runs = [{seed: results[name][seed] for seed in results[first]} for name in (first, 'none')]
     if column in ('box AP', 'mask AP'):
         values = [100 * run['ap'][column] for run in runs[0].values()]
         return f'{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}'
     ends = [[100 * run['ap']['box AP'] for run in of.values()] for of in runs]
     courses = [[100 * statistics.mean(p['box AP'] for p in run['curve']) for run in of.values()] for of in runs]
     values = [a - b for a, b in zip(*(courses if column.startswith('mean') else ends), strict=True)]
-    mean, half = statistics.mean(values), 2.776 * statistics.stdev(values) / len(values) ** 0.5
+    t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
+    mean, half = statistics.mean(values), t * statistics.stdev(values) / len(values) ** 0.5
     return '' if first == 'none' else f'{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})'
 
 

@@ -97,7 +97,7 @@ def test_groups(model):
     rising, falling = (groups('orders', model)[label][1]['keep_ratio'] for label in ('increasing', 'decreasing'))
     assert rising == sorted(rising) == falling[::-1] and len(rising) == 4 and rising[0] == 0.25
     labels = [label for name in ('presets', 'ratios', 'samplers', 'attention') for label in groups(name, model)]
-    assert len(labels) == len(set(labels)) == 16
+    assert len(labels) == len(set(labels)) == 15
 
 
 def test_starts(project, tmp_path):
