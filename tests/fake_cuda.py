@@ -53,7 +53,7 @@ def gpu_that_is_not_there():
             yield mode
     finally:
         drivers[_CUDA] = before
-        windows._layout.cache_clear()  # tensors of this mode
+        windows._layout.cache_clear(), windows._scales.cache_clear()  # tensors of this mode
 
 
 @torch.no_grad()

@@ -196,6 +196,8 @@ def counted(mode) -> list[dict]:
             except ValueError:  # nothing to drop in a ResNet
                 continue
             rows.append(dict(block=name, amp=amp, preset=preset, forward=there.total, backward=back.total))
+            if preset == 'none':  # checkpointing runs the plain forward pass once more
+                rows.append(dict(rows[-1], preset='with_cp', backward=there.total + back.total))
     return rows
 
 

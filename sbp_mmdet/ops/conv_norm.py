@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .maps import Activation, KeptMap, addend, hand_on, keep, kept
 from .operation import Form, Operation, gradients_of, in_precision
-from .precision import accumulator
+from .precision import accumulator, multiplied
 from .rows import memory_format
 
 __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
@@ -189,26 +189,22 @@ def _scale(s, t):
 
 def _convolve(s, t, x):
     """The convolution, with the fixed norm."""
-    geometry = s.stride, s.padding, s.dilation, s.groups
-    if s.norm != 'fixed':
-        return F.conv2d(x, t.weight.to(s.dtype), None if t.bias is None else t.bias.to(s.dtype), *geometry)
+    geometry, fixed = (s.stride, s.padding, s.dilation, s.groups), s.norm == 'fixed'
+    if not fixed or not _folds(t.weight, x.numel() // (x.shape[1] * s.stride[0] * s.stride[1])):
+        z = F.conv2d(x, t.weight.to(s.dtype), None if t.bias is None else t.bias.to(s.dtype), *geometry)
+        norm = t.running_mean, t.running_var, t.norm_weight, t.norm_bias
+        return F.batch_norm(z, *norm, eps=s.eps) if fixed else z
     scale, _ = _scale(s, t)
-    bias = -t.running_mean * scale if t.bias is None else (t.bias - t.running_mean) * scale
-    bias = bias if t.norm_bias is None else bias + t.norm_bias
-    if _folds(t.weight, x.numel() // (x.shape[1] * s.stride[0] * s.stride[1])):
-        return F.conv2d(x, _folded(t, scale).to(s.dtype), bias.to(s.dtype), *geometry)
-    z = F.conv2d(x, t.weight.to(s.dtype), None, *geometry)
-    scale, bias = (n[:, None, None] for n in (scale, bias))
-    return z.mul_(scale).add_(bias) if z.dtype == scale.dtype else torch.addcmul(bias, z, scale).to(z.dtype)
+    before = torch.zeros_like(scale) if t.norm_bias is None else t.norm_bias
+    before = before if t.bias is None else torch.addcmul(before, t.bias, scale)
+    bias = torch.empty_like(scale, dtype=s.dtype)
+    torch.addcmul(before, t.running_mean, scale, value=-1, out=bias)
+    return F.conv2d(x, multiplied(t.weight, scale[:, None, None, None], s.dtype), bias, *geometry)
 
 
 def _folds(weight, positions):
     """Whether it costs less to scale a weight than the map that it makes."""
     return weight[0].numel() <= positions
-
-
-def _folded(t, scale):
-    return t.weight * scale[:, None, None, None]
 
 
 def _activate(s, t, z, u, statistics):
@@ -261,22 +257,23 @@ def _convolve_backward(s, saved, grad, needs):
     scale, rstd = _scale(s, t) if fixed else (None, None)
     geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
     if fixed and not _folds(t.weight, grad.numel() // max(grad.shape[1], 1)):
-        weight, scaled = t.weight.to(s.dtype), (grad * scale[:, None, None]).to(s.dtype)
+        weight, scaled = t.weight.to(s.dtype), multiplied(grad, scale[:, None, None], s.dtype)
         dx, _, _ = aten.convolution_backward(scaled, x, weight, None, *geometry, [needs.x, False, False])
         _, dweight, _ = aten.convolution_backward(grad, x, weight, None, *geometry, [False, needs_weight, False])
     else:
-        weight = (_folded(t, scale) if fixed else t.weight).to(s.dtype)
+        weight = multiplied(t.weight, scale[:, None, None, None], s.dtype) if fixed else t.weight.to(s.dtype)
         dx, dweight, _ = aten.convolution_backward(grad, x, weight, None, *geometry, [needs.x, needs_weight, False])
     dbias = grad.sum((0, 2, 3), dtype=accumulator(grad)) if needs_bias else None
     found = dict(x=dx.to(saved.dtypes[0]) if needs.x else None)
     if fixed:
         if needs.norm_weight:
-            offset = -t.running_mean if t.bias is None else t.bias - t.running_mean
-            dscale = torch.linalg.vecdot(dweight.to(t.weight.dtype).flatten(1), t.weight.flatten(1)) + dbias * offset
+            # Products of two precisions are in the higher one, without a copy.
+            dscale = torch.addcmul((dweight * t.weight).flatten(1).sum(1), dbias, t.running_mean, value=-1)
+            dscale = dscale if t.bias is None else torch.addcmul(dscale, dbias, t.bias)
             found['norm_weight'] = (dscale * rstd).to(t.norm_weight.dtype)
         if needs.norm_bias:
             found['norm_bias'] = dbias.to(t.norm_bias.dtype)
-        dweight = dweight.to(scale.dtype).mul_(scale[:, None, None, None]) if needs.weight else None
+        dweight = dweight * scale[:, None, None, None] if needs.weight else None
         dbias = dbias * scale if needs.bias else None
     if needs.weight:
         found['weight'] = dweight.to(t.weight.dtype)

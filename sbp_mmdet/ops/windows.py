@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, Sum, accumulator, column_sums, store
-from .rows import CHUNK, Chunk, Sampled, add_branch, fold, normalise, normalise_backward, unfold
+from .rows import CHUNK, Chunk, Incoming, Sampled, add_branch, fold, normalise, normalise_backward, unfold
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -100,7 +100,7 @@ def _forward(settings, tensors, needs):
     branch = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2])  # in the order of the windows
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
-        branch[:, chunk] = F.linear(windows.out(), layers.proj_weight, layers.proj_bias)
+        branch[:, chunk] = F.linear(windows.out(), layers.proj_weight, t.proj_bias.to(settings.dtype))
     branch = branch.index_select(1, layout.places)
     out = add_branch(t.x, [(Chunk.whole(branch), branch)], None, t.factor, settings.dtype)
     if not any(needs):
@@ -112,27 +112,23 @@ def _backward(settings, saved, grad, needs):
     t, layout = saved.given, _layout(settings.size, settings.window, settings.shift, grad.device)
     layers, sampled = _Layers.folded(settings, t), Sampled(settings.form.sample, len(grad) * len(layout.order))
     xhat = saved.xhat.load(settings.dtype)
-    incoming = grad if t.factor is None else grad * t.factor[:, None, None]
-    sums = _sums(t, incoming)
-    incoming = incoming.to(settings.dtype)
+    incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _sums(t, layout)
+    scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
     dxhat = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2]) if needs.x else None
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
-        g = incoming.index_select(1, layout.order[chunk])
-        pads = layout.pads_of(chunk)
-        g = g if pads is None else g * ~pads
+        g = windows.without_padding_(scaled.index_select(1, layout.order[chunk]))
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
         first = len(g) * chunk.start
         sums.proj_weight.add_product(*(sampled.of(rows.flatten(0, 1), first) for rows in (g, windows.out())))
-        if pads is not None:
-            sums.pads.add(column_sums((dqkv * pads).flatten(0, 1)))
-            dqkv = dqkv * ~pads
-        sums.qkv_bias.add(column_sums(dqkv.flatten(0, 1)))
+        if windows.pads is not None:
+            sums.pads.add(column_sums((dqkv[:, windows.edge :] * windows.pads).flatten(0, 1)))
+        sums.qkv_bias.add(column_sums(windows.without_padding_(dqkv).flatten(0, 1)))
         sums.qkv_weight.add_product(*(sampled.of(rows.flatten(0, 1), first) for rows in (dqkv, windows.xhat)))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
     sampled.scale_(sums.proj_weight.value, sums.qkv_weight.value)
-    found = _parameter_gradients(settings, t, sums)
+    found = _parameter_gradients(settings, t, sums)._replace(proj_bias=incoming.total)
     if not needs.x:
         return found
     dx = normalise_backward(dxhat.index_select(1, layout.places), xhat, saved.rstd)
@@ -149,36 +145,25 @@ class _Layout(NamedTuple):
         order (Tensor): Shape (P,), the token of each place; any token where the place is padding.
         places (Tensor): Shape (L,), the place of each token.
         simple (int): Places of the windows that are not at the edge.
-        pads (Tensor | None): bool, shape (P,), where the places are padding; None: nowhere.
-        regions (Tensor | None): Shape (P / window^2, window^2), parts of the map that do not see each other; None: all
-            tokens of a window do.
+        pads (Tensor | None): bool, shape (P - simple, 1), where the places behind these are padding; None: nowhere.
+        apart (Tensor | None): bool, which tokens of a window at the edge do not see each other, shape
+            (n, 1, window^2, window^2); None: all do.
     """
 
     order: Tensor
     places: Tensor
     simple: int
     pads: Tensor | None
-    regions: Tensor | None
+    apart: Tensor | None
 
     def chunks(self, settings, images, channels):
-        """Slices of the places, whole windows."""
+        """Slices of the places, whole windows, about the same number in each."""
         area = settings.window**2
         budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
-        step = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1) * area
-        ends = (0, self.simple), (self.simple, len(self.order))
-        return [slice(i, min(i + step, end)) for start, end in ends for i in range(start, end, step)]
-
-    def pads_of(self, chunk):
-        """Where a chunk's places are padding, bool, shape (P', 1); None: nowhere."""
-        return None if self.pads is None or chunk.stop <= self.simple else self.pads[chunk, None]
-
-    def apart(self, chunk, dtype):
-        """What is added to the maps of a chunk's windows, shape (n, 1, window^2, window^2); None: nothing."""
-        if self.regions is None or chunk.stop <= self.simple:
-            return None
-        area = self.regions.shape[1]
-        own = self.regions[chunk.start // area : chunk.stop // area]
-        return (own[:, None, :, None] != own[:, None, None, :]).to(dtype).mul_(_APART)
+        most = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1)
+        windows = len(self.order) // area
+        step = -(-windows // -(-windows // most)) * area
+        return [slice(i, min(i + step, len(self.order))) for i in range(0, len(self.order), step)]
 
 
 @functools.lru_cache(maxsize=16)  # two for each stage, which its blocks share: one takes dozens of launches
@@ -188,6 +173,7 @@ def _layout(size, side, shift, device):
     below, right = -height % side, -width % side
     # Windows before these rows and columns hold neither padding nor what the shift brought round.
     down, along = (max(n - shift, 0) // side for n in (height, width))
+    simple = down * along * side**2
 
     def windows_of(x):  # a map
         windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
@@ -199,12 +185,13 @@ def _layout(size, side, shift, device):
     order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
     places = order.new_empty(tokens + 1)  # the last one is where padding goes
     places[order] = torch.arange(len(order), device=device)
-    pads = order == tokens if below or right else None
-    regions = None
+    pads = (order[simple:, None] == tokens) if below or right else None
+    apart = None
     if shift:
         rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
-        regions = windows_of(3 * rows[:, None] + columns).view(-1, side * side)
-    return _Layout(order.clamp_(max=tokens - 1), places[:-1], down * along * side**2, pads, regions)
+        regions = windows_of(3 * rows[:, None] + columns)[simple:].view(-1, 1, 1, side * side)
+        apart = regions != regions.mT
+    return _Layout(order.clamp_(max=tokens - 1), places[:-1], simple, pads, apart)
 
 
 def _bands(length, side, shift, device):
@@ -224,47 +211,57 @@ class _Layers(NamedTuple):
     padding: Tensor  # Q, K and V of a token that is zero
     bias: Tensor  # of the maps, (h, window^2, window^2)
     proj_weight: Tensor
-    proj_bias: Tensor
 
     @classmethod
     def folded(cls, settings, t):
         bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
-        rows = _scales(settings, bias)
+        rows = _scales(settings.scale, len(bias), bias.dtype, bias.device)
         weight, padding = t.qkv_weight * rows[:, None], bias * rows
         folded = fold(weight, padding, t.norm_weight, t.norm_bias, settings.dtype)
-        own = t.table[t.index.flatten()].view(*t.index.shape, -1).permute(2, 0, 1).contiguous()
-        return cls(
-            *folded, padding.to(settings.dtype), own, *(p.to(settings.dtype) for p in (t.proj_weight, t.proj_bias))
-        )
+        own = t.table.t().index_select(1, t.index.flatten()).view(-1, *t.index.shape)
+        return cls(*folded, padding.to(settings.dtype), own, t.proj_weight.to(settings.dtype))
 
 
-def _scales(settings, like):
+@functools.lru_cache(maxsize=16)
+def _scales(scale, channels, dtype, device):
     """What rows of the layer to Q, K and V are multiplied by. Q and K share the scale, so that in half precision
     neither gradient leaves the range before the other."""
-    root = abs(settings.scale) ** 0.5
-    q, k, v = like.new_ones(3, len(like) // 3)
-    return torch.cat([q * (settings.scale / root), k * root, v])
+    root = abs(scale) ** 0.5
+    factors = torch.tensor([scale / root, root, 1], dtype=dtype, device=device)
+    return factors.repeat_interleave(channels // 3, output_size=channels)
 
 
 class _Windows:
     """Some windows: x-hat (N, P', C), Q, K (both scaled), V (N, n, h, window^2, d), and their maps."""
 
-    def __init__(self, xhat, q, k, v, softmax):
+    def __init__(self, xhat, q, k, v, softmax, edge, pads):
         self.xhat, self.q, self.k, self.v = xhat, q, k, v
         self.softmax, self.map = softmax, softmax.to(v.dtype)
+        self.edge, self.pads = edge, pads  # where the windows at the edge begin, and their padding
 
     @classmethod
     def run(cls, settings, layers, layout, xhat, chunk):
+        area, edge = settings.window**2, max(layout.simple - chunk.start, 0)
+        own = slice(max(chunk.start - layout.simple, 0), chunk.stop - layout.simple)  # of the edge's places
+        at_edge = own.stop > own.start
+        pads = layout.pads[own] if at_edge and layout.pads is not None else None
         xhat = xhat.index_select(1, layout.order[chunk])
         qkv = F.linear(xhat, layers.qkv_weight, layers.qkv_bias)
-        pads = layout.pads_of(chunk)
-        qkv = qkv if pads is None else torch.where(pads, layers.padding, qkv)
-        qkv = qkv.unflatten(2, (3, settings.num_heads, -1)).unflatten(1, (-1, settings.window**2))
+        if pads is not None:
+            torch.where(pads, layers.padding, qkv[:, edge:], out=qkv[:, edge:])
+        qkv = qkv.unflatten(2, (3, settings.num_heads, -1)).unflatten(1, (-1, area))
         # Copied once, into the order of the products, each of which would copy its part otherwise.
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).contiguous()
-        scores = (q @ k.mT).to(torch.promote_types(settings.dtype, layers.bias.dtype)).add_(layers.bias)
-        apart = layout.apart(chunk, scores.dtype)
-        return cls(xhat, q, k, v, (scores if apart is None else scores.add_(apart)).softmax(-1))
+        scores = (q @ k.mT) + layers.bias
+        if at_edge and layout.apart is not None:
+            scores[:, edge // area :].add_(layout.apart[own.start // area : own.stop // area], alpha=_APART)
+        return cls(xhat, q, k, v, scores.softmax(-1), edge, pads)
+
+    def without_padding_(self, rows):
+        """Rows (N, P', ...) with zeros where there is padding, in place."""
+        if self.pads is not None:
+            rows[:, self.edge :].masked_fill_(self.pads, 0)
+        return rows
 
     def out(self):
         """The attention's output, shape (N, P', C)."""
@@ -273,38 +270,39 @@ class _Windows:
     def backward(self, grad, dbias):
         """Gradient of scaled Q and K and of V side by side (N, P', 3 C) from the output's; adds to that of the bias."""
         images, windows, heads, area, head_dim = self.v.shape
-        found = grad.new_empty(images, windows, area, 3, heads, head_dim)
         grad = grad.view(images, windows, area, heads, head_dim).transpose(2, 3).contiguous()
         dsoftmax = (grad @ self.v.mT).to(self.softmax.dtype)
         dscores = torch.ops.aten._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
         dbias.add(dscores.sum((0, 1), dtype=accumulator(dscores)))
         dscores = dscores.to(grad.dtype)
-        for i, part in enumerate((dscores @ self.k, dscores.mT @ self.q, self.map.mT @ grad)):
-            found[:, :, :, i] = part.transpose(2, 3)
-        return found.flatten(3).flatten(1, 2)
+        found = grad.new_empty(3, *self.v.shape)
+        products = (dscores, self.k), (dscores.mT, self.q), (self.map.mT, grad)
+        for out, factors in zip(found, products, strict=True):
+            torch.bmm(*(factor.flatten(0, 2) for factor in factors), out=out.flatten(0, 2))
+        return found.permute(1, 2, 4, 0, 3, 5).flatten(3).flatten(1, 2)
 
 
-def _sums(t, incoming):
+def _sums(t, layout):
     """Sums over the windows that parameters get their gradients from, in full precision."""
     return types.SimpleNamespace(
         qkv_weight=Sum(t.qkv_weight),
         qkv_bias=Sum(t.qkv_weight[:, 0]),
-        pads=Sum(t.qkv_weight[:, 0]),  # gradient of the bias that padding has alone
+        # Gradient of the bias that padding has alone.
+        pads=None if layout.pads is None else Sum(t.qkv_weight[:, 0]),
         bias=Sum(t.table),  # (h, window^2, window^2)
         proj_weight=Sum(t.proj_weight),
-        proj_bias=column_sums(incoming.flatten(0, 1)),
     )
 
 
 def _parameter_gradients(settings, t, sums):
-    weight, bias, pads = sums.qkv_weight.value, sums.qkv_bias.value, sums.pads.value
-    scales = _scales(settings, bias)
-    for part in (weight.t(), bias, pads):
-        part.mul_(scales)
-    *folded, dbias = unfold(weight, bias, t.qkv_weight, t.norm_weight, t.norm_bias)
+    weight, bias = sums.qkv_weight.value, sums.qkv_bias.value
+    scales = _scales(settings.scale, len(bias), bias.dtype, bias.device)
+    *folded, dbias = unfold(weight.mul_(scales[:, None]), bias.mul_(scales), t.qkv_weight, t.norm_weight, t.norm_bias)
+    if sums.pads is not None:
+        dbias = torch.addcmul(dbias, sums.pads.value, scales)
     table = torch.zeros_like(t.table, dtype=bias.dtype)
-    table.index_add_(0, t.index.flatten(), sums.bias.value.flatten(1).t())
-    return WindowGradients(None, *folded, dbias + pads, table, sums.proj_weight.value, sums.proj_bias)
+    table.t().index_add_(1, t.index.flatten(), sums.bias.value.flatten(1))
+    return WindowGradients(None, *folded, dbias, table, sums.proj_weight.value)
 
 
 _window_attention = Operation('WindowAttention', _forward, _backward, WindowGradients)
