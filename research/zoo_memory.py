@@ -79,7 +79,7 @@ def count(name: str) -> dict:
         row = measure_detector(config, boxes=BOXES, **case)
         keys = ('parameters', 'optimizer', 'gradients', 'saved', 'forward', 'peak', 'peak_phase', 'peaks')
         found = {key: row[key] for key in keys}
-        reason = REASONS.get(name.split('/')[0])
+        reason = reason_of(name)
         if reason and (reason.boxes, reason.then) != (BOXES, False):
             with torch_of_then() if reason.then else contextlib.nullcontext():
                 found['explained'] = measure_detector(config, boxes=reason.boxes, **case)['peak']
@@ -113,18 +113,39 @@ class Reason(NamedTuple):
 _SOFTMAX = Reason('torch of then stored the input of softmax, too', then=True)
 _GROUP_NORM = Reason('torch of then (early 2020) made group norm of batch norm and stored another map', then=True)
 _BENCHMARK = Reason("cudnn_benchmark=True: the workspaces of cuDNN's trials are not counted")
-# Families that no margin is fitted on.
+_TWO_IMAGES = Reason('likely measured with two images: twice as much as the same detector with R-50 and two')
+_OF_ANOTHER = Reason('the figure is larger than that of the whole SOLOv2 with larger images')
+_UNKNOWN = Reason('not explained')
+# Families, and single configs, that no margin is fitted on.
 REASONS = {
     'condinst': Reason('a mask head for each box: fewer boxes than planned for', boxes=15),
     'empirical_attention': _SOFTMAX,
+    'faster_rcnn/faster-rcnn_r50_fpn_amp-1x_coco.py': Reason('likely measured with the mixed precision of mmdet 2'),
+    'fpg/retinanet_r50_fpg-chn128_crop640_50e_coco.py': _BENCHMARK,
+    'fpg/retinanet_r50_fpg_crop640_50e_coco.py': _BENCHMARK,
+    'foveabox/fovea_r101_fpn_4xb4-2x_coco.py': _UNKNOWN,
     'gn': _GROUP_NORM,
     'gn+ws': _GROUP_NORM,
+    'htc/htc_x101-32x4d_fpn_16xb1-20e_coco.py': _TWO_IMAGES,
+    'htc/htc_x101-64x4d_fpn_16xb1-20e_coco.py': _TWO_IMAGES,
+    'mask2former/mask2former_swin-l-p4-w12-384-in21k_16xb1-lsj-100e_coco-panoptic.py': _UNKNOWN,
+    'maskformer': _UNKNOWN,
     'nas_fpn': _BENCHMARK,
     'objects365': Reason('likely: images with some 450 boxes, all compared with all anchors', boxes=450),
     'openimages': Reason('likely: images with some 650 boxes, all compared with all anchors', boxes=650),
     'pvt': _SOFTMAX,
+    'rtmdet/rtmdet-ins_m_8xb32-300e_coco.py': _UNKNOWN,
+    'rtmdet/rtmdet-ins_s_8xb32-300e_coco.py': _UNKNOWN,
+    'rtmdet/rtmdet-ins_x_8xb16-300e_coco.py': Reason('its name says 16 images for each GPU, and it has 32'),
+    'solov2/solov2-light_r18_fpn_ms-3x_coco.py': _OF_ANOTHER,
+    'solov2/solov2-light_r50_fpn_ms-3x_coco.py': _OF_ANOTHER,
     'ssd': _BENCHMARK,
 }
+
+
+def reason_of(name: str) -> Reason | None:
+    """Of a config; None: it should be counted as it was measured."""
+    return REASONS.get(name, REASONS.get(name.split('/')[0]))
 
 
 @contextlib.contextmanager
@@ -163,7 +184,7 @@ def _pairs(rows, fitted):
     chosen = [
         (row['peak'], row['measured'] * 2**30)
         for name, row in rows.items()
-        if 'peak' in row and name.split('/')[0] not in REASONS
+        if 'peak' in row and reason_of(name) is None
         if (families.index(name.split('/')[0]) % 2 == 0) == fitted
     ]
     return np.array(chosen, float).T
@@ -194,13 +215,15 @@ def report(rows: dict[str, dict]) -> str:
         )
     families = {}
     for name, row in rows.items():
-        families.setdefault(name.split('/')[0], []).append(row)
+        families.setdefault(name.split('/')[0], {})[name] = row
     records = []
     for family, members in sorted(families.items()):
-        notes = sorted({row['error'] for row in members if 'error' in row})
+        notes = sorted({row['error'] for row in members.values() if 'error' in row})
         if reason := REASONS.get(family):
-            with_it = ratios(members, 'explained')
+            with_it = ratios(members.values(), 'explained')
             notes.insert(0, reason.text + (f'; with that {np.median(with_it):.2f}' if with_it else ''))
+        notes += [f'{Path(name).stem}: {REASONS[name].text}' for name in members if name in REASONS]
+        members = members.values()
         records.append(dict(family=family, n=len(members), ratios=ratios(members, 'peak'), note='; '.join(notes)))
     columns = [
         Column('family', lambda r: r['family']),

@@ -217,7 +217,8 @@ def _backward(settings, saved, grad, needs):
     dx = None
     if needs.x:
         branch = normalise_backward(_xhat_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
-        dx = add_rows_(grad.clone(), _seen(settings, saved.keep), branch.to(grad.dtype))
+        seen, branch = _seen(settings, saved.keep), branch.to(grad.dtype)
+        dx = grad + branch if seen is None else add_rows_(grad.clone(), seen, branch)
     return AttentionGradients(dx, *layer, *projection)
 
 
