@@ -138,18 +138,16 @@ def describe_machine(device: torch.device | str = 'cpu') -> dict:
 
 
 def commit() -> dict:
-    """``commit`` of the checkout that this package runs from, and ``dirty``: whether tracked files outside of docs/ differ
-    from it.
+    """``commit`` of the checkout that this package runs from, and ``dirty``: whether tracked files differ from it,
+    except documents and results.
 
     Both are None without a checkout. The environment variable SBP_COMMIT names it where there is no git.
     """
     # The package may be installed inside of somebody else's checkout: is this very file tracked?
     if _git('ls-files', '--error-unmatch', __file__) is None:
         return dict(commit=os.environ.get('SBP_COMMIT'), dirty=None)
-    return dict(
-        commit=_git('rev-parse', 'HEAD'),
-        dirty=bool(_git('status', '--porcelain', '--untracked-files=no', '--', ':/', ':(top,exclude)docs')),
-    )
+    changed = _git('status', '--porcelain', '--untracked-files=no', '--', ':/', ':(top,exclude)docs')
+    return dict(commit=_git('rev-parse', 'HEAD'), dirty=bool(changed))
 
 
 def _cuda():
