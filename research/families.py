@@ -1,6 +1,8 @@
-"""One training step of one config of each family of mmdet, as it is and with ``LeanHook(preset='exact')``, on a CPU.
+"""One training step of one config of each family of mmdet, as it is and with ``LeanHook(preset='exact')``, on a CPU;
+and what the planner answers for it, how soon.
 
     python research/families.py --json docs/results/families.json
+    python research/families.py --json docs/results/families.json --report   # runs nothing: the table
 
 Small random images, the same weights, batch and random numbers for both. In fp64; in fp32, where rounding at the kinks
 of ReLUs moves gradients by a percent, only where a detector knows no fp64. Each family runs in a process of its own.
@@ -9,29 +11,30 @@ Goes on where the results end; --again FAMILY runs some anew.
 
 import argparse
 import copy
-import json
-import multiprocessing
 import random
-import resource
+import time
 from pathlib import Path
 
 import mmdet
 import numpy as np
 import torch
 from case import compared
+from isolated import apart, reason_of, rows_of, sweep
 from mmengine.model import BaseModel
 from torch import nn
 
 from sbp_mmdet.apply import LeanHook
 from sbp_mmdet.plan.batch import at_the_first_step
-from sbp_mmdet.plan.detector import build_training, own_crops
-from sbp_mmdet.plan.tables import describe_machine, write_json
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector, own_crops
+from sbp_mmdet.plan.inputs import BOXES, inputs_of
+from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
+from sbp_mmdet.plan.variants import load_config, plain, presets_of, with_variant
 
 CONFIGS = Path(mmdet.__file__).parent / '.mim' / 'configs'
 CASE = dict(batch=2, boxes=6, device='cpu')
 SIZES = ((128, 160), (256, 256))  # the second where the first is too small for a detector
-SECONDS = 400  # of CPU, for a family
+SECONDS = 400  # of CPU, for a step of a family, or its answer
+VARIANTS = ('none', 'exact', 'int8')
 
 
 def families() -> dict[str, Path]:
@@ -82,7 +85,7 @@ def _double(model, batch):
 
 def compare(path: Path, double: bool, size: tuple[int, int]) -> dict:
     """What changes in a family's config, and how far losses and gradients are apart."""
-    row = dict(config=path.name, fp64=double, size=size)
+    row = dict(fp64=double, size=size)
     try:
         with own_crops(), at_the_first_step():
             torch.manual_seed(0)
@@ -93,7 +96,7 @@ def compare(path: Path, double: bool, size: tuple[int, int]) -> dict:
             buffers = {name: value.clone() for name, value in model.named_buffers()}
             losses, gradients = step(model, batch)
     except Exception as error:
-        return dict(row, untried=f'{type(error).__name__}: {" ".join(str(error).split())[:160]}')
+        return dict(row, untried=reason_of(error))
     with own_crops(), at_the_first_step():
         moved = dict(model.named_buffers()).items()
         stock = {name: value.clone() for name, value in moved}
@@ -116,45 +119,70 @@ def _relative(a, b):
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) if a.is_floating_point() and a.numel() else 0.0
 
 
-def _alone(out, path, *case):
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    torch.set_num_threads(1)
-    try:
-        out.send(compare(path, *case))
-    except Exception as error:
-        out.send(dict(config=path.name, failed=f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'))
+def count(path: Path) -> dict:
+    """Peak and seconds of each variant of a config."""
+    config, peaks, seconds = plain(load_config(str(path))), {}, {}
+    inputs = inputs_of(config)
+    apply = presets_of(build_detector(config, 'cpu')[0])
+    for variant in VARIANTS:
+        if apply[variant] is None:
+            start = time.process_time()
+            # A step may drop no image of a batch, see the planner.
+            keys = dict(skip_dropped_images=False) if variant != 'none' else {}
+            case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=BOXES)
+            peaks[variant] = measure_detector(with_variant(config, variant, **keys), **case)['peak']
+            seconds[variant] = round(time.process_time() - start, 1)
+    return dict(case, peaks=peaks, seconds=seconds)
 
 
-def run(path: Path, *case) -> dict:
-    """:func:`compare` in a process of its own."""
-    context = multiprocessing.get_context('fork')
-    there, here = context.Pipe(False)
-    process = context.Process(target=_alone, args=(here, path, *case))
-    process.start()
-    here.close()
-    try:
-        return there.recv()
-    except EOFError:
-        return dict(config=path.name, untried=f'took more than {SECONDS} s, or all memory')
-    finally:
-        process.join()
+def run(path: Path) -> dict:
+    """Both, in processes of their own."""
+    for case in ((True, SIZES[0]), (False, SIZES[0]), (False, SIZES[1])):
+        row = dict(config=path.name, **apart(compare, path, *case, seconds=SECONDS))
+        if 'loss_error' in row:
+            break
+    return dict(row, plan=apart(count, path, seconds=SECONDS))
+
+
+def report(rows: dict[str, dict]) -> str:
+    """How many families get an answer and train alike, and the table of them all."""
+    plans = [row['plan'] for row in rows.values() if 'peaks' in row.get('plan', {})]
+    slowest = max((seconds for found in plans for seconds in found['seconds'].values()), default=0)
+    said = f'{len(plans)} of {len(rows)} families get an answer; the slowest count took {slowest:.0f} s of one core.'
+
+    def peak(variant, form):
+        def cell(row):
+            peaks = row.get('plan', {}).get('peaks', {})
+            return form(peaks[variant], peaks['none']) if variant in peaks else None
+
+        return cell
+
+    def share(n, base):
+        return f'{n / base:.2f}'
+
+    columns = [
+        Column('family', lambda row: row['family']),
+        Column('config', lambda row: row['config'].removesuffix('.py')),
+        Column('loss, error', lambda row: f'{row["loss_error"]:.0e}' if 'loss_error' in row else None),
+        Column('gradients, error', lambda row: f'{row["gradient_error"]:.0e}' if 'gradient_error' in row else None),
+        Column('plain peak', peak('none', lambda n, _: format_bytes(n))),
+        *(Column(f'with `{variant}`', peak(variant, share)) for variant in VARIANTS[1:]),
+        Column('', lambda row: row.get('untried') or row.get('error') or row.get('plan', {}).get('error')),
+    ]
+    return f'{said}\n\n{markdown_table(columns, [dict(row, family=family) for family, row in sorted(rows.items())])}'
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')
     parser.add_argument('--again', nargs='+', default=[], metavar='FAMILY', help='run these anew')
+    parser.add_argument('--report', action='store_true', help='run nothing')
     args = parser.parse_args()
-    rows = json.loads(args.json.read_text())['rows'] if args.json.exists() else {}
-    for family, path in families().items():
-        if family in rows and family not in args.again:
-            continue
-        for case in ((True, SIZES[0]), (False, SIZES[0]), (False, SIZES[1])):
-            rows[family] = run(path, *case)
-            if 'loss_error' in rows[family]:
-                break
-        print(family, rows[family], flush=True)
-        write_json(args.json, dict(machine=describe_machine(), case=CASE, rows=rows))
+    rows, paths = rows_of(args.json), families()
+    if not args.report:
+        chosen = [family for family in paths if family not in rows or family in args.again]
+        rows = sweep(args.json, chosen, lambda family: run(paths[family]), case=CASE)
+    print(report(rows))
 
 
 if __name__ == '__main__':

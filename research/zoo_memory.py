@@ -10,15 +10,9 @@ worst batch, on GPUs of OpenMMLab. Counted is the plain config's worst batch.
 
 import argparse
 import contextlib
-import json
 import logging
-import signal
 import time
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -28,18 +22,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import yaml
+from isolated import apart, rows_of, sweep
 from mmengine.logging import MMLogger
+from tables import panels, save_picture
 
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import BOXES, inputs_of
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
-from sbp_mmdet.plan.tables import Column, describe_machine, markdown_table, write_json
+from sbp_mmdet.plan.tables import Column, markdown_table
 from sbp_mmdet.plan.variants import load_config, plain
 
 _HERE = Path(__file__).resolve().parents[1]
 RESULTS = _HERE / 'docs/results/zoo_memory.json'
 PICTURE = _HERE / 'docs/pictures/zoo_memory.png'
-KILLED = 'the process was killed: too little memory in this machine'
 _SECONDS = 200  # at most, for one config
 
 
@@ -59,41 +54,21 @@ def measured() -> dict[str, float]:
     return dict(family[i] for i in range(longest) for family in families if i < len(family))
 
 
-def apart(count: Callable[[str], dict], name: str) -> dict:
-    """Counts a config in a process of its own, so that what it leaves behind goes with it."""
-    try:
-        with ProcessPoolExecutor(1, get_context('fork')) as pool:
-            return pool.submit(count, name).result()
-    except BrokenProcessPool:
-        return dict(error=KILLED)
-
-
 def count(name: str) -> dict:
-    """What the planner counts of a config; ``error`` where it cannot."""
+    """What the planner counts of a config."""
     start = time.process_time()
-    try:
-        config = plain(load_config(f'mmdet::{name}'))
-        inputs = inputs_of(config)
-        signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # of its own CPU time, whoever else runs here
-        case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width)
-        row = measure_detector(config, boxes=BOXES, **case)
-        keys = ('parameters', 'optimizer', 'gradients', 'saved', 'forward', 'peak', 'peak_phase', 'peaks')
-        found = {key: row[key] for key in keys}
-        reason = reason_of(name)
-        if reason and (reason.boxes, reason.then) != (BOXES, False):
-            with torch_of_then() if reason.then else contextlib.nullcontext():
-                found['explained'] = measure_detector(config, boxes=reason.boxes, **case)['peak']
-        found.update(size=[inputs.batch, inputs.height, inputs.width], amp='Amp' in str(config.optim_wrapper.type))
-    except Exception as error:  # whatever a model's own code raises: the next one is counted all the same
-        found = dict(error=f'{type(error).__name__}: {" ".join(str(error).split())[:160]}')
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    config = plain(load_config(f'mmdet::{name}'))
+    inputs = inputs_of(config)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width)
+    row = measure_detector(config, boxes=BOXES, **case)
+    keys = ('parameters', 'optimizer', 'gradients', 'saved', 'forward', 'peak', 'peak_phase', 'peaks')
+    found = {key: row[key] for key in keys}
+    reason = reason_of(name)
+    if reason and (reason.boxes, reason.then) != (BOXES, False):
+        with torch_of_then() if reason.then else contextlib.nullcontext():
+            found['explained'] = measure_detector(config, boxes=reason.boxes, **case)['peak']
+    found.update(size=[inputs.batch, inputs.height, inputs.width], amp='Amp' in str(config.optim_wrapper.type))
     return dict(found, seconds=round(time.process_time() - start, 1))
-
-
-def too_long(*_):
-    """For ``SIGPROF``."""
-    raise TimeoutError('no answer in the time that was given')
 
 
 class Reason(NamedTuple):
@@ -238,13 +213,8 @@ def report(rows: dict[str, dict]) -> str:
 
 def picture(rows: dict[str, dict], file: Path) -> None:
     """Counted with the margin against measured, a dot a config."""
-    import matplotlib  # noqa: PLC0415  a picture is drawn where it is asked for
-
-    matplotlib.use('Agg')
-    from matplotlib import pyplot  # noqa: PLC0415
-
     share, add = MARGIN, WORKSPACES
-    figure, axes = pyplot.subplots(figsize=(5, 5))
+    figure, ((axes,),) = panels(figsize=(5, 5))
     for fitted, colour, label in ((True, '#1f77b4', 'fitted'), (False, '#d95f02', 'not fitted')):
         counted, found = _pairs(rows, fitted) / 2**30
         axes.loglog(found, counted * (1 + share) + add / 2**30, '.', color=colour, label=f'families {label}')
@@ -256,7 +226,7 @@ def picture(rows: dict[str, dict], file: Path) -> None:
         axis.set_ticks(_TICKS, map(str, _TICKS))
         axis.set_ticks([], minor=True)
     axes.legend()
-    figure.savefig(file, dpi=150, bbox_inches='tight')
+    save_picture(figure, file, dpi=150)
 
 
 def main():
@@ -267,18 +237,11 @@ def main():
     args = parser.parse_args()
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
-    signal.signal(signal.SIGPROF, too_long)
-    rows = json.loads(RESULTS.read_text())['rows'] if RESULTS.exists() else {}
-    figures = measured()
-    for i, (name, memory) in enumerate(figures.items()) if not args.report else ():
-        if (args.only and not any(word in name for word in args.only)) or (name in rows and not args.again):
-            continue
-        row = dict(measured=memory, **apart(count, name))
-        if row.get('error') != KILLED:  # that one is tried again the next time
-            rows[name] = row
-            write_json(RESULTS, dict(machine=describe_machine(), rows=rows))
-        said = row.get('error') or f'{row["peak"] / 2**30:.2f} counted, {memory} measured'
-        print(f'{i + 1}/{len(figures)}  {name}: {said}', flush=True)
+    rows, figures = rows_of(RESULTS), measured()
+    chosen = [name for name in figures if not args.only or any(word in name for word in args.only)]
+    if not args.report:
+        chosen = [name for name in chosen if args.again or name not in rows]
+        rows = sweep(RESULTS, chosen, lambda name: dict(measured=figures[name], **apart(count, name, seconds=_SECONDS)))
     print(report(rows))
     picture(rows, PICTURE)
 

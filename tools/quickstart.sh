@@ -17,7 +17,7 @@ trap 'say "stopped at step $step; the lines above say why. Nothing is finished: 
 step=0
 begin() {
     step=$((step + 1))
-    say "step $step of 6: $*"
+    say "step $step of 5: $*"
 }
 
 begin 'environment (made once: about 10 minutes, most of it to compile mmcv; found in no time later)'
@@ -33,11 +33,9 @@ rm -f "$work/lean/last_checkpoint" # written again at the end of the training, s
 "$python" tools/train.py "$config" --work-dir "$work/lean"
 checkpoint=$(cat "$work/lean/last_checkpoint")
 
-begin 'evaluation on the held-out images: box and mask AP'
-"$python" tools/test.py "$config" "$checkpoint" --work-dir "$work/test"
-
-begin "picture: predictions beside ground truth, $work/predictions.png"
-"$python" tools/show_predictions.py "$config" "$checkpoint" --out "$work/predictions.png" --device cpu
+begin "evaluation on the held-out images: box and mask AP, pictures of ground truth and predictions"
+rm -rf "$work/test"
+"$python" tools/test.py "$config" "$checkpoint" --work-dir "$work/test" --show-dir predictions
 
 begin 'summary'
 "$python" tools/quickstart_summary.py "$config" "$work"

@@ -75,7 +75,7 @@ def main():
 box AP              {scores['coco/bbox_mAP']:.3f}   (AP50 {scores['coco/bbox_mAP_50']:.3f}), images that were held out
 mask AP             {scores['coco/segm_mAP']:.3f}   (AP50 {scores['coco/segm_mAP_50']:.3f})
 loss curves         {work_dir / 'losses.png'}
-predictions         {work_dir / 'predictions.png'}
+predictions         {latest(work_dir / 'test', '2*/predictions')}
 log                 {log}
 checkpoint          {checkpoint}""")
 

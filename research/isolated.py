@@ -1,0 +1,64 @@
+"""Cases one by one, each in a process of its own: what it leaves behind, or breaks, goes with it."""
+
+import json
+import signal
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from sbp_mmdet.plan.tables import describe_machine, write_json
+
+__all__ = ['KILLED', 'apart', 'reason_of', 'rows_of', 'sweep']
+
+KILLED = 'the process was killed: too little memory in this machine'
+
+
+def reason_of(error: Exception) -> str:
+    """One line."""
+    return f'{type(error).__name__}: {" ".join(str(error).split())[:160]}'
+
+
+def apart(compute: Callable[..., dict], *args, seconds: int) -> dict:
+    """What ``compute`` returns; ``error`` where it raises something, or takes more seconds of CPU time."""
+    try:
+        with ProcessPoolExecutor(1, get_context('fork')) as pool:
+            return pool.submit(_computed, compute, args, seconds).result()
+    except BrokenProcessPool:
+        return dict(error=KILLED)
+
+
+def _computed(compute, args, seconds):
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGPROF, _too_long)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of its own time, whoever else runs here
+    try:
+        return compute(*args)
+    except Exception as error:  # whatever a model's own code raises: the next one is tried all the same
+        return dict(error=reason_of(error))
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _too_long(*_):
+    raise TimeoutError('no answer in the time that was given')
+
+
+def rows_of(file: Path) -> dict[str, dict]:
+    """What was found so far; nothing where there is no file."""
+    return json.loads(file.read_text())['rows'] if file.exists() else {}
+
+
+def sweep(file: Path, names: Iterable[str], compute: Callable[[str], dict], **more) -> dict[str, dict]:
+    """Adds a row of each name to those of a file, which is written after each; killed ones are left to the next run."""
+    rows = rows_of(file)
+    for name in names:
+        row = compute(name)
+        if row.get('error') != KILLED:
+            rows[name] = row
+            write_json(file, dict(machine=describe_machine(), **more, rows=rows))
+        print(name, row, flush=True)
+    return rows
