@@ -124,24 +124,27 @@ def count(path: Path) -> dict:
     config, peaks, seconds = plain(load_config(str(path))), {}, {}
     inputs = inputs_of(config)
     apply = presets_of(build_detector(config, 'cpu')[0])
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=BOXES)
     for variant in VARIANTS:
         if apply[variant] is None:
             start = time.process_time()
             # A step may drop no image of a batch, see the planner.
             keys = dict(skip_dropped_images=False) if variant != 'none' else {}
-            case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=BOXES)
             peaks[variant] = measure_detector(with_variant(config, variant, **keys), **case)['peak']
             seconds[variant] = round(time.process_time() - start, 1)
     return dict(case, peaks=peaks, seconds=seconds)
 
 
-def run(path: Path) -> dict:
-    """Both, in processes of their own."""
+def run(path: Path, before: dict) -> dict:
+    """What was not found before, in processes of their own: the planner's answer, and the two steps."""
+    plan = before.get('plan') or apart(count, path, seconds=SECONDS)
+    if 'loss_error' in before or 'untried' in before:
+        return dict(before, plan=plan)
     for case in ((True, SIZES[0]), (False, SIZES[0]), (False, SIZES[1])):
         row = dict(config=path.name, **apart(compare, path, *case, seconds=SECONDS))
         if 'loss_error' in row:
             break
-    return dict(row, plan=apart(count, path, seconds=SECONDS))
+    return dict(row, plan=plan)
 
 
 def report(rows: dict[str, dict]) -> str:
@@ -180,8 +183,9 @@ def main():
     args = parser.parse_args()
     rows, paths = rows_of(args.json), families()
     if not args.report:
-        chosen = [family for family in paths if family not in rows or family in args.again]
-        rows = sweep(args.json, chosen, lambda family: run(paths[family]), case=CASE)
+        before = {family: row for family, row in rows.items() if family not in args.again}
+        chosen = [family for family in paths if 'plan' not in before.get(family, {})]
+        rows = sweep(args.json, chosen, lambda family: run(paths[family], before.get(family, {})), case=CASE)
     print(report(rows))
 
 

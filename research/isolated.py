@@ -60,5 +60,5 @@ def sweep(file: Path, names: Iterable[str], compute: Callable[[str], dict], **mo
         if row.get('error') != KILLED:
             rows[name] = row
             write_json(file, dict(machine=describe_machine(), **more, rows=rows))
-        print(name, row, flush=True)
+        print(name, row.get('error', ''), flush=True)
     return rows
