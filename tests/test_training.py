@@ -162,9 +162,10 @@ def test_two_passes(family, preset, together):
 
 def scaled(model, x, dtype):
     """Gradients under autocast, by way of a scaler where the range is small."""
-    scaler = torch.amp.GradScaler(x.device.type, init_scale=2.0**4, enabled=dtype == torch.float16)
+    kind = 'cuda' if x.is_cuda else 'cpu'
+    scaler = torch.amp.GradScaler(kind, init_scale=2.0**4, enabled=dtype == torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.autocast(x.device.type, dtype):
+    with torch.autocast(kind, dtype):
         outs = model(x)
     scaler.scale(loss_of(outs)).backward()
     scaler.unscale_(optimizer)

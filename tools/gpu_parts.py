@@ -22,7 +22,7 @@ SMOKE = {
     'dino_encoder': ('mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py', 'encoder'),
     'dino_decoder': ('mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py', 'decoder --cfg-options model.num_queries=50'),
 }
-TESTS = ['test_ops*.py', 'test_training.py', 'test_models*.py', 'test_adapters_*.py']
+TESTS = ['test_ops*.py', 'test_training.py', 'test_models*.py', 'test_adapters_*.py', 'test_autocast.py']
 RIVALS = {'selective': 40, 'save-on-cpu': 40} | {f'compile{budget}': 200 for budget in ('', '-0.5', '-0.25', '-0.1')}
 
 
