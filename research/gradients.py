@@ -1,7 +1,7 @@
 """How near the gradients of presets are to the exact ones on your model (paper, Figs. 3 and 5).
 
     python research/gradients.py CONFIG --checkpoint work_dirs/x/epoch_12.pth
-    python research/gradients.py CONFIG --presets paper nearest 'paper,keep_ratio=0.25,sampler=random' --batches 20
+    python research/gradients.py CONFIG --presets paper sampled 'paper,keep_ratio=0.25,sampler=random' --batches 20
     python research/gradients.py CONFIG --presets sampled --draws 8 --whole --json study.json
 
 CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
@@ -37,7 +37,7 @@ from sbp_mmdet.settings import PRESETS
 
 __all__ = ['compare', 'exact_pass', 'study', 'study_table']
 
-DEFAULT = ['int8', 'sampled', 'nearest', 'paper']
+DEFAULT = ['int8', 'sampled', 'paper']
 MEASURES = {'cosine': 'cosine', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
 # Rounding of a deep network in fp32, relative to the largest entry; another forward pass differs by far more.
 _SAME_FORWARD = 1e-3
