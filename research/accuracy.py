@@ -1,17 +1,15 @@
-"""What trainings say of AP: mean and spread over seeds, differences seed by seed with an interval, AP against steps."""
+"""What trainings say of AP: mean and spread over seeds, differences seed by seed with an interval."""
 
 import math
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from experiment import Experiment
-from tables import COLOURS, panels, save_picture
 
 from sbp_mmdet.plan.tables import Column, markdown_table, text_table
 
-__all__ = ['Difference', 'accuracy_picture', 'accuracy_table', 'describe', 'paired', 'steps_to']
+__all__ = ['Difference', 'accuracy_table', 'describe', 'paired']
 
 CONFIDENCE = 0.95
 _SHOWN = ('box AP', 'box AP small', 'box AP medium', 'mask AP', 'top-1')
@@ -36,7 +34,7 @@ class Difference(NamedTuple):
 def describe(experiment: Experiment) -> dict:
     """What a JSON file of results says of its experiment."""
     settings = experiment.settings or dict.fromkeys(experiment.labels)
-    return dict(name=experiment.name, settings=dict(settings), compare=experiment.pairs, reach=dict(experiment.reach))
+    return dict(name=experiment.name, settings=dict(settings), compare=experiment.pairs)
 
 
 def _ended(runs):
@@ -67,15 +65,9 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Difference | None:
     return Difference(statistics.fmean(differences), half, n)
 
 
-def steps_to(run: Mapping, name: str, value: float) -> int | None:
-    """The step of the first evaluation that reached a value; None: none did."""
-    return next((point['step'] for point in run['curve'] if point.get(name, -1) >= value), None)
-
-
 def accuracy_table(found: Mapping, markdown: bool = False) -> str:
     """Table of a study of AP, in AP points (percent), of trainings that ended. "mean" is that of all evaluations."""
-    results, experiment = found['results'], found['experiment']
-    against = dict(experiment['compare'])
+    results, against = found['results'], dict(found['experiment']['compare'])
     bases = sorted({*against.values()})
     base = bases[0] if len(bases) == 1 else 'its pair'
     names = [name for name in _SHOWN if any(_values(runs, name) for runs in results.values())]
@@ -91,12 +83,6 @@ def accuracy_table(found: Mapping, markdown: bool = False) -> str:
             return difference and str(difference)
 
         columns.append(Column(f'{head}, less {base}', cell))
-    for name, value in experiment['reach'].items():
-
-        def reached(label, name=name, value=value):
-            return _reached([steps_to(run, name, value) for run in _ended(results[label]).values()])
-
-        columns.append(Column(f'steps to {name} {100 * value:g}', reached))
     if markdown:
         hours = sum(run['seconds'] for runs in results.values() for run in _ended(runs).values()) / 3600
         return f'{markdown_table(columns, results)}\n\n{hours:.1f} hours of training and evaluation in all.'
@@ -114,40 +100,3 @@ def _spread(values):
         return None
     spread = f' ± {100 * statistics.stdev(values):.1f}' if len(values) > 1 else ''
     return f'{100 * statistics.fmean(values):.1f}{spread}'
-
-
-def _reached(steps):
-    known = [step for step in steps if step is not None]
-    late = f'{len(steps) - len(known)} of {len(steps)} never' if len(known) < len(steps) else ''
-    return ', '.join(filter(None, [f'{statistics.fmean(known):.0f}' if known else '', late])) or None
-
-
-def accuracy_picture(found: Mapping, path: Path) -> None:
-    """Draws AP against steps: each seed (thin), and the mean of those that ended (thick).
-
-    Raises:
-        ValueError: If nothing was evaluated yet.
-    """
-
-    def curve(run, name):
-        return {point['step']: 100 * point[name] for point in run['curve'] if name in point}
-
-    results = found['results']
-    names = [name for name in _COMPARED if any(curve(run, name) for runs in results.values() for run in runs.values())]
-    if not names:
-        raise ValueError('no training was evaluated yet: there is nothing to draw')
-    figure, grid = panels(1, len(names), figsize=(5.5 * len(names), 4))
-    handles = []
-    for i, (label, runs) in enumerate(results.items()):
-        line = dict(color=COLOURS[i % len(COLOURS)], linestyle='-' if i < len(COLOURS) else '--')
-        for axes, name in zip(grid[0], names, strict=True):
-            for run in runs.values():
-                axes.plot(*zip(*curve(run, name).items(), strict=True), linewidth=0.7, alpha=0.5, **line)
-            ended = [curve(run, name) for run in _ended(runs).values()]
-            common = sorted(set.intersection(*map(set, ended))) if ended else []
-            axes.plot(common, [statistics.fmean(c[step] for c in ended) for step in common], linewidth=2, **line)
-        handles += grid[0][0].plot([], [], linewidth=2, label=label, **line)
-    for axes, name in zip(grid[0], names, strict=True):
-        axes.set(title=name, xlabel='step', ylabel='AP points')
-        axes.grid(alpha=0.3)
-    save_picture(figure, path, legend=handles, columns=8)

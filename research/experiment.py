@@ -33,8 +33,6 @@ class Experiment:
         options (Mapping): ``--cfg-options`` of all trainings: schedule, data. Default: none.
         seeds (Sequence[int]): The same for each label: same start, same order of images. Default: 0.
         compare (Mapping): Label to the label that it is compared with. Default: each with the first one.
-        reach (Mapping): Name of an AP (of :data:`METRICS`) to a value; the steps until it is reached are reported.
-            Default: none.
         gpus (int): For each training; 0 is one process without a launcher. Default: 0.
         heads (Sequence[str]): What the paper reports: 'memory' (GB), 'box AP', ... in percent. Default: nothing.
         paper (Mapping): Label to the paper's values, in the order of ``heads``. Default: none.
@@ -48,7 +46,6 @@ class Experiment:
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     seeds: Sequence[int] = (0,)
     compare: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    reach: Mapping[str, float] = dataclasses.field(default_factory=dict)
     gpus: int = 0
     heads: Sequence[str] = ()
     paper: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
@@ -65,7 +62,6 @@ class Experiment:
         for what, names, known in (
             ('compare', [*self.compare, *self.compare.values()], labels),
             ('paper', self.paper, labels),
-            ('reach', self.reach, [*METRICS]),
             ('heads', self.heads, ['memory', *METRICS]),
         ):
             if unknown := [name for name in names if name not in known]:

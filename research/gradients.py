@@ -2,7 +2,7 @@
 
     python research/gradients.py CONFIG --checkpoint work_dirs/x/epoch_12.pth
     python research/gradients.py CONFIG --presets paper sampled 'paper,keep_ratio=0.25,sampler=random' --batches 20
-    python research/gradients.py CONFIG --group orders samplers --json study.json
+    python research/gradients.py CONFIG --presets sampled --draws 8 --whole --json study.json
 
 CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
 and heads run once for each batch, in the plain detector, and every preset of the backbone gets the same weights,
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import Lean
-from sbp_mmdet.apply import keep_ratios
 from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.plan.detector import own_crops
 from sbp_mmdet.plan.device import check_device
@@ -36,45 +35,16 @@ from sbp_mmdet.plan.tables import Column, describe_machine, output_file, text_ta
 from sbp_mmdet.plan.variants import load_config
 from sbp_mmdet.settings import PRESETS
 
-__all__ = ['compare', 'exact_pass', 'groups', 'study', 'study_table']
+__all__ = ['compare', 'exact_pass', 'study', 'study_table']
 
+DEFAULT = ['int8', 'sampled', 'paper']
 MEASURES = {'cosine': 'cosine', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
-# Section 4, "How much gradients should be kept": increasing keep ratios of eight blocks, 0.5 on average.
-INCREASING = (0.25, 0.32, 0.39, 0.46, 0.53, 0.60, 0.68, 0.75)
-GROUPS = ('presets', 'ratios', 'samplers', 'orders', 'attention')
 # Rounding of a deep network in fp32, relative to the largest entry; another forward pass differs by far more.
 _SAME_FORWARD = 1e-3
 # The same of a loss, a mean over many entries; one other sampled RoI changed it by more than ten times that.
 _SAME_LOSS = 1e-4
 # The same of all gradients of the backbone, from the same gradients at its outputs.
 _SAME_GRADIENTS = 1e-2
-
-
-def groups(name: str, model: nn.Module) -> dict[str, tuple[str, dict]]:
-    """Presets with keys that belong together, by label: other presets than exact ones; keep ratios; masks; ratios that
-    rise or fall from block to block; what attention drops.
-
-    Raises:
-        ValueError: If the model has nothing for it.
-    """
-    half = dict(keep_ratio=0.5)
-    if name == 'presets':
-        return {'int8': ('int8', {}), 'sampled': ('sampled', {}), 'paper': ('paper', half)}
-    if name == 'ratios':
-        return {f'{r:g}': ('paper', dict(keep_ratio=r)) for r in (0.75, 0.5, 0.25)}
-    if name == 'samplers':
-        pairs = [(s, r) for r in (0.75, 0.5, 0.25) for s in ('grid', 'random')]
-        return {f'{s} {r:g}': ('paper', dict(keep_ratio=r, sampler=s)) for s, r in pairs}
-    if name == 'attention':
-        return {f'attention: {a}': ('paper', dict(half, attention=a)) for a in ('qkv', 'query', 'head')}
-    backbone = copy.deepcopy(model.backbone)
-    apply_lean(backbone, preset='paper')
-    number = sum(isinstance(block, int) for _, block in keep_ratios(backbone))
-    if number < 2:
-        raise ValueError(f"group 'orders': {number} blocks are thinned, so nothing can rise; name another group")
-    rising = [INCREASING[round(i * (len(INCREASING) - 1) / (number - 1))] for i in range(number)]
-    found = {'uniform 0.5': 0.5, 'increasing': rising, 'decreasing': rising[::-1]}
-    return {label: ('paper', dict(keep_ratio=ratio)) for label, ratio in found.items()}
 
 
 class ExactPass(NamedTuple):
@@ -309,8 +279,9 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--checkpoint', help="weights, of a detector or of its backbone (default: the config's start)")
-    parser.add_argument('--presets', nargs='+', default=[], help="with keys: 'paper,keep_ratio=0.25'")
-    parser.add_argument('--group', nargs='+', default=[], choices=GROUPS, help='more of them (default: presets)')
+    parser.add_argument(
+        '--presets', nargs='+', default=DEFAULT, help="with keys: 'paper,keep_ratio=0.25' (default: %(default)s)"
+    )
     parser.add_argument('--whole', action='store_true', help='apply them to the whole detector, not to its backbone')
     parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')
     parser.add_argument('--draws', type=int, default=1, help='the mean gradient of so many (default: 1)')
@@ -329,8 +300,6 @@ def main():
         config = load_config(args.config, args.cfg_options)
         settings = {name: parse_name(name) for name in args.presets}
         model = build_model(config, args.checkpoint, args.device, args.seed)
-        for name in args.group or ([] if settings else ['presets']):
-            settings.update(groups(name, model))
         batches = list(train_batches(config, args.batches, args.seed))
         bar = ProgressBar(len(batches) * (1 + len(settings)))
         results = study(model, settings, batches, args.seed, args.whole, bar.update, args.draws)

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from accuracy import accuracy_picture, accuracy_table, describe
+from accuracy import accuracy_table, describe
 from experiment import Experiment, read_experiment
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
@@ -39,7 +39,6 @@ def parse_args():
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help='overrides of all configs')
     parser.add_argument('--no-run', action='store_true', help='train nothing, report what the work directory holds')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
-    parser.add_argument('--plot', type=output_file, help='write a picture (PNG) here')
     parser.add_argument('--write', nargs='+', type=Path, default=[], help="pages with the paper's table")
     return parser, parser.parse_args()
 
@@ -84,8 +83,6 @@ def report(args, experiment, results):
         AtomicBackend().put_text(fill(page, experiment, means(results)), page)
     if args.json:
         write_json(args.json, found, indent=None)
-    if args.plot:
-        accuracy_picture(found, args.plot)
 
 
 def main():

@@ -1,12 +1,10 @@
-"""Tables and pictures of AP over seeds."""
+"""Tables of AP over seeds."""
 
 import pytest
 from helpers import RESEARCH  # noqa: F401
 from scipy import stats
 
-import accuracy  # isort: skip  (helpers puts research/ on the path)
-from accuracy import accuracy_picture, accuracy_table, paired, steps_to
-from tables import COLOURS, save_picture
+from accuracy import accuracy_table, paired  # isort: skip  (helpers puts research/ on the path)
 
 PLAIN = {0: 0.41, 1: 0.40, 2: 0.43, 3: 0.42}
 OTHER = {0: 0.40, 1: 0.38, 2: 0.42, 3: 0.42}
@@ -20,7 +18,7 @@ def training(ap, finished=True):
 @pytest.fixture
 def found():
     return dict(
-        experiment=dict(compare=[['zero', 'none']], reach={'box AP': 0.405}),
+        experiment=dict(compare=[['zero', 'none']]),
         results={
             'none': {str(seed): training(ap) for seed, ap in PLAIN.items()},
             'zero': {seed: training(ap, finished=seed < 3) for seed, ap in OTHER.items()},
@@ -43,13 +41,13 @@ def test_interval_is_that_of_the_paired_t_test():
 
 def test_table(found):
     lines = accuracy_table(found, markdown=True).splitlines()
-    heads = 'box AP | box AP small | box AP, less none | mean box AP, less none | steps to box AP 40.5'
+    heads = 'box AP | box AP small | box AP, less none | mean box AP, less none'
     assert lines[0] == f'| setting | seeds | {heads} |'
-    assert lines[2] == '| none | 4 | 41.5 ± 1.3 | 13.8 ± 0.4 |  |  | 200, 1 of 4 never |'
+    assert lines[2] == '| none | 4 | 41.5 ± 1.3 | 13.8 ± 0.4 |  |  |'
     # The mean of a half and the whole is three quarters.
     differences = '-1.3 (-2.8 to +0.1) | -1.0 (-2.1 to +0.1)'
-    assert lines[3] == f'| zero | 3 | 40.0 ± 2.0 | 13.3 ± 0.7 | {differences} | 200, 2 of 3 never |'
-    assert lines[4] == '| late | 0 |  |  |  |  |  |'
+    assert lines[3] == f'| zero | 3 | 40.0 ± 2.0 | 13.3 ± 0.7 | {differences} |'
+    assert lines[4] == '| late | 0 |  |  |  |  |'
     assert lines[-1] == '1.8 hours of training and evaluation in all.'
     text = accuracy_table(found)
     assert 'late, seed 0: not ended, 200 steps evaluated' in text and 'zero, seed 3: not ended' in text
@@ -58,25 +56,3 @@ def test_table(found):
 def test_a_difference_that_is_told_apart_is_set_in_bold(found):
     found['results']['zero'] = {seed: training(ap - 0.1 + seed / 1000) for seed, ap in PLAIN.items()}
     assert '| **-9.9 (-10.1 to -9.6)** | **-7.4 (-7.5 to -7.2)** |' in accuracy_table(found, markdown=True)
-
-
-def test_steps():
-    run = training(0.4)
-    assert [steps_to(run, 'box AP', value) for value in (0.1, 0.2, 0.3, 0.5)] == [100, 100, 200, None]
-    assert steps_to(run, 'mask AP', 0.1) is None
-
-
-def test_picture(found, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(accuracy, 'save_picture', lambda *args, **_: (figures.append(args[0]), save_picture(*args)))
-    found['results'] |= {str(i): {0: training(0.3)} for i in range(len(COLOURS))}
-    accuracy_picture(found, tmp_path / 'out.png')
-    assert (tmp_path / 'out.png').stat().st_size > 5000
-    (axes,) = figures[0].axes
-    legend = [line for line in axes.lines if not line.get_label().startswith('_')]
-    looks = {(line.get_color(), line.get_linestyle()) for line in legend}
-    assert len(legend) == len(found['results']) == len(looks) == len(COLOURS) + 3
-    thick = [line for line in axes.lines if line.get_linewidth() == 2 and len(line.get_xdata())]
-    assert [*thick[0].get_ydata()] == pytest.approx([20.75, 41.5])  # the mean of the seeds that ended
-    with pytest.raises(ValueError, match='nothing to draw'):
-        accuracy_picture(dict(found, results=dict(none={0: dict(training(0.1), curve=[])})), tmp_path / 'no.png')

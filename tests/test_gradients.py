@@ -10,7 +10,7 @@ from helpers import make_project
 from mmengine.config import Config
 
 import gradients  # isort: skip  (helpers puts research/ on the path)
-from gradients import compare, exact_pass, groups, study, study_table
+from gradients import compare, exact_pass, study, study_table
 from subject import build_model, train_batches
 
 from sbp_mmdet import apply_lean
@@ -91,13 +91,6 @@ def test_compare_by_hand():
     assert rows['backbone']['relative_error'] == pytest.approx((16 / 29) ** 0.5)
     assert rows['mean layer']['cosine'] == pytest.approx(0.8)
     assert rows['neck'] == dict(cosine=None, relative_error=None, norm_ratio=None)
-
-
-def test_groups(model):
-    rising, falling = (groups('orders', model)[label][1]['keep_ratio'] for label in ('increasing', 'decreasing'))
-    assert rising == sorted(rising) == falling[::-1] and len(rising) == 4 and rising[0] == 0.25
-    labels = [label for name in ('presets', 'ratios', 'samplers', 'attention') for label in groups(name, model)]
-    assert len(labels) == len(set(labels)) == 15
 
 
 def test_starts(project, tmp_path):

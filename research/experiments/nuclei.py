@@ -14,4 +14,3 @@ settings = dict(
     quarter=dict(preset='paper', keep_ratio=0.25),
 )
 seeds = [0, 1, 2, 3, 4]
-reach = {'box AP': 0.35, 'box AP medium': 0.2}

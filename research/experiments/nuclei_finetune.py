@@ -7,4 +7,3 @@ options = {
     'param_scheduler.1.T_max': 4,
 }
 settings = dict(_delete_=True, none=None, paper=dict(preset='paper'))
-reach = dict(_delete_=True)
