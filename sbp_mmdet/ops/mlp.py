@@ -160,7 +160,8 @@ def _forward(settings, tensors, needs):
         return out, None
     stored = None
     if xhat is not None:
-        xhat, rstd = take(xhat, keep), take(rstd, keep)
+        if keep is not None:
+            xhat, rstd = take(xhat, keep), take(rstd, keep)
         stored, rstd = store(xhat, settings.form.storage), rstd.flatten(0, 1) if needs.x else None
     given = t._replace(x=None, shortcut=None, positions=None, conv=t.conv if hidden else None)
     return out, MLPSaved(stored, rstd, keep, given, layout_of(t.x))
@@ -208,7 +209,8 @@ class _BackwardPass:
         self.sampled = Sampled(settings.form.sample, len(grad) * self.kept)
         self.x = None  # (N, K, C), what x-hat is computed from
         if self.t.conv is not None:
-            self.x = take(tokens_of(self.t.conv.run()), self.keep)
+            x = tokens_of(self.t.conv.run())
+            self.x = x if self.keep is None else take(x, self.keep)
         outer, w1 = needs.weight2 or needs.gamma, needs.weight1 or needs.norm_weight
         self.sums = types.SimpleNamespace(  # over the rows; None: nobody asks
             outer=Sum(self.t.weight2) if outer else None,  # A of the package's docstring

@@ -227,7 +227,7 @@ def _scales(scale, channels, dtype, device):
     """What rows of the layer to Q, K and V are multiplied by. Q and K share the scale, so that in half precision
     neither gradient leaves the range before the other."""
     root = abs(scale) ** 0.5
-    factors = torch.tensor([scale / root, root, 1], dtype=dtype, device=device)
+    factors = torch.tensor([scale / root, root, 1], dtype=dtype).to(device)
     return factors.repeat_interleave(channels // 3, output_size=channels)
 
 
