@@ -43,6 +43,6 @@ class ObjectMasksHook(ModelHook):
 
     def __init__(self, **keys):
         raise ValueError(
-            "ObjectMasksHook is gone with sampler='objects': leave it out, and take preset='sampled', which "
-            'is as accurate and needs no boxes'
+            "ObjectMasksHook is gone with sampler='objects', which was no better in AP: leave it out; preset='exact' "
+            'stores less'
         )

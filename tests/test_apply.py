@@ -309,8 +309,6 @@ def by_the_hook(model, reentrant):
 
 
 FOREIGN = [around_the_backbone, around_the_call, around_a_block, by_the_hook]
-
-
 DRAWING = pytest.mark.parametrize(
     ('cfg', 'options'),
     [(dict(preset='paper'), {}), (dict(preset='reference'), {}), (dict(preset='exact'), dict(drop_path_rate=0.9))],

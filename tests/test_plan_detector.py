@@ -45,12 +45,9 @@ class TwoLayers(BaseModel):
         return dict(loss=self.bbox_head(self.backbone(x)).square().sum())
 
 
-TWO_LAYERS = Config(
-    dict(
-        model=dict(type='TwoLayers', data_preprocessor=dict(type='BaseDataPreprocessor')),
-        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=1e-3)),
-    )
-)
+MODEL = dict(type='TwoLayers', data_preprocessor=dict(type='BaseDataPreprocessor'))
+ADAMW = dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=1e-3))
+TWO_LAYERS = Config(dict(model=MODEL, optim_wrapper=ADAMW))
 
 
 @pytest.fixture(scope='module')

@@ -165,7 +165,7 @@ def test_former_presets(old, new):
         (dict(type='SBPHook'), "write dict(type='LeanHook', preset='exact')"),
         (dict(type='SBPModulesHook', modules=['neck']), "dict(type='CheckpointModulesHook', modules=['neck'])"),
         (dict(type='SBPModulesHook', modules='neck', keep_ratio=0.5), "modules=['neck']"),
-        (dict(type='ObjectMasksHook'), "take preset='sampled'"),
+        (dict(type='ObjectMasksHook'), "preset='exact' stores less"),
     ],
     ids=str,
 )

@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import os
 import sys
+from functools import partial
+from operator import truediv
 
 import numpy as np
 import pytest
@@ -12,8 +15,10 @@ from helpers import ROOT
 
 from sbp_mmdet.plan.memory import LiveBytes
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
+from sbp_mmdet.plan.tables import write_json
 
 sys.path.append(str(ROOT / 'research'))
+import isolated  # noqa: E402
 import zoo_memory  # noqa: E402
 
 ROWS = json.loads(zoo_memory.RESULTS.read_text())['rows']
@@ -24,7 +29,6 @@ def test_the_planners_margin_keeps_its_word():
         counted, found = zoo_memory._pairs(ROWS, fitted)
         error = (counted * (1 + MARGIN) + WORKSPACES) / found - 1
         assert np.median(np.abs(error)) <= 0.06 and np.mean(np.abs(error) <= 0.15) >= 0.9
-        assert np.sum(error < -0.15) <= 3  # the ones that are named as not explained
 
 
 def test_the_planners_margin_is_nearly_the_best():
@@ -37,13 +41,17 @@ def test_the_planners_margin_is_nearly_the_best():
 
 
 def test_what_is_counted_too_low_has_a_reason():
-    families = {}
+    families, unexplained = {}, set()
     for name, row in ROWS.items():
         for key in ('peak', 'explained'):
             if key in row:
                 ratio = (row[key] * (1 + MARGIN) + WORKSPACES) / row['measured'] / 2**30
                 assert key == 'explained' or ratio >= 0.85 or zoo_memory.reason_of(name), name
+                if ratio < 0.85 and zoo_memory.reason_of(name) is zoo_memory._UNKNOWN:
+                    unexplained.add(name.split('/')[0])
+                    assert 0.75 < ratio, name
                 families.setdefault((name.split('/')[0], key), []).append(ratio)
+    assert unexplained == {'foveabox', 'mask2former', 'maskformer', 'rtmdet'}
     explained = {family: np.median(ratios) for (family, key), ratios in families.items() if key == 'explained'}
     assert len(explained) >= 6 and explained == pytest.approx(dict.fromkeys(explained, 1), abs=0.15)
 
@@ -75,3 +83,28 @@ def test_figures_are_mmdets():
 def test_the_documents_table_is_made_of_the_results():
     said = zoo_memory.report(ROWS)
     assert said.splitlines()[0].startswith('Margin of the planner: 8%') and '| retinanet |' in said
+
+
+def _spin():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ('compute', 'found'),
+    [
+        (partial(dict, peak=1), dict(peak=1)),
+        (partial(truediv, 1, 0), dict(error='ZeroDivisionError: division by zero')),
+        (partial(os._exit, 9), dict(error=isolated.KILLED)),
+        (_spin, dict(error='TimeoutError: no answer in the time that was given')),
+    ],
+    ids=['answer', 'error', 'killed', 'too long'],
+)
+def test_a_case_apart(compute, found, tmp_path):
+    """What it breaks goes with it; what a machine killed is tried again the next time, other rows are kept."""
+    assert isolated.apart(compute, seconds=1) == found
+    file = tmp_path / 'rows.json'
+    write_json(file, dict(rows=dict(before=dict(peak=2))))
+    isolated.sweep(file, ['now'], lambda name: found)
+    kept = dict(before=dict(peak=2))
+    assert isolated.rows_of(file) == (kept if found.get('error') == isolated.KILLED else kept | dict(now=found))

@@ -36,20 +36,13 @@ model = dict(
 
 data_root = 'data/shapes/'
 shapes = dict(data_root=data_root, metainfo=dict(classes=('ellipse', 'rectangle', 'triangle', 'star')))
-read, resize = dict(type='LoadImageFromFile'), dict(type='Resize', scale=(128, 128), keep_ratio=True)
-keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
-train_pipeline = [
-    read,
-    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    resize,
-    dict(type='RandomFlip', prob=[0.3, 0.3], direction=['horizontal', 'vertical']),
-    dict(type='PackDetInputs'),
-]
+resize = dict(type='Resize', scale=(128, 128), keep_ratio=True)
+train_pipeline = [*_base_.train_pipeline[:2], resize, *_base_.train_pipeline[3:]]
 train = dict(ann_file='annotations/instances_train.json', data_prefix=dict(img='images/train/'))
 val = dict(ann_file='annotations/instances_val.json', data_prefix=dict(img='images/val/'))
 loader = dict(batch_size=8, num_workers=1)
 train_dataloader = dict(dataset=dict(**shapes, **train, filter_cfg=dict(min_size=2), pipeline=train_pipeline), **loader)
-test_pipeline = [read, resize, dict(type='PackDetInputs', meta_keys=keys)]
+test_pipeline = [_base_.test_pipeline[0], resize, _base_.test_pipeline[-1]]
 val_dataloader = dict(dataset=dict(**shapes, **val, pipeline=test_pipeline), **loader)
 test_dataloader = val_dataloader
 val_evaluator = test_evaluator = dict(ann_file=data_root + 'annotations/instances_val.json')

@@ -17,7 +17,6 @@ The forward pass is always the whole one. What sends gradients (section 4, "How 
 Where nothing is dropped x-hat is stored, and the attention runs again in the backward pass. Else x-hat is stored (of
 kept tokens; of all for 'query' and 'head'), O and the log-sum-exp of the rows of M (of kept tokens or heads). One
 product gives Q, K and V again. Arithmetic of the backward attention: r^2, r and r of the exact one.
-
 """
 
 import dataclasses

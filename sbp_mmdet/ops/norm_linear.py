@@ -127,14 +127,14 @@ def _backward(settings, saved, grad, needs):
         sampled = Sampled(settings.form.sample, len(xhat))
         dw = accumulate(None, sampled.of(incoming), sampled.of(xhat.flatten(1)))
         sampled.scale_(dw)
-    dx = _input_gradient(saved, incoming @ w, xhat, tokens.shape) if needs.x else None
+    dx = _input_gradient(saved, incoming, w, xhat, tokens.shape) if needs.x else None
     return NormLinearGradients(dx, *_parameter_gradients(saved.given, layer, dw, db))
 
 
-def _input_gradient(saved, grad, xhat, shape):
-    """From that of x-hat."""
-    rows = normalise_backward(grad.view_as(xhat), xhat, saved.rstd.flatten(0, 1))
-    tokens = put_together(rows.view(shape[0], -1, grad.shape[1]), saved.keep, shape[1])
+def _input_gradient(saved, incoming, w, xhat, shape):
+    # The product has no name: it is not held while the norm's backward pass works on a copy in fp32.
+    rows = normalise_backward((incoming @ w).view_as(xhat), xhat, saved.rstd.flatten(0, 1))
+    tokens = put_together(rows.view(shape[0], -1, w.shape[1]), saved.keep, shape[1])
     if len(saved.shape) == 3:
         return tokens
     return _from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)
