@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import make_project
 from mmengine.config import Config
+from torch import nn
 
 import gradients  # isort: skip  (helpers puts research/ on the path)
 from gradients import compare, exact_pass, study, study_table
@@ -51,8 +52,14 @@ def test_exact_pass_is_that_of_a_training_step(model, batches):
 
 
 @pytest.mark.parametrize('whole', [False, True])
-def test_study(model, batches, whole):
+def test_study(model, batches, whole, monkeypatch):
     """Exact presets are exact, the paper's is as short as the share that it keeps, and the model stays plain."""
+    if whole:  # heads without kinks: on each CPU rounding puts other numbers on the other side of a ReLU's
+        model = copy.deepcopy(model)
+        for module in model.modules():
+            if getattr(module, 'with_activation', False):
+                module.activate = nn.GELU()
+        monkeypatch.setattr(torch.nn.functional, 'relu', lambda x, inplace=False: torch.nn.functional.softplus(x))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = ['exact', 'with_cp', 'paper'] if not whole else ['exact']
     found = study(model, {name: (name, {}) for name in names}, batches, whole=whole)
