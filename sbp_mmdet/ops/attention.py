@@ -34,9 +34,9 @@ from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, column_sums, in_range, store
 from .rows import (
     Chunk,
-    Sampled,
     add_branch,
     add_rows_,
+    draw,
     fold,
     normalise,
     normalise_backward,
@@ -238,10 +238,8 @@ def _activations(settings, saved, xhat, weight, bias):
 
 def _product(settings, a, b):
     """a^T b of rows (N, K, ...), in full precision; an estimate where the form has a sample."""
-    sampled = Sampled(settings.form.sample, a.shape[0] * a.shape[1])
-    total = accumulate(None, sampled.of(a.flatten(0, 1)), sampled.of(b.flatten(0, 1)))
-    sampled.scale_(total)
-    return total
+    rows, index = draw(settings.form.sample, a.flatten(0, 1))
+    return accumulate(None, rows, b.flatten(0, 1)[index])
 
 
 def _projection_gradients(settings, t, needs, incoming, out):
