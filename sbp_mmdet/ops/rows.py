@@ -364,6 +364,6 @@ def draw(sample: Sample | None, rows: Tensor) -> tuple[Tensor, Tensor | slice]:
     sizes = (sizes * (_UNITS / mean)).long() + _LEAST
     ends = sizes.cumsum(0)
     apart = ends[-1] * (mean / mean).double() / number  # NaN where a row is not finite
-    at = (torch.arange(number, device=rows.device) + sample.at) * apart
+    at = (torch.arange(number, dtype=torch.float64, device=rows.device) + sample.at) * apart
     index = torch.searchsorted(ends, at.long(), right=True).clamp_max_(len(rows) - 1)
     return rows[index] * (apart / sizes[index]).to(rows.dtype)[:, None], index
