@@ -27,6 +27,7 @@ from sbp_mmdet.ops.operation import Sample
 from sbp_mmdet.ops.rows import draw
 
 WEIGHTS = ('weight', 'weight1', 'weight2', 'qkv_weight', 'proj_weight', 'norm_weight', 'gamma')
+# In one chunk.
 WHOLE = {name: dict(chunk=2**20) for name in ('mlp', 'mlp with convolution', 'mlp of tokens')}
 NAMES = [name for name in CASES if not name.startswith('layer_norm')]
 
@@ -61,9 +62,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows, seen = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        drawn = zip(*drawn_by_definition(rows, ctx.sample), strict=True)
-        estimate = sum(torch.outer(rows[row], seen[row]) / chance for row, chance in drawn)
-        return grad @ weight, estimate, rows.sum(0), None
+        estimates, parts = [], 3 if len(weight) == 3 * weight.shape[1] else 1  # queries, keys and values
+        for part in rows.chunk(parts, 1):
+            drawn = zip(*drawn_by_definition(part, ctx.sample), strict=True)
+            estimates.append(sum(torch.outer(part[row], seen[row]) / chance for row, chance in drawn))
+        return grad @ weight, torch.cat(estimates), rows.sum(0), None
+
+
+def averages_out(several, exact):
+    """Whether estimates are rough, and their mean is near."""
+    each = sum(relative_error(found, exact) for found in several) / len(several)
+    return each > 0.05 and relative_error(sum(several) / len(several), exact) < 0.2 * each
 
 
 def rows_of_many_sizes(number=40):
@@ -127,15 +136,14 @@ def test_a_gpu_draws_the_same_rows_again():
     assert kinds == [torch.int64]
 
 
-@pytest.mark.parametrize(
-    'name', ['mlp', 'mlp with convolution', 'mlp of tokens', 'norm_linear', 'grn', 'qkv', 'windows']
-)
+@pytest.mark.parametrize('name', [*WHOLE, 'norm_linear', 'grn', 'qkv', 'windows'])
 @pytest.mark.parametrize('sample', [Sample(0.25, 0.4), Sample(0.7, 0.95)], ids=str)
 def test_estimates(name, sample, monkeypatch):
     """Where rows are in the order of the plain layer's, and in one chunk. The norm's weight and gamma get theirs from
     these."""
     case = CASES[name]
-    tensors, given = case.inputs(**{} if name == 'norm_linear' or name == 'windows' else dict(gamma=None))
+    sizes = {} if name == 'norm_linear' or name == 'windows' else dict(gamma=None)
+    tensors, given = case.inputs(**sizes, **dict(n=1) if name == 'grn' else {})  # which takes image by image
     tensors['norm_bias'] = None
     actual = differentiate(sampled(name, *sample, given, **WHOLE.get(name, {})), tensors)
     own = dict(vars(F), linear=lambda x, weight, bias=None: _Linear.apply(x, weight, bias, sample))
@@ -154,18 +162,17 @@ def test_exact_on_average(name, options):
     """Weights from the mean over draws at even distances; all else from each sample."""
     case = CASES[name]
     tensors, given = case.inputs()
-    exact, mean = differentiate(case.plain(), tensors), dict.fromkeys(tensors, 0)
+    exact, several = differentiate(case.plain(), tensors), []
     for at in DRAWS:
         found = differentiate(sampled(name, 0.5, at, given, **options), tensors)
-        mean = {n: None if t is None else mean[n] + found[n] / len(DRAWS) for n, t in tensors.items()}
+        several.append(found)
         sure = [n for n in exact if n not in WEIGHTS]
         assert_near({n: found[n] for n in sure}, {n: exact[n] for n in sure}, 1e-12)
-    for n in mean:
-        if n in WEIGHTS and exact[n] is not None:
-            assert relative_error(mean[n], exact[n]) < 0.03 < relative_error(found[n], exact[n]), n
+    for n in exact:
+        assert n not in WEIGHTS or averages_out([found[n] for found in several], exact[n]), n
 
 
-@pytest.mark.parametrize('chunk', [None, 40])
+@pytest.mark.parametrize('chunk', [None, 400])
 @pytest.mark.parametrize('kind', ['ffn', 'encoder'])
 def test_transformers_exact_on_average(kind, chunk):
     module = scattered(FFN(8, 32, add_identity=False)) if kind == 'ffn' else layer()
@@ -183,12 +190,11 @@ def test_transformers_exact_on_average(kind, chunk):
     exact, parts = run(None), [run(Sample(0.3, at)) for at in DRAWS]
     for name, e, *found in zip(['out', *leaves], exact, *parts, strict=True):
         rough = 'weight' in name and ('layers' in name or 'output_proj' in name)
-        assert relative_error(sum(found) / len(found), e) < (0.03 if rough else 1e-12), name
-        assert not rough or relative_error(found[0], e) > 0.03, name
+        assert averages_out(found, e) if rough else max(relative_error(f, e) for f in found) < 1e-12, name
 
 
 def test_phases(monkeypatch):
-    """Each quarter as often as another, by module, pass and iteration; a run that goes on draws what it would have drawn."""
+    """Each quarter as often as another, by module, pass and iteration; a run that goes on draws as it would have."""
     iteration = [0]
     monkeypatch.setattr(MessageHub, 'get_info', lambda *args: iteration[0])
     drawn = {}
