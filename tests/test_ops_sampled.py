@@ -39,12 +39,14 @@ def sampled(name, ratio, at, given, **options):
     return CASES[name].run(Form(sample=Sample(ratio, at)), **given, **options)
 
 
-def drawn_by_definition(rows, sample):
+def drawn_by_definition(sample, *parts):
     """Numbers of the rows that are drawn, and what each is divided by."""
-    norms = [math.sqrt(sum(v * v for v in row)) for row in rows.tolist()]
+    norms = [
+        sum(math.sqrt(sum(v * v for v in row)) for row in rows) for rows in zip(*map(Tensor.tolist, parts), strict=True)
+    ]
     mean = sum(norms) / len(norms)
     sizes = [math.floor(norm / mean * 2**16) + 2**13 for norm in norms]
-    ends, number = [*itertools.accumulate(sizes)], max(round(sample.ratio * len(rows)), 1)
+    ends, number = [*itertools.accumulate(sizes)], max(round(sample.ratio * len(norms)), 1)
     found = [bisect.bisect_right(ends, math.floor((i + sample.at) * ends[-1] / number)) for i in range(number)]
     return found, [number * sizes[row] / ends[-1] for row in found]
 
@@ -53,20 +55,21 @@ class _Linear(torch.autograd.Function):
     """The linear layer with the estimate as its weight's gradient, as one writes it down."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, sample):
+    def forward(ctx, x, weight, bias, sample, shared):
         ctx.save_for_backward(x, weight)
-        ctx.sample = sample
+        ctx.sample, ctx.shared = sample, shared
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows, seen = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        estimates, parts = [], 3 if len(weight) == 3 * weight.shape[1] else 1  # queries, keys and values
-        for part in rows.chunk(parts, 1):
-            drawn = zip(*drawn_by_definition(part, ctx.sample), strict=True)
-            estimates.append(sum(torch.outer(part[row], seen[row]) / chance for row, chance in drawn))
-        return grad @ weight, torch.cat(estimates), rows.sum(0), None
+        parts = rows.chunk(3 if len(weight) == 3 * weight.shape[1] else 1, 1)  # queries, keys and values
+        drawn = ctx.shared.pop() if ctx.shared else [*zip(*drawn_by_definition(ctx.sample, *parts), strict=True)]
+        if ctx.shared is not None:
+            ctx.shared.append(drawn)  # an MLP's first layer takes the rows of the second
+        estimate = sum(torch.outer(rows[row], seen[row]) / chance for row, chance in drawn)
+        return grad @ weight, estimate, rows.sum(0), None, None
 
 
 def averages_out(several, exact):
@@ -88,8 +91,8 @@ def test_the_mean_over_all_draws_is_exact(ratio):
     rows, seen = rows_of_many_sizes()
 
     def mean(low, high, at_low, at_high):
-        if torch.equal(at_low[1], at_high[1]) or high - low < 1e-13:
-            return (high - low) * at_low[0].t() @ seen[at_low[1]]
+        if torch.equal(at_low.index, at_high.index) or high - low < 1e-13:
+            return (high - low) * at_low.divided(rows).t() @ at_low.of(seen)
         at_middle = draw(Sample(ratio, (low + high) / 2), rows)
         halves = (low, (low + high) / 2, at_low, at_middle), ((low + high) / 2, high, at_middle, at_high)
         return sum(mean(*half) for half in halves)
@@ -102,7 +105,7 @@ def test_large_rows_are_drawn_more_often():
     """The error is below that of rows that are all as likely."""
     rows, seen = rows_of_many_sizes(400)
     exact = rows.t() @ seen
-    found = [left.t() @ seen[index] for left, index in (draw(Sample(0.25, at), rows) for at in DRAWS)]
+    found = [d.divided(rows).t() @ d.of(seen) for d in (draw(Sample(0.25, at), rows) for at in DRAWS)]
     alike = [4 * rows[phase::4].t() @ seen[phase::4] for phase in range(4)]
     error, before = (sum(relative_error(f, exact) ** 2 for f in several) / len(several) for several in (found, alike))
     assert error < before / 2
@@ -110,15 +113,14 @@ def test_large_rows_are_drawn_more_often():
 
 def test_rows_at_the_edges():
     zero, one = torch.zeros(5, 3), torch.ones(1, 3)
-    assert draw(None, one)[0] is one and draw(Sample(0.5, 0.2), one[:0])[0].shape == (0, 3)
+    for sample, rows in ((None, one), (Sample(0.5, 0.2), one[:0])):
+        assert draw(sample, rows).divided(rows) is rows and draw(sample, rows).of(rows) is rows
     for at in (0, 0.5, 1 - 2**-53):
-        left, index = draw(Sample(0.25, at), one)
-        assert torch.equal(left, one) and index.tolist() == [0]
-        left, index = draw(Sample(0.5, at), zero)
-        assert torch.equal(left, zero[:2]) and (index >= 0).all() and (index < 5).all()
+        assert torch.equal(draw(Sample(0.25, at), one).divided(one), one)
+        assert torch.equal(draw(Sample(0.5, at), zero).divided(zero), zero[:2])
         for wrong in (math.inf, math.nan):
-            left, index = draw(Sample(0.5, at), torch.cat([torch.ones(4, 3), torch.tensor([[0, wrong, 0]])]))
-            assert not left.isfinite().any() and (index >= 0).all() and (index < 5).all()
+            rows = torch.cat([torch.ones(4, 3), torch.tensor([[0, wrong, 0]])])
+            assert not draw(Sample(0.5, at), rows).divided(rows).isfinite().any()
 
 
 def test_a_gpu_draws_the_same_rows_again():
@@ -146,7 +148,8 @@ def test_estimates(name, sample, monkeypatch):
     tensors, given = case.inputs(**sizes, **dict(n=1) if name == 'grn' else {})  # which takes image by image
     tensors['norm_bias'] = None
     actual = differentiate(sampled(name, *sample, given, **WHOLE.get(name, {})), tensors)
-    own = dict(vars(F), linear=lambda x, weight, bias=None: _Linear.apply(x, weight, bias, sample))
+    shared = [] if name in WHOLE else None
+    own = dict(vars(F), linear=lambda x, weight, bias=None: _Linear.apply(x, weight, bias, sample, shared))
     monkeypatch.setattr(ops_cases, 'F', type('F', (), {k: staticmethod(v) for k, v in own.items() if callable(v)}))
     expected = differentiate(case.plain(), tensors)
     in_order = [

@@ -235,10 +235,9 @@ def _activations(settings, saved, xhat, weight, bias):
     return q, k, v, _to_rows(out), lse
 
 
-def _product(settings, a, b):
-    """a^T b of rows (N, K, ...), in full precision; an estimate where the form has a sample."""
-    rows, index = draw(settings.form.sample, a.flatten(0, 1))
-    return accumulate(None, rows, b.flatten(0, 1)[index])
+def _product(drawn, a, b):
+    """a^T b of rows (N, K, ...), in full precision; an estimate where some are drawn."""
+    return accumulate(None, drawn.divided(a.flatten(0, 1)), drawn.of(b.flatten(0, 1)))
 
 
 def _projection_gradients(settings, t, needs, incoming, out):
@@ -246,7 +245,7 @@ def _projection_gradients(settings, t, needs, incoming, out):
     outer, total = None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
-        outer = _product(settings, rows[None], out)
+        outer = _product(draw(settings.form.sample, rows), rows[None], out)
         outer = outer if unit is None else outer * unit[:, None]
     weight = None if t.gamma is None else _of_heads(t.proj_weight, settings, t)
     dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma)
@@ -261,7 +260,8 @@ def _layer_gradients(settings, t, needs, xhat, parts, queries):
     dw = None
     if needs.norm_weight or needs.qkv_weight:
         rows = (take(xhat, queries), xhat, xhat)
-        dw = torch.cat([_product(settings, part, seen) for part, seen in zip(parts, rows, strict=True)])
+        drawn = draw(settings.form.sample, *(part.flatten(0, 1) for part in parts))
+        dw = torch.cat([_product(drawn, part, seen) for part, seen in zip(parts, rows, strict=True)])
         dw = _among_all(dw, channels, 0, t.qkv_weight)
     return unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias)
 

@@ -167,8 +167,8 @@ class _Rows:
         out = grad.to(self.dtype)
         out = out if factor is None else out * factor
         sums['output_bias'].add_(column_sums(out))
-        drawn, index = draw(self.s.ffn.sample, out)
-        accumulate(sums['output_weight'], drawn, sampled[index].to(self.dtype))
+        drawn = draw(self.s.ffn.sample, out)
+        accumulate(sums['output_weight'], drawn.divided(out), drawn.of(sampled).to(self.dtype))
         return grad, out @ self.output[0]
 
     def _norm_backward(self, name, grad, x, statistics):

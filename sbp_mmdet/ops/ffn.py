@@ -162,19 +162,19 @@ class FeedForward:
             Tensor | None: Gradient of the rows.
         """
         act, dtype, sums = self.settings.activation, self.settings.dtype, self.sums
-        (dropout, second), sample = self.settings.dropout, self.settings.sample
+        dropout, second = self.settings.dropout
         rows = rows.to(dtype)
         hidden = torch.addmm(self.b1, rows, self.w1.t())
         factor = dropout_factor(hidden, dropout)
         grad = grad.to(dtype)
         if second:
             grad = grad * dropout_factor(grad, second)
+        drawn = draw(self.settings.sample, grad)
         if 'bias2' in sums:
             sums['bias2'].add_(column_sums(grad))
         if 'weight2' in sums:
-            drawn, index = draw(sample, grad)
-            own = None if factor is None else factor[index]
-            accumulate(sums['weight2'], drawn, scaled_(act(hidden[index]), own))
+            own = None if factor is None else drawn.of(factor)
+            accumulate(sums['weight2'], drawn.divided(grad), scaled_(act(drawn.of(hidden)), own))
         if not (needs_rows or 'weight1' in sums or 'bias1' in sums):
             return None
         grad = act.backward(scaled_(grad @ self.w2, factor), hidden)
@@ -182,8 +182,7 @@ class FeedForward:
         if 'bias1' in sums:
             sums['bias1'].add_(column_sums(grad))
         if 'weight1' in sums:
-            drawn, index = draw(sample, grad)
-            accumulate(sums['weight1'], drawn, rows[index])
+            accumulate(sums['weight1'], drawn.divided(grad), drawn.of(rows))
         return grad @ self.w1 if needs_rows else None
 
 

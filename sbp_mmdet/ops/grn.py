@@ -151,9 +151,9 @@ def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled,
     du = scaled @ weights.w2
     sums.responses[image] += (du.to(sums.responses.dtype) * a).sum(0)
     sums.grn_bias.add_(column_sums(du))
-    outer, index = draw(settings.form.sample, outer)
-    u = torch.addcmul(t.grn_bias.to(a.dtype), a[index], response.scale[image].to(a.dtype))
-    accumulate(sums.outer, outer, u, unit)
+    drawn = draw(settings.form.sample, outer)
+    u = torch.addcmul(t.grn_bias.to(a.dtype), drawn.of(a), response.scale[image].to(a.dtype))
+    accumulate(sums.outer, drawn.divided(outer), u, unit)
 
 
 def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
@@ -164,8 +164,8 @@ def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
     da = da.add_((a * through).to(settings.dtype))  # 1 / G alone may leave the range of half precision
     dh = torch.ops.aten.gelu_backward(da, h, approximate=settings.approximate)
     sums.b1.add_(column_sums(dh))
-    drawn, index = draw(settings.form.sample, dh)
-    accumulate(sums.w1, drawn, xhat[index])
+    drawn = draw(settings.form.sample, dh)
+    accumulate(sums.w1, drawn.divided(dh), drawn.of(xhat))
     return dh @ weights.w1
 
 

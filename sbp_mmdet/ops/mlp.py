@@ -236,18 +236,16 @@ class _BackwardPass:
         g = self.incoming.rows(chunk, self.keep)
         if sums.outer is None and sums.b1 is None:
             return
-        rows, sample = self._activations(chunk), settings.form.sample
+        rows, drawn = self._activations(chunk), draw(settings.form.sample, g)
         if sums.outer is not None:
-            drawn, index = draw(sample, g)
-            hidden = F.gelu(rows[-1][index], approximate=settings.approximate)
-            sums.outer.add_product(drawn, hidden, self.incoming.unit)
-            del drawn, hidden
+            hidden = F.gelu(drawn.of(rows[-1]), approximate=settings.approximate)
+            sums.outer.add_product(drawn.divided(g), hidden, self.incoming.unit)
+            del hidden
         if sums.b1 is None:
             return
         dh = self._through_gelu(chunk, g, *rows)
         if sums.w1 is not None:
-            drawn, index = draw(sample, dh)
-            sums.w1.add_product(drawn, rows[0][index])
+            sums.w1.add_product(drawn.divided(dh), drawn.of(rows[0]))
 
     def _activations(self, chunk):
         """x-hat, its reciprocal deviation, if anybody asks, and the hidden layer of some kept rows."""

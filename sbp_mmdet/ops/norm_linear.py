@@ -124,8 +124,8 @@ def _backward(settings, saved, grad, needs):
     incoming = incoming.to(settings.dtype)
     dw = None
     if needs.weight or needs.norm_weight:
-        drawn, index = draw(settings.form.sample, incoming)
-        dw = accumulate(None, drawn, xhat.flatten(1)[index])
+        drawn = draw(settings.form.sample, incoming)
+        dw = accumulate(None, drawn.divided(incoming), drawn.of(xhat.flatten(1)))
     dx = _input_gradient(saved, incoming, w, xhat, tokens.shape) if needs.x else None
     return NormLinearGradients(dx, *_parameter_gradients(saved.given, layer, dw, db))
 

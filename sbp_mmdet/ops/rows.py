@@ -15,6 +15,7 @@ from .precision import Sum, accumulator, multiplied
 __all__ = [
     'CHUNK',
     'Chunk',
+    'Drawn',
     'Incoming',
     'add_branch',
     'add_rows_',
@@ -339,8 +340,28 @@ def unscale(outer, total, weight, bias, gamma):
 _UNITS, _LEAST = 2**16, 2**13
 
 
-def draw(sample: Sample | None, rows: Tensor) -> tuple[Tensor, Tensor | slice]:
-    """Rows that the gradient of a weight is estimated from; all rows send gradients to the input.
+class Drawn(NamedTuple):
+    """Rows that the gradients of weights are estimated from; None: all of them.
+
+    Attributes:
+        index (Tensor | None): Of the rows, shape (n,).
+        factor (Tensor | None): One over what each is divided by, shape (n, 1).
+    """
+
+    index: Tensor | None
+    factor: Tensor | None
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Those among rows (K, ...)."""
+        return rows if self.index is None else rows[self.index]
+
+    def divided(self, rows: Tensor) -> Tensor:
+        """The same, divided: the left factor of an estimate."""
+        return rows if self.index is None else rows[self.index] * self.factor.to(rows.dtype)
+
+
+def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
+    """Rows that gradients of weights are estimated from; all rows send gradients to the input.
 
     The gradient is the sum over rows of outer products of the gradient's row and the activation's. Its estimate is the
     sum over n draws, each divided by n times its row's chance; so its mean is the gradient. A row's chance follows the
@@ -351,19 +372,18 @@ def draw(sample: Sample | None, rows: Tensor) -> tuple[Tensor, Tensor | slice]:
 
     Args:
         sample (Sample | None): None: all rows.
-        rows (Tensor): The gradient's, shape (K, C). Where they are not finite, neither is the result.
-
-    Returns:
-        tuple[Tensor, Tensor | slice]: Rows that were drawn, divided as said, shape (n, C); their index among all.
+        *parts (Tensor): Gradients, shape (K, ...), whose norms are added. Where they are not finite, neither are the
+            estimates.
     """
-    if sample is None or not len(rows):
-        return rows, slice(None)
-    number = max(round(sample.ratio * len(rows)), 1)
-    sizes = torch.linalg.vector_norm(rows, dim=1, dtype=accumulator(rows))
-    mean = sizes.mean().clamp_min(torch.finfo(sizes.dtype).tiny)
-    sizes = (sizes * (_UNITS / mean)).long() + _LEAST
-    ends = sizes.cumsum(0)
-    apart = ends[-1] * (mean / mean).double() / number  # NaN where a row is not finite
-    at = (torch.arange(number, dtype=torch.float64, device=rows.device) + sample.at) * apart
-    index = torch.searchsorted(ends, at.long(), right=True).clamp_max_(len(rows) - 1)
-    return rows[index] * (apart / sizes[index]).to(rows.dtype)[:, None], index
+    if sample is None or not len(parts[0]):
+        return Drawn(None, None)
+    rows = len(parts[0])
+    number = max(round(sample.ratio * rows), 1)
+    sizes = sum(torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts)
+    unit = sizes.mean().clamp_min(torch.finfo(sizes.dtype).tiny * _UNITS) / _UNITS
+    sizes = torch.floor(sizes / unit).add_(_LEAST)
+    ends = sizes.long().cumsum(0)
+    apart = ends[-1] * (unit / unit).double() / number  # NaN where a row is not finite
+    at = (torch.arange(number, dtype=torch.float64, device=sizes.device) + sample.at) * apart
+    index = torch.searchsorted(ends, at.long(), right=True).clamp_(0, rows - 1)
+    return Drawn(index, (apart / sizes[index])[:, None])
