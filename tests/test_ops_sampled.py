@@ -41,9 +41,8 @@ def sampled(name, ratio, at, given, **options):
 
 def drawn_by_definition(sample, *parts):
     """Numbers of the rows that are drawn, and what each is divided by."""
-    norms = [
-        sum(math.sqrt(sum(v * v for v in row)) for row in rows) for rows in zip(*map(Tensor.tolist, parts), strict=True)
-    ]
+    rows = zip(*(part.tolist() for part in parts), strict=True)
+    norms = [sum(math.hypot(*row) for row in several) for several in rows]
     mean = sum(norms) / len(norms)
     sizes = [math.floor(norm / mean * 2**16) + 2**13 for norm in norms]
     ends, number = [*itertools.accumulate(sizes)], max(round(sample.ratio * len(norms)), 1)
