@@ -95,7 +95,8 @@ def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
         # Views: an output that others are made of (ViT's map) must not collect the gradients of these as well.
         outputs = tuple(output.view_as(output) for output in outputs)
         for output in outputs:
-            output.retain_grad()
+            if output.requires_grad:  # not of frozen stages
+                output.retain_grad()
         passes.append((args[0].detach(), outputs))
         return outputs
 

@@ -117,9 +117,9 @@ class ConvNormSaved(NamedTuple):
 def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
     """act(norm(conv(x)) + residual).
 
-    The fused form folds 'fixed' into the convolution, and again in the backward pass; where the weight is larger than
-    the map it scales the map instead. It stores its input where a weight needs a gradient, which is what the layer
-    before has stored already, and
+    The fused form folds 'fixed' into the convolution, and again in the backward pass. It scales the map instead where
+    the weight is larger, and in half precision's forward pass. It stores its input where a weight needs a gradient,
+    which is what the layer before has stored already, and
 
     - behind 'none' and 'fixed' nothing, for ReLU the output, for another activation what it was applied to;
     - behind 'batch' and 'group' the convolution's output, with two numbers a channel. Norm and activation run again.
@@ -190,16 +190,18 @@ def _scale(s, t):
 def _convolve(s, t, x):
     """The convolution, with the fixed norm."""
     geometry, fixed = (s.stride, s.padding, s.dilation, s.groups), s.norm == 'fixed'
-    if not fixed or not _folds(t.weight, x.numel() // (x.shape[1] * s.stride[0] * s.stride[1])):
+    # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
+    # pass of its own anyway.
+    half = x.dtype != accumulator(x)
+    if not fixed or half or not _folds(t.weight, x.numel() // (x.shape[1] * s.stride[0] * s.stride[1])):
         z = F.conv2d(x, t.weight.to(s.dtype), None if t.bias is None else t.bias.to(s.dtype), *geometry)
         norm = t.running_mean, t.running_var, t.norm_weight, t.norm_bias
         return F.batch_norm(z, *norm, eps=s.eps) if fixed else z
     scale, _ = _scale(s, t)
     before = torch.zeros_like(scale) if t.norm_bias is None else t.norm_bias
     before = before if t.bias is None else torch.addcmul(before, t.bias, scale)
-    bias = torch.empty_like(scale, dtype=s.dtype)
-    torch.addcmul(before, t.running_mean, scale, value=-1, out=bias)
-    return F.conv2d(x, multiplied(t.weight, scale[:, None, None, None], s.dtype), bias, *geometry)
+    shift = torch.addcmul(before, t.running_mean, scale, value=-1).to(s.dtype)
+    return F.conv2d(x, multiplied(t.weight, scale[:, None, None, None], s.dtype), shift, *geometry)
 
 
 def _folds(weight, positions):
