@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import test_adapters_conv as conv
+import test_adapters_dino as detectors
 import test_adapters_transformer as transformer
 import torch
 from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, to_gpu
 from helpers import FP16
 from oracles import DEVICE
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sbp_mmdet import apply_lean
@@ -19,7 +20,7 @@ from sbp_mmdet import apply_lean
 # Not HRNet: in bf16 its lean gradients are some 5 times as far from fp64 as the plain ones; it is not known why.
 BACKBONES = ['ResNet-18, training', 'ResNet-50', 'ResNet-50, GN', 'ResNeXt-50', 'CSPNeXt']
 LAYERS = ['FFN', 'attention', 'Mask2Former decoder']
-KERNELS = ['deformable encoder', 'deformable decoder', 'Grounding DINO decoder']  # of mmcv, unknown to fake tensors
+KERNELS = ['deformable encoder', 'deformable decoder', 'Grounding DINO decoder', 'Mask2Former']  # mmcv's, none fake
 KIND = 'cuda' if DEVICE == 'cuda' else 'cpu'
 
 
@@ -29,8 +30,23 @@ def made(name, seed=0):
     if name in BACKBONES:
         images = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(seed))
         return conv.build(conv.BACKBONES[name][0]).float(), dict(x=images)
+    if name == 'Mask2Former':
+        return smooth(detectors.Mask2Former()).train(), detectors.maps()
     module, inputs = (make() for make in transformer.LAYERS[name])
-    return transformer.ordinary(module).float(), {key: transformer._float(value) for key, value in inputs.items()}
+    ordinary = transformer.ordinary(module).float()
+    return smooth(ordinary), {key: transformer._float(value) for key, value in inputs.items()}
+
+
+def smooth(module):
+    """Without ReLU: of so few tokens one number that rounding turns over would change the gradient by 5 %. Nor dropout,
+    which draws other numbers in fp64."""
+    for m in module.modules():
+        for name, child in m.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(m, name, nn.GELU())
+        if isinstance(m, nn.Dropout):
+            m.p = 0.0
+    return module
 
 
 def outputs(module, inputs):
@@ -54,7 +70,7 @@ def gradients(module, inputs, dtype):
 @pytest.mark.parametrize('name', BACKBONES + LAYERS + KERNELS)
 def test_gradients(name, preset, dtype):
     """Not much further from fp64 than those of the plain module under autocast; eight bits lose something more."""
-    errors = torch.zeros(3, dtype=torch.float64)
+    errors = []
     for seed in range(3):
         plain, inputs = made(name, seed)
         plain.to(DEVICE)
@@ -63,10 +79,13 @@ def test_gradients(name, preset, dtype):
         apply_lean(lean, preset)
         exact = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}
         truth = gradients(double, exact, None)
+        lean.masks = plain.masks = getattr(double, 'masks', [])
         rounded, found = gradients(plain, inputs, dtype), gradients(lean, inputs, dtype)
-        errors += torch.stack([found - truth, rounded - truth, truth]).square().sum(1).cpu()
-    own, other, size = errors.sqrt().tolist()
-    assert own < 1.5 * other + (0.05 if preset == 'int8' else 1e-3) * size, (own / size, other / size)
+        errors.append(torch.stack([found - truth, rounded - truth, truth]).norm(dim=1).cpu())
+    if name in (*BACKBONES, 'deformable decoder'):  # ReLUs turn over, and places get into another cell
+        errors = [sum(e.square() for e in errors).sqrt()]
+    for own, other, size in errors:
+        assert own < 1.5 * other + (0.05 if preset == 'int8' else 1e-3) * size, (own / size, other / size)
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
