@@ -217,8 +217,17 @@ def _tables(name, heading):
     part = re.split(r'\n#+ ', _text(name).split(f'# {heading}\n')[1])[0]
     head, _, *lines = (line.strip('| ').split(' | ') for line in _padded(part) if line.startswith('|'))
     for first, *cells in lines:
-        for column, cell in zip(head[-len(cells) :], cells, strict=True):
+        for column, cell in zip([*_whole(head)][-len(cells) :], cells, strict=True):
             yield _plain(first), _plain(column), _plain(cell)
+
+
+def _whole(heads):
+    """Heads of columns; one without a measure has that of the column before it, 'stored: ConvNeXt-B | ResNet-50'."""
+    measure = ''
+    for head in heads:
+        before, colon, _ = head.partition(': ')
+        measure = before if colon else measure if head[0].isupper() or head.startswith('stage') else ''
+        yield head if colon or not measure else f'{measure}: {head}'
 
 
 def _padded(part):
@@ -298,13 +307,12 @@ def _rival(first, column):
 
 
 def _in_the_readme(first, column):
-    measures = {'stored': 'backbone', 'peak': 'peak'}
-    if column in measures:
-        figure, detectors = _counted(measures[column]), ('ConvNeXt-B', 'ResNet-50', 'DINO')[: 2 + (column == 'peak')]
+    measure, _, subject = column.partition(': ')
+    if measure in ('stored', 'peak'):
         first = {'sampled': 'exact'}.get(first, first)  # it stores the same
-        return ', '.join(filter(None, (figure(detector, first) for detector in detectors)))
-    if column == 'time of a block':
-        return ', '.join(_time(f'ConvNeXt-B, stage {stage}', first) for stage in (1, 3))
+        return _counted('backbone' if measure == 'stored' else measure)(subject, first)
+    if measure == 'time':
+        return _time(f'ConvNeXt-B, {subject}', first)
     if column == 'box AP' and first != 'with_cp':
         return _trained({'paper': 'zero'}.get(first, first), 'box AP, less none').split(' (')[0]
     return None
@@ -351,6 +359,16 @@ def _cosines(*files):
     return figure
 
 
+def _draws(first, column):
+    """Cosine and relative error of rows that are drawn by norm, and of every n-th row."""
+    label = {'a half': ',keep_ratio=0.5', 'an eighth': ',keep_ratio=0.125', 'a quarter': ''}[first.split(', ')[1]]
+    if first.startswith('paper'):
+        label = {'': ',keep_ratio=0.25'}.get(label, '')
+    file = 'gradient_rows' + '_uniform' * column.startswith('every') + '_8' * column.endswith('eight')
+    found = _results(file)['results'][first.split(', ')[0] + label]['backbone']
+    return f'{found["cosine"]["mean"]:.3f}, {found["relative_error"]["mean"]:.2f}', ''
+
+
 def test_picture_of_what_is_stored(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / 'research'))
     tool, rows = runpy.run_path(str(ROOT / 'research/draw_stored.py')), _rows('block_cpu', stage=1)
@@ -372,6 +390,7 @@ def test_picture_of_what_is_stored(monkeypatch):
         ('README.md', 'Which preset', _in_the_readme),
         ('docs/research/accuracy.md', 'Result', _trained),
         ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
+        ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
         ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
         ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
         ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
