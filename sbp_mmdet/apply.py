@@ -248,7 +248,7 @@ def _owner(root, stages):
 
 def _carry_out(model, settings, plan):
     changed, left = {}, dict(plan.left)
-    phases = Phases() if settings.step > 1 else None
+    phases = Phases() if settings.preset.gradients == 'sampled' else None
     names = {id(module): name for name, module in model.named_modules()}
 
     def change(module, mixin, place, meaning):
@@ -308,8 +308,8 @@ def _meaning(settings, ratio, module, mixin):
         off = ' (its checkpointing by num_cp is off: it would cost time)'
     if ratio is not None:
         return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
-    if settings.step > 1 and mixin.samples:
-        return f'stores less, gradients of weights from one row in {settings.step}{off}'
+    if settings.preset.gradients == 'sampled' and mixin.samples:
+        return f'stores less, gradients of weights from {settings.keep_ratio:.4g} of the rows{off}'
     if preset.form.implementation == 'reference':
         return f'exact, in plain autograd{off}'
     return f'exact, stores less{" in eight bits" if preset.form.storage == "int8" else ""}{off}'

@@ -28,11 +28,11 @@ class Phases:
         self._latest = {}
 
     @torch.compiler.disable
-    def draw(self, name: str, step: int) -> Sample:
-        """One row in ``step``, for a module of this name."""
+    def draw(self, name: str, ratio: float) -> Sample:
+        """A share of the rows, for a module of this name."""
         self._latest[name] = found = _next(self._latest.get(name))
         generator = mask_generator(torch.initial_seed(), get_rank(), *found, f'sample of {name}')
-        return Sample(step, generator.initial_seed() % step)  # a digest is as good as a draw, and needs no tensor
+        return Sample(ratio, generator.initial_seed() / 2**63)  # a digest is as good as a draw, and needs no tensor
 
 
 class Stages(NamedTuple):

@@ -86,8 +86,8 @@ class Settings:
     Attributes:
         preset (Preset): The preset.
         keep_ratio (float | tuple[float, ...]): r in (0, 1], for all thinned blocks or for each of them, shallow to deep
-            (section 4, "How much gradients should be kept"). For 'sampled' 1 / n, the share of rows. Default: 0.5, for
-            'sampled' 0.25.
+            (section 4, "How much gradients should be kept"). For 'sampled' the share of rows, below 1.
+            Default: 0.5, for 'sampled' 0.25.
         sampler (str): 'grid' or 'random' (section 4, "How to sample the gradient keep mask?"). Default: 'grid'.
         blocks (tuple[int, ...] | None): How many leading blocks of each stage are thinned; for a network of one stage
             (ViT) how many of the last. None: the adapter's default, which is the paper's choice where it made one.
@@ -161,18 +161,13 @@ class Settings:
         listed = isinstance(ratios, Sequence) and not isinstance(ratios, str)
         for ratio in ratios if listed else [ratios]:
             parse_keep_ratio(ratio)
-        if self.preset.gradients == 'sampled' and (listed or parse_keep_ratio(ratios).numerator != 1):
-            raise ValueError(f"keep_ratio={ratios!r} must be 1 / n for preset='sampled', such as 0.5, 0.25 or 0.125")
+        if self.preset.gradients == 'sampled' and (listed or ratios == 1):
+            raise ValueError(f"keep_ratio={ratios!r} must be one number below 1 for preset='sampled', such as 0.25")
         if self.modules is not None:
             names = [self.modules] if isinstance(self.modules, str) else self.modules
             if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"modules={names!r} must be a list of names of submodules, such as ['neck']")
             object.__setattr__(self, 'modules', tuple(names))
-
-    @property
-    def step(self) -> int:
-        """Gradients of weights come from one row in so many; 1: from all."""
-        return parse_keep_ratio(self.keep_ratio).denominator if self.preset.gradients == 'sampled' else 1
 
     def layer_ratios(self, depths: Sequence[int], blocks: Sequence[int], from_end: bool = False) -> dict[tuple, float]:
         """The layers of a backbone that are thinned, and how far.

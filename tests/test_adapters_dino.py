@@ -1,9 +1,10 @@
-"""A whole step of a small DINO: losses, gradients and stored bytes of the stock detector."""
+"""A whole step of a small DINO: losses, gradients and stored bytes of the stock detector. And Mask2Former's head."""
 
 import copy
 import inspect
 import types
 from pathlib import Path
+from unittest import mock
 
 import mmdet
 import pytest
@@ -12,7 +13,9 @@ from mmdet.models.layers.transformer import dino_layers
 from mmdet.registry import MODELS
 from mmdet.testing import demo_mm_inputs
 from mmengine.config import Config
+from mmengine.hub import get_config
 from mmengine.registry import init_default_scope
+from torch import nn
 
 from sbp_mmdet import apply_lean
 
@@ -76,3 +79,61 @@ def detector_step(model, batch):
     model.zero_grad()
     values = {name: loss.item() for name, loss in losses.items()}
     return types.SimpleNamespace(losses=values, gradient=gradient, bytes=sum(seen.values()))
+
+
+class Mask2Former(nn.Module):
+    """A small head. ``masks`` are where queries look: they come from a threshold, and rounding would change them."""
+
+    def __init__(self):
+        super().__init__()
+        init_default_scope('mmdet')
+        model = get_config('mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic.py').model
+        attention, ffn = dict(embed_dims=32, num_heads=4), dict(embed_dims=32, feedforward_channels=64)
+        sizes = dict(in_channels=[8, 16, 24, 32], feat_channels=32, out_channels=32, num_queries=10)
+        pixels = dict(layer_cfg=dict(self_attn_cfg=attention, ffn_cfg=ffn), num_layers=2)
+        queries = dict(layer_cfg=dict(self_attn_cfg=attention, cross_attn_cfg=attention, ffn_cfg=ffn), num_layers=3)
+        model.panoptic_head.merge(dict(sizes, positional_encoding=dict(num_feats=16), transformer_decoder=queries))
+        pixels = dict(norm_cfg=dict(num_groups=4), positional_encoding=dict(num_feats=16), encoder=pixels)
+        model.panoptic_head.pixel_decoder.merge(pixels)
+        self.head, self.masks = MODELS.build(model.panoptic_head), []
+        self.head.init_weights()
+        for name, p in self.head.named_parameters():
+            if 'sampling_offsets.weight' in name or 'attention_weights' in name:
+                nn.init.normal_(p, 0, 0.1)
+
+    def forward(self, **maps):
+        """Class scores and masks of all layers."""
+        given = iter(self.masks)
+
+        def forward_head(*args):
+            *out, mask = type(self.head)._forward_head(self.head, *args)
+            new.append(next(given, mask))
+            return *out, new[-1]
+
+        new = []
+        with mock.patch.object(self.head, '_forward_head', forward_head):
+            found = self.head([*maps.values()], [None, None])
+        self.masks = new
+        return [*found[0], *found[1]]
+
+
+def maps(dtype=None):
+    """What a backbone gives."""
+    return {f'm{i}': torch.randn(2, 8 + 8 * i, 24 >> i, 32 >> i, dtype=dtype) for i in range(4)}
+
+
+def test_mask2former():
+    plain, given = Mask2Former().double(), maps(torch.float64)
+    lean = copy.deepcopy(plain)
+    report = apply_lean(lean, preset='exact')
+    kinds = {name.split('.')[1] for name in report.changed}
+    assert kinds == {'pixel_decoder', 'transformer_decoder'}
+    found = []
+    for model in (plain, lean):
+        outs = model(**given)
+        weights = [torch.linspace(-1, 1, o.numel()).view(o.shape).to(o) for o in outs]
+        gradients = torch.autograd.grad(outs, [*model.parameters()], weights, allow_unused=True)
+        found.append(outs + [g for g in gradients if g is not None])
+    assert all(map(torch.equal, plain.masks, lean.masks))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * b.abs().max().item())

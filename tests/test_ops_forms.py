@@ -32,7 +32,7 @@ from oracles import assert_near, relative_error
 from sbp_mmdet import ops
 from sbp_mmdet.masks import sample_mask
 from sbp_mmdet.ops import precision
-from sbp_mmdet.ops.attention_reference import _with_map
+from sbp_mmdet.ops.attention import _with_map
 from sbp_mmdet.ops.flash import attend
 from sbp_mmdet.ops.precision import store
 

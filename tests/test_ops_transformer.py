@@ -130,8 +130,10 @@ def padding(on):
 @pytest.mark.parametrize('numbers', [2, 4])
 @pytest.mark.parametrize('mask', [False, True])
 @pytest.mark.parametrize('own_values', [False, True])
-def test_deformable_attention(numbers, mask, own_values):
-    module = scattered(MultiScaleDeformableAttention(16, 2, dropout=0.0, batch_first=True))
+@pytest.mark.parametrize('threads', [1, 3])
+def test_deformable_attention(numbers, mask, own_values, threads, monkeypatch):
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)  # so many of the four heads at a time
+    module = scattered(MultiScaleDeformableAttention(16, 4, dropout=0.0, batch_first=True))
     module.sampling_offsets.bias.data.normal_(0, 2)
     x, pos = torch.randn(2, 2, 7 if own_values else TOKENS, 16, dtype=torch.float64)
     value = torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) if own_values else None
@@ -143,7 +145,7 @@ def test_deformable_attention(numbers, mask, own_values):
         tensors = DeformableTensors(
             x, pos, x if value is None else value, reference, **given, **attention_weights(module)
         )
-        return x + deformable_attention(DeformableSettings(2, 4, 4), tensors)
+        return x + deformable_attention(DeformableSettings(4, 4, 4), tensors)
 
     def stock():
         return module(x, value=value, query_pos=pos, reference_points=reference, **given)

@@ -42,7 +42,7 @@ if [ -n "$wheels" ]; then
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 cd "$root"
-"$python" -c "import torch, mmcv.ops, mmdet
+"$python" -c "import torch, mmcv.ops, mmdet.apis, sbp_mmdet
 assert $needs, 'torch sees no GPU; --rehearse runs everything in tiny sizes on a CPU'" || {
     echo "$python lacks what the report needs (see above): name another one by SBP_PYTHON, or its wheels by --wheels" >&2
     exit 2

@@ -173,7 +173,7 @@ class Lean(Mixin):
         place = self._lean
         if place.phases is None:
             return self.form
-        return dataclasses.replace(self.form, sample=place.phases.draw(place.name, place.settings.step))
+        return dataclasses.replace(self.form, sample=place.phases.draw(place.name, float(place.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
         """Rate of stochastic depth of the parts that leave out images."""

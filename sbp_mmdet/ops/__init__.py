@@ -17,7 +17,7 @@ Precision: parameters are folded in their own precision and then cast, weight gr
 parameters are saved uncast, so that no cast copy of a weight outlives the forward pass.
 
 A :class:`Form` says what a step trades: what is stored may be rounded to eight bits (:func:`.precision.store`), and
-gradients of weights may come from a sample of the rows (:class:`.rows.Sampled`). The forward pass is always exact.
+gradients of weights may come from a sample of the rows (:func:`.rows.draw`). The forward pass is always exact.
 """
 
 from .attention import AttentionSettings, AttentionTensors, attention

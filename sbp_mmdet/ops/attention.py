@@ -28,15 +28,14 @@ from torch import Tensor
 
 from ..functional import take
 from ..masks import Positions
-from .attention_reference import attention_reference
 from .flash import attend, attend_backward
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, column_sums, in_range, store
 from .rows import (
     Chunk,
-    Sampled,
     add_branch,
     add_rows_,
+    draw,
     fold,
     normalise,
     normalise_backward,
@@ -117,7 +116,7 @@ def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
     if settings.mode != 'head' and t.heads is not None:
         raise ValueError(f"mode={settings.mode!r} drops tokens, not heads: give `positions`, or use mode='head'")
     if settings.form.implementation == 'reference':
-        return attention_reference(settings, tensors)
+        return _reference(settings, tensors)
     return _attention(in_precision(settings, t.x), tensors)
 
 
@@ -236,12 +235,9 @@ def _activations(settings, saved, xhat, weight, bias):
     return q, k, v, _to_rows(out), lse
 
 
-def _product(settings, a, b):
-    """a^T b of rows (N, K, ...), in full precision; an estimate where the form has a sample."""
-    sampled = Sampled(settings.form.sample, a.shape[0] * a.shape[1])
-    total = accumulate(None, sampled.of(a.flatten(0, 1)), sampled.of(b.flatten(0, 1)))
-    sampled.scale_(total)
-    return total
+def _product(drawn, a, b):
+    """a^T b of rows (N, K, ...), in full precision; an estimate where some are drawn."""
+    return accumulate(None, drawn.divided(a.flatten(0, 1)), drawn.of(b.flatten(0, 1)))
 
 
 def _projection_gradients(settings, t, needs, incoming, out):
@@ -249,7 +245,7 @@ def _projection_gradients(settings, t, needs, incoming, out):
     outer, total = None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
-        outer = _product(settings, rows[None], out)
+        outer = _product(draw(settings.form.sample, rows), rows[None], out)
         outer = outer if unit is None else outer * unit[:, None]
     weight = None if t.gamma is None else _of_heads(t.proj_weight, settings, t)
     dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma)
@@ -264,7 +260,8 @@ def _layer_gradients(settings, t, needs, xhat, parts, queries):
     dw = None
     if needs.norm_weight or needs.qkv_weight:
         rows = (take(xhat, queries), xhat, xhat)
-        dw = torch.cat([_product(settings, part, seen) for part, seen in zip(parts, rows, strict=True)])
+        drawn = draw(settings.form.sample, *(part.flatten(0, 1) for part in parts))
+        dw = torch.cat([_product(drawn, part, seen) for part, seen in zip(parts, rows, strict=True)])
         dw = _among_all(dw, channels, 0, t.qkv_weight)
     return unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias)
 
@@ -275,3 +272,94 @@ def _xhat_gradient(weight, dq, dk, dv, queries):
 
 
 _attention = Operation('Attention', _forward, _backward, AttentionGradients)
+
+
+# The reference: Algorithm 1 and automatic differentiation. It stores what Eq. 12 counts: Q, K and V, and the map before
+# and after the softmax, each for what is kept. The softmax is that over all keys all the same: what dropped keys add to
+# a row's sum and output is computed without a graph.
+
+
+def _reference(settings, tensors):
+    t = tensors
+    if settings.mode == 'head' and t.heads is not None:
+        branch = _by_heads(settings, t)
+    elif t.positions is None:
+        branch = _project(t, _with_map(*_qkv(settings, t, t.x, 0, 3)))
+    else:
+        branch = _by_tokens(settings, t)
+    if t.factor is None:
+        return t.x + branch
+    return (t.x + branch * t.factor[:, None, None]).to(torch.promote_types(t.x.dtype, branch.dtype))
+
+
+def _qkv(settings, t, x, first, last, heads=None):
+    """Q, K, V, or those from ``first`` up to ``last``, by heads (N, h, L, d)."""
+    c = x.shape[-1]
+    rows = slice(first * c, last * c)
+    bias = None if t.qkv_bias is None else t.qkv_bias[rows]
+    y = F.linear(F.layer_norm(x, (c,), t.norm_weight, t.norm_bias, settings.eps), t.qkv_weight[rows], bias)
+    y = y.unflatten(2, (last - first, settings.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    return (y if heads is None else y.index_select(2, heads)).unbind(0)
+
+
+def _project(t, out):
+    out = F.linear(out.transpose(1, 2).flatten(2), t.proj_weight, t.proj_bias)
+    return out if t.gamma is None else out * t.gamma
+
+
+def _with_map(q, k, v, others=None):
+    """Attention by a map M of queries and keys that send gradients.
+
+    Args:
+        q (Tensor): Shape (N, h, M, d).
+        k, v (Tensor): Shape (N, h, L, d).
+        others (tuple[Tensor, Tensor] | None): Output and log-sum-exp of the same queries with the dropped keys alone.
+    """
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    lse = scores.logsumexp(-1)
+    if others is None:
+        return (scores - lse[..., None]).exp().to(v.dtype) @ v
+    out, statistics = others
+    lse = torch.logaddexp(lse, statistics)
+    kept = (scores - lse[..., None]).exp().to(v.dtype) @ v
+    return torch.addcmul(kept, out, (statistics - lse).exp()[..., None].to(v.dtype))
+
+
+def _by_tokens(settings, t):
+    """Branch with gradients of kept queries and, for 'qkv', of kept keys and values."""
+    keep, drop = t.positions.keep, t.positions.drop
+    kept, dropped = take(t.x, keep), take(t.x, drop)
+    others = None
+    if settings.mode == 'query':
+        (q,), (k, v) = _qkv(settings, t, kept, 0, 1), _qkv(settings, t, t.x, 1, 3)
+        keys, values = k, v
+    else:
+        q, k, v = _qkv(settings, t, kept, 0, 3)
+    with torch.no_grad():
+        q_drop, k_drop, v_drop = _qkv(settings, t, dropped, 0, 3)
+        if settings.mode == 'qkv':
+            keys, values = torch.cat([k, k_drop], 2), torch.cat([v, v_drop], 2)
+            if k_drop.shape[2]:
+                others = attend(q.detach(), k_drop, v_drop)
+    branch = _project(t, _with_map(q, k, v, others))
+    with torch.no_grad():
+        rest = _project(t, attend(q_drop, keys.detach(), values.detach())[0])
+        whole = branch.new_empty(t.x.shape[:2] + branch.shape[2:])
+        whole[:, drop] = rest
+    whole[:, keep] = branch  # unlike index_copy_, this stores no rows for the backward pass
+    return whole
+
+
+def _by_heads(settings, t):
+    """Branch with gradients of what the kept heads add."""
+    out = _with_map(*_qkv(settings, t, t.x, 0, 3, t.heads)).transpose(1, 2).flatten(2)
+    others = torch.ones(settings.num_heads, dtype=torch.bool, device=t.x.device)
+    others[t.heads] = False
+    weight = t.proj_weight.unflatten(1, (settings.num_heads, -1))
+    branch = F.linear(out, weight[:, t.heads].flatten(1), t.proj_bias)
+    branch = branch if t.gamma is None else branch * t.gamma
+    with torch.no_grad():
+        rest = attend(*_qkv(settings, t, t.x, 0, 3, others.nonzero()[:, 0]))[0].transpose(1, 2).flatten(2)
+        rest = F.linear(rest, weight[:, others].flatten(1))
+        rest = rest if t.gamma is None else rest * t.gamma
+    return branch + rest

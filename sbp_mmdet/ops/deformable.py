@@ -140,12 +140,13 @@ def _for_kernel(value, places, weights):
 
 
 def _parts(value, places, weights):
-    """One head of one image at a time, and its columns of the output."""
-    width = value.shape[3]
+    """Some heads of one image at a time, and their columns of the output. As many heads as there are threads, because
+    torch lets one thread sample a head."""
+    width, number = value.shape[3], torch.get_num_threads()
     for n in range(len(value)):
-        for head in range(value.shape[2]):
-            where = slice(n, n + 1), slice(None), slice(head, head + 1)
-            part = slice(n, n + 1), slice(None), slice(head * width, (head + 1) * width)
+        for first in range(0, value.shape[2], number):
+            where = slice(n, n + 1), slice(None), slice(first, first + number)
+            part = slice(n, n + 1), slice(None), slice(first * width, (first + number) * width)
             yield where, part, [x[where] for x in (value, places, weights)]
 
 

@@ -21,7 +21,7 @@ from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replaye
 from .maps import hand_on, handed_on
 from .operation import OnHost, Operation, gradients_of, in_precision
 from .precision import accumulate, column_sums, zeros_for
-from .rows import add_rows_, chunks
+from .rows import add_rows_, chunks, draw
 
 __all__ = ['EncoderSettings', 'EncoderTensors', 'deformable_encoder_layer']
 
@@ -121,11 +121,11 @@ def _attention_tensors(t, x):
 class _Rows:
     """From rows of x and of what the kernel put out to the layer's output, and back."""
 
-    def __init__(self, settings, t, needs=None, number=0):
+    def __init__(self, settings, t, needs=None):
         self.s, self.t, self.needs = settings, t, needs
         self.dtype = settings.attention.dtype
         self.output = [t.output_weight.to(self.dtype), t.output_bias.to(self.dtype)]
-        self.ffn = FeedForward(settings.ffn, t, needs, number)
+        self.ffn = FeedForward(settings.ffn, t, needs)
         names = ('output_weight', 'output_bias', 'norm1_weight', 'norm1_bias', 'norm2_weight', 'norm2_bias')
         self.sums = {name: zeros_for(getattr(t, name)) for name in names} if needs else {}
 
@@ -150,16 +150,15 @@ class _Rows:
         total = y + self.ffn.forward(y)
         return total, _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
-    def backward(self, first, x, sampled, total, grad, kept):
-        """Gradients of the rows of x, past the attention, and of what the kernel put out (None if they are dropped);
-        ``first``: number of the first row."""
+    def backward(self, x, sampled, total, grad, kept):
+        """Gradients of the rows of x, past the attention, and of what the kernel put out (None if they are dropped)."""
         t, eps, sums = self.t, self.s.eps, self.sums
         before, factor = self.first(x, sampled)
         y, *statistics = _norm(before, t.norm1_weight, t.norm1_bias, eps[0])
         second = _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
         grad = self._norm_backward('norm2', grad, total, second)
         if kept:
-            grad = grad.add_(self.ffn.backward(y, grad, first))
+            grad = grad.add_(self.ffn.backward(y, grad))
         else:
             self.ffn.skip(y)
         grad = self._norm_backward('norm1', grad, before, statistics)
@@ -168,8 +167,8 @@ class _Rows:
         out = grad.to(self.dtype)
         out = out if factor is None else out * factor
         sums['output_bias'].add_(column_sums(out))
-        of = self.ffn.sampled.of
-        accumulate(sums['output_weight'], of(out, first), of(sampled.to(self.dtype), first))
+        drawn = draw(self.s.ffn.sample, out)
+        accumulate(sums['output_weight'], drawn.divided(out), drawn.of(sampled).to(self.dtype))
         return grad, out @ self.output[0]
 
     def _norm_backward(self, name, grad, x, statistics):
@@ -206,13 +205,13 @@ def _layer_forward(settings, tensors, needs):
 def _layer_backward(settings, saved, grad, needs):
     s, t = settings.attention, saved.given
     x = saved.x.load() if isinstance(saved.x, Normed) else saved.x
-    run, keep = _Rows(settings, t, needs, x.shape[0] * x.shape[1]), t.positions and t.positions.keep
+    run, keep = _Rows(settings, t, needs), t.positions and t.positions.keep
     queries = grad.shape[1] if keep is None else len(keep)
     dx, dsampled = torch.empty_like(grad), grad.new_empty(len(grad), queries, grad.shape[2], dtype=s.dtype)
     with replayed(x.device, saved.state):
         for index, kept, chunk in run.chunks(x):
             tensors = (x, saved.sampled, saved.sum, grad)
-            rows = run.backward(chunk.flat.start, *(chunk.rows_of(i, index) for i in tensors), kept)
+            rows = run.backward(*(chunk.rows_of(i, index) for i in tensors), kept)
             chunk.put_(dx, rows[0], index)
             if kept:
                 chunk.put_(dsampled, rows[1])
@@ -220,8 +219,7 @@ def _layer_backward(settings, saved, grad, needs):
     if needs.x:
         dx.add_(inputs.pop('value'))
         inputs['x'] = add_rows_(dx, keep, inputs['x'])
-    run.ffn.sampled.scale_(run.sums['output_weight'])
-    return EncoderGradients(**inputs, **run.sums, **run.ffn.gradients())
+    return EncoderGradients(**inputs, **run.sums, **run.ffn.sums)
 
 
 _OF_QUERIES = ('x', 'query_pos', 'reference_points')

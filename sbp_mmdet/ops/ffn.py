@@ -16,7 +16,7 @@ from torch import Tensor
 from .maps import Activation
 from .operation import OnHost, Operation, Sample, gradients_of, in_precision
 from .precision import accumulate, column_sums, zeros_for
-from .rows import Sampled, chunks
+from .rows import chunks, draw
 
 __all__ = [
     'FFNSettings',
@@ -123,12 +123,10 @@ class FeedForward:
         settings (FFNSettings): With a dtype.
         tensors (NamedTuple): With the four weights of :class:`FFNTensors`.
         needs (tuple | None): Which of them get a gradient; None: there is no backward pass. Default: None.
-        number (int): Of all rows of the backward pass. Default: 0.
     """
 
-    def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None, number: int = 0):
+    def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None):
         self.settings, dtype = settings, settings.dtype
-        self.sampled = Sampled(settings.sample, number)
         self.w1, self.b1, self.w2, self.b2 = (getattr(tensors, name).to(dtype) for name in _WEIGHTS)
         wanted = [] if needs is None else [name for name in _WEIGHTS if getattr(needs, name)]
         self.sums = {name: zeros_for(getattr(tensors, name)) for name in wanted}
@@ -152,31 +150,31 @@ class FeedForward:
         for rate, width in zip(self.settings.dropout, (len(self.w1), len(self.w2)), strict=True):
             dropout_factor(rows.new_empty(len(rows), width, dtype=self.settings.dtype), rate)
 
-    def backward(self, rows: Tensor, grad: Tensor, first: int, needs_rows: bool = True) -> Tensor | None:
+    def backward(self, rows: Tensor, grad: Tensor, needs_rows: bool = True) -> Tensor | None:
         """Adds some rows to the sums.
 
         Args:
             rows (Tensor): As the forward pass got them, shape (K, C).
             grad (Tensor): Of the output, shape (K, C').
-            first (int): Number of the first of them.
             needs_rows (bool): Whether anybody asks for the result. Default: True.
 
         Returns:
             Tensor | None: Gradient of the rows.
         """
         act, dtype, sums = self.settings.activation, self.settings.dtype, self.sums
-        (dropout, second), of = self.settings.dropout, self.sampled.of
+        dropout, second = self.settings.dropout
         rows = rows.to(dtype)
         hidden = torch.addmm(self.b1, rows, self.w1.t())
         factor = dropout_factor(hidden, dropout)
         grad = grad.to(dtype)
         if second:
             grad = grad * dropout_factor(grad, second)
+        drawn = draw(self.settings.sample, grad)
         if 'bias2' in sums:
             sums['bias2'].add_(column_sums(grad))
         if 'weight2' in sums:
-            own = None if factor is None else of(factor, first)
-            accumulate(sums['weight2'], of(grad, first), scaled_(act(of(hidden, first)), own))
+            own = None if factor is None else drawn.of(factor)
+            accumulate(sums['weight2'], drawn.divided(grad), scaled_(act(drawn.of(hidden)), own))
         if not (needs_rows or 'weight1' in sums or 'bias1' in sums):
             return None
         grad = act.backward(scaled_(grad @ self.w2, factor), hidden)
@@ -184,13 +182,8 @@ class FeedForward:
         if 'bias1' in sums:
             sums['bias1'].add_(column_sums(grad))
         if 'weight1' in sums:
-            accumulate(sums['weight1'], of(grad, first), of(rows, first))
+            accumulate(sums['weight1'], drawn.divided(grad), drawn.of(rows))
         return grad @ self.w1 if needs_rows else None
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Of the weights, from the sums over all rows."""
-        self.sampled.scale_(self.sums.get('weight1'), self.sums.get('weight2'))
-        return self.sums
 
 
 def feed_forward(settings: FFNSettings, tensors: FFNTensors) -> Tensor:
@@ -221,14 +214,14 @@ def _forward(settings, tensors, needs):
 
 def _backward(settings, saved, grad, needs):
     x = saved.x
-    run = FeedForward(settings, saved.weights, needs, x.shape[0] * x.shape[1])
+    run = FeedForward(settings, saved.weights, needs)
     dx = torch.empty_like(x, dtype=settings.dtype) if needs.x else None
     with replayed(grad.device, saved.state):
         for chunk in _chunks(settings, x, run):
-            rows = run.backward(chunk.rows_of(x), chunk.rows_of(grad), chunk.flat.start, needs.x)
+            rows = run.backward(chunk.rows_of(x), chunk.rows_of(grad), needs.x)
             if needs.x:
                 chunk.put_(dx, rows)
-    return FFNGradients(x=dx, **run.gradients())
+    return FFNGradients(x=dx, **run.sums)
 
 
 _feed_forward = Operation('FeedForward', _forward, _backward, FFNGradients)

@@ -9,7 +9,6 @@ over the positions that G's gradient needs, and once more for what follows from 
 """
 
 import dataclasses
-import functools
 import types
 from typing import NamedTuple
 
@@ -23,9 +22,9 @@ from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, accumulator, column_sums, in_range, store, zeros_for
 from .rows import (
     Chunk,
-    Sampled,
     add_branch,
     chunks,
+    draw,
     in_shape,
     normalise,
     normalise_backward,
@@ -126,7 +125,6 @@ def _backward(settings, saved, grad, needs):
     outer = outer.view(g.shape)
     del g
     response = _Response.of_norm(settings, t, saved.response)
-    length, sampled = xhat.shape[1], Sampled(settings.form.sample, len(xhat) * xhat.shape[1])
     sums = types.SimpleNamespace(  # over the positions, in full precision; of each image the responses
         outer=zeros_for(t.weight2),
         w1=zeros_for(t.weight1),
@@ -135,32 +133,30 @@ def _backward(settings, saved, grad, needs):
         responses=torch.zeros_like(response.norm),
     )
     for image, rows in _parts(settings, xhat, weights):
-        drawn = functools.partial(sampled.of, first=image * length + rows.start)
         part = xhat[image, rows], scaled[image, rows], outer[image, rows], unit
-        _add_second_layer(settings, t, weights, response, sums, image, drawn, *part)
+        _add_second_layer(settings, t, weights, response, sums, image, *part)
     through, dx = response.backward(t, sums.responses), torch.empty_like(xhat)
     for image, rows in _parts(settings, xhat, weights):
-        drawn = functools.partial(sampled.of, first=image * length + rows.start)
-        part = drawn, xhat[image, rows], scaled[image, rows]
+        part = xhat[image, rows], scaled[image, rows]
         dx[image, rows] = _add_first_layer(settings, weights, response.scale[image], through[image], sums, *part)
-    sampled.scale_(sums.outer, sums.w1)
     dx = in_shape(normalise_backward(dx, xhat, rstd), grad.shape) if needs.x else None
     first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
     of_grn = (sums.responses * response.relative).sum(0), sums.grn_bias
     return GRNGradients(dx, grad, *first, *of_grn, *unscale(sums.outer, total, t.weight2, t.bias2, t.gamma))
 
 
-def _add_second_layer(settings, t, weights, response, sums, image, drawn, xhat, scaled, outer, unit):
+def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer, unit):
     """Adds what does not need G's gradient."""
     a = F.gelu(weights.hidden(xhat), approximate=settings.approximate)
     du = scaled @ weights.w2
     sums.responses[image] += (du.to(sums.responses.dtype) * a).sum(0)
     sums.grn_bias.add_(column_sums(du))
-    u = torch.addcmul(t.grn_bias.to(a.dtype), drawn(a), response.scale[image].to(a.dtype))
-    accumulate(sums.outer, drawn(outer), u, unit)
+    drawn = draw(settings.form.sample, outer)
+    u = torch.addcmul(t.grn_bias.to(a.dtype), drawn.of(a), response.scale[image].to(a.dtype))
+    accumulate(sums.outer, drawn.divided(outer), u, unit)
 
 
-def _add_first_layer(settings, weights, scale, through, sums, drawn, xhat, scaled):
+def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
     """Adds what does; gives the gradient of x-hat."""
     h = weights.hidden(xhat)
     a = F.gelu(h, approximate=settings.approximate)
@@ -168,7 +164,8 @@ def _add_first_layer(settings, weights, scale, through, sums, drawn, xhat, scale
     da = da.add_((a * through).to(settings.dtype))  # 1 / G alone may leave the range of half precision
     dh = torch.ops.aten.gelu_backward(da, h, approximate=settings.approximate)
     sums.b1.add_(column_sums(dh))
-    accumulate(sums.w1, drawn(dh), drawn(xhat))
+    drawn = draw(settings.form.sample, dh)
+    accumulate(sums.w1, drawn.divided(dh), drawn.of(xhat))
     return dh @ weights.w1
 
 

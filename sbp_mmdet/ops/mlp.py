@@ -8,7 +8,6 @@ be run again, nothing. The hidden layer is computed again in the backward pass. 
 """
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,9 +23,9 @@ from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, Sum, column_sums, store
 from .rows import (
     Incoming,
-    Sampled,
     add_branch,
     chunks,
+    draw,
     empty_tokens,
     fold,
     in_shape,
@@ -206,7 +205,6 @@ class _BackwardPass:
         self.w2 = self.incoming.second(self.t.weight2)
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
         self.w1, self.b1 = MLPWeights.first(self.t, settings.dtype)
-        self.sampled = Sampled(settings.form.sample, len(grad) * self.kept)
         self.x = None  # (N, K, C), what x-hat is computed from
         if self.t.conv is not None:
             x = tokens_of(self.t.conv.run())
@@ -238,16 +236,16 @@ class _BackwardPass:
         g = self.incoming.rows(chunk, self.keep)
         if sums.outer is None and sums.b1 is None:
             return
-        rows, drawn = self._activations(chunk), functools.partial(self.sampled.of, first=chunk.flat.start)
+        rows, drawn = self._activations(chunk), draw(settings.form.sample, g)
         if sums.outer is not None:
-            hidden = F.gelu(drawn(rows[-1]), approximate=settings.approximate)
-            sums.outer.add_product(drawn(g), hidden, self.incoming.unit)
+            hidden = F.gelu(drawn.of(rows[-1]), approximate=settings.approximate)
+            sums.outer.add_product(drawn.divided(g), hidden, self.incoming.unit)
             del hidden
         if sums.b1 is None:
             return
         dh = self._through_gelu(chunk, g, *rows)
         if sums.w1 is not None:
-            sums.w1.add_product(drawn(dh), drawn(rows[0]))
+            sums.w1.add_product(drawn.divided(dh), drawn.of(rows[0]))
 
     def _activations(self, chunk):
         """x-hat, its reciprocal deviation, if anybody asks, and the hidden layer of some kept rows."""
@@ -274,7 +272,6 @@ class _BackwardPass:
         """From the sums over the rows."""
         t, first = self.t, [None] * 4
         outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
-        self.sampled.scale_(outer, w1)
         if b1 is not None:
             first = unfold(w1, b1, t.weight1, t.norm_weight, t.norm_bias)
         return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))

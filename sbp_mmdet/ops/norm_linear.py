@@ -12,7 +12,7 @@ from ..masks import Positions
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, accumulate, column_sums, store
 from .rows import (
-    Sampled,
+    draw,
     fold,
     in_shape,
     laid_out,
@@ -124,9 +124,8 @@ def _backward(settings, saved, grad, needs):
     incoming = incoming.to(settings.dtype)
     dw = None
     if needs.weight or needs.norm_weight:
-        sampled = Sampled(settings.form.sample, len(xhat))
-        dw = accumulate(None, sampled.of(incoming), sampled.of(xhat.flatten(1)))
-        sampled.scale_(dw)
+        drawn = draw(settings.form.sample, incoming)
+        dw = accumulate(None, drawn.divided(incoming), drawn.of(xhat.flatten(1)))
     dx = _input_gradient(saved, incoming, w, xhat, tokens.shape) if needs.x else None
     return NormLinearGradients(dx, *_parameter_gradients(saved.given, layer, dw, db))
 

@@ -29,10 +29,10 @@ _CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'
 
 
 class Sample(NamedTuple):
-    """Every ``step``-th row, the first of them is number ``phase``, of all rows of a batch."""
+    """The share of rows that gradients of weights are estimated from, and where the draws begin, in [0, 1)."""
 
-    step: int
-    phase: int
+    ratio: float
+    at: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Form:
         storage (str): How normalised inputs wait for the backward pass: as they are ('native'), or rounded to eight
             bits ('int8'). Default: 'native'.
         sample (Sample | None): Rows that gradients of weights are estimated from, where no position is dropped, see
-            :class:`.rows.Sampled`; None: all, and they are exact. Default: None.
+            :func:`.rows.draw`; None: all, and they are exact. Default: None.
 
     Raises:
         ValueError: For an unknown value, or one that the reference does not have.

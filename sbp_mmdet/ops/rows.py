@@ -15,11 +15,12 @@ from .precision import Sum, accumulator, multiplied
 __all__ = [
     'CHUNK',
     'Chunk',
+    'Drawn',
     'Incoming',
-    'Sampled',
     'add_branch',
     'add_rows_',
     'chunks',
+    'draw',
     'empty_tokens',
     'fold',
     'in_shape',
@@ -332,32 +333,57 @@ def unscale(outer, total, weight, bias, gamma):
     return outer * gamma[:, None], total * gamma, (outer * weight).sum(1) + total * bias
 
 
-class Sampled:
-    """The rows of an operation that gradients of weights are estimated from; all rows send gradients to the input.
+# Gradients of weights from a sample of the rows.
 
-    The gradient of a weight is a sum over rows of outer products. Its estimate is the sum over every n-th row, times
-    the number of all rows over that of the sample. The first row is drawn, so each row is as likely as another, and the
-    mean of the estimate is the gradient. Gradients of inputs and biases are exact. So the error stays in the layer
-    where it arises, and averages out over steps as that of a minibatch does; that of the paper's method adds up over
+# A row's chance is that of its norm, in units of the mean norm over _UNITS, plus _LEAST units. Whole numbers, because
+# their sums are the same in every order: so a GPU's are deterministic, and chances are exactly what they are taken for.
+_UNITS, _LEAST = 2**16, 2**13
+
+
+class Drawn(NamedTuple):
+    """Rows that the gradients of weights are estimated from; None: all of them.
+
+    Attributes:
+        index (Tensor | None): Of the rows, shape (n,).
+        factor (Tensor | None): One over what each is divided by, shape (n, 1).
+    """
+
+    index: Tensor | None
+    factor: Tensor | None
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Those among rows (K, ...)."""
+        return rows if self.index is None else rows[self.index]
+
+    def divided(self, rows: Tensor) -> Tensor:
+        """The same, divided: the left factor of an estimate."""
+        return rows if self.index is None else rows[self.index] * self.factor.to(rows.dtype)
+
+
+def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
+    """Rows that gradients of weights are estimated from; all rows send gradients to the input.
+
+    The gradient is the sum over rows of outer products of the gradient's row and the activation's. Its estimate is the
+    sum over n draws, each divided by n times its row's chance; so its mean is the gradient. A row's chance follows the
+    norm of its gradient, since rows with large ones carry most of the sum, and n draws stand at even distances on the
+    line of all chances (systematic sampling). Gradients of inputs and biases are exact: the error stays in the layer
+    where it arises, and averages out over steps as that of a minibatch does. That of the paper's method adds up over
     the depth, and its mean is not zero.
 
     Args:
         sample (Sample | None): None: all rows.
-        number (int): Of all rows.
+        *parts (Tensor): Gradients, shape (K, ...), whose norms are added. Where they are not finite, neither are the
+            estimates.
     """
-
-    def __init__(self, sample: Sample | None, number: int):
-        step, phase = sample or (1, 0)
-        self.step = max(min(step, number), 1)  # at least one row
-        self.phase = phase % self.step
-        self.share = number / max(len(range(self.phase, number, self.step)), 1)
-
-    def of(self, rows: Tensor, first: int = 0) -> Tensor:
-        """Those among rows (K, ...) that are numbered from ``first`` on: a view."""
-        return rows[(self.phase - first) % self.step :: self.step]
-
-    def scale_(self, *sums: Tensor | None) -> None:
-        """Makes sums over the sample into estimates of those over all rows, in place; None: nobody asks."""
-        for total in sums:
-            if self.step > 1 and total is not None:
-                total.mul_(self.share)
+    if sample is None or not len(parts[0]):
+        return Drawn(None, None)
+    rows = len(parts[0])
+    number = max(round(sample.ratio * rows), 1)
+    sizes = sum(torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts)
+    unit = sizes.mean().clamp_min(torch.finfo(sizes.dtype).tiny * _UNITS) / _UNITS
+    sizes = torch.floor(sizes / unit).add_(_LEAST)
+    ends = sizes.long().cumsum(0)
+    apart = ends[-1] * (unit / unit).double() / number  # NaN where a row is not finite
+    at = (torch.arange(number, dtype=torch.float64, device=sizes.device) + sample.at) * apart
+    index = torch.searchsorted(ends, at.long(), right=True).clamp_(0, rows - 1)
+    return Drawn(index, (apart / sizes[index])[:, None])

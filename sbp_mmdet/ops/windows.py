@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, Sum, accumulator, column_sums, store
-from .rows import CHUNK, Chunk, Incoming, Sampled, add_branch, fold, normalise, normalise_backward, unfold
+from .rows import CHUNK, Chunk, Incoming, add_branch, draw, fold, normalise, normalise_backward, unfold
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -110,7 +110,7 @@ def _forward(settings, tensors, needs):
 
 def _backward(settings, saved, grad, needs):
     t, layout = saved.given, _layout(settings.size, settings.window, settings.shift, grad.device)
-    layers, sampled = _Layers.folded(settings, t), Sampled(settings.form.sample, len(grad) * len(layout.order))
+    layers, sample = _Layers.folded(settings, t), settings.form.sample
     xhat = saved.xhat.load(settings.dtype)
     incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _sums(t, layout)
     scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
@@ -119,15 +119,16 @@ def _backward(settings, saved, grad, needs):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
         g = windows.without_padding_(scaled.index_select(1, layout.order[chunk]))
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
-        first = len(g) * chunk.start
-        sums.proj_weight.add_product(*(sampled.of(rows.flatten(0, 1), first) for rows in (g, windows.out())))
+        g, out = g.flatten(0, 1), windows.out().flatten(0, 1)
+        drawn = draw(sample, g)
+        sums.proj_weight.add_product(drawn.divided(g), drawn.of(out))
         if windows.pads is not None:
             sums.pads.add(column_sums((dqkv[:, windows.edge :] * windows.pads).flatten(0, 1)))
         sums.qkv_bias.add(column_sums(windows.without_padding_(dqkv).flatten(0, 1)))
-        sums.qkv_weight.add_product(*(sampled.of(rows.flatten(0, 1), first) for rows in (dqkv, windows.xhat)))
+        rows, drawn = dqkv.flatten(0, 1), draw(sample, dqkv.flatten(0, 1))
+        sums.qkv_weight.add_product(drawn.divided(rows), drawn.of(windows.xhat.flatten(0, 1)))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
-    sampled.scale_(sums.proj_weight.value, sums.qkv_weight.value)
     found = _parameter_gradients(settings, t, sums)._replace(proj_bias=incoming.total)
     if not needs.x:
         return found

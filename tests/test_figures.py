@@ -1,0 +1,232 @@
+"""Figures in the documents are those of the results."""
+
+import json
+import re
+import runpy
+import statistics
+
+import pytest
+from helpers import ROOT
+
+PHOTOGRAPHS = 'gradient_pool_photographs'
+
+
+def _text(name):
+    return (ROOT / name).read_text()
+
+
+def _results(name):
+    return json.loads(_text(f'docs/results/{name}.json'))
+
+
+def _rows(name, **where):
+    """Preset to row, in today's names. Files of before call 'exact' 'exact-block' where there was such a preset."""
+    rows = [row for row in _results(name)['rows'] if all(row[key] == value for key, value in where.items())]
+    rows = {frozenset((row.get('preset') or row['variant']).split('+')): row for row in reversed(rows)}
+    blocks = any('exact-block' in variant for variant in rows)
+    former = dict(exact='exact-block', int8='int8-block') if blocks else {}
+    former |= dict(paper='recompute') if any('recompute' in variant for variant in rows) else {}
+
+    def find(variant):
+        preset, *pieces = variant.split('+')
+        return rows.get(frozenset([former.get(preset, preset), *pieces]))
+
+    return find
+
+
+def _ratio(rows, variant, key, form='.3f'):
+    row = rows(variant)
+    return '' if row is None else f'{row[key] / rows("none")[key]:{form}}'
+
+
+def _tables(name, heading):
+    """(first cell, head of the column, cell) of the table under a heading."""
+    part = re.split(r'\n#+ ', _text(name).split(f'# {heading}\n')[1])[0]
+    head, _, *lines = (line.strip('| ').split(' | ') for line in _padded(part) if line.startswith('|'))
+    for first, *cells in lines:
+        for column, cell in zip([*_whole(head)][-len(cells) :], cells, strict=True):
+            yield _plain(first), _plain(column), _plain(cell)
+
+
+def _whole(heads):
+    """Heads of columns; one without a measure has that of the column before it, 'stored: ConvNeXt-B | ResNet-50'."""
+    measure = ''
+    for head in heads:
+        before, colon, _ = head.partition(': ')
+        measure = before if colon else measure if head[0].isupper() or head.startswith('stage') else ''
+        yield head if colon or not measure else f'{measure}: {head}'
+
+
+def _padded(part):
+    return (re.sub(r'\|(?=\|)|\| (?=\|)', '| - ', line) for line in part.splitlines())
+
+
+def _plain(cell):
+    cell = cell.replace('\\*', '').replace('*', '').replace('`', '').strip()
+    return '' if cell == '-' else cell
+
+
+# Rows of the tables of bytes to files.
+DETECTORS = {
+    'ConvNeXt-T': 'convnext_t',
+    'ConvNeXt-B': 'convnext_b',
+    'Swin-T': 'swin_t',
+    'ViT-B': 'vit_b',
+    'ResNet-50': 'r50',
+    'CSPNeXt': 'rtmdet_s',
+    'DINO': 'dino_r50',
+}
+
+
+def _counted(key):
+    """Of a detector, by the end of the first cell: its bytes where nothing is changed, and presets relative to that."""
+
+    def figure(first, column):
+        detector = next(file for name, file in DETECTORS.items() if name in first)
+        rows = _rows(f'detector_bytes_{detector}')
+        preset, *pieces = column.split(' and ')
+        if preset == 'plain':
+            return f'{rows("none")[key] / 1e9:.2f} GB'
+        return _ratio(rows, preset + ('+cp-heads+cp-rpn+cp-neck' if pieces else ''), key)
+
+    return figure
+
+
+TIMES = {
+    'ConvNeXt-B, stage 1': 'convnext_b_stage1',
+    'ConvNeXt-B, stage 3': 'convnext_b_stage3',
+    'Swin-T, stage 1': 'swin_t_stage1',
+    'Swin-T, stage 3': 'swin_t_stage3',
+    'ViT-B, 196 tokens': 'vit_b_224',
+    'ResNet-50': 'r50',
+    'CSPNeXt-L': 'cspnext_l',
+    'CSPDarknet-L': 'cspdarknet_l',
+    'DINO, a layer of the encoder': 'dino_encoder_layer',
+}
+
+
+def _time(first, column):
+    row = _rows(f'time_{TIMES[first]}')(column)
+    return '' if row is None else f'{row["ratio"]:.2f}'
+
+
+def _step(first, column):
+    preset, *skip = first.split(', ')
+    row = _rows(f'detector_steps_{column[-1].lower()}')(preset + ('+skip' if skip else ''))
+    return '' if row is None else f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
+
+
+def _fp32(first, column):
+    rows = _rows('fp32_convnext' if 'ConvNeXt' in first else 'fp32_vit')
+    inside = ('stem', 'stage', 'output', 'backbone')
+    stored = [sum(n for part, n in rows(v)['saved'].items() if part.startswith(inside)) for v in (column, 'with_cp')]
+    return f'{stored[0] / stored[1]:.2f}'
+
+
+def _rival(first, column):
+    names = {'selective checkpointing': 'selective', 'torch.compile with': 'compile-0.1', 'torch.compile': 'compile'}
+    rows = _rows('rivals_backbone_cpu')
+    name = next((name for start, name in names.items() if first.startswith(start)), first)
+    if column == 'stored':
+        return _ratio(rows, name, 'saved_bytes')
+    key, form = dict(time=('total_ratio', '.2f'), error=('drawn_error', '.0e'))[column]
+    return f'{rows(name)[key] or 0:{form}}'.replace('0e+00', '0')
+
+
+def _in_the_readme(first, column):
+    measure, _, subject = column.partition(': ')
+    if measure in ('stored', 'peak'):
+        first = {'sampled': 'exact'}.get(first, first)  # it stores the same
+        return _counted('backbone' if measure == 'stored' else measure)(subject, first)
+    if measure == 'time':
+        return _time(f'ConvNeXt-B, {subject}', first)
+    if column == 'box AP' and first != 'with_cp':
+        return _trained({'paper': 'zero'}.get(first, first), 'box AP, less none').split(' (')[0]
+    return None
+
+
+def test_first_figures_of_the_readme():
+    said = [float(figure) for figure in re.findall(r'\b0\.\d\d\b', _text('README.md').split('## ')[0])]
+    peaks = [
+        _counted('peak')(detector, preset) for preset in ('exact', 'with_cp') for detector in ('ConvNeXt-B', 'DINO')
+    ]
+    assert said == [round(float(peak), 2) for peak in peaks]
+
+
+def _trained(first, column):
+    """Mean over seeds; differences to the setting 'none' are paired, with the interval of Student's t."""
+    results = _results('nuclei')['results'] | _results('nuclei_sampled')['results']
+    runs = [{seed: results[name][seed] for seed in results[first]} for name in (first, 'none')]
+    if column in ('box AP', 'mask AP'):
+        values = [100 * run['ap'][column] for run in runs[0].values()]
+        return f'{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}'
+    ends = [[100 * run['ap']['box AP'] for run in of.values()] for of in runs]
+    courses = [[100 * statistics.mean(p['box AP'] for p in run['curve']) for run in of.values()] for of in runs]
+    values = [a - b for a, b in zip(*(courses if column.startswith('mean') else ends), strict=True)]
+    t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
+    mean, half = statistics.mean(values), t * statistics.stdev(values) / len(values) ** 0.5
+    return '' if first == 'none' else f'{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})'
+
+
+def _cosines(*files):
+    """Of gradient studies: a column of the first file, or of the one that it names, such as 'nuclei: backbone'."""
+
+    def figure(first, column):
+        subject, _, column = column.rpartition(': ')
+        file = next((file for file in files if subject and subject in file), files[0])
+        first = re.sub(
+            ', the paper.*', '', {'4 blocks of 12': 'blocks 4', '12 blocks of 12': 'blocks 12'}.get(first, first)
+        )
+        found = _results(file)['results']
+        found = found[first if first in found else f'blocks {first}']
+        value = found['mean layer' if column == 'mean layer' else 'backbone']
+        value = value['norm_ratio' if column.startswith('norm ratio') else 'cosine']
+        return f'{value["mean"]:.3f}', f'{value["mean"]:.3f} ± {value["std"]:.3f}'
+
+    return figure
+
+
+def _draws(first, column):
+    """Cosine and relative error of rows that are drawn by norm, and of every n-th row."""
+    label = {'a half': ',keep_ratio=0.5', 'an eighth': ',keep_ratio=0.125', 'a quarter': ''}[first.split(', ')[1]]
+    if first.startswith('paper'):
+        label = {'': ',keep_ratio=0.25'}.get(label, '')
+    file = 'gradient_rows' + '_uniform' * column.startswith('every') + '_8' * column.endswith('eight')
+    found = _results(file)['results'][first.split(', ')[0] + label]['backbone']
+    return f'{found["cosine"]["mean"]:.3f}, {found["relative_error"]["mean"]:.2f}', ''
+
+
+def test_picture_of_what_is_stored(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'research'))
+    tool, rows = runpy.run_path(str(ROOT / 'research/draw_stored.py')), _rows('block_cpu', stage=1)
+    for preset in tool['STORED']:
+        n, channels, height, width = rows(preset)['shape']
+        unit = 4 * n * channels * height * width
+        assert tool['units'](preset) == pytest.approx(rows(preset)['saved_bytes'] / unit, abs=0.021), preset
+
+
+@pytest.mark.parametrize(
+    'page, heading, figure',
+    [
+        ('docs/costs.md', 'Backbones: stored bytes', _counted('backbone')),
+        ('docs/costs.md', 'Blocks: time', _time),
+        ('docs/costs.md', 'Whole detectors: peak', _counted('peak')),
+        ('docs/costs.md', 'A whole step: time', _step),
+        ('docs/costs.md', 'In fp32', _fp32),
+        ('docs/costs.md', 'What else there is', _rival),
+        ('README.md', 'Which preset', _in_the_readme),
+        ('docs/research/accuracy.md', 'Result', _trained),
+        ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
+        ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
+        ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
+        ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
+        ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
+        ('docs/research/vit.md', 'Orders, samplers, number of blocks', _cosines('gradient_vit')),
+    ],
+)
+def test_figures(page, heading, figure):
+    cells = [*_tables(page, heading)]
+    assert cells
+    for first, column, cell in cells:
+        expected = figure(first, column)
+        assert expected is None or cell in ([expected] if isinstance(expected, str) else expected), (first, column)
