@@ -12,7 +12,7 @@ import argparse
 from mmengine.config import DictAction
 
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import add_inputs, inputs_of
+from sbp_mmdet.plan.inputs import add_inputs, crowded, inputs_of
 from sbp_mmdet.plan.planner import parse_size
 from sbp_mmdet.plan.tables import Column, describe_machine, format_bytes, output_file, text_table, write_json
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
@@ -31,13 +31,13 @@ def main():
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--variants', nargs='+', default=['none', 'with_cp', 'exact', 'int8', 'paper'])
     add_inputs(parser)
-    parser.add_argument('--boxes', type=int, default=60, help='in each image (default: 60)')
+    parser.add_argument('--boxes', type=int, help='in each image (default: a crowded batch of COCO)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
     args = parser.parse_args()
     config = load_config(args.config, args.cfg_options)
     inputs = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes or crowded(inputs.batch))
     rows, base = [], plain(config)
     for variant in args.variants:
         keys = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}

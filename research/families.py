@@ -26,7 +26,7 @@ from torch import nn
 from sbp_mmdet.apply import LeanHook
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector, own_crops
-from sbp_mmdet.plan.inputs import BOXES, inputs_of
+from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
 from sbp_mmdet.plan.variants import load_config, plain, presets_of, with_variant
 
@@ -124,7 +124,7 @@ def count(path: Path) -> dict:
     config, peaks, seconds = plain(load_config(str(path))), {}, {}
     inputs = inputs_of(config)
     apply = presets_of(build_detector(config, 'cpu')[0])
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=BOXES)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
     for variant in VARIANTS:
         if apply[variant] is None:
             start = time.process_time()

@@ -27,7 +27,7 @@ from mmengine.logging import MMLogger
 from tables import panels, save_picture
 
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import BOXES, inputs_of
+from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
 from sbp_mmdet.plan.tables import Column, markdown_table
 from sbp_mmdet.plan.variants import load_config, plain
@@ -59,14 +59,14 @@ def count(name: str) -> dict:
     start = time.process_time()
     config = plain(load_config(f'mmdet::{name}'))
     inputs = inputs_of(config)
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width)
-    row = measure_detector(config, boxes=BOXES, **case)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
+    row = measure_detector(config, **case)
     keys = ('parameters', 'optimizer', 'gradients', 'saved', 'forward', 'peak', 'peak_phase', 'peaks')
     found = {key: row[key] for key in keys}
     reason = reason_of(name)
-    if reason and (reason.boxes, reason.then) != (BOXES, False):
+    if reason and (reason.boxes or reason.then):
         with torch_of_then() if reason.then else contextlib.nullcontext():
-            found['explained'] = measure_detector(config, boxes=reason.boxes, **case)['peak']
+            found['explained'] = measure_detector(config, **dict(case, boxes=reason.boxes or case['boxes']))['peak']
     found.update(size=[inputs.batch, inputs.height, inputs.width], amp='Amp' in str(config.optim_wrapper.type))
     return dict(found, seconds=round(time.process_time() - start, 1))
 
@@ -76,12 +76,12 @@ class Reason(NamedTuple):
 
     Attributes:
         text (str): For the reader.
-        boxes (int): Boxes of its crowded images.
+        boxes (int | None): Boxes of its crowded images, where COCO's are not meant.
         then (bool): Measured with a torch whose functions stored more, see :func:`torch_of_then`.
     """
 
     text: str
-    boxes: int = BOXES
+    boxes: int | None = None
     then: bool = False
 
 
@@ -90,6 +90,7 @@ _GROUP_NORM = Reason('torch of then (early 2020) made group norm of batch norm a
 _BENCHMARK = Reason("cudnn_benchmark=True: the workspaces of cuDNN's trials are not counted")
 _TWO_IMAGES = Reason('likely measured with two images: twice as much as the same detector with R-50 and two')
 _OF_ANOTHER = Reason('the figure is larger than that of the whole SOLOv2 with larger images')
+_SAME_MODEL = Reason('the figure of another model: its 1x config has the same one, and 9.2')
 _UNKNOWN = Reason('not explained')
 # Families, and single configs, that no margin is fitted on; except those that are not explained.
 REASONS = {
@@ -98,7 +99,7 @@ REASONS = {
     'faster_rcnn/faster-rcnn_r50_fpn_amp-1x_coco.py': Reason('likely measured with the mixed precision of mmdet 2'),
     'fpg/retinanet_r50_fpg-chn128_crop640_50e_coco.py': _BENCHMARK,
     'fpg/retinanet_r50_fpg_crop640_50e_coco.py': _BENCHMARK,
-    'foveabox/fovea_r101_fpn_4xb4-2x_coco.py': _UNKNOWN,
+    'foveabox/fovea_r101_fpn_4xb4-2x_coco.py': _SAME_MODEL,
     'gn': _GROUP_NORM,
     'gn+ws': _GROUP_NORM,
     'htc/htc_x101-32x4d_fpn_16xb1-20e_coco.py': _TWO_IMAGES,

@@ -1,10 +1,12 @@
-"""A batch as COCO's training pipeline would give it, and proposals as a trained RPN would."""
+"""A batch as COCO's training pipeline would give it, and what a trained detector would find."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+from mmdet.models.task_modules.assigners import DynamicSoftLabelAssigner
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
 from mmdet.structures.mask import BitmapMasks
@@ -12,7 +14,7 @@ from mmengine.logging import MessageHub
 from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
-__all__ = ['at_the_first_step', 'build_batch', 'proposals_of_a_trained_rpn']
+__all__ = ['as_if_trained', 'at_the_first_step', 'build_batch']
 
 # Share of the image's shorter side, from COCO's small to its large objects.
 _BOX_SIDES = (0.02, 0.6)
@@ -124,20 +126,32 @@ def at_the_first_step() -> Iterator[None]:
             told.pop(key)
 
 
-def proposals_of_a_trained_rpn(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
-    """Replaces the RPN's proposals by what a trained one would find: boxes near the ground truth, and others.
+def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
+    """Makes a detector find as much as it will find when it is trained.
 
-    An untrained RPN finds next to nothing, so the RoI heads would get fewer positive samples, and the mask heads store
-    less, than in all but the first steps of a training.
+    An untrained RPN finds next to nothing, so RoI heads would get fewer positive samples, and mask heads store less,
+    than in all but the first steps of a training. Its proposals are replaced by boxes near the ground truth, and
+    others. RTMDet's heads assign more predictions to a box the better they are: RTMDet-Ins has a mask for each of them.
 
     Args:
-        detector (nn.Module): A two-stage detector, changed in place; others are left as they are.
-        per_box (int): Proposals near each box; half of all at most. Default: 8.
+        detector (nn.Module): A detector, changed in place; what has neither is left as it is.
+        per_box (int): Proposals near each box, half of all at most; predictions assigned to each. Default: 8.
         seed (int): Of places and sizes. Default: 0.
     """
-    rpn = getattr(detector, 'rpn_head', None)
-    if not hasattr(rpn, 'loss_and_predict'):
-        return
+    for module in detector.modules():
+        if isinstance(assigner := getattr(module, 'assigner', None), DynamicSoftLabelAssigner):
+            assigner.dynamic_k_matching = functools.partial(_assigned, assigner.dynamic_k_matching, per_box)
+    if hasattr(rpn := getattr(detector, 'rpn_head', None), 'loss_and_predict'):
+        _find_near_the_truth(rpn, per_box, seed)
+
+
+def _assigned(original, per_box, cost, ious, *args):
+    """As the assigner does where the cheapest predictions of each box overlap it so much that it takes ``per_box``."""
+    cheapest = cost.topk(min(13, len(cost)), 0, largest=False).indices
+    return original(cost, torch.zeros_like(ious).scatter_(0, cheapest, per_box / len(cheapest)), *args)
+
+
+def _find_near_the_truth(rpn, per_box, seed):
     original = rpn.loss_and_predict
 
     def loss_and_predict(x, batch_data_samples, *args, **kwargs):

@@ -24,7 +24,7 @@ from ..rehearse import DoesNotFit
 from ..settings import PRESETS
 from .check import check
 from .detector import build_detector, measure_detector
-from .inputs import BOXES, add_inputs, inputs_of
+from .inputs import add_inputs, crowded, inputs_of
 from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, parse_bytes, parse_size, plan
 from .tables import Column, format_gib, text_table
 from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
@@ -64,7 +64,7 @@ def _add_plan(verbs):
     verb.add_argument('--budget', help="memory of the GPU: 8GiB, 7.5GB (default: this machine's GPU)")
     add_inputs(verb)
     verb.add_argument(
-        '--boxes', type=int, default=BOXES, help=f'boxes in an image; COCO has up to 93 (default: {BOXES})'
+        '--boxes', type=int, help='boxes in an image (default: a crowded batch of COCO: 60 for 2 images, 20 for 32)'
     )
     verb.add_argument('--gpus', type=int, default=1, help='above 1: with the buckets of distributed training')
     verb.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
@@ -84,6 +84,7 @@ def _plan(args, config):
             'Such steps are not counted; plan for the config of the detector alone'
         )
     inputs = inputs_of(config, args.batch, size)
+    args.boxes = args.boxes or crowded(inputs.batch)
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
     try:
         rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)

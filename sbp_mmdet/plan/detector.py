@@ -23,7 +23,7 @@ from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
 from ..surgery import model_hooks
-from .batch import at_the_first_step, build_batch, proposals_of_a_trained_rpn
+from .batch import as_if_trained, at_the_first_step, build_batch
 from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
 from .device import check_device, noting, use_device
@@ -59,7 +59,7 @@ def measure_detector(
     boxes: int,
     device: str = 'cpu',
     compute: bool = False,
-    trained_proposals: bool = True,
+    trained: bool = True,
     rounds: int = 5,
 ) -> dict:
     """Runs training steps of a config's model on random images, and counts in the last one.
@@ -73,7 +73,7 @@ def measure_detector(
         device (str): 'cpu', or a CUDA device. Default: 'cpu'.
         compute (bool): On a CPU, carry out the arithmetic of large operations too; the bytes are the same.
             Default: False.
-        trained_proposals (bool): See :func:`.batch.proposals_of_a_trained_rpn`. Default: True.
+        trained (bool): See :func:`.batch.as_if_trained`. Default: True.
         rounds (int): Timed steps on CUDA. Default: 5.
 
     Returns:
@@ -88,7 +88,7 @@ def measure_detector(
     check_case(batch=batch, boxes=boxes, rounds=rounds, device=device)
     cuda = torch.device(device).type == 'cuda'
     if batch > MOST_IMAGES and not cuda:
-        case = dict(height=height, width=width, boxes=boxes, compute=compute, trained_proposals=trained_proposals)
+        case = dict(height=height, width=width, boxes=boxes, compute=compute, trained=trained)
         return _extended(batch, *(measure_detector(config, batch=n, **case) for n in _SMALLER))
     with own_crops(), at_the_first_step(), contextlib.ExitStack() as stack:
         counter = LiveBytes()
@@ -98,7 +98,7 @@ def measure_detector(
             stack.enter_context(cuda_storage(counter, bfloat16))
             stack.enter_context(assignment_on_cpu(counter))
         case = dict(batch=batch, height=height, width=width, boxes=boxes, device=device)
-        model, wrapper, data = build_training(config, trained_proposals=trained_proposals, **case)
+        model, wrapper, data = build_training(config, trained=trained, **case)
         try:
             if cuda:
                 return _measure_cuda(model, wrapper, data, rounds)
@@ -176,12 +176,12 @@ def own_crops(crop: Callable | None = None):
 
 
 def build_training(
-    config: Config, *, batch: int, height: int, width: int, boxes: int, device: str, trained_proposals: bool = True
+    config: Config, *, batch: int, height: int, width: int, boxes: int, device: str, trained: bool = True
 ) -> tuple:
     """What a training step needs. To be called within :func:`own_crops`.
 
     Args:
-        config, batch, height, width, boxes, device, trained_proposals: See :func:`measure_detector`.
+        config, batch, height, width, boxes, device, trained: See :func:`measure_detector`.
 
     Returns:
         tuple: Model in training mode, optimizer wrapper, and a batch.
@@ -193,8 +193,8 @@ def build_training(
             config = copy.deepcopy(config)
             config.optim_wrapper.loss_scale = 1.0
     model, wrapper = build_detector(config, device)
-    if trained_proposals:
-        proposals_of_a_trained_rpn(model)
+    if trained:
+        as_if_trained(model)
     found = inputs_of(config)
     num_classes, masks = labels_of(config)
     given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
