@@ -170,7 +170,7 @@ def report(rows: dict[str, dict]) -> str:
         Column('gradients, error', lambda row: f'{row["gradient_error"]:.0e}' if 'gradient_error' in row else None),
         Column('plain peak', peak('none', lambda n, _: format_bytes(n))),
         *(Column(f'with `{variant}`', peak(variant, share)) for variant in VARIANTS[1:]),
-        Column('', lambda row: row.get('untried') or row.get('error') or row.get('plan', {}).get('error')),
+        Column('', lambda row: (row.get('untried') or row.get('error') or row.get('plan', {}).get('error') or '')[:90]),
     ]
     return f'{said}\n\n{markdown_table(columns, [dict(row, family=family) for family, row in sorted(rows.items())])}'
 

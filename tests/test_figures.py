@@ -196,6 +196,12 @@ def _draws(first, column):
     return f'{found["cosine"]["mean"]:.3f}, {found["relative_error"]["mean"]:.2f}', ''
 
 
+def test_page_of_families(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'research'))
+    report = runpy.run_path(str(ROOT / 'research/families.py'))['report'](_results('families')['rows'])
+    assert report in _text('docs/research/families.md')
+
+
 def test_picture_of_what_is_stored(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / 'research'))
     tool, rows = runpy.run_path(str(ROOT / 'research/draw_stored.py')), _rows('block_cpu', stage=1)
