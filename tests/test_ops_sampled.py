@@ -15,7 +15,7 @@ from mmcv.cnn.bricks.transformer import FFN
 from mmengine.logging import MessageHub
 from ops_cases import CASES, differentiate
 from oracles import assert_near, gradients, image, relative_error
-from test_ops_transformer import TOKENS, ffn_tensors, layer, layer_tensors, places, scattered, settings_of
+from test_ops_transformer import TOKENS, ffn_tensors, layer, layer_tensors, padding, places, scattered, settings_of
 from test_ops_transformer import gradients as of_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -176,17 +176,19 @@ def test_exact_on_average(name, options):
 
 @pytest.mark.parametrize('chunk', [None, 400])
 @pytest.mark.parametrize('kind', ['ffn', 'encoder'])
-def test_transformers_exact_on_average(kind, chunk):
+@pytest.mark.parametrize(('rate', 'numbers'), [(0.0, 2), (0.2, 4)])
+def test_transformers_exact_on_average(kind, chunk, rate, numbers):
     module = scattered(FFN(8, 32, add_identity=False)) if kind == 'ffn' else layer()
     x, pos = (torch.randn(2, TOKENS, 8 if kind == 'ffn' else 16, dtype=torch.float64) for _ in range(2))
     leaves = dict(module.named_parameters(), x=x.requires_grad_())
-    reference = places(2, TOKENS).detach()
+    reference = places(numbers, TOKENS).detach()
 
     def run(sample):
-        ffn = FFNSettings(chunk=chunk, sample=sample)
+        ffn = FFNSettings(dropout=(rate, rate), chunk=chunk, sample=sample)
         if kind == 'ffn':
             return of_leaves(lambda: feed_forward(ffn, ffn_tensors(module, x)), leaves)
-        tensors, settings = layer_tensors(module, x, pos, reference, None), dataclasses.replace(settings_of(), ffn=ffn)
+        tensors = layer_tensors(module, x, pos, reference, padding(numbers == 4))
+        settings = dataclasses.replace(settings_of(rate), ffn=ffn)
         return of_leaves(lambda: deformable_encoder_layer(settings, tensors), leaves)
 
     exact, parts = run(None), [run(Sample(0.3, at)) for at in DRAWS]
