@@ -274,15 +274,6 @@ def test_copies_and_pickles_are_lean_and_independent():
         assert all(p is not q for p, q in zip(other.parameters(), lean.parameters(), strict=True))
 
 
-def test_gradients_accumulate_over_passes():
-    stock = ordinary(Row(conv_module(), BasicBlock(8, 8)))
-    lean = copy.deepcopy(stock)
-    apply_lean(lean)
-    for model in (stock, lean):
-        sum(model(image(size)).square().mean() for size in (12, 16)).backward()
-    assert relative(*({n: p.grad for n, p in m.named_parameters()} for m in (lean, stock))) < 1e-11
-
-
 def test_two_outputs_of_one_layer_and_a_shared_layer():
     """A head that runs on several maps, and maps that several layers read."""
 

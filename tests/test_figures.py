@@ -74,6 +74,9 @@ DETECTORS = {
     'ViT-B': 'vit_b',
     'ResNet-50': 'r50',
     'CSPNeXt': 'rtmdet_s',
+    'R-50 in fp32': 'r50_fp32',
+    'RTMDet-Ins-L': 'rtmdet_ins_l',
+    'YOLOX-L': 'yolox_l',
     'DINO': 'dino_r50',
 }
 

@@ -5,8 +5,6 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from fake_cuda import backward, gpu_that_is_not_there
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
@@ -319,35 +317,6 @@ def test_refusals():
     _, lean = pair('native', norm='batch')
     with pytest.raises(ValueError, match='more than 1 value per channel'):
         lean(image(size=3, n=1))
-
-
-def _synced(rank, folder):
-    """Compares SyncBN of two processes with batch norm of all images in one."""
-    dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
-    whole, stock = image(n=5, size=8).detach(), pair('native', norm='batch', act='silu')[0]
-    mine = [whole[:2], whole[2:]][rank].requires_grad_()
-    lean = copy.deepcopy(stock)
-    lean.storage = 'native'
-    conv, norm = lean.conv, lean.norm
-    settings = ConvNormSettings(norm='batch', process_group=dist.group.WORLD, activation=Activation('silu'))
-    out = conv_norm(
-        settings,
-        ConvNormTensors(mine, conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var),
-    )
-    out.square().sum().backward()
-    whole.requires_grad_()
-    stock(whole).square().sum().backward()
-    torch.testing.assert_close(mine.grad, [whole.grad[:2], whole.grad[2:]][rank])
-    for a, b in zip(lean.parameters(), stock.parameters(), strict=True):
-        dist.all_reduce(a.grad)
-        torch.testing.assert_close(a.grad, b.grad)
-    for a, b in zip(lean.norm.buffers(), stock.norm.buffers(), strict=True):
-        a.dtype == torch.int64 or torch.testing.assert_close(a, b)
-    dist.destroy_process_group()
-
-
-def test_sync_batch_norm_is_batch_norm_of_all_processes(tmp_path):
-    mp.spawn(_synced, (str(tmp_path),), nprocs=2)
 
 
 @pytest.mark.parametrize('norm', NORMS)
