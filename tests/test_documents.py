@@ -17,6 +17,7 @@ from torch import nn
 import sbp_mmdet
 from sbp_mmdet.adapters import Lean
 from sbp_mmdet.plan import command
+from sbp_mmdet.plan.variants import load_config, snippet
 from sbp_mmdet.settings import PRESETS, Settings
 from sbp_mmdet.surgery import model_hooks
 
@@ -102,6 +103,15 @@ def test_commands(page, monkeypatch):
             words = line.split()
             with pytest.raises(SystemExit if words == ['check'] else ZeroDivisionError):
                 command.main(words)
+
+
+def test_lines_of_the_planner():
+    """Recipes beside what the planner said of them are the lines that it gives today."""
+    said = r'^\$ sbp-mmdet plan (\S+) --budget \S+\n(?:(?!```).*\n)+It fits into .* with (\S+)\.'
+    answers = re.findall(said, _text('docs/usage.md'), re.M)
+    assert len(answers) == 2
+    for config, variant in answers:
+        assert f"_base_ = '{config}'\n{snippet(load_config(config), variant)}\n" in _blocks('docs/usage.md')
 
 
 def test_line_in_the_log(tmp_path):

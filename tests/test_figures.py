@@ -74,10 +74,13 @@ DETECTORS = {
     'ViT-B': 'vit_b',
     'ResNet-50': 'r50',
     'CSPNeXt': 'rtmdet_s',
+    'DINO R-50 in fp32': 'dino_r50_recipe',
     'R-50 in fp32': 'r50_fp32',
     'RTMDet-Ins-L': 'rtmdet_ins_l',
     'YOLOX-L': 'yolox_l',
     'DINO': 'dino_r50',
+    'Deformable DETR': 'deformable_detr',
+    'Mask2Former R-50': 'mask2former_r50',
 }
 
 
@@ -87,7 +90,7 @@ def _counted(key):
     def figure(first, column):
         detector = next(file for name, file in DETECTORS.items() if name in first)
         rows = _rows(f'detector_bytes_{detector}')
-        preset, *pieces = column.split(' and ')
+        preset, *pieces = re.sub('^cp-transformer', 'none+cp-transformer', column).split(' and ')
         if preset == 'plain':
             return f'{rows("none")[key] / 1e9:.2f} GB'
         return _ratio(rows, preset + ('+cp-heads+cp-rpn+cp-neck' if pieces else ''), key)
@@ -220,6 +223,7 @@ def test_picture_of_what_is_stored(monkeypatch):
         ('docs/costs.md', 'Backbones: stored bytes', _counted('backbone')),
         ('docs/costs.md', 'Blocks: time', _time),
         ('docs/costs.md', 'Whole detectors: peak', _counted('peak')),
+        ('docs/costs.md', 'Transformer detectors: peak', _counted('peak')),
         ('docs/costs.md', 'A whole step: time', _step),
         ('docs/costs.md', 'In fp32', _fp32),
         ('docs/costs.md', 'What else there is', _rival),
