@@ -91,8 +91,7 @@ _BENCHMARK = Reason("cudnn_benchmark=True: the workspaces of cuDNN's trials are 
 _TWO_IMAGES = Reason('likely measured with two images: twice as much as the same detector with R-50 and two')
 _OF_ANOTHER = Reason('the figure is larger than that of the whole SOLOv2 with larger images')
 _SAME_MODEL = Reason('the figure of another model: its 1x config has the same one, and 9.2')
-_UNKNOWN = Reason('not explained')
-# Families, and single configs, that no margin is fitted on; except those that are not explained.
+# Families, and single configs, that no margin is fitted on.
 REASONS = {
     'condinst': Reason('a mask head for each box: fewer boxes than planned for', boxes=15),
     'empirical_attention': _SOFTMAX,
@@ -104,7 +103,6 @@ REASONS = {
     'gn+ws': _GROUP_NORM,
     'htc/htc_x101-32x4d_fpn_16xb1-20e_coco.py': _TWO_IMAGES,
     'htc/htc_x101-64x4d_fpn_16xb1-20e_coco.py': _TWO_IMAGES,
-    'maskformer/maskformer_swin-l-p4-w12_64xb1-ms-300e_coco.py': _UNKNOWN,
     'nas_fpn': _BENCHMARK,
     'objects365': Reason('likely: images with some 450 boxes, all compared with all anchors', boxes=450),
     'openimages': Reason('likely: images with some 650 boxes, all compared with all anchors', boxes=650),
@@ -157,7 +155,7 @@ def _pairs(rows, fitted):
     chosen = [
         (row['peak'], row['measured'] * 2**30)
         for name, row in rows.items()
-        if 'peak' in row and reason_of(name) in (None, _UNKNOWN)
+        if 'peak' in row and not reason_of(name)
         if (families.index(name.split('/')[0]) % 2 == 0) == fitted
     ]
     return np.array(chosen, float).T

@@ -101,13 +101,22 @@ def _counted(key):
 TIMES = {
     'ConvNeXt-B, stage 1': 'convnext_b_stage1',
     'ConvNeXt-B, stage 3': 'convnext_b_stage3',
+    'ConvNeXt-B, backbone': 'convnext_b_backbone',
     'Swin-T, stage 1': 'swin_t_stage1',
     'Swin-T, stage 3': 'swin_t_stage3',
     'ViT-B, 196 tokens': 'vit_b_224',
     'ResNet-50': 'r50',
+    'ResNet-50, 800 x 1344': 'r50_large',
+    'ResNet-50, bf16': 'r50_bf16',
+    'ResNet-101': 'r101',
+    'ResNet-101, bf16': 'r101_bf16',
+    'ResNeXt-101': 'x101',
+    'RegNetX-3.2': 'regnet',
+    'HRNet-W18': 'hrnet',
     'CSPNeXt-L': 'cspnext_l',
     'CSPDarknet-L': 'cspdarknet_l',
     'DINO, a layer of the encoder': 'dino_encoder_layer',
+    'DINO, the encoder': 'dino_encoder',
 }
 
 

