@@ -161,7 +161,7 @@ def _pairs(rows, fitted):
     return np.array(chosen, float).T
 
 
-_TICKS = [2, 4, 8, 16, 32]  # of the picture, GiB
+_TICKS = [2, 4, 8, 16, 32, 64]  # of the picture, GiB
 
 
 def report(rows: dict[str, dict]) -> str:
@@ -214,7 +214,7 @@ def picture(rows: dict[str, dict], file: Path) -> None:
     for fitted, colour, label in ((True, '#1f77b4', 'fitted'), (False, '#d95f02', 'not fitted')):
         counted, found = _pairs(rows, fitted) / 2**30
         axes.loglog(found, counted * (1 + share) + add / 2**30, '.', color=colour, label=f'families {label}')
-    ends = np.array([1.5, 48])
+    ends = np.array([1.5, 80])
     axes.plot(ends, ends, color='#444444', linewidth=1)
     axes.fill_between(ends, ends * 0.85, ends * 1.15, color='#444444', alpha=0.1)
     axes.set(xlabel='measured, GiB', ylabel='counted, GiB')

@@ -22,7 +22,6 @@ from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.plan.detector import assignment_on_cpu, build_detector, measure_detector
 from sbp_mmdet.plan.eight_bit import AdamW8bitStates
 from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
-from sbp_mmdet.plan.parts import part_of
 from sbp_mmdet.plan.variants import NotApplicable, load_config, plain, presets_of, with_variant
 
 FLOAT = 4
@@ -180,6 +179,15 @@ def test_parts_add_up(atto):
     }
     assert row['parameters'] + row['optimizer'] + sum(row['saved'].values()) <= row['forward'] <= row['peak']
     assert row['peak'] == max(row['peaks'].values()) == row['peaks'][row['peak_phase']]
+
+
+def test_the_preprocessor_pads_batches_itself(atto):
+    """To its divisor, which is no transform of the pipeline."""
+    config = copy.deepcopy(with_variant(atto, 'none'))
+    config.model.data_preprocessor.pad_size_divisor = 64
+    padded, small = (measure_detector(c, **SMALL)['saved'] for c in (config, with_variant(atto, 'none')))
+    large = measure_detector(with_variant(atto, 'none'), **dict(SMALL, height=128, width=128))['saved']
+    assert padded['stage 1'] == large['stage 1'] and padded['neck'] == large['neck'] != small['neck']
 
 
 @pytest.mark.parametrize('variant', ['none', 'with_cp', 'paper', 'exact+cp-neck', 'int8+cp-heads+cp-rpn+cp-neck'])
@@ -379,21 +387,3 @@ def test_the_batch_is_what_the_pipeline_gives():
         assert masks.areas == pytest.approx(area.numpy() * torch.pi / 4, rel=0.3, abs=8)
         assert 0 <= sample.gt_instances.labels.min() and sample.gt_instances.labels.max() < 4
         assert {'img_shape', 'pad_shape', 'ori_shape', 'scale_factor', 'img_id'} <= set(sample.metainfo_keys())
-
-
-def test_names_of_parts():
-    for name, part in {
-        'backbone.downsample_layers.0.1': 'stem',
-        'backbone.downsample_layers.1': 'stage 2',
-        'backbone.stages.3.0.norm': 'stage 4',
-        'backbone.norm2': 'output norms',
-        'backbone.layer1.0.conv1': 'stage 1',
-        'backbone.bn1': 'stem',
-        'backbone': 'backbone',
-        'neck.lateral_convs.0': 'neck',
-        'roi_head.bbox_roi_extractor': 'box heads',
-        'roi_head.mask_head.2.loss_mask': 'mask heads',
-        'roi_head': 'RoI',
-        'bbox_head.loss_cls': 'bbox_head',
-    }.items():
-        assert part_of(name) == part

@@ -8,6 +8,7 @@ from torch import nn
 
 from sbp_mmdet.plan.cuda_rules import cuda_kernels
 from sbp_mmdet.plan.memory import LiveBytes, peak_bytes, saved_bytes
+from sbp_mmdet.plan.parts import part_of
 
 FLOAT = 4
 
@@ -131,3 +132,21 @@ def test_counts_are_of_the_pieces_that_a_gpu_would_cut():
     hidden = 64 * 64 * 512 * FLOAT
     assert own < 2 * hidden < large
     assert peak() == own
+
+
+def test_names_of_parts():
+    for name, part in {
+        'backbone.downsample_layers.0.1': 'stem',
+        'backbone.downsample_layers.1': 'stage 2',
+        'backbone.stages.3.0.norm': 'stage 4',
+        'backbone.norm2': 'output norms',
+        'backbone.layer1.0.conv1': 'stage 1',
+        'backbone.bn1': 'stem',
+        'backbone': 'backbone',
+        'neck.lateral_convs.0': 'neck',
+        'roi_head.bbox_roi_extractor': 'box heads',
+        'roi_head.mask_head.2.loss_mask': 'mask heads',
+        'roi_head': 'RoI',
+        'bbox_head.loss_cls': 'bbox_head',
+    }.items():
+        assert part_of(name) == part

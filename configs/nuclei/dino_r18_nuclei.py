@@ -1,6 +1,7 @@
 # A small DINO, trained from scratch on microscope images of cell nuclei: 64 channels, three layers each. The subject of
 # research/loss_curves.py.
 _base_ = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
+custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
 
 c, hidden, gn = 64, 256, dict(type='GN', num_groups=8)
 attention, ffn = dict(embed_dims=c), dict(embed_dims=c, feedforward_channels=hidden)
