@@ -7,6 +7,7 @@ c, hidden, gn = 64, 256, dict(type='GN', num_groups=8)
 attention, ffn = dict(embed_dims=c), dict(embed_dims=c, feedforward_channels=hidden)
 model = dict(
     num_queries=200,
+    test_cfg=dict(max_per_img=100),
     backbone=dict(
         depth=18, base_channels=32, frozen_stages=-1, norm_eval=False, norm_cfg=dict(requires_grad=True), init_cfg=None
     ),
