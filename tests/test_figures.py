@@ -78,7 +78,9 @@ DETECTORS = {
     'R-50 in fp32': 'r50_fp32',
     'RTMDet-Ins-L': 'rtmdet_ins_l',
     'YOLOX-L': 'yolox_l',
+    'DINO Swin-L': 'dino_swin_l',
     'DINO': 'dino_r50',
+    'Mask2Former Swin-L': 'mask2former_swin_l',
     'Deformable DETR': 'deformable_detr',
     'Mask2Former R-50': 'mask2former_r50',
 }
