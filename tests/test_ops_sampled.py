@@ -122,7 +122,7 @@ def test_rows_at_the_edges():
             assert not draw(Sample(0.5, at), rows).divided(rows).isfinite().any()
 
 
-def test_a_gpu_draws_the_same_rows_again():
+def test_sums_of_chances_are_of_whole_numbers():
     """CUDA sums floating point numbers along a dimension in any order; torch refuses it to deterministic runs."""
     kinds = []
 

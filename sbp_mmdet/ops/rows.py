@@ -345,7 +345,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         index (Tensor | None): Of the rows, shape (n,).
-        factor (Tensor | None): One over what each is divided by, shape (n, 1).
+        factor (Tensor | None): What each is multiplied by, shape (n, 1).
     """
 
     index: Tensor | None
@@ -357,23 +357,23 @@ class Drawn(NamedTuple):
 
     def divided(self, rows: Tensor) -> Tensor:
         """The same, divided: the left factor of an estimate."""
-        return rows if self.index is None else rows[self.index] * self.factor.to(rows.dtype)
+        return rows if self.index is None else rows[self.index].mul_(self.factor.to(rows.dtype))
 
 
 def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     """Rows that gradients of weights are estimated from; all rows send gradients to the input.
 
     The gradient is the sum over rows of outer products of the gradient's row and the activation's. Its estimate is the
-    sum over n draws, each divided by n times its row's chance; so its mean is the gradient. A row's chance follows the
-    norm of its gradient, since rows with large ones carry most of the sum, and n draws stand at even distances on the
-    line of all chances (systematic sampling). Gradients of inputs and biases are exact: the error stays in the layer
+    sum over n draws, each divided by n times its row's chance; so its mean is the gradient, except for rounding. A
+    row's chance follows the norm of its gradient, since rows with large ones carry most of the sum, and n draws stand
+    at even distances on the line of all chances (systematic sampling). Gradients of inputs and biases are exact: the error stays in the layer
     where it arises, and averages out over steps as that of a minibatch does. That of the paper's method adds up over
     the depth, and its mean is not zero.
 
     Args:
         sample (Sample | None): None: all rows.
-        *parts (Tensor): Gradients, shape (K, ...), whose norms are added. Where they are not finite, neither are the
-            estimates.
+        *parts (Tensor): Gradients, shape (K, ...), whose norms are added. Where one of their numbers is not finite, no
+            estimate is.
     """
     if sample is None or not len(parts[0]):
         return Drawn(None, None)

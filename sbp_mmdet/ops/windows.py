@@ -119,14 +119,13 @@ def _backward(settings, saved, grad, needs):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
         g = windows.without_padding_(scaled.index_select(1, layout.order[chunk]))
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
-        g, out = g.flatten(0, 1), windows.out().flatten(0, 1)
-        drawn = draw(sample, g)
-        sums.proj_weight.add_product(drawn.divided(g), drawn.of(out))
+        drawn = draw(sample, g.flatten(0, 1))
+        sums.proj_weight.add_product(drawn.divided(g.flatten(0, 1)), drawn.of(windows.out().flatten(0, 1)))
         if windows.pads is not None:
             sums.pads.add(column_sums((dqkv[:, windows.edge :] * windows.pads).flatten(0, 1)))
         sums.qkv_bias.add(column_sums(windows.without_padding_(dqkv).flatten(0, 1)))
-        rows, drawn = dqkv.flatten(0, 1), draw(sample, dqkv.flatten(0, 1))
-        sums.qkv_weight.add_product(drawn.divided(rows), drawn.of(windows.xhat.flatten(0, 1)))
+        drawn = draw(sample, dqkv.flatten(0, 1))
+        sums.qkv_weight.add_product(drawn.divided(dqkv.flatten(0, 1)), drawn.of(windows.xhat.flatten(0, 1)))
         if needs.x:
             dxhat[:, chunk] = dqkv @ layers.qkv_weight
     found = _parameter_gradients(settings, t, sums)._replace(proj_bias=incoming.total)

@@ -148,7 +148,7 @@ def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
 def _assigned(original, per_box, cost, ious, *args):
     """As the assigner does where the cheapest predictions of each box overlap it so much that it takes ``per_box``."""
     cheapest = cost.topk(min(13, len(cost)), 0, largest=False).indices
-    return original(cost, torch.zeros_like(ious).scatter_(0, cheapest, per_box / len(cheapest)), *args)
+    return original(cost, torch.zeros_like(ious).scatter_(0, cheapest, (per_box + 0.5) / len(cheapest)), *args)
 
 
 def _find_near_the_truth(rpn, per_box, seed):
