@@ -366,9 +366,9 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     The gradient is the sum over rows of outer products of the gradient's row and the activation's. Its estimate is the
     sum over n draws, each divided by n times its row's chance; so its mean is the gradient, except for rounding. A
     row's chance follows the norm of its gradient, since rows with large ones carry most of the sum, and n draws stand
-    at even distances on the line of all chances (systematic sampling). Gradients of inputs and biases are exact: the error stays in the layer
-    where it arises, and averages out over steps as that of a minibatch does. That of the paper's method adds up over
-    the depth, and its mean is not zero.
+    at even distances on the line of all chances (systematic sampling). Gradients of inputs and biases are exact: the
+    error stays in the layer where it arises, and averages out over steps as that of a minibatch does. That of the
+    paper's method adds up over the depth, and its mean is not zero.
 
     Args:
         sample (Sample | None): None: all rows.

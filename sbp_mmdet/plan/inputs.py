@@ -13,8 +13,7 @@ __all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'crowded', '
 DEFAULT_BATCH = 2
 DEFAULT_SIZE = (800, 1333)
 # COCO's images have 7.3 boxes in the mean, 93 at most. How far a crowded batch's mean lies above falls with the root of
-# its images. 60 for two, which the planner's margin was fitted with, makes 82 for one and 20
-# for 32.
+# its images. 60 for two, which the planner's margin was fitted with, makes 82 for one and 20 for 32.
 _MEAN_BOXES, _CROWDED = 7.3, 74.5
 
 
