@@ -18,6 +18,7 @@ from mmengine.model import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
+from mmengine.utils import digit_version
 
 import preflight  # isort: skip  (helpers puts tools/ on the path)
 
@@ -72,6 +73,8 @@ def batch(classes: int, height: int = 64, width: int = 96) -> dict:
 
 @pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
 def test_config_builds_and_steps(path):
+    if path.stem.startswith('dino') and digit_version(mmdet.__version__) < digit_version('3.5'):
+        pytest.skip('mmdet 3.3 has DINOs of 256 channels only')
     torch.manual_seed(0)
     model, classes = build(path)
     size = (64, 96) if hasattr(model, 'roi_head') else (192, 192)  # as many tokens as a DINO has queries

@@ -1,5 +1,5 @@
 # A small DINO, trained from scratch on microscope images of cell nuclei: 64 channels, three layers each. The subject of
-# research/loss_curves.py.
+# research/loss_curves.py. It needs onedl-mmdetection: mmdet 3.3 has DINOs of 256 channels only.
 _base_ = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
 custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
 
