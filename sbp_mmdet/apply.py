@@ -309,7 +309,7 @@ def _meaning(settings, ratio, module, mixin):
     if ratio is not None:
         return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
     if settings.preset.gradients == 'sampled' and mixin.samples:
-        return f'stores less, gradients of weights from {settings.keep_ratio:.4g} of the rows{off}'
+        return f'stores less, gradients of weights from {float(settings.keep_ratio):.4g} of the rows{off}'
     if preset.form.implementation == 'reference':
         return f'exact, in plain autograd{off}'
     return f'exact, stores less{" in eight bits" if preset.form.storage == "int8" else ""}{off}'

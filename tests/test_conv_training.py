@@ -89,9 +89,8 @@ def _rank(rank, folder):
     whole = build(BACKBONES['ResNet-18, training'][0])
     lean = convert_sync_batchnorm(copy.deepcopy(whole))
     apply_lean(lean)
-    MMDistributedDataParallel._passing_sync_batchnorm_handle = lambda *args: (
-        None
-    )  # it wants a GPU; the lean norm does not
+    # It wants a GPU for SyncBN; the lean norm does not.
+    MMDistributedDataParallel._passing_sync_batchnorm_handle = lambda *args: None
     wrapped = MMDistributedDataParallel(Unused(lean), device_ids=None, find_unused_parameters=True)
     for _ in range(2):  # accumulated
         Unused(whole)(x).backward()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import CONFIGS
 from mmcv.ops import nms, roi_align
-from mmdet.models.task_modules.assigners import MaxIoUAssigner
+from mmdet.models.task_modules.assigners import DynamicSoftLabelAssigner, MaxIoUAssigner
 from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.logging import MessageHub
@@ -17,7 +17,7 @@ from torch import nn
 
 from sbp_mmdet.masks import _of_grid
 from sbp_mmdet.plan import hollow
-from sbp_mmdet.plan.batch import at_the_first_step, build_batch
+from sbp_mmdet.plan.batch import as_if_trained, at_the_first_step, build_batch
 from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.plan.detector import assignment_on_cpu, build_detector, measure_detector
 from sbp_mmdet.plan.eight_bit import AdamW8bitStates
@@ -320,6 +320,17 @@ def test_bad_input_is_named(atto, tmp_path):
     for case, message in ((dict(batch=0), 'batch=0 must be 1'), (dict(boxes=-1), 'boxes=-1 must be 0')):
         with pytest.raises(ValueError, match=message):
             measure_detector(atto, **{**SMALL, **case})
+
+
+def test_a_trained_head_assigns_eight_predictions_to_a_box():
+    """An untrained one, whose predictions overlap nothing, one."""
+    cost = torch.rand(100, 5) + 10 * (torch.arange(100)[:, None] // 20 != torch.arange(5))
+    head = nn.Module()
+    head.assigner = DynamicSoftLabelAssigner()
+    for number in (1, 8):
+        found = head.assigner.dynamic_k_matching(cost, torch.zeros(100, 5), 5, torch.ones(100, dtype=torch.bool))
+        assert found[1].bincount(minlength=5).tolist() == [number] * 5
+        as_if_trained(head)
 
 
 def test_what_is_assigned_on_the_cpu_is_not_the_devices():

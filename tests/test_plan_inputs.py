@@ -3,7 +3,7 @@
 import pytest
 from mmengine.config import Config
 
-from sbp_mmdet.plan.inputs import DEFAULT_SIZE, inputs_of
+from sbp_mmdet.plan.inputs import DEFAULT_SIZE, crowded, inputs_of
 from sbp_mmdet.plan.variants import NotApplicable, load_config, piece_change
 
 # Of the installed mmdet: batch, height, width, masks, semantic map; as their pipelines and authors say.
@@ -24,6 +24,12 @@ def test_stock_configs(name):
     found = inputs_of(load_config(f'mmdet::{name}'))
     assert found[:5] == STOCK[name]
     assert 'not told' not in found.source and found.usual is not None
+
+
+def test_crowded_batches_have_fewer_boxes_an_image_the_larger_they_are():
+    found = [crowded(2**i) for i in range(12)]
+    assert found == sorted(found, reverse=True) and found[1] == 60
+    assert found[0] <= 93 and found[-1] == pytest.approx(7.3, abs=2)  # COCO's largest number, and its mean
 
 
 def test_what_is_told_counts():
