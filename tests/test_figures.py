@@ -127,9 +127,11 @@ def _time(first, column):
     return '' if row is None else f'{row["ratio"]:.2f}'
 
 
+STEPS = {'ConvNeXt-B': 'step_convnext_b', 'ResNet-50': 'step_r50', 'DINO R-50': 'dino_step'}
+
+
 def _step(first, column):
-    preset, *skip = first.split(', ')
-    row = _rows(f'detector_steps_{column[-1].lower()}')(preset + ('+skip' if skip else ''))
+    row = _rows(f'time_{STEPS[column]}')({'cp-transformer': 'none+cp-transformer'}.get(first, first))
     return '' if row is None else f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
 
 
@@ -156,7 +158,7 @@ def _in_the_readme(first, column):
         first = {'sampled': 'exact'}.get(first, first)  # it stores the same
         return _counted('backbone' if measure == 'stored' else measure)(subject, first)
     if measure == 'time':
-        return _time(f'ConvNeXt-B, {subject}', first)
+        return _step(first, subject).split(' ')[0]
     if column == 'box AP' and first != 'with_cp':
         return _trained({'paper': 'zero'}.get(first, first), 'box AP, less none').split(' (')[0]
     return None
