@@ -18,11 +18,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu
+from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
 from mmcv.cnn.bricks import DropPath
 from mmdet.models.backbones import ResNet
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 

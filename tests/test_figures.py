@@ -136,19 +136,19 @@ def _step(first, column):
 
 
 def _fp32(first, column):
-    rows = _rows('fp32_convnext' if 'ConvNeXt' in first else 'fp32_vit')
-    inside = ('stem', 'stage', 'output', 'backbone')
-    stored = [sum(n for part, n in rows(v)['saved'].items() if part.startswith(inside)) for v in (column, 'with_cp')]
-    return f'{stored[0] / stored[1]:.2f}'
+    name, key = first.split(', ')
+    rows = _rows('fp32_convnext' if name == 'ConvNeXt-T' else 'fp32_vit')
+    key = 'backbone' if key == 'stored' else key
+    return f'{rows("none")[key] / 1e9:.2f} GB' if column == 'plain' else _ratio(rows, column, key)
 
 
 def _rival(first, column):
     names = {'selective checkpointing': 'selective', 'torch.compile with': 'compile-0.1', 'torch.compile': 'compile'}
     rows = _rows('rivals_backbone_cpu')
-    name = next((name for start, name in names.items() if first.startswith(start)), first)
+    name = next((name for start, name in names.items() if first.startswith(start)), first.split(',')[0])
     if column == 'stored':
         return _ratio(rows, name, 'saved_bytes')
-    key, form = dict(time=('total_ratio', '.2f'), error=('drawn_error', '.0e'))[column]
+    key, form = dict(time=('ratio', '.2f'), error=('error', '.0e'))[column]
     return f'{rows(name)[key] or 0:{form}}'.replace('0e+00', '0')
 
 
