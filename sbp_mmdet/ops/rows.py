@@ -264,8 +264,18 @@ def add_branch(shortcut, branch, gamma, factor, dtype):
         if scale is None:
             torch.add(own, rows, out=place)
         else:
-            torch.addcmul(own, rows, scale if scale.dim() == 1 else scale[chunk.images], out=place)
+            _addcmul(own, rows, scale if scale.dim() == 1 else scale[chunk.images], place)
     return in_shape(out, shortcut.shape)
+
+
+def _addcmul(*operands_and_out):
+    *operands, out = operands_and_out
+    kinds = {t.dtype for t in operands_and_out}
+    if out.device.type == 'cpu' and len(kinds) > 1:  # torch 2.1 fails there
+        kind = functools.reduce(torch.promote_types, kinds)
+        out.copy_(torch.addcmul(*(t.to(kind) for t in operands)))
+    else:
+        torch.addcmul(*operands, out=out)
 
 
 # The norm without its affine part, which is folded into the linear layer that follows.
