@@ -16,7 +16,7 @@ from mmengine.model import BaseModule
 from oracles import DEVICE, gradients, image
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, adapter, apply_lean
 from sbp_mmdet.adapters import ADAPTERS, Lean
@@ -171,7 +171,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.most = max([self.most, *(t.nbytes for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+        self.most = max([self.most, *(t.nbytes for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))])
         return out
 
 

@@ -14,14 +14,16 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sbp_mmdet.draws import Draws
 from sbp_mmdet.masks import Positions
 from sbp_mmdet.ops import windows
 
-__all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu']
+__all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu', 'unset_fake_temporarily']
 
+unset_fake_temporarily = getattr(fake_tensor, 'unset_fake_temporarily', None)  # torch 2.1, which has none, skips these
 _CUDA = 1  # in c10's list of kinds of devices
 
 

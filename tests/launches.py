@@ -18,13 +18,12 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu
+from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
 from mmcv.cnn.bricks import DropPath
 from mmdet.models.backbones import ResNet
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
 from sbp_mmdet.ops import flash
@@ -85,7 +84,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         space, name = func._schema.name.split('::')
-        on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves((args, out)))
+        on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tree_flatten((args, out))[0])
         if on_gpu and space != 'prim' and not func.is_view and name not in _FREE:
             number = _SEVERAL[name](out, args) if name in _SEVERAL else 1
             self.number[name] = self.number.get(name, 0) + number

@@ -9,11 +9,10 @@ import test_adapters_conv as conv
 import test_adapters_dino as detectors
 import test_adapters_transformer as transformer
 import torch
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, to_gpu
+from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, to_gpu, unset_fake_temporarily
 from helpers import FP16
 from oracles import DEVICE
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sbp_mmdet import apply_lean
 

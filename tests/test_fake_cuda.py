@@ -3,8 +3,7 @@
 import pytest
 import torch
 from cases import FAMILIES, build
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
 
 from sbp_mmdet.settings import PRESETS
 

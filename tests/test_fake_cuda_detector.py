@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CONVNEXT
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu
+from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
 from mmcv.ops.roi_align import RoIAlignFunction
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sbp_mmdet.surgery import model_hooks
 

@@ -8,10 +8,9 @@ import itertools
 
 import pytest
 import torch
-from fake_cuda import backward, gpu_that_is_not_there, to_gpu
+from fake_cuda import backward, gpu_that_is_not_there, to_gpu, unset_fake_temporarily
 from ops_cases import CASES, INDEX, Form, keep_mask, keep_of, kept_heads, kept_tokens
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sbp_mmdet import ops
 from sbp_mmdet.masks import Positions

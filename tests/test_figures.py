@@ -127,26 +127,28 @@ def _time(first, column):
     return '' if row is None else f'{row["ratio"]:.2f}'
 
 
+STEPS = {'ConvNeXt-B': 'step_convnext_b', 'ResNet-50': 'step_r50', 'DINO R-50': 'dino_step'}
+
+
 def _step(first, column):
-    preset, *skip = first.split(', ')
-    row = _rows(f'detector_steps_{column[-1].lower()}')(preset + ('+skip' if skip else ''))
+    row = _rows(f'time_{STEPS[column]}')({'cp-transformer': 'none+cp-transformer'}.get(first, first))
     return '' if row is None else f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
 
 
 def _fp32(first, column):
-    rows = _rows('fp32_convnext' if 'ConvNeXt' in first else 'fp32_vit')
-    inside = ('stem', 'stage', 'output', 'backbone')
-    stored = [sum(n for part, n in rows(v)['saved'].items() if part.startswith(inside)) for v in (column, 'with_cp')]
-    return f'{stored[0] / stored[1]:.2f}'
+    name, key = first.split(', ')
+    rows = _rows('fp32_convnext' if name == 'ConvNeXt-T' else 'fp32_vit')
+    key = 'backbone' if key == 'stored' else key
+    return f'{rows("none")[key] / 1e9:.2f} GB' if column == 'plain' else _ratio(rows, column, key)
 
 
 def _rival(first, column):
     names = {'selective checkpointing': 'selective', 'torch.compile with': 'compile-0.1', 'torch.compile': 'compile'}
     rows = _rows('rivals_backbone_cpu')
-    name = next((name for start, name in names.items() if first.startswith(start)), first)
+    name = next((name for start, name in names.items() if first.startswith(start)), first.split(',')[0])
     if column == 'stored':
         return _ratio(rows, name, 'saved_bytes')
-    key, form = dict(time=('total_ratio', '.2f'), error=('drawn_error', '.0e'))[column]
+    key, form = dict(time=('ratio', '.2f'), error=('error', '.0e'))[column]
     return f'{rows(name)[key] or 0:{form}}'.replace('0e+00', '0')
 
 
@@ -156,7 +158,7 @@ def _in_the_readme(first, column):
         first = {'sampled': 'exact'}.get(first, first)  # it stores the same
         return _counted('backbone' if measure == 'stored' else measure)(subject, first)
     if measure == 'time':
-        return _time(f'ConvNeXt-B, {subject}', first)
+        return _step(first, subject).split(' ')[0]
     if column == 'box AP' and first != 'with_cp':
         return _trained({'paper': 'zero'}.get(first, first), 'box AP, less none').split(' (')[0]
     return None
