@@ -12,16 +12,17 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-__all__ = ['LiveBytes', 'SavedByPart', 'held_bytes', 'peak_bytes', 'saved_bytes']
+__all__ = ['LiveBytes', 'SavedByPart', 'held_bytes', 'most_by_phase', 'peak_bytes', 'saved_bytes']
 
 
 class _Packed:
     """Stands in the autograd graph for a saved tensor, and goes when the graph lets go of it."""
 
-    __slots__ = ('__weakref__', 'tensor')
+    __slots__ = ('__weakref__', 'part', 'tensor')
 
-    def __init__(self, tensor):
+    def __init__(self, tensor, part):
         self.tensor = tensor.detach()  # an operation's output holds its node, which would hold this for good
+        self.part = part
 
 
 def _dense(tensor):
@@ -37,21 +38,28 @@ class SavedByPart:
 
     Args:
         part (Callable): Gives the name of the part that is running. Default: one part, named None.
+
+    Attributes:
+        asked (str | None): Part whose tensors the backward pass has asked for last.
     """
 
     def __init__(self, part: Callable[[], str | None] = lambda: None):
-        self._part = part
-        self._packed = []  # of weak references, in the order of saving
+        self.asked, self._part = None, part
+        self._packed = []  # weak references, in the order of saving
 
     def hooks(self):
         """The context in which the forward pass is to run."""
 
         def pack(tensor):
-            held = _Packed(tensor)
-            self._packed.append((weakref.ref(held), self._part()))
+            held = _Packed(tensor, self._part())
+            self._packed.append(weakref.ref(held))
             return held
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
+        def unpack(held):
+            self.asked = held.part
+            return held.tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def count(self, exclude: Iterable[Tensor] = ()) -> dict:
         """Bytes that are held now.
@@ -66,12 +74,12 @@ class SavedByPart:
         seen = {tensor.untyped_storage().data_ptr() for tensor in exclude}
         parts = {}
         # Only what is saved still is looked at: a storage freed on the way may have lent its address to another one.
-        for reference, part in self._packed:
+        for reference in self._packed:
             if (held := reference()) is not None:
                 for storage in (tensor.untyped_storage() for tensor in _dense(held.tensor)):
                     if storage.data_ptr() not in seen:
                         seen.add(storage.data_ptr())
-                        parts[part] = parts.get(part, 0) + storage.nbytes()
+                        parts[held.part] = parts.get(held.part, 0) + storage.nbytes()
         return parts
 
 
@@ -97,14 +105,16 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live (int): Bytes held now.
         phase (str | None): What the step is doing, set from outside. Default: None.
-        peaks (dict[str | None, int]): The most bytes that were held at a time, phase by phase.
+        place (Callable | None): Says where in a phase an operation is; set from outside. Default: None, nowhere.
+        marks (dict[tuple, int]): The most bytes that were held at a time, by phase and place.
+        peaks (dict[str | None, int]): The most of each phase.
         peak (int): The most of them all.
         peak_phase (str | None): What the step was doing at the peak.
     """
 
     def __init__(self):
         super().__init__()
-        self.phase, self.peaks = None, {}
+        self.phase, self.place, self.marks = None, None, {}
         # Address of a storage: a weak reference, which keeps the address from being given away, and the bytes to count.
         # torch's own kind of reference: before torch 2.2 Python's is to a wrapper that is gone at once.
         self._known = {}
@@ -112,12 +122,16 @@ class LiveBytes(TorchDispatchMode):
         self._counting = True
 
     @property
+    def peaks(self) -> dict:
+        return most_by_phase(self.marks)
+
+    @property
     def peak(self) -> int:
-        return max(self.peaks.values(), default=0)
+        return max(self.marks.values(), default=0)
 
     @property
     def peak_phase(self) -> str | None:
-        return max(self.peaks, key=self.peaks.get, default=None)
+        return max(self.marks, key=self.marks.get, default=(None,))[0]
 
     @property
     def live(self) -> int:
@@ -149,9 +163,18 @@ class LiveBytes(TorchDispatchMode):
         self._see((args, kwargs), counting=False)
         out = func(*args, **kwargs)
         self._see(out, self._counting)
-        if self._upper > (peak := self.peaks.get(self.phase, 0)):
-            self.peaks[self.phase] = max(peak, self.live)
+        where = self.phase, self.place and self.place(func)
+        if self._upper > (most := self.marks.get(where, 0)):
+            self.marks[where] = max(most, self.live)
         return out
+
+
+def most_by_phase(marks: dict[tuple, int]) -> dict:
+    """The most of each phase, of :attr:`LiveBytes.marks`."""
+    peaks = {}
+    for (phase, _), nbytes in marks.items():
+        peaks[phase] = max(peaks.get(phase, 0), nbytes)
+    return peaks
 
 
 def peak_bytes(fn: Callable, device: torch.device | str = 'cpu', clear: Callable = lambda: None) -> int:
