@@ -171,6 +171,8 @@ def _plan(model, settings, chosen):
         mixin = adapter_of(module)
         if not mixin or issubclass(mixin, Block) or id(module) in taken or not [*mixin.members(module)]:
             continue
+        if mixin.thins_only and not mixin.token_ratio(settings):
+            continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
     thinned = [found for found in backbones if found.layers] or [m for _, m in others if m.token_ratio(settings)]

@@ -114,8 +114,8 @@ def _next(latest):
 
 
 class LevelDraws:
-    """What the passes of a layer of a deformable encoder draw: the tokens of all levels that are kept. Each layer
-    counts its own passes, and layers of one encoder draw alike.
+    """What the passes of an encoder or of one of its layers draw: the tokens of all levels that are kept. Each counts
+    its own passes, and layers of one encoder draw alike.
 
     Args:
         settings (Settings): The settings.

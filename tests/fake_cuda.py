@@ -23,9 +23,7 @@ from sbp_mmdet.ops import windows
 
 __all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu', 'unset_fake_temporarily']
 
-unset_fake_temporarily = getattr(
-    fake_tensor, 'unset_fake_temporarily', None
-)  # torch 2.1, which has none, skips these
+unset_fake_temporarily = getattr(fake_tensor, 'unset_fake_temporarily', None)  # torch 2.1, which has none, skips these
 _CUDA = 1  # in c10's list of kinds of devices
 
 

@@ -14,17 +14,16 @@ from mmdet.models.layers.transformer.deformable_detr_layers import (
     DeformableDetrTransformerDecoderLayer,
     DeformableDetrTransformerEncoderLayer,
 )
-from mmdet.models.layers.transformer.detr_layers import DetrTransformerDecoderLayer, DetrTransformerEncoderLayer
+from mmdet.models.layers.transformer.detr_layers import (
+    DetrTransformerDecoderLayer,
+    DetrTransformerEncoderLayer,
+)
 from mmdet.models.layers.transformer.grounding_dino_layers import GroundingDinoTransformerDecoderLayer
 from mmdet.models.layers.transformer.mask2former_layers import Mask2FormerTransformerDecoderLayer
-from mmdet.registry import MODELS
-from mmengine.registry import init_default_scope
 from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.adapters import Lean
-from sbp_mmdet.adapters.transformer import DeformableEncoderLayer
-from sbp_mmdet.savings import checkpoint_modules
 
 C, HEADS, QUERIES, TOKENS = 16, 2, 7, 42
 SHAPES, STARTS = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]]), torch.tensor([0, 30, 39, 41])
@@ -244,67 +243,6 @@ def stored(module, inputs):
         out = module(**inputs)
     del out
     return sum(size for pointer, size in seen.items() if pointer not in known)
-
-
-def test_the_reference_is_exact_here():
-    model = nn.ModuleDict(dict(block=swin_block(), layer=deformable_encoder(0.0)))
-    layer, inputs = ordinary(model.layer), encoder_inputs(2)
-    expected = step(layer, inputs)
-    apply_lean(model, preset='reference')
-    assert isinstance(layer, DeformableEncoderLayer)
-    assert_same(step(layer, inputs), expected)
-
-
-def checkpointed(layers):
-    layers = copy.deepcopy(layers)
-    checkpoint_modules(layers, ['0'])
-    return layers
-
-
-def test_tokens_of_an_encoder_are_dropped():
-    """The same ones in all of its layers, others in the next pass; without a backbone that drops any."""
-    layers = ordinary(nn.ModuleList(deformable_encoder(0.0) for _ in range(2)))
-    sizes = [[2, 3], [16, 24], [4, 6], [8, 12]]
-    starts = torch.tensor([0, 6, 390, 414])
-    points = torch.rand(2, 510, 4, 2, dtype=torch.float64, requires_grad=True)
-    inputs = dict(query=tokens(510), query_pos=tokens(510), key_padding_mask=None, reference_points=points)
-    inputs.update(spatial_shapes=torch.tensor(sizes), level_start_index=starts)
-    expected = [step(layer, inputs) for layer in layers]
-    report = apply_lean(layers, preset='paper', sampler='random')
-    assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset paper'}
-    assert "preset='paper', keeps 0.5 of the positions" in f'{layers}'
-    with pytest.raises(ValueError, match='take it out of CheckpointModulesHook'):  # it would draw others
-        apply_lean(checkpointed(layers), preset='paper')
-    seen = []
-    for _ in range(3):
-        found = [step(layer, inputs) for layer in layers]
-        for a, b in zip(found, expected, strict=True):
-            assert torch.allclose(a[0], b[0]) and not torch.allclose(a[1], b[1])
-        # A query's own points get a gradient where it is kept, and from nowhere else.
-        kept = [gradients[3].abs().sum((0, 2, 3)) > 0 for gradients in found]
-        maps = [m.unflatten(0, size) for m, size in zip(kept[0].tensor_split(starts[1:]), sizes, strict=True)]
-        assert torch.equal(*kept) and maps[0].sum() == 3
-        for shallow, deep in ((3, 2), (2, 0), (1, 3)):  # a kept token is a kept patch of the level below
-            assert torch.equal(maps[shallow], maps[deep].repeat_interleave(2, 0).repeat_interleave(2, 1))
-        seen.append(kept[0])
-    assert not all(torch.equal(seen[0], other) for other in seen)
-
-
-def test_what_drops_no_tokens():
-    layers, inputs = nn.ModuleList([deformable_encoder(0.0)]), encoder_inputs(2)
-    for keys in (dict(preset='reference'), dict(preset='paper', keep_ratio=1.0), dict(preset='paper', keep_ratio=[1])):
-        with pytest.raises(ValueError, match='drops positions, and applies to no module'):
-            apply_lean(layers, **keys)
-    ordinary(layers).requires_grad_(False)
-    expected = step(layers[0], inputs)
-    apply_lean(layers, preset='paper')
-    assert_same(step(layers[0], inputs), expected)
-
-
-def swin_block():
-    init_default_scope('mmdet')
-    sizes = dict(embed_dims=8, depths=(1, 1), num_heads=(1, 1), strides=(4, 2), out_indices=(0, 1))
-    return MODELS.build(dict(type='SwinTransformer', **sizes))
 
 
 REFUSED = {

@@ -96,11 +96,13 @@ class Lean(Mixin):
         checkpointed (bool): A block, which ``preset='with_cp'`` checkpoints. Default: False.
         class_tokens (bool): Tokens may stand in front of those of the map; they are always kept. Default: False.
         samples (bool): Estimates gradients of weights where a preset says so. Default: True.
+        thins_only (bool): Changes nothing where it drops no tokens. Default: False.
     """
 
     checkpointed = False
     class_tokens = False
     samples = True
+    thins_only = False
 
     def forward(self, *args, **kwargs):
         """The module's own forward pass; in training :meth:`lean_forward`, with the same arguments."""

@@ -1,8 +1,8 @@
 """Layers of transformer detectors: mmcv's attention and feed-forward network, and what mmdet builds of them.
 
 DETR, Conditional, DAB, Deformable DETR, DINO, DDQ, Grounding DINO, MaskFormer and Mask2Former are made of these. All
-are exact with every preset but ``paper``, which drops tokens in layers of a deformable encoder. Queries of a decoder
-are never dropped.
+are exact with every preset but ``paper``, which drops tokens in encoders of images. Queries of a decoder and tokens of
+a text are never dropped.
 """
 
 import inspect
@@ -11,23 +11,27 @@ from numbers import Real
 from types import SimpleNamespace
 
 import torch.utils.checkpoint as cp
+from mmcv.cnn.bricks.drop import Dropout
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmcv.cnn.bricks.wrappers import Linear
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
+from mmdet.models.layers.transformer.dab_detr_layers import DABDetrTransformerEncoder
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
-from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoderLayer
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoder, DetrTransformerEncoderLayer
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
+from ..functional import sbp
+from ..masks import Positions
 from ..ops.operation import Form
 from ..settings import Settings
 from .adapter import Lean, Whole, adapter, kind_of
 from .conv import _ACTS, known
 
-__all__ = ['Attention', 'DeformableAttention', 'DeformableEncoderLayer', 'FeedForward', 'RunAgain']
+__all__ = ['Attention', 'DeformableAttention', 'DeformableEncoderLayer', 'Encoder', 'FeedForward', 'RunAgain']
 
 
 class _Layer(Whole):
@@ -164,6 +168,73 @@ class RunAgain(_Layer):
         return _again(run, args, kwargs)
 
 
+# Encoders.
+
+
+class _DropsTokens(_Layer):
+    """Base of what sends gradients from kept tokens with ``paper``.
+
+    A list of keep ratios names blocks of a backbone, so all tokens of an encoder are kept then.
+    """
+
+    @classmethod
+    def token_ratio(cls, settings: Settings) -> float | None:
+        preset, ratio = settings.preset, settings.keep_ratio
+        paper = preset.thins and preset.form == Form()
+        return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
+
+    def kept(self, x: Tensor, sizes: list[tuple[int, int]]) -> Positions | None:
+        """The tokens of this pass that are kept; None: all. Layers with the same maps keep the same ones."""
+        draws = self._lean.draws
+        trains = draws is not None and any(p.requires_grad for p in self.parameters())
+        return draws.positions(sizes, x.device) if trains else None
+
+
+@adapter(DetrTransformerEncoder, DABDetrTransformerEncoder)
+class Encoder(_DropsTokens):
+    """A plain encoder, whose layers are changed by their parts. With ``paper`` attention (as queries; keys and values
+    are exact) and feed-forward networks send gradients from kept tokens.
+
+    The encoder gets its tokens without the size of their map, so the grid keeps every n-th token of the line.
+    """
+
+    thins_only = True
+
+    def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
+        positions = self.kept(query, [(1, query.shape[1])])
+        if positions is None:
+            return super(Lean, self).forward(query, query_pos, key_padding_mask, **kwargs)
+        kwargs['key_padding_mask'] = key_padding_mask
+        for layer in self.layers:
+            scaled = query_pos * self.query_scale(query) if isinstance(self, DABDetrTransformerEncoder) else query_pos
+            query = _thinned_layer(layer, query, scaled, positions, kwargs)
+        return query
+
+    @classmethod
+    def members(cls, module: nn.Module) -> list[nn.Module]:
+        return [module] if kind_of(module) in cls.stock else []
+
+    @classmethod
+    def reasons(cls, module: nn.Module):
+        for layer in module.layers:
+            attention, ffn = layer.self_attn, layer.ffn
+            yield _unlike(layer, DetrTransformerEncoderLayer) or _unlike(attention, MultiheadAttention)
+            yield _unlike(ffn, FFN) or (None if ffn.add_identity else 'its feed-forward network has no shortcut')
+            for dropout in (attention.dropout_layer, ffn.dropout_layer):
+                yield _unlike(dropout, nn.Identity, nn.Dropout, Dropout)
+            yield _replaced(layer, attention, ffn)
+
+
+def _thinned_layer(layer, x, pos, positions, kwargs):
+    none = x.new_zeros(())  # in the place of the shortcut, which all tokens have
+
+    def attend(rows):
+        return layer.self_attn(rows, x, x, none, key_pos=pos, **kwargs)
+
+    x = layer.norms[0](x + sbp(attend, x + pos, positions))
+    return layer.norms[1](x + sbp(lambda rows: layer.ffn(rows, none), x, positions))
+
+
 # Deformable attention.
 
 
@@ -206,11 +277,10 @@ def _attention_weights(module):
 
 
 @adapter(DeformableDetrTransformerEncoderLayer)
-class DeformableEncoderLayer(_Layer):
+class DeformableEncoderLayer(_DropsTokens):
     """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time.
 
-    With ``paper`` attention and feed-forward network send gradients from kept tokens. A list of keep ratios names
-    blocks of a backbone, so all tokens of an encoder are kept then.
+    With ``paper`` attention and feed-forward network send gradients from kept tokens.
     """
 
     checkpointed = samples = True
@@ -237,17 +307,9 @@ class DeformableEncoderLayer(_Layer):
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
         weights = _attention_weights(attention) | norms | _ffn_weights(ffn)
-        draws, positions = self._lean.draws, None
-        if draws is not None and any(p.requires_grad for p in self.parameters()):
-            positions = draws.positions(given.spatial_shapes.tolist(), query.device)
+        positions = self.kept(query, given.spatial_shapes.tolist())
         tensors = ops.EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
         return ops.deformable_encoder_layer(settings, tensors)
-
-    @classmethod
-    def token_ratio(cls, settings: Settings) -> float | None:
-        preset, ratio = settings.preset, settings.keep_ratio
-        paper = preset.thins and preset.form == Form()
-        return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
 
     @classmethod
     def reasons(cls, module: nn.Module):

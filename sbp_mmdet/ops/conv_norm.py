@@ -201,7 +201,7 @@ def _convolve(s, t, x):
     before = torch.zeros_like(scale) if t.norm_bias is None else t.norm_bias
     before = before if t.bias is None else torch.addcmul(before, t.bias, scale)
     shift = torch.addcmul(before, t.running_mean, scale, value=-1).to(s.dtype)
-    return F.conv2d(x, multiplied(t.weight, scale[:, None, None, None], s.dtype), shift, *geometry)
+    return F.conv2d(x, multiplied(t.weight, scale.view(-1, 1, 1, 1), s.dtype), shift, *geometry)
 
 
 def _folds(weight, positions):
@@ -256,26 +256,31 @@ def _convolve_backward(s, saved, grad, needs):
     needs_weight = _weight_needed(s, needs)
     needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
     x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(grad.dtype)
-    scale, rstd = _scale(s, t) if fixed else (None, None)
-    geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
-    if fixed and not _folds(t.weight, grad.numel() // max(grad.shape[1], 1)):
-        weight, scaled = t.weight.to(s.dtype), multiplied(grad, scale[:, None, None], s.dtype)
-        dx, _, _ = aten.convolution_backward(scaled, x, weight, None, *geometry, [needs.x, False, False])
-        _, dweight, _ = aten.convolution_backward(grad, x, weight, None, *geometry, [False, needs_weight, False])
-    else:
-        weight = multiplied(t.weight, scale[:, None, None, None], s.dtype) if fixed else t.weight.to(s.dtype)
-        dx, dweight, _ = aten.convolution_backward(grad, x, weight, None, *geometry, [needs.x, needs_weight, False])
-    dbias = grad.sum((0, 2, 3), dtype=accumulator(grad)) if needs_bias else None
+    weight, scaled = t.weight.to(s.dtype), grad
+    if fixed:
+        scale, rstd = _scale(s, t)
+        per_weight = scale.view(-1, 1, 1, 1)
+        if _folds(t.weight, grad.numel() // max(grad.shape[1], 1)):
+            weight = multiplied(t.weight, per_weight, s.dtype)
+        else:
+            scaled = multiplied(grad, per_weight[:, 0], s.dtype)
+    sums = needs_bias and needs_weight and grad.dtype == accumulator(grad)  # with the weight's gradient, in one pass
+    masks = [[needs.x, needs_weight, sums]] if scaled is grad else [[needs.x, False, False], [False, needs_weight, sums]]
+    found = [aten.convolution_backward(g, x, weight, [len(weight)], s.stride, s.padding, s.dilation, False, [0, 0], s.groups, mask) for g, mask in zip((scaled, grad), masks)]
+    dx, (_, dweight, dbias) = found[0][0], found[-1]
+    if needs_bias and not sums:
+        dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     found = dict(x=dx.to(saved.dtypes[0]) if needs.x else None)
     if fixed:
         if needs.norm_weight:
             # Products of two precisions are in the higher one, without a copy.
-            dscale = torch.addcmul((dweight * t.weight).flatten(1).sum(1), dbias, t.running_mean, value=-1)
-            dscale = dscale if t.bias is None else torch.addcmul(dscale, dbias, t.bias)
-            found['norm_weight'] = (dscale * rstd).to(t.norm_weight.dtype)
+            dscale = torch.addcmul((dweight * t.weight).sum((1, 2, 3)), dbias, t.running_mean, value=-1)
+            dscale = dscale if t.bias is None else dscale.addcmul_(dbias, t.bias)
+            found['norm_weight'] = dscale.mul_(rstd).to(t.norm_weight.dtype)
         if needs.norm_bias:
             found['norm_bias'] = dbias.to(t.norm_bias.dtype)
-        dweight = dweight * scale[:, None, None, None] if needs.weight else None
+        if needs.weight:
+            dweight = dweight.mul_(per_weight) if dweight.dtype == scale.dtype else dweight * per_weight
         dbias = dbias * scale if needs.bias else None
     if needs.weight:
         found['weight'] = dweight.to(t.weight.dtype)

@@ -172,7 +172,7 @@ def _without_tensors(value, found):
         found.append(value)
         return _SLOT
     if hasattr(value, '_fields'):
-        return type(value)(*(_without_tensors(v, found) for v in value))
+        return value._make([v if v is None else _without_tensors(v, found) for v in value])
     return value
 
 
@@ -181,5 +181,5 @@ def _with_tensors(value, tensors):
     if value is _SLOT:
         return next(tensors)
     if hasattr(value, '_fields'):
-        return type(value)(*(_with_tensors(v, tensors) for v in value))
+        return value._make([v if v is None else _with_tensors(v, tensors) for v in value])
     return value

@@ -1,5 +1,6 @@
 """What is computed in which precision, and how a tensor waits for the backward pass."""
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -41,7 +42,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def no_autocast(x):
     """A context in which every operation runs in the precision of its inputs."""
-    return torch.autocast(x.device.type, enabled=False)
+    off = x.dtype != torch.float64 and autocast_dtype(x) is None
+    return contextlib.nullcontext() if off else torch.autocast(x.device.type, enabled=False)
 
 
 def column_sums(rows):
