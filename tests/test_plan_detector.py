@@ -101,21 +101,6 @@ def test_a_step_of_two_layers():
     assert row['peak'] >= 4 * parameters and row['peak_phase'] in ('backward', 'optimizer step')
 
 
-def test_large_batches_are_told_from_small_ones(atto, monkeypatch):
-    """Within the little that boxes of other images change."""
-    case = dict(SMALL, batch=9)
-    found = measure_detector(atto, **case)
-    monkeypatch.setattr('sbp_mmdet.plan.detector.MOST_IMAGES', 9)
-    counted = measure_detector(atto, **case)
-    assert {key: found[key] for key in ('parameters', 'optimizer', 'gradients', 'peak_phase')} == {
-        key: counted[key] for key in ('parameters', 'optimizer', 'gradients', 'peak_phase')
-    }
-    assert found['peak'] == pytest.approx(counted['peak'], rel=0.03)
-    assert found['forward'] == pytest.approx(counted['forward'], rel=0.03)
-    assert found['saved'].keys() == counted['saved'].keys()
-    assert found['saved']['stage 1'] == counted['saved']['stage 1']
-
-
 def test_what_detectors_ask_for_beside_images():
     (first, _) = build_batch(2, 96, 128, 4, 3, False, proposals=50)['data_samples']
     boxes = first.proposals.bboxes

@@ -6,6 +6,7 @@ Unlike transformers' blocks they have no positions that could be dropped: they a
 from collections.abc import Iterator
 
 import mmcv.cnn
+import torch
 import torch.distributed as dist
 from mmcv.cnn.bricks.swish import Swish
 from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
@@ -123,6 +124,13 @@ def _process_group(norm):
 
 class ConvLean(Whole):
     """Base of adapters of convolutional modules, which are exact in every preset."""
+
+    def forward(self, *args, **kwargs):
+        """As of others. What is frozen, and so in evaluation mode, folds its norms too while the rest trains."""
+        if torch.is_grad_enabled() and not (self.training or any(p.requires_grad for p in self.parameters())):
+            if self.form.implementation == 'fused':
+                return self.lean_forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
     @classmethod
     def members(cls, module: nn.Module) -> Iterator[nn.Module]:

@@ -90,6 +90,13 @@ class Statistics(NamedTuple):
     rstd: Tensor
 
 
+class Factors(NamedTuple):
+    """Of a fixed norm, for each channel: its factor and its reciprocal deviation, in full precision."""
+
+    scale: Tensor
+    rstd: Tensor
+
+
 class ConvNormSaved(NamedTuple):
     """What the backward pass needs.
 
@@ -101,6 +108,7 @@ class ConvNormSaved(NamedTuple):
         normed (KeptMap | None): What the norm was applied to, but for 'fixed'.
         active (KeptMap | None): What the activation was applied to. None: ``normed`` says it.
         statistics (Statistics | None): Of the norm.
+        factors (Factors | None): Of 'fixed'. They take less than it takes to make them again.
         count (Tensor | None): Positions that the statistics of a SyncBN are over.
     """
 
@@ -111,6 +119,7 @@ class ConvNormSaved(NamedTuple):
     normed: KeptMap | None
     active: KeptMap | None
     statistics: Statistics | None
+    factors: Factors | None
     count: Tensor | None
 
 
@@ -159,7 +168,9 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     x = t.x.to(s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if _weight_needed(s, needs) else None
-    z = _convolve(s, t, x)
+    full = x.dtype == accumulator(x)
+    factors = _factors(s, t) if s.norm == 'fixed' and (full or any(needs)) else None
+    z = _convolve(s, t, x, factors)
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
         u, statistics, count = _normalise(s, t, z)
@@ -169,11 +180,10 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
         y, normed, active = _activate(s, t, z, u, statistics)
     else:
         y, normed, active = u if s.activation is None else s.activation(u, inplace=True), None, None
-    parameters = t._replace(x=None, residual=None)
-    if s.norm != 'fixed':
-        parameters = parameters._replace(running_mean=None, running_var=None)
+    parameters = t._replace(x=None, residual=None, running_var=None)
+    parameters = parameters if factors else parameters._replace(running_mean=None)
     dtypes = t.x.dtype, None if t.residual is None else t.residual.dtype
-    return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, count)
+    return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, factors, count)
 
 
 def _weight_needed(s, needs):
@@ -181,13 +191,12 @@ def _weight_needed(s, needs):
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
 
 
-def _scale(s, t):
-    """Of a fixed norm: its factor for each channel and its reciprocal deviation, in full precision."""
+def _factors(s, t):
     rstd = (t.running_var.to(accumulator(t.running_var)) + s.eps).rsqrt()
-    return rstd if t.norm_weight is None else rstd * t.norm_weight, rstd
+    return Factors(rstd if t.norm_weight is None else rstd * t.norm_weight, rstd)
 
 
-def _convolve(s, t, x):
+def _convolve(s, t, x, factors):
     """The convolution, with the fixed norm."""
     geometry, fixed = (s.stride, s.padding, s.dilation, s.groups), s.norm == 'fixed'
     # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
@@ -197,7 +206,7 @@ def _convolve(s, t, x):
         z = F.conv2d(x, t.weight.to(s.dtype), None if t.bias is None else t.bias.to(s.dtype), *geometry)
         norm = t.running_mean, t.running_var, t.norm_weight, t.norm_bias
         return F.batch_norm(z, *norm, eps=s.eps) if fixed else z
-    scale, _ = _scale(s, t)
+    scale = factors.scale
     before = torch.zeros_like(scale) if t.norm_bias is None else t.norm_bias
     before = before if t.bias is None else torch.addcmul(before, t.bias, scale)
     shift = torch.addcmul(before, t.running_mean, scale, value=-1).to(s.dtype)
@@ -206,7 +215,7 @@ def _convolve(s, t, x):
 
 def _folds(weight, positions):
     """Whether it costs less to scale a weight than the map that it makes."""
-    return weight[0].numel() <= positions
+    return weight.numel() <= positions * len(weight)
 
 
 def _activate(s, t, z, u, statistics):
@@ -256,18 +265,17 @@ def _convolve_backward(s, saved, grad, needs):
     needs_weight = _weight_needed(s, needs)
     needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
     x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(grad.dtype)
-    weight, scaled = t.weight.to(s.dtype), grad
-    if fixed:
-        scale, rstd = _scale(s, t)
-        per_weight = scale.view(-1, 1, 1, 1)
-        if _folds(t.weight, grad.numel() // max(grad.shape[1], 1)):
-            weight = multiplied(t.weight, per_weight, s.dtype)
-        else:
-            scaled = multiplied(grad, per_weight[:, 0], s.dtype)
+    scale, rstd = saved.factors or (None, None)
+    per_weight = scale.view(-1, 1, 1, 1) if fixed else None
+    folds = fixed and _folds(t.weight, grad.numel() // max(grad.shape[1], 1))
+    weight = multiplied(t.weight, per_weight, s.dtype) if folds else t.weight.to(s.dtype)
+    scaled = multiplied(grad, per_weight[:, 0], s.dtype) if fixed and not folds else grad
     sums = needs_bias and needs_weight and grad.dtype == accumulator(grad)  # with the weight's gradient, in one pass
-    masks = [[needs.x, needs_weight, sums]] if scaled is grad else [[needs.x, False, False], [False, needs_weight, sums]]
-    found = [aten.convolution_backward(g, x, weight, [len(weight)], s.stride, s.padding, s.dilation, False, [0, 0], s.groups, mask) for g, mask in zip((scaled, grad), masks)]
-    dx, (_, dweight, dbias) = found[0][0], found[-1]
+    geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
+    which, sizes = [needs.x and scaled is grad, needs_weight, sums], [len(weight)] if sums else None
+    dx, dweight, dbias = aten.convolution_backward(grad, x, weight, sizes, *geometry, which)
+    if needs.x and scaled is not grad:
+        dx, _, _ = aten.convolution_backward(scaled, x, weight, None, *geometry, [True, False, False])
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     found = dict(x=dx.to(saved.dtypes[0]) if needs.x else None)

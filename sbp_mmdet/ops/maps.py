@@ -176,15 +176,14 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     if storage == 'native' or not x.numel() or x.shape[2] * x.shape[3] < _LEAST_POSITIONS:
         return KeptMap(x)
     full = accumulator(x)
-    groups = x.unflatten(2, (1 if positive else _groups(x), -1))
-    high = groups.amax((3, 4))[..., None].to(full)
-    low = torch.zeros_like(high) if positive else groups.amin((3, 4))[..., None].to(full)
+    if positive:
+        unit = x.amax((2, 3), keepdim=True).to(full) / 252
+        return KeptMap((x / unit.clamp_min(torch.finfo(full).tiny)).ceil_().sub_(127).to(torch.int8), unit)
+    groups = x.unflatten(2, (_groups(x), -1))
+    high, low = (limit((3, 4))[..., None].to(full) for limit in (groups.amax, groups.amin))
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
-    if positive:
-        steps = (x * _of_rows(rate, x)).ceil_().sub_(127)
-        base = None
-    elif threshold is None:
+    if threshold is None:
         steps = (x * _of_rows(rate, x)).add_(_of_rows(-127 - low * rate, x)).round_()
         base = low + 127 * unit
     else:

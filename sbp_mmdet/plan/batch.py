@@ -32,7 +32,6 @@ def build_batch(
     seed: int = 0,
     semantic: bool = False,
     proposals: int = 0,
-    alike: bool = False,
 ) -> dict:
     """Random images with ground truth.
 
@@ -45,7 +44,6 @@ def build_batch(
         seed (int): Of sizes and places. Default: 0.
         semantic (bool): With a map of classes, stripes of those behind ``num_classes``. Default: False.
         proposals (int): Proposals of each image, for detectors without an RPN. Default: 0.
-        alike (bool): All images have the first one's boxes. Default: False.
 
     Returns:
         dict: ``inputs`` and ``data_samples``, for a detector's data preprocessor.
@@ -53,8 +51,6 @@ def build_batch(
     rng = np.random.default_rng(seed)
     inputs, samples = [], []
     for i in range(batch):
-        if alike:
-            rng = np.random.default_rng(seed)
         inputs.append(torch.from_numpy(rng.integers(0, 256, (3, height, width), dtype=np.uint8)))
         bboxes = _random_boxes(rng, boxes, height, width)
         instances = InstanceData(
@@ -162,13 +158,14 @@ def _find_near_the_truth(rpn, per_box, seed):
         losses, results = original(x, batch_data_samples, *args, **kwargs)
         if any('features' in found for found in results):  # learnt proposals (Sparse R-CNN): as many in each step
             return losses, results
+        rng = np.random.default_rng(seed)
         total = (kwargs.get('proposal_cfg') or {}).get('max_per_img')
         proposals = []
         for sample, found in zip(batch_data_samples, results, strict=True):
             truth = sample.gt_instances.bboxes
             truth = getattr(truth, 'tensor', truth).cpu().numpy()
             number = total or len(found)
-            boxes = _proposals(np.random.default_rng(seed), truth, number, *sample.img_shape[:2], per_box)
+            boxes = _proposals(rng, truth, number, *sample.img_shape[:2], per_box)
             proposals.append(boxes.to(found.bboxes.device))
         return losses, proposals
 

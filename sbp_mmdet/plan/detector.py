@@ -30,25 +30,18 @@ from .device import check_device, noting, use_device
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
 from .inputs import inputs_of, labels_of
-from .memory import LiveBytes, SavedByPart, most_by_phase
+from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 
 __all__ = [
-    'MOST_IMAGES',
     'assignment_on_cpu',
     'build_detector',
     'build_training',
     'check_case',
-    'counted',
     'measure_detector',
     'own_crops',
     'timed_step',
 ]
-
-
-# Counted in full; the bytes of more images on a CPU follow from those of two smaller batches.
-MOST_IMAGES = 8
-_SMALLER = (2, 4)
 
 
 def measure_detector(
@@ -67,8 +60,8 @@ def measure_detector(
 
     Args:
         config (Config): Config of a detector, the hooks that change the model included.
-        batch (int): Images. On a CPU more than :data:`MOST_IMAGES` are not run: bytes grow by the same with each image,
-            part by part and phase by phase, so those of 1 and of 2 images tell them.
+        batch (int): Images. A CPU counts them all: nothing follows from smaller batches, for an assigner goes image by
+            image and has its peak elsewhere in them.
         height, width (int): Their size, before padding.
         boxes (int): Ground-truth boxes in each.
         device (str): 'cpu', or a CUDA device. Default: 'cpu'.
@@ -87,69 +80,25 @@ def measure_detector(
         ValueError: For a number that is too small, or a device that is not there.
     """
     check_case(batch=batch, boxes=boxes, rounds=rounds, device=device)
-    case = dict(height=height, width=width, boxes=boxes, trained=trained)
-    if torch.device(device).type == 'cuda':
-        return _measured(config, dict(case, batch=batch, device=device), rounds)
-    if batch > MOST_IMAGES:
-        return _extended(batch, *(counted(config, batch=n, compute=compute, alike=True, **case) for n in _SMALLER))
-    return counted(config, batch=batch, compute=compute, **case)[0]
-
-
-def counted(config: Config, *, compute: bool = False, **case) -> tuple[dict, dict]:
-    """Counts a training step on a CPU, as a whole.
-
-    Args:
-        config, compute: See :func:`measure_detector`.
-        **case: Of :func:`build_training`.
-
-    Returns:
-        tuple[dict, dict]: The row of :func:`measure_detector`, and :attr:`.memory.LiveBytes.marks`: places are a part
-        and an operation of it.
-    """
-    counter = LiveBytes()
-    bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
-    with (
-        own_crops(),
-        at_the_first_step(),
-        cuda_kernels(counter, compute),
-        cuda_storage(counter, bfloat16),
-        assignment_on_cpu(counter),
-    ):
-        model, wrapper, data = build_training(config, device='cpu', **case)
+    cuda = torch.device(device).type == 'cuda'
+    with own_crops(), at_the_first_step(), contextlib.ExitStack() as stack:
+        counter = LiveBytes()
+        if not cuda:
+            stack.enter_context(cuda_kernels(counter, compute))
+            bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
+            stack.enter_context(cuda_storage(counter, bfloat16))
+            stack.enter_context(assignment_on_cpu(counter))
+        case = dict(batch=batch, height=height, width=width, boxes=boxes, device=device)
+        model, wrapper, data = build_training(config, trained=trained, **case)
         try:
+            if cuda:
+                return _measure_cuda(model, wrapper, data, rounds)
             return _measure_cpu(model, wrapper, data, counter, config, compute)
         finally:
             del model, wrapper, data
             gc.collect()
-
-
-def _measured(config, case, rounds):
-    with own_crops(), at_the_first_step():
-        model, wrapper, data = build_training(config, **case)
-        try:
-            return _measure_cuda(model, wrapper, data, rounds)
-        finally:
-            del model, wrapper, data
-            gc.collect()
-            torch.cuda.empty_cache()
-
-
-def _extended(batch, few, many):
-    """What a batch holds, by what two smaller ones hold, whose images are all alike.
-
-    Each place in the step holds a number of bytes for each image, and others, so the largest of them need not be the
-    largest of a larger batch: an assigner goes image by image.
-    """
-    low, high = _SMALLER
-
-    def along(a, b):
-        if isinstance(a, dict):
-            return {key: along(a[key], b[key]) for key in a if key in b}
-        return b + (batch - high) * (b - a) // (high - low) if isinstance(a, int) else a
-
-    row, marks = along(few[0], many[0]), along(few[1], many[1])
-    phase, _ = where = max(marks, key=marks.get)
-    return dict(row, peaks=most_by_phase(marks), peak=marks[where], peak_phase=phase)
+            if cuda:
+                torch.cuda.empty_cache()
 
 
 def check_case(*, batch: int, boxes: int, rounds: int, device: str, least_rounds: int = 0) -> None:
@@ -204,21 +153,12 @@ def own_crops(crop: Callable | None = None):
 
 
 def build_training(
-    config: Config,
-    *,
-    batch: int,
-    height: int,
-    width: int,
-    boxes: int,
-    device: str,
-    trained: bool = True,
-    alike: bool = False,
+    config: Config, *, batch: int, height: int, width: int, boxes: int, device: str, trained: bool = True
 ) -> tuple:
     """What a training step needs. To be called within :func:`own_crops`.
 
     Args:
         config, batch, height, width, boxes, device, trained: See :func:`measure_detector`.
-        alike (bool): See :func:`.batch.build_batch`. Default: False.
 
     Returns:
         tuple: Model in training mode, optimizer wrapper, and a batch.
@@ -235,7 +175,7 @@ def build_training(
     found = inputs_of(config)
     num_classes, masks = labels_of(config)
     given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
-    options = dict(semantic=found.semantic, proposals=given, alike=alike)
+    options = dict(semantic=found.semantic, proposals=given)
     data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
     return model, wrapper, data
 
@@ -344,7 +284,9 @@ def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
         if group.get('foreach', 0) is None and not group.get('fused'):
             group['foreach'] = True
     free = _values_do_not_matter(model)
-    skip = SkipArithmetic(lambda: not compute and (free or counter.phase != 'forward' or tracker.in_network))
+    skip = contextlib.nullcontext()
+    if not compute:
+        skip = SkipArithmetic(lambda: free or counter.phase != 'forward' or tracker.in_network)
     with skip:  # the first optimizer step makes the states; gradients go after each step
         counter.phase = 'optimizer step'
         for p in model.parameters():
@@ -362,14 +304,12 @@ def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
             yield
 
     counter.phase = 'forward'
-    counter.place = lambda operation: (tracker.current() if counter.phase == 'forward' else saved.asked, operation)
     watch = _watch(wrapper, row, model, saved, lambda: static + counter.live, lambda p: setattr(counter, 'phase', p))
     with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), skip, counter:
         torch.manual_seed(0)
         model.train_step(data, wrapper)
-    marks = {where: static + nbytes for where, nbytes in counter.marks.items()}
-    peak, phase = static + counter.peak, counter.peak_phase
-    return dict(row, peak=peak, peak_phase=phase, peaks=most_by_phase(marks), reserved=None, step_s=None), marks
+    peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
+    return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks, reserved=None, step_s=None)
 
 
 def _values_do_not_matter(model: nn.Module) -> bool:

@@ -24,8 +24,7 @@ _FACTORIES = ('zeros', 'new_zeros', 'zeros_like', 'ones', 'new_ones', 'full', 'n
 class SkipArithmetic(TorchDispatchMode):
     """Replaces large operations by zeros of the shape that they would have made.
 
-    Those that autograd records are a loss's, if not the network's, wherever they are: assigners look at values that
-    they have detached.
+    Those that autograd records outside of the network are a loss's: assigners look at values that they have detached.
 
     Args:
         active (Callable): Says whether the step is where values do not matter.

@@ -12,17 +12,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-__all__ = ['LiveBytes', 'SavedByPart', 'held_bytes', 'most_by_phase', 'peak_bytes', 'saved_bytes']
+__all__ = ['LiveBytes', 'SavedByPart', 'held_bytes', 'peak_bytes', 'saved_bytes']
 
 
 class _Packed:
     """Stands in the autograd graph for a saved tensor, and goes when the graph lets go of it."""
 
-    __slots__ = ('__weakref__', 'part', 'tensor')
+    __slots__ = ('__weakref__', 'tensor')
 
-    def __init__(self, tensor, part):
+    def __init__(self, tensor):
         self.tensor = tensor.detach()  # an operation's output holds its node, which would hold this for good
-        self.part = part
 
 
 def _dense(tensor):
@@ -38,28 +37,21 @@ class SavedByPart:
 
     Args:
         part (Callable): Gives the name of the part that is running. Default: one part, named None.
-
-    Attributes:
-        asked (str | None): Part whose tensors the backward pass has asked for last.
     """
 
     def __init__(self, part: Callable[[], str | None] = lambda: None):
-        self.asked, self._part = None, part
-        self._packed = []  # weak references, in the order of saving
+        self._part = part
+        self._packed = []  # of weak references, in the order of saving
 
     def hooks(self):
         """The context in which the forward pass is to run."""
 
         def pack(tensor):
-            held = _Packed(tensor, self._part())
-            self._packed.append(weakref.ref(held))
+            held = _Packed(tensor)
+            self._packed.append((weakref.ref(held), self._part()))
             return held
 
-        def unpack(held):
-            self.asked = held.part
-            return held.tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
 
     def count(self, exclude: Iterable[Tensor] = ()) -> dict:
         """Bytes that are held now.
@@ -74,12 +66,12 @@ class SavedByPart:
         seen = {tensor.untyped_storage().data_ptr() for tensor in exclude}
         parts = {}
         # Only what is saved still is looked at: a storage freed on the way may have lent its address to another one.
-        for reference in self._packed:
+        for reference, part in self._packed:
             if (held := reference()) is not None:
                 for storage in (tensor.untyped_storage() for tensor in _dense(held.tensor)):
                     if storage.data_ptr() not in seen:
                         seen.add(storage.data_ptr())
-                        parts[held.part] = parts.get(held.part, 0) + storage.nbytes()
+                        parts[part] = parts.get(part, 0) + storage.nbytes()
         return parts
 
 
@@ -105,16 +97,14 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live (int): Bytes held now.
         phase (str | None): What the step is doing, set from outside. Default: None.
-        place (Callable | None): Says where in a phase an operation is; set from outside. Default: None, nowhere.
-        marks (dict[tuple, int]): The most bytes that were held at a time, by phase and place.
-        peaks (dict[str | None, int]): The most of each phase.
+        peaks (dict[str | None, int]): The most bytes that were held at a time, phase by phase.
         peak (int): The most of them all.
         peak_phase (str | None): What the step was doing at the peak.
     """
 
     def __init__(self):
         super().__init__()
-        self.phase, self.place, self.marks = None, None, {}
+        self.phase, self.peaks = None, {}
         # Address of a storage: a weak reference, which keeps the address from being given away, and the bytes to count.
         # torch's own kind of reference: before torch 2.2 Python's is to a wrapper that is gone at once.
         self._known = {}
@@ -122,16 +112,12 @@ class LiveBytes(TorchDispatchMode):
         self._counting = True
 
     @property
-    def peaks(self) -> dict:
-        return most_by_phase(self.marks)
-
-    @property
     def peak(self) -> int:
-        return max(self.marks.values(), default=0)
+        return max(self.peaks.values(), default=0)
 
     @property
     def peak_phase(self) -> str | None:
-        return max(self.marks, key=self.marks.get, default=(None,))[0]
+        return max(self.peaks, key=self.peaks.get, default=None)
 
     @property
     def live(self) -> int:
@@ -163,18 +149,9 @@ class LiveBytes(TorchDispatchMode):
         self._see((args, kwargs), counting=False)
         out = func(*args, **kwargs)
         self._see(out, self._counting)
-        where = self.phase, self.place and self.place(func)
-        if self._upper > (most := self.marks.get(where, 0)):
-            self.marks[where] = max(most, self.live)
+        if self._upper > (peak := self.peaks.get(self.phase, 0)):
+            self.peaks[self.phase] = max(peak, self.live)
         return out
-
-
-def most_by_phase(marks: dict[tuple, int]) -> dict:
-    """The most of each phase, of :attr:`LiveBytes.marks`."""
-    peaks = {}
-    for (phase, _), nbytes in marks.items():
-        peaks[phase] = max(peaks.get(phase, 0), nbytes)
-    return peaks
 
 
 def peak_bytes(fn: Callable, device: torch.device | str = 'cpu', clear: Callable = lambda: None) -> int:
