@@ -22,9 +22,11 @@ from mmdet.registry import HOOKS
 from mmdet.structures.mask import BitmapMasks
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .assigners import costs_in_chunks
+from .ops.maps import forget
 from .surgery import Mixin, ModelHook, members, mix_in, mix_out, unwrapped
 
 __all__ = [
@@ -66,6 +68,7 @@ class Checkpointed(Mixin):
         replay = False
         # Tensors are passed one by one: checkpointing saves those, but holds on to what stands inside of lists.
         leaves, structure = tree_flatten((args, kwargs))
+        forget(leaves)
 
         def run(*leaves):
             nonlocal replay
@@ -74,7 +77,9 @@ class Checkpointed(Mixin):
                 replay = True
                 return forward(*args, **kwargs)
 
-        return cp.checkpoint(run, *leaves, use_reentrant=False)
+        out = cp.checkpoint(run, *leaves, use_reentrant=False)
+        forget(out)
+        return out
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
@@ -283,7 +288,12 @@ class _AsBits(Mixin):
     """mmdet's masks, whose tensor is a :class:`_Bits`."""
 
     def to_tensor(self, dtype, device):
-        return super().to_tensor(torch.bool, device).as_subclass(self.kind)
+        return _as_subclass(super().to_tensor(torch.bool, device), self.kind)
+
+
+def _as_subclass(x, kind):
+    with _disable_current_modes():  # torch 2.1 makes no subclass while bytes are counted
+        return x.as_subclass(kind)
 
 
 class _Bits(torch.Tensor):
@@ -295,7 +305,9 @@ class _Bits(torch.Tensor):
         if func in (torch.Tensor.long, torch.Tensor.float):
             return args[0]
         if func is not F.grid_sample:
-            return super().__torch_function__(func, types, args, kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            return tree_map(lambda x: _as_subclass(x, cls) if isinstance(x, torch.Tensor) else x, found)
         masks, points, *rest = args
         with torch._C.DisableTorchFunctionSubclass():
             pairs = zip(masks.split(cls.at_a_time), points.split(cls.at_a_time), strict=True)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint as cp
 from helpers import RESEARCH, ROOT, make_project, run
 from mmengine.config import Config
 from torch import nn
@@ -68,6 +69,7 @@ def test_keys_and_modules_without_positions(config):
         measure_module(config, ['none'], 'nick', amp='off', rounds=0, **CASE)
 
 
+@pytest.mark.skipif(not hasattr(cp, 'create_selective_checkpoint_contexts'), reason='torch before 2.4')
 def test_rivals(config):
     names = ['none', 'selective', 'save-on-cpu', 'conv-bn-eval', 'exact,attention=head']
     rows = measure_module(config, names, 'backbone.stages.0.0', amp='off', rounds=1, **CASE)

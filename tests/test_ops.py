@@ -180,6 +180,7 @@ def test_fp16_keeps_the_range_of_the_plain_block(gradient, gamma):
         assert (actual[name] - truth[name]).norm() < 5e-3 * truth[name].norm(), name
 
 
+@needs_fp16
 @pytest.mark.parametrize('scale', [0.0, 1.0, 5000.0])
 def test_a_channel_without_gradient_in_fp16_throughout(scale):
     tensors, _ = mlp_inputs(n=3, d=32, dtype=torch.float16)

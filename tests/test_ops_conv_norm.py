@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from fake_cuda import backward, gpu_that_is_not_there
+from helpers import FP16
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
 
@@ -132,7 +133,7 @@ def test_every_activation_is_compared():
 
 
 @pytest.mark.parametrize('norm', NORMS)
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('dtype', [FP16, torch.bfloat16])
 @pytest.mark.parametrize('autocast', [False, True])
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 @pytest.mark.parametrize('act', ['relu', 'swish', 'hardswish', 'gelu'])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import needs_fp16
 from oracles import relative_error
 
 from sbp_mmdet.ops import precision, rows
@@ -87,6 +88,7 @@ def test_accumulation_is_in_full_precision(dtype):
     assert total.dtype == torch.float32 and (total == 4096).all()
 
 
+@needs_fp16
 def test_long_sums_in_fp16_stay_in_range():
     """Rows scaled to 1/16 of their maximum, against a hidden layer of 9: in one product the sum is above 65504."""
     rows_ = 131072

@@ -27,6 +27,7 @@ from .. import ops
 from ..functional import sbp
 from ..masks import Positions
 from ..ops.operation import Form
+from ..ops.precision import autocast_dtype
 from ..settings import Settings
 from .adapter import Lean, Whole, adapter, kind_of
 from .conv import _ACTS, known
@@ -146,6 +147,9 @@ class Attention(_Layer):
     def _attend(self, query, key, value, query_pos, key_pos, attn_mask, key_padding_mask):
         query = query if query_pos is None else query + query_pos
         key = key if key_pos is None else key + key_pos
+        if dtype := autocast_dtype(query):  # a mask takes the type of the query, and torch 2.1 does not cast it later
+            cast = {id(x): x.to(dtype) for x in (query, key, value)}
+            query, key, value = (cast[id(x)] for x in (query, key, value))
         if self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         out = self.attn(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)[0]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from .precision import accumulator
 from .rows import memory_format
@@ -238,13 +239,20 @@ def handed_on(x: Tensor) -> KeptMap | None:
 
 
 def _hooks():
-    """What autograd hands saved tensors to, which is another one in each checkpoint; None: nothing.
-
-    torch before 2.8 does not tell. There a checkpoint's input is the same object when it runs again.
-    """
-    top = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None)
-    hooks = top(False) if top else None
+    """What autograd hands saved tensors to, which is another one in each checkpoint; None: nothing, or an old torch."""
+    hooks = _TOP(False) if _TOP else None
     return hooks[0] if hooks else None
+
+
+_TOP = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None)
+
+
+def forget(tree) -> None:
+    """Torch before 2.8 does not tell of checkpoints: there a checkpoint takes what was handed on off all tensors that
+    go into it or come out of it."""
+    for x in () if _TOP else tree_flatten(tree)[0]:
+        if hasattr(x, '_sbp_kept'):
+            del x._sbp_kept
 
 
 def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
