@@ -1,9 +1,9 @@
 """A training step without its arithmetic: every tensor is made, few are computed.
 
 What a step stores depends on shapes and types, not on values, except where boxes are compared. So the large operations
-of the network, of the losses, of the backward pass and of the optimizer need not be carried out for a count of bytes:
-their results are zeros of the right shape. Proposals, assignment and sampling are computed as always, and so are
-integers and bools: masks and indices say how many rows are stored.
+of the network, of the backward pass and of the optimizer need not be carried out for a count of bytes: their results
+are zeros of the right shape. Proposals, assignment and sampling are computed as always, and so are integers and bools:
+masks and indices say how many rows are stored.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,6 @@ _FACTORIES = ('zeros', 'new_zeros', 'zeros_like', 'ones', 'new_ones', 'full', 'n
 class SkipArithmetic(TorchDispatchMode):
     """Replaces large operations by zeros of the shape that they would have made.
 
-    Those that autograd records outside of the network are a loss's: assigners look at values that they have detached.
-
     Args:
         active (Callable): Says whether the step is where values do not matter.
     """
@@ -36,7 +34,7 @@ class SkipArithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (self._active() or _recorded(args)) and not _is_view(func) and _is_large(func, args, kwargs):
+        if self._active() and not _is_view(func) and _is_large(func, args, kwargs):
             returns = func._schema.returns
             if func._schema.is_mutable and (not returns or returns[0].alias_info):
                 return _mutated(func, args, kwargs)
@@ -49,10 +47,6 @@ class SkipArithmetic(TorchDispatchMode):
                 results = results[0].to(args[1].dtype), *results[1:]
             return tree_map(_to_zeros, results)
         return func(*args, **kwargs)
-
-
-def _recorded(args):
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_flatten(args)[0])
 
 
 def _is_view(func):
