@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 PIECES = {
+    'targets': 'training targets are made piece by piece, as LeanHook does it anyway; gradients exact',
     'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
     'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
     'cp-neck': 'the neck runs again in the backward pass; gradients exact',
@@ -221,7 +222,7 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
         NotApplicable: If the model lacks what the piece is about.
         ValueError: For an unknown piece.
     """
-    modules, optimizer, wrapper = [], {}, {}
+    modules, optimizer, wrapper, hooks = [], {}, {}, []
     for piece in pieces:
         if piece not in PIECES:
             raise ValueError(f'piece {piece!r} is unknown; choose from {list(PIECES)}')
@@ -235,11 +236,13 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
             if kind != 'OptimWrapper':
                 raise NotApplicable(f'amp: the optimizer wrapper is {kind}, not OptimWrapper')
             wrapper = dict(type='AmpOptimWrapper')
+        elif piece == 'targets':
+            hooks = [dict(type='TargetsInChunksHook')]
         elif found := _modules_of(config.model, piece.removeprefix('cp-')):
             modules += found
         else:
             raise NotApplicable(f'{piece}: the model has none')
-    hooks = [dict(type='CheckpointModulesHook', modules=modules)] if modules else []
+    hooks += [dict(type='CheckpointModulesHook', modules=modules)] if modules else []
     return dict(custom_hooks=hooks, optimizer=optimizer, wrapper=wrapper)
 
 
