@@ -156,10 +156,16 @@ def _in_the_readme(first, column):
     measure, _, subject = column.partition(': ')
     if measure in ('stored', 'peak'):
         first = {'sampled': 'exact'}.get(first, first)  # it stores the same
+        if first == 'with_cp, targets in pieces':
+            if measure == 'stored':
+                return _counted('backbone')(subject, 'with_cp')
+            file = next(file for name, file in DETECTORS.items() if name in subject)
+            peak = _rows(f'detector_bytes_{file}_targets')('with_cp+targets')['peak']
+            return f'{peak / _rows(f"detector_bytes_{file}")("none")["peak"]:.3f}'
         return _counted('backbone' if measure == 'stored' else measure)(subject, first)
     if measure == 'time':
         return _step(first, subject).split(' ')[0]
-    if column == 'box AP' and first != 'with_cp':
+    if column == 'box AP' and not first.startswith('with_cp'):
         return _trained({'paper': 'zero'}.get(first, first), 'box AP, less none').split(' (')[0]
     return None
 
