@@ -2,8 +2,8 @@
 
 import copy
 import pickle
-from unittest import mock
 from pathlib import Path
+from unittest import mock
 
 import mmdet
 import numpy as np
