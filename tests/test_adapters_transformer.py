@@ -14,10 +14,7 @@ from mmdet.models.layers.transformer.deformable_detr_layers import (
     DeformableDetrTransformerDecoderLayer,
     DeformableDetrTransformerEncoderLayer,
 )
-from mmdet.models.layers.transformer.detr_layers import (
-    DetrTransformerDecoderLayer,
-    DetrTransformerEncoderLayer,
-)
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerDecoderLayer, DetrTransformerEncoderLayer
 from mmdet.models.layers.transformer.grounding_dino_layers import GroundingDinoTransformerDecoderLayer
 from mmdet.models.layers.transformer.mask2former_layers import Mask2FormerTransformerDecoderLayer
 from torch import nn

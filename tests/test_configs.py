@@ -54,7 +54,9 @@ def build(path: Path):
         model.test_cfg.rcnn.max_per_img = 5
     heads = model.get('roi_head', model).bbox_head
     classes = (heads[0] if isinstance(heads, list) else heads).num_classes
-    return revert_sync_batchnorm(MODELS.build(model)), classes
+    model = MODELS.build(model)
+    model.init_weights()  # DINO leaves its level_embed in memory that nobody has written
+    return revert_sync_batchnorm(model), classes
 
 
 def batch(classes: int, height: int = 64, width: int = 96) -> dict:

@@ -246,6 +246,16 @@ def test_more_boxes_need_more_and_presets_are_in_order(atto):
     assert none > reference > exact > int8 and none > reference > paper
 
 
+def test_the_piece_targets_is_what_a_preset_does_anyway(atto):
+    case = dict(batch=1, height=512, width=512, boxes=60)  # enough masks for the targets to be the peak
+    none, pieces, exact, both = (
+        measure_detector(with_variant(atto, variant), **case)
+        for variant in ('none', 'none+targets', 'exact', 'exact+targets')
+    )
+    assert pieces['saved'] == none['saved'] and both['peaks'] == exact['peaks']
+    assert pieces['peaks']['forward'] < none['peaks']['forward']
+
+
 @pytest.mark.slow
 def test_a_config_that_is_not_ours():
     config = plain(load_config(STOCK))
