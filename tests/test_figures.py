@@ -143,11 +143,16 @@ def _fp32(first, column):
 
 
 def _rival(first, column):
-    names = {'selective checkpointing': 'selective', 'torch.compile with': 'compile-0.1', 'torch.compile': 'compile'}
-    rows = _rows('rivals_backbone_cpu')
+    names = {'selective checkpointing': 'selective', 'efficient_conv_bn_eval': 'conv-bn-eval'}
     name = next((name for start, name in names.items() if first.startswith(start)), first.split(',')[0])
-    if column == 'stored':
-        return _ratio(rows, name, 'saved_bytes')
+    if name == 'torch.compile':
+        name = first.replace('torch.compile', 'compile').replace(', budget ', '-')
+    model, _, column = column.rpartition(': ')
+    rows = _rows('time_r50' if model else 'rivals_backbone_cpu')
+    if rows(name) is None:
+        return ''
+    if column in ('stored', 'peak'):
+        return _ratio(rows, name, {'stored': 'saved_bytes', 'peak': 'peak_bytes'}[column])
     key, form = dict(time=('ratio', '.2f'), error=('error', '.0e'))[column]
     return f'{rows(name)[key] or 0:{form}}'.replace('0e+00', '0')
 
