@@ -33,6 +33,7 @@ HRNET = {
     )
     for n in (1, 2, 3, 4)
 }
+GN = dict(type='GN', num_groups=4)
 CONTEXT = dict(cfg=dict(type='ContextBlock', ratio=1 / 4), stages=(False, True, True, True), position='after_conv3')
 DCN = dict(
     dcn=dict(type='DCNv2', deform_groups=1, fallback_on_stride=False), stage_with_dcn=(False, False, False, True)
@@ -42,11 +43,7 @@ DCN = dict(
 BACKBONES = {
     'ResNet-18, training': (dict(type='ResNet', depth=18, base_channels=8, norm_eval=False), 0.75, 0.35),
     'ResNet-50': (dict(type='ResNet', depth=50, base_channels=8, frozen_stages=1), 0.53, 0.2),
-    'ResNet-50, GN': (
-        dict(type='ResNet', depth=50, base_channels=8, norm_cfg=dict(type='GN', num_groups=4)),
-        0.75,
-        0.35,
-    ),
+    'ResNet-50, GN': (dict(type='ResNet', depth=50, base_channels=8, norm_cfg=GN), 0.75, 0.35),
     'ResNet-50, with_cp': (dict(type='ResNet', depth=50, base_channels=8, with_cp=True), 1.4, 0.6),
     'ResNetV1d-50': (dict(type='ResNetV1d', depth=50, stem_channels=16, base_channels=8), 0.53, 0.25),
     'ResNeXt-50': (dict(type='ResNeXt', depth=50, base_channels=8, groups=4, base_width=4), 0.53, 0.25),
@@ -57,6 +54,7 @@ BACKBONES = {
     'CSPNeXt': (dict(type='CSPNeXt', deepen_factor=0.167, widen_factor=0.125), 0.5, 0.25),
     'CSPDarknet': (dict(type='CSPDarknet', deepen_factor=0.33, widen_factor=0.125), 0.4, 0.15),
     'Darknet': (dict(type='Darknet', depth=53, norm_eval=False), 0.5, 0.15),
+    'EfficientNet': (dict(type='EfficientNet', arch='b0', drop_path_rate=0.0), 0.55, 0.2),
     'plugins': (dict(type='ResNet', depth=50, base_channels=8, plugins=[CONTEXT]), 0.7, 0.55),
     'deformable': (dict(type='ResNet', depth=50, base_channels=8, **DCN), 0.6, 0.35),
 }
@@ -178,11 +176,12 @@ MODULES = {
         lambda: conv_module(order=('act', 'conv', 'norm')),
         "its layers stand in the order ('act', 'conv', 'norm')",
     ),
-    'spectral norm': (
-        lambda: conv_module(with_spectral_norm=True),
-        UNKNOWN,
-    ),
-    'ConvAWS': (lambda: conv_module(conv_cfg=dict(type='ConvAWS')), 'its convolution is a ConvAWS2d'),
+    'spectral norm': (lambda: conv_module(with_spectral_norm=True), UNKNOWN),
+    'ConvWS': (lambda: conv_module(conv_cfg=dict(type='ConvWS')), ''),
+    'ConvAWS': (lambda: conv_module(conv_cfg=dict(type='ConvAWS')), ''),
+    'same': (lambda: conv_module(conv_cfg=dict(type='Conv2dAdaptivePadding'), dilation=2), ''),
+    'same, strided': (lambda: conv_module(conv_cfg=dict(type='Conv2dAdaptivePadding'), stride=2), ''),
+    'transposed': (lambda: conv_module(conv_cfg=dict(type='deconv')), 'its convolution is a ConvTranspose2d'),
     'separable': (lambda: DepthwiseSeparableConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN')), ''),
     'sequence': (sequence, ''),
     'BasicBlock': (lambda: BasicBlock(8, 8), ''),

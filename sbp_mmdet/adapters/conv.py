@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import mmcv.cnn
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
+from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
 from mmcv.cnn.bricks.swish import Swish
 from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
 from mmengine.model.utils import _BatchNormXd
@@ -21,7 +24,7 @@ from .adapter import Lean, Whole, adapter, kind_of
 
 __all__ = ['ConvLean', 'conv_norm_act', 'known']
 
-_CONVS = (nn.Conv2d, MMCVConv2d)
+_CONVS = (nn.Conv2d, MMCVConv2d, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding)
 _UNKNOWN = 'its convolution has hooks, or padding other than zeros'
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
 _ACTS = {
@@ -90,9 +93,31 @@ def _operation(form, x, conv, norm=None, act=None, residual=None):
     settings, tensors = (dict(norm='none'), {}) if norm is None else _norm(norm)
     if act is not None:
         settings['activation'] = _ACTS[kind_of(act)](act)
-    geometry = conv.stride, conv.padding, conv.dilation, conv.groups
-    tensors = ops.ConvNormTensors(x, conv.weight, conv.bias, **tensors, residual=residual)
+    x, padding = _padded(x, conv) if kind_of(conv) is Conv2dAdaptivePadding else (x, conv.padding)
+    geometry = conv.stride, padding, conv.dilation, conv.groups
+    tensors = ops.ConvNormTensors(x, _weight(conv), conv.bias, **tensors, residual=residual)
     return ops.conv_norm(ops.ConvNormSettings(form, *geometry, **settings), tensors)
+
+
+def _weight(conv):
+    """What a convolution multiplies with: with weight standardisation a function of its parameter."""
+    if kind_of(conv) is ConvAWS2d:
+        return conv._get_weight(conv.weight)
+    if kind_of(conv) is ConvWS2d:
+        mean, std = (of(conv.weight.flatten(1), 1).view(-1, 1, 1, 1) for of in (torch.mean, torch.std))
+        return (conv.weight - mean) / (std + conv.eps)
+    return conv.weight
+
+
+def _padded(x, conv):
+    """The map and its padding as TensorFlow's "same". A map is copied only where its sides get different ones."""
+    pads = []
+    for size, stride, kernel, dilation in zip(x.shape[2:], conv.stride, conv.kernel_size, conv.dilation, strict=True):
+        pads.append(max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0))
+    (top, left), (bottom, right) = ([pad // 2 for pad in pads], [pad - pad // 2 for pad in pads])
+    if (top, left) == (bottom, right):
+        return x, (top, left)
+    return F.pad(x, (left, right, top, bottom)), (0, 0)
 
 
 def _norm(norm):
