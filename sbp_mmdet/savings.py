@@ -10,13 +10,15 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from mmcv.ops import roi_align
-from mmdet.models.dense_heads import Mask2FormerHead
+from mmdet.models.dense_heads import Mask2FormerHead, MaskFormerHead
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from mmdet.registry import HOOKS
 from mmdet.structures.mask import BitmapMasks
@@ -209,7 +211,8 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
     mmdet makes a float copy of a whole-image mask for each positive proposal (128 of 800 x 1344: 550 MB, at the moment
     when all activations are stored), and compares all anchors with all boxes at once, dynamic assigners in all classes.
     In Mask2Former all masks of a batch lie there with eight bytes a pixel, and once more with four where points of them
-    are looked up. The targets stay the same. Masks are taken for 0 and 1, which is what mmdet's pipelines make.
+    are looked up. MaskFormer's losses hold ten maps of the size of an image for each object and decoder layer: they are
+    computed again in the backward pass. Targets and losses stay the same. Masks are taken for 0 and 1, which is what mmdet's pipelines make.
 
     Args:
         model (nn.Module): The model; its assigners are changed in place. Masks are changed for the whole process.
@@ -229,6 +232,8 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
         assigner.iou_calculator = _InChunks(calculator, priors)
         costs_in_chunks(assigner)
     for module in model.modules():
+        if getattr(type(module), '_loss_by_feat_single', None) is MaskFormerHead._loss_by_feat_single:
+            mix_in(module, _LossesAgain)
         if isinstance(module, Mask2FormerHead):
             if not isinstance(module, _MasksInChunks):
                 mix_in(module, _MasksInChunks)
@@ -268,6 +273,27 @@ def _unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
     """(n, H, ceil(W / 8)) bytes to (n, H, W) pixels, 0 and 1."""
     bits = 2 ** torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
     return (packed[..., None] & bits).clamp_(max=1).flatten(2)[..., :width]
+
+
+class _LossesAgain(Mixin):
+    """A MaskFormer head that computes the losses of a decoder layer again, from the same assignment."""
+
+    def _loss_by_feat_single(self, *args):
+        loss, assigner, assigned = super()._loss_by_feat_single, self.assigner, []
+
+        def run(*args):
+            again = iter([*assigned])
+
+            @torch.no_grad()  # what it saves for gradients that nobody asks for would be missed in the second run
+            def assign(*args, **kwargs):
+                if (found := next(again, None)) is None:
+                    assigned.append(found := assigner.assign(*args, **kwargs))
+                return found
+
+            with mock.patch.object(self, 'assigner', SimpleNamespace(assign=assign)):
+                return loss(*args)
+
+        return cp.checkpoint(run, *args, use_reentrant=False)
 
 
 class _MasksInChunks(Mixin):

@@ -266,3 +266,40 @@ def test_masks_of_mask2former_take_a_byte(semantic):
     pixels = max(t.numel() for t in whole)
     assert before >= 8 * pixels and after < 4 * pixels
     assert type(given[0].masks) is BitmapMasks  # the batch stays as it was
+
+
+def test_losses_of_maskformer_run_again():
+    """From one assignment for each image, and without maps of the size of an image."""
+    model = get_config('mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py').model
+    init_default_scope('mmdet')
+    head = MODELS.build(dict(model.panoptic_head, num_queries=21, train_cfg=model.train_cfg, test_cfg=None))
+    generator = torch.Generator().manual_seed(0)
+    scores, masks = (torch.randn(2, 21, *size, generator=generator) for size in ((134,), (24, 32)))
+    truth = [
+        InstanceData(
+            labels=torch.randint(133, (n,), generator=generator),
+            masks=torch.randint(2, (n, 96, 128), generator=generator),
+        )
+        for n in (10, 0)
+    ]
+    assign = head.assigner.assign
+    head.assigner.assign = lambda *args, **kwargs: calls.append(1) or assign(*args, **kwargs)
+
+    def losses():
+        leaves = [t.clone().requires_grad_() for t in (scores, masks)]
+        stored = stored_bytes(lambda: head._loss_by_feat_single(*leaves, truth, [{}] * 2), leaves)
+        calls.clear()
+        found = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
+        return [*found, *torch.autograd.grad(sum(found), leaves)], stored
+
+    calls = []
+    expected, before = losses()
+    assert len(calls) == 2
+    for _ in range(2):
+        targets_in_chunks(head)  # twice is once
+    found, after = losses()
+    assert len(calls) == 2  # one for each image
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    maps = truth[0].masks.numel() * FLOAT
+    assert before > 8 * maps and after < maps
