@@ -212,7 +212,8 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
     when all activations are stored), and compares all anchors with all boxes at once, dynamic assigners in all classes.
     In Mask2Former all masks of a batch lie there with eight bytes a pixel, and once more with four where points of them
     are looked up. MaskFormer's losses hold ten maps of the size of an image for each object and decoder layer: they are
-    computed again in the backward pass. Targets and losses stay the same. Masks are taken for 0 and 1, which is what mmdet's pipelines make.
+    computed again in the backward pass. Targets and losses stay the same. Masks are taken for 0 and 1, which is what
+    mmdet's pipelines make.
 
     Args:
         model (nn.Module): The model; its assigners are changed in place. Masks are changed for the whole process.
