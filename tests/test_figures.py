@@ -83,6 +83,7 @@ DETECTORS = {
     'Mask2Former Swin-L': 'mask2former_swin_l',
     'Deformable DETR': 'deformable_detr',
     'Mask2Former R-50': 'mask2former_r50',
+    'MaskFormer R-50': 'maskformer_r50',
 }
 
 
