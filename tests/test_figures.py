@@ -222,7 +222,9 @@ def _draws(first, column):
     label = {'a half': ',keep_ratio=0.5', 'an eighth': ',keep_ratio=0.125', 'a quarter': ''}[first.split(', ')[1]]
     if first.startswith('paper'):
         label = {'': ',keep_ratio=0.25'}.get(label, '')
-    file = 'gradient_rows' + '_uniform' * column.startswith('every') + '_8' * column.endswith('eight')
+    others = ('every', '_uniform'), ('photographs', '_photographs'), ('Swin', '_swin'), ('ViT', '_vit')
+    suffix = next((suffix for start, suffix in others if column.startswith(start)), '')
+    file = f'gradient_rows{suffix}' + '_8' * column.endswith('eight')
     found = _results(file)['results'][first.split(', ')[0] + label]['backbone']
     return f'{found["cosine"]["mean"]:.3f}, {found["relative_error"]["mean"]:.2f}', ''
 
@@ -256,6 +258,7 @@ def test_picture_of_what_is_stored(monkeypatch):
         ('docs/research/accuracy.md', 'Result', _trained),
         ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
         ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
+        ('docs/research/gradients.md', 'The same on photographs and in a Swin', _draws),
         ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
         ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
         ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
