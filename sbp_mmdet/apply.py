@@ -16,7 +16,7 @@ from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .draws import Draws, LevelDraws, Phases, Stages
 from .savings import Checkpointed, refuse_replays, targets_in_chunks
 from .settings import Settings
-from .signs import Report, SignsOfLife
+from .signs import NO_BLOCK, UNKNOWN, Report, SignsOfLife
 from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
 
 __all__ = ['LeanHook', 'Report', 'apply_lean', 'keep_ratios', 'remove_lean']
@@ -31,8 +31,10 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
     Args:
         model (nn.Module): A detector, or its backbone. What holds several detectors, such as a student and a teacher,
             is changed in all of them; one that runs in evaluation mode trains nothing and stays plain.
-        preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
-        **keys: See :class:`.settings.Settings`.
+        preset (str): 'exact', 'int8', 'sampled', 'paper'; to compare with 'none', 'with_cp', 'reference'. Default:
+            'exact'.
+        **keys: keep_ratio, sampler, blocks, downsample, attention, skip_dropped_images, modules: see
+            :class:`.settings.Settings`.
 
     Returns:
         Report: What was changed, what was left alone, and why.
@@ -180,6 +182,10 @@ def _plan(model, settings, chosen):
         what = f"preset='{settings.preset.name}' drops positions, and applies"
         known = [m for m in ADAPTERS.values() if issubclass(m, Block) or m.token_ratio(settings)]
         raise ValueError(_nothing(model, left, what, known, " Take preset='exact' or 'int8'."))
+    found = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
+    if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in found):
+        known = [m for m in ADAPTERS.values() if m.samples]
+        raise ValueError(_nothing(model, {}, "preset='sampled' draws rows, and applies", known, " Take 'exact'."))
     if not others and not backbones:
         raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' applies"))
     return _Plan(backbones, others, left)
@@ -277,7 +283,7 @@ def _carry_out(model, settings, plan):
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=LevelDraws(settings) if ratio else None)
         change(module, mixin, place, _meaning(settings, ratio, module, mixin))
-    left |= _untouched(model, changed, left)
+    left |= _untouched(model, changed, left, settings)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
 
@@ -317,10 +323,15 @@ def _meaning(settings, ratio, module, mixin):
     return f'exact, stores less{" in eight bits" if preset.form.storage == "int8" else ""}{off}'
 
 
-def _untouched(model, changed, left):
+def _untouched(model, changed, left, settings):
     """Why the rest of the model stays as it is, child by child."""
-    known = {*changed, *left}
+    known, chosen = {*changed, *left}, _chosen(model, settings)
     found = {}
+
+    def reason(module):
+        if not any(id(inside) in chosen for inside in module.modules()):
+            return 'modules=[...] does not name it'
+        return UNKNOWN if settings.preset.form else NO_BLOCK
 
     def look(module, prefix, depth):
         for name, child in module.named_children():
@@ -330,7 +341,7 @@ def _untouched(model, changed, left):
             if any(other.startswith(f'{path}.') for other in known) and depth:
                 look(child, f'{path}.', depth - 1)
             elif not any(other.startswith(f'{path}.') for other in known):
-                found[path] = 'no lean form of it is known'
+                found[path] = reason(child)
 
     look(model, '', 2)
     return found
@@ -343,7 +354,7 @@ def _nothing(model, left, what, known=None, remedy=''):
     listed = ', '.join(names)
     return (
         f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '
-        'see sbp_mmdet.adapters.adapter. Without LeanHook, CheckpointModulesHook and TargetsInChunksHook '
+        'see sbp_mmdet.adapters.adapter. In place of LeanHook, CheckpointModulesHook and TargetsInChunksHook '
         'save memory in any detector'
     )
 

@@ -57,7 +57,8 @@ def parse_keep_ratio(ratio: float) -> Fraction:
         ValueError: If the ratio is out of range, or no such fraction is near enough. The message names the nearest two.
     """
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float, Fraction)) or not 0 < ratio <= 1:
-        raise ValueError(f'keep_ratio={ratio!r} must be a number in (0, 1]; the paper uses 0.5')
+        hint = 'without quotes' if isinstance(ratio, str) else 'the paper uses 0.5'
+        raise ValueError(f'keep_ratio={ratio!r} must be a number in (0, 1]; {hint}')
     fraction = Fraction(ratio).limit_denominator(_MAX_DENOMINATOR)
     if fraction == 0 or abs(fraction - ratio) > 5e-5:
         numerators = ((q, p) for q in range(1, _MAX_DENOMINATOR + 1) for p in (int(ratio * q), int(ratio * q) + 1))

@@ -71,7 +71,8 @@ class RehearseHook(Hook):
                 f'RehearseHook: the largest batch of this data set, {said}, needs {needs}'
                 f'{f"; {format_gib(budget)} may be used" if budget else ""}. {_advice(runner, budget, case)}'
             )
-        fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}: it fits'
+        fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}'
+        fits += ': it fits' if budget else ' here; --budget says what it may need'
         if self.stop:
             print(fits)
             raise SystemExit(0)

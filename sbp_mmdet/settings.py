@@ -139,9 +139,10 @@ class Settings:
         sampled = preset.gradients == 'sampled'
         meaningless = () if preset.thins else _THINNING_KEYS[1:] if sampled else _THINNING_KEYS
         if given := [key for key in meaningless if key in cfg]:
+            other = "'paper' or 'sampled'" if given == ['keep_ratio'] else "'paper'"
             raise ValueError(
-                f"{where}: {given} mean nothing for preset='{preset.name}', which drops no position; leave them out, "
-                "or take preset='paper'"
+                f"{where}: {', '.join(given)}: not with preset='{preset.name}', which drops no position; leave that "
+                f'out, or take preset={other}'
             )
         if preset.form is None and 'skip_dropped_images' in cfg:
             raise ValueError(

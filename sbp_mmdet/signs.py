@@ -15,8 +15,10 @@ from .ops.precision import autocast_dtype
 from .savings import Checkpointed, keep_running_stats
 from .surgery import mix_in, mix_out, unwrapped
 
-__all__ = ['Report', 'SignsOfLife', 'StoredBytes']
+__all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'StoredBytes']
 
+# Why a module stays as it is: nothing is known of it, or it is none that preset='with_cp' is about.
+UNKNOWN, NO_BLOCK = 'no lean form of it is known', 'it is no block of a backbone'
 _MOST_NAMES = 6  # that a line of the report lists
 
 
@@ -62,6 +64,13 @@ class SignsOfLife(Hook):
     def before_run(self, runner) -> None:
         """Called by mmengine's runner."""
         super().before_run(runner)
+        for other in runner.hooks:
+            if isinstance(other, SignsOfLife) and other is not self and hasattr(other, 'report'):
+                if twice := [name for name in self.report.changed if name in other.report.changed]:
+                    raise ValueError(
+                        f'LeanHook stands twice in custom_hooks, and both change {len(twice)} modules, such as '
+                        f'{twice[0]}: keep one, or give each other modules=[...]'
+                    )
         if not self.report.changed:
             runner.logger.warning(
                 f'LeanHook changes nothing: {"no preset" if self.settings.preset.name == "none" else "all is frozen"}'
@@ -93,9 +102,9 @@ class SignsOfLife(Hook):
         )
         preset = self.settings.preset.name
         if stored['with_cp'] < stored['now'] and preset != 'with_cp':
-            remedy = "preset='int8'" if self._counter.autocast else "optim_wrapper=dict(type='AmpOptimWrapper')"
-            remedy = '' if remedy == f'preset={preset!r}' else f'; {remedy} stores less than now'
-            runner.logger.warning(f'LeanHook: with_cp=True would store less here{remedy}')
+            other = '' if preset == 'int8' else ", and preset='int8' less than now"
+            half = '' if self._counter.autocast else f'. In mixed precision {preset!r} gains more'
+            runner.logger.warning(f"LeanHook: preset='with_cp' stores less here{other}{half}")
         scalars = {f'lean/stored_mb_{key}': value for key, value in megabytes.items()}
         runner.visualizer.add_scalars(scalars | ({} if ratio is None else {'lean/keep_ratio': ratio}), runner.iter + 1)
         self._counter = None

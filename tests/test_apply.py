@@ -144,7 +144,7 @@ def test_the_hook_finds_the_model_in_wrappers(tmp_path):
     try:
         wrapped = nn.parallel.DistributedDataParallel(model)
         assert 'backbone.patch_embed' in apply_lean(wrapped).changed
-        runner = types.SimpleNamespace(model=wrapped, logger=logging.getLogger())
+        runner = types.SimpleNamespace(model=wrapped, logger=logging.getLogger(), hooks=[])
         LeanHook('paper').before_run(runner)
         assert keep_ratios(model)
         remove_lean(wrapped)

@@ -75,7 +75,7 @@ def test_rivals(config):
     rows = measure_module(config, names, 'backbone.stages.0.0', amp='off', rounds=1, **CASE)
     assert [row.get('error') for row in rows[:3]] == [0, pytest.approx(0, abs=1e-6), 0]
     assert rows[1]['saved_bytes'] < rows[0]['saved_bytes'] == rows[2]['saved_bytes']  # on a CPU nothing moves
-    assert "['attention'] mean nothing for preset='exact'" in rows[-1]['reason'] and 'ratio' not in rows[-1]
+    assert "attention: not with preset='exact'" in rows[-1]['reason'] and 'ratio' not in rows[-1]
 
 
 def test_what_cannot_run_is_a_row(config, monkeypatch):

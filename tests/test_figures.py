@@ -160,6 +160,8 @@ def _rival(first, column):
 
 def _in_the_readme(first, column):
     measure, _, subject = column.partition(': ')
+    if (first, subject) == ('sampled', 'ResNet-50'):
+        return ''
     if measure in ('stored', 'peak'):
         first = {'sampled': 'exact'}.get(first, first)  # it stores the same
         if first == 'with_cp, targets in pieces':

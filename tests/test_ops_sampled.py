@@ -241,5 +241,9 @@ def test_what_cannot_be_honoured():
     for ratio in (1, [0.5, 0.25]):
         with pytest.raises(ValueError, match='must be one number below 1'):
             apply_lean(build('SBPConvNeXt'), preset='sampled', keep_ratio=ratio)
-    with pytest.raises(ValueError, match='mean nothing'):
+    with pytest.raises(
+        ValueError, match="preset='sampled' draws rows, and applies to no module of Conv2d.* Take 'exact'"
+    ):
+        apply_lean(torch.nn.Conv2d(3, 8, 3), preset='sampled')
+    with pytest.raises(ValueError, match='sampler: not with'):
         apply_lean(build('SBPConvNeXt'), preset='sampled', sampler='random')

@@ -93,10 +93,11 @@ def test_for_each_preset_the_cheapest_pieces_that_fit():
     assert rows[2] == Row('exact+cp-heads', 'exact', 5 * GB, True)
 
 
-def test_the_answer_is_no_baseline():
-    rows = planned(6, {'with_cp': 1, 'paper': 2})[2]
-    assert [row.fits for row in rows[:2]] == [False, True] and answer(rows).variant == 'paper'
-    assert answer(planned(6, {'with_cp': 1})[2]) is None
+def test_with_cp_is_the_answer_where_nothing_else_is_exact():
+    assert answer(planned(6, {'with_cp': 1, 'int8': 2})[2]).variant == 'with_cp'
+    assert answer(planned(6, {'with_cp': 1, 'exact+cp-heads': 2})[2]).variant == 'exact+cp-heads'
+    assert answer(planned(6, {'int8': 2})[2]).variant == 'int8'
+    assert answer(planned(6, {})[2]) is None
 
 
 def test_presets_that_do_not_apply_are_left_out():
@@ -233,7 +234,13 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         command.main(['plan', FRCNN, '--budget', '1GiB'])
     assert stopped.value.code == 1 and 'Nothing fits into 1.00 GiB' in (page := capsys.readouterr().out)
-    assert '--adamw8bit' in page
+    assert '--adamw8bit' not in page  # it trains with SGD
+    with pytest.raises(SystemExit):
+        command.main(['plan', STOCK_T, '--budget', '0.5GiB'])
+    assert 'Nothing fits into 512 MiB: CUDA takes 956 MiB with any model.' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(['plan', STOCK_T, '--budget', '1GiB'])
+    assert '--adamw8bit' in capsys.readouterr().out
     properties = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)

@@ -109,7 +109,7 @@ class Runner(types.SimpleNamespace):
     """As far as hooks look at one."""
 
     def __init__(self, model):
-        super().__init__(model=model, logger=logging.getLogger('signs'), iter=0, visualizer=self, scalars={})
+        super().__init__(model=model, logger=logging.getLogger('signs'), iter=0, visualizer=self, scalars={}, hooks=[])
 
     def add_scalars(self, scalars, step):
         self.scalars[step] = scalars
@@ -153,8 +153,8 @@ def test_the_block_in_the_log(caplog):
 @pytest.mark.parametrize(
     ('name', 'preset', 'amp', 'message'),
     [
-        ('SBPViT', 'exact', False, r"with_cp=True would store less here; optim_wrapper=dict(type='AmpOptimWrapper')"),
-        ('ResNet', 'exact', True, r"with_cp=True would store less here; preset='int8' stores less than now"),
+        ('SBPViT', 'exact', False, r"less than now. In mixed precision 'exact' gains more"),
+        ('ResNet', 'exact', True, r"preset='with_cp' stores less here, and preset='int8' less than now"),
         ('SBPConvNeXt', 'exact', True, None),
         ('stock Swin', 'none', False, 'LeanHook changes nothing: no preset'),
     ],
@@ -163,6 +163,21 @@ def test_poor_choices(name, preset, amp, message, caplog):
     model, _ = prepared(name)
     log, _ = said(LeanHook(preset), model, caplog, amp=amp)
     assert [message in text for text in log['WARNING']] == [True] if message else not log['WARNING']
+
+
+def test_two_hooks_change_modules_of_their_own():
+    runner = Runner(ResNet(18, base_channels=8))
+    runner.hooks += [LeanHook(modules=['layer1']), LeanHook('int8', modules=['layer2']), LeanHook('int8')]
+    for hook in runner.hooks[:2]:
+        hook.before_run(runner)
+    with pytest.raises(ValueError, match=r'stands twice in custom_hooks, and both change \d+ modules, such as layer1'):
+        runner.hooks[2].before_run(runner)
+
+
+def test_what_was_not_named_is_no_unknown_module():
+    model = torch.nn.ModuleDict(dict(one=ResNet(18), two=torch.nn.Linear(2, 2)))
+    assert apply_lean(model, modules=['one']).left['two'] == 'modules=[...] does not name it'
+    assert apply_lean(model).left['two'] == 'no lean form of it is known'
 
 
 def test_a_hook_whose_modules_do_not_run(caplog):

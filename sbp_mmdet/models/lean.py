@@ -7,6 +7,7 @@ from torch import nn
 
 from ..apply import apply_settings, draws_of, keep_ratios
 from ..settings import Settings
+from ..signs import NO_BLOCK, UNKNOWN
 
 __all__ = ['LeanBackbone']
 
@@ -36,7 +37,7 @@ class LeanBackbone(nn.Module):
         report = apply_settings(self, settings)
         if settings.preset.name != 'none' and report.left:
             reasons = {reason for reason in report.left.values() if reason != 'frozen'}
-            if refused := reasons - {'no lean form of it is known'}:
+            if refused := reasons - {UNKNOWN, NO_BLOCK}:
                 raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {"; ".join(refused)}')
         self.sbp, self._report = settings, report
 

@@ -148,8 +148,11 @@ def _page(args, config, inputs, budget, rows, found, lines):
     note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
-    if found is None:
-        more = '' if args.adamw8bit else ' --adamw8bit,'
+    if found is None and budget < WORKSPACES + CONTEXT:
+        end = f'Nothing fits into {format_gib(budget)}: CUDA takes {format_gib(WORKSPACES + CONTEXT)} with any model.'
+    elif found is None:
+        adam = 'Adam' in str(config.optim_wrapper.optimizer.type) and not args.adamw8bit
+        more = ' --adamw8bit,' if adam else ''
         end = f'Nothing fits into {format_gib(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
     elif found.variant == 'none':
         how = 'as it is' if is_plain(config) else 'without its LeanHook, sbp_cfg and with_cp'

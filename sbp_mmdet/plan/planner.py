@@ -119,7 +119,7 @@ def plan(
 ) -> list[Row]:
     """Looks at variants until it is known which fit.
 
-    Where the config fits as it is, that is all. Otherwise checkpointing is looked at for comparison, and for each
+    Where the config fits as it is, that is all. Otherwise checkpointing is looked at, and for each
     preset the pieces that make it fit, the cheapest first; behind 'exact', mixed precision if the config has none.
 
     Args:
@@ -192,5 +192,6 @@ def _first_that_fits(variants, look):
 
 
 def answer(rows: list[Row]) -> Row | None:
-    """The first row that fits and is no baseline to compare with; None: nothing fits."""
-    return next((row for row in rows if row.fits and row.variant != 'with_cp'), None)
+    """The first row that fits, 'with_cp' only where nothing else with exact gradients does; None: nothing fits."""
+    fits = [row for row in rows if row.fits]
+    return next((row for row in fits if row.gradients == 'exact' and row.variant != 'with_cp'), next(iter(fits), None))
