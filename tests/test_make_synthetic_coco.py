@@ -1,6 +1,5 @@
 """The synthetic set: reproducible, and its annotations say what the pictures show."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -63,46 +62,3 @@ def test_annotations_describe_the_visible_pixels(split, made):
             assert annotation['area'] == mask.sum() > 0
             left, top, width, height = annotation['bbox']
             assert (left, left + width - 1, top, top + height - 1) == (columns[0], columns[-1], rows[0], rows[-1])
-
-
-def test_again_does_nothing_and_other_arguments_replace(tmp_path):
-    out = tmp_path / 'shapes'
-    assert synthetic.make_set(out, train=3, val=1, size=64)
-    before = {path: path.stat().st_mtime_ns for path in out.rglob('*')}
-    assert not synthetic.make_set(out, train=3, val=1, size=64)
-    assert before == {path: path.stat().st_mtime_ns for path in out.rglob('*')}
-    assert synthetic.make_set(out, train=2, val=1, size=64)
-    assert len(list((out / 'images/train').iterdir())) == 2
-
-
-def test_interrupted_set_is_made_again(tmp_path, monkeypatch):
-    out = tmp_path / 'shapes'
-    monkeypatch.setattr(synthetic.cv2, 'imwrite', lambda *_: False)
-    with pytest.raises(OSError, match='could not write'):
-        synthetic.make_set(out, train=2, val=1, size=64)
-    monkeypatch.undo()
-    assert synthetic.make_set(out, train=2, val=1, size=64)
-    assert len(json.loads((out / 'annotations/instances_train.json').read_text())['images']) == 2
-
-
-@pytest.mark.parametrize(
-    'arguments, message',
-    [
-        (dict(train=0), '--train 0: must be 1 or more'),
-        (dict(val=-1), '--val -1: must be 1 or more'),
-        (dict(size=8), '--size 8: must be 32 or more'),
-        (dict(seed=-2), '--seed -2: must be 0 or more'),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        synthetic.make_set(tmp_path / 'shapes', **arguments)
-    assert not (tmp_path / 'shapes').exists()
-
-
-def test_foreign_folder_is_refused(tmp_path, monkeypatch):
-    (tmp_path / 'mine.txt').write_text('mine')
-    monkeypatch.setattr(sys, 'argv', ['tool', '--out', str(tmp_path), '--train', '1', '--val', '1'])
-    with pytest.raises(SystemExit, match=f'{tmp_path}: not empty, and not made by this script'):
-        synthetic.main()
-    assert [path.name for path in tmp_path.iterdir()] == ['mine.txt']

@@ -8,8 +8,6 @@ bytes; an image depends on the seed, the split and its number only, so a larger 
 
 import argparse
 import json
-import shutil
-import sys
 from pathlib import Path
 
 import cv2
@@ -20,8 +18,6 @@ __all__ = ['CLASSES', 'make_set', 'render_image']
 
 CLASSES = ('ellipse', 'rectangle', 'triangle', 'star')
 SPLITS = ('train', 'val')
-RECORD = 'made_by_make_synthetic_coco.json'
-RENDERING = 2  # raise when the same arguments begin to give other images
 
 
 def _outline(label, rng):
@@ -60,7 +56,7 @@ def _make_split(split, count, out, size, seed):
     """Renders one split, writes its images, and returns its COCO dictionary."""
     images, annotations = [], []
     folder = out / 'images' / split
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         image, objects = render_image(np.random.default_rng([seed, SPLITS.index(split), number]), size)
         name = f'{number:06d}.jpg'
@@ -76,52 +72,23 @@ def _make_split(split, count, out, size, seed):
     return dict(images=images, annotations=annotations, categories=categories)
 
 
-def make_set(out: str | Path, train: int = 600, val: int = 100, size: int = 192, seed: int = 0) -> bool:
-    """Makes the set, or finds that it is there. A record of the arguments stands in the folder: unfinished while images
-    are written, finished at the end.
-
-    Returns:
-        bool: Whether anything was written.
-
-    Raises:
-        ValueError: For an argument out of range.
-        FileExistsError: If ``out`` holds something else.
-    """
-    for name, value, least in (('train', train, 1), ('val', val, 1), ('size', size, 32), ('seed', seed, 0)):
-        if value < least:
-            raise ValueError(f'--{name} {value}: must be {least} or more')
+def make_set(out: str | Path, train: int = 600, val: int = 100, size: int = 192, seed: int = 0) -> None:
+    """Writes the set; other files in ``out`` stay."""
     out = Path(out)
-    record = out / RECORD
-    arguments = dict(train=train, val=val, size=size, seed=seed, rendering=RENDERING)
-    if record.exists():
-        if json.loads(record.read_text()) == dict(arguments, finished=True):
-            return False
-        for name in ('images', 'annotations'):
-            shutil.rmtree(out / name, ignore_errors=True)
-    elif out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise FileExistsError(f'--out {out}: not empty, and not made by this script; name a new or an empty folder')
-    (out / 'annotations').mkdir(parents=True)
-    record.write_text(json.dumps(dict(arguments, finished=False)))
+    (out / 'annotations').mkdir(parents=True, exist_ok=True)
     for split, count in zip(SPLITS, (train, val), strict=True):
         coco = _make_split(split, count, out, size, seed)
         (out / 'annotations' / f'instances_{split}.json').write_text(json.dumps(coco))
-    record.write_text(json.dumps(dict(arguments, finished=True)))
-    return True
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=Path, required=True, help='folder to write; new, empty, or made by this script')
+    parser.add_argument('--out', type=Path, required=True, help='folder to write')
     parser.add_argument('--train', type=int, default=600, metavar='N', help='training images (default: 600)')
     parser.add_argument('--val', type=int, default=100, metavar='N', help='validation images (default: 100)')
     parser.add_argument('--size', type=int, default=192, help='side of the square images in pixels (default: 192)')
     parser.add_argument('--seed', type=int, default=0, help='default: 0')
-    args = parser.parse_args()
-    try:
-        written = make_set(**vars(args))
-    except (ValueError, OSError) as error:
-        sys.exit(f'error: {error}')
-    print(f'\n{args.out}: written' if written else f'{args.out}: already there, made with the same arguments')
+    make_set(**vars(parser.parse_args()))
 
 
 if __name__ == '__main__':
