@@ -126,6 +126,8 @@ def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
         if sys.stderr.isatty():
             bar = '#' * len(looked) + '.' * (most_counts(presets) - len(looked))
             print(f'\r[{bar}] {variant:<55}', end='', file=sys.stderr, flush=True)
+        else:
+            print(f'counts {variant}', file=sys.stderr, flush=True)
         # Which images stochastic depth drops is chance: the count is of a step that drops none.
         worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
         return measure_detector(with_variant(base, variant, **worst), **case)
@@ -151,8 +153,8 @@ def _page(args, config, inputs, budget, rows, found, lines):
     if found is None and budget < WORKSPACES + CONTEXT:
         end = f'Nothing fits into {format_gib(budget)}: CUDA takes {format_gib(WORKSPACES + CONTEXT)} with any model.'
     elif found is None:
-        adam = 'Adam' in str(config.optim_wrapper.optimizer.type) and not args.adamw8bit
-        more = ' --adamw8bit,' if adam else ''
+        adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
+        more = ' --adamw8bit,' if adam and not args.adamw8bit else ''
         end = f'Nothing fits into {format_gib(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
     elif found.variant == 'none':
         how = 'as it is' if is_plain(config) else 'without its LeanHook, sbp_cfg and with_cp'
