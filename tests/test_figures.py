@@ -260,7 +260,7 @@ def test_picture_of_what_is_stored(monkeypatch):
         ('docs/research/accuracy.md', 'Result', _trained),
         ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
         ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
-        ('docs/research/gradients.md', 'The same on photographs and in a Swin', _draws),
+        ('docs/research/gradients.md', 'The same on photographs, in a Swin and in a ViT', _draws),
         ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
         ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
         ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
