@@ -198,7 +198,7 @@ def _trained(first, column):
     values = [a - b for a, b in zip(*(courses if column.startswith('mean') else ends), strict=True)]
     t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
     mean, half = statistics.mean(values), t * statistics.stdev(values) / len(values) ** 0.5
-    return '' if first == 'none' else f'{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})'
+    return '' if first == 'none' else f'{round(mean, 1) + 0:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})'
 
 
 def _cosines(*files):
