@@ -56,7 +56,7 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     _restore(model, chosen.values())
     if not plan:
         return Report({}, {}, {})
-    report = _carry_out(model, settings, plan)
+    report = _carry_out(model, settings, plan, chosen)
     try:
         refuse_replays(model)
     except ValueError:
@@ -254,7 +254,7 @@ def _owner(root, stages):
     return ([module for module in found if id(module) not in listed] or found or [root])[-1]
 
 
-def _carry_out(model, settings, plan):
+def _carry_out(model, settings, plan, chosen):
     changed, left = {}, dict(plan.left)
     phases = Phases() if settings.preset.gradients == 'sampled' else None
     names = {id(module): name for name, module in model.named_modules()}
@@ -283,7 +283,7 @@ def _carry_out(model, settings, plan):
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=LevelDraws(settings) if ratio else None)
         change(module, mixin, place, _meaning(settings, ratio, module, mixin))
-    left |= _untouched(model, changed, left, settings)
+    left |= _untouched(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
 
@@ -323,15 +323,15 @@ def _meaning(settings, ratio, module, mixin):
     return f'exact, stores less{" in eight bits" if preset.form.storage == "int8" else ""}{off}'
 
 
-def _untouched(model, changed, left, settings):
+def _untouched(model, changed, left, chosen, preset):
     """Why the rest of the model stays as it is, child by child."""
-    known, chosen = {*changed, *left}, _chosen(model, settings)
+    known = {*changed, *left}
     found = {}
 
     def reason(module):
         if not any(id(inside) in chosen for inside in module.modules()):
             return 'modules=[...] does not name it'
-        return UNKNOWN if settings.preset.form else NO_BLOCK
+        return UNKNOWN if preset.form else NO_BLOCK
 
     def look(module, prefix, depth):
         for name, child in module.named_children():
@@ -364,8 +364,9 @@ class LeanHook(SignsOfLife, ModelHook):
     """Lean training of a detector, in place, see :func:`apply_lean`.
 
     Unless ``modules`` confines it, the training targets are made piece by piece too, see
-    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time. When training begins, the log
-    has the report; after the first step, what the changed modules stored in it, see :class:`.signs.SignsOfLife`.
+    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time except in MaskFormer. When
+    training begins, the log has the report; after the first step, what the changed modules stored in it, see
+    :class:`.signs.SignsOfLife`.
 
     Args:
         preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
@@ -389,8 +390,7 @@ class LeanHook(SignsOfLife, ModelHook):
         done = f"preset='{self.settings.preset.name}': {self.report}"
         if self.settings.preset.form is None or self.settings.modules is not None:
             return done
-        targets_in_chunks(model)
-        return f'{done}\ntraining targets are made piece by piece'
+        return f'{done}\n{targets_in_chunks(model)}'
 
     def keep_ratio(self, model: nn.Module) -> float | None:
         """Mean keep ratio of the layers that drop positions; None: none does."""

@@ -72,7 +72,7 @@ class RehearseHook(Hook):
                 f'{f"; {format_gib(budget)} may be used" if budget else ""}. {_advice(runner, budget, case)}'
             )
         fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}'
-        fits += ': it fits' if budget else ' here; --budget says what it may need'
+        fits += ': it fits' if budget else ' here; no budget was given'
         if self.stop:
             print(fits)
             raise SystemExit(0)

@@ -205,7 +205,7 @@ class _InChunks:
         return f'{self.calculator!r} for {self.chunk} priors at a time'
 
 
-def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> None:
+def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> str:
     """Makes the training targets of mask heads and assigners piece by piece.
 
     mmdet makes a float copy of a whole-image mask for each positive proposal (128 of 800 x 1344: 550 MB, at the moment
@@ -219,6 +219,9 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
         model (nn.Module): The model; its assigners are changed in place. Masks are changed for the whole process.
         masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
         priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
+
+    Returns:
+        str: What was done, for the log.
 
     Raises:
         ValueError: If a number is not positive.
@@ -255,6 +258,8 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, priors: int = 16384) -> 
 
     crop_and_resize.whole = whole
     BitmapMasks.crop_and_resize = crop_and_resize
+    losses = '; losses of masks run again' if any(isinstance(m, _LossesAgain) for m in model.modules()) else ''
+    return f'training targets are made piece by piece{losses}'
 
 
 def _packed(bitmaps: BitmapMasks, device) -> torch.Tensor:
@@ -376,5 +381,5 @@ class TargetsInChunksHook(ModelHook):
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
-        targets_in_chunks(model, **self.options)
-        return '{masks} masks and {priors} priors at a time'.format(**self.options)
+        done = targets_in_chunks(model, **self.options)
+        return '{done}: {masks} masks and {priors} priors at a time'.format(done=done, **self.options)

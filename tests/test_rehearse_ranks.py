@@ -21,6 +21,7 @@ def _rehearsed(rank, folder):
     runner = SimpleNamespace(model=nn.Linear(1, 1), logger=SimpleNamespace(info=said.append))
     for peaks, budgets, words in (
         ((5, 6), ('8GiB', '8GiB'), 'needs 6.00 GiB: it fits'),
+        ((5, 6), (None, None), 'needs 6.00 GiB here; no budget was given'),
         ((5, None), ('8GiB', '8GiB'), 'needs more than the GPU has; 8.00 GiB may be used'),
         ((9, 5), ('8GiB', '8GiB'), 'needs 9.00 GiB; 8.00 GiB may be used'),
         ((5, 5), ('8GiB', '4GiB'), 'needs 5.00 GiB; 4.00 GiB may be used'),
