@@ -5,6 +5,7 @@ a preset is one line: a ``LeanHook``.
 """
 
 import copy
+import difflib
 import importlib.util
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def load_config(path: str, options: dict | None = None) -> Config:
     """
     file = _of_package(path) if '::' in str(path) else Path(path)
     if not file.is_file():
-        raise ValueError(f'config file {file} does not exist (working folder: {Path.cwd()}); check the path')
+        near = difflib.get_close_matches(file.name, [found.name for found in file.parent.glob('*.py')], n=1)
+        hint = f'did you mean {near[0]}?' if near else 'check the path'
+        raise ValueError(f'config file {file} does not exist (working folder: {Path.cwd()}); {hint}')
     try:
         config = Config.fromfile(file, import_custom_modules=False)
         config.merge_from_dict(options or {})
@@ -93,8 +96,8 @@ def _of_package(path):
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f'{path}: there is no package {package}')
     folder = Path(spec.submodule_search_locations[0])
-    installed = folder / '.mim/configs' / name
-    return installed if installed.is_file() else folder.parent / 'configs' / name
+    installed = folder / '.mim/configs'
+    return (installed if installed.is_dir() else folder.parent / 'configs') / name
 
 
 def plain(config: Config) -> Config:
