@@ -230,7 +230,7 @@ class _BackwardPass:
         """Of x-hat and of the hidden layer behind the GELU, over some rows of all images.
 
         What a sample estimates is the sum of outer products with what activations have beyond these; the rest, a mean
-        times the sum of all gradients, is exact. It takes a fifth to a third off the variance. Any vector would do that
+        times the sum of all gradients, is exact. It takes a sixth to a quarter off the variance. Any vector would do that
         does not depend on the draw.
         """
         step = max(len(self.grad) * self.kept // _ROWS_OF_MEANS, 1)
