@@ -261,3 +261,11 @@ def test_what_cannot_be_honoured():
         apply_lean(torch.nn.Conv2d(3, 8, 3), preset='sampled')
     with pytest.raises(ValueError, match='sampler: not with'):
         apply_lean(build('SBPConvNeXt'), preset='sampled', sampler='random')
+
+
+@pytest.mark.parametrize('name', ['mlp', 'mlp of tokens', 'qkv'])
+def test_no_images(name):
+    """As where stochastic depth drops all of a batch."""
+    tensors, given = CASES[name].inputs(n=0)
+    found = differentiate(sampled(name, 0.25, 0.4, given), tensors)
+    assert all(not gradient.abs().sum() for gradient in found.values())
