@@ -229,9 +229,9 @@ class _BackwardPass:
     def _means(self):
         """Of x-hat and of the hidden layer behind the GELU, over some rows of all images.
 
-        What a sample estimates is the sum of outer products with what activations have beyond these; the rest, a mean
-        times the sum of all gradients, is exact. It takes a sixth to a quarter off the variance. Any vector would do that
-        does not depend on the draw.
+        A sample estimates the sum of outer products with what activations have beyond these. The rest, a mean times the
+        sum of all gradients, is exact. It takes a sixth to a quarter off the variance. Any vector would do that does
+        not depend on the draw.
         """
         step = max(len(self.grad) * self.kept // _ROWS_OF_MEANS, 1)
         some = Chunk(slice(0, len(self.grad)), slice(0, self.kept, step), self.kept)
