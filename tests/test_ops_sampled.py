@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from cases import FAMILIES, build
 from mmcv.cnn.bricks.transformer import FFN
 from mmengine.logging import MessageHub
-from ops_cases import CASES, differentiate
+from ops_cases import CASES, autocast, cast, differentiate
 from oracles import assert_near, gradients, image, relative_error
 from test_ops_transformer import TOKENS, ffn_tensors, layer, layer_tensors, padding, places, scattered, settings_of
 from test_ops_transformer import gradients as of_leaves
@@ -48,10 +48,12 @@ def drawn_by_definition(sample, *parts):
     mean = sum(norms) / len(norms)
     sizes = [math.floor(norm / mean * 2**16) + 2**13 for norm in norms]
     number = max(round(sample.ratio * len(norms)), 1)
-    large = [size for size in sizes if size * number >= sum(sizes)]  # as large as all rows of one draw, or larger
-    if large:
-        alike = (sum(sizes) - sum(large)) // (number - len(large))
-        sizes = [alike if size in large else size for size in sizes]
+    large = set()  # those that are as large as all rows of one draw, or larger; then once more without these
+    for _ in range(2):
+        rest, left = sum(size for row, size in enumerate(sizes) if row not in large), number - len(large)
+        large |= {row for row, size in enumerate(sizes) if size * left >= rest}
+    rest, left = sum(size for row, size in enumerate(sizes) if row not in large), number - len(large)
+    sizes = [rest // left if row in large else size for row, size in enumerate(sizes)]
     ends = [*itertools.accumulate(sizes)]
     found = [bisect.bisect_right(ends, math.floor((i + sample.at) * ends[-1] / number)) for i in range(number)]
     return found, [number * sizes[row] / ends[-1] for row in found]
@@ -77,11 +79,24 @@ class _Linear(torch.autograd.Function):
         mean = 0
         if ctx.shared is not None:  # an MLP estimates what is beyond the mean of some rows of each image
             each = len(seen) // len(x)
-            some = [i for i in range(len(seen)) if i % each % max(len(seen) // MEANS, 1) == 0]
+            step = max(len(seen) // MEANS, 4)
+            step += step % 2 == 0
+            some = [i for i in range(len(seen)) if i % each % step == min(step // 2, each - 1)]
             mean = sum(seen[i] for i in some) / len(some)
         estimate = sum(torch.outer(rows[row], seen[row] - mean) / chance for row, chance in drawn)
         estimate = estimate + (0 if ctx.shared is None else torch.outer(rows.sum(0), mean))
         return grad @ weight, estimate, rows.sum(0), None, None
+
+
+def uneven(weight_of):
+    """Gradients of outputs of which a few rows carry most."""
+
+    def weights(out):
+        positions = [1 if i == (1 if out.dim() == 4 else out.dim() - 1) else n for i, n in enumerate(out.shape)]
+        sizes = torch.randn(positions, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return weight_of(out) * sizes.mul(2).exp()
+
+    return weights
 
 
 def averages_out(several, exact):
@@ -123,6 +138,17 @@ def test_large_rows_are_drawn_more_often():
     assert error < before / 2
 
 
+@pytest.mark.parametrize('ratio', [0.1, 0.25, 0.5])
+def test_no_draw_is_wasted(ratio):
+    """Of rows with large norms, which carry most, each is drawn, and hardly any row twice."""
+    rows, _ = rows_of_many_sizes(400)
+    number = round(ratio * 400)
+    largest = rows.norm(dim=1).topk(number // 4).indices
+    for at in DRAWS:
+        index = draw(Sample(ratio, at), rows).index
+        assert len(index.unique()) >= 0.98 * number and torch.isin(largest, index).all()
+
+
 def test_rows_at_the_edges():
     zero, one = torch.zeros(5, 3), torch.ones(1, 3)
     for sample, rows in ((None, one), (Sample(0.5, 0.2), one[:0])):
@@ -156,6 +182,7 @@ def test_estimates(name, sample, monkeypatch):
     """Where rows are in the order of the plain layer's, and in one chunk. The norm's weight and gamma get theirs from
     these."""
     monkeypatch.setattr(mlp, '_ROWS_OF_MEANS', MEANS)
+    monkeypatch.setattr(ops_cases, 'weight_of', uneven(ops_cases.weight_of))
     case = CASES[name]
     sizes = {} if name == 'norm_linear' or name == 'windows' else dict(gamma=None)
     tensors, given = case.inputs(**sizes, **dict(n=1) if name == 'grn' else {})  # which takes image by image
@@ -186,6 +213,25 @@ def test_exact_on_average(name, options):
         assert_near({n: found[n] for n in sure}, {n: exact[n] for n in sure}, 1e-12)
     for n in exact:
         assert n not in WEIGHTS or averages_out([found[n] for found in several], exact[n]), n
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_on_average(dtype):
+    """In fp16 with layer scale gradients of outputs are scaled, and the mean's part is not."""
+    tensors, given = CASES['mlp'].inputs()
+    tensors = cast(tensors, torch.float32)
+    exact = differentiate(autocast(CASES['mlp'].run(Form(), **given), dtype), tensors)
+    several = [differentiate(autocast(sampled('mlp', 0.5, at, given), dtype), tensors) for at in DRAWS]
+    for name in WEIGHTS:
+        assert name not in exact or averages_out([found[name] for found in several], exact[name]), name
+
+
+@pytest.mark.parametrize('trainable', ['weight1', 'norm_weight', 'weight2', 'gamma', 'x'])
+def test_frozen_parts(trainable):
+    tensors, given = CASES['mlp'].inputs()
+    run = sampled('mlp', 0.5, 0.4, given)
+    found, all_of_them = differentiate(run, tensors, [trainable]), differentiate(run, tensors)
+    assert_near({trainable: found[trainable]}, {trainable: all_of_them[trainable]}, 1e-12)
 
 
 @pytest.mark.parametrize('chunk', [None, 400])

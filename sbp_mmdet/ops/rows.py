@@ -376,10 +376,10 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     The gradient is the sum over rows of outer products of the gradient's row and the activation's. Its estimate is the
     sum over n draws, each divided by n times its row's chance; so its mean is the gradient, except for rounding. A
     row's chance follows the norm of its gradient, since rows with large ones carry most of the sum, and n draws stand
-    at even distances on the line of all chances (systematic sampling). Rows that would be drawn more than once have
-    the chance 1 / n, so that they are drawn once, and others with the draws that this spares. Gradients of inputs and
-    biases are exact: the error stays in the layer where it arises, and averages out over steps as that of a minibatch
-    does. That of the paper's method adds up over the depth, and its mean is not zero.
+    at even distances on the line of all chances (systematic sampling). Rows that would be drawn more than once get
+    the chance of one draw, and others the draws that this spares. Gradients of inputs and biases are exact: the error
+    stays in the layer where it arises, and averages out over steps as that of a minibatch does. That of the paper's
+    method adds up over the depth, and its mean is not zero.
 
     Args:
         sample (Sample | None): None: all rows.
@@ -393,10 +393,12 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     sizes = sum(torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts)
     unit = sizes.mean().clamp_min(torch.finfo(sizes.dtype).tiny * _UNITS) / _UNITS
     sizes = torch.floor(sizes / unit).add_(_LEAST).long()
-    total = sizes.sum()
-    large = sizes * number >= total
-    rest = total - (sizes * large).sum()
-    sizes = torch.where(large, (rest // (number - large.sum()).clamp_min(1)).clamp_min(1), sizes)
+    large, left, rest = None, number, sizes.sum()
+    for _ in range(2):  # the draws that the first pass spares may reach further rows; the second leaves hardly any
+        more = sizes * left >= rest
+        large = more if large is None else large | more
+        left, rest = number - large.sum(), (sizes * ~large).sum()
+    sizes = torch.where(large, (rest // left.clamp_min(1)).clamp_min(1), sizes)
     ends = sizes.cumsum(0)
     apart = ends[-1] * (unit / unit).double() / number  # NaN where a row is not finite
     at = (torch.arange(number, dtype=torch.float64, device=sizes.device) + sample.at) * apart
