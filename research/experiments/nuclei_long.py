@@ -5,4 +5,10 @@ options = {
     'param_scheduler.1.T_max': 24,
     'train_cfg.val_interval': 2,
 }
-settings = dict(_delete_=True, none=None, paper=dict(preset='paper'), sampled=dict(preset='sampled'))
+settings = dict(
+    _delete_=True,
+    none=None,
+    paper=dict(preset='paper'),
+    sampled=dict(preset='sampled', keep_ratio=0.25),
+    half=dict(preset='sampled', keep_ratio=0.5),
+)
