@@ -7,7 +7,8 @@ model = dict(
     rpn_head=dict(anchor_generator=dict(scales=[3])),
     roi_head=dict(bbox_head=dict(num_classes=1), mask_head=dict(num_classes=1)),
     train_cfg=dict(rpn_proposal=dict(nms_pre=400, max_per_img=200), rcnn=dict(sampler=dict(num=64))),
-    test_cfg=dict(rpn=dict(nms_pre=400, max_per_img=200), rcnn=dict(max_per_img=150)),
+    # Images are padded in evaluation, crops in training are not: what is found in padding has no width in the image.
+    test_cfg=dict(rpn=dict(nms_pre=400, max_per_img=200, min_bbox_size=4), rcnn=dict(max_per_img=150)),
 )
 
 data_root = '{{$NUCLEI:../shared/data/nuclei}}/'
