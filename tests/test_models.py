@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CONVNEXT, OWN, SWIN, VIT, build, on_meta
+from cases import CONVNEXT, FAMILIES, OWN, SWIN, VIT, build, on_meta
 from mmdet.engine.optimizers import LearningRateDecayOptimizerConstructor
 from mmdet.models.backbones import SwinTransformer
 from mmdet.registry import MODELS
@@ -349,3 +349,13 @@ def test_a_classifier_learns_in_mmengines_runner(backbone, preset, tmp_path):
     inputs, labels = (torch.stack(part) for part in zip(*rendered(), strict=True))
     with torch.no_grad():
         assert (model(inputs, labels).argmax(1) == labels).float().mean() > 0.8
+
+
+@pytest.mark.parametrize('preset', ['none', 'exact', 'paper'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_maps_of_one_image_are_contiguous(family, preset):
+    """mmcv's RoIAlign reads any other layout as if it were, and says nothing; tokens of one image look like one."""
+    model = build(family, dict(preset=preset))
+    for _ in range(2):
+        assert all(out.is_contiguous() for out in model(image(1, 64, 96)))
+        model.eval()

@@ -3,12 +3,13 @@
 _base_ = '../sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
 
 model = dict(
+    # Crops are not padded in training, nor images in evaluation: boxes were found in padding that no training had seen.
+    data_preprocessor=dict(pad_size_divisor=8),
     # Nuclei are about 20 pixels large: anchors of 12 pixels upwards. The finest map of the pyramid has a stride of 4.
     rpn_head=dict(anchor_generator=dict(scales=[3])),
     roi_head=dict(bbox_head=dict(num_classes=1), mask_head=dict(num_classes=1)),
     train_cfg=dict(rpn_proposal=dict(nms_pre=400, max_per_img=200), rcnn=dict(sampler=dict(num=64))),
-    # Images are padded in evaluation, crops in training are not: what is found in padding has no width in the image.
-    test_cfg=dict(rpn=dict(nms_pre=400, max_per_img=200, min_bbox_size=4), rcnn=dict(max_per_img=150)),
+    test_cfg=dict(rpn=dict(nms_pre=400, max_per_img=200), rcnn=dict(max_per_img=150)),
 )
 
 data_root = '{{$NUCLEI:../shared/data/nuclei}}/'
@@ -31,6 +32,7 @@ train_dataloader = dict(
     **loader, dataset=dict(**nuclei, ann_file='train.json', filter_cfg=dict(min_size=2), pipeline=train_pipeline)
 )
 val_dataloader = dict(**loader, dataset=dict(**nuclei, ann_file='val.json', pipeline=test_pipeline))
+val_dataloader['batch_size'] = 1  # images of several sizes would be padded to the largest
 test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'val.json')
 test_evaluator = val_evaluator

@@ -284,7 +284,8 @@ class SBPViT(LeanBackbone, BaseModule):
             return (self.norm.tokens(x[:, 0]),)
         if self.out_type == 'avg_featmap':
             return (self.norm.tokens(x[:, self.prefix :].mean(1)),)
-        x = self.norm(x[:, self.prefix :].transpose(1, 2).unflatten(2, size))
+        # mmcv's RoIAlign reads any map as if it were contiguous; the tokens of one image are one in channels last.
+        x = self.norm(x[:, self.prefix :].transpose(1, 2).unflatten(2, size)).contiguous()
         return tuple(getattr(self, f'scale{i}')(x) for i in self.out_indices)
 
     def _freeze_blocks(self):
