@@ -188,19 +188,41 @@ def test_first_figures_of_the_readme():
 
 def _trained(first, column):
     """Mean over seeds; differences to the setting 'none' are paired, with the interval of Student's t."""
-    subject, _, column = column.rpartition(': ')
-    files = {'24 epochs': ['nuclei_long'], 'ViT-T': ['nuclei_vit']}.get(subject, ['nuclei', 'nuclei_sampled'])
-    results = {label: runs for file in files for label, runs in _results(file)['results'].items()}
-    runs = [{seed: results[name][seed] for seed in results[first]} for name in (first, 'none')]
+    results = _results('nuclei')['results'] | _results('nuclei_sampled')['results']
+    runs, plain = results[first], results['none']
     if column in ('box AP', 'mask AP'):
-        values = [100 * run['ap'][column] for run in runs[0].values()]
-        return f'{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}'
-    ends = [[100 * run['ap']['box AP'] for run in of.values()] for of in runs]
-    courses = [[100 * statistics.mean(p['box AP'] for p in run['curve']) for run in of.values()] for of in runs]
-    values = [a - b for a, b in zip(*(ends if column.startswith('box AP') else courses), strict=True)]
+        return _spread([run['ap'][column] for run in runs.values()])
+    reached = (lambda run: run['ap']['box AP']) if column.startswith('box AP') else _course
+    return '' if first == 'none' else _interval([reached(run) - reached(plain[seed]) for seed, run in runs.items()])
+
+
+def _unpadded(first, column):
+    """The same of checkpoints that were evaluated again; seeds without a partner have no difference."""
+    subject, _, column = column.rpartition(': ')
+    results = _results('nuclei_unpadded')['results'][subject]
+    ends = {name: {seed: run['ap']['box AP'] for seed, run in runs.items()} for name, runs in results.items()}
+    if first not in ends or column == 'box AP':
+        return _spread([*ends.get(first, {}).values()])
+    both = [seed for seed in ends[first] if seed in ends['none']]
+    return '' if first == 'none' else _interval([ends[first][seed] - ends['none'][seed] for seed in both])
+
+
+def _course(run):
+    return statistics.mean(point['box AP'] for point in run['curve'])
+
+
+def _spread(values):
+    each = f' ± {100 * statistics.stdev(values):.1f}' if len(values) > 1 else ''
+    return f'{100 * statistics.mean(values):.1f}{each}' if values else ''
+
+
+def _interval(values):
+    mean = 100 * statistics.mean(values)
+    if len(values) == 1:
+        return f'{mean:+.1f}, one pair'
     t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
-    mean, half = statistics.mean(values), t * statistics.stdev(values) / len(values) ** 0.5
-    return '' if first == 'none' else f'{round(mean, 1) + 0:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})'
+    half = 100 * t * statistics.stdev(values) / len(values) ** 0.5
+    return f'{round(mean, 1) + 0:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})'
 
 
 def _cosines(*files):
@@ -260,7 +282,7 @@ def test_picture_of_what_is_stored(monkeypatch):
         ('docs/costs.md', 'What else there is', _rival),
         ('README.md', 'Which preset', _in_the_readme),
         ('docs/research/accuracy.md', 'Result', _trained),
-        ('docs/research/accuracy.md', 'Twice the epochs, and a ViT', _trained),
+        ('docs/research/accuracy.md', 'Without padding', _unpadded),
         ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
         ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
         ('docs/research/gradients.md', 'The same on photographs, in a Swin and in a ViT', _draws),
