@@ -32,8 +32,6 @@ WHOLE = {name: dict(chunk=2**20) for name in ('mlp', 'mlp with convolution', 'ml
 NAMES = [name for name in CASES if not name.startswith('layer_norm')]
 
 
-MEANS = 10  # rows that means are taken over, here
-
 DRAWS = [(i + 0.5) / 64 for i in range(64)]
 
 
@@ -79,7 +77,7 @@ class _Linear(torch.autograd.Function):
         mean = 0
         if ctx.shared is not None:  # an MLP estimates what is beyond the mean of some rows of each image
             each = len(seen) // len(x)
-            step = max(len(seen) // MEANS, 4)
+            step = max(len(seen) // mlp._ROWS_OF_MEANS, 4)
             step += step % 2 == 0
             some = [i for i in range(len(seen)) if i % each % step == min(step // 2, each - 1)]
             mean = sum(seen[i] for i in some) / len(some)
@@ -177,11 +175,11 @@ def test_sums_of_chances_are_of_whole_numbers():
 
 
 @pytest.mark.parametrize('name', [*WHOLE, 'norm_linear', 'grn', 'qkv', 'windows'])
-@pytest.mark.parametrize('sample', [Sample(0.25, 0.4), Sample(0.7, 0.95)], ids=str)
-def test_estimates(name, sample, monkeypatch):
+@pytest.mark.parametrize(('sample', 'means'), [(Sample(0.25, 0.4), 10), (Sample(0.7, 0.95), 100)], ids=str)
+def test_estimates(name, sample, means, monkeypatch):
     """Where rows are in the order of the plain layer's, and in one chunk. The norm's weight and gamma get theirs from
     these."""
-    monkeypatch.setattr(mlp, '_ROWS_OF_MEANS', MEANS)
+    monkeypatch.setattr(mlp, '_ROWS_OF_MEANS', means)
     monkeypatch.setattr(ops_cases, 'weight_of', uneven(ops_cases.weight_of))
     case = CASES[name]
     sizes = {} if name == 'norm_linear' or name == 'windows' else dict(gamma=None)
