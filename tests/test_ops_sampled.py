@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import FAMILIES, build
+from helpers import FP16
 from mmcv.cnn.bricks.transformer import FFN
 from mmengine.logging import MessageHub
 from ops_cases import CASES, autocast, cast, differentiate
@@ -213,7 +214,7 @@ def test_exact_on_average(name, options):
         assert n not in WEIGHTS or averages_out([found[n] for found in several], exact[n]), n
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('dtype', [FP16, torch.bfloat16], ids=str)
 def test_half_precision_on_average(dtype):
     """In fp16 with layer scale gradients of outputs are scaled, and the mean's part is not."""
     tensors, given = CASES['mlp'].inputs()
