@@ -351,15 +351,10 @@ _UNITS, _LEAST = 2**16, 2**13
 
 
 class Drawn(NamedTuple):
-    """Rows that the gradients of weights are estimated from; None: all of them.
+    """Rows that the gradients of weights are estimated from; None: all of them."""
 
-    Attributes:
-        index (Tensor | None): Of the rows, shape (n,).
-        factor (Tensor | None): What each is multiplied by, shape (n, 1).
-    """
-
-    index: Tensor | None
-    factor: Tensor | None
+    index: Tensor | None  # of the rows, (n,)
+    factor: Tensor | None  # what each is multiplied by, (n, 1)
 
     def of(self, rows: Tensor) -> Tensor:
         """Those among rows (K, ...)."""
@@ -378,8 +373,7 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     row's chance follows the norm of its gradient, since rows with large ones carry most of the sum, and n draws stand
     at even distances on the line of all chances (systematic sampling). Rows that would be drawn more than once get
     the chance of one draw, and others the draws that this spares. Gradients of inputs and biases are exact: the error
-    stays in the layer where it arises, and averages out over steps as that of a minibatch does. That of the paper's
-    method adds up over the depth, and its mean is not zero.
+    stays in the layer where it arises, and averages out over steps as that of a minibatch does.
 
     Args:
         sample (Sample | None): None: all rows.
@@ -393,10 +387,9 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     sizes = sum(torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts)
     unit = sizes.mean().clamp_min(torch.finfo(sizes.dtype).tiny * _UNITS) / _UNITS
     sizes = torch.floor(sizes / unit).add_(_LEAST).long()
-    large, left, rest = None, number, sizes.sum()
+    large, left, rest = sizes < 0, number, sizes.sum()
     for _ in range(2):  # the draws that the first pass spares may reach further rows; the second leaves hardly any
-        more = sizes * left >= rest
-        large = more if large is None else large | more
+        large = large | (sizes * left >= rest)
         left, rest = number - large.sum(), (sizes * ~large).sum()
     sizes = torch.where(large, (rest // left.clamp_min(1)).clamp_min(1), sizes)
     ends = sizes.cumsum(0)
