@@ -2,4 +2,4 @@
 _base_ = './nuclei.py'
 config = '../../configs/nuclei/mask-rcnn_sbp-vit-t_fpn_nuclei.py'
 settings = dict(_delete_=True, none=None, paper=dict(preset='paper'), sampled=dict(preset='sampled'))
-seeds = [0, 1]
+seeds = [0, 1, 2]
