@@ -1,5 +1,6 @@
 # A small Mask R-CNN, trained from scratch on microscope images of cell nuclei: small objects, many in an image. It is
-# the subject of the study of accuracy (docs/accuracy.md). The environment variable NUCLEI names the folder of the set.
+# the subject of the study of accuracy (docs/research/accuracy.md). The environment variable NUCLEI names the folder of
+# the set.
 _base_ = '../sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
 
 model = dict(

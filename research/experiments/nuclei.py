@@ -1,5 +1,5 @@
 # What presets cost in AP where objects are small: a small Mask R-CNN with ConvNeXt, from scratch on microscope images
-# of nuclei. docs/accuracy.md shows what came out. A setting is an sbp_cfg; None is the plain backbone.
+# of nuclei. docs/research/accuracy.md shows what came out. A setting is an sbp_cfg; None is the plain backbone.
 config = '../../configs/nuclei/mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
 options = {'train_cfg.max_epochs': 12, 'param_scheduler.1.T_max': 12, 'default_hooks.checkpoint.max_keep_ckpts': 2}
 settings = dict(
