@@ -190,7 +190,7 @@ def test_first_figures_of_the_readme():
 
 def _trained(first, column):
     """Mean over seeds; differences to the setting 'none' are paired, with the interval of Student's t."""
-    results = _results('nuclei')['results'] | _results('nuclei_sampled')['results']
+    results = _results('nuclei')['results']
     runs, plain = results[first], results['none']
     if column in ('box AP', 'mask AP'):
         return _spread([run['ap'][column] for run in runs.values()])
