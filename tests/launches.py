@@ -189,7 +189,7 @@ def counted(mode) -> list[dict]:
     """A row for each block, precision and preset."""
     rows = []
     for name, amp in itertools.product(BLOCKS, ('bf16', 'fp16')):
-        for preset in ('none', 'exact', 'int8', 'paper'):
+        for preset in ('none', 'exact', 'int8', 'sampled', 'paper'):
             try:
                 there, back = block_launches(mode, name, preset, AMP[amp])
             except ValueError:  # nothing to drop in a ResNet

@@ -362,7 +362,7 @@ class Drawn(NamedTuple):
 
     def divided(self, rows: Tensor) -> Tensor:
         """The same, divided: the left factor of an estimate."""
-        return rows if self.index is None else rows[self.index].mul_(self.factor.to(rows.dtype))
+        return rows if self.index is None else rows[self.index].mul_(self.factor)
 
 
 def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
@@ -380,20 +380,21 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
         *parts (Tensor): Gradients, shape (K, ...), whose norms are added. Where one of their numbers is not finite, no
             estimate is.
     """
-    if sample is None or not len(parts[0]):
-        return Drawn(None, None)
     rows = len(parts[0])
-    number = max(round(sample.ratio * rows), 1)
-    sizes = sum(torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts)
-    unit = sizes.mean().clamp_min(torch.finfo(sizes.dtype).tiny * _UNITS) / _UNITS
-    sizes = torch.floor(sizes / unit).add_(_LEAST).long()
-    large, left, rest = sizes < 0, number, sizes.sum()
+    number = max(round(sample.ratio * rows), 1) if sample else rows
+    if number >= rows:
+        return Drawn(None, None)
+    norms, *others = (torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts)
+    norms = sum(others, norms)
+    mean = norms.mean(dtype=torch.float64).clamp_min(torch.finfo(norms.dtype).tiny)
+    sizes = (norms / mean).mul_(_UNITS).long().add_(_LEAST)
+    most = (_UNITS + _LEAST) * rows // number  # the distance between draws; a row as large as it is drawn for sure
     for _ in range(2):  # the draws that the first pass spares may reach further rows; the second leaves hardly any
-        large = large | (sizes * left >= rest)
-        left, rest = number - large.sum(), (sizes * ~large).sum()
-    sizes = torch.where(large, (rest // left.clamp_min(1)).clamp_min(1), sizes)
+        small = sizes < most
+        most = (sizes * small).sum() // (small.sum() + (number - rows)).clamp_min(1)
+    sizes = torch.where(small, sizes, most)
     ends = sizes.cumsum(0)
-    apart = ends[-1] * (unit / unit).double() / number  # NaN where a row is not finite
+    apart = ends[-1] * (mean / mean) / number  # NaN where a row is not finite
     at = (torch.arange(number, dtype=torch.float64, device=sizes.device) + sample.at) * apart
     index = torch.searchsorted(ends, at.long(), right=True).clamp_(0, rows - 1)
-    return Drawn(index, (apart / sizes[index])[:, None])
+    return Drawn(index, (apart / sizes[index]).to(norms.dtype)[:, None])
