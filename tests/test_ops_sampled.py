@@ -154,10 +154,14 @@ def test_rows_at_the_edges():
         assert draw(sample, rows).divided(rows) is rows and draw(sample, rows).of(rows) is rows
     for at in (0, 0.5, 1 - 2**-53):
         assert torch.equal(draw(Sample(0.25, at), one).divided(one), one)
+        for number, ratio in ((2, 0.9), (50, 0.99), (80_000, 0.99999)):
+            alike = torch.ones(number, 1)
+            drawn = draw(Sample(ratio, at), alike)
+            assert len(drawn.index) >= number - 1 and drawn.divided(alike).sum() == pytest.approx(number)
         assert torch.equal(draw(Sample(0.5, at), zero).divided(zero), zero[:2])
-        for wrong in (math.inf, math.nan):
+        for wrong, ratio in itertools.product((math.inf, math.nan), (0.5, 0.9)):
             rows = torch.cat([torch.ones(4, 3), torch.tensor([[0, wrong, 0]])])
-            assert not draw(Sample(0.5, at), rows).divided(rows).isfinite().any()
+            assert not draw(Sample(ratio, at), rows).divided(rows).isfinite().any()
 
 
 def test_sums_of_chances_are_of_whole_numbers():

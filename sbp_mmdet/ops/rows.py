@@ -380,17 +380,17 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
         *parts (Tensor): Gradients, shape (K, ...), whose norms are added. Where one of their numbers is not finite, no
             estimate is.
     """
-    rows = len(parts[0])
-    number = max(round(sample.ratio * rows), 1) if sample else rows
-    if number >= rows:
+    if sample is None or not len(parts[0]):
         return Drawn(None, None)
+    rows = len(parts[0])
+    number = max(round(sample.ratio * rows), 1)
     norms, *others = (torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts)
     norms = sum(others, norms)
     mean = norms.mean(dtype=torch.float64).clamp_min(torch.finfo(norms.dtype).tiny)
     sizes = (norms / mean).mul_(_UNITS).long().add_(_LEAST)
-    most = (_UNITS + _LEAST) * rows // number  # the distance between draws; a row as large as it is drawn for sure
+    most = (_UNITS + _LEAST) * rows // number  # about the distance between draws: a larger row is sure to be drawn
     for _ in range(2):  # the draws that the first pass spares may reach further rows; the second leaves hardly any
-        small = sizes < most
+        small = sizes <= most  # a row that is not finite has any size: no division by zero
         most = (sizes * small).sum() // (small.sum() + (number - rows)).clamp_min(1)
     sizes = torch.where(small, sizes, most)
     ends = sizes.cumsum(0)
