@@ -390,8 +390,8 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     sizes = (norms / mean).mul_(_UNITS).long().add_(_LEAST)
     most = (_UNITS + _LEAST) * rows // number  # about the distance between draws: a larger row is sure to be drawn
     for _ in range(2):  # the draws that the first pass spares may reach further rows; the second leaves hardly any
-        small = sizes <= most  # a row that is not finite has any size: no division by zero
-        most = (sizes * small).sum() // (small.sum() + (number - rows)).clamp_min(1)
+        small = sizes <= most
+        most = (sizes * small).sum() // (small.sum() + (number - rows)).clamp_min(1)  # 0 where a row is not finite
     sizes = torch.where(small, sizes, most)
     ends = sizes.cumsum(0)
     apart = ends[-1] * (mean / mean) / number  # NaN where a row is not finite
