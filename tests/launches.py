@@ -1,9 +1,8 @@
 """How many kernels a GPU is asked to launch for a block, and how its matrix products are laid out, counted without one.
 
-    PYTHONPATH=. python tests/launches.py [FILE [BEFORE]]
+    PYTHONPATH=. python tests/launches.py
 
-counts blocks at the sizes of the recipe (two images of 800 x 1344) for every preset, prints a table and writes a file.
-With an earlier file the table has both.
+counts blocks at the sizes of the recipe (two images of 800 x 1344) for every preset, and prints a table.
 
 An operation that torch's dispatcher is asked for counts as one launch, a view or an allocation as none, and those of
 ``_SEVERAL`` as what CUDA's kernels of them are. So it is a count of calls, not a profile: a reduction that takes two
@@ -11,9 +10,6 @@ kernels, or a library that splits a product, is seen on a GPU only.
 """
 
 import itertools
-import json
-import sys
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -200,25 +196,17 @@ def counted(mode) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict], before: list[dict] | None = None) -> str:
-    """Launches of both passes, a row for each block and precision; before and now, where both are given."""
+def table(rows: list[dict]) -> str:
+    """Launches of both passes, a row for each block and precision."""
     presets = list(dict.fromkeys(row['preset'] for row in rows))
-    numbers = [
-        {(r['block'], r['amp'], r['preset']): r['forward'] + r['backward'] for r in part}
-        for part in (before or [], rows)
-    ]
+    number = {(r['block'], r['amp'], r['preset']): r['forward'] + r['backward'] for r in rows}
     lines = ['| block | ' + ' | '.join(presets) + ' |', '|---|' + '---|' * len(presets)]
     for block, amp in dict.fromkeys((row['block'], row['amp']) for row in rows):
-        cells = [[str(part[key]) for part in numbers if (key := (block, amp, preset)) in part] for preset in presets]
-        cells = [' -> '.join(dict.fromkeys(cell)) for cell in cells]
+        cells = (str(number.get((block, amp, preset), '')) for preset in presets)
         lines.append(f'| {block}, {amp} | ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines)
 
 
 if __name__ == '__main__':
     with gpu_that_is_not_there() as mode:
-        found = counted(mode)
-    before = json.loads(Path(sys.argv[2]).read_text()) if len(sys.argv) > 2 else None
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
-    print(table(found, before))
+        print(table(counted(mode)))
