@@ -1,6 +1,6 @@
 """What presets store, how long they take and how exact their gradients are: a module of a detector, or whole steps.
 
-    python research/benchmark.py CONFIG --presets none with_cp exact paper --size 800x1344 --amp bf16
+    python research/benchmark.py CONFIG --presets none with_cp exact sbp --size 800x1344 --amp bf16
     python research/benchmark.py CONFIG --module backbone.stages.0.0 --rivals compile save-on-cpu
     python research/benchmark.py CONFIG --step --size 320x533 --boxes 20
 
@@ -39,11 +39,11 @@ from sbp_mmdet.plan.device import check_device, is_out_of_memory, use_device
 from sbp_mmdet.plan.memory import held_bytes, peak_bytes, saved_bytes
 from sbp_mmdet.plan.tables import describe_machine, output_file, write_json
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
-from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.presets import PRESETS
 
 __all__ = ['measure_module', 'measure_steps']
 
-DEFAULT = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'paper']
+DEFAULT = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'sbp']
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
 
@@ -326,7 +326,7 @@ def parse_args():
     parser.add_argument('--step', action='store_true', help='whole training steps instead of a module')
     parser.add_argument(
         '--presets', nargs='+', default=DEFAULT, metavar='PRESET',
-        help=f"first is the baseline; with keys: 'paper,keep_ratio=0.25' (default: {' '.join(DEFAULT)})",
+        help=f"first is the baseline; with keys: 'sbp,keep_ratio=0.25' (default: {' '.join(DEFAULT)})",
     )  # fmt: skip
     parser.add_argument('--rivals', nargs='*', choices=RIVALS, metavar='RIVAL', help='also these (no name: all)')
     parser.add_argument('--size', default='800x1344', help='of images, HxW (default: 800x1344)')

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from sbp_mmdet import apply_lean
-from sbp_mmdet.draws import Draws
-from sbp_mmdet.settings import preset_named
+from sbp_mmdet.presets import preset_named
+from sbp_mmdet.stochastic_backprop.step_draws import Draws
 
 __all__ = ['Case', 'capture', 'compared', 'launches', 'parse_name', 'ratios', 'smooth', 'take_turns']
 
@@ -54,13 +54,13 @@ def launches(step: Callable[[], object]) -> dict[str, int]:
 
 
 def parse_name(name: str) -> tuple[str, dict]:
-    """Preset and keys of 'paper,keep_ratio=0.25,sampler=random'; a rival's preset."""
+    """Preset and keys of 'sbp,keep_ratio=0.25,sampler=random'; a rival's preset."""
     if name in RIVALS:
         return RIVALS[name].preset, {}
     preset, *words = re.split(r',(?=\w+=)', name)
     preset_named(preset.partition('+')[0])
     if wrong := [word for word in words if '=' not in word]:
-        raise ValueError(f"{name!r}: {wrong} is no key=value; write 'paper,keep_ratio=0.25'")
+        raise ValueError(f"{name!r}: {wrong} is no key=value; write 'sbp,keep_ratio=0.25'")
     parser = argparse.ArgumentParser()
     parser.add_argument('--keys', nargs='+', action=DictAction, default={})
     return preset, dict(parser.parse_args(['--keys', *words] if words else []).keys)

@@ -16,7 +16,7 @@ from sbp_mmdet.plan.inputs import add_inputs, crowded, inputs_of
 from sbp_mmdet.plan.planner import parse_size
 from sbp_mmdet.plan.tables import Column, describe_machine, format_bytes, output_file, text_table, write_json
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
-from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.presets import PRESETS
 
 OUTSIDE = ('neck', 'RPN', 'RoI', 'head', 'coder', 'quer', 'memory', 'other')
 
@@ -29,7 +29,7 @@ def backbone_bytes(row: dict) -> int:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
-    parser.add_argument('--variants', nargs='+', default=['none', 'with_cp', 'exact', 'int8', 'paper'])
+    parser.add_argument('--variants', nargs='+', default=['none', 'with_cp', 'exact', 'int8', 'sbp'])
     add_inputs(parser)
     parser.add_argument('--boxes', type=int, help='in each image (default: a crowded batch of COCO)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')

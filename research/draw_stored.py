@@ -17,7 +17,7 @@ STORED = {
     'with_cp': {'input': 1.0},
     'exact': {'input': 1.0},
     'int8': {'input': 0.25},
-    'paper': {'input': 1.0, 'norm': 0.5},
+    'sbp': {'input': 1.0, 'norm': 0.5},
     'reference': {'input': 1.0, **dict.fromkeys([*TENSORS][1:], 0.5)},
 }
 

@@ -23,7 +23,7 @@ from isolated import apart, reason_of, rows_of, sweep
 from mmengine.model import BaseModel
 from torch import nn
 
-from sbp_mmdet.apply import LeanHook
+from sbp_mmdet.hooks import LeanHook
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector, own_crops
 from sbp_mmdet.plan.inputs import crowded, inputs_of

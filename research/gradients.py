@@ -1,7 +1,7 @@
 """How near the gradients of presets are to the exact ones on your model (paper, Figs. 3 and 5).
 
     python research/gradients.py CONFIG --checkpoint work_dirs/x/epoch_12.pth
-    python research/gradients.py CONFIG --presets paper sampled 'paper,keep_ratio=0.25,sampler=random' --batches 20
+    python research/gradients.py CONFIG --presets sbp sampled 'sbp,keep_ratio=0.25,sampler=random' --batches 20
     python research/gradients.py CONFIG --presets sampled --draws 8 --whole --json study.json
 
 CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
@@ -33,11 +33,11 @@ from sbp_mmdet.plan.detector import own_crops
 from sbp_mmdet.plan.device import check_device
 from sbp_mmdet.plan.tables import Column, describe_machine, output_file, text_table, write_json
 from sbp_mmdet.plan.variants import load_config
-from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.presets import PRESETS
 
 __all__ = ['compare', 'exact_pass', 'study', 'study_table']
 
-DEFAULT = ['int8', 'sampled', 'paper']
+DEFAULT = ['int8', 'sampled', 'sbp']
 MEASURES = {'cosine': 'cosine', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
 # Rounding of a deep network in fp32, relative to the largest entry; another forward pass differs by far more.
 _SAME_FORWARD = 1e-3
@@ -281,7 +281,7 @@ def parse_args():
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--checkpoint', help="weights, of a detector or of its backbone (default: the config's start)")
     parser.add_argument(
-        '--presets', nargs='+', default=DEFAULT, help="with keys: 'paper,keep_ratio=0.25' (default: %(default)s)"
+        '--presets', nargs='+', default=DEFAULT, help="with keys: 'sbp,keep_ratio=0.25' (default: %(default)s)"
     )
     parser.add_argument('--whole', action='store_true', help='apply them to the whole detector, not to its backbone')
     parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')

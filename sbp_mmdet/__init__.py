@@ -18,16 +18,15 @@ if _missing:
     )
 
 from .adapters import adapter  # noqa: E402
-from .apply import LeanHook, apply_lean, remove_lean  # noqa: E402
-from .former import FUNCTIONS as _FORMER  # noqa: E402
-from .functional import sbp  # noqa: E402
-from .masks import positions, sample_mask  # noqa: E402
+from .apply import apply_lean, remove_lean  # noqa: E402
+from .hooks import CheckpointModulesHook, LeanHook, TargetsInChunksHook  # noqa: E402
 from .models.convnext import SBPConvNeXt  # noqa: E402
 from .models.swin import SBPSwinTransformer  # noqa: E402
 from .models.vit import SBPViT  # noqa: E402
-from .rehearse import RehearseHook  # noqa: E402
+from .plan.rehearse import RehearseHook  # noqa: E402
 from .resume import AtomicBackend  # noqa: E402
-from .savings import CheckpointModulesHook, TargetsInChunksHook  # noqa: E402
+from .stochastic_backprop.algorithm1 import sbp  # noqa: E402
+from .stochastic_backprop.masks import positions, sample_mask  # noqa: E402
 
 __all__ = [
     'AtomicBackend',
@@ -67,9 +66,3 @@ def config(name: str) -> str:
         known = sorted(str(path.relative_to(folder)) for path in folder.glob('*/*.py'))
         raise ValueError(f'config {name!r}: there is none; choose from {known}')
     return str(folder / name)
-
-
-def __getattr__(name):
-    if name in _FORMER:
-        raise ImportError(f'sbp_mmdet has no {name} any more: {_FORMER[name]}')
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

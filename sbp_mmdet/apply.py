@@ -1,6 +1,6 @@
 """Lean training in place, in a model whose config stays as it is.
 
-    custom_hooks = [dict(type='LeanHook', preset='exact')]
+    custom_hooks = [dict(type=preset='exact')]
 
 or, without mmengine's runner, ``report = apply_lean(model, preset='exact')``. What a module's class becomes is written
 down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a few lines, see :mod:`.adapters.adapter`.
@@ -9,17 +9,17 @@ down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a 
 import dataclasses
 from typing import NamedTuple
 
-from mmdet.registry import HOOKS
 from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
-from .draws import Draws, LevelDraws, Phases, Stages
-from .savings import Checkpointed, refuse_replays, targets_in_chunks
-from .settings import Settings
-from .signs import NO_BLOCK, UNKNOWN, Report, SignsOfLife
-from .surgery import ModelHook, detectors, members, mix_in, mix_out, unwrapped
+from .checkpointing import Checkpointed, refuse_replays
+from .presets import Settings
+from .report import NO_BLOCK, UNKNOWN, Report
+from .stochastic_backprop.config import SBPConfig
+from .stochastic_backprop.step_draws import Draws, LevelDraws, Phases, Stages
+from .surgery import detectors, members, mix_in, mix_out, unwrapped
 
-__all__ = ['LeanHook', 'Report', 'apply_lean', 'keep_ratios', 'remove_lean']
+__all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
 
 
 def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
@@ -31,7 +31,7 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
     Args:
         model (nn.Module): A detector, or its backbone. What holds several detectors, such as a student and a teacher,
             is changed in all of them; one that runs in evaluation mode trains nothing and stays plain.
-        preset (str): 'exact', 'int8', 'sampled', 'paper'; to compare with 'none', 'with_cp', 'reference'. Default:
+        preset (str): 'exact', 'int8', 'sampled', 'sbp'; to compare with 'none', 'with_cp', 'reference'. Default:
             'exact'.
         **keys: keep_ratio, sampler, blocks, downsample, attention, skip_dropped_images, modules: see
             :class:`.settings.Settings`.
@@ -211,7 +211,7 @@ def _backbone(root, settings, take):
     if not stages:
         return None
     kind, depths = adapter_of(stages[0][0]), tuple(map(len, stages))
-    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    defaults = {field.name: field.default for field in dataclasses.fields(SBPConfig)}
     for key in kind.absent:
         if getattr(settings, key) != defaults[key]:
             raise ValueError(f'{key}={getattr(settings, key)!r} means nothing for {type(root).__name__}; leave it out')
@@ -354,45 +354,6 @@ def _nothing(model, left, what, known=None, remedy=''):
     listed = ', '.join(names)
     return (
         f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '
-        'see sbp_mmdet.adapters.adapter. In place of LeanHook, CheckpointModulesHook and TargetsInChunksHook '
+        'see sbp_mmdet.adapters.base. In place of LeanHook, CheckpointModulesHook and TargetsInChunksHook '
         'save memory in any detector'
     )
-
-
-@HOOKS.register_module()
-class LeanHook(SignsOfLife, ModelHook):
-    """Lean training of a detector, in place, see :func:`apply_lean`.
-
-    Unless ``modules`` confines it, the training targets are made piece by piece too, see
-    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time except in MaskFormer. When
-    training begins, the log has the report; after the first step, what the changed modules stored in it, see
-    :class:`.signs.SignsOfLife`.
-
-    Args:
-        preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
-        **keys: See :class:`.settings.Settings`.
-
-    Raises:
-        ValueError: For an unknown preset or key, here; when training begins, for one that this model cannot honour, or
-            if there is nothing to change.
-
-    Example:
-        ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
-    """
-
-    def __init__(self, preset: str = 'exact', **keys):
-        self.settings = Settings.parse(dict(preset=preset, **keys), where='LeanHook')
-        self.exact = self.settings.preset.gradients == 'exact'
-
-    def apply(self, model: nn.Module) -> str:
-        """See :meth:`.surgery.ModelHook.apply`."""
-        self.report = apply_settings(unwrapped(model), self.settings)
-        done = f"preset='{self.settings.preset.name}': {self.report}"
-        if self.settings.preset.form is None or self.settings.modules is not None:
-            return done
-        return f'{done}\n{targets_in_chunks(model)}'
-
-    def keep_ratio(self, model: nn.Module) -> float | None:
-        """Mean keep ratio of the layers that drop positions; None: none does."""
-        ratios = keep_ratios(unwrapped(model)).values()
-        return sum(ratios) / len(ratios) if ratios else None

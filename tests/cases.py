@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, adapter, apply_lean
 from sbp_mmdet.adapters import ADAPTERS, Lean
-from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.presets import PRESETS
 
 CONVNEXT = dict(
     arch=dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20]),

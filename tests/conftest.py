@@ -9,7 +9,7 @@ from mmdet.structures.mask import BitmapMasks
 from mmengine.logging import MessageHub
 from oracles import DEVICE, on_device
 
-from sbp_mmdet.ops.operation import Operation
+from sbp_mmdet.ops.common.autograd_function import Operation
 from sbp_mmdet.plan.cuda_rules import full_fp32
 
 # Phases: without the last one, 'explain', which runs a failing test a few hundred times more.

@@ -32,7 +32,7 @@ except ImportError:  # before torch 2.6, whose FSDP does not run on a CPU either
 
 SEED = 11
 SIZE = (72, 104)  # not divisible by 32: another number of kept positions in each mask
-RANDOM = dict(preset='paper', sampler='random')
+RANDOM = dict(preset='sbp', sampler='random')
 REFERENCE = dict(preset='reference', sampler='random')
 DEEP = dict(drop_path_rate=0.7)  # with one image a rank, blocks run on one rank and not on the other
 SWIN = dict(embed_dims=8, depths=(1, 2, 2, 1), num_heads=(1, 2, 2, 4), window_size=3, mlp_ratio=2, drop_path_rate=0.0)
@@ -40,7 +40,7 @@ SWIN = dict(embed_dims=8, depths=(1, 2, 2, 1), num_heads=(1, 2, 2, 4), window_si
 CASES = {
     'plain': (RANDOM, {}, {}),
     'later': (RANDOM, {}, {}),
-    'grid': (dict(preset='paper', keep_ratio=0.4), {}, {}),
+    'grid': (dict(preset='sbp', keep_ratio=0.4), {}, {}),
     'reference': (REFERENCE, {}, dict(static_graph=True)),
     'exact': (dict(preset='exact'), {}, dict(gradient_as_bucket_view=True)),
     'find_unused_parameters': (RANDOM, {}, dict(find_unused_parameters=True)),

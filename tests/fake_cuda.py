@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sbp_mmdet.draws import Draws
-from sbp_mmdet.masks import Positions
-from sbp_mmdet.ops import windows
+import sbp_mmdet.ops.window_attention as windows
+from sbp_mmdet.stochastic_backprop.masks import Positions
+from sbp_mmdet.stochastic_backprop.step_draws import Draws
 
 __all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu', 'unset_fake_temporarily']
 

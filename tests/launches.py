@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
-from sbp_mmdet.ops import flash
+from sbp_mmdet.ops.common import flash as flash
 
 __all__ = ['AMP', 'BLOCKS', 'Launches', 'block_launches', 'counted', 'table']
 
@@ -185,7 +185,7 @@ def counted(mode) -> list[dict]:
     """A row for each block, precision and preset."""
     rows = []
     for name, amp in itertools.product(BLOCKS, ('bf16', 'fp16')):
-        for preset in ('none', 'exact', 'int8', 'sampled', 'paper'):
+        for preset in ('none', 'exact', 'int8', 'sampled', 'sbp'):
             try:
                 there, back = block_launches(mode, name, preset, AMP[amp])
             except ValueError:  # nothing to drop in a ResNet

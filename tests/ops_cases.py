@@ -6,6 +6,7 @@ The definition of what drops positions is that of SBP: ``torch.where(kept, f(x),
 from collections.abc import Callable
 from typing import NamedTuple
 
+import all_ops as ops
 import torch
 import torch.nn.functional as F
 from cases import stored_bytes
@@ -13,9 +14,8 @@ from hypothesis import strategies as st
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from oracles import where_sbp
 
-from sbp_mmdet import ops
-from sbp_mmdet.masks import Positions, positions, token_positions
-from sbp_mmdet.ops.precision import store
+from sbp_mmdet.ops.common.precision import store
+from sbp_mmdet.stochastic_backprop.masks import Positions, positions, token_positions
 
 Form = ops.Form
 HEADS, WINDOW = 3, 3

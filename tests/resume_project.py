@@ -19,7 +19,7 @@ custom_imports = dict(imports=['sbp_mmdet', 'trouble'], allow_failed_imports=Fal
 custom_hooks = [dict(type='TroubleHook')]
 model = dict(
     backbone=dict(
-        drop_path_rate=0.5, sbp_cfg=dict(preset='paper', sampler='random')
+        drop_path_rate=0.5, sbp_cfg=dict(preset='sbp', sampler='random')
     ),
     train_cfg=dict(rpn=dict(sampler=dict(num=100000)), rcnn=dict(sampler=dict(num=100000))),
 )

@@ -20,7 +20,7 @@ from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.adapters import Lean
-from sbp_mmdet.savings import checkpoint_modules
+from sbp_mmdet.checkpointing import checkpoint_modules
 
 CONFIGS = Path(mmdet.__file__).parent / '.mim/configs'
 HRNET = {

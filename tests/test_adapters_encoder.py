@@ -1,4 +1,4 @@
-"""Tokens of encoders of images that ``paper`` drops, and those of decoders and others, which it does not."""
+"""Tokens of encoders of images that ``sbp`` drops, and those of decoders and others, which it does not."""
 
 import copy
 import functools
@@ -25,8 +25,8 @@ from test_adapters_transformer import (
 from torch import nn
 
 from sbp_mmdet import apply_lean
-from sbp_mmdet.adapters.transformer import DeformableEncoderLayer
-from sbp_mmdet.savings import checkpoint_modules
+from sbp_mmdet.adapters.detr import DeformableEncoderLayer
+from sbp_mmdet.checkpointing import checkpoint_modules
 
 
 def test_the_reference_is_exact_here():
@@ -53,11 +53,11 @@ def test_tokens_of_an_encoder_are_dropped():
     inputs = dict(query=tokens(510), query_pos=tokens(510), key_padding_mask=None, reference_points=points)
     inputs.update(spatial_shapes=torch.tensor(sizes), level_start_index=starts)
     expected = [step(layer, inputs) for layer in layers]
-    report = apply_lean(layers, preset='paper', sampler='random')
+    report = apply_lean(layers, preset='sbp', sampler='random')
     assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset paper'}
-    assert "preset='paper', keeps 0.5 of the positions" in f'{layers}'
+    assert "preset='sbp', keeps 0.5 of the positions" in f'{layers}'
     with pytest.raises(ValueError, match='take it out of CheckpointModulesHook'):  # it would draw others
-        apply_lean(checkpointed(layers), preset='paper')
+        apply_lean(checkpointed(layers), preset='sbp')
     seen = []
     for _ in range(3):
         found = [step(layer, inputs) for layer in layers]
@@ -108,9 +108,9 @@ def test_a_plain_encoder_drops_tokens(kind, rate):
         if isinstance(m, nn.MultiheadAttention):
             m.dropout = rate
     stock, inputs, queries = copy.deepcopy(model), encoder_inputs(), decoder_inputs()
-    report = apply_lean(model, preset='paper', sampler='random', keep_ratio=0.25)
+    report = apply_lean(model, preset='sbp', sampler='random', keep_ratio=0.25)
     assert {n for n, said in report.changed.items() if 'gradients from 0.25' in said} == {'encoder'}
-    assert "preset='paper', keeps 0.25 of the positions" in f'{model.encoder}'
+    assert "preset='sbp', keeps 0.25 of the positions" in f'{model.encoder}'
     assert_same(step(model.decoder[0], queries), step(stock.decoder[0], queries))
     draws, seen = model.encoder._lean.draws, []
     draw, draws.positions = draws.positions, lambda *a: seen.append(draw(*a)) or seen[-1]
@@ -130,18 +130,18 @@ def test_a_plain_encoder_drops_tokens(kind, rate):
 def test_a_plain_encoder_with_other_parts_is_named():
     cfg = dict(self_attn_cfg=attention(), ffn_cfg=dict(feed(), dropout_layer=dict(type='DropPath', drop_prob=0.1)))
     model = nn.ModuleList([DetrTransformerEncoder(1, cfg), deformable_encoder(0.0)])
-    assert 'DropPath' in apply_lean(model, preset='paper').left['0']
+    assert 'DropPath' in apply_lean(model, preset='sbp').left['0']
     assert '0' not in apply_lean(model, preset='exact').left.keys() | apply_lean(model, preset='exact').changed.keys()
 
 
 def test_what_drops_no_tokens():
     layers, inputs = nn.ModuleList([deformable_encoder(0.0)]), encoder_inputs(2)
-    for keys in (dict(preset='reference'), dict(preset='paper', keep_ratio=1.0), dict(preset='paper', keep_ratio=[1])):
+    for keys in (dict(preset='reference'), dict(preset='sbp', keep_ratio=1.0), dict(preset='sbp', keep_ratio=[1])):
         with pytest.raises(ValueError, match='drops positions, and applies to no module'):
             apply_lean(layers, **keys)
     ordinary(layers).requires_grad_(False)
     expected = step(layers[0], inputs)
-    apply_lean(layers, preset='paper')
+    apply_lean(layers, preset='sbp')
     assert_same(step(layers[0], inputs), expected)
 
 

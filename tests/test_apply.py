@@ -14,9 +14,9 @@ from torch import nn
 
 from sbp_mmdet import LeanHook, SBPConvNeXt, apply_lean, remove_lean
 from sbp_mmdet.apply import keep_ratios
-from sbp_mmdet.models import lean as lean_models
-from sbp_mmdet.savings import Checkpointed, checkpoint_modules
-from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.checkpointing import Checkpointed, checkpoint_modules
+from sbp_mmdet.models import lean_backbone as lean_models
+from sbp_mmdet.presets import PRESETS
 from sbp_mmdet.surgery import Mixin
 
 X = (2, 37, 52)
@@ -49,7 +49,7 @@ def is_plain(model):
 
 def test_report():
     model = Detector(build('stock Swin'))
-    report = apply_lean(model, 'paper')
+    report = apply_lean(model, 'sbp')
     done = report.changed
     assert done['backbone.stages.0.blocks.0'] == 'gradients from 0.5 of the positions, preset paper'
     assert (
@@ -100,7 +100,7 @@ def test_the_preset_that_checkpoints(family, with_cp):
 def test_changed_anew_and_back():
     model, x = build('stock Swin'), image(*X)
     before, kind = backward(model, x), type(model.stages[0].blocks[0])
-    for preset in ('paper', 'with_cp', 'int8', 'exact'):
+    for preset in ('sbp', 'with_cp', 'int8', 'exact'):
         apply_lean(model, preset)
         assert isinstance(model.stages[0].blocks[0], Checkpointed) == (preset == 'with_cp')
         assert len(model._forward_pre_hooks) == (preset != 'with_cp')
@@ -109,7 +109,7 @@ def test_changed_anew_and_back():
     assert type(model.stages[0].blocks[0]) is kind and is_plain(model)
     assert_near(backward(model, x), before, 0)
     remove_lean(model)
-    apply_lean(model, 'paper')
+    apply_lean(model, 'sbp')
     assert not apply_lean(model, 'none').changed and is_plain(model)
 
 
@@ -117,9 +117,9 @@ def test_some_modules():
     model = build('stock Swin')
     names = ['stages.2.blocks', 'norm0']
     assert [*apply_lean(model, 'exact', modules=names).changed] == ['stages.2.blocks.0', 'stages.2.blocks.1', 'norm0']
-    assert [*apply_lean(model, 'paper', modules='stages.0.blocks').changed] == ['stages.0.blocks.0']
+    assert [*apply_lean(model, 'sbp', modules='stages.0.blocks').changed] == ['stages.0.blocks.0']
     assert keep_ratios(model) == {(0, 0): 0.5} and len(model._forward_pre_hooks) == 2
-    apply_lean(model, 'paper', modules='stages.0.blocks', keep_ratio=0.25)
+    apply_lean(model, 'sbp', modules='stages.0.blocks', keep_ratio=0.25)
     assert keep_ratios(model) == {(0, 0): 0.25} and len(model._forward_pre_hooks) == 2
     backward(model, image(*X))
     remove_lean(model)
@@ -127,9 +127,9 @@ def test_some_modules():
 
 
 def test_the_hook():
-    hook = LeanHook('paper', keep_ratio=0.25)
+    hook = LeanHook('sbp', keep_ratio=0.25)
     text = hook.apply(Detector(build('stock Swin')))
-    assert text.startswith("preset='paper': 13 modules changed") and 'gradients from 0.25' in text
+    assert text.startswith("preset='sbp': 13 modules changed") and 'gradients from 0.25' in text
     assert {name: LeanHook(name).exact for name in PRESETS} == {
         name: preset.gradients == 'exact' for name, preset in PRESETS.items()
     }
@@ -145,7 +145,7 @@ def test_the_hook_finds_the_model_in_wrappers(tmp_path):
         wrapped = nn.parallel.DistributedDataParallel(model)
         assert 'backbone.patch_embed' in apply_lean(wrapped).changed
         runner = types.SimpleNamespace(model=wrapped, logger=logging.getLogger(), hooks=[])
-        LeanHook('paper').before_run(runner)
+        LeanHook('sbp').before_run(runner)
         assert keep_ratios(model)
         remove_lean(wrapped)
     finally:
@@ -155,9 +155,9 @@ def test_the_hook_finds_the_model_in_wrappers(tmp_path):
 
 def test_student_and_teacher():
     pair = nn.ModuleDict(dict(student=Detector(build('stock Swin')), teacher=Detector(build('stock Swin'))))
-    alone, x = build('stock Swin', dict(preset='paper')), image(*X)
-    expected = apply_lean(alone, 'paper').changed
-    assert apply_lean(pair, 'paper').changed == {
+    alone, x = build('stock Swin', dict(preset='sbp')), image(*X)
+    expected = apply_lean(alone, 'sbp').changed
+    assert apply_lean(pair, 'sbp').changed == {
         f'{who}.backbone.{name}': done for who in pair for name, done in expected.items()
     }
     grads = gradients(alone, x)
@@ -182,8 +182,8 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize('around', [Wrapped, lambda: nn.Sequential(build('stock Swin'))], ids=['module', 'list'])
 def test_a_wrapped_backbone(around):
-    model, alone, x = Detector(around()), build('stock Swin', dict(preset='paper')), image(*X)
-    changed = apply_lean(model, 'paper').changed
+    model, alone, x = Detector(around()), build('stock Swin', dict(preset='sbp')), image(*X)
+    changed = apply_lean(model, 'sbp').changed
     prefix = next(iter(changed)).split('stages')[0]
     assert len(changed) == 13
     expected = {f'{prefix}{name}': grad for name, grad in backward(alone, x).items()}
@@ -194,18 +194,18 @@ def test_a_backbone_of_one_stage():
     one = dict(embed_dims=8, depths=(2,), num_heads=(2,), strides=(4,), out_indices=(0,), window_size=3)
     model = SwinTransformer(**one)
     model.train()
-    assert keep_ratios(model) == {} and 'patch_embed' in apply_lean(model, 'paper', blocks=[1]).changed
+    assert keep_ratios(model) == {} and 'patch_embed' in apply_lean(model, 'sbp', blocks=[1]).changed
     model(image(*X, dtype=torch.float32))
     assert keep_ratios(model) == {(0, 0): 0.5}
 
 
 def test_frozen_stages_are_named():
     """mmdet freezes when training begins, which is after the hook has said what it did."""
-    report = apply_lean(SwinTransformer(**SWIN, frozen_stages=3), 'paper')
+    report = apply_lean(SwinTransformer(**SWIN, frozen_stages=3), 'sbp')
     frozen = {name for name, reason in report.left.items() if reason == 'frozen'}
     assert {'patch_embed', 'stages.0.blocks.0', 'stages.1.blocks.0', 'stages.2.blocks.1'} <= frozen
     assert not any('gradients' in done for done in report.changed.values())
-    report = apply_lean(SwinTransformer(**SWIN, frozen_stages=1), 'paper')
+    report = apply_lean(SwinTransformer(**SWIN, frozen_stages=1), 'sbp')
     assert 'patch_embed' in report.left and report.changed['stages.1.blocks.0'].startswith('gradients from 0.5')
 
 
@@ -216,16 +216,16 @@ def test_frozen_stages_are_named():
 def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key, monkeypatch):
     told = []
     monkeypatch.setattr(lean_models, 'print_log', lambda text, level=20, **options: told.append((level, text)))
-    build(family, dict(preset='paper'), **{key: 1}).train()
+    build(family, dict(preset='sbp'), **{key: 1}).train()
     build(family, dict(preset='exact'), **{key: 3}).train()
-    changed = build(family, dict(preset='paper'))
+    changed = build(family, dict(preset='sbp'))
     apply_lean(changed, 'exact')
     changed.train()
     remove_lean(changed)
     changed.train()
     said = [text.splitlines()[0] for level, text in told if level == logging.INFO]
-    assert len(told) == len(said) == 3 and said[2].startswith(f"{family}: preset='paper': ")
-    backbone = build(family, dict(preset='paper'), **{key: 3})
+    assert len(told) == len(said) == 3 and said[2].startswith(f"{family}: preset='sbp': ")
+    backbone = build(family, dict(preset='sbp'), **{key: 3})
     backbone.eval().train()
     assert [text for level, text in told if level == logging.WARNING] == [
         f'{family}: all layers that sbp_cfg thins are frozen, so it changes nothing'
@@ -248,17 +248,17 @@ def in_fsdp():
     [
         (
             lambda: Detector(ResNet(18)),
-            dict(preset='paper'),
-            r"preset='paper' drops positions, and applies to no module of",
+            dict(preset='sbp'),
+            r"preset='sbp' drops positions, and applies to no module of",
         ),
         (lambda: nn.Linear(2, 2), {}, r'to no module of Linear.*Known classes: .*SwinBlock.*CheckpointModulesHook'),
         (
-            lambda: Detector(build('SBPConvNeXt', dict(preset='paper'))),
+            lambda: Detector(build('SBPConvNeXt', dict(preset='sbp'))),
             {},
             'backbone has sbp_cfg of its own; leave that out',
         ),
         (
-            lambda: Detector(build('SBPConvNeXt', dict(preset='paper'))),
+            lambda: Detector(build('SBPConvNeXt', dict(preset='sbp'))),
             dict(preset='none'),
             'backbone has sbp_cfg of its own; leave that out',
         ),
@@ -276,14 +276,14 @@ def test_refusals(make, keys, message):
 
 
 def test_beside_a_backbone_with_settings_of_its_own():
-    model = Detector(build('SBPConvNeXt', dict(preset='paper')))
+    model = Detector(build('SBPConvNeXt', dict(preset='sbp')))
     with pytest.raises(ValueError, match='applies to no module'):
         apply_lean(model, modules=['neck'])
     assert keep_ratios(model)
 
 
 def test_a_pass_has_to_begin():
-    model, x = build('SBPConvNeXt', dict(preset='paper')), image(2, 64, 64)
+    model, x = build('SBPConvNeXt', dict(preset='sbp')), image(2, 64, 64)
     with pytest.raises(ValueError, match=r'call backbone\(x\), not backbone.forward\(x\), which skips hooks'):
         model.forward(x)
     build('SBPConvNeXt', dict(preset='exact')).forward(x)
@@ -311,7 +311,7 @@ def by_the_hook(model, reentrant):
 FOREIGN = [around_the_backbone, around_the_call, around_a_block, by_the_hook]
 DRAWING = pytest.mark.parametrize(
     ('cfg', 'options'),
-    [(dict(preset='paper'), {}), (dict(preset='reference'), {}), (dict(preset='exact'), dict(drop_path_rate=0.9))],
+    [(dict(preset='sbp'), {}), (dict(preset='reference'), {}), (dict(preset='exact'), dict(drop_path_rate=0.9))],
     ids=str,
 )
 
@@ -371,7 +371,7 @@ def test_a_checkpoint_stays_in_front(order):
 def test_a_confined_plugin_leaves_checkpoints_alone():
     """What the message of a refusal says."""
     model, x = build('stock Swin'), image(2, 64, 64)
-    apply_lean(model, 'paper', modules=['stages.1', 'stages.2', 'stages.3'])
+    apply_lean(model, 'sbp', modules=['stages.1', 'stages.2', 'stages.3'])
     checkpoint_modules(model, ['stages.0'])
     grads = backward(model, x)
     assert grads.keys() == dict(model.named_parameters()).keys()
@@ -379,7 +379,7 @@ def test_a_confined_plugin_leaves_checkpoints_alone():
 
 
 def test_a_map_of_another_size_is_an_error():
-    model = build('stock ConvNeXt', dict(preset='paper'))
+    model = build('stock ConvNeXt', dict(preset='sbp'))
     model.downsample_layers[0].register_forward_pre_hook(lambda module, args: (args[0][..., ::2],))
     with pytest.raises(ValueError, match=r'has a map of 128 positions, and 256 were expected.*stride=4'):
         model(image(2, 64, 64))
@@ -387,7 +387,7 @@ def test_a_map_of_another_size_is_an_error():
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_export_and_tracing_run_the_plain_code(family):
-    model = build(family, dict(preset='paper'))
+    model = build(family, dict(preset='sbp'))
     model.eval()
     with torch.no_grad():
         traced = torch.jit.trace(model, image(1, 64, 64), check_trace=False)

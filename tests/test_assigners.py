@@ -10,7 +10,7 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 from sbp_mmdet import assigners
-from sbp_mmdet.savings import targets_in_chunks
+from sbp_mmdet.chunked_targets import targets_in_chunks
 
 CONFIGS = [dict(type='DynamicSoftLabelAssigner', topk=13), dict(type='SimOTAAssigner', center_radius=2.5)]
 

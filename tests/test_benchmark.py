@@ -21,7 +21,7 @@ from tables import benchmark_table
 from sbp_mmdet.plan.variants import plain
 
 CASE = dict(batch=1, height=64, width=64, boxes=2, device='cpu')
-PRESETS = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'paper', 'reference']
+PRESETS = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'sbp', 'reference']
 
 
 @pytest.fixture(scope='module')
@@ -45,7 +45,7 @@ def test_gradients_of_a_backbone(config):
     rows = measure_module(config, PRESETS, 'backbone', amp='bf16', rounds=2, **CASE)
     error = {row['preset']: row['error'] for row in rows}
     assert error['none'] == 0 and max(error['with_cp'], error['exact']) < 1e-5 < error['int8'] < 0.05
-    assert 0.05 < error['sampled'] and 0.2 < error['paper']
+    assert 0.05 < error['sampled'] and 0.2 < error['sbp']
     assert rows[0]['ratio'] == rows[0]['ratio_min'] == rows[0]['ratio_max'] == 1
     assert all(row['saved_bytes'] < rows[0]['saved_bytes'] for row in rows[1:])
     assert all(row['peak_bytes'] > row['saved_bytes'] for row in rows)
@@ -60,7 +60,7 @@ def test_gradients_of_a_backbone(config):
 def test_keys_and_modules_without_positions(config):
     """Any submodule of a detector."""
     few, many = measure_module(
-        config, ['paper,keep_ratio=0.25', 'paper,keep_ratio=0.75'], 'backbone', amp='off', rounds=0, **CASE
+        config, ['sbp,keep_ratio=0.25', 'sbp,keep_ratio=0.75'], 'backbone', amp='off', rounds=0, **CASE
     )
     assert few['saved_bytes'] < many['saved_bytes']
     first, exact = measure_module(config, ['none', 'exact'], 'neck', amp='off', rounds=0, **CASE)
@@ -110,7 +110,7 @@ def test_steps_leave_the_weights_alone(config, monkeypatch):
     found = []
     build = benchmark.build_training
     monkeypatch.setattr(benchmark, 'build_training', lambda *a, **k: found.append(build(*a, **k)) or found[-1])
-    rows = measure_steps(config, ['none', 'exact+cp-heads', 'paper,keep_ratio=0.5', 'none'], rounds=2, **CASE)
+    rows = measure_steps(config, ['none', 'exact+cp-heads', 'sbp,keep_ratio=0.5', 'none'], rounds=2, **CASE)
     assert all(row['ratio_min'] <= row['ratio'] <= row['ratio_max'] and row['seconds'] > 0 for row in rows)
     (first, wrapper, _), *others = found
     assert all(p is q for model, *_ in others for p, q in zip(first.parameters(), model.parameters(), strict=True))
@@ -129,12 +129,12 @@ def test_compared():
 
 
 def test_names():
-    assert parse_name('paper,keep_ratio=[0.25,0.5],sampler=random') == (
-        'paper',
+    assert parse_name('sbp,keep_ratio=[0.25,0.5],sampler=random') == (
+        'sbp',
         dict(keep_ratio=[0.25, 0.5], sampler='random'),
     )
     assert parse_name('selective') == ('with_cp', {})
-    for name, message in (('papre', 'papre'), ('fused', "preset='paper'"), ('paper,0.5', 'unknown|key=value')):
+    for name, message in (('papre', 'papre'), ('fused', "preset='sbp'"), ('sbp,0.5', 'unknown|key=value')):
         with pytest.raises(ValueError, match=message):
             parse_name(name)
 
@@ -160,7 +160,7 @@ def test_rivals_keep_the_forward_pass():
 def test_a_part_runs_alone_with_positions_of_its_backbone(config):
     torch.manual_seed(0)
     model = benchmark.build_training(config, **CASE)[0]
-    case = Case('paper', model, 'backbone.stages.2.1', {})
+    case = Case('sbp', model, 'backbone.stages.2.1', {})
     x = torch.randn(1, 32, 4, 4, requires_grad=True)
     with pytest.raises(ValueError, match='no pass of its backbone has begun'):
         case.run(x)
@@ -172,7 +172,7 @@ def test_a_part_runs_alone_with_positions_of_its_backbone(config):
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
-        (['--presets', 'fused'], "of a former version; write preset='paper'"),
+        (['--presets', 'fused'], "of a former version; write preset='sbp'"),
         (['--size', '0x64'], '--size 0x64'),
         (['--cap', '8'], '--cap 8.0 needs --step and a GPU'),
         (['--rivals', 'mine'], 'invalid choice'),

@@ -69,7 +69,7 @@ def test_configs_are_the_papers(load, name):
         assert config.train_dataloader.batch_size == PAPER[name][0]
         assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
     a, b = plain.to_dict(), copy.deepcopy(sbp.to_dict())
-    assert b['model']['backbone'].pop('sbp_cfg') == dict(preset='paper')
+    assert b['model']['backbone'].pop('sbp_cfg') == dict(preset='sbp')
     assert a['model']['backbone'].pop('drop_path_rate') >= b['model']['backbone'].pop('drop_path_rate')
     assert a == b
 

@@ -115,7 +115,7 @@ def test_tools_build_the_backbone_without_memory(path):
 def test_sbp_child_differs_in_sbp_cfg_only(child, parent):
     child, parent = load(family(child)).to_dict(), load(family(parent)).to_dict()
     assert 'sbp_cfg' not in parent['model']['backbone']
-    assert child['model']['backbone'].pop('sbp_cfg') == dict(preset='paper')
+    assert child['model']['backbone'].pop('sbp_cfg') == dict(preset='sbp')
     assert child == parent
 
 

@@ -18,7 +18,7 @@ import sbp_mmdet
 from sbp_mmdet.adapters import Lean
 from sbp_mmdet.plan import command
 from sbp_mmdet.plan.variants import load_config, snippet
-from sbp_mmdet.settings import PRESETS, Settings
+from sbp_mmdet.presets import PRESETS, Settings
 from sbp_mmdet.surgery import model_hooks
 
 PAGES = sorted(

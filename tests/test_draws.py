@@ -5,10 +5,10 @@ import torch
 from cases import FAMILIES, build, draws_of, kept_masks
 from oracles import gradients, image
 
-from sbp_mmdet import draws
-from sbp_mmdet.masks import mask_generator, sample_mask
+from sbp_mmdet.stochastic_backprop import step_draws as draws
+from sbp_mmdet.stochastic_backprop.masks import mask_generator, sample_mask
 
-RANDOM = dict(preset='paper', sampler='random')
+RANDOM = dict(preset='sbp', sampler='random')
 
 
 def drawn(model, x=None):
@@ -44,7 +44,7 @@ def fixture_calls(monkeypatch):
 @pytest.mark.parametrize('size', [(64, 64), (70, 93), (36, 37)], ids=str)
 def test_same_positions_across_layers(family, sampler, size, calls):
     """All layers of a stage, also across the stages: a kept position is a kept patch of the stage before."""
-    found = drawn(build(family, dict(preset='paper', sampler=sampler)), image(1, *size))
+    found = drawn(build(family, dict(preset='sbp', sampler=sampler)), image(1, *size))
     assert len(calls) == 1 and {stage for stage, _ in found} == {0, 1, 2}
     for (stage, _), mask in found.items():
         assert torch.equal(mask, found[stage, 0])
@@ -70,7 +70,7 @@ def test_all_tokens_of_a_vit_and_all_blocks_of_a_stage_share_their_positions(fam
 
 def test_ratio_of_each_block():
     ratios = [0.25, 1, 0.5, 0.75, 0.125]
-    found = drawn(build('SBPConvNeXt', dict(preset='paper', keep_ratio=ratios)), image(1, 256, 256))
+    found = drawn(build('SBPConvNeXt', dict(preset='sbp', keep_ratio=ratios)), image(1, 256, 256))
     kept = {key: mask.double().mean().item() for key, mask in found.items()}
     assert kept == {(0, 0): 0.25, (1, 1): 0.5, (2, 0): 0.75, (2, 1): 0.125, (2, 'downsample'): 0.75}
 
@@ -91,7 +91,7 @@ def test_nothing_is_drawn_without_need(calls):
     for cfg, options in (
         (None, {}),
         (dict(preset='exact'), dict(drop_path_rate=0.5)),
-        (dict(preset='paper', keep_ratio=1.0), {}),
+        (dict(preset='sbp', keep_ratio=1.0), {}),
         (RANDOM, dict(frozen_stages=4)),
         (RANDOM | dict(blocks=(1, 2, 0, 0)), dict(frozen_stages=3)),
     ):
@@ -103,7 +103,7 @@ def test_nothing_is_drawn_without_need(calls):
 
 def test_frozen_stages_need_no_masks(calls):
     """The deepest stage that is thinned and not frozen is where the mask is drawn."""
-    cfg = dict(preset='paper', blocks=(1, 2, 0, 0), downsample=False)
+    cfg = dict(preset='sbp', blocks=(1, 2, 0, 0), downsample=False)
     assert drawn(build('SBPConvNeXt', cfg, frozen_stages=1)).keys() == {(1, 0), (1, 1)}
     assert len(calls[0][0]) == 2
 
@@ -149,14 +149,14 @@ def test_without_a_runner_passes_differ():
 
 
 def test_heads_are_drawn_for_each_block():
-    model = build('SBPViT', dict(preset='paper', attention='head', blocks=[3], keep_ratio=0.34, sampler='random'))
+    model = build('SBPViT', dict(preset='sbp', attention='head', blocks=[3], keep_ratio=0.34, sampler='random'))
     found = []
     for _ in range(8):
         model(image(1, 64, 64))
         found.append([draws_of(model).heads((0, i)).tolist() for i in range(3)])
     assert all(len(heads) == 1 for step in found for heads in step)
     assert len({str(step) for step in found}) > 3 and any(a != b for a, b, _ in found)
-    model = build('SBPViT', dict(preset='paper', attention='head', keep_ratio=0.67))
+    model = build('SBPViT', dict(preset='sbp', attention='head', keep_ratio=0.67))
     model(image(1, 64, 64))
     assert len(draws_of(model).heads((0, 2))) == 2 and draws_of(model).heads((0, 0)) is None
 

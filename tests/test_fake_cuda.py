@@ -5,7 +5,7 @@ import torch
 from cases import FAMILIES, build
 from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
 
-from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.presets import PRESETS
 
 PRECISIONS = {'fp32': None, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 LAYOUTS = {'nchw': torch.contiguous_format, 'nhwc': torch.channels_last}

@@ -27,7 +27,7 @@ HEADS = dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head', 'roi_hea
 HOOKS = [
     [],
     [dict(type='LeanHook', preset='exact')],
-    [dict(type='LeanHook', preset='paper'), HEADS],
+    [dict(type='LeanHook', preset='sbp'), HEADS],
     [dict(type='LeanHook', preset='int8'), HEADS],
     [dict(type='LeanHook', preset='sampled', skip_dropped_images=False)],
 ]

@@ -12,10 +12,11 @@ from fake_cuda import backward, gpu_that_is_not_there, to_gpu, unset_fake_tempor
 from ops_cases import CASES, INDEX, Form, keep_mask, keep_of, kept_heads, kept_tokens
 from torch import nn
 
-from sbp_mmdet import ops
-from sbp_mmdet.masks import Positions
-from sbp_mmdet.ops import flash
-from sbp_mmdet.ops.precision import Stored
+from sbp_mmdet.ops.common import flash as flash
+from sbp_mmdet.ops.common.precision import Stored
+from sbp_mmdet.ops.common.rerun_conv import convolve
+from sbp_mmdet.ops.layer_norm import NormSettings, NormTensors, layer_norm
+from sbp_mmdet.stochastic_backprop.masks import Positions
 
 PRECISIONS = {'fp32': None, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 LAYOUTS = {'nchw': torch.contiguous_format, 'nhwc': torch.channels_last}
@@ -111,8 +112,8 @@ def test_norm_of_a_convolution(precision, layout, mode):
     for form in FORMS[0], FORMS[2]:
 
         def f(x, **t):
-            out, rerun = ops.convolve(conv, x, form.storage)  # noqa: B023
-            return ops.layer_norm(ops.NormSettings(form), ops.NormTensors(out, **t, conv=rerun))  # noqa: B023
+            out, rerun = convolve(conv, x, form.storage)  # noqa: B023
+            return layer_norm(NormSettings(form), NormTensors(out, **t, conv=rerun))  # noqa: B023
 
         check(f, dict(x=x, weight=torch.empty(8, device='cuda'), bias=torch.empty(8, device='cuda')), dtype)
 

@@ -176,7 +176,7 @@ def _in_the_readme(first, column):
     if column == 'box AP' and first == 'sampled':
         return _unpadded(first, '12 epochs: box AP, less none').split(' (')[0]
     if column == 'box AP' and not first.startswith('with_cp'):
-        return _trained({'paper': 'zero'}.get(first, first), 'box AP, less none').split(' (')[0]
+        return _trained({'sbp': 'zero'}.get(first, first), 'box AP, less none').split(' (')[0]
     return None
 
 
@@ -248,7 +248,7 @@ def _cosines(*files):
 def _draws(first, column):
     """Cosine and relative error of rows that are drawn by norm, and of every n-th row."""
     label = {'a half': ',keep_ratio=0.5', 'an eighth': ',keep_ratio=0.125', 'a quarter': ''}[first.split(', ')[1]]
-    if first.startswith('paper'):
+    if first.startswith('sbp'):
         label = {'': ',keep_ratio=0.25'}.get(label, '')
     others = ('every', '_uniform'), ('photographs', '_photographs'), ('Swin', '_swin'), ('ViT', '_vit')
     suffix = next((suffix for start, suffix in others if column.startswith(start)), '')

@@ -6,7 +6,7 @@ from oracles import DEVICE, relative_error, where_sbp
 from torch import nn
 
 from sbp_mmdet import sbp
-from sbp_mmdet.masks import positions
+from sbp_mmdet.stochastic_backprop.masks import positions
 
 MASKS = {
     'half': torch.arange(12) % 2 == 0,

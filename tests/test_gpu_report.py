@@ -42,7 +42,7 @@ for preset in presets:
         os.kill(os.getpid(), 9)
     note(preset=preset, seconds=0.5)
 """
-PRESETS = ('none', 'raises', 'exact', 'out_of_memory', 'hangs', 'int8', 'killed', 'paper')
+PRESETS = ('none', 'raises', 'exact', 'out_of_memory', 'hangs', 'int8', 'killed', 'sbp')
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tm
     ]
     rows, begun = gpu_report.rows_of(parts[0], tmp_path / 'out')
     assert {name: row.get('reason', row.get('seconds')) for name, row in rows.items()} == dict(
-        dict.fromkeys(('none', 'exact', 'int8', 'paper'), 0.5),
+        dict.fromkeys(('none', 'exact', 'int8', 'sbp'), 0.5),
         raises='a bug',
         out_of_memory='out of memory',
         hangs='its process ended: too long',
@@ -100,8 +100,8 @@ def test_what_was_ended_with_the_report_is_tried_once_more(report, tmp_path):
     file.write_text(file.read_text() + '\n{"preset": "exact", "sec')
     assert report([part(presets=('none', 'exact', 'int8'))]) == ['none exact int8']
     for _ in range(2):
-        append_line(file, dict(preset='paper', state='begun'))
-    assert report([part(presets=('none', 'exact', 'int8', 'paper'))]) == []
+        append_line(file, dict(preset='sbp', state='begun'))
+    assert report([part(presets=('none', 'exact', 'int8', 'sbp'))]) == []
     assert '| `paper` |' in (tmp_path / 'out/report.md').read_text()
 
 

@@ -61,15 +61,15 @@ def test_study(model, batches, whole, monkeypatch):
                 module.activate = nn.GELU()
         monkeypatch.setattr(torch.nn.functional, 'relu', lambda x, inplace=False: torch.nn.functional.softplus(x))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    names = ['exact', 'with_cp', 'paper'] if not whole else ['exact']
+    names = ['exact', 'with_cp', 'sbp'] if not whole else ['exact']
     found = study(model, {name: (name, {}) for name in names}, batches, whole=whole)
     for name in names:
         row = found[name]['backbone']
         assert len(row['cosine']['values']) == len(batches)
-        exact = name != 'paper'
+        exact = name != 'sbp'
         assert (row['relative_error']['mean'] < 1e-4) == exact
     if not whole:
-        paper = found['paper']
+        paper = found['sbp']
         assert 0.3 < paper['backbone']['cosine']['mean'] < 0.95 and paper['backbone']['norm_ratio']['mean'] < 1
         assert paper['stage 4']['cosine']['mean'] > 0.999 > paper['stage 1']['cosine']['mean']  # stage 4 is not thinned
         assert paper['neck']['relative_error']['mean'] == 0
@@ -87,7 +87,7 @@ def test_another_forward_pass_is_refused(model, batches, monkeypatch):
         study(model, {'exact': ('exact', {})}, batches[:1])
     monkeypatch.undo()
     with pytest.raises(ValueError, match="'mine': .*keep_ratio=7"):
-        study(model, {'mine': ('paper', dict(keep_ratio=7))}, batches[:1])
+        study(model, {'mine': ('sbp', dict(keep_ratio=7))}, batches[:1])
 
 
 def test_compare_by_hand():
@@ -122,13 +122,13 @@ def test_command_line(project, monkeypatch, tmp_path, capsys):
     path, config = project
     out = tmp_path / 'out.json'
     root = f'train_dataloader.dataset.data_root={config.train_dataloader.dataset.data_root}'
-    words = ['--presets', 'paper,keep_ratio=0.25', '--batches', '2', '--json', str(out)]
+    words = ['--presets', 'sbp,keep_ratio=0.25', '--batches', '2', '--json', str(out)]
     monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words, '--cfg-options', root])
     gradients.main()
     found = json.loads(out.read_text())
     assert 'mean ± standard deviation' in capsys.readouterr().out
     assert study_table(found).splitlines()[1].count(' ± ') == 9
-    for words, message in ((['--batches', '0'], '--batches 0'), (['--presets', 'fused'], "preset='paper'")):
+    for words, message in ((['--batches', '0'], '--batches 0'), (['--presets', 'fused'], "preset='sbp'")):
         monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words])
         with pytest.raises(SystemExit):
             gradients.main()

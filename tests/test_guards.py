@@ -155,9 +155,9 @@ def skip_weights(monkeypatch):
 @pytest.mark.parametrize(
     ('preset', 'keys'),
     [
-        ('paper', {}),
-        ('paper', dict(keep_ratio=0.25)),
-        ('paper', dict(downsample=False)),
+        ('sbp', {}),
+        ('sbp', dict(keep_ratio=0.25)),
+        ('sbp', dict(downsample=False)),
         ('reference', {}),
         ('exact', {}),
         ('int8', {}),

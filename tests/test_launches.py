@@ -7,7 +7,7 @@ from fake_cuda import gpu_that_is_not_there
 from helpers import ROOT
 from launches import AMP, Launches, block_launches
 
-from sbp_mmdet.ops import precision
+from sbp_mmdet.ops.common import precision as precision
 
 # At most so many, forward and backward pass together. Plain blocks: 53, 124, 93 and 33.
 LIMITS = {
@@ -39,7 +39,7 @@ def test_launches_of_a_block(block, amp, mode):
     for preset, limit in LIMITS[block, amp].items():
         found = launched(mode, block, preset, AMP[amp])
         assert found <= limit, preset
-        assert preset not in ('exact', 'paper') or found <= 2 * plain, (preset, found, plain)
+        assert preset not in ('exact', 'sbp') or found <= 2 * plain, (preset, found, plain)
 
 
 def test_table_of_the_design():
@@ -62,7 +62,7 @@ def test_what_counts_as_a_launch(mode):
     assert found.number == dict(clone=1, add_=1, native_layer_norm=2)
 
 
-@pytest.mark.parametrize('preset', ['exact', 'int8', 'sampled', 'paper'])
+@pytest.mark.parametrize('preset', ['exact', 'int8', 'sampled', 'sbp'])
 def test_matrix_products_are_aligned(preset, mode, monkeypatch):
     """Also where a map has an odd number of positions, so that its columns begin anywhere."""
     for block, size in (

@@ -11,11 +11,11 @@ from cases import kept_masks
 from helpers import needs_fp16
 from oracles import gradients, image, loss_of, small_backbone
 
-from sbp_mmdet import masks
+from sbp_mmdet.stochastic_backprop import masks
 
 STATM = Path('/proc/self/statm')
 SETTINGS = {
-    'paper': dict(preset='paper'),
+    'sbp': dict(preset='sbp'),
     'sampled': dict(preset='sampled'),
     'exact': dict(preset='exact'),
 }
@@ -67,7 +67,7 @@ def parameters_of(backbone):
 @needs_fp16
 def test_overflow_steps_are_skipped_and_the_masks_go_on(iteration):
     """fp16 with a loss scale that is far too large at first: it halves until the gradients are finite."""
-    settings = dict(preset='paper', sampler='random')
+    settings = dict(preset='sbp', sampler='random')
     backbone = small_backbone(settings, dtype=torch.float32)
     optimizer = torch.optim.SGD(backbone.parameters(), lr=1e-6)
     scaler = torch.amp.GradScaler('cpu', init_scale=2.0**20, growth_interval=1000)

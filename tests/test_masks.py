@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbp_mmdet import masks
-from sbp_mmdet.masks import (
+from sbp_mmdet.stochastic_backprop import masks
+from sbp_mmdet.stochastic_backprop.masks import (
     SAMPLERS,
     grid_positions,
     mask_generator,

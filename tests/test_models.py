@@ -34,7 +34,7 @@ ARCHS = {
     'xlarge': (27, 3, 256),
     'huge': (27, 3, 352),
 }
-LEAN = dict(preset='paper')
+LEAN = dict(preset='sbp')
 
 
 # ConvNeXt.
@@ -120,7 +120,7 @@ def test_out_indices(out_indices, stages):
     assert norms == {f'norm{i}.{part}' for i in stages for part in ('weight', 'bias')}
 
 
-@pytest.mark.parametrize('preset', [None, 'exact', 'paper', 'reference'])
+@pytest.mark.parametrize('preset', [None, 'exact', 'sbp', 'reference'])
 def test_classification_with_convnext(preset):
     """gap_before_final_norm: the average over all positions, then the norm."""
     backbone = build('SBPConvNeXt', preset and dict(preset=preset), gap_before_final_norm=True, out_indices=-1)
@@ -233,7 +233,7 @@ def test_checkpoints_load_across_settings(family, tmp_path):
     ('kind', 'options'), [('SBPConvNeXt', CONVNEXT), ('SBPSwinTransformer', SWIN), ('SBPViT', VIT)]
 )
 def test_registered(kind, options):
-    backbone = MODELS.build(dict(type=kind, sbp_cfg=dict(preset='paper', keep_ratio=0.25), **options))
+    backbone = MODELS.build(dict(type=kind, sbp_cfg=dict(preset='sbp', keep_ratio=0.25), **options))
     assert type(backbone).__name__ == kind and set(backbone.keep_ratios().values()) == {0.25}
 
 
@@ -322,7 +322,7 @@ def rendered(number=64, size=32):
 @pytest.mark.parametrize(
     ('backbone', 'preset'),
     [
-        (dict(type='SBPViT', arch=dict(num_layers=3, embed_dims=24, num_heads=3), img_size=32, patch_size=8), 'paper'),
+        (dict(type='SBPViT', arch=dict(num_layers=3, embed_dims=24, num_heads=3), img_size=32, patch_size=8), 'sbp'),
         (dict(type='SBPConvNeXt', arch=dict(depths=[1, 1], channels=[16, 24]), layer_scale_init_value=1.0), 'int8'),
     ],
     ids=['vit', 'convnext'],
@@ -351,7 +351,7 @@ def test_a_classifier_learns_in_mmengines_runner(backbone, preset, tmp_path):
         assert (model(inputs, labels).argmax(1) == labels).float().mean() > 0.8
 
 
-@pytest.mark.parametrize('preset', ['none', 'exact', 'paper'])
+@pytest.mark.parametrize('preset', ['none', 'exact', 'sbp'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_maps_of_one_image_are_contiguous(family, preset):
     """mmcv's RoIAlign reads any other layout as if it were, and says nothing; tokens of one image look like one."""

@@ -55,7 +55,7 @@ def timm_shapes(c, depth, grid=14, **more):
     [('tiny', 192, 12, 5.5), ('small', 384, 12, 21.7), ('base', 768, 12, 85.8), ('large', 1024, 24, 303.3)],
 )
 def test_state_dict_is_timms(arch, channels, depth, millions):
-    backbone = on_meta(SBPViT, arch, out_type='cls_token', sbp_cfg=dict(preset='paper'))
+    backbone = on_meta(SBPViT, arch, out_type='cls_token', sbp_cfg=dict(preset='sbp'))
     assert {name: tuple(p.shape) for name, p in backbone.state_dict().items()} == timm_shapes(channels, depth)
     assert sum(p.numel() for p in backbone.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
     assert backbone.keep_ratios().keys() == {(0, i) for i in range(depth // 3, depth)}  # the paper's 8 of 12
@@ -86,13 +86,13 @@ def test_position_embeddings_of_other_sizes():
 
 
 def test_scales_of_vit():
-    outs = build('SBPViT', dict(preset='paper'))(image(2, 70, 93))  # 5 x 6 patches
+    outs = build('SBPViT', dict(preset='sbp'))(image(2, 70, 93))  # 5 x 6 patches
     assert [tuple(out.shape) for out in outs] == [(2, 3, 20, 24), (2, 6, 10, 12), (2, 12, 5, 6), (2, 12, 3, 3)]
-    outs = build('SBPViT', dict(preset='paper'), out_indices=(1, 3))(image(1, 64, 64))
+    outs = build('SBPViT', dict(preset='sbp'), out_indices=(1, 3))(image(1, 64, 64))
     assert [tuple(out.shape) for out in outs] == [(1, 6, 8, 8), (1, 12, 2, 2)]
 
 
-@pytest.mark.parametrize('preset', ['exact', 'paper', 'reference'])
+@pytest.mark.parametrize('preset', ['exact', 'sbp', 'reference'])
 @pytest.mark.parametrize(
     'options',
     [

@@ -1,5 +1,6 @@
 """Each operation in each form against its definition in plain torch; the table is in ops_cases.py."""
 
+import all_ops as ops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,7 @@ from ops_cases import (
 )
 from oracles import assert_near, relative_error
 
-from sbp_mmdet import ops
-from sbp_mmdet.ops.precision import store
+from sbp_mmdet.ops.common.precision import store
 
 FUSED, REFERENCE = Form(), Form('reference')
 FORMS = [(name, FUSED) for name in CASES] + [(name, REFERENCE) for name, case in CASES.items() if case.reference]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles import relative_error
 
-from sbp_mmdet.ops import flash
+from sbp_mmdet.ops.common import flash as flash
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 DEVICES = ['cpu', pytest.param('cuda', marks=cuda)]

@@ -5,7 +5,7 @@ import torch
 from ops_cases import differentiate
 from oracles import assert_near
 
-from sbp_mmdet.ops.images import on_images
+from sbp_mmdet.ops.common.stochastic_depth import on_images
 
 
 @pytest.mark.parametrize('pattern', [[0, 1, 1, 0, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]], ids=str)

@@ -7,7 +7,7 @@ import torch
 from oracles import DEVICE
 from torch import Tensor
 
-from sbp_mmdet.ops.operation import Form, OnHost, Operation
+from sbp_mmdet.ops.common.autograd_function import Form, OnHost, Operation
 
 
 class Tensors(NamedTuple):

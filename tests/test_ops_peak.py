@@ -6,10 +6,11 @@ from fake_cuda import backward, gpu_that_is_not_there
 from ops_cases import fused_mlp, mlp_inputs
 from oracles import DEVICE
 
-from sbp_mmdet import ops
-from sbp_mmdet.masks import positions, sample_mask
-from sbp_mmdet.ops.precision import Stored
+from sbp_mmdet.ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
+from sbp_mmdet.ops.common.precision import Stored
+from sbp_mmdet.ops.common.rerun_conv import Conv, ConvSettings
 from sbp_mmdet.plan.memory import LiveBytes, peak_bytes
+from sbp_mmdet.stochastic_backprop.masks import positions, sample_mask
 
 MB = 1e6
 # Stage 1 of ConvNeXt-B, a batch of two images of 800 x 1344.
@@ -25,17 +26,17 @@ def peaks(layout, dtype):
         return x.to(memory_format=layout) if len(shape) == 4 else x
 
     c = SHAPE[1]
-    rerun = ops.Conv(
+    rerun = Conv(
         Stored(tensor(*SHAPE, dtype=dtype)),
         *(tensor(c, 1, 7, 7), tensor(c)),
-        ops.ConvSettings((1, 1), (3, 3), (1, 1), c, dtype),
+        ConvSettings((1, 1), (3, 3), (1, 1), c, dtype),
     )
     parameters = [tensor(*shape) for shape in [(c,), (c,), (4 * c, c), (4 * c,), (c, 4 * c), (c,), (c,)]]
     x, shortcut = tensor(*SHAPE, dtype=dtype).requires_grad_(), tensor(*SHAPE).requires_grad_()
-    tensors = ops.MLPTensors(x, shortcut, *(p.requires_grad_() for p in parameters), tensor(2), None, rerun)
-    settings = ops.MLPSettings(dtype=dtype)
+    tensors = MLPTensors(x, shortcut, *(p.requires_grad_() for p in parameters), tensor(2), None, rerun)
+    settings = MLPSettings(dtype=dtype)
     with LiveBytes() as forward_pass:
-        out = ops.channel_mlp(settings, tensors)
+        out = channel_mlp(settings, tensors)
     held = forward_pass.live - out.untyped_storage().nbytes()
     with LiveBytes() as backward_pass:
         backward([out])

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from helpers import needs_fp16
 from oracles import relative_error
 
-from sbp_mmdet.ops import precision, rows
-from sbp_mmdet.ops.rows import chunks
+from sbp_mmdet.ops.common import precision as precision
+from sbp_mmdet.ops.common import row_sampling as rows
+from sbp_mmdet.ops.common.row_sampling import chunks
 
 
 def normal(*shape, seed=0):

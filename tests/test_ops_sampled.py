@@ -20,12 +20,14 @@ from test_ops_transformer import TOKENS, ffn_tensors, layer, layer_tensors, padd
 from test_ops_transformer import gradients as of_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sbp_mmdet.ops.channel_mlp as mlp
 from sbp_mmdet.apply import apply_lean
-from sbp_mmdet.draws import Phases
-from sbp_mmdet.masks import positions
-from sbp_mmdet.ops import FFNSettings, Form, deformable_encoder_layer, feed_forward, mlp
-from sbp_mmdet.ops.operation import Sample
-from sbp_mmdet.ops.rows import draw
+from sbp_mmdet.ops.common.autograd_function import Form, Sample
+from sbp_mmdet.ops.common.row_sampling import draw
+from sbp_mmdet.ops.deformable_encoder_layer import deformable_encoder_layer
+from sbp_mmdet.ops.ffn import FFNSettings, feed_forward
+from sbp_mmdet.stochastic_backprop.masks import positions
+from sbp_mmdet.stochastic_backprop.step_draws import Phases
 
 WEIGHTS = ('weight', 'weight1', 'weight2', 'qkv_weight', 'proj_weight', 'norm_weight', 'gamma')
 # In one chunk.

@@ -10,21 +10,13 @@ from mmcv.ops import MultiScaleDeformableAttention, multi_scale_deform_attn
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from torch import nn
 
-from sbp_mmdet.masks import Positions
-from sbp_mmdet.ops import (
-    Activation,
-    DeformableSettings,
-    DeformableTensors,
-    EncoderSettings,
-    EncoderTensors,
-    FFNSettings,
-    FFNTensors,
-    Form,
-    deformable_attention,
-    deformable_encoder_layer,
-    feed_forward,
-)
-from sbp_mmdet.ops import deformable as deformable_module
+import sbp_mmdet.ops.deformable_attention as deformable_module
+from sbp_mmdet.ops.common.autograd_function import Form
+from sbp_mmdet.ops.common.kept_maps import Activation
+from sbp_mmdet.ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
+from sbp_mmdet.ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
+from sbp_mmdet.ops.ffn import FFNSettings, FFNTensors, feed_forward
+from sbp_mmdet.stochastic_backprop.masks import Positions
 
 SHAPES = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]])
 STARTS = torch.tensor([0, 30, 39, 41])

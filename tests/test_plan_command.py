@@ -20,7 +20,7 @@ DINO = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
 SOFT = 'mmdet::soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py'
 STOCK_T = 'mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py'
 OURS = str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py')
-ALL = ('exact', 'int8', 'sampled', 'paper', 'none', 'with_cp', 'reference')
+ALL = ('exact', 'int8', 'sampled', 'sbp', 'none', 'with_cp', 'reference')
 GB = 10**9
 
 
@@ -77,7 +77,7 @@ def test_a_config_that_fits_is_all_there_is():
 
 def test_for_each_preset_the_cheapest_pieces_that_fit():
     most = '+cp-heads+cp-rpn+cp-neck'
-    peaks = {'exact+cp-heads': 4, 'exact' + most: 3, 'int8' + most: 4, 'paper' + most: 5.5}
+    peaks = {'exact+cp-heads': 4, 'exact' + most: 3, 'int8' + most: 4, 'sbp' + most: 5.5}
     found, seen, rows = planned(6, peaks)
     assert found == {
         'none': False,
@@ -85,9 +85,9 @@ def test_for_each_preset_the_cheapest_pieces_that_fit():
         'exact+cp-heads': True,
         'none+amp': False,
         'int8' + most: True,
-        'paper' + most: False,
+        'sbp' + most: False,
     }
-    assert [*found] == ['none', 'with_cp', 'exact+cp-heads', 'none+amp', 'int8' + most, 'paper' + most]
+    assert [*found] == ['none', 'with_cp', 'exact+cp-heads', 'none+amp', 'int8' + most, 'sbp' + most]
     assert len(seen) == len(set(seen))
     assert answer(rows).variant == 'exact+cp-heads'
     assert rows[2] == Row('exact+cp-heads', 'exact', 5 * GB, True)
@@ -158,7 +158,7 @@ def test_a_pasted_snippet_is_the_variant(path, variant, tmp_path):
     if 'amp' in variant.split('+'):
         config.optim_wrapper.type = 'OptimWrapper'
     imports = (config.get('custom_imports') or {}).get('imports', [])
-    config.custom_hooks = [dict(type='EMAHook', momentum=0.1), dict(type='LeanHook', preset='paper')]
+    config.custom_hooks = [dict(type='EMAHook', momentum=0.1), dict(type='LeanHook', preset='sbp')]
     config.model.backbone.with_cp = True
     lines = snippet(config, variant)
     found, wanted = merged(config, lines, tmp_path), with_variant(plain(config), variant)
@@ -188,7 +188,7 @@ def test_a_plain_config_needs_a_hook_and_nothing_else():
         (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains its model.detector together with a teacher'),
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
         (('apply', 'nowhere.py'), 'nowhere.py does not exist'),
-        (('apply', RETINA, '--preset', 'paper'), "preset='paper' drops positions, and applies to no module"),
+        (('apply', RETINA, '--preset', 'sbp'), "preset='sbp' drops positions, and applies to no module"),
         (('apply', RETINA, '--preset', 'fast'), "invalid choice: 'fast'"),
     ],
 )
@@ -211,7 +211,7 @@ def planning(monkeypatch):
 
     monkeypatch.setattr(command, 'measure_detector', measure)
     monkeypatch.setattr(command, 'build_detector', lambda config, device: (None, None))
-    monkeypatch.setattr(command, 'presets_of', lambda model: dict.fromkeys(ALL) | {'paper': 'has no blocks'})
+    monkeypatch.setattr(command, 'presets_of', lambda model: dict.fromkeys(ALL) | {'sbp': 'has no blocks'})
     return SimpleNamespace(peaks=peaks, hooks=hooks)
 
 
@@ -226,7 +226,7 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     planning.peaks.update(exact=5)
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     page = capsys.readouterr().out
-    assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and 'paper' not in page
+    assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and 'sbp' not in page
     assert '2 images of 800 x 1333 with 60 boxes each (size: Resize(scale=(1333, 800));' in page
     assert 'a usual image is 800 x 1067' in page
     # A step may drop no image.

@@ -15,7 +15,6 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import nn
 
-from sbp_mmdet.masks import _of_grid
 from sbp_mmdet.plan import hollow
 from sbp_mmdet.plan.batch import as_if_trained, at_the_first_step, build_batch
 from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
@@ -23,10 +22,11 @@ from sbp_mmdet.plan.detector import assignment_on_cpu, build_detector, measure_d
 from sbp_mmdet.plan.eight_bit import AdamW8bitStates
 from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
 from sbp_mmdet.plan.variants import NotApplicable, load_config, plain, presets_of, with_variant
+from sbp_mmdet.stochastic_backprop.masks import _of_grid
 
 FLOAT = 4
 STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
-THINNING = {'paper', 'reference'}
+THINNING = {'sbp', 'reference'}
 SMALL = dict(batch=2, height=96, width=100, boxes=4)
 
 
@@ -175,7 +175,7 @@ def test_the_preprocessor_pads_batches_itself(atto):
     assert padded['stage 1'] == large['stage 1'] and padded['neck'] == large['neck'] != small['neck']
 
 
-@pytest.mark.parametrize('variant', ['none', 'with_cp', 'paper', 'exact+cp-neck', 'int8+cp-heads+cp-rpn+cp-neck'])
+@pytest.mark.parametrize('variant', ['none', 'with_cp', 'sbp', 'exact+cp-neck', 'int8+cp-heads+cp-rpn+cp-neck'])
 def test_without_arithmetic_the_bytes_are_the_same(atto, variant):
     """Norms of neck and mask head are group norms, whose gradients in reduced precision only lean layers ask for."""
     config = with_variant(atto, variant)
@@ -198,10 +198,10 @@ def test_without_arithmetic_the_bytes_are_the_same(atto, variant):
 @pytest.mark.parametrize(
     ('kind', 'keys', 'size'),
     [
-        ('SBPConvNeXt', dict(preset='paper', sampler='random', keep_ratio=0.3), (256, 512)),  # map 1: 2**13 positions
+        ('SBPConvNeXt', dict(preset='sbp', sampler='random', keep_ratio=0.3), (256, 512)),  # map 1: 2**13 positions
         ('SBPConvNeXt', dict(preset='sampled'), (256, 512)),
-        ('SwinTransformer', dict(preset='paper'), (256, 512)),
-        ('SwinTransformer', dict(preset='paper', sampler='random'), (96, 100)),
+        ('SwinTransformer', dict(preset='sbp'), (256, 512)),
+        ('SwinTransformer', dict(preset='sbp', sampler='random'), (96, 100)),
         ('SwinTransformer', dict(preset='exact', skip_dropped_images=True), (96, 100)),
     ],
 )
@@ -242,7 +242,7 @@ def test_more_boxes_need_more_and_presets_are_in_order(atto):
         saved = measure_detector(with_variant(atto, variant), **SMALL)['saved']
         return sum(nbytes for part, nbytes in saved.items() if part.startswith('stage'))
 
-    none, reference, exact, int8, paper = map(blocks, ('none', 'reference', 'exact', 'int8', 'paper'))
+    none, reference, exact, int8, paper = map(blocks, ('none', 'reference', 'exact', 'int8', 'sbp'))
     assert none > reference > exact > int8 and none > reference > paper
 
 
@@ -270,7 +270,7 @@ def test_a_config_that_is_not_ours():
 
 def test_plain_is_the_detector_without_this_package():
     config = load_config('mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py')
-    config.custom_hooks = [dict(type='EMAHook'), dict(type='LeanHook', preset='paper')]
+    config.custom_hooks = [dict(type='EMAHook'), dict(type='LeanHook', preset='sbp')]
     found = plain(config)
     assert (found.model.backbone.type, found.model.backbone.arch) == ('SBPConvNeXt', 'tiny')
     assert found.custom_hooks == [dict(type='EMAHook')] and len(config.custom_hooks) == 2
@@ -293,7 +293,7 @@ def test_presets_that_apply_are_tried_on_the_model(atto):
         found = presets_of(model)
         assert look(model) == before
         assert {name for name, reason in found.items() if reason} == (set() if thinned else {*THINNING, 'sampled'})
-        assert thinned or 'drops positions' in found['paper']
+        assert thinned or 'drops positions' in found['sbp']
 
 
 def test_bad_input_is_named(atto, tmp_path):
@@ -311,7 +311,7 @@ def test_bad_input_is_named(atto, tmp_path):
         load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coc.py')
     with pytest.raises(ValueError, match='there is no package nowhere'):
         load_config('nowhere::faster_rcnn/x.py')
-    for variant, word in (('fast', 'fast'), ('none+magic', 'magic'), ('fused', "write preset='paper'")):
+    for variant, word in (('fast', 'fast'), ('none+magic', 'magic'), ('fused', "write preset='sbp'")):
         with pytest.raises(ValueError, match=word):
             with_variant(atto, variant)
     for case, message in ((dict(batch=0), 'batch=0 must be 1'), (dict(boxes=-1), 'boxes=-1 must be 0')):

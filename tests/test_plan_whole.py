@@ -2,10 +2,10 @@
 
 import pytest
 
-from sbp_mmdet.masks import _of_grid
 from sbp_mmdet.plan import hollow
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.stochastic_backprop.masks import _of_grid
 
 CONFIGS = dict(
     faster='faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',

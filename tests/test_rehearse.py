@@ -14,7 +14,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from sbp_mmdet.plan.command import main
-from sbp_mmdet.rehearse import DoesNotFit, as_before, largest_batch
+from sbp_mmdet.plan.rehearse import DoesNotFit, as_before, largest_batch
 
 STATE = {}
 
@@ -52,7 +52,7 @@ def trained(project, monkeypatch, *hooks):
     monkeypatch.chdir(folder)
     config = Config.fromfile(path)
     config.update(work_dir=str(folder / 'run'), randomness=dict(seed=3), load_from=None)
-    config.model.backbone.update(drop_path_rate=0.5, sbp_cfg=dict(preset='paper'))
+    config.model.backbone.update(drop_path_rate=0.5, sbp_cfg=dict(preset='sbp'))
     config.custom_hooks = [*hooks, dict(type='NoteState')]
     STATE.clear()
     with pytest.raises(KeyboardInterrupt):

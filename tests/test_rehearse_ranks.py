@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from sbp_mmdet import rehearse
+from sbp_mmdet.plan import rehearse
 
 CASE = dict(batch=2, height=64, width=96, boxes=3)
 GB = 2**30

@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sbp_mmdet.apply import keep_ratios
-from sbp_mmdet.savings import checkpoint_modules, targets_in_chunks
+from sbp_mmdet.checkpointing import checkpoint_modules
+from sbp_mmdet.chunked_targets import targets_in_chunks
 
 FLOAT = 4
 
@@ -199,7 +200,7 @@ def test_in_mmengines_runner(tmp_path, monkeypatch):
     config.custom_hooks = [
         dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head']),
         dict(type='TargetsInChunksHook', masks=2),
-        dict(type='LeanHook', preset='paper'),
+        dict(type='LeanHook', preset='sbp'),
         dict(type='EMAHook'),
     ]
     config.model.backbone.sbp_cfg = None

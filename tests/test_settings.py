@@ -3,32 +3,32 @@
 import pytest
 import torch
 from cases import CONVNEXT, SWIN, VIT, build
-from mmdet.registry import HOOKS
 from torch import nn
 
 import sbp_mmdet
 from sbp_mmdet import LeanHook, SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
 from sbp_mmdet.apply import keep_ratios
-from sbp_mmdet.settings import ATTENTION, PRESETS, Settings
+from sbp_mmdet.presets import PRESETS, Settings
+from sbp_mmdet.stochastic_backprop.config import ATTENTION_MODES
 
 DEPTHS = (3, 3, 9, 3)
 
 
 def ratios(depths=DEPTHS, blocks=(3, 3, 6, 0), from_end=False, **keys):
-    return Settings.parse(dict(preset='paper', **keys)).layer_ratios(depths, blocks, from_end)
+    return Settings.parse(dict(preset='sbp', **keys)).layer_ratios(depths, blocks, from_end)
 
 
 def test_presets_are_told_in_their_order():
-    assert [*PRESETS] == ['exact', 'int8', 'sampled', 'paper', 'none', 'with_cp', 'reference']
+    assert [*PRESETS] == ['exact', 'int8', 'sampled', 'sbp', 'none', 'with_cp', 'reference']
     for name, preset in PRESETS.items():
         assert preset.name == name and preset.meaning
-        assert preset.gradients in ('exact', 'int8', 'sampled', 'paper')
+        assert preset.gradients in ('exact', 'int8', 'sampled', 'sbp')
         assert Settings.parse(dict(preset=name)).preset is preset
-    assert [name for name, preset in PRESETS.items() if preset.thins] == ['paper', 'reference']
+    assert [name for name, preset in PRESETS.items() if preset.thins] == ['sbp', 'reference']
 
 
 def test_defaults_are_the_papers():
-    settings = Settings.parse(dict(preset='paper'))
+    settings = Settings.parse(dict(preset='sbp'))
     assert (settings.keep_ratio, settings.sampler, settings.downsample, settings.attention) == (
         0.5,
         'grid',
@@ -44,7 +44,7 @@ def test_defaults_are_the_papers():
 )
 def test_blocks_of_an_architecture(arch, blocks):
     with torch.device('meta'):
-        backbone = SBPConvNeXt(arch, sbp_cfg=dict(preset='paper'))
+        backbone = SBPConvNeXt(arch, sbp_cfg=dict(preset='sbp'))
     expected = {(i, j): 0.5 for i, n in enumerate(blocks) for j in range(n)}
     assert backbone.keep_ratios() == expected | {(1, 'downsample'): 0.5, (2, 'downsample'): 0.5}
 
@@ -111,74 +111,16 @@ def test_sbp_cfg_is_a_dict(cfg):
         SBPConvNeXt(**CONVNEXT, sbp_cfg=cfg)
 
 
-# A former config, and the line that it is told to write.
-FORMER = [
-    (dict(), "needs a preset.*write dict(preset='exact')"),
-    (dict(keep_ratio=0.25), "needs a preset.*write dict(preset='paper', keep_ratio=0.25)"),
-    (dict(keep_ratio=1.0), "needs a preset.*write dict(preset='exact')"),
-    (dict(recompute=True), "['recompute'] are settings of former versions; write dict(preset='paper')"),
-    (dict(keep_ratio=1.0, recompute='block'), "write dict(preset='exact')"),
-    (dict(keep_ratio=[1, 1.0], recompute='block', storage='int8'), "write dict(preset='int8')"),
-    (dict(dropped='nearest', keep_ratio=0.25), "write dict(preset='sampled', keep_ratio=0.25)"),
-    (dict(dropped='pool', sampler='objects', object_share=0.5), "write dict(preset='sampled')"),
-    (dict(implementation='reference', sampler='random'), "write dict(preset='reference', sampler='random')"),
-    (
-        dict(compile=True, blocks=[1, 1], downsample=False),
-        "write dict(preset='paper', blocks=[1, 1], downsample=False)",
-    ),
-    (dict(preset='exact-block', recompute='block', keep_ratio=1), "write dict(preset='exact')"),
-    (dict(preset='fused', compile=True), "write dict(preset='paper')"),
-]
+def test_sbp_cfg_without_a_preset_is_the_papers_method():
+    assert Settings.parse(dict(keep_ratio=0.25)).preset is PRESETS['sbp']
+    assert SBPConvNeXt(**CONVNEXT, sbp_cfg=dict(keep_ratio=0.25)).sbp == Settings.parse(
+        dict(preset='sbp', keep_ratio=0.25)
+    )
 
 
-@pytest.mark.parametrize(('cfg', 'line'), FORMER, ids=str)
-def test_former_keys(cfg, line):
-    with pytest.raises(ValueError) as error:
-        Settings.parse(cfg)
-    for part in line.split('.*'):
-        assert part in str(error.value)
-    suggested = eval(str(error.value).split('write ')[-1].removesuffix(' instead'))  # noqa: S307  a dict by its line
-    Settings.parse(suggested)
-
-
-@pytest.mark.parametrize(
-    ('old', 'new'),
-    dict(fused='paper', recompute='paper', block='paper', pool='sampled', nearest='sampled').items()
-    | {'exact-block': 'exact', 'int8-block': 'int8', 'nearest-int8': 'sampled'}.items(),
-)
-def test_former_presets(old, new):
-    with pytest.raises(ValueError, match=f"preset='{old}' is one of a former version; write preset='{new}'"):
-        apply_lean(build('stock Swin'), old)
-
-
-@pytest.mark.parametrize(
-    ('hook', 'message'),
-    [
-        (
-            dict(type='SBPHook', preset='paper', keep_ratio=0.25),
-            "write dict(type='LeanHook', preset='paper', keep_ratio=0.25)",
-        ),
-        (
-            dict(type='SBPHook', keep_ratio=0.25, recompute=True),
-            "dict(type='LeanHook', preset='paper', keep_ratio=0.25)",
-        ),
-        (dict(type='SBPHook'), "write dict(type='LeanHook', preset='exact')"),
-        (dict(type='SBPModulesHook', modules=['neck']), "dict(type='CheckpointModulesHook', modules=['neck'])"),
-        (dict(type='SBPModulesHook', modules='neck', keep_ratio=0.5), "modules=['neck']"),
-        (dict(type='ObjectMasksHook'), "preset='exact' stores less"),
-    ],
-    ids=str,
-)
-def test_former_hooks(hook, message):
-    with pytest.raises(ValueError) as error:
-        HOOKS.build(hook)
-    assert message in str(error.value) and str(error.value).count('write') <= 1
-
-
-def test_former_functions():
-    with pytest.raises(ImportError, match=r"apply_sbp any more: write apply_lean\(model, preset='paper'"):
-        from sbp_mmdet import apply_sbp  # noqa: F401
-    assert not hasattr(sbp_mmdet, 'something_else')
+def test_a_misspelt_preset():
+    with pytest.raises(ValueError, match=r"preset='exakt' is unknown; did you mean 'exact'\?"):
+        apply_lean(build('stock Swin'), 'exakt')
 
 
 @pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if not preset.thins])
@@ -189,7 +131,7 @@ def test_keys_that_mean_nothing_for_a_preset(preset, keys):
     (key,) = keys
     if (preset, key) == ('sampled', 'keep_ratio'):
         return
-    with pytest.raises(ValueError, match=rf"LeanHook: {key}: not with preset='{preset}'.*take preset='paper'"):
+    with pytest.raises(ValueError, match=rf"LeanHook: {key}: not with preset='{preset}'.*take preset='sbp'"):
         LeanHook(preset, **keys)
 
 
@@ -229,10 +171,10 @@ def test_plain_modules_skip_no_images(preset):
 )
 def test_what_a_backbone_cannot_do(kind, options, keys, message):
     with pytest.raises(ValueError, match=message):
-        kind(**options, sbp_cfg=dict(preset='paper', **keys))
+        kind(**options, sbp_cfg=dict(preset='sbp', **keys))
     plain = kind(**options)
     with pytest.raises(ValueError, match=message):
-        apply_lean(plain, 'paper', **keys)
+        apply_lean(plain, 'sbp', **keys)
     assert not any(isinstance(m, sbp_mmdet.surgery.Mixin) for m in plain.modules()) and not plain._forward_pre_hooks
 
 
@@ -245,9 +187,9 @@ def test_any_activation_with_the_reference():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize('attention', ATTENTION)
+@pytest.mark.parametrize('attention', ATTENTION_MODES)
 def test_values_are_taken(attention):
     with torch.device('meta'):
-        vit = SBPViT('tiny', sbp_cfg=dict(preset='paper', attention=attention, blocks=[12], keep_ratio=0.25))
+        vit = SBPViT('tiny', sbp_cfg=dict(preset='sbp', attention=attention, blocks=[12], keep_ratio=0.25))
     assert keep_ratios(nn.ModuleDict(dict(backbone=vit))) == {(0, i): 0.25 for i in range(12)}
     assert vit.sbp.attention == attention

@@ -10,9 +10,9 @@ from mmdet.models.backbones import ResNet
 from oracles import image
 
 from sbp_mmdet import LeanHook, apply_lean, remove_lean
+from sbp_mmdet.checkpointing import checkpoint_modules
 from sbp_mmdet.plan.memory import saved_bytes
-from sbp_mmdet.savings import checkpoint_modules
-from sbp_mmdet.signs import StoredBytes
+from sbp_mmdet.report import StoredBytes
 
 MODELS = {
     **{name: (lambda name=name: build(name)) for name in ('stock Swin', 'SBPConvNeXt', 'SBPViT')},
@@ -130,10 +130,10 @@ def said(hook, model, caplog, steps=2, amp=False):
 
 def test_the_block_in_the_log(caplog):
     model, _ = prepared('stock Swin')
-    log, runner = said(LeanHook('paper'), model, caplog)
+    log, runner = said(LeanHook('sbp'), model, caplog)
     report, remark, stored = log['INFO']
     assert report.splitlines() == [
-        "LeanHook: preset='paper': 13 modules changed, 0 left alone",
+        "LeanHook: preset='sbp': 13 modules changed, 0 left alone",
         'changed: 4 SwinBlock, 2 PatchMerging: gradients from 0.5 of the positions, preset paper',
         'changed: 1 SwinBlock, 1 PatchMerging, 1 PatchEmbed, 4 LayerNorm: exact, stores less',
         'training targets are made piece by piece',
@@ -142,8 +142,8 @@ def test_the_block_in_the_log(caplog):
     assert stored.startswith('LeanHook: in the first step the changed modules stored 0.2 MB for the backward pass')
     assert [*runner.scalars] == [1] and runner.scalars[1]['lean/keep_ratio'] == 0.5
     assert 0 < runner.scalars[1]['lean/stored_mb_now'] < runner.scalars[1]['lean/stored_mb_before']
-    assert "(0): SwinBlock(\n          preset='paper', keeps 0.5 of the positions\n" in str(model)
-    assert f'(norm0): {torch.nn.LayerNorm(8)!r}'[:-1] + ", preset='paper')" in str(model)
+    assert "(0): SwinBlock(\n          preset='sbp', keeps 0.5 of the positions\n" in str(model)
+    assert f'(norm0): {torch.nn.LayerNorm(8)!r}'[:-1] + ", preset='sbp')" in str(model)
     remove_lean(model)
     assert 'preset' not in str(model)
     apply_lean(model, 'with_cp')

@@ -14,7 +14,7 @@ from mmengine.model import BaseModel
 from torch import nn
 
 from sbp_mmdet import CheckpointModulesHook, LeanHook, TargetsInChunksHook
-from sbp_mmdet.savings import checkpoint_modules
+from sbp_mmdet.checkpointing import checkpoint_modules
 from sbp_mmdet.surgery import (
     Mixin,
     ModelHook,

@@ -19,7 +19,7 @@ from sbp_mmdet import LeanHook, adapter, apply_lean, remove_lean
 from sbp_mmdet.adapters import ADAPTERS, MLP, Block, Lean, NormLinear
 from sbp_mmdet.plan.detector import build_detector, measure_detector
 from sbp_mmdet.plan.variants import load_config, plain, presets_of, with_variant
-from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.presets import PRESETS
 
 WIDTHS = [8, 12, 16]
 
@@ -119,7 +119,7 @@ def toy(preset=None, **keys):
 
 
 def test_report():
-    report = apply_lean(nn.ModuleDict(dict(backbone=ToyNet())), 'paper')
+    report = apply_lean(nn.ModuleDict(dict(backbone=ToyNet())), 'sbp')
     thinned = 'gradients from 0.5 of the positions, preset paper'
     assert report.changed == {
         **{f'backbone.levels.{i}.{j}': thinned if i < 2 else 'exact, stores less' for i in range(3) for j in range(2)},
@@ -131,7 +131,7 @@ def test_report():
     assert len(inspect.getsource(register).splitlines()) < 30
 
 
-@pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if preset.gradients in ('exact', 'paper')])
+@pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if preset.gradients in ('exact', 'sbp')])
 def test_gradients(preset):
     """Of the definition: exact, or kept positions alone."""
     x, lean = image(2, 36, 44), toy(preset)
@@ -171,16 +171,16 @@ def test_stored_bytes():
         return stored_bytes(lambda: model(x), [x, *model.parameters()])
 
     found = {name: stored(name) for name in PRESETS}
-    assert found['int8'] < found['exact'] < 0.5 * found['none'] and found['paper'] < found['reference'] < found['none']
+    assert found['int8'] < found['exact'] < 0.5 * found['none'] and found['sbp'] < found['reference'] < found['none']
     assert found['with_cp'] < 0.5 * found['none']
 
 
 def test_keys_hook_and_back():
     model = nn.ModuleDict(dict(backbone=ToyNet()))
-    text = LeanHook('paper', blocks=[2, 1, 0], keep_ratio=[0.25, 0.5, 0.75]).apply(model)
+    text = LeanHook('sbp', blocks=[2, 1, 0], keep_ratio=[0.25, 0.5, 0.75]).apply(model)
     assert 'gradients from 0.75 of the positions, preset paper' in text
     with pytest.raises(ValueError, match="attention='head' means nothing for ToyNet"):
-        apply_lean(model, 'paper', attention='head')
+        apply_lean(model, 'sbp', attention='head')
     remove_lean(model)
     assert not any(isinstance(m, Lean) for m in model.modules())
 
@@ -188,7 +188,7 @@ def test_keys_hook_and_back():
 def test_a_wrong_stride_is_an_error(monkeypatch):
     monkeypatch.setattr(ADAPTERS[f'{__name__}.ToyBlock'], 'stride', 4)
     with pytest.raises(ValueError, match=r'has a map of 396 positions, and 99 were expected.*stride=4'):
-        toy('paper')(image(1, 36, 44))
+        toy('sbp')(image(1, 36, 44))
 
 
 def test_what_may_be_registered():
@@ -212,13 +212,13 @@ def test_the_planner_counts_it(detector):
     saved = {name: measure_detector(with_variant(detector, name), **case)['saved'] for name in PRESETS}
     backbone = {name: sum(found.get(part, 0) for part in ('stem', 'backbone')) for name, found in saved.items()}
     assert backbone['none'] > backbone['exact'] > backbone['int8']
-    assert backbone['none'] > backbone['reference'] > backbone['paper']
+    assert backbone['none'] > backbone['reference'] > backbone['sbp']
 
 
 def test_the_benchmark_measures_it(detector):
     case = dict(batch=1, height=64, width=96, boxes=2, device='cpu')
     rows = benchmark.measure_module(
-        detector, ['none', 'exact', 'paper'], 'backbone.levels.0.0', amp='off', rounds=0, **case
+        detector, ['none', 'exact', 'sbp'], 'backbone.levels.0.0', amp='off', rounds=0, **case
     )
     none, exact, paper = rows
     assert none['saved_bytes'] > exact['saved_bytes'] and exact['error'] < 1e-5 < paper['error']

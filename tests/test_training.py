@@ -23,8 +23,8 @@ from mmengine.model import ExponentialMovingAverage
 from oracles import assert_near, gradients, image, loss_of, relative_error
 from torch import nn
 
-from sbp_mmdet import ops
-from sbp_mmdet.settings import PRESETS
+from sbp_mmdet.ops.channel_mlp import channel_mlp
+from sbp_mmdet.presets import PRESETS
 
 EACH_FAMILY = pytest.mark.parametrize('family', FAMILIES)
 EACH_PRESET = pytest.mark.parametrize('preset', LEAN)
@@ -44,7 +44,7 @@ WITH_KEYS = [
     pytest.param(family, dict(preset=preset, **keys), id=f'{family}-{preset}-{name}')
     for name, (families, keys) in KEYS.items()
     for family in families
-    for preset in ('paper', 'reference')
+    for preset in ('sbp', 'reference')
 ]
 
 
@@ -226,7 +226,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize('family', FROZEN)
-@pytest.mark.parametrize('preset', ['exact', 'paper', 'reference'])
+@pytest.mark.parametrize('preset', ['exact', 'sbp', 'reference'])
 def test_frozen_stages(family, preset):
     """Frozen parameters get no gradient, draw no positions, and the others get what they should."""
     options, x = FROZEN[family] | DEPTH, image(*SMALL)
@@ -305,7 +305,7 @@ def test_stored_bytes(family):
     """In the order that presets promise; and left-out images are not stored."""
     found = {name: saved(family, dict(preset=name)) for name in PRESETS}
     assert found['int8'] < found['exact'] < 0.7 * found['none'] and found['with_cp'] < 0.7 * found['none']
-    assert found['paper'] < min(found['reference'], 0.7 * found['none'])
+    assert found['sbp'] < min(found['reference'], 0.7 * found['none'])
     if 'ViT' not in family:  # whose reference writes the attention's map out
         assert found['reference'] < found['none']
     if 'ConvNeXt' in family:
@@ -319,7 +319,7 @@ def test_stored_bytes(family):
 @pytest.mark.parametrize(('quarter', 'half'), [(0.25, 0.5)])
 def test_stored_bytes_of_paper_follow_the_ratio(quarter, half):
     """For each thinned layer and kept position of ConvNeXt x-hat and a deviation; the indices once for a stage."""
-    found = [saved('SBPConvNeXt', dict(preset='paper', keep_ratio=r), amp=False) for r in (quarter, half)]
+    found = [saved('SBPConvNeXt', dict(preset='sbp', keep_ratio=r), amp=False) for r in (quarter, half)]
     channels, expected = [8, 12, 16], 0
     for i, depth in enumerate([1, 2, 2]):
         kept = (32 // 2**i) ** 2 // 4
@@ -350,8 +350,8 @@ def test_whole_backbone_against_finite_differences(family):
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
     """Under autocast too, where the first block of a stage gets half precision; and its factor is not rounded."""
-    x, dropped, factors, mlp = image(64, 32, 32, dtype=torch.float32), [], [], ops.channel_mlp
-    monkeypatch.setattr(ops, 'channel_mlp', lambda s, t: factors.append(t.factor) or mlp(s, t))
+    x, dropped, factors, mlp = image(64, 32, 32, dtype=torch.float32), [], [], channel_mlp
+    monkeypatch.setattr('sbp_mmdet.adapters.bindings.channel_mlp', lambda s, t: factors.append(t.factor) or mlp(s, t))
     for cfg in (None, alike(preset)):
         model, seen = build('SBPConvNeXt', cfg, dtype=torch.float32, drop_path_rate=0.7), []
         for stage in model.stages:
@@ -366,7 +366,7 @@ def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='a compiler of before torch 2.4')
-@pytest.mark.parametrize(('family', 'preset'), zip(OWN, ['exact', 'paper', 'paper'], strict=True))
+@pytest.mark.parametrize(('family', 'preset'), zip(OWN, ['exact', 'sbp', 'sbp'], strict=True))
 def test_compiled(family, preset, iteration):
     iteration(5)
     lean, x = build(family, dict(preset=preset)), image(1, 64, 64)
@@ -385,7 +385,7 @@ def test_distributed_data_parallel(tmp_path):
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:
         for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
-            model = build('stock Swin', dict(preset='paper'), drop_path_rate=0.9)
+            model = build('stock Swin', dict(preset='sbp'), drop_path_rate=0.9)
             loss_of(wrap(model)(x)).backward()
             found.append({name: p.grad for name, p in model.named_parameters()})
     finally:

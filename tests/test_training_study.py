@@ -50,7 +50,7 @@ if seed != 14:
 
 EXPERIMENT = f"""
 config = {str(CONFIG)!r}
-settings = dict(plain=None, quarter=dict(preset='paper', keep_ratio=0.25))
+settings = dict(plain=None, quarter=dict(preset='sbp', keep_ratio=0.25))
 seeds = [1, 2]
 """
 
@@ -148,7 +148,7 @@ def test_pages_of_the_repository_are_what_the_tool_writes():
         assert pages
         for page in pages:
             assert fill(page, experiment, means({})) == page.read_text(), page
-    assert paper_table(experiment, {}).count('paper') == 8
+    assert paper_table(experiment, {}).count('sbp') == 8
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_bad_input(study, args, message):
             f"config = '{CONFIG}'\nsettings = dict(a=dict(keep_ratio=0.5))",
             'needs a preset',
         ),
-        (f"config = '{CONFIG}'\nsettings = dict(a=dict(preset='paper', keep_ratio=7))", 'keep_ratio=7'),
+        (f"config = '{CONFIG}'\nsettings = dict(a=dict(preset='sbp', keep_ratio=7))", 'keep_ratio=7'),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ CONFIGS = 'configs/sbp_convnext/'
 T = CONFIGS + 'mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py'
 B = CONFIGS + 'cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
 SHAPES = CONFIGS + 'mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
-PRESETS = 'none with_cp exact int8 sampled paper'
+PRESETS = 'none with_cp exact int8 sampled sbp'
 # Of each family and of what else is changed: config and module. Small, for nothing is timed.
 ATTO = ' --cfg-options model.backbone.arch=atto'
 SMOKE = {
@@ -95,7 +95,7 @@ def parts_of_report(rehearse: bool) -> list[Part]:
         measured('backbone_t', 40, T, '', counted=('convnext_t', 'backbone', 'saved_bytes')),
         *(steps(size, cap) for size, cap in (('b', 5), ('b', 10), ('t', 3), ('t', 4))),
         *(measured(f'rival_{name}', seconds, T, '', f'none {name}') for name, seconds in RIVALS.items()),
-        *(_training(preset, rehearse) for preset in ('none', 'exact', 'paper')),
+        *(_training(preset, rehearse) for preset in ('none', 'exact', 'sbp')),
     ]  # fmt: skip
 
 

@@ -1,3 +1,3 @@
 _base_ = './convnext-tiny_in1k.py'
 
-model = dict(backbone=dict(sbp_cfg=dict(preset='paper')))
+model = dict(backbone=dict(sbp_cfg=dict(preset='sbp')))

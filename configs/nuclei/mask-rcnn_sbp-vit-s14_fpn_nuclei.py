@@ -10,7 +10,7 @@ model = dict(
         patch_size=14,
         img_size=518,
         layer_scale_init_value=1.0,
-        sbp_cfg=dict(preset='paper'),
+        sbp_cfg=dict(preset='sbp'),
     ),
     neck=dict(in_channels=[96, 192, 384, 384]),
     rpn_head=dict(anchor_generator=dict(strides=strides)),

@@ -12,7 +12,7 @@ model = dict(
         layer_scale_init_value=1.0,  # the default, 1e-6, takes longer than this training to grow
         out_indices=[0, 1, 2, 3],
         gap_before_final_norm=False,
-        sbp_cfg=dict(preset='paper'),
+        sbp_cfg=dict(preset='sbp'),
         init_cfg=[  # ConvNeXt's own start, std 0.02, is meant for long training
             dict(type='Kaiming', layer=['Conv2d', 'Linear'], distribution='normal', mode='fan_in'),
             dict(type='Constant', layer=['LayerNorm'], val=1.0),

@@ -9,8 +9,8 @@ settings = dict(
     sampled=dict(preset='sampled'),
     eighth=dict(preset='sampled', keep_ratio=0.125),
     half=dict(preset='sampled', keep_ratio=0.5),
-    paper=dict(preset='paper'),
-    random=dict(preset='paper', sampler='random'),
-    quarter=dict(preset='paper', keep_ratio=0.25),
+    sbp=dict(preset='sbp'),
+    random=dict(preset='sbp', sampler='random'),
+    quarter=dict(preset='sbp', keep_ratio=0.25),
 )
 seeds = [0, 1, 2, 3, 4]

@@ -6,4 +6,4 @@ options = {
     'train_cfg.max_epochs': 4,
     'param_scheduler.1.T_max': 4,
 }
-settings = dict(_delete_=True, none=None, paper=dict(preset='paper'))
+settings = dict(_delete_=True, none=None, sbp=dict(preset='sbp'))

@@ -14,4 +14,4 @@ options = {
     'test_dataloader.dataset.pipeline.1.scale_factor': 2.0,
     'train_cfg.val_interval': 3,  # four times the pixels
 }
-settings = dict(_delete_=True, none=None, paper=dict(preset='paper'))
+settings = dict(_delete_=True, none=None, sbp=dict(preset='sbp'))

@@ -8,7 +8,7 @@ options = {
 settings = dict(
     _delete_=True,
     none=None,
-    paper=dict(preset='paper'),
+    sbp=dict(preset='sbp'),
     sampled=dict(preset='sampled', keep_ratio=0.25),
     half=dict(preset='sampled', keep_ratio=0.5),
 )

@@ -4,4 +4,4 @@ options = {
     'optim_wrapper.optimizer': dict(_delete_=True, type='SGD', lr=0.02, momentum=0.9, weight_decay=1e-4),
     'optim_wrapper.clip_grad': None,
 }
-settings = dict(_delete_=True, none=None, paper=dict(preset='paper'))
+settings = dict(_delete_=True, none=None, sbp=dict(preset='sbp'))

@@ -5,7 +5,7 @@ settings = dict(
     _delete_=True,
     none=None,
     exact=dict(preset='exact'),
-    paper=dict(preset='paper'),
+    sbp=dict(preset='sbp'),
     sampled=dict(preset='sampled'),
 )
 seeds = [0, 1, 2]

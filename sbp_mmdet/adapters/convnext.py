@@ -2,14 +2,11 @@
 
 from torch import nn
 
-from ..settings import Settings
-from .adapter import Block, Lean, adapter
-from .parts import MLP, Norm, NormLinear, PatchNorm
+from ..presets import Settings
+from .base import Block, Lean, adapter
+from .bindings import MLP, Norm, NormLinear, PatchNorm
 
 __all__ = ['ConvNeXtBlock']
-
-# Appendix "Experimental Settings": all blocks of stages 1 and 2, the first 6 of 9 or 21 of 27 of stage 3.
-_PAPER = {(3, 3, 9, 3): (3, 3, 6, 0), (3, 3, 27, 3): (3, 3, 21, 0)}
 
 
 @adapter('mmpretrain.models.backbones.convnext.ConvNeXtBlock', 'sbp_mmdet.models.convnext.ConvNeXtBlock')
@@ -25,10 +22,6 @@ class ConvNeXtBlock(Block):
         if module.grn is not None and settings.preset.thins:
             return "GRN normalises over all positions, so none can be dropped; take preset='exact' or 'int8'"
         return super().refusal(module, settings)
-
-    @classmethod
-    def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        return _PAPER.get(tuple(depths)) or super().thinned_blocks(depths)
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:

@@ -7,9 +7,9 @@ from mmdet.models.backbones import darknet, hrnet, regnet, res2net, resnest, res
 from mmdet.models.layers import csp_layer
 from torch import Tensor, nn
 
-from ..ops.maps import add
-from .adapter import adapter
-from .conv import ConvLean
+from ..ops.common.kept_maps import add
+from .base import adapter
+from .conv_module import ConvLean
 
 __all__ = ['BasicBlock', 'Bottle2neck', 'Bottleneck', 'SplitAttention']
 

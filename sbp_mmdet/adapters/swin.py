@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from ..settings import Settings
-from .adapter import Block, Lean, adapter
+from ..presets import Settings
+from .base import Block, Lean, adapter
+from .bindings import NormLinear, PatchNorm, Windows, ffn_part
 from .convnext import _Norm
-from .parts import NormLinear, PatchNorm, Windows, ffn_part
 
 __all__ = ['SwinBlock']
 

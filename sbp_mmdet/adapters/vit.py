@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from ..settings import Settings
-from .adapter import Block, adapter
+from ..presets import Settings
+from .base import Block, adapter
+from .bindings import MLP, Attention, ffn_part
 from .convnext import _Norm
-from .parts import MLP, Attention, ffn_part
 
 __all__ = ['TransformerEncoderLayer', 'ViTBlock']
 

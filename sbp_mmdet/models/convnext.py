@@ -11,7 +11,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .layers import GRN, LayerNorm2d
-from .lean import LeanBackbone
+from .lean_backbone import LeanBackbone
 from .weights import rename_weights
 
 __all__ = ['ARCHS', 'ConvNeXtBlock', 'SBPConvNeXt']
@@ -107,7 +107,7 @@ class SBPConvNeXt(LeanBackbone, BaseModule):
     """ConvNeXt for memory-efficient training by Stochastic Backpropagation (SBP).
 
     The forward pass is ConvNeXt's. Without ``sbp_cfg`` it is a plain network; with it, its layers train lean: with
-    ``preset='exact'`` they store less, and with ``preset='paper'`` the pointwise and 2x2/2 downsampling layers of the
+    ``preset='exact'`` they store less, and with ``preset='sbp'`` the pointwise and 2x2/2 downsampling layers of the
     leading stages send gradients from a kept subset of the spatial positions, drawn anew in each step and the same for
     all layers. The depthwise convolutions and the last stage stay exact.
 
@@ -131,7 +131,7 @@ class SBPConvNeXt(LeanBackbone, BaseModule):
         gap_before_final_norm (bool): Average over all positions before each output norm and put out (N, C), for
             classification. Default: True.
         with_cp (bool): Checkpoint every block; off where ``sbp_cfg`` makes it store less. Default: False.
-        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.settings.Settings`; None is the plain backbone.
+        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`; None is the plain backbone.
             Default: None.
         init_cfg (dict | list[dict] | None): mmengine's initialisation; None: truncated normal weights. Default: None.
 

@@ -6,7 +6,7 @@ import torch
 from mmdet.models.backbones import SwinTransformer
 from mmdet.registry import MODELS
 
-from .lean import LeanBackbone
+from .lean_backbone import LeanBackbone
 
 __all__ = ['SBPSwinTransformer']
 
@@ -17,12 +17,12 @@ class SBPSwinTransformer(LeanBackbone, SwinTransformer):
 
     The forward pass, the arguments and the names of the parameters are those of mmdet's ``SwinTransformer``. With
     ``sbp_cfg`` its layers train lean: attention and channel MLP store their normalised input, and with
-    ``preset='paper'`` the channel MLPs and the patch merging of the leading stages send gradients from a kept subset of
+    ``preset='sbp'`` the channel MLPs and the patch merging of the leading stages send gradients from a kept subset of
     the positions (section 3.2). The attention is exact under every preset.
 
     Args:
         *args, **kwargs: Of mmdet's ``SwinTransformer``.
-        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.settings.Settings`; None is mmdet's backbone.
+        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`; None is mmdet's backbone.
             Default: None.
 
     Raises:

@@ -14,7 +14,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .layers import LayerNorm2d
-from .lean import LeanBackbone
+from .lean_backbone import LeanBackbone
 from .weights import rename_weights
 
 __all__ = ['ARCHS', 'SBPViT', 'ViTBlock']
@@ -152,7 +152,7 @@ class SBPViT(LeanBackbone, BaseModule):
     """Vision transformer (ViT) for memory-efficient training by Stochastic Backpropagation (SBP).
 
     The forward pass is ViT's. Without ``sbp_cfg`` it is a plain network; with it, its blocks train lean: with
-    ``preset='exact'`` they store less, and with ``preset='paper'`` attention and MLP of the last blocks send gradients
+    ``preset='exact'`` they store less, and with ``preset='sbp'`` attention and MLP of the last blocks send gradients
     from a kept subset of the patches, drawn anew in each step and the same for all blocks; class and register tokens
     are always kept. Default of the key ``blocks``: two thirds of them, so the 8 of 12 of the paper (section 5.1).
 
@@ -178,7 +178,7 @@ class SBPViT(LeanBackbone, BaseModule):
         interpolate_mode (str): Of the position embedding. Default: 'bicubic'.
         with_cp (bool): Checkpoint every block; off where ``sbp_cfg`` makes it store less. Default: False.
         drop_rate, attn_drop_rate (float): For configs that name them; there is no dropout. Default: 0.0.
-        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.settings.Settings`; None is the plain backbone.
+        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`; None is the plain backbone.
             Default: None.
         init_cfg (dict | list[dict] | None): mmengine's initialisation; None: truncated normal weights. Default: None.
 

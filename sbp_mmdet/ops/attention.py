@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import take
-from ..masks import Positions
-from .flash import attend, attend_backward
-from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, column_sums, in_range, store
-from .rows import (
+from ..stochastic_backprop.algorithm1 import take
+from ..stochastic_backprop.masks import Positions
+from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.flash import attend, attend_backward
+from .common.precision import Stored, accumulate, column_sums, in_range, store
+from .common.row_sampling import (
     Chunk,
     add_branch,
     add_rows_,

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .maps import Activation
-from .operation import OnHost, Operation, Sample, gradients_of, in_precision
-from .precision import accumulate, column_sums, zeros_for
-from .rows import chunks, draw
+from .common.autograd_function import OnHost, Operation, Sample, gradients_of, in_precision
+from .common.kept_maps import Activation
+from .common.precision import accumulate, column_sums, zeros_for
+from .common.row_sampling import chunks, draw
 
 __all__ = [
     'FFNSettings',

@@ -20,12 +20,12 @@ from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
 from ..apply import apply_lean
-from ..rehearse import DoesNotFit
-from ..settings import PRESETS
+from ..presets import PRESETS
 from .check import check
 from .detector import build_detector, measure_detector
 from .inputs import add_inputs, crowded, inputs_of
 from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, parse_bytes, parse_size, plan
+from .rehearse import DoesNotFit
 from .tables import Column, format_gib, text_table
 from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
 from .worst_batch import name_of

@@ -18,7 +18,7 @@ from mmdet.models.losses import FocalLoss
 from mmdet.models.losses.focal_loss import py_sigmoid_focal_loss, sigmoid_focal_loss
 from torch import Tensor
 
-from ..ops import deformable
+from ..ops import deformable_attention as deformable
 
 __all__ = ['cuda_storage']
 

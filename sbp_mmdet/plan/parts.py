@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..adapters.conv import known
+from ..adapters.conv_module import known
 
 __all__ = ['PartTracker', 'part_of']
 

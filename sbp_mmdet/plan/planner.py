@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mmengine.config import Config
 
-from ..settings import PRESETS
+from ..presets import PRESETS
 from .variants import NotApplicable, piece_change
 
 __all__ = [
@@ -36,7 +36,7 @@ _LADDER = (
     ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck'),
     ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck', 'adamw8bit'),
 )
-_ORDER = ('exact', 'int8', 'paper')
+_ORDER = ('exact', 'int8', 'sbp')
 
 
 class Row(NamedTuple):
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     Attributes:
         variant (str): Preset and pieces.
-        gradients (str): 'exact', 'int8' or 'paper'; in mixed precision where the config has none, ', fp16'.
+        gradients (str): 'exact', 'int8' or 'sbp'; in mixed precision where the config has none, ', fp16'.
         need (int): Bytes of GPU memory.
         fits (bool): Whether that is within the budget.
     """

@@ -1,6 +1,6 @@
 """One config, many variants: a preset for the whole detector, and pieces beside it.
 
-A variant is a preset of :data:`sbp_mmdet.settings.PRESETS`, followed by pieces: ``'exact+cp-heads'``. In a config
+A variant is a preset of :data:`sbp_mmdet.presets.PRESETS`, followed by pieces: ``'exact+cp-heads'``. In a config
 a preset is one line: a ``LeanHook``.
 """
 
@@ -13,8 +13,9 @@ from mmdet.registry import HOOKS
 from mmengine.config import Config
 from torch import nn
 
-from ..apply import LeanHook, apply_lean, remove_lean
-from ..settings import PRESETS, preset_named
+from ..apply import apply_lean, remove_lean
+from ..hooks import LeanHook
+from ..presets import PRESETS, preset_named
 from .worst_batch import name_of
 
 __all__ = [

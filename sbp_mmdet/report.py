@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .adapters import Lean, adapter_of
-from .ops.precision import autocast_dtype
-from .savings import Checkpointed, keep_running_stats
+from .checkpointing import Checkpointed, keep_running_stats
+from .ops.common.precision import autocast_dtype
 from .surgery import mix_in, mix_out, unwrapped
 
 __all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'StoredBytes']
@@ -75,9 +75,9 @@ class SignsOfLife(Hook):
             runner.logger.warning(
                 f'LeanHook changes nothing: {"no preset" if self.settings.preset.name == "none" else "all is frozen"}'
             )
-        if self.settings.preset.gradients == 'paper':
+        if self.settings.preset.gradients == 'sbp':
             runner.logger.info(
-                "preset='paper' lost AP on small objects (docs/research/accuracy.md); 'exact' lost none that was seen"
+                "preset='sbp' lost AP on small objects (docs/research/accuracy.md); 'exact' lost none that was seen"
             )
 
     def before_train_iter(self, runner, *args, **kwargs) -> None:

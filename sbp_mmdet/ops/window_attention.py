@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, Sum, accumulator, column_sums, store
-from .rows import CHUNK, Chunk, Incoming, add_branch, draw, fold, normalise, normalise_backward, unfold
+from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.precision import Stored, Sum, accumulator, column_sums, store
+from .common.row_sampling import CHUNK, Chunk, Incoming, add_branch, draw, fold, normalise, normalise_backward, unfold
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 

@@ -13,9 +13,9 @@ from mmengine.dist import get_rank
 from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
+from ..ops.common.autograd_function import Sample
+from ..presets import Settings
 from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks, token_positions
-from .ops.operation import Sample
-from .settings import Settings
 
 __all__ = ['Draws', 'LevelDraws', 'Phases', 'Stages']
 

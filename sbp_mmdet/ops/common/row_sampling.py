@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .operation import Sample
+from .autograd_function import Sample
 from .precision import Sum, accumulator, multiplied
 
 __all__ = [

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..masks import Positions
-from ..ops.operation import Form
-from ..ops.precision import autocast_dtype
+from ..ops.attention import AttentionSettings, AttentionTensors, attention
+from ..ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
+from ..ops.channel_mlp_grn import GRNSettings, GRNTensors, grn_mlp
+from ..ops.common.autograd_function import Form
+from ..ops.common.precision import autocast_dtype
+from ..ops.common.rerun_conv import convolve
+from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
+from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
+from ..ops.window_attention import WindowSettings, WindowTensors, window_attention
+from ..stochastic_backprop.masks import Positions
 
 __all__ = ['Attention', 'MLP', 'Norm', 'NormLinear', 'Part', 'PatchNorm', 'Unknown', 'Windows', 'ffn_part']
 
@@ -72,7 +78,7 @@ class MLP(Part):
         shortcut, conv = x, None
         if self.conv is not None:
             # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
-            x, conv = ops.convolve(self.conv, x.to(autocast_dtype(x) or x.dtype), form.storage)
+            x, conv = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype), form.storage)
             # x-hat of some positions is less than the time that the convolution takes to run again.
             conv = conv if positions is None else None
         norm, first, second = (
@@ -81,12 +87,12 @@ class MLP(Part):
         eps, approximate = self.norm.eps, getattr(self.act, 'approximate', 'none')
         if self.grn is not None:
             grn = (self.grn.gamma, self.grn.beta)
-            tensors = ops.GRNTensors(x, shortcut, *norm, *first, *grn, *second, self.gamma, factor, conv)
-            return ops.grn_mlp(ops.GRNSettings(form, eps, self.grn.eps, approximate), tensors)
+            tensors = GRNTensors(x, shortcut, *norm, *first, *grn, *second, self.gamma, factor, conv)
+            return grn_mlp(GRNSettings(form, eps, self.grn.eps, approximate), tensors)
         activation = self.act if form.implementation == 'reference' else None
-        settings = ops.MLPSettings(form, eps, approximate, activation)
-        tensors = ops.MLPTensors(x, shortcut, *norm, *first, *second, self.gamma, factor, positions, conv)
-        return ops.channel_mlp(settings, tensors)
+        settings = MLPSettings(form, eps, approximate, activation)
+        tensors = MLPTensors(x, shortcut, *norm, *first, *second, self.gamma, factor, positions, conv)
+        return channel_mlp(settings, tensors)
 
     def refusal(self, form: Form) -> str | None:
         if not isinstance(self.norm, nn.LayerNorm):
@@ -161,8 +167,8 @@ class Attention(Part):
         heads: Tensor | None = None,
     ):
         layers = (m for module in (self.norm, self.qkv, self.proj) for m in (module.weight, module.bias))
-        settings = ops.AttentionSettings(form, self.num_heads, mode, self.norm.eps)
-        return ops.attention(settings, ops.AttentionTensors(x, *layers, self.gamma, factor, positions, heads))
+        settings = AttentionSettings(form, self.num_heads, mode, self.norm.eps)
+        return attention(settings, AttentionTensors(x, *layers, self.gamma, factor, positions, heads))
 
     def refusal(self, form: Form) -> str | None:
         if not isinstance(self.norm, nn.LayerNorm):
@@ -193,12 +199,10 @@ class Windows(Part):
         shift = attn.shift_size
         if min(size) == attn.window_size and not getattr(attn, 'pad_small_map', True):
             shift = 0  # mmpretrain does not shift a map of one window
-        settings = ops.WindowSettings(
-            form, msa.num_heads, attn.window_size, shift, tuple(size), msa.scale, self.norm.eps
-        )
+        settings = WindowSettings(form, msa.num_heads, attn.window_size, shift, tuple(size), msa.scale, self.norm.eps)
         layers = (self.norm.weight, self.norm.bias, msa.qkv.weight, msa.qkv.bias, msa.relative_position_bias_table)
-        tensors = ops.WindowTensors(x, *layers, msa.proj.weight, msa.proj.bias, msa.relative_position_index, factor)
-        return ops.window_attention(settings, tensors)
+        tensors = WindowTensors(x, *layers, msa.proj.weight, msa.proj.bias, msa.relative_position_index, factor)
+        return window_attention(settings, tensors)
 
     def _reference(self, x, size, factor):
         attn, drop = self.attn, self.drop
@@ -235,8 +239,8 @@ class NormLinear(Part):
 
     def __call__(self, form: Form, x: Tensor, positions: Positions | None = None):
         layers = (self.norm.weight, self.norm.bias, self.linear.weight, self.linear.bias)
-        settings = ops.NormLinearSettings(form, self.norm.eps)
-        return ops.norm_linear(settings, ops.NormLinearTensors(x, *layers, positions))
+        settings = NormLinearSettings(form, self.norm.eps)
+        return norm_linear(settings, NormLinearTensors(x, *layers, positions))
 
     def length(self, x: Tensor) -> int:
         return x.shape[1] if x.dim() == 3 else (x.shape[2] // 2) * (x.shape[3] // 2)
@@ -257,10 +261,10 @@ class Norm(Part):
     norm: nn.LayerNorm
 
     def __call__(self, form: Form, x: Tensor):
-        settings = ops.NormSettings(form, self.norm.eps)
+        settings = NormSettings(form, self.norm.eps)
         tokens = x.dim() == 3
         x = x.transpose(1, 2).unsqueeze(3) if tokens else x  # a map of one column
-        out = ops.layer_norm(settings, ops.NormTensors(x, self.norm.weight, self.norm.bias))
+        out = layer_norm(settings, NormTensors(x, self.norm.weight, self.norm.bias))
         return out.squeeze(3).transpose(1, 2) if tokens else out
 
     def refusal(self, form: Form) -> str | None:
@@ -282,11 +286,11 @@ class PatchNorm(Part):
     channels_last: bool = False
 
     def __call__(self, form: Form, x: Tensor):
-        out, again = ops.convolve(self.conv, x.to(autocast_dtype(x) or x.dtype))
+        out, again = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype))
         if self.channels_last:
             out = out.contiguous(memory_format=torch.channels_last)
-        settings = ops.NormSettings(form, self.norm.eps)
-        return ops.layer_norm(settings, ops.NormTensors(out, self.norm.weight, self.norm.bias, again))
+        settings = NormSettings(form, self.norm.eps)
+        return layer_norm(settings, NormTensors(out, self.norm.weight, self.norm.bias, again))
 
     def refusal(self, form: Form) -> str | None:
         return None if isinstance(self.norm, nn.LayerNorm) else f'its norm is a {type(self.norm).__name__}'

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import sbp, take
-from ..masks import Positions
-from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, column_sums, store
-from .rows import (
+from ..stochastic_backprop.algorithm1 import sbp, take
+from ..stochastic_backprop.masks import Positions
+from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.precision import Stored, accumulate, column_sums, store
+from .common.row_sampling import (
     draw,
     fold,
     in_shape,

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import take
-from .deformable import FIXED, DeformableSettings, DeformableTensors, inputs_backward, kernel_inputs, sample
+from ..stochastic_backprop.algorithm1 import take
+from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
+from .common.kept_maps import hand_on, handed_on
+from .common.precision import accumulate, column_sums, zeros_for
+from .common.row_sampling import add_rows_, chunks, draw
+from .deformable_attention import FIXED, DeformableSettings, DeformableTensors, inputs_backward, kernel_inputs, sample
 from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
-from .maps import hand_on, handed_on
-from .operation import OnHost, Operation, gradients_of, in_precision
-from .precision import accumulate, column_sums, zeros_for
-from .rows import add_rows_, chunks, draw
 
 __all__ = ['EncoderSettings', 'EncoderTensors', 'deformable_encoder_layer']
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operation import Operation, gradients_of
+from .autograd_function import Operation, gradients_of
 from .precision import Stored, store
 
 __all__ = ['Conv', 'ConvSettings', 'convolve']

@@ -1,15 +1,8 @@
-"""Exact ways to store less outside of the backbone. Each is one line of ``custom_hooks``.
+"""Training targets computed in chunks: the same targets in less memory."""
 
-custom_hooks = [
-    dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head']),
-    dict(type='TargetsInChunksHook'),
-]
-"""
-
-import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,164 +12,15 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from mmcv.ops import roi_align
 from mmdet.models.dense_heads import Mask2FormerHead, MaskFormerHead
-from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
-from mmdet.registry import HOOKS
 from mmdet.structures.mask import BitmapMasks
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from .assigners import costs_in_chunks
-from .ops.maps import forget
-from .surgery import Mixin, ModelHook, members, mix_in, mix_out, unwrapped
+from .surgery import Mixin, mix_in
 
-__all__ = [
-    'CheckpointModulesHook',
-    'Checkpointed',
-    'TargetsInChunksHook',
-    'checkpoint_modules',
-    'keep_running_stats',
-    'refuse_replays',
-    'targets_in_chunks',
-]
-
-
-@contextlib.contextmanager
-def keep_running_stats(module: nn.Module):
-    """Batch norms in here normalise as in training, but leave their running statistics as they are."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None]
-    before = [(m, m.momentum, m.num_batches_tracked.clone()) for m in norms]
-    for norm in norms:
-        norm.momentum = 0.0  # the share of the new batch in the running statistics
-    try:
-        yield
-    finally:
-        for norm, momentum, tracked in before:
-            norm.momentum = momentum
-            norm.num_batches_tracked.copy_(tracked)
-
-
-class Checkpointed(Mixin):
-    """Its forward pass stores its input only."""
-
-    outermost = True  # what is mixed in later is run again too
-
-    def forward(self, *args, **kwargs):
-        forward = super().forward
-        self._has_run = True
-        if not (self.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        replay = False
-        # Tensors are passed one by one: checkpointing saves those, but holds on to what stands inside of lists.
-        leaves, structure = tree_flatten((args, kwargs))
-        forget(leaves)
-
-        def run(*leaves):
-            nonlocal replay
-            args, kwargs = tree_unflatten(leaves, structure)
-            with keep_running_stats(self) if replay else contextlib.nullcontext():
-                replay = True
-                return forward(*args, **kwargs)
-
-        out = cp.checkpoint(run, *leaves, use_reentrant=False)
-        forget(out)
-        return out
-
-
-def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
-    """Checkpoints submodules: their forward pass runs again in the backward pass, and the gradients stay as they are.
-
-    Random numbers are the same in both runs, and batch norms update their running statistics in the first only. Names
-    and shapes of parameters do not change.
-
-    Args:
-        model (nn.Module): The model; changed in place.
-        modules (Sequence[str]): Names of submodules. A list of modules means each of its members.
-
-    Returns:
-        list[str]: Names of the modules that are checkpointed now.
-
-    Raises:
-        ValueError: If the model has no such submodule, one that is never called, or one that cannot run again.
-    """
-    found = list(members(model, modules))
-    for name, module in found:
-        if isinstance(module, BaseRoIHead):
-            parts = [f'{name}.{part}' for part, _ in module.named_children() if part.endswith('head')]
-            raise ValueError(
-                f'modules: the detector calls the loss of {name}, not its forward; name its parts: {parts}'
-            )
-    new = [module for _, module in found if not isinstance(module, Checkpointed)]
-    for module in new:
-        mix_in(module, Checkpointed)
-    try:
-        refuse_replays(model)
-    except ValueError:
-        for module in new:
-            mix_out(module, Checkpointed)
-        raise
-    return [name for name, _ in found]
-
-
-def refuse_replays(model: nn.Module) -> None:
-    """Refuses checkpoints around layers that drop positions or images: they would run again with other draws.
-
-    Args:
-        model (nn.Module): The model.
-
-    Raises:
-        ValueError: If there is such a checkpoint.
-    """
-    for outer, module in model.named_modules():
-        if not isinstance(module, Checkpointed):
-            continue
-        for inner, layer in module.named_modules(prefix=outer):
-            place = vars(layer).get('_lean')
-            if place is not None and place.draws is not None and place.draws.draws_for(place.layer):
-                raise ValueError(
-                    f"{outer} is checkpointed, and {inner} in it, with preset='{place.settings.preset.name}', drops "
-                    'positions or images, and stores less than the checkpoint: take it out of CheckpointModulesHook, '
-                    'or leave that part to it: LeanHook(modules=[...])'
-                )
-
-
-@HOOKS.register_module()
-class CheckpointModulesHook(ModelHook):
-    """Checkpoints submodules of the model, see :func:`checkpoint_modules`.
-
-    Args:
-        modules (Sequence[str]): Names of submodules, such as 'neck', 'rpn_head', 'roi_head.bbox_head',
-            'roi_head.mask_head'. A list of modules means each of its members.
-
-    Raises:
-        ValueError: When training begins, if the model has no such submodule, or one whose forward is never called.
-
-    Example:
-        ``custom_hooks = [dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head'])]``
-    """
-
-    exact = True
-
-    def __init__(self, modules: Sequence[str]):
-        self.modules = [modules] if isinstance(modules, str) else list(modules)
-        self._looked = False
-
-    def apply(self, model: nn.Module) -> str:
-        """See :meth:`.surgery.ModelHook.apply`."""
-        return f'{", ".join(checkpoint_modules(model, self.modules))} run again in the backward pass'
-
-    def after_train_iter(self, runner, *args, **kwargs) -> None:
-        """Warns of modules that the first step did not call: checkpointing them saves nothing."""
-        if self._looked:
-            return
-        self._looked = True
-        found = members(unwrapped(runner.model), self.modules)
-        if silent := [name for name, module in found if not getattr(module, '_has_run', False)]:
-            runner.logger.warning(
-                f'CheckpointModulesHook: {", ".join(silent)} did not run in the first step, so checkpointing saves '
-                'nothing there; name the submodules whose forward the model calls'
-            )
+__all__ = ['targets_in_chunks']
 
 
 class _InChunks:
@@ -360,26 +204,3 @@ def _assigners(model: nn.Module) -> Iterator:
             for assigner in found if isinstance(found, (list, tuple)) else [found]:
                 if hasattr(assigner, 'iou_calculator'):
                     yield assigner
-
-
-@HOOKS.register_module()
-class TargetsInChunksHook(ModelHook):
-    """Makes training targets piece by piece, see :func:`targets_in_chunks`.
-
-    Args:
-        masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
-        priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
-
-    Example:
-        ``custom_hooks = [dict(type='TargetsInChunksHook')]``
-    """
-
-    exact = True
-
-    def __init__(self, masks: int = 8, priors: int = 16384):
-        self.options = dict(masks=masks, priors=priors)
-
-    def apply(self, model: nn.Module) -> str:
-        """See :meth:`.surgery.ModelHook.apply`."""
-        done = targets_in_chunks(model, **self.options)
-        return '{done}: {masks} masks and {priors} priors at a time'.format(done=done, **self.options)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..masks import Positions
+from ...stochastic_backprop.masks import Positions
 from .precision import autocast_dtype, no_autocast
 
 __all__ = ['Form', 'OnHost', 'Operation', 'Sample', 'gradients_of', 'in_precision']

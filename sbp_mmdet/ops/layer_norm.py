@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .convs import Conv
-from .operation import Form, Operation, gradients_of
-from .precision import Stored, accumulator, autocast_dtype, store
-from .rows import laid_out, memory_format, normalise, normalise_backward
+from .common.autograd_function import Form, Operation, gradients_of
+from .common.precision import Stored, accumulator, autocast_dtype, store
+from .common.rerun_conv import Conv
+from .common.row_sampling import laid_out, memory_format, normalise, normalise_backward
 
 __all__ = ['NormSettings', 'NormTensors', 'layer_norm']
 

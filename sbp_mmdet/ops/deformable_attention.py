@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, column_sums, store, zeros_for
+from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.precision import Stored, accumulate, column_sums, store, zeros_for
 
 __all__ = [
     'FIXED',

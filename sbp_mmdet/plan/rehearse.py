@@ -19,8 +19,8 @@ from mmengine.hooks import Hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .apply import draws_of
-from .surgery import unwrapped
+from ..apply import draws_of
+from ..surgery import unwrapped
 
 __all__ = ['DoesNotFit', 'RehearseHook', 'as_before']
 
@@ -55,8 +55,8 @@ class RehearseHook(Hook):
         Raises:
             DoesNotFit: Naming the batch, what it needs and the variant of the config that fits.
         """
-        from .plan.planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
-        from .plan.tables import format_gib  # noqa: PLC0415
+        from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
+        from .tables import format_gib  # noqa: PLC0415
 
         budget = parse_bytes(self.budget) if self.budget else _memory(runner.model)
         batch, case = largest_batch(runner)
@@ -88,8 +88,8 @@ def largest_batch(runner) -> tuple[dict, dict]:
     Returns:
         tuple[dict, dict]: The batch, and its ``batch``, ``height``, ``width`` and ``boxes`` an image.
     """
-    from .plan.batch import build_batch  # noqa: PLC0415
-    from .plan.inputs import inputs_of, labels_of  # noqa: PLC0415
+    from .batch import build_batch  # noqa: PLC0415
+    from .inputs import inputs_of, labels_of  # noqa: PLC0415
 
     loader = runner.train_dataloader
     dataset = loader.dataset
@@ -165,7 +165,7 @@ def _peak(runner, batch) -> int | None:
 
     Each process steps by itself, or those that have room would wait for one that has none. None: no room.
     """
-    from .plan.device import is_out_of_memory  # noqa: PLC0415
+    from .device import is_out_of_memory  # noqa: PLC0415
 
     model, states = runner.model, _states(runner.optim_wrapper)
     if isinstance(model, DistributedDataParallel):
@@ -191,7 +191,7 @@ def _peak(runner, batch) -> int | None:
 
 
 def _counted(model, batch, wrapper):
-    from .plan.memory import LiveBytes  # noqa: PLC0415
+    from .memory import LiveBytes  # noqa: PLC0415
 
     with LiveBytes() as counter:
         model.train_step(batch, _NoUpdate(wrapper))
@@ -228,9 +228,9 @@ def _memory(model):
 
 def _advice(runner, budget, case):
     """The next variant that fits, as the planner counts it."""
-    from .plan.command import rows_of  # noqa: PLC0415
-    from .plan.planner import answer  # noqa: PLC0415
-    from .plan.variants import snippet  # noqa: PLC0415
+    from .command import rows_of  # noqa: PLC0415
+    from .planner import answer  # noqa: PLC0415
+    from .variants import snippet  # noqa: PLC0415
 
     try:
         found = answer(rows_of(runner.cfg, budget, case))

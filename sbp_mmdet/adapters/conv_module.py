@@ -17,10 +17,11 @@ from mmengine.model.utils import _BatchNormXd
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 
-from .. import ops
-from ..ops.operation import Form
-from ..settings import Settings
-from .adapter import Lean, Whole, adapter, kind_of
+from ..ops.common.autograd_function import Form
+from ..ops.common.kept_maps import Activation
+from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
+from ..presets import Settings
+from .base import Lean, Whole, adapter, kind_of
 
 __all__ = ['ConvLean', 'conv_norm_act', 'known']
 
@@ -28,12 +29,12 @@ _CONVS = (nn.Conv2d, MMCVConv2d, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding)
 _UNKNOWN = 'its convolution has hooks, or padding other than zeros'
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
 _ACTS = {
-    nn.ReLU: lambda m: ops.Activation('relu'),
-    nn.LeakyReLU: lambda m: ops.Activation('leaky_relu', slope=m.negative_slope),
-    nn.SiLU: lambda m: ops.Activation('silu'),
-    Swish: lambda m: ops.Activation('swish'),
-    nn.Hardswish: lambda m: ops.Activation('hardswish'),
-    nn.GELU: lambda m: ops.Activation('gelu', approximate=m.approximate),
+    nn.ReLU: lambda m: Activation('relu'),
+    nn.LeakyReLU: lambda m: Activation('leaky_relu', slope=m.negative_slope),
+    nn.SiLU: lambda m: Activation('silu'),
+    Swish: lambda m: Activation('swish'),
+    nn.Hardswish: lambda m: Activation('hardswish'),
+    nn.GELU: lambda m: Activation('gelu', approximate=m.approximate),
 }
 
 
@@ -95,8 +96,8 @@ def _operation(form, x, conv, norm=None, act=None, residual=None):
         settings['activation'] = _ACTS[kind_of(act)](act)
     x, padding = _padded(x, conv) if kind_of(conv) is Conv2dAdaptivePadding else (x, conv.padding)
     geometry = conv.stride, padding, conv.dilation, conv.groups
-    tensors = ops.ConvNormTensors(x, _weight(conv), conv.bias, **tensors, residual=residual)
-    return ops.conv_norm(ops.ConvNormSettings(form, *geometry, **settings), tensors)
+    tensors = ConvNormTensors(x, _weight(conv), conv.bias, **tensors, residual=residual)
+    return conv_norm(ConvNormSettings(form, *geometry, **settings), tensors)
 
 
 def _weight(conv):

@@ -19,13 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..draws import Draws, LevelDraws, Phases
-from ..ops.images import on_images
-from ..ops.operation import Form
-from ..ops.precision import accumulator, autocast_dtype
-from ..settings import Settings
+from ..ops.common.autograd_function import Form
+from ..ops.common.precision import accumulator, autocast_dtype
+from ..ops.common.stochastic_depth import on_images
+from ..presets import Settings
+from ..stochastic_backprop.layers import thinned_blocks
+from ..stochastic_backprop.step_draws import Draws, LevelDraws, Phases
 from ..surgery import Mixin
-from .parts import Part
+from .bindings import Part
 
 __all__ = ['ADAPTERS', 'Block', 'Lean', 'Place', 'Whole', 'adapter', 'adapter_of', 'kind_of']
 
@@ -267,7 +268,7 @@ class Block(Lean):
         Args:
             depths (tuple[int, ...]): Blocks of each stage.
         """
-        return (*depths[:-1], 0) if len(depths) > 1 else depths
+        return thinned_blocks(depths)
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict[tuple, tuple[nn.Module, type[Lean]]]:

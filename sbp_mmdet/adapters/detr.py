@@ -1,7 +1,7 @@
 """Layers of transformer detectors: mmcv's attention and feed-forward network, and what mmdet builds of them.
 
 DETR, Conditional, DAB, Deformable DETR, DINO, DDQ, Grounding DINO, MaskFormer and Mask2Former are made of these. All
-are exact with every preset but ``paper``, which drops tokens in encoders of images. Queries of a decoder and tokens of
+are exact with every preset but ``sbp``, which drops tokens in encoders of images. Queries of a decoder and tokens of
 a text are never dropped.
 """
 
@@ -23,14 +23,16 @@ from mmdet.models.layers.transformer.utils import ConditionalAttention
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .. import ops
-from ..functional import sbp
-from ..masks import Positions
-from ..ops.operation import Form
-from ..ops.precision import autocast_dtype
-from ..settings import Settings
-from .adapter import Lean, Whole, adapter, kind_of
-from .conv import _ACTS, known
+from ..ops.common.autograd_function import Form
+from ..ops.common.precision import autocast_dtype
+from ..ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
+from ..ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
+from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
+from ..presets import Settings
+from ..stochastic_backprop.algorithm1 import sbp
+from ..stochastic_backprop.masks import Positions
+from .base import Lean, Whole, adapter, kind_of
+from .conv_module import _ACTS, known
 
 __all__ = ['Attention', 'DeformableAttention', 'DeformableEncoderLayer', 'Encoder', 'FeedForward', 'RunAgain']
 
@@ -91,7 +93,7 @@ class FeedForward(_Layer):
 
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
         if x.dim() == 3 and x.numel() and not any(_ffn_reasons(self)):
-            out = ops.feed_forward(_ffn_settings(self, self.drawn_form()), ops.FFNTensors(x, **_ffn_weights(self)))
+            out = feed_forward(_ffn_settings(self, self.drawn_form()), FFNTensors(x, **_ffn_weights(self)))
         else:
             out = _again(self.layers, x)
         out = self.dropout_layer(getattr(self, 'gamma2', nn.Identity())(out))
@@ -114,7 +116,7 @@ def _ffn_reasons(ffn):
 def _ffn_settings(ffn, form):
     rates = _rate(ffn.layers[0][2]), _rate(ffn.layers[2])
     act = ffn.layers[0][1]
-    return ops.FFNSettings(_ACTS[kind_of(act)](act), rates, sample=form.sample)
+    return FFNSettings(_ACTS[kind_of(act)](act), rates, sample=form.sample)
 
 
 def _ffn_weights(ffn):
@@ -176,7 +178,7 @@ class RunAgain(_Layer):
 
 
 class _DropsTokens(_Layer):
-    """Base of what sends gradients from kept tokens with ``paper``.
+    """Base of what sends gradients from kept tokens with ``sbp``.
 
     A list of keep ratios names blocks of a backbone, so all tokens of an encoder are kept then.
     """
@@ -196,7 +198,7 @@ class _DropsTokens(_Layer):
 
 @adapter(DetrTransformerEncoder, DABDetrTransformerEncoder)
 class Encoder(_DropsTokens):
-    """A plain encoder, whose layers are changed by their parts. With ``paper`` attention (as queries; keys and values
+    """A plain encoder, whose layers are changed by their parts. With ``sbp`` attention (as queries; keys and values
     are exact) and feed-forward networks send gradients from kept tokens.
 
     The encoder gets its tokens without the size of their map, so the grid keeps every n-th token of the line.
@@ -249,8 +251,8 @@ class DeformableAttention(_Layer):
     def lean_forward(self, *args, **kwargs) -> Tensor:
         a = self.given(args, kwargs)
         value = a.query if a.value is None else a.value
-        tensors = ops.DeformableTensors(a.query, a.query_pos, value, *_places(a), **_attention_weights(self))
-        out = self.dropout(ops.deformable_attention(_attention_settings(self, self.form), tensors))
+        tensors = DeformableTensors(a.query, a.query_pos, value, *_places(a), **_attention_weights(self))
+        out = self.dropout(deformable_attention(_attention_settings(self, self.form), tensors))
         return out + (a.query if a.identity is None else a.identity)
 
     @classmethod
@@ -267,7 +269,7 @@ _LINEARS = dict(sampling_offsets='offset', attention_weights='attention', value_
 
 def _attention_settings(module, form):
     sizes = module.num_heads, module.num_levels, module.num_points
-    return ops.DeformableSettings(*sizes, form, module.im2col_step)
+    return DeformableSettings(*sizes, form, module.im2col_step)
 
 
 def _places(given):
@@ -284,7 +286,7 @@ def _attention_weights(module):
 class DeformableEncoderLayer(_DropsTokens):
     """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time.
 
-    With ``paper`` attention and feed-forward network send gradients from kept tokens.
+    With ``sbp`` attention and feed-forward network send gradients from kept tokens.
     """
 
     checkpointed = samples = True
@@ -303,7 +305,7 @@ class DeformableEncoderLayer(_DropsTokens):
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         attention, ffn, given = self.self_attn, self.ffn, SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
         eps = tuple(norm.eps for norm in self.norms)
-        settings = ops.EncoderSettings(
+        settings = EncoderSettings(
             _attention_settings(attention, self.form),
             _ffn_settings(ffn, self.drawn_form()),
             _rate(attention.dropout),
@@ -312,8 +314,8 @@ class DeformableEncoderLayer(_DropsTokens):
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
         weights = _attention_weights(attention) | norms | _ffn_weights(ffn)
         positions = self.kept(query, given.spatial_shapes.tolist())
-        tensors = ops.EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
-        return ops.deformable_encoder_layer(settings, tensors)
+        tensors = EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
+        return deformable_encoder_layer(settings, tensors)
 
     @classmethod
     def reasons(cls, module: nn.Module):

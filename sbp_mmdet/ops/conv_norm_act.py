@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .maps import Activation, KeptMap, addend, hand_on, keep, kept
-from .operation import Form, Operation, gradients_of, in_precision
-from .precision import accumulator, multiplied
-from .rows import memory_format
+from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.kept_maps import Activation, KeptMap, addend, hand_on, keep, kept
+from .common.precision import accumulator, multiplied
+from .common.row_sampling import memory_format
 
 __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
@@ -163,7 +163,7 @@ def _reference(settings, tensors):
 
 
 def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tuple[Tensor, ConvNormSaved]:
-    """See :mod:`sbp_mmdet.ops.operation`."""
+    """See :mod:`sbp_mmdet.ops.common.autograd_function`."""
     s, t = settings, tensors
     x = t.x.to(s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
@@ -247,7 +247,7 @@ def _activate(s, t, z, u, statistics):
 
 
 def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, needs):
-    """See :mod:`sbp_mmdet.ops.operation`."""
+    """See :mod:`sbp_mmdet.ops.common.autograd_function`."""
     s, found = settings, {}
     if s.activation is not None:
         grad = (saved.active or saved.normed).activation_backward(grad)

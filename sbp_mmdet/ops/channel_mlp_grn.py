@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .convs import Conv
-from .mlp import MLPWeights
-from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, accumulate, accumulator, column_sums, in_range, store, zeros_for
-from .rows import (
+from .channel_mlp import MLPWeights
+from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.precision import Stored, accumulate, accumulator, column_sums, in_range, store, zeros_for
+from .common.rerun_conv import Conv
+from .common.row_sampling import (
     Chunk,
     add_branch,
     chunks,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from .precision import accumulator
-from .rows import memory_format
+from .row_sampling import memory_format
 
 __all__ = ['ACTIVATIONS', 'Activation', 'KeptMap', 'add', 'addend', 'hand_on', 'keep', 'kept']
 

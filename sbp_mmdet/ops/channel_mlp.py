@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import sbp, take
-from ..masks import Positions
-from .convs import Conv
-from .operation import Form, Operation, gradients_of, in_precision
-from .precision import Stored, Sum, column_sums, store
-from .rows import (
+from ..stochastic_backprop.algorithm1 import sbp, take
+from ..stochastic_backprop.masks import Positions
+from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.precision import Stored, Sum, column_sums, store
+from .common.rerun_conv import Conv
+from .common.row_sampling import (
     Chunk,
     Incoming,
     add_branch,

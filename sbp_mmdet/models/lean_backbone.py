@@ -6,8 +6,8 @@ from mmengine.logging import print_log
 from torch import nn
 
 from ..apply import apply_settings, draws_of, keep_ratios
-from ..settings import Settings
-from ..signs import NO_BLOCK, UNKNOWN
+from ..presets import Settings
+from ..report import NO_BLOCK, UNKNOWN
 
 __all__ = ['LeanBackbone']
 

@@ -1,0 +1,115 @@
+"""The hooks that a config names: ``LeanHook``, ``CheckpointModulesHook`` and ``TargetsInChunksHook``."""
+
+from collections.abc import Sequence
+
+from mmdet.registry import HOOKS
+from torch import nn
+
+from .apply import apply_settings, keep_ratios
+from .checkpointing import checkpoint_modules
+from .chunked_targets import targets_in_chunks
+from .presets import Settings
+from .report import SignsOfLife
+from .surgery import ModelHook, members, unwrapped
+
+__all__ = ['CheckpointModulesHook', 'LeanHook', 'TargetsInChunksHook']
+
+
+@HOOKS.register_module()
+class LeanHook(SignsOfLife, ModelHook):
+    """Lean training of a detector, in place, see :func:`apply_lean`.
+
+    Unless ``modules`` confines it, the training targets are made piece by piece too, see
+    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time except in MaskFormer. When
+    training begins, the log has the report; after the first step, what the changed modules stored in it, see
+    :class:`.signs.SignsOfLife`.
+
+    Args:
+        preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
+        **keys: See :class:`.settings.Settings`.
+
+    Raises:
+        ValueError: For an unknown preset or key, here; when training begins, for one that this model cannot honour, or
+            if there is nothing to change.
+
+    Example:
+        ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
+    """
+
+    def __init__(self, preset: str = 'exact', **keys):
+        self.settings = Settings.parse(dict(preset=preset, **keys), where='LeanHook')
+        self.exact = self.settings.preset.gradients == 'exact'
+
+    def apply(self, model: nn.Module) -> str:
+        """See :meth:`.surgery.ModelHook.apply`."""
+        self.report = apply_settings(unwrapped(model), self.settings)
+        done = f"preset='{self.settings.preset.name}': {self.report}"
+        if self.settings.preset.form is None or self.settings.modules is not None:
+            return done
+        return f'{done}\n{targets_in_chunks(model)}'
+
+    def keep_ratio(self, model: nn.Module) -> float | None:
+        """Mean keep ratio of the layers that drop positions; None: none does."""
+        ratios = keep_ratios(unwrapped(model)).values()
+        return sum(ratios) / len(ratios) if ratios else None
+
+
+@HOOKS.register_module()
+class CheckpointModulesHook(ModelHook):
+    """Checkpoints submodules of the model, see :func:`checkpoint_modules`.
+
+    Args:
+        modules (Sequence[str]): Names of submodules, such as 'neck', 'rpn_head', 'roi_head.bbox_head',
+            'roi_head.mask_head'. A list of modules means each of its members.
+
+    Raises:
+        ValueError: When training begins, if the model has no such submodule, or one whose forward is never called.
+
+    Example:
+        ``custom_hooks = [dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head'])]``
+    """
+
+    exact = True
+
+    def __init__(self, modules: Sequence[str]):
+        self.modules = [modules] if isinstance(modules, str) else list(modules)
+        self._looked = False
+
+    def apply(self, model: nn.Module) -> str:
+        """See :meth:`.surgery.ModelHook.apply`."""
+        return f'{", ".join(checkpoint_modules(model, self.modules))} run again in the backward pass'
+
+    def after_train_iter(self, runner, *args, **kwargs) -> None:
+        """Warns of modules that the first step did not call: checkpointing them saves nothing."""
+        if self._looked:
+            return
+        self._looked = True
+        found = members(unwrapped(runner.model), self.modules)
+        if silent := [name for name, module in found if not getattr(module, '_has_run', False)]:
+            runner.logger.warning(
+                f'CheckpointModulesHook: {", ".join(silent)} did not run in the first step, so checkpointing saves '
+                'nothing there; name the submodules whose forward the model calls'
+            )
+
+
+@HOOKS.register_module()
+class TargetsInChunksHook(ModelHook):
+    """Makes training targets piece by piece, see :func:`targets_in_chunks`.
+
+    Args:
+        masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
+        priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
+
+    Example:
+        ``custom_hooks = [dict(type='TargetsInChunksHook')]``
+    """
+
+    exact = True
+
+    def __init__(self, masks: int = 8, priors: int = 16384):
+        self.options = dict(masks=masks, priors=priors)
+
+    def apply(self, model: nn.Module) -> str:
+        """See :meth:`.surgery.ModelHook.apply`."""
+        done = targets_in_chunks(model, **self.options)
+        return '{done}: {masks} masks and {priors} priors at a time'.format(done=done, **self.options)

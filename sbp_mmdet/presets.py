@@ -1,0 +1,151 @@
+"""Presets and the settings beside them. ``sbp_cfg``, ``LeanHook`` and ``apply_lean`` take the same ones."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+
+from .ops.common.autograd_function import Form
+from .stochastic_backprop.config import SBPConfig
+from .stochastic_backprop.layers import thinned_layers
+
+__all__ = ['PRESETS', 'Preset', 'Settings', 'preset_named']
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A named way to train.
+
+    Attributes:
+        name (str): The name in configs and tools.
+        meaning (str): One line for ``--help``.
+        gradients (str): 'exact', 'int8' (off by up to two percent), 'sampled' (exact on average) or 'sbp'.
+        form (Form | None): How operations compute and store. If ``None``, modules run their own code.
+        thins (bool): Whether positions are dropped in the backward pass.
+    """
+
+    name: str
+    meaning: str
+    gradients: str
+    form: Form | None = None
+    thins: bool = False
+
+
+# The first entry is what a user should try first. The last three are there to compare with.
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset('exact', 'exact gradients; stores the input of a block and recomputes the rest', 'exact', Form()),
+        Preset('int8', 'like exact, with stored feature maps rounded to eight bits', 'int8', Form(storage='int8')),
+        Preset('sampled', 'like exact, with weight gradients from a sample of the positions', 'sampled', Form()),
+        Preset('sbp', "the paper's method: backpropagates through half of the positions", 'sbp', Form(), thins=True),
+        Preset('none', 'plain modules', 'exact'),
+        Preset('with_cp', 'checkpointing of every block', 'exact'),
+        Preset('reference', "the paper's Algorithm 1 in plain autograd", 'sbp', Form('reference'), True),
+    )
+}
+
+_SBP_KEYS = tuple(field.name for field in dataclasses.fields(SBPConfig))
+
+
+def preset_named(name: str) -> Preset:
+    """Returns the preset with this name.
+
+    Args:
+        name (str): A key of :data:`PRESETS`.
+
+    Returns:
+        Preset: The preset.
+
+    Raises:
+        ValueError: If there is no such preset. The message suggests the nearest name.
+    """
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    near = difflib.get_close_matches(f'{name}', PRESETS, n=1)
+    hint = f"did you mean '{near[0]}'? The presets are" if near else 'choose one of'
+    raise ValueError(f'preset={name!r} is unknown; {hint} {[*PRESETS]}')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(SBPConfig):
+    """A preset with its settings, checked. Those of :class:`.SBPConfig` belong to presets that drop positions.
+
+    Args:
+        preset (Preset): The preset.
+        keep_ratio (float | Sequence[float]): See :class:`.SBPConfig`. With 'sampled' the share of positions that weight
+            gradients are computed from, below 1, 0.25 by default. Default: 0.5.
+        skip_dropped_images (bool): Whether a branch is not run at all on the images that stochastic depth drops. The
+            gradients are the same as with a factor of zero, in less time and memory. Default: True.
+        modules (Sequence[str] | None): Names of submodules to change. If ``None``, the whole model is changed.
+            Default: None.
+    """
+
+    preset: Preset
+    skip_dropped_images: bool = True
+    modules: Sequence[str] | None = None
+
+    @classmethod
+    def parse(cls, cfg: Mapping, where: str = 'sbp_cfg', default_preset: str = 'sbp') -> 'Settings':
+        """Checks everything that does not depend on the model.
+
+        Args:
+            cfg (Mapping): The name of a preset, and settings.
+            where (str): What error messages call it. Default: 'sbp_cfg'.
+            default_preset (str): The preset if ``cfg`` names none. Default: 'sbp'.
+
+        Returns:
+            Settings: The checked settings.
+
+        Raises:
+            ValueError: If a key or value is wrong. The message names both, and what to write instead.
+        """
+        if not isinstance(cfg, Mapping):
+            raise ValueError(f"{where}={cfg!r} must be a dict such as dict(preset='exact'), or None for plain modules")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in cfg:
+            if key not in known:
+                near = difflib.get_close_matches(f'{key}', known, n=1)
+                hint = f"did you mean '{near[0]}'?" if near else f'known keys are {known}'
+                raise ValueError(f"{where} has an unknown key '{key}'; {hint}")
+        preset = preset_named(cfg.get('preset', default_preset))
+        samples = preset.gradients == 'sampled'
+        meaningless = () if preset.thins else [key for key in _SBP_KEYS if not (samples and key == 'keep_ratio')]
+        if given := [key for key in meaningless if key in cfg]:
+            other = "'sbp' or 'sampled'" if given == ['keep_ratio'] else "'sbp'"
+            raise ValueError(
+                f"{where}: {', '.join(given)}: not with preset='{preset.name}', which drops no position; leave that "
+                f'out, or take preset={other}'
+            )
+        if preset.form is None and 'skip_dropped_images' in cfg:
+            raise ValueError(
+                f"{where}: skip_dropped_images means nothing for preset='{preset.name}', whose blocks run their own "
+                'code; leave it out'
+            )
+        return cls(**{**(dict(keep_ratio=0.25) if samples else {}), **cfg, 'preset': preset})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.skip_dropped_images, bool):
+            raise ValueError(f'skip_dropped_images={self.skip_dropped_images!r} must be True or False')
+        if self.preset.gradients == 'sampled' and (self.has_ratio_per_block or self.keep_ratio == 1):
+            raise ValueError(
+                f"keep_ratio={self.keep_ratio!r} must be one number below 1 for preset='sampled', such as 0.25"
+            )
+        if self.modules is not None:
+            names = [self.modules] if isinstance(self.modules, str) else self.modules
+            if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"modules={names!r} must be a list of names of submodules, such as ['neck']")
+            object.__setattr__(self, 'modules', tuple(names))
+
+    def layer_ratios(self, depths: Sequence[int], blocks: Sequence[int], from_end: bool = False) -> dict[tuple, float]:
+        """Returns :func:`.layers.thinned_layers` for presets that drop positions, otherwise an empty dict.
+
+        Args:
+            depths (Sequence[int]): Number of blocks in each stage.
+            blocks (Sequence[int]): Thinned blocks of each stage if the settings do not say.
+            from_end (bool): Whether ``blocks`` counts the last blocks of a stage. Default: False.
+
+        Returns:
+            dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` to keep ratio.
+        """
+        return thinned_layers(self, depths, blocks, from_end) if self.preset.thins else {}
