@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.kept_maps import Activation, KeptMap, addend, hand_on, keep, kept
+from .common.layouts import memory_format
 from .common.precision import accumulator, multiplied
-from .common.row_sampling import memory_format
 
 __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 

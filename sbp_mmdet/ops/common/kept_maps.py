@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from .layouts import memory_format
 from .precision import accumulator
-from .row_sampling import memory_format
 
 __all__ = ['ACTIVATIONS', 'Activation', 'KeptMap', 'add', 'addend', 'hand_on', 'keep', 'kept']
 
