@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.presets import preset_named
-from sbp_mmdet.stochastic_backprop.step_draws import Draws
 
 __all__ = ['Case', 'capture', 'compared', 'launches', 'parse_name', 'ratios', 'smooth', 'take_turns']
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .ops.common.kept_maps import forget
+from .ops.common.handed_maps import Scope
 from .surgery import Mixin, members, mix_in, mix_out
 
 __all__ = ['Checkpointed', 'checkpoint_modules', 'keep_running_stats', 'refuse_replays']
@@ -44,18 +44,16 @@ class Checkpointed(Mixin):
         replay = False
         # Tensors are passed one by one: checkpointing saves those, but holds on to what stands inside of lists.
         leaves, structure = tree_flatten((args, kwargs))
-        forget(leaves)
 
         def run(*leaves):
             nonlocal replay
             args, kwargs = tree_unflatten(leaves, structure)
             with keep_running_stats(self) if replay else contextlib.nullcontext():
                 replay = True
-                return forward(*args, **kwargs)
+                with Scope():  # nothing from outside is read in here: it would not be found when this runs again
+                    return forward(*args, **kwargs)
 
-        out = cp.checkpoint(run, *leaves, use_reentrant=False)
-        forget(out)
-        return out
+        return cp.checkpoint(run, *leaves, use_reentrant=False)
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:

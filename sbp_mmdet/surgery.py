@@ -17,6 +17,7 @@ __all__ = [
     'mix_out',
     'model_hook_class',
     'model_hooks',
+    'stock_class',
     'unwrapped',
 ]
 
@@ -61,6 +62,15 @@ def _together(kind, fronts):
 def _new(kind, fronts, *args):
     kind = _together(kind, fronts)
     return kind.__new__(kind, *args)
+
+
+def stock_class(kind: type) -> type:
+    """Returns a class without what this package mixed in.
+
+    Args:
+        kind (type): The class of a module.
+    """
+    return _apart(kind)[0]
 
 
 def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:

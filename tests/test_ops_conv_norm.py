@@ -10,8 +10,9 @@ from helpers import FP16
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
 
+from sbp_mmdet.ops.common.activations import ACTIVATIONS, Activation
 from sbp_mmdet.ops.common.autograd_function import Form
-from sbp_mmdet.ops.common.kept_maps import ACTIVATIONS, Activation, add, keep
+from sbp_mmdet.ops.common.kept_maps import add, keep
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 MODULES = {

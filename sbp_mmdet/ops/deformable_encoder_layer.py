@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
-from .common.kept_maps import hand_on, handed_on
+from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
 from .common.precision import accumulate, column_sums, zeros_for
 from .common.row_sampling import draw
