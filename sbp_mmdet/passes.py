@@ -24,13 +24,17 @@ _DEPTH = 2  # levels below the outermost known module that open a scope of their
 
 
 class Drawing(Mixin):
-    """A backbone whose forward passes draw. Its draws are in ``_pass_draws``."""
+    """A backbone whose forward passes draw.
+
+    Attributes:
+        step_draws (StepDraws): Draws of its layers.
+    """
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
-        with self._pass_draws.forward_pass(args, kwargs):
+        with self.step_draws.forward_pass(args, kwargs):
             return super().forward(*args, **kwargs)
 
 
@@ -42,7 +46,7 @@ def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
         draws (StepDraws): Draws of its layers.
     """
     mix_in(owner, Drawing)
-    owner._pass_draws = draws
+    owner.step_draws = draws
 
 
 def close_drawing(model: nn.Module, used: list[StepDraws]) -> None:
@@ -53,9 +57,9 @@ def close_drawing(model: nn.Module, used: list[StepDraws]) -> None:
         used (list[StepDraws]): Draws of the layers that are changed now.
     """
     for module in model.modules():
-        if isinstance(module, Drawing) and not any(module._pass_draws is draws for draws in used):
+        if isinstance(module, Drawing) and not any(module.step_draws is draws for draws in used):
             mix_out(module, Drawing)
-            del module._pass_draws
+            del module.step_draws
 
 
 class HandingOn(Mixin):
@@ -83,7 +87,7 @@ def hand_on_within(model: nn.Module) -> None:
         if isinstance(module, HandingOn):
             mix_out(module, HandingOn)
         vars(module).pop('_inside', None)
-    for module in [*_scopes(model, 0)]:
+    for module in dict.fromkeys(_scopes(model, 0)):  # one that several modules share comes several times
         mix_in(module, HandingOn)
 
 

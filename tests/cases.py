@@ -139,10 +139,10 @@ def draws_of(model: nn.Module):
 def kept_masks(model: nn.Module, x) -> dict:
     """Layer to the mask (height, width) of the pass that the model has just had."""
     draws, found = draws_of(model), {}
-    for layer in draws.stages.keep_ratios():
-        size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
-        found[layer] = torch.zeros(size, dtype=torch.bool)
-        with draws.latest_pass():
+    with draws.latest_pass() if draws.stages.draws() else contextlib.nullcontext():
+        for layer in draws.stages.keep_ratios():
+            size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
+            found[layer] = torch.zeros(size, dtype=torch.bool)
             found[layer].view(-1)[draws.positions(layer, found[layer].numel()).keep.cpu()] = True
     return found
 

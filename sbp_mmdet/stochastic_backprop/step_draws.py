@@ -228,7 +228,7 @@ class StepDraws:
             Positions | None: Positions on the device of the layer's parameters. ``None`` if all are kept.
 
         Raises:
-            ValueError: If no pass is open, the map has another size than expected, or a checkpoint recomputes the layer.
+            ValueError: If no pass is open, the map has another size, or a checkpoint recomputes the layer.
         """
         ratios = self._of_pass('ratios', self.stages.keep_ratios)
         if layer not in ratios:
