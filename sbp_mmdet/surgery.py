@@ -96,7 +96,7 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
     """
     # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
     kind, fronts = _apart(type(module))
-    place = 1 if fronts and fronts[0].outermost else 0
+    place = 1 if fronts and fronts[0].outermost and not mixin.outermost else 0
     module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]])
 
 

@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 from cases import stored_bytes
 from helpers import make_project
+from mmdet.models.layers import DeformableDetrTransformerEncoder
 from mmdet.models.necks import FPN
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from mmdet.registry import HOOKS
 from mmengine.config import Config
 from mmengine.model import BaseModule
+from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sbp_mmdet.apply import keep_ratios
+from sbp_mmdet.apply import apply_lean, keep_ratios
 from sbp_mmdet.checkpointing import checkpoint_modules
 
 FLOAT = 4
@@ -127,7 +129,7 @@ def test_what_is_never_called_is_refused_or_warned_of(nets, caplog):
     hook = HOOKS.build(dict(type='CheckpointModulesHook', modules=['neck', 'neck.convs', 'roi_head.bbox_head']))
     hook.apply(plain)
     plain(torch.randn(1, 3, 8, 8)).backward()
-    runner = SimpleNamespace(model=plain, logger=logging.getLogger('test_savings'))
+    runner = SimpleNamespace(model=plain, logger=logging.getLogger('test_checkpointing'))
     for _ in range(2):
         hook.after_train_iter(runner, 0)
     (message,) = caplog.messages
@@ -157,6 +159,117 @@ def test_in_mmengines_runner(tmp_path, monkeypatch):
     runner.train()
     assert runner.iter == 2 and len(seen) == 4  # each step runs the neck twice
     assert isinstance(runner.model.neck, FPN) and keep_ratios(runner.model)
+
+
+class Counting(nn.Module):
+    """Reads a buffer that it writes to, and replaces another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer('steps', torch.zeros((), dtype=torch.long))
+        self.register_buffer('mean', torch.zeros(6))
+        self.register_buffer('unused', None)
+
+    def forward(self, x):
+        self.steps += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 2))
+        return self.linear(x * self.steps - self.mean[:, None])
+
+
+def twice(norm):
+    """A norm that runs twice in each pass, so that one run changes statistics that the other's graph has saved."""
+    return nn.Sequential(norm, nn.Conv1d(6, 6, 1), norm)
+
+
+def with_inputs_out_of_range():
+    norm = nn.BatchNorm1d(6)
+    norm.bias.data.fill_(torch.inf)
+    return nn.Sequential(norm, nn.BatchNorm1d(6))
+
+
+BUFFERS = {
+    'instance norm': lambda: nn.InstanceNorm1d(6, affine=True, track_running_stats=True),
+    'spectral norm by hooks': lambda: torch.nn.utils.spectral_norm(nn.Conv1d(6, 6, 1)),
+    'spectral norm by parametrization': lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Conv1d(6, 6, 1)),
+    'counter': Counting,
+    'cumulative mean': lambda: nn.BatchNorm1d(6, momentum=None),
+    'batch norm twice': lambda: twice(nn.BatchNorm1d(6)),
+    'instance norm twice': lambda: twice(nn.InstanceNorm1d(6, track_running_stats=True)),
+    'batch norm in evaluation mode': lambda: nn.Sequential(nn.Conv1d(6, 6, 1), nn.BatchNorm1d(6).eval()),
+    'infinite statistics': with_inputs_out_of_range,
+}
+
+
+@pytest.mark.parametrize('kind', BUFFERS)
+def test_buffers_are_as_after_one_run(kind):
+    """And the recomputation begins with those that the first run began with."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict(dict(neck=BUFFERS[kind]())).train()
+    if kind == 'batch norm in evaluation mode':
+        plain.neck[1].eval()
+    lean = copy.deepcopy(plain)
+    checkpoint_modules(lean, ['neck'])
+    places = [buffer.data_ptr() for buffer in lean.buffers()]
+    x = torch.randn(4, 6, 6)
+    for net in (plain, lean):
+        for _ in range(2):
+            net.neck(net.neck(x)).sin().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), lean.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0, equal_nan=True, msg=name)
+    for (name, expected), found in zip(plain.named_buffers(), lean.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=name)
+    if kind != 'counter':  # which replaces one
+        assert [buffer.data_ptr() for buffer in lean.buffers()] == places  # EMA and DDP hold on to them
+
+
+def test_an_error_in_the_recomputation_leaves_nothing_behind():
+    class Fails(nn.Module):
+        runs = 0
+
+        def forward(self, x):
+            Fails.runs += 1
+            if Fails.runs == 2:
+                raise RuntimeError('out of memory')
+            return x.sin()
+
+    net = nn.ModuleDict(dict(neck=nn.Sequential(nn.BatchNorm1d(6), Fails()))).train()
+    checkpoint_modules(net, ['neck'])
+    x = torch.randn(4, 6, 6)
+    out = net.neck(x)
+    before = {name: (buffer, buffer.clone()) for name, buffer in net.named_buffers()}
+    with pytest.raises(RuntimeError, match='out of memory'):
+        out.sum().backward()
+    for name, buffer in net.named_buffers():
+        assert buffer is before[name][0] and torch.equal(buffer, before[name][1]), name
+    net.neck(x).sum().backward()
+    assert net.neck[0].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize('preset', ['exact', 'int8', 'with_cp'])
+@pytest.mark.parametrize('modules', [['encoder.layers'], ['encoder'], ['encoder.layers.0.ffn']], ids=str)
+def test_the_order_of_the_hooks_makes_no_difference(modules, preset):
+    init_default_scope('mmdet')
+    attention = dict(embed_dims=16, num_heads=2, num_levels=1, batch_first=True)
+    layer = dict(self_attn_cfg=attention, ffn_cfg=dict(embed_dims=16, feedforward_channels=32))
+    found = {}
+    for order in ('lean first', 'checkpoints first'):
+        torch.manual_seed(0)
+        net = nn.ModuleDict(dict(encoder=DeformableDetrTransformerEncoder(num_layers=2, layer_cfg=layer))).train()
+        if order == 'checkpoints first':
+            checkpoint_modules(net, modules)
+        report = str(apply_lean(net, preset))
+        checkpoint_modules(net, modules)
+        x = torch.randn(1, 12, 16, requires_grad=True)
+        places = dict(spatial_shapes=torch.tensor([[3, 4]]), level_start_index=torch.tensor([0]))
+        places |= dict(valid_ratios=torch.ones(1, 1, 2), key_padding_mask=None, query_pos=None)
+        stored = stored_bytes(lambda: net.encoder(query=x, **places), [x, *net.parameters()])  # noqa: B023
+        net.encoder(query=x, **places).sin().sum().backward()
+        found[order] = report, stored, [x.grad, *(p.grad for p in net.parameters())]
+    first, second = found.values()
+    assert first[:2] == second[:2]
+    for a, b in zip(first[2], second[2], strict=True):
+        assert torch.equal(a, b)
 
 
 def test_distributed_with_gradients_in_the_buckets(nets, tmp_path):
