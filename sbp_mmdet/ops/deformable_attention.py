@@ -128,7 +128,8 @@ def kernel_inputs(s, t):
 
 
 def has_kernel(value):
-    return value.is_cuda
+    """Checks whether mmcv's CUDA kernel runs; it divides by the number of images."""
+    return value.is_cuda and len(value) > 0
 
 
 def _for_kernel(value, places, weights):
@@ -206,7 +207,7 @@ def inputs_backward(s, t, grad, needs):
     asked = [name for name in _INPUTS if needs[name]]
     if not asked:
         return {}
-    found, number = {}, max(_AT_A_TIME // t.value[0].numel(), 1)
+    found, number = {}, max(_AT_A_TIME // max(t.value.shape[1:].numel(), 1), 1)
     if number >= len(grad):
         return _images_backward(s, t, grad, asked)
     whole = {name: x for name in _OF_IMAGES if (x := getattr(t, name)) is not None and len(x) == len(grad)}

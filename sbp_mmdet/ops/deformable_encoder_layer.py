@@ -191,6 +191,8 @@ def _layer_forward(settings, tensors, needs):
             total, out = (x.new_empty(x.shape, dtype=r.dtype) for r in rows)
         chunk.put_(total, rows[0], index)
         chunk.put_(out, rows[1], index)
+    if out is None:  # a batch without images has no chunks
+        total, out = (rows.view(x.shape) for rows in run.forward(x.flatten(0, 1), sampled.flatten(0, 1)))
     if not any(needs):
         return out, None
     source = handed_on(x)

@@ -133,7 +133,8 @@ def _backward(settings, saved, grad, needs):
 def _input_gradient(saved, incoming, w, xhat, shape):
     # The product has no name: it is not held while the norm's backward pass works on a copy in fp32.
     rows = normalise_backward((incoming @ w).view_as(xhat), xhat, saved.rstd.flatten(0, 1))
-    tokens = put_together(rows.view(shape[0], -1, w.shape[1]), saved.keep, shape[1])
+    kept = shape[1] if saved.keep is None else len(saved.keep)
+    tokens = put_together(rows.view(shape[0], kept, w.shape[1]), saved.keep, shape[1])
     if len(saved.shape) == 3:
         return tokens
     return _from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)

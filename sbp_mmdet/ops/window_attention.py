@@ -160,7 +160,7 @@ class _Layout(NamedTuple):
         """Slices of the places, whole windows, about the same number in each."""
         area = settings.window**2
         budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
-        most = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1)
+        most = max(budget // (max(images, 1) * area * max(3 * channels, settings.num_heads * area)), 1)
         windows = len(self.order) // area
         step = -(-windows // -(-windows // most)) * area
         return [slice(i, min(i + step, len(self.order))) for i in range(0, len(self.order), step)]
@@ -227,7 +227,7 @@ def _scales(scale, channels, dtype, device):
     """What rows of the layer to Q, K and V are multiplied by. Q and K share the scale, so that in half precision
     neither gradient leaves the range before the other."""
     root = abs(scale) ** 0.5
-    factors = torch.tensor([scale / root, root, 1], dtype=dtype).to(device)
+    factors = torch.tensor([scale / root, root, 1], dtype=dtype, device=device)
     return factors.repeat_interleave(channels // 3, output_size=channels)
 
 
