@@ -107,8 +107,16 @@ def replayed(device: torch.device, state: OnHost | None):
 
 
 def dropout_factor(rows: Tensor, rate: float) -> Tensor | None:
-    """What dropout multiplies rows by, drawn as torch's own dropout draws it; None: nothing."""
-    return F.dropout(torch.ones_like(rows), rate) if rate else None
+    """Returns what dropout multiplies rows by, drawn as torch's own dropout draws it, or ``None`` for a rate of 0.
+
+    The ones are contiguous whatever the strides of the rows are: random numbers are drawn in the order of memory, so a
+    gradient that is laid out in columns would get the numbers of other entries than the forward pass had.
+
+    Args:
+        rows (Tensor): Rows that are multiplied, shape (K, C).
+        rate (float): Share of the numbers that dropout sets to zero.
+    """
+    return F.dropout(torch.ones(rows.shape, dtype=rows.dtype, device=rows.device), rate) if rate else None
 
 
 def scaled_(rows: Tensor, factor: Tensor | None) -> Tensor:

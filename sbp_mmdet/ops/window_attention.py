@@ -301,7 +301,9 @@ def _parameter_gradients(settings, t, sums):
     if sums.pads is not None:
         dbias = torch.addcmul(dbias, sums.pads.value, scales)
     table = torch.zeros_like(t.table, dtype=bias.dtype)
-    table.t().index_add_(1, t.index.flatten(), sums.bias.value.flatten(1))
+    # Entries of the map that share a row of the table are added in their order, as in the backward pass of the module's
+    # own lookup. index_add_ would add them atomically on CUDA, in an order that differs from run to run.
+    table.index_put_((t.index.flatten(),), sums.bias.value.flatten(1).t(), accumulate=True)
     return WindowGradients(None, *folded, dbias, table, sums.proj_weight.value)
 
 

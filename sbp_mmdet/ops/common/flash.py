@@ -76,14 +76,15 @@ def attend_backward(
 
 
 def _kernel(q):
-    """What runs: chosen alike in both passes; the statistics are the same number in each of them."""
+    """Returns the kernel that runs. Forward and backward pass choose alike, and all kernels have the same statistics."""
     head_dim = q.shape[-1]
     if q.device.type == 'cpu':
         return 'cpu' if hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
     if q.device.type != 'cuda' or head_dim % 8 or q.dtype == torch.float64:
         return 'plain'
     ampere = _ampere(q.device.index)
-    if ampere and q.dtype in _HALF and head_dim <= 128:
+    # Before torch 2.2 the flash kernel wants lengths in int32 for its backward pass, and pads the statistics.
+    if ampere and q.dtype in _HALF and head_dim <= 128 and torch.__version__ >= (2, 2):
         return 'flash'
     # bf16 came with Ampere.
     return 'efficient' if ampere or q.dtype != torch.bfloat16 else 'plain'
