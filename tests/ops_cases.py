@@ -163,7 +163,7 @@ def plain_attention(
     x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, gamma, *, mode, keep=None, **options
 ):
     """Every equation of the appendix as it stands; what is dropped is detached, entry by entry of the map."""
-    (n, tokens, c), heads, factor = x.shape, options.get('heads'), options.get('factor')
+    (_, tokens, c), heads, factor = x.shape, options.get('heads'), options.get('factor')
     kept = torch.ones(tokens, dtype=torch.bool)
     if keep is not None:
         kept = torch.zeros(tokens, dtype=torch.bool).index_fill_(0, keep, True)

@@ -4,8 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from ops_cases import CASES, GIVEN, Case, differentiate
-from oracles import assert_near
+from ops_cases import CASES, Case, differentiate
 
 from sbp_mmdet.ops.common.autograd_function import Form
 

@@ -76,7 +76,7 @@ def attend_backward(
 
 
 def _kernel(q):
-    """Returns the kernel that runs. Forward and backward pass choose alike, and all kernels have the same statistics."""
+    """Returns the kernel that runs: the same in both passes. The statistics of all kernels are the same numbers."""
     head_dim = q.shape[-1]
     if q.device.type == 'cpu':
         return 'cpu' if hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
