@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from ops_cases import CASES, Case, differentiate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet.ops.common.autograd_function import Form
 
@@ -86,3 +87,46 @@ def test_any_strides(name, kind, form):
 
     for a, b in zip(gradients(strided), gradients(torch.clone), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('name', [name for name in CASES if 'convolution' not in name])
+def test_norms_in_fp32_in_a_model_in_half_precision(name, dtype):
+    """As who casts a model may keep them; gradients come in the precision of their tensors."""
+    case = CASES[name]
+    tensors, given = case.inputs()
+    apart = {n for n in tensors if n.startswith('norm') or (name == 'layer_norm' and n != 'x')}
+    mixed = {n: t if t is None else t.to(torch.float32 if n in apart else dtype) for n, t in tensors.items()}
+    lean, plain = case.both(None, given=given)
+    found = differentiate(lean, mixed)
+    expected = differentiate(plain, {n: t if t is None else t.double() for n, t in mixed.items()})
+    for key, truth in expected.items():
+        if truth is not None:
+            assert key == 'out' or found[key].dtype == mixed[key].dtype
+            assert (found[key] - truth).norm() < (0.01 if dtype is torch.float16 else 0.05) * truth.norm(), key
+
+
+class Called(TorchDispatchMode):
+    """Notes the names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+# Operations that add atomically on CUDA, see torch.use_deterministic_algorithms.
+ATOMIC = {'index_add', 'index_add_', 'scatter_add', 'scatter_add_', 'put_', 'put', 'bincount', 'histc'}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_nothing_is_added_in_an_order_that_differs_from_run_to_run(name):
+    case = CASES[name]
+    tensors, given = case.inputs()
+    lean, _ = case.both(None, given=given)
+    with Called() as called:
+        differentiate(lean, tensors)
+    assert called.names and not called.names & ATOMIC
