@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .adapters import Lean, adapter_of
-from .checkpointing import Checkpointed, keep_running_stats
+from .checkpointing import Checkpointed, keep_buffers
 from .ops.common.precision import autocast_dtype
 from .surgery import mix_in, mix_out, unwrapped
 
@@ -203,7 +203,7 @@ class StoredBytes:
         # Without autocast's cache: it would keep copies of weights until the step ends.
         autocast = torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda held: held)
-        with torch.random.fork_rng(devices), keep_running_stats(module), autocast, hooks:
+        with torch.random.fork_rng(devices), keep_buffers(module), autocast, hooks:
             out = module.forward(*args, **kwargs)
         for dry, leaf in zip(tree_flatten(out)[0], tree_flatten(output)[0], strict=True):
             if isinstance(leaf, Tensor):

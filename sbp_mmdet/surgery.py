@@ -12,11 +12,13 @@ __all__ = [
     'Mixin',
     'ModelHook',
     'detectors',
+    'has_methods_of',
     'members',
     'mix_in',
     'mix_out',
     'model_hook_class',
     'model_hooks',
+    'unmixed',
     'unwrapped',
 ]
 
@@ -52,6 +54,28 @@ def _apart(kind):
     return kind, fronts
 
 
+def unmixed(kind: type) -> type:
+    """Returns a class without what :func:`mix_in` put in front of it.
+
+    Args:
+        kind (type): Class of an object.
+    """
+    return _apart(kind)[0]
+
+
+def has_methods_of(obj: object, kind: type, *names: str) -> bool:
+    """Checks that an object runs methods of a class, and neither a subclass's nor its own.
+
+    Args:
+        obj (object): An object without :func:`mix_in` for these methods.
+        kind (type): The class.
+        *names (str): Names of the methods.
+    """
+    return isinstance(obj, kind) and all(
+        name not in vars(obj) and getattr(type(obj), name) is getattr(kind, name) for name in names
+    )
+
+
 def _together(kind, fronts):
     for front in reversed(fronts):
         kind = _mixed(front, kind)
@@ -72,7 +96,7 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
     """
     # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
     kind, fronts = _apart(type(module))
-    place = 1 if fronts and fronts[0].outermost else 0
+    place = 1 if fronts and fronts[0].outermost and not mixin.outermost else 0
     module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]])
 
 

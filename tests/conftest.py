@@ -5,7 +5,6 @@ import pytest
 import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
-from mmdet.structures.mask import BitmapMasks
 from mmengine.logging import MessageHub
 from oracles import DEVICE, on_device
 
@@ -41,13 +40,6 @@ def operations_on_the_device(monkeypatch):
     monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(moved))
     with full_fp32():
         yield
-
-
-@pytest.fixture(autouse=True)
-def masks_as_mmdet_has_them(monkeypatch):
-    """LeanHook and TargetsInChunksHook change them for the process."""
-    crop = BitmapMasks.crop_and_resize
-    monkeypatch.setattr(BitmapMasks, 'crop_and_resize', getattr(crop, 'whole', crop))
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ..ops.common.stochastic_depth import on_images
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
 from ..stochastic_backprop.step_draws import Draws, LevelDraws, Phases
-from ..surgery import Mixin
+from ..surgery import Mixin, unmixed
 from .bindings import Part
 
 __all__ = ['ADAPTERS', 'Block', 'Lean', 'Place', 'Whole', 'adapter', 'adapter_of', 'kind_of']
@@ -65,11 +65,8 @@ def _path(kind):
 
 
 def kind_of(module: nn.Module) -> type:
-    """The class of a module without adapters in front of it."""
-    kind = type(module)
-    while kind.__bases__ and issubclass(kind.__bases__[0], Lean):
-        kind = kind.__bases__[1]
-    return kind
+    """Returns the class of a module without what was mixed into it: adapters, checkpointing."""
+    return unmixed(type(module))
 
 
 class Place(NamedTuple):

@@ -17,6 +17,9 @@ __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
 aten = torch.ops.aten
 NORMS = ('none', 'fixed', 'batch', 'group')
+# Least factor of gradients in fp16, see `_convolve_backward`: dW' may be 128 times as large as fp16's numbers then, and
+# gradients of 1e-5 still have digits.
+_LEAST_FACTOR = 2.0**-7
 _IMAGE = 4  # channels, at the most, of an image: it is in memory anyway, and eight bits would be a copy of it
 
 
@@ -259,41 +262,65 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
 
 
 def _convolve_backward(s, saved, grad, needs):
-    """Gradients of the input and of all that is folded into the convolution, by name."""
+    """Returns the gradients of the input and of all that is folded into the convolution, by name.
+
+    With a fixed norm y = k * conv(x, W) + shift, k = norm_weight * rstd for each channel, the products are
+
+        dx = conv^T(dy, k W)   and   dW' = dy^T x,   from which   dW = k dW'   and   dk = sum(W * dW') - mean * sum(dy).
+
+    One map less is computed where k is multiplied with the weight and not with dy. In fp16, dW' may be infinite where
+    k is small and plain code's k dW' is not, and k W has no digits left where all k are small. So dy is multiplied by
+    k there, as in plain code, or by a small constant c where k is smaller, and the weight by k / max(k, c).
+    """
     t, fixed = saved.tensors, s.norm == 'fixed'
     grad = grad.to(s.dtype)
     needs_weight = _weight_needed(s, needs)
     needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
     x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(grad.dtype)
-    scale, rstd = saved.factors or (None, None)
-    per_weight = scale.view(-1, 1, 1, 1) if fixed else None
+    scale = saved.factors.scale if fixed else None
     folds = fixed and _folds(t.weight, grad.numel() // max(grad.shape[1], 1))
-    weight = multiplied(t.weight, per_weight, s.dtype) if folds else t.weight.to(s.dtype)
-    scaled = multiplied(grad, per_weight[:, 0], s.dtype) if fixed and not folds else grad
+    factor, rest = None, scale  # of dy in both products, and what is left of k
+    if fixed and grad.dtype == torch.float16:
+        factor = scale.clamp_min(_LEAST_FACTOR)
+        rest, folds = scale / factor, True
+    rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
+    weight = multiplied(t.weight, rest.view(-1, 1, 1, 1), s.dtype) if folds else t.weight.to(s.dtype)
+    scaled = multiplied(grad, scale.view(-1, 1, 1), s.dtype) if fixed and not folds else rows
     sums = needs_bias and needs_weight and grad.dtype == accumulator(grad)  # with the weight's gradient, in one pass
     geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
-    which, sizes = [needs.x and scaled is grad, needs_weight, sums], [len(weight)] if sums else None
-    dx, dweight, dbias = aten.convolution_backward(grad, x, weight, sizes, *geometry, which)
-    if needs.x and scaled is not grad:
+    which, sizes = [needs.x and scaled is rows, needs_weight, sums], [len(weight)] if sums else None
+    dx, dweight, dbias = aten.convolution_backward(rows, x, weight, sizes, *geometry, which)
+    if needs.x and scaled is not rows:
         dx, _, _ = aten.convolution_backward(scaled, x, weight, None, *geometry, [True, False, False])
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     found = dict(x=dx.to(saved.dtypes[0]) if needs.x else None)
     if fixed:
-        if needs.norm_weight:
-            # Products of two precisions are in the higher one, without a copy.
-            dscale = torch.addcmul((dweight * t.weight).sum((1, 2, 3)), dbias, t.running_mean, value=-1)
-            dscale = dscale if t.bias is None else dscale.addcmul_(dbias, t.bias)
-            found['norm_weight'] = dscale.mul_(rstd).to(t.norm_weight.dtype)
-        if needs.norm_bias:
-            found['norm_bias'] = dbias.to(t.norm_bias.dtype)
-        if needs.weight:
-            dweight = dweight.mul_(per_weight) if dweight.dtype == scale.dtype else dweight * per_weight
-        dbias = dbias * scale if needs.bias else None
+        return found | _fixed_gradients(saved, needs, dweight, dbias, factor, rest)
     if needs.weight:
         found['weight'] = dweight.to(t.weight.dtype)
     if needs.bias:
         found['bias'] = dbias.to(t.bias.dtype)
+    return found
+
+
+def _fixed_gradients(saved, needs, dweight, dbias, factor, rest):
+    """Returns the gradients of convolution and fixed norm from ``factor`` * dW' and the sums of dy."""
+    t, (scale, rstd), found = saved.tensors, saved.factors, {}
+    if needs.norm_weight:
+        # Products of two precisions are in the higher one, without a copy.
+        dscale = (dweight * t.weight).sum((1, 2, 3), dtype=scale.dtype)
+        dscale = dscale if factor is None else dscale.div_(factor)
+        dscale = torch.addcmul(dscale, dbias, t.running_mean, value=-1)
+        dscale = dscale if t.bias is None else dscale.addcmul_(dbias, t.bias)
+        found['norm_weight'] = dscale.mul_(rstd).to(t.norm_weight.dtype)
+    if needs.norm_bias:
+        found['norm_bias'] = dbias.to(t.norm_bias.dtype)
+    if needs.weight:
+        rest = rest.view(-1, 1, 1, 1)
+        found['weight'] = (dweight.mul_(rest) if dweight.dtype == rest.dtype else dweight * rest).to(t.weight.dtype)
+    if needs.bias:
+        found['bias'] = (dbias * scale).to(t.bias.dtype)
     return found
 
 

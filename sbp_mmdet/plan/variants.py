@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 PIECES = {
-    'targets': 'training targets are made piece by piece, as LeanHook does it anyway; gradients exact',
+    'targets': 'training targets in chunks, as LeanHook computes them anyway; gradients exact',
     'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
     'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
     'cp-neck': 'the neck runs again in the backward pass; gradients exact',

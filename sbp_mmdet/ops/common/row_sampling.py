@@ -317,8 +317,9 @@ def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
 
 def fold(weight, bias, norm_weight, norm_bias, dtype):
     """The affine part of a norm folded into the linear layer that follows it: W1' and b1' of the package."""
-    if norm_bias is not None:
-        bias = torch.addmv(bias, weight, norm_bias)
+    if norm_bias is not None:  # in the higher precision where a model in half precision keeps its norms in fp32
+        kind = functools.reduce(torch.promote_types, (bias.dtype, norm_bias.dtype), weight.dtype)
+        bias = torch.addmv(bias.to(kind), weight.to(kind), norm_bias.to(kind))
     weight = weight.to(dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
     return weight, bias.to(dtype)
 
