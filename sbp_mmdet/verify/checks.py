@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from mmengine.dist import all_reduce
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten
 
 from ..adapters import Lean
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
-from ..presets import PRESETS
-from ..stochastic_backprop.masks import Positions
 from ..stochastic_backprop.step_draws import LevelDraws
 from ..surgery import Mixin, mix_in, mix_out
 from .comparison import Disagreement, Side, compare, relative_difference
 from .dry_run import CannotCopy, hookless_copy, without_a_trace
+from .fixed_draws import as_reference, with_fixed_draws
+from .kinds import described, settings_of
 from .module_run import bridge, floating, storage_of
 
 __all__ = ['Findings', 'Kind', 'verify_modules']
@@ -89,14 +88,18 @@ class Findings:
             return f'not verified: {self.skipped}'
         kinds = [kind for kind in self.compared if not kind.disagrees]
         number = len({name for kind in kinds for name in kind.modules})
-        outputs, gradients = (max((getattr(kind, key) for kind in kinds), default=0.0) for key in ('outputs', 'gradients'))
+        outputs, gradients = (
+            max((getattr(kind, key) for kind in kinds), default=0.0) for key in ('outputs', 'gradients')
+        )
         said = (
             f'verified {number} modules of {len(kinds)} kinds against their own code: outputs differ by at most '
             f'{outputs:.0e}, gradients by {gradients:.0e} (relative)'
         )
         if skipped := [kind for kind in self.kinds if kind.skipped]:
             first = skipped[0]
-            said += f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
+            said += (
+                f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
+            )
         return said
 
 
@@ -231,7 +234,7 @@ class _Watch:
     def _kind(self, module, args, kwargs):
         """The kind of a call; compared if it is a new one."""
         name, classes = self.names[id(module)], self.classes[id(module)]
-        key = (name if self.every else '', classes.lean, _settings(module, classes.place), _described((args, kwargs)))
+        key = (name if self.every else '', classes.lean, settings_of(module, classes.place), described((args, kwargs)))
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = Kind(classes.own.__name__, checkpointed=classes.lean.checkpointed)
@@ -271,8 +274,8 @@ class _Watch:
             check(side(False), sampled, lambda name: name.startswith('input '))
         ratio = place.draws is not None and place.draws.ratio(place.layer)
         if ratio and ratio < 1 and form.implementation == 'fused':
-            thinned = side(True, _with_fixed_draws)
-            own = side(True, lambda place: _with_fixed_draws(_as_reference(place)))
+            thinned = side(True, with_fixed_draws)
+            own = side(True, lambda place: with_fixed_draws(as_reference(place)))
             # What draws for itself has no reference but its own code, whose values are the same.
             whole = isinstance(place.draws, LevelDraws)
             check(side(False) if whole else own, thinned, lambda name: not whole, slack)
@@ -322,85 +325,3 @@ class _Watch:
                 new = dict(entry for entry in kept if entry[0] not in known)
                 known.update(new)
                 kind.bytes[key] += inside + sum(new.values())
-
-
-class _FixedDraws:
-    """Stands in for what a pass draws: positions and heads that are the same for both sides of a comparison."""
-
-    def __init__(self, draws, layer):
-        self._draws, self._layer = draws, layer
-
-    def ratio(self, layer) -> float:
-        """The keep ratio of the layer."""
-        return self._draws.ratio(layer)
-
-    def draws_for(self, layer) -> bool:
-        """Whether something is drawn."""
-        return True
-
-    def images(self, branch, number) -> None:
-        """No images are left out; stochastic depth draws by itself."""
-
-    def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> Positions:
-        """Returns random positions."""
-        if isinstance(length_or_device, int):
-            length, device = length_or_device, next(iter(self._layer_device()))
-        else:
-            length, device = sum(h * w for h, w in layer_or_sizes), length_or_device
-        keep, drop = self._split(length)
-        return Positions(keep.to(device), drop.to(device))
-
-    def heads(self, layer) -> Tensor:
-        """Returns random heads."""
-        return self._split(self._draws.stages.num_heads)[0].to(next(iter(self._layer_device())))
-
-    def _split(self, length):
-        order = torch.randperm(length, generator=torch.Generator().manual_seed(length))
-        number = min(max(round(self._draws.ratio(self._layer) * length), 1), length)
-        return order[:number].sort()[0], order[number:].sort()[0]
-
-    def _layer_device(self):
-        return (p.device for p in self._draws.stages.layers[self._layer].parameters())
-
-
-def _with_fixed_draws(place):
-    ratio = place.draws is not None and place.draws.ratio(place.layer)
-    draws = _FixedDraws(place.draws, place.layer) if ratio and ratio < 1 else None
-    return place._replace(draws=draws, phases=None)
-
-
-def _as_reference(place):
-    return place._replace(settings=dataclasses.replace(place.settings, preset=PRESETS['reference']))
-
-
-def _settings(module, place):
-    """Everything that tells two modules of a class apart, but their weights, names and rates of stochastic depth."""
-    found = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
-    for m in module.modules():
-        own = [(key, _plain(key, value)) for key, value in sorted(vars(m).items()) if key[0] != '_' and _is_plain(value)]
-        shapes = [(key, p.shape, p.dtype, p.requires_grad) for key, p in m._parameters.items() if p is not None]
-        found.append((type(m).__name__, tuple(own), tuple(shapes)))
-    return tuple(found)
-
-
-def _plain(key, value):
-    return bool(value) if key in ('drop_prob', 'p') else value
-
-
-def _is_plain(value):
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _described(tree):
-    """Shapes, precisions and layouts of arguments."""
-    leaves, structure = tree_flatten(tree)
-    found = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            last = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
-            found.append((leaf.shape, leaf.dtype, leaf.is_contiguous(), last))
-        else:
-            found.append(leaf if _is_plain(leaf) else type(leaf).__name__)
-    return (str(structure), tuple(found))

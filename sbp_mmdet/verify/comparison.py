@@ -304,6 +304,7 @@ def _in_full(own, args, kwargs, noise):
 
 def _nearby(inputs, seed):
     """The same arguments with floating-point tensors a thousandth away."""
+
     def moved(x):
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             return x
@@ -332,4 +333,6 @@ def _distance(found, expected) -> float:
 
 def _told(figures):
     worst = sorted(figures.items(), key=lambda item: -item[1])[:3]
-    return ', '.join(f'{name} {"gradient " if part == "gradients" else ""}{value:.1e} off' for (part, name), value in worst)
+    return ', '.join(
+        f'{name} {"gradient " if part == "gradients" else ""}{value:.1e} off' for (part, name), value in worst
+    )

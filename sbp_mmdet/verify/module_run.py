@@ -145,7 +145,9 @@ class _Calls(nn.Module):
 def _stored(saved, inputs, outputs, own):
     known = {storage_of(t) for t in own}
     ins, outs = ({storage_of(t): i for i, t in enumerate(tensors)} for tensors in (inputs, outputs))
-    inside = sum(n for address, n in saved.items() if address not in known and address not in ins and address not in outs)
+    inside = sum(
+        n for address, n in saved.items() if address not in known and address not in ins and address not in outs
+    )
     return Stored(
         inside,
         frozenset(i for address, i in ins.items() if address in saved),
