@@ -8,7 +8,7 @@ __all__ = ['described', 'settings_of']
 
 
 def settings_of(module, place):
-    """Returns everything that tells two modules of a class apart, but their weights, names and rates of stochastic depth."""
+    """Returns what tells two modules of a class apart, without weights, names and rates of stochastic depth."""
     found = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
     for m in module.modules():
         own = [
