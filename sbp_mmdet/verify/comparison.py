@@ -174,6 +174,7 @@ def _compare_with_full(own, lean, args, kwargs, devices, bars, only) -> dict:
         put_back()
         runs = first_run(own, lean, args, kwargs, devices)
         off = _beyond(runs, only, bars)
+        noise.pop('exact', None)  # of other inputs
         put_back()
         off = {key: value for key, value in off.items() if not _is_noise(key, runs, own, args, kwargs, bars, noise)}
         suspects = off if suspects is None else {key: value for key, value in off.items() if key in suspects}
@@ -291,14 +292,13 @@ def _is_noise(key, runs, own, args, kwargs, bars, noise) -> bool:
 
 def _in_full(own, args, kwargs, noise):
     """The module's own code in fp64, or in fp32 for half precision; once for each input. None: it has none."""
-    if noise.get('of') is not args:
+    if 'exact' not in noise:
         dtypes = {autocast_dtype(x) or x.dtype for x in floating((args, kwargs))}
         full = torch.float32 if dtypes & {torch.float16, torch.bfloat16} else torch.float64
         try:
             noise['exact'] = own.run(args, kwargs, full)
         except (RuntimeError, TypeError, NotImplementedError):
             noise['exact'] = None  # a kernel that the precision has not; the bars decide
-        noise['of'] = args
     return noise['exact']
 
 
