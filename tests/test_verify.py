@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from cases import build
+from helpers import ROOT
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones import ResNet
 from mmdet.models.layers import DeformableDetrTransformerEncoder
@@ -25,6 +26,7 @@ from sbp_mmdet.ops import (
     window_attention,
 )
 from sbp_mmdet.ops.common.autograd_function import Operation
+from sbp_mmdet.plan.command import main
 
 VERIFIES = True
 
@@ -278,3 +280,16 @@ def test_training_is_bit_for_bit_that_without(name, preset, amp):
 def test_another_value_is_refused(value):
     with pytest.raises(ValueError, match=f'verify={value!r}.*raise'):
         LeanHook(verify=value)
+
+
+@pytest.mark.parametrize('broken', [False, True])
+def test_the_command(broken, monkeypatch, capsys):
+    """A table by kind; status 1 where one disagrees."""
+    if broken:
+        faulty_forward(operation_in(conv_norm_act), monkeypatch)
+    config = ROOT / 'configs/sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
+    options = ['verify', str(config), '--batch', '1', '--size', '64x64']
+    with pytest.raises(SystemExit, match='1') if broken else contextlib.nullcontext():
+        main(options)
+    out = capsys.readouterr().out
+    assert 'against their own code' in out and ('off' in out.split('verified')[0]) == broken

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from mmengine.logging import print_log
+from mmengine.visualization import Visualizer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -44,6 +45,9 @@ class FirstPass(Mixin):
         inputs = _copies((args, kwargs))
         findings = verify_changed(self, report, settings, lambda model: model(*inputs[0], **inputs[1]))
         conclude(self, report, settings, findings, type(self).__name__, print_to_log)
+        if Visualizer._instance_dict and findings.kinds:
+            scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
+            Visualizer.get_current_instance().add_scalars(scalars, 1)
         return self.forward(*args, **kwargs)
 
 
