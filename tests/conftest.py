@@ -1,5 +1,7 @@
 """Quick hypothesis, the device of operations, and the iteration that mmengine's runner would report."""
 
+import contextlib
+
 import hypothesis
 import pytest
 import torch
@@ -10,6 +12,7 @@ from oracles import DEVICE, on_device
 
 from sbp_mmdet.ops.common.autograd_function import Operation
 from sbp_mmdet.plan.cuda_rules import full_fp32
+from sbp_mmdet.verify.first_pass import verification_off
 
 # Phases: without the last one, 'explain', which runs a failing test a few hundred times more.
 hypothesis.settings.register_profile(
@@ -39,6 +42,13 @@ def operations_on_the_device(monkeypatch):
 
     monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(moved))
     with full_fp32():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def unverified(request):
+    """Tests look at the step itself, and not at its verification, unless their file asks for it."""
+    with contextlib.nullcontext() if getattr(request.module, 'VERIFIES', False) else verification_off():
         yield
 
 

@@ -3,6 +3,7 @@
 sbp-mmdet plan CONFIG --budget 8GiB     which variant fits, and the lines to paste
 sbp-mmdet rehearse CONFIG               one step on the largest batch of the data set, on this machine's GPU
 sbp-mmdet apply CONFIG --preset exact   what LeanHook would change in the model, and what not
+sbp-mmdet verify CONFIG --device cuda   whether changed modules compute what they computed before, on this device
 sbp-mmdet check                         whether this environment can train: versions, registry, one small step
 """
 
@@ -29,6 +30,7 @@ from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, pars
 from .rehearse import DoesNotFit
 from .tables import Column, format_gib, text_table
 from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
+from .verify import add_verify
 from .worst_batch import name_of
 
 __all__ = ['main', 'rows_of']
@@ -43,10 +45,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply | check')
+    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply | verify | check')
     _add_plan(verbs)
     _add_rehearse(verbs)
     _add_apply(verbs)
+    add_verify(verbs)
     verbs.add_parser('check', help='whether this environment can train').set_defaults(run=None)
     args = parser.parse_args(arguments)
     MMLogger.get_current_instance().setLevel(logging.ERROR)

@@ -23,7 +23,8 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
-from ..surgery import model_hooks
+from ..surgery import mix_out, model_hooks
+from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
 from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
@@ -195,6 +196,8 @@ def build_detector(config: Config, device: str):
     model = MODELS.build(_without_weights(config.model))
     model.to(device)
     model.train()  # distillation's returns nothing
+    for module in model.modules():
+        mix_out(module, FirstPass)  # a step is counted, not its verification
     for p in model.parameters(recurse=False):  # level_embed of Deformable DETR and DINO: memory that nobody has written
         nn.init.normal_(p)
     for hook in model_hooks(config.get('custom_hooks')):
