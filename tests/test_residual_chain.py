@@ -170,12 +170,12 @@ def test_requires_grad_changes_between_steps(norm_eval):
 
 def test_frozen_blocks_in_front_store_nothing():
     lean, _ = pair(blocks=5)
-    x, (*frozen, last) = image(), lean
-    for block in frozen:
+    for block in list(lean)[:4]:
         block.requires_grad_(False)
-    with torch.no_grad():
-        inner = nn.Sequential(*frozen)(x)
-    assert saved_bytes(lean, x) <= saved_bytes(last, inner) + inner.untyped_storage().nbytes()
+    x = image((32, 32))
+    out = lean(x)
+    # Input and output of the last block, and one map of a quarter of their channels inside of it.
+    assert saved_bytes(lean, x) <= 2.26 * out.untyped_storage().nbytes()
 
 
 def test_channels_last():
