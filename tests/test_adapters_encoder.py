@@ -54,7 +54,7 @@ def test_tokens_of_an_encoder_are_dropped():
     inputs.update(spatial_shapes=torch.tensor(sizes), level_start_index=starts)
     expected = [step(layer, inputs) for layer in layers]
     report = apply_lean(layers, preset='sbp', sampler='random')
-    assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset paper'}
+    assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset sbp'}
     assert "preset='sbp', keeps 0.5 of the positions" in f'{layers}'
     with pytest.raises(ValueError, match='take it out of CheckpointModulesHook'):  # it would draw others
         apply_lean(checkpointed(layers), preset='sbp')

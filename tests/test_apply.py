@@ -51,7 +51,7 @@ def test_report():
     model = Detector(build('stock Swin'))
     report = apply_lean(model, 'sbp')
     done = report.changed
-    assert done['backbone.stages.0.blocks.0'] == 'gradients from 0.5 of the positions, preset paper'
+    assert done['backbone.stages.0.blocks.0'] == 'gradients from 0.5 of the positions, preset sbp'
     assert (
         done['backbone.stages.0.downsample'] == done['backbone.stages.2.blocks.1'] == done['backbone.stages.0.blocks.0']
     )

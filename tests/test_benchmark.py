@@ -134,7 +134,7 @@ def test_names():
         dict(keep_ratio=[0.25, 0.5], sampler='random'),
     )
     assert parse_name('selective') == ('with_cp', {})
-    for name, message in (('papre', 'papre'), ('fused', "preset='sbp'"), ('sbp,0.5', 'unknown|key=value')):
+    for name, message in (('papre', 'papre'), ('fused', "preset='fused'"), ('sbp,0.5', 'unknown|key=value')):
         with pytest.raises(ValueError, match=message):
             parse_name(name)
 
@@ -172,7 +172,7 @@ def test_a_part_runs_alone_with_positions_of_its_backbone(config):
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
-        (['--presets', 'fused'], "of a former version; write preset='sbp'"),
+        (['--presets', 'fused'], "preset='fused'"),
         (['--size', '0x64'], '--size 0x64'),
         (['--cap', '8'], '--cap 8.0 needs --step and a GPU'),
         (['--rivals', 'mine'], 'invalid choice'),

@@ -25,7 +25,7 @@ def _rows(name, **where):
     rows = {frozenset((row.get('preset') or row['variant']).split('+')): row for row in reversed(rows)}
     blocks = any('exact-block' in variant for variant in rows)
     former = dict(exact='exact-block', int8='int8-block') if blocks else {}
-    former |= dict(paper='recompute') if any('recompute' in variant for variant in rows) else {}
+    former |= dict(sbp='recompute') if any('recompute' in variant for variant in rows) else {}
 
     def find(variant):
         preset, *pieces = variant.split('+')

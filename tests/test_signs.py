@@ -134,7 +134,7 @@ def test_the_block_in_the_log(caplog):
     report, remark, stored = log['INFO']
     assert report.splitlines() == [
         "LeanHook: preset='sbp': 13 modules changed, 0 left alone",
-        'changed: 4 SwinBlock, 2 PatchMerging: gradients from 0.5 of the positions, preset paper',
+        'changed: 4 SwinBlock, 2 PatchMerging: gradients from 0.5 of the positions, preset sbp',
         'changed: 1 SwinBlock, 1 PatchMerging, 1 PatchEmbed, 4 LayerNorm: exact, stores less',
         'training targets are made piece by piece',
     ]

@@ -81,7 +81,6 @@ def test_config_without_custom_imports(project):
     [
         ({'sbp_cfg.keep_ratio': 1.5}, r'keep_ratio=1.5 must be a number in \(0, 1\]'),
         ({'sbp_cfg.keep_rato': 0.5}, "unknown key 'keep_rato'; did you mean 'keep_ratio'"),
-        ({'sbp_cfg.recompute': True}, r"\['recompute'\] are settings of former versions; write dict\(preset='sbp'\)"),
         ({'depth': 50}, "unexpected keyword argument 'depth'; .*_delete_=True"),
     ],
 )
@@ -116,7 +115,6 @@ SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 2, 1), num_heads
             dict(type='LeanHook', preset='sbp'),
             "LeanHook: preset='sbp' drops positions",
         ),
-        (SWIN, dict(type='SBPHook', recompute=True), 'SBPHook: SBPHook is now LeanHook: write dict'),
         (dict(SWIN, embed_dim=8), dict(type='LeanHook'), None),  # mmdet says what is wrong with it
         (None, dict(type='LeanHook'), 'LeanHook: .* has sbp_cfg of its own'),
     ],

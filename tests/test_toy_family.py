@@ -120,7 +120,7 @@ def toy(preset=None, **keys):
 
 def test_report():
     report = apply_lean(nn.ModuleDict(dict(backbone=ToyNet())), 'sbp')
-    thinned = 'gradients from 0.5 of the positions, preset paper'
+    thinned = 'gradients from 0.5 of the positions, preset sbp'
     assert report.changed == {
         **{f'backbone.levels.{i}.{j}': thinned if i < 2 else 'exact, stores less' for i in range(3) for j in range(2)},
         'backbone.shrinks.0': thinned,
@@ -178,7 +178,7 @@ def test_stored_bytes():
 def test_keys_hook_and_back():
     model = nn.ModuleDict(dict(backbone=ToyNet()))
     text = LeanHook('sbp', blocks=[2, 1, 0], keep_ratio=[0.25, 0.5, 0.75]).apply(model)
-    assert 'gradients from 0.75 of the positions, preset paper' in text
+    assert 'gradients from 0.75 of the positions, preset sbp' in text
     with pytest.raises(ValueError, match="attention='head' means nothing for ToyNet"):
         apply_lean(model, 'sbp', attention='head')
     remove_lean(model)

@@ -1,9 +1,5 @@
-"""Two guards: training steps are those that an earlier state of the package froze to a file (see guards.py), and a
-backbone of the package thins what the same network thins that is changed in place."""
+"""A backbone of this package thins the layers that the paper names, and so does a stock network changed in place."""
 
-import json
-
-import guards
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import FFN
@@ -13,38 +9,7 @@ from torch import nn
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
 from sbp_mmdet.apply import keep_ratios
 
-FROZEN = json.loads(guards.FILE.read_text())
-# Their plain modules store what torch's own kernels store, which changes from release to release.
-PLAIN = ('none', 'with_cp', 'reference')
-# Lean steps may store less than they did then: exact blocks under these presets run their convolution again, and
-# patch embeddings share what they store. None may store more.
-
-
-def test_the_file_has_the_cases():
-    assert list(FROZEN['cases']) == [guards.name_of(*case) for case in guards.cases()]
-
-
-@pytest.mark.parametrize('case', [*guards.cases()], ids=lambda case: guards.name_of(*case))
-def test_a_step_is_as_it_was(case):
-    family, preset, _, _, precision = case
-    frozen = FROZEN['cases'][guards.name_of(*case)]
-    nbytes, found = guards.step(*case)
-    if preset not in PLAIN or torch.__version__.startswith(FROZEN['torch']):
-        assert nbytes <= 1.005 * frozen['bytes']
-        assert preset not in PLAIN or nbytes >= 0.995 * frozen['bytes']
-    expected = dict(zip(FROZEN['names'][f'{family} {precision}'], frozen['norms'], strict=True))
-    assert found.keys() == expected.keys()
-    largest = max(expected.values())
-    for name, norm in expected.items():  # in half precision to what its rounding leaves
-        tolerance = 1e-3 * norm + 1e-9 * largest if precision == 'fp64' else 0.05 * norm + 0.003 * largest
-        assert found[name][0] == pytest.approx(norm, abs=tolerance), name
-    rounding = 1e-6 if preset == 'int8' else 1e-9
-    for name, product in zip(expected, frozen.get('products', ()), strict=bool(frozen.get('products'))):
-        tolerance = rounding * max(expected[name], 1e-3 * largest)
-        assert found[name][1] == pytest.approx(product, abs=tolerance), name
-
-
-# mmpretrain is rarely here: what is made up has the names of its classes, and the submodules that are looked at.
+# mmpretrain is rarely installed: these stand-ins have the names of its classes and the submodules that adapters read.
 
 
 def linears(*widths):
@@ -111,10 +76,10 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleList(TransformerEncoderLayer(width, heads) for _ in range(depth))
 
 
-for made_up in (ConvNeXtBlock, LayerNorm2d, ConvNeXt):
-    made_up.__module__ = 'mmpretrain.models.backbones.convnext'
-for made_up in (TransformerEncoderLayer, VisionTransformer):
-    made_up.__module__ = 'mmpretrain.models.backbones.vision_transformer'
+for stand_in in (ConvNeXtBlock, LayerNorm2d, ConvNeXt):
+    stand_in.__module__ = 'mmpretrain.models.backbones.convnext'
+for stand_in in (TransformerEncoderLayer, VisionTransformer):
+    stand_in.__module__ = 'mmpretrain.models.backbones.vision_transformer'
 
 SWIN = {
     'tiny': {},
@@ -131,7 +96,7 @@ def sbp_swin(arch, **options):
     return SBPSwinTransformer(**SWIN[arch], **options)
 
 
-# The plain model, the class, their architecture, and how many blocks of each stage are thinned.
+# Stock model, backbone of this package, architecture, and the number of thinned blocks of each stage.
 WAYS = [
     (ConvNeXt, SBPConvNeXt, 'tiny', [3, 3, 6, 0]),
     (ConvNeXt, SBPConvNeXt, 'small', [3, 3, 21, 0]),
@@ -147,7 +112,7 @@ WAYS = [
 
 @pytest.fixture
 def skip_weights(monkeypatch):
-    """Networks of their full size in no time: numbers in them mean nothing."""
+    """Skips initialisation, so that networks of full size are built at once."""
     for name in ('kaiming_uniform_', 'trunc_normal_', 'uniform_'):
         monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
 
@@ -168,16 +133,16 @@ def skip_weights(monkeypatch):
 def test_class_and_hook_thin_the_same(way, preset, keys, skip_weights):
     plain, ours, arch, blocks = way
     if keys.get('downsample') is False and len(blocks) == 1:
-        pytest.skip('there is no such layer')
+        pytest.skip('a ViT has no downsampling layer')
     hooked, own = plain(arch), ours(arch, sbp_cfg=dict(preset=preset, **keys))
     hooked.train(), own.train()
     apply_lean(hooked, preset=preset, **keys)
-    wanted = {}
+    expected = {}
     if preset not in ('exact', 'int8'):
-        first = (12 if arch != 'large' else 24) - blocks[0] if len(blocks) == 1 else 0  # ViT's are the last ones
-        wanted = {(i, first + j): 0.5 for i, number in enumerate(blocks) for j in range(number)}
+        first = (12 if arch != 'large' else 24) - blocks[0] if len(blocks) == 1 else 0  # the last blocks of a ViT
+        expected = {(i, first + j): 0.5 for i, number in enumerate(blocks) for j in range(number)}
         if len(blocks) == 4 and keys.get('downsample', True):
-            wanted |= {(1, 'downsample'): 0.5, (2, 'downsample'): 0.5}
-    wanted = dict.fromkeys(wanted, keys.get('keep_ratio', 0.5))
-    assert keep_ratios(hooked) == wanted
-    assert own.keep_ratios() == wanted
+            expected |= {(1, 'downsample'): 0.5, (2, 'downsample'): 0.5}
+    expected = dict.fromkeys(expected, keys.get('keep_ratio', 0.5))
+    assert keep_ratios(hooked) == expected
+    assert own.keep_ratios() == expected
