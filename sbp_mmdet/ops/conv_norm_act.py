@@ -172,11 +172,11 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if _weight_needed(s, needs) else None
     full = x.dtype == accumulator(x)
-    factors = _factors(s, t) if s.norm == 'fixed' and (full or any(needs)) else None
-    z = _convolve(s, t, x, factors)
+    factors = factors_of_fixed(s, t) if s.norm == 'fixed' and (full or any(needs)) else None
+    z = convolve(s, t, x, factors)
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
-        u, statistics, count = _normalise(s, t, z)
+        u, statistics, count = normalise(s, t, z)
     if t.residual is not None:
         u = u.add_(t.residual)
     if any(needs):
@@ -194,12 +194,12 @@ def _weight_needed(s, needs):
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
 
 
-def _factors(s, t):
+def factors_of_fixed(s, t):
     rstd = (t.running_var.to(accumulator(t.running_var)) + s.eps).rsqrt()
     return Factors(rstd if t.norm_weight is None else rstd * t.norm_weight, rstd)
 
 
-def _convolve(s, t, x, factors):
+def convolve(s, t, x, factors):
     """The convolution, with the fixed norm."""
     geometry, fixed = (s.stride, s.padding, s.dilation, s.groups), s.norm == 'fixed'
     # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
@@ -225,7 +225,7 @@ def _activate(s, t, z, u, statistics):
     """The output, and what is kept of z and of u; may write to u."""
     act, storage, normed = s.activation, s.form.storage, None
     if statistics is not None:
-        scale, shift = _affine_part(s, t, statistics, z.shape[1])
+        scale, shift = affine_of_norm(s, t, statistics, z.shape[1])
         # In eight bits the sum's sign, which is the mask, would not be that of what is read.
         residual = addend(t.residual, storage) if t.residual is not None and storage == 'native' else None
         by_sign = t.residual is None and act is not None and act.by_sign
@@ -257,11 +257,11 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     if needs.residual:
         found['residual'] = grad.to(saved.dtypes[1])
     if saved.statistics is not None:
-        grad, found['norm_weight'], found['norm_bias'] = _normalise_backward(s, saved, grad, needs)
-    return ConvNormGradients(**found, **_convolve_backward(s, saved, grad, needs))
+        grad, found['norm_weight'], found['norm_bias'] = normalise_backward(s, saved, grad, needs)
+    return ConvNormGradients(**found, **convolve_backward(s, saved, grad, needs))
 
 
-def _convolve_backward(s, saved, grad, needs):
+def convolve_backward(s, saved, grad, needs):
     """Returns the gradients of the input and of all that is folded into the convolution, by name.
 
     With a fixed norm y = k * conv(x, W) + shift, k = norm_weight * rstd for each channel, the products are
@@ -324,7 +324,7 @@ def _fixed_gradients(saved, needs, dweight, dbias, factor, rest):
     return found
 
 
-def _normalise(s, t, z):
+def normalise(s, t, z):
     """The normalised map, in memory of its own, the statistics, and what a SyncBN's are over."""
     if s.norm == 'group':
         # CUDA's kernel takes one precision, and its autocast runs group norm in full.
@@ -346,7 +346,7 @@ def _for_group_norm(z):
     return z.contiguous(memory_format=memory_format(z)) if z.device.type == 'cpu' else z.contiguous()
 
 
-def _affine_part(s, t, statistics, channels):
+def affine_of_norm(s, t, statistics, channels):
     """Scale and shift of a norm with these statistics, broadcastable."""
     mean, scale = (n.to(accumulator(n)) for n in statistics)
     if s.norm == 'group':
@@ -357,7 +357,7 @@ def _affine_part(s, t, statistics, channels):
     return scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
 
 
-def _normalise_backward(s, saved, grad, needs):
+def normalise_backward(s, saved, grad, needs):
     """Gradients of a norm's input, weight and bias."""
     t, (mean, rstd) = saved.tensors, saved.statistics
     z = saved.normed.before_norm(grad.dtype)
@@ -388,12 +388,12 @@ def _normalise_together(s, t, z):
         t.running_mean.lerp_(mean.to(t.running_mean.dtype), s.momentum)
         t.running_var.lerp_((var * count / (count - 1)).to(t.running_var.dtype), s.momentum)
     statistics = Statistics(mean, (var + s.eps).rsqrt())
-    scale, shift = _affine_part(s, t, statistics, channels)
+    scale, shift = affine_of_norm(s, t, statistics, channels)
     return torch.addcmul(shift, z, scale).to(z.dtype), statistics, count
 
 
 def _normalise_together_backward(s, saved, z, grad):
-    """As :func:`_normalise_backward`; gradients of the parameters are this process's own."""
+    """As :func:`normalise_backward`; gradients of the parameters are this process's own."""
     t, (mean, rstd) = saved.tensors, (n.view(1, -1, 1, 1) for n in saved.statistics)
     full = grad.to(rstd.dtype)
     xhat = (z - mean) * rstd
