@@ -13,10 +13,11 @@ from torch import nn
 
 from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
 from .checkpointing import Checkpointed, refuse_replays
+from .passes import close_drawing, hand_on_within, open_drawing
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.config import SBPConfig
-from .stochastic_backprop.step_draws import Draws, LevelDraws, Phases, Stages
+from .stochastic_backprop.step_draws import RowDraws, StepDraws, ThinnedStages, TokenDraws
 from .surgery import detectors, members, mix_in, mix_out, unwrapped
 from .verify.first_pass import FirstPass, verify_at_first_pass
 
@@ -87,13 +88,8 @@ def _restore(model, modules):
         if isinstance(module, (Lean, _CheckpointedBlock)):
             mix_out(module, (Lean, _CheckpointedBlock))
             vars(module).pop('_lean', None)
-    used = {id(draws) for draws in draws_of(model)}
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            draws = getattr(hook, '__self__', None)
-            if isinstance(draws, Draws) and id(draws) not in used:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    close_drawing(model, draws_of(model))
+    hand_on_within(model)
 
 
 def keep_ratios(model: nn.Module) -> dict[tuple, float]:
@@ -112,14 +108,14 @@ def keep_ratios(model: nn.Module) -> dict[tuple, float]:
     return found
 
 
-def draws_of(model: nn.Module) -> list[Draws]:
+def draws_of(model: nn.Module) -> list[StepDraws]:
     """What the changed backbones of a model draw from.
 
     Args:
         model (nn.Module): A backbone, or what has one.
     """
     places = (module._lean for module in model.modules() if isinstance(module, Lean))
-    return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, Draws)}.values()]
+    return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, StepDraws)}.values()]
 
 
 class _CheckpointedBlock(Checkpointed):
@@ -263,7 +259,7 @@ def _owner(root, stages):
 
 def _carry_out(model, settings, plan, chosen):
     changed, left = {}, dict(plan.left)
-    phases = Phases() if settings.preset.gradients == 'sampled' else None
+    phases = RowDraws() if settings.preset.gradients == 'sampled' else None
     names = {id(module): name for name, module in model.named_modules()}
 
     def change(module, mixin, place, meaning):
@@ -280,16 +276,18 @@ def _carry_out(model, settings, plan, chosen):
         getattr(owner, '_freeze_stages', lambda: None)()  # as mmdet's and mmpretrain's do when training begins
         modules = {key: module for key, (module, _) in layers.items()}
         heads = _num_heads(layers)
-        draws = Draws(Stages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
+        draws = StepDraws(ThinnedStages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
                 change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module, mixin))
-        if settings.preset.form is not None:
-            owner.register_forward_pre_hook(draws.begin, with_kwargs=True)
+        if settings.preset.form is not None and draws.stages.draws():
+            open_drawing(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
-        place = Place(settings, draws=LevelDraws(settings) if ratio else None)
+        place = Place(settings, draws=TokenDraws(settings) if ratio else None)
         change(module, mixin, place, _meaning(settings, ratio, module, mixin))
+    if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
+        hand_on_within(model)
     left |= _untouched(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 

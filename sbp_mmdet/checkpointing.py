@@ -9,7 +9,7 @@ from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .ops.common.kept_maps import forget
+from .ops.common.handed_maps import Scope
 from .surgery import Mixin, members, mix_in, mix_out
 
 __all__ = ['Checkpointed', 'checkpoint_modules', 'keep_buffers', 'refuse_replays']
@@ -89,25 +89,23 @@ class Checkpointed(Mixin):
             return forward(*args, **kwargs)
         # Checkpointing saves tensors that it is given one by one, but holds on to those inside of lists.
         leaves, structure = tree_flatten((args, kwargs))
-        forget(leaves)
         started = None
 
         def run(*leaves):
             nonlocal started
             args, kwargs = tree_unflatten(leaves, structure)
             if started is not None:
-                with keep_buffers(self, started):
+                with keep_buffers(self, started), Scope():  # nothing from outside is read in here
                     return forward(*args, **kwargs)
             buffers = [buffer for buffer in _buffers(self) if type(buffer.module) not in _NORMS]
             for buffer in buffers:
                 buffer.value = buffer.tensor.detach().clone()
-            out = forward(*args, **kwargs)
+            with Scope():  # what is read from outside would not be found when this runs again
+                out = forward(*args, **kwargs)
             started = [buffer for buffer in buffers if buffer.changed]
             return out
 
-        out = cp.checkpoint(run, *leaves, use_reentrant=False)
-        forget(out)
-        return out
+        return cp.checkpoint(run, *leaves, use_reentrant=False)
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from mmengine.hooks import Hook
 from torch import nn
 
 from .adapters import Lean
-from .stochastic_backprop.step_draws import Draws
+from .stochastic_backprop.step_draws import StepDraws
 from .surgery import unwrapped
 from .verify.first_pass import conclude, verify_changed
 
@@ -59,7 +59,7 @@ def thinned_line(model: nn.Module) -> str | None:
     lines, seen = [], set()
     for module in model.modules():
         draws = module._lean.draws if isinstance(module, Lean) else None
-        if not isinstance(draws, Draws) or id(draws) in seen:
+        if not isinstance(draws, StepDraws) or id(draws) in seen:
             continue
         seen.add(id(draws))
         ratios, layers = draws.stages.keep_ratios(), draws.stages.layers

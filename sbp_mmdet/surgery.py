@@ -18,7 +18,7 @@ __all__ = [
     'mix_out',
     'model_hook_class',
     'model_hooks',
-    'unmixed',
+    'stock_class',
     'unwrapped',
 ]
 
@@ -54,15 +54,6 @@ def _apart(kind):
     return kind, fronts
 
 
-def unmixed(kind: type) -> type:
-    """Returns a class without what :func:`mix_in` put in front of it.
-
-    Args:
-        kind (type): Class of an object.
-    """
-    return _apart(kind)[0]
-
-
 def has_methods_of(obj: object, kind: type, *names: str) -> bool:
     """Checks that an object runs methods of a class, and neither a subclass's nor its own.
 
@@ -85,6 +76,15 @@ def _together(kind, fronts):
 def _new(kind, fronts, *args):
     kind = _together(kind, fronts)
     return kind.__new__(kind, *args)
+
+
+def stock_class(kind: type) -> type:
+    """Returns a class without what this package mixed in.
+
+    Args:
+        kind (type): The class of a module.
+    """
+    return _apart(kind)[0]
 
 
 def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:

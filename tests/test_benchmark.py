@@ -162,10 +162,10 @@ def test_a_part_runs_alone_with_positions_of_its_backbone(config):
     model = benchmark.build_training(config, **CASE)[0]
     case = Case('sbp', model, 'backbone.stages.2.1', {})
     x = torch.randn(1, 32, 4, 4, requires_grad=True)
-    with pytest.raises(ValueError, match='no pass of its backbone has begun'):
+    with pytest.raises(ValueError, match='call the backbone that it belongs to'):
         case.run(x)
-    case.begin(torch.Size((1, 3, 64, 64)), 'cpu')
-    case.run(x).sum().backward()
+    with case.alone(torch.Size((1, 3, 64, 64))):
+        case.run(x).sum().backward()
     assert x.grad is not None and case.module.pointwise_conv1.weight.grad.any()
 
 

@@ -10,8 +10,10 @@ from helpers import FP16
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
 
+from sbp_mmdet.ops.common.activations import ACTIVATIONS, Activation
 from sbp_mmdet.ops.common.autograd_function import Form
-from sbp_mmdet.ops.common.kept_maps import ACTIVATIONS, Activation, add, keep
+from sbp_mmdet.ops.common.handed_maps import Scope
+from sbp_mmdet.ops.common.kept_maps import add, keep
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 MODULES = {
@@ -164,6 +166,10 @@ class Chain(nn.Sequential):
     residual = None
 
     def forward(self, x):
+        with Scope():
+            return self.run(x)
+
+    def run(self, x):
         for layer in self:
             if self.residual == 'before activation':
                 x = layer(x, x)
@@ -279,9 +285,10 @@ def test_what_was_written_to_is_not_handed_on(storage):
     stock, lean = chains(storage, 2, norm='batch', act='silu')
 
     def run_changed(chain, x):
-        out = chain[0](x)
-        out.mul_(2)
-        return chain[1](out)
+        with Scope():
+            out = chain[0](x)
+            out.mul_(2)
+            return chain[1](out)
 
     grads = []
     for chain in (stock, lean):

@@ -11,8 +11,8 @@ from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDet
 from torch import nn
 
 import sbp_mmdet.ops.deformable_attention as deformable_module
+from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.common.autograd_function import Form
-from sbp_mmdet.ops.common.kept_maps import Activation
 from sbp_mmdet.ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
 from sbp_mmdet.ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
 from sbp_mmdet.ops.ffn import FFNSettings, FFNTensors, feed_forward

@@ -24,8 +24,8 @@ from ..ops.common.precision import accumulator, autocast_dtype
 from ..ops.common.stochastic_depth import on_images
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
-from ..stochastic_backprop.step_draws import Draws, LevelDraws, Phases
-from ..surgery import Mixin, unmixed
+from ..stochastic_backprop.step_draws import RowDraws, StepDraws, TokenDraws
+from ..surgery import Mixin, stock_class
 from .bindings import Part
 
 __all__ = ['ADAPTERS', 'Block', 'Lean', 'Place', 'Whole', 'adapter', 'adapter_of', 'kind_of']
@@ -66,7 +66,7 @@ def _path(kind):
 
 def kind_of(module: nn.Module) -> type:
     """Returns the class of a module without what was mixed into it: adapters, checkpointing."""
-    return unmixed(type(module))
+    return stock_class(type(module))
 
 
 class Place(NamedTuple):
@@ -75,16 +75,16 @@ class Place(NamedTuple):
     Attributes:
         settings (Settings): Of the model.
         layer (tuple | None): Which layer of its backbone it is; None: none that has positions. Default: None.
-        draws (Draws | LevelDraws | None): Of its backbone, or of itself. Default: None.
+        draws (StepDraws | TokenDraws | None): Of its backbone, or of itself. Default: None.
         name (str): Of the module. Default: ''.
-        phases (Phases | None): Of the model's samples. Default: None.
+        phases (RowDraws | None): Of the model's samples. Default: None.
     """
 
     settings: Settings
     layer: tuple | None = None
-    draws: Draws | LevelDraws | None = None
+    draws: StepDraws | TokenDraws | None = None
     name: str = ''
-    phases: Phases | None = None
+    phases: RowDraws | None = None
 
 
 class Lean(Mixin):
@@ -95,12 +95,14 @@ class Lean(Mixin):
         class_tokens (bool): Tokens may stand in front of those of the map; they are always kept. Default: False.
         samples (bool): Estimates gradients of weights where a preset says so. Default: True.
         thins_only (bool): Changes nothing where it drops no tokens. Default: False.
+        hands_on (bool): Hands to the next layer what it keeps, see :mod:`sbp_mmdet.passes`. Default: False.
     """
 
     checkpointed = False
     class_tokens = False
     samples = True
     thins_only = False
+    hands_on = False
 
     def forward(self, *args, **kwargs):
         """The module's own forward pass; in training :meth:`lean_forward`, with the same arguments."""
@@ -131,7 +133,7 @@ class Lean(Mixin):
 
     @classmethod
     def token_ratio(cls, settings: Settings) -> float | None:
-        """Keep ratio of a module that draws for itself, by :class:`.draws.LevelDraws`; None: it keeps all.
+        """Keep ratio of a module that draws for itself, by :class:`.TokenDraws`; None: it keeps all.
 
         Args:
             settings (Settings): Of the model.

@@ -17,8 +17,8 @@ from mmengine.model.utils import _BatchNormXd
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 
+from ..ops.common.activations import Activation
 from ..ops.common.autograd_function import Form
-from ..ops.common.kept_maps import Activation
 from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from ..presets import Settings
 from .base import Lean, Whole, adapter, kind_of
@@ -150,6 +150,8 @@ def _process_group(norm):
 
 class ConvLean(Whole):
     """Base of adapters of convolutional modules, which are exact in every preset."""
+
+    hands_on = True
 
     def forward(self, *args, **kwargs):
         """As of others. What is frozen, and so in evaluation mode, folds its norms too while the rest trains."""

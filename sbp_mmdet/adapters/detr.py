@@ -7,6 +7,7 @@ a text are never dropped.
 
 import inspect
 import warnings
+from collections.abc import Callable
 from numbers import Real
 from types import SimpleNamespace
 
@@ -189,11 +190,14 @@ class _DropsTokens(_Layer):
         paper = preset.thins and preset.form == Form()
         return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
 
-    def kept(self, x: Tensor, sizes: list[tuple[int, int]]) -> Positions | None:
-        """The tokens of this pass that are kept; None: all. Layers with the same maps keep the same ones."""
+    def kept(self, x: Tensor, sizes: Callable[[], list[tuple[int, int]]]) -> Positions | None:
+        """Returns the tokens that are kept in this pass; ``None``: all. Layers with the same maps keep the same ones.
+
+        The sizes of the maps are a function, because asking a GPU for them would wait for it where nothing is drawn.
+        """
         draws = self._lean.draws
         trains = draws is not None and any(p.requires_grad for p in self.parameters())
-        return draws.positions(sizes, x.device) if trains else None
+        return draws.positions(sizes(), x.device) if trains else None
 
 
 @adapter(DetrTransformerEncoder, DABDetrTransformerEncoder)
@@ -207,7 +211,7 @@ class Encoder(_DropsTokens):
     thins_only = True
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
-        positions = self.kept(query, [(1, query.shape[1])])
+        positions = self.kept(query, lambda: [(1, query.shape[1])])
         if positions is None:
             return super(Lean, self).forward(query, query_pos, key_padding_mask, **kwargs)
         kwargs['key_padding_mask'] = key_padding_mask
@@ -289,7 +293,7 @@ class DeformableEncoderLayer(_DropsTokens):
     With ``sbp`` attention and feed-forward network send gradients from kept tokens.
     """
 
-    checkpointed = samples = True
+    checkpointed = samples = hands_on = True
     stock = (DeformableDetrTransformerEncoderLayer, DetrTransformerEncoderLayer)
 
     def __call__(self, *args, **kwargs):
@@ -313,7 +317,7 @@ class DeformableEncoderLayer(_DropsTokens):
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
         weights = _attention_weights(attention) | norms | _ffn_weights(ffn)
-        positions = self.kept(query, given.spatial_shapes.tolist())
+        positions = self.kept(query, given.spatial_shapes.tolist)
         tensors = EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
         return deformable_encoder_layer(settings, tensors)
 

@@ -16,7 +16,7 @@ from mmdet.models.task_modules.assigners import (
 from mmdet.models.task_modules.assigners.iou2d_calculator import BboxOverlaps2D_GLIP
 from torch import nn
 
-from ..surgery import Mixin, mix_in, unmixed
+from ..surgery import Mixin, mix_in, stock_class
 
 __all__ = ['assigners_in_chunks']
 
@@ -44,13 +44,13 @@ def assigners_in_chunks(model: nn.Module, pairs: int) -> tuple[list[str], dict[s
     changed, unchanged = {}, {}
     for head, name, assigner in _assigners(model):
         calculator = getattr(assigner, 'iou_calculator', None)
-        if unmixed(type(calculator)) in _PAIRWISE:
+        if stock_class(type(calculator)) in _PAIRWISE:
             if not isinstance(calculator, _PairsInChunks):
                 mix_in(calculator, _PairsInChunks)
             calculator.pairs = pairs
             changed[head] = None
         else:
-            kind = unmixed(type(assigner if calculator is None else calculator)).__name__
+            kind = stock_class(type(assigner if calculator is None else calculator)).__name__
             reason = f'{kind} has no iou_calculator' if calculator is None else f'iou_calculator is a {kind}'
             unchanged[f'{head}.{name}' if head else name] = reason
         if type(assigner) in _NO_OVERLAP:
@@ -139,7 +139,7 @@ class _CostsInChunks(Mixin):
     def _result(self, cost, ious, valid, labels):
         found_ious, found = self.dynamic_k_matching(cost, ious, len(labels), valid)  # leaves the matched ones in valid
         indices = valid.new_zeros(len(valid), dtype=torch.long)
-        infinite = _NO_OVERLAP[unmixed(type(self))]
+        infinite = _NO_OVERLAP[stock_class(type(self))]
         classes, overlaps = torch.full_like(indices, -1), cost.new_full(indices.shape, -infinite, dtype=torch.float32)
         indices[valid] = found + 1
         classes[valid] = labels[found].long()

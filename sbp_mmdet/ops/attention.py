@@ -31,18 +31,10 @@ from ..stochastic_backprop.algorithm1 import take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.flash import attend, attend_backward
+from .common.folding import add_branch, fold, normalise, normalise_backward, unfold, unscale
+from .common.layouts import Chunk, add_rows_
 from .common.precision import Stored, accumulate, column_sums, in_range, store
-from .common.row_sampling import (
-    Chunk,
-    add_branch,
-    add_rows_,
-    draw,
-    fold,
-    normalise,
-    normalise_backward,
-    unfold,
-    unscale,
-)
+from .common.row_sampling import draw
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
 

@@ -32,27 +32,11 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold, unit_statistics, unscale
+from .common.layouts import Chunk, chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
 from .common.precision import Stored, Sum, column_sums, store
 from .common.rerun_conv import Conv
-from .common.row_sampling import (
-    Chunk,
-    Incoming,
-    add_branch,
-    chunks,
-    draw,
-    empty_tokens,
-    fold,
-    in_shape,
-    laid_out,
-    layout_of,
-    normalise,
-    normalise_backward,
-    put_together,
-    tokens_of,
-    unfold,
-    unit_statistics,
-    unscale,
-)
+from .common.row_sampling import draw
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 

@@ -24,20 +24,11 @@ from torch import Tensor
 
 from .channel_mlp import MLPWeights
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.folding import add_branch, normalise, normalise_backward, unfold, unscale
+from .common.layouts import Chunk, chunks, in_shape, tokens_of
 from .common.precision import Stored, accumulate, accumulator, column_sums, in_range, store, zeros_for
 from .common.rerun_conv import Conv
-from .common.row_sampling import (
-    Chunk,
-    add_branch,
-    chunks,
-    draw,
-    in_shape,
-    normalise,
-    normalise_backward,
-    tokens_of,
-    unfold,
-    unscale,
-)
+from .common.row_sampling import draw
 
 __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
 

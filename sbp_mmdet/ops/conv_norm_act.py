@@ -8,10 +8,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.kept_maps import Activation, KeptMap, addend, hand_on, keep, kept
+from .common.handed_maps import hand_on, made_here
+from .common.kept_maps import KeptMap, addend, keep, kept
+from .common.layouts import memory_format
 from .common.precision import accumulator, multiplied
-from .common.row_sampling import memory_format
 
 __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
@@ -183,6 +185,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
         y, normed, active = _activate(s, t, z, u, statistics)
     else:
         y, normed, active = u if s.activation is None else s.activation(u, inplace=True), None, None
+        made_here(y)
     parameters = t._replace(x=None, residual=None, running_var=None)
     parameters = parameters if factors else parameters._replace(running_mean=None)
     dtypes = t.x.dtype, None if t.residual is None else t.residual.dtype

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
-from .common.kept_maps import hand_on, handed_on
+from .common.handed_maps import hand_on, handed_on
+from .common.layouts import add_rows_, chunks
 from .common.precision import accumulate, column_sums, zeros_for
-from .common.row_sampling import add_rows_, chunks, draw
+from .common.row_sampling import draw
 from .deformable_attention import FIXED, DeformableSettings, DeformableTensors, inputs_backward, kernel_inputs, sample
 from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
 

@@ -15,20 +15,10 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.folding import fold, normalise, normalise_backward, unfold
+from .common.layouts import in_shape, laid_out, layout_of, memory_format, put_together, tokens_of
 from .common.precision import Stored, accumulate, column_sums, store
-from .common.row_sampling import (
-    draw,
-    fold,
-    in_shape,
-    laid_out,
-    layout_of,
-    memory_format,
-    normalise,
-    normalise_backward,
-    put_together,
-    tokens_of,
-    unfold,
-)
+from .common.row_sampling import draw
 
 __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 

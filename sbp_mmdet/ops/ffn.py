@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common.activations import Activation
 from .common.autograd_function import OnHost, Operation, Sample, gradients_of, in_precision
-from .common.kept_maps import Activation
+from .common.layouts import chunks
 from .common.precision import accumulate, column_sums, zeros_for
-from .common.row_sampling import chunks, draw
+from .common.row_sampling import draw
 
 __all__ = [
     'FFNSettings',

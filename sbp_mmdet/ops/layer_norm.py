@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of
+from .common.folding import normalise, normalise_backward
+from .common.layouts import laid_out, memory_format
 from .common.precision import Stored, accumulator, autocast_dtype, store
 from .common.rerun_conv import Conv
-from .common.row_sampling import laid_out, memory_format, normalise, normalise_backward
 
 __all__ = ['NormSettings', 'NormTensors', 'layer_norm']
 

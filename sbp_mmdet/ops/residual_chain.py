@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .common.activations import Activation
 from .common.autograd_function import in_precision, put_tensors_back, take_tensors_out
-from .common.kept_maps import Activation, KeptMap, hand_on, keep, kept
+from .common.handed_maps import hand_on
+from .common.kept_maps import KeptMap, keep, kept
 from .common.precision import no_autocast
 from .common.sign_bits import SignBits
 from .conv_norm_act import (

@@ -26,8 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold
+from .common.layouts import CHUNK, Chunk
 from .common.precision import Stored, Sum, accumulator, column_sums, store
-from .common.row_sampling import CHUNK, Chunk, Incoming, add_branch, draw, fold, normalise, normalise_backward, unfold
+from .common.row_sampling import draw
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..adapters import Lean
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
-from ..stochastic_backprop.step_draws import LevelDraws
+from ..stochastic_backprop.step_draws import TokenDraws
 from ..surgery import Mixin, mix_in, mix_out
 from .comparison import Disagreement, Side, compare, relative_difference
 from .dry_run import CannotCopy, hookless_copy, without_a_trace
@@ -277,7 +277,7 @@ class _Watch:
             thinned = side(True, with_fixed_draws)
             own = side(True, lambda place: with_fixed_draws(as_reference(place)))
             # What draws for itself has no reference but its own code, whose values are the same.
-            whole = isinstance(place.draws, LevelDraws)
+            whole = isinstance(place.draws, TokenDraws)
             check(side(False) if whole else own, thinned, lambda name: not whole, slack)
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..adapters import Lean
 from ..presets import Settings
-from ..stochastic_backprop.step_draws import Draws
+from ..stochastic_backprop.step_draws import StepDraws
 from ..surgery import Mixin, mix_in, mix_out
 from .checks import Findings, verify_modules
 
@@ -134,7 +134,7 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
 def _fall_back(module):
     """Gives a module its own code back."""
     place = module._lean
-    if isinstance(place.draws, Draws):
+    if isinstance(place.draws, StepDraws):
         stages = place.draws.stages
         stages.layers.pop(place.layer, None)
         stages.ratios.pop(place.layer, None)
