@@ -102,6 +102,7 @@ class Lean(Mixin):
     class_tokens = False
     samples = True
     thins_only = False
+    runs_blocks = False
     hands_on = False
 
     def forward(self, *args, **kwargs):

@@ -26,6 +26,8 @@ _LONGEST = 6  # blocks of a chain: their inputs exist at the same time in the ba
 class Stage(Sequence):
     """A sequence of residual blocks. Blocks that cannot be chained run one by one."""
 
+    runs_blocks = True
+
     def lean_forward(self, x: Tensor) -> Tensor:
         if not any(kind_of(module) in _BLOCKS for module in self):
             return super().lean_forward(x)

@@ -219,7 +219,7 @@ class _Watch:
             return forward(*args, **kwargs)
         kind = self._kind(module, args, kwargs)
         bridged = self._bridged(module)
-        counts = not self.around and id(module) not in self.inside
+        keys = () if id(module) in self.inside else self._keys(kind, module)
         if not bridged:
             self.around.append(module)
         try:
@@ -227,9 +227,20 @@ class _Watch:
         finally:
             if not bridged:
                 self.around.pop()
-        if counts:
-            self.calls.append((kind, self._addresses((args, kwargs)), self._addresses(out)))
+        if keys:
+            self.calls.append((kind, keys, self._addresses((args, kwargs)), self._addresses(out)))
         return out
+
+    def _keys(self, kind, module):
+        """Returns which counts of stored bytes a call belongs to.
+
+        A module that runs its blocks itself counts for them, except as checkpoints, of which each block is one.
+        """
+        if self.around:
+            chains = all(self.classes[id(outer)].lean.runs_blocks for outer in self.around)
+            return ('with_cp',) if chains and kind.checkpointed else ()
+        chains = self.classes[id(module)].lean.runs_blocks and len(self._blocks(module)) > 0
+        return ('now', 'before') if chains else ('now', 'before', 'with_cp')
 
     def _kind(self, module, args, kwargs):
         """The kind of a call; compared if it is a new one."""
@@ -299,10 +310,14 @@ class _Watch:
     def _bridged(self, module):
         """The changed modules inside of one with blocks, which are compared alone: together they take much memory."""
         kind = self.classes[id(module)].lean
-        inside = [m for m in module.modules() if m is not module and id(m) in self.classes]
-        if kind.thins_only or not any(self.classes[id(m)].lean.checkpointed for m in inside):
+        if kind.thins_only or kind.runs_blocks or not self._blocks(module):
             return set()
-        return {id(m) for m in inside if id(m) in self.names}
+        return {id(m) for m in module.modules() if m is not module and id(m) in self.names}
+
+    def _blocks(self, module):
+        """Returns the changed blocks inside of a module."""
+        inside = [m for m in module.modules() if m is not module and id(m) in self.classes]
+        return [m for m in inside if self.classes[id(m)].lean.checkpointed]
 
     def _addresses(self, tree):
         tensors = floating(tree)
@@ -312,8 +327,9 @@ class _Watch:
     def count(self) -> None:
         """Sums up what the calls of all modules store; a map that two of them store counts once."""
         seen = dict(now=set(), before=set(), with_cp=set())
-        for kind, inputs, outputs in self.calls:
-            for key, known in seen.items():
+        for kind, keys, inputs, outputs in self.calls:
+            for key in keys:
+                known = seen[key]
                 stored = kind.stored.get('before' if key == 'with_cp' else key)
                 if stored is None:
                     continue
