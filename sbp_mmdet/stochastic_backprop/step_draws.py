@@ -274,9 +274,11 @@ class StepDraws:
             has no rate, got another number of images than others of this pass, or runs outside of a pass.
         """
         rates = self._of_pass('rates', self.stages.rates)
-        if branch not in rates or self._open is None:
+        if branch not in rates:
             return None
-        self._refuse_replay(branch)
+        self._refuse_replay(branch)  # before it is known whether a pass is open: none is in the backward pass
+        if self._open is None:
+            return None
         drawn = self._open.once('images', lambda: self._images(rates, number))[branch]
         return drawn if len(drawn) == number else None
 
