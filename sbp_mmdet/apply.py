@@ -19,6 +19,7 @@ from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.config import SBPConfig
 from .stochastic_backprop.step_draws import RowDraws, StepDraws, ThinnedStages, TokenDraws
 from .surgery import detectors, members, mix_in, mix_out, unwrapped
+from .verify.first_pass import FirstPass, verify_at_first_pass
 
 __all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
 
@@ -34,7 +35,7 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
             is changed in all of them; one that runs in evaluation mode trains nothing and stays plain.
         preset (str): 'exact', 'int8', 'sampled', 'sbp'; to compare with 'none', 'with_cp', 'reference'. Default:
             'exact'.
-        **keys: keep_ratio, sampler, blocks, downsample, attention, skip_dropped_images, modules: see
+        **keys: keep_ratio, sampler, blocks, downsample, attention, skip_dropped_images, modules, verify: see
             :class:`.settings.Settings`.
 
     Returns:
@@ -47,7 +48,10 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
         ``print(apply_lean(model, preset='exact'))``
     """
     settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
-    return apply_settings(unwrapped(model), settings)
+    model = unwrapped(model)
+    report = apply_settings(model, settings)
+    verify_at_first_pass(model, settings, report)
+    return report
 
 
 def apply_settings(model: nn.Module, settings: Settings) -> Report:
@@ -78,6 +82,9 @@ def remove_lean(model: nn.Module) -> None:
 
 def _restore(model, modules):
     for module in modules:
+        if isinstance(module, FirstPass):
+            mix_out(module, FirstPass)
+            vars(module).pop('_verification', None)
         if isinstance(module, (Lean, _CheckpointedBlock)):
             mix_out(module, (Lean, _CheckpointedBlock))
             vars(module).pop('_lean', None)

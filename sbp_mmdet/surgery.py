@@ -12,6 +12,7 @@ __all__ = [
     'Mixin',
     'ModelHook',
     'detectors',
+    'has_methods_of',
     'members',
     'mix_in',
     'mix_out',
@@ -53,6 +54,19 @@ def _apart(kind):
     return kind, fronts
 
 
+def has_methods_of(obj: object, kind: type, *names: str) -> bool:
+    """Checks that an object runs methods of a class, and neither a subclass's nor its own.
+
+    Args:
+        obj (object): An object without :func:`mix_in` for these methods.
+        kind (type): The class.
+        *names (str): Names of the methods.
+    """
+    return isinstance(obj, kind) and all(
+        name not in vars(obj) and getattr(type(obj), name) is getattr(kind, name) for name in names
+    )
+
+
 def _together(kind, fronts):
     for front in reversed(fronts):
         kind = _mixed(front, kind)
@@ -82,7 +96,7 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
     """
     # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
     kind, fronts = _apart(type(module))
-    place = 1 if fronts and fronts[0].outermost else 0
+    place = 1 if fronts and fronts[0].outermost and not mixin.outermost else 0
     module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]])
 
 

@@ -103,6 +103,7 @@ def test_changed_anew_and_back():
     for preset in ('sbp', 'with_cp', 'int8', 'exact'):
         apply_lean(model, preset)
         assert isinstance(model.stages[0].blocks[0], Checkpointed) == (preset == 'with_cp')
+        assert not model._forward_pre_hooks
     assert_near(backward(model, x), before, 1e-10)
     remove_lean(model)
     assert type(model.stages[0].blocks[0]) is kind and is_plain(model)
@@ -279,6 +280,13 @@ def test_beside_a_backbone_with_settings_of_its_own():
     with pytest.raises(ValueError, match='applies to no module'):
         apply_lean(model, modules=['neck'])
     assert keep_ratios(model)
+
+
+def test_a_layer_alone_has_no_pass():
+    model, x = build('SBPConvNeXt', dict(preset='sbp')), image(2, 64, 64)
+    model.forward(x)  # past the hooks of the module: a pass all the same
+    with pytest.raises(ValueError, match='call the backbone that it belongs to'):
+        model.stages[0][0](torch.randn(2, model.stages[0][0].norm.weight.numel(), 16, 16, dtype=x.dtype))
 
 
 def around_the_backbone(model, reentrant):

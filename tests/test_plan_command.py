@@ -226,7 +226,7 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     planning.peaks.update(exact=5)
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     page = capsys.readouterr().out
-    assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and '\nsbp ' not in page
+    assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and "preset='sbp'" not in page
     assert '2 images of 800 x 1333 with 60 boxes each (size: Resize(scale=(1333, 800));' in page
     assert 'a usual image is 800 x 1067' in page
     # A step may drop no image.

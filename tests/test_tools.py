@@ -201,6 +201,17 @@ def test_classes_that_the_file_does_not_have(config):
         preflight.check_config(config, ('train',))
 
 
+@pytest.mark.parametrize('head', ['roi_head.bbox_head', 'roi_head.mask_head'])
+def test_heads_with_fewer_classes_than_the_data(config, head):
+    path = Path(config.train_dataloader.dataset.data_root) / config.train_dataloader.dataset.ann_file
+    labels = len(json.loads(path.read_text())['categories'])
+    config.merge_from_dict({f'model.{head}.num_classes': labels + 1})
+    preflight.check_config(config, ('train',))  # a class too many is a waste, not an error
+    config.merge_from_dict({f'model.{head}.num_classes': labels - 1})
+    with pytest.raises(PreflightError, match=rf'model.{head}: num_classes={labels - 1}, .* set num_classes={labels}'):
+        preflight.check_config(config, ('train',))
+
+
 @pytest.mark.parametrize('wrap', ['RepeatDataset', 'ClassBalancedDataset', 'ConcatDataset', 'MultiImageMixDataset'])
 def test_wrapped_data_sets_are_checked(config, wrap):
     inner = config.train_dataloader.dataset

@@ -65,7 +65,7 @@ def _path(kind):
 
 
 def kind_of(module: nn.Module) -> type:
-    """The class of a module without adapters in front of it."""
+    """Returns the class of a module without what was mixed into it: adapters, checkpointing."""
     return stock_class(type(module))
 
 
@@ -102,6 +102,7 @@ class Lean(Mixin):
     class_tokens = False
     samples = True
     thins_only = False
+    runs_blocks = False
     hands_on = False
 
     def forward(self, *args, **kwargs):

@@ -182,7 +182,9 @@ def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
 def fold(weight, bias, norm_weight, norm_bias, dtype):
     """Folds the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln."""
     if norm_bias is not None:
-        bias = torch.addmv(bias, weight, norm_bias)
+        # In the higher precision, since a model in half precision may keep its norms in fp32.
+        kind = functools.reduce(torch.promote_types, (bias.dtype, norm_bias.dtype), weight.dtype)
+        bias = torch.addmv(bias.to(kind), weight.to(kind), norm_bias.to(kind))
     weight = weight.to(dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
     return weight, bias.to(dtype)
 
