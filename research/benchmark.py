@@ -64,11 +64,10 @@ class _Runner:
         return value.requires_grad_(value.is_floating_point() and value.shape != self.images)
 
     def forward(self, case, fresh=False):
-        case.begin(self.images, self.device)
         args, kwargs = self.inputs
         if fresh and not self.from_images:  # made anew, it counts where the module keeps it
             args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.inputs)
-        with autocast(self.device, self.dtype):
+        with case.alone(self.images), autocast(self.device, self.dtype):
             out = case.run(*args, **kwargs)
         return tuple(o for o in tree_flatten(out)[0] if isinstance(o, Tensor) and o.requires_grad)
 

@@ -1,11 +1,12 @@
 """A preset, or a rival, in a copy of a detector; the input of a part of it; and how far gradients are from exact."""
 
 import argparse
+import contextlib
 import copy
 import functools
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from mmengine.config import DictAction
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.ops.common.handed_maps import Scope
+from sbp_mmdet.passes import Drawing
 from sbp_mmdet.presets import preset_named
-from sbp_mmdet.stochastic_backprop.step_draws import Draws
 
 __all__ = ['Case', 'capture', 'compared', 'launches', 'parse_name', 'ratios', 'smooth', 'take_turns']
 
@@ -34,13 +36,20 @@ class Case:
             self.rival.change(self.module)
         self.run = self.rival.wrap(self.module) if self.rival and self.rival.wrap else self.module
 
-    def begin(self, images: torch.Size, device: str) -> None:
-        """Lets a backbone draw for the layers of a part of it that runs alone."""
+    @contextlib.contextmanager
+    def alone(self, images: torch.Size) -> Iterator[None]:
+        """Lets a part of a backbone run alone as it runs inside of it: with a forward pass that is open around it.
+
+        Args:
+            images (torch.Size): Shape of the images that the backbone gets.
+        """
         inside = set(self.module.modules())
-        for owner in set(self.model.modules()) - inside:
-            for hook in owner._forward_pre_hooks.values():
-                if isinstance(getattr(hook, '__self__', None), Draws):
-                    hook(owner, (torch.zeros((), device=device).expand(images),), {})
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(Scope())
+            for owner in self.model.modules():
+                if isinstance(owner, Drawing) and owner not in inside:
+                    stack.enter_context(owner.step_draws.forward_pass(torch.empty(images, device='meta')))
+            yield
 
 
 def launches(step: Callable[[], object]) -> dict[str, int]:

@@ -4,7 +4,9 @@ Importing the package registers :class:`SBPConvNeXt`, :class:`SBPSwinTransformer
 config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
 """
 
+import contextlib as _contextlib
 import importlib.util
+import sys as _sys
 from pathlib import Path as _Path
 
 __version__ = '0.2.0'
@@ -16,6 +18,10 @@ if _missing:
         'makes one with all of it; or install torch, then one of the two mm stacks: pip install --no-build-isolation '
         "'.[onedl]' (maintained) or '.[upstream]' (mmcv 2.1, mmdet 3.3)."
     )
+
+# Some builds of mmdet print when they are imported. Standard output belongs to the program that imports this package.
+with _contextlib.redirect_stdout(_sys.stderr):
+    import mmdet as _mmdet  # noqa: E402, F401
 
 from .adapters import adapter  # noqa: E402
 from .apply import apply_lean, remove_lean  # noqa: E402

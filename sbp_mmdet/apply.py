@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
+from .adapters import ADAPTERS, Bound, LeanBlock, LeanModule, Place, adapter_of, bind, release, take_over
+from .adapters.predicate import fairscale_forward
 from .checkpointing import Checkpointed, refuse_replays
+from .passes import close_drawing, hand_on_within, open_drawing
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.config import SBPConfig
-from .stochastic_backprop.step_draws import Draws, LevelDraws, Phases, Stages
+from .stochastic_backprop.step_draws import RowDraws, StepDraws, ThinnedStages, TokenDraws
 from .surgery import detectors, members, mix_in, mix_out, unwrapped
+from .verify.first_pass import FirstPass, verify_at_first_pass
 
 __all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
 
@@ -33,7 +36,7 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
             is changed in all of them; one that runs in evaluation mode trains nothing and stays plain.
         preset (str): 'exact', 'int8', 'sampled', 'sbp'; to compare with 'none', 'with_cp', 'reference'. Default:
             'exact'.
-        **keys: keep_ratio, sampler, blocks, downsample, attention, skip_dropped_images, modules: see
+        **keys: keep_ratio, sampler, blocks, downsample, attention, skip_dropped_images, modules, verify: see
             :class:`.settings.Settings`.
 
     Returns:
@@ -46,23 +49,46 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
         ``print(apply_lean(model, preset='exact'))``
     """
     settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
-    return apply_settings(unwrapped(model), settings)
+    model = unwrapped(model)
+    report = apply_settings(model, settings)
+    verify_at_first_pass(model, settings, report)
+    return report
 
 
 def apply_settings(model: nn.Module, settings: Settings) -> Report:
     """As :func:`apply_lean`, for checked settings and a model that is not wrapped."""
     chosen = _chosen(model, settings)
     plan = None if settings.preset.name == 'none' else _plan(model, settings, chosen)
-    _restore(model, chosen.values())
-    if not plan:
-        return Report({}, {}, {})
-    report = _carry_out(model, settings, plan, chosen)
+    before = _state_of(model)
     try:
-        refuse_replays(model)
-    except ValueError:
         _restore(model, chosen.values())
+        report = _carry_out(model, settings, plan, chosen) if plan else Report({}, {}, {})
+        refuse_replays(model)
+        return report
+    except BaseException:
+        _put_back(model, before)
         raise
-    return report
+
+
+# What this package keeps in the instances of changed modules, and the forward that it may take out of them.
+_ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'forward')
+
+
+def _state_of(model):
+    """Returns the classes of all modules, and what this package keeps in them."""
+    return [
+        (module, type(module), {key: vars(module)[key] for key in _ATTRIBUTES if key in vars(module)})
+        for module in model.modules()
+    ]
+
+
+def _put_back(model, before):
+    """Restores what :func:`_state_of` has seen."""
+    for module, kind, attributes in before:
+        module.__class__ = kind
+        for key in _ATTRIBUTES:
+            vars(module).pop(key, None)
+        vars(module).update(attributes)
 
 
 def remove_lean(model: nn.Module) -> None:
@@ -77,16 +103,13 @@ def remove_lean(model: nn.Module) -> None:
 
 def _restore(model, modules):
     for module in modules:
-        if isinstance(module, (Lean, _CheckpointedBlock)):
-            mix_out(module, (Lean, _CheckpointedBlock))
-            vars(module).pop('_lean', None)
-    used = {id(draws) for draws in draws_of(model)}
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            draws = getattr(hook, '__self__', None)
-            if isinstance(draws, Draws) and id(draws) not in used:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if isinstance(module, FirstPass):
+            mix_out(module, FirstPass)
+            vars(module).pop('_verification', None)
+        mix_out(module, _CheckpointedBlock)
+        release(module)
+    close_drawing(model, draws_of(model))
+    hand_on_within(model)
 
 
 def keep_ratios(model: nn.Module) -> dict[tuple, float]:
@@ -105,14 +128,14 @@ def keep_ratios(model: nn.Module) -> dict[tuple, float]:
     return found
 
 
-def draws_of(model: nn.Module) -> list[Draws]:
+def draws_of(model: nn.Module) -> list[StepDraws]:
     """What the changed backbones of a model draw from.
 
     Args:
         model (nn.Module): A backbone, or what has one.
     """
-    places = (module._lean for module in model.modules() if isinstance(module, Lean))
-    return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, Draws)}.values()]
+    places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
+    return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, StepDraws)}.values()]
 
 
 class _CheckpointedBlock(Checkpointed):
@@ -127,13 +150,13 @@ class _Backbone(NamedTuple):
 
     Attributes:
         owner (nn.Module): What holds all of its blocks; its passes are counted.
-        kind (type[Block]): The adapter of its blocks.
+        kind (type[LeanBlock]): The adapter of its blocks.
         layers (dict): Key of a layer to the module and its adapter.
         ratios (dict): Key of a layer to its keep ratio.
     """
 
     owner: nn.Module
-    kind: type[Block]
+    kind: type[LeanBlock]
     layers: dict
     ratios: dict
 
@@ -142,8 +165,9 @@ class _Plan(NamedTuple):
     """What is to be changed: backbones with positions, other modules with their adapters, and why the rest is not."""
 
     backbones: list[_Backbone]
-    others: list[tuple[nn.Module, type[Lean]]]
+    others: list[tuple[nn.Module, type[LeanModule]]]
     left: dict[str, str]
+    bounds: dict[int, Bound]
 
 
 def _plan(model, settings, chosen):
@@ -152,26 +176,30 @@ def _plan(model, settings, chosen):
     for module in chosen.values():
         if '_fsdp_wrapped_module' in module._modules:
             raise ValueError('the model lies in FSDP already, which hides its modules; apply before it is wrapped')
-    taken, left = {}, {}
+    taken, left, bounds = set(), {}, {}
 
     def take(module, mixin):
-        """Whether a module can be changed."""
-        if id(module) in chosen:
-            reason = mixin.refusal(module, settings) if settings.preset.form else None  # any module can be checkpointed
-            if reason:
-                left[names[id(module)]] = reason
-            else:
-                taken.update({id(inside): None for inside in mixin.members(module)})
-                return True
-        return False
+        """Returns whether a module can be changed."""
+        if id(module) not in chosen:
+            return False
+        if settings.preset.form is None:  # any module can be checkpointed
+            taken.add(id(module))
+            return True
+        bound = bind(mixin, module, settings)
+        if bound.reason:
+            left[names[id(module)]] = bound.reason
+            return False
+        bounds[id(module)] = bound
+        taken.update(map(id, (module, *bound.used)))
+        return True
 
     detectors_found = detectors(model)
     roots = [detector.backbone for detector in detectors_found.values()] or [model]
-    backbones = [found for root in roots if (found := _backbone(root, settings, take))]
+    backbones = [found for root in roots if (found := _backbone(root, settings, take, bounds))]
     others = []
     for module in chosen.values():
         mixin = adapter_of(module)
-        if not mixin or issubclass(mixin, Block) or id(module) in taken or not [*mixin.members(module)]:
+        if not mixin or issubclass(mixin, LeanBlock) or id(module) in taken or not mixin.applies_to(module):
             continue
         if mixin.thins_only and not mixin.token_ratio(settings):
             continue
@@ -180,7 +208,7 @@ def _plan(model, settings, chosen):
     thinned = [found for found in backbones if found.layers] or [m for _, m in others if m.token_ratio(settings)]
     if settings.preset.thins and not thinned:
         what = f"preset='{settings.preset.name}' drops positions, and applies"
-        known = [m for m in ADAPTERS.values() if issubclass(m, Block) or m.token_ratio(settings)]
+        known = [m for m in ADAPTERS.values() if issubclass(m, LeanBlock) or m.token_ratio(settings)]
         raise ValueError(_nothing(model, left, what, known, " Take preset='exact' or 'int8'."))
     found = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
     if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in found):
@@ -188,7 +216,7 @@ def _plan(model, settings, chosen):
         raise ValueError(_nothing(model, {}, "preset='sampled' draws rows, and applies", known, " Take 'exact'."))
     if not others and not backbones:
         raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' applies"))
-    return _Plan(backbones, others, left)
+    return _Plan(backbones, others, left, bounds)
 
 
 def _chosen(model, settings):
@@ -206,7 +234,7 @@ def _chosen(model, settings):
     return chosen
 
 
-def _backbone(root, settings, take):
+def _backbone(root, settings, take, bounds):
     stages = _stages(root)
     if not stages:
         return None
@@ -225,7 +253,13 @@ def _backbone(root, settings, take):
         return None
     layers |= {key: found for key, found in kind.others(owner, settings).items() if take(*found)}
     ratios = settings.layer_ratios(depths, kind.thinned_blocks(depths), kind.from_end)
-    return _Backbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in layers})
+    thinned = {key for key, (module, _) in layers.items() if settings.preset.form and _thins(bounds[id(module)])}
+    return _Backbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in thinned})
+
+
+def _thins(bound):
+    """Returns whether any of the operations that are used in a module sends gradients from kept positions."""
+    return any(part.thinned for part in bound.parts.values())
 
 
 def _stages(root):
@@ -238,7 +272,7 @@ def _stages(root):
 
 
 def _is_block(module):
-    return issubclass(adapter_of(module) or Lean, Block)
+    return issubclass(adapter_of(module) or LeanModule, LeanBlock)
 
 
 def _owner(root, stages):
@@ -256,33 +290,38 @@ def _owner(root, stages):
 
 def _carry_out(model, settings, plan, chosen):
     changed, left = {}, dict(plan.left)
-    phases = Phases() if settings.preset.gradients == 'sampled' else None
+    phases = RowDraws() if settings.preset.gradients == 'sampled' else None
     names = {id(module): name for name, module in model.named_modules()}
 
+    frozen = _frozen_in_training(model)
+
     def change(module, mixin, place, meaning):
+        name = names[id(module)]
         if settings.preset.form is None:
             mix_in(module, _CheckpointedBlock)
         else:
-            mix_in(module, mixin)
-            module._lean = place._replace(name=names[id(module)], phases=phases)
-        left.update({names[id(inside)]: reason for inside, reason in mixin.aside(module)})
-        frozen = not any(p.requires_grad for p in module.parameters())
-        (left if frozen else changed)[names[id(module)]] = 'frozen' if frozen else meaning
+            take_over(module, mixin, place._replace(name=name, phases=phases, bound=plan.bounds[id(module)]))
+        trains = any(id(p) not in frozen for p in module.parameters())
+        (changed if trains else left)[name] = meaning if trains else 'frozen'
 
     for owner, kind, layers, ratios in plan.backbones:
-        getattr(owner, '_freeze_stages', lambda: None)()  # as mmdet's and mmpretrain's do when training begins
         modules = {key: module for key, (module, _) in layers.items()}
-        heads = _num_heads(layers)
-        draws = Draws(Stages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
+        heads = _num_heads(plan.bounds, modules)
+        draws = StepDraws(ThinnedStages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
                 change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module, mixin))
-        if settings.preset.form is not None:
-            owner.register_forward_pre_hook(draws.begin, with_kwargs=True)
+        if settings.preset.form is not None and draws.stages.draws():
+            open_drawing(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
-        place = Place(settings, draws=LevelDraws(settings) if ratio else None)
+        place = Place(settings, draws=TokenDraws(settings) if ratio else None)
         change(module, mixin, place, _meaning(settings, ratio, module, mixin))
+    if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
+        hand_on_within(model)
+    for bound in plan.bounds.values():
+        found = {names[id(inside)]: reason for inside, reason in bound.left}
+        left |= {name: reason for name, reason in found.items() if name not in changed}
     left |= _untouched(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
@@ -301,10 +340,29 @@ def _stride(owner, kind):
     return kind.stride
 
 
-def _num_heads(layers):
-    """Of a block's attention; None: it has none that drops heads."""
-    module, mixin = next(iter(layers.values()))
-    return next((part.num_heads for part in mixin.parts(module).values() if part.by_heads), None)
+def _num_heads(bounds, modules):
+    """Returns the number of heads of the blocks' attention, or ``None`` if there is none that drops heads."""
+    parts = (part for module in modules.values() if id(module) in bounds for part in bounds[id(module)].parts.values())
+    return next((part.num_heads for part in parts if part.by_heads), None)
+
+
+def _frozen_in_training(model):
+    """Returns the ids of the parameters that get no gradient in training.
+
+    mmdet's backbones freeze their stages in ``train()``, which a runner calls after this. So it is called here once,
+    and its effect on flags is taken back.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    needs = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        for module in [m for m, _ in modes if '_freeze_stages' in dir(type(m)) or '_freeze_blocks' in dir(type(m))]:
+            module.train()
+        return {id(p) for p in model.parameters() if not p.requires_grad}
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for p, needed in needs:
+            p.requires_grad_(needed)
 
 
 def _meaning(settings, ratio, module, mixin):
@@ -312,7 +370,7 @@ def _meaning(settings, ratio, module, mixin):
     if preset.form is None:
         return 'runs again in the backward pass'
     off = ' (its with_cp=True is off: it would cost time)' if getattr(module, 'with_cp', False) else ''
-    if 'forward' in vars(module):  # by fairscale
+    if fairscale_forward(module):
         off = ' (its checkpointing by num_cp is off: it would cost time)'
     if ratio is not None:
         return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'

@@ -1,78 +1,133 @@
-"""Checkpointing of submodules: their forward pass runs again in the backward pass."""
+"""Checkpointing of submodules: their forward pass is recomputed in the backward pass."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.utils.checkpoint as cp
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .ops.common.kept_maps import forget
+from .ops.common.handed_maps import Scope
 from .surgery import Mixin, members, mix_in, mix_out
 
-__all__ = ['Checkpointed', 'checkpoint_modules', 'keep_running_stats', 'refuse_replays']
+__all__ = ['Checkpointed', 'checkpoint_modules', 'keep_buffers', 'refuse_replays']
+
+# Norms that never read a buffer that they change: in training mode they normalise with the statistics of the batch, in
+# evaluation mode they change nothing.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class _Buffer:
+    """A buffer of a submodule, and its value at some point.
+
+    Args:
+        module (nn.Module): Submodule that holds the buffer.
+        name (str): Name of the buffer in the submodule.
+    """
+
+    def __init__(self, module: nn.Module, name: str):
+        self.module, self.name, self.tensor = module, name, module._buffers[name]
+        self.version, self.value = self.tensor._version, None
+
+    @property
+    def changed(self) -> bool:
+        """Whether the buffer was written to, or replaced, since then."""
+        now = self.module._buffers.get(self.name)
+        return now is not self.tensor or now._version != self.version
+
+
+def _buffers(module: nn.Module) -> Iterator[_Buffer]:
+    for part in module.modules():
+        yield from (_Buffer(part, name) for name, tensor in part._buffers.items() if tensor is not None)
 
 
 @contextlib.contextmanager
-def keep_running_stats(module: nn.Module):
-    """Batch norms in here normalise as in training, but leave their running statistics as they are."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None]
-    before = [(m, m.momentum, m.num_batches_tracked.clone()) for m in norms]
-    for norm in norms:
-        norm.momentum = 0.0  # the share of the new batch in the running statistics
+def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[None]:
+    """Lets a forward pass update copies of the buffers of a module, and puts the buffers back afterwards.
+
+    The buffers themselves are not written to, because the graph of another forward pass may have saved them. This holds
+    for every kind of buffer: running statistics, the vectors of a spectral norm, counters.
+
+    Args:
+        module (nn.Module): Module that runs in this context.
+        values (Sequence): Buffers with other values to begin with. Default: the present values.
+
+    Example:
+        >>> with keep_buffers(model):
+        ...     model(images)  # running statistics stay as they are
+    """
+    before, copies = list(_buffers(module)), {}
+    start = {(id(b.module), b.name): b.value for b in values}
+    for buffer in before:
+        if id(buffer.tensor) not in copies:  # several modules may share one
+            value = start.get((id(buffer.module), buffer.name), buffer.tensor)
+            copies[id(buffer.tensor)] = value.detach().clone()
+        buffer.module._buffers[buffer.name] = copies[id(buffer.tensor)]
     try:
         yield
     finally:
-        for norm, momentum, tracked in before:
-            norm.momentum = momentum
-            norm.num_batches_tracked.copy_(tracked)
+        for buffer in before:
+            buffer.module._buffers[buffer.name] = buffer.tensor
 
 
 class Checkpointed(Mixin):
-    """Its forward pass stores its input only."""
+    """A module whose forward pass saves its inputs only, and is recomputed in the backward pass.
 
-    outermost = True  # what is mixed in later is run again too
+    The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
+    them as the first run left them.
+    """
+
+    outermost = True  # what is mixed in later is recomputed too
 
     def forward(self, *args, **kwargs):
         forward = super().forward
         self._has_run = True
         if not (self.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        replay = False
-        # Tensors are passed one by one: checkpointing saves those, but holds on to what stands inside of lists.
+        # Checkpointing saves tensors that it is given one by one, but holds on to those inside of lists.
         leaves, structure = tree_flatten((args, kwargs))
-        forget(leaves)
+        started = None
 
         def run(*leaves):
-            nonlocal replay
+            nonlocal started
             args, kwargs = tree_unflatten(leaves, structure)
-            with keep_running_stats(self) if replay else contextlib.nullcontext():
-                replay = True
-                return forward(*args, **kwargs)
+            if started is not None:
+                with keep_buffers(self, started), Scope():  # nothing from outside is read in here
+                    return forward(*args, **kwargs)
+            buffers = [buffer for buffer in _buffers(self) if type(buffer.module) not in _NORMS]
+            for buffer in buffers:
+                buffer.value = buffer.tensor.detach().clone()
+            with Scope():  # what is read from outside would not be found when this runs again
+                out = forward(*args, **kwargs)
+            started = [buffer for buffer in buffers if buffer.changed]
+            return out
 
-        out = cp.checkpoint(run, *leaves, use_reentrant=False)
-        forget(out)
-        return out
+        return cp.checkpoint(run, *leaves, use_reentrant=False)
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
-    """Checkpoints submodules: their forward pass runs again in the backward pass, and the gradients stay as they are.
+    """Checkpoints submodules: their forward pass is recomputed in the backward pass. Gradients stay the same.
 
-    Random numbers are the same in both runs, and batch norms update their running statistics in the first only. Names
-    and shapes of parameters do not change.
+    The recomputation draws the same random numbers, and buffers such as running statistics are updated once. Names and
+    shapes of parameters do not change. It makes no difference whether this or :func:`.apply.apply_lean` comes first.
 
     Args:
-        model (nn.Module): The model; changed in place.
-        modules (Sequence[str]): Names of submodules. A list of modules means each of its members.
+        model (nn.Module): Model, changed in place.
+        modules (Sequence[str]): Names of submodules. The name of a list of modules stands for each of its members.
 
     Returns:
-        list[str]: Names of the modules that are checkpointed now.
+        list[str]: Names of the checkpointed modules.
 
     Raises:
-        ValueError: If the model has no such submodule, one that is never called, or one that cannot run again.
+        ValueError: If the model has no such submodule, one whose ``forward`` is never called, or one that cannot be
+            recomputed.
+
+    Example:
+        >>> checkpoint_modules(detector, ['neck', 'rpn_head'])
+        ['neck', 'rpn_head']
     """
     found = list(members(model, modules))
     for name, module in found:
@@ -94,13 +149,13 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
 
 
 def refuse_replays(model: nn.Module) -> None:
-    """Refuses checkpoints around layers that drop positions or images: they would run again with other draws.
+    """Refuses checkpointing around layers that drop positions or images: the recomputation would draw others.
 
     Args:
-        model (nn.Module): The model.
+        model (nn.Module): Model.
 
     Raises:
-        ValueError: If there is such a checkpoint.
+        ValueError: If a checkpointed module contains such a layer.
     """
     for outer, module in model.named_modules():
         if not isinstance(module, Checkpointed):

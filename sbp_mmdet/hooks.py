@@ -94,11 +94,11 @@ class CheckpointModulesHook(ModelHook):
 
 @HOOKS.register_module()
 class TargetsInChunksHook(ModelHook):
-    """Makes training targets piece by piece, see :func:`targets_in_chunks`.
+    """Computes training targets in chunks, see :func:`.chunked_targets.targets_in_chunks`.
 
     Args:
-        masks (int): Masks that are cropped, or looked up, at a time. Default: 8.
-        priors (int): Anchors or points that are compared with the boxes at a time. Default: 16384.
+        masks (int): Number of masks that are cropped or sampled at a time. Default: 8.
+        pairs (int): Number of pairs of a prior and a ground-truth box that are compared at a time. Default: 2**20.
 
     Example:
         ``custom_hooks = [dict(type='TargetsInChunksHook')]``
@@ -106,10 +106,10 @@ class TargetsInChunksHook(ModelHook):
 
     exact = True
 
-    def __init__(self, masks: int = 8, priors: int = 16384):
-        self.options = dict(masks=masks, priors=priors)
+    def __init__(self, masks: int = 8, pairs: int = 2**20):
+        self.options = dict(masks=masks, pairs=pairs)
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
         done = targets_in_chunks(model, **self.options)
-        return '{done}: {masks} masks and {priors} priors at a time'.format(done=done, **self.options)
+        return '{done}. {masks} masks and {pairs} pairs at a time'.format(done=done, **self.options)

@@ -78,11 +78,15 @@ class Settings(SBPConfig):
             gradients are the same as with a factor of zero, in less time and memory. Default: True.
         modules (Sequence[str] | None): Names of submodules to change. If ``None``, the whole model is changed.
             Default: None.
+        verify (bool | str): Whether changed modules are compared with their own code before the first training step:
+            each kind of them once (True), each module ('all'), or each kind, with an error in place of a warning for
+            what disagrees ('raise'). Default: True.
     """
 
     preset: Preset
     skip_dropped_images: bool = True
     modules: Sequence[str] | None = None
+    verify: bool | str = True
 
     @classmethod
     def parse(cls, cfg: Mapping, where: str = 'sbp_cfg', default_preset: str = 'sbp') -> 'Settings':
@@ -127,6 +131,8 @@ class Settings(SBPConfig):
         super().__post_init__()
         if not isinstance(self.skip_dropped_images, bool):
             raise ValueError(f'skip_dropped_images={self.skip_dropped_images!r} must be True or False')
+        if not (isinstance(self.verify, bool) or self.verify in ('all', 'raise')):
+            raise ValueError(f"verify={self.verify!r} must be True, False, 'all' or 'raise'")
         if self.preset.gradients == 'sampled' and (self.has_ratio_per_block or self.keep_ratio == 1):
             raise ValueError(
                 f"keep_ratio={self.keep_ratio!r} must be one number below 1 for preset='sampled', such as 0.25"

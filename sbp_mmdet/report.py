@@ -1,21 +1,20 @@
-"""Signs of life: what was changed, and what changed modules store in the first step, now and unchanged."""
+"""What a training says of itself: what was changed, whether it was verified, and what it saves."""
 
+import copy
 import dataclasses
+import logging
 from collections import Counter
-from collections.abc import Iterable
 
 import torch
 from mmengine.hooks import Hook
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map
+from torch import nn
 
-from .adapters import Lean, adapter_of
-from .checkpointing import Checkpointed, keep_running_stats
-from .ops.common.precision import autocast_dtype
-from .surgery import mix_in, mix_out, unwrapped
+from .adapters import LeanModule
+from .stochastic_backprop.step_draws import StepDraws
+from .surgery import unwrapped
+from .verify.first_pass import conclude, verify_changed
 
-__all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'StoredBytes']
+__all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'thinned_line']
 
 # Why a module stays as it is: nothing is known of it, or it is none that preset='with_cp' is about.
 UNKNOWN, NO_BLOCK = 'no lean form of it is known', 'it is no block of a backbone'
@@ -48,21 +47,49 @@ class Report:
         return '\n'.join(lines)
 
 
-class SignsOfLife(Hook):
-    """What :class:`.apply.LeanHook` says when training begins.
+def thinned_line(model: nn.Module) -> str | None:
+    """Says how many blocks of each stage are thinned.
 
-    - Log, before the first step: what was changed, what was left alone and why; remarks on the preset.
-    - Log, after the first step: what the changed modules stored in it, what they would have stored unchanged and as
-      checkpoints, and a warning where checkpoints would store less.
-    - mmengine's visualizers (TensorBoard, W&B): these figures and the keep ratio, as 'lean/...', at the first step.
-      CUDA's peak is mmengine's own 'memory'.
+    Args:
+        model (nn.Module): A changed model.
+
+    Returns:
+        str | None: A line for the log. If ``None``, nothing is thinned.
+    """
+    lines, seen = [], set()
+    for module in model.modules():
+        draws = module._lean.draws if isinstance(module, LeanModule) else None
+        if not isinstance(draws, StepDraws) or id(draws) in seen:
+            continue
+        seen.add(id(draws))
+        ratios, layers = draws.stages.keep_ratios(), draws.stages.layers
+        blocks = [key for key in layers if len(key) == 2 and isinstance(key[1], int)]
+        if ratios and blocks:
+            depths = [0] * (max(stage for stage, _ in blocks) + 1)
+            thinned = [*depths]
+            for key in blocks:
+                depths[key[0]] += 1
+                thinned[key[0]] += key in ratios
+            others = len(ratios) - sum(thinned)
+            more = f', and {others} downsampling layers' if others else ''
+            lines.append(f'thinned blocks by stage: {tuple(thinned)} of {tuple(depths)}{more}')
+    return '\n'.join(lines) or None
+
+
+class SignsOfLife(Hook):
+    """Hook that logs what :class:`.hooks.LeanHook` did.
+
+    - Before the first step: what was changed, what was left unchanged and why, whether changed modules agree with their
+      own code, and what they store for the backward pass.
+    - After the second step, on CUDA: the measured peak of memory.
+    - mmengine's visualizers (TensorBoard, W&B): stored bytes and keep ratio, as 'lean/...', at the first step.
     """
 
-    _counter = None
-    _told = False
+    _verified = False
+    _steps = 0
 
     def before_run(self, runner) -> None:
-        """Called by mmengine's runner."""
+        """Checks and logs the change; called by mmengine's runner."""
         super().before_run(runner)
         for other in runner.hooks:
             if isinstance(other, SignsOfLife) and other is not self and hasattr(other, 'report'):
@@ -76,151 +103,52 @@ class SignsOfLife(Hook):
                 f'LeanHook changes nothing: {"no preset" if self.settings.preset.name == "none" else "all is frozen"}'
             )
         if self.settings.preset.gradients == 'sbp':
+            if line := thinned_line(unwrapped(runner.model)):
+                runner.logger.info(f'LeanHook: {line}')
             runner.logger.info(
                 "preset='sbp' lost AP on small objects (docs/research/accuracy.md); 'exact' lost none that was seen"
             )
 
-    def before_train_iter(self, runner, *args, **kwargs) -> None:
-        """Called by mmengine's runner."""
-        if not self._told and self.report.changed:
-            self._counter = StoredBytes(unwrapped(runner.model), self.report.changed)
+    def before_train_iter(self, runner, batch_idx: int, data_batch=None, **kwargs) -> None:
+        """Verifies the changed modules before the first step; called by mmengine's runner."""
+        if self._verified:
+            return
+        self._verified, settings = True, self.settings
+        if not (settings.verify and settings.preset.form and self.report.changed):
+            return
+        model = unwrapped(runner.model)
+
+        def run(dry):
+            dry.train_step(copy.deepcopy(data_batch), _NoUpdate(runner.optim_wrapper))
+
+        def say(message, level):
+            runner.logger.log(level, message)
+
+        findings = verify_changed(model, self.report, settings, run)
+        conclude(model, self.report, settings, findings, 'LeanHook', say)
+        if not findings.kinds and not findings.skipped:
+            say('LeanHook: no changed module ran in the first step, so nothing is saved', logging.WARNING)
+        ratio, scalars = self.keep_ratio(runner.model), {}
+        if findings.kinds:
+            scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
+        if ratio is not None:
+            scalars['lean/keep_ratio'] = ratio
+        if scalars:
+            runner.visualizer.add_scalars(scalars, runner.iter + 1)
 
     def after_train_iter(self, runner, *args, **kwargs) -> None:
-        """Called by mmengine's runner."""
-        if self._told or self._counter is None:
-            return
-        self._told, stored, ratio = True, self._counter.stop(), self.keep_ratio(runner.model)
-        for name, error in self._counter.failed.items():
-            runner.logger.warning(f'LeanHook: {name} was not counted: {error}')
-        if not stored['before']:
-            runner.logger.warning('LeanHook: no changed module ran in the first step, so nothing is saved')
-            return
-        megabytes = {key: n / 1e6 for key, n in stored.items()}
-        runner.logger.info(
-            'LeanHook: in the first step the changed modules stored {now:,.1f} MB for the backward pass; unchanged '
-            '{before:,.1f} MB, with_cp {with_cp:,.1f} MB'.format(**megabytes)
-        )
-        preset = self.settings.preset.name
-        if stored['with_cp'] < stored['now'] and preset != 'with_cp':
-            other = '' if preset == 'int8' else ", and preset='int8' less than now"
-            half = '' if self._counter.autocast else f'. In mixed precision {preset!r} gains more'
-            runner.logger.warning(f"LeanHook: preset='with_cp' stores less here{other}{half}")
-        scalars = {f'lean/stored_mb_{key}': value for key, value in megabytes.items()}
-        runner.visualizer.add_scalars(scalars | ({} if ratio is None else {'lean/keep_ratio': ratio}), runner.iter + 1)
-        self._counter = None
+        """Logs the peak of memory after the second step; called by mmengine's runner."""
+        self._steps += 1
+        if self._steps == 2 and torch.cuda.is_available() and self.report.changed:
+            peak = torch.cuda.max_memory_allocated() / 1e6
+            runner.logger.info(f'LeanHook: torch measured a peak of {peak:,.0f} MB of allocated memory')
 
 
-class StoredBytes:
-    """Counts what changed modules store for the backward pass, until :meth:`stop`.
+class _NoUpdate:
+    """Stands in for an optimizer wrapper in a pass that trains nothing."""
 
-    Each pass of such a module in training is followed by three more, whose results are thrown away: one as it is, one
-    without the change, one with its blocks checkpointed. Autograd's tensors are counted and let go at once, so this
-    takes time, and the memory of a pass without gradients. Random numbers and running statistics stay as they are.
+    def __init__(self, wrapper):
+        self.optim_context = wrapper.optim_context
 
-    Args:
-        model (nn.Module): Changed by :func:`.apply.apply_lean`.
-        names (Iterable[str]): Of the changed modules. Those inside of a module that is checkpointed store nothing
-            themselves, so they are left out.
-
-    Attributes:
-        failed (dict[str, str]): By the name of a module that cannot be counted, what went wrong.
-        autocast (bool): Whether autocast was on.
-    """
-
-    def __init__(self, model: nn.Module, names: Iterable[str]):
-        self.failed, self.autocast = {}, False
-        self._stored = dict(now={}, before={}, with_cp={})  # address of a storage to its bytes
-        self._references = []  # keep addresses from being given away
-        self._running = False
-        self._own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        modules, names = dict(model.named_modules()), set(names)
-        around = names | {name for name, module in modules.items() if type(module).__mro__[1] is Checkpointed}
-        self._names = {id(modules[name]): name for name in names if not around & set(_outer(name))}
-        self._handles = [
-            module.register_forward_hook(self._count, with_kwargs=True)
-            for module in modules.values()
-            if id(module) in self._names
-        ]
-
-    def stop(self) -> dict[str, int]:
-        """Ends the count.
-
-        Returns:
-            dict[str, int]: Bytes stored ``now``, ``before`` the change, and by checkpoints of all blocks (``with_cp``).
-        """
-        for handle in self._handles:
-            handle.remove()
-        return {key: sum(found.values()) for key, found in self._stored.items()}
-
-    @torch.compiler.disable
-    def _count(self, module, args, kwargs, output):
-        in_backward = torch._C._current_graph_task_id() != -1  # somebody's checkpoint runs it again
-        if self._running or in_backward or not (module.training and torch.is_grad_enabled()):
-            return
-        self._running, name = True, self._names[id(module)]
-        classes = [(inside, inside.__class__) for inside in module.modules()]
-        try:
-            found = dict(now=self._saved(module, args, kwargs, output))
-            for inside, _ in classes:
-                mix_out(inside, (Lean, Checkpointed))
-            found['before'] = self._saved(module, args, kwargs, output)
-            for inside, _ in classes:
-                if (kind := adapter_of(inside)) and kind.checkpointed:
-                    mix_in(inside, Checkpointed)
-            found['with_cp'] = self._saved(module, args, kwargs, output)
-        except Exception as error:  # noqa: BLE001  whatever a module's own code raises: a count stops no training
-            self.failed[name] = f'{type(error).__name__}: {error}'
-            return
-        finally:
-            self._running = False
-            for inside, kind in classes:
-                inside.__class__ = kind
-        self.autocast |= any(autocast_dtype(x) is not None for x in tree_flatten((args, kwargs))[0] if _is_float(x))
-        for variant, storages in found.items():
-            self._stored[variant] |= storages
-
-    def _saved(self, module, args, kwargs, output):
-        """Storages that a pass saves, to their bytes; copies of inputs and outputs count as the real ones."""
-        real, found, copies = {}, {}, {}
-
-        def copy(leaf):
-            """Modules may work in place."""
-            if not _is_float(leaf):
-                return leaf
-            if id(leaf) not in copies:
-                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-                real[self._storage(copies[id(leaf)])[0]] = self._storage(leaf)
-            return copies[id(leaf)]
-
-        def note(tensor):
-            address, nbytes = self._storage(tensor)
-            found[address] = nbytes
-
-        args, kwargs = tree_map(copy, (args, kwargs))
-        devices = {p.device.index for p in module.parameters() if p.is_cuda}
-        dtype = autocast_dtype(next(iter(copies.values()))) if copies else None
-        kind = 'cuda' if devices else 'cpu'
-        # Without autocast's cache: it would keep copies of weights until the step ends.
-        autocast = torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda held: held)
-        with torch.random.fork_rng(devices), keep_running_stats(module), autocast, hooks:
-            out = module.forward(*args, **kwargs)
-        for dry, leaf in zip(tree_flatten(out)[0], tree_flatten(output)[0], strict=True):
-            if isinstance(leaf, Tensor):
-                real[self._storage(dry)[0]] = self._storage(leaf)
-        return dict(real.get(address, (address, n)) for address, n in found.items() if address not in self._own)
-
-    def _storage(self, tensor):
-        storage = tensor.untyped_storage()
-        self._references.append(StorageWeakRef(storage))
-        return storage._cdata, storage.nbytes()
-
-
-def _is_float(leaf):
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _outer(name):
-    """Names of the modules around a module."""
-    words = name.split('.') if name else []
-    return ['.'.join(words[:i]) for i in range(len(words))]
+    def update_params(self, *args, **kwargs) -> None:
+        """Does nothing."""

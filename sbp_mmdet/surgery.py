@@ -18,6 +18,8 @@ __all__ = [
     'Mixin',
     'ModelHook',
     'detectors',
+    'foreign_classes',
+    'has_methods_of',
     'members',
     'mix_in',
     'mix_out',
@@ -74,6 +76,19 @@ def _apart(kind):
     return kind, fronts, derived
 
 
+def has_methods_of(obj: object, kind: type, *names: str) -> bool:
+    """Checks that an object runs methods of a class, and neither a subclass's nor its own.
+
+    Args:
+        obj (object): An object without :func:`mix_in` for these methods.
+        kind (type): The class.
+        *names (str): Names of the methods.
+    """
+    return isinstance(obj, kind) and all(
+        name not in vars(obj) and getattr(type(obj), name) is getattr(kind, name) for name in names
+    )
+
+
 def _together(kind, fronts, derived=()):
     inner = kind
     for front in reversed(fronts):
@@ -90,13 +105,24 @@ def _new(kind, fronts, *args):
     return kind.__new__(kind, *args)
 
 
+@functools.cache
+def foreign_classes(kind: type) -> tuple[type, ...]:
+    """Returns a class without what this package mixed in, and those that were derived from it later.
+
+    Args:
+        kind (type): The class of a module.
+    """
+    kind, _, derived = _apart(kind)
+    return kind, *derived
+
+
 def stock_class(kind: type) -> type:
     """Returns a class without what this package mixed in; classes that were derived from that later are left out too.
 
     Args:
         kind (type): The class of a module.
     """
-    kind, _, _ = _apart(kind)
+    kind = foreign_classes(kind)[0]
     if FSDPModule is not None and FSDPModule in kind.__bases__:
         return stock_class(kind.__bases__[1])
     return kind
@@ -111,7 +137,7 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
     """
     # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
     kind, fronts, derived = _apart(type(module))
-    place = 1 if fronts and fronts[0].outermost else 0
+    place = 1 if fronts and fronts[0].outermost and not mixin.outermost else 0
     module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]], derived)
 
 

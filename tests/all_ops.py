@@ -4,8 +4,8 @@
 from sbp_mmdet.ops.attention import AttentionSettings, AttentionTensors, attention
 from sbp_mmdet.ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
 from sbp_mmdet.ops.channel_mlp_grn import GRNSettings, GRNTensors, grn_mlp
+from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.common.autograd_function import Form
-from sbp_mmdet.ops.common.kept_maps import Activation
 from sbp_mmdet.ops.common.rerun_conv import Conv, ConvSettings, convolve
 from sbp_mmdet.ops.common.stochastic_depth import on_images
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm

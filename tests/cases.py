@@ -4,6 +4,7 @@ The oracle is the plain model of the same weights. By hand, its blocks send grad
 ``torch.where(kept, f(x), f(x).detach())``, and stochastic depth multiplies each branch by what was drawn for it.
 """
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, adapter, apply_lean
-from sbp_mmdet.adapters import ADAPTERS, Lean
+from sbp_mmdet.adapters import ADAPTERS, LeanModule, know
 from sbp_mmdet.presets import PRESETS
 
 CONVNEXT = dict(
@@ -67,6 +68,7 @@ class _Attention(nn.Module):
 
 
 adapter(EncoderLayer)(ADAPTERS['mmpretrain.models.backbones.vision_transformer.TransformerEncoderLayer'])
+know('attention', _Attention)
 
 
 class StockViT(BaseModule):
@@ -132,16 +134,17 @@ def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed
 
 def draws_of(model: nn.Module):
     """What the passes of a changed model draw."""
-    return next(m._lean.draws for m in model.modules() if isinstance(m, Lean) and m._lean.draws is not None)
+    return next(m._lean.draws for m in model.modules() if isinstance(m, LeanModule) and m._lean.draws is not None)
 
 
 def kept_masks(model: nn.Module, x) -> dict:
     """Layer to the mask (height, width) of the pass that the model has just had."""
     draws, found = draws_of(model), {}
-    for layer in draws.stages.keep_ratios():
-        size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
-        found[layer] = torch.zeros(size, dtype=torch.bool)
-        found[layer].view(-1)[draws.positions(layer, found[layer].numel()).keep.cpu()] = True
+    with draws.latest_pass() if draws.stages.draws() else contextlib.nullcontext():
+        for layer in draws.stages.keep_ratios():
+            size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
+            found[layer] = torch.zeros(size, dtype=torch.bool)
+            found[layer].view(-1)[draws.positions(layer, found[layer].numel()).keep.cpu()] = True
     return found
 
 
@@ -191,25 +194,26 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
     rates, ratios = draws.stages.rates(), draws.stages.keep_ratios()
     sizes = draws.stages.sizes(*x.shape[-2:])
     settings = draws.stages.settings
-    for layer, module in draws.stages.layers.items():
-        twin, kept = plain.get_submodule(names[id(module)]), None
-        if layer in ratios:
-            height, width = sizes[layer[0]]
-            positions = draws.positions(layer, height * width + prefix, bool(prefix))
-            kept = _Kept(positions, (height, width), prefix)
-        for name, part in module.parts().items():
-            if part.drop is not None:
-                factor = None
-                if (*layer, name) in rates:
-                    factor = draws.images((*layer, name), len(x)).to(x) / (1 - rates[(*layer, name)])
-                by_heads = part.by_heads and settings.attention == 'head'
-                mask = kept if kept and part.thinned and not by_heads else None
-                _end_branch(plain.get_submodule(names[id(part.drop)]), factor, mask)
-            if kept and part.by_heads:
-                heads = draws.heads(layer) if settings.attention == 'head' else None
-                _attend(twin, plain.get_submodule(names[id(part.proj)]), kept, settings.attention, heads)
-        if kept and layer[1] == 'downsample':
-            _shrink(twin, kept)
+    with draws.latest_pass() if draws.stages.draws() else contextlib.nullcontext():
+        for layer, module in draws.stages.layers.items():
+            twin, kept = plain.get_submodule(names[id(module)]), None
+            if layer in ratios:
+                height, width = sizes[layer[0]]
+                positions = draws.positions(layer, height * width + prefix, bool(prefix))
+                kept = _Kept(positions, (height, width), prefix)
+            for name, part in module.parts().items():
+                if part.drop is not None:
+                    factor = None
+                    if (*layer, name) in rates:
+                        factor = draws.images((*layer, name), len(x)).to(x) / (1 - rates[(*layer, name)])
+                    by_heads = part.by_heads and settings.attention == 'head'
+                    mask = kept if kept and part.thinned and not by_heads else None
+                    _end_branch(plain.get_submodule(names[id(part.drop)]), factor, mask)
+                if kept and part.by_heads:
+                    heads = draws.heads(layer) if settings.attention == 'head' else None
+                    _attend(twin, plain.get_submodule(names[id(part.proj)]), kept, settings.attention, heads)
+            if kept and layer[1] == 'downsample':
+                _shrink(twin, kept)
     return plain
 
 

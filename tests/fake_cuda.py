@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sbp_mmdet.ops.window_attention as windows
 from sbp_mmdet.stochastic_backprop.masks import Positions
-from sbp_mmdet.stochastic_backprop.step_draws import Draws
+from sbp_mmdet.stochastic_backprop.step_draws import StepDraws, ThinnedStages
 
 __all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu', 'unset_fake_temporarily']
 
@@ -162,11 +162,6 @@ def put_on_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
 @contextlib.contextmanager
 def _drawing_on_cpu(mode):
     """Backbones draw with numbers, as ever on the CPU; positions and heads go to the GPU that is not there."""
-    begin = Draws.begin
-
-    def begin_on_cpu(self, module, args, kwargs=None):
-        with unset_fake_temporarily():
-            begin(self, module, [torch.empty(()).expand(next(iter((*args, *(kwargs or {}).values()))).shape)])
 
     def on_cpu(draw, moves):
         def drawn(*args):
@@ -178,7 +173,7 @@ def _drawing_on_cpu(mode):
 
     names = dict(positions=True, heads=True, images=False)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Draws, 'begin', begin_on_cpu))
+        stack.enter_context(mock.patch.object(ThinnedStages, 'device', lambda self, key: torch.device('cpu')))
         for name, moves in names.items():
-            stack.enter_context(mock.patch.object(Draws, name, on_cpu(getattr(Draws, name), moves)))
+            stack.enter_context(mock.patch.object(StepDraws, name, on_cpu(getattr(StepDraws, name), moves)))
         yield

@@ -163,12 +163,12 @@ def plain_attention(
     x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, gamma, *, mode, keep=None, **options
 ):
     """Every equation of the appendix as it stands; what is dropped is detached, entry by entry of the map."""
-    (n, tokens, c), heads, factor = x.shape, options.get('heads'), options.get('factor')
+    (_, tokens, c), heads, factor = x.shape, options.get('heads'), options.get('factor')
     kept = torch.ones(tokens, dtype=torch.bool)
     if keep is not None:
         kept = torch.zeros(tokens, dtype=torch.bool).index_fill_(0, keep, True)
     qkv = F.linear(plain_norm(x, norm_weight, norm_bias), qkv_weight, qkv_bias)
-    q, k, v = qkv.view(n, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
     scores = q @ k.mT / (c // HEADS) ** 0.5
     if mode == 'qkv':
         scores = torch.where(kept, scores, scores.detach())

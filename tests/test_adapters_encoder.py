@@ -25,7 +25,7 @@ from test_adapters_transformer import (
 from torch import nn
 
 from sbp_mmdet import apply_lean
-from sbp_mmdet.adapters.detr import DeformableEncoderLayer
+from sbp_mmdet.adapters.detr import LeanDeformableEncoderLayer
 from sbp_mmdet.checkpointing import checkpoint_modules
 
 
@@ -34,7 +34,7 @@ def test_the_reference_is_exact_here():
     layer, inputs = ordinary(model.layer), encoder_inputs(2)
     expected = step(layer, inputs)
     apply_lean(model, preset='reference')
-    assert isinstance(layer, DeformableEncoderLayer)
+    assert isinstance(layer, LeanDeformableEncoderLayer)
     assert_same(step(layer, inputs), expected)
 
 
@@ -54,7 +54,7 @@ def test_tokens_of_an_encoder_are_dropped():
     inputs.update(spatial_shapes=torch.tensor(sizes), level_start_index=starts)
     expected = [step(layer, inputs) for layer in layers]
     report = apply_lean(layers, preset='sbp', sampler='random')
-    assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset paper'}
+    assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset sbp'}
     assert "preset='sbp', keeps 0.5 of the positions" in f'{layers}'
     with pytest.raises(ValueError, match='take it out of CheckpointModulesHook'):  # it would draw others
         apply_lean(checkpointed(layers), preset='sbp')

@@ -1,16 +1,18 @@
-"""Dynamic assigners assign the same, however many priors they compare at a time."""
+"""Assigners assign the same, however many pairs of priors and boxes they compare at a time."""
 
 import copy
 
 import pytest
 import torch
 from cases import Largest
+from mmdet.models.task_modules.assigners import BboxOverlaps2D, MaxIoUAssigner
 from mmdet.registry import TASK_UTILS
+from mmdet.structures.bbox import bbox_overlaps
 from mmengine.structures import InstanceData
 from torch import nn
 
-from sbp_mmdet import assigners
-from sbp_mmdet.chunked_targets import targets_in_chunks
+from sbp_mmdet.chunked_targets import assigners, targets_in_chunks
+from sbp_mmdet.plan.memory import LiveBytes
 
 CONFIGS = [dict(type='DynamicSoftLabelAssigner', topk=13), dict(type='SimOTAAssigner', center_radius=2.5)]
 
@@ -47,7 +49,7 @@ def model(cfg) -> nn.Module:
 def test_same_assignment_in_less_memory(cfg, boxes, masks, monkeypatch):
     if masks and cfg['type'] == 'SimOTAAssigner':
         pytest.skip('it knows no masks')
-    monkeypatch.setattr(assigners, '_PIECE', 40 * 12 * 7)
+    monkeypatch.setattr(assigners, '_COSTS', 40 * 12 * 7)
     head, (predicted, gts) = model(cfg), instances(boxes, masks=masks)
     with Largest() as before:
         expected = head.assigner.assign(copy.deepcopy(predicted), copy.deepcopy(gts))
@@ -66,9 +68,135 @@ def test_same_assignment_in_less_memory(cfg, boxes, masks, monkeypatch):
 
 @pytest.mark.parametrize('cfg', CONFIGS, ids=lambda cfg: cfg['type'])
 def test_no_prior_in_a_box(cfg, monkeypatch):
-    monkeypatch.setattr(assigners, '_PIECE', 1)
+    monkeypatch.setattr(assigners, '_COSTS', 1)
     head, (predicted, gts) = model(cfg), instances(2)
     gts.bboxes = torch.tensor([[1e4, 1e4, 1.1e4, 1.1e4]] * 2)
     expected = head.assigner.assign(predicted, gts)
     targets_in_chunks(head)
     assert torch.equal(head.assigner.assign(predicted, gts).gt_inds, expected.gt_inds)
+
+
+def boxes_at(centres, sizes):
+    return torch.cat([centres - sizes / 2, centres + sizes / 2], 1)
+
+
+def crowd(priors=1500, boxes=400):
+    """Priors with predictions near them, and more boxes than one chunk of priors has."""
+    g = torch.Generator().manual_seed(0)
+    anchors = boxes_at(800 * torch.rand(priors, 2, generator=g), 60 * torch.rand(priors, 2, generator=g) + 8)
+    truth = boxes_at(800 * torch.rand(boxes, 2, generator=g), 60 * torch.rand(boxes, 2, generator=g) + 8)
+    predicted = InstanceData(
+        priors=anchors,
+        bboxes=anchors + torch.randn(priors, 4, generator=g),
+        decoder_priors=anchors + torch.randn(priors, 4, generator=g),
+        scores=torch.rand(priors, 3, generator=g),
+        approxs=anchors[:, None] + torch.randn(priors, 2, 4, generator=g),
+        responsible_flags=torch.rand(priors, generator=g) > 0.5,
+    )
+    ignored = InstanceData(bboxes=truth[:40] + 3)
+    return predicted, InstanceData(bboxes=truth, labels=torch.randint(3, (boxes,), generator=g)), ignored
+
+
+THRESHOLDS = dict(pos_iou_thr=0.5, neg_iou_thr=0.4)
+WHICH = {  # assigner: arguments, and what it is given in front of the boxes
+    'MaxIoUAssigner': (dict(THRESHOLDS, ignore_iof_thr=0.3), ()),
+    'MaxIoUAssigner on candidates': (dict(THRESHOLDS, ignore_iof_thr=0.3, ignore_wrt_candidates=False), ()),
+    'ApproxMaxIoUAssigner': (THRESHOLDS, ()),
+    'GridAssigner': (THRESHOLDS, ()),
+    'CenterRegionAssigner': (dict(pos_scale=0.2, neg_scale=0.2), ()),
+    'ATSSAssigner': (dict(topk=9, ignore_iof_thr=0.3), ([1000, 400, 100],)),
+    'ATSSAssigner of DDOD': (dict(topk=9, alpha=0.8), ([1000, 400, 100],)),
+    'TaskAlignedAssigner': (dict(topk=13), ()),
+    'UniformAssigner': (dict(pos_ignore_thr=0.15, neg_ignore_thr=0.7), ()),
+}
+
+
+@pytest.mark.parametrize('name', WHICH)
+def test_a_crowd_is_assigned_the_same_in_less_memory(name):
+    """Each assigner compares all priors with all boxes; some pass the priors first, others the boxes."""
+    options, extra = WHICH[name]
+    predicted, truth, ignored = crowd()
+    extra = (*extra, truth, ignored if 'ignore_iof_thr' in options else None)
+
+    def assign(assigner):
+        with LiveBytes() as counter:
+            result = assigner.assign(copy.deepcopy(predicted), *copy.deepcopy(extra))
+        return result, counter.peak
+
+    head = model(dict(type=name.split()[0], **options))
+    expected, before = assign(head.assigner)
+    assert 'overlaps in the model' in targets_in_chunks(head, pairs=20_000)
+    found, after = assign(head.assigner)
+    assert expected.gt_inds.max() > 0
+    for key, value in vars(expected).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(getattr(found, key), value), key
+    assert after < 0.85 * before
+
+
+@pytest.mark.parametrize('pairs', [1, 7, 1000])
+@pytest.mark.parametrize('shape', [(5, 40), (40, 5), (12, 12), (0, 4), (4, 0)], ids=str)
+def test_pairs_are_compared_once(shape, pairs):
+    """By a chunk of at least one row or column, whichever are more; aligned boxes are not pairs."""
+    first, second = (torch.rand(n, 4).cumsum(1) for n in shape)
+    head = model(dict(type='MaxIoUAssigner', **THRESHOLDS))
+    targets_in_chunks(head, pairs=pairs)
+    calculator = head.assigner.iou_calculator
+    for mode in ('iou', 'iof', 'giou'):
+        assert torch.equal(calculator(first, second, mode=mode), bbox_overlaps(first, second, mode))
+        assert torch.equal(calculator(first, second, mode), bbox_overlaps(first, second, mode))
+    with Largest() as largest:
+        calculator(first, second)
+    assert largest.most <= 4 * max(2 * max(pairs, *shape), first.numel(), second.numel(), len(first) * len(second))
+    same = calculator(first, first + 1, is_aligned=True)
+    assert torch.equal(same, bbox_overlaps(first, first + 1, is_aligned=True))
+    assert type(calculator).__name__ == 'BboxOverlaps2D' and calculator.scale == 1.0
+
+
+class Calculator:
+    """Takes two arguments, unlike mmdet's."""
+
+    def __call__(self, first, second):
+        return bbox_overlaps(first, second)
+
+
+class Ranked(BboxOverlaps2D):
+    """Its entries depend on other pairs."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs).argsort(0).argsort(0).float()
+
+
+@pytest.mark.parametrize('kind', [Calculator, Ranked])
+def test_a_calculator_of_ones_own_stays_as_it_is(kind):
+    predicted, truth, _ = crowd(50, 20)
+    head = nn.Module()
+    head.rpn_head = model(dict(type='MaxIoUAssigner', **THRESHOLDS))
+    head.rpn_head.assigner.iou_calculator = kind()
+    expected = head.rpn_head.assigner.assign(predicted, truth)
+    said = targets_in_chunks(head, pairs=1)
+    assert (
+        'no training targets in chunks' in said and f'rpn_head.assigner (iou_calculator is a {kind.__name__})' in said
+    )
+    found = head.rpn_head.assigner.assign(predicted, truth)
+    assert torch.equal(found.gt_inds, expected.gt_inds) and type(head.rpn_head.assigner.iou_calculator) is kind
+
+
+def test_assigners_are_found_under_any_name_and_the_log_names_their_heads():
+    """TOOD and DDOD have two, a cascade has them in a list; a DETR compares no priors."""
+    whole = nn.Module()
+    whole.tood, whole.roi_head, whole.detr = nn.Module(), nn.Module(), nn.Module()
+    whole.tood.alignment_assigner = TASK_UTILS.build(dict(type='TaskAlignedAssigner', topk=13))
+    whole.roi_head.bbox_assigner = [MaxIoUAssigner(0.5, 0.5), None, MaxIoUAssigner(0.6, 0.6)]
+    whole.detr.assigner = TASK_UTILS.build(dict(type='HungarianAssigner', match_costs=[dict(type='BBoxL1Cost')]))
+    said = targets_in_chunks(whole)
+    assert said.startswith('training targets are computed in chunks: overlaps in tood, roi_head.')
+    assert 'Unchanged assigners: detr.assigner (HungarianAssigner has no iou_calculator)' in said
+    assert 'no training targets in chunks' in targets_in_chunks(nn.Module())
+
+
+@pytest.mark.parametrize('options', [dict(masks=0), dict(pairs=0), dict(pairs=True), dict(masks=2.0)], ids=str)
+def test_sizes_of_chunks_are_positive(options):
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=f'{name}={value!r} must be a positive integer'):
+        targets_in_chunks(nn.Module(), **options)

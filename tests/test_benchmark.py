@@ -134,7 +134,7 @@ def test_names():
         dict(keep_ratio=[0.25, 0.5], sampler='random'),
     )
     assert parse_name('selective') == ('with_cp', {})
-    for name, message in (('papre', 'papre'), ('fused', "preset='sbp'"), ('sbp,0.5', 'unknown|key=value')):
+    for name, message in (('papre', 'papre'), ('fused', "preset='fused'"), ('sbp,0.5', 'unknown|key=value')):
         with pytest.raises(ValueError, match=message):
             parse_name(name)
 
@@ -162,17 +162,17 @@ def test_a_part_runs_alone_with_positions_of_its_backbone(config):
     model = benchmark.build_training(config, **CASE)[0]
     case = Case('sbp', model, 'backbone.stages.2.1', {})
     x = torch.randn(1, 32, 4, 4, requires_grad=True)
-    with pytest.raises(ValueError, match='no pass of its backbone has begun'):
+    with pytest.raises(ValueError, match='call the backbone that it belongs to'):
         case.run(x)
-    case.begin(torch.Size((1, 3, 64, 64)), 'cpu')
-    case.run(x).sum().backward()
+    with case.alone(torch.Size((1, 3, 64, 64))):
+        case.run(x).sum().backward()
     assert x.grad is not None and case.module.pointwise_conv1.weight.grad.any()
 
 
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
-        (['--presets', 'fused'], "of a former version; write preset='sbp'"),
+        (['--presets', 'fused'], "preset='fused'"),
         (['--size', '0x64'], '--size 0x64'),
         (['--cap', '8'], '--cap 8.0 needs --step and a GPU'),
         (['--rivals', 'mine'], 'invalid choice'),

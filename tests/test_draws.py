@@ -44,8 +44,11 @@ def fixture_calls(monkeypatch):
 @pytest.mark.parametrize('size', [(64, 64), (70, 93), (36, 37)], ids=str)
 def test_same_positions_across_layers(family, sampler, size, calls):
     """All layers of a stage, also across the stages: a kept position is a kept patch of the stage before."""
-    found = drawn(build(family, dict(preset='sbp', sampler=sampler)), image(1, *size))
-    assert len(calls) == 1 and {stage for stage, _ in found} == {0, 1, 2}
+    model, x = build(family, dict(preset='sbp', sampler=sampler)), image(1, *size)
+    model(x)
+    assert len(calls) == 1
+    found = kept_masks(model, x)
+    assert {stage for stage, _ in found} == {0, 1, 2}
     for (stage, _), mask in found.items():
         assert torch.equal(mask, found[stage, 0])
         if stage:
@@ -61,7 +64,8 @@ def test_all_tokens_of_a_vit_and_all_blocks_of_a_stage_share_their_positions(fam
     model(image(1, 64, 64))
     found = draws_of(model)
     lengths = {stage: height * width for stage, (height, width) in enumerate(found.stages.sizes(64, 64))}
-    own = {key: found.positions(key, lengths[key[0]]) for key in found.stages.keep_ratios()}
+    with found.latest_pass():
+        own = {key: found.positions(key, lengths[key[0]]) for key in found.stages.keep_ratios()}
     assert all(
         positions is own[key[0], max(k[1] for k in own if k[0] == key[0] and k[1] != 'downsample')]
         for key, positions in own.items()
@@ -153,12 +157,14 @@ def test_heads_are_drawn_for_each_block():
     found = []
     for _ in range(8):
         model(image(1, 64, 64))
-        found.append([draws_of(model).heads((0, i)).tolist() for i in range(3)])
+        with draws_of(model).latest_pass():
+            found.append([draws_of(model).heads((0, i)).tolist() for i in range(3)])
     assert all(len(heads) == 1 for step in found for heads in step)
     assert len({str(step) for step in found}) > 3 and any(a != b for a, b, _ in found)
     model = build('SBPViT', dict(preset='sbp', attention='head', keep_ratio=0.67))
     model(image(1, 64, 64))
-    assert len(draws_of(model).heads((0, 2))) == 2 and draws_of(model).heads((0, 0)) is None
+    with draws_of(model).latest_pass():
+        assert len(draws_of(model).heads((0, 2))) == 2 and draws_of(model).heads((0, 0)) is None
 
 
 def test_images_that_are_left_out_follow_the_rate(iteration):
@@ -168,7 +174,8 @@ def test_images_that_are_left_out_follow_the_rate(iteration):
     model(image(256, 8, 8))
     rates = found.stages.rates()
     assert {key[2] for key in rates} == {'attention', 'mlp'} and (0, 0, 'mlp') not in rates  # whose rate is 0
-    kept = {key: found.images(key, 256).double().mean().item() for key in rates}
-    assert all(abs(kept[key] - (1 - rate)) < 0.15 for key, rate in rates.items())
-    assert not torch.equal(found.images((3, 0, 'mlp'), 256), found.images((3, 0, 'attention'), 256))
-    assert found.images((3, 0, 'mlp'), 255) is None  # of another batch: the branch draws itself
+    with found.latest_pass():
+        kept = {key: found.images(key, 256).double().mean().item() for key in rates}
+        assert all(abs(kept[key] - (1 - rate)) < 0.15 for key, rate in rates.items())
+        assert not torch.equal(found.images((3, 0, 'mlp'), 256), found.images((3, 0, 'attention'), 256))
+        assert found.images((3, 0, 'mlp'), 255) is None  # of another batch: the branch draws itself

@@ -25,7 +25,7 @@ def _rows(name, **where):
     rows = {frozenset((row.get('preset') or row['variant']).split('+')): row for row in reversed(rows)}
     blocks = any('exact-block' in variant for variant in rows)
     former = dict(exact='exact-block', int8='int8-block') if blocks else {}
-    former |= dict(paper='recompute') if any('recompute' in variant for variant in rows) else {}
+    former |= dict(sbp='recompute') if any('recompute' in variant for variant in rows) else {}
 
     def find(variant):
         preset, *pieces = variant.split('+')
@@ -233,9 +233,7 @@ def _cosines(*files):
     def figure(first, column):
         subject, _, column = column.rpartition(': ')
         file = next((file for file in files if subject and subject in file), files[0])
-        first = re.sub(
-            ', the paper.*', '', {'4 blocks of 12': 'blocks 4', '12 blocks of 12': 'blocks 12'}.get(first, first)
-        )
+        first = re.sub(', the paper.*', '', first)
         found = _results(file)['results']
         found = found[first if first in found else f'blocks {first}']
         value = found['mean layer' if column == 'mean layer' else 'backbone']
@@ -263,15 +261,6 @@ def test_page_of_families(monkeypatch):
     assert report in _text('docs/research/families.md')
 
 
-def test_picture_of_what_is_stored(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / 'research'))
-    tool, rows = runpy.run_path(str(ROOT / 'research/draw_stored.py')), _rows('block_cpu', stage=1)
-    for preset in tool['STORED']:
-        n, channels, height, width = rows(preset)['shape']
-        unit = 4 * n * channels * height * width
-        assert tool['units'](preset) == pytest.approx(rows(preset)['saved_bytes'] / unit, abs=0.021), preset
-
-
 @pytest.mark.parametrize(
     'page, heading, figure',
     [
@@ -291,7 +280,6 @@ def test_picture_of_what_is_stored(monkeypatch):
         ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
         ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
         ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
-        ('docs/research/vit.md', 'Orders, samplers, number of blocks', _cosines('gradient_vit')),
     ],
 )
 def test_figures(page, heading, figure):

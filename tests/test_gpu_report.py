@@ -70,10 +70,10 @@ def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tm
     parts = [part(), part('beside', 60, ('none', 'exact'), timed=False)]
     assert report(parts) == [
         'none exact',
-        'none raises exact out_of_memory hangs int8 killed paper',
-        'none exact out_of_memory hangs int8 killed paper',
-        'none int8 killed paper',
-        'none paper',
+        'none raises exact out_of_memory hangs int8 killed sbp',
+        'none exact out_of_memory hangs int8 killed sbp',
+        'none int8 killed sbp',
+        'none sbp',
     ]
     rows, begun = gpu_report.rows_of(parts[0], tmp_path / 'out')
     assert {name: row.get('reason', row.get('seconds')) for name, row in rows.items()} == dict(
@@ -102,7 +102,7 @@ def test_what_was_ended_with_the_report_is_tried_once_more(report, tmp_path):
     for _ in range(2):
         append_line(file, dict(preset='sbp', state='begun'))
     assert report([part(presets=('none', 'exact', 'int8', 'sbp'))]) == []
-    assert '| `paper` |' in (tmp_path / 'out/report.md').read_text()
+    assert '| `sbp` |' in (tmp_path / 'out/report.md').read_text()
 
 
 def test_what_the_end_would_cut_is_left_to_the_next_call(report, tmp_path, capsys):

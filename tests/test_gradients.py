@@ -128,7 +128,7 @@ def test_command_line(project, monkeypatch, tmp_path, capsys):
     found = json.loads(out.read_text())
     assert 'mean ± standard deviation' in capsys.readouterr().out
     assert study_table(found).splitlines()[1].count(' ± ') == 9
-    for words, message in ((['--batches', '0'], '--batches 0'), (['--presets', 'fused'], "preset='sbp'")):
+    for words, message in ((['--batches', '0'], '--batches 0'), (['--presets', 'fused'], "preset='fused'")):
         monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words])
         with pytest.raises(SystemExit):
             gradients.main()

@@ -124,3 +124,28 @@ def test_layer_depths_of_vit():
         embedding = name.startswith(('patch_embed', 'pos_embed', 'cls_token', 'reg_token'))
         assert layer == (0 if embedding else 4 if block is None else block + 1)
     assert backbone.get_layer_depth('neck.weight', 'backbone.') == (4, 5)
+
+
+def wide(height, width, **options):
+    torch.manual_seed(0)
+    arch = dict(num_layers=1, embed_dims=8, num_heads=2)
+    return SBPViT(arch, img_size=(4 * height, 4 * width), patch_size=4, **options)
+
+
+def test_positions_that_are_no_square():
+    """8 x 32 patches are as many as 16 x 16."""
+    source, patches = wide(8, 32), torch.randn(1, 256, 8)
+    state = dict(source.state_dict(), pos_embed=patches)  # without a position of the class token
+    source.load_state_dict(state)
+    assert torch.equal(source.pos_embed[:, 1:], patches) and not source.pos_embed[:, 0].any()
+    larger = wide(16, 64)
+    both = r'pretrained_grid=\(16, 16\) or pretrained_grid=\(8, 32\)'
+    with pytest.raises(ValueError, match=both):
+        larger.load_state_dict(state)
+    for grid in ((8, 32), (16, 16)):
+        larger = wide(16, 64, pretrained_grid=grid)
+        larger.load_state_dict(dict(state))
+        expected = F.interpolate(patches.mT.view(1, 8, *grid), (16, 64), mode='bicubic').flatten(2).mT
+        torch.testing.assert_close(larger.pos_embed[:, 1:].detach(), expected)
+    with pytest.raises(RuntimeError, match='size mismatch for pos_embed'):
+        wide(16, 64, pretrained_grid=(8, 16)).load_state_dict(dict(state))

@@ -10,8 +10,10 @@ from helpers import FP16
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
 
+from sbp_mmdet.ops.common.activations import ACTIVATIONS, Activation
 from sbp_mmdet.ops.common.autograd_function import Form
-from sbp_mmdet.ops.common.kept_maps import ACTIVATIONS, Activation, add, keep
+from sbp_mmdet.ops.common.handed_maps import Scope
+from sbp_mmdet.ops.common.kept_maps import add, keep
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 MODULES = {
@@ -164,6 +166,10 @@ class Chain(nn.Sequential):
     residual = None
 
     def forward(self, x):
+        with Scope():
+            return self.run(x)
+
+    def run(self, x):
         for layer in self:
             if self.residual == 'before activation':
                 x = layer(x, x)
@@ -279,9 +285,10 @@ def test_what_was_written_to_is_not_handed_on(storage):
     stock, lean = chains(storage, 2, norm='batch', act='silu')
 
     def run_changed(chain, x):
-        out = chain[0](x)
-        out.mul_(2)
-        return chain[1](out)
+        with Scope():
+            out = chain[0](x)
+            out.mul_(2)
+            return chain[1](out)
 
     grads = []
     for chain in (stock, lean):
@@ -344,3 +351,32 @@ def test_what_a_gpu_would_refuse(norm, storage, dtype):
             found = backward([out])
             for name, t in leaves.items():
                 assert found[t].is_cuda and found[t].dtype == t.dtype and found[t].shape == t.shape, name
+
+
+@pytest.mark.parametrize('kernel', [1, 3])
+@pytest.mark.parametrize('residual', [False, True])
+@pytest.mark.parametrize('k', [0.0, 1e-6, 1e-4, 1.0])
+@pytest.mark.parametrize('channels', ['all', 'half'])
+@pytest.mark.parametrize('magnitude', [1e-3, 1.0, 300.0])
+def test_small_factors_of_a_fixed_norm_in_fp16(k, channels, kernel, residual, magnitude):
+    """As where residual branches begin at zero: gradients are finite where plain code's are, and as near to fp64's."""
+    torch.manual_seed(0)
+    stock = Layer('fixed', 'relu', channels=8, kernel=kernel, padding=kernel // 2).double()
+    stock.norm.weight.data[:: 1 if channels == 'all' else 2] = k
+    stock.norm.bias.data.fill_(1.0)
+    x = 3 + torch.randn(2, 8, 48, 48, dtype=torch.float64)
+    weight = magnitude * (1 + torch.randn(2, 8, 48, 48, dtype=torch.float64))
+    found = {}
+    for name, dtype in dict(truth=torch.float64, plain=torch.float32, lean=torch.float32).items():
+        layer = copy.deepcopy(stock).to(dtype)
+        layer.storage = 'native' if name == 'lean' else None
+        given = [x.to(dtype, copy=True).requires_grad_() for _ in range(1 + residual)]
+        with torch.autocast('cpu', torch.float16, enabled=dtype is torch.float32):
+            out = layer(*given)
+        out.backward(weight.to(out.dtype))
+        found[name] = [t.grad.double() for t in (*given, *layer.parameters())]
+    if all(t.isfinite().all() for t in found['plain']):  # otherwise the step is skipped
+        for truth, plain, lean in zip(*found.values(), strict=True):
+            error, rounding = ((t - truth).norm() for t in (lean, plain))
+            assert error <= 2 * rounding + 2e-3 * truth.norm()
+    assert magnitude > 1 or all(t.isfinite().all() for t in found['plain'])

@@ -69,6 +69,14 @@ def test_nothing_kept():
         assert torch.equal(part, torch.zeros_like(like))
 
 
+@pytest.mark.parametrize('version, kernel', [('2.1.2', 'efficient'), ('2.2.0', 'flash'), ('2.13.0', 'flash')])
+def test_flash_is_left_out_where_its_backward_pass_has_another_contract(version, kernel, monkeypatch):
+    fake = pytest.importorskip('torch._subclasses.fake_tensor')
+    monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion(version))
+    with fake.FakeTensorMode(), mock.patch.object(flash, '_ampere', lambda _: True):
+        assert flash._kernel(torch.empty(2, 3, 50, 64, dtype=torch.float16, device='cuda')) == kernel
+
+
 @pytest.mark.parametrize(
     'dtype, d, ampere, kernel',
     [

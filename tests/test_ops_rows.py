@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from helpers import needs_fp16
 from oracles import relative_error
 
-from sbp_mmdet.ops.common import precision as precision
-from sbp_mmdet.ops.common import row_sampling as rows
-from sbp_mmdet.ops.common.row_sampling import chunks
+from sbp_mmdet.ops.common import folding, layouts, precision
+from sbp_mmdet.ops.common.layouts import Chunk, chunks
 
 
 def normal(*shape, seed=0):
@@ -18,24 +17,24 @@ def normal(*shape, seed=0):
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
 def test_tokens_and_maps(layout):
     x, index = normal(2, 3, 4, 5).contiguous(memory_format=layout), torch.tensor([1, 7, 19])
-    tokens = rows.tokens_of(x)
-    assert torch.equal(tokens, x.permute(0, 2, 3, 1).reshape(2, 20, 3)) and rows.tokens_of(tokens) is tokens
-    assert torch.equal(rows.in_shape(tokens, x.shape), x)
-    empty = rows.in_shape(rows.empty_tokens(tokens.shape, rows.layout_of(x), x.dtype, x.device), x.shape)
+    tokens = layouts.tokens_of(x)
+    assert torch.equal(tokens, x.permute(0, 2, 3, 1).reshape(2, 20, 3)) and layouts.tokens_of(tokens) is tokens
+    assert torch.equal(layouts.in_shape(tokens, x.shape), x)
+    empty = layouts.in_shape(layouts.empty_tokens(tokens.shape, layouts.layout_of(x), x.dtype, x.device), x.shape)
     assert empty.is_contiguous(memory_format=layout) and empty.shape == x.shape
     picked = tokens[:, index]
-    alone = rows.put_together(picked, index, 20)
+    alone = layouts.put_together(picked, index, 20)
     assert torch.equal(alone[:, index], picked) and alone.count_nonzero() == picked.numel()
     twice = torch.tensor([1, 1, 0])
-    summed = rows.add_rows_(torch.zeros(2, 2, 3, dtype=x.dtype), twice, picked)
+    summed = layouts.add_rows_(torch.zeros(2, 2, 3, dtype=x.dtype), twice, picked)
     assert torch.equal(summed, torch.stack([picked[:, 2], picked[:, 0] + picked[:, 1]], 1))
-    assert torch.equal(rows.add_rows_(picked.clone(), None, picked), 2 * picked)
+    assert torch.equal(layouts.add_rows_(picked.clone(), None, picked), 2 * picked)
 
 
 def test_memory_format():
     x = normal(2, 3, 4, 5)
-    assert rows.memory_format(x) == torch.contiguous_format
-    assert rows.memory_format(x.contiguous(memory_format=torch.channels_last)) == torch.channels_last
+    assert layouts.memory_format(x) == torch.contiguous_format
+    assert layouts.memory_format(x.contiguous(memory_format=torch.channels_last)) == torch.channels_last
 
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -44,12 +43,12 @@ def test_normalise_and_its_gradient(dtype):
     grad = normal(50, 16, seed=2).to(dtype)
     expected = F.layer_norm(x, (16,), eps=1e-3)
     (expected_grad,) = torch.autograd.grad(expected, x, grad.double())
-    xhat, rstd = rows.normalise(x.detach().to(dtype), 1e-3, dtype)
+    xhat, rstd = folding.normalise(x.detach().to(dtype), 1e-3, dtype)
     full = torch.promote_types(dtype, torch.float32)
     assert xhat.dtype == dtype and rstd.dtype == full
     assert relative_error(rstd, (x.var(1, correction=0, keepdim=True) + 1e-3).rsqrt()) < 4 * torch.finfo(full).eps
     assert relative_error(xhat, expected) < 4 * torch.finfo(dtype).eps
-    actual = rows.normalise_backward(grad, xhat, rstd)
+    actual = folding.normalise_backward(grad, xhat, rstd)
     assert actual.dtype == dtype
     assert relative_error(actual, expected_grad) < 4 * torch.finfo(dtype).eps
 
@@ -64,17 +63,17 @@ def test_folding_and_its_gradient(has_weight, has_bias):
     affine = xhat * (1 if norm_weight is None else norm_weight) + (0 if norm_bias is None else norm_bias)
     out = F.linear(affine, weight, bias)
     with torch.no_grad():
-        folded = rows.fold(weight, bias, norm_weight, norm_bias, torch.float64)
+        folded = folding.fold(weight, bias, norm_weight, norm_bias, torch.float64)
     assert relative_error(F.linear(xhat, *folded), out) < 1e-12
 
     grad = normal(9, 6, seed=5)
     with torch.no_grad():
-        actual = rows.unfold(grad.T @ xhat, grad.sum(0), weight, norm_weight, norm_bias)
+        actual = folding.unfold(grad.T @ xhat, grad.sum(0), weight, norm_weight, norm_bias)
     parameters = [norm_weight, norm_bias, weight, bias]
     expected = torch.autograd.grad(out, [p for p in parameters if p is not None], grad)
     for got, want in zip([g for g in actual if g is not None], expected, strict=True):
         assert relative_error(got, want) < 1e-12
-    dnw, dnb, dw, _ = rows.unfold(None, grad.sum(0), weight.detach(), norm_weight, norm_bias)
+    dnw, dnb, dw, _ = folding.unfold(None, grad.sum(0), weight.detach(), norm_weight, norm_bias)
     assert dnw is dw is None and (dnb is None) != has_bias
 
 
@@ -121,3 +120,17 @@ def test_a_chunk_of_a_wide_layer_has_enough_rows_for_its_products():
     (one, two), few = chunks(1, 1280, 2**14, torch.device('cpu')), chunks(1, 1280, 2**14, torch.device('cpu'), 2**16)
     assert one.rows == slice(0, 640) and two.rows == slice(640, 1280)
     assert all(chunk.rows.stop - chunk.rows.start == 4 for chunk in few)  # who says how many, gets that
+
+
+def test_a_chunk_of_every_other_row():
+    """Rows 1 and 4 of images 0 and 2 of three images with five rows each, which no slice of all rows holds."""
+    some = Chunk(slice(0, 3, 2), slice(1, 5, 3), 5)
+    x = torch.arange(15).view(3, 5, 1)
+    assert some.number == 2
+    assert some.rows_of(x).flatten().tolist() == x.flatten()[some.flat].tolist() == [1, 4, 11, 14]
+    backwards = torch.arange(5).flip(0)
+    assert some.rows_of(x, backwards).flatten().tolist() == [3, 0, 13, 10]
+    out = torch.zeros_like(x)
+    some.put_(out, torch.tensor([[7], [8], [9], [6]]), backwards)
+    assert out[:, :, 0].tolist() == [[8, 0, 0, 7, 0], [0] * 5, [6, 0, 0, 9, 0]]
+    assert list(range(15))[Chunk(slice(1, 3), slice(0, 5), 5).flat] == list(range(5, 15))

@@ -27,7 +27,7 @@ from sbp_mmdet.ops.common.row_sampling import draw
 from sbp_mmdet.ops.deformable_encoder_layer import deformable_encoder_layer
 from sbp_mmdet.ops.ffn import FFNSettings, feed_forward
 from sbp_mmdet.stochastic_backprop.masks import positions
-from sbp_mmdet.stochastic_backprop.step_draws import Phases
+from sbp_mmdet.stochastic_backprop.step_draws import RowDraws
 
 WEIGHTS = ('weight', 'weight1', 'weight2', 'qkv_weight', 'proj_weight', 'norm_weight', 'gamma')
 # In one chunk.
@@ -268,7 +268,7 @@ def test_phases(monkeypatch):
     monkeypatch.setattr(MessageHub, 'get_info', lambda *args: iteration[0])
     drawn = {}
     for iteration[0] in range(100):
-        phases = Phases()
+        phases = RowDraws()
         for number in range(2):
             for name in ('a', 'b'):
                 drawn[iteration[0], number, name] = phases.draw(name, 0.25).at
@@ -277,7 +277,7 @@ def test_phases(monkeypatch):
     apart = [[v for k, v in drawn.items() if k[1:] == key] for key in ((0, 'a'), (0, 'b'), (1, 'a'))]
     assert apart[0] != apart[1] != apart[2] != apart[0]
     iteration[0] = 70
-    assert Phases().draw('b', 0.25).at == drawn[70, 0, 'b']
+    assert RowDraws().draw('b', 0.25).at == drawn[70, 0, 'b']
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -11,8 +11,8 @@ from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDet
 from torch import nn
 
 import sbp_mmdet.ops.deformable_attention as deformable_module
+from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.common.autograd_function import Form
-from sbp_mmdet.ops.common.kept_maps import Activation
 from sbp_mmdet.ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
 from sbp_mmdet.ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
 from sbp_mmdet.ops.ffn import FFNSettings, FFNTensors, feed_forward
@@ -97,6 +97,34 @@ def test_replayed_masks_are_those_of_the_forward_pass():
     out = feed_forward(FFNSettings(dropout=(0.5, 0.5), chunk=64), ffn_tensors(module, x))
     (gradient,) = torch.autograd.grad(out.sum(), module.layers[1].bias)
     assert torch.equal(gradient, (out != 0).double().sum((0, 1)) / 0.5)
+
+
+@pytest.mark.parametrize('chunk', [None, 64])
+def test_masks_are_replayed_whatever_the_strides_of_the_gradient_are(chunk):
+    module = scattered(FFN(8, 32, add_identity=False))
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    out = feed_forward(FFNSettings(dropout=(0.0, 0.5), chunk=chunk), ffn_tensors(module, x))
+    for weight in (torch.ones(2, 8, 5).mT, torch.ones(8, 5, 2).permute(2, 1, 0), torch.ones(1, 1, 1).expand(2, 5, 8)):
+        (gradient,) = torch.autograd.grad(out, module.layers[1].bias, weight.double(), retain_graph=True)
+        assert torch.equal(gradient, (out != 0).double().sum((0, 1)) / 0.5)
+
+
+def test_no_images():
+    """Gradients of parameters are zero."""
+    module, x = layer(0.2), torch.zeros(0, TOKENS, 16, dtype=torch.float64, requires_grad=True)
+    reference = torch.zeros(0, TOKENS, 4, 2, dtype=torch.float64, requires_grad=True)
+    leaves = dict(module.named_parameters(), x=x, reference=reference)
+    given = DeformableTensors(x, None, x, reference, None, SHAPES, STARTS, **attention_weights(module.self_attn))
+
+    for run in (
+        lambda: deformable_encoder_layer(settings_of(0.2), layer_tensors(module, x, None, reference, None)),
+        lambda: feed_forward(FFNSettings(), ffn_tensors(module.ffn, x)),
+        lambda: deformable_attention(DeformableSettings(2, 4, 4), given),
+    ):
+        out, *grads = gradients(run, leaves, zeros=True)
+        assert out.shape == x.shape
+        for gradient, leaf in zip(grads, leaves.values(), strict=True):
+            assert torch.equal(gradient, torch.zeros_like(leaf))
 
 
 def attention_weights(module):

@@ -152,7 +152,7 @@ def merged(config, lines, tmp_path):
 
 
 @pytest.mark.parametrize('path', [OURS, STOCK_T, DINO])
-@pytest.mark.parametrize('variant', ['with_cp', 'paper+cp-heads+cp-neck', 'int8+adamw8bit', 'exact+amp+adamw8bit'])
+@pytest.mark.parametrize('variant', ['with_cp', 'sbp+cp-heads+cp-neck', 'int8+adamw8bit', 'exact+amp+adamw8bit'])
 def test_a_pasted_snippet_is_the_variant(path, variant, tmp_path):
     config = load_config(path)
     if 'amp' in variant.split('+'):
@@ -226,7 +226,7 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     planning.peaks.update(exact=5)
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     page = capsys.readouterr().out
-    assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and 'sbp' not in page
+    assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and "preset='sbp'" not in page
     assert '2 images of 800 x 1333 with 60 boxes each (size: Resize(scale=(1333, 800));' in page
     assert 'a usual image is 800 x 1067' in page
     # A step may drop no image.

@@ -94,7 +94,7 @@ def project(tmp_path_factory):
     (folder / 'killonce.py').write_text(KILL)
     configs = {label: f'{i}.py' for i, label in enumerate((T, SBP_T))}
     text = f"_base_ = '{RESEARCH}/experiments/coco.py'\ngpus = 2\n"
-    for key in ('compare', 'sbp'):  # of these two
+    for key in ('compare', 'paper'):  # of these two
         own = {label: value for label, value in getattr(COCO, key).items() if label in configs}
         text += f'{key} = dict(_delete_=True, **{own})\n'
     (folder / 'coco.py').write_text(text + f'configs = dict(_delete_=True, **{configs})\n')

@@ -1,5 +1,7 @@
 """Signs of life: what the log, ``print(model)`` and the visualizers say of a training with LeanHook."""
 
+import contextlib
+import functools
 import logging
 import types
 
@@ -12,7 +14,7 @@ from oracles import image
 from sbp_mmdet import LeanHook, apply_lean, remove_lean
 from sbp_mmdet.checkpointing import checkpoint_modules
 from sbp_mmdet.plan.memory import saved_bytes
-from sbp_mmdet.report import StoredBytes
+from sbp_mmdet.verify.checks import verify_modules
 
 MODELS = {
     **{name: (lambda name=name: build(name)) for name in ('stock Swin', 'SBPConvNeXt', 'SBPViT')},
@@ -43,66 +45,37 @@ def test_counts_are_those_of_whole_passes(name, amp):
 
     found = {preset: whole(preset)[1] for preset in ('none', 'with_cp')}
     report, found['exact'] = whole('exact')
-    counter = StoredBytes(model, report.changed)
-    run()
-    counted = counter.stop()
-    assert not counter.failed and counter.autocast == amp and not any(m._forward_hooks for m in model.modules())
+    findings = verify_modules(model, report.changed, run_on(x, amp))
+    assert not findings.skipped and findings.autocast == amp
     # In mixed precision a plain layer may put out another precision than the changed one, whose outputs are looked at.
     slack = (0.06 if amp else 0) * found['none']
     for key, preset in dict(now='exact', before='none', with_cp='with_cp').items():
         least = 0 if report.left else found[preset] - slack  # the oracle has the layers that were left alone too
-        assert least <= counted[key] <= found[preset] + slack, key
-    assert counted['now'] < counted['before']
+        # Alone, a changed convolution does not see what the layer before it keeps and would hand on.
+        most = (1.2 if (name, key) == ('ResNet', 'now') else 1) * found[preset] + slack
+        assert least <= findings.stored[key] <= most, key
+    assert findings.stored['now'] < findings.stored['before']
 
 
-@pytest.mark.parametrize('name', MODELS)
-def test_counting_changes_nothing(name):
-    """Gradients, running statistics and random numbers are those of a step that is not counted."""
-    model, x = prepared(name)
-    names, found = apply_lean(model, 'exact').changed, []
-    start = {key: value.clone() for key, value in model.state_dict().items()}
-    for counted in (False, True):
-        model.load_state_dict(start)
-        model.zero_grad()
-        torch.manual_seed(3)
-        counter = StoredBytes(model, names) if counted else None
-        sum(out.square().sum() for out in model(x)).backward()
-        found.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers(), torch.rand(1)])
-        found[-1] = [t.clone() for t in found[-1]]
-        assert counter is None or counter.stop()['now']
-    for plain, counted in zip(*found, strict=True):  # sums of biases depend on where torch aligns a tensor
-        torch.testing.assert_close(counted, plain, rtol=1e-4, atol=1e-5 * float(plain.abs().max()))
-    assert torch.equal(found[0][-1], found[1][-1])
+def run_on(x, amp=False):
+    def run(model):
+        with torch.autocast('cpu', torch.bfloat16, enabled=amp):
+            model(x)
+
+    return run
 
 
 def test_what_is_checkpointed_around_stores_nothing_itself():
     model, x = prepared('stock Swin')
     changed = apply_lean(model, 'exact', modules=['stages.0', 'norm0']).changed
     checkpoint_modules(model, ['stages.0'])
-    counter = StoredBytes(model, changed)
-    sum(out.sum() for out in model(x)).backward()
-    assert [*counter._names.values()] == ['norm0'] and counter.stop()['before']
+    findings = verify_modules(model, changed, run_on(x))
+    assert [kind.name for kind in findings.kinds if kind.bytes['before']] == ['LayerNorm']
 
 
-def test_a_module_that_cannot_run_twice_is_named():
-    model, x = prepared('stock Swin')
-    norm = model.norm0
-    changed = apply_lean(model, 'exact').changed
-    forward, calls = type(norm).forward, []
-
-    def once(self, x):
-        calls.append(self)
-        if calls.count(self) > 1 and self is norm:
-            raise RuntimeError('only once')
-        return forward(self, x)
-
-    type(norm).forward = once
-    try:
-        counter = StoredBytes(model, changed)
-        model(x)
-    finally:
-        type(norm).forward = forward
-    assert counter.failed == {'norm0': 'RuntimeError: only once'} and counter.stop()['now']
+def _step(model, batch, wrapper):
+    with wrapper.optim_context(model):
+        wrapper.update_params(sum(out.float().sum() for out in model(batch)))
 
 
 class Runner(types.SimpleNamespace):
@@ -110,6 +83,8 @@ class Runner(types.SimpleNamespace):
 
     def __init__(self, model):
         super().__init__(model=model, logger=logging.getLogger('signs'), iter=0, visualizer=self, scalars={}, hooks=[])
+        self.optim_wrapper = types.SimpleNamespace(optim_context=contextlib.nullcontext)
+        vars(model)['train_step'] = functools.partial(_step, model)
 
     def add_scalars(self, scalars, step):
         self.scalars[step] = scalars
@@ -121,7 +96,7 @@ def said(hook, model, caplog, steps=2, amp=False):
     with caplog.at_level(logging.INFO, 'signs'):
         hook.before_run(runner)
         for runner.iter in range(steps):
-            hook.before_train_iter(runner, runner.iter)
+            hook.before_train_iter(runner, runner.iter, data_batch=image(2, 64, 64, dtype=torch.float32))
             with torch.autocast('cpu', torch.bfloat16, enabled=amp):
                 sum(out.float().sum() for out in model(image(2, 64, 64, dtype=torch.float32))).backward()
             hook.after_train_iter(runner, runner.iter)
@@ -131,15 +106,15 @@ def said(hook, model, caplog, steps=2, amp=False):
 def test_the_block_in_the_log(caplog):
     model, _ = prepared('stock Swin')
     log, runner = said(LeanHook('sbp'), model, caplog)
-    report, remark, stored = log['INFO']
-    assert report.splitlines() == [
+    report, thinned, remark, verified, stored = log['INFO']
+    assert report.splitlines()[:3] == [
         "LeanHook: preset='sbp': 13 modules changed, 0 left alone",
-        'changed: 4 SwinBlock, 2 PatchMerging: gradients from 0.5 of the positions, preset paper',
+        'changed: 4 SwinBlock, 2 PatchMerging: gradients from 0.5 of the positions, preset sbp',
         'changed: 1 SwinBlock, 1 PatchMerging, 1 PatchEmbed, 4 LayerNorm: exact, stores less',
-        'training targets are made piece by piece',
     ]
-    assert 'small objects' in remark and not log['WARNING']
-    assert stored.startswith('LeanHook: in the first step the changed modules stored 0.2 MB for the backward pass')
+    assert thinned.endswith('(1, 1, 2, 0) of (1, 1, 2, 1), and 2 downsampling layers')
+    assert 'small objects' in remark and not log['WARNING'] and 'verified 13 modules' in verified
+    assert 'store 0.2 MB' in stored and 'sbp-mmdet plan' in stored
     assert [*runner.scalars] == [1] and runner.scalars[1]['lean/keep_ratio'] == 0.5
     assert 0 < runner.scalars[1]['lean/stored_mb_now'] < runner.scalars[1]['lean/stored_mb_before']
     assert "(0): SwinBlock(\n          preset='sbp', keeps 0.5 of the positions\n" in str(model)
@@ -153,8 +128,7 @@ def test_the_block_in_the_log(caplog):
 @pytest.mark.parametrize(
     ('name', 'preset', 'amp', 'message'),
     [
-        ('SBPViT', 'exact', False, r"less than now. In mixed precision 'exact' gains more"),
-        ('ResNet', 'exact', True, r"preset='with_cp' stores less here, and preset='int8' less than now"),
+        ('ResNet', 'exact', False, None),
         ('SBPConvNeXt', 'exact', True, None),
         ('stock Swin', 'none', False, 'LeanHook changes nothing: no preset'),
     ],

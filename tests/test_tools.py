@@ -81,7 +81,6 @@ def test_config_without_custom_imports(project):
     [
         ({'sbp_cfg.keep_ratio': 1.5}, r'keep_ratio=1.5 must be a number in \(0, 1\]'),
         ({'sbp_cfg.keep_rato': 0.5}, "unknown key 'keep_rato'; did you mean 'keep_ratio'"),
-        ({'sbp_cfg.recompute': True}, r"\['recompute'\] are settings of former versions; write dict\(preset='sbp'\)"),
         ({'depth': 50}, "unexpected keyword argument 'depth'; .*_delete_=True"),
     ],
 )
@@ -116,7 +115,6 @@ SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 2, 1), num_heads
             dict(type='LeanHook', preset='sbp'),
             "LeanHook: preset='sbp' drops positions",
         ),
-        (SWIN, dict(type='SBPHook', recompute=True), 'SBPHook: SBPHook is now LeanHook: write dict'),
         (dict(SWIN, embed_dim=8), dict(type='LeanHook'), None),  # mmdet says what is wrong with it
         (None, dict(type='LeanHook'), 'LeanHook: .* has sbp_cfg of its own'),
     ],
@@ -200,6 +198,17 @@ def test_classes_that_the_file_does_not_have(config):
         preflight.check_config(config, ('train',))
     del config.train_dataloader.dataset['metainfo']  # then mmdet means the 80 classes of COCO
     with pytest.raises(PreflightError, match="metainfo has .*'person', .* and 70 more"):
+        preflight.check_config(config, ('train',))
+
+
+@pytest.mark.parametrize('head', ['roi_head.bbox_head', 'roi_head.mask_head'])
+def test_heads_with_fewer_classes_than_the_data(config, head):
+    path = Path(config.train_dataloader.dataset.data_root) / config.train_dataloader.dataset.ann_file
+    labels = len(json.loads(path.read_text())['categories'])
+    config.merge_from_dict({f'model.{head}.num_classes': labels + 1})
+    preflight.check_config(config, ('train',))  # a class too many is a waste, not an error
+    config.merge_from_dict({f'model.{head}.num_classes': labels - 1})
+    with pytest.raises(PreflightError, match=rf'model.{head}: num_classes={labels - 1}, .* set num_classes={labels}'):
         preflight.check_config(config, ('train',))
 
 

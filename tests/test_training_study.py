@@ -148,7 +148,7 @@ def test_pages_of_the_repository_are_what_the_tool_writes():
         assert pages
         for page in pages:
             assert fill(page, experiment, means({})) == page.read_text(), page
-    assert paper_table(experiment, {}).count('sbp') == 8
+    assert paper_table(experiment, {}).count('paper') == 8
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,6 @@ def test_bad_input(study, args, message):
         ("configs = {'a/b': 'x.py'}", 'name folders'),
         ("configs = dict(a='x.py')\ncompare = dict(b='a')", "compare names ['b']"),
         ("configs = dict(a='x.py')", 'x.py does not exist'),
-        (
-            f"config = '{CONFIG}'\nsettings = dict(a=dict(keep_ratio=0.5))",
-            'needs a preset',
-        ),
         (f"config = '{CONFIG}'\nsettings = dict(a=dict(preset='sbp', keep_ratio=7))", 'keep_ratio=7'),
     ],
     ids=str,

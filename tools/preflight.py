@@ -68,13 +68,33 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
             path = _local(dataset.get('ann_file'), dataset.get('data_root'), dataset.get('backend_args'))
             if path:
                 classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
-                check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
+                names = check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
+                if split == 'train' and classes:
+                    _check_num_classes(config, len(set(classes) & set(names)))
         _check_imagenet(config, split)
         evaluators = config.get(f'{split}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
             path = _local(evaluator.get('ann_file'), None, evaluator.get('backend_args'))
             if path and evaluator.get('type') in ('CocoMetric', 'mmdet.CocoMetric'):
                 check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
+
+
+def _check_num_classes(config, labels):
+    """Finds heads with fewer classes than the training data has labels: on a GPU an assertion that names nothing."""
+    model = config.model.get('detector') or config.model
+    roi_head = model.get('roi_head') or {}
+    heads = {
+        'bbox_head': model.get('bbox_head'),
+        'roi_head.bbox_head': roi_head.get('bbox_head'),
+        'roi_head.mask_head': roi_head.get('mask_head'),
+    }
+    for name, found in heads.items():
+        for head in found if isinstance(found, (list, tuple)) else [found or {}]:
+            if isinstance(number := head.get('num_classes'), int) and number < labels:
+                raise PreflightError(
+                    f'model.{name}: num_classes={number}, but the training data have {labels} classes; set '
+                    f'num_classes={labels} in every head of the model'
+                )
 
 
 def _check_optimizer(wrapper):
@@ -177,8 +197,11 @@ def _check_scales(config, min_size):
 
 def check_annotations(
     path: Path, key: str, classes: tuple[str, ...] | None = None, needed: tuple[str, ...] = _KEYS
-) -> None:
+) -> list[str]:
     """Checks that a file is COCO format and has annotations for some of the classes.
+
+    Returns:
+        list[str]: Names of its categories; empty where a large file does not show them.
 
     Raises:
         PreflightError: If the file is missing, not COCO format, or has no category of that name.
@@ -195,6 +218,7 @@ def check_annotations(
             f'the file has {_shortened(names)}, metainfo has {_shortened(classes)}; set '
             "metainfo=dict(classes=(...)) to the file's names, and num_classes to their number"
         )
+    return names
 
 
 def _category_names(path, needed):

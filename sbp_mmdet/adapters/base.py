@@ -27,19 +27,32 @@ from ..ops.common.precision import accumulator, autocast_dtype
 from ..ops.common.stochastic_depth import on_images
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
-from ..stochastic_backprop.step_draws import Draws, LevelDraws, Phases
-from ..surgery import Mixin, stock_class
+from ..stochastic_backprop.step_draws import RowDraws, StepDraws, TokenDraws
+from ..surgery import Mixin, mix_in, mix_out, stock_class
 from .bindings import Binding
 from .predicate import (
     BypassedModules,
     derives_plainly,
+    fairscale_forward,
     is_hooked_globally,
     is_parametrized,
     is_replaced,
     unsupported,
 )
 
-__all__ = ['ADAPTERS', 'Bound', 'LeanBlock', 'LeanModule', 'Place', 'adapter', 'adapter_of', 'bind', 'bypassed_modules']
+__all__ = [
+    'ADAPTERS',
+    'Bound',
+    'LeanBlock',
+    'LeanModule',
+    'Place',
+    'adapter',
+    'adapter_of',
+    'bind',
+    'bypassed_modules',
+    'release',
+    'take_over',
+]
 
 # Class of a module, by its module and name, to its adapter.
 ADAPTERS: dict[str, type['LeanModule']] = {}
@@ -108,9 +121,9 @@ class Place(NamedTuple):
     Attributes:
         settings (Settings): The settings of the model.
         layer (tuple | None): The layer of its backbone that it is. If ``None``, it has no positions. Default: None.
-        draws (Draws | LevelDraws | None): The draws of its backbone, or its own. Default: None.
+        draws (StepDraws | TokenDraws | None): The draws of its backbone, or its own. Default: None.
         name (str): The name of the module. Default: ''.
-        phases (Phases | None): The samples of the model. Default: None.
+        phases (RowDraws | None): The samples of the model. Default: None.
         bound (Bound | None): What is known of the module. Default: None.
         own_forward (Any): The forward of fairscale's checkpointing, which is put back with the module's own code.
             Default: None.
@@ -118,9 +131,9 @@ class Place(NamedTuple):
 
     settings: Settings
     layer: tuple | None = None
-    draws: Draws | LevelDraws | None = None
+    draws: StepDraws | TokenDraws | None = None
     name: str = ''
-    phases: Phases | None = None
+    phases: RowDraws | None = None
     bound: Bound | None = None
     own_forward: Any = None
 
@@ -131,9 +144,12 @@ class LeanModule(Mixin):
     Attributes:
         stock (tuple): The classes that the adapter knows, from :func:`adapter`.
         checkpointed (bool): Whether it is a block, which ``preset='with_cp'`` checkpoints. Default: False.
-        class_tokens (bool): Whether tokens may stand in front of those of the map; they are always kept. Default: False.
+        class_tokens (bool): Whether tokens that are always kept may stand in front of those of the map. Default: False.
         samples (bool): Whether it estimates gradients of weights where a preset says so. Default: True.
         thins_only (bool): Whether it changes nothing where it drops no tokens. Default: False.
+        runs_blocks (bool): Whether it runs blocks that are changed themselves past their forward. Default: False.
+        shares_modules (bool): Whether the modules of :meth:`bypasses` have adapters of their own too. Default: False.
+        hands_on (bool): Whether it hands to the next layer what it keeps, see :mod:`sbp_mmdet.passes`. Default: False.
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it runs lean too where it is frozen, in evaluation mode, while the rest of
             the model trains. Default: False.
@@ -146,6 +162,9 @@ class LeanModule(Mixin):
     class_tokens = False
     samples = True
     thins_only = False
+    runs_blocks = False
+    shares_modules = False
+    hands_on = False
     has_reference = True
     folds_frozen_norms = False
     separable = False
@@ -175,7 +194,7 @@ class LeanModule(Mixin):
 
     def _bind_anew(self):
         before, place = self._lean.bound, self._lean
-        bound = bind(type(self), self, place.settings)
+        bound = bind(type(self), self, place.settings, running=True)
         self._lean = place._replace(bound=bound)
         new = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
         known = {before.reason, *(reason for _, reason in before.left)}
@@ -210,7 +229,7 @@ class LeanModule(Mixin):
 
     @classmethod
     def token_ratio(cls, settings: Settings) -> float | None:
-        """Returns the keep ratio of a module that draws for itself, by :class:`.LevelDraws`; ``None`` if it keeps all.
+        """Returns the keep ratio of a module that draws for itself, by :class:`.TokenDraws`; ``None`` if it keeps all.
 
         Args:
             settings (Settings): The settings of the model.
@@ -225,6 +244,15 @@ class LeanModule(Mixin):
             module (nn.Module): The module, of a known class or of one that derives from it.
         """
         return True
+
+    @classmethod
+    def is_stock(cls, module: nn.Module) -> bool:
+        """Returns whether the forward pass of a module's class is known.
+
+        Args:
+            module (nn.Module): The module.
+        """
+        return not cls.stock or derives_plainly(stock_class(type(module)), cls.stock)
 
     def extra_repr(self) -> str:
         """Returns what ``print(model)`` says of the module: its preset, and how much it keeps."""
@@ -332,19 +360,21 @@ class LeanBlock(LeanModule):
         return {}
 
 
-def bind(mixin: type[LeanModule], module: nn.Module, settings: Settings) -> Bound:
+def bind(mixin: type[LeanModule], module: nn.Module, settings: Settings, running: bool = False) -> Bound:
     """Finds out what an adapter can do in a module as it is now.
 
     Args:
         mixin (type[LeanModule]): The adapter.
         module (nn.Module): The module, changed or not.
         settings (Settings): The settings of the model.
+        running (bool): Whether this is asked in a call of the module. Whatever forward was put into the instance then
+            calls that of the adapter. Default: False.
 
     Returns:
         Bound: The parts that are used, and what runs its own code and why.
     """
     form = settings.preset.form
-    reason = _reason(mixin, module, settings)
+    reason = _reason(mixin, module, settings, running)
     if reason or _runs_reference(mixin, form):
         return Bound({}, reason, [], BypassedModules(module, ()), [])
     parts, unused, used = {}, [], []
@@ -360,13 +390,14 @@ def bind(mixin: type[LeanModule], module: nn.Module, settings: Settings) -> Boun
         else:
             parts[name] = usable
             wrong = {id(inside) for inside, _ in problems}
-            used += [inside for inside, _ in usable.reads(form) if id(inside) not in wrong]
+            if not usable.shares_modules:
+                used += [inside for inside, _ in usable.reads(form) if id(inside) not in wrong]
     if fatal or (unused and not (mixin.separable and parts)):
         names = {id(inside): name for name, inside in module.named_modules()}
         told = ((names.get(id(inside), ''), problem) for inside, problem in left)
         reason = '; '.join(f'{name}: {problem}' if name else problem for name, problem in told)
         return Bound({}, reason, [], BypassedModules(module, asked), [])
-    used += [inside for inside, _ in mixin.bypasses(module)]
+    used += [] if mixin.shares_modules else [inside for inside, _ in mixin.bypasses(module)]
     return Bound(parts, None, left, BypassedModules(module, asked), used)
 
 
@@ -374,20 +405,47 @@ def _runs_reference(mixin, form):
     return form.implementation == 'reference' and not mixin.has_reference
 
 
-def _reason(mixin, module, settings):
+def _reason(mixin, module, settings, running):
     """Returns why nothing of a module can be bypassed, whatever is in it."""
-    kind = stock_class(type(module))
     if is_parametrized(module):
         return 'it is parametrized'
-    if mixin.stock and not derives_plainly(kind, mixin.stock):
-        return f'its class, {kind.__name__}, has a forward pass of its own'
+    if not mixin.is_stock(module):
+        return f'its class, {stock_class(type(module)).__name__}, has a forward pass of its own'
     if _runs_reference(mixin, settings.preset.form):
         return None
     if is_hooked_globally():
         return 'hooks of every module are registered (register_module_forward_hook), and its submodules would skip them'
-    if is_replaced(module):
+    if is_replaced(module, but=('forward',) if running or fairscale_forward(module) else ()):
         return 'its forward pass was replaced'
     return mixin.refusal(module, settings)
+
+
+def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
+    """Lets a module train lean.
+
+    Args:
+        module (nn.Module): The module; changed in place.
+        mixin (type[LeanModule]): The adapter.
+        place (Place): Where the module stands.
+    """
+    if place.settings.preset.form.implementation == 'fused' and (forward := fairscale_forward(module)):
+        del module.forward
+        place = place._replace(own_forward=forward)
+    mix_in(module, mixin)
+    module._lean = place
+
+
+def release(module: nn.Module) -> None:
+    """Reverses :func:`take_over`; a module that is not changed stays as it is.
+
+    Args:
+        module (nn.Module): The module; changed in place.
+    """
+    if isinstance(module, LeanModule):
+        mix_out(module, LeanModule)
+        place = vars(module).pop('_lean')
+        if place.own_forward is not None:
+            module.forward = place.own_forward
 
 
 def bypassed_modules(model: nn.Module) -> set[nn.Module]:

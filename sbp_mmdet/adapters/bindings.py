@@ -47,12 +47,14 @@ class Binding:
             Default: None.
         thinned (bool): Whether it sends gradients from kept positions. Default: False.
         by_heads (bool): Whether it may drop attention heads. Default: False.
+        shares_modules (bool): Whether its modules have adapters of their own too. Default: False.
     """
 
     drop = None
     scaled_by = None
     thinned = False
     by_heads = False
+    shares_modules = False
 
     def __call__(self, form: Form, x: Tensor, **options) -> Tensor:
         """Runs the operation."""
@@ -90,7 +92,11 @@ class Binding:
     @property
     def scale(self) -> Tensor | None:
         """The layer scale, shape (C,)."""
-        return None if self.scaled_by is None else next(filter(_is_tensor, map(self.scaled_by._parameters.get, _SCALES)), None)
+        return (
+            None
+            if self.scaled_by is None
+            else next(filter(_is_tensor, map(self.scaled_by._parameters.get, _SCALES)), None)
+        )
 
     def length(self, x: Tensor) -> int:
         """Returns the number of positions of the output for a map (N, C, H, W) or tokens (N, L, C)."""
@@ -116,7 +122,9 @@ def _odd_scale(module):
     """Returns what is wrong with a layer scale that is no parameter of its module."""
     if module is None:
         return None
-    hidden = [name for name in _SCALES[:1] if _is_tensor(getattr(module, name, None)) and name not in module._parameters]
+    hidden = [
+        name for name in _SCALES[:1] if _is_tensor(getattr(module, name, None)) and name not in module._parameters
+    ]
     return f'its {hidden[0]} is no parameter of its own' if hidden else None
 
 

@@ -6,7 +6,6 @@ Unlike transformers' blocks they have no positions that could be dropped: they a
 import dataclasses
 
 import mmcv.cnn
-import mmengine.model
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,16 +14,16 @@ from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
 from mmcv.cnn.bricks.swish import Swish
 from torch import Tensor, nn
 
+from ..ops.common.activations import Activation
 from ..ops.common.autograd_function import Form
-from ..ops.common.kept_maps import Activation
 from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .bindings import Binding
-from .predicate import ROLES, derives_plainly, unsupported
+from .predicate import ROLES, unsupported
 
-__all__ = ['ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of']
+__all__ = ['ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of', 'norm_inputs']
 
 _ACTIVATIONS = {
     nn.ReLU: lambda m: Activation('relu'),
@@ -74,6 +73,11 @@ class ConvNormActBinding(Binding):
         x = _operation(form, x, conv, norm, inside, residual)
         return x if act is inside else act(x)
 
+    @property
+    def length_behind(self) -> int:
+        """How many modules stand behind the convolution."""
+        return (self.norm is not None) + (self.act is not None)
+
     def own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Calls the modules, with the arguments of the layer."""
         x = self.conv(x)
@@ -84,9 +88,7 @@ class ConvNormActBinding(Binding):
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
         roles = dict(conv='convolution', norm='norm of a map', act='activation')
-        yield from (
-            (module, roles[name]) for name in self.fused if (module := getattr(self, name)) is not None
-        )
+        yield from ((module, roles[name]) for name in self.fused if (module := getattr(self, name)) is not None)
 
     def usable(self, form: Form, root: nn.Module):
         """See :meth:`.Binding.usable`. Without the convolution there is nothing to gain."""
@@ -101,7 +103,7 @@ class ConvNormActBinding(Binding):
 
 
 def _operation(form, x, conv, norm=None, act=None, residual=None):
-    settings, tensors = (dict(norm='none'), {}) if norm is None else _norm(norm)
+    settings, tensors = (dict(norm='none'), {}) if norm is None else norm_inputs(norm)
     if act is not None:
         settings['activation'] = activation_of(act)
     kind = stock_class(type(conv))
@@ -132,8 +134,12 @@ def _padded(x, conv):
     return F.pad(x, (left, right, top, bottom)), (0, 0)
 
 
-def _norm(norm):
-    """Returns settings and tensors of a norm; counts a batch as the module itself does."""
+def norm_inputs(norm: nn.Module) -> tuple[dict, dict]:
+    """Returns settings and tensors of a norm. Counts a batch as the module itself does.
+
+    Args:
+        norm (nn.Module): A norm with the role 'norm of a map'.
+    """
     tensors = dict(norm_weight=norm.weight, norm_bias=norm.bias)
     if isinstance(norm, nn.GroupNorm):
         return dict(norm='group', eps=norm.eps, num_groups=norm.num_groups), tensors
@@ -164,7 +170,7 @@ class LeanConv(LeanModule):
     """A convolution alone: it shares what the layer before stores, and what it stores with its siblings."""
 
     samples = has_reference = False
-    folds_frozen_norms = True
+    folds_frozen_norms = hands_on = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -180,7 +186,7 @@ class LeanConvModule(LeanModule):
     """Convolution, norm and activation."""
 
     samples = has_reference = False
-    folds_frozen_norms = True
+    folds_frozen_norms = hands_on = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -204,12 +210,14 @@ class LeanConvModule(LeanModule):
         return None
 
 
-@adapter(nn.Sequential, mmengine.model.Sequential)
 class LeanSequence(LeanModule):
-    """Convolutions that are followed by a norm or an activation; other members run their own code."""
+    """Base of adapters of sequences: convolutions that are followed by a norm or an activation.
+
+    Other members run their own code.
+    """
 
     samples = has_reference = False
-    folds_frozen_norms = separable = True
+    folds_frozen_norms = separable = hands_on = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`. A layer has the name of its convolution."""
@@ -223,7 +231,7 @@ class LeanSequence(LeanModule):
                 inside -= 1
             elif layer := self.part(name):
                 x = layer(self.form, x)
-                inside = (layer.norm is not None) + (layer.act is not None)
+                inside = layer.length_behind
             else:
                 x = module(x)
         return x
@@ -231,7 +239,7 @@ class LeanSequence(LeanModule):
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
-        return derives_plainly(stock_class(type(module)), cls.stock) and bool(layers_of(module))
+        return cls.is_stock(module) and bool(layers_of(module))
 
 
 def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:

@@ -7,6 +7,7 @@ a text are never dropped.
 
 import inspect
 import warnings
+from collections.abc import Callable
 from numbers import Real
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.layers.transformer.dab_detr_layers import DABDetrTransformerEncoder
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
-from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoder, DetrTransformerEncoderLayer
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoder
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -233,11 +234,14 @@ def _token_ratio(settings):
     return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
 
 
-def _kept(module, x: Tensor, sizes: list[tuple[int, int]]) -> Positions | None:
-    """Returns the tokens of this pass that are kept; ``None`` for all. Layers with the same maps keep the same ones."""
+def _kept(module, x: Tensor, sizes: Callable[[], list[tuple[int, int]]]) -> Positions | None:
+    """Returns the tokens that are kept in this pass, or ``None`` for all. Layers with the same maps keep the same ones.
+
+    The sizes of the maps are a function, because asking a GPU for them would wait for it where nothing is drawn.
+    """
     draws = module._lean.draws
     trains = draws is not None and any(p.requires_grad for p in module.parameters())
-    return draws.positions(sizes, x.device) if trains else None
+    return draws.positions(sizes(), x.device) if trains else None
 
 
 @adapter(DetrTransformerEncoder, DABDetrTransformerEncoder)
@@ -248,7 +252,7 @@ class LeanEncoder(LeanModule):
     The encoder gets its tokens without the size of their map, so the grid keeps every n-th token of the line.
     """
 
-    thins_only = True
+    thins_only = shares_modules = True
     samples = has_reference = False
 
     def bypasses(self):
@@ -261,7 +265,7 @@ class LeanEncoder(LeanModule):
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         """Runs the encoder on tokens (N, L, C)."""
-        positions = _kept(self, query, [(1, query.shape[1])])
+        positions = _kept(self, query, lambda: [(1, query.shape[1])])
         if positions is None:
             return super(LeanModule, self).forward(query, query_pos, key_padding_mask, **kwargs)
         kwargs['key_padding_mask'] = key_padding_mask
@@ -353,7 +357,7 @@ class LeanDeformableEncoderLayer(LeanModule):
     With ``sbp`` attention and feed-forward network send gradients from kept tokens.
     """
 
-    checkpointed = True
+    checkpointed = hands_on = True
     has_reference = False
 
     def bypasses(self):
@@ -383,7 +387,7 @@ class LeanDeformableEncoderLayer(LeanModule):
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
         weights = _attention_weights(attention) | norms | _ffn_weights(ffn)
-        positions = _kept(self, query, given.spatial_shapes.tolist())
+        positions = _kept(self, query, given.spatial_shapes.tolist)
         tensors = EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
         return deformable_encoder_layer(settings, tensors)
 

@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable
 import torch
 from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
 from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
-from mmcv.cnn.bricks.drop import DropPath, Dropout
+from mmcv.cnn.bricks.drop import Dropout, DropPath
 from mmcv.cnn.bricks.scale import LayerScale
 from mmcv.cnn.bricks.swish import Swish
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
 from mmcv.cnn.bricks.wrappers import Linear as MMCVLinear
 from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones import resnext
+from mmdet.models.backbones.resnet import BasicBlock, Bottleneck
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoderLayer
 from mmengine.model import Sequential
 from mmengine.model.utils import _BatchNormXd
@@ -32,17 +34,19 @@ from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..surgery import stock_class
+from ..surgery import foreign_classes, stock_class
 
 __all__ = [
     'ROLES',
     'UNKNOWN',
     'BypassedModules',
     'derives_plainly',
+    'fairscale_forward',
     'interference',
     'is_hooked_globally',
     'is_parametrized',
     'is_replaced',
+    'know',
     'unsupported',
 ]
 
@@ -107,6 +111,7 @@ def _is_over_last_dimension(softmax):
 
 
 _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, Swish, nn.Hardswish, nn.GELU)
+_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
 _LINEARS = (nn.Linear, MMCVLinear)
 _CONVOLUTIONS = (nn.Conv2d, MMCVConv2d)
 _LAYER_NORMS = (
@@ -116,12 +121,35 @@ _LAYER_NORMS = (
 )
 _SCALES = (LayerScale, 'sbp_mmdet.models.vit.LayerScale', 'mmpretrain.models.utils.layer_scale.LayerScale')
 
+
+def _is_without_plugins(block):
+    return 'it has plugins' if getattr(block, 'with_plugins', False) else None
+
+
+def _has_all_tensors(norm):
+    tensors = (norm.weight, norm.bias, getattr(norm, 'running_mean', norm.weight))
+    return 'it has no weight, bias or running statistics' if any(tensor is None for tensor in tensors) else None
+
+
+def _is_pool_and_layer(sequence):
+    return None if len(sequence) in (2, 3) else f'it has {len(sequence)} members'
+
+
+def _averages_without_padding(pool):
+    padding = pool.padding if isinstance(pool.padding, tuple) else (pool.padding,)
+    return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
+
+
 # What a module is to an operation -> the classes that are known in this place -> the settings that each may have.
 ROLES: dict[str, dict[type | str, Check]] = {
     'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros),
-    'norm of a map': dict.fromkeys(
-        (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm), _any
-    ),
+    'norm of a map': dict.fromkeys(_NORMS, _any),
+    'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _is_without_plugins),
+    'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _pads_zeros),
+    'norm of a chain': dict.fromkeys(_NORMS, _has_all_tensors),
+    'shortcut of a chain': {nn.Sequential: _is_pool_and_layer},
+    'average pool': {nn.AvgPool2d: _averages_without_padding},
+    'ReLU': {nn.ReLU: _any},
     'activation': dict.fromkeys(_ACTIVATIONS, _any),
     'GELU': {nn.GELU: _any},
     # A convolution that the backward pass runs again, in front of a norm.
@@ -172,6 +200,19 @@ _HOOKS = (
 )
 
 
+def know(role: str, *kinds: type | str) -> None:
+    """Adds classes to an entry of :data:`ROLES`: their forward computes exactly what the known classes compute there.
+
+    Args:
+        role (str): A key of :data:`ROLES`.
+        *kinds (type | str): The classes, or their modules and names.
+
+    Example:
+        ``know('layer norm', MyLayerNorm)``
+    """
+    ROLES[role].update(dict.fromkeys(kinds, next(iter(ROLES[role].values()))))
+
+
 def unsupported(module: nn.Module | None, role: str, called: bool = False) -> str | None:
     """Returns why the forward of a module may not be bypassed.
 
@@ -220,14 +261,27 @@ def is_parametrized(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Module) and 'parametrizations' in module._modules
 
 
-def is_replaced(module: nn.Module) -> bool:
+def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
     """Returns whether an attribute of the instance hides a method of its class, for example ``forward``.
 
     Args:
         module (nn.Module): The module.
+        but (tuple[str, ...]): Methods that do not matter. Default: ().
     """
     kind = type(module)
-    return any(callable(value) and callable(getattr(kind, name, None)) for name, value in vars(module).items())
+    own = ((name, value) for name, value in vars(module).items() if name not in but)
+    return any(callable(value) and callable(getattr(kind, name, None)) for name, value in own)
+
+
+def fairscale_forward(module: nn.Module) -> Callable | None:
+    """Returns the forward that fairscale's checkpointing put into the instance (mmdet's ``num_cp``), or ``None``.
+
+    Args:
+        module (nn.Module): The module.
+    """
+    forward = vars(module).get('forward')
+    found = getattr(getattr(forward, 'func', None), '__module__', None) or ''
+    return forward if found.startswith('fairscale.') else None
 
 
 def is_hooked_globally() -> bool:
@@ -282,7 +336,7 @@ class BypassedModules:
         parents = [m for m in root.modules() if m is root or inside.keys() & set(map(id, m.children()))]
         self.modules = tuple(inside.values())
         self._children = tuple((parent, dict(parent._modules)) for parent in parents)
-        self._root = type(root)
+        self._root = foreign_classes(type(root))
         self._states = tuple((module, _state(module)) for module in self.modules)
         self._hooked_globally = is_hooked_globally()
 
@@ -298,7 +352,7 @@ class BypassedModules:
         Args:
             root (nn.Module): The changed module.
         """
-        if type(root) is not self._root or is_hooked_globally() != self._hooked_globally:
+        if foreign_classes(type(root)) != self._root or is_hooked_globally() != self._hooked_globally:
             return False
         for parent, children in self._children:
             if parent._modules != children:
@@ -315,4 +369,4 @@ def _state(module):
         or module.__dict__.get('_compiled_call_impl') is not None
     )
     weight = module._parameters.get('weight')
-    return type(module), touched, None if weight is None else weight.dtype
+    return foreign_classes(type(module)), touched, None if weight is None else weight.dtype

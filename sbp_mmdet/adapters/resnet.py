@@ -8,10 +8,8 @@ from mmdet.models.layers import csp_layer
 from torch import Tensor, nn
 
 from ..ops.common.kept_maps import add
-from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .conv_module import ConvNormActBinding
-from .predicate import derives_plainly
 
 __all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanShortcutBlock', 'LeanSplitAttention']
 
@@ -21,7 +19,7 @@ class _Convolutional(LeanModule):
 
     checkpointed = True
     samples = has_reference = False
-    folds_frozen_norms = separable = True
+    folds_frozen_norms = separable = hands_on = True
 
     def layer(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Runs a layer of :meth:`parts`, with the modules' own code where the operation cannot be used.
@@ -195,8 +193,7 @@ class LeanResNet(_Convolutional):
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
-        stock = derives_plainly(stock_class(type(module)), cls.stock)
-        return stock and not module.deep_stem and _trains(module.conv1, module.norm1)
+        return cls.is_stock(module) and not module.deep_stem and _trains(module.conv1, module.norm1)
 
 
 @adapter(hrnet.HRNet)
@@ -225,8 +222,7 @@ class LeanHRNet(_Convolutional):
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
-        stock = derives_plainly(stock_class(type(module)), cls.stock)
-        return stock and _trains(module.conv1, module.norm1, module.conv2, module.norm2)
+        return cls.is_stock(module) and _trains(module.conv1, module.norm1, module.conv2, module.norm2)
 
 
 def _trains(*modules):

@@ -7,7 +7,8 @@ from torch import nn
 
 from ..apply import apply_settings, draws_of, keep_ratios
 from ..presets import Settings
-from ..report import NO_BLOCK, UNKNOWN
+from ..report import NO_BLOCK, UNKNOWN, thinned_line
+from ..verify.first_pass import verify_at_first_pass
 
 __all__ = ['LeanBackbone']
 
@@ -40,6 +41,7 @@ class LeanBackbone(nn.Module):
             if refused := reasons - {UNKNOWN, NO_BLOCK}:
                 raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {"; ".join(refused)}')
         self.sbp, self._report = settings, report
+        verify_at_first_pass(self, settings, report)
 
     def keep_ratios(self) -> dict[tuple, float]:
         """The layers that are thinned, and how far, see :func:`sbp_mmdet.apply.keep_ratios`."""
@@ -51,7 +53,7 @@ class LeanBackbone(nn.Module):
         if mode and self._report is not None:
             report, self._report = self._report, None
             said = f"{type(self).__name__}: preset='{self.sbp.preset.name}': {report}"
-            print_log(said, logger='current')
+            print_log('\n'.join(filter(None, (said, thinned_line(self)))), logger='current')
             if any(draws.stages.ratios for draws in draws_of(self)) and not keep_ratios(self):
                 text = f'{type(self).__name__}: all layers that sbp_cfg thins are frozen, so it changes nothing'
                 print_log(text, logger='current', level=logging.WARNING)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .layers import LayerNorm2d
 from .lean_backbone import LeanBackbone
+from .position_embedding import fit_positions, interpolated
 from .weights import rename_weights
 
 __all__ = ['ARCHS', 'SBPViT', 'ViTBlock']
@@ -187,6 +188,9 @@ class SBPViT(LeanBackbone, BaseModule):
             patches, all made from the last map, with C / 4, C / 2, C and C channels. Default: (0, 1, 2, 3).
         frozen_blocks (int): How many leading blocks are frozen, and with them the embedding. Default: 0.
         interpolate_mode (str): Of the position embedding. Default: 'bicubic'.
+        pretrained_grid (tuple[int, int] | None): Rows and columns of patches of the position embedding in a file that
+            is loaded. If ``None``, as many patches as this model has lie in its own grid, others in a square. Default:
+            None.
         with_cp (bool): Checkpoint every block; off where ``sbp_cfg`` makes it store less. Default: False.
         drop_rate, attn_drop_rate (float): For configs that name them; there is no dropout. Default: 0.0.
         sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`; None is the plain backbone.
@@ -215,6 +219,7 @@ class SBPViT(LeanBackbone, BaseModule):
         out_indices: Sequence[int] = (0, 1, 2, 3),
         frozen_blocks: int = 0,
         interpolate_mode: str = 'bicubic',
+        pretrained_grid: tuple[int, int] | None = None,
         with_cp: bool = False,
         drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
@@ -233,6 +238,7 @@ class SBPViT(LeanBackbone, BaseModule):
         _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_blocks)
         self.out_type, self.out_indices, self.frozen_blocks = out_type, tuple(out_indices), frozen_blocks
         self.patch_size, self.interpolate_mode = patch_size, interpolate_mode
+        self.pretrained_grid = None if pretrained_grid is None else tuple(pretrained_grid)
         self.patch_embed = PatchEmbed(in_channels, self.channels, patch_size)
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.grid = (height // patch_size, width // patch_size)  # of the position embedding
@@ -288,7 +294,7 @@ class SBPViT(LeanBackbone, BaseModule):
     def _positions_for(self, size):
         """The position embedding of the patches, for another grid interpolated."""
         patches = self.pos_embed[:, self.pos_embed.shape[1] - self.grid[0] * self.grid[1] :]
-        return _interpolated(patches, self.grid, size, self.interpolate_mode)
+        return interpolated(patches, self.grid, size, self.interpolate_mode)
 
     def _outputs(self, x, size):
         if self.out_type == 'cls_token':
@@ -319,18 +325,9 @@ class SBPViT(LeanBackbone, BaseModule):
         rename_weights(self, state_dict, prefix, 'vit')
         given = state_dict.get(prefix + 'pos_embed')
         if isinstance(given, Tensor) and given.dim() == 3 and given.shape != self.pos_embed.shape:
-            state_dict[prefix + 'pos_embed'] = self._resized(given)
+            fitted = fit_positions(given, self.pos_embed, self.grid, self.pretrained_grid, self.interpolate_mode)
+            state_dict[prefix + 'pos_embed'] = fitted
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _resized(self, given):
-        """A square position embedding in this one's size; as it is where that cannot be."""
-        side = int(given.shape[1] ** 0.5)
-        front = given.shape[1] - side * side
-        own = self.pos_embed.shape[1] - self.grid[0] * self.grid[1]
-        if front not in (0, own) or given.shape[2] != self.channels:
-            return given
-        patches = _interpolated(given[:, front:], (side, side), self.grid, self.interpolate_mode)
-        return torch.cat([given[:, :front] if front else given.new_zeros(1, own, self.channels), patches], 1)
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
         """Depth of a parameter for layer-wise learning-rate decay, as mmpretrain counts it.
@@ -353,15 +350,6 @@ class SBPViT(LeanBackbone, BaseModule):
 
 def _tokens(number, channels):
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, number, channels), std=0.02))
-
-
-def _interpolated(patches, grid, size, mode):
-    """(1, h * w, C) for another grid."""
-    if tuple(grid) == tuple(size):
-        return patches
-    rows = patches.transpose(1, 2).unflatten(2, grid)
-    align = {} if mode in ('nearest', 'nearest-exact', 'area') else dict(align_corners=False)
-    return F.interpolate(rows, size, mode=mode, **align).flatten(2).transpose(1, 2)
 
 
 def _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_blocks):

@@ -1,22 +1,23 @@
-"""The attention layer of a transformer block on tokens, with gradients from some tokens or heads (appendix, "Gradient
-Calculation of Attention Layers").
+"""The attention layer of a transformer block, with gradients of some tokens or heads.
+
+Equations and names are those of the appendix, "Gradient Calculation of Attention Layers":
 
     x-hat = LN(x) without its affine part,  [Q K V] = x-hat W'^T + b',  S = softmax(Q K^T / sqrt(d)),  O = S V,
     y = x + factor * gamma * (O W_p^T + b_p)
 
-The forward pass is always the whole one. What sends gradients (section 4, "How to apply SBP on MHSA?"):
+The output is always exact. Gradients flow through (section 4, "How to apply SBP on MHSA?"):
 
-- ``'qkv'``: the branch's output at kept tokens, and of the map M = Q K^T / sqrt(d) the entries of kept queries and kept
-  keys. Each of these entries of dM is exact, for the softmax is that over all keys (:mod:`.flash`).
-- ``'query'``: the branch's output at kept tokens, and of M the rows of kept queries. K and V send gradients everywhere.
-  dV comes from the kept queries, as Algorithm 1 on queries has it. The appendix leaves dV exact, which would need the
-  outputs of all tokens.
-- ``'head'``: what the kept heads add to the branch's output, for all tokens. The other heads send nothing: neither
-  their columns of W_p nor gamma get a gradient from them.
+- ``'qkv'``: the output of the branch at kept tokens, and the entries of kept queries and kept keys of the attention map
+  M = Q K^T / sqrt(d). Each of these entries of dM is exact, because the softmax is over all keys (:mod:`.flash`).
+- ``'query'``: the output of the branch at kept tokens, and the rows of kept queries of M; keys and values of all
+  tokens. dV is computed from the kept queries, as Algorithm 1 on queries does. The appendix leaves dV exact, which
+  would need the outputs of all tokens.
+- ``'head'``: the contribution of the kept heads to the output of the branch, for all tokens. Neither the columns of W_p
+  of the other heads nor gamma get a gradient from them.
 
-Where nothing is dropped x-hat is stored, and the attention runs again in the backward pass. Else x-hat is stored (of
-kept tokens; of all for 'query' and 'head'), O and the log-sum-exp of the rows of M (of kept tokens or heads). One
-product gives Q, K and V again. Arithmetic of the backward attention: r^2, r and r of the exact one.
+If nothing is dropped, x-hat is saved and the attention is recomputed in the backward pass. Otherwise x-hat (of kept
+tokens; of all for 'query' and 'head'), O and the log-sum-exp of the rows of M (of kept tokens or heads) are saved, and
+one product recomputes Q, K and V. With keep ratio r, the backward attention takes r^2, r and r of the exact arithmetic.
 """
 
 import dataclasses
@@ -30,18 +31,10 @@ from ..stochastic_backprop.algorithm1 import take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.flash import attend, attend_backward
+from .common.folding import add_branch, fold, normalise, normalise_backward, unfold, unscale
+from .common.layouts import Chunk, add_rows_
 from .common.precision import Stored, accumulate, column_sums, in_range, store
-from .common.row_sampling import (
-    Chunk,
-    add_branch,
-    add_rows_,
-    draw,
-    fold,
-    normalise,
-    normalise_backward,
-    unfold,
-    unscale,
-)
+from .common.row_sampling import draw
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
 
@@ -50,13 +43,25 @@ _MODES = ('qkv', 'query', 'head')
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """Of :func:`attention`. Raises ValueError for an unknown mode."""
+    """Settings of :func:`attention`.
+
+    Attributes:
+        form (Form): How the operation is computed and what it saves.
+        num_heads (int): Number of heads h; C = h d.
+        mode (str): What is dropped: 'qkv' and 'query' drop tokens, 'head' drops heads. Default: 'qkv'.
+        eps (float): Added to the variance of the layer norm. Default: 1e-6.
+        dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
+            None.
+
+    Raises:
+        ValueError: If ``mode`` is unknown.
+    """
 
     form: Form
-    num_heads: int  # h; C = h d
-    mode: str = 'qkv'  # what is dropped: 'qkv' and 'query' go by positions, 'head' by heads
-    eps: float = 1e-6  # of the layer norm
-    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
+    num_heads: int
+    mode: str = 'qkv'
+    eps: float = 1e-6
+    dtype: torch.dtype | None = None
 
     def __post_init__(self):
         if self.mode not in _MODES:
@@ -64,49 +69,73 @@ class AttentionSettings:
 
 
 class AttentionTensors(NamedTuple):
-    """What the layer works on."""
+    """Inputs of :func:`attention`.
 
-    x: Tensor  # tokens, (N, L, C)
-    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
+    Attributes:
+        x (Tensor): Tokens, shape (N, L, C).
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be ``None``.
+        proj_weight, proj_bias (Tensor): Projection W_p and b_p, shapes (C, C) and (C,).
+        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
+        factor (Tensor | None): Factor of the branch of each image, from stochastic depth, shape (N,). Default: None.
+        positions (Positions | None): Kept and dropped tokens, see :func:`.masks.token_positions`. If ``None``, all are
+            kept. Default: None.
+        heads (Tensor | None): Indices of the kept heads for mode 'head', int64. If ``None``, all. Default: None.
+    """
+
+    x: Tensor
+    norm_weight: Tensor | None
     norm_bias: Tensor | None
-    qkv_weight: Tensor  # linear layer to Q, K and V, (3 C, C)
+    qkv_weight: Tensor
     qkv_bias: Tensor | None
-    proj_weight: Tensor  # projection, (C, C)
+    proj_weight: Tensor
     proj_bias: Tensor
-    gamma: Tensor | None = None  # layer scale, (C,)
-    factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
-    positions: Positions | None = None  # kept and dropped *tokens*, see masks.token_positions; None: all are kept
-    heads: Tensor | None = None  # int64, kept heads, for mode 'head'; None: all
+    gamma: Tensor | None = None
+    factor: Tensor | None = None
+    positions: Positions | None = None
+    heads: Tensor | None = None
 
 
 AttentionGradients = gradients_of(AttentionTensors, 'factor', 'positions', 'heads')
 
 
 class AttentionSaved(NamedTuple):
-    """What waits for the backward pass, as rows of tokens (N, K, ...); output and statistics where some are dropped."""
+    """Tensors saved for the backward pass, as rows of tokens.
+
+    Attributes:
+        xhat (Stored | None): Normalised tokens, shape (N, K, C).
+        rstd (Tensor | None): Their reciprocal deviation, shape (N, K, 1).
+        out (Stored | None): O, shape (N, K, C), where tokens or heads are dropped.
+        lse (Tensor | None): Log-sum-exp of the rows of M, shape (N, K, h), where tokens or heads are dropped.
+        keep (Tensor | None): Indices of the kept tokens.
+        given (AttentionTensors): Parameters, factor and heads.
+    """
 
     xhat: Stored | None
     rstd: Tensor | None
     out: Stored | None
-    lse: Tensor | None  # (N, K, h)
-    keep: Tensor | None  # kept tokens
-    given: AttentionTensors  # without x and positions
+    lse: Tensor | None
+    keep: Tensor | None
+    given: AttentionTensors
 
 
 def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
-    """``x + factor * gamma * proj(softmax(Q K^T / sqrt(d)) V)`` with Q, K, V from ``LN(x)``; see this module.
+    """Computes ``x + factor * gamma * proj(softmax(Q K^T / sqrt(d)) V)`` with Q, K, V from ``LN(x)``.
 
-    The shortcut's gradient is exact everywhere, and so are all others where nothing is dropped. There is no dropout.
+    The gradient of the shortcut is exact everywhere; if nothing is dropped, so are all others. There is no dropout.
 
     Args:
-        settings (AttentionSettings): See there.
-        tensors (AttentionTensors): See there.
+        settings (AttentionSettings): Settings.
+        tensors (AttentionTensors): Inputs.
 
     Returns:
         Tensor: Shape (N, L, C).
 
     Raises:
-        ValueError: If settings and tensors do not go together.
+        ValueError: If the heads do not divide the channels, or what is dropped does not match the mode.
+
+    Example:
+        >>> y = attention(AttentionSettings(Form(), num_heads=12), AttentionTensors(x, *norm, *qkv, *proj))
     """
     t = tensors
     if t.x.shape[-1] % settings.num_heads:
@@ -146,18 +175,18 @@ def _forward(settings, tensors, needs):
 
 
 def _asked(needs):
-    """Whether anybody asks for gradients through the softmax; for a product with the attention's output."""
+    """Returns which gradients are needed: through the softmax, and of a product with the output O."""
     through_softmax = needs.x or needs.norm_weight or needs.norm_bias or needs.qkv_weight or needs.qkv_bias
     return through_softmax, needs.proj_weight or needs.gamma
 
 
 def _seen(settings, kept):
-    """Tokens whose x-hat, keys and values send gradients; None: all."""
+    """Returns the tokens whose x-hat, keys and values get gradients, or ``None`` for all."""
     return kept if settings.mode == 'qkv' else None
 
 
 def _channels(settings, t, parts=1):
-    """Indices of kept heads' channels in ``parts`` times C; None: all."""
+    """Returns the indices of the kept heads' channels in ``parts`` times C channels, or ``None`` for all."""
     if t.heads is None:
         return None
     c = t.proj_weight.shape[1]
@@ -167,30 +196,30 @@ def _channels(settings, t, parts=1):
 
 
 def _of_heads(rows, settings, t):
-    """The kept heads' part of rows (..., C)."""
+    """Returns the kept heads' part of rows (..., C)."""
     channels = _channels(settings, t)
     return rows if channels is None else rows.index_select(-1, channels)
 
 
 def _among_all(part, channels, dim, like):
-    """A gradient of kept heads' channels, zero for the others."""
+    """Returns the gradient of all heads' channels from that of the kept heads', zero for the others."""
     return part if channels is None else part.new_zeros(like.shape).index_copy_(dim, channels, part)
 
 
 def _qkv_layer(settings, t, channels=None):
-    """Weight and bias from x-hat to Q, K and V, of some of their channels."""
+    """Returns W' and b' of Q, K and V, or of some of their channels."""
     bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
     weight, bias = fold(t.qkv_weight, bias, t.norm_weight, t.norm_bias, settings.dtype)
     return (weight, bias) if channels is None else (weight[channels], bias[channels])
 
 
 def _to_heads(rows, head_dim):
-    """(N, L, h d) -> (N, h, L, d), a view."""
+    """Returns rows (N, L, h d) as heads (N, h, L, d), a view."""
     return rows.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
 def _to_rows(heads):
-    """(N, h, L, d) -> (N, L, h d)."""
+    """Returns heads (N, h, L, d) as rows (N, L, h d)."""
     return heads.transpose(1, 2).flatten(2)
 
 
@@ -221,7 +250,7 @@ def _backward(settings, saved, grad, needs):
 
 
 def _activations(settings, saved, xhat, weight, bias):
-    """Queries, keys and values by heads, the attention's output (N, K, C) and the statistics by heads."""
+    """Recomputes Q, K and V by heads, O as rows (N, K, C), and the statistics by heads."""
     out = None if saved.out is None else saved.out.load(settings.dtype)
     if xhat is None:
         return None, None, None, out, None
@@ -236,12 +265,12 @@ def _activations(settings, saved, xhat, weight, bias):
 
 
 def _product(drawn, a, b):
-    """a^T b of rows (N, K, ...), in full precision; an estimate where some are drawn."""
+    """Computes a^T b of rows (N, K, ...) in full precision, estimated if rows are sampled."""
     return accumulate(None, drawn.divided(a.flatten(0, 1)), drawn.of(b.flatten(0, 1)))
 
 
 def _projection_gradients(settings, t, needs, incoming, out):
-    """Those of the projection and of layer scale, by A = g^T O as the package's docstring has it."""
+    """Returns the gradients of projection and layer scale from A = g^T O, see the package's docstring."""
     outer, total = None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
@@ -253,7 +282,7 @@ def _projection_gradients(settings, t, needs, incoming, out):
 
 
 def _layer_gradients(settings, t, needs, xhat, parts, queries):
-    """Those of the norm's affine part and of the layer to Q, K and V."""
+    """Returns the gradients of the norm's affine part and of the layer to Q, K and V."""
     channels = _channels(settings, t, 3)
     db = torch.cat([column_sums(part.flatten(0, 1)) for part in parts])
     db = _among_all(db, channels, 0, t.qkv_weight[:, 0])
@@ -274,9 +303,9 @@ def _xhat_gradient(weight, dq, dk, dv, queries):
 _attention = Operation('Attention', _forward, _backward, AttentionGradients)
 
 
-# The reference: Algorithm 1 and automatic differentiation. It stores what Eq. 12 counts: Q, K and V, and the map before
-# and after the softmax, each for what is kept. The softmax is that over all keys all the same: what dropped keys add to
-# a row's sum and output is computed without a graph.
+# The reference: Algorithm 1 in plain autograd. It saves what section 4 counts for MHSA: Q, K and V, and the map before
+# and after the softmax, each for what is kept. The softmax is over all keys nevertheless: the contribution of dropped
+# keys to the sum of a row and to its output is computed without a graph.
 
 
 def _reference(settings, tensors):
@@ -293,7 +322,7 @@ def _reference(settings, tensors):
 
 
 def _qkv(settings, t, x, first, last, heads=None):
-    """Q, K, V, or those from ``first`` up to ``last``, by heads (N, h, L, d)."""
+    """Returns Q, K, V, or those from ``first`` up to ``last``, by heads (N, h, L, d)."""
     c = x.shape[-1]
     rows = slice(first * c, last * c)
     bias = None if t.qkv_bias is None else t.qkv_bias[rows]
@@ -308,7 +337,7 @@ def _project(t, out):
 
 
 def _with_map(q, k, v, others=None):
-    """Attention by a map M of queries and keys that send gradients.
+    """Computes attention from a map M of queries and keys that get gradients.
 
     Args:
         q (Tensor): Shape (N, h, M, d).
@@ -326,7 +355,7 @@ def _with_map(q, k, v, others=None):
 
 
 def _by_tokens(settings, t):
-    """Branch with gradients of kept queries and, for 'qkv', of kept keys and values."""
+    """Computes the branch with gradients of kept queries and, for 'qkv', of kept keys and values."""
     keep, drop = t.positions.keep, t.positions.drop
     kept, dropped = take(t.x, keep), take(t.x, drop)
     others = None
@@ -351,7 +380,7 @@ def _by_tokens(settings, t):
 
 
 def _by_heads(settings, t):
-    """Branch with gradients of what the kept heads add."""
+    """Computes the branch with gradients of the contribution of the kept heads."""
     out = _with_map(*_qkv(settings, t, t.x, 0, 3, t.heads)).transpose(1, 2).flatten(2)
     others = torch.ones(settings.num_heads, dtype=torch.bool, device=t.x.device)
     others[t.heads] = False

@@ -1,10 +1,23 @@
-"""The channel MLP: layer norm, pointwise, GELU, pointwise, layer scale, residual connection.
+"""The channel MLP: layer norm, pointwise layer, GELU, pointwise layer, layer scale, residual connection.
 
-It is that of a ConvNeXt block, which works on feature maps and has its depthwise convolution between shortcut and
-norm, and that of a transformer's block, which works on tokens: ``x`` and ``shortcut`` are the same there.
+This is the MLP of a ConvNeXt block, which works on feature maps and has its depthwise convolution between shortcut and
+norm, and the MLP of a transformer block, which works on tokens and whose ``x`` and ``shortcut`` are the same.
 
-The fused form stores x-hat and its reciprocal deviation of the kept rows; where the convolution that made the input can
-be run again, nothing. The hidden layer is computed again in the backward pass. It exists for a chunk of the rows.
+**Stochastic Backpropagation.** Each output token depends on its own input token alone, and the two pointwise layers are
+the paper's PW-Convs. With ``positions``, the operation is Algorithm 1 (section 3.4) with the branch as f:
+
+    y[keep] = shortcut[keep] + f(x[keep])   with gradients,   y[drop] = shortcut[drop] + f(x[drop])   without.
+
+So with g = dy and all sums over the kept tokens only (Eq. 5, and Eq. 9 for two layers that drop the same tokens),
+
+    dW2 = g[keep]^T GELU(h[keep]),  dW1 = dh[keep]^T LN(x)[keep],  dx[keep] = LN'(dh[keep] W1),  dx[drop] = 0,
+
+which are exact for these tokens, and dshortcut = g everywhere. The reference form runs Algorithm 1 in plain autograd,
+which saves every activation of f for the kept tokens.
+
+**Memory.** The fused form saves x-hat and its reciprocal deviation for the kept tokens, or nothing where the
+convolution that made ``x`` is rerun. The hidden layer, four times as wide, is recomputed in the backward pass, in
+chunks of tokens.
 """
 
 import dataclasses
@@ -19,44 +32,42 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold, unit_statistics, unscale
+from .common.layouts import Chunk, chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
 from .common.precision import Stored, Sum, column_sums, store
 from .common.rerun_conv import Conv
-from .common.row_sampling import (
-    Chunk,
-    Incoming,
-    add_branch,
-    chunks,
-    draw,
-    empty_tokens,
-    fold,
-    in_shape,
-    laid_out,
-    layout_of,
-    normalise,
-    normalise_backward,
-    put_together,
-    tokens_of,
-    unfold,
-    unit_statistics,
-    unscale,
-)
+from .common.row_sampling import draw
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 
-# Rows that means of activations are taken over.
+# Number of rows that means of activations are computed over.
 _ROWS_OF_MEANS = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class MLPSettings:
-    """Of :func:`channel_mlp`. Raises ValueError for an activation that the fused form does not have."""
+    """Settings of :func:`channel_mlp`.
+
+    Attributes:
+        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
+        eps (float): Added to the variance of the layer norm. Default: 1e-6.
+        approximate (str): Approximation of the GELU, 'none' or 'tanh'. Default: 'none'.
+        activation (Callable | None): Activation of the reference form. If ``None``, GELU. Default: None.
+        chunk (int | None): Number of elements of the hidden layer that exist at a time. If ``None``, it depends on the
+            device. Default: None.
+        dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
+            None.
+
+    Raises:
+        ValueError: If the fused form is given an activation.
+    """
 
     form: Form = Form()
-    eps: float = 1e-6  # of the layer norm
-    approximate: str = 'none'  # of the GELU, or 'tanh'
-    activation: Callable[[Tensor], Tensor] | None = None  # of the reference alone, in place of the GELU
-    chunk: int | None = None  # elements of the hidden layer that exist at a time; None: by the device
-    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
+    eps: float = 1e-6
+    approximate: str = 'none'
+    activation: Callable[[Tensor], Tensor] | None = None
+    chunk: int | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self):
         if self.activation is not None and self.form.implementation == 'fused':
@@ -66,38 +77,58 @@ class MLPSettings:
 
 
 class MLPTensors(NamedTuple):
-    """What a channel MLP works on."""
+    """Inputs of :func:`channel_mlp`.
 
-    x: Tensor  # input of the norm, tokens (N, L, C) or a map (N, C, H, W)
-    shortcut: Tensor  # what the branch is added to, of the same shape
-    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
+    Attributes:
+        x (Tensor): Input of the norm, tokens (N, L, C) or a feature map (N, C, H, W).
+        shortcut (Tensor): What the branch is added to, of the same shape.
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
+        weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
+        gamma (Tensor | None): Layer scale, shape (C,). Default: None.
+        factor (Tensor | None): Factor of the branch of each image, from stochastic depth, shape (N,). Default: None.
+        positions (Positions | None): Kept and dropped tokens. If ``None``, all are kept. Default: None.
+        conv (Conv | None): Convolution that made ``x``. If given, it is rerun instead of saving x-hat. Default: None.
+    """
+
+    x: Tensor
+    shortcut: Tensor
+    norm_weight: Tensor | None
     norm_bias: Tensor | None
-    weight1: Tensor  # first pointwise layer, (D, C)
+    weight1: Tensor
     bias1: Tensor
-    weight2: Tensor  # second pointwise layer, (C, D)
+    weight2: Tensor
     bias2: Tensor
-    gamma: Tensor | None = None  # layer scale, (C,)
-    factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
-    positions: Positions | None = None  # which positions are kept; None: all
-    conv: Conv | None = None  # where x comes from, so that it is computed again as well
+    gamma: Tensor | None = None
+    factor: Tensor | None = None
+    positions: Positions | None = None
+    conv: Conv | None = None
 
 
 MLPGradients = gradients_of(MLPTensors, 'factor', 'positions', 'conv')
 
 
 class MLPSaved(NamedTuple):
-    """What the backward pass needs: of the kept rows x-hat (N, K, C) and its reciprocal deviation (N * K, 1), unless
-    the convolution runs again; and what was given."""
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        xhat (Stored | None): Normalised input of the kept tokens, shape (N, K, C). If ``None``, the convolution is
+            rerun.
+        rstd (Tensor | None): Its reciprocal deviation, shape (N * K, 1).
+        keep (Tensor | None): Indices of the kept tokens.
+        given (MLPTensors): Parameters and factor.
+        layout (torch.memory_format | None): Layout of ``x``, if it is a feature map.
+    """
 
     xhat: Stored | None
     rstd: Tensor | None
-    keep: Tensor | None  # the kept rows' positions
-    given: MLPTensors  # without maps and positions
-    layout: torch.memory_format | None  # of ``x``, if it is a map
+    keep: Tensor | None
+    given: MLPTensors
+    layout: torch.memory_format | None
 
 
 class MLPWeights(NamedTuple):
-    """W1', b1', W2 and b2 of the package's docstring, in the precision of the matrix products."""
+    """The folded weights W1', b1', and W2, b2 of the package's docstring, in the precision of matrix products."""
 
     w1: Tensor
     b1: Tensor
@@ -106,30 +137,34 @@ class MLPWeights(NamedTuple):
 
     @classmethod
     def folded(cls, t: NamedTuple, dtype: torch.dtype) -> 'MLPWeights':
-        """Of the tensors of an MLP."""
+        """Returns the weights for the inputs of an MLP."""
         return cls(*cls.first(t, dtype), t.weight2.to(dtype), t.bias2.to(dtype))
 
     @staticmethod
     def first(t: NamedTuple, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """W1' and b1' alone."""
+        """Returns W1' and b1'."""
         return fold(t.weight1, t.bias1, t.norm_weight, t.norm_bias, dtype)
 
     def hidden(self, xhat: Tensor) -> Tensor:
-        """Rows of the hidden layer, before the GELU."""
+        """Returns the hidden layer of some rows, before the GELU."""
         return torch.addmm(self.b1, xhat, self.w1.t())
 
 
 def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
-    """``shortcut + factor * gamma * (GELU(LN(x) W1^T + b1) W2^T + b2)`` with gradients from the kept positions.
+    """Computes ``shortcut + factor * gamma * (GELU(LN(x) W1^T + b1) W2^T + b2)``, with gradients of the kept tokens.
 
-    The shortcut's gradient is exact everywhere.
+    The output and the gradient of the shortcut are exact everywhere (section 3.4, Algorithm 1).
 
     Args:
-        settings (MLPSettings): See there.
-        tensors (MLPTensors): See there.
+        settings (MLPSettings): Settings.
+        tensors (MLPTensors): Inputs.
 
     Returns:
-        Tensor: Of the shape of ``shortcut``, and laid out like it.
+        Tensor: Output, of the shape and layout of ``shortcut``.
+
+    Example:
+        >>> kept = positions(mask)  # see stochastic_backprop.masks
+        >>> y = channel_mlp(MLPSettings(), MLPTensors(x, x, *norm, *first, *second, positions=kept))
     """
     if settings.form.implementation == 'reference':
         return _reference(settings, tensors)
@@ -137,7 +172,7 @@ def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
 
 
 def _reference(settings, tensors):
-    """Plain autograd, by Algorithm 1."""
+    """Runs the MLP in plain autograd, by Algorithm 1."""
     t = tensors
 
     def branch(x):
@@ -171,21 +206,21 @@ def _forward(settings, tensors, needs):
 
 
 def _asked(needs):
-    """Whether anybody asks for gradients through the GELU; with the hidden layer; in the branch at all."""
+    """Returns which gradients are needed: through the GELU, of the hidden layer, any of the branch."""
     through_gelu = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
     hidden = through_gelu or needs.weight2 or needs.gamma
     return through_gelu, hidden, hidden or needs.bias2
 
 
 def _branch(settings, t, x, xhat):
-    """Chunks of the rows x (N, L, C), and of their branch without layer scale; x-hat is computed if it is not given."""
+    """Yields chunks of the rows x (N, L, C) and their branch without layer scale, from x-hat if that is given."""
     weights = MLPWeights.folded(t, settings.dtype)
     for chunk in chunks(*x.shape[:2], len(weights.w1), x.device, settings.chunk):
         rows = chunk.rows_of(x if xhat is None else xhat)
         rows = normalise(rows, settings.eps, settings.dtype)[0] if xhat is None else rows
         hidden = torch.ops.aten.gelu_(weights.hidden(rows), approximate=settings.approximate)
         rows = torch.addmm(weights.b2, hidden, weights.w2.t())
-        del hidden  # or it would be there beside the next chunk's
+        del hidden  # otherwise it exists beside that of the next chunk
         yield chunk, rows
 
 
@@ -199,7 +234,10 @@ def _backward(settings, saved, grad, needs):
 
 
 class _BackwardPass:
-    """What the chunks of a backward pass share. ``dx`` has the rows that they write, (N, K, C)."""
+    """State that the chunks of a backward pass share: sums over the kept rows, and the input's gradient.
+
+    A of the package's docstring is ``sums.outer``. ``dx`` holds the gradients of the kept rows, shape (N, K, C).
+    """
 
     def __init__(self, settings, saved, grad, needs):
         self.settings, self.saved, self.t = settings, saved, saved.given
@@ -209,13 +247,13 @@ class _BackwardPass:
         self.w2 = self.incoming.second(self.t.weight2)
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
         self.w1, self.b1 = MLPWeights.first(self.t, settings.dtype)
-        self.x = None  # (N, K, C), what x-hat is computed from
+        self.x = None  # input of the norm, (N, K, C), where the convolution is rerun
         if self.t.conv is not None:
             x = tokens_of(self.t.conv.run())
             self.x = x if self.keep is None else take(x, self.keep)
         outer, w1 = needs.weight2 or needs.gamma, needs.weight1 or needs.norm_weight
-        self.sums = types.SimpleNamespace(  # over the rows; None: nobody asks
-            outer=Sum(self.t.weight2) if outer else None,  # A of the package's docstring
+        self.sums = types.SimpleNamespace(  # None where no gradient needs it
+            outer=Sum(self.t.weight2) if outer else None,
             w1=Sum(self.t.weight1) if w1 else None,
             b1=Sum(self.t.bias1) if _asked(needs)[0] else None,
         )
@@ -227,11 +265,11 @@ class _BackwardPass:
             self._allocate_input_gradient()
 
     def _means(self):
-        """Of x-hat and of the hidden layer behind the GELU, over some rows of all images.
+        """Returns means of x-hat and of the hidden layer after the GELU, over some rows of all images.
 
-        A sample estimates the sum of outer products with what activations have beyond these. The rest, a mean times the
-        sum of all gradients, is exact. Behind a GELU activations are far from zero on average, so this leaves less to
-        estimate. Nothing here may depend on the draw.
+        With a mean m, the sum of outer products splits into g^T a = g^T (a - m) + (sum of g)^T m. The second term is
+        exact, so a sample of rows has to estimate the first one only, which is smaller: activations after a GELU are
+        far from zero on average. The means must not depend on the draw, or the estimate would be biased.
         """
         number, rows = len(self.grad), self.kept
         # Odd, or the rows would stand in one column of most maps; at most a quarter, or this would cost a product.
@@ -248,11 +286,11 @@ class _BackwardPass:
             self.dx = empty_tokens((*shape, self.grad.shape[2]), layout, self.settings.dtype, self.grad.device)
 
     def chunks(self):
-        """Of the kept rows."""
+        """Returns the chunks of the kept rows."""
         return chunks(len(self.grad), self.kept, len(self.w1), self.grad.device, self.settings.chunk)
 
     def add(self, chunk):
-        """Adds some kept rows to sums and input gradient."""
+        """Adds the kept rows of a chunk to the sums, and computes their input gradient."""
         settings, sums = self.settings, self.sums
         g = self.incoming.rows(chunk, self.keep)
         if sums.outer is None and sums.b1 is None:
@@ -269,7 +307,7 @@ class _BackwardPass:
             sums.w1.add_product(drawn.divided(dh), _less(drawn.of(rows[0]), self.means[0]))
 
     def _activations(self, chunk):
-        """x-hat, its reciprocal deviation, if anybody asks, and the hidden layer of some kept rows."""
+        """Recomputes x-hat, its reciprocal deviation if it is needed, and the hidden layer of a chunk."""
         dtype, saved = self.settings.dtype, self.saved
         if self.x is not None:
             xhat, rstd = normalise(chunk.rows_of(self.x), self.settings.eps, dtype)
@@ -279,7 +317,7 @@ class _BackwardPass:
         return xhat, rstd, torch.addmm(self.b1, xhat, self.w1.t())
 
     def _through_gelu(self, chunk, rows, xhat, rstd, hidden):
-        """Gradient of the hidden layer of some rows; that of the input goes to their place in ``dx``."""
+        """Returns the gradient of the hidden layer of a chunk, and writes that of the input to ``dx``."""
         dh, approximate = self.incoming.behind(rows) @ self.w2, self.settings.approximate
         dh = torch.ops.aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         self.sums.b1.add(column_sums(dh))
@@ -290,7 +328,7 @@ class _BackwardPass:
         return dh
 
     def parameter_gradients(self):
-        """From the sums over the rows."""
+        """Returns the gradients of the parameters, from the sums over the rows."""
         t, first = self.t, [None] * 4
         outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
         outer = _with_mean_(outer, self.incoming.total, self.means[1])
@@ -299,8 +337,8 @@ class _BackwardPass:
         return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))
 
     def whole_input_gradient(self, shape):
-        """That of the input, laid out as it is; None: nobody asks."""
-        self.x = None  # it is no longer needed, and may be as large as the input
+        """Returns the gradient of the input in its layout, zero for dropped tokens, or ``None`` if it is not needed."""
+        self.x = None  # may be as large as the input
         if self.dx is None or self.keep is None:
             return None if self.dx is None else in_shape(self.dx, shape)
         tokens = put_together(self.dx, self.keep, self.grad.shape[1])
@@ -308,12 +346,12 @@ class _BackwardPass:
 
 
 def _less(rows, mean):
-    """Rows that were drawn, less their mean, in place; None: as they are."""
+    """Subtracts the mean from sampled rows, in place; ``None`` leaves them unchanged."""
     return rows if mean is None else rows.sub_(mean)
 
 
 def _with_mean_(estimate, total, mean):
-    """The whole gradient, from what was drawn and the sum of all rows' gradients, in place."""
+    """Adds the exact term of :meth:`_BackwardPass._means` to an estimate, in place."""
     return estimate if estimate is None or mean is None else estimate.addr_(total, mean.to(total.dtype))
 
 

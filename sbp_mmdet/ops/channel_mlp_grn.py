@@ -1,11 +1,17 @@
-"""The channel MLP of ConvNeXt V2, exact and lean: global response normalisation (GRN) behind the GELU.
+"""The channel MLP of ConvNeXt V2: global response normalisation (GRN) after the GELU, with exact gradients.
 
     a = GELU(h),  G = norm of a over the positions of an image,  n = G / (mean of G over the channels + eps),
-    y = ((1 + w n) a + b) W2^T + b2
+    u = (1 + w n) a + b,  y = u W2^T + b2
 
-with h as in the package's docstring. GRN looks at all positions, so none can be dropped. Stored are x-hat, its
-reciprocal deviation, and G: one number for each image and channel. The hidden layer is computed once more for the sum
-over the positions that G's gradient needs, and once more for what follows from it, in chunks.
+with h as in the package's docstring. GRN reads all positions, so it is not position-wise and none can be dropped.
+
+x-hat, its reciprocal deviation and G, one number for each image and channel, are saved. With m = mean of G + eps and
+s = sum over the positions of du * a, the gradient that reaches a is
+
+    da = (1 + w n) du + a / G * dG,   dG = w s / m - mean over the channels of (w s G) / m^2.
+
+dG needs the sum over all positions first. So the backward pass recomputes the hidden layer twice, in chunks: for s and
+the gradients of the second layer, and for da and the gradients of the first.
 """
 
 import dataclasses
@@ -18,38 +24,37 @@ from torch import Tensor
 
 from .channel_mlp import MLPWeights
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.folding import add_branch, normalise, normalise_backward, unfold, unscale
+from .common.layouts import Chunk, chunks, in_shape, tokens_of
 from .common.precision import Stored, accumulate, accumulator, column_sums, in_range, store, zeros_for
 from .common.rerun_conv import Conv
-from .common.row_sampling import (
-    Chunk,
-    add_branch,
-    chunks,
-    draw,
-    in_shape,
-    normalise,
-    normalise_backward,
-    tokens_of,
-    unfold,
-    unscale,
-)
+from .common.row_sampling import draw
 
 __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
 
 
 @dataclasses.dataclass(frozen=True)
 class GRNSettings:
-    """Of :func:`grn_mlp`, see :class:`.mlp.MLPSettings`; of the form the storage counts."""
+    """Settings of :func:`grn_mlp`: those of :class:`.channel_mlp.MLPSettings`, without a reference form.
+
+    Attributes:
+        grn_eps (float): Added to the mean of the norms in GRN. Default: 1e-6.
+    """
 
     form: Form = Form()
     eps: float = 1e-6
-    grn_eps: float = 1e-6  # of GRN
+    grn_eps: float = 1e-6
     approximate: str = 'none'
     chunk: int | None = None
     dtype: torch.dtype | None = None
 
 
 class GRNTensors(NamedTuple):
-    """What it works on: see :class:`.mlp.MLPTensors`, and ``grn_weight`` and ``grn_bias`` of GRN, shape (D,)."""
+    """Inputs of :func:`grn_mlp`: those of :class:`.channel_mlp.MLPTensors` without positions, and GRN's parameters.
+
+    Attributes:
+        grn_weight, grn_bias (Tensor): Weight and bias of GRN, shape (D,).
+    """
 
     x: Tensor
     shortcut: Tensor
@@ -70,7 +75,14 @@ GRNGradients = gradients_of(GRNTensors, 'factor', 'conv')
 
 
 class GRNSaved(NamedTuple):
-    """x-hat (N, L, C) and its reciprocal deviation (N, L, 1), unless the convolution runs again; G (N, D)."""
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        xhat (Stored | None): Normalised input, shape (N, L, C). If ``None``, the convolution is rerun.
+        rstd (Tensor | None): Its reciprocal deviation, shape (N, L, 1).
+        response (Tensor): G, shape (N, D).
+        given (GRNTensors): Parameters, factor and convolution.
+    """
 
     xhat: Stored | None
     rstd: Tensor | None
@@ -79,14 +91,14 @@ class GRNSaved(NamedTuple):
 
 
 def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
-    """``shortcut + factor * gamma * (GRN(GELU(LN(x) W1^T + b1)) W2^T + b2)``.
+    """Computes ``shortcut + factor * gamma * (GRN(GELU(LN(x) W1^T + b1)) W2^T + b2)`` with exact gradients.
 
     Args:
-        settings (GRNSettings): See there.
-        tensors (GRNTensors): See there.
+        settings (GRNSettings): Settings.
+        tensors (GRNTensors): Inputs.
 
     Returns:
-        Tensor: Of the shape of ``shortcut``, and laid out like it.
+        Tensor: Output, of the shape and layout of ``shortcut``.
     """
     return _grn_mlp(in_precision(settings, tensors.x), tensors)
 
@@ -125,7 +137,7 @@ def _backward(settings, saved, grad, needs):
     outer = outer.view(g.shape)
     del g
     response = _Response.of_norm(settings, t, saved.response)
-    sums = types.SimpleNamespace(  # over the positions, in full precision; of each image the responses
+    sums = types.SimpleNamespace(  # over the positions, in full precision; `responses` holds s of each image
         outer=zeros_for(t.weight2),
         w1=zeros_for(t.weight1),
         b1=zeros_for(t.bias1),
@@ -146,7 +158,7 @@ def _backward(settings, saved, grad, needs):
 
 
 def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer, unit):
-    """Adds what does not need G's gradient."""
+    """Adds the gradients that do not need dG: those of the second layer and of GRN."""
     a = F.gelu(weights.hidden(xhat), approximate=settings.approximate)
     du = scaled @ weights.w2
     sums.responses[image] += (du.to(sums.responses.dtype) * a).sum(0)
@@ -157,11 +169,11 @@ def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled,
 
 
 def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
-    """Adds what does; gives the gradient of x-hat."""
+    """Adds the gradients of the first layer, from dG / G (``through``), and returns that of x-hat."""
     h = weights.hidden(xhat)
     a = F.gelu(h, approximate=settings.approximate)
     da = (scaled @ weights.w2).mul_(scale.to(settings.dtype))
-    da = da.add_((a * through).to(settings.dtype))  # 1 / G alone may leave the range of half precision
+    da = da.add_((a * through).to(settings.dtype))  # dG / G alone may leave the range of half precision
     dh = torch.ops.aten.gelu_backward(da, h, approximate=settings.approximate)
     sums.b1.add_(column_sums(dh))
     drawn = draw(settings.form.sample, dh)
@@ -170,13 +182,20 @@ def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
 
 
 def _parts(settings, xhat, weights):
-    """Images one by one, and slices of their positions."""
+    """Returns the chunks of each image: its number, and a slice of its positions."""
     parts = chunks(1, xhat.shape[1], len(weights.w1), xhat.device, settings.chunk)
     return [(image, part.rows) for image in range(len(xhat)) for part in parts]
 
 
 class _Response(NamedTuple):
-    """G, mean of G + eps, n, and 1 + w n, for each image; all in full precision."""
+    """Quantities of GRN for each image, in full precision.
+
+    Attributes:
+        norm (Tensor): G, shape (N, D).
+        mean (Tensor): Mean of G over the channels, plus eps, shape (N, 1).
+        relative (Tensor): n, shape (N, D).
+        scale (Tensor): 1 + w n, shape (N, D).
+    """
 
     norm: Tensor
     mean: Tensor
@@ -190,7 +209,7 @@ class _Response(NamedTuple):
         return cls(norm, mean, relative, torch.addcmul(torch.ones_like(norm), relative, t.grn_weight.to(norm.dtype)))
 
     def backward(self, t, sums):
-        """What a is multiplied by to give its gradient through G, from the sums of du * a over the positions."""
+        """Returns dG / G, which a is multiplied by to give its gradient through G, from s."""
         dn = sums * t.grn_weight
         dnorm = dn / self.mean - (dn * self.norm).mean(1, keepdim=True) / self.mean.square()
         return torch.where(self.norm > 0, dnorm / self.norm, 0)  # torch.norm's own subgradient where all is zero

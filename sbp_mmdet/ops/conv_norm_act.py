@@ -8,15 +8,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.kept_maps import Activation, KeptMap, addend, hand_on, keep, kept
+from .common.handed_maps import hand_on, made_here
+from .common.kept_maps import KeptMap, addend, keep, kept
+from .common.layouts import memory_format
 from .common.precision import accumulator, multiplied
-from .common.row_sampling import memory_format
 
 __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
 aten = torch.ops.aten
 NORMS = ('none', 'fixed', 'batch', 'group')
+# Least factor of gradients in fp16, see `_convolve_backward`: dW' may be 128 times as large as fp16's numbers then, and
+# gradients of 1e-5 still have digits.
+_LEAST_FACTOR = 2.0**-7
 _IMAGE = 4  # channels, at the most, of an image: it is in memory anyway, and eight bits would be a copy of it
 
 
@@ -169,17 +174,18 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if _weight_needed(s, needs) else None
     full = x.dtype == accumulator(x)
-    factors = _factors(s, t) if s.norm == 'fixed' and (full or any(needs)) else None
-    z = _convolve(s, t, x, factors)
+    factors = factors_of_fixed(s, t) if s.norm == 'fixed' and (full or any(needs)) else None
+    z = convolve(s, t, x, factors)
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
-        u, statistics, count = _normalise(s, t, z)
+        u, statistics, count = normalise(s, t, z)
     if t.residual is not None:
         u = u.add_(t.residual)
     if any(needs):
         y, normed, active = _activate(s, t, z, u, statistics)
     else:
         y, normed, active = u if s.activation is None else s.activation(u, inplace=True), None, None
+        made_here(y)
     parameters = t._replace(x=None, residual=None, running_var=None)
     parameters = parameters if factors else parameters._replace(running_mean=None)
     dtypes = t.x.dtype, None if t.residual is None else t.residual.dtype
@@ -191,12 +197,12 @@ def _weight_needed(s, needs):
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
 
 
-def _factors(s, t):
+def factors_of_fixed(s, t):
     rstd = (t.running_var.to(accumulator(t.running_var)) + s.eps).rsqrt()
     return Factors(rstd if t.norm_weight is None else rstd * t.norm_weight, rstd)
 
 
-def _convolve(s, t, x, factors):
+def convolve(s, t, x, factors):
     """The convolution, with the fixed norm."""
     geometry, fixed = (s.stride, s.padding, s.dilation, s.groups), s.norm == 'fixed'
     # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
@@ -222,7 +228,7 @@ def _activate(s, t, z, u, statistics):
     """The output, and what is kept of z and of u; may write to u."""
     act, storage, normed = s.activation, s.form.storage, None
     if statistics is not None:
-        scale, shift = _affine_part(s, t, statistics, z.shape[1])
+        scale, shift = affine_of_norm(s, t, statistics, z.shape[1])
         # In eight bits the sum's sign, which is the mask, would not be that of what is read.
         residual = addend(t.residual, storage) if t.residual is not None and storage == 'native' else None
         by_sign = t.residual is None and act is not None and act.by_sign
@@ -254,42 +260,46 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     if needs.residual:
         found['residual'] = grad.to(saved.dtypes[1])
     if saved.statistics is not None:
-        grad, found['norm_weight'], found['norm_bias'] = _normalise_backward(s, saved, grad, needs)
-    return ConvNormGradients(**found, **_convolve_backward(s, saved, grad, needs))
+        grad, found['norm_weight'], found['norm_bias'] = normalise_backward(s, saved, grad, needs)
+    return ConvNormGradients(**found, **convolve_backward(s, saved, grad, needs))
 
 
-def _convolve_backward(s, saved, grad, needs):
-    """Gradients of the input and of all that is folded into the convolution, by name."""
+def convolve_backward(s, saved, grad, needs):
+    """Returns the gradients of the input and of all that is folded into the convolution, by name.
+
+    With a fixed norm y = k * conv(x, W) + shift, k = norm_weight * rstd for each channel, the products are
+
+        dx = conv^T(dy, k W)   and   dW' = dy^T x,   from which   dW = k dW'   and   dk = sum(W * dW') - mean * sum(dy).
+
+    One map less is computed where k is multiplied with the weight and not with dy. In fp16, dW' may be infinite where
+    k is small and plain code's k dW' is not, and k W has no digits left where all k are small. So dy is multiplied by
+    k there, as in plain code, or by a small constant c where k is smaller, and the weight by k / max(k, c).
+    """
     t, fixed = saved.tensors, s.norm == 'fixed'
     grad = grad.to(s.dtype)
     needs_weight = _weight_needed(s, needs)
     needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
     x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(grad.dtype)
-    scale, rstd = saved.factors or (None, None)
-    per_weight = scale.view(-1, 1, 1, 1) if fixed else None
+    scale = saved.factors.scale if fixed else None
     folds = fixed and _folds(t.weight, grad.numel() // max(grad.shape[1], 1))
-    weight = multiplied(t.weight, per_weight, s.dtype) if folds else t.weight.to(s.dtype)
-    scaled = multiplied(grad, per_weight[:, 0], s.dtype) if fixed and not folds else grad
+    factor, rest = None, scale  # of dy in both products, and what is left of k
+    if fixed and grad.dtype == torch.float16:
+        factor = scale.clamp_min(_LEAST_FACTOR)
+        rest, folds = scale / factor, True
+    rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
+    weight = multiplied(t.weight, rest.view(-1, 1, 1, 1), s.dtype) if folds else t.weight.to(s.dtype)
+    scaled = multiplied(grad, scale.view(-1, 1, 1), s.dtype) if fixed and not folds else rows
     sums = needs_bias and needs_weight and grad.dtype == accumulator(grad)  # with the weight's gradient, in one pass
     geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
-    which, sizes = [needs.x and scaled is grad, needs_weight, sums], [len(weight)] if sums else None
-    dx, dweight, dbias = aten.convolution_backward(grad, x, weight, sizes, *geometry, which)
-    if needs.x and scaled is not grad:
+    which, sizes = [needs.x and scaled is rows, needs_weight, sums], [len(weight)] if sums else None
+    dx, dweight, dbias = aten.convolution_backward(rows, x, weight, sizes, *geometry, which)
+    if needs.x and scaled is not rows:
         dx, _, _ = aten.convolution_backward(scaled, x, weight, None, *geometry, [True, False, False])
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     found = dict(x=dx.to(saved.dtypes[0]) if needs.x else None)
     if fixed:
-        if needs.norm_weight:
-            # Products of two precisions are in the higher one, without a copy.
-            dscale = torch.addcmul((dweight * t.weight).sum((1, 2, 3)), dbias, t.running_mean, value=-1)
-            dscale = dscale if t.bias is None else dscale.addcmul_(dbias, t.bias)
-            found['norm_weight'] = dscale.mul_(rstd).to(t.norm_weight.dtype)
-        if needs.norm_bias:
-            found['norm_bias'] = dbias.to(t.norm_bias.dtype)
-        if needs.weight:
-            dweight = dweight.mul_(per_weight) if dweight.dtype == scale.dtype else dweight * per_weight
-        dbias = dbias * scale if needs.bias else None
+        return found | _fixed_gradients(saved, needs, dweight, dbias, factor, rest)
     if needs.weight:
         found['weight'] = dweight.to(t.weight.dtype)
     if needs.bias:
@@ -297,7 +307,27 @@ def _convolve_backward(s, saved, grad, needs):
     return found
 
 
-def _normalise(s, t, z):
+def _fixed_gradients(saved, needs, dweight, dbias, factor, rest):
+    """Returns the gradients of convolution and fixed norm from ``factor`` * dW' and the sums of dy."""
+    t, (scale, rstd), found = saved.tensors, saved.factors, {}
+    if needs.norm_weight:
+        # Products of two precisions are in the higher one, without a copy.
+        dscale = (dweight * t.weight).sum((1, 2, 3), dtype=scale.dtype)
+        dscale = dscale if factor is None else dscale.div_(factor)
+        dscale = torch.addcmul(dscale, dbias, t.running_mean, value=-1)
+        dscale = dscale if t.bias is None else dscale.addcmul_(dbias, t.bias)
+        found['norm_weight'] = dscale.mul_(rstd).to(t.norm_weight.dtype)
+    if needs.norm_bias:
+        found['norm_bias'] = dbias.to(t.norm_bias.dtype)
+    if needs.weight:
+        rest = rest.view(-1, 1, 1, 1)
+        found['weight'] = (dweight.mul_(rest) if dweight.dtype == rest.dtype else dweight * rest).to(t.weight.dtype)
+    if needs.bias:
+        found['bias'] = (dbias * scale).to(t.bias.dtype)
+    return found
+
+
+def normalise(s, t, z):
     """The normalised map, in memory of its own, the statistics, and what a SyncBN's are over."""
     if s.norm == 'group':
         # CUDA's kernel takes one precision, and its autocast runs group norm in full.
@@ -319,7 +349,7 @@ def _for_group_norm(z):
     return z.contiguous(memory_format=memory_format(z)) if z.device.type == 'cpu' else z.contiguous()
 
 
-def _affine_part(s, t, statistics, channels):
+def affine_of_norm(s, t, statistics, channels):
     """Scale and shift of a norm with these statistics, broadcastable."""
     mean, scale = (n.to(accumulator(n)) for n in statistics)
     if s.norm == 'group':
@@ -330,7 +360,7 @@ def _affine_part(s, t, statistics, channels):
     return scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
 
 
-def _normalise_backward(s, saved, grad, needs):
+def normalise_backward(s, saved, grad, needs):
     """Gradients of a norm's input, weight and bias."""
     t, (mean, rstd) = saved.tensors, saved.statistics
     z = saved.normed.before_norm(grad.dtype)
@@ -361,12 +391,12 @@ def _normalise_together(s, t, z):
         t.running_mean.lerp_(mean.to(t.running_mean.dtype), s.momentum)
         t.running_var.lerp_((var * count / (count - 1)).to(t.running_var.dtype), s.momentum)
     statistics = Statistics(mean, (var + s.eps).rsqrt())
-    scale, shift = _affine_part(s, t, statistics, channels)
+    scale, shift = affine_of_norm(s, t, statistics, channels)
     return torch.addcmul(shift, z, scale).to(z.dtype), statistics, count
 
 
 def _normalise_together_backward(s, saved, z, grad):
-    """As :func:`_normalise_backward`; gradients of the parameters are this process's own."""
+    """As :func:`normalise_backward`; gradients of the parameters are this process's own."""
     t, (mean, rstd) = saved.tensors, (n.view(1, -1, 1, 1) for n in saved.statistics)
     full = grad.to(rstd.dtype)
     xhat = (z - mean) * rstd

@@ -1,8 +1,8 @@
-"""Deformable attention of several scales.
+"""Multi-scale deformable attention.
 
-It reads values at places that are computed from the queries: sum over heads, levels and points of
-``weight * value[place]``, then a linear layer. What is stored is the queries, the values' input and what the kernel
-puts out; values, places and weights are computed again, and given to the kernel's own backward pass.
+Values are sampled at places that are computed from the queries: for each query and head, the sum over levels and points
+of ``weight * value[place]``, followed by a linear layer. The queries, the input of the values and the output of the
+sampling kernel are saved. Values, places and weights are recomputed for the backward pass of the kernel.
 """
 
 import dataclasses
@@ -31,13 +31,14 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class DeformableSettings:
-    """Of :func:`deformable_attention`.
+    """Settings of :func:`deformable_attention`.
 
     Attributes:
-        num_heads, num_levels, num_points (int): Of the attention.
-        form (Form): How it is stored. Default: fused, native, zero.
-        im2col_step (int): Images at a time, of CUDA's kernel. Default: 64.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
+        num_heads, num_levels, num_points (int): Number of heads, levels, and points in each level.
+        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
+        im2col_step (int): Number of images that the CUDA kernel processes at a time. Default: 64.
+        dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
+            None.
     """
 
     num_heads: int
@@ -49,18 +50,20 @@ class DeformableSettings:
 
 
 class DeformableTensors(NamedTuple):
-    """What deformable attention works on.
+    """Inputs of :func:`deformable_attention`.
 
     Attributes:
-        x (Tensor): Queries without their positions, shape (N, Q, C).
-        query_pos (Tensor | None): Added to them, broadcastable.
-        value (Tensor): What is read from, shape (N, S, C).
+        x (Tensor): Queries without their position embedding, shape (N, Q, C).
+        query_pos (Tensor | None): Position embedding of the queries, broadcastable.
+        value (Tensor): Input of the values, shape (N, S, C).
         reference_points (Tensor): Shape (N, Q, levels, 2) or (N, Q, levels, 4).
-        key_padding_mask (Tensor | None): True where nothing is to be read, shape (N, S).
-        spatial_shapes, level_start_index (Tensor): Heights and widths (levels, 2), and where each level starts.
-        offset_weight, offset_bias (Tensor): Layer that puts out (heads, levels, points, 2) numbers.
-        attention_weight, attention_bias (Tensor): Layer that puts out (heads, levels, points) numbers.
-        value_weight, value_bias, output_weight, output_bias (Tensor): Layers in front of and behind the kernel.
+        key_padding_mask (Tensor | None): True where values are zero, shape (N, S).
+        spatial_shapes (Tensor): Height and width of each level, shape (levels, 2).
+        level_start_index (Tensor): Index of the first value of each level, shape (levels,).
+        offset_weight, offset_bias (Tensor): Layer with (heads, levels, points, 2) outputs.
+        attention_weight, attention_bias (Tensor): Layer with (heads, levels, points) outputs.
+        value_weight, value_bias (Tensor): Layer in front of the kernel.
+        output_weight, output_bias (Tensor): Layer after the kernel.
     """
 
     x: Tensor
@@ -85,27 +88,36 @@ DeformableGradients = gradients_of(DeformableTensors, *FIXED)
 
 
 class DeformableSaved(NamedTuple):
-    """What the backward pass needs: what was given, and what the kernel put out, shape (N, Q, C)."""
+    """Tensors saved for the backward pass: the inputs, and the output of the kernel, shape (N, Q, C)."""
 
     given: DeformableTensors
     sampled: Stored
 
 
 def deformable_attention(settings: DeformableSettings, tensors: DeformableTensors) -> Tensor:
-    """Deformable attention without dropout and shortcut, exact.
+    """Computes deformable attention without dropout and shortcut, with exact gradients.
 
     Args:
-        settings (DeformableSettings): See there.
-        tensors (DeformableTensors): See there.
+        settings (DeformableSettings): Settings.
+        tensors (DeformableTensors): Inputs.
 
     Returns:
-        Tensor: Shape (N, Q, C), in the precision of the matrix products.
+        Tensor: Shape (N, Q, C), in the precision of matrix products.
     """
     return _attention(in_precision(settings, tensors.x), tensors)
 
 
 def kernel_inputs(s, t):
-    """Values (N, S, heads, d), places (N, Q, heads, levels, points, 2) and weights (N, Q, heads, levels, points)."""
+    """Computes the inputs of the sampling kernel.
+
+    Args:
+        s (DeformableSettings): Settings with a dtype.
+        t (DeformableTensors): Inputs.
+
+    Returns:
+        tuple[Tensor, Tensor, Tensor]: Values (N, S, heads, d), places (N, Q, heads, levels, points, 2) from 0 to 1
+        inside of the feature maps, and weights (N, Q, heads, levels, points).
+    """
 
     def linear(x, name):
         return F.linear(x.to(s.dtype), *(getattr(t, f'{name}_{kind}').to(s.dtype) for kind in ('weight', 'bias')))
@@ -128,11 +140,12 @@ def kernel_inputs(s, t):
 
 
 def has_kernel(value):
-    return value.is_cuda
+    """Checks whether mmcv's CUDA kernel runs; it divides by the number of images."""
+    return value.is_cuda and len(value) > 0
 
 
 def _for_kernel(value, places, weights):
-    """In one precision: CUDA's kernel has no bfloat16, and CPUs are exact in full precision."""
+    """Casts to one precision: the CUDA kernel does not support bfloat16, and CPUs sample in full precision."""
     dtype = value.dtype
     if dtype == torch.bfloat16 or (dtype == torch.float16 and not has_kernel(value)):
         dtype = torch.float32
@@ -140,8 +153,10 @@ def _for_kernel(value, places, weights):
 
 
 def _parts(value, places, weights):
-    """Some heads of one image at a time, and their columns of the output. As many heads as there are threads, because
-    torch lets one thread sample a head."""
+    """Yields some heads of one image, their columns of the output, and their inputs.
+
+    There are as many heads as threads, because torch samples a head in one thread.
+    """
     width, number = value.shape[3], torch.get_num_threads()
     for n in range(len(value)):
         for first in range(0, value.shape[2], number):
@@ -151,7 +166,16 @@ def _parts(value, places, weights):
 
 
 def sample(s, t, value, places, weights):
-    """What the kernel puts out, shape (N, Q, C)."""
+    """Runs the sampling kernel.
+
+    Args:
+        s (DeformableSettings): Settings.
+        t (DeformableTensors): Inputs.
+        value, places, weights (Tensor): Result of :func:`kernel_inputs`.
+
+    Returns:
+        Tensor: Shape (N, Q, C).
+    """
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
     dtype = value.dtype
@@ -167,7 +191,7 @@ def sample(s, t, value, places, weights):
 
 
 def _sample_backward(s, t, grad, value, places, weights):
-    """Gradients of values, places and weights."""
+    """Returns the gradients of values, places and weights from that of the kernel's output."""
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
     dtypes = [x.dtype for x in (value, places, weights)]
@@ -188,25 +212,29 @@ def _sample_backward(s, t, grad, value, places, weights):
     return [x.to(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
 
-# What is made again and its gradients are ten times as much as the values: so many elements of these exist at a time.
+# Recomputed inputs of the kernel and their gradients have ten times as many elements as the values. So many elements of
+# the values exist at a time.
 _AT_A_TIME = 2**22
 _OF_IMAGES = ('x', 'query_pos', 'value', 'reference_points', 'key_padding_mask')
 _INPUTS = tuple(name for name in DeformableGradients._fields if not name.startswith('output'))
 
 
 def inputs_backward(s, t, grad, needs):
-    """Gradients of what values, places and weights are computed from, by name, as far as somebody asks.
+    """Computes the gradients of the inputs from that of the kernel's output, some images at a time.
 
     Args:
-        s (DeformableSettings): With a dtype.
-        t (DeformableTensors): What was given.
-        grad (Tensor): Of what the kernel puts out, shape (N, Q, C).
-        needs (dict[str, bool]): By the names of the tensors.
+        s (DeformableSettings): Settings with a dtype.
+        t (DeformableTensors): Inputs.
+        grad (Tensor): Gradient of the kernel's output, shape (N, Q, C).
+        needs (dict[str, bool]): Whether the gradient of an input is needed, by its name.
+
+    Returns:
+        dict[str, Tensor]: The needed gradients by name, without those of the output layer.
     """
     asked = [name for name in _INPUTS if needs[name]]
     if not asked:
         return {}
-    found, number = {}, max(_AT_A_TIME // t.value[0].numel(), 1)
+    found, number = {}, max(_AT_A_TIME // max(t.value.shape[1:].numel(), 1), 1)
     if number >= len(grad):
         return _images_backward(s, t, grad, asked)
     whole = {name: x for name in _OF_IMAGES if (x := getattr(t, name)) is not None and len(x) == len(grad)}
@@ -224,7 +252,7 @@ def inputs_backward(s, t, grad, needs):
 
 
 def _images_backward(s, t, grad, asked):
-    """As :func:`inputs_backward`, for some of the images."""
+    """Computes the gradients of :func:`inputs_backward` for some images."""
     with torch.enable_grad():
         leaves = {name: getattr(t, name).detach().requires_grad_() for name in asked}
         made = kernel_inputs(s, t._replace(**leaves))

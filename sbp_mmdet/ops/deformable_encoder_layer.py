@@ -1,11 +1,11 @@
 """The layer of a deformable encoder: ``y = LN1(x + drop(A(x)))``, ``z = LN2(y + drop(FFN(y)))``.
 
-What is stored is what the kernel of the attention A puts out and the sum in front of LN2, and x where it is not such a
-sum behind its norm: the next layer reads its x from what this one stored. All between is computed again, in chunks of
-rows, for one product of the FFN and three and a half small ones.
+The output of the sampling kernel of the attention A and the sum in front of LN2 are saved, and x unless it is the
+output of such a layer: then x is LN2 of the sum that the layer before has saved. Everything in between is recomputed in
+chunks of rows, at the cost of one product of the FFN and three and a half small ones.
 
-Tokens that are dropped (Algorithm 1, with A and FFN as its f) send gradients through shortcuts and norms alone: as
-queries of A they send none, as rows of the FFN none. What they store is needed for the norms.
+With ``positions`` the operation is Algorithm 1 (section 3.4) with A and FFN as its f: dropped tokens get gradients
+through shortcuts and norms, but neither as queries of A nor as rows of the FFN. They are saved for the norms.
 """
 
 import dataclasses
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
-from .common.kept_maps import hand_on, handed_on
+from .common.handed_maps import hand_on, handed_on
+from .common.layouts import add_rows_, chunks
 from .common.precision import accumulate, column_sums, zeros_for
-from .common.row_sampling import add_rows_, chunks, draw
+from .common.row_sampling import draw
 from .deformable_attention import FIXED, DeformableSettings, DeformableTensors, inputs_backward, kernel_inputs, sample
 from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
 
@@ -28,14 +29,14 @@ __all__ = ['EncoderSettings', 'EncoderTensors', 'deformable_encoder_layer']
 
 @dataclasses.dataclass(frozen=True)
 class EncoderSettings:
-    """Of :func:`deformable_encoder_layer`.
+    """Settings of :func:`deformable_encoder_layer`.
 
     Attributes:
-        attention (DeformableSettings): Of the attention; its form and dtype are the layer's.
-        ffn (FFNSettings): Of the feed-forward network; its chunk is the layer's, its form and dtype mean nothing.
-            Default: ReLU without dropout.
-        dropout (float): Behind the attention. Default: 0.
-        eps (tuple[float, float]): Of the norms. Default: 1e-5.
+        attention (DeformableSettings): Settings of the attention; its form and dtype hold for the layer.
+        ffn (FFNSettings): Settings of the feed-forward network; its chunk and sample hold for the layer, its dtype is
+            not used. Default: ReLU without dropout.
+        dropout (float): Dropout rate after the attention. Default: 0.
+        eps (tuple[float, float]): Added to the variances of the two norms. Default: 1e-5.
     """
 
     attention: DeformableSettings
@@ -50,17 +51,24 @@ EncoderTensors = namedtuple(
     + ['norm1_weight', 'norm1_bias', 'weight1', 'bias1', 'weight2', 'bias2', 'norm2_weight', 'norm2_bias', 'positions'],
     defaults=[None],
 )
-EncoderTensors.__doc__ = """What a layer works on.
+EncoderTensors.__doc__ = """Inputs of :func:`deformable_encoder_layer`.
 
-As :class:`DeformableTensors`, but values are made of ``x``; the affine parts of both layer norms, shape (C,);
-``weight1``, ``bias1``, ``weight2``, ``bias2`` as in :class:`.ffn.FFNTensors`; and which tokens are
-kept, :class:`.masks.Positions`; None: all.
+These are the inputs of :class:`.DeformableTensors`, with ``x`` as the input of the values; the affine parts of both
+layer norms, shape (C,); ``weight1``, ``bias1``, ``weight2``, ``bias2`` as in :class:`.ffn.FFNTensors`; and
+``positions``, the kept and dropped tokens. If ``positions`` is ``None``, all are kept.
 """
 EncoderGradients = gradients_of(EncoderTensors, *FIXED, 'positions')
 
 
 class Normed(NamedTuple):
-    """The output of a layer norm, as it is read from the norm's input."""
+    """Output of a layer norm, recomputed from the norm's input.
+
+    Attributes:
+        x (Tensor): Input of the norm.
+        weight, bias (Tensor): Affine part.
+        eps (float): Added to the variance.
+        dtype (torch.dtype): Precision of the output.
+    """
 
     x: Tensor
     weight: Tensor
@@ -69,27 +77,34 @@ class Normed(NamedTuple):
     dtype: torch.dtype
 
     def load(self) -> Tensor:
-        """The output."""
+        """Computes the output."""
         return _norm(self.x, self.weight, self.bias, self.eps)[0].to(self.dtype)
 
 
 class EncoderSaved(NamedTuple):
-    """What the backward pass needs: the input, what the kernel put out (N, L, C), the sum in front of the second norm
-    (N, L, C), and what was given."""
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        x (Tensor | Normed): Input, or the norm that computes it.
+        sampled (Tensor): Output of the sampling kernel, shape (N, L, C).
+        sum (Tensor): Sum in front of the second norm, shape (N, L, C).
+        given (EncoderTensors): The other inputs.
+        state (OnHost | None): State of the generator before dropout. If ``None``, there is no dropout.
+    """
 
     x: Tensor | Normed
     sampled: Tensor
     sum: Tensor
-    given: EncoderTensors  # without x
+    given: EncoderTensors
     state: OnHost | None
 
 
 def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors) -> Tensor:
-    """A layer of a deformable encoder, see this module.
+    """Computes a layer of a deformable encoder, with gradients of the kept tokens.
 
     Args:
-        settings (EncoderSettings): See there.
-        tensors (EncoderTensors): See there.
+        settings (EncoderSettings): Settings.
+        tensors (EncoderTensors): Inputs.
 
     Returns:
         Tensor: Shape (N, L, C).
@@ -100,26 +115,26 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
 
 
 def _norm(x, weight, bias, eps):
-    """Layer norm in the precision of its weights, if that is higher: output, mean, reciprocal deviation."""
+    """Computes a layer norm in the higher precision of input and weight: output, mean, reciprocal deviation."""
     x = x.to(torch.promote_types(x.dtype, weight.dtype))
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _norm_backward(grad, x, statistics, weight, bias):
-    """Gradients of input, weight and bias."""
+    """Computes the gradients of a layer norm: of input, weight and bias."""
     x = x.to(torch.promote_types(x.dtype, weight.dtype))
     backward = torch.ops.aten.native_layer_norm_backward
     return backward(grad.to(x.dtype), x, x.shape[-1:], *statistics, weight, bias, [True, True, True])
 
 
 def _attention_tensors(t, x):
-    """Of an encoder's tensors those of its attention."""
+    """Returns the inputs of the attention among those of the layer."""
     shared = {name: getattr(t, name) for name in DeformableTensors._fields if name not in ('x', 'value')}
     return DeformableTensors(x=x, value=x, **shared)
 
 
 class _Rows:
-    """From rows of x and of what the kernel put out to the layer's output, and back."""
+    """Computes the layer for rows of x and of the kernel's output, and sums the gradients of parameters over rows."""
 
     def __init__(self, settings, t, needs=None):
         self.s, self.t, self.needs = settings, t, needs
@@ -130,7 +145,12 @@ class _Rows:
         self.sums = {name: zeros_for(getattr(t, name)) for name in names} if needs else {}
 
     def chunks(self, x):
-        """Chunks of kept tokens, then of dropped ones: the tokens' index (None: all in order), whether kept, chunk."""
+        """Yields chunks of kept tokens, then of dropped ones.
+
+        Yields:
+            tuple[Tensor | None, bool, Chunk]: Indices of the tokens (``None`` for all in order), whether they are kept,
+            and the chunk of these.
+        """
         keep, drop = self.t.positions[:2] if self.t.positions else (None, None)
         for index, kept in ((keep, True),) if drop is None else ((keep, True), (drop, False)):
             each = x.shape[1] if index is None else len(index)
@@ -138,20 +158,26 @@ class _Rows:
                 yield index, kept, chunk
 
     def first(self, x, sampled):
-        """The sum in front of the first norm, and what dropout did to the attention."""
+        """Computes the sum in front of the first norm, and the factor of dropout after the attention."""
         out = torch.addmm(self.output[1], sampled.to(self.dtype), self.output[0].t())
         factor = dropout_factor(out, self.s.dropout)
         return x + scaled_(out, factor), factor
 
     def forward(self, x, sampled):
-        """The sum in front of the second norm, and the output."""
+        """Computes the sum in front of the second norm, and the output."""
         t, eps = self.t, self.s.eps
         y = _norm(self.first(x, sampled)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
         total = y + self.ffn.forward(y)
         return total, _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
     def backward(self, x, sampled, total, grad, kept):
-        """Gradients of the rows of x, past the attention, and of what the kernel put out (None if they are dropped)."""
+        """Computes the gradients of rows of x, without that through the attention, and of the kernel's output.
+
+        Args:
+            x, sampled, total (Tensor): Rows of the input, of the kernel's output and of the sum in front of LN2.
+            grad (Tensor): Gradient of the output.
+            kept (bool): Whether the rows are kept. If not, the second gradient is ``None``.
+        """
         t, eps, sums = self.t, self.s.eps, self.sums
         before, factor = self.first(x, sampled)
         y, *statistics = _norm(before, t.norm1_weight, t.norm1_bias, eps[0])
@@ -191,13 +217,15 @@ def _layer_forward(settings, tensors, needs):
             total, out = (x.new_empty(x.shape, dtype=r.dtype) for r in rows)
         chunk.put_(total, rows[0], index)
         chunk.put_(out, rows[1], index)
+    if out is None:  # a batch without images has no chunks
+        total, out = (rows.view(x.shape) for rows in run.forward(x.flatten(0, 1), sampled.flatten(0, 1)))
     if not any(needs):
         return out, None
     source = handed_on(x)
     source = source if isinstance(source, Normed) else x
     hand_on(out, Normed(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
     if s.form.storage == 'int8' and sampled.dtype == torch.float32:
-        # In sixteen: by eight bits, hidden numbers behind it would change their side of ReLU's zero.
+        # In sixteen bits: with eight, hidden values close to zero would end up on the other side of the ReLU.
         sampled = sampled.half()
     return out, EncoderSaved(source, sampled, total, t._replace(x=None), state)
 
@@ -226,7 +254,7 @@ _OF_QUERIES = ('x', 'query_pos', 'reference_points')
 
 
 def _attention_backward(s, t, keep, grad, asked):
-    """As :func:`inputs_backward`, for the kept ones of the queries; the gradient of ``x`` has their rows alone."""
+    """Computes the gradients of :func:`inputs_backward` for the kept queries; that of ``x`` has their rows alone."""
     if keep is None:
         return inputs_backward(s, t, grad, asked)
     whole = {name: getattr(t, name) for name in _OF_QUERIES if getattr(t, name) is not None}

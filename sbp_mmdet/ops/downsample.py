@@ -1,4 +1,9 @@
-"""Layer norm and linear layer: Swin's patch merging, and ConvNeXt's downsampling, where a token is a 2x2 patch."""
+"""Layer norm and linear layer: Swin's patch merging, and ConvNeXt's downsampling, where a token is a 2x2 patch.
+
+The patches of a 2x2 convolution with stride 2 do not overlap, so each output token depends on its own patch alone: the
+case s >= k of section 3.2.2, in which a convolution is as independent as a PW-Conv. With ``positions`` the operation is
+Algorithm 1 with f(x) = LN(x) W^T + b.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,50 +15,63 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.folding import fold, normalise, normalise_backward, unfold
+from .common.layouts import in_shape, laid_out, layout_of, memory_format, put_together, tokens_of
 from .common.precision import Stored, accumulate, column_sums, store
-from .common.row_sampling import (
-    draw,
-    fold,
-    in_shape,
-    laid_out,
-    layout_of,
-    memory_format,
-    normalise,
-    normalise_backward,
-    put_together,
-    tokens_of,
-    unfold,
-)
+from .common.row_sampling import draw
 
 __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 
 
 @dataclasses.dataclass(frozen=True)
 class NormLinearSettings:
-    """Of :func:`norm_linear`."""
+    """Settings of :func:`norm_linear`.
+
+    Attributes:
+        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
+        eps (float): Added to the variance of the layer norm. Default: 1e-6.
+        dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
+            None.
+    """
 
     form: Form = Form()
-    eps: float = 1e-6  # of the layer norm
-    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
+    eps: float = 1e-6
+    dtype: torch.dtype | None = None
 
 
 class NormLinearTensors(NamedTuple):
-    """What it works on."""
+    """Inputs of :func:`norm_linear`.
 
-    x: Tensor  # tokens (N, L, C), or a map (N, C, H, W)
-    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
+    Attributes:
+        x (Tensor): Tokens (N, L, C), or a feature map (N, C, H, W).
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        weight (Tensor): Linear layer, shape (C', C); for a feature map a 2x2 convolution with stride 2, (C', C, 2, 2).
+        bias (Tensor | None): Shape (C',). Default: None.
+        positions (Positions | None): Kept and dropped tokens of the output. If ``None``, all are kept. Default: None.
+    """
+
+    x: Tensor
+    norm_weight: Tensor | None
     norm_bias: Tensor | None
-    weight: Tensor  # linear layer, (C', C); for a map a 2x2/2 convolution, (C', C, 2, 2)
+    weight: Tensor
     bias: Tensor | None = None
-    positions: Positions | None = None  # which positions of the output send gradients; None: all
+    positions: Positions | None = None
 
 
 NormLinearGradients = gradients_of(NormLinearTensors, 'positions')
 
 
 class NormLinearSaved(NamedTuple):
-    """What the backward pass needs: of the kept tokens x-hat (N, K, C) and its reciprocal deviation (N, K, 1), of kept
-    patches (N, K, 4, C) and (N, K, 4, 1); what was given, without ``x``; and shape and layout of ``x``."""
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        xhat (Stored | None): Normalised kept tokens, shape (N, K, C), or kept patches, shape (N, K, 4, C).
+        rstd (Tensor | None): Its reciprocal deviation, shape (N, K, 1) or (N, K, 4, 1).
+        keep (Tensor | None): Indices of the kept tokens.
+        given (NormLinearTensors): Parameters.
+        shape (torch.Size): Shape of ``x``.
+        layout (torch.memory_format | None): Layout of ``x``, if it is a feature map.
+    """
 
     xhat: Stored | None
     rstd: Tensor | None
@@ -64,17 +82,17 @@ class NormLinearSaved(NamedTuple):
 
 
 def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
-    """``LN(x) W^T + b`` with gradients from the kept positions.
-
-    The 2x2 patches of a map do not overlap, so each position of the output is independent (section 3.2.2, the case
-    s >= k).
+    """Computes ``LN(x) W^T + b``, with gradients of the kept tokens (Algorithm 1, section 3.4).
 
     Args:
-        settings (NormLinearSettings): See there.
-        tensors (NormLinearTensors): See there.
+        settings (NormLinearSettings): Settings.
+        tensors (NormLinearTensors): Inputs.
 
     Returns:
-        Tensor: Shape (N, L, C'), or (N, C', H // 2, W // 2), laid out as ``x``.
+        Tensor: Shape (N, L, C'), or (N, C', H // 2, W // 2) in the layout of ``x``.
+
+    Example:
+        >>> y = norm_linear(NormLinearSettings(), NormLinearTensors(x, norm.weight, norm.bias, conv.weight, conv.bias))
     """
     if settings.form.implementation == 'reference':
         return _reference(settings, tensors)
@@ -82,7 +100,7 @@ def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Ten
 
 
 def _reference(settings, tensors):
-    """Plain autograd, by Algorithm 1; a plain convolution where all positions of a map send gradients."""
+    """Runs the layer in plain autograd, by Algorithm 1, or as a plain convolution if all tokens are kept."""
     t = tensors
 
     def norm(x):
@@ -131,9 +149,10 @@ def _backward(settings, saved, grad, needs):
 
 
 def _input_gradient(saved, incoming, w, xhat, shape):
-    # The product has no name: it is not held while the norm's backward pass works on a copy in fp32.
+    # The product has no name, so it is freed while the backward pass of the norm works on a copy in fp32.
     rows = normalise_backward((incoming @ w).view_as(xhat), xhat, saved.rstd.flatten(0, 1))
-    tokens = put_together(rows.view(shape[0], -1, w.shape[1]), saved.keep, shape[1])
+    kept = shape[1] if saved.keep is None else len(saved.keep)
+    tokens = put_together(rows.view(shape[0], kept, w.shape[1]), saved.keep, shape[1])
     if len(saved.shape) == 3:
         return tokens
     return _from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)
@@ -145,13 +164,16 @@ def _parameter_gradients(given, layer, dw, db):
     channels = given.weight.shape[1]
     if given.weight.dim() == 4 and dw is not None:
         dw = dw.view(len(dw), 2, 2, channels).permute(0, 3, 1, 2)
-    # Every pixel of a patch is normalised with the same affine part.
+    # The affine part is the same for every pixel of a patch, so its gradient is the sum over the pixels.
     dnw, dnb = (None if d is None else d.view(-1, channels).sum(0) for d in (dnw, dnb))
     return dnw, dnb, dw, db
 
 
 def _tokens(x):
-    """(N, L, C), or of a map the 2x2 patches, (N, L, 4, C), row by row; an odd last row or column is left out."""
+    """Returns tokens (N, L, C), or the 2x2 patches of a feature map (N, L, 4, C), row by row.
+
+    An odd last row or column belongs to no patch, as in the convolution.
+    """
     if x.dim() == 3:
         return x
     n, c, h, w = x.shape
@@ -162,7 +184,7 @@ def _tokens(x):
 
 
 def _from_patches(patches, shape, layout):
-    """The reverse of :func:`_tokens` for a map, zero in an odd last row or column."""
+    """Returns the feature map of patches, the reverse of :func:`_tokens`; zero in an odd last row or column."""
     n, c, h, w = shape
     x = torch.empty(shape, dtype=patches.dtype, device=patches.device, memory_format=layout)
     x[:, :, h // 2 * 2 :].zero_()
@@ -173,17 +195,17 @@ def _from_patches(patches, shape, layout):
 
 
 def _in_shape_of(x, out):
-    """The output for ``x``: tokens, or a map."""
+    """Returns the output in the form of ``x``: tokens, or a feature map."""
     return out if x.dim() == 3 else in_shape(out, (*out.shape[:2], x.shape[2] // 2, x.shape[3] // 2))
 
 
 def _matrix(weight):
-    """The convolution as a linear layer on patches, in the order of :func:`_tokens`."""
+    """Returns the weight of the convolution as a linear layer on patches, in the order of :func:`_tokens`."""
     return weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
 
 
 def _layer(t):
-    """As :func:`.rows.fold` takes it; the norm's affine part is repeated for each pixel of a patch."""
+    """Returns weight, bias and affine part for :func:`fold`; the affine part is repeated for each pixel of a patch."""
     pixels = t.weight[0, 0].numel()
     bias = t.weight.new_zeros(len(t.weight)) if t.bias is None else t.bias
     return _matrix(t.weight), bias, *(None if p is None else p.repeat(pixels) for p in (t.norm_weight, t.norm_bias))

@@ -1,8 +1,8 @@
-"""The feed-forward network of transformers, ``activation(x W1^T + b1) W2^T + b2`` with dropout behind either layer.
+"""The feed-forward network of transformers, ``activation(x W1^T + b1) W2^T + b2`` with dropout after either layer.
 
-What is stored is x. The hidden layer, four to eight times as large, is computed again in chunks of rows, and so are the
-random numbers of dropout: from the generator's state, chunk by chunk in the same order. x is never rounded to eight
-bits: numbers of the hidden layer would change their side of ReLU's zero, and their gradients with it.
+x is saved for the backward pass. The hidden layer, four to eight times as wide, is recomputed in chunks of rows, and
+the random numbers of dropout are drawn again: from the saved state of the generator, in the same order of chunks. x is
+never rounded to eight bits, because hidden values close to zero would end up on the other side of the ReLU.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common.activations import Activation
 from .common.autograd_function import OnHost, Operation, Sample, gradients_of, in_precision
-from .common.kept_maps import Activation
+from .common.layouts import chunks
 from .common.precision import accumulate, column_sums, zeros_for
-from .common.row_sampling import chunks, draw
+from .common.row_sampling import draw
 
 __all__ = [
     'FFNSettings',
@@ -34,14 +35,16 @@ _WEIGHTS = ('weight1', 'bias1', 'weight2', 'bias2')
 
 @dataclasses.dataclass(frozen=True)
 class FFNSettings:
-    """Of :func:`feed_forward`.
+    """Settings of :func:`feed_forward`.
 
     Attributes:
-        activation (Activation): Behind the first layer. Default: ReLU.
-        dropout (tuple[float, float]): Rates behind the activation and behind the second layer. Default: none.
-        chunk (int | None): Elements of the hidden layer that exist at a time; None: by the device. Default: None.
-        dtype (torch.dtype | None): What matrix products run in; None: what autocast says, or as x is. Default: None.
-        sample (Sample | None): Rows that gradients of weights are estimated from; None: all. Default: None.
+        activation (Activation): Activation after the first layer. Default: ReLU.
+        dropout (tuple[float, float]): Dropout rates after the activation and after the second layer. Default: (0, 0).
+        chunk (int | None): Number of elements of the hidden layer that exist at a time. If ``None``, it depends on the
+            device. Default: None.
+        dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
+            None.
+        sample (Sample | None): Rows from which gradients of weights are estimated. If ``None``, all. Default: None.
     """
 
     activation: Activation = Activation('relu')
@@ -52,12 +55,12 @@ class FFNSettings:
 
 
 class FFNTensors(NamedTuple):
-    """What a feed-forward network works on.
+    """Inputs of :func:`feed_forward`.
 
     Attributes:
-        x (Tensor): Tokens (N, L, C).
-        weight1, bias1 (Tensor): Shapes (D, C) and (D,).
-        weight2, bias2 (Tensor): Shapes (C', D) and (C',).
+        x (Tensor): Tokens, shape (N, L, C).
+        weight1, bias1 (Tensor): First layer, shapes (D, C) and (D,).
+        weight2, bias2 (Tensor): Second layer, shapes (C', D) and (C',).
     """
 
     x: Tensor
@@ -71,15 +74,26 @@ FFNGradients = gradients_of(FFNTensors)
 
 
 class FFNSaved(NamedTuple):
-    """What the backward pass needs."""
+    """Tensors saved for the backward pass.
 
-    x: Tensor  # in what matrix products run in
-    weights: FFNTensors  # without x
+    Attributes:
+        x (Tensor): Tokens in the precision of matrix products.
+        weights (FFNTensors): Parameters.
+        state (OnHost | None): State of the generator before dropout. If ``None``, there is no dropout.
+    """
+
+    x: Tensor
+    weights: FFNTensors
     state: OnHost | None
 
 
 def random_state(device: torch.device, *rates: float) -> OnHost | None:
-    """The state of the generator that dropout on a device draws from; None where no rate is positive."""
+    """Returns the state of the generator that dropout draws from, or ``None`` if all rates are 0.
+
+    Args:
+        device (torch.device): Device of the tokens.
+        *rates (float): Dropout rates.
+    """
     if not any(rates):
         return None
     return OnHost(torch.cuda.get_rng_state(device) if device.type == 'cuda' else torch.get_rng_state())
@@ -87,11 +101,11 @@ def random_state(device: torch.device, *rates: float) -> OnHost | None:
 
 @contextlib.contextmanager
 def replayed(device: torch.device, state: OnHost | None):
-    """Draws the same random numbers again, and leaves the generator as it was.
+    """Lets dropout draw the same random numbers again, and restores the generator afterwards.
 
     Args:
-        device (torch.device): Where dropout runs.
-        state (OnHost | None): From :func:`random_state`; None: nothing is drawn.
+        device (torch.device): Device of the tokens.
+        state (OnHost | None): Result of :func:`random_state`. If ``None``, nothing is drawn.
     """
     if state is None:
         yield
@@ -107,22 +121,35 @@ def replayed(device: torch.device, state: OnHost | None):
 
 
 def dropout_factor(rows: Tensor, rate: float) -> Tensor | None:
-    """What dropout multiplies rows by, drawn as torch's own dropout draws it; None: nothing."""
-    return F.dropout(torch.ones_like(rows), rate) if rate else None
+    """Returns what dropout multiplies rows by, drawn as torch's own dropout draws it, or ``None`` for a rate of 0.
+
+    The ones are contiguous whatever the strides of the rows are: random numbers are drawn in the order of memory, so a
+    gradient that is laid out in columns would get the numbers of other entries than the forward pass had.
+
+    Args:
+        rows (Tensor): Rows that are multiplied, shape (K, C).
+        rate (float): Share of the numbers that dropout sets to zero.
+    """
+    return F.dropout(torch.ones(rows.shape, dtype=rows.dtype, device=rows.device), rate) if rate else None
 
 
 def scaled_(rows: Tensor, factor: Tensor | None) -> Tensor:
-    """Rows times a factor, in place; None: as they are."""
+    """Multiplies rows by a factor, in place; ``None`` leaves them unchanged.
+
+    Args:
+        rows (Tensor): Rows, shape (K, C).
+        factor (Tensor | None): Factor of the same shape.
+    """
     return rows if factor is None else rows.mul_(factor)
 
 
 class FeedForward:
-    """The network on rows, and its gradients' sums over rows.
+    """Runs the network on chunks of rows, and sums the gradients of its parameters over them.
 
     Args:
-        settings (FFNSettings): With a dtype.
-        tensors (NamedTuple): With the four weights of :class:`FFNTensors`.
-        needs (tuple | None): Which of them get a gradient; None: there is no backward pass. Default: None.
+        settings (FFNSettings): Settings with a dtype.
+        tensors (NamedTuple): Inputs with the four parameters of :class:`FFNTensors`.
+        needs (tuple | None): Which parameters need a gradient. If ``None``, there is no backward pass. Default: None.
     """
 
     def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None):
@@ -133,11 +160,11 @@ class FeedForward:
 
     @property
     def width(self) -> int:
-        """Of the hidden layer."""
+        """Width of the hidden layer."""
         return len(self.w1)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Output of rows (K, C) in the dtype of the settings."""
+        """Computes the output of rows (K, C), shape (K, C'), in the dtype of the settings."""
         first, second = self.settings.dropout
         hidden = torch.addmm(self.b1, rows.to(self.settings.dtype), self.w1.t())
         hidden = self.settings.activation(hidden, inplace=True)
@@ -146,20 +173,20 @@ class FeedForward:
         return scaled_(out, dropout_factor(out, second))
 
     def skip(self, rows: Tensor) -> None:
-        """Draws what dropout would draw for rows whose gradients nobody asks for."""
+        """Draws the random numbers of rows whose gradients are not needed, so that later rows get their own."""
         for rate, width in zip(self.settings.dropout, (len(self.w1), len(self.w2)), strict=True):
             dropout_factor(rows.new_empty(len(rows), width, dtype=self.settings.dtype), rate)
 
     def backward(self, rows: Tensor, grad: Tensor, needs_rows: bool = True) -> Tensor | None:
-        """Adds some rows to the sums.
+        """Adds the gradients of some rows to the sums.
 
         Args:
-            rows (Tensor): As the forward pass got them, shape (K, C).
-            grad (Tensor): Of the output, shape (K, C').
-            needs_rows (bool): Whether anybody asks for the result. Default: True.
+            rows (Tensor): Input of the forward pass, shape (K, C).
+            grad (Tensor): Gradient of the output, shape (K, C').
+            needs_rows (bool): Whether the gradient of the rows is needed. Default: True.
 
         Returns:
-            Tensor | None: Gradient of the rows.
+            Tensor | None: Gradient of the rows, shape (K, C).
         """
         act, dtype, sums = self.settings.activation, self.settings.dtype, self.sums
         dropout, second = self.settings.dropout
@@ -187,14 +214,17 @@ class FeedForward:
 
 
 def feed_forward(settings: FFNSettings, tensors: FFNTensors) -> Tensor:
-    """``drop(drop(activation(x W1^T + b1)) W2^T + b2)``, exact.
+    """Computes ``drop(drop(activation(x W1^T + b1)) W2^T + b2)`` with exact gradients.
 
     Args:
-        settings (FFNSettings): See there.
-        tensors (FFNTensors): See there.
+        settings (FFNSettings): Settings.
+        tensors (FFNTensors): Inputs.
 
     Returns:
-        Tensor: Shape (N, L, C'), in the precision of the matrix products.
+        Tensor: Shape (N, L, C'), in the precision of matrix products.
+
+    Example:
+        >>> y = feed_forward(FFNSettings(dropout=(0.1, 0.1)), FFNTensors(x, w1, b1, w2, b2))
     """
     return _feed_forward(in_precision(settings, tensors.x), tensors)
 

@@ -1,4 +1,12 @@
-"""The layer norms outside of the blocks."""
+"""Layer norm over the channels of a feature map, as ConvNeXt has it outside of its blocks.
+
+The backward pass needs the normalised input x-hat alone, because with y = w x-hat + b
+
+    dw = sum of dy * x-hat,   db = sum of dy,   dx = LN'(w dy; x-hat) / deviation.
+
+So x-hat may be saved in the precision of the layers around it, in eight bits, or not at all where the convolution in
+front is rerun.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,54 +16,77 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of
+from .common.folding import normalise, normalise_backward
+from .common.layouts import laid_out, memory_format
 from .common.precision import Stored, accumulator, autocast_dtype, store
 from .common.rerun_conv import Conv
-from .common.row_sampling import laid_out, memory_format, normalise, normalise_backward
 
 __all__ = ['NormSettings', 'NormTensors', 'layer_norm']
 
 
 @dataclasses.dataclass(frozen=True)
 class NormSettings:
-    """Of :func:`layer_norm`."""
+    """Settings of :func:`layer_norm`.
 
-    form: Form = Form()  # no position is dropped
-    eps: float = 1e-6  # added to the variance
-    dtype: torch.dtype | None = None  # what x-hat is stored in, set by layer_norm under autocast; None: as x is
+    Attributes:
+        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
+        eps (float): Added to the variance. Default: 1e-6.
+        dtype (torch.dtype | None): Precision in which x-hat is saved; set under autocast. If ``None``, that of ``x``.
+            Default: None.
+    """
+
+    form: Form = Form()
+    eps: float = 1e-6
+    dtype: torch.dtype | None = None
 
 
 class NormTensors(NamedTuple):
-    """What a layer norm works on."""
+    """Inputs of :func:`layer_norm`.
 
-    x: Tensor  # (N, C, H, W)
-    weight: Tensor | None  # affine part, (C,)
+    Attributes:
+        x (Tensor): Feature map, shape (N, C, H, W).
+        weight, bias (Tensor | None): Affine part, shape (C,).
+        conv (Conv | None): Convolution that made ``x``. If given, it is rerun instead of saving x-hat. Default: None.
+    """
+
+    x: Tensor
+    weight: Tensor | None
     bias: Tensor | None
-    conv: Conv | None = None  # where x comes from, so that the fused form computes it again instead of storing it
+    conv: Conv | None = None
 
 
 NormGradients = gradients_of(NormTensors, 'conv')
 
 
 class NormSaved(NamedTuple):
-    """What the backward pass needs: x-hat (N, H, W, C) and its reciprocal deviation, or the convolution before."""
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        xhat (Stored | None): Normalised input, shape (N, H, W, C). If ``None``, the convolution is rerun.
+        rstd (Tensor | None): Its reciprocal deviation, shape (N, H, W, 1).
+        weight (Tensor): Affine part.
+        conv (Conv | None): Convolution that made the input.
+        input_dtype (torch.dtype): Precision of the input.
+        layout (torch.memory_format): Layout of the input.
+    """
 
     xhat: Stored | None
     rstd: Tensor | None
     weight: Tensor
     conv: Conv | None
     input_dtype: torch.dtype
-    layout: torch.memory_format  # of the input
+    layout: torch.memory_format
 
 
 def layer_norm(settings: NormSettings, tensors: NormTensors) -> Tensor:
-    """Layer norm over the channels; under autocast it stores the normalised input in reduced precision.
+    """Computes the layer norm over the channels of a feature map.
 
     Args:
-        settings (NormSettings): See there.
-        tensors (NormTensors): See there.
+        settings (NormSettings): Settings.
+        tensors (NormTensors): Inputs.
 
     Returns:
-        Tensor: Shape (N, C, H, W), laid out like ``x``; under autocast in full precision, as CUDA's autocast has it.
+        Tensor: Shape (N, C, H, W), in the layout of ``x``; under autocast in fp32, as with CUDA's autocast.
     """
     x, weight, bias, conv = tensors
     dtype = autocast_dtype(x)

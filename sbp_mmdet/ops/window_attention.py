@@ -1,13 +1,19 @@
-"""The attention layer of a Swin block on tokens, exact and lean.
+"""The attention layer of a Swin block, with exact gradients.
 
     x-hat = LN(x) without its affine part,  [Q K V] = x-hat W'^T + b',  y = x + factor * (proj(windows(Q, K, V)))
 
-in windows of the map, shifted in every second block, with a bias for each relative position. Stored are x-hat and its
-reciprocal deviation, nothing of three times the channels and no attention map. The windows run again in the backward
-pass, some of them at a time.
+Attention runs inside of the windows of a feature map, which are shifted in every second block; B is the bias of each
+relative position:
 
-A map that the windows do not divide is padded behind the norm, with tokens that are zero: their Q, K and V are the bias
-of the linear layer alone, without that of the norm, and other tokens see them.
+    M = s Q K^T + B,  S = softmax(M),  O = S V.
+
+x-hat and its reciprocal deviation are saved: neither Q, K, V, of three times the channels, nor an attention map. The
+backward pass recomputes some windows at a time, and from the gradient dO of their outputs
+
+    dV = S^T dO,  dS = dO V^T,  dM = S * (dS - rowsum(S * dS)),  dQ = s dM K,  dK = s dM^T Q,  dB = sum of dM.
+
+A feature map that the windows do not divide is padded after the norm, with tokens that are zero: their Q, K and V are
+the bias of the linear layer alone, without that of the norm, and other tokens attend to them.
 """
 
 import dataclasses
@@ -20,28 +26,47 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold
+from .common.layouts import CHUNK, Chunk
 from .common.precision import Stored, Sum, accumulator, column_sums, store
-from .common.row_sampling import CHUNK, Chunk, Incoming, add_branch, draw, fold, normalise, normalise_backward, unfold
+from .common.row_sampling import draw
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
-# What is added to the map between tokens that only the shift brought together, as every Swin has it.
+# Added to the attention map between tokens that only the shift brought into one window, as in every Swin.
 _APART = -100.0
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowSettings:
-    """Of :func:`window_attention`. Raises ValueError for a shift that is no part of a window."""
+    """Settings of :func:`window_attention`.
 
-    form: Form  # its storage counts: all tokens are kept, and there is no reference but the plain module
-    num_heads: int  # h; C = h d
-    window: int  # side of a window, in tokens
-    shift: int  # by how many tokens the windows are shifted, from 0 to window - 1
-    size: tuple[int, int]  # (H, W) of the map of tokens
-    scale: float  # what Q K^T is multiplied by, usually 1 / sqrt(d)
-    eps: float = 1e-5  # of the layer norm
-    chunk: int | None = None  # elements of the windows' largest tensor that exist at a time; None: by the device
-    dtype: torch.dtype | None = None  # of matrix products; None: what autocast says, or as x is
+    Attributes:
+        form (Form): What the operation saves. It has no reference form.
+        num_heads (int): Number of heads h; C = h d.
+        window (int): Side of a window, in tokens.
+        shift (int): Number of tokens by which windows are shifted, from 0 to ``window - 1``.
+        size (tuple[int, int]): Height and width of the feature map.
+        scale (float): Factor s of Q K^T, usually 1 / sqrt(d).
+        eps (float): Added to the variance of the layer norm. Default: 1e-5.
+        chunk (int | None): Number of elements of the largest tensor of the windows that exist at a time. If ``None``,
+            it depends on the device. Default: None.
+        dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
+            None.
+
+    Raises:
+        ValueError: If ``shift`` is not from 0 to ``window - 1``.
+    """
+
+    form: Form
+    num_heads: int
+    window: int
+    shift: int
+    size: tuple[int, int]
+    scale: float
+    eps: float = 1e-5
+    chunk: int | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self):
         if not 0 <= self.shift < self.window:
@@ -49,25 +74,41 @@ class WindowSettings:
 
 
 class WindowTensors(NamedTuple):
-    """What the layer works on."""
+    """Inputs of :func:`window_attention`.
 
-    x: Tensor  # tokens, (N, H * W, C)
-    norm_weight: Tensor | None  # affine part of the layer norm, (C,)
+    Attributes:
+        x (Tensor): Tokens, shape (N, H * W, C).
+        norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
+        qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be ``None``.
+        table (Tensor): Bias of each relative position, shape ((2 window - 1)^2, h).
+        proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
+        index (Tensor): Row of the table for each pair of tokens, int64, shape (window^2, window^2).
+        factor (Tensor | None): Factor of the branch of each image, from stochastic depth, shape (N,). Default: None.
+    """
+
+    x: Tensor
+    norm_weight: Tensor | None
     norm_bias: Tensor | None
-    qkv_weight: Tensor  # linear layer to Q, K and V, (3 C, C)
+    qkv_weight: Tensor
     qkv_bias: Tensor | None
-    table: Tensor  # bias of each relative position, ((2 window - 1)^2, h)
-    proj_weight: Tensor  # projection, (C, C)
+    table: Tensor
+    proj_weight: Tensor
     proj_bias: Tensor
-    index: Tensor  # int64, (window^2, window^2): the row of the table for each pair of tokens
-    factor: Tensor | None = None  # of the branch of each image (stochastic depth), (N,)
+    index: Tensor
+    factor: Tensor | None = None
 
 
 WindowGradients = gradients_of(WindowTensors, 'index', 'factor')
 
 
 class WindowSaved(NamedTuple):
-    """x-hat (N, L, C), its reciprocal deviation (N, L, 1), and what was given without the tokens."""
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        xhat (Stored): Normalised tokens, shape (N, L, C).
+        rstd (Tensor): Their reciprocal deviation, shape (N, L, 1).
+        given (WindowTensors): Parameters, index and factor.
+    """
 
     xhat: Stored
     rstd: Tensor
@@ -75,21 +116,21 @@ class WindowSaved(NamedTuple):
 
 
 def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor:
-    """``x + factor * proj(softmax(scale Q K^T + bias) V)`` in windows, with Q, K, V from ``LN(x)``; see this module.
+    """Computes ``x + factor * proj(softmax(scale Q K^T + bias) V)`` in windows, with Q, K, V from ``LN(x)``.
 
     Args:
-        settings (WindowSettings): See there.
-        tensors (WindowTensors): See there.
+        settings (WindowSettings): Settings.
+        tensors (WindowTensors): Inputs.
 
     Returns:
         Tensor: Shape (N, H * W, C).
 
     Raises:
-        ValueError: If the tokens are not those of a map of this size.
+        ValueError: If the number of tokens is not that of a feature map of this size.
     """
     height, width = settings.size
     if tensors.x.shape[1] != height * width:
-        raise ValueError(f'{tensors.x.shape[1]} tokens are no map of {height} x {width}')
+        raise ValueError(f'{tensors.x.shape[1]} tokens are no map of {height} x {width}; set size to that of the map')
     return _window_attention(in_precision(settings, tensors.x), tensors)
 
 
@@ -136,18 +177,19 @@ def _backward(settings, saved, grad, needs):
 
 
 class _Layout(NamedTuple):
-    """Which token stands where, once the map is padded, shifted and cut into windows: P places, window by window.
+    """Order of the tokens once the feature map is padded, shifted and cut into windows: P places, window by window.
 
-    Windows at the lower and right edge come last (the last one or two rows and columns): only these have padding, or
-    parts that do not see each other.
+    Windows at the lower and right edge come last (the last one or two rows and columns), because only these have
+    padding, or parts that do not attend to each other.
 
     Attributes:
-        order (Tensor): Shape (P,), the token of each place; any token where the place is padding.
-        places (Tensor): Shape (L,), the place of each token.
-        simple (int): Places of the windows that are not at the edge.
-        pads (Tensor | None): bool, shape (P - simple, 1), where the places behind these are padding; None: nowhere.
-        apart (Tensor | None): bool, which tokens of a window at the edge do not see each other, shape
-            (n, 1, window^2, window^2); None: all do.
+        order (Tensor): Token of each place, shape (P,); any token where the place is padding.
+        places (Tensor): Place of each token, shape (L,).
+        simple (int): Number of places in windows that are not at the edge.
+        pads (Tensor | None): Whether each of the other places is padding, bool, shape (P - simple, 1). If ``None``,
+            there is no padding.
+        apart (Tensor | None): Pairs of tokens of a window at the edge that do not attend to each other, bool, shape
+            (n, 1, window^2, window^2). If ``None``, all attend to all.
     """
 
     order: Tensor
@@ -157,10 +199,10 @@ class _Layout(NamedTuple):
     apart: Tensor | None
 
     def chunks(self, settings, images, channels):
-        """Slices of the places, whole windows, about the same number in each."""
+        """Returns slices of the places: whole windows, about the same number in each."""
         area = settings.window**2
         budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
-        most = max(budget // (images * area * max(3 * channels, settings.num_heads * area)), 1)
+        most = max(budget // (max(images, 1) * area * max(3 * channels, settings.num_heads * area)), 1)
         windows = len(self.order) // area
         step = -(-windows // -(-windows // most)) * area
         return [slice(i, min(i + step, len(self.order))) for i in range(0, len(self.order), step)]
@@ -171,7 +213,7 @@ def _layout(size, side, shift, device):
     height, width = size
     tokens = height * width
     below, right = -height % side, -width % side
-    # Windows before these rows and columns hold neither padding nor what the shift brought round.
+    # Windows before these rows and columns hold neither padding nor tokens from the other side of the map.
     down, along = (max(n - shift, 0) // side for n in (height, width))
     simple = down * along * side**2
 
@@ -183,7 +225,7 @@ def _layout(size, side, shift, device):
     numbers = torch.arange(tokens, device=device).view(height, width)
     numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
     order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
-    places = order.new_empty(tokens + 1)  # the last one is where padding goes
+    places = order.new_empty(tokens + 1)  # the last one stands for padding
     places[order] = torch.arange(len(order), device=device)
     pads = (order[simple:, None] == tokens) if below or right else None
     apart = None
@@ -195,21 +237,27 @@ def _layout(size, side, shift, device):
 
 
 def _bands(length, side, shift, device):
-    """Numbers of the three parts that a shift leaves of a row: whole windows, and the last one's two parts."""
+    """Returns the number of the part of each token in a row: whole windows, and the two parts of the last one."""
     i = torch.arange(length, device=device)
     return (i >= length - side).long() + (i >= length - shift)
 
 
 class _Layers(NamedTuple):
-    """The linear layers in the precision of the matrix products.
+    """The linear layers in the precision of matrix products.
 
-    The norm's affine part is folded into the first, and the scale into its parts that make Q and K.
+    The affine part of the norm is folded into the first layer, and the scale into its rows for Q and K.
+
+    Attributes:
+        qkv_weight, qkv_bias (Tensor): W' and b'.
+        padding (Tensor): Q, K and V of a token that is zero.
+        bias (Tensor): B, shape (h, window^2, window^2).
+        proj_weight (Tensor): Projection.
     """
 
     qkv_weight: Tensor
     qkv_bias: Tensor
-    padding: Tensor  # Q, K and V of a token that is zero
-    bias: Tensor  # of the maps, (h, window^2, window^2)
+    padding: Tensor
+    bias: Tensor
     proj_weight: Tensor
 
     @classmethod
@@ -224,25 +272,27 @@ class _Layers(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _scales(scale, channels, dtype, device):
-    """What rows of the layer to Q, K and V are multiplied by. Q and K share the scale, so that in half precision
-    neither gradient leaves the range before the other."""
+    """Returns the factors of the layer's rows for Q, K and V.
+
+    Q and K share the scale, so that in half precision neither gradient leaves the range before the other.
+    """
     root = abs(scale) ** 0.5
-    factors = torch.tensor([scale / root, root, 1], dtype=dtype).to(device)
+    factors = torch.tensor([scale / root, root, 1], dtype=dtype, device=device)
     return factors.repeat_interleave(channels // 3, output_size=channels)
 
 
 class _Windows:
-    """Some windows: x-hat (N, P', C), Q, K (both scaled), V (N, n, h, window^2, d), and their maps."""
+    """Some windows: x-hat (N, P', C), scaled Q and K, V, all (N, n, h, window^2, d), and their attention maps."""
 
     def __init__(self, xhat, q, k, v, softmax, edge, pads):
         self.xhat, self.q, self.k, self.v = xhat, q, k, v
         self.softmax, self.map = softmax, softmax.to(v.dtype)
-        self.edge, self.pads = edge, pads  # where the windows at the edge begin, and their padding
+        self.edge, self.pads = edge, pads  # first place of the windows at the edge, and their padding
 
     @classmethod
     def run(cls, settings, layers, layout, xhat, chunk):
         area, edge = settings.window**2, max(layout.simple - chunk.start, 0)
-        own = slice(max(chunk.start - layout.simple, 0), chunk.stop - layout.simple)  # of the edge's places
+        own = slice(max(chunk.start - layout.simple, 0), chunk.stop - layout.simple)  # among places at the edge
         at_edge = own.stop > own.start
         pads = layout.pads[own] if at_edge and layout.pads is not None else None
         xhat = xhat.index_select(1, layout.order[chunk])
@@ -250,7 +300,7 @@ class _Windows:
         if pads is not None:
             torch.where(pads, layers.padding, qkv[:, edge:], out=qkv[:, edge:])
         qkv = qkv.unflatten(2, (3, settings.num_heads, -1)).unflatten(1, (-1, area))
-        # Copied once, into the order of the products, each of which would copy its part otherwise.
+        # One copy into the order of the products; otherwise each product would copy its own part.
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).contiguous()
         scores = (q @ k.mT) + layers.bias
         if at_edge and layout.apart is not None:
@@ -258,17 +308,22 @@ class _Windows:
         return cls(xhat, q, k, v, scores.softmax(-1), edge, pads)
 
     def without_padding_(self, rows):
-        """Rows (N, P', ...) with zeros where there is padding, in place."""
+        """Sets rows (N, P', ...) to zero where there is padding, in place."""
         if self.pads is not None:
             rows[:, self.edge :].masked_fill_(self.pads, 0)
         return rows
 
     def out(self):
-        """The attention's output, shape (N, P', C)."""
+        """Returns O of the windows, shape (N, P', C)."""
         return (self.map @ self.v).transpose(2, 3).flatten(3).flatten(1, 2)
 
     def backward(self, grad, dbias):
-        """Gradient of scaled Q and K and of V side by side (N, P', 3 C) from the output's; adds to that of the bias."""
+        """Returns the gradients of scaled Q and K and of V side by side, (N, P', 3 C), and adds that of B to a sum.
+
+        Args:
+            grad (Tensor): dO, shape (N, P', C).
+            dbias (Sum): Sum for dB.
+        """
         images, windows, heads, area, head_dim = self.v.shape
         grad = grad.view(images, windows, area, heads, head_dim).transpose(2, 3).contiguous()
         dsoftmax = (grad @ self.v.mT).to(self.softmax.dtype)
@@ -283,11 +338,11 @@ class _Windows:
 
 
 def _sums(t, layout):
-    """Sums over the windows that parameters get their gradients from, in full precision."""
+    """Returns the sums over the windows for the gradients of parameters, in full precision."""
     return types.SimpleNamespace(
         qkv_weight=Sum(t.qkv_weight),
         qkv_bias=Sum(t.qkv_weight[:, 0]),
-        # Gradient of the bias that padding has alone.
+        # Gradients of padding, which reach the bias of the linear layer but not that of the norm.
         pads=None if layout.pads is None else Sum(t.qkv_weight[:, 0]),
         bias=Sum(t.table),  # (h, window^2, window^2)
         proj_weight=Sum(t.proj_weight),
@@ -301,7 +356,9 @@ def _parameter_gradients(settings, t, sums):
     if sums.pads is not None:
         dbias = torch.addcmul(dbias, sums.pads.value, scales)
     table = torch.zeros_like(t.table, dtype=bias.dtype)
-    table.t().index_add_(1, t.index.flatten(), sums.bias.value.flatten(1))
+    # Entries of the map that share a row of the table are added in their order, as in the backward pass of the module's
+    # own lookup. index_add_ would add them atomically on CUDA, in an order that differs from run to run.
+    table.index_put_((t.index.flatten(),), sums.bias.value.flatten(1).t(), accumulate=True)
     return WindowGradients(None, *folded, dbias, table, sums.proj_weight.value)
 
 

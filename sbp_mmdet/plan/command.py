@@ -3,10 +3,12 @@
 sbp-mmdet plan CONFIG --budget 8GiB     which variant fits, and the lines to paste
 sbp-mmdet rehearse CONFIG               one step on the largest batch of the data set, on this machine's GPU
 sbp-mmdet apply CONFIG --preset exact   what LeanHook would change in the model, and what not
+sbp-mmdet verify CONFIG --device cuda   whether changed modules compute what they computed before, on this device
 sbp-mmdet check                         whether this environment can train: versions, registry, one small step
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
@@ -28,6 +30,7 @@ from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, pars
 from .rehearse import DoesNotFit
 from .tables import Column, format_gib, text_table
 from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
+from .verify import add_verify
 from .worst_batch import name_of
 
 __all__ = ['main', 'rows_of']
@@ -42,18 +45,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply | check')
+    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply | verify | check')
     _add_plan(verbs)
     _add_rehearse(verbs)
     _add_apply(verbs)
+    add_verify(verbs)
     verbs.add_parser('check', help='whether this environment can train').set_defaults(run=None)
     args = parser.parse_args(arguments)
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     if args.run is None:
         raise SystemExit(0 if check() else 1)
+    # What others print at import, or in a step, must not stand beside an answer for scripts.
+    quiet = contextlib.redirect_stdout(sys.stderr) if getattr(args, 'json', False) else contextlib.nullcontext()
+    args.output = sys.stdout
     try:
-        config = load_config(args.config, args.cfg_options)
-        args.run(args, config)
+        with quiet:
+            config = load_config(args.config, args.cfg_options)
+            args.run(args, config)
     except ValueError as error:
         parser.error(str(error))
 
@@ -78,6 +86,7 @@ def _plan(args, config):
     for name in ('batch', 'boxes', 'gpus'):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
+    _refuse_strategies(args, config)
     if 'detector' in config.model:
         raise ValueError(
             f'{args.config}: {name_of(config.model)} trains its model.detector together with a teacher or a tracker. '
@@ -97,7 +106,7 @@ def _plan(args, config):
     lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
     if args.json:
         result = dict(budget=budget, inputs=inputs._asdict(), rows=[row._asdict() for row in rows])
-        print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1))
+        print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
     else:
         print(_page(args, config, inputs, budget, rows, found, lines))
     if found is None:
@@ -188,7 +197,17 @@ def _add_rehearse(verbs):
     verb.set_defaults(run=_rehearse)
 
 
+def _refuse_strategies(args, config):
+    """Refuses configs whose weights and states are spread over GPUs: counts are those of one GPU that holds all."""
+    if config.get('strategy'):
+        raise ValueError(
+            f'{args.config}: strategy={name_of(config.strategy)} spreads weights, gradients and optimizer states over '
+            'GPUs, which is not counted; take strategy out of the config to plan for GPUs that each hold all of it'
+        )
+
+
 def _rehearse(args, config):
+    _refuse_strategies(args, config)
     hook = dict(type='RehearseHook', budget=args.budget, stop=True)
     config.custom_hooks = [*(config.get('custom_hooks') or []), hook]
     config.log_level = 'ERROR'  # the answer is a line

@@ -17,7 +17,7 @@ from mmdet.structures.mask import BitmapMasks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..ops.common.row_sampling import CHUNK
+from ..ops.common.layouts import CHUNK
 
 __all__ = ['autocast', 'autocast_rules', 'cuda_kernels', 'full_fp32']
 

@@ -14,15 +14,17 @@ from unittest import mock
 
 import torch
 from mmdet.models.task_modules.assigners import HungarianAssigner, MaxIoUAssigner
-from mmdet.registry import MODELS
+from mmdet.registry import HOOKS, MODELS
 from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
+from mmengine.hooks import EMAHook
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
-from ..surgery import model_hooks
+from ..surgery import mix_out, model_hooks
+from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
 from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
@@ -191,7 +193,11 @@ def build_detector(config: Config, device: str):
         tuple: The model in training mode, and its optimizer wrapper.
     """
     init_default_scope('mmdet')
-    model = MODELS.build(_without_weights(config.model)).to(device).train()
+    model = MODELS.build(_without_weights(config.model))
+    model.to(device)
+    model.train()  # distillation's returns nothing
+    for module in model.modules():
+        mix_out(module, FirstPass)  # a step is counted, not its verification
     for p in model.parameters(recurse=False):  # level_embed of Deformable DETR and DINO: memory that nobody has written
         nn.init.normal_(p)
     for hook in model_hooks(config.get('custom_hooks')):
@@ -258,6 +264,40 @@ def _states(optimizer) -> list[Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
 
 
+def held_tensors(model: nn.Module) -> list[Tensor]:
+    """Returns the tensors that a model holds between steps.
+
+    Args:
+        model (nn.Module): The model.
+
+    Returns:
+        list[torch.Tensor]: Parameters and buffers, also those of modules outside of the tree, such as the teacher of a
+        distillation, which mmdet keeps as a plain attribute.
+    """
+    found, modules, waiting = [], set(), [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in modules:
+            continue
+        modules.add(id(module))
+        found += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        waiting += [*module.children(), *(value for value in vars(module).values() if isinstance(value, nn.Module))]
+    return found
+
+
+def averaged_bytes(config: Config, model: nn.Module) -> int:
+    """Returns the bytes of the averaged copies that :class:`mmengine.hooks.EMAHook` and its subclasses keep.
+
+    Args:
+        config (Config): Config of a detector.
+        model (nn.Module): The model that it builds. A copy averages parameters, and holds the buffers too.
+    """
+    kinds = [hook['type'] for hook in config.get('custom_hooks') or []]
+    kinds = [HOOKS.get(kind) if isinstance(kind, str) else kind for kind in kinds]
+    copies = sum(isinstance(kind, type) and issubclass(kind, EMAHook) for kind in kinds)
+    return copies * _bytes([*model.parameters(), *model.buffers()])
+
+
 def _watch(wrapper, row, model, saved, live, phase):
     """Notes what is held when the forward pass and the backward pass end."""
     update, step = wrapper.update_params, wrapper.step
@@ -294,7 +334,8 @@ def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
                 p.grad = torch.zeros_like(p)
         wrapper.step()
         wrapper.zero_grad()
-    row = dict(parameters=_bytes([*model.parameters(), *model.buffers()]), optimizer=_bytes(_states(wrapper.optimizer)))
+    row = dict(parameters=_bytes(held_tensors(model)), optimizer=_bytes(_states(wrapper.optimizer)))
+    row['parameters'] += averaged_bytes(config, model)
     static = row['parameters'] + row['optimizer']
 
     @contextlib.contextmanager

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..apply import draws_of
 from ..surgery import unwrapped
+from ..verify.first_pass import verification_off
 
 __all__ = ['DoesNotFit', 'RehearseHook', 'as_before']
 
@@ -60,7 +61,7 @@ class RehearseHook(Hook):
 
         budget = parse_bytes(self.budget) if self.budget else _memory(runner.model)
         batch, case = largest_batch(runner)
-        with as_before(unwrapped(runner.model)):
+        with as_before(unwrapped(runner.model)), verification_off():
             peak = _peak(runner, batch)
         # All processes go on, or all stop: one that is left alone would wait for the others.
         peak, budget = _of_all_ranks(peak, 'max'), _of_all_ranks(budget, 'min')

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 PIECES = {
-    'targets': 'training targets are made piece by piece, as LeanHook does it anyway; gradients exact',
+    'targets': 'training targets in chunks, as LeanHook computes them anyway; gradients exact',
     'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
     'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
     'cp-neck': 'the neck runs again in the backward pass; gradients exact',
@@ -64,6 +64,8 @@ def load_config(path: str, options: dict | None = None) -> Config:
         ValueError: If it or a package that it inherits from is missing, it has no model, or an import fails.
     """
     file = _of_package(path) if '::' in str(path) else Path(path)
+    if file.is_dir():
+        raise ValueError(f'{file} is a folder; give the path of a config file in it')
     if not file.is_file():
         near = difflib.get_close_matches(file.name, [found.name for found in file.parent.glob('*.py')], n=1)
         hint = f'did you mean {near[0]}?' if near else 'check the path'

@@ -80,7 +80,7 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: st
         purpose (str): What is drawn, if it is not the masks: independent of them. Default: ''.
     """
     digest = hashlib.blake2b(f'{seed}/{rank}/{step}/{repeat}{purpose}'.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
+    return torch.Generator('cpu').manual_seed(int.from_bytes(digest, 'little') >> 1)
 
 
 def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: torch.Generator) -> Tensor:
@@ -106,13 +106,13 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
     fraction = parse_keep_ratio(ratio)
     p, q = fraction.numerator, fraction.denominator
     if sampler == 'grid':
-        phase = torch.randint(q, (), generator=generator)
-        diagonal = torch.arange(height)[:, None] + torch.arange(width)
+        phase = torch.randint(q, (), generator=generator, device='cpu')
+        diagonal = torch.arange(height, device='cpu')[:, None] + torch.arange(width, device='cpu')
         return (diagonal + phase) % q * p % q < p
     if sampler == 'random':
         # The same draw serves every ratio of a step: a smaller kept set is part of a larger one.
-        order = torch.randperm(height * width, generator=generator)
-        mask = torch.zeros(height * width, dtype=torch.bool)
+        order = torch.randperm(height * width, generator=generator, device='cpu')
+        mask = torch.zeros(height * width, dtype=torch.bool, device='cpu')
         mask[order[: round(fraction * height * width)]] = True
         return mask.view(height, width)
     raise ValueError(f'sampler={sampler!r} is unknown; choose one of {SAMPLERS}')

@@ -23,7 +23,16 @@ from torch.autograd.function import once_differentiable
 from ...stochastic_backprop.masks import Positions
 from .precision import autocast_dtype, no_autocast
 
-__all__ = ['Form', 'OnHost', 'Operation', 'Sample', 'gradients_of', 'in_precision']
+__all__ = [
+    'Form',
+    'OnHost',
+    'Operation',
+    'Sample',
+    'gradients_of',
+    'in_precision',
+    'put_tensors_back',
+    'take_tensors_out',
+]
 
 _CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'))
 
@@ -134,7 +143,7 @@ class _Function(torch.autograd.Function):
         with no_autocast(tensors.x):
             output, saved = operation.forward(settings, tensors, needs)
         found = []
-        ctx.operation, ctx.settings, ctx.structure = operation, settings, _without_tensors(saved, found)
+        ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out(saved, found)
         ctx.save_for_backward(*found)
         return output
 
@@ -143,7 +152,7 @@ class _Function(torch.autograd.Function):
     def backward(ctx, grad):
         operation = ctx.operation
         needs = operation.gradients(*ctx.needs_input_grad[3:])
-        saved = _with_tensors(ctx.structure, iter(ctx.saved_tensors))
+        saved = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
         with no_autocast(grad):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
         return None, None, None, *(g if needed else None for g, needed in zip(gradients, needs, strict=True))
@@ -166,20 +175,25 @@ def gradients_of(tensors: type, *others: str) -> type:
 _SLOT = object()  # stands where a tensor was
 
 
-def _without_tensors(value, found):
-    """The same value with a slot for each tensor; the tensors are appended to ``found``."""
+def take_tensors_out(value, found):
+    """Replaces each tensor in a nested tuple by a slot and appends the tensors to ``found``."""
     if isinstance(value, Tensor):
         found.append(value)
         return _SLOT
-    if hasattr(value, '_fields'):
-        return value._make([v if v is None else _without_tensors(v, found) for v in value])
+    if isinstance(value, tuple):
+        return _as(value, [v if v is None else take_tensors_out(v, found) for v in value])
     return value
 
 
-def _with_tensors(value, tensors):
-    """The reverse of :func:`_without_tensors`."""
+def put_tensors_back(value, tensors):
+    """Reverses :func:`take_tensors_out`."""
     if value is _SLOT:
         return next(tensors)
-    if hasattr(value, '_fields'):
-        return value._make([v if v is None else _with_tensors(v, tensors) for v in value])
+    if isinstance(value, tuple):
+        return _as(value, [v if v is None else put_tensors_back(v, tensors) for v in value])
     return value
+
+
+def _as(value, members):
+    """Makes a tuple of the same class."""
+    return value._make(members) if hasattr(value, '_fields') else tuple(members)

@@ -1,9 +1,11 @@
-"""Softmax attention of heads by its row statistics: no map of n x n numbers is stored, and none has to be whole.
+"""Softmax attention by its row statistics, without an attention map of n x n numbers.
 
 With the log-sum-exp of each row of M = Q K^T / sqrt(d), every entry of the softmax is S = exp(M - lse), whichever other
-rows and keys are at hand. The backward pass may therefore be given *some* queries and *some* keys: with the output O
-and the log-sum-exp of the whole forward pass, each entry of the gradient dM = S * (dO V^T - rowsum(dO * O)) that it
-forms is the true one. The kernels are torch's own: one for CPUs, two for CUDA; heads in chunks where none of them fits.
+rows and keys are present. So the backward pass may be given *some* queries and *some* keys: with the output O and the
+log-sum-exp of the whole forward pass, each entry of dM = S * (dO V^T - rowsum(dO * O)) that it computes is exact. That
+is what drops entries of the attention map in Stochastic Backpropagation (appendix).
+
+The kernels are torch's own: one for CPUs, two for CUDA. Where none supports the input, heads are computed in chunks.
 """
 
 import functools
@@ -20,12 +22,12 @@ __all__ = ['attend', 'attend_backward']
 _HALF = (torch.float16, torch.bfloat16)
 # CUDA's memory-efficient kernel reads rows of statistics in blocks of this many numbers.
 _ALIGN = 32
-# Entries of the map that exist at a time where no kernel fits.
+# Entries of the attention map that exist at a time where no kernel supports the input.
 _MAP = 2**24
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """``softmax(q k^T / sqrt(d)) v`` and its row statistics. No gradients: see :func:`attend_backward`.
+    """Computes ``softmax(q k^T / sqrt(d)) v`` and its row statistics, without gradients.
 
     Args:
         q (Tensor): Shape (N, h, M, d).
@@ -50,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of some queries, keys and values, by the statistics of all.
+    """Computes the gradients of some queries, keys and values from the statistics of all.
 
     Args:
         grad (Tensor): Gradient of the output, shape (N, h, M, d).
@@ -76,14 +78,15 @@ def attend_backward(
 
 
 def _kernel(q):
-    """What runs: chosen alike in both passes; the statistics are the same number in each of them."""
+    """Returns the kernel that runs: the same in both passes. The statistics of all kernels are the same numbers."""
     head_dim = q.shape[-1]
     if q.device.type == 'cpu':
         return 'cpu' if hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
     if q.device.type != 'cuda' or head_dim % 8 or q.dtype == torch.float64:
         return 'plain'
     ampere = _ampere(q.device.index)
-    if ampere and q.dtype in _HALF and head_dim <= 128:
+    # Before torch 2.2 the flash kernel wants lengths in int32 for its backward pass, and pads the statistics.
+    if ampere and q.dtype in _HALF and head_dim <= 128 and torch.__version__ >= (2, 2):
         return 'flash'
     # bf16 came with Ampere.
     return 'efficient' if ampere or q.dtype != torch.bfloat16 else 'plain'
@@ -102,9 +105,9 @@ def _flash_backward(grad, q, k, v, out, lse):
 
 
 def _efficient_backward(grad, q, k, v, out, lse):
-    if out.stride()[1:] != (out.shape[3], out.shape[1] * out.shape[3], 1):  # the kernel takes it for laid out like this
+    if out.stride()[1:] != (out.shape[3], out.shape[1] * out.shape[3], 1):  # the kernel assumes this layout
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    # The kernel reads whole blocks of statistics; infinity makes the softmax of what lies beyond the end zero.
+    # The kernel reads whole blocks of statistics; infinity makes the softmax beyond the last row zero.
     missing = -lse.shape[-1] % _ALIGN
     lse = (F.pad(lse, (0, missing), value=math.inf) if missing else lse).contiguous()  # nothing to pad would be a copy
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
@@ -114,14 +117,14 @@ def _efficient_backward(grad, q, k, v, out, lse):
 
 
 def _chunks(q, k):
-    """Slices of the (N * h) heads whose maps fit in ``_MAP`` entries together."""
+    """Returns slices of the (N * h) heads whose attention maps have at most ``_MAP`` entries together."""
     heads = q.shape[0] * q.shape[1]
     size = max(_MAP // (q.shape[2] * k.shape[2]), 1)
     return [slice(start, start + size) for start in range(0, heads, size)]
 
 
 def _like(x, heads):
-    """Shape (N, h, M, d), laid out as (N, M, h, d), from heads one after another."""
+    """Returns heads in the shape of ``x``, (N, h, M, d), with the memory layout (N, M, h, d)."""
     n, h, m, d = x.shape
     return heads.view(n, h, m, d).transpose(1, 2).contiguous().to(x.dtype).transpose(1, 2)
 

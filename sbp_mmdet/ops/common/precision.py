@@ -1,4 +1,4 @@
-"""What is computed in which precision, and how a tensor waits for the backward pass."""
+"""Precision of computations, and the form in which a tensor is saved for the backward pass."""
 
 import contextlib
 import functools
@@ -21,15 +21,19 @@ __all__ = [
     'zeros_for',
 ]
 
-# Rows that a product of fp16 matrices is summed over at a time. The result is in fp16 too, and its rows may have been
-# scaled by their maximum, so that no loss scale keeps a longer sum below 65504.
+# Rows that a product of fp16 matrices is summed over at a time. The result is in fp16 too, and its columns may have
+# been scaled by their maximum, so a longer sum could exceed 65504 whatever the loss scale is.
 _LONGEST_SUM = 8192
-# Entries whose quotients in full precision exist at a time while they are rounded to eight bits.
+# Entries that exist in full precision at a time while they are rounded to eight bits.
 _ROUNDED = 2**22
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast runs a matrix product of ``x`` in; None where autocast is off or leaves ``x`` alone."""
+    """Returns the precision in which autocast runs a matrix product of ``x``, or ``None`` if it leaves ``x`` unchanged.
+
+    Args:
+        x (Tensor): Input of the product.
+    """
     kind = x.device.type
     if x.dtype == torch.float64:
         return None
@@ -41,53 +45,62 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def no_autocast(x):
-    """A context in which every operation runs in the precision of its inputs."""
+    """Returns a context in which every operation runs in the precision of its inputs."""
     off = x.dtype != torch.float64 and autocast_dtype(x) is None
     return contextlib.nullcontext() if off else torch.autocast(x.device.type, enabled=False)
 
 
 def column_sums(rows):
-    """Sum over the rows, in full precision."""
+    """Sums over the rows, in full precision."""
     return rows.sum(0, dtype=accumulator(rows))
 
 
 def zeros_for(parameter):
-    """Where the gradient of a parameter is accumulated."""
+    """Returns zeros in which the gradient of a parameter is accumulated, in full precision."""
     return torch.zeros_like(parameter, dtype=accumulator(parameter))
 
 
 def accumulator(x):
-    """The precision that sums over many positions are kept in."""
+    """Returns the precision of sums over many positions: fp64 for fp64, otherwise fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class Sum:
-    """A sum over rows in full precision. Nothing is allocated and filled with zeros before the first rows come.
+    """Sum over rows in full precision, which begins as its first term and not as zeros.
 
     Args:
-        like (Tensor): The parameter that it is the gradient of.
+        like (Tensor): Parameter whose gradient it is.
     """
 
     def __init__(self, like: Tensor):
         self.like, self._total = like, None
 
     def add(self, part: Tensor) -> None:
-        """Adds a new tensor, which is written to later."""
+        """Adds a new tensor; later terms may be added to it in place."""
         self._total = part if self._total is None else self._total.add_(part)
 
     def add_product(self, a: Tensor, b: Tensor, unit: Tensor | None = None) -> None:
-        """Adds as :func:`accumulate`."""
+        """Adds a product, see :func:`accumulate`."""
         self._total = accumulate(self._total, a, b, unit)
 
     @property
     def value(self) -> Tensor:
-        """The sum."""
+        """Returns the sum, zero if nothing was added."""
         return zeros_for(self.like) if self._total is None else self._total
 
 
 def accumulate(total, a, b, unit=None):
-    """total += unit * (a^T b) for rows a and b, in full precision; the sum, new where ``total`` is None. ``unit`` has a
-    number for each of a's columns, where they are fp16; None: ones."""
+    """Computes ``total + unit * (a^T b)`` in full precision, in place unless ``total`` is ``None``.
+
+    Args:
+        total (Tensor | None): Sum so far, shape (A, B). If ``None``, zero.
+        a (Tensor): Rows, shape (K, A).
+        b (Tensor): Rows, shape (K, B).
+        unit (Tensor | None): Factor of each column of ``a`` that is in fp16, shape (A,). If ``None``, 1. Default: None.
+
+    Returns:
+        Tensor: The sum, shape (A, B).
+    """
     full = accumulator(a)
     if a.dtype == full:
         return torch.mm(a.t(), b) if total is None else total.addmm_(a.t(), b)
@@ -106,13 +119,13 @@ def _add_product(total, product, unit, full):
 
 
 def multiplied(a, b, dtype):
-    """The product of a and b in ``dtype``, in one pass; laid out like a."""
+    """Computes the product of a and b in ``dtype`` in one pass, in the layout of a."""
     return torch.mul(a, b, out=torch.empty_like(a, dtype=dtype))
 
 
 @functools.cache
 def _sums_in_full(device, dtype):
-    """Whether products of matrices in ``dtype`` have results in full precision there: on CUDA, torch 2.8 and newer."""
+    """Checks whether matrix products in ``dtype`` may return full precision: on CUDA with torch 2.8 and newer."""
     if device.type != 'cuda':
         return False
     matrix = torch.zeros(16, 16, dtype=dtype, device=device)
@@ -124,10 +137,10 @@ def _sums_in_full(device, dtype):
 
 
 def in_range(g, gamma, dtype):
-    """The rows g that the package's A is formed from, in ``dtype``, and what A has to be multiplied by, row by row.
+    """Returns the rows g for A of the package's docstring in ``dtype``, and the factor of each row of A.
 
-    In fp16 a small gamma keeps the plain block's gradients in range; A is formed without gamma. Each channel is brought
-    below 1/16 instead, which leaves room for the sum over the positions of a chunk.
+    In fp16, a small gamma keeps the gradients of plain code in range, but A is computed without gamma. So each channel
+    of g is divided by 16 times its maximum instead, which leaves room for the sum over the positions of a chunk.
     """
     if gamma is None or dtype != torch.float16 or not len(g):
         return g.to(dtype), None
@@ -137,43 +150,42 @@ def in_range(g, gamma, dtype):
 
 
 class Stored(NamedTuple):
-    """A tensor in its stored form.
+    """A saved tensor, as it is or in eight bits.
 
     Attributes:
         values (Tensor): The tensor itself, or int8.
-        scale (Tensor | None): What the int8 values are multiplied by, broadcastable; None: nothing.
+        scale (Tensor | None): Factor of the int8 values, broadcastable. If ``None``, ``values`` is the tensor itself.
     """
 
     values: Tensor
     scale: Tensor | None = None
 
     def part(self, images: slice, rows: slice) -> 'Stored':
-        """Some rows of some images of tokens (N, K, ...)."""
+        """Returns some rows of some images of tokens (N, K, ...)."""
         return Stored(self.values[images, rows], None if self.scale is None else self.scale[images])
 
     def load(self, dtype: torch.dtype) -> Tensor:
-        """The tensor in ``dtype``."""
+        """Returns the tensor in ``dtype``."""
         if self.scale is None:
             return self.values.to(dtype)
         return multiplied(self.values, self.scale, dtype)
 
 
 def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stored:
-    """Stores a tensor as it is, or in eight bits: rounded to the nearest of 255 steps between the largest magnitude of
-    each image and channel and its negative.
+    """Returns the form in which a tensor is saved: unchanged, or rounded to eight bits.
 
-    One scale for each channel and not for each position: trained ConvNeXts have channels that are far larger than the
-    rest, next to which the others would be rounded away. A value that is not finite makes its channel NaN when it is
-    loaded, so that gradient scaling skips the step as it does without rounding.
+    With m the largest magnitude of an image and channel, values are rounded to the nearest of the 255 multiples of
+    m / 127 from -m to m. The scale belongs to a channel and not to a position, because trained ConvNeXts have channels
+    that are far larger than the rest, which would be rounded to zero beside them. A value that is not finite makes its
+    channel NaN when it is loaded, so that gradient scaling skips the step as it does without rounding.
 
     Args:
         x (Tensor): Shape (N, ...).
         storage (str): 'native' or 'int8'.
-        positions (int | tuple[int, ...]): The dimensions of the positions, which share a scale; not the first.
-            Default: 1.
+        positions (int | tuple[int, ...]): Dimensions that share a scale; not the first. Default: 1.
 
     Returns:
-        Stored: The stored form.
+        Stored: The saved form.
     """
     if storage == 'native' or not x.numel():
         return Stored(x)

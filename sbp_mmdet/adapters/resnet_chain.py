@@ -1,0 +1,140 @@
+"""Stages of residual blocks, whose blocks run as chains (see :mod:`sbp_mmdet.ops.residual_chain`)."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import mmengine.model
+from mmdet.models.backbones import resnet
+from mmdet.models.layers import ResLayer
+from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
+
+from ..ops.common.autograd_function import Form
+from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors
+from ..ops.residual_chain import AveragePool, BlockSettings, BlockTensors, residual_chain
+from ..surgery import stock_class
+from .base import adapter
+from .bindings import Binding
+from .conv_module import LeanSequence, norm_inputs
+from .predicate import unsupported
+
+__all__ = ['LeanStage', 'may_chain']
+
+_LONGEST = 6  # blocks of a chain: their inputs exist at the same time in the backward pass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ChainBinding(Binding):
+    """Residual blocks, one after the other.
+
+    Attributes:
+        blocks (tuple[nn.Module, ...]): Blocks that :func:`may_chain` has approved of.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    shares_modules = True
+
+    def __call__(self, form: Form, x: Tensor):
+        """Runs the blocks on (N, C, H, W)."""
+        pairs = [_bind_block(form, block) for block in self.blocks]
+        return residual_chain(x, *zip(*pairs, strict=True))
+
+    def reads(self, form: Form):
+        """See :meth:`.Binding.reads`."""
+        for block in self.blocks:
+            yield from _reads(block)
+
+    def problems(self, form: Form, root: nn.Module):
+        """See :meth:`.Binding.problems`."""
+        return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role))]
+
+
+@adapter(ResLayer, nn.Sequential, mmengine.model.Sequential)
+class LeanStage(LeanSequence):
+    """A sequence of layers. Residual blocks in it run as chains; those that cannot be chained run one by one."""
+
+    runs_blocks = True
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`. A chain has the name of its first block."""
+        found, chain = LeanSequence.parts(self), []
+        for name, block in [*self._modules.items(), (None, None)]:
+            chained = block is not None and may_chain(block)
+            if chain and (not chained or len(chain) == _LONGEST):
+                found[chain[0][0]] = _ChainBinding(tuple(block for _, block in chain))
+                chain = []
+            chain += [(name, block)] if chained else []
+        return found
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the members one after the other."""
+        inside = 0  # members that the latest part has run
+        for name, module in self._modules.items():
+            part = self.part(name)
+            if inside:
+                inside -= 1
+            elif part is None or (isinstance(part, _ChainBinding) and not x.numel()):
+                x = module(x)
+            else:
+                x = part(self.form, x)
+                inside = len(part.blocks) - 1 if isinstance(part, _ChainBinding) else part.length_behind
+        return x
+
+    @classmethod
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`."""
+        blocks = any(not unsupported(block, 'residual block') for block in module.children())
+        return cls.is_stock(module) and (blocks or LeanSequence.applies_to.__func__(cls, module))
+
+
+def may_chain(block: nn.Module) -> bool:
+    """Returns whether a chain computes exactly what the forward pass of a block computes.
+
+    Args:
+        block (nn.Module): A member of a stage.
+    """
+    return not any(unsupported(module, role) for module, role in _reads(block))
+
+
+def _reads(block) -> Iterator[tuple[nn.Module, str]]:
+    """Yields the modules that a chain bypasses, with their roles. The first that may not be bypassed comes last."""
+    yield block, 'residual block'
+    if unsupported(block, 'residual block'):
+        return
+    for conv, norm in _layers(block):
+        yield from ((conv, 'convolution of a chain'), (norm, 'norm of a chain'))
+    yield block.relu, 'ReLU'
+    if block.downsample is None:
+        return
+    yield block.downsample, 'shortcut of a chain'
+    if unsupported(block.downsample, 'shortcut of a chain'):
+        return
+    *pools, conv, norm = block.downsample
+    yield from ((pool, 'average pool') for pool in pools)
+    yield from ((conv, 'convolution of a chain'), (norm, 'norm of a chain'))
+
+
+def _layers(block):
+    """Returns the block's convolutions with their norms."""
+    number = 2 if stock_class(type(block)) is resnet.BasicBlock else 3
+    return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, number + 1)]
+
+
+def _bind_block(form, block):
+    """Returns settings and tensors of a block. Counts a batch in norms that train, as their own code does."""
+    settings, tensors = zip(*(_bind_layer(form, *layer) for layer in _layers(block)), strict=True)
+    if block.downsample is None:
+        return BlockSettings(settings), BlockTensors(tensors)
+    *pools, conv, norm = block.downsample
+    pool = None
+    for module in pools:
+        sizes = _pair(module.kernel_size), _pair(module.stride)
+        pool = AveragePool(*sizes, module.ceil_mode, module.count_include_pad)
+    shortcut = _bind_layer(form, conv, norm)
+    return BlockSettings(settings, shortcut[0], pool), BlockTensors(tensors, shortcut[1])
+
+
+def _bind_layer(form, conv, norm):
+    options, tensors = norm_inputs(norm)
+    geometry = conv.stride, conv.padding, conv.dilation, conv.groups
+    return ConvNormSettings(form, *geometry, **options), ConvNormTensors(None, conv.weight, conv.bias, **tensors)

@@ -1,0 +1,53 @@
+"""Training targets computed in chunks: the same targets in less memory."""
+
+from torch import nn
+
+from .assigners import assigners_in_chunks
+from .mask_heads import mask_heads_in_chunks
+from .query_heads import query_heads_in_chunks
+
+__all__ = ['targets_in_chunks']
+
+
+def targets_in_chunks(model: nn.Module, masks: int = 8, pairs: int = 2**20) -> str:
+    """Makes the heads of a detector compute their training targets in chunks. The targets stay the same.
+
+    mmdet computes some targets in one piece while all feature maps of the step are in memory:
+
+    - A mask head makes a float copy of a whole-image mask for each positive proposal: 550 MB for 128 proposals of an
+      image of 800 x 1344 pixels. In chunks, ``masks`` of them exist at a time.
+    - An assigner compares all priors with all ground-truth boxes, which takes nine numbers for each pair; the dynamic
+      ones (SimOTA, RTMDet's) do so in each class. In chunks, ``pairs`` of them exist at a time, and one number remains;
+      further matrices of all pairs, such as the distances of ATSS, are the assigner's own and stay.
+    - Mask2Former holds the masks of a batch as integers of eight bytes, and MaskFormer's losses save ten maps of the
+      size of an image for each object and decoder layer. In chunks, masks take a byte, and these losses are
+      checkpointed.
+
+    Only heads and assigners of mmdet whose computation is known are changed; the returned text names them, and the
+    assigners that are left unchanged.
+
+    Args:
+        model (nn.Module): Detector, changed in place. Calling this function again changes the sizes of the chunks.
+        masks (int): Number of masks that are cropped or sampled at a time. Default: 8.
+        pairs (int): Number of pairs of a prior and a ground-truth box that are compared at a time. Default: 2**20.
+
+    Returns:
+        str: Names of the heads that were changed and of the assigners that were not, for the log.
+
+    Raises:
+        ValueError: If ``masks`` or ``pairs`` is not a positive integer.
+
+    Example:
+        >>> model = MODELS.build(config.model)
+        >>> print(targets_in_chunks(model))
+        training targets are computed in chunks: overlaps in rpn_head, roi_head; masks in roi_head.mask_head
+    """
+    for name, value in dict(masks=masks, pairs=pairs).items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f'{name}={value!r} must be a positive integer')
+    overlaps, unchanged = assigners_in_chunks(model, pairs)
+    found = dict(overlaps=overlaps, masks=mask_heads_in_chunks(model, masks), **query_heads_in_chunks(model, masks))
+    changed = '; '.join(f'{what} in {", ".join(heads)}' for what, heads in found.items() if heads)
+    said = f'training targets are computed in chunks: {changed}' if changed else 'no training targets in chunks'
+    left = ', '.join(f'{name} ({reason})' for name, reason in unchanged.items())
+    return f'{said}. Unchanged assigners: {left}' if left else said

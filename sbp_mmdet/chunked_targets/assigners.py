@@ -1,0 +1,147 @@
+"""Assigners that compare priors with ground-truth boxes in chunks."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from mmdet.models.task_modules.assigners import (
+    AssignResult,
+    BaseAssigner,
+    BboxOverlaps2D,
+    DynamicSoftLabelAssigner,
+    SimOTAAssigner,
+    dynamic_soft_label_assigner,
+    sim_ota_assigner,
+)
+from mmdet.models.task_modules.assigners.iou2d_calculator import BboxOverlaps2D_GLIP
+from torch import nn
+
+from ..surgery import Mixin, mix_in, stock_class
+
+__all__ = ['assigners_in_chunks']
+
+# Calculators whose every entry depends on its own pair of boxes alone, so that it may be computed with any others.
+_PAIRWISE = (BboxOverlaps2D, BboxOverlaps2D_GLIP)
+# Numbers (priors x boxes x classes) of the costs that a dynamic assigner computes at a time.
+_COSTS = 2**22
+# Dynamic assigners, and the negative of the overlap that they give to priors without a box.
+_NO_OVERLAP = {DynamicSoftLabelAssigner: dynamic_soft_label_assigner.INF, SimOTAAssigner: sim_ota_assigner.INF}
+
+
+def assigners_in_chunks(model: nn.Module, pairs: int) -> tuple[list[str], dict[str, str]]:
+    """Makes all assigners of a model compare priors with boxes in chunks.
+
+    An assigner is found by its class in whichever attribute of a module holds it.
+
+    Args:
+        model (nn.Module): Detector, changed in place.
+        pairs (int): Number of pairs of a prior and a box that are compared at a time.
+
+    Returns:
+        tuple[list[str], dict[str, str]]: Names of the modules with changed assigners, and names of unchanged assigners
+        with the reason.
+    """
+    changed, unchanged = {}, {}
+    for head, name, assigner in _assigners(model):
+        calculator = getattr(assigner, 'iou_calculator', None)
+        if stock_class(type(calculator)) in _PAIRWISE:
+            if not isinstance(calculator, _PairsInChunks):
+                mix_in(calculator, _PairsInChunks)
+            calculator.pairs = pairs
+            changed[head] = None
+        else:
+            kind = stock_class(type(assigner if calculator is None else calculator)).__name__
+            reason = f'{kind} has no iou_calculator' if calculator is None else f'iou_calculator is a {kind}'
+            unchanged[f'{head}.{name}' if head else name] = reason
+        if type(assigner) in _NO_OVERLAP:
+            mix_in(assigner, _CostsInChunks)
+    return [head or 'the model' for head in changed], unchanged
+
+
+def _assigners(model: nn.Module) -> Iterator[tuple[str, str, BaseAssigner]]:
+    """Yields the name of a module, that of its attribute, and the assigner; cascades have several in a list."""
+    for head, module in model.named_modules():
+        for name, value in vars(module).items():
+            for assigner in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(assigner, BaseAssigner):
+                    yield head, name, assigner
+
+
+class _PairsInChunks(Mixin):
+    """An overlap calculator that computes the matrix of all pairs in strips.
+
+    The assigners of mmdet agree neither on which argument holds the priors nor on which is longer, so the longer one is
+    cut.
+
+    Attributes:
+        pairs (int): Number of pairs in a strip; a strip has at least one row or column.
+    """
+
+    def __call__(self, first, second, *args, **kwargs):
+        whole = super().__call__
+        rows, columns = len(first), len(second)
+        if rows * columns <= self.pairs or _is_aligned(*args, **kwargs):
+            return whole(first, second, *args, **kwargs)
+        out, size = None, max(self.pairs // min(rows, columns), 1)
+        for start in range(0, max(rows, columns), size):
+            strip = slice(start, start + size)
+            if rows >= columns:
+                part, place = whole(first[strip], second, *args, **kwargs), (strip,)
+            else:
+                part, place = whole(first, second[strip], *args, **kwargs), (slice(None), strip)
+            if out is None:
+                out = part.new_empty(rows, columns)
+            out[place] = part
+        return out
+
+
+def _is_aligned(mode='iou', is_aligned=False):
+    """Reads ``is_aligned`` from the arguments that follow the boxes."""
+    return is_aligned
+
+
+class _Costs(Exception):  # noqa: N818  not an error: it carries costs out of mmdet's method
+    pass
+
+
+def _hand_out(cost, ious, num_gt, valid):
+    raise _Costs(cost, ious, valid)
+
+
+class _CostsInChunks(Mixin):
+    """A dynamic assigner that computes its costs for some priors at a time.
+
+    mmdet compares every prior inside of any box with every box in every class: five times priors x boxes x classes
+    numbers. The costs of a prior depend on this prior alone, so they are computed in chunks; the matching that follows
+    compares all priors.
+    """
+
+    def assign(self, pred_instances, gt_instances, *args, **kwargs):
+        boxes, scores = len(gt_instances.bboxes), pred_instances.scores
+        size = max(_COSTS // max(boxes * scores.shape[-1], 1), 1)
+        if len(scores) <= size:
+            return super().assign(pred_instances, gt_instances, *args, **kwargs)
+        probe = copy.copy(self)
+        probe.dynamic_k_matching = _hand_out
+        rows, valid = [], torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+        for start in range(0, len(scores), size):
+            chunk = slice(start, start + size)
+            try:
+                super(_CostsInChunks, probe).assign(pred_instances[chunk], gt_instances, *args, **kwargs)
+            except _Costs as found:
+                cost, ious, valid[chunk] = found.args
+                rows.append((cost, ious))
+        if not rows:  # no prior is inside of a box, so there is nothing to compare
+            return super().assign(pred_instances, gt_instances, *args, **kwargs)
+        cost, ious = map(torch.cat, zip(*rows, strict=True))
+        return self._result(cost, ious, valid, gt_instances.labels)
+
+    def _result(self, cost, ious, valid, labels):
+        found_ious, found = self.dynamic_k_matching(cost, ious, len(labels), valid)  # leaves the matched ones in valid
+        indices = valid.new_zeros(len(valid), dtype=torch.long)
+        infinite = _NO_OVERLAP[stock_class(type(self))]
+        classes, overlaps = torch.full_like(indices, -1), cost.new_full(indices.shape, -infinite, dtype=torch.float32)
+        indices[valid] = found + 1
+        classes[valid] = labels[found].long()
+        overlaps[valid] = found_ious
+        return AssignResult(len(labels), indices, overlaps, labels=classes)

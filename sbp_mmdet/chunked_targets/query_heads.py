@@ -1,0 +1,146 @@
+"""Mask2Former and MaskFormer heads that need less memory for their ground truth and losses."""
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as cp
+from mmdet.models.dense_heads import Mask2FormerHead, MaskFormerHead
+from mmdet.structures.mask import BitmapMasks
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from ..surgery import Mixin, has_methods_of, mix_in
+
+__all__ = ['query_heads_in_chunks']
+
+
+def query_heads_in_chunks(model: nn.Module, number: int) -> dict[str, list[str]]:
+    """Changes the Mask2Former and MaskFormer heads of a model.
+
+    Args:
+        model (nn.Module): Detector, changed in place.
+        number (int): Number of masks from which points are sampled at a time.
+
+    Returns:
+        dict[str, list[str]]: Names of the changed heads, by what was changed.
+    """
+    sampled, checkpointed = [], []
+    for name, head in model.named_modules():
+        name = name or 'the model'
+        if isinstance(head, _CheckpointedLosses):
+            checkpointed.append(name)
+        elif has_methods_of(head, MaskFormerHead, '_loss_by_feat_single', '_get_targets_single'):
+            mix_in(head, _CheckpointedLosses)
+            checkpointed.append(name)
+        stock = has_methods_of(head, Mask2FormerHead, 'preprocess_gt', '_loss_by_feat_single', '_get_targets_single')
+        if stock and not isinstance(head, _ByteMasks):
+            mix_in(head, _ByteMasks)
+        if isinstance(head, _ByteMasks):
+            head.masks_at_a_time = number
+            sampled.append(name)
+    return {'sampled masks': sampled, 'checkpointed mask losses': checkpointed}
+
+
+class _CheckpointedLosses(Mixin):
+    """A MaskFormer head that recomputes its losses in the backward pass, from the same assignment."""
+
+    def _loss_by_feat_single(self, *args):
+        assigned = []
+
+        def run(*args):
+            head = copy.copy(self)
+            head.assigner = _Replay(self.assigner, assigned)
+            return super(_CheckpointedLosses, head)._loss_by_feat_single(*args)
+
+        return cp.checkpoint(run, *args, use_reentrant=False)
+
+
+class _Replay:
+    """An assigner that computes each assignment once and returns it again when it is asked in the same order.
+
+    Args:
+        assigner (BaseAssigner): Assigner of the head.
+        results (list): Results so far, which all replays of one forward pass share.
+    """
+
+    def __init__(self, assigner, results):
+        self.assigner, self.results, self.calls = assigner, results, 0
+
+    @torch.no_grad()  # an assignment has no gradients, and checkpointing would miss what only the first run saves
+    def assign(self, *args, **kwargs):
+        if self.calls == len(self.results):
+            self.results.append(self.assigner.assign(*args, **kwargs))
+        self.calls += 1
+        return self.results[self.calls - 1]
+
+    def __getattr__(self, name):
+        return getattr(self.assigner, name)
+
+
+class _ByteMasks(Mixin):
+    """A Mask2Former head whose ground truth takes a byte for each pixel; the batch itself stays as it is.
+
+    Attributes:
+        masks_at_a_time (int): Number of masks from which points are sampled at a time.
+    """
+
+    def preprocess_gt(self, batch_gt_instances, *args, **kwargs):
+        given = []
+        for instances in batch_gt_instances:
+            if type(instances.masks) is BitmapMasks:
+                instances = copy.copy(instances)
+                instances.masks = _AsBytes(instances.masks, _bytes(self.masks_at_a_time))
+            given.append(instances)
+        return super().preprocess_gt(given, *args, **kwargs)
+
+
+class _AsBytes(BitmapMasks):
+    """Masks of an image whose tensor is a :class:`_Bytes`.
+
+    Args:
+        masks (BitmapMasks): The masks; their memory is shared.
+        kind (type[_Bytes]): Class of the tensor.
+    """
+
+    def __init__(self, masks, kind):
+        super().__init__(masks.masks, masks.height, masks.width)
+        self.kind = kind
+
+    def to_tensor(self, dtype, device):
+        masks = super().to_tensor(dtype, device)
+        return _as_subclass(masks, self.kind) if dtype == torch.bool else masks
+
+
+def _as_subclass(x, kind):
+    with _disable_current_modes():  # torch 2.1 makes no subclass while bytes are counted
+        return x.as_subclass(kind)
+
+
+class _Bytes(torch.Tensor):
+    """Masks of zeros and ones with a byte for each pixel.
+
+    Where mmdet converts masks to integers or floats they stay as they are, and where it samples points of them,
+    ``at_a_time`` of the masks are converted.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.long, torch.Tensor.float):
+            return args[0]
+        if func is not F.grid_sample:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            return tree_map(lambda x: _as_subclass(x, cls) if isinstance(x, torch.Tensor) else x, found)
+        masks, points, *rest = args
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = zip(masks.split(cls.at_a_time), points.split(cls.at_a_time), strict=True)
+            return torch.cat([func(some.to(points.dtype), where, *rest, **(kwargs or {})) for some, where in pairs])
+
+
+@functools.cache
+def _bytes(number):
+    """Returns the class of masks of which ``number`` are sampled at a time."""
+    return type('_Bytes', (_Bytes,), dict(at_a_time=number))

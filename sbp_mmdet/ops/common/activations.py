@@ -1,0 +1,73 @@
+"""Activation functions, with their backward passes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ['ACTIVATIONS', 'Activation']
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An activation function with its settings.
+
+    Attributes:
+        name (str): A key of ``ACTIVATIONS``.
+        slope (float): Slope of leaky ReLU for negative values. Default: 0.01.
+        approximate (str): Form of GELU, 'none' or 'tanh'. Default: 'none'.
+
+    Raises:
+        ValueError: If the name is unknown.
+
+    Example:
+        ``Activation('leaky_relu', slope=0.1)(x)``
+    """
+
+    name: str
+    slope: float = 0.01
+    approximate: str = 'none'
+
+    def __post_init__(self):
+        if self.name not in ACTIVATIONS:
+            raise ValueError(f'activation {self.name!r} is unknown; choose one of {", ".join(ACTIVATIONS)}')
+
+    @property
+    def by_sign(self) -> bool:
+        """Whether the derivative depends on the sign of the input alone."""
+        return self.name in ('relu', 'leaky_relu')
+
+    def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
+        """Computes the function.
+
+        Args:
+            x (Tensor): The input.
+            inplace (bool): Whether ``x`` may be overwritten. Default: False.
+        """
+        return ACTIVATIONS[self.name][0](self, x, inplace)
+
+    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Computes the gradient of the input ``x`` from that of the output."""
+        return ACTIVATIONS[self.name][1](self, grad, x)
+
+
+# Forward and backward pass of each.
+ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
+    'relu': (lambda a, x, inplace: F.relu(x, inplace), lambda a, g, x: aten.threshold_backward(g, x, 0)),
+    'leaky_relu': (
+        lambda a, x, inplace: F.leaky_relu(x, a.slope, inplace),
+        lambda a, g, x: aten.leaky_relu_backward(g, x, a.slope, False),
+    ),
+    'silu': (lambda a, x, inplace: F.silu(x, inplace), lambda a, g, x: aten.silu_backward(g, x)),
+    # mmcv's Swish, which differs from SiLU in the last bit.
+    'swish': (lambda a, x, inplace: x * torch.sigmoid(x), lambda a, g, x: aten.silu_backward(g, x)),
+    'hardswish': (lambda a, x, inplace: F.hardswish(x, inplace), lambda a, g, x: aten.hardswish_backward(g, x)),
+    'gelu': (
+        lambda a, x, inplace: F.gelu(x, approximate=a.approximate),
+        lambda a, g, x: aten.gelu_backward(g, x, approximate=a.approximate),
+    ),
+}

@@ -1,0 +1,221 @@
+"""Algebra around linear layers: the norm in front of one and the layer scale behind it are folded into its weight.
+
+Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :class:`Incoming`, :func:`normalise_backward`,
+:func:`unfold`, :func:`unscale`.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .layouts import Chunk, empty_tokens, in_shape, layout_of, tokens_of
+from .precision import Sum, accumulator, multiplied
+
+__all__ = [
+    'Incoming',
+    'add_branch',
+    'fold',
+    'normalise',
+    'normalise_backward',
+    'unfold',
+    'unit_statistics',
+    'unscale',
+]
+
+
+class Incoming:
+    """A branch's output gradient, read in chunks of rows, scaled per image and cast to the dtype of matrix products.
+
+    Two products need these rows: A of :mod:`sbp_mmdet.ops`, and the gradient of the second layer's input. If layer
+    scale can be folded into the second layer's weight, the same rows serve both. In fp16 it cannot, because a small
+    gamma keeps the gradients of the plain block in range. There each channel is divided by 16 times its maximum, which
+    leaves room for sums over positions, and A is multiplied by ``unit`` afterwards.
+
+    Rows on a GPU are contiguous.
+
+    Args:
+        grad (Tensor): Tokens (N, L, C), of any strides.
+        bias (Tensor): Bias of the second layer, (C,).
+        gamma (Tensor | None): Layer scale, (C,).
+        factor (Tensor | None): Factor of stochastic depth for each image, (N,).
+        dtype (torch.dtype): Dtype of matrix products.
+
+    Attributes:
+        unit (Tensor | None): Factor for each column of the rows, (C,). If ``None``, the rows are not scaled.
+    """
+
+    def __init__(self, grad: Tensor, bias: Tensor, gamma: Tensor | None, factor: Tensor | None, dtype: torch.dtype):
+        self.grad, self.gamma, self.dtype, self.unit = grad, gamma, dtype, None
+        self.factor, self._total = factor, Sum(bias)
+        self._by = None if factor is None else factor[:, None, None]
+        if gamma is not None and dtype == torch.float16 and grad.numel():
+            largest = torch.linalg.vector_norm(grad, torch.inf, 1, dtype=torch.float32)  # in fp16, tiny would be zero
+            largest = largest if factor is None else largest * factor[:, None]
+            self.unit = 16 * largest.amax(0).clamp_min(torch.finfo(torch.float32).tiny)
+            rate = self.unit.reciprocal().expand(len(grad), 1, -1)
+            self._by = rate if factor is None else rate * self._by
+            self._behind = self.unit * gamma
+
+    def rows(self, chunk: Chunk, index: Tensor | None = None) -> Tensor:
+        """Returns the rows of a chunk, (K, C), and adds them to :attr:`total`.
+
+        Args:
+            chunk (Chunk): The chunk.
+            index (Tensor | None): See :meth:`.Chunk.rows_of`. Default: None.
+        """
+        part = self.grad[chunk.images, chunk.rows]
+        if index is not None:
+            part = chunk.rows_of(self.grad, index).view(chunk.number, -1, self.grad.shape[2])
+        self._add(part, chunk)
+        as_it_is = part.is_contiguous() or not part.is_cuda  # a CPU's products read columns as fast as rows
+        if self._by is None and part.dtype == self.dtype and as_it_is:
+            return part.flatten(0, 1)
+        layout = torch.preserve_format if as_it_is else torch.contiguous_format
+        rows = torch.empty_like(part, dtype=self.dtype, memory_format=layout)
+        rows = rows.copy_(part) if self._by is None else torch.mul(part, self._by[chunk.images], out=rows)
+        return rows.flatten(0, 1)
+
+    def _add(self, part, chunk):
+        full = accumulator(part)
+        if self.factor is None:
+            self._total.add(part.sum((0, 1), dtype=full))
+        else:
+            self._total.add(torch.mv(part.sum(1, dtype=full).t(), self.factor[chunk.images].to(full)))
+
+    @property
+    def total(self) -> Tensor:
+        """Sum over all rows that were read, in full precision."""
+        return self._total.value
+
+    def second(self, weight: Tensor) -> Tensor:
+        """Returns the second layer's weight (C, D) in the form that :meth:`behind` is multiplied by."""
+        if self.gamma is None or self.unit is not None:
+            return weight.to(self.dtype)
+        return multiplied(weight, self.gamma[:, None], self.dtype)
+
+    def behind(self, rows: Tensor) -> Tensor:
+        """Returns the rows whose product with :meth:`second` is the gradient of the second layer's input."""
+        return rows if self.unit is None else multiplied(rows, self._behind, self.dtype)
+
+
+def add_branch(shortcut, branch, gamma, factor, dtype):
+    """Returns ``shortcut + factor * gamma * branch``, laid out like the shortcut, in the dtype of torch's own sum.
+
+    Args:
+        shortcut (Tensor): Map (N, C, H, W) or tokens (N, L, C).
+        branch (Iterable[tuple[Chunk, Tensor]]): Chunks of the branch with their rows.
+        gamma (Tensor | None): Layer scale, (C,).
+        factor (Tensor | None): Factor of stochastic depth for each image, (N,).
+        dtype (torch.dtype): Dtype of the branch's rows.
+    """
+    scale = gamma
+    if factor is not None:
+        scale = factor[:, None, None] if gamma is None else gamma * factor[:, None, None]
+    kinds = [dtype] + ([] if gamma is None else [gamma.dtype])  # the factor is in full precision, and a scalar
+    dtype = functools.reduce(torch.promote_types, kinds, shortcut.dtype)
+    tokens = tokens_of(shortcut)
+    out = empty_tokens(tokens.shape, layout_of(shortcut), dtype, shortcut.device)
+    for chunk, rows in branch:
+        own, place = tokens[chunk.images, chunk.rows], out[chunk.images, chunk.rows]
+        rows = rows.view(own.shape)
+        if scale is None:
+            torch.add(own, rows, out=place)
+        else:
+            _addcmul(own, rows, scale if scale.dim() == 1 else scale[chunk.images], place)
+    return in_shape(out, shortcut.shape)
+
+
+def _addcmul(*operands_and_out):
+    *operands, out = operands_and_out
+    kinds = {t.dtype for t in operands_and_out}
+    if out.device.type == 'cpu' and len(kinds) > 1:  # torch 2.1 fails there
+        kind = functools.reduce(torch.promote_types, kinds)
+        out.copy_(torch.addcmul(*(t.to(kind) for t in operands)))
+    else:
+        torch.addcmul(*operands, out=out)
+
+
+def normalise(x, eps, dtype):
+    """Returns x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
+    rows, reduced = x.reshape(-1, x.shape[-1]), (torch.float16, torch.bfloat16)
+    if x.dtype in reduced and (x.device.type == 'cpu' or dtype not in reduced):
+        # CUDA's kernel computes in full precision and rounds x-hat to x's; the CPU's would round the deviation too.
+        rows = rows.float()
+    xhat, _, rstd = torch.native_layer_norm(rows, rows.shape[1:], None, None, eps)
+    return xhat.to(dtype).view(x.shape), rstd.view(*x.shape[:-1], 1)
+
+
+def unit_statistics(rstd):
+    """Returns means of 0 and deviations of 1 for as many rows, the statistics of x-hat itself."""
+    return torch.zeros_like(rstd), torch.ones_like(rstd)
+
+
+def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
+    """Computes the gradient of a norm's input from that of x-hat.
+
+    The normalisation of x-hat is x-hat itself, so torch's kernel for x-hat's own statistics (mean 0, deviation 1) gives
+    the gradient up to the factor rstd.
+
+    Args:
+        grad (Tensor): Gradient of x-hat, (..., C).
+        xhat (Tensor): The normalised input, of the same shape.
+        rstd (Tensor): Reciprocal deviation in full precision, (..., 1).
+        out (Tensor | None): Where the result is written, of any strides. If ``None``, a new tensor. Default: None.
+        statistics (tuple[Tensor, Tensor] | None): :func:`unit_statistics` of as many rows or more, to share between
+            calls. If ``None``, they are made here. Default: None.
+    """
+    out = torch.empty_like(grad) if out is None else out
+    dtype = grad.dtype
+    grad, xhat, rstd = (x.reshape(-1, x.shape[-1]) for x in (grad, xhat, rstd))
+    if grad.device.type == 'cpu' and dtype != rstd.dtype:
+        grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
+    zero, one = (s.view(-1, 1)[: len(rstd)] for s in statistics or unit_statistics(rstd))
+    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+        grad, xhat, grad.shape[1:], zero, one, None, None, [True, False, False]
+    )
+    dx, rstd = dx.view(out.shape), rstd.view(*out.shape[:-1], 1)
+    # A CPU's copy turns rows into columns faster than its product does.
+    return torch.mul(dx, rstd, out=out) if out.is_cuda else out.copy_(dx.mul_(rstd))
+
+
+def fold(weight, bias, norm_weight, norm_bias, dtype):
+    """Folds the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln."""
+    if norm_bias is not None:
+        # In the higher precision, since a model in half precision may keep its norms in fp32.
+        kind = functools.reduce(torch.promote_types, (bias.dtype, norm_bias.dtype), weight.dtype)
+        bias = torch.addmv(bias.to(kind), weight.to(kind), norm_bias.to(kind))
+    weight = weight.to(dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
+    return weight, bias.to(dtype)
+
+
+def unfold(dw, db, weight, norm_weight, norm_bias):
+    """Computes the gradients of (w_ln, b_ln, W, b) from those of :func:`fold`'s W' and b'.
+
+    With W' = W diag(w_ln) and b' = b + W b_ln: dw_ln = sum over rows of dW' * W, db_ln = W^T db',
+    dW = dW' diag(w_ln) + db' b_ln^T.
+    If ``dw`` is ``None``, only the gradients of the biases are computed.
+    """
+    dnb = None if norm_bias is None else weight.t().to(db.dtype) @ db
+    if dw is None:
+        return None, dnb, None, db
+    dnw = None if norm_weight is None else (dw * weight).sum(0)
+    dw = dw if norm_weight is None else dw * norm_weight
+    return dnw, dnb, dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype)), db
+
+
+def unscale(outer, total, weight, bias, gamma):
+    """Computes the gradients of (W2, b2, gamma) of ``y = gamma * (W2 h + b2)``.
+
+    With A = g^T h and s the sum of g over all rows: dW2 = diag(gamma) A, db2 = gamma s, dgamma = sum_d A W2 + s b2.
+
+    Args:
+        outer (Tensor | None): A. If ``None``, only the bias has a gradient.
+        total (Tensor): s.
+        weight, bias, gamma (Tensor): The parameters. If gamma is ``None``, there is no layer scale.
+    """
+    if gamma is None:
+        return outer, total, None
+    if outer is None:
+        return None, total * gamma, None
+    return outer * gamma[:, None], total * gamma, (outer * weight).sum(1) + total * bias

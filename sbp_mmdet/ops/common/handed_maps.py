@@ -1,0 +1,142 @@
+"""What one layer hands to the next: how its output can be read from what the layer keeps for its own backward pass.
+
+A convolution needs its input for the gradient of its weight. Often the layer in front keeps tensors from which this
+input can be computed again: a SiLU keeps what it was applied to, a batch norm the convolution's output. If the layer
+says so (:func:`hand_on`), the next one (:func:`handed_on`) stores nothing of its own.
+
+This is right only while nobody writes to the output in between. Writes that autograd sees are found by the versions of
+tensors. Writes past autograd (``x.data``, numpy, DLPack) cannot be seen, so layers hand on within a :class:`Scope`
+only: while a module runs inside of which all code is known (see :mod:`sbp_mmdet.passes`). The scope holds what was
+handed on. It ends when the module returns or raises, and nothing is ever attached to a tensor.
+"""
+
+import sys
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+__all__ = ['Scope', 'hand_on', 'handed_on', 'is_made_here', 'made_here', 'scope_is_open']
+
+_thread = threading.local()  # scope: the innermost one that is open in this thread
+_TOP_HOOKS = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None)  # torch 2.8 and newer
+
+
+class _Entry(NamedTuple):
+    """What was handed on for an output.
+
+    Attributes:
+        output (weakref.ref): The output; when it dies, the entry does.
+        map (tuple): How the output is read, of tensors.
+        versions (list[tuple[Tensor, int]]): The tensors that are read, with their versions.
+        version (int): The version of the output.
+    """
+
+    output: weakref.ref
+    map: tuple
+    versions: list[tuple[Tensor, int]]
+    version: int
+
+
+class Scope:
+    """Context in which layers of this thread hand on. A scope inside of another one sees nothing of the outer one.
+
+    Example:
+        ``with Scope(): out = backbone(images)``
+    """
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_thread, 'scope', None)
+        _thread.scope = self
+        self.checkpoint = _checkpoint()
+        self.entries: dict[int, _Entry] = {}
+        self.made: dict[int, weakref.ref] = {}
+
+    def __exit__(self, *_) -> None:
+        _thread.scope = self._outer
+        self._outer = None
+        self.entries.clear(), self.made.clear()
+
+
+def scope_is_open() -> bool:
+    """Returns whether layers hand on here.
+
+    They do not inside of a checkpoint that was entered within the scope: what runs again there, in the backward pass,
+    would find nothing, and has to store as much as the first run.
+    """
+    return _scope() is not None
+
+
+def _scope():
+    scope = getattr(_thread, 'scope', None)
+    return scope if scope is not None and scope.checkpoint is _checkpoint() else None
+
+
+def _checkpoint():
+    """Returns an object that is another one inside of each checkpoint: the hooks on saved tensors that it sets."""
+    if _TOP_HOOKS is not None:
+        hooks = _TOP_HOOKS(False)
+        return hooks[0] if hooks else None
+    frame, path = sys._getframe(1), torch.utils.checkpoint.__file__
+    while frame is not None and frame.f_code.co_filename != path:
+        frame = frame.f_back
+    return frame
+
+
+def hand_on(y: Tensor, map: tuple) -> None:
+    """Says how a layer's output is read from what the layer keeps, if a scope is open.
+
+    Args:
+        y (Tensor): The output.
+        map (tuple): The same values, as tensors and nested named tuples of tensors, with a method to load them.
+    """
+    scope = _scope()
+    if scope is not None:
+        entries, key, versions = scope.entries, id(y), []
+        _note_versions(map, versions)
+        entries[key] = _Entry(weakref.ref(y, lambda _: entries.pop(key, None)), map, versions, y._version)
+
+
+def handed_on(x: Tensor) -> tuple | None:
+    """Returns how a layer's input is read from what the layer in front keeps.
+
+    Args:
+        x (Tensor): The input.
+
+    Returns:
+        tuple | None: What was given to :func:`hand_on`. ``None`` if nothing was, or if the input, or a tensor that
+        it is read from, was written to since.
+    """
+    scope = _scope()
+    entry = None if scope is None else scope.entries.get(id(x))
+    if entry is None:
+        return None
+    if entry.version != x._version or any(tensor._version != version for tensor, version in entry.versions):
+        del scope.entries[id(x)]
+        return None
+    return entry.map
+
+
+def made_here(y: Tensor) -> None:
+    """Notes that a tensor without a gradient was made within this scope, unlike images, which others may write to."""
+    scope = _scope()
+    if scope is not None:
+        made, key = scope.made, id(y)
+        made[key] = weakref.ref(y, lambda _: made.pop(key, None))
+
+
+def is_made_here(x: Tensor) -> bool:
+    """Returns whether a tensor was made within this scope, by the graph or by :func:`made_here`."""
+    scope = _scope()
+    return scope is not None and (not x.is_leaf or id(x) in scope.made)
+
+
+def _note_versions(value, found):
+    if isinstance(value, Tensor):
+        found.append((value, value._version))
+    elif isinstance(value, tuple):
+        for member in value:
+            _note_versions(member, found)

@@ -1,0 +1,173 @@
+"""Feature maps and tokens of any memory layout, and their rows in chunks.
+
+A row is one position: C numbers. Rows of kept positions are contiguous, image after image.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    'CHUNK',
+    'Chunk',
+    'add_rows_',
+    'chunks',
+    'empty_tokens',
+    'in_shape',
+    'laid_out',
+    'layout_of',
+    'memory_format',
+    'put_together',
+    'tokens_of',
+]
+
+# Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches. On a GPU a launch
+# costs more than memory: one image of 800 x 1344 in the first stage of ConvNeXt-B (34 million), and two in the others,
+# are one chunk. Not by the memory that is free: the sums would be rounded differently from run to run.
+CHUNK = {'cpu': 2**20, 'cuda': 36 * 2**20}
+# Rows of a chunk at least, where nobody says how many elements: a product of fewer spends its time on reading weights.
+_ROWS = 640
+# Chunks of an image's rows are multiples of so many, as the tiles of a GPU's products are.
+_TILE = 64
+
+
+# Maps and tokens.
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Returns channels last if ``x`` is laid out so and is not contiguous, else the contiguous format."""
+    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def layout_of(x: Tensor) -> torch.memory_format | None:
+    """Returns :func:`memory_format` of a feature map, or ``None`` for tokens."""
+    return None if x.dim() == 3 else memory_format(x)
+
+
+def laid_out(x: Tensor, layout: torch.memory_format | None) -> Tensor:
+    """Returns ``x`` in a layout of :func:`layout_of`; it is copied only if it has another one."""
+    return x if layout is None else x.contiguous(memory_format=layout)
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """Returns a feature map (N, C, H, W) as tokens (N, H * W, C), without a copy; tokens are returned unchanged."""
+    return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
+
+
+def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns tokens as a feature map or tokens of this shape, without a copy: the inverse of :func:`tokens_of`."""
+    return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
+
+
+def empty_tokens(shape, layout, dtype, device):
+    """Returns unwritten tokens (N, L, C) that :func:`in_shape` turns into a map of this layout without a copy."""
+    n, length, channels = shape
+    if layout == torch.contiguous_format:
+        return torch.empty(n, channels, length, dtype=dtype, device=device).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def put_together(rows, index, length):
+    """Returns tokens (N, L, C) with the rows (N, K, C) at the places ``index`` (K,) and zeros elsewhere.
+
+    If ``index`` is ``None``, the rows are all tokens in order and are returned unchanged.
+    """
+    if index is None:
+        return rows
+    return rows.new_zeros(len(rows), length, rows.shape[2]).index_copy_(1, index, rows)
+
+
+def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
+    """Adds rows (N, K, C) in place to the tokens (N, L, C) at ``index`` (K,). If it is ``None``, to all in order."""
+    return tokens.add_(rows) if index is None else tokens.index_add_(1, index, rows)
+
+
+# Chunks, so that what is larger than a row exists for one chunk at a time.
+
+
+class Chunk(NamedTuple):
+    """Some rows of some images of a tensor (N, K, ...), as a view of it.
+
+    Attributes:
+        images, rows (slice): Which images, and which rows of each; both have a start and a stop, and may have a step.
+        each (int): Rows of each image of the tensor, K.
+    """
+
+    images: slice
+    rows: slice
+    each: int
+
+    @classmethod
+    def whole(cls, x: Tensor) -> 'Chunk':
+        """Returns the chunk of all rows of ``x``, shape (N, K, ...)."""
+        return cls(slice(0, len(x)), slice(0, x.shape[1]), x.shape[1])
+
+    @property
+    def number(self) -> int:
+        """Number of images."""
+        return len(_range(self.images))
+
+    @property
+    def flat(self) -> slice | list[int]:
+        """Index of the same rows in the tensor (N * K, ...), where they are numbered image after image."""
+        images, rows = _range(self.images), _range(self.rows)
+        one_block = images.step == rows.step == 1 and (len(images) == 1 or len(rows) == self.each)
+        if one_block:
+            return slice(images.start * self.each + rows.start, (images.stop - 1) * self.each + rows.stop)
+        return [image * self.each + row for image in images for row in rows]
+
+    def rows_of(self, x: Tensor, index: Tensor | None = None) -> Tensor:
+        """Returns the chunk's rows as a matrix, which is a view where they are contiguous in ``x``.
+
+        Args:
+            x (Tensor): Shape (N, K, C); with ``index`` (N, L, C).
+            index (Tensor | None): Places of the K rows among the L of ``x``, (K,). If ``None``, all. Default: None.
+        """
+        if index is None:
+            return x[self.images, self.rows].reshape(-1, x.shape[2])
+        if self.number == 1:  # a CPU takes nine times as long where there is a dimension for images
+            return x[self.images.start].index_select(0, index[self.rows])
+        return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
+
+    def put_(self, x: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
+        """Writes the chunk's rows to their places in ``x``; the arguments are those of :meth:`rows_of`."""
+        place = x[self.images, self.rows] if index is None else x[self.images]
+        if index is None:
+            place.copy_(rows.view(place.shape))
+        else:
+            place.index_copy_(1, index[self.rows], rows.view(self.number, -1, x.shape[2]))
+
+
+def _range(part):
+    return range(part.start, part.stop, part.step or 1)
+
+
+def chunks(images: int, each: int, width: int, device: torch.device, elements: int | None = None) -> list[Chunk]:
+    """Cuts rows into chunks of about the same size, because a short one costs a GPU as many launches as a long one.
+
+    A chunk is some whole images, or some rows of one image.
+
+    Args:
+        images (int): Number of images.
+        each (int): Rows of each image.
+        width (int): Elements of the largest tensor for each row.
+        device (torch.device): Device of the tensors.
+        elements (int | None): Elements of the largest tensor that may exist at a time; a chunk has at least one row. If
+            ``None``, the device decides, and a chunk has at least 640 rows. Default: None.
+
+    Returns:
+        list[Chunk]: All rows in order.
+    """
+    most = max(elements // width, 1) if elements else max(CHUNK.get(device.type, CHUNK['cuda']) // width, _ROWS)
+    if each <= most:
+        return [Chunk(part, slice(0, each), each) for part in _cut(images, most // max(each, 1)) if each]
+    return [Chunk(slice(i, i + 1), part, each) for i in range(images) for part in _cut(each, most)]
+
+
+def _cut(number, most):
+    size = -(-number // max(-(-number // most), 1))
+    if most >= _TILE:
+        size = min(-(-size // _TILE) * _TILE, most // _TILE * _TILE)
+    return [slice(start, min(start + size, number)) for start in range(0, number, max(size, 1))]

@@ -1,0 +1,372 @@
+"""A chain of residual blocks as one autograd node, which stores one map a block (see :func:`residual_chain`)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .common.activations import Activation
+from .common.autograd_function import in_precision, put_tensors_back, take_tensors_out
+from .common.handed_maps import hand_on
+from .common.kept_maps import KeptMap, keep, kept
+from .common.precision import no_autocast
+from .common.sign_bits import SignBits
+from .conv_norm_act import (
+    ConvNormGradients,
+    ConvNormSaved,
+    ConvNormSettings,
+    ConvNormTensors,
+    Statistics,
+    affine_of_norm,
+    convolve,
+    convolve_backward,
+    factors_of_fixed,
+    normalise,
+    normalise_backward,
+)
+
+__all__ = ['AveragePool', 'BlockSettings', 'BlockTensors', 'residual_chain']
+
+aten = torch.ops.aten
+_RELU = Activation('relu')
+_DIFFERENTIABLE = ConvNormGradients._fields[1:-1]  # parameters of a layer: weight, bias, norm_weight, norm_bias
+
+
+class AveragePool(NamedTuple):
+    """Settings of ``nn.AvgPool2d`` without padding, in front of the convolution of a shortcut."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    ceil_mode: bool
+    count_include_pad: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSettings:
+    """Settings of the block ``relu(layers(x) + shortcut(x))``.
+
+    Attributes:
+        layers (tuple[ConvNormSettings, ...]): Convolutions with norm, two or more, with a ReLU between them. Their
+            own activation is None.
+        shortcut (ConvNormSettings | None): Convolution with norm. If ``None``, the shortcut is ``x``. Default: None.
+        pool (AveragePool | None): Pooling in front of the shortcut's convolution. Default: None.
+    """
+
+    layers: tuple[ConvNormSettings, ...]
+    shortcut: ConvNormSettings | None = None
+    pool: AveragePool | None = None
+
+
+class BlockTensors(NamedTuple):
+    """Parameters and buffers of a block; their ``x`` and ``residual`` are None.
+
+    Attributes:
+        layers (tuple[ConvNormTensors, ...]): Those of the layers.
+        shortcut (ConvNormTensors | None): Those of the shortcut. Default: None.
+    """
+
+    layers: tuple[ConvNormTensors, ...]
+    shortcut: ConvNormTensors | None = None
+
+
+class KeptLayer(NamedTuple):
+    """What a layer with batch statistics or group norm needs to run again: its statistics and their SyncBN's count."""
+
+    statistics: Statistics | None
+    count: Tensor | None
+
+
+class KeptBlock(NamedTuple):
+    """What a block saves for the backward pass.
+
+    Attributes:
+        last (KeptMap): The input of its last layer.
+        signs (tuple[SignBits, ...]): Signs of the ReLUs before, which are recomputed from the block's input.
+        output (SignBits | None): Signs of the block's output. None for the last block, whose output is stored.
+        layers (tuple[KeptLayer, ...]): For each layer, what it needs to run again; the shortcut is the last.
+    """
+
+    last: KeptMap
+    signs: tuple[SignBits, ...]
+    output: SignBits | None
+    layers: tuple[KeptLayer, ...]
+
+
+def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence[BlockTensors]) -> Tensor:
+    """Runs residual blocks one after the other and stores one map a block.
+
+    Stored are the chain's input and output, which the layers around it store too, and of each block the input of its
+    last convolution. In the backward pass the inputs of the blocks come again from these by the last convolutions, and
+    the other layers' inputs by all convolutions but the last two. In a bottleneck the 3x3 convolution, which is most of
+    the work, never runs again. Signs of recomputed ReLUs are stored, one bit an element, see :class:`.SignBits`. No
+    copy of a weight is stored: batch norms in evaluation mode are folded once more.
+
+    Blocks in front of the first one that needs a gradient store nothing.
+
+    Args:
+        x (Tensor): Shape (N, C, H, W).
+        blocks (Sequence[BlockSettings]): The blocks in their order.
+        tensors (Sequence[BlockTensors]): Parameters and buffers of each block.
+
+    Returns:
+        Tensor: Output of the last block.
+
+    Example:
+        ``y = residual_chain(x, [settings], [BlockTensors((t1, t2, t3))])``
+    """
+    blocks, tensors = tuple(_in_precision(block, x) for block in blocks), tuple(tensors)
+    leaves = [x, *_leaves(tensors)]
+    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
+        return _apply(blocks, tensors, *leaves)
+    with torch.no_grad(), no_autocast(x):
+        return _run(blocks, tensors, x, first=len(blocks))[0]
+
+
+@torch.compiler.disable
+def _apply(*args):
+    return _Chain.apply(*args)
+
+
+def _in_precision(block, x):
+    layers = tuple(in_precision(layer, x) for layer in block.layers)
+    return dataclasses.replace(block, layers=layers, shortcut=block.shortcut and in_precision(block.shortcut, x))
+
+
+def _layers(block, t):
+    """Returns settings and tensors of a block's layers, the shortcut's last."""
+    pairs = [*zip(block.layers, t.layers, strict=True)]
+    return pairs if block.shortcut is None else [*pairs, (block.shortcut, t.shortcut)]
+
+
+def _leaves(tensors):
+    """Returns the tensors that may need gradients, layer by layer."""
+    found = [layer for t in tensors for layer in (*t.layers, t.shortcut) if layer is not None]
+    return [getattr(layer, name) for layer in found for name in _DIFFERENTIABLE]
+
+
+def _without_running_statistics(block, t):
+    """Leaves out what the next forward pass writes to, where the backward pass does not need it."""
+
+    def strip(s, layer):
+        return layer if s.norm == 'fixed' else layer._replace(running_mean=None, running_var=None)
+
+    layers = tuple(strip(*pair) for pair in zip(block.layers, t.layers, strict=True))
+    return BlockTensors(layers, t.shortcut and strip(block.shortcut, t.shortcut))
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, blocks, tensors, *leaves):
+        x, needs = leaves[0], iter(ctx.needs_input_grad[3:])
+        ctx.blocks, ctx.dtype, ctx.needs = blocks, x.dtype, []
+        for pair in zip(blocks, tensors, strict=True):
+            ctx.needs.append([[next(needs) for _ in _DIFFERENTIABLE] for _ in _layers(*pair)])
+        ctx.first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in ctx.needs].index(True)
+        with no_autocast(x):
+            y, source, saved = _run(blocks, tensors, x, ctx.first)
+            output = keep(y, blocks[0].layers[0].form.storage, positive=True)._replace(activation=_RELU)
+        if output.values is not y:
+            hand_on(y, output)
+        trained = tuple(_without_running_statistics(*pair) for pair in zip(blocks, tensors, strict=True))[ctx.first :]
+        found = []
+        ctx.structure = take_tensors_out((source, saved, output, trained), found)
+        ctx.save_for_backward(*found)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        source, saved, output, tensors = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
+        skipped = sum(len(_DIFFERENTIABLE) * len(needs) for needs in ctx.needs[: ctx.first])
+        blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]
+        with no_autocast(grad):
+            grad = output.activation_backward(grad.to(blocks[0].layers[0].dtype))
+            dx, found = _backward(blocks, tensors, source, saved, grad, needs, ctx.needs_input_grad[2])
+        return None, None, None if dx is None else dx.to(ctx.dtype), *[None] * skipped, *found
+
+
+def _run(blocks, tensors, x, first):
+    """Runs the blocks.
+
+    Returns:
+        tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block, input of block ``first``, and
+        what the blocks from ``first`` on save.
+    """
+    source, saved = None, []
+    for n, (block, t) in enumerate(zip(blocks, tensors, strict=True)):
+        given, x = x, x.to(block.layers[0].dtype)
+        if n == first:
+            source = kept(given, x, block.layers[0].form.storage)
+        if n < first:
+            x = _run_block(block, t, x)[0]
+        else:
+            x, last, signs, layers = _run_block(block, t, x, saves=True)
+            output = SignBits.pack(x) if n + 1 < len(blocks) else None
+            saved.append(KeptBlock(last, signs, output, layers))
+    return x, source, tuple(saved)
+
+
+def _run_block(block, t, x, saves=False):
+    """Returns a block's output, the input of its last layer, signs of the ReLUs before, and what its layers keep."""
+    out, last, signs, layers = x, None, [], []
+    *first, (s, tensors) = zip(block.layers, t.layers, strict=True)
+    for i, pair in enumerate(first):
+        z, out, layer = _run_layer(*pair, out)
+        out = F.relu_(out)
+        layers.append(layer)
+        if saves and i + 1 == len(first):
+            last = _keep_input(*pair, z, out, layer)
+        elif saves:
+            signs.append(SignBits.pack(out))
+        del z
+    _, out, layer = _run_layer(s, tensors, out)
+    layers.append(layer)
+    if block.shortcut is None:
+        out = out.add_(x)
+    else:
+        _, shortcut, layer = _run_layer(block.shortcut, t.shortcut, _pooled(block, x))
+        layers.append(layer)
+        out = out.add_(shortcut)
+    return F.relu_(out), last, tuple(signs), tuple(layers)
+
+
+def _keep_input(s, t, z, r, layer):
+    """Keeps ``r = relu(norm(z))``, the input of a block's last layer; it is read from z where the norm needs z too."""
+    if layer.statistics is None:
+        return keep(r, s.form.storage, positive=True)._replace(activation=_RELU)
+    scale, shift = affine_of_norm(s, t, layer.statistics, z.shape[1])
+    last = keep(z, s.form.storage, (-shift / scale).nan_to_num(0))
+    return last._replace(scale=scale, shift=shift, activation=_RELU)
+
+
+def _pooled(block, x):
+    if block.pool is None:
+        return x
+    pool = block.pool
+    return F.avg_pool2d(x, pool.kernel_size, pool.stride, 0, pool.ceil_mode, pool.count_include_pad)
+
+
+def _run_layer(s, t, x):
+    """Runs convolution and norm.
+
+    Returns:
+        tuple[Tensor, Tensor, KeptLayer]: The convolution's output, that of the norm, and what the layer needs to run
+        again.
+    """
+    z = convolve(s, t, x, factors_of_fixed(s, t) if s.norm == 'fixed' else None)
+    if s.norm in ('none', 'fixed'):
+        return z, z, KeptLayer(None, None)
+    u, statistics, count = normalise(s, t, z)
+    return z, u.to(z.dtype), KeptLayer(statistics, count)
+
+
+def _rerun_layer(s, t, x, layer):
+    """Runs convolution and norm again; running statistics stay as they are. Returns the outputs of both."""
+    z = convolve(s, t, x, factors_of_fixed(s, t) if s.norm == 'fixed' else None)
+    if layer.statistics is None:
+        return z, z
+    scale, shift = affine_of_norm(s, t, layer.statistics, z.shape[1])
+    return z, torch.addcmul(shift, z, scale).to(z.dtype)
+
+
+def _layer_backward(s, t, x, z, layer, grad, needs, needs_x):
+    """Returns gradients of a layer's input and parameters.
+
+    Args:
+        s (ConvNormSettings): Settings of the layer.
+        t (ConvNormTensors): Parameters and buffers.
+        x (Tensor): The layer's input.
+        z (Tensor | KeptMap | None): Output of the convolution, which batch statistics and group norm need.
+        layer (KeptLayer): What the layer saved.
+        grad (Tensor): Gradient of the norm's output.
+        needs (list[bool]): Which parameters need gradients.
+        needs_x (bool): Whether the input needs one.
+    """
+    needs = ConvNormGradients(needs_x, *needs, residual=False)
+    factors = factors_of_fixed(s, t) if s.norm == 'fixed' else None
+    z = KeptMap(z) if isinstance(z, Tensor) else z
+    saved = ConvNormSaved(t, x.shape, (x.dtype, None), KeptMap(x), z, None, layer.statistics, factors, layer.count)
+    found = {}
+    if layer.statistics is not None:
+        grad, found['norm_weight'], found['norm_bias'] = normalise_backward(s, saved, grad, needs)
+    found |= convolve_backward(s, saved, grad, needs)
+    return found.get('x'), [found.get(name) for name in _DIFFERENTIABLE]
+
+
+def _backward(blocks, tensors, source, saved, grad, needs, needs_x):
+    """Returns the gradient of the chain's input and those of all parameters, given that of the last ReLU's input."""
+    inputs = [source.load(grad.dtype)]
+    for pair in zip(blocks[:-1], tensors[:-1], saved[:-1], strict=True):
+        inputs.append(_rerun_output(*pair, inputs[-1]))
+    found = []
+    for n in reversed(range(len(blocks))):
+        x = inputs.pop()
+        grad, own = _block_backward(blocks[n], tensors[n], saved[n], x, grad, needs[n], needs_x or n > 0)
+        grad = aten.threshold_backward(grad, x, 0) if n > 0 else grad
+        found = [*own, *found]
+    return grad, found
+
+
+def _rerun_output(block, t, saved, x):
+    """Recomputes the output of a block from its input and that of its last layer."""
+    i = len(block.layers) - 1
+    _, out = _rerun_layer(block.layers[i], t.layers[i], saved.last.load(x.dtype), saved.layers[i])
+    if block.shortcut is None:
+        out.add_(x)
+    else:
+        out.add_(_rerun_layer(block.shortcut, t.shortcut, _pooled(block, x), saved.layers[-1])[1])
+    return saved.output.relu_(out)
+
+
+def _block_backward(block, t, saved, x, grad, needs, needs_x):
+    """Returns the gradients of a block's input and parameters, given that of the sum that its last ReLU is applied to.
+
+    Args:
+        block (BlockSettings): Settings of the block.
+        t (BlockTensors): Parameters and buffers.
+        saved (KeptBlock): What the block saved.
+        x (Tensor): The block's input.
+        grad (Tensor): The gradient.
+        needs (list[list[bool]]): For each layer, which parameters need gradients.
+        needs_x (bool): Whether the input needs one.
+    """
+    pairs, found = [*zip(block.layers, t.layers, strict=True)], []
+    # Inputs of the layers, and the convolutions' outputs where a norm has statistics of the batch.
+    inputs, outputs = [x], []
+    for (s, tensors), signs, layer in zip(pairs[:-2], saved.signs, saved.layers, strict=False):
+        z, out = _rerun_layer(s, tensors, inputs[-1], layer)
+        outputs.append(None if layer.statistics is None else z)
+        inputs.append(signs.relu_(out))
+        del z, out
+    inputs.append(saved.last.load(x.dtype))
+    outputs.append(saved.last)
+    s, tensors = pairs[-1]
+    outputs.append(None if saved.layers[len(pairs) - 1].statistics is None else convolve(s, tensors, inputs[-1], None))
+    inner = grad
+    for i in reversed(range(len(pairs))):
+        source, z = inputs.pop(), outputs.pop()
+        inner, own = _layer_backward(*pairs[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
+        found = [*own, *found]
+        if i > 0:
+            inner = aten.threshold_backward(inner, source, 0)
+        del source, z
+    if block.shortcut is None:
+        return inner.add_(grad) if needs_x else None, found
+    through, own = _shortcut_backward(block, t, saved, x, grad, needs[-1], needs_x)
+    return inner.add_(through) if needs_x else None, [*found, *own]
+
+
+def _shortcut_backward(block, t, saved, x, grad, needs, needs_x):
+    pooled, layer, z = _pooled(block, x), saved.layers[-1], None
+    if layer.statistics is not None:
+        z = convolve(block.shortcut, t.shortcut, pooled, None)
+    grad, found = _layer_backward(block.shortcut, t.shortcut, pooled, z, layer, grad, needs, needs_x)
+    if block.pool is not None and needs_x:
+        pool = block.pool
+        options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
+        grad = aten.avg_pool2d_backward(grad, x, *options)
+    return grad, found

@@ -1,0 +1,178 @@
+"""Beginning and end of forward passes: what is put in front of modules whose layers draw, or hand on.
+
+Both are classes in front of the module's own (:class:`.surgery.Mixin`), not hooks: so ``module.forward(x)`` works as
+``module(x)`` does, and a pass ends with the call, whatever happens in it.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from .ops.common.handed_maps import Scope, scope_is_open
+from .stochastic_backprop.step_draws import StepDraws
+from .surgery import Mixin, mix_in, mix_out, stock_class
+
+__all__ = ['Drawing', 'HandingOn', 'close_drawing', 'hand_on_within', 'open_drawing']
+
+# Packages whose modules write to feature maps through autograd only.
+_KNOWN = ('mmcv', 'mmdet', 'mmengine', 'mmpretrain', 'mmyolo', 'sbp_mmdet')
+_DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not
+
+
+class Drawing(Mixin):
+    """A backbone whose forward passes draw.
+
+    Attributes:
+        step_draws (StepDraws): Draws of its layers.
+    """
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
+        with self.step_draws.forward_pass(args, kwargs):
+            return super().forward(*args, **kwargs)
+
+
+def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
+    """Lets a backbone begin and end the passes that its layers draw for.
+
+    Args:
+        owner (nn.Module): The module that holds all layers; changed in place.
+        draws (StepDraws): Draws of its layers.
+    """
+    mix_in(owner, Drawing)
+    owner.step_draws = draws
+
+
+def close_drawing(model: nn.Module, used: list[StepDraws]) -> None:
+    """Reverses :func:`open_drawing`, except where the draws are still used.
+
+    Args:
+        model (nn.Module): A model.
+        used (list[StepDraws]): Draws of the layers that are changed now.
+    """
+    for module in model.modules():
+        if isinstance(module, Drawing) and not any(module.step_draws is draws for draws in used):
+            mix_out(module, Drawing)
+            del module.step_draws
+
+
+class HandingOn(Mixin):
+    """A module in which one layer may hand to the next what it keeps, see :mod:`.ops.common.handed_maps`.
+
+    It opens a scope if all code inside of it is known: modules of known libraries, unchanged and without hooks. This is
+    looked at in each pass, so a hook that is registered later counts.
+    """
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *args, **kwargs):
+        if scope_is_open() or not torch.is_grad_enabled() or not _is_known_inside(self):
+            return super().forward(*args, **kwargs)
+        with Scope():
+            return super().forward(*args, **kwargs)
+
+
+def hand_on_within(model: nn.Module) -> None:
+    """Lets layers of a changed model hand on what they keep, within its largest modules of which all code is known.
+
+    Args:
+        model (nn.Module): A model; changed in place. Nothing is left of an earlier call.
+    """
+    for module in model.modules():
+        if isinstance(module, HandingOn):
+            mix_out(module, HandingOn)
+        vars(module).pop('_inside', None)
+    for module in dict.fromkeys(_scopes(model, 0)):  # one that several modules share comes several times
+        mix_in(module, HandingOn)
+
+
+def _scopes(module, depth) -> Iterator[nn.Module]:
+    """Yields the outermost known modules with several layers that hand on, and some below them.
+
+    Where a part becomes unknown later, those around it open no scope any more, and those beside it still do.
+    """
+    inside = [*module.modules()]
+    if sum(getattr(m, 'hands_on', False) or isinstance(m, nn.Conv2d) for m in inside) < 2:
+        return
+    if not any(getattr(m, 'hands_on', False) for m in inside):
+        return
+    known = _is_known(module) and _is_known_inside(module)
+    if known and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        yield module
+        depth += 1
+    if depth <= _DEPTH:
+        for child in module.children():
+            yield from _scopes(child, depth)
+
+
+class _Looked(NamedTuple):
+    """A module as it was when it was looked at.
+
+    Attributes:
+        module (nn.Module): The module.
+        kind (type | None): Its class. If ``None``, only its children are looked at.
+        children (tuple): Its children.
+    """
+
+    module: nn.Module
+    kind: type | None
+    children: tuple
+
+
+class _Inside(list):
+    """The modules inside of one, each as :class:`_Looked`. Copies and pickles of the module begin without."""
+
+    def __reduce_ex__(self, protocol):
+        return _Inside, ()
+
+
+def _is_known_inside(root):
+    """Returns whether all modules inside of a module are of known libraries and run nothing else."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
+    found = vars(root).get('_inside')
+    if not found or not all(map(_is_as_it_was, found)):
+        root._inside = None
+        if not all(_is_known(m) and not _is_touched(m) for m in root.modules() if m is not root):
+            return False
+        root._inside = found = _Inside(_Looked(m, type(m), tuple(m._modules.values())) for m in root.modules())
+        found[0] = found[0]._replace(kind=None)  # hooks on the module itself run before and after its forward pass
+    return True
+
+
+def _is_as_it_was(looked):
+    module, kind, children = looked
+    if kind is not None and (type(module) is not kind or _is_touched(module)):
+        return False
+    return tuple(module._modules.values()) == children
+
+
+def _is_touched(module):
+    """Returns whether a call of a module runs more than the forward pass of its class."""
+    own = vars(module)
+    if 'forward' in own or own.get('_compiled_call_impl') is not None:
+        return True
+    hooks = (*own['_forward_hooks'].values(), *own['_forward_pre_hooks'].values())
+    return not all(map(_is_of_torch, hooks))
+
+
+def _is_of_torch(hook):
+    return (getattr(hook, '__module__', None) or '').startswith('torch.distributed.')
+
+
+def _is_known(module):
+    return _is_known_class(stock_class(type(module)))
+
+
+@functools.cache
+def _is_known_class(kind):
+    return all(map(_is_library, (kind.__module__, getattr(kind.forward, '__module__', None) or '')))
+
+
+def _is_library(name):
+    return name.partition('.')[0] in _KNOWN or name.startswith('torch.nn.')

@@ -1,0 +1,74 @@
+"""``sbp-mmdet verify CONFIG``: each kind of changed module against its own code, on this device, as a table."""
+
+import argparse
+import copy
+
+from mmengine.config import Config, DictAction
+
+from ..apply import apply_settings
+from ..presets import PRESETS, Settings
+from ..report import _NoUpdate
+from ..verify.checks import Findings
+from ..verify.first_pass import verify_changed
+from .batch import at_the_first_step
+from .detector import build_training
+from .device import check_device
+from .inputs import add_inputs, inputs_of
+from .planner import parse_size
+from .tables import Column, text_table
+from .variants import plain
+
+__all__ = ['add_verify', 'findings_of']
+
+
+def add_verify(verbs) -> None:
+    """Adds the subcommand to a parser."""
+    verb = verbs.add_parser('verify', help='changed modules against their own code, on this device')
+    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    choices = [name for name, preset in PRESETS.items() if preset.form is not None]
+    verb.add_argument('--preset', default='exact', choices=choices, help='default: exact')
+    verb.add_argument('--device', default='cpu', type=check_device, help="'cpu' or 'cuda' (default: cpu)")
+    add_inputs(verb)
+    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.set_defaults(run=_verify)
+
+
+def findings_of(config: Config, preset: str, device: str, batch: int, height: int, width: int) -> Findings:
+    """Verifies a config's model on a synthetic batch.
+
+    Args:
+        config (Config): Config of a detector.
+        preset (str): The preset.
+        device (str): 'cpu' or 'cuda'.
+        batch (int): Images.
+        height (int): Their height.
+        width (int): Their width.
+
+    Returns:
+        Findings: What was found.
+    """
+    with at_the_first_step():
+        case = dict(batch=batch, height=height, width=width, boxes=5, device=device)
+        model, wrapper, data = build_training(plain(config), trained=False, **case)
+        settings = Settings.parse(dict(preset=preset), where='--preset')
+        report = apply_settings(model, settings)
+        run = lambda dry: dry.train_step(copy.deepcopy(data), _NoUpdate(wrapper))  # noqa: E731
+        return verify_changed(model, report, settings, run)
+
+
+def _verify(args: argparse.Namespace, config: Config) -> None:
+    found = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
+    findings = findings_of(config, args.preset, args.device, found.batch, found.height, found.width)
+    columns = [
+        Column('kind', lambda row: row.name),
+        Column('modules', lambda row: f'{len(row.modules)}'),
+        Column('outputs', lambda row: f'{row.outputs:.0e}'),
+        Column('gradients', lambda row: f'{row.gradients:.0e}'),
+        Column('stored MB', lambda row: f'{row.bytes["now"] / 1e6:,.1f}'),
+        Column('unchanged', lambda row: f'{row.bytes["before"] / 1e6:,.1f}'),
+        Column('s', lambda row: f'{row.seconds:.2f}'),
+        Column('', lambda row: row.disagrees or row.skipped or 'agrees'),
+    ]
+    print(text_table(columns, findings.kinds), f'\n\n{findings}', sep='')
+    if findings.failed or findings.skipped:
+        raise SystemExit(1)

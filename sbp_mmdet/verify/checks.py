@@ -1,0 +1,343 @@
+"""Verification of all changed modules of a model, in one forward pass of a copy."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from mmengine.dist import all_reduce
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..adapters import LeanModule
+from ..checkpointing import Checkpointed
+from ..ops.common.precision import autocast_dtype
+from ..stochastic_backprop.step_draws import TokenDraws
+from ..surgery import Mixin, mix_in, mix_out
+from .comparison import Disagreement, Side, compare, relative_difference
+from .dry_run import CannotCopy, hookless_copy, without_a_trace
+from .fixed_draws import as_reference, with_fixed_draws
+from .kinds import described, settings_of
+from .module_run import bridge, floating, storage_of
+
+__all__ = ['Findings', 'Kind', 'verify_modules']
+
+# Relative error of gradients with feature maps in eight bits, which is by design.
+_EIGHT_BITS = 0.06
+
+
+@dataclasses.dataclass
+class Kind:
+    """Modules with one class, the same settings and the same shapes.
+
+    Attributes:
+        name (str): Name of the class.
+        modules (dict[str, None]): Names of the modules.
+        outputs, gradients (float): Relative differences between the changed module and its own code. Default: 0.
+        disagrees (str | None): How they differ, or what the changed module raises. If ``None``, they agree.
+            Default: None.
+        skipped (str | None): Why they were not compared. If ``None``, they were. Default: None.
+        stored (dict): What autograd keeps, ``now`` and ``before`` the change. Default: empty.
+        checkpointed (bool): Whether ``preset='with_cp'`` checkpoints such a module. Default: False.
+        bytes (dict[str, int]): Bytes of all modules of the kind: ``now``, ``before``, and ``with_cp``, without those
+            that another kind counts. Default: empty.
+        seconds (float): Time of the comparison. Default: 0.
+    """
+
+    name: str
+    modules: dict = dataclasses.field(default_factory=dict)
+    outputs: float = 0.0
+    gradients: float = 0.0
+    disagrees: str | None = None
+    skipped: str | None = None
+    stored: dict = dataclasses.field(default_factory=dict)
+    checkpointed: bool = False
+    bytes: dict = dataclasses.field(default_factory=lambda: dict(now=0, before=0, with_cp=0))
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass
+class Findings:
+    """What a verification found.
+
+    Attributes:
+        kinds (list[Kind]): All kinds of changed modules that ran. Default: empty.
+        failed (dict[str, str]): By the name of a module, why it has to run its own code. Default: empty.
+        skipped (str | None): Why the pass did not run, or not to its end. If ``None``, it did. Default: None.
+        autocast (bool): Whether autocast was on. Default: False.
+    """
+
+    kinds: list = dataclasses.field(default_factory=list)
+    failed: dict = dataclasses.field(default_factory=dict)
+    skipped: str | None = None
+    autocast: bool = False
+
+    @property
+    def compared(self) -> list[Kind]:
+        """The kinds that were compared."""
+        return [kind for kind in self.kinds if not kind.skipped]
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """Bytes kept for the backward pass: ``now``, ``before`` the change, and ``with_cp``."""
+        return {key: sum(kind.bytes[key] for kind in self.kinds) for key in ('now', 'before', 'with_cp')}
+
+    def __str__(self):
+        if self.skipped:
+            return f'not verified: {self.skipped}'
+        kinds = [kind for kind in self.compared if not kind.disagrees]
+        number = len({name for kind in kinds for name in kind.modules})
+        outputs, gradients = (
+            max((getattr(kind, key) for kind in kinds), default=0.0) for key in ('outputs', 'gradients')
+        )
+        said = (
+            f'verified {number} modules of {len(kinds)} kinds against their own code: outputs differ by at most '
+            f'{outputs:.0e}, gradients by {gradients:.0e} (relative)'
+        )
+        if skipped := [kind for kind in self.kinds if kind.skipped]:
+            first = skipped[0]
+            said += (
+                f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
+            )
+        return said
+
+
+def verify_modules(
+    model: nn.Module, names: Iterable[str], run: Callable[[nn.Module], None], every: bool = False
+) -> Findings:
+    """Compares the changed modules of a model with their own code, on the inputs that they get in a forward pass.
+
+    The pass runs on a copy without hooks and without gradients. At each changed module of a kind that was not seen yet,
+    it and its own code run forward and backward, alone. Nothing of the model, its gradients or its random numbers
+    changes. All processes of a distributed training agree on what failed.
+
+    Args:
+        model (nn.Module): A model changed by :func:`.apply_lean`, not wrapped.
+        names (Iterable[str]): Names of its changed modules.
+        run (Callable): Runs a forward pass of the copy that it gets.
+        every (bool): Whether each module is compared, and not each kind once. Default: False.
+
+    Returns:
+        Findings: What was found.
+    """
+    names, findings, watch = [*names], Findings(), None
+    try:
+        watch = _Watch(hookless_copy(model), names, findings, every)
+    except Exception as error:  # noqa: BLE001  whatever a model's own code raises when it is copied
+        findings.skipped = f'{error}' if isinstance(error, CannotCopy) else f'{type(error).__name__}: {error}'
+    device = next((p.device for p in model.parameters()), torch.device('cpu'))
+    if not _all_ranks([watch is not None], device, 'min')[0]:
+        findings.skipped = findings.skipped or 'another process cannot copy the model'
+        return findings
+    try:
+        with torch.no_grad(), without_a_trace({t.device for t in (*model.parameters(), *model.buffers())}):
+            run(watch.model)
+    except Exception as error:  # noqa: BLE001  the step itself will raise it, if it does so without us
+        findings.skipped = f'{type(error).__name__}: {error}'
+    for kind in findings.kinds:
+        if kind.disagrees:
+            findings.failed.update(dict.fromkeys(kind.modules, kind.disagrees))
+    watch.count()
+    failed = _all_ranks([name in findings.failed for name in names], device, 'max')
+    for name, bad in zip(names, failed, strict=True):
+        if bad:
+            findings.failed.setdefault(name, 'it failed in another process')
+    return findings
+
+
+def _all_ranks(flags, device, op):
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    if found.numel():
+        all_reduce(found, op)
+    return found.tolist()
+
+
+class _Watched(Mixin):
+    """Mixed into changed modules of the copy, which run their own code."""
+
+    def forward(self, *args, **kwargs):
+        return vars(self)['_watch'](super().forward, args, kwargs)
+
+
+class _Bridge(Mixin):
+    """Mixed into modules that are compared on their own, while the module around them is."""
+
+    def forward(self, *args, **kwargs):
+        return bridge(super().forward, args, kwargs)
+
+
+@dataclasses.dataclass
+class _Classes:
+    """Classes that a module of the copy may have, and its place."""
+
+    lean: type
+    own: type
+    bridged: type
+    watched: type
+    place: object
+
+
+class _Watch:
+    """Compares changed modules of a copy when they are called."""
+
+    def __init__(self, model, names, findings, every):
+        self.model, self.findings, self.every = model, findings, every
+        self.names, self.classes, self.kinds, self.calls, self.references = {}, {}, {}, [], []
+        self.around = []  # changed modules whose own code runs now and counts what is inside of them
+        self.devices = {t.device for t in (*model.parameters(), *model.buffers())}
+        modules = dict(model.named_modules())
+        checkpointed = [name for name, module in modules.items() if isinstance(module, Checkpointed)]
+        self.inside = {
+            id(module)
+            for outer in checkpointed
+            for name, module in modules.items()
+            if name == outer or not outer or name.startswith(f'{outer}.')
+        }
+        for name in names:
+            self.names.setdefault(id(modules[name]), name)
+        for module in modules.values():
+            if isinstance(module, LeanModule):
+                self._prepare(module)
+
+    def _prepare(self, module):
+        place = module._lean
+        vars(module).pop('forward', None)  # only fairscale's is left by an adapter, and it checkpoints
+        mix_out(module, Checkpointed)
+        lean = module.__class__
+        mix_out(module, LeanModule)
+        own = module.__class__
+        mix_in(module, _Bridge)
+        bridged, module.__class__ = module.__class__, own
+        if id(module) in self.names:
+            mix_in(module, _Watched)
+            vars(module)['_watch'] = lambda *call: self._called(module, *call)
+        self.classes[id(module)] = _Classes(lean, own, bridged, module.__class__, place)
+
+    def _called(self, module, forward, args, kwargs):
+        if torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        kind = self._kind(module, args, kwargs)
+        bridged = self._bridged(module)
+        keys = () if id(module) in self.inside else self._keys(kind, module)
+        if not bridged:
+            self.around.append(module)
+        try:
+            out = forward(*args, **kwargs)
+        finally:
+            if not bridged:
+                self.around.pop()
+        if keys:
+            self.calls.append((kind, keys, self._addresses((args, kwargs)), self._addresses(out)))
+        return out
+
+    def _keys(self, kind, module):
+        """Returns which counts of stored bytes a call belongs to.
+
+        A module that runs its blocks itself counts for them, except as checkpoints, of which each block is one.
+        """
+        if self.around:
+            chains = all(self.classes[id(outer)].lean.runs_blocks for outer in self.around)
+            return ('with_cp',) if chains and kind.checkpointed else ()
+        chains = self.classes[id(module)].lean.runs_blocks and len(self._blocks(module)) > 0
+        return ('now', 'before') if chains else ('now', 'before', 'with_cp')
+
+    def _kind(self, module, args, kwargs):
+        """The kind of a call; compared if it is a new one."""
+        name, classes = self.names[id(module)], self.classes[id(module)]
+        key = (name if self.every else '', classes.lean, settings_of(module, classes.place), described((args, kwargs)))
+        kind = self.kinds.get(key)
+        if kind is None:
+            kind = self.kinds[key] = Kind(classes.own.__name__, checkpointed=classes.lean.checkpointed)
+            self.findings.kinds.append(kind)
+            self.findings.autocast |= any(autocast_dtype(x) is not None for x in floating((args, kwargs)))
+            start = time.perf_counter()
+            try:
+                self._compare(kind, module, args, kwargs)
+            except Disagreement as error:
+                kind.disagrees = str(error)
+            except Exception as error:  # noqa: BLE001  out of memory, or whatever the module's own code raises
+                kind.skipped = f'{type(error).__name__}: {error}'
+            kind.seconds = time.perf_counter() - start
+        kind.modules[name] = None
+        return kind
+
+    def _compare(self, kind, module, args, kwargs):
+        place, bridged = self.classes[id(module)].place, self._bridged(module)
+
+        def side(lean, change=lambda place: place):
+            return Side(module, lambda: self._as(module, lean, bridged, change))
+
+        def check(own, lean, only=lambda name: True, slack=0.0):
+            runs = compare(own, lean, args, kwargs, devices=self.devices, slack=slack, only=only)
+            kind.outputs = max(kind.outputs, relative_difference(runs[1].outputs, runs[0].outputs))
+            found = [{name: g for name, g in run.gradients.items() if only(name)} for run in runs]
+            kind.gradients = max(kind.gradients, relative_difference(found[1], found[0]))
+            kind.stored['now'] = runs[1].stored
+            kind.stored.setdefault('before', runs[0].stored)
+
+        form = place.settings.preset.form
+        slack = _EIGHT_BITS if form.storage == 'int8' else 0.0
+        check(side(False), side(True, lambda place: place._replace(draws=None, phases=None)), slack=slack)
+        if place.phases is not None:
+            # Gradients of weights are estimates; their operation was compared without a sample.
+            sampled = side(True, lambda place: place._replace(draws=None))
+            check(side(False), sampled, lambda name: name.startswith('input '))
+        ratio = place.draws is not None and place.draws.ratio(place.layer)
+        if ratio and ratio < 1 and form.implementation == 'fused':
+            thinned = side(True, with_fixed_draws)
+            own = side(True, lambda place: with_fixed_draws(as_reference(place)))
+            # What draws for itself has no reference but its own code, whose values are the same.
+            whole = isinstance(place.draws, TokenDraws)
+            check(side(False) if whole else own, thinned, lambda name: not whole, slack)
+
+    @contextlib.contextmanager
+    def _as(self, module, lean, bridged, change) -> Iterator[None]:
+        """The module and those inside of it, changed or with their own code."""
+        inside = [(m, self.classes[id(m)]) for m in module.modules() if id(m) in self.classes]
+        for m, classes in inside:
+            if id(m) in bridged:
+                m.__class__ = classes.bridged
+            else:
+                m.__class__ = classes.lean if lean else classes.own
+                m._lean = change(classes.place)
+        try:
+            yield
+        finally:
+            for m, classes in inside:
+                m.__class__, m._lean = classes.watched, classes.place
+
+    def _bridged(self, module):
+        """The changed modules inside of one with blocks, which are compared alone: together they take much memory."""
+        kind = self.classes[id(module)].lean
+        if kind.thins_only or kind.runs_blocks or not self._blocks(module):
+            return set()
+        return {id(m) for m in module.modules() if m is not module and id(m) in self.names}
+
+    def _blocks(self, module):
+        """Returns the changed blocks inside of a module."""
+        inside = [m for m in module.modules() if m is not module and id(m) in self.classes]
+        return [m for m in inside if self.classes[id(m)].lean.checkpointed]
+
+    def _addresses(self, tree):
+        tensors = floating(tree)
+        self.references += [StorageWeakRef(t.untyped_storage()) for t in tensors]  # keep addresses from being reused
+        return [(storage_of(t), t.untyped_storage().nbytes()) for t in tensors]
+
+    def count(self) -> None:
+        """Sums up what the calls of all modules store; a map that two of them store counts once."""
+        seen = dict(now=set(), before=set(), with_cp=set())
+        for kind, keys, inputs, outputs in self.calls:
+            for key in keys:
+                known = seen[key]
+                stored = kind.stored.get('before' if key == 'with_cp' else key)
+                if stored is None:
+                    continue
+                found = [(x, stored.inputs) for x in [inputs]] + [(x, stored.outputs) for x in [outputs]]
+                kept = [tensors[i] for tensors, which in found for i in which if i < len(tensors)]
+                inside = stored.inside
+                if key == 'with_cp' and kind.checkpointed:
+                    inside, kept = 0, inputs
+                new = dict(entry for entry in kept if entry[0] not in known)
+                known.update(new)
+                kind.bytes[key] += inside + sum(new.values())

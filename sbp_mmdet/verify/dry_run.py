@@ -1,0 +1,121 @@
+"""A forward pass that leaves no trace: a copy of the model without hooks, and everything put back that a pass moves."""
+
+import contextlib
+import copy
+import functools
+import inspect
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from mmengine.logging import MessageHub
+from mmengine.model.utils import _BatchNormXd
+from torch import Tensor, nn
+
+__all__ = ['CannotCopy', 'hookless_copy', 'random_state', 'without_a_trace']
+
+
+class CannotCopy(Exception):
+    """The model, or a part of it, cannot be copied without its hooks."""
+
+
+def hookless_copy(model: nn.Module) -> nn.Module:
+    """Copies a model without its hooks.
+
+    Parameters are shared with the original, so the copy must not be trained. Buffers and everything else are copied.
+    Synchronized batch norms become batch norms of this process: a pass of the copy takes no part in collectives of
+    theirs.
+
+    Args:
+        model (nn.Module): The model, not wrapped.
+
+    Returns:
+        nn.Module: The copy.
+
+    Raises:
+        CannotCopy: If parameters are sharded, hooks of all modules are set, or a module's forward is a function that
+            may refer to the original.
+    """
+    if nn.modules.module._has_any_global_hook():
+        raise CannotCopy('hooks are registered for all modules')
+    memo = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if 'hooks' in key and isinstance(value, dict):
+                memo[id(value)] = type(value)()
+            elif isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach()  # deepcopy refuses tensors with a graph
+        _check_forward(name, module)
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, 'full_tensor') or hasattr(parameter, '_sharded'):
+            raise CannotCopy(f'{name} is sharded')
+        memo[id(parameter)] = parameter
+    # Objects whose memo entry must not be made twice; deepcopy keeps what it copied alive only.
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        vars(module).pop('_compiled_call_impl', None)
+        if _is_compiled(vars(module).get('forward')):
+            del module.forward
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _BatchNormXd
+    return copied
+
+
+def _check_forward(name, module):
+    """Raises if a forward of the instance may refer to the original: deepcopy does not look inside of functions."""
+    forward = vars(module).get('forward')
+    if forward is None or inspect.ismethod(forward) or _is_compiled(forward):
+        return
+    if isinstance(forward, functools.partial):
+        return
+    raise CannotCopy(f'{name or "the model"} has a forward pass that was put in its place')
+
+
+def _is_compiled(forward):
+    return inspect.ismethod(getattr(forward, '_torchdynamo_orig_callable', None))
+
+
+@contextlib.contextmanager
+def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
+    """Puts back at its end what a forward pass moves outside of the model.
+
+    These are the random states of Python, NumPy and torch, mmengine's message hub, and cuDNN's choice of algorithms,
+    which is not made in here.
+
+    Args:
+        devices (set[torch.device]): Devices of the model.
+    """
+    hub = MessageHub.get_current_instance()
+    info, numbers = dict(hub.runtime_info), (random.getstate(), np.random.get_state())
+    benchmark = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    put_back = random_state(devices)
+    try:
+        yield
+    finally:
+        put_back()
+        torch.backends.cudnn.benchmark = benchmark
+        random.setstate(numbers[0])
+        np.random.set_state(numbers[1])
+        hub.runtime_info.clear()
+        hub.runtime_info.update(info)
+
+
+def random_state(devices: set[torch.device]) -> functools.partial:
+    """Returns a function that puts torch's random states back to what they are now.
+
+    Args:
+        devices (set[torch.device]): Devices beside the CPU.
+
+    Returns:
+        functools.partial: The function, which may be called several times.
+    """
+    cuda = [(torch.cuda.get_rng_state(device), device) for device in devices if device.type == 'cuda']
+    return functools.partial(_set_random_state, torch.get_rng_state(), cuda)
+
+
+def _set_random_state(cpu, cuda):
+    torch.set_rng_state(cpu)
+    for state, device in cuda:
+        torch.cuda.set_rng_state(state, device)

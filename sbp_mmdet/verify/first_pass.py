@@ -1,0 +1,153 @@
+"""When a model is verified, and what follows: the log, own code for what disagrees, or an error."""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from mmengine.logging import print_log
+from mmengine.visualization import Visualizer
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..adapters import LeanModule, release
+from ..presets import Settings
+from ..stochastic_backprop.step_draws import StepDraws
+from ..surgery import Mixin, mix_in, mix_out
+from .checks import Findings, verify_modules
+
+__all__ = ['FirstPass', 'conclude', 'verification_off', 'verify_at_first_pass', 'verify_changed']
+
+_off = 0  # contexts that leave first passes unverified
+
+
+@contextlib.contextmanager
+def verification_off() -> Iterator[None]:
+    """Leaves passes in this context unverified, where only the step itself is to be measured."""
+    global _off  # noqa: PLW0603
+    _off += 1
+    try:
+        yield
+    finally:
+        _off -= 1
+
+
+class FirstPass(Mixin):
+    """Mixed into a changed model until its first pass in training, before which it is verified."""
+
+    @torch.compiler.disable
+    def forward(self, *args, **kwargs):
+        if _off or not (self.training and torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
+        settings, report = vars(self).pop('_verification')
+        mix_out(self, FirstPass)
+        inputs = _copies((args, kwargs))
+        findings = verify_changed(self, report, settings, lambda model: model(*inputs[0], **inputs[1]))
+        conclude(self, report, settings, findings, type(self).__name__, print_to_log)
+        if Visualizer._instance_dict and findings.kinds:
+            scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
+            Visualizer.get_current_instance().add_scalars(scalars, 1)
+        return self.forward(*args, **kwargs)
+
+
+def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
+    """Lets a changed model verify itself before its first pass in training.
+
+    Args:
+        model (nn.Module): The model.
+        settings (Settings): Its settings.
+        report (Report): What was changed.
+    """
+    mix_out(model, FirstPass)
+    if settings.verify and settings.preset.form is not None and report.changed:
+        mix_in(model, FirstPass)
+        vars(model)['_verification'] = settings, report
+
+
+def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[nn.Module], None]) -> Findings:
+    """Compares what a report says was changed with its own code, see :func:`.verify_modules`.
+
+    Args:
+        model (nn.Module): The changed model.
+        report (Report): What was changed.
+        settings (Settings): Its settings.
+        run (Callable): Runs a forward pass of a copy.
+
+    Returns:
+        Findings: What was found.
+    """
+    known = report.changed.keys() | report.left.keys()
+    names = [name for name, module in model.named_modules() if name in known and isinstance(module, LeanModule)]
+    return verify_modules(model, names, run, every=settings.verify == 'all')
+
+
+def conclude(model: nn.Module, report, settings: Settings, findings: Findings, who: str, say: Callable) -> None:
+    """Logs what was found, and gives modules that disagree their own code back.
+
+    Args:
+        model (nn.Module): The changed model.
+        report (Report): What was changed; updated.
+        settings (Settings): Its settings.
+        findings (Findings): What was found.
+        who (str): Who says it.
+        say (Callable): Takes a message and a level of ``logging``.
+
+    Raises:
+        RuntimeError: If something disagrees and ``verify='raise'``.
+    """
+    by_reason = {}
+    for name, reason in findings.failed.items():
+        by_reason.setdefault(reason, []).append(name)
+    told = []
+    for reason, names in by_reason.items():
+        listed = ', '.join([*names[:3], *(['...'] if names[3:] else [])])
+        told.append(f'{listed} ({len(names)} of class {report.kinds[names[0]]}): {reason}')
+    if told and settings.verify == 'raise':
+        raise RuntimeError(
+            f"{who}: changed modules disagree with their own code, and verify='raise': {'; '.join(told)}. "
+            'Leave them out with modules=[...], or take verify=True, which runs their own code'
+        )
+    say(f'{who}: {findings}', logging.INFO)
+    for line in told:
+        say(
+            f'{who}: a changed module disagrees with its own code, which runs from now on: {line}. The training is '
+            f"exact without it. Please report this line, versions and GPU to sbp_mmdet's issue tracker",
+            logging.WARNING,
+        )
+    for name, reason in findings.failed.items():
+        _fall_back(model.get_submodule(name))
+        report.changed.pop(name, None)
+        report.left[name] = f'verification failed: {reason}'
+    stored = findings.stored
+    if stored['before']:
+        say(
+            '{who}: for the backward pass the changed modules store {now:,.1f} MB; unchanged they would store '
+            '{before:,.1f} MB, with their blocks checkpointed {with_cp:,.1f} MB. The peak of a step is more than '
+            'that: `sbp-mmdet plan CONFIG` compares whole steps'.format(
+                who=who, **{key: n / 1e6 for key, n in stored.items()}
+            ),
+            logging.INFO,
+        )
+
+
+def _fall_back(module):
+    """Gives a module its own code back."""
+    place = module._lean
+    if isinstance(place.draws, StepDraws):
+        stages = place.draws.stages
+        stages.layers.pop(place.layer, None)
+        stages.ratios.pop(place.layer, None)
+    release(module)
+
+
+def print_to_log(message: str, level: int) -> None:
+    """Prints to mmengine's current logger."""
+    print_log(message, logger='current', level=level)
+
+
+def _copies(tree):
+    """Copies of arguments, for a pass may work in place."""
+    leaves, structure = tree_flatten(tree)
+    found = [x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in leaves]
+    return tree_unflatten(found, structure)

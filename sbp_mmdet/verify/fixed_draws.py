@@ -1,0 +1,62 @@
+"""Draws that are the same for both sides of a comparison."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..presets import PRESETS
+from ..stochastic_backprop.masks import Positions
+
+__all__ = ['FixedDraws', 'as_reference', 'with_fixed_draws']
+
+
+class FixedDraws:
+    """Stands in for what a pass draws: positions and heads that are the same for both sides of a comparison."""
+
+    def __init__(self, draws, layer):
+        self._draws, self._layer = draws, layer
+
+    def ratio(self, layer) -> float:
+        """The keep ratio of the layer."""
+        return self._draws.ratio(layer)
+
+    def draws_for(self, layer) -> bool:
+        """Whether something is drawn."""
+        return True
+
+    def images(self, branch, number) -> None:
+        """No images are left out; stochastic depth draws by itself."""
+
+    def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> Positions:
+        """Returns random positions."""
+        if isinstance(length_or_device, int):
+            length, device = length_or_device, next(iter(self._layer_device()))
+        else:
+            length, device = sum(h * w for h, w in layer_or_sizes), length_or_device
+        keep, drop = self._split(length)
+        return Positions(keep.to(device), drop.to(device))
+
+    def heads(self, layer) -> Tensor:
+        """Returns random heads."""
+        return self._split(self._draws.stages.num_heads)[0].to(next(iter(self._layer_device())))
+
+    def _split(self, length):
+        order = torch.randperm(length, generator=torch.Generator().manual_seed(length))
+        number = min(max(round(self._draws.ratio(self._layer) * length), 1), length)
+        return order[:number].sort()[0], order[number:].sort()[0]
+
+    def _layer_device(self):
+        return (p.device for p in self._draws.stages.layers[self._layer].parameters())
+
+
+def with_fixed_draws(place):
+    """Returns the place of a changed module with positions of its own, and without a sample."""
+    ratio = place.draws is not None and place.draws.ratio(place.layer)
+    draws = FixedDraws(place.draws, place.layer) if ratio and ratio < 1 else None
+    return place._replace(draws=draws, phases=None)
+
+
+def as_reference(place):
+    """Returns the place of a changed module that runs Algorithm 1 in plain autograd."""
+    return place._replace(settings=dataclasses.replace(place.settings, preset=PRESETS['reference']))

@@ -1,0 +1,42 @@
+"""Which modules are of one kind, so that one of them is compared for all."""
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+__all__ = ['described', 'settings_of']
+
+
+def settings_of(module, place):
+    """Returns what tells two modules of a class apart, without weights, names and rates of stochastic depth."""
+    found = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
+    for m in module.modules():
+        own = [
+            (key, _plain(key, value)) for key, value in sorted(vars(m).items()) if key[0] != '_' and _is_plain(value)
+        ]
+        shapes = [(key, p.shape, p.dtype, p.requires_grad) for key, p in m._parameters.items() if p is not None]
+        found.append((type(m).__name__, tuple(own), tuple(shapes)))
+    return tuple(found)
+
+
+def _plain(key, value):
+    return bool(value) if key in ('drop_prob', 'p') else value
+
+
+def _is_plain(value):
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def described(tree) -> tuple:
+    """Returns shapes, precisions and layouts of arguments."""
+    leaves, structure = tree_flatten(tree)
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            last = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
+            found.append((leaf.shape, leaf.dtype, leaf.is_contiguous(), last))
+        else:
+            found.append(leaf if _is_plain(leaf) else type(leaf).__name__)
+    return (str(structure), tuple(found))

@@ -1,0 +1,224 @@
+"""One forward and backward pass of a module, with everything that can be compared."""
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ..ops.common.precision import accumulator
+
+__all__ = ['Run', 'Stored', 'bridge', 'floating', 'run_module', 'storage_of']
+
+
+class Stored(NamedTuple):
+    """What autograd keeps of a module's forward pass.
+
+    Attributes:
+        inside (int): Bytes of tensors that are neither inputs nor outputs, nor parameters and buffers.
+        inputs (frozenset[int]): Which of the floating-point inputs.
+        outputs (frozenset[int]): Which of the floating-point outputs.
+    """
+
+    inside: int
+    inputs: frozenset
+    outputs: frozenset
+
+
+class Run(NamedTuple):
+    """Results of a pass.
+
+    Attributes:
+        outputs (dict[str, Tensor]): Floating-point outputs, and buffers as the pass left them.
+        gradients (dict[str, Tensor | None]): Gradients of floating-point inputs and of parameters.
+        stored (Stored): What autograd kept.
+    """
+
+    outputs: dict
+    gradients: dict
+    stored: Stored
+
+
+def floating(tree) -> list[Tensor]:
+    """Returns the floating-point tensors of nested arguments."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns what identifies the storage of a tensor as long as it exists."""
+    return tensor.untyped_storage()._cdata
+
+
+def run_module(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    cotangent: Callable[[int, Tensor], Tensor],
+    dtype: torch.dtype | None = None,
+    shift: dict[str, Tensor] | None = None,
+) -> Run:
+    """Runs a module forward and backward on copies of its inputs, buffers and parameters.
+
+    No gradient is accumulated, and no hook of a parameter runs.
+
+    Args:
+        module (nn.Module): The module, in the mode and with the class that it should have.
+        args (tuple): Its arguments.
+        kwargs (dict): Its keyword arguments.
+        cotangent (Callable): Maps number and value of an output to its gradient.
+        dtype (torch.dtype | None): What everything runs in, without autocast. If ``None``, the pass has the precision
+            of its inputs and of the present autocast. Default: None.
+        shift (dict[str, Tensor] | None): By the name of a gradient, what is added to its input or parameter. If
+            ``None``, nothing is added. Default: None.
+
+    Returns:
+        Run: The results.
+    """
+    leaves, shift = {}, shift or {}
+
+    def leaf(tensor):
+        if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+            return tensor
+        if id(tensor) not in leaves:
+            own = shifted(f'input {len(leaves)}', cast(tensor.detach())).requires_grad_()
+            leaves[id(tensor)] = own, own.clone()  # modules may work in place, which a leaf refuses
+        return leaves[id(tensor)][1]
+
+    def cast(tensor):
+        return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+
+    def shifted(name, tensor):
+        return tensor + shift[name] if shift.get(name) is not None else tensor.detach()
+
+    parameters = {
+        name: nn.Parameter(shifted(name, cast(p.detach())), requires_grad=p.requires_grad)
+        for name, p in module.named_parameters()
+    }
+    buffers = {name: cast(buffer.detach()).clone() for name, buffer in module.named_buffers()}
+    off = contextlib.nullcontext()
+    if dtype:
+        devices = {p.device.type for p in parameters.values()} | {t.device.type for t in floating((args, kwargs))}
+        off = torch.autocast(next(iter(devices), 'cpu'), enabled=False)
+    saved = {}
+
+    def forward_and_backward():
+        inputs = tree_map(leaf, (args, kwargs))
+
+        def pack(tensor):
+            saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
+            outs = floating(module(*inputs[0], **inputs[1]))
+        own = [*parameters.values(), *buffers.values()]
+        stored = _stored(saved, [passed for _, passed in leaves.values()], outs, own)
+        wanted = {f'input {i}': x for i, (x, _) in enumerate(leaves.values())}
+        wanted |= {name: p for name, p in parameters.items() if p.requires_grad}
+        found = [(i, o) for i, o in enumerate(outs) if o.requires_grad]
+        gradients = [None] * len(wanted)
+        if found and wanted:
+            cotangents = [cotangent(i, o.detach()) for i, o in found]
+            gradients = torch.autograd.grad([o for _, o in found], [*wanted.values()], cotangents, allow_unused=True)
+        results = {f'output {i}': o.detach() for i, o in enumerate(outs)}
+        results |= {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        return Run(results, dict(zip(wanted, gradients, strict=True)), stored)
+
+    with torch.enable_grad(), off, _without_weight_cache():
+        tensors = {f'module.{name}': t for name, t in (parameters | buffers).items()}
+        return functional_call(_Calls(module), tensors, (forward_and_backward,))
+
+
+class _Calls(nn.Module):
+    """Calls a function while its module has other tensors: a checkpoint runs in the backward pass again."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, function):
+        return function()
+
+
+def _stored(saved, inputs, outputs, own):
+    known = {storage_of(t) for t in own}
+    ins, outs = ({storage_of(t): i for i, t in enumerate(tensors)} for tensors in (inputs, outputs))
+    inside = sum(
+        n for address, n in saved.items() if address not in known and address not in ins and address not in outs
+    )
+    return Stored(
+        inside,
+        frozenset(i for address, i in ins.items() if address in saved),
+        frozenset(i for address, i in outs.items() if address in saved and address not in ins),
+    )
+
+
+@contextlib.contextmanager
+def _without_weight_cache():
+    """Autocast's cache would keep casts of the copied weights until the step ends."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class Bridged(torch.autograd.Function):
+    """Runs a function without a graph; its inputs get made-up gradients, which are linear in those of the outputs.
+
+    It stands for a module inside of another one, where both sides of a comparison need the same gradients from it.
+    """
+
+    @staticmethod
+    def forward(ctx, run, structure, *leaves):
+        out = run(*tree_unflatten([*leaves], structure))
+        ctx.shapes = [(x.shape, x.dtype, x.device) if _is_float(x) else None for x in leaves]
+        ctx.set_materialize_grads(False)
+        return tuple(o.clone() if isinstance(o, Tensor) else o for o in out)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        total = sum(_weighed(g) for g in grads if g is not None)
+        made = (None if s is None else (_waves(*s) * total).to(s[1]) for s in ctx.shapes)
+        return None, None, *made
+
+
+def bridge(run: Callable, args: tuple, kwargs: dict):
+    """Runs ``run(*args, **kwargs)`` as :class:`Bridged` does.
+
+    Args:
+        run (Callable): The function.
+        args (tuple): Its arguments.
+        kwargs (dict): Its keyword arguments.
+
+    Returns:
+        What ``run`` returns.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    found = []
+
+    def flat_run(args, kwargs):
+        flat, spec = tree_flatten(run(*args, **kwargs))
+        found.append(spec)
+        return flat
+
+    return tree_unflatten([*Bridged.apply(flat_run, structure, *leaves)], found[0])
+
+
+def _is_float(x):
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _weighed(grad):
+    grad = grad.to(accumulator(grad))
+    return (grad * _waves(grad.shape, grad.dtype, grad.device)).sum()
+
+
+def _waves(shape, dtype, device):
+    """Returns fixed numbers without a pattern that a fault could follow."""
+    number = torch.Size(shape).numel()
+    waves = torch.arange(number, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    return waves.mul_(1.7).cos_().view(shape) / max(number, 1) ** 0.5

@@ -1,0 +1,132 @@
+"""Inputs at the edges of what plain modules take: empty batches, strides, devices, precisions."""
+
+import contextlib
+
+import pytest
+import torch
+from ops_cases import CASES, Case, differentiate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sbp_mmdet.ops.common.autograd_function import Form
+
+FORMS = dict(exact=Form(), int8=Form(storage='int8'))
+
+
+def kinds_of(case: Case):
+    return [kind for kind in case.kinds if kind in (None, 'half', 'empty')]
+
+
+NAMES = [(name, kind) for name, case in CASES.items() for kind in kinds_of(case)]
+
+
+@contextlib.contextmanager
+def default_device(device):
+    before = torch.get_default_device() if hasattr(torch, 'get_default_device') else 'cpu'
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(before)
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('name, kind', NAMES)
+def test_a_batch_without_images(name, kind, form):
+    """As a backbone of crops has it in a step without any: gradients of parameters are zero."""
+    case = CASES[name]
+    tensors, given = case.inputs(n=0)
+    lean, _ = case.both(kind, FORMS[form], given)
+    found = differentiate(lean, tensors)
+    assert found.pop('out').shape[0] == 0
+    for key, tensor in tensors.items():
+        assert tensor is None or torch.equal(found[key], torch.zeros_like(tensor)), key
+
+
+@pytest.mark.parametrize('name, kind', NAMES)
+def test_another_default_device(name, kind):
+    """Whoever sets one means new tensors of a script, not those of an operation on other tensors."""
+    case = CASES[name]
+    tensors, given = case.inputs()
+    lean, plain = case.both(kind, given=given)
+    expected = differentiate(plain, tensors)
+    weight = torch.randn_like(expected['out'])
+
+    def gradients(f):
+        leaves = {n: t if t is None else t.detach().clone().requires_grad_() for n, t in tensors.items()}
+        out = f(**leaves)
+        out.backward(weight)
+        return [out.detach(), *(t.grad for t in leaves.values() if t is not None)]
+
+    with default_device('meta'):
+        found = gradients(lean)
+    for a, b in zip(found, gradients(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def strided(x):
+    """The same numbers, with dimensions in another order and gaps between the numbers of the last one."""
+    wide = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype).transpose(0, -1).contiguous().transpose(0, -1)
+    wide[..., ::2] = x.detach()
+    return wide[..., ::2]
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('name, kind', NAMES)
+def test_any_strides(name, kind, form):
+    """Of all inputs and of the gradient."""
+    case = CASES[name]
+    tensors, given = case.inputs()
+    lean, _ = case.both(kind, FORMS[form], given)
+
+    def gradients(change):
+        leaves = {n: t if t is None else change(t).requires_grad_() for n, t in tensors.items()}
+        out = lean(**leaves)
+        weight = torch.arange(out.numel(), dtype=out.dtype).cos().view(out.shape)
+        grads = torch.autograd.grad(out, [t for t in leaves.values() if t is not None], change(weight))
+        return [out.detach(), *grads]
+
+    for a, b in zip(gradients(strided), gradients(torch.clone), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('name', [name for name in CASES if 'convolution' not in name])
+def test_norms_in_fp32_in_a_model_in_half_precision(name, dtype):
+    """As who casts a model may keep them; gradients come in the precision of their tensors."""
+    case = CASES[name]
+    tensors, given = case.inputs()
+    apart = {n for n in tensors if n.startswith('norm') or (name == 'layer_norm' and n != 'x')}
+    mixed = {n: t if t is None else t.to(torch.float32 if n in apart else dtype) for n, t in tensors.items()}
+    lean, plain = case.both(None, given=given)
+    found = differentiate(lean, mixed)
+    expected = differentiate(plain, {n: t if t is None else t.double() for n, t in mixed.items()})
+    for key, truth in expected.items():
+        if truth is not None:
+            assert key == 'out' or found[key].dtype == mixed[key].dtype
+            assert (found[key] - truth).norm() < (0.01 if dtype is torch.float16 else 0.05) * truth.norm(), key
+
+
+class Called(TorchDispatchMode):
+    """Notes the names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+# Operations that add atomically on CUDA, see torch.use_deterministic_algorithms.
+ATOMIC = {'index_add', 'index_add_', 'scatter_add', 'scatter_add_', 'put_', 'put', 'bincount', 'histc'}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_nothing_is_added_in_an_order_that_differs_from_run_to_run(name):
+    case = CASES[name]
+    tensors, given = case.inputs()
+    lean, _ = case.both(None, given=given)
+    with Called() as called:
+        differentiate(lean, tensors)
+    assert called.names and not called.names & ATOMIC

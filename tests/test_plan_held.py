@@ -1,0 +1,91 @@
+"""The planner counts what a GPU holds beside the model, and refuses in a line what it cannot count."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers import environment
+from mmdet.models import RetinaNet
+from mmdet.registry import MODELS
+from mmengine.config import Config
+
+from sbp_mmdet.plan import command
+from sbp_mmdet.plan.detector import build_detector, measure_detector
+from sbp_mmdet.plan.variants import load_config, plain
+
+RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
+CASE = dict(batch=1, height=64, width=64, boxes=2)
+
+
+@MODELS.register_module(force=True)
+class WithTeacher(RetinaNet):
+    """Keeps a teacher outside of the tree of modules, as mmdet's distillation does; ``train`` returns nothing."""
+
+    def __init__(self, teacher: dict, **kwargs):
+        super().__init__(**kwargs)
+        object.__setattr__(self, 'teacher', MODELS.build(teacher))
+
+    def train(self, mode: bool = True) -> None:
+        super().train(mode)
+
+
+@pytest.fixture(scope='module')
+def retina():
+    config = plain(load_config(RETINA))
+    config.model.backbone.update(depth=18, base_channels=8, init_cfg=None)
+    config.model.neck.in_channels = [8, 16, 32, 64]
+    return config
+
+
+@pytest.fixture(scope='module')
+def alone(retina):
+    return measure_detector(retina, **CASE)
+
+
+def weights(config):
+    model, _ = build_detector(config, 'cpu')
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_teacher_outside_of_the_tree_counts(retina, alone):
+    config = Config(retina.to_dict())
+    config.model = dict(config.model, type='WithTeacher', teacher=config.model)
+    found = measure_detector(config, **CASE)
+    assert found['peak'] - alone['peak'] == pytest.approx(weights(retina), rel=1e-3)
+
+
+@pytest.mark.parametrize('hooks', [1, 2])
+def test_averaged_copies_count(retina, alone, hooks):
+    config = Config(retina.to_dict())
+    config.custom_hooks = [dict(type='EMAHook', ema_type='ExpMomentumEMA')] * hooks
+    found = measure_detector(config, **CASE)
+    assert found['peak'] - alone['peak'] == pytest.approx(hooks * weights(retina), rel=1e-3)
+
+
+@pytest.mark.parametrize('verb', ['plan', 'rehearse'])
+@pytest.mark.parametrize('strategy', ['FSDPStrategy', 'DeepSpeedStrategy'])
+def test_a_strategy_is_refused_in_a_line(verb, strategy, tmp_path, capsys):
+    (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\nstrategy = dict(type='{strategy}')\n")
+    with pytest.raises(SystemExit) as stopped:
+        command.main([verb, str(tmp_path / 'a.py'), '--budget', '8GiB'])
+    assert stopped.value.code == 2
+    assert f'strategy={strategy}' in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_folder_is_called_one(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(['plan', str(tmp_path), '--budget', '8GiB'])
+    assert f'{tmp_path} is a folder; give the path of a config file' in capsys.readouterr().err
+
+
+def test_json_is_json_whatever_others_print(tmp_path):
+    (tmp_path / 'loud.py').write_text("print('loud')\n")
+    (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\ncustom_imports = dict(imports=['loud'])\n")
+    words = ['-W', 'ignore', '-m', 'sbp_mmdet.plan', 'plan', 'a.py', '--budget', '80GiB', '--batch', '1', '--json']
+    words += ['--size', '64x64', '--boxes', '2']
+    path = f'{tmp_path}:{environment()["PYTHONPATH"]}' if 'PYTHONPATH' in environment() else str(tmp_path)
+    variables = environment(PYTHONPATH=path)
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert json.loads(done.stdout)['answer'] == 'none', done.stderr
+    assert 'loud' in done.stderr

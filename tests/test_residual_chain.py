@@ -1,0 +1,292 @@
+"""Chains of residual blocks against the blocks' own code in fp64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as cp
+from mmdet.models.backbones import resnet, resnext
+from mmdet.models.layers import ResLayer
+from torch import nn
+
+from sbp_mmdet import apply_lean
+
+BN, GN = dict(type='BN'), dict(type='GN', num_groups=4)
+# Block, arguments of the stage, whether batch norms are in evaluation mode.
+STAGES = {
+    'Bottleneck': (resnet.Bottleneck, dict(stride=2), True),
+    'Bottleneck, caffe': (resnet.Bottleneck, dict(stride=2, style='caffe'), True),
+    'Bottleneck, dilated': (resnet.Bottleneck, dict(dilation=2), True),
+    'Bottleneck, average pooling': (resnet.Bottleneck, dict(stride=2, avg_down=True), True),
+    'Bottleneck, batch statistics': (resnet.Bottleneck, dict(stride=2, avg_down=True), False),
+    'Bottleneck, group norm': (resnet.Bottleneck, dict(stride=2, norm_cfg=GN), True),
+    'ResNeXt': (resnext.Bottleneck, dict(stride=2, groups=4, base_width=8, base_channels=8), True),
+    'BasicBlock': (resnet.BasicBlock, dict(stride=2), True),
+    'BasicBlock, batch statistics': (resnet.BasicBlock, dict(stride=2), False),
+}
+
+
+def stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8, width=8):
+    """A stage with trained-looking norms; it is longer than a chain."""
+    torch.manual_seed(0)
+    model = ResLayer(block, 16, width, blocks, **{'stride': 2, 'norm_cfg': BN, **(options or {})})
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
+            nn.init.uniform_(module.weight, 0.3, 0.8)
+            nn.init.normal_(module.bias, std=0.2)
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.2)
+            module.running_var.uniform_(0.5, 2)
+            module.train(not norm_eval)
+    return model.double()
+
+
+def image(size=(17, 22), channels=16):
+    return torch.randn(2, channels, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model, x, run=None, needs_x=True):
+    """Output, and gradients of input and parameters."""
+    x = x.clone().requires_grad_(needs_x)
+    model.zero_grad()
+    out = (run or model)(x)
+    out.sin().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), found | ({'x': x.grad} if needs_x else {})
+
+
+def distance(found, expected):
+    """Largest relative difference of a gradient."""
+    assert found.keys() == expected.keys()
+    return max(((found[name] - g).norm() / g.norm()).item() for name, g in expected.items())
+
+
+def saved_bytes(model, x):
+    """Bytes saved for the backward pass, parameters, buffers and input aside."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
+    seen = {}
+
+    def pack(t):
+        seen[t.untyped_storage().data_ptr()] = (t.untyped_storage().nbytes(), t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    return sum(nbytes for pointer, (nbytes, _) in seen.items() if pointer not in own)
+
+
+def assert_plain(lean, plain, x=None, most=1e-11, **options):
+    x = image() if x is None else x
+    found, expected = gradients(lean, x, **options), gradients(plain, x, **options)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert distance(found[1], expected[1]) < most
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, lean.get_buffer(name)), name
+
+
+def pair(*args, **kwargs):
+    plain = stage(*args, **kwargs)
+    lean = copy.deepcopy(plain)
+    apply_lean(lean)
+    return lean, plain
+
+
+@pytest.mark.parametrize('name', STAGES)
+@pytest.mark.parametrize('needs_x', [True, False])
+def test_gradients_are_those_of_the_blocks_own_code(name, needs_x):
+    lean, plain = pair(*STAGES[name])
+    for _ in range(2):  # running statistics move twice
+        assert_plain(lean, plain, needs_x=needs_x)
+
+
+@pytest.mark.parametrize(('block', 'norm_eval', 'most'), [
+    (resnet.Bottleneck, True, 0.21), (resnet.Bottleneck, False, 0.17), (resnet.BasicBlock, True, 0.36),
+])  # fmt: skip
+def test_stored_bytes(block, norm_eval, most):
+    lean, plain = (model.float() for model in pair(block, None, norm_eval, blocks=6))
+    x = image((32, 32)).float()
+    assert saved_bytes(lean, x) < most * saved_bytes(plain, x)
+
+
+@pytest.mark.parametrize('name', ['Bottleneck', 'Bottleneck, batch statistics', 'BasicBlock'])
+def test_a_convolution_that_answers_differently_the_second_time(name, monkeypatch):
+    """The error of the gradients is in proportion to that of the convolutions: no ReLU changes its side."""
+    lean, plain = pair(*STAGES[name])
+    own, noise = F.conv2d, torch.Generator().manual_seed(2)
+
+    def other(*args, **kwargs):
+        out = own(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:  # the forward pass
+            return out
+        return out + 1e-5 * out.std() * torch.randn(out.shape, dtype=out.dtype, generator=noise)
+
+    expected = gradients(plain, image((64, 64)))
+    monkeypatch.setattr(F, 'conv2d', other)
+    found = gradients(lean, image((64, 64)))
+    assert torch.equal(found[0].gt(0), expected[0].gt(0))
+    assert 0 < distance(found[1], expected[1]) < 1e-4
+
+
+def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
+    from sbp_mmdet.ops.common.sign_bits import SignBits
+
+    for shape in ((1, 1, 1, 1), (2, 3, 5, 7), (0, 3, 4, 4), (1, 16, 4, 4)):
+        u = torch.randn(shape)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            y = F.relu(u.contiguous(memory_format=layout))
+            for again in (u.clone(), u.contiguous(memory_format=torch.channels_last)):
+                found = SignBits.pack(y).relu_(again)
+                assert torch.equal(found.gt(0), y.gt(0)) and torch.allclose(found, y, atol=1e-37)
+                flipped = SignBits.pack(y).relu_(-again)
+                assert torch.equal(flipped.gt(0), y.gt(0))
+    nan = torch.tensor([1.0, -1.0, torch.nan, 0.0]).view(1, 4, 1, 1)
+    assert SignBits.pack(F.relu(nan)).relu_(nan.clone()).flatten().tolist()[:2] == [1.0, 0.0]
+    assert SignBits.pack(F.relu(nan)).relu_(nan.clone()).isnan().any()
+
+
+FROZEN = {
+    'the first two blocks': lambda m: [p for block in list(m)[:2] for p in block.parameters()],
+    'norms': lambda m: [p for name, p in m.named_parameters() if 'bn' in name or 'downsample.1' in name],
+    'convolutions': lambda m: [p for name, p in m.named_parameters() if 'conv' in name],
+    'the second convolution of each block': lambda m: [block.conv2.weight for block in m],
+    'the last block': lambda m: [*m[-1].parameters()],
+    'all': lambda m: [*m.parameters()],
+}
+
+
+@pytest.mark.parametrize('norm_eval', [True, False])
+def test_requires_grad_changes_between_steps(norm_eval):
+    lean, plain = pair(resnet.Bottleneck, None, norm_eval, blocks=4)
+    for some in FROZEN.values():
+        for model in (lean, plain):
+            model.requires_grad_(True)
+            for p in some(model):
+                p.requires_grad_(False)
+        assert_plain(lean, plain)
+        if any(p.requires_grad for p in lean.parameters()):
+            assert_plain(lean, plain, needs_x=False)
+
+
+def test_frozen_blocks_in_front_store_nothing():
+    lean, _ = pair(blocks=5)
+    for block in list(lean)[:4]:
+        block.requires_grad_(False)
+    x = image((32, 32))
+    out = lean(x)
+    # Input and output of the last block, and one map of a quarter of their channels inside of it.
+    assert saved_bytes(lean, x) <= 2.26 * out.untyped_storage().nbytes()
+
+
+def test_channels_last():
+    lean, plain = pair()
+    x = image().contiguous(memory_format=torch.channels_last)
+    assert_plain(lean.to(memory_format=torch.channels_last), plain, x)
+
+
+@pytest.mark.parametrize('norm_eval', [True, False])
+def test_autocast(norm_eval):
+    """Errors are those of the plain model in this precision."""
+    lean, plain = pair(resnet.Bottleneck, None, norm_eval, blocks=4, width=16)
+    x, exact = image(), gradients(copy.deepcopy(plain), image())[1]
+
+    def error(model):
+        model = model.float()
+        with torch.autocast('cpu', torch.bfloat16):
+            found = gradients(model, x.float())[1]
+        assert all(g.dtype == torch.float32 for g in found.values())
+        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
+
+    assert error(lean) < 1.3 * error(plain)
+
+
+@pytest.mark.parametrize('norm_eval', [True, False])
+def test_two_passes_a_retained_graph_and_a_checkpoint(norm_eval):
+    lean, plain = pair(resnet.Bottleneck, None, norm_eval, blocks=4)
+    first, second = image(), image((9, 30))
+
+    def twice(model, x):
+        return torch.cat([model(x).flatten(), model(second).flatten()])
+
+    found, expected = (gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
+    assert distance(found[1], expected[1]) < 1e-11
+    out = lean(first).sin().sum()
+    for _ in range(2):
+        lean.zero_grad()
+        out.backward(retain_graph=True)
+        once = {name: p.grad.clone() for name, p in lean.named_parameters()}
+    expected = gradients(plain, first, needs_x=False)[1]
+    assert distance(once, expected) < 1e-11
+    found = gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
+    assert distance(found[1], gradients(plain, first)[1]) < 1e-11
+
+
+def _hook(block):
+    block.conv2.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def _instance_forward(block):
+    block.norm3.forward = lambda x: x * 0.5
+
+
+def _other_activation(block):
+    block.relu = nn.LeakyReLU(0.3)
+
+
+class _Other(resnet.Bottleneck):
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+def _subclass(block):
+    block.__class__ = _Other
+
+
+def _circular(block):
+    block.conv2.padding_mode = 'circular'
+    block.conv2._reversed_padding_repeated_twice = [1, 1, 1, 1]
+
+
+def _block_hook(block):
+    block.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+CHANGES = [_hook, _instance_forward, _other_activation, _subclass, _circular, _block_hook]
+
+
+@pytest.mark.parametrize('change', CHANGES)
+def test_a_block_that_is_not_the_stock_one_runs_its_own_code(change):
+    plain = stage(blocks=5)
+    change(plain[2])
+    lean = copy.deepcopy(plain)
+    apply_lean(lean)
+    assert_plain(lean, plain)
+
+
+@pytest.mark.parametrize('change', [_hook, _block_hook])
+def test_hooks_that_come_later_run(change):
+    lean, plain = pair(blocks=5)
+    assert_plain(lean, plain)
+    for model in (lean, plain):
+        change(model[2])
+    assert_plain(lean, plain)
+
+
+def test_evaluation_runs_the_own_code_and_no_images_pass():
+    lean, plain = pair()
+    assert torch.equal(lean.eval()(image()), plain.eval()(image()))
+    with torch.no_grad():
+        torch.testing.assert_close(lean.train()(image()[:0]), plain.train()(image()[:0]))
+
+
+def test_eight_bits_store_less_and_are_near():
+    plain = stage(blocks=6)
+    exact, rounded = copy.deepcopy(plain), copy.deepcopy(plain)
+    apply_lean(exact)
+    apply_lean(rounded, 'int8')
+    x = image((32, 32))
+    found, expected = gradients(rounded, x), gradients(plain, x)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert distance(found[1], expected[1]) < 0.03
+    x = x.float()
+    assert saved_bytes(rounded.float(), x) < 0.6 * saved_bytes(exact.float(), x)
