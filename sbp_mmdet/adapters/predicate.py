@@ -336,7 +336,7 @@ class BypassedModules:
         parents = [m for m in root.modules() if m is root or inside.keys() & set(map(id, m.children()))]
         self.modules = tuple(inside.values())
         self._children = tuple((parent, dict(parent._modules)) for parent in parents)
-        self._root = foreign_classes(type(root))
+        self._root = _root_state(root)
         self._states = tuple((module, _state(module)) for module in self.modules)
         self._hooked_globally = is_hooked_globally()
 
@@ -352,12 +352,17 @@ class BypassedModules:
         Args:
             root (nn.Module): The changed module.
         """
-        if foreign_classes(type(root)) != self._root or is_hooked_globally() != self._hooked_globally:
+        if _root_state(root) != self._root or is_hooked_globally() != self._hooked_globally:
             return False
         for parent, children in self._children:
             if parent._modules != children:
                 return False
         return all(_state(module) == state for module, state in self._states)
+
+
+def _root_state(root):
+    # One attribute more may be one that hides a method.
+    return foreign_classes(type(root)), len(root.__dict__)
 
 
 def _state(module):
@@ -369,4 +374,5 @@ def _state(module):
         or module.__dict__.get('_compiled_call_impl') is not None
     )
     weight = module._parameters.get('weight')
-    return foreign_classes(type(module)), touched, None if weight is None else weight.dtype
+    dtype = None if weight is None else weight.dtype
+    return foreign_classes(type(module)), touched, len(module.__dict__), dtype
