@@ -153,12 +153,14 @@ class _Backbone(NamedTuple):
         kind (type[LeanBlock]): The adapter of its blocks.
         layers (dict): Key of a layer to the module and its adapter.
         ratios (dict): Key of a layer to its keep ratio.
+        thins (bool): Whether positions can be dropped in any block.
     """
 
     owner: nn.Module
     kind: type[LeanBlock]
     layers: dict
     ratios: dict
+    thins: bool
 
 
 class _Plan(NamedTuple):
@@ -205,10 +207,11 @@ def _plan(model, settings, chosen):
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
-    thinned = [found for found in backbones if found.layers] or [m for _, m in others if m.token_ratio(settings)]
+    thinned = [found for found in backbones if found.thins] or [m for _, m in others if m.token_ratio(settings)]
     if settings.preset.thins and not thinned:
         what = f"preset='{settings.preset.name}' drops positions, and applies"
         known = [m for m in ADAPTERS.values() if issubclass(m, LeanBlock) or m.token_ratio(settings)]
+        left |= {names[id(inside)]: reason for bound in bounds.values() for inside, reason in bound.left}
         raise ValueError(_nothing(model, left, what, known, " Take preset='exact' or 'int8'."))
     found = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
     if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in found):
@@ -251,10 +254,11 @@ def _backbone(root, settings, take, bounds):
                 layers[i, j] = (block, mixin)
     if not layers:
         return None
+    thins = settings.preset.form is not None and any(_thins(bounds[id(module)]) for module, _ in layers.values())
     layers |= {key: found for key, found in kind.others(owner, settings).items() if take(*found)}
     ratios = settings.layer_ratios(depths, kind.thinned_blocks(depths), kind.from_end)
     thinned = {key for key, (module, _) in layers.items() if settings.preset.form and _thins(bounds[id(module)])}
-    return _Backbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in thinned})
+    return _Backbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in thinned}, thins)
 
 
 def _thins(bound):

@@ -130,7 +130,7 @@ def test_example_of_a_family():
     x, gradients = torch.randn(2, 8, 16, 16), []
     for preset in ('none', 'exact'):
         if preset == 'exact':
-            assert len(sbp_mmdet.apply_lean(model, preset=preset).changed) == 2
+            assert {'0', '1'} <= sbp_mmdet.apply_lean(model, preset=preset).changed.keys()
         gradients.append(torch.autograd.grad(model(x).square().sum(), [*model.parameters()]))
     for exact, plain in zip(*gradients, strict=True):
         torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))

@@ -498,7 +498,9 @@ def test_changed_before(name):
     torch.manual_seed(0)
     change(stock)
     parametrized = any(map(parametrize.is_parametrized, stock.modules()))
-    if parametrized or 'own' in name or 'instance' in name or 'forward of' in name or 'norm' in name:  # copies would share closures
+    if (
+        parametrized or 'own' in name or 'instance' in name or 'forward of' in name or 'norm' in name
+    ):  # copies would share closures
         plain = MODELS[family]()
         torch.manual_seed(0)
         change(plain)

@@ -6,7 +6,6 @@ quantisation may put other parameters in their place later.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
 from ..ops.window_attention import WindowSettings, WindowTensors, window_attention
 from ..stochastic_backprop.masks import Positions
-from .predicate import unsupported
+from .predicate import tensors_in, unsupported
 
 __all__ = [
     'Binding',
@@ -85,18 +84,13 @@ class Binding:
         """Returns the modules whose forward may not be bypassed, and why; arguments as of :meth:`usable`."""
         asked = list({id(module): (module, role) for module, role in self.reads(form)}.values())
         found = [(m, problem) for m, role in asked if (problem := unsupported(m, role, called=m is root))]
-        odd = _odd_scale(self.scaled_by)
-        found += [(self.scaled_by, odd)] if odd else []
         return found or _mixed_precision([module for module, _ in asked])
 
     @property
     def scale(self) -> Tensor | None:
         """The layer scale, shape (C,)."""
-        return (
-            None
-            if self.scaled_by is None
-            else next(filter(_is_tensor, map(self.scaled_by._parameters.get, _SCALES)), None)
-        )
+        found = {} if self.scaled_by is None else tensors_in(self.scaled_by)
+        return next((found[name] for name in _SCALES if name in found), None)
 
     def length(self, x: Tensor) -> int:
         """Returns the number of positions of the output for a map (N, C, H, W) or tokens (N, L, C)."""
@@ -108,29 +102,15 @@ class Binding:
             yield self.scale
         for module, _ in self.reads(Form()):
             if module is not self.scaled_by:
-                yield from module._parameters.values()
+                yield from tensors_in(module).values()
 
 
 _SCALES = ('gamma', 'weight', 'scale')
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _odd_scale(module):
-    """Returns what is wrong with a layer scale that is no parameter of its module."""
-    if module is None:
-        return None
-    hidden = [
-        name for name in _SCALES[:1] if _is_tensor(getattr(module, name, None)) and name not in module._parameters
-    ]
-    return f'its {hidden[0]} is no parameter of its own' if hidden else None
-
-
 def _mixed_precision(modules) -> Problems:
     """Returns the first module in another precision than the others: the operations fold weights into one another."""
-    kinds = [(m, p.dtype) for m in modules for p in m._parameters.values() if p is not None]
+    kinds = [(m, p.dtype) for m in modules for p in tensors_in(m).values()]
     return [
         (module, f'its parameters are {dtype}, and others of the operation {kinds[0][1]}')
         for module, dtype in kinds

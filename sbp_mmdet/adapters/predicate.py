@@ -47,6 +47,7 @@ __all__ = [
     'is_parametrized',
     'is_replaced',
     'know',
+    'tensors_in',
     'unsupported',
 ]
 
@@ -98,7 +99,7 @@ def _has_affine_part(norm):
 
 
 def _drops_nothing(dropout):
-    return f'it drops {dropout.p:g} of the values; set its rate to 0' if dropout.p else None
+    return f'it drops {dropout.p:g} of the values; set its rate to 0 (drop_rate, attn_drop_rate)' if dropout.p else None
 
 
 def _scales_last_dimension(scale):
@@ -289,15 +290,28 @@ def is_hooked_globally() -> bool:
     return any(_HOOKS)
 
 
+def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters of a module by name, and tensors that stand in their place.
+
+    FSDP keeps the parameters elsewhere and puts views of them into the instance.
+
+    Args:
+        module (nn.Module): The module.
+    """
+    found = {**module._parameters, **vars(module)}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
 def _odd_parameter(module) -> str | None:
-    """Returns what is unusual about the parameters, such as a quantised one or one that is computed in a hook."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None and type(parameter) is not nn.Parameter and type(parameter).__name__ != 'DTensor':
-            return f'its {name} is a {type(parameter).__name__}'
-    for name in ('weight', 'bias'):
-        if isinstance(getattr(module, name, None), torch.Tensor) and name not in module._parameters:
-            return f'its {name} is computed from other parameters'
+    """Returns the first parameter that is of a class of its own, as quantised ones are."""
+    for name, tensor in tensors_in(module).items():
+        if type(tensor) not in (nn.Parameter, torch.Tensor) and type(tensor).__name__ not in _PLAIN:
+            return f'its {name} is a {type(tensor).__name__}'
     return None
+
+
+# Of FSDP, which puts plain tensors in their place in a forward pass, and of the planner.
+_PLAIN = ('DTensor', 'FlatParameter', 'FakeTensor')
 
 
 def derives_plainly(kind: type, known: Iterable[type | str]) -> bool:
@@ -373,6 +387,6 @@ def _state(module):
         or 'forward' in module.__dict__
         or module.__dict__.get('_compiled_call_impl') is not None
     )
-    weight = module._parameters.get('weight')
+    weight = module._parameters.get('weight', module.__dict__.get('weight'))
     dtype = None if weight is None else weight.dtype
     return foreign_classes(type(module)), touched, len(module.__dict__), dtype
