@@ -1,15 +1,13 @@
 """Adapters: which parts of the forward pass of a module are which operations; one file a family of modules."""
 
-from . import conv_module, convnext, detr, resnet, resnet_chain, swin, vit  # noqa: F401  register their adapters
+from . import conv_module, convnext, detr, ffn, resnet, resnet_chain, swin, vit  # noqa: F401  register their adapters
 from .base import (
     ADAPTERS,
-    Bound,
     LeanBlock,
     LeanModule,
     Place,
     adapter,
     adapter_of,
-    bind,
     bypassed_modules,
     release,
     take_over,
@@ -21,10 +19,11 @@ from .bindings import (
     NormLinearBinding,
     PatchNormBinding,
     SelfAttentionBinding,
-    WindowAttentionBinding,
     mlp_of_ffn,
 )
+from .bound import Bound, bind
 from .predicate import know
+from .swin import WindowAttentionBinding
 
 __all__ = [
     'ADAPTERS',

@@ -18,7 +18,6 @@ from ..ops.common.precision import autocast_dtype
 from ..ops.common.rerun_conv import convolve
 from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
-from ..ops.window_attention import WindowSettings, WindowTensors, window_attention
 from ..stochastic_backprop.masks import Positions
 from .predicate import tensors_in, unsupported
 
@@ -29,7 +28,6 @@ __all__ = [
     'NormLinearBinding',
     'PatchNormBinding',
     'SelfAttentionBinding',
-    'WindowAttentionBinding',
     'mlp_of_ffn',
 ]
 
@@ -276,60 +274,6 @@ class SelfAttentionBinding(Binding):
         yield from ((self.qkv, 'linear'), (self.proj, 'linear with bias'), *self.holders)
         if self.drop is not None:
             yield self.drop, 'stochastic depth'
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class WindowAttentionBinding(Binding):
-    """``x + drop(attn(norm(x)))`` in windows of a map, with Swin's position bias; exact.
-
-    Attributes:
-        norm (nn.LayerNorm): Over the channels.
-        attn (nn.Module): mmdet's or mmpretrain's shifted-window attention.
-    """
-
-    norm: nn.LayerNorm
-    attn: nn.Module
-
-    @property
-    def drop(self):
-        """Stochastic depth."""
-        return self.attn.drop
-
-    def __call__(self, form: Form, x: Tensor, size: tuple[int, int], factor: Tensor | None = None):
-        """Runs the operation on tokens (N, H * W, C) of a map of ``size`` (H, W)."""
-        if form.implementation == 'reference':
-            return self._reference(x, size, factor)
-        attn, msa = self.attn, self.attn.w_msa
-        shift = attn.shift_size
-        if min(size) == attn.window_size and not getattr(attn, 'pad_small_map', True):
-            shift = 0  # mmpretrain does not shift a map of one window
-        settings = WindowSettings(form, msa.num_heads, attn.window_size, shift, tuple(size), msa.scale, self.norm.eps)
-        layers = (self.norm.weight, self.norm.bias, msa.qkv.weight, msa.qkv.bias, msa.relative_position_bias_table)
-        tensors = WindowTensors(x, *layers, msa.proj.weight, msa.proj.bias, msa.relative_position_index, factor)
-        return window_attention(settings, tensors)
-
-    def _reference(self, x, size, factor):
-        attn, drop = self.attn, self.drop
-        if factor is None:
-            return x + attn(self.norm(x), size)
-        attn.drop = nn.Identity()  # the factor stands for it
-        try:
-            out = attn(self.norm(x), size)
-        finally:
-            attn.drop = drop
-        return x + out * factor.to(out.dtype)[:, None, None]
-
-    def reads(self, form: Form):
-        """See :meth:`Binding.reads`. The reference calls the modules, but for stochastic depth."""
-        yield self.drop, 'stochastic depth'
-        if form.implementation == 'fused':
-            yield self.norm, 'layer norm'
-            yield self.attn, 'shifted-window attention'
-            msa = getattr(self.attn, 'w_msa', None)
-            yield msa, 'window attention'
-            names = dict(qkv='linear', proj='linear with bias', softmax='softmax')
-            names |= dict.fromkeys(('attn_drop', 'proj_drop'), 'dropout of rate 0')
-            yield from ((getattr(msa, name), role) for name, role in names.items() if hasattr(msa, name))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from numbers import Real
 from types import SimpleNamespace
 
-import torch.utils.checkpoint as cp
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
@@ -20,27 +19,23 @@ from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDet
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoder
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.precision import autocast_dtype
 from ..ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
 from ..ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
-from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from ..presets import Settings
 from ..stochastic_backprop.algorithm1 import sbp
 from ..stochastic_backprop.masks import Positions
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .bindings import Binding
-from .conv_module import activation_of
+from .ffn import ffn_settings, ffn_weights, modules_of_ffn, odd_ffn, rate_of, recomputed
 from .predicate import unsupported
 
 __all__ = [
     'LeanDeformableAttention',
     'LeanDeformableEncoderLayer',
     'LeanEncoder',
-    'LeanFFN',
     'LeanMultiheadAttention',
     'LeanRecomputed',
 ]
@@ -51,116 +46,6 @@ def _given(forward, module, args, kwargs):
     bound = inspect.signature(forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     return SimpleNamespace(**bound.arguments)
-
-
-def _rate(dropout):
-    """Returns the rate of a dropout layer in its present mode."""
-    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-
-
-def _recomputed(run, *args):
-    """Runs a function of tensors, modules' parameters among its own, again in the backward pass."""
-    leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but holds on to what stands inside of lists
-    return cp.checkpoint(lambda *leaves: run(*tree_unflatten(leaves, structure)), *leaves, use_reentrant=False)
-
-
-# Feed-forward network.
-
-
-class _FFNBinding(Binding):
-    """``drop(linear(drop(act(linear(x)))))``, without residual connection and layer scale.
-
-    Args:
-        ffn (FFN): The network.
-    """
-
-    def __init__(self, ffn: FFN):
-        object.__setattr__(self, 'ffn', ffn)
-
-    def __call__(self, form: Form, x: Tensor):
-        """Runs the operation on tokens (N, L, C)."""
-        return feed_forward(_ffn_settings(self.ffn, form), FFNTensors(x, **_ffn_weights(self.ffn)))
-
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
-        yield from _modules_of_ffn(self.ffn)
-
-    def usable(self, form: Form, root: nn.Module):
-        """See :meth:`.Binding.usable`. Layers of other kinds run again in the backward pass, if they may."""
-        problems = _odd_ffn(self.ffn) or self.problems(form, root)
-        if not problems:
-            return self, []
-        again = _RecomputedBinding(self.ffn.layers)
-        return (again, []) if not again.problems(form, root) else (None, problems)
-
-
-class _RecomputedBinding(Binding):
-    """A module that runs again in the backward pass.
-
-    Args:
-        module (nn.Module): The module.
-    """
-
-    def __init__(self, module: nn.Module):
-        object.__setattr__(self, 'module', module)
-
-    def __call__(self, form: Form, x: Tensor):
-        """Runs the module."""
-        return _recomputed(self.module, x)
-
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
-        yield from ((module, 'recomputable') for module in self.module.modules())
-
-
-def _odd_ffn(ffn):
-    """Returns the network with what is unusual about its layers, as a list of one, or an empty list."""
-    if ffn.num_fcs != 2 or len(ffn.layers) != 3 or len(ffn.layers[0]) != 3:
-        return [(ffn, f'its FFN has {ffn.num_fcs} layers, not 2')]
-    return []
-
-
-def _modules_of_ffn(ffn):
-    """Yields the modules that the operation bypasses, with their roles."""
-    yield ffn.layers, 'list of layers'
-    if _odd_ffn(ffn):
-        return
-    hidden, down, second = ffn.layers
-    up, act, first = hidden
-    yield from ((hidden, 'list of layers'), (up, 'linear with bias'), (act, 'activation'), (first, 'dropout'))
-    yield from ((down, 'linear with bias'), (second, 'dropout'))
-
-
-def _ffn_settings(ffn, form):
-    rates = _rate(ffn.layers[0][2]), _rate(ffn.layers[2])
-    return FFNSettings(activation_of(ffn.layers[0][1]), rates, sample=form.sample)
-
-
-def _ffn_weights(ffn):
-    first, second = ffn.layers[0][0], ffn.layers[1]
-    return dict(weight1=first.weight, bias1=first.bias, weight2=second.weight, bias2=second.bias)
-
-
-@adapter(FFN)
-class LeanFFN(LeanModule):
-    """Stores its input; the hidden layer is computed again."""
-
-    has_reference = False
-
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
-        return dict(layers=_FFNBinding(self))
-
-    def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
-        """Runs the network on (..., C); the arguments are those of mmcv's ``FFN``."""
-        layers = self.part('layers')
-        if isinstance(layers, _FFNBinding) and not (x.dim() == 3 and x.numel()):
-            layers = None
-        out = self.layers(x) if layers is None else layers(self.sampled_form(), x)
-        out = self.dropout_layer(getattr(self, 'gamma2', nn.Identity())(out))
-        if not self.add_identity:
-            return out
-        return (x if identity is None else identity) + out
 
 
 # Attention.
@@ -190,7 +75,7 @@ class LeanMultiheadAttention(LeanModule):
         tensors = (a.query, key, value, a.query_pos, key_pos, a.attn_mask, a.key_padding_mask)
         masked = a.attn_mask is not None or a.key_padding_mask is not None
         again = masked or (self.attn.dropout and self.attn.training)
-        out = _recomputed(self._attend, *tensors) if again else self._attend(*tensors)
+        out = recomputed(self._attend, *tensors) if again else self._attend(*tensors)
         return (a.query if a.identity is None else a.identity) + self.dropout_layer(self.proj_drop(out))
 
     def _attend(self, query, key, value, query_pos, key_pos, attn_mask, key_padding_mask):
@@ -221,7 +106,7 @@ class LeanRecomputed(LeanModule):
         def run(args, kwargs):
             return super(LeanModule, self).forward(*args, **kwargs)
 
-        return _recomputed(run, args, kwargs)
+        return recomputed(run, args, kwargs)
 
 
 # Encoders.
@@ -369,7 +254,7 @@ class LeanDeformableEncoderLayer(LeanModule):
             return
         yield from _linears(attention)
         yield attention.dropout, 'dropout'
-        yield from _modules_of_ffn(ffn)
+        yield from modules_of_ffn(ffn)
         yield ffn.dropout_layer, 'identity'
         if hasattr(ffn, 'gamma2'):
             yield ffn.gamma2, 'identity'
@@ -381,12 +266,12 @@ class LeanDeformableEncoderLayer(LeanModule):
         eps = tuple(norm.eps for norm in self.norms)
         settings = EncoderSettings(
             _attention_settings(attention, self.form),
-            _ffn_settings(ffn, self.sampled_form()),
-            _rate(attention.dropout),
+            ffn_settings(ffn, self.sampled_form()),
+            rate_of(attention.dropout),
             eps,
         )
         norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
-        weights = _attention_weights(attention) | norms | _ffn_weights(ffn)
+        weights = _attention_weights(attention) | norms | ffn_weights(ffn)
         positions = _kept(self, query, given.spatial_shapes.tolist)
         tensors = EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
         return deformable_encoder_layer(settings, tensors)
@@ -402,6 +287,6 @@ class LeanDeformableEncoderLayer(LeanModule):
         attention, ffn = module.self_attn, module.ffn
         if not getattr(attention, 'batch_first', True):
             return 'its tokens stand in front of its images (batch_first=False)'
-        if isinstance(ffn, FFN) and (problems := _odd_ffn(ffn)):
+        if isinstance(ffn, FFN) and (problems := odd_ffn(ffn)):
             return problems[0][1]
         return None if getattr(ffn, 'add_identity', True) else 'its feed-forward network has no shortcut'

@@ -1,14 +1,72 @@
 """Swin Transformer, mmdet's and mmpretrain's, which name their submodules alike."""
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
+from ..ops.common.autograd_function import Form
+from ..ops.window_attention import WindowSettings, WindowTensors, window_attention
 from ..presets import Settings
 from .base import LeanBlock, LeanModule, adapter
-from .bindings import NormLinearBinding, PatchNormBinding, WindowAttentionBinding, mlp_of_ffn
+from .bindings import Binding, NormLinearBinding, PatchNormBinding, mlp_of_ffn
 from .convnext import LeanLayerNorm
 
-__all__ = ['LeanSwinBlock']
+__all__ = ['LeanSwinBlock', 'WindowAttentionBinding']
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WindowAttentionBinding(Binding):
+    """``x + drop(attn(norm(x)))`` in windows of a map, with Swin's position bias; exact.
+
+    Attributes:
+        norm (nn.LayerNorm): Over the channels.
+        attn (nn.Module): mmdet's or mmpretrain's shifted-window attention.
+    """
+
+    norm: nn.LayerNorm
+    attn: nn.Module
+
+    @property
+    def drop(self):
+        """Stochastic depth."""
+        return self.attn.drop
+
+    def __call__(self, form: Form, x: Tensor, size: tuple[int, int], factor: Tensor | None = None):
+        """Runs the operation on tokens (N, H * W, C) of a map of ``size`` (H, W)."""
+        if form.implementation == 'reference':
+            return self._reference(x, size, factor)
+        attn, msa = self.attn, self.attn.w_msa
+        shift = attn.shift_size
+        if min(size) == attn.window_size and not getattr(attn, 'pad_small_map', True):
+            shift = 0  # mmpretrain does not shift a map of one window
+        settings = WindowSettings(form, msa.num_heads, attn.window_size, shift, tuple(size), msa.scale, self.norm.eps)
+        layers = (self.norm.weight, self.norm.bias, msa.qkv.weight, msa.qkv.bias, msa.relative_position_bias_table)
+        tensors = WindowTensors(x, *layers, msa.proj.weight, msa.proj.bias, msa.relative_position_index, factor)
+        return window_attention(settings, tensors)
+
+    def _reference(self, x, size, factor):
+        attn, drop = self.attn, self.drop
+        if factor is None:
+            return x + attn(self.norm(x), size)
+        attn.drop = nn.Identity()  # the factor stands for it
+        try:
+            out = attn(self.norm(x), size)
+        finally:
+            attn.drop = drop
+        return x + out * factor.to(out.dtype)[:, None, None]
+
+    def reads(self, form: Form):
+        """See :meth:`Binding.reads`. The reference calls the modules, but for stochastic depth."""
+        yield self.drop, 'stochastic depth'
+        if form.implementation == 'fused':
+            yield self.norm, 'layer norm'
+            yield self.attn, 'shifted-window attention'
+            msa = getattr(self.attn, 'w_msa', None)
+            yield msa, 'window attention'
+            names = dict(qkv='linear', proj='linear with bias', softmax='softmax')
+            names |= dict.fromkeys(('attn_drop', 'proj_drop'), 'dropout of rate 0')
+            yield from ((getattr(msa, name), role) for name, role in names.items() if hasattr(msa, name))
 
 
 @adapter('mmdet.models.backbones.swin.SwinBlock', 'mmpretrain.models.backbones.swin_transformer.SwinBlock')
