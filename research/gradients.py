@@ -27,7 +27,7 @@ from subject import build_model, train_batches
 from torch import Tensor, nn
 
 from sbp_mmdet import apply_lean
-from sbp_mmdet.adapters import Lean
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.plan.detector import own_crops
 from sbp_mmdet.plan.device import check_device
@@ -166,7 +166,7 @@ def _stages_of(backbone):
     """Name of a block to its stage, counted from 1; for any family that has an adapter."""
     backbone = copy.deepcopy(backbone)
     apply_lean(backbone, preset='exact')
-    places = ((name, m._lean.layer) for name, m in backbone.named_modules() if isinstance(m, Lean))
+    places = ((name, m._lean.layer) for name, m in backbone.named_modules() if isinstance(m, LeanModule))
     return {f'backbone.{name}.': layer[0] + 1 for name, layer in places if layer and isinstance(layer[0], int)}
 
 

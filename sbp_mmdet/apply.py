@@ -6,19 +6,17 @@ or, without mmengine's runner, ``report = apply_lean(model, preset='exact')``. W
 down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a few lines, see :mod:`.adapters.adapter`.
 """
 
-import dataclasses
-from typing import NamedTuple
-
 from torch import nn
 
-from .adapters import ADAPTERS, Block, Lean, Place, adapter_of
+from .adapters import LeanModule, Place, release, take_over
+from .adapters.predicate import fairscale_forward
+from .change_plan import modules_to_change, plan_change
 from .checkpointing import Checkpointed, refuse_replays
 from .passes import close_drawing, hand_on_within, open_drawing
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
-from .stochastic_backprop.config import SBPConfig
 from .stochastic_backprop.step_draws import RowDraws, StepDraws, ThinnedStages, TokenDraws
-from .surgery import detectors, members, mix_in, mix_out, unwrapped
+from .surgery import mix_in, mix_out, unwrapped
 from .verify.first_pass import FirstPass, verify_at_first_pass
 
 __all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
@@ -56,18 +54,38 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
 
 def apply_settings(model: nn.Module, settings: Settings) -> Report:
     """As :func:`apply_lean`, for checked settings and a model that is not wrapped."""
-    chosen = _chosen(model, settings)
-    plan = None if settings.preset.name == 'none' else _plan(model, settings, chosen)
-    _restore(model, chosen.values())
-    if not plan:
-        return Report({}, {}, {})
-    report = _carry_out(model, settings, plan, chosen)
+    chosen = modules_to_change(model, settings)
+    plan = None if settings.preset.name == 'none' else plan_change(model, settings, chosen)
+    before = _state_of(model)
     try:
-        refuse_replays(model)
-    except ValueError:
         _restore(model, chosen.values())
+        report = _carry_out(model, settings, plan, chosen) if plan else Report({}, {}, {})
+        refuse_replays(model)
+        return report
+    except BaseException:
+        _put_back(model, before)
         raise
-    return report
+
+
+# What this package keeps in the instances of changed modules, and the forward that it may take out of them.
+_ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'forward')
+
+
+def _state_of(model):
+    """Returns the classes of all modules, and what this package keeps in them."""
+    return [
+        (module, type(module), {key: vars(module)[key] for key in _ATTRIBUTES if key in vars(module)})
+        for module in model.modules()
+    ]
+
+
+def _put_back(model, before):
+    """Restores what :func:`_state_of` has seen."""
+    for module, kind, attributes in before:
+        module.__class__ = kind
+        for key in _ATTRIBUTES:
+            vars(module).pop(key, None)
+        vars(module).update(attributes)
 
 
 def remove_lean(model: nn.Module) -> None:
@@ -85,9 +103,8 @@ def _restore(model, modules):
         if isinstance(module, FirstPass):
             mix_out(module, FirstPass)
             vars(module).pop('_verification', None)
-        if isinstance(module, (Lean, _CheckpointedBlock)):
-            mix_out(module, (Lean, _CheckpointedBlock))
-            vars(module).pop('_lean', None)
+        mix_out(module, _CheckpointedBlock)
+        release(module)
     close_drawing(model, draws_of(model))
     hand_on_within(model)
 
@@ -114,7 +131,7 @@ def draws_of(model: nn.Module) -> list[StepDraws]:
     Args:
         model (nn.Module): A backbone, or what has one.
     """
-    places = (module._lean for module in model.modules() if isinstance(module, Lean))
+    places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
     return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, StepDraws)}.values()]
 
 
@@ -125,157 +142,25 @@ class _CheckpointedBlock(Checkpointed):
         return ', '.join(filter(None, (super().extra_repr(), "preset='with_cp'")))
 
 
-class _Backbone(NamedTuple):
-    """A backbone with blocks that can be thinned.
-
-    Attributes:
-        owner (nn.Module): What holds all of its blocks; its passes are counted.
-        kind (type[Block]): The adapter of its blocks.
-        layers (dict): Key of a layer to the module and its adapter.
-        ratios (dict): Key of a layer to its keep ratio.
-    """
-
-    owner: nn.Module
-    kind: type[Block]
-    layers: dict
-    ratios: dict
-
-
-class _Plan(NamedTuple):
-    """What is to be changed: backbones with positions, other modules with their adapters, and why the rest is not."""
-
-    backbones: list[_Backbone]
-    others: list[tuple[nn.Module, type[Lean]]]
-    left: dict[str, str]
-
-
-def _plan(model, settings, chosen):
-    """Checks all and changes nothing."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in chosen.values():
-        if '_fsdp_wrapped_module' in module._modules:
-            raise ValueError('the model lies in FSDP already, which hides its modules; apply before it is wrapped')
-    taken, left = {}, {}
-
-    def take(module, mixin):
-        """Whether a module can be changed."""
-        if id(module) in chosen:
-            reason = mixin.refusal(module, settings) if settings.preset.form else None  # any module can be checkpointed
-            if reason:
-                left[names[id(module)]] = reason
-            else:
-                taken.update({id(inside): None for inside in mixin.members(module)})
-                return True
-        return False
-
-    detectors_found = detectors(model)
-    roots = [detector.backbone for detector in detectors_found.values()] or [model]
-    backbones = [found for root in roots if (found := _backbone(root, settings, take))]
-    others = []
-    for module in chosen.values():
-        mixin = adapter_of(module)
-        if not mixin or issubclass(mixin, Block) or id(module) in taken or not [*mixin.members(module)]:
-            continue
-        if mixin.thins_only and not mixin.token_ratio(settings):
-            continue
-        if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
-            others.append((module, mixin))
-    thinned = [found for found in backbones if found.layers] or [m for _, m in others if m.token_ratio(settings)]
-    if settings.preset.thins and not thinned:
-        what = f"preset='{settings.preset.name}' drops positions, and applies"
-        known = [m for m in ADAPTERS.values() if issubclass(m, Block) or m.token_ratio(settings)]
-        raise ValueError(_nothing(model, left, what, known, " Take preset='exact' or 'int8'."))
-    found = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
-    if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in found):
-        known = [m for m in ADAPTERS.values() if m.samples]
-        raise ValueError(_nothing(model, {}, "preset='sampled' draws rows, and applies", known, " Take 'exact'."))
-    if not others and not backbones:
-        raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' applies"))
-    return _Plan(backbones, others, left)
-
-
-def _chosen(model, settings):
-    """The modules that may be changed, by their id."""
-    found = [('', model)] if settings.modules is None else members(model, settings.modules)
-    chosen = {}
-    for prefix, part in found:
-        for name, module in part.named_modules(prefix=prefix):
-            if getattr(module, 'sbp', None) is not None and module is not model:
-                raise ValueError(
-                    f'{name} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts of the '
-                    "model: modules=['neck', ...]"
-                )
-            chosen[id(module)] = module
-    return chosen
-
-
-def _backbone(root, settings, take):
-    stages = _stages(root)
-    if not stages:
-        return None
-    kind, depths = adapter_of(stages[0][0]), tuple(map(len, stages))
-    defaults = {field.name: field.default for field in dataclasses.fields(SBPConfig)}
-    for key in kind.absent:
-        if getattr(settings, key) != defaults[key]:
-            raise ValueError(f'{key}={getattr(settings, key)!r} means nothing for {type(root).__name__}; leave it out')
-    owner = _owner(root, stages)
-    layers = {}
-    for i, blocks in enumerate(stages):
-        for j, block in enumerate(blocks):
-            if take(block, mixin := adapter_of(block)):
-                layers[i, j] = (block, mixin)
-    if not layers:
-        return None
-    layers |= {key: found for key, found in kind.others(owner, settings).items() if take(*found)}
-    ratios = settings.layer_ratios(depths, kind.thinned_blocks(depths), kind.from_end)
-    return _Backbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in layers})
-
-
-def _stages(root):
-    """Lists of blocks: those of one parent module, in the model's order."""
-    found = []
-    for parent in root.modules():
-        if blocks := [child for child in parent.children() if _is_block(child)]:
-            found.append(blocks)
-    return found
-
-
-def _is_block(module):
-    return issubclass(adapter_of(module) or Lean, Block)
-
-
-def _owner(root, stages):
-    """What holds all blocks and is no list of them, nor a stage in a list: the backbone, or the one in a wrapper."""
-    number = sum(map(len, stages))
-    lists = [module for module in root.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    listed = {id(child) for module in lists for child in module}
-    found = [
-        module
-        for module in root.modules()  # which goes inwards
-        if module not in lists and not _is_block(module) and sum(map(_is_block, module.modules())) == number
-    ]
-    return ([module for module in found if id(module) not in listed] or found or [root])[-1]
-
-
 def _carry_out(model, settings, plan, chosen):
     changed, left = {}, dict(plan.left)
     phases = RowDraws() if settings.preset.gradients == 'sampled' else None
     names = {id(module): name for name, module in model.named_modules()}
 
+    frozen = _frozen_in_training(model)
+
     def change(module, mixin, place, meaning):
+        name = names[id(module)]
         if settings.preset.form is None:
             mix_in(module, _CheckpointedBlock)
         else:
-            mix_in(module, mixin)
-            module._lean = place._replace(name=names[id(module)], phases=phases)
-        left.update({names[id(inside)]: reason for inside, reason in mixin.aside(module)})
-        frozen = not any(p.requires_grad for p in module.parameters())
-        (left if frozen else changed)[names[id(module)]] = 'frozen' if frozen else meaning
+            take_over(module, mixin, place._replace(name=name, phases=phases, bound=plan.bounds[id(module)]))
+        trains = any(id(p) not in frozen for p in module.parameters())
+        (changed if trains else left)[name] = meaning if trains else 'frozen'
 
-    for owner, kind, layers, ratios in plan.backbones:
-        getattr(owner, '_freeze_stages', lambda: None)()  # as mmdet's and mmpretrain's do when training begins
+    for owner, kind, layers, ratios, _ in plan.backbones:
         modules = {key: module for key, (module, _) in layers.items()}
-        heads = _num_heads(layers)
+        heads = _num_heads(plan.bounds, modules)
         draws = StepDraws(ThinnedStages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
@@ -288,6 +173,9 @@ def _carry_out(model, settings, plan, chosen):
         change(module, mixin, place, _meaning(settings, ratio, module, mixin))
     if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
         hand_on_within(model)
+    for bound in plan.bounds.values():
+        found = {names[id(inside)]: reason for inside, reason in bound.left}
+        left |= {name: reason for name, reason in found.items() if name not in changed}
     left |= _untouched(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
@@ -306,10 +194,29 @@ def _stride(owner, kind):
     return kind.stride
 
 
-def _num_heads(layers):
-    """Of a block's attention; None: it has none that drops heads."""
-    module, mixin = next(iter(layers.values()))
-    return next((part.num_heads for part in mixin.parts(module).values() if part.by_heads), None)
+def _num_heads(bounds, modules):
+    """Returns the number of heads of the blocks' attention, or ``None`` if there is none that drops heads."""
+    parts = (part for module in modules.values() if id(module) in bounds for part in bounds[id(module)].parts.values())
+    return next((part.num_heads for part in parts if part.by_heads), None)
+
+
+def _frozen_in_training(model):
+    """Returns the ids of the parameters that get no gradient in training.
+
+    mmdet's backbones freeze their stages in ``train()``, which a runner calls after this. So it is called here once,
+    and its effect on flags is taken back.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    needs = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        for module in [m for m, _ in modes if '_freeze_stages' in dir(type(m)) or '_freeze_blocks' in dir(type(m))]:
+            module.train()
+        return {id(p) for p in model.parameters() if not p.requires_grad}
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for p, needed in needs:
+            p.requires_grad_(needed)
 
 
 def _meaning(settings, ratio, module, mixin):
@@ -317,7 +224,7 @@ def _meaning(settings, ratio, module, mixin):
     if preset.form is None:
         return 'runs again in the backward pass'
     off = ' (its with_cp=True is off: it would cost time)' if getattr(module, 'with_cp', False) else ''
-    if 'forward' in vars(module):  # by fairscale
+    if fairscale_forward(module):
         off = ' (its checkpointing by num_cp is off: it would cost time)'
     if ratio is not None:
         return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
@@ -350,15 +257,3 @@ def _untouched(model, changed, left, chosen, preset):
 
     look(model, '', 2)
     return found
-
-
-def _nothing(model, left, what, known=None, remedy=''):
-    reasons = ''.join(f' {name}: {reason}.' for name, reason in left.items())
-    found = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
-    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in found)
-    listed = ', '.join(names)
-    return (
-        f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '
-        'see sbp_mmdet.adapters.base. In place of LeanHook, CheckpointModulesHook and TargetsInChunksHook '
-        'save memory in any detector'
-    )

@@ -48,6 +48,28 @@ class LeanHook(SignsOfLife, ModelHook):
             return done
         return f'{done}\n{targets_in_chunks(model)}'
 
+    def before_run(self, runner) -> None:
+        """Changes the model; called by mmengine's runner."""
+        super().before_run(runner)
+        self._replace_conv_bn_eval(runner)
+
+    def _replace_conv_bn_eval(self, runner):
+        """Turns mmengine's ``efficient_conv_bn_eval`` off where changed modules fold frozen norms themselves.
+
+        It would trace the model by torch.fx after this hook and run a graph of its own instead of the changed modules.
+        """
+        named = (getattr(runner, 'cfg', None) or {}).get('efficient_conv_bn_eval')
+        if named is None or self.settings.preset.form is None:
+            return
+        named = [named] if isinstance(named, str) else [*named]
+        taken = [name for name in named if any(f'{other}.'.startswith(f'{name}.') for other in self.report.changed)]
+        if taken:
+            runner.cfg.efficient_conv_bn_eval = [name for name in named if name not in taken] or None
+            runner.logger.warning(
+                f'LeanHook: efficient_conv_bn_eval={taken} is off, because changed modules fold frozen norms into '
+                'convolutions themselves; remove it from the config, or name other parts in LeanHook(modules=[...])'
+            )
+
     def keep_ratio(self, model: nn.Module) -> float | None:
         """Mean keep ratio of the layers that drop positions; None: none does."""
         ratios = keep_ratios(unwrapped(model)).values()

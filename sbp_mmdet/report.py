@@ -9,7 +9,7 @@ import torch
 from mmengine.hooks import Hook
 from torch import nn
 
-from .adapters import Lean
+from .adapters import LeanModule
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import unwrapped
 from .verify.first_pass import conclude, verify_changed
@@ -58,7 +58,7 @@ def thinned_line(model: nn.Module) -> str | None:
     """
     lines, seen = [], set()
     for module in model.modules():
-        draws = module._lean.draws if isinstance(module, Lean) else None
+        draws = module._lean.draws if isinstance(module, LeanModule) else None
         if not isinstance(draws, StepDraws) or id(draws) in seen:
             continue
         seen.add(id(draws))

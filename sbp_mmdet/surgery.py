@@ -1,5 +1,6 @@
 """Changing a live model: finding its submodules, mixing into their classes, and hooks that do so by a config's line."""
 
+import copyreg
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,10 +9,16 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from torch import nn
 
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # torch 2.5 and older
+    FSDPModule = None
+
 __all__ = [
     'Mixin',
     'ModelHook',
     'detectors',
+    'foreign_classes',
     'has_methods_of',
     'members',
     'mix_in',
@@ -24,34 +31,49 @@ __all__ = [
 
 
 class Mixin:
-    """Base of what is mixed into the class of a module, see :func:`mix_in`.
+    """Base of classes that are mixed into the class of a module, see :func:`mix_in`.
 
     Attributes:
-        outermost (bool): Stays in front of what is mixed in later. Default: False.
+        outermost (bool): Whether it stays in front of what is mixed in later. Default: False.
     """
 
     outermost = False
 
     def __reduce_ex__(self, protocol):
         # A class that was made here cannot be found by its name: a pickle names what it was made of.
-        kind, fronts = _apart(type(self))
+        kind, fronts, derived = _apart(type(self))
         _, (_, *args), *state = super().__reduce_ex__(protocol)
-        return _new, (kind, fronts, *args), *state
+        return (copyreg.__newobj__, (type(self), *args), *state) if derived else (_new, (kind, fronts, *args), *state)
+
+
+# A class that was made here -> the mixin and the class that it was made of.
+_MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
 
 
 @functools.cache
 def _mixed(mixin, kind):
-    """One class for each pair: torch.compile takes modules of another class for other code."""
-    return type(kind.__name__, (mixin, kind), {'__module__': kind.__module__})
+    """Returns the one class of each pair: torch.compile takes modules of another class for other code."""
+    made = type(kind.__name__, (mixin, kind), {'__module__': kind.__module__})
+    _MADE_OF[made] = mixin, kind
+    return made
 
 
 def _apart(kind):
-    """A class without what was mixed in, and that, from the front."""
-    fronts = []
-    while kind.__bases__ and issubclass(kind.__bases__[0], Mixin):
-        front, kind = kind.__bases__
+    """Takes a class apart: the user's class, the mixins from the front, and the classes that were derived later.
+
+    ``torch.nn.utils.parametrize`` and FSDP derive a class from that of the module, whatever was mixed into it.
+    """
+    fronts, derived = [], []
+    while kind not in _MADE_OF:
+        base = next((base for base in kind.__bases__ if issubclass(base, Mixin) and issubclass(base, nn.Module)), None)
+        if base is None:
+            return kind, fronts, derived
+        derived.append(kind)
+        kind = base
+    while kind in _MADE_OF:
+        front, kind = _MADE_OF[kind]
         fronts.append(front)
-    return kind, fronts
+    return kind, fronts, derived
 
 
 def has_methods_of(obj: object, kind: type, *names: str) -> bool:
@@ -67,9 +89,14 @@ def has_methods_of(obj: object, kind: type, *names: str) -> bool:
     )
 
 
-def _together(kind, fronts):
+def _together(kind, fronts, derived=()):
+    inner = kind
     for front in reversed(fronts):
         kind = _mixed(front, kind)
+    for outer in reversed(derived):
+        bases = tuple(kind if issubclass(base, inner) else base for base in outer.__bases__)
+        content = {name: value for name, value in vars(outer).items() if name not in ('__dict__', '__weakref__')}
+        kind = inner = type(outer.__name__, bases, content)
     return kind
 
 
@@ -78,13 +105,27 @@ def _new(kind, fronts, *args):
     return kind.__new__(kind, *args)
 
 
-def stock_class(kind: type) -> type:
-    """Returns a class without what this package mixed in.
+@functools.cache
+def foreign_classes(kind: type) -> tuple[type, ...]:
+    """Returns a class without what this package mixed in, and those that were derived from it later.
 
     Args:
         kind (type): The class of a module.
     """
-    return _apart(kind)[0]
+    kind, _, derived = _apart(kind)
+    return kind, *derived
+
+
+def stock_class(kind: type) -> type:
+    """Returns a class without what this package mixed in; classes that were derived from that later are left out too.
+
+    Args:
+        kind (type): The class of a module.
+    """
+    kind = foreign_classes(kind)[0]
+    if FSDPModule is not None and FSDPModule in kind.__bases__:
+        return stock_class(kind.__bases__[1])
+    return kind
 
 
 def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
@@ -95,20 +136,22 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
         mixin (type[Mixin]): The class.
     """
     # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
-    kind, fronts = _apart(type(module))
+    kind, fronts, derived = _apart(type(module))
     place = 1 if fronts and fronts[0].outermost and not mixin.outermost else 0
-    module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]])
+    module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]], derived)
 
 
 def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> None:
-    """The reverse of :func:`mix_in`: takes a class away, whatever was mixed in after it.
+    """Reverses :func:`mix_in`: takes a class away, whatever was mixed in or derived after it.
 
     Args:
         module (nn.Module): Changed in place.
         mixin (type[Mixin] | tuple[type[Mixin], ...]): The class, or a base of it; or several.
     """
-    kind, fronts = _apart(type(module))
-    module.__class__ = _together(kind, [front for front in fronts if not issubclass(front, mixin)])
+    kind, fronts, derived = _apart(type(module))
+    kept = [front for front in fronts if not issubclass(front, mixin)]
+    if kept != fronts:
+        module.__class__ = _together(kind, kept, derived)
 
 
 def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, adapter, apply_lean
-from sbp_mmdet.adapters import ADAPTERS, Lean
+from sbp_mmdet.adapters import ADAPTERS, LeanModule, know
 from sbp_mmdet.presets import PRESETS
 
 CONVNEXT = dict(
@@ -68,6 +68,7 @@ class _Attention(nn.Module):
 
 
 adapter(EncoderLayer)(ADAPTERS['mmpretrain.models.backbones.vision_transformer.TransformerEncoderLayer'])
+know('attention', _Attention)
 
 
 class StockViT(BaseModule):
@@ -133,7 +134,7 @@ def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed
 
 def draws_of(model: nn.Module):
     """What the passes of a changed model draw."""
-    return next(m._lean.draws for m in model.modules() if isinstance(m, Lean) and m._lean.draws is not None)
+    return next(m._lean.draws for m in model.modules() if isinstance(m, LeanModule) and m._lean.draws is not None)
 
 
 def kept_masks(model: nn.Module, x) -> dict:

@@ -25,7 +25,7 @@ from test_adapters_transformer import (
 from torch import nn
 
 from sbp_mmdet import apply_lean
-from sbp_mmdet.adapters.detr import DeformableEncoderLayer
+from sbp_mmdet.adapters.detr import LeanDeformableEncoderLayer
 from sbp_mmdet.checkpointing import checkpoint_modules
 
 
@@ -34,7 +34,7 @@ def test_the_reference_is_exact_here():
     layer, inputs = ordinary(model.layer), encoder_inputs(2)
     expected = step(layer, inputs)
     apply_lean(model, preset='reference')
-    assert isinstance(layer, DeformableEncoderLayer)
+    assert isinstance(layer, LeanDeformableEncoderLayer)
     assert_same(step(layer, inputs), expected)
 
 

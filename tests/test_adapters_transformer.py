@@ -20,7 +20,7 @@ from mmdet.models.layers.transformer.mask2former_layers import Mask2FormerTransf
 from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
-from sbp_mmdet.adapters import Lean
+from sbp_mmdet.adapters import LeanModule
 
 C, HEADS, QUERIES, TOKENS = 16, 2, 7, 42
 SHAPES, STARTS = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]]), torch.tensor([0, 30, 39, 41])
@@ -192,7 +192,7 @@ def test_layers(name):
     assert_same(step(module, inputs), expected)
     assert torch.equal(module.eval()(**inputs), evaluated)
     remove_lean(module.train())
-    assert type(module) is stock and not any(isinstance(m, Lean) for m in module.modules())
+    assert type(module) is stock and not any(isinstance(m, LeanModule) for m in module.modules())
 
 
 @pytest.mark.parametrize('name', ['DETR decoder', 'deformable decoder', 'deformable encoder'])
@@ -286,6 +286,9 @@ def test_checkpointing_by_fairscale_is_off():
     module.forward = wrapped
     assert 'num_cp is off' in apply_lean(module, preset='exact').changed['']
     assert_same(step(module, inputs), expected)
-    assert not calls and module.forward is wrapped
     module.eval()(**inputs)
+    assert not calls
+    remove_lean(module.train())
+    assert module.forward is wrapped
+    assert_same(step(module, inputs), expected)
     assert calls

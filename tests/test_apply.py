@@ -84,7 +84,7 @@ def test_checkpointing_of_a_block_is_off():
     models[1].stages[2].blocks[0].norm1.register_forward_hook(lambda *args: ran.append(1))
     x = image(*X)
     assert_near(backward(models[1], x), backward(models[0], x), 1e-12)
-    assert not ran  # a lean block calls no norm, and nothing runs twice
+    assert ran == [1]  # a module with a hook runs its own code, once
     changed = apply_lean(build('stock Swin', with_cp=True), 'int8').changed
     assert 'with_cp=True is off' in changed['stages.0.blocks.0'] and 'with_cp' not in changed['norm0']
 

@@ -15,7 +15,7 @@ from mmengine.registry import init_default_scope
 from torch import nn
 
 import sbp_mmdet
-from sbp_mmdet.adapters import Lean
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.plan import command
 from sbp_mmdet.plan.variants import load_config, snippet
 from sbp_mmdet.presets import PRESETS, Settings
@@ -72,7 +72,7 @@ def test_examples(name, tmp_path):
         if '_base_' in block:
             (tmp_path / f'{number}.py').write_text(block)
             model, _ = _changed(Config.fromfile(tmp_path / f'{number}.py'))
-            assert any(isinstance(m, Lean) for m in model.modules())
+            assert any(isinstance(m, LeanModule) for m in model.modules())
             continue
         exec(block, names := {})
         if 'custom_hooks' in names:
@@ -130,7 +130,7 @@ def test_example_of_a_family():
     x, gradients = torch.randn(2, 8, 16, 16), []
     for preset in ('none', 'exact'):
         if preset == 'exact':
-            assert len(sbp_mmdet.apply_lean(model, preset=preset).changed) == 2
+            assert {'0', '1'} <= sbp_mmdet.apply_lean(model, preset=preset).changed.keys()
         gradients.append(torch.autograd.grad(model(x).square().sum(), [*model.parameters()]))
     for exact, plain in zip(*gradients, strict=True):
         torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
@@ -164,7 +164,7 @@ def test_docstrings_of_registered_classes(kind):
         init_default_scope('mmdet')
         cfg = {key: value for key, value in names['backbone'].items() if key != '_delete_'}
         with torch.device('meta'):
-            assert type(MODELS.build(cfg)) is kind
+            assert isinstance(MODELS.build(cfg), kind)
 
 
 def test_every_key_has_a_row():

@@ -76,8 +76,10 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleList(TransformerEncoderLayer(width, heads) for _ in range(depth))
 
 
-for stand_in in (ConvNeXtBlock, LayerNorm2d, ConvNeXt):
+for stand_in in (ConvNeXtBlock, ConvNeXt):
     stand_in.__module__ = 'mmpretrain.models.backbones.convnext'
+LayerNorm2d.__module__ = 'mmpretrain.models.utils.norm'
+Attention.__module__, Attention.__qualname__ = 'mmpretrain.models.utils.attention', 'MultiheadAttention'
 for stand_in in (TransformerEncoderLayer, VisionTransformer):
     stand_in.__module__ = 'mmpretrain.models.backbones.vision_transformer'
 

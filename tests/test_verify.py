@@ -14,7 +14,7 @@ from mmengine.logging import MMLogger
 from oracles import image
 
 from sbp_mmdet import LeanHook, apply_lean
-from sbp_mmdet.adapters import Lean
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.ops import (
     attention,
     channel_mlp,
@@ -168,7 +168,7 @@ def faulty_gradient(operation, monkeypatch, number):
 
 
 def is_plain(model, names):
-    return not any(isinstance(model.get_submodule(name), Lean) for name in names)
+    return not any(isinstance(model.get_submodule(name), LeanModule) for name in names)
 
 
 @pytest.mark.parametrize('case', OPERATIONS)

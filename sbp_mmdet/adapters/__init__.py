@@ -1,22 +1,49 @@
 """Adapters: which parts of the forward pass of a module are which operations; one file a family of modules."""
 
-from . import conv_module, convnext, detr, resnet, resnet_chain, swin, vit  # noqa: F401  register their adapters
-from .base import ADAPTERS, Block, Lean, Place, adapter, adapter_of
-from .bindings import MLP, Attention, Norm, NormLinear, Part, PatchNorm, Windows, ffn_part
+from . import conv_module, convnext, detr, ffn, resnet, resnet_chain, swin, vit  # noqa: F401  register their adapters
+from .base import (
+    ADAPTERS,
+    LeanBlock,
+    LeanModule,
+    Place,
+    adapter,
+    adapter_of,
+    bypassed_modules,
+    release,
+    take_over,
+)
+from .bindings import (
+    Binding,
+    ChannelMLPBinding,
+    LayerNormBinding,
+    NormLinearBinding,
+    PatchNormBinding,
+    SelfAttentionBinding,
+    mlp_of_ffn,
+)
+from .bound import Bound, bind
+from .predicate import know
+from .swin import WindowAttentionBinding
 
 __all__ = [
     'ADAPTERS',
-    'Attention',
-    'Block',
-    'Lean',
-    'MLP',
-    'Norm',
-    'NormLinear',
-    'Part',
-    'PatchNorm',
+    'Binding',
+    'Bound',
+    'ChannelMLPBinding',
+    'LayerNormBinding',
+    'LeanBlock',
+    'LeanModule',
+    'NormLinearBinding',
+    'PatchNormBinding',
     'Place',
-    'Windows',
+    'SelfAttentionBinding',
+    'WindowAttentionBinding',
     'adapter',
     'adapter_of',
-    'ffn_part',
+    'bind',
+    'bypassed_modules',
+    'know',
+    'mlp_of_ffn',
+    'release',
+    'take_over',
 ]

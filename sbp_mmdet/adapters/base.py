@@ -3,20 +3,23 @@
 An adapter is mixed into the class of a module. It says which parts of the module's forward pass are which operations:
 
     @adapter('my_project.MyBlock')                  # or the class itself
-    class MyBlock(Block):
+    class LeanMyBlock(LeanBlock):
         def parts(self):
-            return dict(mlp=MLP(self.norm, self.fc1, self.act, self.fc2, drop=self.drop_path))
+            return dict(mlp=ChannelMLP(self.norm, self.fc1, self.act, self.fc2, drop=self.drop_path))
 
-Everything else is written here: evaluation and passes without gradients run the module's own code; kept positions,
-images that stochastic depth leaves out, and the form of the operations come from the model's settings. Checkpointing
-of the module itself (``with_cp``) is off: an operation stores less.
+Everything else is written here. Evaluation and passes without gradients run the module's own code. So does every part
+with a submodule whose forward may not be bypassed (:mod:`.predicate`), now or in a later step. Kept positions, images
+that stochastic depth leaves out, and the form of the operations come from the model's settings. Checkpointing of the
+module itself (``with_cp``) is off: an operation stores less.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
@@ -25,38 +28,61 @@ from ..ops.common.stochastic_depth import on_images
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
 from ..stochastic_backprop.step_draws import RowDraws, StepDraws, TokenDraws
-from ..surgery import Mixin, stock_class
-from .bindings import Part
+from ..surgery import Mixin, mix_in, mix_out, stock_class
+from .bindings import Binding
+from .bound import Bound, bind, runs_reference
+from .predicate import derives_plainly, fairscale_forward
 
-__all__ = ['ADAPTERS', 'Block', 'Lean', 'Place', 'Whole', 'adapter', 'adapter_of', 'kind_of']
+__all__ = [
+    'ADAPTERS',
+    'Bound',
+    'LeanBlock',
+    'LeanModule',
+    'Place',
+    'adapter',
+    'adapter_of',
+    'bind',
+    'bypassed_modules',
+    'release',
+    'take_over',
+]
 
-# Class of a module, by its module and name, to what is mixed into it.
-ADAPTERS: dict[str, type['Lean']] = {}
+# Class of a module, by its module and name, to its adapter.
+ADAPTERS: dict[str, type['LeanModule']] = {}
 
 
-def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['Lean']], type['Lean']]:
-    """Decorates what is to be mixed into classes of modules; see this module for an example.
+def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], type['LeanModule']]:
+    """Decorates an adapter; see this module for an example.
 
     Args:
-        *kinds (str | type[nn.Module]): The classes, or their modules and names. Classes that derive from them count.
+        *kinds (str | type[nn.Module]): The classes that it knows, or their modules and names. A class that derives from
+            one of them counts if it defines no method but ``__init__``: the adapter replaces what others would define.
 
     Returns:
         Callable: The decorator.
+
+    Raises:
+        ValueError: If the decorated class does not derive from :class:`LeanModule`.
     """
 
     def register(mixin):
-        if not issubclass(mixin, Lean):
-            raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.Lean or Block')
+        if not issubclass(mixin, LeanModule):
+            raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.LeanModule or LeanBlock')
         ADAPTERS.update({kind if isinstance(kind, str) else _path(kind): mixin for kind in kinds})
-        if issubclass(mixin, Whole) and 'stock' not in vars(mixin):
-            mixin.stock = kinds
+        if 'stock' not in vars(mixin):
+            mixin.stock = ()
+        mixin.stock = (*mixin.stock, *kinds)
         return mixin
 
     return register
 
 
-def adapter_of(module: nn.Module) -> type['Lean'] | None:
-    """What is to be mixed into a module; None: nothing."""
+def adapter_of(module: nn.Module) -> type['LeanModule'] | None:
+    """Returns the adapter for the class of a module or the nearest base class that has one, or ``None``.
+
+    Args:
+        module (nn.Module): The module.
+    """
     return next((ADAPTERS[path] for path in map(_path, type(module).__mro__) if path in ADAPTERS), None)
 
 
@@ -64,20 +90,18 @@ def _path(kind):
     return f'{kind.__module__}.{kind.__qualname__}'
 
 
-def kind_of(module: nn.Module) -> type:
-    """Returns the class of a module without what was mixed into it: adapters, checkpointing."""
-    return stock_class(type(module))
-
-
 class Place(NamedTuple):
     """Where a changed module stands.
 
     Attributes:
-        settings (Settings): Of the model.
-        layer (tuple | None): Which layer of its backbone it is; None: none that has positions. Default: None.
-        draws (StepDraws | TokenDraws | None): Of its backbone, or of itself. Default: None.
-        name (str): Of the module. Default: ''.
-        phases (RowDraws | None): Of the model's samples. Default: None.
+        settings (Settings): The settings of the model.
+        layer (tuple | None): The layer of its backbone that it is. If ``None``, it has no positions. Default: None.
+        draws (StepDraws | TokenDraws | None): The draws of its backbone, or its own. Default: None.
+        name (str): The name of the module. Default: ''.
+        phases (RowDraws | None): The samples of the model. Default: None.
+        bound (Bound | None): What is known of the module. Default: None.
+        own_forward (Any): The forward of fairscale's checkpointing, which is put back with the module's own code.
+            Default: None.
     """
 
     settings: Settings
@@ -85,110 +109,163 @@ class Place(NamedTuple):
     draws: StepDraws | TokenDraws | None = None
     name: str = ''
     phases: RowDraws | None = None
+    bound: Bound | None = None
+    own_forward: Any = None
 
 
-class Lean(Mixin):
+class LeanModule(Mixin):
     """Base of adapters. A changed module has its :class:`Place` in ``_lean``.
 
     Attributes:
-        checkpointed (bool): A block, which ``preset='with_cp'`` checkpoints. Default: False.
-        class_tokens (bool): Tokens may stand in front of those of the map; they are always kept. Default: False.
-        samples (bool): Estimates gradients of weights where a preset says so. Default: True.
-        thins_only (bool): Changes nothing where it drops no tokens. Default: False.
-        hands_on (bool): Hands to the next layer what it keeps, see :mod:`sbp_mmdet.passes`. Default: False.
+        stock (tuple): The classes that the adapter knows, from :func:`adapter`.
+        checkpointed (bool): Whether it is a block, which ``preset='with_cp'`` checkpoints. Default: False.
+        class_tokens (bool): Whether tokens that are always kept may stand in front of those of the map. Default: False.
+        samples (bool): Whether it estimates gradients of weights where a preset says so. Default: True.
+        thins_only (bool): Whether it changes nothing where it drops no tokens. Default: False.
+        runs_blocks (bool): Whether it runs blocks that are changed themselves past their forward. Default: False.
+        shares_modules (bool): Whether the modules of :meth:`bypasses` have adapters of their own too. Default: False.
+        hands_on (bool): Whether it hands to the next layer what it keeps, see :mod:`sbp_mmdet.passes`. Default: False.
+        has_reference (bool): Whether its operations have the reference form. Default: True.
+        folds_frozen_norms (bool): Whether it runs lean too where it is frozen, in evaluation mode, while the rest of
+            the model trains. Default: False.
+        separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used.
+            If False, the whole module runs its own code then. Default: False.
     """
 
+    stock = ()
     checkpointed = False
     class_tokens = False
     samples = True
     thins_only = False
     runs_blocks = False
+    shares_modules = False
     hands_on = False
+    has_reference = True
+    folds_frozen_norms = False
+    separable = False
 
     def forward(self, *args, **kwargs):
-        """The module's own forward pass; in training :meth:`lean_forward`, with the same arguments."""
-        if not (self.training and torch.is_grad_enabled()):
-            return super().forward(*args, **kwargs)
-        return self.lean_forward(*args, **kwargs)
+        """Runs :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
+        if args and isinstance(args[0], torch.fx.Proxy):
+            raise ValueError(
+                f'{type(self).__name__} is lean (LeanHook or apply_lean) and cannot be traced by torch.fx in training '
+                'mode. Leave out efficient_conv_bn_eval, whose saving LeanHook has too, or trace before LeanHook'
+            )
+        return self.lean_forward(*args, **kwargs) if self.runs_lean() else super().forward(*args, **kwargs)
+
+    @torch.compiler.disable
+    def runs_lean(self) -> bool:
+        """Returns whether a call runs lean now. Finds out anew what can be bypassed if something has changed."""
+        if not torch.is_grad_enabled() or runs_reference(self, self.form):
+            return False
+        if not self.training:
+            frozen = self.folds_frozen_norms and not any(p.requires_grad for p in self.parameters())
+            if not frozen:
+                return False
+        bound = self._lean.bound
+        if not bound.bypassed.unchanged(self):
+            bound = self._bind_anew()
+        return bound.reason is None
+
+    def _bind_anew(self):
+        before, place = self._lean.bound, self._lean
+        bound = bind(type(self), self, place.settings, running=True)
+        self._lean = place._replace(bound=bound)
+        new = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
+        known = {before.reason, *(reason for _, reason in before.left)}
+        if told := [reason for reason in dict.fromkeys(new) if reason not in known]:
+            text = f'{place.name or type(self).__name__} runs its own code in part from now on: {"; ".join(told)}'
+            print_log(text, logger='current', level=logging.WARNING)
+        return bound
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """The forward pass in training: the parts one after the other, where nothing else is said."""
-        for name, part in self.parts().items():
-            x = self.run(name, part, x)
+        """The forward pass in training: the parts one after the other, unless a subclass says something else."""
+        for name in self._lean.bound.parts:
+            x = self.run(name, x)
         return x
 
-    def parts(self) -> Mapping[str, Part]:
-        """The operations of the forward pass, in its order."""
+    def parts(self) -> Mapping[str, Binding]:
+        """Returns the operations of the forward pass, in its order. It is called when the module is changed."""
         return {}
+
+    def bypasses(self) -> Iterable[tuple[nn.Module, str]]:
+        """Yields other modules that :meth:`lean_forward` bypasses, with their roles, see :mod:`.predicate`."""
+        return ()
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        """Why a module stays as it is; None: it can be changed.
+        """Returns why a module stays as it is, beyond what :mod:`.predicate` says; ``None`` if it can be changed.
 
         Args:
-            module (nn.Module): The module, not changed yet.
-            settings (Settings): Of the model.
-        """
-        form = settings.preset.form
-        return next(filter(None, (part.refusal(form) for part in cls.parts(module).values())), None)
-
-    @classmethod
-    def token_ratio(cls, settings: Settings) -> float | None:
-        """Keep ratio of a module that draws for itself, by :class:`.TokenDraws`; None: it keeps all.
-
-        Args:
-            settings (Settings): Of the model.
+            module (nn.Module): The module.
+            settings (Settings): The settings of the model.
         """
         return None
 
     @classmethod
-    def members(cls, module: nn.Module) -> Iterable[nn.Module]:
-        """The module and those inside of it that the adapter runs, so that they need none; none: nothing to change.
+    def token_ratio(cls, settings: Settings) -> float | None:
+        """Returns the keep ratio of a module that draws for itself, by :class:`.TokenDraws`; ``None`` if it keeps all.
 
         Args:
-            module (nn.Module): The module, not changed yet.
+            settings (Settings): The settings of the model.
         """
-        return module.modules()
-
-    def extra_repr(self) -> str:
-        """For ``print(model)``: what is said of the module, its preset, and how much it keeps."""
-        settings, layer, draws, *_ = self._lean
-        ratio = draws and draws.ratio(layer)
-        said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
-        return ', '.join(filter(None, said))
+        return None
 
     @classmethod
-    def aside(cls, module: nn.Module) -> Iterable[tuple[nn.Module, str]]:
-        """Modules inside that run their own code although the adapter knows them, and why.
+    def applies_to(cls, module: nn.Module) -> bool:
+        """Returns whether the adapter has anything to do in a module.
+
+        Args:
+            module (nn.Module): The module, of a known class or of one that derives from it.
+        """
+        return True
+
+    @classmethod
+    def is_stock(cls, module: nn.Module) -> bool:
+        """Returns whether the forward pass of a module's class is known.
 
         Args:
             module (nn.Module): The module.
         """
-        return ()
+        return not cls.stock or derives_plainly(stock_class(type(module)), cls.stock)
+
+    def extra_repr(self) -> str:
+        """Returns what ``print(model)`` says of the module: its preset, and how much it keeps."""
+        settings, layer, draws, *_ = self._lean
+        ratio = draws and draws.ratio(layer)
+        said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
+        return ', '.join(filter(None, said))
 
     @property
     def form(self) -> Form:
         """How operations store."""
         return self._lean.settings.preset.form
 
-    def drawn_form(self) -> Form:
-        """The same, with rows that are drawn anew where gradients of weights come from a sample."""
+    def sampled_form(self) -> Form:
+        """Returns the form, with rows that are drawn anew where gradients of weights come from a sample."""
         place = self._lean
         if place.phases is None:
             return self.form
         return dataclasses.replace(self.form, sample=place.phases.draw(place.name, float(place.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
-        """Rate of stochastic depth of the parts that leave out images."""
-        rates = {name: getattr(part.drop, 'drop_prob', 0) or 0 for name, part in self.parts().items()}
+        """Returns the rate of stochastic depth of the parts that leave out images."""
+        rates = {name: getattr(part.drop, 'drop_prob', 0) or 0 for name, part in self._lean.bound.parts.items()}
         return {name: rate for name, rate in rates.items() if rate}
 
-    def run(self, name: str, part: Part, x: Tensor, **options) -> Tensor:
+    def part(self, name: str) -> Binding | None:
+        """Returns a part, or ``None`` if the module's own code has to run in its place.
+
+        Args:
+            name (str): The name of the part in :meth:`parts`.
+        """
+        return self._lean.bound.parts.get(name)
+
+    def run(self, name: str, x: Tensor, **options) -> Tensor:
         """Runs a part, with this pass's positions and stochastic depth.
 
         Args:
-            name (str): Of the part in :meth:`parts`.
-            part (Part): The part.
+            name (str): The name of the part in :meth:`parts`.
             x (Tensor): Its input.
             **options: Further arguments of the part.
 
@@ -196,13 +273,14 @@ class Lean(Mixin):
             Tensor: Its output.
         """
         settings, layer, draws, *_ = self._lean
+        part = self._lean.bound.parts[name]
         if draws is not None and part.thinned:
             heads = part.by_heads and settings.attention == 'head'
             length = part.length(x)
             options['positions'] = None if heads else draws.positions(layer, length, self.class_tokens)
             if part.by_heads:
                 options.update(mode=settings.attention, heads=draws.heads(layer) if heads else None)
-        form = self.drawn_form()
+        form = self.sampled_form()
         rate = getattr(part.drop, 'drop_prob', 0) if getattr(part.drop, 'training', False) else 0
         if not rate:
             return part(form, x, **options)
@@ -216,42 +294,14 @@ class Lean(Mixin):
         return on_images(on_some, x, images, part.parameters())
 
 
-class Whole(Lean):
-    """Base of adapters that take the place of a whole forward pass of their own, and not of its parts alone.
-
-    Attributes:
-        stock (tuple[type, ...]): Classes whose forward pass the adapter knows. Default: those that it is registered
-            for.
-    """
-
-    samples = False
-    stock = ()
-
-    def forward(self, *args, **kwargs):
-        if self.form.implementation == 'reference':
-            return super(Lean, self).forward(*args, **kwargs)
-        return super().forward(*args, **kwargs)
-
-    @classmethod
-    def has_stock_forward(cls, module: nn.Module) -> bool:
-        """Whether the class of a module has no forward pass of its own."""
-        return any(kind_of(module).forward is kind.forward for kind in cls.stock)
-
-    @classmethod
-    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        if cls.has_stock_forward(module):
-            return None
-        return f'its class, {kind_of(module).__name__}, has a forward pass of its own'
-
-
-class Block(Lean):
+class LeanBlock(LeanModule):
     """Base of adapters of blocks. Blocks of one parent module are a stage; each stage halves the map before it.
 
     Attributes:
         stride (int): Pixels for each position of the first stage, where the patch embedding does not say it.
             Default: 4.
-        rounds_up (bool): Odd maps are padded, not cropped, before they are halved. Default: False.
-        from_end (bool): The key ``blocks`` counts the last blocks. Default: False.
+        rounds_up (bool): Whether odd maps are padded, not cropped, before they are halved. Default: False.
+        from_end (bool): Whether the key ``blocks`` counts the last blocks. Default: False.
         absent (tuple[str, ...]): Keys that mean nothing here, so that they are refused. Default: ('attention',).
     """
 
@@ -263,7 +313,7 @@ class Block(Lean):
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Default of the key ``blocks``: every stage but the last.
+        """Returns the default of the key ``blocks``: every stage but the last.
 
         Args:
             depths (tuple[int, ...]): Blocks of each stage.
@@ -271,12 +321,12 @@ class Block(Lean):
         return thinned_blocks(depths)
 
     @classmethod
-    def others(cls, backbone: nn.Module, settings: Settings) -> dict[tuple, tuple[nn.Module, type[Lean]]]:
-        """What else can be changed in a backbone of such blocks.
+    def others(cls, backbone: nn.Module, settings: Settings) -> dict[tuple, tuple[nn.Module, type[LeanModule]]]:
+        """Returns what else can be changed in a backbone of such blocks.
 
         Args:
             backbone (nn.Module): The backbone.
-            settings (Settings): Of the model.
+            settings (Settings): The settings of the model.
 
         Returns:
             dict: Modules and their adapters, by ``(stage, 'downsample')``, or by another name for what has no
@@ -285,13 +335,51 @@ class Block(Lean):
         return {}
 
 
+def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
+    """Lets a module train lean.
+
+    Args:
+        module (nn.Module): The module; changed in place.
+        mixin (type[LeanModule]): The adapter.
+        place (Place): Where the module stands.
+    """
+    if place.settings.preset.form.implementation == 'fused' and (forward := fairscale_forward(module)):
+        del module.forward
+        place = place._replace(own_forward=forward)
+    mix_in(module, mixin)
+    module._lean = place
+
+
+def release(module: nn.Module) -> None:
+    """Reverses :func:`take_over`; a module that is not changed stays as it is.
+
+    Args:
+        module (nn.Module): The module; changed in place.
+    """
+    if isinstance(module, LeanModule):
+        mix_out(module, LeanModule)
+        place = vars(module).pop('_lean')
+        if place.own_forward is not None:
+            module.forward = place.own_forward
+
+
+def bypassed_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules that changed modules of a model bypass: hooks on these would make them run their own code.
+
+    Args:
+        model (nn.Module): A model, changed or not.
+    """
+    places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
+    return {inside for place in places for inside in place.bound.bypassed.modules}
+
+
 def _drawn_factor(part, x, rate):
-    """Stochastic depth as a factor for each image, by the random numbers that the plain branch would draw.
+    """Returns stochastic depth as a factor for each image, by the random numbers that the plain branch would draw.
 
     Its precision is that of these numbers, not of the factor.
     """
     dtype = autocast_dtype(x) or x.dtype
-    if part.gamma is not None:
-        dtype = torch.promote_types(dtype, part.gamma.dtype)
+    if part.scale is not None:
+        dtype = torch.promote_types(dtype, part.scale.dtype)
     kept = part.drop(x.new_ones(len(x), *[1] * (x.dim() - 1), dtype=dtype)).flatten() != 0
     return kept.to(accumulator(x)) / (1 - rate)

@@ -1,4 +1,8 @@
-"""Parts of a forward pass: the modules of an operation, by name, and how they go into it."""
+"""Bindings of operations to modules: which module is which input of an operation, and how it is called.
+
+A binding holds modules, never their parameters: it is made when a model is changed, and loading weights, FSDP or
+quantisation may put other parameters in their place later.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,69 +18,138 @@ from ..ops.common.precision import autocast_dtype
 from ..ops.common.rerun_conv import convolve
 from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
-from ..ops.window_attention import WindowSettings, WindowTensors, window_attention
 from ..stochastic_backprop.masks import Positions
+from .predicate import tensors_in, unsupported
 
-__all__ = ['Attention', 'MLP', 'Norm', 'NormLinear', 'Part', 'PatchNorm', 'Unknown', 'Windows', 'ffn_part']
+__all__ = [
+    'Binding',
+    'ChannelMLPBinding',
+    'LayerNormBinding',
+    'NormLinearBinding',
+    'PatchNormBinding',
+    'SelfAttentionBinding',
+    'mlp_of_ffn',
+]
+
+Problems = list[tuple[nn.Module, str]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """Base of parts. Call one with a form, the input and what else the operation takes."""
+class Binding:
+    """Base of bindings. Call one with a form, the input and what else the operation takes.
 
-    drop = None  # stochastic depth
-    gamma = None  # layer scale
-    thinned = False  # sends gradients from kept positions
-    by_heads = False  # may drop attention heads
+    Attributes:
+        drop (nn.Module | None): Stochastic depth of the branch. Default: None.
+        scaled_by (nn.Module | None): The module that holds the layer scale as its parameter ``gamma`` or ``weight``.
+            Default: None.
+        thinned (bool): Whether it sends gradients from kept positions. Default: False.
+        by_heads (bool): Whether it may drop attention heads. Default: False.
+        shares_modules (bool): Whether its modules have adapters of their own too. Default: False.
+    """
+
+    drop = None
+    scaled_by = None
+    thinned = False
+    by_heads = False
+    shares_modules = False
 
     def __call__(self, form: Form, x: Tensor, **options) -> Tensor:
+        """Runs the operation."""
         raise NotImplementedError
 
-    def refusal(self, form: Form) -> str | None:
-        """Why the operation cannot stand in for these modules; None: it can."""
-        return None
+    def reads(self, form: Form) -> Iterator[tuple[nn.Module, str]]:
+        """Yields every module whose forward is bypassed, with its role, see :mod:`.predicate`.
+
+        Args:
+            form (Form): How operations store.
+        """
+        raise NotImplementedError
+
+    def usable(self, form: Form, root: nn.Module) -> tuple['Binding | None', Problems]:
+        """Returns the binding, or what is left of it, and the submodules that have to run their own code and why.
+
+        Args:
+            form (Form): How operations store.
+            root (nn.Module): The changed module. It is called itself, so hooks on it run in any case.
+
+        Returns:
+            tuple[Binding | None, list]: If ``None``, the operation cannot be used at all.
+        """
+        problems = self.problems(form, root)
+        return (None if problems else self), problems
+
+    def problems(self, form: Form, root: nn.Module) -> Problems:
+        """Returns the modules whose forward may not be bypassed, and why; arguments as of :meth:`usable`."""
+        asked = list({id(module): (module, role) for module, role in self.reads(form)}.values())
+        found = [(m, problem) for m, role in asked if (problem := unsupported(m, role, called=m is root))]
+        return found or _mixed_precision([module for module, _ in asked])
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The layer scale, shape (C,)."""
+        found = {} if self.scaled_by is None else tensors_in(self.scaled_by)
+        return next((found[name] for name in _SCALES if name in found), None)
 
     def length(self, x: Tensor) -> int:
-        """Positions of the output for a map (N, C, H, W) or tokens (N, L, C)."""
+        """Returns the number of positions of the output for a map (N, C, H, W) or tokens (N, L, C)."""
         return x.shape[1] if x.dim() == 3 else x.shape[2] * x.shape[3]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of all modules."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, nn.Parameter):
-                yield value
-            elif isinstance(value, nn.Module):
-                yield from value.parameters()
+        """Yields the parameters that the operation reads."""
+        if self.scale is not None:
+            yield self.scale
+        for module, _ in self.reads(Form()):
+            if module is not self.scaled_by:
+                yield from tensors_in(module).values()
+
+
+_SCALES = ('gamma', 'weight', 'scale')
+
+
+def _mixed_precision(modules) -> Problems:
+    """Returns the first module in another precision than the others: the operations fold weights into one another."""
+    kinds = [(m, p.dtype) for m in modules for p in tensors_in(m).values()]
+    return [
+        (module, f'its parameters are {dtype}, and others of the operation {kinds[0][1]}')
+        for module, dtype in kinds
+        if dtype != kinds[0][1]
+    ][:1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MLP(Part):
+class ChannelMLPBinding(Binding):
     """``x + drop(gamma * down(act(grn(up(norm(conv(x)))))))``: the channel MLP with its residual connection.
 
     Attributes:
         norm (nn.LayerNorm): Over the channels.
         up, down (nn.Linear | nn.Conv2d): Linear layers, or 1x1 convolutions.
-        act (nn.Module): Activation; GELU, unless the form is the reference.
-        gamma (Tensor | None): Layer scale. Default: None.
+        act (nn.Module): GELU; any activation if the form is the reference.
+        scaled_by (nn.Module | None): The holder of the layer scale. Default: None.
         drop (nn.Module | None): Stochastic depth. Default: None.
         conv (nn.Conv2d | None): Convolution in front of the norm. Default: None.
         grn (nn.Module | None): Global response normalisation of ConvNeXt V2. Default: None.
+        holders (tuple): Modules around these whose forward is bypassed too, with their roles. Default: ().
+        recomputes_conv (bool): Whether the backward pass may run ``conv`` again. Default: True.
     """
 
     norm: nn.LayerNorm
     up: nn.Module
     act: nn.Module
     down: nn.Module
-    gamma: Tensor | None = None
+    scaled_by: nn.Module | None = None
     drop: nn.Module | None = None
     conv: nn.Conv2d | None = None
     grn: nn.Module | None = None
+    holders: tuple[tuple[nn.Module, str], ...] = ()
+    recomputes_conv: bool = True
     thinned = True
 
     def __call__(self, form: Form, x: Tensor, positions: Positions | None = None, factor: Tensor | None = None):
+        """Runs the operation on a map (N, C, H, W) or on tokens (N, L, C)."""
         shortcut, conv = x, None
-        if self.conv is not None:
+        if self.conv is not None and not self.recomputes_conv:
+            x = self.conv(x)
+        elif self.conv is not None:
             # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
             x, conv = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype), form.storage)
             # x-hat of some positions is less than the time that the convolution takes to run again.
@@ -87,73 +160,97 @@ class MLP(Part):
         eps, approximate = self.norm.eps, getattr(self.act, 'approximate', 'none')
         if self.grn is not None:
             grn = (self.grn.gamma, self.grn.beta)
-            tensors = GRNTensors(x, shortcut, *norm, *first, *grn, *second, self.gamma, factor, conv)
+            tensors = GRNTensors(x, shortcut, *norm, *first, *grn, *second, self.scale, factor, conv)
             return grn_mlp(GRNSettings(form, eps, self.grn.eps, approximate), tensors)
         activation = self.act if form.implementation == 'reference' else None
         settings = MLPSettings(form, eps, approximate, activation)
-        tensors = MLPTensors(x, shortcut, *norm, *first, *second, self.gamma, factor, positions, conv)
+        tensors = MLPTensors(x, shortcut, *norm, *first, *second, self.scale, factor, positions, conv)
         return channel_mlp(settings, tensors)
 
-    def refusal(self, form: Form) -> str | None:
-        if not isinstance(self.norm, nn.LayerNorm):
-            return f'its norm is a {type(self.norm).__name__}, and layer norm is needed'
+    def reads(self, form: Form):
+        """See :meth:`Binding.reads`."""
+        yield self.norm, 'layer norm'
+        yield from ((self.up, 'pointwise with bias'), (self.down, 'pointwise with bias'), *self.holders)
+        if form.implementation == 'fused':  # the reference calls it
+            yield self.act, 'GELU'
+        if self.drop is not None:
+            yield self.drop, 'stochastic depth'
+        if self.grn is not None:
+            yield self.grn, 'GRN'
+        if self.conv is not None and self.recomputes_conv:
+            yield self.conv, 'recomputed convolution'
+
+    def usable(self, form: Form, root: nn.Module):
+        """See :meth:`Binding.usable`. A convolution of another kind runs its own code in front of the rest."""
         if self.grn is not None and form.implementation == 'reference':
-            return 'the reference form has no GRN'
-        if form.implementation == 'fused' and not isinstance(self.act, nn.GELU):
-            return f'its activation is {type(self.act).__name__}, and GELU is needed'
-        return None
+            return None, [(self.grn, 'the reference form has no GRN')]
+        problems = self.problems(form, root)
+        if self.conv is not None and [module for module, _ in problems] == [self.conv]:
+            return dataclasses.replace(self, recomputes_conv=False), problems
+        return (None if problems else self), problems
 
 
-def ffn_part(norm: nn.Module, ffn: nn.Module) -> Part:
-    """The channel MLP of a pre-norm block with mmcv's or mmpretrain's ``FFN``.
+def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:
+    """Returns the channel MLP of a pre-norm block with mmcv's or mmpretrain's ``FFN``.
 
     Args:
-        norm (nn.Module): In front of it.
+        norm (nn.Module): The layer norm in front of it.
         ffn (nn.Module): The ``FFN``.
     """
     layers = getattr(ffn, 'layers', ())
-    if len(layers) != 3 or not ffn.add_identity:
-        return Unknown('its FFN does not consist of two linear layers and a residual connection')
-    if any(m.p for m in ffn.modules() if isinstance(m, nn.Dropout)):
-        return Unknown('its FFN has dropout (drop_rate); set it to 0')
-    gamma = getattr(ffn.gamma2, 'weight', getattr(ffn.gamma2, 'scale', None))
-    if gamma is None and not isinstance(ffn.gamma2, nn.Identity):
-        return Unknown(f'its FFN scales by {type(ffn.gamma2).__name__}')
-    return MLP(norm, layers[0][0], layers[0][1], layers[1], gamma, ffn.dropout_layer)
+    if len(layers) != 3 or not isinstance(layers[0], nn.Sequential) or len(layers[0]) != 3:
+        return UnsupportedBinding(ffn, 'its FFN does not consist of two linear layers')
+    if not ffn.add_identity:
+        return UnsupportedBinding(ffn, 'its FFN has no residual connection')
+    (up, act, first), down, second = layers
+    scaled_by = getattr(ffn, 'gamma2', None)
+    holders = [(ffn, 'FFN'), (layers, 'list of layers'), (layers[0], 'list of layers')]
+    holders += [(first, 'dropout of rate 0'), (second, 'dropout of rate 0')]
+    holders += [] if scaled_by is None else [(scaled_by, 'layer scale')]
+    return ChannelMLPBinding(norm, up, act, down, scaled_by, ffn.dropout_layer, holders=tuple(holders))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Unknown(Part):
-    """What no operation stands in for.
+class UnsupportedBinding(Binding):
+    """A part that no operation stands in for.
 
     Attributes:
+        module (nn.Module): The module to blame.
         reason (str): Why.
     """
 
+    module: nn.Module
     reason: str
 
-    def refusal(self, form: Form) -> str | None:
-        return self.reason
+    def reads(self, form: Form):
+        """See :meth:`Binding.reads`."""
+        return iter(())
+
+    def usable(self, form: Form, root: nn.Module):
+        """See :meth:`Binding.usable`."""
+        return None, [(self.module, self.reason)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Attention(Part):
+class SelfAttentionBinding(Binding):
     """``x + drop(gamma * proj(attention(qkv(norm(x)))))`` on all tokens.
 
     Attributes:
         norm (nn.LayerNorm): Over the channels.
         qkv, proj (nn.Linear): Linear layers.
-        num_heads (int): Heads.
-        gamma (Tensor | None): Layer scale. Default: None.
+        num_heads (int): The number of heads.
+        scaled_by (nn.Module | None): The holder of the layer scale. Default: None.
         drop (nn.Module | None): Stochastic depth. Default: None.
+        holders (tuple): Modules around these whose forward is bypassed too, with their roles. Default: ().
     """
 
     norm: nn.LayerNorm
     qkv: nn.Linear
     proj: nn.Linear
     num_heads: int
-    gamma: Tensor | None = None
+    scaled_by: nn.Module | None = None
     drop: nn.Module | None = None
+    holders: tuple[tuple[nn.Module, str], ...] = ()
     thinned = True
     by_heads = True
 
@@ -166,66 +263,21 @@ class Attention(Part):
         mode: str = 'qkv',
         heads: Tensor | None = None,
     ):
+        """Runs the operation on tokens (N, L, C)."""
         layers = (m for module in (self.norm, self.qkv, self.proj) for m in (module.weight, module.bias))
         settings = AttentionSettings(form, self.num_heads, mode, self.norm.eps)
-        return attention(settings, AttentionTensors(x, *layers, self.gamma, factor, positions, heads))
+        return attention(settings, AttentionTensors(x, *layers, self.scale, factor, positions, heads))
 
-    def refusal(self, form: Form) -> str | None:
-        if not isinstance(self.norm, nn.LayerNorm):
-            return f'its norm is a {type(self.norm).__name__}, and layer norm is needed'
-        return None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Windows(Part):
-    """``x + drop(attn(norm(x)))`` in windows of a map, with Swin's position bias; exact.
-
-    Attributes:
-        norm (nn.LayerNorm): Over the channels.
-        attn (nn.Module): mmdet's or mmpretrain's shifted-window attention.
-    """
-
-    norm: nn.LayerNorm
-    attn: nn.Module
-
-    @property
-    def drop(self):
-        return self.attn.drop
-
-    def __call__(self, form: Form, x: Tensor, size: tuple[int, int], factor: Tensor | None = None):
-        if form.implementation == 'reference':
-            return self._reference(x, size, factor)
-        attn, msa = self.attn, self.attn.w_msa
-        shift = attn.shift_size
-        if min(size) == attn.window_size and not getattr(attn, 'pad_small_map', True):
-            shift = 0  # mmpretrain does not shift a map of one window
-        settings = WindowSettings(form, msa.num_heads, attn.window_size, shift, tuple(size), msa.scale, self.norm.eps)
-        layers = (self.norm.weight, self.norm.bias, msa.qkv.weight, msa.qkv.bias, msa.relative_position_bias_table)
-        tensors = WindowTensors(x, *layers, msa.proj.weight, msa.proj.bias, msa.relative_position_index, factor)
-        return window_attention(settings, tensors)
-
-    def _reference(self, x, size, factor):
-        attn, drop = self.attn, self.drop
-        attn.drop = nn.Identity()  # the factor stands for it
-        try:
-            out = attn(self.norm(x), size)
-        finally:
-            attn.drop = drop
-        return x + (out if factor is None else out * factor.to(out.dtype)[:, None, None])
-
-    def refusal(self, form: Form) -> str | None:
-        msa = self.attn.w_msa
-        if not hasattr(msa, 'relative_position_bias_table') or not hasattr(msa, 'scale'):
-            return f'its attention is a {type(msa).__name__}, and that of the first Swin is needed'
-        if not isinstance(self.norm, nn.LayerNorm):
-            return f'its norm is a {type(self.norm).__name__}, and layer norm is needed'
-        if msa.attn_drop.p or msa.proj_drop.p:
-            return 'its attention has dropout (drop_rate, attn_drop_rate); set them to 0'
-        return None
+    def reads(self, form: Form):
+        """See :meth:`Binding.reads`."""
+        yield self.norm, 'layer norm'
+        yield from ((self.qkv, 'linear'), (self.proj, 'linear with bias'), *self.holders)
+        if self.drop is not None:
+            yield self.drop, 'stochastic depth'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NormLinear(Part):
+class NormLinearBinding(Binding):
     """``linear(norm(x))`` on tokens, or on the 2x2 patches of a map (section 3.2.2, the case s >= k).
 
     Attributes:
@@ -238,47 +290,51 @@ class NormLinear(Part):
     thinned = True
 
     def __call__(self, form: Form, x: Tensor, positions: Positions | None = None):
+        """Runs the operation on tokens (N, L, C) or on a map (N, C, H, W)."""
         layers = (self.norm.weight, self.norm.bias, self.linear.weight, self.linear.bias)
         settings = NormLinearSettings(form, self.norm.eps)
         return norm_linear(settings, NormLinearTensors(x, *layers, positions))
 
     def length(self, x: Tensor) -> int:
+        """See :meth:`Binding.length`."""
         return x.shape[1] if x.dim() == 3 else (x.shape[2] // 2) * (x.shape[3] // 2)
 
-    def refusal(self, form: Form) -> str | None:
-        if not isinstance(self.norm, nn.LayerNorm):
-            return f'its norm is a {type(self.norm).__name__}, and layer norm is needed'
-        conv = self.linear
-        if isinstance(conv, nn.Conv2d) and (conv.kernel_size, conv.stride, conv.padding) != ((2, 2), (2, 2), (0, 0)):
-            return 'it is no 2x2 convolution of stride 2 behind a norm'
-        return None
+    def reads(self, form: Form):
+        """See :meth:`Binding.reads`."""
+        yield from ((self.norm, 'layer norm'), (self.linear, 'linear or 2x2 convolution'))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Norm(Part):
-    """Layer norm over the channels of a map (N, C, H, W) or of tokens (N, L, C)."""
+class LayerNormBinding(Binding):
+    """Layer norm over the channels of a map (N, C, H, W) or of tokens (N, L, C).
+
+    Attributes:
+        norm (nn.LayerNorm): The norm.
+    """
 
     norm: nn.LayerNorm
 
     def __call__(self, form: Form, x: Tensor):
+        """Runs the operation."""
         settings = NormSettings(form, self.norm.eps)
         tokens = x.dim() == 3
         x = x.transpose(1, 2).unsqueeze(3) if tokens else x  # a map of one column
         out = layer_norm(settings, NormTensors(x, self.norm.weight, self.norm.bias))
         return out.squeeze(3).transpose(1, 2) if tokens else out
 
-    def refusal(self, form: Form) -> str | None:
-        return None if isinstance(self.norm, nn.LayerNorm) else f'it is a {type(self.norm).__name__}'
+    def reads(self, form: Form):
+        """See :meth:`Binding.reads`."""
+        yield self.norm, 'layer norm'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PatchNorm(Part):
+class PatchNormBinding(Binding):
     """``norm(conv(x))`` for the patches of an image: the convolution runs again, and the image is all that is stored.
 
     Attributes:
         conv (nn.Conv2d): The patch embedding.
         norm (nn.LayerNorm): Over the channels.
-        channels_last (bool): Lay out the map so that its tokens need no copy. Default: False.
+        channels_last (bool): Whether to lay out the map so that its tokens need no copy. Default: False.
     """
 
     conv: nn.Conv2d
@@ -286,11 +342,13 @@ class PatchNorm(Part):
     channels_last: bool = False
 
     def __call__(self, form: Form, x: Tensor):
+        """Runs the operation on images (N, C, H, W)."""
         out, again = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype))
         if self.channels_last:
             out = out.contiguous(memory_format=torch.channels_last)
         settings = NormSettings(form, self.norm.eps)
         return layer_norm(settings, NormTensors(out, self.norm.weight, self.norm.bias, again))
 
-    def refusal(self, form: Form) -> str | None:
-        return None if isinstance(self.norm, nn.LayerNorm) else f'its norm is a {type(self.norm).__name__}'
+    def reads(self, form: Form):
+        """See :meth:`Binding.reads`."""
+        yield from ((self.conv, 'recomputed convolution'), (self.norm, 'layer norm'))

@@ -3,7 +3,7 @@
 Unlike transformers' blocks they have no positions that could be dropped: they are exact with every preset.
 """
 
-from collections.abc import Iterator
+import dataclasses
 
 import mmcv.cnn
 import torch
@@ -12,23 +12,20 @@ import torch.nn.functional as F
 from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
 from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
 from mmcv.cnn.bricks.swish import Swish
-from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
-from mmengine.model.utils import _BatchNormXd
-from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 
 from ..ops.common.activations import Activation
 from ..ops.common.autograd_function import Form
 from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from ..presets import Settings
-from .base import Lean, Whole, adapter, kind_of
+from ..surgery import stock_class
+from .base import LeanModule, adapter
+from .bindings import Binding
+from .predicate import ROLES, unsupported
 
-__all__ = ['ConvLean', 'conv_norm_act', 'known']
+__all__ = ['ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of', 'norm_inputs']
 
-_CONVS = (nn.Conv2d, MMCVConv2d, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding)
-_UNKNOWN = 'its convolution has hooks, or padding other than zeros'
-_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
-_ACTS = {
+_ACTIVATIONS = {
     nn.ReLU: lambda m: Activation('relu'),
     nn.LeakyReLU: lambda m: Activation('leaky_relu', slope=m.negative_slope),
     nn.SiLU: lambda m: Activation('silu'),
@@ -38,80 +35,96 @@ _ACTS = {
 }
 
 
-def _hooked(module):
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or 'forward' in vars(module)
-
-
-def known(module: nn.Module | None, kinds: str) -> bool:
-    """Whether the operation can stand in for a module.
+def activation_of(module: nn.Module) -> Activation:
+    """Returns what operations compute for an activation whose forward may be bypassed.
 
     Args:
-        module (nn.Module | None): A submodule.
-        kinds (str): What it should be: 'conv', 'norm' or 'act'.
+        module (nn.Module): One of the classes with the role 'activation'.
     """
-    kind = kind_of(module)
-    if kind not in dict(conv=_CONVS, norm=_NORMS, act=_ACTS)[kinds]:
-        return False
-    if _hooked(module):
-        return False  # somebody's code would not run
-    return kinds != 'conv' or (module.padding_mode == 'zeros' and not isinstance(module.padding, str))
+    return _ACTIVATIONS[stock_class(type(module))](module)
 
 
-def conv_norm_act(
-    form: Form,
-    x: Tensor,
-    conv: nn.Module,
-    norm: nn.Module | None = None,
-    act: nn.Module | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """``act(norm(conv(x)) + residual)``. Modules that the operation does not know run their own code.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConvNormActBinding(Binding):
+    """``act(norm(conv(x)) + residual)``. What may not be bypassed runs its own code behind or before the operation.
 
-    Args:
-        form (Form): How the operation stores.
-        x (Tensor): Shape (N, C, H, W).
+    Attributes:
         conv (nn.Module): The convolution.
-        norm, act (nn.Module | None): None: none. Default: None.
-        residual (Tensor | None): Shape of the output. Default: None.
-
-    Returns:
-        Tensor: Shape (N, D, H', W').
+        norm, act (nn.Module | None): If ``None``, there is none. Default: None.
+        fused (tuple[str, ...]): Those of the three that the operation stands in for. Default: all.
     """
-    # Without images the module's own code runs, but where the processes of a SyncBN have to do the same.
-    taken = known(conv, 'conv') and (bool(x.numel()) or _process_group(norm) is not None)
-    if taken and (norm is None or known(norm, 'norm')):
-        inside = act if act is not None and known(act, 'act') else None
+
+    conv: nn.Module
+    norm: nn.Module | None = None
+    act: nn.Module | None = None
+    fused: tuple[str, ...] = ('conv', 'norm', 'act')
+
+    def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None):
+        """Runs the layer on (N, C, H, W); ``residual`` has the shape of the output."""
+        conv, norm, act = self.conv, self.norm, self.act
+        # Without images the module's own code runs, unless the processes of a SyncBN have to do the same.
+        if not x.numel() and _process_group(norm) is None:
+            return self.own_code(x, residual)
+        if norm is not None and 'norm' not in self.fused:
+            x = norm(_operation(form, x, conv))
+            x = x if residual is None else x + residual
+            return x if act is None else act(x)
+        inside = act if 'act' in self.fused else None
         x = _operation(form, x, conv, norm, inside, residual)
         return x if act is inside else act(x)
-    x = _operation(form, x, conv) if taken else conv(x)
-    x = x if norm is None else norm(x)
-    x = x if residual is None else x + residual
-    return x if act is None else act(x)
+
+    @property
+    def length_behind(self) -> int:
+        """How many modules stand behind the convolution."""
+        return (self.norm is not None) + (self.act is not None)
+
+    def own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Calls the modules, with the arguments of the layer."""
+        x = self.conv(x)
+        x = x if self.norm is None else self.norm(x)
+        x = x if residual is None else x + residual
+        return x if self.act is None else self.act(x)
+
+    def reads(self, form: Form):
+        """See :meth:`.Binding.reads`."""
+        roles = dict(conv='convolution', norm='norm of a map', act='activation')
+        yield from ((module, roles[name]) for name in self.fused if (module := getattr(self, name)) is not None)
+
+    def usable(self, form: Form, root: nn.Module):
+        """See :meth:`.Binding.usable`. Without the convolution there is nothing to gain."""
+        wrong = dict(self.problems(form, root))
+        fused = tuple(name for name in self.fused if getattr(self, name) not in wrong)
+        usable = dataclasses.replace(self, fused=fused) if 'conv' in fused else None
+        return usable, list(wrong.items())
+
+    def problems(self, form: Form, root: nn.Module):
+        """See :meth:`.Binding.problems`. Norms may be in another precision than convolutions."""
+        return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role, called=m is root))]
 
 
 def _operation(form, x, conv, norm=None, act=None, residual=None):
-    settings, tensors = (dict(norm='none'), {}) if norm is None else _norm(norm)
+    settings, tensors = (dict(norm='none'), {}) if norm is None else norm_inputs(norm)
     if act is not None:
-        settings['activation'] = _ACTS[kind_of(act)](act)
-    x, padding = _padded(x, conv) if kind_of(conv) is Conv2dAdaptivePadding else (x, conv.padding)
+        settings['activation'] = activation_of(act)
+    kind = stock_class(type(conv))
+    x, padding = _padded(x, conv) if kind is Conv2dAdaptivePadding else (x, conv.padding)
     geometry = conv.stride, padding, conv.dilation, conv.groups
-    tensors = ConvNormTensors(x, _weight(conv), conv.bias, **tensors, residual=residual)
+    tensors = ConvNormTensors(x, _weight(conv, kind), conv.bias, **tensors, residual=residual)
     return conv_norm(ConvNormSettings(form, *geometry, **settings), tensors)
 
 
-def _weight(conv):
-    """What a convolution multiplies with: with weight standardisation a function of its parameter."""
-    if kind_of(conv) is ConvAWS2d:
+def _weight(conv, kind):
+    """Returns what a convolution multiplies with: with weight standardisation a function of its parameter."""
+    if kind is ConvAWS2d:
         return conv._get_weight(conv.weight)
-    if kind_of(conv) is ConvWS2d:
+    if kind is ConvWS2d:
         mean, std = (of(conv.weight.flatten(1), 1).view(-1, 1, 1, 1) for of in (torch.mean, torch.std))
         return (conv.weight - mean) / (std + conv.eps)
     return conv.weight
 
 
 def _padded(x, conv):
-    """The map and its padding as TensorFlow's "same". A map is copied only where its sides get different ones."""
+    """Returns the map and its padding as TensorFlow's "same". It is copied only where its sides get different ones."""
     pads = []
     for size, stride, kernel, dilation in zip(x.shape[2:], conv.stride, conv.kernel_size, conv.dilation, strict=True):
         pads.append(max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0))
@@ -121,8 +134,12 @@ def _padded(x, conv):
     return F.pad(x, (left, right, top, bottom)), (0, 0)
 
 
-def _norm(norm):
-    """Settings and tensors of a norm; counts a batch as the module itself does."""
+def norm_inputs(norm: nn.Module) -> tuple[dict, dict]:
+    """Returns settings and tensors of a norm. Counts a batch as the module itself does.
+
+    Args:
+        norm (nn.Module): A norm with the role 'norm of a map'.
+    """
     tensors = dict(norm_weight=norm.weight, norm_bias=norm.bias)
     if isinstance(norm, nn.GroupNorm):
         return dict(norm='group', eps=norm.eps, num_groups=norm.num_groups), tensors
@@ -139,7 +156,7 @@ def _norm(norm):
 
 
 def _process_group(norm):
-    """Who shares the statistics of a norm; None: nobody."""
+    """Returns who shares the statistics of a norm, or ``None``."""
     if not isinstance(norm, nn.SyncBatchNorm) or not norm.training or not dist.is_available():
         return None
     if not dist.is_initialized():
@@ -148,92 +165,98 @@ def _process_group(norm):
     return group if dist.get_world_size(group) > 1 else None
 
 
-class ConvLean(Whole):
-    """Base of adapters of convolutional modules, which are exact in every preset."""
-
-    hands_on = True
-
-    def forward(self, *args, **kwargs):
-        """As of others. What is frozen, and so in evaluation mode, folds its norms too while the rest trains."""
-        if torch.is_grad_enabled() and not (self.training or any(p.requires_grad for p in self.parameters())):
-            if self.form.implementation == 'fused':
-                return self.lean_forward(*args, **kwargs)
-        return super().forward(*args, **kwargs)
-
-    @classmethod
-    def members(cls, module: nn.Module) -> Iterator[nn.Module]:
-        """The module, and its convolutions, norms and activations."""
-        kinds = ('conv', 'norm', 'act')
-        yield from (module, *(m for m in module.children() if any(known(m, kind) for kind in kinds)))
-
-    @classmethod
-    def aside(cls, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-        for inside in module.modules():
-            if kind_of(inside) in (*_NORMS, *_ACTS) and _hooked(inside):
-                yield inside, 'it has hooks, which run; its layer stores what torch stores'
-
-    def layer(self, x: Tensor, *modules: nn.Module | None, residual: Tensor | None = None) -> Tensor:
-        """:func:`conv_norm_act` in this module's form."""
-        return conv_norm_act(self.form, x, *modules, residual=residual)
-
-
-@adapter(*_CONVS)
-class Conv(ConvLean):
+@adapter(*ROLES['convolution'])
+class LeanConv(LeanModule):
     """A convolution alone: it shares what the layer before stores, and what it stores with its siblings."""
 
-    def lean_forward(self, x: Tensor) -> Tensor:
-        return _operation(self.form, x, self) if x.dim() == 4 and x.numel() else super(Lean, self).forward(x)
+    samples = has_reference = False
+    folds_frozen_norms = hands_on = True
 
-    @classmethod
-    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        if not known(module, 'conv') and cls.has_stock_forward(module):
-            return _UNKNOWN
-        return super().refusal(module, settings)
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(conv=ConvNormActBinding(self))
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the convolution on (N, C, H, W)."""
+        return _operation(self.form, x, self) if x.dim() == 4 and x.numel() else super(LeanModule, self).forward(x)
 
 
 @adapter(mmcv.cnn.ConvModule)
-class ConvModule(ConvLean):
+class LeanConvModule(LeanModule):
     """Convolution, norm and activation."""
 
+    samples = has_reference = False
+    folds_frozen_norms = hands_on = True
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        norm, act = self.norm if self.with_norm else None, self.activate if self.with_activation else None
+        return dict(layer=ConvNormActBinding(self.conv, norm, act))
+
     def lean_forward(self, x: Tensor, activate: bool = True, norm: bool = True) -> Tensor:
-        if self.with_explicit_padding:
-            x = self.padding_layer(x)
-        act = self.activate if activate and self.with_activation else None
-        return self.layer(x, self.conv, self.norm if norm and self.with_norm else None, act)
+        """Runs the layer on (N, C, H, W); see mmcv's ``ConvModule``."""
+        layer = self.part('layer')
+        if not norm:
+            layer = dataclasses.replace(layer, norm=None)
+        if not activate:
+            layer = dataclasses.replace(layer, act=None)
+        return layer(self.form, self.padding_layer(x) if self.with_explicit_padding else x)
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`."""
         if tuple(module.order) != ('conv', 'norm', 'act'):
             return f'its layers stand in the order {module.order}'
-        if not known(module.conv, 'conv'):
-            kind = kind_of(module.conv)
-            return _UNKNOWN if kind in _CONVS else f'its convolution is a {kind.__name__}'
-        return super().refusal(module, settings)
+        return None
 
 
-@adapter(nn.Sequential)
-class Sequence(ConvLean):
-    """Convolutions that are followed by a norm or an activation; other members run their own code."""
+class LeanSequence(LeanModule):
+    """Base of adapters of sequences: convolutions that are followed by a norm or an activation.
+
+    Other members run their own code.
+    """
+
+    samples = has_reference = False
+    folds_frozen_norms = separable = hands_on = True
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`. A layer has the name of its convolution."""
+        return layers_of(self)
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        for layer in _runs(self):
-            x = layer[0](x) if len(layer) == 1 else self.layer(x, *layer)
+        """Runs the members one after the other."""
+        inside = 0  # members that the latest layer has run
+        for name, module in self._modules.items():
+            if inside:
+                inside -= 1
+            elif layer := self.part(name):
+                x = layer(self.form, x)
+                inside = layer.length_behind
+            else:
+                x = module(x)
         return x
 
     @classmethod
-    def members(cls, module: nn.Module) -> Iterator[nn.Module]:
-        found = [m for layer in _runs(module) if len(layer) > 1 for m in layer if m is not None]
-        if found and cls.has_stock_forward(module):
-            yield from (module, *found)
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`."""
+        return cls.is_stock(module) and bool(layers_of(module))
 
 
-def _runs(sequence):
-    """(convolution, norm, activation), the last two or None; or (module,)."""
-    found, modules = [], [*sequence]
-    while modules:
-        layer = [modules.pop(0)]
-        if known(layer[0], 'conv'):
-            for kinds in ('norm', 'act'):
-                layer.append(modules.pop(0) if modules and known(modules[0], kinds) else None)
-        found.append(layer if any(layer[1:]) else layer[:1])
+def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
+    """Returns the layers of a sequence by the names of their convolutions.
+
+    Args:
+        sequence (nn.Sequential): The sequence.
+    """
+    found, members = {}, [*sequence._modules.items()]
+    while members:
+        name, conv = members.pop(0)
+        if unsupported(conv, 'convolution', called=True):
+            continue
+        layer = [conv]
+        for role in ('norm of a map', 'activation'):
+            known = members and not unsupported(members[0][1], role, called=True)
+            layer.append(members.pop(0)[1] if known else None)
+        if any(layer[1:]):
+            found[name] = ConvNormActBinding(*layer)
     return found

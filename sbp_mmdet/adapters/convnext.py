@@ -1,52 +1,84 @@
 """ConvNeXt, mmpretrain's and this package's, whose submodules have the same names."""
 
-from torch import nn
+from mmengine.model import Sequential
+from torch import Tensor, nn
 
 from ..presets import Settings
-from .base import Block, Lean, adapter
-from .bindings import MLP, Norm, NormLinear, PatchNorm
+from ..surgery import stock_class
+from .base import LeanBlock, LeanModule, adapter
+from .bindings import ChannelMLPBinding, LayerNormBinding, NormLinearBinding, PatchNormBinding
 
-__all__ = ['ConvNeXtBlock']
+__all__ = ['LeanConvNeXtBlock', 'LeanLayerNorm']
 
 
 @adapter('mmpretrain.models.backbones.convnext.ConvNeXtBlock', 'sbp_mmdet.models.convnext.ConvNeXtBlock')
-class ConvNeXtBlock(Block):
+class LeanConvNeXtBlock(LeanBlock):
     """Depthwise convolution, then the channel MLP, which is thinned."""
 
     def parts(self):
+        """See :meth:`.LeanModule.parts`."""
         layers = (self.norm, self.pointwise_conv1, self.act, self.pointwise_conv2)
-        return dict(mlp=MLP(*layers, self.gamma, self.drop_path, self.depthwise_conv, self.grn))
+        return dict(mlp=ChannelMLPBinding(*layers, self, self.drop_path, self.depthwise_conv, self.grn))
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the block on (N, C, H, W)."""
+        return self.run('mlp', x)
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`."""
         if module.grn is not None and settings.preset.thins:
             return "GRN normalises over all positions, so none can be dropped; take preset='exact' or 'int8'"
-        return super().refusal(module, settings)
+        return None
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
+        """See :meth:`.LeanBlock.others`."""
         stem, *layers = backbone.downsample_layers
-        found = {(i, 'downsample'): (layer, _Downsample) for i, layer in enumerate(layers, 1)}
-        found['stem',] = (stem, _Stem)
+        found = {(i, 'downsample'): (layer, _LeanDownsample) for i, layer in enumerate(layers, 1)}
+        found['stem',] = (stem, _LeanStem)
         if not backbone.gap_before_final_norm:
-            found |= {(name,): (m, _Norm) for name, m in backbone.named_children() if name.startswith('norm')}
+            found |= {(name,): (m, LeanLayerNorm) for name, m in backbone.named_children() if name.startswith('norm')}
         return found
 
 
-class _Downsample(Lean):
+class _LeanDownsample(LeanModule):
+    """Layer norm and 2x2 convolution of stride 2."""
+
+    stock = (nn.Sequential, Sequential)
+
     def parts(self):
-        return dict(patches=NormLinear(*self))
+        """See :meth:`.LeanModule.parts`."""
+        return dict(patches=NormLinearBinding(*self))
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`."""
+        return None if len(module) == 2 else f'it has {len(module)} layers, and a norm and a convolution are expected'
 
 
-class _Stem(Lean):
+class _LeanStem(_LeanDownsample):
+    """Patch embedding and layer norm."""
+
     samples = False
 
     def parts(self):
-        return dict(patches=PatchNorm(*self))
+        """See :meth:`.LeanModule.parts`."""
+        return dict(patches=PatchNormBinding(*self))
 
 
-class _Norm(Lean):
+class LeanLayerNorm(LeanModule):
+    """Layer norm of an output map, or of tokens."""
+
     samples = False
+    separable = True
 
     def parts(self):
-        return dict(norm=Norm(self))
+        """See :meth:`.LeanModule.parts`."""
+        return dict(norm=LayerNormBinding(self))
+
+    def lean_forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        """Normalises tokens (N, L, C), or a map (N, C, H, W) if the norm is one of maps."""
+        if args or kwargs or x.dim() != (4 if stock_class(type(self)).__name__ == 'LayerNorm2d' else 3):
+            return super(LeanModule, self).forward(x, *args, **kwargs)
+        return self.run('norm', x)

@@ -1,143 +1,229 @@
 """Blocks and stems that call convolution, norm and activation one by one: ResNet, its relatives, HRNet; CSP blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
-from mmdet.models.backbones import darknet, hrnet, regnet, res2net, resnest, resnet
+from mmdet.models.backbones import darknet, hrnet, regnet, res2net, resnest, resnet, resnext
 from mmdet.models.layers import csp_layer
 from torch import Tensor, nn
 
 from ..ops.common.kept_maps import add
-from .base import adapter
-from .conv_module import ConvLean
+from .base import LeanModule, adapter
+from .conv_module import ConvNormActBinding
 
-__all__ = ['BasicBlock', 'Bottle2neck', 'Bottleneck', 'SplitAttention']
+__all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanShortcutBlock', 'LeanSplitAttention']
 
 
-class _Residual(ConvLean):
-    """Base of blocks with a shortcut. Their ``with_cp`` is off."""
+class _Convolutional(LeanModule):
+    """Base of adapters of modules that call convolutions, norms and activations one by one."""
 
     checkpointed = True
+    samples = has_reference = False
+    folds_frozen_norms = separable = hands_on = True
 
-    def identity(self, x: Tensor) -> Tensor:
-        """What goes past the convolutions."""
-        return x if self.downsample is None else self.downsample(x)
+    def layer(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Runs a layer of :meth:`parts`, with the modules' own code where the operation cannot be used.
 
-    def plugged(self, number: int, x: Tensor) -> Tensor:
-        """``x`` after the plugins that stand behind a convolution; they run their own code."""
-        return self.forward_plugin(x, getattr(self, f'after_conv{number}_plugin_names')) if self.with_plugins else x
+        Args:
+            name (str): The name of the layer.
+            x (Tensor): Shape (N, C, H, W).
+            residual (Tensor | None): Added before the activation; shape of the output. Default: None.
+        """
+        part = self.part(name)
+        return type(self).parts(self)[name].own_code(x, residual) if part is None else part(self.form, x, residual)
+
+
+def _shortcut(block, x):
+    """Returns what goes past the convolutions of a block."""
+    return x if block.downsample is None else block.downsample(x)
+
+
+def _plugged(block, number, x):
+    """Returns ``x`` after the plugins that stand behind a convolution; they run their own code."""
+    return block.forward_plugin(x, getattr(block, f'after_conv{number}_plugin_names')) if block.with_plugins else x
 
 
 @adapter(resnet.BasicBlock)
-class BasicBlock(_Residual):
+class LeanBasicBlock(_Convolutional):
     """Two convolutions."""
 
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(
+            conv1=ConvNormActBinding(self.conv1, self.norm1, self.relu),
+            conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu),
+        )
+
     def lean_forward(self, x: Tensor) -> Tensor:
-        out = self.layer(x, self.conv1, self.norm1, self.relu)
-        return self.layer(out, self.conv2, self.norm2, self.relu, residual=self.identity(x))
+        """Runs the block on (N, C, H, W)."""
+        out = self.layer('conv1', x)
+        return self.layer('conv2', out, residual=_shortcut(self, x))
 
 
-@adapter(resnet.Bottleneck)
-class Bottleneck(_Residual):
+def _ends(block):
+    """Returns the first and the third convolution of a bottleneck."""
+    plugged = block.with_plugins and block.after_conv3_plugin_names
+    return dict(
+        conv1=ConvNormActBinding(block.conv1, block.norm1, block.relu),
+        conv3=ConvNormActBinding(block.conv3, block.norm3, None if plugged else block.relu),
+    )
+
+
+@adapter(resnet.Bottleneck, resnext.Bottleneck)
+class LeanBottleneck(_Convolutional):
     """Three convolutions, of ResNet, ResNeXt and RegNet."""
 
-    def lean_forward(self, x: Tensor) -> Tensor:
-        out = self.plugged(1, self.layer(x, self.conv1, self.norm1, self.relu))
-        out = self.plugged(2, self.middle(out))
-        if self.with_plugins and self.after_conv3_plugin_names:
-            return self.relu(self.plugged(3, self.layer(out, self.conv3, self.norm3)) + self.identity(x))
-        return self.layer(out, self.conv3, self.norm3, self.relu, residual=self.identity(x))
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return _ends(self) | dict(conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
 
-    def middle(self, x: Tensor) -> Tensor:
-        """The second convolution."""
-        return self.layer(x, self.conv2, self.norm2, self.relu)
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the block on (N, C, H, W)."""
+        return _bottleneck(self, x, lambda x: self.layer('conv2', x))
+
+
+def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Tensor]) -> Tensor:
+    """Runs a bottleneck with its second convolution given as a function."""
+    out = _plugged(block, 1, block.layer('conv1', x))
+    out = _plugged(block, 2, middle(out))
+    if block.with_plugins and block.after_conv3_plugin_names:
+        return block.relu(_plugged(block, 3, block.layer('conv3', out)) + _shortcut(block, x))
+    return block.layer('conv3', out, residual=_shortcut(block, x))
 
 
 @adapter(res2net.Bottle2neck)
-class Bottle2neck(Bottleneck):
-    """In Res2Net's the second convolution is one for each part of the channels."""
+class LeanBottle2neck(_Convolutional):
+    """In Res2Net's bottleneck the second convolution is one for each part of the channels."""
 
-    @classmethod
-    def members(cls, module: nn.Module) -> Iterator[nn.Module]:
-        yield from (*super().members(module), *module.convs, *module.bns)
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        middle = zip(self.convs, self.bns, strict=True)
+        return _ends(self) | {
+            f'convs.{i}': ConvNormActBinding(conv, norm, self.relu) for i, (conv, norm) in enumerate(middle)
+        }
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the block on (N, C, H, W)."""
+        return _bottleneck(self, x, self.middle)
 
     def middle(self, x: Tensor) -> Tensor:
+        """Runs the convolutions of the parts on (N, C, H, W)."""
         *parts, last = torch.split(x, self.width, 1)
         outs = []
-        for part, conv, norm in zip(parts, self.convs, self.bns, strict=True):
+        for i, part in enumerate(parts):
             if outs and self.stage_type == 'normal':
                 part = part + outs[-1]
-            outs.append(self.layer(part.contiguous(), conv, norm, self.relu))
+            outs.append(self.layer(f'convs.{i}', part.contiguous()))
         pooled = self.stage_type == 'stage' and self.conv2_stride != 1
         return torch.cat([*outs, self.pool(last) if pooled else last], 1)
 
 
 @adapter(resnest.Bottleneck)
-class _SplitBottleneck(Bottleneck):
-    """In ResNeSt's the second convolution is a :class:`SplitAttention`."""
+class LeanSplitBottleneck(_Convolutional):
+    """In ResNeSt's bottleneck the second convolution is a :class:`LeanSplitAttention`."""
 
-    def middle(self, x: Tensor) -> Tensor:
-        out = self.conv2(x)
-        return self.avd_layer(out) if self.avg_down_stride else out
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return _ends(self)
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the block on (N, C, H, W)."""
+
+        def middle(x):
+            x = self.conv2(x)
+            return self.avd_layer(x) if self.avg_down_stride else x
+
+        return _bottleneck(self, x, middle)
 
 
 @adapter(resnest.SplitAttentionConv2d)
-class SplitAttention(ConvLean):
+class LeanSplitAttention(_Convolutional):
     """Convolution, and attention between groups of its channels."""
 
+    checkpointed = False
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(
+            conv=ConvNormActBinding(self.conv, self.norm0, self.relu),
+            fc1=ConvNormActBinding(self.fc1, self.norm1, self.relu),
+        )
+
     def lean_forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x, self.conv, self.norm0, self.relu)
+        """Runs the convolution on (N, C, H, W)."""
+        x = self.layer('conv', x)
         splits = x.unflatten(1, (self.radix, -1))
         gap = splits.sum(1).mean((2, 3), keepdim=True)
-        attention = self.fc2(self.layer(gap, self.fc1, self.norm1, self.relu))
+        attention = self.fc2(self.layer('fc1', gap))
         attention = self.rsoftmax(attention).view(len(x), self.radix, -1, 1, 1)
         return (attention * splits).sum(1).contiguous()
 
 
 @adapter(darknet.ResBlock, csp_layer.DarknetBottleneck, csp_layer.CSPNeXtBlock)
-class _ConvModules(_Residual):
+class LeanShortcutBlock(_Convolutional):
     """Blocks of two ``ConvModule``, which have their own adapter, and a shortcut."""
 
-    @classmethod
-    def members(cls, module: nn.Module) -> Iterator[nn.Module]:
-        yield module
-
     def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the block on (N, C, H, W)."""
         out = self.conv2(self.conv1(x))
         return add(out, x, self.form.storage) if getattr(self, 'add_identity', True) else out
 
 
-class _Stem(ConvLean):
-    """Base of backbones that call the layers of their stem one by one."""
+@adapter(
+    *(resnet.ResNet, resnet.ResNetV1d, resnext.ResNeXt, regnet.RegNet, res2net.Res2Net, resnest.ResNeSt),
+)
+class LeanResNet(_Convolutional):
+    """The stem of a backbone: one convolution. Its stages have adapters of their own; deep stems are sequences."""
 
-    @classmethod
-    def members(cls, module: nn.Module) -> Iterator[nn.Module]:
-        members = [*super().members(module)] if cls.has_stock_forward(module) else []
-        if any(p.requires_grad for inside in members[1:] for p in inside.parameters()):
-            yield from members
+    checkpointed = False
 
-
-@adapter(resnet.ResNet)
-class _ResNet(_Stem):
-    stock = (resnet.ResNet, regnet.RegNet)
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(stem=ConvNormActBinding(self.conv1, self.norm1, self.relu))
 
     def lean_forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = self.layer(x, self.conv1, self.norm1, self.relu)
+        """Runs the backbone on images (N, 3, H, W)."""
+        x = self.layer('stem', x)
         x = x if isinstance(self, regnet.RegNet) else self.maxpool(x)
         outs = []
         for name in self.res_layers:
             outs.append(x := getattr(self, name)(x))
         return tuple(outs[i] for i in range(len(outs)) if i in self.out_indices)
 
+    @classmethod
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`."""
+        return cls.is_stock(module) and not module.deep_stem and _trains(module.conv1, module.norm1)
+
 
 @adapter(hrnet.HRNet)
-class _HRNet(_Stem):
+class LeanHRNet(_Convolutional):
+    """The stem of a backbone: two convolutions. Its stages have adapters of their own."""
+
+    checkpointed = False
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(
+            conv1=ConvNormActBinding(self.conv1, self.norm1, self.relu),
+            conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu),
+        )
+
     def lean_forward(self, x: Tensor) -> list[Tensor]:
-        x = self.layer(x, self.conv1, self.norm1, self.relu)
-        x = self.layer(x, self.conv2, self.norm2, self.relu)
+        """Runs the backbone on images (N, 3, H, W)."""
+        x = self.layer('conv2', self.layer('conv1', x))
         outs = [self.layer1(x)]
         for number in (2, 3, 4):
             transitions = getattr(self, f'transition{number - 1}')
             ins = [outs[i] if module is None else module(outs[-1]) for i, module in enumerate(transitions)]
             outs = getattr(self, f'stage{number}')(ins)
         return outs
+
+    @classmethod
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`."""
+        return cls.is_stock(module) and _trains(module.conv1, module.norm1, module.conv2, module.norm2)
+
+
+def _trains(*modules):
+    return any(p.requires_grad for module in modules for p in module.parameters())

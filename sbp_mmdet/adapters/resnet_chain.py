@@ -1,10 +1,10 @@
 """Stages of residual blocks, whose blocks run as chains (see :mod:`sbp_mmdet.ops.residual_chain`)."""
 
-import itertools
+import dataclasses
 from collections.abc import Iterator
 
-from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
-from mmdet.models.backbones import resnet, resnext
+import mmengine.model
+from mmdet.models.backbones import resnet
 from mmdet.models.layers import ResLayer
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
@@ -12,40 +12,79 @@ from torch.nn.modules.utils import _pair
 from ..ops.common.autograd_function import Form
 from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors
 from ..ops.residual_chain import AveragePool, BlockSettings, BlockTensors, residual_chain
-from .base import adapter, kind_of
-from .conv_module import Sequence, _hooked, _norm, known
+from ..surgery import stock_class
+from .base import adapter
+from .bindings import Binding
+from .conv_module import LeanSequence, norm_inputs
+from .predicate import unsupported
 
-__all__ = ['Stage', 'may_chain']
+__all__ = ['LeanStage', 'may_chain']
 
-# The convolutions of a block, by its class.
-_BLOCKS = {resnet.BasicBlock: 2, resnet.Bottleneck: 3, resnext.Bottleneck: 3}
 _LONGEST = 6  # blocks of a chain: their inputs exist at the same time in the backward pass
 
 
-@adapter(ResLayer, nn.Sequential)
-class Stage(Sequence):
-    """A sequence of residual blocks. Blocks that cannot be chained run one by one."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ChainBinding(Binding):
+    """Residual blocks, one after the other.
+
+    Attributes:
+        blocks (tuple[nn.Module, ...]): Blocks that :func:`may_chain` has approved of.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    shares_modules = True
+
+    def __call__(self, form: Form, x: Tensor):
+        """Runs the blocks on (N, C, H, W)."""
+        pairs = [_bind_block(form, block) for block in self.blocks]
+        return residual_chain(x, *zip(*pairs, strict=True))
+
+    def reads(self, form: Form):
+        """See :meth:`.Binding.reads`."""
+        for block in self.blocks:
+            yield from _reads(block)
+
+    def problems(self, form: Form, root: nn.Module):
+        """See :meth:`.Binding.problems`."""
+        return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role))]
+
+
+@adapter(ResLayer, nn.Sequential, mmengine.model.Sequential)
+class LeanStage(LeanSequence):
+    """A sequence of layers. Residual blocks in it run as chains; those that cannot be chained run one by one."""
 
     runs_blocks = True
 
+    def parts(self):
+        """See :meth:`.LeanModule.parts`. A chain has the name of its first block."""
+        found, chain = LeanSequence.parts(self), []
+        for name, block in [*self._modules.items(), (None, None)]:
+            chained = block is not None and may_chain(block)
+            if chain and (not chained or len(chain) == _LONGEST):
+                found[chain[0][0]] = _ChainBinding(tuple(block for _, block in chain))
+                chain = []
+            chain += [(name, block)] if chained else []
+        return found
+
     def lean_forward(self, x: Tensor) -> Tensor:
-        if not any(kind_of(module) in _BLOCKS for module in self):
-            return super().lean_forward(x)
-        for chained, blocks in itertools.groupby(self, key=may_chain):
-            blocks = [*blocks]
-            while blocks:
-                length = _LONGEST if chained and x.numel() else 1
-                some, blocks = blocks[:length], blocks[length:]
-                x = _run_chain(self.form, x, some) if chained and x.numel() else some[0](x)
+        """Runs the members one after the other."""
+        inside = 0  # members that the latest part has run
+        for name, module in self._modules.items():
+            part = self.part(name)
+            if inside:
+                inside -= 1
+            elif part is None or (isinstance(part, _ChainBinding) and not x.numel()):
+                x = module(x)
+            else:
+                x = part(self.form, x)
+                inside = len(part.blocks) - 1 if isinstance(part, _ChainBinding) else part.length_behind
         return x
 
     @classmethod
-    def members(cls, module: nn.Module) -> Iterator[nn.Module]:
-        """The sequence; its blocks have adapters of their own, for those that cannot be chained."""
-        if any(kind_of(block) in _BLOCKS for block in module):
-            yield from [module] if cls.has_stock_forward(module) else []
-        else:
-            yield from super().members(module)
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`."""
+        blocks = any(not unsupported(block, 'residual block') for block in module.children())
+        return cls.is_stock(module) and (blocks or LeanSequence.applies_to.__func__(cls, module))
 
 
 def may_chain(block: nn.Module) -> bool:
@@ -54,62 +93,48 @@ def may_chain(block: nn.Module) -> bool:
     Args:
         block (nn.Module): A member of a stage.
     """
-    if kind_of(block) not in _BLOCKS or _hooked(block) or getattr(block, 'with_plugins', False):
-        return False
-    if kind_of(block.relu) is not nn.ReLU or _hooked(block.relu):
-        return False
-    if not all(_may_run(*layer) for layer in _layers(block)):
-        return False
-    return block.downsample is None or _shortcut(block.downsample) is not None
+    return not any(unsupported(module, role) for module, role in _reads(block))
+
+
+def _reads(block) -> Iterator[tuple[nn.Module, str]]:
+    """Yields the modules that a chain bypasses, with their roles. The first that may not be bypassed comes last."""
+    yield block, 'residual block'
+    if unsupported(block, 'residual block'):
+        return
+    for conv, norm in _layers(block):
+        yield from ((conv, 'convolution of a chain'), (norm, 'norm of a chain'))
+    yield block.relu, 'ReLU'
+    if block.downsample is None:
+        return
+    yield block.downsample, 'shortcut of a chain'
+    if unsupported(block.downsample, 'shortcut of a chain'):
+        return
+    *pools, conv, norm = block.downsample
+    yield from ((pool, 'average pool') for pool in pools)
+    yield from ((conv, 'convolution of a chain'), (norm, 'norm of a chain'))
 
 
 def _layers(block):
     """Returns the block's convolutions with their norms."""
-    return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, _BLOCKS[kind_of(block)] + 1)]
+    number = 2 if stock_class(type(block)) is resnet.BasicBlock else 3
+    return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, number + 1)]
 
 
-def _may_run(conv, norm):
-    if kind_of(conv) not in (nn.Conv2d, MMCVConv2d) or not (known(conv, 'conv') and known(norm, 'norm')):
-        return False
-    tensors = (norm.weight, norm.bias, getattr(norm, 'running_mean', norm.weight))
-    return not any(tensor is None for tensor in tensors)
-
-
-def _shortcut(downsample):
-    """Returns pooling, convolution and norm of a shortcut. None: it consists of other modules."""
-    if kind_of(downsample) is not nn.Sequential or _hooked(downsample):
-        return None
-    *pools, conv, norm = downsample if len(downsample) in (2, 3) else (None, None)
-    if conv is None or not _may_run(conv, norm):
-        return None
-    pool = None
-    for module in pools:
-        if kind_of(module) is not nn.AvgPool2d or _hooked(module):
-            return None
-        if module.divisor_override or _pair(module.padding) != (0, 0):
-            return None
-        sizes = _pair(module.kernel_size), _pair(module.stride)
-        pool = AveragePool(*sizes, module.ceil_mode, module.count_include_pad)
-    return pool, conv, norm
-
-
-def _run_chain(form: Form, x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    """Runs blocks that :func:`may_chain` has approved of."""
-    pairs = [_bind(form, block) for block in blocks]
-    return residual_chain(x, *zip(*pairs, strict=True))
-
-
-def _bind(form, block):
+def _bind_block(form, block):
     """Returns settings and tensors of a block. Counts a batch in norms that train, as their own code does."""
     settings, tensors = zip(*(_bind_layer(form, *layer) for layer in _layers(block)), strict=True)
     if block.downsample is None:
         return BlockSettings(settings), BlockTensors(tensors)
-    pool, *layer = _shortcut(block.downsample)
-    shortcut = _bind_layer(form, *layer)
+    *pools, conv, norm = block.downsample
+    pool = None
+    for module in pools:
+        sizes = _pair(module.kernel_size), _pair(module.stride)
+        pool = AveragePool(*sizes, module.ceil_mode, module.count_include_pad)
+    shortcut = _bind_layer(form, conv, norm)
     return BlockSettings(settings, shortcut[0], pool), BlockTensors(tensors, shortcut[1])
 
 
 def _bind_layer(form, conv, norm):
-    options, tensors = _norm(norm)
+    options, tensors = norm_inputs(norm)
     geometry = conv.stride, conv.padding, conv.dilation, conv.groups
     return ConvNormSettings(form, *geometry, **options), ConvNormTensors(None, conv.weight, conv.bias, **tensors)

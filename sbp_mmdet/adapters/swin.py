@@ -1,67 +1,149 @@
 """Swin Transformer, mmdet's and mmpretrain's, which name their submodules alike."""
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
+from ..ops.common.autograd_function import Form
+from ..ops.window_attention import WindowSettings, WindowTensors, window_attention
 from ..presets import Settings
-from .base import Block, Lean, adapter
-from .bindings import NormLinear, PatchNorm, Windows, ffn_part
-from .convnext import _Norm
+from .base import LeanBlock, LeanModule, adapter
+from .bindings import Binding, NormLinearBinding, PatchNormBinding, mlp_of_ffn
+from .convnext import LeanLayerNorm
 
-__all__ = ['SwinBlock']
+__all__ = ['LeanSwinBlock', 'WindowAttentionBinding']
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WindowAttentionBinding(Binding):
+    """``x + drop(attn(norm(x)))`` in windows of a map, with Swin's position bias; exact.
+
+    Attributes:
+        norm (nn.LayerNorm): Over the channels.
+        attn (nn.Module): mmdet's or mmpretrain's shifted-window attention.
+    """
+
+    norm: nn.LayerNorm
+    attn: nn.Module
+
+    @property
+    def drop(self):
+        """Stochastic depth."""
+        return self.attn.drop
+
+    def __call__(self, form: Form, x: Tensor, size: tuple[int, int], factor: Tensor | None = None):
+        """Runs the operation on tokens (N, H * W, C) of a map of ``size`` (H, W)."""
+        if form.implementation == 'reference':
+            return self._reference(x, size, factor)
+        attn, msa = self.attn, self.attn.w_msa
+        shift = attn.shift_size
+        if min(size) == attn.window_size and not getattr(attn, 'pad_small_map', True):
+            shift = 0  # mmpretrain does not shift a map of one window
+        settings = WindowSettings(form, msa.num_heads, attn.window_size, shift, tuple(size), msa.scale, self.norm.eps)
+        layers = (self.norm.weight, self.norm.bias, msa.qkv.weight, msa.qkv.bias, msa.relative_position_bias_table)
+        tensors = WindowTensors(x, *layers, msa.proj.weight, msa.proj.bias, msa.relative_position_index, factor)
+        return window_attention(settings, tensors)
+
+    def _reference(self, x, size, factor):
+        attn, drop = self.attn, self.drop
+        if factor is None:
+            return x + attn(self.norm(x), size)
+        attn.drop = nn.Identity()  # the factor stands for it
+        try:
+            out = attn(self.norm(x), size)
+        finally:
+            attn.drop = drop
+        return x + out * factor.to(out.dtype)[:, None, None]
+
+    def reads(self, form: Form):
+        """See :meth:`Binding.reads`. The reference calls the modules, but for stochastic depth."""
+        yield self.drop, 'stochastic depth'
+        if form.implementation == 'fused':
+            yield self.norm, 'layer norm'
+            yield self.attn, 'shifted-window attention'
+            msa = getattr(self.attn, 'w_msa', None)
+            yield msa, 'window attention'
+            names = dict(qkv='linear', proj='linear with bias', softmax='softmax')
+            names |= dict.fromkeys(('attn_drop', 'proj_drop'), 'dropout of rate 0')
+            yield from ((getattr(msa, name), role) for name, role in names.items() if hasattr(msa, name))
 
 
 @adapter('mmdet.models.backbones.swin.SwinBlock', 'mmpretrain.models.backbones.swin_transformer.SwinBlock')
-class SwinBlock(Block):
+class LeanSwinBlock(LeanBlock):
     """Window attention, which is exact, then the channel MLP, which is thinned."""
 
     rounds_up = True
+    separable = True
 
     def parts(self):
-        return dict(attention=Windows(self.norm1, self.attn), mlp=ffn_part(self.norm2, self.ffn))
+        """See :meth:`.LeanModule.parts`."""
+        return dict(attention=WindowAttentionBinding(self.norm1, self.attn), mlp=mlp_of_ffn(self.norm2, self.ffn))
 
     def lean_forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        attention, mlp = self.parts().items()
-        return self.run(*mlp, self.run(*attention, x, size=hw_shape))
+        """Runs the block on tokens (N, H * W, C) of a map of ``hw_shape`` (H, W)."""
+        if self.part('attention'):
+            x = self.run('attention', x, size=hw_shape)
+        else:
+            x = x + self.attn(self.norm1(x), hw_shape)
+        return self.run('mlp', x) if self.part('mlp') else self.ffn(self.norm2(x), identity=x)
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
+        """See :meth:`.LeanBlock.others`."""
         found = {
-            (i, 'downsample'): (stage.downsample, _PatchMerging)
+            (i, 'downsample'): (stage.downsample, _LeanPatchMerging)
             for i, stage in enumerate(backbone.stages[:-1], 1)
             if stage.downsample and stage.downsample.norm
         }
         if backbone.patch_embed.norm:
-            found['patch_embed',] = (backbone.patch_embed, _PatchEmbed)
-        return found | {(name,): (m, _Norm) for name, m in backbone.named_children() if name.startswith('norm')}
+            found['patch_embed',] = (backbone.patch_embed, _LeanPatchEmbed)
+        return found | {(name,): (m, LeanLayerNorm) for name, m in backbone.named_children() if name.startswith('norm')}
 
 
-class _PatchMerging(Lean):
+def _stock(name):
+    modules = ('mmdet.models.layers.transformer.utils', 'mmcv.cnn.bricks.transformer', 'mmpretrain.models.utils.embed')
+    return tuple(f'{module}.{name}' for module in modules)
+
+
+class _LeanPatchMerging(LeanModule):
     """Layer norm and linear layer on patches of 2x2 positions; a kept position is a kept patch (section 3.2.2)."""
 
+    stock = _stock('PatchMerging')
+
     def parts(self):
-        return dict(patches=NormLinear(self.norm, self.reduction))
+        """See :meth:`.LeanModule.parts`."""
+        return dict(patches=NormLinearBinding(self.norm, self.reduction))
+
+    def bypasses(self):
+        """See :meth:`.LeanModule.bypasses`. It is called, but its output's size is computed from its settings."""
+        yield self.sampler, 'patches'
 
     def lean_forward(self, x: Tensor, input_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """Returns tokens (N, L / 4, 2 C) and the size of their map for tokens (N, L, C) of a map of ``input_size``."""
         patches = _padded(self, x.transpose(1, 2).unflatten(2, input_size))
         size = _windows_in(self.sampler, patches.shape[2:])
-        return super().lean_forward(self.sampler(patches).transpose(1, 2)), size
+        return self.run('patches', self.sampler(patches).transpose(1, 2)), size
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        if getattr(module, 'use_post_norm', False):
-            return 'its norm stands behind the linear layer'
-        return super().refusal(module, settings)
+        """See :meth:`.LeanModule.refusal`."""
+        return 'its norm stands behind the linear layer' if getattr(module, 'use_post_norm', False) else None
 
 
-class _PatchEmbed(Lean):
+class _LeanPatchEmbed(LeanModule):
+    """Convolution of patches and layer norm."""
+
     samples = False
+    stock = _stock('PatchEmbed')
 
     def parts(self):
-        return dict(patches=PatchNorm(self.projection, self.norm, channels_last=True))
+        """See :meth:`.LeanModule.parts`."""
+        return dict(patches=PatchNormBinding(self.projection, self.norm, channels_last=True))
 
     def lean_forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        out = super().lean_forward(_padded(self, x))
+        """Returns tokens (N, L, C) and the size of their map for images (N, 3, H, W)."""
+        out = self.run('patches', _padded(self, x))
         return out.flatten(2).transpose(1, 2), tuple(out.shape[2:])
 
 
@@ -71,7 +153,7 @@ def _padded(module, x):
 
 
 def _windows_in(unfold: nn.Unfold, size: torch.Size) -> tuple[int, int]:
-    """(height, width) of what ``nn.Unfold`` makes of a map."""
+    """Returns (height, width) of what ``nn.Unfold`` makes of a map."""
 
     def along(i, length):
         side = [n if isinstance(n, int) else n[i] for n in (unfold.kernel_size, unfold.stride)]

@@ -1,66 +1,92 @@
 """Plain vision transformers: mmpretrain's and this package's."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..presets import Settings
-from .base import Block, adapter
-from .bindings import MLP, Attention, ffn_part
-from .convnext import _Norm
+from .base import LeanBlock, adapter
+from .bindings import ChannelMLPBinding, SelfAttentionBinding, UnsupportedBinding, mlp_of_ffn
+from .convnext import LeanLayerNorm
 
-__all__ = ['TransformerEncoderLayer', 'ViTBlock']
+__all__ = ['LeanTransformerEncoderLayer', 'LeanViTBlock']
 
 
-class _ViT(Block):
+@adapter('sbp_mmdet.models.vit.ViTBlock')
+class LeanViTBlock(LeanBlock):
+    """Attention, then the channel MLP; both are thinned."""
+
     stride = 16
     rounds_up = True
     from_end = True
     class_tokens = True
     absent = ('downsample',)
+    separable = True
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        attn, mlp = self.attn, self.mlp
+        first = ((attn, 'holder'), (self.ls1, 'layer scale'))
+        second = ((mlp, 'holder'), (self.ls2, 'layer scale'))
+        heads = (self.num_heads, self.ls1, self.drop_path1)
+        return dict(
+            attn=SelfAttentionBinding(self.norm1, attn.qkv, attn.proj, *heads, first),
+            mlp=ChannelMLPBinding(self.norm2, mlp.fc1, self.act, mlp.fc2, self.ls2, self.drop_path2, holders=second),
+        )
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the block on tokens (N, L, C)."""
+        x = self.run('attn', x) if self.part('attn') else self.attend(x)
+        return self.run('mlp', x) if self.part('mlp') else self.feed(x)
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Two thirds: the last 8 of 12 (section 5.1)."""
+        """Returns two thirds of the blocks: the last 8 of 12 (section 5.1)."""
         return (round(depths[0] * 2 / 3),)
-
-
-@adapter('sbp_mmdet.models.vit.ViTBlock')
-class ViTBlock(_ViT):
-    """Attention, then the channel MLP."""
-
-    def parts(self):
-        first, second = (getattr(scale, 'gamma', None) for scale in (self.ls1, self.ls2))
-        mlp = (self.norm2, self.mlp.fc1, self.act, self.mlp.fc2)
-        return dict(
-            attn=Attention(self.norm1, self.attn.qkv, self.attn.proj, self.num_heads, first, self.drop_path1),
-            mlp=MLP(*mlp, second, self.drop_path2),
-        )
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
+        """See :meth:`.LeanBlock.others`."""
+        if getattr(backbone, 'out_type', None) != 'featmap':
+            return {}
         norms = {name: m for name, m in backbone.named_modules() if isinstance(m, nn.LayerNorm)}
-        maps = {n: m for n, m in norms.items() if n == 'norm' or n.startswith('scale')}
-        return {(name,): (m, _Norm) for name, m in maps.items()} if backbone.out_type == 'featmap' else {}
+        return {(n,): (m, LeanLayerNorm) for n, m in norms.items() if n == 'norm' or n.startswith('scale')}
 
 
 @adapter('mmpretrain.models.backbones.vision_transformer.TransformerEncoderLayer')
-class TransformerEncoderLayer(_ViT):
+class LeanTransformerEncoderLayer(LeanViTBlock):
     """mmpretrain's block."""
 
     def parts(self):
-        attn = self.attn
-        gamma = getattr(attn.gamma1, 'weight', None)
-        return dict(
-            attn=Attention(self.ln1, attn.qkv, attn.proj, attn.num_heads, gamma, attn.out_drop),
-            mlp=ffn_part(self.ln2, self.ffn),
-        )
+        """See :meth:`.LeanModule.parts`."""
+        return dict(attn=_attention_of(self), mlp=mlp_of_ffn(self.ln2, self.ffn))
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the block on tokens (N, L, C)."""
+        x = self.run('attn', x) if self.part('attn') else x + self.attn(self.ln1(x))
+        return self.run('mlp', x) if self.part('mlp') else self.ffn(self.ln2(x), identity=x)
 
     @classmethod
-    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        attn = module.attn
-        if attn.attn_drop or attn.proj_drop.p:
-            return 'its attention has dropout; set drop_rate and attn_drop_rate to 0'
-        if attn.v_shortcut or attn.proj.bias is None or attn.input_dims != attn.embed_dims:
-            return 'its attention has a shortcut, widths or a projection of its own kind'
-        if hasattr(attn.scaled_dot_product_attention, 'keywords'):
-            return 'its attention has a qk_scale of its own'
-        return super().refusal(module, settings)
+    def others(cls, backbone: nn.Module, settings: Settings) -> dict:
+        """See :meth:`.LeanBlock.others`."""
+        return {}
+
+
+def _attention_of(block):
+    attn = block.attn
+    if reason := _odd_attention(attn):
+        return UnsupportedBinding(attn, reason)
+    holders = ((attn, 'attention'), (attn.gamma1, 'layer scale'), (attn.proj_drop, 'dropout of rate 0'))
+    return SelfAttentionBinding(block.ln1, attn.qkv, attn.proj, attn.num_heads, attn.gamma1, attn.out_drop, holders)
+
+
+def _odd_attention(attn):
+    """Returns which setting of mmpretrain's attention the operation does not compute."""
+    if getattr(attn, 'attn_drop', None):
+        return 'its attention has dropout; set attn_drop_rate to 0'
+    known = ('v_shortcut', 'input_dims', 'embed_dims', 'gamma1', 'out_drop', 'proj_drop', 'qkv', 'proj')
+    if not all(hasattr(attn, name) for name in known):
+        return f'its attention is a {type(attn).__name__}, which is not supported'
+    if attn.v_shortcut or attn.input_dims != attn.embed_dims:
+        return 'its attention has a shortcut or widths of its own'
+    if hasattr(attn.scaled_dot_product_attention, 'keywords'):
+        return 'its attention has a qk_scale of its own'
+    return None

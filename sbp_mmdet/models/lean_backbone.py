@@ -37,9 +37,13 @@ class LeanBackbone(nn.Module):
         settings = Settings.parse(sbp_cfg)
         report = apply_settings(self, settings)
         if settings.preset.name != 'none' and report.left:
-            reasons = {reason for reason in report.left.values() if reason != 'frozen'}
-            if refused := reasons - {UNKNOWN, NO_BLOCK}:
-                raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {"; ".join(refused)}')
+            refused = {}
+            for name, reason in report.left.items():
+                if reason not in ('frozen', UNKNOWN, NO_BLOCK):
+                    refused.setdefault(reason, name)
+            if refused:
+                said = '; '.join(f'{name}: {reason}' for reason, name in refused.items())
+                raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {said}')
         self.sbp, self._report = settings, report
         verify_at_first_pass(self, settings, report)
 

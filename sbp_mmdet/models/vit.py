@@ -48,8 +48,12 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-class _Holder(nn.Module):
-    """Modules by name; the block runs them."""
+class Holder(nn.Module):
+    """A container of modules that the block around it runs.
+
+    Args:
+        **children (nn.Module): The modules, by name.
+    """
 
     def __init__(self, **children: nn.Module):
         super().__init__()
@@ -90,10 +94,10 @@ class ViTBlock(BaseModule):
             return DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
 
         self.norm1 = nn.LayerNorm(channels, eps=EPS)
-        self.attn = _Holder(qkv=nn.Linear(channels, 3 * channels, bias=qkv_bias), proj=nn.Linear(channels, channels))
+        self.attn = Holder(qkv=nn.Linear(channels, 3 * channels, bias=qkv_bias), proj=nn.Linear(channels, channels))
         self.ls1, self.drop_path1 = scale(), drop()
         self.norm2 = nn.LayerNorm(channels, eps=EPS)
-        self.mlp = _Holder(fc1=nn.Linear(channels, hidden), fc2=nn.Linear(hidden, channels))
+        self.mlp = Holder(fc1=nn.Linear(channels, hidden), fc2=nn.Linear(hidden, channels))
         self.act = nn.GELU()
         self.ls2, self.drop_path2 = scale(), drop()
         self.num_heads, self.with_cp = num_heads, with_cp
@@ -105,9 +109,16 @@ class ViTBlock(BaseModule):
         return self._forward(x)
 
     def _forward(self, x):
+        return self.feed(self.attend(x))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Runs the attention with its residual connection on tokens (N, L, C)."""
         q, k, v = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = self.attn.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        x = x + self.drop_path1(self.ls1(y))
+        return x + self.drop_path1(self.ls1(y))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Runs the MLP with its residual connection on tokens (N, L, C)."""
         return x + self.drop_path2(self.ls2(self.mlp.fc2(self.act(self.mlp.fc1(self.norm2(x))))))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..adapters.conv_module import known
+from ..adapters import bypassed_modules
 
 __all__ = ['PartTracker', 'part_of']
 
@@ -65,9 +65,10 @@ class PartTracker:
 
     def __init__(self, model: nn.Module):
         self._stack, self._running, self._handles, self._wrapped = [], [], [], []
+        bypassed = bypassed_modules(model)
         for name, module in model.named_modules():
-            # A lean layer leaves convolutions, norms and activations to themselves where somebody watches them.
-            if name and not any(known(module, kind) for kind in ('conv', 'norm', 'act')):
+            # A lean module lets those inside it run their own code where somebody watches them.
+            if name and module not in bypassed:
                 enter = functools.partial(self._enter, part_of(name), 'loss' in name.split('.')[-1])
                 self._handles.append(module.register_forward_pre_hook(enter))
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))

@@ -10,7 +10,7 @@ from mmengine.dist import all_reduce
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..adapters import Lean
+from ..adapters import LeanModule
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
 from ..stochastic_backprop.step_draws import TokenDraws
@@ -92,7 +92,8 @@ class Findings:
             max((getattr(kind, key) for kind in kinds), default=0.0) for key in ('outputs', 'gradients')
         )
         said = (
-            f'verified {number} modules of {len(kinds)} kinds against their own code: outputs differ by at most '
+            f'verified {number} modules against their own code, in {len(kinds)} cases of different class, settings or '
+            f'shapes: outputs differ by at most '
             f'{outputs:.0e}, gradients by {gradients:.0e} (relative)'
         )
         if skipped := [kind for kind in self.kinds if kind.skipped]:
@@ -197,7 +198,7 @@ class _Watch:
         for name in names:
             self.names.setdefault(id(modules[name]), name)
         for module in modules.values():
-            if isinstance(module, Lean):
+            if isinstance(module, LeanModule):
                 self._prepare(module)
 
     def _prepare(self, module):
@@ -205,7 +206,7 @@ class _Watch:
         vars(module).pop('forward', None)  # only fairscale's is left by an adapter, and it checkpoints
         mix_out(module, Checkpointed)
         lean = module.__class__
-        mix_out(module, Lean)
+        mix_out(module, LeanModule)
         own = module.__class__
         mix_in(module, _Bridge)
         bridged, module.__class__ = module.__class__, own

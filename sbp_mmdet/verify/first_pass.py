@@ -11,7 +11,7 @@ from mmengine.visualization import Visualizer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..adapters import Lean
+from ..adapters import LeanModule, release
 from ..presets import Settings
 from ..stochastic_backprop.step_draws import StepDraws
 from ..surgery import Mixin, mix_in, mix_out
@@ -78,7 +78,7 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
         Findings: What was found.
     """
     known = report.changed.keys() | report.left.keys()
-    names = [name for name, module in model.named_modules() if name in known and isinstance(module, Lean)]
+    names = [name for name, module in model.named_modules() if name in known and isinstance(module, LeanModule)]
     return verify_modules(model, names, run, every=settings.verify == 'all')
 
 
@@ -138,8 +138,7 @@ def _fall_back(module):
         stages = place.draws.stages
         stages.layers.pop(place.layer, None)
         stages.ratios.pop(place.layer, None)
-    mix_out(module, Lean)
-    del module._lean
+    release(module)
 
 
 def print_to_log(message: str, level: int) -> None:

@@ -1,0 +1,121 @@
+"""mmcv's feed-forward network, alone and in layers that contain one."""
+
+import torch.utils.checkpoint as cp
+from mmcv.cnn.bricks.transformer import FFN
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..ops.common.autograd_function import Form
+from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
+from .base import LeanModule, adapter
+from .bindings import Binding
+from .conv_module import activation_of
+
+__all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'odd_ffn', 'rate_of', 'recomputed']
+
+
+def rate_of(dropout):
+    """Returns the rate of a dropout layer in its present mode."""
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
+def recomputed(run, *args):
+    """Runs a function of tensors, modules' parameters among its own, again in the backward pass."""
+    leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but holds on to what stands inside of lists
+    return cp.checkpoint(lambda *leaves: run(*tree_unflatten(leaves, structure)), *leaves, use_reentrant=False)
+
+
+class _FFNBinding(Binding):
+    """``drop(linear(drop(act(linear(x)))))``, without residual connection and layer scale.
+
+    Args:
+        ffn (FFN): The network.
+    """
+
+    def __init__(self, ffn: FFN):
+        object.__setattr__(self, 'ffn', ffn)
+
+    def __call__(self, form: Form, x: Tensor):
+        """Runs the operation on tokens (N, L, C)."""
+        return feed_forward(ffn_settings(self.ffn, form), FFNTensors(x, **ffn_weights(self.ffn)))
+
+    def reads(self, form: Form):
+        """See :meth:`.Binding.reads`."""
+        yield from modules_of_ffn(self.ffn)
+
+    def usable(self, form: Form, root: nn.Module):
+        """See :meth:`.Binding.usable`. Layers of other kinds run again in the backward pass, if they may."""
+        problems = odd_ffn(self.ffn) or self.problems(form, root)
+        if not problems:
+            return self, []
+        again = _RecomputedBinding(self.ffn.layers)
+        return (again, []) if not again.problems(form, root) else (None, problems)
+
+
+class _RecomputedBinding(Binding):
+    """A module that runs again in the backward pass.
+
+    Args:
+        module (nn.Module): The module.
+    """
+
+    def __init__(self, module: nn.Module):
+        object.__setattr__(self, 'module', module)
+
+    def __call__(self, form: Form, x: Tensor):
+        """Runs the module."""
+        return recomputed(self.module, x)
+
+    def reads(self, form: Form):
+        """See :meth:`.Binding.reads`."""
+        yield from ((module, 'recomputable') for module in self.module.modules())
+
+
+def odd_ffn(ffn):
+    """Returns the network with what is unusual about its layers, as a list of one, or an empty list."""
+    if ffn.num_fcs != 2 or len(ffn.layers) != 3 or len(ffn.layers[0]) != 3:
+        return [(ffn, f'its FFN has {ffn.num_fcs} layers, not 2')]
+    return []
+
+
+def modules_of_ffn(ffn):
+    """Yields the modules that the operation bypasses, with their roles."""
+    yield ffn.layers, 'list of layers'
+    if odd_ffn(ffn):
+        return
+    hidden, down, second = ffn.layers
+    up, act, first = hidden
+    yield from ((hidden, 'list of layers'), (up, 'linear with bias'), (act, 'activation'), (first, 'dropout'))
+    yield from ((down, 'linear with bias'), (second, 'dropout'))
+
+
+def ffn_settings(ffn, form):
+    rates = rate_of(ffn.layers[0][2]), rate_of(ffn.layers[2])
+    return FFNSettings(activation_of(ffn.layers[0][1]), rates, sample=form.sample)
+
+
+def ffn_weights(ffn):
+    first, second = ffn.layers[0][0], ffn.layers[1]
+    return dict(weight1=first.weight, bias1=first.bias, weight2=second.weight, bias2=second.bias)
+
+
+@adapter(FFN)
+class LeanFFN(LeanModule):
+    """Stores its input; the hidden layer is computed again."""
+
+    has_reference = False
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(layers=_FFNBinding(self))
+
+    def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
+        """Runs the network on (..., C); the arguments are those of mmcv's ``FFN``."""
+        layers = self.part('layers')
+        if isinstance(layers, _FFNBinding) and not (x.dim() == 3 and x.numel()):
+            layers = None
+        out = self.layers(x) if layers is None else layers(self.sampled_form(), x)
+        out = self.dropout_layer(getattr(self, 'gamma2', nn.Identity())(out))
+        if not self.add_identity:
+            return out
+        return (x if identity is None else identity) + out

@@ -1,0 +1,392 @@
+"""The question that every adapter asks: may the forward of this module be bypassed?
+
+An operation takes the parameters and settings of modules and computes their output without calling them. That is right
+only if the whole of what a call would do is known. So this is an allow-list: a module passes if
+
+- its class is one of :data:`ROLES`, exactly (mixins of this package are taken off first), which leaves out whatever is
+  quantised, wrapped, jitted or derived;
+- its settings are among those that the operation computes, for example zero padding;
+- a call runs nothing else: no hooks on the module and none on all modules, no forward, compiled or not, that was put
+  into the instance, no parametrization;
+- its parameters are plain parameters of its own.
+
+Everything else keeps its own code.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
+from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
+from mmcv.cnn.bricks.drop import Dropout, DropPath
+from mmcv.cnn.bricks.scale import LayerScale
+from mmcv.cnn.bricks.swish import Swish
+from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
+from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
+from mmcv.cnn.bricks.wrappers import Linear as MMCVLinear
+from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones import resnext
+from mmdet.models.backbones.resnet import BasicBlock, Bottleneck
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoderLayer
+from mmengine.model import Sequential
+from mmengine.model.utils import _BatchNormXd
+from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ..surgery import foreign_classes, stock_class
+
+__all__ = [
+    'ROLES',
+    'UNKNOWN',
+    'BypassedModules',
+    'derives_plainly',
+    'fairscale_forward',
+    'interference',
+    'is_hooked_globally',
+    'is_parametrized',
+    'is_replaced',
+    'know',
+    'tensors_in',
+    'unsupported',
+]
+
+UNKNOWN = 'no lean form of it is known'
+
+Check = Callable[[nn.Module], str | None]
+
+
+def _any(module: nn.Module) -> None:
+    """Accepts every setting."""
+
+
+def _pads_zeros(conv):
+    if conv.padding_mode != 'zeros':
+        return f'its padding_mode is {conv.padding_mode!r}, and only zero padding is supported'
+    return f'its padding is {conv.padding!r}, and numbers are needed' if isinstance(conv.padding, str) else None
+
+
+def _has_bias(module):
+    return 'it has no bias' if module.bias is None else None
+
+
+def _pads_zeros_and_has_bias(conv):
+    return _pads_zeros(conv) or _has_bias(conv)
+
+
+def _is_pointwise(conv):
+    geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
+    return None if geometry == ((1, 1), (1, 1), (0, 0), 1) else 'it is no 1x1 convolution'
+
+
+def _is_biased_pointwise(conv):
+    return _is_pointwise(conv) or _has_bias(conv)
+
+
+def _is_patchwise(conv):
+    geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
+    return None if geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1) else 'it is no 2x2 convolution of stride 2'
+
+
+def _normalises_channels(norm):
+    return None if len(norm.normalized_shape) == 1 else f'it normalises over {len(norm.normalized_shape)} dimensions'
+
+
+def _has_affine_part(norm):
+    if norm.weight is None or norm.bias is None:
+        return 'it has no weight or no bias'
+    return _normalises_channels(norm)
+
+
+def _drops_nothing(dropout):
+    return f'it drops {dropout.p:g} of the values; set its rate to 0 (drop_rate, attn_drop_rate)' if dropout.p else None
+
+
+def _scales_last_dimension(scale):
+    last = getattr(scale, 'data_format', 'channels_last') == 'channels_last'
+    return None if last else f'its data_format is {scale.data_format!r}'
+
+
+def _is_over_last_dimension(softmax):
+    return None if softmax.dim == -1 else f'its dim is {softmax.dim}'
+
+
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, Swish, nn.Hardswish, nn.GELU)
+_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
+_LINEARS = (nn.Linear, MMCVLinear)
+_CONVOLUTIONS = (nn.Conv2d, MMCVConv2d)
+_LAYER_NORMS = (
+    nn.LayerNorm,
+    'sbp_mmdet.models.layers.LayerNorm2d',
+    'mmpretrain.models.utils.norm.LayerNorm2d',
+)
+_SCALES = (LayerScale, 'sbp_mmdet.models.vit.LayerScale', 'mmpretrain.models.utils.layer_scale.LayerScale')
+
+
+def _is_without_plugins(block):
+    return 'it has plugins' if getattr(block, 'with_plugins', False) else None
+
+
+def _has_all_tensors(norm):
+    tensors = (norm.weight, norm.bias, getattr(norm, 'running_mean', norm.weight))
+    return 'it has no weight, bias or running statistics' if any(tensor is None for tensor in tensors) else None
+
+
+def _is_pool_and_layer(sequence):
+    return None if len(sequence) in (2, 3) else f'it has {len(sequence)} members'
+
+
+def _averages_without_padding(pool):
+    padding = pool.padding if isinstance(pool.padding, tuple) else (pool.padding,)
+    return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
+
+
+# What a module is to an operation -> the classes that are known in this place -> the settings that each may have.
+ROLES: dict[str, dict[type | str, Check]] = {
+    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros),
+    'norm of a map': dict.fromkeys(_NORMS, _any),
+    'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _is_without_plugins),
+    'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _pads_zeros),
+    'norm of a chain': dict.fromkeys(_NORMS, _has_all_tensors),
+    'shortcut of a chain': {nn.Sequential: _is_pool_and_layer},
+    'average pool': {nn.AvgPool2d: _averages_without_padding},
+    'ReLU': {nn.ReLU: _any},
+    'activation': dict.fromkeys(_ACTIVATIONS, _any),
+    'GELU': {nn.GELU: _any},
+    # A convolution that the backward pass runs again, in front of a norm.
+    'recomputed convolution': dict.fromkeys(_CONVOLUTIONS, _pads_zeros_and_has_bias),
+    'linear': dict.fromkeys(_LINEARS, _any),
+    'linear with bias': dict.fromkeys(_LINEARS, _has_bias),
+    'pointwise with bias': dict.fromkeys(_LINEARS, _has_bias) | dict.fromkeys(_CONVOLUTIONS, _is_biased_pointwise),
+    'linear or 2x2 convolution': dict.fromkeys(_LINEARS, _any) | dict.fromkeys(_CONVOLUTIONS, _is_patchwise),
+    'layer norm': dict.fromkeys(_LAYER_NORMS, _normalises_channels),
+    'affine layer norm': dict.fromkeys(_LAYER_NORMS, _has_affine_part),
+    'GRN': dict.fromkeys(('sbp_mmdet.models.layers.GRN', 'mmpretrain.models.utils.norm.GRN'), _any),
+    'dropout of rate 0': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing) | {nn.Identity: _any},
+    'dropout': dict.fromkeys((nn.Dropout, Dropout, nn.Identity), _any),
+    'stochastic depth': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing) | {nn.Identity: _any, DropPath: _any},
+    'layer scale': dict.fromkeys(_SCALES, _scales_last_dimension) | {nn.Identity: _any},
+    'identity': {nn.Identity: _any},
+    'softmax': {nn.Softmax: _is_over_last_dimension},
+    'patches': {nn.Unfold: _any},
+    'list of layers': dict.fromkeys((nn.Sequential, Sequential), _any),
+    'holder': dict.fromkeys(('sbp_mmdet.models.vit.Holder',), _any),
+    'FFN': {FFN: _any},
+    'encoder layer': {DetrTransformerEncoderLayer: _any},
+    'multi-head attention': {nn.MultiheadAttention: _any},
+    'multi-head attention of mmcv': {MultiheadAttention: _any},
+    'deformable attention': {MultiScaleDeformableAttention: _any},
+    'shifted-window attention': dict.fromkeys(
+        ('mmdet.models.backbones.swin.ShiftWindowMSA', 'mmpretrain.models.utils.attention.ShiftWindowMSA'), _any
+    ),
+    'window attention': dict.fromkeys(
+        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), _any
+    ),
+    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), _any),
+}
+_RECOMPUTABLE_MODULES = (
+    *(*_LINEARS, nn.modules.linear.NonDynamicallyQuantizableLinear, *_CONVOLUTIONS, nn.LayerNorm, DropPath, Dropout),
+    *(nn.Dropout, nn.Identity, nn.Sequential, Sequential, nn.ModuleList, nn.MultiheadAttention, Swish),
+)
+# A call of these twice leaves behind what a call once does, so that checkpointing may wrap them.
+ROLES['recomputable'] = dict.fromkeys((*_RECOMPUTABLE_MODULES, *_ACTIVATIONS), _any) | {
+    getattr(nn, name): _any for name in torch.nn.modules.activation.__all__
+}
+
+_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
+def know(role: str, *kinds: type | str) -> None:
+    """Adds classes to an entry of :data:`ROLES`: their forward computes exactly what the known classes compute there.
+
+    Args:
+        role (str): A key of :data:`ROLES`.
+        *kinds (type | str): The classes, or their modules and names.
+
+    Example:
+        ``know('layer norm', MyLayerNorm)``
+    """
+    ROLES[role].update(dict.fromkeys(kinds, next(iter(ROLES[role].values()))))
+
+
+def unsupported(module: nn.Module | None, role: str, called: bool = False) -> str | None:
+    """Returns why the forward of a module may not be bypassed.
+
+    Args:
+        module (nn.Module | None): The module.
+        role (str): A key of :data:`ROLES`: what the operation takes it for.
+        called (bool): Whether the module itself is called, so that hooks on it run in any case. Default: False.
+
+    Returns:
+        str | None: The reason. If ``None``, the forward of the module may be bypassed.
+    """
+    kind = stock_class(type(module))
+    check = next((check for known, check in ROLES[role].items() if _is(kind, known)), None)
+    if is_parametrized(module):
+        return 'it is parametrized'
+    if check is None:
+        return f'it is a {kind.__name__}, which is not supported as {role}'
+    return (None if called else interference(module)) or _odd_parameter(module) or check(module)
+
+
+def _is(kind: type, known: type | str) -> bool:
+    return kind is known or f'{kind.__module__}.{kind.__qualname__}' == known
+
+
+def interference(module: nn.Module) -> str | None:
+    """Returns what a call of a module does besides the forward of its class, or ``None`` if that is all.
+
+    Args:
+        module (nn.Module): The module.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return 'it has hooks, which run'
+    if module.__dict__.get('_compiled_call_impl') is not None:
+        return 'it is compiled'
+    if is_parametrized(module):
+        return 'it is parametrized'
+    return 'its forward pass was replaced' if is_replaced(module) else None
+
+
+def is_parametrized(module: nn.Module | None) -> bool:
+    """Returns whether ``torch.nn.utils.parametrize`` computes a parameter of a module.
+
+    Args:
+        module (nn.Module | None): The module.
+    """
+    return isinstance(module, nn.Module) and 'parametrizations' in module._modules
+
+
+def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
+    """Returns whether an attribute of the instance hides a method of its class, for example ``forward``.
+
+    Args:
+        module (nn.Module): The module.
+        but (tuple[str, ...]): Methods that do not matter. Default: ().
+    """
+    kind = type(module)
+    own = ((name, value) for name, value in vars(module).items() if name not in but)
+    return any(callable(value) and callable(getattr(kind, name, None)) for name, value in own)
+
+
+def fairscale_forward(module: nn.Module) -> Callable | None:
+    """Returns the forward that fairscale's checkpointing put into the instance (mmdet's ``num_cp``), or ``None``.
+
+    Args:
+        module (nn.Module): The module.
+    """
+    forward = vars(module).get('forward')
+    found = getattr(getattr(forward, 'func', None), '__module__', None) or ''
+    return forward if found.startswith('fairscale.') else None
+
+
+def is_hooked_globally() -> bool:
+    """Returns whether hooks are registered that run at every call of every module."""
+    return any(_HOOKS)
+
+
+def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters of a module by name, and tensors that stand in their place.
+
+    FSDP keeps the parameters elsewhere and puts views of them into the instance.
+
+    Args:
+        module (nn.Module): The module.
+    """
+    found = {**module._parameters, **vars(module)}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _odd_parameter(module) -> str | None:
+    """Returns the first parameter that is of a class of its own, as quantised ones are."""
+    for name, tensor in tensors_in(module).items():
+        if type(tensor) not in (nn.Parameter, torch.Tensor) and type(tensor).__name__ not in _PLAIN:
+            return f'its {name} is a {type(tensor).__name__}'
+    return None
+
+
+# Of FSDP, which puts plain tensors in their place in a forward pass, and of the planner.
+_PLAIN = ('DTensor', 'FlatParameter', 'FakeTensor')
+
+
+def derives_plainly(kind: type, known: Iterable[type | str]) -> bool:
+    """Returns whether a class is a known one, or derives from it without any method but ``__init__``.
+
+    Args:
+        kind (type): The class, without mixins of this package.
+        known (Iterable[type | str]): The known classes, or their modules and names.
+    """
+    known = tuple(known)
+    while not any(_is(kind, other) for other in known):
+        if len(kind.__bases__) != 1 or not all(_is_plain(*item) for item in vars(kind).items()):
+            return False
+        (kind,) = kind.__bases__
+    return True
+
+
+def _is_plain(name: str, value) -> bool:
+    dunder = name.startswith('__') and name.endswith('__')
+    if dunder and name not in ('__call__', '__getattr__', '__getattribute__', '__setattr__', '__iter__', '__len__'):
+        return True
+    constants = (bool, int, float, str, tuple, list, dict)
+    return isinstance(value, constants) and not hasattr(nn.Module, name)
+
+
+class BypassedModules:
+    """Modules whose forward is bypassed, and the state in which they were when that was found to be right.
+
+    Args:
+        root (nn.Module): The changed module.
+        modules (Iterable[nn.Module]): Modules inside it, or itself, that were asked about.
+    """
+
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module]):
+        inside = {id(module): module for module in modules if module is not root}
+        parents = [m for m in root.modules() if m is root or inside.keys() & set(map(id, m.children()))]
+        self.modules = tuple(inside.values())
+        self._children = tuple((parent, dict(parent._modules)) for parent in parents)
+        self._root = _root_state(root)
+        self._states = tuple((module, _state(module)) for module in self.modules)
+        self._hooked_globally = is_hooked_globally()
+
+    def __getstate__(self):
+        return {}  # a copy has other modules, and classes that were made here cannot be pickled: it is bound anew
+
+    def __setstate__(self, state):
+        self.modules, self._root = (), None
+
+    def unchanged(self, root: nn.Module) -> bool:
+        """Returns whether everything is as it was: submodules, their classes, hooks, forwards and precision.
+
+        Args:
+            root (nn.Module): The changed module.
+        """
+        if _root_state(root) != self._root or is_hooked_globally() != self._hooked_globally:
+            return False
+        for parent, children in self._children:
+            if parent._modules != children:
+                return False
+        return all(_state(module) == state for module, state in self._states)
+
+
+def _root_state(root):
+    # One attribute more may be one that hides a method.
+    return foreign_classes(type(root)), len(root.__dict__)
+
+
+def _state(module):
+    """Returns what is compared in each step: the class, whether a call does more than its forward, the precision."""
+    touched = (
+        bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        or bool(module._backward_pre_hooks)
+        or 'forward' in module.__dict__
+        or module.__dict__.get('_compiled_call_impl') is not None
+    )
+    weight = module._parameters.get('weight', module.__dict__.get('weight'))
+    dtype = None if weight is None else weight.dtype
+    return foreign_classes(type(module)), touched, len(module.__dict__), dtype

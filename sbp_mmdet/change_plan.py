@@ -1,0 +1,189 @@
+"""Planning of a change: which modules of a model get which adapter, found without changing anything."""
+
+import dataclasses
+from typing import NamedTuple
+
+from torch import nn
+
+from .adapters import ADAPTERS, Bound, LeanBlock, LeanModule, adapter_of, bind
+from .presets import Settings
+from .stochastic_backprop.config import SBPConfig
+from .surgery import detectors, members
+
+__all__ = ['ChangePlan', 'modules_to_change', 'plan_change']
+
+
+class PlannedBackbone(NamedTuple):
+    """A backbone with blocks that can be thinned.
+
+    Attributes:
+        owner (nn.Module): What holds all of its blocks; its passes are counted.
+        kind (type[LeanBlock]): The adapter of its blocks.
+        layers (dict): Key of a layer to the module and its adapter.
+        ratios (dict): Key of a layer to its keep ratio.
+        thins (bool): Whether positions can be dropped in any block.
+    """
+
+    owner: nn.Module
+    kind: type[LeanBlock]
+    layers: dict
+    ratios: dict
+    thins: bool
+
+
+class ChangePlan(NamedTuple):
+    """What is to be changed: backbones with positions, other modules with their adapters, and why the rest is not."""
+
+    backbones: list[PlannedBackbone]
+    others: list[tuple[nn.Module, type[LeanModule]]]
+    left: dict[str, str]
+    bounds: dict[int, Bound]
+
+
+def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Module]) -> ChangePlan:
+    """Checks everything that a change needs, and changes nothing.
+
+    Args:
+        model (nn.Module): The model, changed or not.
+        settings (Settings): The settings.
+        chosen (dict[int, nn.Module]): From :func:`modules_to_change`.
+
+    Raises:
+        ValueError: If a setting cannot be honoured, or there is nothing to change.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in chosen.values():
+        if '_fsdp_wrapped_module' in module._modules:
+            raise ValueError('the model lies in FSDP already, which hides its modules; apply before it is wrapped')
+    taken, left, bounds = set(), {}, {}
+
+    def take(module, mixin):
+        """Returns whether a module can be changed."""
+        if id(module) not in chosen:
+            return False
+        if settings.preset.form is None:  # any module can be checkpointed
+            taken.add(id(module))
+            return True
+        bound = bind(mixin, module, settings)
+        if bound.reason:
+            left[names[id(module)]] = bound.reason
+            return False
+        bounds[id(module)] = bound
+        taken.update(map(id, (module, *bound.used)))
+        return True
+
+    detectors_found = detectors(model)
+    roots = [detector.backbone for detector in detectors_found.values()] or [model]
+    backbones = [found for root in roots if (found := _backbone(root, settings, take, bounds))]
+    others = []
+    for module in chosen.values():
+        mixin = adapter_of(module)
+        if not mixin or issubclass(mixin, LeanBlock) or id(module) in taken or not mixin.applies_to(module):
+            continue
+        if mixin.thins_only and not mixin.token_ratio(settings):
+            continue
+        if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
+            others.append((module, mixin))
+    thinned = [found for found in backbones if found.thins] or [m for _, m in others if m.token_ratio(settings)]
+    if settings.preset.thins and not thinned:
+        what = f"preset='{settings.preset.name}' drops positions, and applies"
+        known = [m for m in ADAPTERS.values() if issubclass(m, LeanBlock) or m.token_ratio(settings)]
+        left |= {names[id(inside)]: reason for bound in bounds.values() for inside, reason in bound.left}
+        raise ValueError(_nothing(model, left, what, known, " Take preset='exact' or 'int8'."))
+    found = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
+    if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in found):
+        known = [m for m in ADAPTERS.values() if m.samples]
+        raise ValueError(_nothing(model, {}, "preset='sampled' draws rows, and applies", known, " Take 'exact'."))
+    if not others and not backbones:
+        raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' applies"))
+    return ChangePlan(backbones, others, left, bounds)
+
+
+def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Module]:
+    """Returns the modules that may be changed, by their id.
+
+    Args:
+        model (nn.Module): The model.
+        settings (Settings): The settings.
+
+    Raises:
+        ValueError: If a part of the model has settings of its own.
+    """
+    found = [('', model)] if settings.modules is None else members(model, settings.modules)
+    chosen = {}
+    for prefix, part in found:
+        for name, module in part.named_modules(prefix=prefix):
+            if getattr(module, 'sbp', None) is not None and module is not model:
+                raise ValueError(
+                    f'{name} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts of the '
+                    "model: modules=['neck', ...]"
+                )
+            chosen[id(module)] = module
+    return chosen
+
+
+def _backbone(root, settings, take, bounds):
+    stages = _stages(root)
+    if not stages:
+        return None
+    kind, depths = adapter_of(stages[0][0]), tuple(map(len, stages))
+    defaults = {field.name: field.default for field in dataclasses.fields(SBPConfig)}
+    for key in kind.absent:
+        if getattr(settings, key) != defaults[key]:
+            raise ValueError(f'{key}={getattr(settings, key)!r} means nothing for {type(root).__name__}; leave it out')
+    owner = _owner(root, stages)
+    layers = {}
+    for i, blocks in enumerate(stages):
+        for j, block in enumerate(blocks):
+            if take(block, mixin := adapter_of(block)):
+                layers[i, j] = (block, mixin)
+    if not layers:
+        return None
+    thins = settings.preset.form is not None and any(_thins(bounds[id(module)]) for module, _ in layers.values())
+    layers |= {key: found for key, found in kind.others(owner, settings).items() if take(*found)}
+    ratios = settings.layer_ratios(depths, kind.thinned_blocks(depths), kind.from_end)
+    thinned = {key for key, (module, _) in layers.items() if settings.preset.form and _thins(bounds[id(module)])}
+    return PlannedBackbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in thinned}, thins)
+
+
+def _thins(bound):
+    """Returns whether any of the operations that are used in a module sends gradients from kept positions."""
+    return any(part.thinned for part in bound.parts.values())
+
+
+def _stages(root):
+    """Lists of blocks: those of one parent module, in the model's order."""
+    found = []
+    for parent in root.modules():
+        if blocks := [child for child in parent.children() if _is_block(child)]:
+            found.append(blocks)
+    return found
+
+
+def _is_block(module):
+    return issubclass(adapter_of(module) or LeanModule, LeanBlock)
+
+
+def _owner(root, stages):
+    """What holds all blocks and is no list of them, nor a stage in a list: the backbone, or the one in a wrapper."""
+    number = sum(map(len, stages))
+    lists = [module for module in root.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    listed = {id(child) for module in lists for child in module}
+    found = [
+        module
+        for module in root.modules()  # which goes inwards
+        if module not in lists and not _is_block(module) and sum(map(_is_block, module.modules())) == number
+    ]
+    return ([module for module in found if id(module) not in listed] or found or [root])[-1]
+
+
+def _nothing(model, left, what, known=None, remedy=''):
+    reasons = ''.join(f' {name}: {reason}.' for name, reason in left.items())
+    found = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
+    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in found)
+    listed = ', '.join(names)
+    return (
+        f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '
+        'see sbp_mmdet.adapters.base. In place of LeanHook, CheckpointModulesHook and TargetsInChunksHook '
+        'save memory in any detector'
+    )
