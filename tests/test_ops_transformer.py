@@ -13,6 +13,7 @@ from torch import nn
 import sbp_mmdet.ops.deformable_attention as deformable_module
 from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.common.autograd_function import Form
+from sbp_mmdet.ops.common.handed_maps import Scope
 from sbp_mmdet.ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
 from sbp_mmdet.ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
 from sbp_mmdet.ops.ffn import FFNSettings, FFNTensors, feed_forward
@@ -311,7 +312,8 @@ def test_stored_bytes_beside_cuda(storage, share):
             out = deformable_encoder_layer(settings_of(storage=storage), tensors)
         return out
 
-    counts = [stored(lambda n=n: run(n), *parameters)[0] for n in (2, 3)]
+    with Scope():  # as within the encoder
+        counts = [stored(lambda n=n: run(n), *parameters)[0] for n in (2, 3)]
     plain = 16.5 * x.numel() * 4
     assert counts[1] - counts[0] <= share * plain
 
