@@ -307,13 +307,13 @@ def test_stored_bytes_beside_cuda(storage, share):
     parameters = [p for module in modules for p in module.parameters()]
 
     def run(number, out=x):
-        for module in modules[:number]:
-            tensors = layer_tensors(module, out, pos, reference, None)
-            out = deformable_encoder_layer(settings_of(storage=storage), tensors)
+        with Scope():  # as within the encoder
+            for module in modules[:number]:
+                tensors = layer_tensors(module, out, pos, reference, None)
+                out = deformable_encoder_layer(settings_of(storage=storage), tensors)
         return out
 
-    with Scope():  # as within the encoder
-        counts = [stored(lambda n=n: run(n), *parameters)[0] for n in (2, 3)]
+    counts = [stored(lambda n=n: run(n), *parameters)[0] for n in (2, 3)]
     plain = 16.5 * x.numel() * 4
     assert counts[1] - counts[0] <= share * plain
 
