@@ -20,13 +20,13 @@ class LeanHook(SignsOfLife, ModelHook):
     """Lean training of a detector, in place, see :func:`apply_lean`.
 
     Unless ``modules`` confines it, the training targets are made piece by piece too, see
-    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time except in MaskFormer. When
+    :func:`.chunked_targets.targets_in_chunks`: they stay the same, and it costs next to no time except in MaskFormer. When
     training begins, the log has the report; after the first step, what the changed modules stored in it, see
-    :class:`.signs.SignsOfLife`.
+    :class:`.report.SignsOfLife`.
 
     Args:
-        preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
-        **keys: See :class:`.settings.Settings`.
+        preset (str): A key of :data:`.presets.PRESETS`. Default: 'exact'.
+        **keys: See :class:`.presets.Settings`.
 
     Raises:
         ValueError: For an unknown preset or key, here; when training begins, for one that this model cannot honour, or
