@@ -13,6 +13,7 @@ import argparse
 import copy
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import mmdet
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from case import compared
 from isolated import apart, reason_of, rows_of, sweep
+from mmengine.config import Config
 from mmengine.model import BaseModel
 from torch import nn
 
@@ -83,13 +85,23 @@ def _double(model, batch):
     model.data_preprocessor.forward = forward
 
 
-def compare(path: Path, double: bool, size: tuple[int, int]) -> dict:
-    """What changes in a family's config, and how far losses and gradients are apart."""
+def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
+    """Compares losses and gradients of a config's detector with and without ``LeanHook``.
+
+    Args:
+        config (Config): Config of a detector.
+        double (bool): Whether to compare in fp64.
+        size (tuple[int, int]): Height and width of the images.
+
+    Returns:
+        dict: What was changed, and how far apart losses, gradients and buffers are. With the key ``untried`` if the
+        detector itself cannot train a step here.
+    """
     row = dict(fp64=double, size=size)
     try:
         with own_crops(), at_the_first_step():
             torch.manual_seed(0)
-            model, _, batch = build_training(plain(load_config(str(path))), height=size[0], width=size[1], **CASE)
+            model, _, batch = build_training(plain(config), height=size[0], width=size[1], **CASE)
             if double:
                 _double(model, batch)
             settle(model, batch)
@@ -119,29 +131,43 @@ def _relative(a, b):
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) if a.is_floating_point() and a.numel() else 0.0
 
 
-def count(path: Path) -> dict:
-    """Peak and seconds of each variant of a config."""
-    config, peaks, seconds = plain(load_config(str(path))), {}, {}
-    inputs = inputs_of(config)
+def count(config: Config, variants: Sequence[str] = VARIANTS, size: tuple[int, int] | None = None) -> dict:
+    """Counts the memory of a step of the recipe's largest batch.
+
+    Args:
+        config (Config): Config of a detector.
+        variants (Sequence[str]): Presets. Default: ``VARIANTS``.
+        size (tuple[int, int] | None): Height and width of the images. If ``None``, those of the recipe. Default: None.
+
+    Returns:
+        dict: The batch; ``peaks`` and ``stored`` bytes, and ``seconds``, by variant.
+    """
+    config, peaks, stored, seconds = plain(config), {}, {}, {}
+    inputs = inputs_of(config, size=size)
     apply = presets_of(build_detector(config, 'cpu')[0])
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
-    for variant in VARIANTS:
-        if apply[variant] is None:
+    for variant in variants:
+        if apply.get(variant, '') is None:
             start = time.process_time()
             # A step may drop no image of a batch, see the planner.
-            keys = dict(skip_dropped_images=False) if variant != 'none' else {}
-            peaks[variant] = measure_detector(with_variant(config, variant, **keys), **case)['peak']
+            keys = {} if variant in ('none', 'with_cp') else dict(skip_dropped_images=False)
+            found = measure_detector(with_variant(config, variant, **keys), **case)
+            peaks[variant], stored[variant] = found['peak'], sum(found['saved'].values())
             seconds[variant] = round(time.process_time() - start, 1)
-    return dict(case, peaks=peaks, seconds=seconds)
+    return dict(case, peaks=peaks, stored=stored, seconds=seconds)
+
+
+def _loaded(compute, path, *args):
+    return compute(load_config(str(path)), *args)
 
 
 def run(path: Path, before: dict) -> dict:
     """What was not found before, in processes of their own: the planner's answer, and the two steps."""
-    plan = before.get('plan') or apart(count, path, seconds=SECONDS)
+    plan = before.get('plan') or apart(_loaded, count, path, seconds=SECONDS)
     if 'loss_error' in before or 'untried' in before:
         return dict(before, plan=plan)
     for case in ((True, SIZES[0]), (False, SIZES[0]), (False, SIZES[1])):
-        row = dict(config=path.name, **apart(compare, path, *case, seconds=SECONDS))
+        row = dict(config=path.name, **apart(_loaded, compare, path, *case, seconds=SECONDS))
         if 'loss_error' in row:
             break
     return dict(row, plan=plan)

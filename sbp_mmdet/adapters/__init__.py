@@ -1,6 +1,6 @@
 """Adapters: which parts of the forward pass of a module are which operations; one file a family of modules."""
 
-from . import conv_module, convnext, detr, ffn, resnet, resnet_chain, swin, vit  # noqa: F401  register their adapters
+from . import codetr, conv_module, convnext, detr, ffn, resnet, resnet_chain, swin, vit  # noqa: F401  register their adapters
 from .base import (
     ADAPTERS,
     LeanBlock,

@@ -7,7 +7,7 @@ a text are never dropped.
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from types import SimpleNamespace
 
@@ -38,6 +38,12 @@ __all__ = [
     'LeanEncoder',
     'LeanMultiheadAttention',
     'LeanRecomputed',
+    'attention_settings',
+    'attention_weights',
+    'images_first',
+    'modules_of_encoder_layer',
+    'odd_encoder_ffn',
+    'run_encoder_layer',
 ]
 
 
@@ -204,15 +210,18 @@ class LeanDeformableAttention(LeanModule):
     def lean_forward(self, *args, **kwargs) -> Tensor:
         """Runs the layer; the arguments are those of mmcv's ``MultiScaleDeformableAttention``."""
         a = _given(MultiScaleDeformableAttention.forward, self, args, kwargs)
-        value = a.query if a.value is None else a.value
-        tensors = DeformableTensors(a.query, a.query_pos, value, *_places(a), **_attention_weights(self))
-        out = self.dropout(deformable_attention(_attention_settings(self, self.form), tensors))
-        return out + (a.query if a.identity is None else a.identity)
+        tokens = (a.query, a.query_pos, a.query if a.value is None else a.value)
+        if not self.batch_first:
+            tokens = map(images_first, tokens)
+        tensors = DeformableTensors(*tokens, *_places(a), **attention_weights(self))
+        out = deformable_attention(attention_settings(self, self.form), tensors)
+        out = out if self.batch_first else out.transpose(0, 1)
+        return self.dropout(out) + (a.query if a.identity is None else a.identity)
 
-    @classmethod
-    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        """See :meth:`.LeanModule.refusal`."""
-        return None if module.batch_first else 'its tokens stand in front of its images (batch_first=False)'
+
+def images_first(x: Tensor | None) -> Tensor | None:
+    """Returns tokens (L, N, C) as (N, L, C), a view; ``None`` for ``None``."""
+    return None if x is None else x.transpose(0, 1)
 
 
 def _linears(attention):
@@ -220,7 +229,13 @@ def _linears(attention):
     yield from ((getattr(attention, name), 'linear with bias') for name in _LINEARS)
 
 
-def _attention_settings(module, form):
+def attention_settings(module: nn.Module, form: Form) -> DeformableSettings:
+    """Returns the settings of deformable attention.
+
+    Args:
+        module (nn.Module): The attention.
+        form (Form): How the operation stores.
+    """
     sizes = module.num_heads, module.num_levels, module.num_points
     return DeformableSettings(*sizes, form, module.im2col_step)
 
@@ -230,9 +245,78 @@ def _places(given):
     return given.reference_points, given.key_padding_mask, given.spatial_shapes, given.level_start_index
 
 
-def _attention_weights(module):
+def attention_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of deformable attention by the names that its operation gives them.
+
+    Args:
+        module (nn.Module): The attention.
+    """
     layers = {name: getattr(module, own) for own, name in _LINEARS.items()}
     return {f'{name}_{kind}': getattr(layer, kind) for name, layer in layers.items() for kind in ('weight', 'bias')}
+
+
+def run_encoder_layer(
+    layer: LeanModule,
+    attention: nn.Module,
+    ffn: nn.Module,
+    query: Tensor,
+    query_pos: Tensor | None,
+    given: SimpleNamespace,
+    positions: Positions | None = None,
+) -> Tensor:
+    """Runs attention, norm, feed-forward network and norm as one operation.
+
+    Args:
+        layer (LeanModule): The changed layer, with two ``norms``.
+        attention (nn.Module): Its deformable attention.
+        ffn (nn.Module): Its feed-forward network.
+        query (Tensor): Tokens, shape (N, L, C).
+        query_pos (Tensor | None): Their position embedding.
+        given (SimpleNamespace): Further arguments of the attention, by name.
+        positions (Positions | None): Kept tokens. If ``None``, all are kept. Default: None.
+
+    Returns:
+        Tensor: Shape (N, L, C).
+    """
+    eps = tuple(norm.eps for norm in layer.norms)
+    ffn_form = ffn_settings(ffn, layer.sampled_form())
+    settings = EncoderSettings(attention_settings(attention, layer.form), ffn_form, rate_of(attention.dropout), eps)
+    norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(layer.norms, 1) for k in ('weight', 'bias')}
+    weights = attention_weights(attention) | norms | ffn_weights(ffn)
+    tensors = EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
+    return deformable_encoder_layer(settings, tensors)
+
+
+def modules_of_encoder_layer(attention: nn.Module, ffn: nn.Module, norms: Iterable[nn.Module]):
+    """Yields the modules that :func:`run_encoder_layer` bypasses, with their roles.
+
+    Args:
+        attention (nn.Module): The deformable attention.
+        ffn (nn.Module): The feed-forward network.
+        norms (Iterable[nn.Module]): The two norms.
+    """
+    yield attention, 'deformable attention'
+    yield ffn, 'FFN'
+    if unsupported(attention, 'deformable attention') or unsupported(ffn, 'FFN'):
+        return
+    yield from _linears(attention)
+    yield attention.dropout, 'dropout'
+    yield from modules_of_ffn(ffn)
+    yield ffn.dropout_layer, 'identity'
+    if hasattr(ffn, 'gamma2'):
+        yield ffn.gamma2, 'identity'
+    yield from ((norm, 'affine layer norm') for norm in norms)
+
+
+def odd_encoder_ffn(ffn: nn.Module) -> str | None:
+    """Returns what :func:`run_encoder_layer` does not compute of a feed-forward network, or ``None``.
+
+    Args:
+        ffn (nn.Module): The feed-forward network.
+    """
+    if isinstance(ffn, FFN) and (problems := odd_ffn(ffn)):
+        return problems[0][1]
+    return None if getattr(ffn, 'add_identity', True) else 'its feed-forward network has no shortcut'
 
 
 @adapter(DeformableDetrTransformerEncoderLayer)
@@ -247,34 +331,13 @@ class LeanDeformableEncoderLayer(LeanModule):
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""
-        attention, ffn = self.self_attn, self.ffn
-        yield attention, 'deformable attention'
-        yield ffn, 'FFN'
-        if unsupported(attention, 'deformable attention') or unsupported(ffn, 'FFN'):
-            return
-        yield from _linears(attention)
-        yield attention.dropout, 'dropout'
-        yield from modules_of_ffn(ffn)
-        yield ffn.dropout_layer, 'identity'
-        if hasattr(ffn, 'gamma2'):
-            yield ffn.gamma2, 'identity'
-        yield from ((norm, 'affine layer norm') for norm in self.norms)
+        return modules_of_encoder_layer(self.self_attn, self.ffn, self.norms)
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         """Runs the layer on tokens (N, L, C)."""
-        attention, ffn, given = self.self_attn, self.ffn, SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
-        eps = tuple(norm.eps for norm in self.norms)
-        settings = EncoderSettings(
-            _attention_settings(attention, self.form),
-            ffn_settings(ffn, self.sampled_form()),
-            rate_of(attention.dropout),
-            eps,
-        )
-        norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(self.norms, 1) for k in ('weight', 'bias')}
-        weights = _attention_weights(attention) | norms | ffn_weights(ffn)
+        given = SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
         positions = _kept(self, query, given.spatial_shapes.tolist)
-        tensors = EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
-        return deformable_encoder_layer(settings, tensors)
+        return run_encoder_layer(self, self.self_attn, self.ffn, query, query_pos, given, positions)
 
     @classmethod
     def token_ratio(cls, settings: Settings) -> float | None:
@@ -284,9 +347,6 @@ class LeanDeformableEncoderLayer(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        attention, ffn = module.self_attn, module.ffn
-        if not getattr(attention, 'batch_first', True):
+        if not getattr(module.self_attn, 'batch_first', True):
             return 'its tokens stand in front of its images (batch_first=False)'
-        if isinstance(ffn, FFN) and (problems := odd_ffn(ffn)):
-            return problems[0][1]
-        return None if getattr(ffn, 'add_identity', True) else 'its feed-forward network has no shortcut'
+        return odd_encoder_ffn(module.ffn)

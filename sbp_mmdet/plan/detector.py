@@ -192,7 +192,7 @@ def build_detector(config: Config, device: str):
     Returns:
         tuple: The model in training mode, and its optimizer wrapper.
     """
-    init_default_scope('mmdet')
+    init_default_scope(config.get('default_scope') or 'mmdet')
     model = MODELS.build(_without_weights(config.model))
     model.to(device)
     model.train()  # distillation's returns nothing

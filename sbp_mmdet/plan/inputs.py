@@ -107,8 +107,7 @@ def labels_of(config: Config) -> tuple[int, bool]:
                 look(item)
 
     look(config.model)
-    masks = any((config.model.get(key) or {}).get('mask_head') for key in ('roi_head',)) or config.model.get(
-        'mask_head'
-    )
+    roi_head = config.model.get('roi_head')
+    masks = (roi_head.get('mask_head') if isinstance(roi_head, dict) else None) or config.model.get('mask_head')
     masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')
     return min(found, default=1), bool(masks)

@@ -1,0 +1,224 @@
+"""Detectors from outside of mmdet: one training step as it is and with ``LeanHook``, and the memory of a recipe's step.
+
+    python research/outside_models.py FOLDER --json docs/results/outside_models.json
+    python research/outside_models.py FOLDER --json docs/results/outside_models.json --report   # runs nothing
+
+FOLDER holds the public sources, which are no part of this project: ``mmdet`` (``projects`` and ``configs`` of
+VBTI-development/onedl-mmdetection) and ``mmyolo`` (``mmyolo`` and ``configs`` of open-mmlab/mmyolo). The configs are
+the stock ones. Losses and gradients are compared on small images, in fp64 where a detector knows it; large backbones
+are shrunk for that. Memory is counted under the rules of CUDA, for the size of the recipe. Each detector runs in a
+process of its own. Goes on where the results end; --again NAME runs some anew.
+"""
+
+import argparse
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import text_stand_in  # noqa: F401  registers the text encoder
+import torch
+from families import compare, count
+from isolated import apart, rows_of, sweep
+
+from sbp_mmdet.plan import detector as plan_detector
+from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
+from sbp_mmdet.plan.variants import load_config
+from sbp_mmdet.presets import PRESETS
+
+VARIANTS = tuple(name for name in ('none', 'with_cp', 'exact', 'exact_min', 'int8') if name in PRESETS)
+SECONDS = 900  # of CPU, for a step of a detector, or its count
+
+
+class Outside(NamedTuple):
+    """A detector from outside.
+
+    Attributes:
+        config (str): Path of its config in the folder of sources.
+        options (dict): Overrides of the config, for what cannot run here. Default: {}.
+        shrunk (dict): Further overrides where losses and gradients are compared. Default: {}.
+        size (tuple[int, int] | None): Height and width of the counted images. If ``None``, those of the recipe.
+            Default: None.
+        step (tuple[int, int]): Height and width of the images of a step. Default: (128, 160).
+        double (bool): Whether the detector can train in fp64. Default: True.
+    """
+
+    config: str
+    options: dict = {}
+    shrunk: dict = {}
+    size: tuple[int, int] | None = None
+    step: tuple[int, int] = (128, 160)
+    double: bool = True
+
+
+def _yolo(path, **keys):
+    return Outside(f'mmyolo/configs/{path}', size=(640, 640), step=(128, 128), **keys)
+
+
+def _project(path, **keys):
+    return Outside(f'mmdet/projects/{path}', **keys)
+
+
+def _stock(path, **keys):
+    return Outside(f'mmdet/configs/{path}', **keys)
+
+
+_NO_CP = {'model.query_head.transformer.encoder.with_cp': -1}  # fairscale
+_SWIN = {'model.backbone.depths': [1, 1, 2, 1]}
+_TEXT = {'model.language_model': dict(_delete_=True, type='TextStandIn')}
+_SMALL_TEXT = {'model.language_model.depth': 2}
+_CO_DETR = 'CO-DETR/configs/codino/co_dino_5scale'
+_EFFICIENT = 'EfficientDet/configs/efficientdet'
+
+MODELS = {
+    'Co-DETR R-50': _project(f'{_CO_DETR}_r50_8xb2_1x_coco.py', options=_NO_CP),
+    'Co-DETR R-50, LSJ': _project(f'{_CO_DETR}_r50_lsj_8xb2_1x_coco.py', options=_NO_CP, size=(1024, 1024)),
+    'Co-DETR Swin-L': _project(f'{_CO_DETR}_swin_l_16xb1_1x_coco.py', options=_NO_CP, shrunk=_SWIN),
+    'Grounding DINO Swin-T': _stock(
+        'grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
+    ),
+    'Grounding DINO R-50': _stock('grounding_dino/grounding_dino_r50_scratch_8xb2_1x_coco.py', options=_TEXT),
+    'MM-Grounding-DINO Swin-T': _stock(
+        'mm_grounding_dino/coco/grounding_dino_swin-t_finetune_16xb4_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
+    ),
+    'ViTDet-B': _project('ViTDet/configs/vitdet_mask-rcnn_vit-b-mae_lsj-100e.py', size=(1024, 1024)),
+    'DiffusionDet R-50': _project(
+        'DiffusionDet/configs/diffusiondet_r50_fpn_500-proposals_1-step_crop-ms-480-800-450k_coco.py'
+    ),
+    'Sparse R-CNN R-50': _stock('sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco.py'),
+    'QueryInst R-50': _stock('queryinst/queryinst_r50_fpn_1x_coco.py'),
+    'EfficientDet-B0': _project(f'{_EFFICIENT}_effb0_bifpn_8xb16-crop512-300e_coco.py', size=(512, 512)),
+    'EfficientDet-B3': _project(f'{_EFFICIENT}_effb3_bifpn_8xb16-crop896-300e_coco.py', size=(896, 896)),
+    'SSD300': _stock('ssd/ssd300_coco.py', size=(300, 300), step=(300, 300)),
+    'SSD512': _stock('ssd/ssd512_coco.py', size=(512, 512), step=(512, 512)),
+    'SSDLite': _stock('ssd/ssdlite_mobilenetv2-scratch_8xb24-600e_coco.py', size=(320, 320), step=(320, 320)),
+    'AlignDETR R-50': _project('AlignDETR/configs/align_detr-4scale_r50_8xb2-12e_coco.py'),
+    'H-DINO R-50': _project('HDINO/h-dino-4scale_r50_8xb2-12e_coco.py'),
+    'SparseInst R-50': _project('SparseInst/configs/sparseinst_r50_iam_8xb8-ms-270k_coco.py'),
+    'YOLOv5-s': _yolo('yolov5/yolov5_s-v61_syncbn_fast_8xb16-300e_coco.py'),
+    'YOLOv6-s': _yolo('yolov6/yolov6_s_syncbn_fast_8xb32-400e_coco.py'),
+    'YOLOv6 v3-s': _yolo('yolov6/yolov6_v3_s_syncbn_fast_8xb32-300e_coco.py'),
+    'YOLOv7-tiny': _yolo('yolov7/yolov7_tiny_syncbn_fast_8x16b-300e_coco.py'),
+    'YOLOv7-l': _yolo('yolov7/yolov7_l_syncbn_fast_8x16b-300e_coco.py'),
+    'YOLOv8-s': _yolo('yolov8/yolov8_s_syncbn_fast_8xb16-500e_coco.py'),
+    'PPYOLOE+-s': _yolo('ppyoloe/ppyoloe_plus_s_fast_8xb8-80e_coco.py'),
+    'RTMDet-s, mmyolo': _yolo('rtmdet/rtmdet_s_syncbn_fast_8xb32-300e_coco.py'),
+    'YOLOX-s, mmyolo': _yolo('yolox/yolox_s_fast_8xb8-300e_coco.py'),
+}
+
+
+@contextlib.contextmanager
+def sources(folder: Path) -> Iterator[None]:
+    """Lets the sources in a folder be imported and run on a CPU.
+
+    Args:
+        folder (Path): The folder.
+    """
+    package = types.ModuleType('mmyolo')  # its __init__ refuses newer versions of mmcv
+    package.__path__ = [str(folder / 'mmyolo/mmyolo')]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(sys.modules, mmyolo=package))
+        stack.enter_context(mock.patch.object(sys, 'path', [str(folder / 'mmdet'), *sys.path]))
+        if not torch.cuda.is_available():
+            stack.enter_context(mock.patch.object(torch.Tensor, 'cuda', lambda self, *args, **kwargs: self))
+        stack.enter_context(mock.patch.object(plan_detector, 'build_batch', _with_captions))
+        yield
+
+
+_build_batch = plan_detector.build_batch
+
+
+def _with_captions(batch, height, width, boxes, num_classes, *args, **kwargs):
+    """Builds a batch whose samples name their classes, as Grounding DINO's data sets do."""
+    made = _build_batch(batch, height, width, boxes, num_classes, *args, **kwargs)
+    for sample in made['data_samples']:
+        sample.set_metainfo(dict(text=tuple(f'thing{i}' for i in range(num_classes)), custom_entities=True))
+    return made
+
+
+def _computed(compute, folder, name, shrunk, *args):
+    """Runs a function of a detector's config, with its sources at hand."""
+    model = MODELS[name]
+    with sources(folder):
+        if model.config.startswith('mmyolo'):
+            __import__('mmyolo.models')
+        config = load_config(str(folder / model.config), {**model.options, **(model.shrunk if shrunk else {})})
+        return compute(config, *args)
+
+
+def run(folder: Path, name: str, before: dict) -> dict:
+    """Returns the row of a detector: how far apart the two steps are, and the memory of its recipe.
+
+    Args:
+        folder (Path): The sources.
+        name (str): A key of ``MODELS``.
+        before (dict): What was found before.
+    """
+    model = MODELS[name]
+    row, plan = (
+        before,
+        before.get('plan') or apart(_computed, count, folder, name, False, VARIANTS, model.size, seconds=SECONDS),
+    )
+    if 'loss_error' not in row:
+        for double in (True, False) if model.double else (False,):
+            row = apart(_computed, compare, folder, name, True, double, model.step, seconds=SECONDS)
+            if 'loss_error' in row:
+                break
+    return dict(row, config=model.config, plan=plan)
+
+
+def report(rows: dict[str, dict]) -> str:
+    """Returns the table of all detectors."""
+
+    def share(key, variant):
+        def cell(row):
+            found = row.get('plan', {}).get(key, {})
+            return f'{found[variant] / found["none"]:.2f}' if variant in found else None
+
+        return cell
+
+    def error(key):
+        return lambda row: f'{row[key]:.0e}' if key in row else None
+
+    others = VARIANTS[1:]
+    columns = [
+        Column('model', lambda row: row['name']),
+        Column('precision', lambda row: ('fp64' if row['fp64'] else 'fp32') if 'fp64' in row else None),
+        Column('loss, error', error('loss_error')),
+        Column('gradients, error', error('gradient_error')),
+        Column('plain peak', lambda row: _bytes(row, 'peaks')),
+        *(Column(f'`{variant}`', share('peaks', variant)) for variant in others),
+        Column('plain stored', lambda row: _bytes(row, 'stored')),
+        *(Column(f'`{variant}` ', share('stored', variant)) for variant in others),
+        Column('', lambda row: (row.get('untried') or row.get('error') or row.get('plan', {}).get('error') or '')[:90]),
+    ]
+    return markdown_table(columns, [dict(rows[name], name=name) for name in MODELS if name in rows])
+
+
+def _bytes(row, key):
+    found = row.get('plan', {}).get(key, {})
+    return format_bytes(found['none']) if 'none' in found else None
+
+
+def main():
+    """Runs what is missing in the results and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('folder', type=Path, help='the sources')
+    parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')
+    parser.add_argument('--again', nargs='+', default=[], metavar='NAME', help='run these anew')
+    parser.add_argument('--only', nargs='+', metavar='NAME', help='run no others')
+    parser.add_argument('--report', action='store_true', help='run nothing')
+    args = parser.parse_args()
+    rows = rows_of(args.json)
+    if not args.report:
+        before = {name: row for name, row in rows.items() if name not in args.again}
+        chosen = [n for n in args.only or MODELS if 'peaks' not in before.get(n, {}).get('plan', {})]
+        rows = sweep(args.json, chosen, lambda name: run(args.folder, name, before.get(name, {})))
+    print(report(rows))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,67 @@
+"""mmcv's layers of transformers with an order of operations, of which Co-DETR and other older DETRs are made."""
+
+from types import SimpleNamespace
+
+from mmcv.cnn.bricks.transformer import BaseTransformerLayer
+from mmcv.ops import MultiScaleDeformableAttention
+from torch import Tensor, nn
+
+from ..presets import Settings
+from ..surgery import stock_class
+from .base import LeanModule, adapter
+from .detr import images_first, modules_of_encoder_layer, odd_encoder_ffn, run_encoder_layer
+
+__all__ = ['LeanTransformerLayer']
+
+_ENCODER = ('self_attn', 'norm', 'ffn', 'norm')
+
+
+@adapter(BaseTransformerLayer)
+class LeanTransformerLayer(LeanModule):
+    """An encoder layer with deformable attention, as one operation. Other layers are changed by their parts."""
+
+    checkpointed = hands_on = True
+    has_reference = False
+
+    def bypasses(self):
+        """See :meth:`.LeanModule.bypasses`."""
+        return modules_of_encoder_layer(self.attentions[0], self.ffns[0], self.norms)
+
+    def lean_forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_pos: Tensor | None = None,
+        attn_masks: list[Tensor] | None = None,
+        query_key_padding_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        reference_points: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        level_start_index: Tensor | None = None,
+        **kwargs,
+    ) -> Tensor:
+        """Runs the layer; the arguments are those of mmcv's ``BaseTransformerLayer``. Self-attention uses no others."""
+        attention, given = self.attentions[0], SimpleNamespace(key_padding_mask=query_key_padding_mask)
+        given.reference_points, given.spatial_shapes = reference_points, spatial_shapes
+        given.level_start_index = level_start_index
+        if attention.batch_first:
+            return run_encoder_layer(self, attention, self.ffns[0], query, query_pos, given)
+        tokens = images_first(query), images_first(query_pos)
+        return run_encoder_layer(self, attention, self.ffns[0], *tokens, given).transpose(0, 1)
+
+    @classmethod
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`."""
+        attentions = [stock_class(type(attention)) for attention in module.attentions]
+        if tuple(module.operation_order) != _ENCODER or attentions != [MultiScaleDeformableAttention]:
+            return False
+        # The operation draws image by image. Where tokens stand in front, the parts draw what the layer would draw.
+        draws = any(isinstance(inside, nn.Dropout) and inside.p for inside in module.modules())
+        return module.attentions[0].batch_first or not draws
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`."""
+        return odd_encoder_ffn(module.ffns[0])
