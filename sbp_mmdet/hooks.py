@@ -119,7 +119,7 @@ class TargetsInChunksHook(ModelHook):
     """Computes training targets in chunks, see :func:`.chunked_targets.targets_in_chunks`.
 
     Args:
-        masks (int): Number of masks that are cropped or sampled at a time. Default: 8.
+        masks (int): Number of masks that are cropped or sampled at a time. Default: 4.
         pairs (int): Number of pairs of a prior and a ground-truth box that are compared at a time. Default: 2**20.
 
     Example:
@@ -128,7 +128,7 @@ class TargetsInChunksHook(ModelHook):
 
     exact = True
 
-    def __init__(self, masks: int = 8, pairs: int = 2**20):
+    def __init__(self, masks: int = 4, pairs: int = 2**20):
         self.options = dict(masks=masks, pairs=pairs)
 
     def apply(self, model: nn.Module) -> str:

@@ -9,7 +9,7 @@ from .query_heads import query_heads_in_chunks
 __all__ = ['targets_in_chunks']
 
 
-def targets_in_chunks(model: nn.Module, masks: int = 8, pairs: int = 2**20) -> str:
+def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> str:
     """Makes the heads of a detector compute their training targets in chunks. The targets stay the same.
 
     mmdet computes some targets in one piece while all feature maps of the step are in memory:
@@ -28,7 +28,7 @@ def targets_in_chunks(model: nn.Module, masks: int = 8, pairs: int = 2**20) -> s
 
     Args:
         model (nn.Module): Detector, changed in place. Calling this function again changes the sizes of the chunks.
-        masks (int): Number of masks that are cropped or sampled at a time. Default: 8.
+        masks (int): Number of masks that are cropped or sampled at a time. Default: 4.
         pairs (int): Number of pairs of a prior and a ground-truth box that are compared at a time. Default: 2**20.
 
     Returns:
