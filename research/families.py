@@ -11,6 +11,7 @@ Goes on where the results end; --again FAMILY runs some anew.
 
 import argparse
 import copy
+import importlib
 import random
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
 from sbp_mmdet.plan.variants import load_config, plain, presets_of, with_variant
 
+nms = importlib.import_module('mmcv.ops.nms')  # the package has a function of this name
 CONFIGS = Path(mmdet.__file__).parent / '.mim' / 'configs'
 CASE = dict(batch=2, boxes=6, device='cpu')
 SIZES = ((128, 160), (256, 256))  # the second where the first is too small for a detector
@@ -74,15 +76,23 @@ def settle(model: BaseModel, batch: dict) -> None:
 
 
 def _double(model, batch):
+    """Puts a detector and what it gets into fp64."""
+    torch.set_default_dtype(torch.float64)  # of constants that a detector makes in its forward pass
     model.double()
-    preprocess = model.data_preprocessor.forward
+    for sample in batch['data_samples']:
+        for instances in (sample.gt_instances, sample.ignored_instances):
+            instances.bboxes = type(instances.bboxes)(instances.bboxes.tensor.double())
+    preprocess, apply = model.data_preprocessor.forward, nms.NMSop.apply
 
     def forward(data, training=False):
         data = preprocess(data, training)
         data['inputs'] = data['inputs'].double()
         return data
 
-    model.data_preprocessor.forward = forward
+    def in_single(boxes, scores, *args):  # mmcv's knows no fp64; it gives indices alone
+        return apply(boxes.float(), scores.float(), *args)
+
+    model.data_preprocessor.forward, nms.NMSop.apply = forward, in_single
 
 
 def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:

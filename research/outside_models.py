@@ -66,25 +66,29 @@ def _stock(path, **keys):
     return Outside(f'mmdet/configs/{path}', **keys)
 
 
-_NO_CP = {'model.query_head.transformer.encoder.with_cp': -1}  # fairscale
+_NO_PADDING = {'model.data_preprocessor.batch_augments': None}  # to 1024 x 1024
 _SWIN = {'model.backbone.depths': [1, 1, 2, 1]}
 _TEXT = {'model.language_model': dict(_delete_=True, type='TextStandIn')}
-_SMALL_TEXT = {'model.language_model.depth': 2}
+_SMALL_TEXT = {'model.language_model.depth': 2, 'model.num_queries': 100}
 _CO_DETR = 'CO-DETR/configs/codino/co_dino_5scale'
 _EFFICIENT = 'EfficientDet/configs/efficientdet'
 
 MODELS = {
-    'Co-DETR R-50': _project(f'{_CO_DETR}_r50_8xb2_1x_coco.py', options=_NO_CP),
-    'Co-DETR R-50, LSJ': _project(f'{_CO_DETR}_r50_lsj_8xb2_1x_coco.py', options=_NO_CP, size=(1024, 1024)),
-    'Co-DETR Swin-L': _project(f'{_CO_DETR}_swin_l_16xb1_1x_coco.py', options=_NO_CP, shrunk=_SWIN),
+    'Co-DETR R-50': _project(f'{_CO_DETR}_r50_8xb2_1x_coco.py'),
+    'Co-DETR R-50, LSJ': _project(f'{_CO_DETR}_r50_lsj_8xb2_1x_coco.py', shrunk=_NO_PADDING, size=(1024, 1024)),
+    'Co-DETR Swin-L': _project(f'{_CO_DETR}_swin_l_16xb1_1x_coco.py', shrunk=_SWIN),
     'Grounding DINO Swin-T': _stock(
         'grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
     ),
-    'Grounding DINO R-50': _stock('grounding_dino/grounding_dino_r50_scratch_8xb2_1x_coco.py', options=_TEXT),
+    'Grounding DINO R-50': _stock(
+        'grounding_dino/grounding_dino_r50_scratch_8xb2_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
+    ),
     'MM-Grounding-DINO Swin-T': _stock(
         'mm_grounding_dino/coco/grounding_dino_swin-t_finetune_16xb4_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
     ),
-    'ViTDet-B': _project('ViTDet/configs/vitdet_mask-rcnn_vit-b-mae_lsj-100e.py', size=(1024, 1024)),
+    'ViTDet-B': _project(
+        'ViTDet/configs/vitdet_mask-rcnn_vit-b-mae_lsj-100e.py', shrunk=_NO_PADDING, size=(1024, 1024)
+    ),
     'DiffusionDet R-50': _project(
         'DiffusionDet/configs/diffusiondet_r50_fpn_500-proposals_1-step_crop-ms-480-800-450k_coco.py'
     ),
