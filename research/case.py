@@ -48,7 +48,8 @@ class Case:
             stack.enter_context(Scope())
             for owner in self.model.modules():
                 if isinstance(owner, Drawing) and owner not in inside:
-                    stack.enter_context(owner.step_draws.forward_pass(torch.empty(images, device='meta')))
+                    for draws in owner.step_draws:
+                        stack.enter_context(draws.forward_pass(torch.empty(images, device='meta')))
             yield
 
 

@@ -34,7 +34,7 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
         preset (str): 'exact', 'int8', 'sampled', 'sbp'; to compare with 'none', 'with_cp', 'reference'. Default:
             'exact'.
         **keys: keep_ratio, sampler, blocks, downsample, attention, skip_dropped_images, modules, verify: see
-            :class:`.settings.Settings`.
+            :class:`.presets.Settings`.
 
     Returns:
         Report: What was changed, what was left alone, and why.

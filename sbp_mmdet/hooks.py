@@ -17,20 +17,20 @@ __all__ = ['CheckpointModulesHook', 'LeanHook', 'TargetsInChunksHook']
 
 @HOOKS.register_module()
 class LeanHook(SignsOfLife, ModelHook):
-    """Lean training of a detector, in place, see :func:`apply_lean`.
+    """Trains a detector in less memory, by changing its modules in place; see :func:`.apply.apply_lean`.
 
-    Unless ``modules`` confines it, the training targets are made piece by piece too, see
-    :func:`.savings.targets_in_chunks`: they stay the same, and it costs next to no time except in MaskFormer. When
-    training begins, the log has the report; after the first step, what the changed modules stored in it, see
-    :class:`.signs.SignsOfLife`.
+    Unless ``modules`` restricts the change, training targets are computed in chunks as well, see
+    :func:`.chunked_targets.targets_in_chunks`. When training begins, the log lists what was changed, what was left
+    unchanged, and why. Before the first step, the changed modules are compared with their own code (``verify``); the
+    log says how far apart they are and how many bytes they save for the backward pass.
 
     Args:
-        preset (str): A key of :data:`.settings.PRESETS`. Default: 'exact'.
-        **keys: See :class:`.settings.Settings`.
+        preset (str): A key of :data:`.presets.PRESETS`. Default: 'exact'.
+        **keys: Further settings, see :class:`.presets.Settings`.
 
     Raises:
-        ValueError: For an unknown preset or key, here; when training begins, for one that this model cannot honour, or
-            if there is nothing to change.
+        ValueError: If a preset or key is unknown. When training begins, if the model cannot honour a setting, or if
+            there is nothing to change.
 
     Example:
         ``custom_hooks = [dict(type='LeanHook', preset='exact')]``
@@ -71,7 +71,7 @@ class LeanHook(SignsOfLife, ModelHook):
             )
 
     def keep_ratio(self, model: nn.Module) -> float | None:
-        """Mean keep ratio of the layers that drop positions; None: none does."""
+        """Returns the mean keep ratio of the thinned layers, or ``None`` if there are none."""
         ratios = keep_ratios(unwrapped(model)).values()
         return sum(ratios) / len(ratios) if ratios else None
 
@@ -99,7 +99,7 @@ class CheckpointModulesHook(ModelHook):
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
-        return f'{", ".join(checkpoint_modules(model, self.modules))} run again in the backward pass'
+        return f'{", ".join(checkpoint_modules(model, self.modules))} are recomputed in the backward pass'
 
     def after_train_iter(self, runner, *args, **kwargs) -> None:
         """Warns of modules that the first step did not call: checkpointing them saves nothing."""

@@ -4,6 +4,7 @@ Both are classes in front of the module's own (:class:`.surgery.Mixin`), not hoo
 ``module(x)`` does, and a pass ends with the call, whatever happens in it.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -27,14 +28,16 @@ class Drawing(Mixin):
     """A backbone whose forward passes draw.
 
     Attributes:
-        step_draws (StepDraws): Draws of its layers.
+        step_draws (list[StepDraws]): Draws of its layers: one object for each change of some of them.
     """
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
-        with self.step_draws.forward_pass(args, kwargs):
+        with contextlib.ExitStack() as passes:
+            for draws in self.step_draws:
+                passes.enter_context(draws.forward_pass(args, kwargs))
             return super().forward(*args, **kwargs)
 
 
@@ -45,8 +48,10 @@ def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
         owner (nn.Module): The module that holds all layers; changed in place.
         draws (StepDraws): Draws of its layers.
     """
-    mix_in(owner, Drawing)
-    owner.step_draws = draws
+    if not isinstance(owner, Drawing):
+        mix_in(owner, Drawing)
+        owner.step_draws = []
+    owner.step_draws.append(draws)
 
 
 def close_drawing(model: nn.Module, used: list[StepDraws]) -> None:
@@ -57,9 +62,11 @@ def close_drawing(model: nn.Module, used: list[StepDraws]) -> None:
         used (list[StepDraws]): Draws of the layers that are changed now.
     """
     for module in model.modules():
-        if isinstance(module, Drawing) and not any(module.step_draws is draws for draws in used):
-            mix_out(module, Drawing)
-            del module.step_draws
+        if isinstance(module, Drawing):
+            module.step_draws = [draws for draws in module.step_draws if draws in used]
+            if not module.step_draws:
+                mix_out(module, Drawing)
+                del module.step_draws
 
 
 class HandingOn(Mixin):

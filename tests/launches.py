@@ -9,6 +9,7 @@ An operation that torch's dispatcher is asked for counts as one launch, a view o
 kernels, or a library that splits a product, is seen on a GPU only.
 """
 
+import contextlib
 import itertools
 from typing import NamedTuple
 from unittest import mock
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
 from sbp_mmdet.ops.common import flash as flash
+from sbp_mmdet.ops.common.handed_maps import Scope
 
 __all__ = ['AMP', 'BLOCKS', 'Launches', 'block_launches', 'counted', 'table']
 
@@ -169,11 +171,12 @@ def block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> t
     put_on_gpu(mode, model)
     images = torch.empty(IMAGES, device='cuda')
     for _ in range(2):  # what is made once for a size is there at the second time
-        for hook in model._forward_pre_hooks.values():
-            hook(model, (images,), {})
         x = torch.empty(shape, device='cuda', requires_grad=True) * 1  # no leaf, as within a network
         there, back = Launches(), Launches()
-        with mock.patch.object(flash, '_ampere', lambda index: True):
+        with mock.patch.object(flash, '_ampere', lambda index: True), contextlib.ExitStack() as passes:
+            passes.enter_context(Scope())  # as within the network
+            for draws in getattr(model, 'step_draws', []):
+                passes.enter_context(draws.forward_pass(images))
             with torch.autocast('cuda', dtype, enabled=dtype is not None), there:
                 out = block(x, *rest)
             with back:

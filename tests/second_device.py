@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from sbp_mmdet.adapters.predicate import PLAIN_TENSORS
+
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._to_copy.default, aten.copy.default)
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
@@ -70,6 +72,9 @@ def _indexes(func, args, here):
     """CUDA takes indices from the host, too."""
     indices = [id(index) for index in args[1] or []] if func in _INDEXED else []
     return bool(indices) and isinstance(args[0], Elsewhere) and all(id(leaf) in indices for leaf in here)
+
+
+PLAIN_TENSORS.add('Elsewhere')  # computes as a plain tensor does
 
 
 class _Everywhere(TorchDispatchMode):

@@ -13,6 +13,7 @@ from torch import nn
 import sbp_mmdet.ops.deformable_attention as deformable_module
 from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.common.autograd_function import Form
+from sbp_mmdet.ops.common.handed_maps import Scope
 from sbp_mmdet.ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
 from sbp_mmdet.ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
 from sbp_mmdet.ops.ffn import FFNSettings, FFNTensors, feed_forward
@@ -306,9 +307,10 @@ def test_stored_bytes_beside_cuda(storage, share):
     parameters = [p for module in modules for p in module.parameters()]
 
     def run(number, out=x):
-        for module in modules[:number]:
-            tensors = layer_tensors(module, out, pos, reference, None)
-            out = deformable_encoder_layer(settings_of(storage=storage), tensors)
+        with Scope():  # as within the encoder
+            for module in modules[:number]:
+                tensors = layer_tensors(module, out, pos, reference, None)
+                out = deformable_encoder_layer(settings_of(storage=storage), tensors)
         return out
 
     counts = [stored(lambda n=n: run(n), *parameters)[0] for n in (2, 3)]

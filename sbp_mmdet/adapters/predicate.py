@@ -37,6 +37,7 @@ from torch.nn.modules import module as torch_module
 from ..surgery import foreign_classes, stock_class
 
 __all__ = [
+    'PLAIN_TENSORS',
     'ROLES',
     'UNKNOWN',
     'BypassedModules',
@@ -305,13 +306,14 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
 def _odd_parameter(module) -> str | None:
     """Returns the first parameter that is of a class of its own, as quantised ones are."""
     for name, tensor in tensors_in(module).items():
-        if type(tensor) not in (nn.Parameter, torch.Tensor) and type(tensor).__name__ not in _PLAIN:
+        if type(tensor) not in (nn.Parameter, torch.Tensor) and type(tensor).__name__ not in PLAIN_TENSORS:
             return f'its {name} is a {type(tensor).__name__}'
     return None
 
 
-# Of FSDP, which puts plain tensors in their place in a forward pass, and of the planner.
-_PLAIN = ('DTensor', 'FlatParameter', 'FakeTensor')
+# Names of tensor classes that compute as plain tensors do: those of FSDP, which puts plain tensors in their place in a
+# forward pass, and those of the planner.
+PLAIN_TENSORS = {'DTensor', 'FlatParameter', 'FakeTensor'}
 
 
 def derives_plainly(kind: type, known: Iterable[type | str]) -> bool:

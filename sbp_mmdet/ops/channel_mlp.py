@@ -114,7 +114,7 @@ class MLPSaved(NamedTuple):
     Attributes:
         xhat (Stored | None): Normalised input of the kept tokens, shape (N, K, C). If ``None``, the convolution is
             rerun.
-        rstd (Tensor | None): Its reciprocal deviation, shape (N * K, 1).
+        rstd (Tensor | None): Its reciprocal deviation, shape (N, K, 1).
         keep (Tensor | None): Indices of the kept tokens.
         given (MLPTensors): Parameters and factor.
         layout (torch.memory_format | None): Layout of ``x``, if it is a feature map.
@@ -200,7 +200,7 @@ def _forward(settings, tensors, needs):
     if xhat is not None:
         if keep is not None:
             xhat, rstd = take(xhat, keep), take(rstd, keep)
-        stored, rstd = store(xhat, settings.form.storage), rstd.flatten(0, 1) if needs.x else None
+        stored, rstd = store(xhat, settings.form.storage), rstd if needs.x else None
     given = t._replace(x=None, shortcut=None, positions=None, conv=t.conv if hidden else None)
     return out, MLPSaved(stored, rstd, keep, given, layout_of(t.x))
 
@@ -274,7 +274,7 @@ class _BackwardPass:
         number, rows = len(self.grad), self.kept
         # Odd, or the rows would stand in one column of most maps; at most a quarter, or this would cost a product.
         step = max(number * rows // _ROWS_OF_MEANS, 4) | 1
-        some = Chunk(slice(0, number), slice(min(step // 2, rows - 1), rows, step), rows)
+        some = Chunk(slice(0, number), slice(min(step // 2, rows - 1), rows, step))
         xhat, _, hidden = self._activations(some)
         return [rows.mean(0) for rows in (xhat, F.gelu(hidden, approximate=self.settings.approximate))]
 
@@ -313,7 +313,7 @@ class _BackwardPass:
             xhat, rstd = normalise(chunk.rows_of(self.x), self.settings.eps, dtype)
         else:
             xhat = saved.xhat.part(chunk.images, chunk.rows).load(dtype).flatten(0, 1)
-            rstd = None if saved.rstd is None else saved.rstd[chunk.flat]
+            rstd = None if saved.rstd is None else saved.rstd[chunk.images, chunk.rows]
         return xhat, rstd, torch.addmm(self.b1, xhat, self.w1.t())
 
     def _through_gelu(self, chunk, rows, xhat, rstd, hidden):
@@ -322,6 +322,7 @@ class _BackwardPass:
         dh = torch.ops.aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         self.sums.b1.add(column_sums(dh))
         if self.dx is not None:
+            rstd = rstd.reshape(-1, 1)
             if self.statistics is None or len(self.statistics[0]) < len(rstd):
                 self.statistics = unit_statistics(rstd)
             normalise_backward(dh @ self.w1, xhat, rstd, self.dx[chunk.images, chunk.rows], self.statistics)

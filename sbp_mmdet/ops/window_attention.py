@@ -277,8 +277,8 @@ def _scales(scale, channels, dtype, device):
     Q and K share the scale, so that in half precision neither gradient leaves the range before the other.
     """
     root = abs(scale) ** 0.5
-    factors = torch.tensor([scale / root, root, 1], dtype=dtype, device=device)
-    return factors.repeat_interleave(channels // 3, output_size=channels)
+    factors = (scale / root, root, 1.0)
+    return torch.cat([torch.full((channels // 3,), factor, dtype=dtype, device=device) for factor in factors])
 
 
 class _Windows:

@@ -274,9 +274,9 @@ class StepDraws:
             has no rate, got another number of images than others of this pass, or runs outside of a pass.
         """
         rates = self._of_pass('rates', self.stages.rates)
-        if branch not in rates:
+        if branch not in rates or self._latest is None:
             return None
-        self._refuse_replay(branch)  # before it is known whether a pass is open: none is in the backward pass
+        self._refuse_replay(branch)  # also where the pass has ended: its first run was in it, and drew other images
         if self._open is None:
             return None
         drawn = self._open.once('images', lambda: self._images(rates, number))[branch]

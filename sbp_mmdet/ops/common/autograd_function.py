@@ -54,7 +54,7 @@ class Form:
         storage (str): How normalised inputs wait for the backward pass: as they are ('native'), or rounded to eight
             bits ('int8'). Default: 'native'.
         sample (Sample | None): Rows that gradients of weights are estimated from, where no position is dropped, see
-            :func:`.rows.draw`; None: all, and they are exact. Default: None.
+            :func:`.row_sampling.draw`; None: all, and they are exact. Default: None.
 
     Raises:
         ValueError: For an unknown value, or one that the reference does not have.

@@ -92,31 +92,20 @@ class Chunk(NamedTuple):
 
     Attributes:
         images, rows (slice): Which images, and which rows of each; both have a start and a stop, and may have a step.
-        each (int): Rows of each image of the tensor, K.
     """
 
     images: slice
     rows: slice
-    each: int
 
     @classmethod
     def whole(cls, x: Tensor) -> 'Chunk':
         """Returns the chunk of all rows of ``x``, shape (N, K, ...)."""
-        return cls(slice(0, len(x)), slice(0, x.shape[1]), x.shape[1])
+        return cls(slice(0, len(x)), slice(0, x.shape[1]))
 
     @property
     def number(self) -> int:
         """Number of images."""
         return len(_range(self.images))
-
-    @property
-    def flat(self) -> slice | list[int]:
-        """Index of the same rows in the tensor (N * K, ...), where they are numbered image after image."""
-        images, rows = _range(self.images), _range(self.rows)
-        one_block = images.step == rows.step == 1 and (len(images) == 1 or len(rows) == self.each)
-        if one_block:
-            return slice(images.start * self.each + rows.start, (images.stop - 1) * self.each + rows.stop)
-        return [image * self.each + row for image in images for row in rows]
 
     def rows_of(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """Returns the chunk's rows as a matrix, which is a view where they are contiguous in ``x``.
@@ -162,8 +151,8 @@ def chunks(images: int, each: int, width: int, device: torch.device, elements: i
     """
     most = max(elements // width, 1) if elements else max(CHUNK.get(device.type, CHUNK['cuda']) // width, _ROWS)
     if each <= most:
-        return [Chunk(part, slice(0, each), each) for part in _cut(images, most // max(each, 1)) if each]
-    return [Chunk(slice(i, i + 1), part, each) for i in range(images) for part in _cut(each, most)]
+        return [Chunk(part, slice(0, each)) for part in _cut(images, most // max(each, 1)) if each]
+    return [Chunk(slice(i, i + 1), part) for i in range(images) for part in _cut(each, most)]
 
 
 def _cut(number, most):
