@@ -38,6 +38,7 @@ CONFIGS = Path(mmdet.__file__).parent / '.mim' / 'configs'
 CASE = dict(batch=2, boxes=6, device='cpu')
 SIZES = ((128, 160), (256, 256))  # the second where the first is too small for a detector
 SECONDS = 400  # of CPU, for a step of a family, or its answer
+SINGLE = torch.float32
 VARIANTS = ('none', 'exact', 'int8')
 
 
@@ -77,9 +78,11 @@ def settle(model: BaseModel, batch: dict) -> None:
 
 def _double(model, batch):
     """Puts a detector and what it gets into fp64."""
-    torch.set_default_dtype(torch.float64)  # of constants that a detector makes in its forward pass
     model.double()
-    for sample in batch['data_samples']:
+    samples = batch['data_samples']
+    if isinstance(samples, dict):  # mmyolo's
+        samples['bboxes_labels'], samples = samples['bboxes_labels'].double(), []
+    for sample in samples:
         for instances in (sample.gt_instances, sample.ignored_instances):
             instances.bboxes = type(instances.bboxes)(instances.bboxes.tensor.double())
     preprocess, apply = model.data_preprocessor.forward, nms.NMSop.apply
@@ -90,9 +93,23 @@ def _double(model, batch):
         return data
 
     def in_single(boxes, scores, *args):  # mmcv's knows no fp64; it gives indices alone
-        return apply(boxes.float(), scores.float(), *args)
+        return apply(boxes.to(SINGLE), scores.to(SINGLE), *args)
 
     model.data_preprocessor.forward, nms.NMSop.apply = forward, in_single
+
+
+def _compute_in_double():
+    """Lets constants, casts and assignments in a detector's code have fp64, for the rest of this process."""
+    torch.float32 = torch.float64
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    put = torch.Tensor.__setitem__
+
+    def put_in_own_dtype(self, key, value):
+        cast = isinstance(value, torch.Tensor) and value.is_floating_point() and self.is_floating_point()
+        put(self, key, value.to(self.dtype) if cast else value)
+
+    torch.Tensor.__setitem__ = put_in_own_dtype
 
 
 def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
@@ -111,6 +128,8 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
     try:
         with own_crops(), at_the_first_step():
             torch.manual_seed(0)
+            if double:
+                _compute_in_double()
             model, _, batch = build_training(plain(config), height=size[0], width=size[1], **CASE)
             if double:
                 _double(model, batch)

@@ -14,8 +14,6 @@ __all__ = ['LeanFusion']
 
 
 def _clamps_scores(attention):
-    if attention.dropout:
-        return f'it drops {attention.dropout:g} of the weights; set its dropout to 0'
     clamps = attention.clamp_min_for_underflow and attention.clamp_max_for_overflow and MAX_CLAMP_VALUE == LIMIT
     if attention.stable_softmax_2d or not clamps:
         return 'it treats large scores in another way'
@@ -64,6 +62,7 @@ class LeanFusion(LeanModule):
         modules |= {name: getattr(self.attn, own) for name, own in _LAYERS.items()}
         weights = {f'{name}_{kind}': getattr(m, kind) for name, m in modules.items() for kind in ('weight', 'bias')}
         weights |= dict(gamma_v=self.gamma_v, gamma_l=self.gamma_l)
-        settings = BiAttentionSettings(self.attn.num_heads, (self.layer_norm_v.eps, self.layer_norm_l.eps))
+        rate = self.attn.dropout if self.attn.training else 0.0
+        settings = BiAttentionSettings(self.attn.num_heads, rate, (self.layer_norm_v.eps, self.layer_norm_l.eps))
         tensors = BiAttentionTensors(visual_feature, lang_feature, attention_mask_v, bias, **weights)
         return bi_attention(settings, tensors)

@@ -8,7 +8,8 @@ With y = LN(x) and z = LN(w), the normalised tokens of image and text, and score
 A map of scores is as large as the image times the text. x and w are saved, the output of the second attention before
 its projection, and the log-sum-exp of each row of its softmax. Scores exist for a chunk of the image's tokens at a
 time: with the log-sum-exp, a chunk of the second softmax is P = exp(S^T - lse) whatever the other chunks hold, and the
-gradient of its scores is P * (dP - D) with D = sum(dO * O) of each row, which the saved output gives at once.
+gradient of its scores is P * (dP - D) with D = sum(dO * O) of each row, which the saved output gives at once. Dropout
+of the weights is drawn chunk by chunk, and again in the backward pass.
 """
 
 import dataclasses
@@ -18,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import Operation, gradients_of, in_precision
+from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
 from .common.layouts import chunks
 from .common.precision import accumulator
+from .ffn import dropout_factor, random_state, replayed, scaled_
 
 __all__ = ['LIMIT', 'BiAttentionSettings', 'BiAttentionTensors', 'bi_attention']
 
@@ -33,6 +35,7 @@ class BiAttentionSettings:
 
     Attributes:
         num_heads (int): Number of heads.
+        dropout (float): Dropout rate of the weights in either direction. Default: 0.
         eps (tuple[float, float]): Added to the variances of image and text. Default: 1e-5.
         chunk (int | None): Number of scores that exist at a time. If ``None``, it depends on the device. Default: None.
         dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
@@ -40,6 +43,7 @@ class BiAttentionSettings:
     """
 
     num_heads: int
+    dropout: float = 0.0
     eps: tuple[float, float] = (1e-5, 1e-5)
     chunk: int | None = None
     dtype: torch.dtype | None = None
@@ -97,11 +101,13 @@ class BiAttentionSaved(NamedTuple):
         given (BiAttentionTensors): The inputs.
         out (Tensor): Output of the attention from the text to the image before its projection, shape (N, h, T, d).
         lse (Tensor): Log-sum-exp of its rows, shape (N, h, T).
+        state (OnHost | None): State of the generator before dropout. If ``None``, there is no dropout.
     """
 
     given: BiAttentionTensors
     out: Tensor
     lse: Tensor
+    state: OnHost | None
 
 
 def bi_attention(settings: BiAttentionSettings, tensors: BiAttentionTensors) -> tuple[Tensor, Tensor]:
@@ -169,9 +175,15 @@ def _image_rows(s, t, rows, key, value, bias):
     query = _by_heads(s, _linear(s, t, y, 'query') * key.shape[-1] ** -0.5)
     scores = (query @ key.mT).clamp(-LIMIT, LIMIT)
     scores = scores.to(accumulator(scores))
-    seen = (scores if bias is None else scores + bias).softmax(-1).to(s.dtype)
+    seen = (scores if bias is None else scores + bias).softmax(-1)
+    seen = _dropped(s, seen).to(s.dtype)
     branch = _linear(s, t, (seen @ value).transpose(0, 1).flatten(1), 'out_v')
     return y + t['gamma_v'] * branch, scores, _by_heads(s, _linear(s, t, y, 'value_v'))
+
+
+def _dropped(s, weights):
+    factor = dropout_factor(weights, s.dropout)
+    return weights if factor is None else weights * factor
 
 
 def _of_image(x, n):
@@ -188,6 +200,7 @@ def _forward(s, tensors, needs):
     t = tensors
     named = t._asdict()
     z, key, value = _read_text(s, named, t.text)
+    state = random_state(t.x.device, s.dropout)
     full = accumulator(t.x)
     shape = (len(t.x), s.num_heads, t.text.shape[1])
     top = torch.full(shape, torch.finfo(full).min, dtype=full, device=t.x.device)
@@ -203,10 +216,10 @@ def _forward(s, tensors, needs):
             new = torch.maximum(top[n], scores.amax(1))
             scale, weights = (top[n] - new).exp(), (scores - new[:, None]).exp()
             top[n], total[n] = new, total[n] * scale + weights.sum(1)
-            out[n] = out[n] * scale[..., None] + (weights.to(s.dtype).mT @ own)
+            out[n] = out[n] * scale[..., None] + (_dropped(s, weights).to(s.dtype).mT @ own)
     out = (out / total[..., None]).to(s.dtype)
     text = _write_text(s, named, z, out)
-    return torch.cat([image, text.to(image.dtype)], 1), BiAttentionSaved(t, out, top + total.log())
+    return torch.cat([image, text.to(image.dtype)], 1), BiAttentionSaved(t, out, top + total.log(), state)
 
 
 def _names_of(needs, others, layers, gamma):
@@ -216,7 +229,7 @@ def _names_of(needs, others, layers, gamma):
 
 
 def _backward(s, saved, grad, needs):
-    t, out, lse = saved
+    t, out, *_ = saved
     grad, of_text = grad.split([t.x.shape[1], t.text.shape[1]], 1)
     names = _names_of(needs, ['text'], _OF_TEXT, 'gamma_l')
     with torch.enable_grad():
@@ -225,7 +238,8 @@ def _backward(s, saved, grad, needs):
         out = out.detach().requires_grad_()
         text = _write_text(s, own, z, out)
     (dout,) = torch.autograd.grad(text, [out], of_text.to(text.dtype), retain_graph=True)
-    found, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
+    with replayed(grad.device, saved.state):
+        found, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
     asked = [(o, g) for o, g in ((text, of_text), (key, dkey), (value, dvalue)) if o.requires_grad]
     if names:
         outs, grads = zip(*asked, strict=True)
@@ -236,7 +250,7 @@ def _backward(s, saved, grad, needs):
 
 def _rows_backward(s, saved, grad, needs, dout, key, value):
     """Computes gradients chunk by chunk of the image: of its tokens and layers by name, of keys and of values."""
-    t, out, lse = saved
+    t, out, lse, _ = saved
     delta = (dout * out).sum(-1, dtype=lse.dtype)  # D of each row of the second softmax
     names = _names_of(needs, [], _OF_ROWS, 'gamma_v')
     found = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(t.x)) for name in names}
@@ -252,8 +266,9 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
             if t.mask is not None:
                 weights = weights.masked_fill(t.mask[n, part, None], 0.0)
             dweights = (made[2].detach() @ dout[n].mT).to(weights.dtype)
-            dscores = weights * (dweights - delta[n, :, None])
-            down = weights.to(s.dtype) @ dout[n]
+            factor = dropout_factor(weights, s.dropout)
+            dscores = weights * (scaled_(dweights, factor) - delta[n, :, None])
+            down = scaled_(weights, factor).to(s.dtype) @ dout[n]
             wanted = [*leaves, *(own[name] for name in names)]
             gradients = torch.autograd.grad(made, wanted, [grad[n, part].to(made[0].dtype), dscores, down])
             if needs.x:
