@@ -11,6 +11,7 @@ from . import (  # noqa: F401  register their adapters
     resnet_chain,
     swin,
     vit,
+    vitdet,
 )
 from .base import (
     ADAPTERS,
