@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mmcv.cnn import ConvModule
+from mmcv.cnn.bricks import DropPath
 from mmdet.models.layers.brick_wrappers import FrozenBatchNorm2d
 from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
 from oracles import DEVICE, assert_near, loss_of
+from torch import nn
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.ops.common import layouts
@@ -131,3 +134,133 @@ def test_layer_with_frozen_batch_norm_is_one_operation():
         buffer.copy_(drawn(8, seed=len(name)).detach().abs() + 0.2)
     report, _ = assert_lean_is_exact(layer, (drawn(2, 3, 9, 11),))
     assert report.changed
+
+
+# ViTDet. Its classes are named by the adapter; these have their names, and compute by the definition.
+
+
+def of_vitdet(kind):
+    kind.__module__, kind.__qualname__ = 'projects.ViTDet.vitdet.vit', kind.__name__
+    return kind
+
+
+@of_vitdet
+class LN2d(nn.Module):
+    def __init__(self, channels, eps=1e-6):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.ones(channels)) for _ in range(2))
+        self.eps, self.normalized_shape = eps, (channels,)
+
+    def forward(self, x):
+        x = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+@of_vitdet
+class Attention(nn.Module):
+    def __init__(self, width, heads, size, use_rel_pos=True, qkv_bias=True):
+        super().__init__()
+        self.num_heads, self.use_rel_pos, self.scale = heads, use_rel_pos, (width // heads) ** -0.5
+        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=qkv_bias), nn.Linear(width, width)
+        if use_rel_pos:
+            self.rel_pos_h, self.rel_pos_w = (nn.Parameter(torch.zeros(2 * n - 1, width // heads)) for n in size)
+
+    def bias(self, table, query, n):
+        """The product of each query with the embedding of each distance, by a loop over pairs of places."""
+        if len(table) != 2 * n - 1:
+            table = F.interpolate(table.t()[None], size=2 * n - 1, mode='linear')[0].t()
+        return torch.stack([query[i] @ table[[i - k + n - 1 for k in range(n)]].t() for i in range(n)])
+
+    def forward(self, x):
+        n, height, width, channels = x.shape
+        out = []
+        for image in self.qkv(x).view(n, height * width, 3, self.num_heads, -1).unbind(0):
+            for q, k, v in zip(*(image[:, i].unbind(1) for i in range(3)), strict=True):
+                scores = q @ k.t() * self.scale
+                if self.use_rel_pos:
+                    on_map = q.view(height, width, -1)
+                    down = self.bias(self.rel_pos_h, on_map, height)
+                    across = self.bias(self.rel_pos_w, on_map.transpose(0, 1), width).transpose(0, 1)
+                    scores = scores.view(height, width, height, width) + down[..., None] + across[:, :, None]
+                out.append(scores.reshape(height * width, -1).softmax(-1) @ v)
+        out = torch.stack(out).view(n, self.num_heads, height, width, -1).permute(0, 2, 3, 1, 4)
+        return self.proj(out.reshape(n, height, width, channels))
+
+
+@of_vitdet
+class Mlp(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.fc1, self.act, self.drop1 = nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.0)
+        self.fc2, self.drop2 = nn.Linear(2 * width, width), nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+
+
+@of_vitdet
+class Block(nn.Module):
+    def __init__(self, width=16, heads=2, window=0, size=(6, 6), drop_path=0.0, **keys):
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(width, eps=1e-6) for _ in range(2))
+        self.attn = Attention(width, heads, (window, window) if window else size, **keys)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.mlp, self.window_size = Mlp(width), window
+
+    def attend(self, x):
+        side, (height, width) = self.window_size, x.shape[1:3]
+        if not side:
+            return self.attn(x)
+        x = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
+        out = torch.zeros_like(x)
+        for i in range(0, height, side):
+            for j in range(0, width, side):
+                out[:, i : i + side, j : j + side] = self.attn(x[:, i : i + side, j : j + side])
+        return out[:, :height, :width]
+
+    def forward(self, x):
+        x = x + self.drop_path(self.attend(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class Blocks(nn.Sequential):
+    """A backbone."""
+
+
+@pytest.mark.parametrize('chunk', [1, 2**24])
+@pytest.mark.parametrize('size', [(6, 6), (5, 8)])  # with tables of embeddings as they are, and resized
+@pytest.mark.parametrize('keys', [{}, dict(window=3), dict(use_rel_pos=False), dict(qkv_bias=False, window=4)], ids=str)
+def test_vitdet_blocks_are_exact(monkeypatch, chunk, size, keys):
+    monkeypatch.setitem(layouts.CHUNK, torch.device(DEVICE).type, chunk)
+    blocks = Blocks(filled(Block(**keys)), filled(Block(), seed=1))
+    report, stored = assert_lean_is_exact(blocks, (drawn(3, *size, 16),))
+    assert set(report.changed) == {'0', '1'} and report.left == {} and stored < 0.4
+
+
+def test_vitdet_blocks_draw_stochastic_depth_as_their_own_code():
+    blocks = Blocks(filled(Block(drop_path=0.4, window=4)), filled(Block(drop_path=0.4), seed=1))
+    lean, x, found = copy.deepcopy(blocks), drawn(5, 6, 7, 16), []
+    apply_lean(lean, verify=False, skip_dropped_images=False)
+    for model in (lean, blocks):
+        torch.manual_seed(0)
+        found.append(results(model, (x,)))
+    assert_near(*found, TOLERANCE)
+
+
+@pytest.mark.parametrize('part', ['attn', 'mlp'])
+@pytest.mark.parametrize('window', [0, 4])
+def test_a_part_of_a_vitdet_block_that_is_unknown_runs_its_own_code(part, window):
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    block = Block(window=window)
+    setattr(getattr(block, part), 'proj' if part == 'attn' else 'fc2', Doubled(16 if part == 'attn' else 32, 16))
+    blocks = Blocks(filled(block), filled(Block(), seed=1))
+    report, _ = assert_lean_is_exact(blocks, (drawn(2, 6, 7, 16),))
+    assert '0' in report.changed and any('Doubled' in reason for reason in report.left.values())
+
+
+def test_layer_norm_of_maps_of_vitdet_stores_one_map():
+    head = nn.Sequential(filled(LN2d(8)), nn.GELU())
+    assert_lean_is_exact(head, (drawn(2, 8, 5, 6),))
