@@ -11,6 +11,7 @@ Goes on where the results end; --again FAMILY runs some anew.
 
 import argparse
 import copy
+import importlib
 import random
 import time
 from collections.abc import Sequence
@@ -32,10 +33,12 @@ from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
 from sbp_mmdet.plan.variants import load_config, plain, presets_of, with_variant
 
+nms = importlib.import_module('mmcv.ops.nms')  # the package has a function of this name
 CONFIGS = Path(mmdet.__file__).parent / '.mim' / 'configs'
 CASE = dict(batch=2, boxes=6, device='cpu')
 SIZES = ((128, 160), (256, 256))  # the second where the first is too small for a detector
 SECONDS = 400  # of CPU, for a step of a family, or its answer
+SINGLE = torch.float32
 VARIANTS = ('none', 'exact', 'int8')
 
 
@@ -74,15 +77,39 @@ def settle(model: BaseModel, batch: dict) -> None:
 
 
 def _double(model, batch):
+    """Puts a detector and what it gets into fp64."""
     model.double()
-    preprocess = model.data_preprocessor.forward
+    samples = batch['data_samples']
+    if isinstance(samples, dict):  # mmyolo's
+        samples['bboxes_labels'], samples = samples['bboxes_labels'].double(), []
+    for sample in samples:
+        for instances in (sample.gt_instances, sample.ignored_instances):
+            instances.bboxes = type(instances.bboxes)(instances.bboxes.tensor.double())
+    preprocess, apply = model.data_preprocessor.forward, nms.NMSop.apply
 
     def forward(data, training=False):
         data = preprocess(data, training)
         data['inputs'] = data['inputs'].double()
         return data
 
-    model.data_preprocessor.forward = forward
+    def in_single(boxes, scores, *args):  # mmcv's knows no fp64; it gives indices alone
+        return apply(boxes.to(SINGLE), scores.to(SINGLE), *args)
+
+    model.data_preprocessor.forward, nms.NMSop.apply = forward, in_single
+
+
+def _compute_in_double():
+    """Lets constants, casts and assignments in a detector's code have fp64, for the rest of this process."""
+    torch.float32 = torch.float64
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    put = torch.Tensor.__setitem__
+
+    def put_in_own_dtype(self, key, value):
+        cast = isinstance(value, torch.Tensor) and value.is_floating_point() and self.is_floating_point()
+        put(self, key, value.to(self.dtype) if cast else value)
+
+    torch.Tensor.__setitem__ = put_in_own_dtype
 
 
 def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
@@ -101,6 +128,8 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
     try:
         with own_crops(), at_the_first_step():
             torch.manual_seed(0)
+            if double:
+                _compute_in_double()
             model, _, batch = build_training(plain(config), height=size[0], width=size[1], **CASE)
             if double:
                 _double(model, batch)

@@ -12,6 +12,8 @@ process of its own. Goes on where the results end; --again NAME runs some anew.
 
 import argparse
 import contextlib
+import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ import text_stand_in  # noqa: F401  registers the text encoder
 import torch
 from families import compare, count
 from isolated import apart, rows_of, sweep
+from mmdet.models.layers.transformer import dino_layers
 
 from sbp_mmdet.plan import detector as plan_detector
 from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
@@ -54,8 +57,17 @@ class Outside(NamedTuple):
     double: bool = True
 
 
-def _yolo(path, **keys):
-    return Outside(f'mmyolo/configs/{path}', size=(640, 640), step=(128, 128), **keys)
+def _yolo(path):
+    augments = 'model.data_preprocessor.batch_augments'
+    options, shrunk = {augments: None}, {}
+    if 'ppyoloe' in path:  # its preprocessor needs one, which resizes to a random size
+        options, shrunk = ({augments: [dict(_PPYOLOE_RESIZE, random_size_range=(n, n))]} for n in (640, 128))
+    return Outside(f'mmyolo/configs/{path}', options, shrunk, size=(640, 640), step=(128, 128))
+
+
+_PPYOLOE_RESIZE = dict(
+    type='PPYOLOEBatchRandomResize', interval=1, size_divisor=32, random_interp=True, keep_ratio=False
+)
 
 
 def _project(path, **keys):
@@ -66,25 +78,31 @@ def _stock(path, **keys):
     return Outside(f'mmdet/configs/{path}', **keys)
 
 
-_NO_CP = {'model.query_head.transformer.encoder.with_cp': -1}  # fairscale
+_NO_PADDING = {'model.data_preprocessor.batch_augments': None}  # to 1024 x 1024
 _SWIN = {'model.backbone.depths': [1, 1, 2, 1]}
 _TEXT = {'model.language_model': dict(_delete_=True, type='TextStandIn')}
-_SMALL_TEXT = {'model.language_model.depth': 2}
+_QUERIES = {'model.num_queries': 100}  # a step's images have too few tokens for 900
+# Dropout draws other numbers where a map is cut into chunks.
+_SMALL_TEXT = {'model.language_model.depth': 2, 'model.encoder.fusion_layer_cfg.dropout': 0.0, **_QUERIES}
 _CO_DETR = 'CO-DETR/configs/codino/co_dino_5scale'
 _EFFICIENT = 'EfficientDet/configs/efficientdet'
 
 MODELS = {
-    'Co-DETR R-50': _project(f'{_CO_DETR}_r50_8xb2_1x_coco.py', options=_NO_CP),
-    'Co-DETR R-50, LSJ': _project(f'{_CO_DETR}_r50_lsj_8xb2_1x_coco.py', options=_NO_CP, size=(1024, 1024)),
-    'Co-DETR Swin-L': _project(f'{_CO_DETR}_swin_l_16xb1_1x_coco.py', options=_NO_CP, shrunk=_SWIN),
+    'Co-DETR R-50': _project(f'{_CO_DETR}_r50_8xb2_1x_coco.py'),
+    'Co-DETR R-50, LSJ': _project(f'{_CO_DETR}_r50_lsj_8xb2_1x_coco.py', shrunk=_NO_PADDING, size=(1024, 1024)),
+    'Co-DETR Swin-L': _project(f'{_CO_DETR}_swin_l_16xb1_1x_coco.py', shrunk=_SWIN),
     'Grounding DINO Swin-T': _stock(
         'grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
     ),
-    'Grounding DINO R-50': _stock('grounding_dino/grounding_dino_r50_scratch_8xb2_1x_coco.py', options=_TEXT),
+    'Grounding DINO R-50': _stock(
+        'grounding_dino/grounding_dino_r50_scratch_8xb2_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
+    ),
     'MM-Grounding-DINO Swin-T': _stock(
         'mm_grounding_dino/coco/grounding_dino_swin-t_finetune_16xb4_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
     ),
-    'ViTDet-B': _project('ViTDet/configs/vitdet_mask-rcnn_vit-b-mae_lsj-100e.py', size=(1024, 1024)),
+    'ViTDet-B': _project(
+        'ViTDet/configs/vitdet_mask-rcnn_vit-b-mae_lsj-100e.py', shrunk=_NO_PADDING, size=(1024, 1024)
+    ),
     'DiffusionDet R-50': _project(
         'DiffusionDet/configs/diffusiondet_r50_fpn_500-proposals_1-step_crop-ms-480-800-450k_coco.py'
     ),
@@ -95,8 +113,8 @@ MODELS = {
     'SSD300': _stock('ssd/ssd300_coco.py', size=(300, 300), step=(300, 300)),
     'SSD512': _stock('ssd/ssd512_coco.py', size=(512, 512), step=(512, 512)),
     'SSDLite': _stock('ssd/ssdlite_mobilenetv2-scratch_8xb24-600e_coco.py', size=(320, 320), step=(320, 320)),
-    'AlignDETR R-50': _project('AlignDETR/configs/align_detr-4scale_r50_8xb2-12e_coco.py'),
-    'H-DINO R-50': _project('HDINO/h-dino-4scale_r50_8xb2-12e_coco.py'),
+    'AlignDETR R-50': _project('AlignDETR/configs/align_detr-4scale_r50_8xb2-12e_coco.py', shrunk=_QUERIES),
+    'H-DINO R-50': _project('HDINO/h-dino-4scale_r50_8xb2-12e_coco.py', shrunk=_QUERIES),
     'SparseInst R-50': _project('SparseInst/configs/sparseinst_r50_iam_8xb8-ms-270k_coco.py'),
     'YOLOv5-s': _yolo('yolov5/yolov5_s-v61_syncbn_fast_8xb16-300e_coco.py'),
     'YOLOv6-s': _yolo('yolov6/yolov6_s_syncbn_fast_8xb32-400e_coco.py'),
@@ -111,12 +129,14 @@ MODELS = {
 
 
 @contextlib.contextmanager
-def sources(folder: Path) -> Iterator[None]:
+def sources(folder: Path, model: Outside) -> Iterator[None]:
     """Lets the sources in a folder be imported and run on a CPU.
 
     Args:
         folder (Path): The folder.
+        model (Outside): The detector that is to run.
     """
+    yolo, captions = model.config.startswith('mmyolo'), 'grounding_dino' in model.config
     package = types.ModuleType('mmyolo')  # its __init__ refuses newer versions of mmcv
     package.__path__ = [str(folder / 'mmyolo/mmyolo')]
     with contextlib.ExitStack() as stack:
@@ -124,8 +144,31 @@ def sources(folder: Path) -> Iterator[None]:
         stack.enter_context(mock.patch.object(sys, 'path', [str(folder / 'mmdet'), *sys.path]))
         if not torch.cuda.is_available():
             stack.enter_context(mock.patch.object(torch.Tensor, 'cuda', lambda self, *args, **kwargs: self))
-        stack.enter_context(mock.patch.object(plan_detector, 'build_batch', _with_captions))
+        if 'prettytable' not in sys.modules and importlib.util.find_spec('prettytable') is None:
+            stack.enter_context(mock.patch.dict(sys.modules, prettytable=mock.MagicMock()))  # mmyolo prints with it
+        if captions:
+            stack.enter_context(_grounding_dino_runs())
+        if captions or yolo:
+            collated = _collated_one_by_one if 'ppyoloe' in model.config else _collated
+            made = _with_captions if captions else collated
+            stack.enter_context(mock.patch.object(plan_detector, 'build_batch', made))
+        if yolo:
+            importlib.import_module('mmyolo.models')
         yield
+
+
+def _grounding_dino_runs():
+    """Returns a context in which Grounding DINO encodes positions as wide as its decoder reads them.
+
+    onedl-mmdetection 3.5.1 widens the encoding for DINO and not the layer of Grounding DINO that reads it.
+    """
+    encode = dino_layers.coordinate_to_encoding
+
+    def narrow(coordinates, num_feats):
+        return encode(coordinates, num_feats=num_feats // 2)
+
+    wide = 'num_feats=query.shape[2])' in inspect.getsource(dino_layers.DinoTransformerDecoder.forward)
+    return mock.patch.object(dino_layers, 'coordinate_to_encoding', narrow if wide else encode)
 
 
 _build_batch = plan_detector.build_batch
@@ -139,12 +182,29 @@ def _with_captions(batch, height, width, boxes, num_classes, *args, **kwargs):
     return made
 
 
+def _collated(*args, **kwargs):
+    """Builds a batch as mmyolo collates it: all boxes in one tensor, with the number of their image and their label."""
+    made = _build_batch(*args, **kwargs)
+    rows = []
+    for i, sample in enumerate(made['data_samples']):
+        found = sample.gt_instances
+        rows.append(
+            torch.cat([found.labels.new_full((len(found), 1), i), found.labels[:, None], found.bboxes.tensor], 1)
+        )
+    samples = dict(bboxes_labels=torch.cat(rows), img_metas=[sample.metainfo for sample in made['data_samples']])
+    return dict(inputs=torch.stack(made['inputs']).float(), data_samples=samples)
+
+
+def _collated_one_by_one(*args, **kwargs):
+    """Builds a batch as mmyolo collates it for PPYOLOE, whose preprocessor gets a list of images."""
+    made = _collated(*args, **kwargs)
+    return dict(made, inputs=[*made['inputs'].unbind()])
+
+
 def _computed(compute, folder, name, shrunk, *args):
     """Runs a function of a detector's config, with its sources at hand."""
     model = MODELS[name]
-    with sources(folder):
-        if model.config.startswith('mmyolo'):
-            __import__('mmyolo.models')
+    with sources(folder, model):
         config = load_config(str(folder / model.config), {**model.options, **(model.shrunk if shrunk else {})})
         return compute(config, *args)
 

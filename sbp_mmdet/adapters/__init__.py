@@ -1,6 +1,18 @@
 """Adapters: which parts of the forward pass of a module are which operations; one file a family of modules."""
 
-from . import codetr, conv_module, convnext, detr, ffn, resnet, resnet_chain, swin, vit  # noqa: F401  register their adapters
+from . import (  # noqa: F401  register their adapters
+    codetr,
+    conv_module,
+    convnext,
+    detr,
+    ffn,
+    grounding_dino,
+    resnet,
+    resnet_chain,
+    swin,
+    vit,
+    vitdet,
+)
 from .base import (
     ADAPTERS,
     LeanBlock,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
 from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
 from mmcv.cnn.bricks.swish import Swish
+from mmdet.models.layers.brick_wrappers import FrozenBatchNorm2d
 from torch import Tensor, nn
 
 from ..ops.common.activations import Activation
@@ -21,10 +22,12 @@ from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .bindings import Binding
-from .predicate import ROLES, unsupported
+from .predicate import ROLES, know, unsupported
 
 __all__ = ['ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of', 'norm_inputs']
 
+for _role in ('norm of a map', 'norm of a chain'):
+    know(_role, FrozenBatchNorm2d)
 _ACTIVATIONS = {
     nn.ReLU: lambda m: Activation('relu'),
     nn.LeakyReLU: lambda m: Activation('leaky_relu', slope=m.negative_slope),
@@ -141,6 +144,9 @@ def norm_inputs(norm: nn.Module) -> tuple[dict, dict]:
         norm (nn.Module): A norm with the role 'norm of a map'.
     """
     tensors = dict(norm_weight=norm.weight, norm_bias=norm.bias)
+    if isinstance(norm, FrozenBatchNorm2d):
+        tensors.update(running_mean=norm.running_mean, running_var=norm.running_var)
+        return dict(norm='fixed', eps=norm.eps), tensors
     if isinstance(norm, nn.GroupNorm):
         return dict(norm='group', eps=norm.eps, num_groups=norm.num_groups), tensors
     momentum, track = norm.momentum or 0.0, norm.track_running_stats

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
+from mmdet.models.dense_heads import EmbeddingRPNHead
 from mmdet.models.task_modules.assigners import HungarianAssigner, MaxIoUAssigner
 from mmdet.registry import HOOKS, MODELS
 from mmdet.structures.mask import BitmapMasks
@@ -200,6 +201,9 @@ def build_detector(config: Config, device: str):
         mix_out(module, FirstPass)  # a step is counted, not its verification
     for p in model.parameters(recurse=False):  # level_embed of Deformable DETR and DINO: memory that nobody has written
         nn.init.normal_(p)
+    for module in model.modules():
+        if isinstance(module, EmbeddingRPNHead):  # its proposals would have negative sides
+            module.init_weights()
     for hook in model_hooks(config.get('custom_hooks')):
         hook.apply(model)
     cfg = copy.deepcopy(config.optim_wrapper)

@@ -117,7 +117,20 @@ def plain(config: Config) -> Config:
     kind = backbone.get('type')
     backbone.update(type=_STANDS_IN.get(kind, kind), **{key: v for key, v in _PLAIN.items() if key in backbone})
     changed.custom_hooks = [hook for hook in changed.get('custom_hooks') or [] if not _is_lean(hook)]
+    _without_checkpoints(changed.model)
     return changed
+
+
+def _without_checkpoints(node):
+    """Switches off the numbers of checkpointed layers of transformers in a config, which need fairscale."""
+    if isinstance(node, dict):
+        for key in ('num_cp', 'with_cp'):
+            if type(node.get(key)) is int and node[key] > 0:
+                node[key] = -1
+        node = [*node.values()]
+    if isinstance(node, (list, tuple)):
+        for item in node:
+            _without_checkpoints(item)
 
 
 _PLAIN = dict(sbp_cfg=None, with_cp=False)

@@ -1,0 +1,68 @@
+"""Fusion of image and text in Grounding DINO.
+
+Its other layers are those of DINO (:mod:`.detr`). The text encoder, BERT of transformers, keeps its own code.
+"""
+
+from mmdet.models.utils.vlfuse_helper import MAX_CLAMP_VALUE, BiMultiHeadAttention, SingleScaleBiAttentionBlock
+from torch import Tensor
+
+from ..ops.bi_attention import LIMIT, BiAttentionSettings, BiAttentionTensors, bi_attention
+from .base import LeanModule, adapter
+from .predicate import ROLES
+
+__all__ = ['LeanFusion']
+
+
+def _clamps_scores(attention):
+    clamps = attention.clamp_min_for_underflow and attention.clamp_max_for_overflow and MAX_CLAMP_VALUE == LIMIT
+    if attention.stable_softmax_2d or not clamps:
+        return 'it treats large scores in another way'
+    return None if attention.v_dim == attention.l_dim else 'its images and texts have tokens of different widths'
+
+
+ROLES['attention between image and text'] = {BiMultiHeadAttention: _clamps_scores}
+_LAYERS = dict(
+    query='v_proj',
+    key='l_proj',
+    value_v='values_v_proj',
+    value_l='values_l_proj',
+    out_v='out_v_proj',
+    out_l='out_l_proj',
+)
+
+
+@adapter(SingleScaleBiAttentionBlock)
+class LeanFusion(LeanModule):
+    """Norms, attention in both directions and shortcuts as one operation, which stores no map of scores."""
+
+    checkpointed = True
+    samples = has_reference = False
+
+    def bypasses(self):
+        """See :meth:`.LeanModule.bypasses`."""
+        yield from ((norm, 'affine layer norm') for norm in (self.layer_norm_v, self.layer_norm_l))
+        yield self.attn, 'attention between image and text'
+        yield self.drop_path, 'identity'
+        yield from ((getattr(self.attn, name, None), 'linear with bias') for name in _LAYERS.values())
+
+    def lean_forward(
+        self,
+        visual_feature: Tensor,
+        lang_feature: Tensor,
+        attention_mask_v: Tensor | None = None,
+        attention_mask_l: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the block on tokens of images (N, V, C) and of texts (N, T, C)."""
+        bias = attention_mask_l
+        if bias is not None and bias.is_floating_point():  # the module would pass on a gradient to it
+            return super(LeanModule, self).forward(visual_feature, lang_feature, attention_mask_v, bias)
+        if bias is not None:  # as the module has it: for a mask of bools, this is 1 everywhere
+            bias = bias.masked_fill(bias == 0, -9e15)
+        modules = dict(norm_v=self.layer_norm_v, norm_l=self.layer_norm_l)
+        modules |= {name: getattr(self.attn, own) for name, own in _LAYERS.items()}
+        weights = {f'{name}_{kind}': getattr(m, kind) for name, m in modules.items() for kind in ('weight', 'bias')}
+        weights |= dict(gamma_v=self.gamma_v, gamma_l=self.gamma_l)
+        rate = self.attn.dropout if self.attn.training else 0.0
+        settings = BiAttentionSettings(self.attn.num_heads, rate, (self.layer_norm_v.eps, self.layer_norm_l.eps))
+        tensors = BiAttentionTensors(visual_feature, lang_feature, attention_mask_v, bias, **weights)
+        return bi_attention(settings, tensors)

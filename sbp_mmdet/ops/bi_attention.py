@@ -1,0 +1,283 @@
+"""Attention between an image and a text in both directions, with norms, layer scales and shortcuts, without a map.
+
+With y = LN(x) and z = LN(w), the normalised tokens of image and text, and scores S = Q K^T / sqrt(d) between them,
+
+    x' = y + gamma_v * proj_v(softmax(S + bias) V_w),        softmax over the text,
+    w' = z + gamma_l * proj_l(softmax(S^T, masked) V_y),     softmax over the image.
+
+A map of scores is as large as the image times the text. x and w are saved, the output of the second attention before
+its projection, and the log-sum-exp of each row of its softmax. Scores exist for a chunk of the image's tokens at a
+time: with the log-sum-exp, a chunk of the second softmax is P = exp(S^T - lse) whatever the other chunks hold, and the
+gradient of its scores is P * (dP - D) with D = sum(dO * O) of each row, which the saved output gives at once. Dropout
+of the weights is drawn chunk by chunk, and again in the backward pass.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
+from .common.layouts import chunks
+from .common.precision import accumulator
+from .ffn import dropout_factor, random_state, replayed, scaled_
+
+__all__ = ['LIMIT', 'BiAttentionSettings', 'BiAttentionTensors', 'bi_attention']
+
+LIMIT = 50000  # scores are clamped to it, as the range of fp16 wants
+
+
+@dataclasses.dataclass(frozen=True)
+class BiAttentionSettings:
+    """Settings of :func:`bi_attention`.
+
+    Attributes:
+        num_heads (int): Number of heads.
+        dropout (float): Dropout rate of the weights in either direction. Default: 0.
+        eps (tuple[float, float]): Added to the variances of image and text. Default: 1e-5.
+        chunk (int | None): Number of scores that exist at a time. If ``None``, it depends on the device. Default: None.
+        dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
+            None.
+    """
+
+    num_heads: int
+    dropout: float = 0.0
+    eps: tuple[float, float] = (1e-5, 1e-5)
+    chunk: int | None = None
+    dtype: torch.dtype | None = None
+
+
+class BiAttentionTensors(NamedTuple):
+    """Inputs of :func:`bi_attention`.
+
+    Attributes:
+        x (Tensor): Tokens of the images, shape (N, V, C).
+        text (Tensor): Tokens of the texts, shape (N, T, C).
+        mask (Tensor | None): True where the text must not look at the image, shape (N, V).
+        bias (Tensor | None): Added to the scores before the softmax over the text, shape (N, T).
+        norm_v_weight, norm_v_bias, norm_l_weight, norm_l_bias (Tensor): Affine parts of the layer norms, shape (C,).
+        query_weight, query_bias (Tensor): Layer from the image to Q, shapes (E, C) and (E,).
+        key_weight, key_bias (Tensor): Layer from the text to K.
+        value_v_weight, value_v_bias, value_l_weight, value_l_bias (Tensor): Layers to the values of image and text.
+        out_v_weight, out_v_bias, out_l_weight, out_l_bias (Tensor): Projections, shapes (C, E) and (C,).
+        gamma_v, gamma_l (Tensor): Layer scales, shape (C,).
+    """
+
+    x: Tensor
+    text: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    norm_v_weight: Tensor
+    norm_v_bias: Tensor
+    norm_l_weight: Tensor
+    norm_l_bias: Tensor
+    query_weight: Tensor
+    query_bias: Tensor
+    key_weight: Tensor
+    key_bias: Tensor
+    value_v_weight: Tensor
+    value_v_bias: Tensor
+    value_l_weight: Tensor
+    value_l_bias: Tensor
+    out_v_weight: Tensor
+    out_v_bias: Tensor
+    out_l_weight: Tensor
+    out_l_bias: Tensor
+    gamma_v: Tensor
+    gamma_l: Tensor
+
+
+BiAttentionGradients = gradients_of(BiAttentionTensors, 'mask', 'bias')
+_OF_ROWS = ('norm_v', 'query', 'value_v', 'out_v')
+_OF_TEXT = ('norm_l', 'key', 'value_l', 'out_l')
+
+
+class BiAttentionSaved(NamedTuple):
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        given (BiAttentionTensors): The inputs.
+        out (Tensor): Output of the attention from the text to the image before its projection, shape (N, h, T, d).
+        lse (Tensor): Log-sum-exp of its rows, shape (N, h, T).
+        state (OnHost | None): State of the generator before dropout. If ``None``, there is no dropout.
+    """
+
+    given: BiAttentionTensors
+    out: Tensor
+    lse: Tensor
+    state: OnHost | None
+
+
+def bi_attention(settings: BiAttentionSettings, tensors: BiAttentionTensors) -> tuple[Tensor, Tensor]:
+    """Computes attention between images and texts in both directions, with exact gradients.
+
+    Args:
+        settings (BiAttentionSettings): Settings.
+        tensors (BiAttentionTensors): Inputs.
+
+    Returns:
+        tuple[Tensor, Tensor]: Tokens of images and texts, shapes (N, V, C) and (N, T, C).
+
+    Raises:
+        ValueError: If images and texts have tokens of different widths.
+    """
+    x, text = tensors.x, tensors.text
+    if x.shape[-1] != text.shape[-1]:
+        raise ValueError(f'tokens of images have width {x.shape[-1]}, those of texts {text.shape[-1]}; make them equal')
+    out = _operation(in_precision(settings, x), tensors)
+    return out.split([x.shape[1], text.shape[1]], 1)
+
+
+def _linear(s, t, rows, name):
+    """Applies a layer in the precision of matrix products."""
+    weight, bias = (t[f'{name}_{kind}'].to(s.dtype) for kind in ('weight', 'bias'))
+    return F.linear(rows.to(s.dtype), weight, bias)
+
+
+def _norm(s, t, rows, side):
+    weight, bias = t[f'norm_{side}_weight'], t[f'norm_{side}_bias']
+    rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
+    return F.layer_norm(rows, rows.shape[-1:], weight, bias, s.eps[side == 'l'])
+
+
+def _by_heads(s, rows):
+    """Returns rows (..., L, E) as (..., h, L, d)."""
+    return rows.unflatten(-1, (s.num_heads, -1)).transpose(-2, -3)
+
+
+def _read_text(s, t, text):
+    """Computes normalised tokens of a text, shape (N, T, C), and its keys and values, shape (N, h, T, d)."""
+    z = _norm(s, t, text, 'l')
+    return z, *(_by_heads(s, _linear(s, t, z, name)) for name in ('key', 'value_l'))
+
+
+def _write_text(s, t, z, out):
+    """Computes the new tokens of a text from the output (N, h, T, d) of its attention."""
+    return z + t['gamma_l'] * _linear(s, t, out.transpose(1, 2).flatten(2), 'out_l')
+
+
+def _image_rows(s, t, rows, key, value, bias):
+    """Computes what some tokens of an image become, their scores in full precision, and their values.
+
+    Args:
+        s (BiAttentionSettings): Settings with a dtype.
+        t (dict[str, Tensor]): Parameters by name.
+        rows (Tensor): Tokens, shape (R, C).
+        key, value (Tensor): Those of the text, shape (h, T, d).
+        bias (Tensor | None): Shape (T,).
+
+    Returns:
+        tuple[Tensor, Tensor, Tensor]: Shapes (R, C), (h, R, T) and (h, R, d).
+    """
+    y = _norm(s, t, rows, 'v')
+    query = _by_heads(s, _linear(s, t, y, 'query') * key.shape[-1] ** -0.5)
+    scores = (query @ key.mT).clamp(-LIMIT, LIMIT)
+    scores = scores.to(accumulator(scores))
+    seen = (scores if bias is None else scores + bias).softmax(-1)
+    seen = _dropped(s, seen).to(s.dtype)
+    branch = _linear(s, t, (seen @ value).transpose(0, 1).flatten(1), 'out_v')
+    return y + t['gamma_v'] * branch, scores, _by_heads(s, _linear(s, t, y, 'value_v'))
+
+
+def _dropped(s, weights):
+    factor = dropout_factor(weights, s.dropout)
+    return weights if factor is None else weights * factor
+
+
+def _of_image(x, n):
+    return None if x is None else x[n]
+
+
+def _row_chunks(s, t):
+    """Returns the chunks of the tokens of an image, as slices."""
+    width = max(s.num_heads * t.text.shape[1], len(t.query_weight))
+    return [chunk.rows for chunk in chunks(1, t.x.shape[1], width, t.x.device, s.chunk)]
+
+
+def _forward(s, tensors, needs):
+    t = tensors
+    named = t._asdict()
+    z, key, value = _read_text(s, named, t.text)
+    state = random_state(t.x.device, s.dropout)
+    full = accumulator(t.x)
+    shape = (len(t.x), s.num_heads, t.text.shape[1])
+    top = torch.full(shape, torch.finfo(full).min, dtype=full, device=t.x.device)
+    total, out = torch.zeros_like(top), key.new_zeros(key.shape, dtype=full)
+    image = t.x.new_empty(t.x.shape, dtype=torch.promote_types(t.x.dtype, t.gamma_v.dtype))
+    for n in range(len(t.x)):
+        for part in _row_chunks(s, t):
+            rows, scores, own = _image_rows(s, named, t.x[n, part], key[n], value[n], _of_image(t.bias, n))
+            image[n, part] = rows
+            if t.mask is not None:
+                scores = scores.masked_fill(t.mask[n, part, None], float('-inf'))
+            # The softmax over all tokens of the image, chunk by chunk: sums so far are scaled to the new maximum.
+            new = torch.maximum(top[n], scores.amax(1))
+            scale, weights = (top[n] - new).exp(), (scores - new[:, None]).exp()
+            top[n], total[n] = new, total[n] * scale + weights.sum(1)
+            out[n] = out[n] * scale[..., None] + (_dropped(s, weights).to(s.dtype).mT @ own)
+    out = (out / total[..., None]).to(s.dtype)
+    text = _write_text(s, named, z, out)
+    return torch.cat([image, text.to(image.dtype)], 1), BiAttentionSaved(t, out, top + total.log(), state)
+
+
+def _names_of(needs, others, layers, gamma):
+    """Returns the names of the needed gradients of some layers and other inputs."""
+    names = [*others, gamma, *(f'{layer}_{kind}' for layer in layers for kind in ('weight', 'bias'))]
+    return [name for name in names if getattr(needs, name, True)]
+
+
+def _backward(s, saved, grad, needs):
+    t, out, *_ = saved
+    grad, of_text = grad.split([t.x.shape[1], t.text.shape[1]], 1)
+    names = _names_of(needs, ['text'], _OF_TEXT, 'gamma_l')
+    with torch.enable_grad():
+        own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
+        z, key, value = _read_text(s, own, own['text'])
+        out = out.detach().requires_grad_()
+        text = _write_text(s, own, z, out)
+    (dout,) = torch.autograd.grad(text, [out], of_text.to(text.dtype), retain_graph=True)
+    with replayed(grad.device, saved.state):
+        found, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
+    asked = [(o, g) for o, g in ((text, of_text), (key, dkey), (value, dvalue)) if o.requires_grad]
+    if names:
+        outs, grads = zip(*asked, strict=True)
+        grads = [g.to(o.dtype) for o, g in zip(outs, grads, strict=True)]
+        found |= dict(zip(names, torch.autograd.grad(outs, [own[name] for name in names], grads), strict=True))
+    return BiAttentionGradients(**found)
+
+
+def _rows_backward(s, saved, grad, needs, dout, key, value):
+    """Computes gradients chunk by chunk of the image: of its tokens and layers by name, of keys and of values."""
+    t, out, lse, _ = saved
+    delta = (dout * out).sum(-1, dtype=lse.dtype)  # D of each row of the second softmax
+    names = _names_of(needs, [], _OF_ROWS, 'gamma_v')
+    found = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(t.x)) for name in names}
+    dx = torch.empty_like(t.x) if needs.x else None
+    dkey, dvalue = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
+    for n in range(len(t.x)):
+        for part in _row_chunks(s, t):
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in (t.x[n, part], key[n], value[n])]
+                own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
+                made = _image_rows(s, own, *leaves, _of_image(t.bias, n))
+            weights = (made[1].detach() - lse[n, :, None]).exp()
+            if t.mask is not None:
+                weights = weights.masked_fill(t.mask[n, part, None], 0.0)
+            dweights = (made[2].detach() @ dout[n].mT).to(weights.dtype)
+            factor = dropout_factor(weights, s.dropout)
+            dscores = weights * (scaled_(dweights, factor) - delta[n, :, None])
+            down = scaled_(weights, factor).to(s.dtype) @ dout[n]
+            wanted = [*leaves, *(own[name] for name in names)]
+            gradients = torch.autograd.grad(made, wanted, [grad[n, part].to(made[0].dtype), dscores, down])
+            if needs.x:
+                dx[n, part] = gradients[0]
+            dkey[n] += gradients[1]
+            dvalue[n] += gradients[2]
+            for name, gradient in zip(names, gradients[3:], strict=True):
+                found[name] += gradient
+    return dict(found, x=dx), dkey, dvalue
+
+
+_operation = Operation('BiAttention', _forward, _backward, BiAttentionGradients)
