@@ -7,7 +7,7 @@ import pytest
 import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
-from mmengine.logging import MessageHub
+from mmengine.logging import MessageHub, MMLogger
 from oracles import DEVICE, on_device
 
 from sbp_mmdet.ops.common.autograd_function import Operation
@@ -26,6 +26,15 @@ def seed():
     """The masks depend on torch's seed and on the iteration: the same ones for each test, whichever ran before."""
     torch.manual_seed(0)
     MessageHub.get_current_instance().runtime_info.pop('iter', None)  # of a runner in a test before
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """Restores the level of mmengine's logger, which commands raise for their own process."""
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
