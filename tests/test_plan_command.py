@@ -31,15 +31,6 @@ def round_numbers(monkeypatch):
         monkeypatch.setattr(planner, name, value)
 
 
-@pytest.fixture(autouse=True)
-def log_level():
-    """The command makes mmengine's logger quiet."""
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
 def test_budgets_and_sizes():
     assert parse_bytes('8GiB') == 8 * 2**30
     assert parse_bytes(' 7.5 gb') == 7_500_000_000
