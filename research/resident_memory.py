@@ -54,6 +54,20 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
     return _status('VmHWM') - before
 
 
+def measure_lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
+    """Runs :func:`lift` in a process of its own. Takes and returns the same.
+
+    Raises:
+        RuntimeError: If that process fails.
+    """
+    words = [config, '--size', '{}x{}'.format(*size), '--batch', f'{batch}', '--boxes', f'{boxes}']
+    command = [sys.executable, '-W', 'ignore', __file__, *words, '--one', '--variants', variant]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f'{variant} failed:\n{done.stderr[-2000:]}')
+    return float(re.search(r'LIFT ([\d.]+)', done.stdout)[1])
+
+
 def _batch(model, batch, size, boxes):
     masks = any('mask' in name for name, _ in model.named_modules())
     shapes = [[3, *size]] * batch
@@ -92,12 +106,11 @@ def main():
         return
     rows = []
     for variant in args.variants:
-        words = [args.config, '--size', '{}x{}'.format(*args.size), '--batch', f'{args.batch}', '--boxes']
-        command = [sys.executable, '-W', 'ignore', __file__, *words, f'{args.boxes}', '--one', '--variants', variant]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f'{variant} failed:\n{done.stderr[-2000:]}')
-        rows.append(dict(variant=variant, megabytes=float(re.search(r'LIFT ([\d.]+)', done.stdout)[1])))
+        try:
+            megabytes = measure_lift(args.config, variant, args.batch, args.size, args.boxes)
+        except RuntimeError as error:
+            sys.exit(str(error))
+        rows.append(dict(variant=variant, megabytes=megabytes))
         share = rows[-1]['megabytes'] / rows[0]['megabytes']
         print(f'{variant:45} {rows[-1]["megabytes"]:8,.0f} MB  {share:.3f}', flush=True)
     if args.json:

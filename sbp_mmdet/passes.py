@@ -21,6 +21,8 @@ __all__ = ['Drawing', 'HandingOn', 'close_drawing', 'hand_on_within', 'open_draw
 
 # Packages whose modules write to feature maps through autograd only.
 _KNOWN = ('mmcv', 'mmdet', 'mmengine', 'mmpretrain', 'mmyolo', 'sbp_mmdet')
+# Modules whose hooks look at modules, and write to no feature map.
+_WATCHERS = ('torch.distributed.', 'sbp_mmdet.plan.')
 _DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not
 
 
@@ -165,11 +167,7 @@ def _is_touched(module):
     if 'forward' in own or own.get('_compiled_call_impl') is not None:
         return True
     hooks = (*own['_forward_hooks'].values(), *own['_forward_pre_hooks'].values())
-    return not all(map(_is_of_torch, hooks))
-
-
-def _is_of_torch(hook):
-    return (getattr(hook, '__module__', None) or '').startswith('torch.distributed.')
+    return not all((getattr(hook, '__module__', None) or '').startswith(_WATCHERS) for hook in hooks)
 
 
 def _is_known(module):

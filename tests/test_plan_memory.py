@@ -3,12 +3,14 @@
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from mmcv.cnn import ConvModule
 from ops_cases import fused_mlp, mlp_inputs
 from torch import nn
 
+from sbp_mmdet import apply_lean
 from sbp_mmdet.plan.cuda_rules import cuda_kernels
-from sbp_mmdet.plan.memory import LiveBytes, peak_bytes, saved_bytes
-from sbp_mmdet.plan.parts import part_of
+from sbp_mmdet.plan.memory import LiveBytes, SavedByPart, peak_bytes, saved_bytes
+from sbp_mmdet.plan.parts import PartTracker, part_of
 
 FLOAT = 4
 
@@ -150,3 +152,19 @@ def test_names_of_parts():
         'bbox_head.loss_cls': 'bbox_head',
     }.items():
         assert part_of(name) == part
+
+
+def test_following_the_parts_changes_no_byte():
+    """Convolutions that read their input from what the layer in front keeps do so while a count runs, too."""
+    layers = [ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN'), act_cfg=dict(type='SiLU')) for _ in range(4)]
+    model = nn.Sequential(nn.Sequential(*layers))
+    apply_lean(model, 'exact')
+    x, held = torch.randn(2, 8, 16, 16), []
+    for follow in (False, True):
+        tracker = PartTracker(model) if follow else None
+        saved = SavedByPart(tracker.current if follow else lambda: 'all')
+        with saved.hooks():
+            loss = model(x).sum()
+        held.append(sum(saved.count([*model.parameters(), *model.buffers()]).values()))
+        del loss
+    assert held[0] == held[1] > 0

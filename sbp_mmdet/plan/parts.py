@@ -69,9 +69,7 @@ class PartTracker:
         for name, module in model.named_modules():
             # A lean module lets those inside it run their own code where somebody watches them.
             if name and module not in bypassed:
-                enter = functools.partial(self._enter, part_of(name), 'loss' in name.split('.')[-1])
-                self._handles.append(module.register_forward_pre_hook(enter))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._watch(module, part_of(name), 'loss' in name.split('.')[-1])
         for name, module in model.named_children():
             for method in _METHODS:
                 if hasattr(module, method):
@@ -92,13 +90,18 @@ class PartTracker:
         for module, method, previous in reversed(self._wrapped):
             delattr(module, method) if previous is None else setattr(module, method, previous)
 
-    def _enter(self, part, is_loss, module, inputs):
-        self._stack.append(part)
-        self._running.append(is_loss)
+    def _watch(self, module, part, is_loss):
+        # Functions of this file, not partial ones: changed modules know by it that these hooks touch no feature map.
+        def enter(module, inputs):
+            self._stack.append(part)
+            self._running.append(is_loss)
 
-    def _leave(self, module, inputs, output):
-        self._stack.pop()
-        self._running.pop()
+        def leave(module, inputs, output):
+            self._stack.pop()
+            self._running.pop()
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _wrap(self, module, method, part):
         original = getattr(module, method)
