@@ -178,9 +178,9 @@ def test_a_plain_config_needs_a_hook_and_nothing_else():
         (('plan', FRCNN), 'there is no GPU here to plan for; say how much memory yours has: --budget 8GiB'),
         (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains its model.detector together with a teacher'),
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
-        (('apply', 'nowhere.py'), 'nowhere.py does not exist'),
-        (('apply', RETINA, '--preset', 'sbp'), "preset='sbp' drops positions, and applies to no module"),
-        (('apply', RETINA, '--preset', 'fast'), "invalid choice: 'fast'"),
+        (('report', 'nowhere.py'), 'nowhere.py does not exist'),
+        (('report', RETINA, '--preset', 'sbp'), "preset='sbp' drops positions, and applies to no module"),
+        (('report', RETINA, '--preset', 'fast'), "invalid choice: 'fast'"),
     ],
 )
 def test_bad_input(words, message, capsys, monkeypatch):
@@ -256,9 +256,9 @@ def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
     monkeypatch.setattr(command, 'measure_detector', measure)
     with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: no training step .*KeyError.*only a GPU has'):
         command.main(['plan', FRCNN, '--budget', '8GiB'])
-    monkeypatch.setattr(command, 'build_detector', measure)
+    monkeypatch.setattr('sbp_mmdet.plan.report.build_detector', measure)
     with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: its model cannot be built here: KeyError'):
-        command.main(['apply', FRCNN])
+        command.main(['report', FRCNN])
 
 
 TINY = """
@@ -293,8 +293,16 @@ def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):
     assert 'model = dict(backbone=dict(sbp_cfg=None, with_cp=False))' in found['lines']
 
 
-def test_what_a_preset_would_change(tiny, capsys):
-    command.main(['apply', tiny])
+def test_what_a_config_or_a_preset_changes(tiny, capsys, tmp_path):
+    command.main(['report', tiny, '--preset', 'exact'])
     page = capsys.readouterr().out
     assert 'backbone.stages.0.0' in page and 'exact, stores less' in page and 'left alone' in page
+    command.main(['report', tiny])  # the config's sbp_cfg
+    page = capsys.readouterr().out
+    assert "backbone: preset='sbp'" in page and 'thinned blocks by stage: (1, 1, 2, 0) of (1, 1, 2, 1)' in page
+    assert 'neck' not in page
+    hooked = tmp_path / 'hooked.py'
+    hooked.write_text(f"_base_ = '{FRCNN}'\ncustom_hooks = [dict(type='LeanHook', preset='int8')]\n")
+    command.main(['report', str(hooked)])
+    assert "preset='int8'" in capsys.readouterr().out
     assert MMLogger.get_current_instance().level == logging.ERROR

@@ -2,7 +2,7 @@
 
 sbp-mmdet plan CONFIG --budget 8GiB     which variant fits, and the lines to paste
 sbp-mmdet rehearse CONFIG               one step on the largest batch of the data set, on this machine's GPU
-sbp-mmdet apply CONFIG --preset exact   what LeanHook would change in the model, and what not
+sbp-mmdet report CONFIG                 what the config's LeanHook or sbp_cfg changes in the model, and what not
 sbp-mmdet verify CONFIG --device cuda   whether changed modules compute what they computed before, on this device
 sbp-mmdet check                         whether this environment can train: versions, registry, one small step
 """
@@ -13,21 +13,20 @@ import json
 import logging
 import sys
 import tempfile
-import traceback
-from pathlib import Path
 
 import torch
 from mmengine.config import Config, DictAction
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
-from ..apply import apply_lean
 from ..presets import PRESETS
 from .check import check
 from .detector import build_detector, measure_detector
+from .errors import reason_of
 from .inputs import add_inputs, crowded, inputs_of
 from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, parse_bytes, parse_size, plan
 from .rehearse import DoesNotFit
+from .report import add_report
 from .tables import Column, format_gib, text_table
 from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
 from .verify import add_verify
@@ -45,10 +44,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | apply | verify | check')
+    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | report | verify | check')
     _add_plan(verbs)
     _add_rehearse(verbs)
-    _add_apply(verbs)
+    add_report(verbs)
     add_verify(verbs)
     verbs.add_parser('check', help='whether this environment can train').set_defaults(run=None)
     args = parser.parse_args(arguments)
@@ -98,7 +97,7 @@ def _plan(args, config):
     try:
         rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise SystemExit(f'{args.config}: no training step of it runs here: {_reason(error)}') from error
+        raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
     finally:
         if sys.stderr.isatty():
             print('\r' + ' ' * 82 + '\r', end='', file=sys.stderr, flush=True)
@@ -181,14 +180,6 @@ def _budget(text):
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
-def _reason(error):
-    """What went wrong, and where, in a line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if 'torch' not in Path(f.filename).parts]
-    text = ' '.join(str(error).split())[:200]
-    where = f'{Path(frames[-1].filename).name}, line {frames[-1].lineno}'
-    return f'{type(error).__name__}{text and ": "}{text} ({where})'
-
-
 def _add_rehearse(verbs):
     verb = verbs.add_parser('rehearse', help='one step on the largest batch of the data set')
     verb.add_argument('config', help='config file, with its data in place')
@@ -217,26 +208,6 @@ def _rehearse(args, config):
             Runner.from_cfg(config).train()
         except DoesNotFit as error:
             raise SystemExit(str(error)) from None
-
-
-def _add_apply(verbs):
-    verb = verbs.add_parser('apply', help='what a preset would change in a model')
-    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
-    verb.add_argument(
-        '--preset', default='exact', choices=[*PRESETS], help="in place of the config's own, if any (default: exact)"
-    )
-    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
-    verb.set_defaults(run=_apply)
-
-
-def _apply(args, config):
-    try:
-        model, _ = build_detector(plain(config), 'cpu')
-    except Exception as error:  # whatever a model's own code raises
-        raise SystemExit(f'{args.config}: its model cannot be built here: {_reason(error)}') from error
-    report = apply_lean(model, args.preset)
-    names = [f'{name} ({report.kinds[name]}): {meaning}' for name, meaning in report.changed.items()]
-    print(f"preset='{args.preset}': {report}", *names, sep='\n')
 
 
 if __name__ == '__main__':

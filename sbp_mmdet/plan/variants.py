@@ -22,6 +22,7 @@ __all__ = [
     'PIECES',
     'NotApplicable',
     'imports_of',
+    'is_lean',
     'is_plain',
     'load_config',
     'plain',
@@ -116,7 +117,7 @@ def plain(config: Config) -> Config:
     backbone = changed.model.get('backbone') or {}
     kind = backbone.get('type')
     backbone.update(type=_STANDS_IN.get(kind, kind), **{key: v for key, v in _PLAIN.items() if key in backbone})
-    changed.custom_hooks = [hook for hook in changed.get('custom_hooks') or [] if not _is_lean(hook)]
+    changed.custom_hooks = [hook for hook in changed.get('custom_hooks') or [] if not is_lean(hook)]
     _without_checkpoints(changed.model)
     return changed
 
@@ -136,7 +137,8 @@ def _without_checkpoints(node):
 _PLAIN = dict(sbp_cfg=None, with_cp=False)
 
 
-def _is_lean(hook):
+def is_lean(hook: dict) -> bool:
+    """Returns whether an entry of ``custom_hooks`` is a :class:`.hooks.LeanHook`."""
     kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
     return isinstance(kind, type) and issubclass(kind, LeanHook)
 
@@ -144,7 +146,7 @@ def _is_lean(hook):
 def is_plain(config: Config) -> bool:
     """Whether a config says nothing of presets and of checkpointed blocks, so that :func:`plain` is the same model."""
     backbone = config.model.get('backbone') or {}
-    return not any(map(_is_lean, config.get('custom_hooks') or [])) and not any(backbone.get(key) for key in _PLAIN)
+    return not any(map(is_lean, config.get('custom_hooks') or [])) and not any(backbone.get(key) for key in _PLAIN)
 
 
 def presets_of(model: nn.Module) -> dict[str, str | None]:
@@ -211,7 +213,7 @@ def snippet(config: Config, variant: str) -> str:
         # A child's list replaces its parent's, so what the parent has is named again.
         imports = list(dict.fromkeys([*imports_of(config), 'sbp_mmdet']))
         lines.append(f'custom_imports = dict(imports={imports}, allow_failed_imports=False)')
-        hooks = [hook for hook in config.get('custom_hooks') or [] if not _is_lean(hook)] + hooks
+        hooks = [hook for hook in config.get('custom_hooks') or [] if not is_lean(hook)] + hooks
         lines += ['custom_hooks = [', *(f'    {_literal(hook)},' for hook in hooks), ']']
     if off := {key: value for key, value in _PLAIN.items() if backbone.get(key)}:
         lines.append(f'model = dict(backbone={_literal(off)})')

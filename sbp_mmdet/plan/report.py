@@ -1,0 +1,65 @@
+"""``sbp-mmdet report CONFIG``: which modules of a config's model are changed, and which are left alone, and why."""
+
+import argparse
+
+from mmdet.registry import HOOKS
+from mmengine.config import Config, DictAction
+
+from ..apply import apply_settings
+from ..hooks import LeanHook
+from ..presets import PRESETS, Settings
+from ..report import thinned_line
+from .detector import build_detector
+from .errors import reason_of
+from .variants import is_lean, plain
+
+__all__ = ['add_report', 'changes_of']
+
+
+def add_report(verbs) -> None:
+    """Adds the subcommand to a parser."""
+    verb = verbs.add_parser('report', help='what a config or a preset changes in the model')
+    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
+    verb.add_argument('--preset', choices=[*PRESETS], help=told)
+    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.set_defaults(run=_report)
+
+
+def changes_of(config: Config, preset: str | None = None) -> list[tuple[str, Settings]]:
+    """Returns the changes that a config asks for.
+
+    Args:
+        config (Config): Config of a detector.
+        preset (str | None): A preset for the whole model in place of them. If ``None``, those of the config.
+            Default: None.
+
+    Returns:
+        list[tuple[str, Settings]]: Name of a part of the model ('' is all of it) and its settings. Without any in the
+        config, 'exact' for the whole model.
+
+    Raises:
+        ValueError: If a setting of the config is wrong.
+    """
+    if preset is not None:
+        return [('', Settings.parse(dict(preset=preset), where='--preset'))]
+    hooks = [HOOKS.build(hook) for hook in config.get('custom_hooks') or [] if is_lean(hook)]
+    changes = [('', hook.settings) for hook in hooks if isinstance(hook, LeanHook)]
+    if (cfg := (config.model.get('backbone') or {}).get('sbp_cfg')) is not None:
+        changes.append(('backbone', Settings.parse(cfg)))
+    return changes or changes_of(config, 'exact')
+
+
+def _report(args: argparse.Namespace, config: Config) -> None:
+    changes = changes_of(config, args.preset)
+    try:
+        model, _ = build_detector(plain(config), 'cpu')
+    except Exception as error:  # whatever a model's own code raises
+        raise SystemExit(f'{args.config}: its model cannot be built here: {reason_of(error)}') from error
+    for part, settings in changes:
+        owner = model.get_submodule(part)
+        report = apply_settings(owner, settings)
+        prefix = f'{part}.' if part else ''
+        names = [f'{prefix}{name} ({report.kinds[name]}): {meaning}' for name, meaning in report.changed.items()]
+        said = f"{part}{': ' if part else ''}preset='{settings.preset.name}': {report}"
+        print(*filter(None, (said, thinned_line(owner), *names)), sep='\n')
