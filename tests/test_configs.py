@@ -1,5 +1,6 @@
-"""Every config loads, builds and steps; a child states its difference and nothing else."""
+"""Every config builds and trains by the method that its name says; a config of each kind runs a step."""
 
+import ast
 import copy
 from functools import cache
 from pathlib import Path
@@ -18,17 +19,28 @@ from mmengine.model import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
-from mmengine.utils import digit_version
+
+from sbp_mmdet.adapters import LeanModule
+from sbp_mmdet.apply import keep_ratios
+from sbp_mmdet.surgery import model_hooks
 
 import preflight  # isort: skip  (helpers puts tools/ on the path)
 
-# Without _base_ it is no detector but a part for the _base_ of one.
-FILES = [path for path in sorted(CONFIGS.glob('*/*.py')) if path.parent.name != 'classification']
-ALL = [path for path in FILES if '_base_ = ' in path.read_text()]
+ALL = [path for path in sorted(CONFIGS.glob('*/*.py')) if path.parent.name not in ('_base_', 'classification')]
 CASCADE = '{}-mask-rcnn_{}convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco'
 SBP_AND_PARENT = [
     ('mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco', 'mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco'),
     (CASCADE.format('cascade', 'sbp-'), CASCADE.format('cascade', '')),
+]
+STEPPED = [
+    'custom_dataset/mask-rcnn_convnext-t_fpn_custom',
+    'lean/rtmdet_s_lean-8xb32-300e_coco',
+    'nuclei/mask-rcnn_convnext-atto_fpn_lean-15e_nuclei',
+    'nuclei/mask-rcnn_r18_fpn_nuclei',
+    'nuclei/mask-rcnn_sbp-vit-t_fpn_nuclei',
+    'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes',
+    'sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco',
+    'sbp_swin/mask-rcnn_sbp-swin-t_fpn_amp-ms-crop-3x_coco',
 ]
 VIT = [(f'mask-rcnn_sbp-vit-{a}_fpn_amp-ms-crop-3x_coco', f'mask-rcnn_vit-{a}_fpn_amp-ms-crop-3x_coco') for a in 'tb']
 
@@ -59,56 +71,82 @@ def build(path: Path):
     return revert_sync_batchnorm(model), classes
 
 
-def batch(classes: int, height: int = 64, width: int = 96) -> dict:
+def batch(classes: int, masked: bool = True, height: int = 64, width: int = 96) -> dict:
     """One image with two objects of the last class, as a dataloader gives it."""
-    masks = np.zeros((2, height, width), np.uint8)
-    masks[0, 8:40, 8:48] = masks[1, 30:60, 50:90] = 1
     sample = DetDataSample(metainfo=dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1, 1)))
-    sample.gt_instances = InstanceData(
-        bboxes=torch.tensor([[8.0, 8, 48, 40], [50, 30, 90, 60]]),
-        labels=torch.full((2,), classes - 1),
-        masks=BitmapMasks(masks, height, width),
-    )
+    boxes = torch.tensor([[8.0, 8, 48, 40], [50, 30, 90, 60]])
+    sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.full((2,), classes - 1))
+    if masked:
+        masks = np.zeros((2, height, width), np.uint8)
+        masks[0, 8:40, 8:48] = masks[1, 30:60, 50:90] = 1
+        sample.gt_instances.masks = BitmapMasks(masks, height, width)
     image = torch.randint(0, 255, (3, height, width), dtype=torch.uint8)
     return dict(inputs=[image], data_samples=[sample])
 
 
 @pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
-def test_config_builds_and_steps(path):
-    if path.stem.startswith('dino') and digit_version(mmdet.__version__) < digit_version('3.5'):
-        pytest.skip('mmdet 3.3 has DINOs of 256 channels only')
+def test_config_trains_by_the_method_of_its_name(path):
+    """``sbp`` in the name stands for dropped positions, ``lean`` for exact gradients by LeanHook."""
+    config = load(path)
+    assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
+    preflight.check_config(config, splits=())
+    model = preflight.on_meta(config)
+    for hook in model_hooks(config.get('custom_hooks')):
+        hook.apply(model)
+    assert bool(keep_ratios(model)) == ('_sbp-' in path.stem)
+    hooks = [hook for hook in config.get('custom_hooks', []) if hook.type == 'LeanHook']
+    assert [hook.preset for hook in hooks] == ['exact'] * (
+        '_lean-' in path.stem or path.parent.name == 'custom_dataset'
+    )
+    assert not hooks or sum(isinstance(module, LeanModule) for module in model.modules()) > 5
+
+
+@pytest.mark.parametrize(
+    'path',
+    [*(path for path in ALL if path.parent.name != 'custom_dataset'), *CONFIGS.glob('_base_/*/*.py')],
+    ids=lambda path: path.stem,
+)
+def test_config_repeats_nothing_of_its_parents(path, tmp_path):
+    tree = ast.parse(path.read_text())
+    (line,) = (node for node in tree.body if ast.unparse(node).startswith('_base_ = '))
+    tree.body.remove(line)
+    bases = ast.literal_eval(line.value)
+    bases = [
+        base if '::' in base else str(path.parent / base) for base in ([bases] if isinstance(bases, str) else bases)
+    ]
+    (tmp_path / 'parents.py').write_text(f'_base_ = {bases}\n')
+    parents = Config.fromfile(tmp_path / 'parents.py', import_custom_modules=False)
+    exec(compile(tree, str(path), 'exec'), own := {'_base_': parents})
+    assert [*_repeated(own, parents, '')] == []
+
+
+def _repeated(own, parents, name):
+    for key, value in own.items():
+        if key not in parents or key in ('type', '_base_', 'custom_imports') or isinstance(parents[key], (list, tuple)):
+            continue
+        if isinstance(value, dict) and isinstance(parents[key], dict):
+            yield from () if '_delete_' in value else _repeated(value, parents[key], f'{name}{key}.')
+        elif value == parents[key]:
+            yield name + key
+
+
+@pytest.mark.parametrize('name', STEPPED)
+def test_config_steps_and_predicts(name):
+    path = CONFIGS / f'{name}.py'
     torch.manual_seed(0)
     model, classes = build(path)
-    size = (64, 96) if hasattr(model, 'roi_head') else (192, 192)  # as many tokens as a DINO has queries
-    data = model.data_preprocessor(batch(classes, *size), training=True)
+    for hook in model_hooks(load(path).get('custom_hooks')):
+        hook.apply(model)
+    data = model.data_preprocessor(batch(classes, hasattr(model, 'roi_head')), training=True)
     losses, _ = model.train().parse_losses(model(**data, mode='loss'))
     losses.backward()
     stem = next(p for p in model.backbone.parameters() if p.dim() == 4)
-    assert losses.isfinite() and stem.grad.isfinite().all() and stem.grad.any()
-    data = model.data_preprocessor(batch(classes, *size), training=False)
+    assert losses.isfinite() and (not stem.requires_grad or stem.grad.isfinite().all() and stem.grad.any())
+    data = model.data_preprocessor(batch(classes, hasattr(model, 'roi_head')), training=False)
     with torch.no_grad():
         (result,) = model.eval()(**data, mode='predict')
     found = result.pred_instances
-    assert found.masks.shape[1:] == size if hasattr(model, 'roi_head') else len(found.bboxes) > 0
-
-
-@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
-def test_config_is_a_short_child_that_imports_the_plugin(path):
-    lines = [line for line in path.read_text().splitlines() if line and not line.startswith('#')]
-    quickstart = path.stem.endswith('quickstart_shapes')
-    data = path.parent.name in ('custom_dataset', 'nuclei')
-    assert len(lines) <= (62 if quickstart else 50 if data else 15)
-    config = load(path)
-    assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
-    kinds = {'vit-': 'SBPViT', 'swin-': 'SBPSwinTransformer', '_r18_': 'ResNet'}
-    kind = next((kind for part, kind in kinds.items() if part in path.stem), 'SBPConvNeXt')
-    assert config.model.backbone.type == kind
-
-
-@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
-def test_tools_build_the_backbone_without_memory(path):
-    """As train.py does before a run."""
-    preflight.check_backbone(load(path))
+    assert found.masks.shape[1:] == (64, 96) if hasattr(model, 'roi_head') else len(found.bboxes) > 0
 
 
 @pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT + VIT)
@@ -191,16 +229,39 @@ def test_options_on_the_command_line():
     assert MODELS.build(config.model.backbone).sbp is None
 
 
-def test_readme_gives_the_papers_figures_and_the_metafile_none():
+@cache
+def _metafiles():
+    """Folder to the models of its metafile."""
+    index = yaml.safe_load((CONFIGS.parent / 'model-index.yml').read_text())['Import']
+    files = {Path(file).parent.name: CONFIGS.parent / file for file in index}
+    return {folder: yaml.safe_load(file.read_text())['Models'] for folder, file in files.items()}
+
+
+@pytest.mark.parametrize('folder', ['lean', 'sbp_convnext', 'sbp_swin', 'sbp_vit'])
+def test_metafile_lists_the_configs_of_its_folder_with_their_epochs(folder):
+    models = {model['Config']: model for model in _metafiles()[folder]}
+    paths = [path for path in ALL if path.parent.name == folder and 'shapes' not in path.stem]
+    assert sorted(models) == [str(path.relative_to(CONFIGS.parent)) for path in paths]
+    for path, model in zip(paths, (models[key] for key in sorted(models)), strict=True):
+        assert model['Name'] == path.stem and 'Results' not in model  # nothing was trained on COCO here
+        train_cfg = load(path).train_cfg
+        epochs = train_cfg.get('max_epochs') or round(train_cfg.max_iters * 16 / 118_000)  # COCO, 16 images a step
+        assert model['Metadata']['Epochs'] == epochs
+
+
+@pytest.mark.parametrize('folder', sorted({path.parent for path in ALL}), ids=lambda path: path.name)
+def test_readme_shows_every_config_of_its_folder(folder):
+    text = (folder / 'README.md').read_text()
+    assert [path.name for path in folder.glob('*.py') if f']({path.name})' not in text] == []
+
+
+def test_readme_gives_the_papers_figures():
     """Table 2 of the paper: keep ratio 1 and 0.5 of ConvNeXt-T, then of ConvNeXt-B."""
     paper = [(8.6, 46.2, 41.7), (5.9, 45.5, 41.1), (17.4, 52.7, 45.6), (12.5, 52.5, 45.4)]
-    index = yaml.safe_load((CONFIGS.parent / 'model-index.yml').read_text())['Import']
-    models = [model for file in index for model in yaml.safe_load((CONFIGS.parent / file).read_text())['Models']]
-    assert [model['Name'] for model in models] == [name for child, parent in SBP_AND_PARENT for name in (parent, child)]
+    names = [name for child, parent in SBP_AND_PARENT for name in (parent, child)]
     readme = (CONFIGS / 'sbp_convnext/README.md').read_text()
-    for model, figures in zip(models, paper, strict=True):
-        assert (CONFIGS.parent / model['Config']).is_file() and 'Results' not in model
-        (row,) = (line for line in readme.splitlines() if line.startswith('|') and model['Name'] in line)
+    for name, figures in zip(names, paper, strict=True):
+        (row,) = (line for line in readme.splitlines() if line.startswith('|') and f'({name}.py)' in line)
         cells = [cell.strip() for cell in row.split('|')[2:8]]
         assert cells[::2] == [str(figure) for figure in figures] and not any(cells[1::2])
 
@@ -220,7 +281,7 @@ def _without_scopes(node):
 def test_nuclei_lie_where_the_environment_says(monkeypatch):
     path = CONFIGS / 'nuclei/mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
     monkeypatch.delenv('NUCLEI', raising=False)
-    assert Config.fromfile(path).val_evaluator.ann_file == '../shared/data/nuclei/val.json'
+    assert Config.fromfile(path).val_evaluator.ann_file == 'examples/nuclei/val.json'
     monkeypatch.setenv('NUCLEI', 'my/nuclei')
     config = Config.fromfile(path)
     assert config.train_dataloader.dataset.data_root == 'my/nuclei/'

@@ -24,7 +24,7 @@ def test_summary(tmp_path, monkeypatch, capsys):
     scores.parent.mkdir(parents=True)
     (scores.parent / 'predictions').mkdir()
     scores.write_text(json.dumps({f'coco/{kind}_mAP{size}': 0.25 for kind in ('bbox', 'segm') for size in ('', '_50')}))
-    config = ROOT / 'configs/nuclei/mask-rcnn_convnext-atto_fpn_quickstart.py'
+    config = ROOT / 'configs/nuclei/mask-rcnn_convnext-atto_fpn_lean-15e_nuclei.py'
     monkeypatch.setattr(sys, 'argv', ['tool', str(config), str(tmp_path)])
     with pytest.raises(SystemExit, match='last_checkpoint'):
         quickstart_summary.main()

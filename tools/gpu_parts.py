@@ -13,7 +13,7 @@ PRESETS = 'none with_cp exact int8 sampled sbp'
 ATTO = ' --cfg-options model.backbone.arch=atto'
 SMOKE = {
     'convnext': (T, 'backbone' + ATTO),
-    'convnext_v2': ('configs/convnext_v2/mask-rcnn_convnext-v2-b_fpn_exact-lean_coco.py', 'backbone' + ATTO),
+    'convnext_v2': ('configs/lean/mask-rcnn_convnext-v2-b_fpn_lean-amp-ms-crop-3x_coco.py', 'backbone' + ATTO),
     'swin': ('configs/sbp_swin/mask-rcnn_sbp-swin-t_fpn_amp-ms-crop-3x_coco.py', 'backbone'),
     'vit': ('configs/sbp_vit/mask-rcnn_vit-t_fpn_amp-ms-crop-3x_coco.py', 'backbone'),
     'resnet': ('mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py', 'backbone'),

@@ -4,6 +4,7 @@ Nothing here imports sbp_mmdet: whether the config does is one of the checks.
 """
 
 import contextlib
+import copy
 import inspect
 import json
 import mmap
@@ -174,7 +175,7 @@ def on_meta(config: Config) -> torch.nn.Module | None:
     init_default_scope(config.get('default_scope', 'mmdet'))
     for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere
         with contextlib.suppress(Exception), torch.device(device):
-            return MODELS.build(config.model).to('meta')
+            return MODELS.build(copy.deepcopy(config.model)).to('meta')  # DINO writes into its config
     return None
 
 

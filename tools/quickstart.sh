@@ -9,8 +9,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" # the config and everything that it names stand relative to the checkout
 
-config=configs/nuclei/mask-rcnn_convnext-atto_fpn_quickstart.py
-export NUCLEI=examples/nuclei
+config=configs/nuclei/mask-rcnn_convnext-atto_fpn_lean-15e_nuclei.py
 work=work_dirs/quickstart
 say() { printf '\n[quickstart] %s\n' "$*"; }
 trap 'say "stopped at step $step; the lines above say why. Nothing is finished: run it again." >&2' ERR

@@ -1,6 +1,6 @@
 # The same small Mask R-CNN with a stock ResNet-18 of half the width, its batch norms in training mode: the subject of
 # the study of convolutional detectors.
-_base_ = './mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
+_base_ = './mask-rcnn_convnext-atto_fpn_nuclei.py'
 
 norm_cfg = dict(_delete_=True, type='BN')
 model = dict(

@@ -1,5 +1,5 @@
 # The detector of this folder with a plain ViT-T in place of the small ConvNeXt, from scratch as well.
-_base_ = './mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
+_base_ = './mask-rcnn_convnext-atto_fpn_nuclei.py'
 
 model = dict(
     data_preprocessor=dict(pad_size_divisor=16),

@@ -1,5 +1,5 @@
 # Fine-tuning from DINOv3's ConvNeXt-T: download the weights and put their path here, see docs/pretrained.md.
-_base_ = '../sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py'
+_base_ = './mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py'
 
 checkpoint = 'weights/dinov3_convnext_tiny.safetensors'
 model = dict(

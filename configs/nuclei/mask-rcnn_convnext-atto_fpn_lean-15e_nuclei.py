@@ -1,7 +1,6 @@
-# The quick start (tools/quickstart.sh): a small Mask R-CNN on examples/nuclei, from scratch, by the recommended preset.
-_base_ = './mask-rcnn_sbp-convnext-atto_fpn_nuclei.py'
+# The training of tools/quickstart.sh.
+_base_ = './mask-rcnn_convnext-atto_fpn_nuclei.py'
 
-model = dict(backbone=dict(sbp_cfg=None))
 custom_hooks = [dict(type='LeanHook', preset='exact')]
 
 max_epochs = 15
