@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .adapters import ADAPTERS, Bound, LeanBlock, LeanModule, adapter_of, bind
+from .adapters.predicate import ask_once
 from .presets import Settings
 from .stochastic_backprop.config import SBPConfig
 from .surgery import detectors, members
@@ -40,6 +41,7 @@ class ChangePlan(NamedTuple):
     bounds: dict[int, Bound]
 
 
+@ask_once()
 def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Module]) -> ChangePlan:
     """Checks everything that a change needs, and changes nothing.
 

@@ -119,25 +119,42 @@ def _scopes(module, depth) -> Iterator[nn.Module]:
             yield from _scopes(child, depth)
 
 
-class _Looked(NamedTuple):
-    """A module as it was when it was looked at.
+class _Inside(NamedTuple):
+    """The modules inside of one, as they were when they were looked at.
+
+    Copies and pickles of the module begin without.
 
     Attributes:
-        module (nn.Module): The module.
-        kind (type | None): Its class. If ``None``, only its children are looked at.
-        children (tuple): Its children.
+        modules (tuple[tuple[nn.Module, type, tuple]]): Each module with its class and children; the outermost, whose
+            own hooks run before and after its forward pass, is not among them.
+        children (tuple): Children of the outermost module.
     """
 
-    module: nn.Module
-    kind: type | None
-    children: tuple
-
-
-class _Inside(list):
-    """The modules inside of one, each as :class:`_Looked`. Copies and pickles of the module begin without."""
+    modules: tuple = ()
+    children: tuple = ()
 
     def __reduce_ex__(self, protocol):
         return _Inside, ()
+
+    def unchanged(self, root: nn.Module) -> bool:
+        """Returns whether classes and children are the same, and nothing runs besides their forward passes.
+
+        Args:
+            root (nn.Module): The outermost module.
+        """
+        if not self.modules or self.children != (*root._modules.values(),):
+            return False
+        for module, kind, children in self.modules:
+            own = module.__dict__
+            if (
+                type(module) is not kind
+                or (*own['_modules'].values(),) != children
+                or 'forward' in own
+                or own.get('_compiled_call_impl') is not None
+                or ((own['_forward_hooks'] or own['_forward_pre_hooks']) and _is_touched(module))
+            ):
+                return False
+        return True
 
 
 def _is_known_inside(root):
@@ -145,20 +162,14 @@ def _is_known_inside(root):
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False
     found = vars(root).get('_inside')
-    if not found or not all(map(_is_as_it_was, found)):
+    if found is None or not found.unchanged(root):
         root._inside = None
-        if not all(_is_known(m) and not _is_touched(m) for m in root.modules() if m is not root):
+        inside = [m for m in root.modules() if m is not root]
+        if not all(_is_known(m) and not _is_touched(m) for m in inside):
             return False
-        root._inside = found = _Inside(_Looked(m, type(m), tuple(m._modules.values())) for m in root.modules())
-        found[0] = found[0]._replace(kind=None)  # hooks on the module itself run before and after its forward pass
+        states = ((m, type(m), tuple(m._modules.values())) for m in inside)
+        root._inside = _Inside(tuple(states), tuple(root._modules.values()))
     return True
-
-
-def _is_as_it_was(looked):
-    module, kind, children = looked
-    if kind is not None and (type(module) is not kind or _is_touched(module)):
-        return False
-    return tuple(module._modules.values()) == children
 
 
 def _is_touched(module):
@@ -170,13 +181,14 @@ def _is_touched(module):
     return not all((getattr(hook, '__module__', None) or '').startswith(_WATCHERS) for hook in hooks)
 
 
-def _is_known(module):
-    return _is_known_class(stock_class(type(module)))
-
-
 @functools.cache
 def _is_known_class(kind):
+    kind = stock_class(kind)
     return all(map(_is_library, (kind.__module__, getattr(kind.forward, '__module__', None) or '')))
+
+
+def _is_known(module):
+    return _is_known_class(type(module))
 
 
 def _is_library(name):

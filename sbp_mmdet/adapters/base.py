@@ -30,7 +30,7 @@ from ..stochastic_backprop.layers import thinned_blocks
 from ..stochastic_backprop.step_draws import RowDraws, StepDraws, TokenDraws
 from ..surgery import Mixin, mix_in, mix_out, stock_class
 from .bindings import Binding
-from .bound import Bound, bind, runs_reference
+from .bound import Bound, bind
 from .predicate import derives_plainly, fairscale_forward
 
 __all__ = [
@@ -156,13 +156,13 @@ class LeanModule(Mixin):
     @torch.compiler.disable
     def runs_lean(self) -> bool:
         """Returns whether a call runs lean now. Finds out anew what can be bypassed if something has changed."""
-        if not torch.is_grad_enabled() or runs_reference(self, self.form):
+        bound = self._lean.bound
+        if bound.reference or not torch.is_grad_enabled():
             return False
         if not self.training:
             frozen = self.folds_frozen_norms and not any(p.requires_grad for p in self.parameters())
             if not frozen:
                 return False
-        bound = self._lean.bound
         if not bound.bypassed.unchanged(self):
             bound = self._bind_anew()
         return bound.reason is None

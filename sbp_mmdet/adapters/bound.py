@@ -29,6 +29,7 @@ class Bound(NamedTuple):
         left (list[tuple[nn.Module, str]]): Submodules that run their own code, and why.
         bypassed (BypassedModules): The modules that were asked about, with the state in which they were.
         used (list[nn.Module]): Modules that the used operations bypass.
+        reference (bool): See :func:`runs_reference`.
     """
 
     parts: dict[str, Binding]
@@ -36,6 +37,7 @@ class Bound(NamedTuple):
     left: list[tuple[nn.Module, str]]
     bypassed: BypassedModules
     used: list[nn.Module]
+    reference: bool
 
 
 def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) -> Bound:
@@ -52,12 +54,13 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         Bound: The parts that are used, and what runs its own code and why.
     """
     form = settings.preset.form
-    reason = _reason(mixin, module, settings, running)
-    if reason or runs_reference(mixin, form):
-        return Bound({}, reason, [], BypassedModules(module, ()), [])
+    reason, reference = _reason(mixin, module, settings, running), runs_reference(mixin, form)
+    if reason or reference:
+        return Bound({}, reason, [], BypassedModules(module, ()), [], reference)
     parts, unused, used = {}, [], []
-    asked = [inside for inside, _ in mixin.bypasses(module)]
-    left = [(inside, problem) for inside, role in mixin.bypasses(module) if (problem := unsupported(inside, role))]
+    bypasses = [*mixin.bypasses(module)]
+    asked = [inside for inside, _ in bypasses]
+    left = [(inside, problem) for inside, role in bypasses if (problem := unsupported(inside, role))]
     fatal = bool(left)
     for name, part in mixin.parts(module).items():
         asked += [inside for inside, _ in part.reads(form)]
@@ -74,9 +77,9 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         names = {id(inside): name for name, inside in module.named_modules()}
         told = ((names.get(id(inside), ''), problem) for inside, problem in left)
         reason = '; '.join(f'{name}: {problem}' if name else problem for name, problem in told)
-        return Bound({}, reason, [], BypassedModules(module, asked), [])
-    used += [] if mixin.shares_modules else [inside for inside, _ in mixin.bypasses(module)]
-    return Bound(parts, None, left, BypassedModules(module, asked), used)
+        return Bound({}, reason, [], BypassedModules(module, asked), [], False)
+    used += [] if mixin.shares_modules else [inside for inside, _ in bypasses]
+    return Bound(parts, None, left, BypassedModules(module, asked), used, False)
 
 
 def runs_reference(mixin, form: Form) -> bool:

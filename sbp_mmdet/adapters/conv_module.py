@@ -4,6 +4,7 @@ Unlike transformers' blocks they have no positions that could be dropped: they a
 """
 
 import dataclasses
+import functools
 
 import mmcv.cnn
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ..ops.common.activations import Activation
 from ..ops.common.autograd_function import Form
+from ..ops.common.precision import autocast_dtype
 from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from ..presets import Settings
 from ..surgery import stock_class
@@ -24,17 +26,18 @@ from .base import LeanModule, adapter
 from .bindings import Binding
 from .predicate import ROLES, know, unsupported
 
-__all__ = ['ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of', 'norm_inputs']
+__all__ = ['ConvNorm', 'ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of']
 
 for _role in ('norm of a map', 'norm of a chain'):
     know(_role, FrozenBatchNorm2d)
+_activation = functools.cache(Activation)
 _ACTIVATIONS = {
-    nn.ReLU: lambda m: Activation('relu'),
-    nn.LeakyReLU: lambda m: Activation('leaky_relu', slope=m.negative_slope),
-    nn.SiLU: lambda m: Activation('silu'),
-    Swish: lambda m: Activation('swish'),
-    nn.Hardswish: lambda m: Activation('hardswish'),
-    nn.GELU: lambda m: Activation('gelu', approximate=m.approximate),
+    nn.ReLU: lambda m: _activation('relu'),
+    nn.LeakyReLU: lambda m: _activation('leaky_relu', slope=m.negative_slope),
+    nn.SiLU: lambda m: _activation('silu'),
+    Swish: lambda m: _activation('swish'),
+    nn.Hardswish: lambda m: _activation('hardswish'),
+    nn.GELU: lambda m: _activation('gelu', approximate=m.approximate),
 }
 
 
@@ -45,6 +48,56 @@ def activation_of(module: nn.Module) -> Activation:
         module (nn.Module): One of the classes with the role 'activation'.
     """
     return _ACTIVATIONS[stock_class(type(module))](module)
+
+
+class ConvNorm:
+    """A convolution with norm and activation, as the operation takes them.
+
+    Settings that the modules had in the last call are kept, and made anew when one of them differs. Copies and pickles
+    begin without.
+
+    Args:
+        conv (nn.Module): The convolution.
+        norm, act (nn.Module | None): If ``None``, there is none. Default: None.
+    """
+
+    def __init__(self, conv: nn.Module, norm: nn.Module | None = None, act: nn.Module | None = None):
+        self.modules = conv, norm, act
+        self._adapts = stock_class(type(conv)) is Conv2dAdaptivePadding
+        self._standardises = stock_class(type(conv)) in (ConvAWS2d, ConvWS2d)
+        self._made_of = self._settings = None
+
+    def __reduce__(self):
+        return ConvNorm, self.modules
+
+    def inputs(self, form: Form, x: Tensor | None, dtype: torch.dtype, residual: Tensor | None = None):
+        """Returns settings and tensors of :func:`.conv_norm`. Counts a batch in a norm that trains, as its own code
+        does.
+
+        Args:
+            form (Form): How the operation stores.
+            x (Tensor | None): The input. If ``None``, the padding must not depend on it.
+            dtype (torch.dtype): Precision of the convolution.
+            residual (Tensor | None): See :class:`.ConvNormTensors`. Default: None.
+        """
+        conv, norm, act = self.modules
+        options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm)
+        x, padding = _padded(x, conv) if self._adapts else (x, conv.padding)
+        activation = None if act is None else activation_of(act)
+        made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype
+        if made_of != self._made_of:
+            form, stride, padding, dilation, groups, *_ = made_of
+            named = dict(zip(('norm', 'eps', 'momentum', 'num_groups', 'process_group'), options))
+            made = ConvNormSettings(
+                form, stride, padding, dilation, groups, **named, activation=activation, dtype=dtype
+            )
+            self._settings, self._made_of = made, made_of
+        weight = _standardised(conv) if self._standardises else conv.weight
+        return self._settings, ConvNormTensors(x, weight, conv.bias, *tensors, residual)
+
+    def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Runs the operation on (N, C, H, W); see :meth:`inputs`."""
+        return conv_norm(*self.inputs(form, x, autocast_dtype(x) or x.dtype, residual))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,17 +117,22 @@ class ConvNormActBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None):
         """Runs the layer on (N, C, H, W); ``residual`` has the shape of the output."""
-        conv, norm, act = self.conv, self.norm, self.act
+        norm, act = self.norm, self.act
         # Without images the module's own code runs, unless the processes of a SyncBN have to do the same.
         if not x.numel() and _process_group(norm) is None:
             return self.own_code(x, residual)
         if norm is not None and 'norm' not in self.fused:
-            x = norm(_operation(form, x, conv))
+            x = norm(self._layer(form, x))
             x = x if residual is None else x + residual
             return x if act is None else act(x)
-        inside = act if 'act' in self.fused else None
-        x = _operation(form, x, conv, norm, inside, residual)
-        return x if act is inside else act(x)
+        x = self._layer(form, x, residual)
+        return x if act is None or 'act' in self.fused else act(x)
+
+    @functools.cached_property
+    def _layer(self):
+        norm = self.norm if 'norm' in self.fused else None
+        behind = self.norm is None or norm is not None  # otherwise the norm stands between operation and activation
+        return ConvNorm(self.conv, norm, self.act if behind and 'act' in self.fused else None)
 
     @property
     def length_behind(self) -> int:
@@ -105,25 +163,12 @@ class ConvNormActBinding(Binding):
         return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role, called=m is root))]
 
 
-def _operation(form, x, conv, norm=None, act=None, residual=None):
-    settings, tensors = (dict(norm='none'), {}) if norm is None else norm_inputs(norm)
-    if act is not None:
-        settings['activation'] = activation_of(act)
-    kind = stock_class(type(conv))
-    x, padding = _padded(x, conv) if kind is Conv2dAdaptivePadding else (x, conv.padding)
-    geometry = conv.stride, padding, conv.dilation, conv.groups
-    tensors = ConvNormTensors(x, _weight(conv, kind), conv.bias, **tensors, residual=residual)
-    return conv_norm(ConvNormSettings(form, *geometry, **settings), tensors)
-
-
-def _weight(conv, kind):
-    """Returns what a convolution multiplies with: with weight standardisation a function of its parameter."""
-    if kind is ConvAWS2d:
+def _standardised(conv):
+    """Returns what a convolution with weight standardisation multiplies with."""
+    if stock_class(type(conv)) is ConvAWS2d:
         return conv._get_weight(conv.weight)
-    if kind is ConvWS2d:
-        mean, std = (of(conv.weight.flatten(1), 1).view(-1, 1, 1, 1) for of in (torch.mean, torch.std))
-        return (conv.weight - mean) / (std + conv.eps)
-    return conv.weight
+    mean, std = (of(conv.weight.flatten(1), 1).view(-1, 1, 1, 1) for of in (torch.mean, torch.std))
+    return (conv.weight - mean) / (std + conv.eps)
 
 
 def _padded(x, conv):
@@ -137,28 +182,23 @@ def _padded(x, conv):
     return F.pad(x, (left, right, top, bottom)), (0, 0)
 
 
-def norm_inputs(norm: nn.Module) -> tuple[dict, dict]:
-    """Returns settings and tensors of a norm. Counts a batch as the module itself does.
-
-    Args:
-        norm (nn.Module): A norm with the role 'norm of a map'.
+def _norm_inputs(norm):
+    """Returns what :class:`.ConvNormSettings` say of a norm (norm, eps, momentum, num_groups, process_group) and its
+    tensors (weight, bias, running mean, running variance). Counts a batch as the module itself does.
     """
-    tensors = dict(norm_weight=norm.weight, norm_bias=norm.bias)
     if isinstance(norm, FrozenBatchNorm2d):
-        tensors.update(running_mean=norm.running_mean, running_var=norm.running_var)
-        return dict(norm='fixed', eps=norm.eps), tensors
+        return ('fixed', norm.eps), (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     if isinstance(norm, nn.GroupNorm):
-        return dict(norm='group', eps=norm.eps, num_groups=norm.num_groups), tensors
-    momentum, track = norm.momentum or 0.0, norm.track_running_stats
+        return ('group', norm.eps, 0.1, norm.num_groups), (norm.weight, norm.bias, None, None)
+    mean, var, momentum, track = norm.running_mean, norm.running_var, norm.momentum or 0.0, norm.track_running_stats
+    train = norm.training or mean is None
     if norm.training and track and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
         if norm.momentum is None:
             momentum = 1.0 / float(norm.num_batches_tracked)
-    train = norm.training or norm.running_mean is None
-    if track or not train:
-        tensors.update(running_mean=norm.running_mean, running_var=norm.running_var)
-    group = _process_group(norm)
-    return dict(norm='batch' if train else 'fixed', eps=norm.eps, momentum=momentum, process_group=group), tensors
+    running = (mean, var) if track or not train else (None, None)
+    group = _process_group(norm) if norm.training else None
+    return ('batch' if train else 'fixed', norm.eps, momentum, 1, group), (norm.weight, norm.bias, *running)
 
 
 def _process_group(norm):
@@ -184,7 +224,8 @@ class LeanConv(LeanModule):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Runs the convolution on (N, C, H, W)."""
-        return _operation(self.form, x, self) if x.dim() == 4 and x.numel() else super(LeanModule, self).forward(x)
+        runs = x.dim() == 4 and x.numel()
+        return self.part('conv')(self.form, x) if runs else super(LeanModule, self).forward(x)
 
 
 @adapter(mmcv.cnn.ConvModule)
@@ -202,10 +243,8 @@ class LeanConvModule(LeanModule):
     def lean_forward(self, x: Tensor, activate: bool = True, norm: bool = True) -> Tensor:
         """Runs the layer on (N, C, H, W); see mmcv's ``ConvModule``."""
         layer = self.part('layer')
-        if not norm:
-            layer = dataclasses.replace(layer, norm=None)
-        if not activate:
-            layer = dataclasses.replace(layer, act=None)
+        if not (norm and activate):
+            layer = dataclasses.replace(layer, norm=layer.norm if norm else None, act=layer.act if activate else None)
         return layer(self.form, self.padding_layer(x) if self.with_explicit_padding else x)
 
     @classmethod

@@ -13,7 +13,9 @@ only if the whole of what a call would do is known. So this is an allow-list: a 
 Everything else keeps its own code.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
@@ -41,6 +43,7 @@ __all__ = [
     'ROLES',
     'UNKNOWN',
     'BypassedModules',
+    'ask_once',
     'derives_plainly',
     'fairscale_forward',
     'interference',
@@ -226,8 +229,17 @@ def unsupported(module: nn.Module | None, role: str, called: bool = False) -> st
     Returns:
         str | None: The reason. If ``None``, the forward of the module may be bypassed.
     """
-    kind = stock_class(type(module))
-    check = next((check for known, check in ROLES[role].items() if _is(kind, known)), None)
+    answers, question = getattr(_thread, 'answers', None), (id(module), role, called)
+    if answers is None:
+        return _find_problem(module, role, called)
+    if question not in answers:
+        answers[question] = _find_problem(module, role, called)
+    return answers[question]
+
+
+def _find_problem(module, role, called):
+    kind, known = stock_class(type(module)), ROLES[role]
+    check = known.get(kind) or known.get(_path(kind))
     if is_parametrized(module):
         return 'it is parametrized'
     if check is None:
@@ -235,8 +247,26 @@ def unsupported(module: nn.Module | None, role: str, called: bool = False) -> st
     return (None if called else interference(module)) or _odd_parameter(module) or check(module)
 
 
+@contextlib.contextmanager
+def ask_once() -> Iterator[None]:
+    """Context in which no module changes, so that :func:`unsupported` has the same answer to the same question."""
+    outer = getattr(_thread, 'answers', None)
+    _thread.answers = {} if outer is None else outer
+    try:
+        yield
+    finally:
+        _thread.answers = outer
+
+
+_thread = threading.local()  # answers: those of :func:`unsupported` so far, while they hold
+
+
+def _path(kind):
+    return f'{kind.__module__}.{kind.__qualname__}'
+
+
 def _is(kind: type, known: type | str) -> bool:
-    return kind is known or f'{kind.__module__}.{kind.__qualname__}' == known
+    return kind is known or _path(kind) == known
 
 
 def interference(module: nn.Module) -> str | None:
@@ -271,8 +301,10 @@ def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
         but (tuple[str, ...]): Methods that do not matter. Default: ().
     """
     kind = type(module)
-    own = ((name, value) for name, value in vars(module).items() if name not in but)
-    return any(callable(value) and callable(getattr(kind, name, None)) for name, value in own)
+    for name, value in vars(module).items():
+        if callable(value) and name not in but and callable(getattr(kind, name, None)):
+            return True
+    return False
 
 
 def fairscale_forward(module: nn.Module) -> Callable | None:
@@ -306,8 +338,9 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
 def _odd_parameter(module) -> str | None:
     """Returns the first parameter that is of a class of its own, as quantised ones are."""
     for name, tensor in tensors_in(module).items():
-        if type(tensor) not in (nn.Parameter, torch.Tensor) and type(tensor).__name__ not in PLAIN_TENSORS:
-            return f'its {name} is a {type(tensor).__name__}'
+        kind = type(tensor)
+        if kind is not nn.Parameter and kind is not torch.Tensor and kind.__name__ not in PLAIN_TENSORS:
+            return f'its {name} is a {kind.__name__}'
     return None
 
 
@@ -349,11 +382,13 @@ class BypassedModules:
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module]):
         inside = {id(module): module for module in modules if module is not root}
-        parents = [m for m in root.modules() if m is root or inside.keys() & set(map(id, m.children()))]
+        parents = [root]
+        if inside:
+            parents += [m for m in root.modules() if m is not root and inside.keys() & set(map(id, m.children()))]
         self.modules = tuple(inside.values())
         self._children = tuple((parent, dict(parent._modules)) for parent in parents)
-        self._root = _root_state(root)
-        self._states = tuple((module, _state(module)) for module in self.modules)
+        self._root = foreign_classes(type(root)), len(root.__dict__)  # one more may be one that hides a method
+        self._states = tuple(map(_state, self.modules))
         self._hooked_globally = is_hooked_globally()
 
     def __getstate__(self):
@@ -365,30 +400,41 @@ class BypassedModules:
     def unchanged(self, root: nn.Module) -> bool:
         """Returns whether everything is as it was: submodules, their classes, hooks, forwards and precision.
 
+        It is asked in each step, so it calls no other function unless a class has changed.
+
         Args:
             root (nn.Module): The changed module.
         """
-        if _root_state(root) != self._root or is_hooked_globally() != self._hooked_globally:
+        if self._root != (foreign_classes(type(root)), len(root.__dict__)) or any(_HOOKS) != self._hooked_globally:
             return False
         for parent, children in self._children:
             if parent._modules != children:
                 return False
-        return all(_state(module) == state for module, state in self._states)
-
-
-def _root_state(root):
-    # One attribute more may be one that hides a method.
-    return foreign_classes(type(root)), len(root.__dict__)
+        for module, kind, length, touched, dtype in self._states:
+            own = module.__dict__
+            if len(own) != length or touched != bool(
+                own['_forward_hooks']
+                or own['_forward_pre_hooks']
+                or own['_backward_hooks']
+                or own['_backward_pre_hooks']
+                or 'forward' in own
+                or own.get('_compiled_call_impl') is not None
+            ):
+                return False
+            if type(module) is not kind and foreign_classes(type(module)) != foreign_classes(kind):
+                return False
+            weight = own['_parameters'].get('weight')
+            weight = own.get('weight') if weight is None else weight
+            if dtype is not (None if weight is None else weight.dtype):
+                return False
+        return True
 
 
 def _state(module):
-    """Returns what is compared in each step: the class, whether a call does more than its forward, the precision."""
-    touched = (
-        bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        or bool(module._backward_pre_hooks)
-        or 'forward' in module.__dict__
-        or module.__dict__.get('_compiled_call_impl') is not None
-    )
-    weight = module._parameters.get('weight', module.__dict__.get('weight'))
-    dtype = None if weight is None else weight.dtype
-    return foreign_classes(type(module)), touched, len(module.__dict__), dtype
+    """Returns a module and what is compared in each step: class, attributes, whether a call runs more, precision."""
+    own = module.__dict__
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    touched = bool(hooks) or 'forward' in own or own.get('_compiled_call_impl') is not None
+    weight = module._parameters.get('weight')
+    weight = own.get('weight') if weight is None else weight
+    return module, type(module), len(own), touched, None if weight is None else weight.dtype

@@ -1,6 +1,7 @@
 """Stages of residual blocks, whose blocks run as chains (see :mod:`sbp_mmdet.ops.residual_chain`)."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import mmengine.model
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
 from ..ops.common.autograd_function import Form
-from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors
+from ..ops.common.precision import autocast_dtype
 from ..ops.residual_chain import AveragePool, BlockSettings, BlockTensors, residual_chain
 from ..surgery import stock_class
 from .base import adapter
 from .bindings import Binding
-from .conv_module import LeanSequence, norm_inputs
+from .conv_module import ConvNorm, LeanSequence
 from .predicate import unsupported
 
 __all__ = ['LeanStage', 'may_chain']
@@ -36,8 +37,25 @@ class _ChainBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Runs the blocks on (N, C, H, W)."""
-        pairs = [_bind_block(form, block) for block in self.blocks]
-        return residual_chain(x, *zip(*pairs, strict=True))
+        dtype, settings, tensors = autocast_dtype(x) or x.dtype, [], []
+        for layers, shortcut, pools in self._members:
+            own, given = zip(*[layer.inputs(form, None, dtype) for layer in layers], strict=True)
+            past, past_given = (None, None) if shortcut is None else shortcut.inputs(form, None, dtype)
+            settings.append(BlockSettings(own, past, *map(_settings_of_pool, pools)))
+            tensors.append(BlockTensors(given, past_given))
+        return residual_chain(x, settings, tensors)
+
+    @functools.cached_property
+    def _members(self):
+        """Layers of each block, the one of its shortcut, and the pools in front of that."""
+        found = []
+        for block in self.blocks:
+            shortcut, pools = None, ()
+            if block.downsample is not None:
+                *pools, conv, norm = block.downsample
+                shortcut = ConvNorm(conv, norm)
+            found.append(([ConvNorm(*layer) for layer in _layers(block)], shortcut, pools))
+        return found
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -120,21 +138,5 @@ def _layers(block):
     return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, number + 1)]
 
 
-def _bind_block(form, block):
-    """Returns settings and tensors of a block. Counts a batch in norms that train, as their own code does."""
-    settings, tensors = zip(*(_bind_layer(form, *layer) for layer in _layers(block)), strict=True)
-    if block.downsample is None:
-        return BlockSettings(settings), BlockTensors(tensors)
-    *pools, conv, norm = block.downsample
-    pool = None
-    for module in pools:
-        sizes = _pair(module.kernel_size), _pair(module.stride)
-        pool = AveragePool(*sizes, module.ceil_mode, module.count_include_pad)
-    shortcut = _bind_layer(form, conv, norm)
-    return BlockSettings(settings, shortcut[0], pool), BlockTensors(tensors, shortcut[1])
-
-
-def _bind_layer(form, conv, norm):
-    options, tensors = norm_inputs(norm)
-    geometry = conv.stride, conv.padding, conv.dilation, conv.groups
-    return ConvNormSettings(form, *geometry, **options), ConvNormTensors(None, conv.weight, conv.bias, **tensors)
+def _settings_of_pool(pool):
+    return AveragePool(_pair(pool.kernel_size), _pair(pool.stride), pool.ceil_mode, pool.count_include_pad)

@@ -118,7 +118,9 @@ def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence
     Example:
         ``y = residual_chain(x, [settings], [BlockTensors((t1, t2, t3))])``
     """
-    blocks, tensors = tuple(_in_precision(block, x) for block in blocks), tuple(tensors)
+    if blocks[0].layers[0].dtype is None:
+        blocks = [_in_precision(block, x) for block in blocks]
+    blocks, tensors = tuple(blocks), tuple(tensors)
     leaves = [x, *_leaves(tensors)]
     if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
         return _apply(blocks, tensors, *leaves)
@@ -145,7 +147,7 @@ def _layers(block, t):
 def _leaves(tensors):
     """Returns the tensors that may need gradients, layer by layer."""
     found = [layer for t in tensors for layer in (*t.layers, t.shortcut) if layer is not None]
-    return [getattr(layer, name) for layer in found for name in _DIFFERENTIABLE]
+    return [tensor for layer in found for tensor in layer[1:5]]  # as in _DIFFERENTIABLE
 
 
 def _without_running_statistics(block, t):

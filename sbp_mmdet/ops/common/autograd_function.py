@@ -13,7 +13,7 @@ Both functions run without gradients and outside of autocast.
 
 import dataclasses
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -143,7 +143,7 @@ class _Function(torch.autograd.Function):
         with no_autocast(tensors.x):
             output, saved = operation.forward(settings, tensors, needs)
         found = []
-        ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out(saved, found)
+        ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out((saved,), found)
         ctx.save_for_backward(*found)
         return output
 
@@ -152,7 +152,7 @@ class _Function(torch.autograd.Function):
     def backward(ctx, grad):
         operation = ctx.operation
         needs = operation.gradients(*ctx.needs_input_grad[3:])
-        saved = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
+        (saved,) = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
         with no_autocast(grad):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
         return None, None, None, *(g if needed else None for g, needed in zip(gradients, needs, strict=True))
@@ -175,25 +175,40 @@ def gradients_of(tensors: type, *others: str) -> type:
 _SLOT = object()  # stands where a tensor was
 
 
-def take_tensors_out(value, found):
-    """Replaces each tensor in a nested tuple by a slot and appends the tensors to ``found``."""
-    if isinstance(value, Tensor):
-        found.append(value)
-        return _SLOT
-    if isinstance(value, tuple):
-        return _as(value, [v if v is None else take_tensors_out(v, found) for v in value])
-    return value
+def take_tensors_out(value: tuple, found: list[Tensor]) -> tuple[type, list]:
+    """Appends the tensors in a nested tuple to a list.
+
+    Args:
+        value (tuple): Tensors, other values and tuples of them, named or not. Sizes of tensors count as values.
+        found (list[Tensor]): Changed in place.
+
+    Returns:
+        tuple[type, list]: What :func:`put_tensors_back` makes the nested tuple of.
+    """
+    members = []
+    for member in value:
+        if isinstance(member, Tensor):
+            found.append(member)
+            member = _SLOT
+        elif isinstance(member, tuple) and type(member) is not torch.Size:
+            member = take_tensors_out(member, found)
+        members.append(member)
+    return type(value), members
 
 
-def put_tensors_back(value, tensors):
-    """Reverses :func:`take_tensors_out`."""
-    if value is _SLOT:
-        return next(tensors)
-    if isinstance(value, tuple):
-        return _as(value, [v if v is None else put_tensors_back(v, tensors) for v in value])
-    return value
+def put_tensors_back(structure: tuple[type, list], tensors: Iterator[Tensor]) -> tuple:
+    """Reverses :func:`take_tensors_out`.
 
-
-def _as(value, members):
-    """Makes a tuple of the same class."""
-    return value._make(members) if hasattr(value, '_fields') else tuple(members)
+    Args:
+        structure (tuple[type, list]): What that returned.
+        tensors (Iterator[Tensor]): The tensors that it found.
+    """
+    kind, members = structure
+    found = []
+    for member in members:
+        if member is _SLOT:
+            member = next(tensors)
+        elif type(member) is tuple:
+            member = put_tensors_back(member, tensors)
+        found.append(member)
+    return tuple.__new__(kind, found)

@@ -26,6 +26,8 @@ __all__ = [
 _LONGEST_SUM = 8192
 # Entries that exist in full precision at a time while they are rounded to eight bits.
 _ROUNDED = 2**22
+_NOTHING = contextlib.nullcontext()
+_HAS_KINDS = hasattr(torch, 'get_autocast_dtype')  # torch 2.4 and newer
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -37,7 +39,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     if x.dtype == torch.float64:
         return None
-    if hasattr(torch, 'get_autocast_dtype'):  # torch 2.4 and newer
+    if _HAS_KINDS:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     if kind == 'cpu':
         return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
@@ -47,7 +49,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def no_autocast(x):
     """Returns a context in which every operation runs in the precision of its inputs."""
     off = x.dtype != torch.float64 and autocast_dtype(x) is None
-    return contextlib.nullcontext() if off else torch.autocast(x.device.type, enabled=False)
+    return _NOTHING if off else torch.autocast(x.device.type, enabled=False)
 
 
 def column_sums(rows):

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ['SignBits']
@@ -19,8 +20,8 @@ class SignBits(NamedTuple):
 
     Attributes:
         packed (Tensor): Bytes, shape (ceil(numel / 8),). A set bit is an element that is zero. Bit i of all bytes
-            belongs to the i-th of eight parts of the map in the order of its memory, so that packing is a few
-            contiguous passes.
+            belongs to the i-th of eight parts of the map in the order of its memory, so that packing is three
+            contiguous sums, each half as long as the one before.
         channels_last (bool): Whether channels are the fastest dimension of that order.
     """
 
@@ -38,12 +39,14 @@ class SignBits(NamedTuple):
             SignBits: Its signs.
         """
         channels_last = not y.is_contiguous()
-        flat = _flat(y, channels_last)
-        packed = flat.new_zeros(-(-len(flat) // _BITS), dtype=torch.uint8)
-        for i, part in enumerate(flat.split(len(packed)) if len(flat) else ()):
-            # Not `part > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step.
-            packed[: len(part)].add_(torch.le(part, 0).view(torch.uint8), alpha=1 << i)
-        return cls(packed, channels_last)
+        # Not `y > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step.
+        bits = torch.le(_flat(y, channels_last), 0).view(torch.uint8)
+        if len(bits) % _BITS:
+            bits = F.pad(bits, (0, -len(bits) % _BITS))
+        for number in (4, 2, 1):
+            first, second = bits.view(2, -1)
+            bits = torch.add(first, second, alpha=1 << number)
+        return cls(bits, channels_last)
 
     def relu_(self, u: Tensor) -> Tensor:
         """Applies the ReLU to a recomputed map in place.
@@ -56,8 +59,9 @@ class SignBits(NamedTuple):
         """
         u = u.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
         flat = _flat(u.clamp_min_(torch.finfo(u.dtype).tiny), self.channels_last)
-        for i, part in enumerate(flat.split(len(self.packed)) if len(flat) else ()):
-            part.mul_(self.packed[: len(part)].bitwise_and(1 << i).eq_(0).to(part.dtype))
+        places = torch.arange(_BITS, dtype=torch.uint8, device=u.device)
+        bits = self.packed.bitwise_right_shift(places[:, None]).bitwise_and_(1)
+        flat.masked_fill_(bits.view(torch.bool).view(-1)[: len(flat)], 0)
         return u
 
 
