@@ -87,7 +87,7 @@ class ConvNorm:
         made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype
         if made_of != self._made_of:
             form, stride, padding, dilation, groups, *_ = made_of
-            named = dict(zip(('norm', 'eps', 'momentum', 'num_groups', 'process_group'), options))
+            named = dict(zip(('norm', 'eps', 'momentum', 'num_groups', 'process_group'), options, strict=False))
             made = ConvNormSettings(
                 form, stride, padding, dilation, groups, **named, activation=activation, dtype=dtype
             )

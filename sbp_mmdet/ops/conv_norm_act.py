@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,16 +11,23 @@ from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import KeptMap, addend, keep, kept
-from .common.layouts import memory_format
+from .common.map_norms import (
+    Factors,
+    FixedGradients,
+    Statistics,
+    affine_of_norm,
+    factors_of_fixed,
+    gradients_of_fixed,
+    normalise,
+    normalise_backward,
+    parts_in_half,
+)
 from .common.precision import accumulator, multiplied
 
 __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
 aten = torch.ops.aten
 NORMS = ('none', 'fixed', 'batch', 'group')
-# Least factor of gradients in fp16, see `_convolve_backward`: dW' may be 128 times as large as fp16's numbers then, and
-# gradients of 1e-5 still have digits.
-_LEAST_FACTOR = 2.0**-7
 _IMAGE = 4  # channels, at the most, of an image: it is in memory anyway, and eight bits would be a copy of it
 
 
@@ -86,20 +92,6 @@ class ConvNormTensors(NamedTuple):
 
 
 ConvNormGradients = gradients_of(ConvNormTensors, 'running_mean', 'running_var')
-
-
-class Statistics(NamedTuple):
-    """Of a norm: mean and reciprocal deviation, shape (D,), of a group norm (N, num_groups)."""
-
-    mean: Tensor
-    rstd: Tensor
-
-
-class Factors(NamedTuple):
-    """Of a fixed norm, for each channel: its factor and its reciprocal deviation, in full precision."""
-
-    scale: Tensor
-    rstd: Tensor
 
 
 class ConvNormSaved(NamedTuple):
@@ -174,7 +166,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if _weight_needed(s, needs) else None
     full = x.dtype == accumulator(x)
-    factors = factors_of_fixed(s, t) if s.norm == 'fixed' and (full or any(needs)) else None
+    (factors,) = factors_of_fixed([(s, t)]) if full or any(needs) else (None,)
     z = convolve(s, t, x, factors)
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
@@ -195,11 +187,6 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
 def _weight_needed(s, needs):
     """Whether the convolution's weight, folded or not, needs a gradient."""
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
-
-
-def factors_of_fixed(s, t):
-    rstd = (t.running_var.to(accumulator(t.running_var)) + s.eps).rsqrt()
-    return Factors(rstd if t.norm_weight is None else rstd * t.norm_weight, rstd)
 
 
 def convolve(s, t, x, factors):
@@ -260,153 +247,66 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     if needs.residual:
         found['residual'] = grad.to(saved.dtypes[1])
     if saved.statistics is not None:
-        grad, found['norm_weight'], found['norm_bias'] = normalise_backward(s, saved, grad, needs)
-    return ConvNormGradients(**found, **convolve_backward(s, saved, grad, needs))
+        z = saved.normed.before_norm(grad.dtype)
+        gradients = normalise_backward(s, saved.tensors, saved.statistics, saved.count, z, grad, needs)
+        grad, found['norm_weight'], found['norm_bias'] = gradients
+    x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(s.dtype)
+    parts = None
+    if s.norm == 'fixed' and s.dtype == torch.float16:
+        (parts,) = parts_in_half([saved.factors])
+    dx, own = convolve_backward(s, saved.tensors, saved.factors, parts, x, grad, needs)
+    found |= gradients_of_fixed([own])[0] if s.norm == 'fixed' else own
+    return ConvNormGradients(**found, x=dx.to(saved.dtypes[0]) if needs.x else None)
 
 
-def convolve_backward(s, saved, grad, needs):
-    """Returns the gradients of the input and of all that is folded into the convolution, by name.
+def convolve_backward(s, t, factors, parts, x, grad, needs):
+    """Computes the backward pass of a convolution and of the fixed norm that is folded into it.
 
     With a fixed norm y = k * conv(x, W) + shift, k = norm_weight * rstd for each channel, the products are
 
         dx = conv^T(dy, k W)   and   dW' = dy^T x,   from which   dW = k dW'   and   dk = sum(W * dW') - mean * sum(dy).
 
-    One map less is computed where k is multiplied with the weight and not with dy. In fp16, dW' may be infinite where
-    k is small and plain code's k dW' is not, and k W has no digits left where all k are small. So dy is multiplied by
-    k there, as in plain code, or by a small constant c where k is smaller, and the weight by k / max(k, c).
+    The weight is multiplied with k, and not the map.
+
+    Args:
+        s (ConvNormSettings): Settings.
+        t (ConvNormTensors): Parameters and buffers.
+        factors (Factors | None): Those of a fixed norm.
+        parts (tuple[Tensor, Tensor] | None): Those of :func:`.parts_in_half`, in fp16. If ``None``, 1 and k.
+        x (Tensor): The input; of any values where no gradient of a weight is needed.
+        grad (Tensor): Gradient of the output.
+        needs (ConvNormGradients): Which gradients are needed.
+
+    Returns:
+        tuple[Tensor | None, FixedGradients | dict]: Gradient of the input; with a fixed norm what
+        :func:`.gradients_of_fixed` makes the gradients of the parameters of, otherwise these.
     """
-    t, fixed = saved.tensors, s.norm == 'fixed'
-    grad = grad.to(s.dtype)
+    fixed, grad = factors is not None, grad.to(s.dtype)
     needs_weight = _weight_needed(s, needs)
     needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
-    x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(grad.dtype)
-    scale = saved.factors.scale if fixed else None
-    folds = fixed and _folds(t.weight, grad.numel() // max(grad.shape[1], 1))
-    factor, rest = None, scale  # of dy in both products, and what is left of k
-    if fixed and grad.dtype == torch.float16:
-        factor = scale.clamp_min(_LEAST_FACTOR)
-        rest, folds = scale / factor, True
+    factor, rest = parts or (None, factors.scale if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
-    weight = multiplied(t.weight, rest.view(-1, 1, 1, 1), s.dtype) if folds else t.weight.to(s.dtype)
-    scaled = multiplied(grad, scale.view(-1, 1, 1), s.dtype) if fixed and not folds else rows
+    weight = multiplied(t.weight, rest.view(-1, 1, 1, 1), s.dtype) if fixed else t.weight.to(s.dtype)
     sums = needs_bias and needs_weight and grad.dtype == accumulator(grad)  # with the weight's gradient, in one pass
     geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
-    which, sizes = [needs.x and scaled is rows, needs_weight, sums], [len(weight)] if sums else None
-    dx, dweight, dbias = aten.convolution_backward(rows, x, weight, sizes, *geometry, which)
-    if needs.x and scaled is not rows:
-        dx, _, _ = aten.convolution_backward(scaled, x, weight, None, *geometry, [True, False, False])
+    which, sizes = [needs.x, needs_weight, sums], [len(weight)] if sums else None
+    dx, dweight, dbias = aten.convolution_backward.default(rows, x, weight, sizes, *geometry, which)
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
-    found = dict(x=dx.to(saved.dtypes[0]) if needs.x else None)
     if fixed:
-        return found | _fixed_gradients(saved, needs, dweight, dbias, factor, rest)
+        products = None
+        if needs.norm_weight:  # a product of two precisions is in the higher one, without a copy
+            products = (dweight * t.weight).sum((1, 2, 3), dtype=dbias.dtype)
+        if needs.weight:
+            rest = rest.view(-1, 1, 1, 1)
+            dweight = dweight.mul_(rest) if dweight.dtype == rest.dtype else dweight * rest
+        return dx, FixedGradients(t, factors, needs, dweight, products, dbias, factor)
+    found = {}
     if needs.weight:
         found['weight'] = dweight.to(t.weight.dtype)
     if needs.bias:
         found['bias'] = dbias.to(t.bias.dtype)
-    return found
-
-
-def _fixed_gradients(saved, needs, dweight, dbias, factor, rest):
-    """Returns the gradients of convolution and fixed norm from ``factor`` * dW' and the sums of dy."""
-    t, (scale, rstd), found = saved.tensors, saved.factors, {}
-    if needs.norm_weight:
-        # Products of two precisions are in the higher one, without a copy.
-        dscale = (dweight * t.weight).sum((1, 2, 3), dtype=scale.dtype)
-        dscale = dscale if factor is None else dscale.div_(factor)
-        dscale = torch.addcmul(dscale, dbias, t.running_mean, value=-1)
-        dscale = dscale if t.bias is None else dscale.addcmul_(dbias, t.bias)
-        found['norm_weight'] = dscale.mul_(rstd).to(t.norm_weight.dtype)
-    if needs.norm_bias:
-        found['norm_bias'] = dbias.to(t.norm_bias.dtype)
-    if needs.weight:
-        rest = rest.view(-1, 1, 1, 1)
-        found['weight'] = (dweight.mul_(rest) if dweight.dtype == rest.dtype else dweight * rest).to(t.weight.dtype)
-    if needs.bias:
-        found['bias'] = (dbias * scale).to(t.bias.dtype)
-    return found
-
-
-def normalise(s, t, z):
-    """The normalised map, in memory of its own, the statistics, and what a SyncBN's are over."""
-    if s.norm == 'group':
-        # CUDA's kernel takes one precision, and its autocast runs group norm in full.
-        z = _for_group_norm(z if t.norm_weight is None or not z.is_cuda else z.to(t.norm_weight.dtype))
-        sizes = *z.shape[:2], z.shape[2] * z.shape[3]
-        out, mean, rstd = torch.native_group_norm(z, t.norm_weight, t.norm_bias, *sizes, s.num_groups, s.eps)
-        return out, Statistics(mean, rstd), None
-    if s.process_group is not None:
-        return _normalise_together(s, t, z)
-    if z.numel() == z.shape[1]:
-        raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
-    running = t.running_mean, t.running_var
-    out, mean, rstd = torch.native_batch_norm(z, t.norm_weight, t.norm_bias, *running, True, s.momentum, s.eps)
-    return out, Statistics(mean, rstd), None
-
-
-def _for_group_norm(z):
-    """The layouts that torch's kernel takes."""
-    return z.contiguous(memory_format=memory_format(z)) if z.device.type == 'cpu' else z.contiguous()
-
-
-def affine_of_norm(s, t, statistics, channels):
-    """Scale and shift of a norm with these statistics, broadcastable."""
-    mean, scale = (n.to(accumulator(n)) for n in statistics)
-    if s.norm == 'group':
-        mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in (mean, scale))
-    if t.norm_weight is not None:
-        scale = scale * t.norm_weight
-    shift = -mean * scale if t.norm_bias is None else t.norm_bias - mean * scale
-    return scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
-
-
-def normalise_backward(s, saved, grad, needs):
-    """Gradients of a norm's input, weight and bias."""
-    t, (mean, rstd) = saved.tensors, saved.statistics
-    z = saved.normed.before_norm(grad.dtype)
-    which = [True, needs.norm_weight, needs.norm_bias]
-    if s.norm == 'group':
-        z = _for_group_norm(z)
-        grad = grad.contiguous(memory_format=memory_format(z))
-        sizes = *z.shape[:2], z.shape[2] * z.shape[3], s.num_groups
-        return aten.native_group_norm_backward(grad, z, mean, rstd, t.norm_weight, *sizes, which)
-    if s.process_group is not None:
-        return _normalise_together_backward(s, saved, z, grad)
-    return aten.native_batch_norm_backward(grad, z, t.norm_weight, None, None, mean, rstd, True, s.eps, which)
-
-
-def _normalise_together(s, t, z):
-    """Batch norm with the statistics of all processes; one of them may have no image."""
-    full, channels = accumulator(z), z.shape[1]
-    var, mean = torch.var_mean(z.to(full), (0, 2, 3), correction=0)
-    count = torch.full_like(mean[:1], z.numel() // channels)
-    mine = torch.cat([mean.nan_to_num(0), var.nan_to_num(0), count])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(s.process_group))]
-    dist.all_gather(every, mine, s.process_group)
-    means, variances, counts = torch.stack(every).split([channels, channels, 1], 1)
-    count = counts.sum()
-    mean = (means * counts).sum(0) / count
-    var = ((variances + (means - mean).square()) * counts).sum(0) / count
-    if t.running_mean is not None:
-        t.running_mean.lerp_(mean.to(t.running_mean.dtype), s.momentum)
-        t.running_var.lerp_((var * count / (count - 1)).to(t.running_var.dtype), s.momentum)
-    statistics = Statistics(mean, (var + s.eps).rsqrt())
-    scale, shift = affine_of_norm(s, t, statistics, channels)
-    return torch.addcmul(shift, z, scale).to(z.dtype), statistics, count
-
-
-def _normalise_together_backward(s, saved, z, grad):
-    """As :func:`normalise_backward`; gradients of the parameters are this process's own."""
-    t, (mean, rstd) = saved.tensors, (n.view(1, -1, 1, 1) for n in saved.statistics)
-    full = grad.to(rstd.dtype)
-    xhat = (z - mean) * rstd
-    sums = torch.stack([(full * xhat).sum((0, 2, 3)), full.sum((0, 2, 3))])
-    dweight, dbias = sums.clone()
-    dist.all_reduce(sums, group=s.process_group)
-    sums = (sums / saved.count).view(2, 1, -1, 1, 1)
-    dz = (full - sums[1] - xhat * sums[0]) * rstd
-    dz = dz if t.norm_weight is None else dz * t.norm_weight.view(1, -1, 1, 1)
-    return dz.to(grad.dtype), dweight if t.norm_weight is not None else None, dbias if t.norm_bias is not None else None
+    return dx, found
 
 
 _conv_norm = Operation('ConvNorm', forward, backward, ConvNormGradients)

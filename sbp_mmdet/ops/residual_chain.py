@@ -13,21 +13,20 @@ from .common.activations import Activation
 from .common.autograd_function import in_precision, put_tensors_back, take_tensors_out
 from .common.handed_maps import hand_on
 from .common.kept_maps import KeptMap, keep, kept
-from .common.precision import no_autocast
-from .common.sign_bits import SignBits
-from .conv_norm_act import (
-    ConvNormGradients,
-    ConvNormSaved,
-    ConvNormSettings,
-    ConvNormTensors,
+from .common.map_norms import (
+    Factors,
+    FixedGradients,
     Statistics,
     affine_of_norm,
-    convolve,
-    convolve_backward,
     factors_of_fixed,
+    gradients_of_fixed,
     normalise,
     normalise_backward,
+    parts_in_half,
 )
+from .common.precision import no_autocast
+from .common.sign_bits import SignBits
+from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward
 
 __all__ = ['AveragePool', 'BlockSettings', 'BlockTensors', 'residual_chain']
 
@@ -144,6 +143,53 @@ def _layers(block, t):
     return pairs if block.shortcut is None else [*pairs, (block.shortcut, t.shortcut)]
 
 
+class Layer(NamedTuple):
+    """A layer in one forward or backward pass.
+
+    Attributes:
+        s (ConvNormSettings): Settings.
+        t (ConvNormTensors): Parameters and buffers.
+        factors (Factors | None): Those of a fixed norm, see :func:`.factors_of_fixed`.
+        parts (tuple[Tensor, Tensor] | None): Those of the factors, see :func:`.parts_in_half`.
+    """
+
+    s: ConvNormSettings
+    t: ConvNormTensors
+    factors: Factors | None
+    parts: tuple[Tensor, Tensor] | None
+
+
+class Members(NamedTuple):
+    """The layers of a block in one pass; without a shortcut's layer the block's own input goes past."""
+
+    layers: list[Layer]
+    shortcut: Layer | None
+
+
+def _members(blocks, tensors, backward=False):
+    """Returns the layers of each block, with the factors of all fixed norms where they are needed.
+
+    Args:
+        blocks, tensors (Sequence): Settings, and parameters and buffers, of each block.
+        backward (bool): Whether a backward pass needs them. Default: False.
+    """
+    dtype = blocks[0].layers[0].dtype
+    pairs = [_layers(*pair) for pair in zip(blocks, tensors, strict=True)]
+    flat = [pair for block in pairs for pair in block]
+    full = dtype in (torch.float32, torch.float64)  # otherwise nothing is folded in the forward pass
+    factors = factors_of_fixed(flat) if full or backward else [None] * len(flat)
+    parts = [None] * len(flat)
+    if dtype == torch.float16 and (fixed := [i for i, found in enumerate(factors) if found]):
+        for i, found in zip(fixed, parts_in_half([factors[i] for i in fixed]), strict=True):
+            parts[i] = found
+    layers = (Layer(*pair, *found) for pair, *found in zip(flat, factors, parts, strict=True))
+    found = []
+    for block, own in zip(blocks, pairs, strict=True):
+        own = [next(layers) for _ in own]
+        found.append(Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1]))
+    return found
+
+
 def _leaves(tensors):
     """Returns the tensors that may need gradients, layer by layer."""
     found = [layer for t in tensors for layer in (*t.layers, t.shortcut) if layer is not None]
@@ -187,8 +233,18 @@ class _Chain(torch.autograd.Function):
         blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]
         with no_autocast(grad):
             grad = output.activation_backward(grad.to(blocks[0].layers[0].dtype))
-            dx, found = _backward(blocks, tensors, source, saved, grad, needs, ctx.needs_input_grad[2])
+            members = _members(blocks, tensors, backward=True)
+            dx, found = _backward(blocks, members, source, saved, grad, needs, ctx.needs_input_grad[2])
+            found = _parameter_gradients(found)
         return None, None, None if dx is None else dx.to(ctx.dtype), *[None] * skipped, *found
+
+
+def _parameter_gradients(layers):
+    """Returns the gradients of all parameters, layer by layer, from what :func:`_layer_backward` has found."""
+    fixed = [i for i, layer in enumerate(layers) if isinstance(layer, FixedGradients)]
+    for i, found in zip(fixed, gradients_of_fixed([layers[i] for i in fixed]), strict=True):
+        layers[i] = found
+    return [layer.get(name) for layer in layers for name in _DIFFERENTIABLE]
 
 
 def _run(blocks, tensors, x, first):
@@ -199,49 +255,51 @@ def _run(blocks, tensors, x, first):
         what the blocks from ``first`` on save.
     """
     source, saved = None, []
-    for n, (block, t) in enumerate(zip(blocks, tensors, strict=True)):
+    storage = blocks[0].layers[0].form.storage
+    for n, (block, members) in enumerate(zip(blocks, _members(blocks, tensors), strict=True)):
         given, x = x, x.to(block.layers[0].dtype)
         if n == first:
-            source = kept(given, x, block.layers[0].form.storage)
+            source = kept(given, x, storage)
         if n < first:
-            x = _run_block(block, t, x)[0]
+            x = _run_block(block, members, x)[0]
         else:
-            x, last, signs, layers = _run_block(block, t, x, saves=True)
+            x, last, signs, layers = _run_block(block, members, x, saves=True)
             output = SignBits.pack(x) if n + 1 < len(blocks) else None
             saved.append(KeptBlock(last, signs, output, layers))
     return x, source, tuple(saved)
 
 
-def _run_block(block, t, x, saves=False):
+def _run_block(block, members, x, saves=False):
     """Returns a block's output, the input of its last layer, signs of the ReLUs before, and what its layers keep."""
     out, last, signs, layers = x, None, [], []
-    *first, (s, tensors) = zip(block.layers, t.layers, strict=True)
-    for i, pair in enumerate(first):
-        z, out, layer = _run_layer(*pair, out)
+    *first, final = members.layers
+    for i, member in enumerate(first):
+        z, out, layer = _run_layer(member, out)
         out = F.relu_(out)
         layers.append(layer)
         if saves and i + 1 == len(first):
-            last = _keep_input(*pair, z, out, layer)
+            last = _keep_input(member, z, out, layer)
         elif saves:
             signs.append(SignBits.pack(out))
         del z
-    _, out, layer = _run_layer(s, tensors, out)
+    _, out, layer = _run_layer(final, out)
     layers.append(layer)
-    if block.shortcut is None:
+    if members.shortcut is None:
         out = out.add_(x)
     else:
-        _, shortcut, layer = _run_layer(block.shortcut, t.shortcut, _pooled(block, x))
+        _, shortcut, layer = _run_layer(members.shortcut, _pooled(block, x))
         layers.append(layer)
         out = out.add_(shortcut)
     return F.relu_(out), last, tuple(signs), tuple(layers)
 
 
-def _keep_input(s, t, z, r, layer):
+def _keep_input(member, z, r, layer):
     """Keeps ``r = relu(norm(z))``, the input of a block's last layer; it is read from z where the norm needs z too."""
+    storage = member.s.form.storage
     if layer.statistics is None:
-        return keep(r, s.form.storage, positive=True)._replace(activation=_RELU)
-    scale, shift = affine_of_norm(s, t, layer.statistics, z.shape[1])
-    last = keep(z, s.form.storage, (-shift / scale).nan_to_num(0))
+        return keep(r, storage, positive=True)._replace(activation=_RELU)
+    scale, shift = affine_of_norm(member.s, member.t, layer.statistics, z.shape[1])
+    last = keep(z, storage, (-shift / scale).nan_to_num(0))
     return last._replace(scale=scale, shift=shift, activation=_RELU)
 
 
@@ -252,123 +310,135 @@ def _pooled(block, x):
     return F.avg_pool2d(x, pool.kernel_size, pool.stride, 0, pool.ceil_mode, pool.count_include_pad)
 
 
-def _run_layer(s, t, x):
+_NOTHING = KeptLayer(None, None)
+
+
+def _run_layer(member, x):
     """Runs convolution and norm.
 
     Returns:
         tuple[Tensor, Tensor, KeptLayer]: The convolution's output, that of the norm, and what the layer needs to run
         again.
     """
-    z = convolve(s, t, x, factors_of_fixed(s, t) if s.norm == 'fixed' else None)
+    s, t, factors, _ = member
+    z = convolve(s, t, x, factors)
     if s.norm in ('none', 'fixed'):
-        return z, z, KeptLayer(None, None)
+        return z, z, _NOTHING
     u, statistics, count = normalise(s, t, z)
     return z, u.to(z.dtype), KeptLayer(statistics, count)
 
 
-def _rerun_layer(s, t, x, layer):
+def _rerun_layer(member, x, layer):
     """Runs convolution and norm again; running statistics stay as they are. Returns the outputs of both."""
-    z = convolve(s, t, x, factors_of_fixed(s, t) if s.norm == 'fixed' else None)
+    s, t, factors, _ = member
+    z = convolve(s, t, x, factors)
     if layer.statistics is None:
         return z, z
     scale, shift = affine_of_norm(s, t, layer.statistics, z.shape[1])
     return z, torch.addcmul(shift, z, scale).to(z.dtype)
 
 
-def _layer_backward(s, t, x, z, layer, grad, needs, needs_x):
-    """Returns gradients of a layer's input and parameters.
+def _layer_backward(member, x, z, layer, grad, needs, needs_x):
+    """Computes the gradients of a layer.
 
     Args:
-        s (ConvNormSettings): Settings of the layer.
-        t (ConvNormTensors): Parameters and buffers.
+        member (Layer): The layer.
         x (Tensor): The layer's input.
-        z (Tensor | KeptMap | None): Output of the convolution, which batch statistics and group norm need.
+        z (Tensor | None): Output of the convolution, which batch statistics and group norm need.
         layer (KeptLayer): What the layer saved.
         grad (Tensor): Gradient of the norm's output.
         needs (list[bool]): Which parameters need gradients.
         needs_x (bool): Whether the input needs one.
+
+    Returns:
+        tuple[Tensor | None, FixedGradients | dict]: See :func:`.convolve_backward`.
     """
+    s, t, factors, parts = member
     needs = ConvNormGradients(needs_x, *needs, residual=False)
-    factors = factors_of_fixed(s, t) if s.norm == 'fixed' else None
-    z = KeptMap(z) if isinstance(z, Tensor) else z
-    saved = ConvNormSaved(t, x.shape, (x.dtype, None), KeptMap(x), z, None, layer.statistics, factors, layer.count)
-    found = {}
-    if layer.statistics is not None:
-        grad, found['norm_weight'], found['norm_bias'] = normalise_backward(s, saved, grad, needs)
-    found |= convolve_backward(s, saved, grad, needs)
-    return found.get('x'), [found.get(name) for name in _DIFFERENTIABLE]
+    if layer.statistics is None:
+        return convolve_backward(s, t, factors, parts, x, grad, needs)
+    grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
+    dx, found = convolve_backward(s, t, None, None, x, grad, needs)
+    return dx, dict(found, norm_weight=weight, norm_bias=bias)
 
 
-def _backward(blocks, tensors, source, saved, grad, needs, needs_x):
-    """Returns the gradient of the chain's input and those of all parameters, given that of the last ReLU's input."""
+def _backward(blocks, members, source, saved, grad, needs, needs_x):
+    """Returns the gradient of the chain's input, given that of the last ReLU's input, and what :func:`_layer_backward`
+    finds for each layer.
+    """
     inputs = [source.load(grad.dtype)]
-    for pair in zip(blocks[:-1], tensors[:-1], saved[:-1], strict=True):
-        inputs.append(_rerun_output(*pair, inputs[-1]))
+    for each in zip(blocks[:-1], members[:-1], saved[:-1], strict=True):
+        inputs.append(_rerun_output(*each, inputs[-1]))
     found = []
     for n in reversed(range(len(blocks))):
         x = inputs.pop()
-        grad, own = _block_backward(blocks[n], tensors[n], saved[n], x, grad, needs[n], needs_x or n > 0)
-        grad = aten.threshold_backward(grad, x, 0) if n > 0 else grad
+        grad, own = _block_backward(blocks[n], members[n], saved[n], x, grad, needs[n], needs_x or n > 0)
+        grad = aten.threshold_backward.default(grad, x, 0) if n > 0 else grad
         found = [*own, *found]
     return grad, found
 
 
-def _rerun_output(block, t, saved, x):
+def _rerun_output(block, members, saved, x):
     """Recomputes the output of a block from its input and that of its last layer."""
-    i = len(block.layers) - 1
-    _, out = _rerun_layer(block.layers[i], t.layers[i], saved.last.load(x.dtype), saved.layers[i])
-    if block.shortcut is None:
+    number = len(members.layers)
+    _, out = _rerun_layer(members.layers[-1], saved.last.load(x.dtype), saved.layers[number - 1])
+    if members.shortcut is None:
         out.add_(x)
     else:
-        out.add_(_rerun_layer(block.shortcut, t.shortcut, _pooled(block, x), saved.layers[-1])[1])
+        out.add_(_rerun_layer(members.shortcut, _pooled(block, x), saved.layers[-1])[1])
     return saved.output.relu_(out)
 
 
-def _block_backward(block, t, saved, x, grad, needs, needs_x):
-    """Returns the gradients of a block's input and parameters, given that of the sum that its last ReLU is applied to.
+def _block_backward(block, members, saved, x, grad, needs, needs_x):
+    """Computes the gradients of a block, given that of the sum that its last ReLU is applied to.
 
     Args:
         block (BlockSettings): Settings of the block.
-        t (BlockTensors): Parameters and buffers.
+        members (Members): Its layers.
         saved (KeptBlock): What the block saved.
         x (Tensor): The block's input.
         grad (Tensor): The gradient.
         needs (list[list[bool]]): For each layer, which parameters need gradients.
         needs_x (bool): Whether the input needs one.
+
+    Returns:
+        tuple[Tensor | None, list]: Gradient of the input, and what :func:`_layer_backward` finds for each layer.
     """
-    pairs, found = [*zip(block.layers, t.layers, strict=True)], []
+    own, found = members.layers, []
     # Inputs of the layers, and the convolutions' outputs where a norm has statistics of the batch.
     inputs, outputs = [x], []
-    for (s, tensors), signs, layer in zip(pairs[:-2], saved.signs, saved.layers, strict=False):
-        z, out = _rerun_layer(s, tensors, inputs[-1], layer)
+    for member, signs, layer in zip(own[:-2], saved.signs, saved.layers, strict=False):
+        z, out = _rerun_layer(member, inputs[-1], layer)
         outputs.append(None if layer.statistics is None else z)
         inputs.append(signs.relu_(out))
         del z, out
     inputs.append(saved.last.load(x.dtype))
     outputs.append(saved.last)
-    s, tensors = pairs[-1]
-    outputs.append(None if saved.layers[len(pairs) - 1].statistics is None else convolve(s, tensors, inputs[-1], None))
+    s, t, _, _ = own[-1]
+    outputs.append(None if saved.layers[len(own) - 1].statistics is None else convolve(s, t, inputs[-1], None))
     inner = grad
-    for i in reversed(range(len(pairs))):
+    for i in reversed(range(len(own))):
         source, z = inputs.pop(), outputs.pop()
-        inner, own = _layer_backward(*pairs[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
-        found = [*own, *found]
+        if isinstance(z, KeptMap):
+            z = None if saved.layers[i].statistics is None else z.before_norm(inner.dtype)
+        inner, gradients = _layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
+        found = [gradients, *found]
         if i > 0:
-            inner = aten.threshold_backward(inner, source, 0)
+            inner = aten.threshold_backward.default(inner, source, 0)
         del source, z
-    if block.shortcut is None:
+    if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, found
-    through, own = _shortcut_backward(block, t, saved, x, grad, needs[-1], needs_x)
-    return inner.add_(through) if needs_x else None, [*found, *own]
+    through, gradients = _shortcut_backward(block, members.shortcut, saved, x, grad, needs[-1], needs_x)
+    return inner.add_(through) if needs_x else None, [*found, gradients]
 
 
-def _shortcut_backward(block, t, saved, x, grad, needs, needs_x):
+def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
     pooled, layer, z = _pooled(block, x), saved.layers[-1], None
     if layer.statistics is not None:
-        z = convolve(block.shortcut, t.shortcut, pooled, None)
-    grad, found = _layer_backward(block.shortcut, t.shortcut, pooled, z, layer, grad, needs, needs_x)
+        z = convolve(member.s, member.t, pooled, None)
+    grad, found = _layer_backward(member, pooled, z, layer, grad, needs, needs_x)
     if block.pool is not None and needs_x:
         pool = block.pool
         options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
-        grad = aten.avg_pool2d_backward(grad, x, *options)
+        grad = aten.avg_pool2d_backward.default(grad, x, *options)
     return grad, found

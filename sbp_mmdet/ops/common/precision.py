@@ -122,6 +122,8 @@ def _add_product(total, product, unit, full):
 
 def multiplied(a, b, dtype):
     """Computes the product of a and b in ``dtype`` in one pass, in the layout of a."""
+    if a.dtype == b.dtype == dtype and a.dim() > 1 and a.is_contiguous():
+        return torch.mul(a, b)  # its layout is that of a
     return torch.mul(a, b, out=torch.empty_like(a, dtype=dtype))
 
 

@@ -1,0 +1,237 @@
+"""Norms of feature maps in the operation :mod:`..conv_norm_act`: forward and backward pass of each kind.
+
+'fixed' is a batch norm in evaluation mode, a factor and a shift for each channel. 'batch' and 'group' normalise with
+statistics of the map; with a process group, those of all processes (SyncBN).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .layouts import memory_format
+from .precision import accumulator
+
+__all__ = [
+    'Factors',
+    'FixedGradients',
+    'Statistics',
+    'affine_of_norm',
+    'factors_of_fixed',
+    'gradients_of_fixed',
+    'normalise',
+    'normalise_backward',
+    'parts_in_half',
+]
+
+aten = torch.ops.aten
+# Least factor of gradients in fp16, see `parts_in_half`: dW' may be 128 times as large as fp16's numbers then, and
+# gradients of 1e-5 still have digits.
+_LEAST_FACTOR = 2.0**-7
+
+
+class Statistics(NamedTuple):
+    """Mean and reciprocal deviation, shape (D,), of a group norm (N, num_groups)."""
+
+    mean: Tensor
+    rstd: Tensor
+
+
+# Fixed norms. Numbers for each channel are small, so they are made for all layers of a chain in the same few calls.
+
+
+class Factors(NamedTuple):
+    """Factor and reciprocal deviation of a fixed norm, for each channel, in full precision."""
+
+    scale: Tensor
+    rstd: Tensor
+
+
+class FixedGradients(NamedTuple):
+    """What a layer with a fixed norm knows of its gradients when its convolution's backward pass is done.
+
+    Attributes:
+        t (NamedTuple): Parameters and buffers, see :class:`..conv_norm_act.ConvNormTensors`.
+        factors (Factors): Those of the norm.
+        needs (NamedTuple): Which gradients are needed, by name.
+        weight (Tensor | None): Gradient of the convolution's weight.
+        products (Tensor | None): Sums of W * dW' * ``factor``, shape (D,), in full precision.
+        sums (Tensor | None): Sums of dy, shape (D,), in full precision.
+        factor (Tensor | None): Factor of dy in dW', shape (D,). If ``None``, 1.
+    """
+
+    t: NamedTuple
+    factors: Factors
+    needs: NamedTuple
+    weight: Tensor | None
+    products: Tensor | None
+    sums: Tensor | None
+    factor: Tensor | None
+
+
+def factors_of_fixed(layers: Sequence[tuple]) -> list[Factors | None]:
+    """Returns the factors of the fixed norms among some layers, ``None`` for other norms.
+
+    Args:
+        layers (Sequence[tuple]): Settings and tensors of each layer.
+    """
+    fixed = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
+    found = [None] * len(layers)
+    if not fixed:
+        return found
+    variances = [layers[i][1].running_var for i in fixed]
+    rstd = torch._foreach_add([v.to(accumulator(v)) for v in variances], [layers[i][0].eps for i in fixed])
+    _take_rsqrt(rstd)
+    weights = [layers[i][1].norm_weight for i in fixed]
+    if any(weight is None for weight in weights):
+        scales = [r if w is None else r * w for r, w in zip(rstd, weights, strict=True)]
+    else:
+        scales = torch._foreach_mul(rstd, weights)
+    for i, *factors in zip(fixed, scales, rstd, strict=True):
+        found[i] = Factors(*factors)
+    return found
+
+
+def _take_rsqrt(tensors):
+    if hasattr(torch, '_foreach_rsqrt_'):
+        return torch._foreach_rsqrt_(tensors)
+    torch._foreach_sqrt_(tensors)  # torch 2.3 and older
+    return torch._foreach_reciprocal_(tensors)
+
+
+def parts_in_half(factors: Sequence[Factors]) -> list[tuple[Tensor, Tensor]]:
+    """Splits the factors k of fixed norms into one of the gradient and one of the weight, for fp16.
+
+    dW' may be infinite where k is small and plain code's k dW' is not, and k W has no digits left where all k are
+    small. So dy is multiplied by k, as in plain code, or by a small constant c where k is smaller, and the weight by
+    k / max(k, c).
+
+    Args:
+        factors (Sequence[Factors]): Factors of the norms.
+
+    Returns:
+        list[tuple[Tensor, Tensor]]: Both factors of each norm.
+    """
+    scales = [f.scale for f in factors]
+    large = torch._foreach_clamp_min(scales, _LEAST_FACTOR)
+    return [*zip(large, torch._foreach_div(scales, large), strict=True)]
+
+
+def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tensor]]:
+    """Returns the gradients of convolutions' and fixed norms' parameters, by name.
+
+    Args:
+        layers (Sequence[FixedGradients]): What is known of each layer; overwritten.
+    """
+    normed = [layer for layer in layers if layer.needs.norm_weight]
+    if normed:
+        # dk = sum(W * dW') - mean * sum(dy), and the gradient of the norm's weight is rstd * dk.
+        products = [layer.products for layer in normed]
+        if normed[0].factor is not None:
+            torch._foreach_div_(products, [layer.factor for layer in normed])
+        torch._foreach_addcmul_(products, [layer.sums for layer in normed], [*map(_centre, normed)], -1)
+        torch._foreach_mul_(products, [layer.factors.rstd for layer in normed])
+    found = []
+    for t, factors, needs, weight, products, sums, _ in layers:
+        own = {}
+        if needs.weight:
+            own['weight'] = weight.to(t.weight.dtype)
+        if needs.bias:
+            own['bias'] = (sums * factors.scale).to(t.bias.dtype)
+        if needs.norm_weight:
+            own['norm_weight'] = products.to(t.norm_weight.dtype)
+        if needs.norm_bias:
+            own['norm_bias'] = sums.to(t.norm_bias.dtype)
+        found.append(own)
+    return found
+
+
+def _centre(layer):
+    t = layer.t
+    return t.running_mean if t.bias is None else t.running_mean - t.bias
+
+
+# Norms with statistics of the map.
+
+
+def normalise(s, t, z):
+    """Returns the normalised map, in memory of its own, the statistics, and how many positions a SyncBN's are over."""
+    if s.norm == 'group':
+        # CUDA's kernel takes one precision, and its autocast runs group norm in full.
+        z = _for_group_norm(z if t.norm_weight is None or not z.is_cuda else z.to(t.norm_weight.dtype))
+        sizes = *z.shape[:2], z.shape[2] * z.shape[3]
+        out, mean, rstd = torch.native_group_norm(z, t.norm_weight, t.norm_bias, *sizes, s.num_groups, s.eps)
+        return out, Statistics(mean, rstd), None
+    if s.process_group is not None:
+        return _normalise_together(s, t, z)
+    if z.numel() == z.shape[1]:
+        raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
+    running = t.running_mean, t.running_var
+    out, mean, rstd = torch.native_batch_norm(z, t.norm_weight, t.norm_bias, *running, True, s.momentum, s.eps)
+    return out, Statistics(mean, rstd), None
+
+
+def _for_group_norm(z):
+    """Returns a map in a layout that torch's kernel takes."""
+    return z.contiguous(memory_format=memory_format(z)) if z.device.type == 'cpu' else z.contiguous()
+
+
+def affine_of_norm(s, t, statistics, channels):
+    """Returns scale and shift of a norm with these statistics, broadcastable."""
+    mean, scale = (n.to(accumulator(n)) for n in statistics)
+    if s.norm == 'group':
+        mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in (mean, scale))
+    if t.norm_weight is not None:
+        scale = scale * t.norm_weight
+    shift = -mean * scale if t.norm_bias is None else t.norm_bias - mean * scale
+    return scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
+
+
+def normalise_backward(s, t, statistics, count, z, grad, needs):
+    """Returns the gradients of a norm's input, weight and bias, given that of its output and its input ``z``."""
+    mean, rstd = statistics
+    which = [True, needs.norm_weight, needs.norm_bias]
+    if s.norm == 'group':
+        z = _for_group_norm(z)
+        grad = grad.contiguous(memory_format=memory_format(z))
+        sizes = *z.shape[:2], z.shape[2] * z.shape[3], s.num_groups
+        return aten.native_group_norm_backward(grad, z, mean, rstd, t.norm_weight, *sizes, which)
+    if s.process_group is not None:
+        return _normalise_together_backward(s, t, statistics, count, z, grad)
+    return aten.native_batch_norm_backward(grad, z, t.norm_weight, None, None, mean, rstd, True, s.eps, which)
+
+
+def _normalise_together(s, t, z):
+    """Runs batch norm with the statistics of all processes; one of them may have no image."""
+    full, channels = accumulator(z), z.shape[1]
+    var, mean = torch.var_mean(z.to(full), (0, 2, 3), correction=0)
+    count = torch.full_like(mean[:1], z.numel() // channels)
+    mine = torch.cat([mean.nan_to_num(0), var.nan_to_num(0), count])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(s.process_group))]
+    dist.all_gather(every, mine, s.process_group)
+    means, variances, counts = torch.stack(every).split([channels, channels, 1], 1)
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count
+    var = ((variances + (means - mean).square()) * counts).sum(0) / count
+    if t.running_mean is not None:
+        t.running_mean.lerp_(mean.to(t.running_mean.dtype), s.momentum)
+        t.running_var.lerp_((var * count / (count - 1)).to(t.running_var.dtype), s.momentum)
+    statistics = Statistics(mean, (var + s.eps).rsqrt())
+    scale, shift = affine_of_norm(s, t, statistics, channels)
+    return torch.addcmul(shift, z, scale).to(z.dtype), statistics, count
+
+
+def _normalise_together_backward(s, t, statistics, count, z, grad):
+    """As :func:`normalise_backward`; gradients of the parameters are this process's own."""
+    mean, rstd = (n.view(1, -1, 1, 1) for n in statistics)
+    full = grad.to(rstd.dtype)
+    xhat = (z - mean) * rstd
+    sums = torch.stack([(full * xhat).sum((0, 2, 3)), full.sum((0, 2, 3))])
+    dweight, dbias = sums.clone()
+    dist.all_reduce(sums, group=s.process_group)
+    sums = (sums / count).view(2, 1, -1, 1, 1)
+    dz = (full - sums[1] - xhat * sums[0]) * rstd
+    dz = dz if t.norm_weight is None else dz * t.norm_weight.view(1, -1, 1, 1)
+    return dz.to(grad.dtype), dweight if t.norm_weight is not None else None, dbias if t.norm_bias is not None else None
