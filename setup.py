@@ -16,7 +16,7 @@ class BuildWithConfigs(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib, 'sbp_mmdet/.mim')
-            ignore = shutil.ignore_patterns('__pycache__', 'quickstart*', 'gpu_report*', 'run_tests*', 'setup_env*')
+            ignore = shutil.ignore_patterns('__pycache__', 'quickstart*', 'gpu_*', 'run_tests*', 'setup_env*')
             for folder in ('configs', 'tools'):
                 shutil.copytree(here / folder, target / folder, ignore=ignore, dirs_exist_ok=True)
             shutil.copy(here / 'model-index.yml', target)

@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import sys
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -315,76 +314,63 @@ def test_damaged_checkpoint(config, whole):
 # --- what the scripts make of it -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def options(monkeypatch):
-    """What the script adds to the command line."""
-    argv = ['train.py']
-    monkeypatch.setattr(sys, 'argv', argv)
-
-    def added(function, *arguments):
-        del argv[1:]
-        function(*arguments)
-        return argv[1:]
-
-    return added
+ATOMIC = {'default_hooks.checkpoint.backend_args.backend': 'atomic'}
+EVALUATION = {'default_hooks.evaluation.type': 'EvaluateEndedHook'}
 
 
-ATOMIC = 'default_hooks.checkpoint.backend_args.backend=atomic'
-
-
-def test_training_writes_whole_checkpoints(config, options, capsys):
-    write = mmdet_script._write_whole_checkpoints
+def test_training_writes_whole_checkpoints(config, capsys):
+    options = mmdet_script.checkpoint_options
     hook = config.default_hooks.checkpoint
-    assert options(write, config) == ['--cfg-options', ATOMIC]
+    assert options(config) == ATOMIC | EVALUATION
     for own in (dict(backend_args=dict(backend='petrel')), dict(out_dir='s3://bucket')):
         config.default_hooks.checkpoint = {**hook, **own}
-        assert options(write, config) == []
+        assert options(config) == EVALUATION
     assert not capsys.readouterr().err
     config.default_hooks.checkpoint = {**hook, 'max_keep_ckpts': 1}
-    options(write, config)
-    assert 'max_keep_ckpts=1: mmengine removes the old checkpoint before' in capsys.readouterr().err
+    options(config)
+    said = capsys.readouterr().err
+    assert 'max_keep_ckpts=1' in said and '2 is safe' in said
     config.default_hooks.checkpoint = None
-    assert options(write, config) == []
+    assert options(config) == EVALUATION
+    config.default_hooks.evaluation = None
+    assert options(config) == {}
     config.pop('default_hooks')
-    assert options(write, config) == ['--cfg-options', ATOMIC, 'default_hooks.checkpoint.type=CheckpointHook']
+    assert options(config) == ATOMIC | EVALUATION | {'default_hooks.checkpoint.type': 'CheckpointHook'}
 
 
-def test_what_a_training_starts_from(config, state, options, tmp_path):
-    start = mmdet_script._check_start
+def resumed(config, work_dir, resume=None):
+    """What ``--resume`` is after the check."""
+    args = SimpleNamespace(resume=resume, work_dir=str(work_dir), config='tiny.py')
+    mmdet_script.check_start(config, args)
+    return args.resume
 
-    def args(resume=None, work_dir=tmp_path):
-        return SimpleNamespace(resume=resume, work_dir=str(work_dir), config='tiny.py')
 
-    assert options(start, config, args()) == options(start, config, args('auto')) == []  # no checkpoint: from the start
+def test_what_a_training_starts_from(config, state, tmp_path):
+    assert resumed(config, tmp_path) is None and resumed(config, tmp_path, 'auto') == 'auto'  # no checkpoint yet
     save(state, tmp_path / 'epoch_1.pth')
+    whole = str(tmp_path / 'epoch_1.pth')
     (tmp_path / 'epoch_2.pth').write_bytes((tmp_path / 'epoch_1.pth').read_bytes()[:-9])
     (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_2.pth'))
-    assert options(start, config, args('auto')) == ['--resume', str(tmp_path / 'epoch_1.pth')]
+    assert resumed(config, tmp_path, 'auto') == whole
     config.resume = True  # in the config, instead of --resume
-    assert options(start, config, args()) == ['--resume', str(tmp_path / 'epoch_1.pth')]
+    assert resumed(config, tmp_path) == whole
     config.load_from = str(tmp_path / 'epoch_2.pth')
-    assert options(start, config, args('auto')) == ['--resume', str(tmp_path / 'epoch_1.pth')]
+    assert resumed(config, tmp_path, 'auto') == whole
     with pytest.raises(PreflightError, match='--resume: .*epoch_2.pth is truncated'):
-        options(start, config, args())
+        resumed(config, tmp_path)
     config.resume = False
     with pytest.raises(PreflightError, match='load_from: .*epoch_2.pth is truncated'):
-        options(start, config, args())
+        resumed(config, tmp_path)
     with pytest.raises(PreflightError, match='--resume: .*none.pth does not exist'):
-        options(start, config, args('none.pth'))
+        resumed(config, tmp_path, 'none.pth')
 
 
-@pytest.mark.parametrize('words', [['--resume'], ['--resume', 'auto'], ['--resume=auto']])
-def test_load_from_counts_until_there_is_something_to_resume(config, state, monkeypatch, tmp_path, capsys, words):
+def test_load_from_counts_until_there_is_something_to_resume(config, state, tmp_path, capsys):
     config.load_from = str(tmp_path / 'start.pth')
     save(state, tmp_path / 'start.pth')
-    args = SimpleNamespace(resume='auto', work_dir=str(tmp_path / 'run'), config='tiny.py')
-    monkeypatch.setattr(sys, 'argv', ['train.py', 'tiny.py', *words, '--amp'])
-    mmdet_script._check_start(config, args)
-    assert sys.argv == ['train.py', 'tiny.py', '--amp']  # mmdet's script forgets load_from where it sees --resume
+    assert resumed(config, tmp_path / 'run', 'auto') is None  # mmdet's script forgets load_from where it has --resume
     assert 'starts from load_from=' in capsys.readouterr().err
     (tmp_path / 'run').mkdir()
     save(state, tmp_path / 'run/epoch_1.pth')
     (tmp_path / 'run/last_checkpoint').write_text(str(tmp_path / 'run/epoch_1.pth'))
-    monkeypatch.setattr(sys, 'argv', ['train.py', 'tiny.py', *words])
-    mmdet_script._check_start(config, args)
-    assert sys.argv == ['train.py', 'tiny.py', *words]
+    assert resumed(config, tmp_path / 'run', 'auto') == 'auto'

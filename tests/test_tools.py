@@ -1,20 +1,21 @@
-"""What a person types: bad input ends in one clear message, and the launch scripts pass on what they are given."""
+"""What a person types: bad input ends in one clear message."""
 
 import copy
 import json
 import os
-import socket
+import sys
+from argparse import Namespace
 from pathlib import Path
 
+import mmengine
 import pytest
-from helpers import ROOT, TOOLS, make_project, run
+from helpers import TOOLS, make_project, run
 from mmengine.registry import init_default_scope
 
 import mmdet_script  # isort: skip  (helpers puts tools/ on the path)
 import preflight  # isort: skip
 from preflight import PreflightError
 
-LAUNCHERS = ['dist_train.sh', 'dist_test.sh', 'slurm_train.sh', 'slurm_test.sh']
 ANNOTATIONS = 'data/shapes/annotations/instances_train.json'
 
 
@@ -63,6 +64,44 @@ def test_script_says_what_is_wrong_and_stops(project):
     assert done.returncode == 1
     assert 'error: train_dataloader.dataset.ann_file: data/shapes/no.json does not exist' in done.stderr
     assert 'Traceback' not in done.stderr and not (project.parent / 'work_dirs').exists()
+
+
+def test_arguments_that_the_config_or_the_machine_cannot_follow(config):
+    args = Namespace(auto_scale_lr=True, amp=False)
+    preflight.check_arguments(config, args)
+    preflight.check_arguments(config, Namespace(checkpoint='a.pth'))  # of test.py
+    with pytest.raises(PreflightError, match='--amp: .* needs a GPU.* leave --amp out'):
+        preflight.check_arguments(config, Namespace(amp=True))
+    del config.auto_scale_lr.base_batch_size
+    with pytest.raises(PreflightError, match=r'--auto-scale-lr: .*base_batch_size=16'):
+        preflight.check_arguments(config, args)
+
+
+def test_script_takes_what_the_checks_decided_and_leaves_the_command_line(project, monkeypatch, tmp_path):
+    """A stand-in for mmdet's script: its own parser, and main that asks it again."""
+    script = tmp_path / 'train.py'
+    script.write_text(
+        'import argparse, mmengine\n'
+        'def parse_args():\n'
+        '    parser = argparse.ArgumentParser()\n'
+        '    for name in ("--work-dir", "--resume", "--launcher"):\n'
+        '        parser.add_argument(name, default="none" if name == "--launcher" else None)\n'
+        '    parser.add_argument("config"), parser.add_argument("--amp", action="store_true")\n'
+        '    parser.add_argument("--cfg-options", nargs="+", action=mmengine.config.DictAction)\n'
+        '    return parser.parse_args()\n'
+        'def main():\n'
+        '    seen.append(parse_args())\n'
+        'seen = mmengine.seen = []\n'
+    )
+    monkeypatch.chdir(project.parent)
+    monkeypatch.setattr(mmdet_script, 'find_script', lambda *names: script)
+    words = ['train.py', 'tiny.py', '--cfg-options', 'train_cfg.max_epochs=1']
+    monkeypatch.setattr('sys.argv', [*words])
+    mmdet_script.run('train.py', ('train', 'val'))
+    (args,) = mmengine.seen
+    assert sys.argv == words and args.config == 'tiny.py' and args.resume is None
+    assert args.cfg_options['train_cfg.max_epochs'] == 1
+    assert args.cfg_options['default_hooks.checkpoint.backend_args.backend'] == 'atomic'
 
 
 def test_config_without_custom_imports(project):
@@ -279,95 +318,6 @@ def test_whose_script_a_config_wants(tmp_path):
     for name, toolbox in scopes.items():
         assert mmdet_script.toolbox_of(['--amp', str(tmp_path / f'{name}.py'), '--resume']) == toolbox
     assert mmdet_script.toolbox_of(['--help']) == 'mmdet'
-
-
-# --- launch scripts ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launch(tmp_path):
-    """Runs a launch script with stand-ins for srun and python, which write down their arguments and environment."""
-    for name in ('srun', 'python', 'other-python'):
-        stand_in = tmp_path / 'bin' / name
-        stand_in.parent.mkdir(exist_ok=True)
-        stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$(basename "$0")" "$@" >seen\nenv -0 >environment\n')
-        stand_in.chmod(0o755)
-
-    def start(script, *arguments, **variables):
-        search = f'{tmp_path / "bin"}{os.pathsep}{os.environ["PATH"]}'
-        run('bash', TOOLS / script, *arguments, cwd=tmp_path, **{'PATH': search, **variables})
-        lines = (tmp_path / 'environment').read_text().split('\0')
-        return (tmp_path / 'seen').read_text().split('\0')[:-1], dict(line.split('=', 1) for line in lines if line)
-
-    return start
-
-
-@pytest.mark.parametrize('script', LAUNCHERS)
-def test_launcher_is_valid_and_explains_itself(script, tmp_path):
-    run('bash', '-n', TOOLS / script, cwd=tmp_path)
-    done = run('bash', TOOLS / script, 'only-one', cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    assert f'bash tools/{script} ' in done.stderr and 'PY_ARGS' in done.stderr and 'set -' not in done.stderr
-
-
-def test_dist_train(launch):
-    options = ['--work-dir', 'a dir', '--cfg-options', 'a=*', 'b="[(1, 2)]"']
-    words, environment = launch('dist_train.sh', 'my config.py', '2', *options, PY_ARGS='--amp  c=*')
-    assert words == [
-        *('python', '-m', 'torch.distributed.run', '--nnodes=1', '--node_rank=0', '--master_addr=127.0.0.1'),
-        *('--master_port=29500', '--nproc_per_node=2', str(TOOLS / 'train.py'), 'my config.py'),
-        *('--launcher', 'pytorch', *options, '--amp', 'c=*'),
-    ]
-    assert environment['PYTHONPATH'].split(os.pathsep)[0] == str(ROOT)
-
-
-def test_dist_test_on_several_nodes(launch):
-    variables = dict(NNODES='4', NODE_RANK='3', MASTER_ADDR='node0', PORT='1234', PYTHON='other-python')
-    words, environment = launch('dist_test.sh', 'c.py', 'my model.pth', '8', '--tta', PYTHONPATH='/mine', **variables)
-    assert words == [
-        *('other-python', '-m', 'torch.distributed.run', '--nnodes=4', '--node_rank=3', '--master_addr=node0'),
-        *('--master_port=1234', '--nproc_per_node=8', str(TOOLS / 'test.py'), 'c.py', 'my model.pth'),
-        *('--launcher', 'pytorch', '--tta'),
-    ]
-    assert environment['PYTHONPATH'] == f'{ROOT}{os.pathsep}/mine'
-
-
-def test_slurm_train(launch):
-    variables = dict(SRUN_ARGS='--gres=none --time=1:00', GPUS='16', CPUS_PER_TASK='2', PORT='4321', PY_ARGS='--resume')
-    arguments = ('part', 'my job', 'c.py', 'my dir', '--cfg-options', 'a=*')
-    words, environment = launch('slurm_train.sh', *arguments, **variables)
-    assert words == [
-        *('srun', '--partition=part', '--job-name=my job', '--gres=gpu:8', '--ntasks=16', '--ntasks-per-node=8'),
-        *('--cpus-per-task=2', '--kill-on-bad-exit=1', '--gres=none', '--time=1:00', 'python', '-u'),
-        *(str(TOOLS / 'train.py'), 'c.py', '--work-dir=my dir', '--launcher=slurm', '--cfg-options', 'a=*', '--resume'),
-    ]
-    assert environment['MASTER_PORT'] == '4321'
-
-
-def test_slurm_test_with_the_defaults(launch):
-    words, environment = launch('slurm_test.sh', 'part', 'job', 'c.py', 'm.pth')
-    assert {'--gres=gpu:8', '--ntasks=8', '--ntasks-per-node=8', '--cpus-per-task=5'} <= set(words)
-    assert words[-4:] == [str(TOOLS / 'test.py'), 'c.py', 'm.pth', '--launcher=slurm']
-    assert environment['MASTER_PORT'] == '29500'
-    words, _ = launch('slurm_test.sh', 'part', 'job', 'c.py', 'm.pth', GPUS='2')
-    assert {'--gres=gpu:2', '--ntasks=2', '--ntasks-per-node=2'} <= set(words)
-    words, _ = launch('slurm_test.sh', 'part', 'job', 'c.py', 'm.pth', GPUS='8', GPUS_PER_NODE='4')
-    assert {'--gres=gpu:4', '--ntasks=8', '--ntasks-per-node=4'} <= set(words)
-
-
-def test_two_cpu_ranks_train_and_test(project):
-    """A real launch, from a folder that is not the checkout, in a path with a blank."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    folder = project.parent
-    options = ['--work-dir', folder / 'two ranks', '--cfg-options', 'train_cfg.max_epochs=1']
-    done = run('bash', TOOLS / 'dist_train.sh', 'tiny.py', '2', *options, cwd=folder, PORT=port)
-    assert done.stderr.count('no GPU here: CPU ranks') == 1
-    log = done.stdout + done.stderr
-    assert 'Epoch(train) [1][1/1]' in log and 'coco/segm_mAP:' in log
-    assert 'GPU number: 2' in log and 'Distributed launcher: pytorch' in log
-    assert (folder / 'two ranks/epoch_1.pth').is_file()
 
 
 def test_threads_that_wait_sleep_unless_told_otherwise(monkeypatch):

@@ -1,20 +1,82 @@
-"""Runs a script of the installed mmdet, or of mmpretrain for its configs, after the checks of :mod:`preflight`."""
+"""Runs a script of the installed mmdet, or of mmpretrain for its configs, after the checks of :mod:`preflight`.
 
+The script parses its own command line. What the checks decide is written into the parsed arguments, which its ``main``
+then takes, so every option means what it means in mmdet.
+"""
+
+import contextlib
 import importlib.util
 import os
-import runpy
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import ModuleType
 
-__all__ = ['find_script', 'let_threads_sleep', 'run', 'toolbox_of']
+__all__ = [
+    'check_start',
+    'checkpoint_options',
+    'cpu_rank_options',
+    'find_script',
+    'join_cpu_ranks',
+    'let_threads_sleep',
+    'run',
+    'toolbox_of',
+]
+
+
+def run(name: str, splits: tuple[str, ...]) -> None:
+    """Checks the config that the command line names and runs the toolbox's script on the same command line.
+
+    Args:
+        name (str): 'train.py' or 'test.py'.
+        splits (tuple[str, ...]): Datasets that it reads: 'train', 'val', 'test'.
+
+    Raises:
+        SystemExit: With one line that names the bad input and the remedy.
+    """
+    let_threads_sleep()
+    try:
+        find_script(name)  # the checks need mmdet, whichever toolbox's script runs
+        script = _load(find_script(name, toolbox_of(sys.argv[1:])))
+    except FileNotFoundError as error:
+        sys.exit(f'error: {error}')
+    args = script.parse_args()
+
+    from preflight import PreflightError, check_arguments, check_config, load_config  # needs mmdet
+
+    try:
+        config = load_config(args.config, args.cfg_options)
+        check_arguments(config, args)
+        check_config(config, splits)
+        if name == 'train.py':
+            check_start(config, args)
+        else:
+            _checkpoints().check_checkpoint(args.checkpoint, 'checkpoint', config, all_weights=True)
+    except PreflightError as error:
+        sys.exit(f'error: {error}')
+    options = checkpoint_options(config) if name == 'train.py' else {}
+    cpu_ranks = args.launcher != 'none' and join_cpu_ranks(config, args.launcher)
+    if cpu_ranks:
+        options.update(cpu_rank_options(config))
+    args.cfg_options = {**(args.cfg_options or {}), **options} or None
+    script.parse_args = lambda: args
+    script.main()
+    if cpu_ranks:
+        # Everything is written. An ordinary exit from here is aborted by gloo's threads in one process of ten.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def toolbox_of(words: list[str]) -> str:
-    """Whose script a config wants.
+    """Returns the toolbox whose script a command line is meant for.
+
+    Args:
+        words (list[str]): The command line.
 
     Returns:
-        str: 'mmpretrain' if the first config file among them is a child of its configs, otherwise 'mmdet', which says
-        what is wrong where there is no config.
+        str: 'mmpretrain' if the first config file among the words inherits from its configs; otherwise 'mmdet', whose
+        script also reports a missing config.
     """
     file = next((word for word in words if word.endswith('.py') and Path(word).is_file()), None)
     try:
@@ -23,13 +85,17 @@ def toolbox_of(words: list[str]) -> str:
         scope = file and Config.fromfile(file, import_custom_modules=False).get('default_scope')
     except ModuleNotFoundError as error:  # of the package that the config inherits from
         scope = str(error).partition(' ')[0]
-    except Exception:  # whatever is wrong with it, the checks say so
+    except Exception:  # a broken config is reported by the checks
         scope = None
     return 'mmpretrain' if scope == 'mmpretrain' else 'mmdet'
 
 
 def find_script(name: str, toolbox: str = 'mmdet') -> Path:
     """Finds a toolbox's own script, without importing the toolbox.
+
+    Args:
+        name (str): Name of the script.
+        toolbox (str): Import name of the toolbox. Default: 'mmdet'.
 
     Returns:
         Path: In an installed package ``mmdet/.mim/tools``, in a source checkout ``tools`` beside the package.
@@ -39,7 +105,7 @@ def find_script(name: str, toolbox: str = 'mmdet') -> Path:
     """
     spec = importlib.util.find_spec(toolbox)
     if spec is None or not spec.origin:
-        remedy = 'tools/setup_env.sh makes an environment and says where'
+        remedy = 'tools/setup_env.sh makes an environment and prints its python'
         remedy = remedy if toolbox == 'mmdet' else f'pip install {toolbox} torchvision'
         raise FileNotFoundError(f'{toolbox} is not installed for {sys.executable}; {remedy}')
     package = Path(spec.origin).parent
@@ -51,49 +117,20 @@ def find_script(name: str, toolbox: str = 'mmdet') -> Path:
 
 
 def let_threads_sleep() -> None:
-    """Threads of a CPU that wait for each other go to sleep soon, unless the environment says how they wait.
+    """Shortens the time for which idle OpenMP threads spin, unless the environment sets it.
 
-    By its default GNU's OpenMP lets them spin for milliseconds. On a machine that has something else to do they spin on
-    the very core that the other thread waits for: a step of the quick start took six times as long. To be called before
-    torch is imported.
+    To be called before torch is imported. By default GNU's OpenMP lets threads spin for milliseconds. On a busy machine
+    they spin on the core that another thread waits for: a step of the quick start took six times as long.
     """
     if not {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'} & set(os.environ):
         os.environ['GOMP_SPINCOUNT'] = '1000'
 
 
-def run(name: str, splits: tuple[str, ...]) -> None:
-    """Checks the config that the command line names and runs the toolbox's script on the same command line."""
-    let_threads_sleep()
-    try:
-        script = find_script(name)  # mmdet has to be there for the checks, whose script it is
-        if (toolbox := toolbox_of(sys.argv[1:])) != 'mmdet':
-            script = find_script(name, toolbox)
-        script = runpy.run_path(str(script))
-    except FileNotFoundError as error:
-        sys.exit(f'error: {error}')
-    args = script['parse_args']()  # its own, so that --help and wrong options are its business
-
-    from preflight import PreflightError, check_config, load_config  # needs mmdet, which is there by now
-
-    try:
-        config = load_config(args.config, args.cfg_options)
-        check_config(config, splits)
-        if name == 'train.py':
-            _check_start(config, args)
-        else:
-            _checkpoints().check_checkpoint(args.checkpoint, 'checkpoint', config, all_weights=True)
-    except PreflightError as error:
-        sys.exit(f'error: {error}')
-    if name == 'train.py':
-        _write_whole_checkpoints(config)
-        _evaluate_what_ended(config)
-    cpu_ranks = args.launcher != 'none' and _allow_cpu_ranks(config)
-    script['main']()
-    if cpu_ranks:
-        # All is done and written. gloo's threads abort one in ten processes that end in the ordinary way from here.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f'toolbox_{path.stem}', path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _checkpoints():
@@ -102,96 +139,111 @@ def _checkpoints():
     return checkpoints
 
 
-def _check_start(config, args):
-    """Checks what a training starts from, by mmdet's rules: --resume goes before the config's resume and load_from."""
+def check_start(config, args: Namespace) -> None:
+    """Checks the checkpoint that a training starts from, and writes into ``args.resume`` which one that is.
+
+    mmdet's rules decide: ``--resume`` goes before the config's ``resume`` and ``load_from``. If the newest checkpoint
+    is damaged, the newest whole one is taken. If there is nothing to resume from yet, ``load_from`` counts, which
+    mmdet's script alone would forget.
+
+    Args:
+        config (Config): The config, with the overrides of the command line.
+        args (Namespace): Arguments of train.py.
+
+    Raises:
+        PreflightError: If the checkpoint cannot be used.
+    """
     checkpoints = _checkpoints()
     load_from = config.get('load_from') if args.resume is None else args.resume
     resume = args.resume is not None or config.get('resume', False)
     if resume and load_from in (None, 'auto'):
         work_dir = Path(args.work_dir or config.get('work_dir') or Path('work_dirs', Path(args.config).stem))
-        path, reason = checkpoints.last_whole_checkpoint(work_dir)
-        if reason and path is None:
+        load_from, reason = checkpoints.last_whole_checkpoint(work_dir)
+        if reason and load_from is None:
             raise checkpoints.PreflightError(
                 f'--resume: {reason}, and there is no whole checkpoint beside it; without --resume the training '
                 'starts anew'
             )
         if reason:
-            _say(f'--resume: {reason}; going on from {path}')
-            sys.argv += ['--resume', str(path)]
-        load_from = path
-        if path is None and args.resume == 'auto' and config.get('load_from'):
-            resume, load_from = False, config.load_from
+            _say(f'--resume: {reason}; going on from {load_from}')
+            args.resume = str(load_from)
+        if load_from is None and args.resume == 'auto' and config.get('load_from'):
+            resume, load_from, args.resume = False, config.load_from, None
             _say(f'--resume: there is nothing to go on from yet, so the training starts from load_from={load_from}')
-            _forget_resume()
     if load_from:
         checkpoints.check_checkpoint(str(load_from), '--resume' if resume else 'load_from', config, whole_run=resume)
 
 
-def _forget_resume():
-    """Takes ``--resume`` from the command line: with it the toolboxes' scripts forget the config's load_from."""
-    for i, word in enumerate(sys.argv):
-        name, equals, _ = word.partition('=')
-        if len(name) > 4 and '--resume'.startswith(name):
-            del sys.argv[i : i + (1 if equals or sys.argv[i + 1 : i + 2] != ['auto'] else 2)]
-            return
+def checkpoint_options(config) -> dict:
+    """Returns config options for checkpoints that appear whole or not at all, and for a last evaluation after a resume.
 
+    Args:
+        config (Config): The config. If it does not import the package, or says itself how checkpoints are written,
+            nothing is added.
 
-def _write_whole_checkpoints(config):
-    """Checkpoints appear whole or not at all, unless the config says how to write them."""
-    hook = config.get('default_hooks', {}).get('checkpoint', {})
-    if not isinstance(hook, dict) or 'sbp_mmdet.resume' not in sys.modules:
-        return
+    Returns:
+        dict: Options as of ``--cfg-options``.
+    """
+    if 'sbp_mmdet.resume' not in sys.modules:
+        return {}
+    hooks, options = config.get('default_hooks', {}), {}
+    if 'evaluation' not in hooks:
+        options['default_hooks.evaluation.type'] = 'EvaluateEndedHook'
+    hook = hooks.get('checkpoint', {})
+    if not isinstance(hook, dict):
+        return options
     if not {'backend_args', 'file_client_args'} & set(hook) and '://' not in f'{hook.get("out_dir")}':
-        options = ['default_hooks.checkpoint.backend_args.backend=atomic']
+        options['default_hooks.checkpoint.backend_args.backend'] = 'atomic'
         if 'type' not in hook:
-            options.append('default_hooks.checkpoint.type=CheckpointHook')
-        sys.argv += ['--cfg-options', *options]
+            options['default_hooks.checkpoint.type'] = 'CheckpointHook'
     if hook.get('max_keep_ckpts') == 1:
         _say(
             'default_hooks.checkpoint.max_keep_ckpts=1: mmengine removes the old checkpoint before it writes the new '
             'one, and a run that is killed between them has none; 2 is safe'
         )
+    return options
 
 
-def _evaluate_what_ended(config):
-    """A run that was killed in its last evaluation is evaluated when it is resumed."""
-    if 'sbp_mmdet.resume' in sys.modules and 'evaluation' not in config.get('default_hooks', {}):
-        sys.argv += ['--cfg-options', 'default_hooks.evaluation.type=EvaluateEndedHook']
+def join_cpu_ranks(config, launcher: str) -> bool:
+    """Starts distributed CPU processes over gloo where there is no accelerator, for trying things out.
 
+    mmengine's own start sets a CUDA device in every process; with the process group already there, it leaves it alone.
 
-def _say(message):
-    """Once, not in each process."""
-    ranks = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')  # torchrun, Slurm, MPI
-    if next((os.environ[name] for name in ranks if name in os.environ), '0') == '0':
-        print(message, file=sys.stderr)
-
-
-def _allow_cpu_ranks(config):
-    """mmengine's distributed start assumes an accelerator. Where there is none, for trying things out:
-
-    - ``torch.cuda.set_device``, which it calls in every process, does nothing;
-    - the processes talk through gloo;
-    - DistributedDataParallel is not given the number of a GPU.
-
-    Where there is an accelerator this changes nothing.
+    Args:
+        config (Config): The config.
+        launcher (str): 'pytorch', 'slurm' or 'mpi'.
 
     Returns:
-        bool: Whether these are CPU ranks.
+        bool: Whether these are CPU ranks. With an accelerator nothing is done.
     """
     import torch
     from mmengine.device import get_device
+    from mmengine.dist import init_dist
 
     if get_device() != 'cpu':
         return False
-    torch.cuda.set_device = lambda device: None
-    options = ['env_cfg.dist_cfg.backend=gloo', 'model_wrapper_cfg.device_ids=None']
-    if 'model_wrapper_cfg' not in config:  # then mmengine would have made this one
-        find_unused = config.get('find_unused_parameters', False)
-        options += [
-            'model_wrapper_cfg.type=MMDistributedDataParallel',
-            'model_wrapper_cfg.broadcast_buffers=False',
-            f'model_wrapper_cfg.find_unused_parameters={find_unused}',
-        ]
-    sys.argv += ['--cfg-options', *options]
-    _say(f'no GPU here: CPU ranks, as if with --cfg-options {" ".join(options)}')
+    set_device = torch.cuda.set_device
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, torch.cuda, 'set_device', set_device)
+        torch.cuda.set_device = lambda device: None
+        init_dist(launcher, **{**(config.get('env_cfg') or {}).get('dist_cfg', {}), 'backend': 'gloo'})
+    words = ' '.join(f'{key}={value}' for key, value in cpu_rank_options(config).items())
+    _say(f'no GPU here: CPU ranks, as if with --cfg-options {words}')
     return True
+
+
+def cpu_rank_options(config) -> dict:
+    """Returns config options for gloo, and for a DistributedDataParallel without device."""
+    options = {'env_cfg.dist_cfg.backend': 'gloo', 'model_wrapper_cfg.device_ids': None}
+    if 'model_wrapper_cfg' not in config:  # then mmengine would have made this one
+        options['model_wrapper_cfg.type'] = 'MMDistributedDataParallel'
+        options['model_wrapper_cfg.broadcast_buffers'] = False
+        options['model_wrapper_cfg.find_unused_parameters'] = config.get('find_unused_parameters', False)
+    return options
+
+
+def _say(message):
+    """Prints in the first process only."""
+    ranks = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')  # torchrun, Slurm, MPI
+    if next((os.environ[name] for name in ranks if name in os.environ), '0') == '0':
+        print(message, file=sys.stderr)

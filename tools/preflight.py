@@ -9,6 +9,7 @@ import inspect
 import json
 import mmap
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,15 @@ from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.registry import init_default_scope
 
-__all__ = ['PreflightError', 'check_annotations', 'check_backbone', 'check_config', 'load_config', 'on_meta']
+__all__ = [
+    'PreflightError',
+    'check_annotations',
+    'check_arguments',
+    'check_backbone',
+    'check_config',
+    'load_config',
+    'on_meta',
+]
 
 _KEYS = ('images', 'annotations', 'categories')
 _TEST_KEYS = ('images', 'categories')  # the test sets of COCO come without annotations
@@ -51,6 +60,26 @@ def load_config(path: str, options: dict | None = None) -> Config:
     except Exception as error:  # a config is a program: whatever it may raise
         raise PreflightError(f'config file {path}: {type(error).__name__}: {error}') from error
     return config
+
+
+def check_arguments(config: Config, args: Namespace) -> None:
+    """Checks what a script's arguments need of the config and of the machine.
+
+    Args:
+        config (Config): The config, with the overrides of the command line.
+        args (Namespace): Arguments of mmdet's or mmpretrain's script.
+
+    Raises:
+        PreflightError: For ``--auto-scale-lr`` without ``auto_scale_lr.base_batch_size``, or ``--amp`` on a CPU.
+    """
+    scaling = config.get('auto_scale_lr') or {}
+    if getattr(args, 'auto_scale_lr', False) and not {'enable', 'base_batch_size'} <= set(scaling):
+        raise PreflightError(
+            '--auto-scale-lr: the config does not say for which batch size its learning rate is; add '
+            'auto_scale_lr = dict(enable=False, base_batch_size=16)'
+        )
+    if getattr(args, 'amp', False) and get_device() == 'cpu':
+        raise PreflightError('--amp: mixed precision needs a GPU, and there is none; leave --amp out')
 
 
 def check_config(config: Config, splits: tuple[str, ...]) -> None:
