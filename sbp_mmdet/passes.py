@@ -20,7 +20,7 @@ from .surgery import Mixin, mix_in, mix_out, stock_class
 __all__ = ['Drawing', 'HandingOn', 'close_drawing', 'hand_on_within', 'open_drawing']
 
 # Packages whose modules write to feature maps through autograd only.
-_KNOWN = ('mmcv', 'mmdet', 'mmengine', 'mmpretrain', 'mmyolo', 'sbp_mmdet')
+_KNOWN = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', 'mmseg', 'mmyolo', 'sbp_mmdet')
 # Modules whose hooks look at modules, and write to no feature map.
 _WATCHERS = ('torch.distributed.', 'sbp_mmdet.plan.')
 _DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not

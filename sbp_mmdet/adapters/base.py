@@ -31,6 +31,7 @@ from ..stochastic_backprop.step_draws import RowDraws, StepDraws, TokenDraws
 from ..surgery import Mixin, mix_in, mix_out, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
+from .copies import original, path_of
 from .predicate import derives_plainly, fairscale_forward
 
 __all__ = [
@@ -68,7 +69,7 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], typ
     def register(mixin):
         if not issubclass(mixin, LeanModule):
             raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.LeanModule or LeanBlock')
-        ADAPTERS.update({kind if isinstance(kind, str) else _path(kind): mixin for kind in kinds})
+        ADAPTERS.update({kind if isinstance(kind, str) else path_of(kind): mixin for kind in kinds})
         if 'stock' not in vars(mixin):
             mixin.stock = ()
         mixin.stock = (*mixin.stock, *kinds)
@@ -83,11 +84,8 @@ def adapter_of(module: nn.Module) -> type['LeanModule'] | None:
     Args:
         module (nn.Module): The module.
     """
-    return next((ADAPTERS[path] for path in map(_path, type(module).__mro__) if path in ADAPTERS), None)
-
-
-def _path(kind):
-    return f'{kind.__module__}.{kind.__qualname__}'
+    kinds = (known for kind in type(module).__mro__ for known in (kind, original(kind)))
+    return next((ADAPTERS[path] for path in map(path_of, kinds) if path in ADAPTERS), None)
 
 
 class Place(NamedTuple):

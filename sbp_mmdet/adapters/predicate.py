@@ -37,6 +37,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..surgery import foreign_classes, stock_class
+from .copies import odd_copy, original, path_of
 
 __all__ = [
     'PLAIN_TENSORS',
@@ -83,10 +84,6 @@ def _is_pointwise(conv):
     return None if geometry == ((1, 1), (1, 1), (0, 0), 1) else 'it is no 1x1 convolution'
 
 
-def _is_biased_pointwise(conv):
-    return _is_pointwise(conv) or _has_bias(conv)
-
-
 def _is_patchwise(conv):
     geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
     return None if geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1) else 'it is no 2x2 convolution of stride 2'
@@ -128,7 +125,7 @@ _SCALES = (LayerScale, 'sbp_mmdet.models.vit.LayerScale', 'mmpretrain.models.uti
 
 
 def _is_without_plugins(block):
-    return 'it has plugins' if getattr(block, 'with_plugins', False) else None
+    return 'it has plugins' if getattr(block, 'with_plugins', False) else odd_copy(block)
 
 
 def _has_all_tensors(norm):
@@ -161,7 +158,8 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'recomputed convolution': dict.fromkeys(_CONVOLUTIONS, _pads_zeros_and_has_bias),
     'linear': dict.fromkeys(_LINEARS, _any),
     'linear with bias': dict.fromkeys(_LINEARS, _has_bias),
-    'pointwise with bias': dict.fromkeys(_LINEARS, _has_bias) | dict.fromkeys(_CONVOLUTIONS, _is_biased_pointwise),
+    'pointwise with bias': dict.fromkeys(_LINEARS, _has_bias)
+    | dict.fromkeys(_CONVOLUTIONS, lambda conv: _is_pointwise(conv) or _has_bias(conv)),
     'linear or 2x2 convolution': dict.fromkeys(_LINEARS, _any) | dict.fromkeys(_CONVOLUTIONS, _is_patchwise),
     'layer norm': dict.fromkeys(_LAYER_NORMS, _normalises_channels),
     'affine layer norm': dict.fromkeys(_LAYER_NORMS, _has_affine_part),
@@ -239,7 +237,8 @@ def unsupported(module: nn.Module | None, role: str, called: bool = False) -> st
 
 def _find_problem(module, role, called):
     kind, known = stock_class(type(module)), ROLES[role]
-    check = known.get(kind) or known.get(_path(kind))
+    keys = (key for known_as in (kind, original(kind)) for key in (known_as, path_of(known_as)))
+    check = next((known[key] for key in keys if key in known), None)
     if is_parametrized(module):
         return 'it is parametrized'
     if check is None:
@@ -261,12 +260,8 @@ def ask_once() -> Iterator[None]:
 _thread = threading.local()  # answers: those of :func:`unsupported` so far, while they hold
 
 
-def _path(kind):
-    return f'{kind.__module__}.{kind.__qualname__}'
-
-
 def _is(kind: type, known: type | str) -> bool:
-    return kind is known or _path(kind) == known
+    return kind is known or path_of(kind) == known or (original(kind) is not kind and _is(original(kind), known))
 
 
 def interference(module: nn.Module) -> str | None:

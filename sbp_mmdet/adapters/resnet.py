@@ -8,8 +8,11 @@ from mmdet.models.layers import csp_layer
 from torch import Tensor, nn
 
 from ..ops.common.kept_maps import add
+from ..presets import Settings
+from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .conv_module import ConvNormActBinding
+from .copies import odd_copy, original
 
 __all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanShortcutBlock', 'LeanSplitAttention']
 
@@ -32,15 +35,24 @@ class _Convolutional(LeanModule):
         part = self.part(name)
         return type(self).parts(self)[name].own_code(x, residual) if part is None else part(self.form, x, residual)
 
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`."""
+        return odd_copy(module)
+
 
 def _shortcut(block, x):
     """Returns what goes past the convolutions of a block."""
     return x if block.downsample is None else block.downsample(x)
 
 
+def _has_plugins(block):
+    return getattr(block, 'with_plugins', False)  # copies in other projects know none
+
+
 def _plugged(block, number, x):
     """Returns ``x`` after the plugins that stand behind a convolution; they run their own code."""
-    return block.forward_plugin(x, getattr(block, f'after_conv{number}_plugin_names')) if block.with_plugins else x
+    return block.forward_plugin(x, getattr(block, f'after_conv{number}_plugin_names')) if _has_plugins(block) else x
 
 
 @adapter(resnet.BasicBlock)
@@ -62,7 +74,7 @@ class LeanBasicBlock(_Convolutional):
 
 def _ends(block):
     """Returns the first and the third convolution of a bottleneck."""
-    plugged = block.with_plugins and block.after_conv3_plugin_names
+    plugged = _has_plugins(block) and block.after_conv3_plugin_names
     return dict(
         conv1=ConvNormActBinding(block.conv1, block.norm1, block.relu),
         conv3=ConvNormActBinding(block.conv3, block.norm3, None if plugged else block.relu),
@@ -86,7 +98,7 @@ def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Ten
     """Runs a bottleneck with its second convolution given as a function."""
     out = _plugged(block, 1, block.layer('conv1', x))
     out = _plugged(block, 2, middle(out))
-    if block.with_plugins and block.after_conv3_plugin_names:
+    if _has_plugins(block) and block.after_conv3_plugin_names:
         return block.relu(_plugged(block, 3, block.layer('conv3', out)) + _shortcut(block, x))
     return block.layer('conv3', out, residual=_shortcut(block, x))
 
@@ -184,7 +196,7 @@ class LeanResNet(_Convolutional):
     def lean_forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Runs the backbone on images (N, 3, H, W)."""
         x = self.layer('stem', x)
-        x = x if isinstance(self, regnet.RegNet) else self.maxpool(x)
+        x = x if regnet.RegNet in map(original, stock_class(type(self)).__mro__) else self.maxpool(x)
         outs = []
         for name in self.res_layers:
             outs.append(x := getattr(self, name)(x))

@@ -17,6 +17,7 @@ from ..surgery import stock_class
 from .base import adapter
 from .bindings import Binding
 from .conv_module import ConvNorm, LeanSequence
+from .copies import original
 from .predicate import unsupported
 
 __all__ = ['LeanStage', 'may_chain']
@@ -134,7 +135,7 @@ def _reads(block) -> Iterator[tuple[nn.Module, str]]:
 
 def _layers(block):
     """Returns the block's convolutions with their norms."""
-    number = 2 if stock_class(type(block)) is resnet.BasicBlock else 3
+    number = 2 if original(stock_class(type(block))) is resnet.BasicBlock else 3
     return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, number + 1)]
 
 

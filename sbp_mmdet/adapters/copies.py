@@ -1,0 +1,149 @@
+"""Classes of other projects that are copies of mmdet's: which is a copy of which, and the proof.
+
+mmpretrain, mmseg and mmpose carry ResNets, HRNets, Swin Transformers and CSP blocks of the same origin as mmdet's, and
+mmdet's detectors may have them as backbones. A class that :data:`COPIES` names is taken for the original where its code
+says so: ``forward`` and every method that it reaches have the syntax tree of the original, and global names mean the
+same objects. Two statements may be there or not, because the settings say whether they do anything: plugins, and
+stochastic depth behind the branch.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+
+from torch import nn
+
+from ..surgery import stock_class
+
+__all__ = ['COPIES', 'odd_copy', 'original', 'path_of']
+
+_BACKBONES = {
+    'resnet': ('BasicBlock', 'Bottleneck', 'ResNet', 'ResNetV1d'),
+    'resnext': ('Bottleneck', 'ResNeXt'),
+    'regnet': ('RegNet',),
+    'res2net': ('Bottle2neck', 'Res2Net'),
+    'resnest': ('Bottleneck', 'SplitAttentionConv2d', 'ResNeSt'),
+    'hrnet': ('HRNet',),
+    'swin': ('SwinBlock', 'ShiftWindowMSA', 'WindowMSA'),
+}
+_CSP = ('DarknetBottleneck', 'CSPNeXtBlock')
+_PATCHES = ('PatchEmbed', 'PatchMerging')
+# Module of a copy -> module of the original, names of the classes in both.
+_MODULES = {
+    f'{project}.models.backbones.{file}': (f'mmdet.models.backbones.{file}', names)
+    for project in ('mmpretrain', 'mmseg', 'mmpose')
+    for file, names in _BACKBONES.items()
+} | {
+    'mmpose.models.utils.csp_layer': ('mmdet.models.layers.csp_layer', _CSP),
+    'mmpretrain.models.backbones.cspnet': ('mmdet.models.layers.csp_layer', _CSP[:1]),
+    'mmpose.models.utils.transformer': ('mmdet.models.layers.transformer.utils', _PATCHES),
+    'mmseg.models.utils.embed': ('mmdet.models.layers.transformer.utils', _PATCHES),
+}
+# Class of another project -> class of mmdet that it may be a copy of, both by module and name.
+COPIES: dict[str, str] = {
+    f'{module}.{name}': f'{of}.{name}' for module, (of, names) in _MODULES.items() for name in names
+}
+
+
+def path_of(kind: type) -> str:
+    """Returns the module and name of a class.
+
+    Args:
+        kind (type): The class.
+    """
+    return f'{kind.__module__}.{kind.__qualname__}'
+
+
+@functools.cache
+def original(kind: type) -> type:
+    """Returns the class of mmdet that a class is a copy of, or the class itself if it is none.
+
+    Args:
+        kind (type): The class, without mixins of this package.
+
+    Example:
+        ``original(mmseg.models.backbones.resnet.Bottleneck) is mmdet.models.backbones.resnet.Bottleneck``
+    """
+    path = COPIES.get(path_of(kind))
+    if path is None:
+        return kind
+    module, _, name = path.rpartition('.')
+    stock = getattr(importlib.import_module(module), name)
+    code = _code_of(kind)
+    return stock if code and code == _code_of(stock) else kind
+
+
+def odd_copy(module: nn.Module) -> str | None:
+    """Returns what a module of another project does besides the forward of the original, or ``None``.
+
+    Args:
+        module (nn.Module): A module whose class may be a copy.
+    """
+    kind = stock_class(type(module))
+    depth = stock_class(type(getattr(module, 'drop_path', None)))
+    if original(kind) is kind:
+        return None
+    if getattr(module, 'with_plugins', False):
+        return f'plugins of {kind.__module__} are not supported'
+    return None if depth in (type(None), nn.Identity) else f'its drop_path is a {depth.__name__}; set its rate to 0'
+
+
+def _code_of(kind: type) -> dict | None:
+    """Returns the syntax trees of ``forward`` and of what it reaches through ``self``, and what global names mean.
+
+    Returns:
+        dict | None: If ``None``, the source cannot be read.
+    """
+    found, names = {}, ['forward']
+    while names:
+        name = names.pop()
+        function = _function_of(kind, name)
+        if function is None or name in found:
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            return None
+        tree = _Simplified().visit(tree)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        found[name] = ast.dump(tree), {n: v for n, v in function.__globals__.items() if n in used}
+        names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)]
+    return found
+
+
+def _function_of(kind: type, name: str) -> Callable | None:
+    """Returns a method or the getter of a property, unless every module has it."""
+    member = inspect.getattr_static(kind, name, None)
+    if member is inspect.getattr_static(nn.Module, name, None):
+        return None
+    member = getattr(member, 'fget', None) or getattr(member, '__func__', member)
+    return member if inspect.isfunction(member) else None
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == 'self'
+
+
+class _Simplified(ast.NodeTransformer):
+    """Leaves out documentation, annotations, plugins and stochastic depth."""
+
+    def visit_FunctionDef(self, node):
+        if isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):
+            node.body = node.body[1:]
+        node.returns = None
+        for argument in ast.walk(node.args):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+        return self.generic_visit(node)
+
+    def visit_If(self, node):
+        optional = isinstance(node.test, ast.Attribute) and node.test.attr == 'with_plugins' and not node.orelse
+        return None if optional else self.generic_visit(node)
+
+    def visit_Assign(self, node):
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        optional = isinstance(called, ast.Attribute) and _is_self(called.value) and called.attr == 'drop_path'
+        return None if optional else self.generic_visit(node)
