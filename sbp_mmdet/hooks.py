@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from mmdet.registry import HOOKS
+from mmengine import registry
 from torch import nn
 
 from .apply import apply_settings, keep_ratios
@@ -15,7 +16,12 @@ from .surgery import ModelHook, members, unwrapped
 __all__ = ['CheckpointModulesHook', 'LeanHook', 'TargetsInChunksHook']
 
 
-@HOOKS.register_module()
+def _register(kind: type[ModelHook]) -> type[ModelHook]:
+    """Registers a hook with mmdet, and with mmengine, where configs of mmyolo and mmrotate look for it."""
+    return registry.HOOKS.register_module()(HOOKS.register_module()(kind))
+
+
+@_register
 class LeanHook(SignsOfLife, ModelHook):
     """Trains a detector in less memory, by changing its modules in place; see :func:`.apply.apply_lean`.
 
@@ -76,7 +82,7 @@ class LeanHook(SignsOfLife, ModelHook):
         return sum(ratios) / len(ratios) if ratios else None
 
 
-@HOOKS.register_module()
+@_register
 class CheckpointModulesHook(ModelHook):
     """Checkpoints submodules of the model, see :func:`checkpoint_modules`.
 
@@ -114,7 +120,7 @@ class CheckpointModulesHook(ModelHook):
             )
 
 
-@HOOKS.register_module()
+@_register
 class TargetsInChunksHook(ModelHook):
     """Computes training targets in chunks, see :func:`.chunked_targets.targets_in_chunks`.
 

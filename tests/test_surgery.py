@@ -9,6 +9,7 @@ import pytest
 import torch
 from mmdet.models.test_time_augs import DetTTAModel
 from mmdet.registry import HOOKS
+from mmengine import DefaultScope, Registry, registry
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from torch import nn
@@ -26,6 +27,9 @@ from sbp_mmdet.surgery import (
     model_hooks,
     unwrapped,
 )
+
+
+SISTERS_HOOKS = Registry('hook', scope='sister_of_mmdet', parent=registry.HOOKS)
 
 
 @HOOKS.register_module()
@@ -52,6 +56,13 @@ def test_hooks_of_this_package():
     found = model_hooks([dict(type=kind, priority='LOW') for kind in kinds])
     assert [type(hook).__name__ for hook in found] == [*kinds[1:]]
     assert list(model_hooks(None)) == []
+
+
+@pytest.mark.parametrize('hook', ['LeanHook', 'mmdet.LeanHook'])
+def test_configs_of_sister_projects_name_the_hook_as_mmdets_do(hook):
+    assert isinstance(SISTERS_HOOKS.build(dict(type=hook)), LeanHook)
+    with DefaultScope.overwrite_default_scope('sister_of_mmdet'):
+        assert [type(found) for found in model_hooks([dict(type=hook)])] == [LeanHook]
 
 
 def test_a_hook_that_nobody_registered():
