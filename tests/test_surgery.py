@@ -28,7 +28,6 @@ from sbp_mmdet.surgery import (
     unwrapped,
 )
 
-
 SISTERS_HOOKS = Registry('hook', scope='sister_of_mmdet', parent=registry.HOOKS)
 
 

@@ -7,6 +7,7 @@ from . import (  # noqa: F401  register their adapters
     detr,
     ffn,
     grounding_dino,
+    pooling,
     resnet,
     resnet_chain,
     swin,

@@ -24,7 +24,8 @@ from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .bindings import Binding
-from .predicate import ROLES, know, unsupported
+from .copies import path_of
+from .predicate import EFFICIENTDETS_CONVOLUTION, ROLES, know, unsupported
 
 __all__ = ['ConvNorm', 'ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of']
 
@@ -63,7 +64,7 @@ class ConvNorm:
 
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, act: nn.Module | None = None):
         self.modules = conv, norm, act
-        self._adapts = stock_class(type(conv)) is Conv2dAdaptivePadding
+        self._adapts = _pads_itself(conv)
         self._standardises = stock_class(type(conv)) in (ConvAWS2d, ConvWS2d)
         self._made_of = self._settings = None
 
@@ -171,11 +172,19 @@ def _standardised(conv):
     return (conv.weight - mean) / (std + conv.eps)
 
 
+def _pads_itself(conv):
+    kind = stock_class(type(conv))
+    return kind is Conv2dAdaptivePadding or path_of(kind) == EFFICIENTDETS_CONVOLUTION
+
+
 def _padded(x, conv):
     """Returns the map and its padding as TensorFlow's "same". It is copied only where its sides get different ones."""
     pads = []
     for size, stride, kernel, dilation in zip(x.shape[2:], conv.stride, conv.kernel_size, conv.dilation, strict=True):
-        pads.append(max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0))
+        if stock_class(type(conv)) is Conv2dAdaptivePadding:
+            pads.append(max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0))
+        else:  # EfficientDet's knows no dilation, and crops where windows are smaller than their stride
+            pads.append((-(-size // stride) - 1) * stride + kernel - size)
     (top, left), (bottom, right) = ([pad // 2 for pad in pads], [pad - pad // 2 for pad in pads])
     if (top, left) == (bottom, right):
         return x, (top, left)

@@ -17,7 +17,8 @@ from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.layers.transformer.dab_detr_layers import DABDetrTransformerEncoder
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoder
-from mmdet.models.layers.transformer.utils import ConditionalAttention
+from mmdet.models.layers.transformer.utils import ConditionalAttention, DynamicConv
+from mmdet.models.necks.ssd_neck import L2Norm
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
@@ -96,9 +97,12 @@ class LeanMultiheadAttention(LeanModule):
         return out.transpose(0, 1) if self.batch_first else out
 
 
-@adapter(ConditionalAttention, SpatialReductionAttention)
+@adapter(
+    *(ConditionalAttention, SpatialReductionAttention, nn.MultiheadAttention, DynamicConv, L2Norm),
+    'projects.DiffusionDet.diffusiondet.head.DynamicConv',
+)
 class LeanRecomputed(LeanModule):
-    """Attention of other kinds runs its own code, and again in the backward pass."""
+    """Attention of other kinds, and layers made of cheap ones, run their own code, and again in the backward pass."""
 
     samples = has_reference = False
 

@@ -40,6 +40,7 @@ from ..surgery import foreign_classes, stock_class
 from .copies import odd_copy, original, path_of
 
 __all__ = [
+    'EFFICIENTDETS_CONVOLUTION',
     'PLAIN_TENSORS',
     'ROLES',
     'UNKNOWN',
@@ -115,6 +116,7 @@ def _is_over_last_dimension(softmax):
 _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, Swish, nn.Hardswish, nn.GELU)
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
 _LINEARS = (nn.Linear, MMCVLinear)
+EFFICIENTDETS_CONVOLUTION = 'projects.EfficientDet.efficientdet.utils.Conv2dSamePadding'
 _CONVOLUTIONS = (nn.Conv2d, MMCVConv2d)
 _LAYER_NORMS = (
     nn.LayerNorm,
@@ -144,7 +146,8 @@ def _averages_without_padding(pool):
 
 # What a module is to an operation -> the classes that are known in this place -> the settings that each may have.
 ROLES: dict[str, dict[type | str, Check]] = {
-    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros),
+    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros)
+    | {EFFICIENTDETS_CONVOLUTION: _any},
     'norm of a map': dict.fromkeys(_NORMS, _any),
     'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _is_without_plugins),
     'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _pads_zeros),

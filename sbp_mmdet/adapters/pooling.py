@@ -1,0 +1,140 @@
+"""Max pools, alone and behind a convolution, and VGG, which calls its layers one by one."""
+
+import dataclasses
+import functools
+
+import mmcv.cnn
+from mmdet.models.backbones import SSDVGG
+from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
+
+from ..ops.common.autograd_function import Form
+from ..ops.max_pool import LARGEST_WINDOW, PoolSettings, PoolTensors, max_pool
+from ..presets import Settings
+from .base import LeanModule, adapter
+from .bindings import Binding
+from .conv_module import ConvNormActBinding
+from .predicate import ROLES, unsupported
+
+__all__ = ['LeanMaxPool', 'LeanVGG']
+
+
+def _fits_in_bytes(pool):
+    if pool.return_indices:
+        return 'it returns indices'
+    height, width = _pair(pool.kernel_size)
+    return None if height * width <= LARGEST_WINDOW else f'its windows have more than {LARGEST_WINDOW} places'
+
+
+ROLES['max pool'] = {nn.MaxPool2d: _fits_in_bytes}
+
+
+def _pooled(form, pool, x, relu=False):
+    geometry = map(_pair, (pool.kernel_size, pool.stride, pool.padding, pool.dilation))
+    return max_pool(PoolSettings(form, *geometry, pool.ceil_mode, relu), PoolTensors(x))
+
+
+@adapter(nn.MaxPool2d)
+class LeanMaxPool(LeanModule):
+    """Stores where in its window each maximum stands."""
+
+    samples = has_reference = False
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Pools a map (N, C, H, W)."""
+        return _pooled(self.form, self, x) if x.dim() == 4 and x.numel() else super(LeanModule, self).forward(x)
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`."""
+        return _fits_in_bytes(module)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ConvPoolBinding(Binding):
+    """``pool(relu(norm(conv(x))))``, which stores neither the pool's input nor the ReLU's output.
+
+    Attributes:
+        conv (nn.Module): The convolution.
+        norm (nn.Module | None): If ``None``, there is none.
+        relu (nn.ReLU): The ReLU.
+        pool (nn.MaxPool2d): The pool.
+    """
+
+    conv: nn.Module
+    norm: nn.Module | None
+    relu: nn.Module
+    pool: nn.Module
+
+    @functools.cached_property
+    def _layer(self):
+        return ConvNormActBinding(self.conv, self.norm)
+
+    @property
+    def length_behind(self) -> int:
+        """How many modules stand behind the convolution."""
+        return 2 + (self.norm is not None)
+
+    def __call__(self, form: Form, x: Tensor):
+        """Runs the layer on (N, C, H, W)."""
+        return _pooled(form, self.pool, self._layer(form, x), relu=True)
+
+    def reads(self, form: Form):
+        """See :meth:`.Binding.reads`."""
+        yield from self._layer.reads(form)
+        yield from ((self.relu, 'ReLU'), (self.pool, 'max pool'))
+
+
+@adapter(mmcv.cnn.VGG, SSDVGG)
+class LeanVGG(LeanModule):
+    """Convolutions, ReLUs and pools. Of a ReLU in front of a pool nothing is stored."""
+
+    samples = has_reference = False
+    separable = hands_on = True
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`. A layer has the number of its convolution."""
+        layers, ends, found, i = [*self.features], _ends(self), {}, 0
+        while i < len(layers):
+            part = None if unsupported(layers[i], 'convolution') else _layer(layers[i:], i, ends)
+            if part:
+                found[str(i)] = part
+            i += 1 + (part.length_behind if part else 0)
+        return found
+
+    def bypasses(self):
+        """See :meth:`.LeanModule.bypasses`. The list itself is never called."""
+        yield self.features, 'list of layers'
+
+    def lean_forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Runs the backbone on images (N, 3, H, W)."""
+        outs, ends, i = [], _ends(self), 0
+        while i < len(self.features):
+            part = self.part(str(i))
+            x = self.features[i](x) if part is None else part(self.form, x)
+            i += 1 + (part.length_behind if part else 0)
+            if i - 1 in ends:
+                outs.append(x)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`."""
+        return 'it has a classifier' if module.num_classes > 0 and not isinstance(module, SSDVGG) else None
+
+
+def _ends(vgg):
+    """Returns the numbers of the layers whose outputs the backbone puts out."""
+    if isinstance(vgg, SSDVGG):
+        return set(vgg.out_feature_indices)
+    return {vgg.range_sub_modules[i][1] - 1 for i in vgg.out_indices}
+
+
+def _layer(layers, i, ends):
+    """Returns a convolution with what may run with it, of the layers from ``i`` on."""
+    conv, *behind = layers[: next((n + 1 for n in range(len(layers)) if i + n in ends), len(layers))]
+    norm = behind.pop(0) if behind and not unsupported(behind[0], 'norm of a map') else None
+    act = behind.pop(0) if behind and not unsupported(behind[0], 'activation') else None
+    if act is not None and behind and not unsupported(act, 'ReLU') and not unsupported(behind[0], 'max pool'):
+        return _ConvPoolBinding(conv, norm, act, behind[0])
+    return ConvNormActBinding(conv, norm, act)
