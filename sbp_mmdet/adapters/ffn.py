@@ -22,7 +22,14 @@ def rate_of(dropout):
 def recomputed(run, *args):
     """Runs a function of tensors, modules' parameters among its own, again in the backward pass."""
     leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but holds on to what stands inside of lists
-    return cp.checkpoint(lambda *leaves: run(*tree_unflatten(leaves, structure)), *leaves, use_reentrant=False)
+    # Checkpointing gives back other objects, and torch's attention asks whether query, key and value are the same one.
+    different = {id(leaf): leaf for leaf in leaves}
+    places = [[*different].index(id(leaf)) for leaf in leaves]
+
+    def run_with(*different):
+        return run(*tree_unflatten([different[i] for i in places], structure))
+
+    return cp.checkpoint(run_with, *different.values(), use_reentrant=False)
 
 
 class _FFNBinding(Binding):
