@@ -52,7 +52,7 @@ setup(
         'onedl': ['onedl-mmcv>=2.3.6', 'onedl-mmengine>=0.10.12', 'onedl-mmdetection>=3.5.1', 'pycocotools'],
         'upstream': ['mmcv>=2.0.0,<2.2.0', 'mmengine>=0.10.4,<1.0', 'mmdet>=3.3.0,<4.0', 'pycocotools'],
         'safetensors': ['safetensors'],  # weights in .safetensors files
-        'test': ['pytest', 'hypothesis', 'matplotlib', 'ruff', 'safetensors'],
+        'test': ['pytest', 'pytest-xdist', 'hypothesis', 'matplotlib', 'ruff', 'safetensors'],
     },
     entry_points={'console_scripts': ['sbp-mmdet = sbp_mmdet.plan.command:main']},
 )

@@ -19,6 +19,9 @@ from sbp_mmdet import apply_lean
 BACKBONES = ['ResNet-18, training', 'ResNet-50', 'ResNet-50, GN', 'ResNeXt-50', 'CSPNeXt', 'HRNet', 'Res2Net']
 LAYERS = ['FFN', 'attention', 'Mask2Former decoder']
 KERNELS = ['deformable encoder', 'deformable decoder', 'Grounding DINO decoder', 'Mask2Former']  # mmcv's, none fake
+# A preset and a precision of each kind for every model; both with both for one model of each operation.
+PAIRS = [('exact', FP16), ('int8', torch.bfloat16)]
+BOTH = ['ResNet-18, training', 'ResNet-50', 'ResNet-50, GN', *LAYERS, 'deformable encoder']
 KIND = 'cuda' if DEVICE == 'cuda' else 'cpu'
 
 
@@ -65,9 +68,14 @@ def step(module, inputs, dtype):
     return [torch.cat([x.detach().double().flatten() for x in found]) for found in (grads, outs)]
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
-@pytest.mark.parametrize('preset', ['exact', 'int8'])
-@pytest.mark.parametrize('name', BACKBONES + LAYERS + KERNELS)
+@pytest.mark.parametrize(
+    ('name', 'preset', 'dtype'),
+    [
+        *((name, preset, dtype) for name in BACKBONES + LAYERS + KERNELS for preset, dtype in PAIRS),
+        *((name, 'int8', FP16) for name in BOTH),
+        *((name, 'exact', torch.bfloat16) for name in BOTH),
+    ],
+)
 def test_gradients(name, preset, dtype):
     """Not much further from fp64 than those of the plain module under autocast; eight bits lose something more. The
     forward pass of convolutions is as near as the plain one: else other ReLUs would be off than in the plain module,
@@ -93,8 +101,7 @@ def test_gradients(name, preset, dtype):
         assert name not in BACKBONES or own_out <= 1.02 * other_out, (own_out, other_out)
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('preset', ['exact', 'int8'])
+@pytest.mark.parametrize(('preset', 'dtype'), [('exact', torch.float16), ('int8', torch.bfloat16)])
 @pytest.mark.parametrize('name', BACKBONES + LAYERS)
 def test_on_a_gpu_that_is_not_there(name, preset, dtype):
     """Each parameter gets a gradient of its type and shape, on its device."""

@@ -78,13 +78,19 @@ def trained(model):
     return dict(model.named_parameters()), (live_tensors() - counts[0], hooks(model) - counts[1])
 
 
-@pytest.mark.parametrize('preset', ['exact', 'int8', 'sbp'])
-def test_nothing_stays_behind(preset):
+@pytest.fixture(scope='module')
+def plain():
+    """A plain model, and the result of its training."""
     torch.manual_seed(0)
-    plain = Net().double().train()
-    lean = copy.deepcopy(plain)
+    model = Net().double().train()
+    return model, *trained(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize('preset', ['exact', 'int8', 'sbp'])
+def test_nothing_stays_behind(preset, plain):
+    model, expected, counts = plain
+    lean = copy.deepcopy(model)
     apply_lean(lean, preset)
-    expected, counts = trained(plain)
     found, changed_counts = trained(lean)
     assert changed_counts == counts
     if preset == 'exact':

@@ -18,4 +18,11 @@ if "$python" -c 'import ruff' 2>/dev/null; then
 else
     echo '[tests] no ruff in this environment: style is not checked' >&2
 fi
+# One process for each core, with one thread each: threads gain little on tests of this size. SBP_TEST_WORKERS=0 runs all
+# in one process.
+workers=${SBP_TEST_WORKERS:-$(nproc)}
+if [ "$workers" -gt 0 ] && [ "${SBP_TEST_DEVICE:-cpu}" = cpu ] && "$python" -c 'import xdist' 2>/dev/null; then
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    set -- --numprocesses "$((workers < 4 ? workers : 4))" --dist worksteal "$@"
+fi
 exec "$python" -m pytest "$@"

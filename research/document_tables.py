@@ -1,26 +1,29 @@
-"""Figures in the documents are those of the results."""
+"""Writes the figures of docs/results into the tables of the documents.
 
+    python research/document_tables.py           rewrites the cells that differ
+    python research/document_tables.py --check   names them, and fails if there are any
+
+Rows, columns and the marks around a figure (bold ones are significant) stay as they are in the page.
+"""
+
+import argparse
 import json
 import re
-import runpy
 import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
-import pytest
-from helpers import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 PHOTOGRAPHS = 'gradient_pool_photographs'
 
 
-def _text(name):
-    return (ROOT / name).read_text()
-
-
 def _results(name):
-    return json.loads(_text(f'docs/results/{name}.json'))
+    return json.loads((ROOT / f'docs/results/{name}.json').read_text())
 
 
 def _rows(name, **where):
-    """Preset to row, in today's names. Files of before call 'exact' 'exact-block' where there was such a preset."""
+    """Returns a function from a preset to its row. Older files call some presets by former names."""
     rows = [row for row in _results(name)['rows'] if all(row[key] == value for key, value in where.items())]
     rows = {frozenset((row.get('preset') or row['variant']).split('+')): row for row in reversed(rows)}
     blocks = any('exact-block' in variant for variant in rows)
@@ -39,34 +42,20 @@ def _ratio(rows, variant, key, form='.3f'):
     return '' if row is None else f'{row[key] / rows("none")[key]:{form}}'
 
 
-def _tables(name, heading):
-    """(first cell, head of the column, cell) of the table under a heading."""
-    part = re.split(r'\n#+ ', _text(name).split(f'# {heading}\n')[1])[0]
-    head, _, *lines = (line.strip('| ').split(' | ') for line in _padded(part) if line.startswith('|'))
-    for first, *cells in lines:
-        for column, cell in zip([*_whole(head)][-len(cells) :], cells, strict=True):
-            yield _plain(first), _plain(column), _plain(cell)
-
-
 def _whole(heads):
-    """Heads of columns; one without a measure has that of the column before it, 'stored: ConvNeXt-B | ResNet-50'."""
+    """Yields the heads of columns; one without a measure takes that of its left neighbour ('stored: A | B')."""
     measure = ''
     for head in heads:
         before, colon, _ = head.partition(': ')
-        measure = before if colon else measure if head[0].isupper() or head.startswith('stage') else ''
+        measure = before if colon else measure if head[:1].isupper() or head.startswith('stage') else ''
         yield head if colon or not measure else f'{measure}: {head}'
 
 
-def _padded(part):
-    return (re.sub(r'\|(?=\|)|\| (?=\|)', '| - ', line) for line in part.splitlines())
-
-
 def _plain(cell):
-    cell = cell.replace('\\*', '').replace('*', '').replace('`', '').strip()
-    return '' if cell == '-' else cell
+    return cell.replace('\\*', '').replace('*', '').replace('`', '').strip()
 
 
-# Rows of the tables of bytes to files.
+# First cell of a row in tables of bytes, to its file docs/results/detector_bytes_*.json.
 DETECTORS = {
     'ConvNeXt-T': 'convnext_t',
     'ConvNeXt-B': 'convnext_b',
@@ -88,7 +77,7 @@ DETECTORS = {
 
 
 def _counted(key):
-    """Of a detector, by the end of the first cell: its bytes where nothing is changed, and presets relative to that."""
+    """Returns the figure of a table of bytes: gigabytes of the plain detector, and presets relative to them."""
 
     def figure(first, column):
         detector = next(file for name, file in DETECTORS.items() if name in first)
@@ -180,16 +169,8 @@ def _in_the_readme(first, column):
     return None
 
 
-def test_first_figures_of_the_readme():
-    said = [float(figure) for figure in re.findall(r'\b0\.\d\d\b', _text('README.md').split('## ')[0])]
-    peaks = [
-        _counted('peak')(detector, preset) for preset in ('exact', 'with_cp') for detector in ('ConvNeXt-B', 'DINO')
-    ]
-    assert said == [round(float(peak), 2) for peak in peaks]
-
-
 def _trained(first, column):
-    """Mean over seeds; differences to the setting 'none' are paired, with the interval of Student's t."""
+    """Returns the mean over seeds, or the paired difference to 'none' with its 95 % interval (Student's t)."""
     results = _results('nuclei')['results']
     runs, plain = results[first], results['none']
     if column in ('box AP', 'mask AP'):
@@ -199,7 +180,7 @@ def _trained(first, column):
 
 
 def _unpadded(first, column):
-    """The same of checkpoints that were evaluated again; seeds without a partner have no difference."""
+    """Returns the same for checkpoints evaluated without padding; seeds without a partner have no difference."""
     subject, _, column = column.rpartition(': ')
     results = _results('nuclei_unpadded')['results'][subject]
     ends = {name: {seed: run['ap']['box AP'] for seed, run in runs.items()} for name, runs in results.items()}
@@ -228,7 +209,7 @@ def _interval(values):
 
 
 def _cosines(*files):
-    """Of gradient studies: a column of the first file, or of the one that it names, such as 'nuclei: backbone'."""
+    """Returns the figure of a study of gradients, from the file that a head names ('nuclei: backbone') or the first."""
 
     def figure(first, column):
         subject, _, column = column.rpartition(': ')
@@ -244,7 +225,7 @@ def _cosines(*files):
 
 
 def _draws(first, column):
-    """Cosine and relative error of rows that are drawn by norm, and of every n-th row."""
+    """Returns cosine and relative error of weight gradients from sampled rows."""
     label = {'a half': ',keep_ratio=0.5', 'an eighth': ',keep_ratio=0.125', 'a quarter': ''}[first.split(', ')[1]]
     if first.startswith('sbp'):
         label = {'': ',keep_ratio=0.25'}.get(label, '')
@@ -255,36 +236,96 @@ def _draws(first, column):
     return f'{found["cosine"]["mean"]:.3f}, {found["relative_error"]["mean"]:.2f}', ''
 
 
-def test_page_of_families(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / 'research'))
-    report = runpy.run_path(str(ROOT / 'research/families.py'))['report'](_results('families')['rows'])
-    assert report in _text('docs/research/families.md')
+TABLES = [
+    ('docs/costs.md', 'Backbones: stored bytes', _counted('backbone')),
+    ('docs/costs.md', 'Blocks: time', _time),
+    ('docs/costs.md', 'Whole detectors: peak', _counted('peak')),
+    ('docs/costs.md', 'Transformer detectors: peak', _counted('peak')),
+    ('docs/costs.md', 'A whole step: time', _step),
+    ('docs/costs.md', 'In fp32', _fp32),
+    ('docs/costs.md', 'What else there is', _rival),
+    ('README.md', 'Which preset', _in_the_readme),
+    ('docs/research/accuracy.md', 'Result', _trained),
+    ('docs/research/accuracy.md', 'Without padding', _unpadded),
+    ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
+    ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
+    ('docs/research/gradients.md', 'The same on photographs, in a Swin and in a ViT', _draws),
+    ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
+    ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
+    ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
+]
 
 
-@pytest.mark.parametrize(
-    'page, heading, figure',
-    [
-        ('docs/costs.md', 'Backbones: stored bytes', _counted('backbone')),
-        ('docs/costs.md', 'Blocks: time', _time),
-        ('docs/costs.md', 'Whole detectors: peak', _counted('peak')),
-        ('docs/costs.md', 'Transformer detectors: peak', _counted('peak')),
-        ('docs/costs.md', 'A whole step: time', _step),
-        ('docs/costs.md', 'In fp32', _fp32),
-        ('docs/costs.md', 'What else there is', _rival),
-        ('README.md', 'Which preset', _in_the_readme),
-        ('docs/research/accuracy.md', 'Result', _trained),
-        ('docs/research/accuracy.md', 'Without padding', _unpadded),
-        ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
-        ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
-        ('docs/research/gradients.md', 'The same on photographs, in a Swin and in a ViT', _draws),
-        ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
-        ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
-        ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
-    ],
-)
-def test_figures(page, heading, figure):
-    cells = [*_tables(page, heading)]
-    assert cells
-    for first, column, cell in cells:
-        expected = figure(first, column)
-        assert expected is None or cell in ([expected] if isinstance(expected, str) else expected), (first, column)
+def update_table(text: str, heading: str, figure: Callable) -> tuple[str, list[str]]:
+    """Writes the figures of the first table under a heading.
+
+    Args:
+        text (str): The page.
+        heading (str): The heading, without marks.
+        figure (Callable): Maps the first cell of a row and the head of a column to the cell: a text, a tuple of texts
+            that are right (the first is written), or None for a cell that is not from a result.
+
+    Returns:
+        tuple[str, list[str]]: The page, and 'row, column: cell -> figure' for each cell that changed.
+
+    Raises:
+        ValueError: If there is no such heading, or no table under it.
+    """
+    before, found, part = text.partition(f'# {heading}\n')
+    part, *after = re.split(r'(?=\n#+ )', part, maxsplit=1)
+    lines, changes = part.split('\n'), []
+    rows = [number for number, line in enumerate(lines) if line.startswith('|')]
+    if not found or len(rows) < 3:
+        raise ValueError(f'there is no table under the heading {heading!r}; correct TABLES in {__file__}')
+    heads = [*_whole(_cells(lines[rows[0]]))]
+    for number in rows[2:]:
+        first, *cells = _cells(lines[number])
+        columns = heads[-len(cells) :]
+        for at, (column, cell) in enumerate(zip(columns, cells, strict=True)):
+            expected = figure(_plain(first), _plain(column))
+            right = [expected] if isinstance(expected, str) else expected
+            if right is not None and _plain(cell) not in right:
+                changes.append(f'{_plain(first)}, {_plain(column)}: {cell or "empty"} -> {right[0]}')
+                cells[at] = cell.replace(_plain(cell), right[0]) if _plain(cell) else right[0]
+        if cells != _cells(lines[number])[1:]:
+            lines[number] = f'| {" | ".join([first, *cells])} |'
+    return ''.join([before, found, '\n'.join(lines), *after]), changes
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip().removeprefix('|').removesuffix('|').split('|')]
+
+
+def update_page(page: Path) -> tuple[str, list[str]]:
+    """Writes the figures of all tables of a page.
+
+    Args:
+        page (Path): The page.
+
+    Returns:
+        tuple[str, list[str]]: As of :func:`update_table`.
+    """
+    text, changes = page.read_text(), []
+    for name, heading, figure in TABLES:
+        if ROOT / name == page:
+            text, found = update_table(text, heading, figure)
+            changes += found
+    return text, changes
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--check', action='store_true', help='write nothing')
+    check, differ = parser.parse_args().check, False
+    for page in sorted({ROOT / name for name, *_ in TABLES}):
+        text, changes = update_page(page)
+        for change in changes:
+            print(f'{page.relative_to(ROOT)}: {change}')
+        differ |= bool(changes)
+        if not check:
+            page.write_text(text)
+    sys.exit(1 if check and differ else 0)
+
+
+if __name__ == '__main__':
+    main()
