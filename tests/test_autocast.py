@@ -10,18 +10,22 @@ import test_adapters_dino as detectors
 import test_adapters_transformer as transformer
 import torch
 from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, to_gpu, unset_fake_temporarily
-from helpers import FP16
+from helpers import needs_fp16
 from oracles import DEVICE
 from torch import Tensor, nn
 
 from sbp_mmdet import apply_lean
 
 BACKBONES = ['ResNet-18, training', 'ResNet-50', 'ResNet-50, GN', 'ResNeXt-50', 'CSPNeXt', 'HRNet', 'Res2Net']
+DTYPES = dict(fp16=torch.float16, bf16=torch.bfloat16)
 LAYERS = ['FFN', 'attention', 'Mask2Former decoder']
 KERNELS = ['deformable encoder', 'deformable decoder', 'Grounding DINO decoder', 'Mask2Former']  # mmcv's, none fake
-# A preset and a precision of each kind for every model; both with both for one model of each operation.
-PAIRS = [('exact', FP16), ('int8', torch.bfloat16)]
+# Each model with a preset in a precision; one model of each operation with both presets in both.
 BOTH = ['ResNet-18, training', 'ResNet-50', 'ResNet-50, GN', *LAYERS, 'deformable encoder']
+CASES = [
+    *((name, *pair) for name in BACKBONES + LAYERS + KERNELS for pair in (('exact', 'fp16'), ('int8', 'bf16'))),
+    *((name, *pair) for name in BOTH for pair in (('exact', 'bf16'), ('int8', 'fp16'))),
+]
 KIND = 'cuda' if DEVICE == 'cuda' else 'cpu'
 
 
@@ -69,18 +73,15 @@ def step(module, inputs, dtype):
 
 
 @pytest.mark.parametrize(
-    ('name', 'preset', 'dtype'),
-    [
-        *((name, preset, dtype) for name in BACKBONES + LAYERS + KERNELS for preset, dtype in PAIRS),
-        *((name, 'int8', FP16) for name in BOTH),
-        *((name, 'exact', torch.bfloat16) for name in BOTH),
-    ],
+    ('name', 'preset', 'precision'),
+    [pytest.param(*case, marks=needs_fp16 if case[2] == 'fp16' else ()) for case in CASES],
 )
-def test_gradients(name, preset, dtype):
+def test_gradients(name, preset, precision):
     """Not much further from fp64 than those of the plain module under autocast; eight bits lose something more. The
     forward pass of convolutions is as near as the plain one: else other ReLUs would be off than in the plain module,
     which changes gradients by many times what is rounded.
     """
+    dtype = DTYPES[precision]
     errors = []  # of gradients and outputs; lean, plain, size
     for seed in range(3):
         plain, inputs = made(name, seed)
