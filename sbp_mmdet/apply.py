@@ -11,6 +11,7 @@ from torch import nn
 from .adapters import LeanModule, Place, release, take_over
 from .adapters.predicate import fairscale_forward
 from .change_plan import modules_to_change, plan_change
+from .checkpointed_parts import give_parts_back, parts_to_checkpoint
 from .checkpointing import Checkpointed, refuse_replays
 from .passes import close_drawing, hand_on_within, open_drawing
 from .presets import Settings
@@ -105,6 +106,7 @@ def _restore(model, modules):
             vars(module).pop('_verification', None)
         mix_out(module, _CheckpointedBlock)
         release(module)
+        give_parts_back(module)
     close_drawing(model, draws_of(model))
     hand_on_within(model)
 
@@ -172,6 +174,10 @@ def _carry_out(model, settings, plan, chosen):
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=TokenDraws(settings) if ratio else None)
         change(module, mixin, place, _meaning(settings, ratio, module, mixin))
+    if settings.preset.checkpoints:
+        for part, mixin in [*parts_to_checkpoint(model, chosen)]:
+            mix_in(part, mixin)
+            changed[names[id(part)]] = 'exact, recomputed in the backward pass'
     if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
         hand_on_within(model)
     for bound in plan.bounds.values():

@@ -1,7 +1,7 @@
 """Checkpointing of submodules: their forward pass is recomputed in the backward pass."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.utils.checkpoint as cp
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .ops.common.handed_maps import Scope
 from .surgery import Mixin, members, mix_in, mix_out
 
-__all__ = ['Checkpointed', 'checkpoint_modules', 'keep_buffers', 'refuse_replays']
+__all__ = ['Checkpointed', 'checkpoint_modules', 'keep_buffers', 'refuse_replays', 'run_checkpointed']
 
 # Norms that never read a buffer that they change: in training mode they normalise with the statistics of the batch, in
 # evaluation mode they change nothing.
@@ -74,38 +74,57 @@ def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[
 
 
 class Checkpointed(Mixin):
-    """A module whose forward pass saves its inputs only, and is recomputed in the backward pass.
-
-    The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
-    them as the first run left them.
-    """
+    """A module whose forward pass saves its inputs only, see :func:`run_checkpointed`."""
 
     outermost = True  # what is mixed in later is recomputed too
 
     def forward(self, *args, **kwargs):
-        forward = super().forward
         self._has_run = True
-        if not (self.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        # Checkpointing saves tensors that it is given one by one, but holds on to those inside of lists.
-        leaves, structure = tree_flatten((args, kwargs))
-        started = None
+        if not self.checkpoints_now():
+            return super().forward(*args, **kwargs)
+        return run_checkpointed(self, super().forward, args, kwargs)
 
-        def run(*leaves):
-            nonlocal started
-            args, kwargs = tree_unflatten(leaves, structure)
-            if started is not None:
-                with keep_buffers(self, started), Scope():  # nothing from outside is read in here
-                    return forward(*args, **kwargs)
-            buffers = [buffer for buffer in _buffers(self) if type(buffer.module) not in _NORMS]
-            for buffer in buffers:
-                buffer.value = buffer.tensor.detach().clone()
-            with Scope():  # what is read from outside would not be found when this runs again
-                out = forward(*args, **kwargs)
-            started = [buffer for buffer in buffers if buffer.changed]
-            return out
+    def checkpoints_now(self) -> bool:
+        """Returns whether this forward pass saves its inputs only."""
+        return self.training
 
-        return cp.checkpoint(run, *leaves, use_reentrant=False)
+
+def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
+    """Runs a method of a module that saves its inputs only, and is recomputed in the backward pass.
+
+    The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
+    them as the first run left them.
+
+    Args:
+        module (nn.Module): The module.
+        forward (Callable): Its method.
+        args (tuple): Positional arguments.
+        kwargs (dict): Arguments by name.
+
+    Returns:
+        What the method returns.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # Checkpointing saves tensors that it is given one by one, but holds on to those inside of lists.
+    leaves, structure = tree_flatten((args, kwargs))
+    started = None
+
+    def run(*leaves):
+        nonlocal started
+        args, kwargs = tree_unflatten(leaves, structure)
+        if started is not None:
+            with keep_buffers(module, started), Scope():  # nothing from outside is read in here
+                return forward(*args, **kwargs)
+        buffers = [buffer for buffer in _buffers(module) if type(buffer.module) not in _NORMS]
+        for buffer in buffers:
+            buffer.value = buffer.tensor.detach().clone()
+        with Scope():  # what is read from outside would not be found when this runs again
+            out = forward(*args, **kwargs)
+        started = [buffer for buffer in buffers if buffer.changed]
+        return out
+
+    return cp.checkpoint(run, *leaves, use_reentrant=False)
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:

@@ -50,7 +50,7 @@ class LeanHook(SignsOfLife, ModelHook):
         """See :meth:`.surgery.ModelHook.apply`."""
         self.report = apply_settings(unwrapped(model), self.settings)
         done = f"preset='{self.settings.preset.name}': {self.report}"
-        if self.settings.preset.form is None or self.settings.modules is not None:
+        if self.settings.preset.name == 'none' or self.settings.modules is not None:
             return done
         return f'{done}\n{targets_in_chunks(model)}'
 

@@ -17,7 +17,15 @@ from .ops.common.handed_maps import Scope, scope_is_open
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, mix_in, mix_out, stock_class
 
-__all__ = ['Drawing', 'HandingOn', 'close_drawing', 'hand_on_within', 'open_drawing']
+__all__ = [
+    'Drawing',
+    'HandingOn',
+    'close_drawing',
+    'hand_on_within',
+    'is_known_inside',
+    'of_known_library',
+    'open_drawing',
+]
 
 # Packages whose modules write to feature maps through autograd only.
 _KNOWN = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', 'mmseg', 'mmyolo', 'sbp_mmdet')
@@ -80,7 +88,7 @@ class HandingOn(Mixin):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args, **kwargs):
-        if scope_is_open() or not torch.is_grad_enabled() or not _is_known_inside(self):
+        if scope_is_open() or not torch.is_grad_enabled() or not is_known_inside(self):
             return super().forward(*args, **kwargs)
         with Scope():
             return super().forward(*args, **kwargs)
@@ -110,7 +118,7 @@ def _scopes(module, depth) -> Iterator[nn.Module]:
         return
     if not any(getattr(m, 'hands_on', False) for m in inside):
         return
-    known = _is_known(module) and _is_known_inside(module)
+    known = of_known_library(module) and is_known_inside(module)
     if known and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         yield module
         depth += 1
@@ -157,15 +165,19 @@ class _Inside(NamedTuple):
         return True
 
 
-def _is_known_inside(root):
-    """Returns whether all modules inside of a module are of known libraries and run nothing else."""
+def is_known_inside(root: nn.Module) -> bool:
+    """Returns whether all modules inside of a module are of known libraries and run nothing else.
+
+    Args:
+        root (nn.Module): The module; its own class and hooks are not looked at.
+    """
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False
     found = vars(root).get('_inside')
     if found is None or not found.unchanged(root):
         root._inside = None
         inside = [m for m in root.modules() if m is not root]
-        if not all(_is_known(m) and not _is_touched(m) for m in inside):
+        if not all(of_known_library(m) and not _is_touched(m) for m in inside):
             return False
         states = ((m, type(m), tuple(m._modules.values())) for m in inside)
         root._inside = _Inside(tuple(states), tuple(root._modules.values()))
@@ -187,7 +199,12 @@ def _is_known_class(kind):
     return all(map(_is_library, (kind.__module__, getattr(kind.forward, '__module__', None) or '')))
 
 
-def _is_known(module):
+def of_known_library(module: nn.Module) -> bool:
+    """Returns whether the class of a module, as it was before this package changed it, is of a known library.
+
+    Args:
+        module (nn.Module): The module.
+    """
     return _is_known_class(type(module))
 
 

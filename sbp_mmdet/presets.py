@@ -21,6 +21,7 @@ class Preset:
         gradients (str): 'exact', 'int8' (off by up to two percent), 'sampled' (exact on average) or 'sbp'.
         form (Form | None): How operations compute and store. If ``None``, modules run their own code.
         thins (bool): Whether positions are dropped in the backward pass.
+        checkpoints (bool): Whether neck and heads are checkpointed where they store more than their input.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Preset:
     gradients: str
     form: Form | None = None
     thins: bool = False
+    checkpoints: bool = False
 
 
 # The first entry is what a user should try first. The last three are there to compare with.
@@ -35,6 +37,13 @@ PRESETS = {
     preset.name: preset
     for preset in (
         Preset('exact', 'exact gradients; stores the input of a block and recomputes the rest', 'exact', Form()),
+        Preset(
+            'exact_min',
+            'exact gradients in the least memory; neck and heads are recomputed too',
+            'exact',
+            Form(minimal=True),
+            checkpoints=True,
+        ),
         Preset('int8', 'like exact, with stored feature maps rounded to eight bits', 'int8', Form(storage='int8')),
         Preset('sampled', 'like exact, with weight gradients from a sample of the positions', 'sampled', Form()),
         Preset('sbp', "the paper's method: backpropagates through half of the positions", 'sbp', Form(), thins=True),

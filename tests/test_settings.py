@@ -19,7 +19,7 @@ def ratios(depths=DEPTHS, blocks=(3, 3, 6, 0), from_end=False, **keys):
 
 
 def test_presets_are_told_in_their_order():
-    assert [*PRESETS] == ['exact', 'int8', 'sampled', 'sbp', 'none', 'with_cp', 'reference']
+    assert [*PRESETS] == ['exact', 'exact_min', 'int8', 'sampled', 'sbp', 'none', 'with_cp', 'reference']
     for name, preset in PRESETS.items():
         assert preset.name == name and preset.meaning
         assert preset.gradients in ('exact', 'int8', 'sampled', 'sbp')
@@ -61,7 +61,7 @@ def test_which_layers_a_list_of_ratios_means():
 
 
 BAD = [
-    (dict(preset='best'), r"preset='best' is unknown; choose one of \['exact', 'int8'"),
+    (dict(preset='best'), r"preset='best' is unknown; choose one of \['exact', 'exact_min'"),
     (dict(preset=['exact']), r"preset=\['exact'\] is unknown"),
     (dict(preset=None), 'preset=None is unknown'),
     (dict(keep_ratio=0), r'keep_ratio=0 .*\(0, 1\]'),

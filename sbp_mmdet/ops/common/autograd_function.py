@@ -53,6 +53,8 @@ class Form:
             Default: 'fused'.
         storage (str): How normalised inputs wait for the backward pass: as they are ('native'), or rounded to eight
             bits ('int8'). Default: 'native'.
+        minimal (bool): Whether operations store no more than their input where the rest can be recomputed. Default:
+            False.
         sample (Sample | None): Rows that gradients of weights are estimated from, where no position is dropped, see
             :func:`.row_sampling.draw`; None: all, and they are exact. Default: None.
 
@@ -63,6 +65,7 @@ class Form:
     implementation: str = 'fused'
     storage: str = 'native'
     sample: Sample | None = None
+    minimal: bool = False
 
     def __post_init__(self):
         if self.sample and self.implementation != 'fused':

@@ -1,0 +1,119 @@
+"""``preset='exact_min'``: neck and heads are recomputed too, with the gradients of the plain model."""
+
+import copy
+
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.registry import init_default_scope
+from torch import nn
+
+from sbp_mmdet import apply_lean, remove_lean
+from sbp_mmdet.plan.memory import SavedByPart
+
+CHANNELS, NUMBER = [8, 16, 32], 3
+NECKS = {
+    'FPN': dict(type='FPN', in_channels=CHANNELS, out_channels=8, num_outs=3),
+    'PAFPN': dict(type='PAFPN', in_channels=CHANNELS, out_channels=8, num_outs=3, norm_cfg=dict(type='BN')),
+    'CSPNeXtPAFPN': dict(type='CSPNeXtPAFPN', in_channels=CHANNELS, out_channels=8, num_csp_blocks=1),
+}
+ANCHORS = dict(type='AnchorGenerator', ratios=[1.0], octave_base_scale=4, scales_per_octave=1, strides=[8, 16, 32])
+POINTS = dict(type='MlvlPointGenerator', offset=0, strides=[8, 16, 32])
+HEADS = {
+    'RPNHead': dict(num_convs=2, anchor_generator=dict(ANCHORS, scales=[8], octave_base_scale=None)),
+    'ATSSHead': dict(num_classes=2, stacked_convs=2, norm_cfg=dict(type='GN', num_groups=4), anchor_generator=ANCHORS),
+    'FCOSHead': dict(num_classes=2, stacked_convs=2, norm_cfg=dict(type='BN'), strides=[8, 16, 32]),
+    'YOLOXHead': dict(num_classes=2, stacked_convs=2),
+    'RTMDetSepBNHead': dict(num_classes=2, stacked_convs=1, anchor_generator=POINTS, with_objectness=False),
+}
+
+
+class _Detector(nn.Module):
+    """A pyramid of maps, a neck, a dense head; the sum of squares of what the head says."""
+
+    def __init__(self, neck, head):
+        super().__init__()
+        init_default_scope('mmdet')
+        self.backbone = nn.ModuleList(nn.Conv2d(3, n, 3, 2**i, padding=1) for i, n in enumerate(CHANNELS))
+        self.neck = MODELS.build(NECKS[neck])
+        keys = {key: value for key, value in HEADS[head].items() if value is not None}
+        self.bbox_head = MODELS.build(dict(type=head, in_channels=8, feat_channels=8, **keys))
+
+    def forward(self, images):
+        maps = self.neck(tuple(conv(images) for conv in self.backbone))
+        return sum(out.square().sum() for outs in self.bbox_head(maps) if outs[0] is not None for out in outs)
+
+
+def _detector(neck, head):
+    torch.manual_seed(0)
+    model = _Detector(neck, head).double()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model
+
+
+def _step(model):
+    """Stored bytes, gradients and buffers after a step."""
+    saved = SavedByPart(lambda: '')
+    with saved.hooks():
+        loss = model(torch.linspace(-1, 1, 2 * 3 * 32 * 48, dtype=torch.float64).view(2, 3, 32, 48))
+    stored = sum(saved.count([*model.parameters(), *model.buffers()]).values())
+    loss.backward()
+    return stored, {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
+
+
+def _compare(found, expected):
+    for ours, own in zip(found, expected, strict=True):
+        assert ours.keys() == own.keys()
+        for name, tensor in own.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-11, atol=1e-11, msg=lambda text, n=name: n + text)
+
+
+CASES = [('FPN', head) for head in HEADS] + [(neck, 'ATSSHead') for neck in NECKS if neck != 'FPN']
+
+
+@pytest.mark.parametrize(('neck', 'head'), CASES)
+def test_gradients_are_plain_and_less_is_stored(neck, head):
+    model = _detector(neck, head)
+    plain, exact, least = (copy.deepcopy(model) for _ in range(3))
+    apply_lean(exact, 'exact', modules=['neck', 'bbox_head'])
+    report = apply_lean(least, 'exact_min', modules=['neck', 'bbox_head'])
+    assert report.changed.keys() & {'neck', 'bbox_head'}
+    (_, *expected), (stored, *_), (least_stored, *found) = map(_step, (plain, exact, least))
+    _compare(found, expected)
+    assert least_stored < stored
+    remove_lean(least)
+    assert [type(m) for m in least.modules()] == [type(m) for m in plain.modules()]
+
+
+def test_a_hook_runs_once_whenever_it_comes():
+    model = _detector('PAFPN', 'ATSSHead')
+    plain = copy.deepcopy(model)
+    apply_lean(model, 'exact_min')
+    _step(model), _step(plain)
+    calls = []
+    for place in ('neck.lateral_convs.0', 'bbox_head.cls_convs.0'):
+        model.get_submodule(place).register_forward_hook(lambda module, inputs, output: calls.append(module))
+    model.zero_grad(), plain.zero_grad()
+    _compare(_step(model)[1:], _step(plain)[1:])
+    assert len(calls) == 1 + NUMBER  # the lateral convolution once, the tower once for each level
+
+
+def test_a_head_of_ones_own_is_left_alone():
+    model = _detector('FPN', 'FCOSHead')
+
+    class Head(type(model.bbox_head)):
+        def forward_single(self, x, scale, stride):
+            return super().forward_single(2 * x, scale, stride)
+
+    Head.__module__ = 'my_project'
+    model.bbox_head.__class__ = Head
+    plain = copy.deepcopy(model)
+    assert 'bbox_head' not in apply_lean(model, 'exact_min').changed
+    _compare(_step(model)[1:], _step(plain)[1:])
+
+
+def test_only_what_modules_names():
+    model = _detector('PAFPN', 'ATSSHead')
+    changed = apply_lean(model, 'exact_min', modules=['bbox_head']).changed
+    assert 'bbox_head' in changed and not any(name.startswith('neck') for name in changed)
