@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 
 
 def describe(experiment: Experiment) -> dict:
-    """What a JSON file of results says of its experiment."""
+    """Return the experiment of a JSON file of results."""
     settings = experiment.settings or dict.fromkeys(experiment.labels)
     return dict(name=experiment.name, settings=dict(settings), compare=experiment.pairs)
 
@@ -53,7 +53,7 @@ def _course(runs, name):
 
 
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Difference | None:
-    """The difference a - b of values with the same seed; None if they share no seed."""
+    """Return the differences a - b of values with the same seed, or None if they share no seed."""
     differences = [a[seed] - b[seed] for seed in sorted({*a} & {*b})]
     if not differences:
         return None

@@ -230,12 +230,15 @@ def _channels_last(x):
 
 
 def measure_steps(
-    config: Config, names: Sequence[str], *, rounds, cap: int | None = None, note=lambda row: None, **case
+    config: Config, names: Sequence[str], *, rounds: int, cap: int | None = None, note=lambda row: None, **case
 ):
-    """Whole training steps by preset, on the same batch; one set of weights, which stay as they are.
+    """Measure whole training steps by preset, on the same batch and the same weights, which stay as they are.
 
     Args:
-        config, names, rounds, note: See :func:`measure_module`; rivals change the backbone.
+        config (Config): The detector.
+        names (Sequence[str]): Presets and rivals; rivals change the backbone.
+        rounds (int): How often each step is timed.
+        note (Callable): Gets each row as soon as it is measured. Default: nothing is done with it.
         cap (int | None): Bytes that torch may have of the GPU. Default: None, all.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
@@ -288,7 +291,7 @@ def measure_steps(
 
 @contextlib.contextmanager
 def capped(cap: int | None, device: str):
-    """Lets torch's allocator have no more than ``cap`` bytes of the GPU. CUDA's context is outside of it."""
+    """Let torch's allocator have no more than ``cap`` bytes of the GPU. CUDA's context is outside of it."""
     if not cap:
         yield
         return
@@ -304,8 +307,11 @@ def capped(cap: int | None, device: str):
 
 
 def keep_freed_memory() -> None:
-    """This process keeps what it frees, as CUDA's allocator does. By its defaults glibc gives large blocks back to the
-    system, which fills them with zeros when they are asked for again: a module would pay for each byte it stores."""
+    """Keep freed memory in this process, as CUDA's allocator does.
+
+    By default glibc returns large blocks to the system, which fills them with zeros when they are requested again: a
+    module would pay time for each byte that it stores.
+    """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too

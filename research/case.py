@@ -38,7 +38,7 @@ class Case:
 
     @contextlib.contextmanager
     def alone(self, images: torch.Size) -> Iterator[None]:
-        """Lets a part of a backbone run alone as it runs inside of it: with a forward pass that is open around it.
+        """Let a part of a backbone run alone as it runs inside of it: with a forward pass that is open around it.
 
         Args:
             images (torch.Size): Shape of the images that the backbone gets.
@@ -54,7 +54,7 @@ class Case:
 
 
 def launches(step: Callable[[], object]) -> dict[str, int]:
-    """``launches``: kernels that a step launches, by the profiler; empty without a GPU."""
+    """Count the kernels that a step launches, as ``launches``. Without a GPU the result is empty."""
     if not torch.cuda.is_available():
         return {}
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -81,7 +81,7 @@ class _Reached(Exception):
 
 
 def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tuple[tuple, torch.Size]:
-    """The arguments, positional and by name, that a module gets in a training step, and the shape of the images.
+    """Return the arguments that a module gets in a training step, and the shape of the images.
 
     Raises:
         ValueError: If the detector has no such module, or its training step does not run it.
@@ -150,7 +150,7 @@ def ratios(times: list[list[float]]) -> list[dict]:
 
 
 def take_turns(cases: list[tuple], rounds: int, seconds: Callable, note: Callable) -> None:
-    """Times cases in turns, each with its row, which gets the times so far after the first and the last round."""
+    """Time cases in turns; after the first and the last round, their rows get the times so far."""
     times = []
     for i in range(rounds if cases else 0):
         times.append([seconds(case, i) for _, case in cases])

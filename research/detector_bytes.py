@@ -22,7 +22,7 @@ OUTSIDE = ('neck', 'RPN', 'RoI', 'head', 'coder', 'quer', 'memory', 'other')
 
 
 def backbone_bytes(row: dict) -> int:
-    """What the backbone stores, of a row of ``measure_detector``."""
+    """Return the bytes that the backbone stores, from a row of ``measure_detector``."""
     return sum(n for part, n in row['saved'].items() if not any(word in part for word in OUTSIDE))
 
 

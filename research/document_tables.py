@@ -23,7 +23,7 @@ def _results(name):
 
 
 def _rows(name, **where):
-    """Returns a function from a preset to its row. Older files call some presets by former names."""
+    """Return a function from a preset to its row. Older files call some presets by former names."""
     rows = [row for row in _results(name)['rows'] if all(row[key] == value for key, value in where.items())]
     rows = {frozenset((row.get('preset') or row['variant']).split('+')): row for row in reversed(rows)}
     blocks = any('exact-block' in variant for variant in rows)
@@ -43,7 +43,7 @@ def _ratio(rows, variant, key, form='.3f'):
 
 
 def _whole(heads):
-    """Yields the heads of columns; one without a measure takes that of its left neighbour ('stored: A | B')."""
+    """Yield the heads of columns; one without a measure takes that of its left neighbour ('stored: A | B')."""
     measure = ''
     for head in heads:
         before, colon, _ = head.partition(': ')
@@ -77,7 +77,7 @@ DETECTORS = {
 
 
 def _counted(key):
-    """Returns the figure of a table of bytes: gigabytes of the plain detector, and presets relative to them."""
+    """Return the figure of a table of bytes: gigabytes of the plain detector, and presets relative to them."""
 
     def figure(first, column):
         detector = next(file for name, file in DETECTORS.items() if name in first)
@@ -170,7 +170,7 @@ def _in_the_readme(first, column):
 
 
 def _trained(first, column):
-    """Returns the mean over seeds, or the paired difference to 'none' with its 95 % interval (Student's t)."""
+    """Return the mean over seeds, or the paired difference to 'none' with its 95 % interval (Student's t)."""
     results = _results('nuclei')['results']
     runs, plain = results[first], results['none']
     if column in ('box AP', 'mask AP'):
@@ -180,7 +180,7 @@ def _trained(first, column):
 
 
 def _unpadded(first, column):
-    """Returns the same for checkpoints evaluated without padding; seeds without a partner have no difference."""
+    """Return the same for checkpoints evaluated without padding; seeds without a partner have no difference."""
     subject, _, column = column.rpartition(': ')
     results = _results('nuclei_unpadded')['results'][subject]
     ends = {name: {seed: run['ap']['box AP'] for seed, run in runs.items()} for name, runs in results.items()}
@@ -209,7 +209,7 @@ def _interval(values):
 
 
 def _cosines(*files):
-    """Returns the figure of a study of gradients, from the file that a head names ('nuclei: backbone') or the first."""
+    """Return the figure of a study of gradients, from the file that a head names ('nuclei: backbone') or the first."""
 
     def figure(first, column):
         subject, _, column = column.rpartition(': ')
@@ -225,7 +225,7 @@ def _cosines(*files):
 
 
 def _draws(first, column):
-    """Returns cosine and relative error of weight gradients from sampled rows."""
+    """Return cosine and relative error of weight gradients from sampled rows."""
     label = {'a half': ',keep_ratio=0.5', 'an eighth': ',keep_ratio=0.125', 'a quarter': ''}[first.split(', ')[1]]
     if first.startswith('sbp'):
         label = {'': ',keep_ratio=0.25'}.get(label, '')
@@ -257,7 +257,7 @@ TABLES = [
 
 
 def update_table(text: str, heading: str, figure: Callable) -> tuple[str, list[str]]:
-    """Writes the figures of the first table under a heading.
+    """Write the figures of the first table under a heading.
 
     Args:
         text (str): The page.
@@ -297,7 +297,7 @@ def _cells(line):
 
 
 def update_page(page: Path) -> tuple[str, list[str]]:
-    """Writes the figures of all tables of a page.
+    """Write the figures of all tables of a page.
 
     Args:
         page (Path): The page.

@@ -23,12 +23,12 @@ STORED = {
 
 
 def units(preset: str) -> float:
-    """What a block stores, in feature maps (fp32)."""
+    """Return what a block stores, in feature maps (fp32)."""
     return sum(TENSORS[name] * share for name, share in STORED[preset].items())
 
 
 def draw(path: Path) -> None:
-    """Writes the picture: a row for each preset, a box for each tensor, as wide as it has channels."""
+    """Write the picture: a row for each preset, a box for each tensor, as wide as it has channels."""
     from matplotlib.patches import Rectangle
 
     gap, height = 0.35, 0.72

@@ -80,7 +80,7 @@ class Experiment:
 
 
 def read_experiment(path: str | Path) -> Experiment:
-    """Reads an experiment file: Python, with ``_base_`` as in configs, so that a child states its difference. Its name
+    """Read an experiment file: Python, with ``_base_`` as in configs, so that a child states its difference. Its name
     is the experiment's. Raises a ValueError if something in it is unknown or bad."""
     path = Path(path)
     if not path.is_file():

@@ -65,7 +65,7 @@ def step(model: BaseModel, batch: dict) -> tuple[dict[str, float], dict]:
 
 
 def settle(model: BaseModel, batch: dict) -> None:
-    """Running statistics of the batch: with random weights maps would overflow in evaluation mode."""
+    """Initialise batch-norm statistics from one batch; otherwise random weights overflow in evaluation mode."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     before = [(norm, norm.training, norm.momentum) for norm in norms]
     for norm in norms:
@@ -77,7 +77,7 @@ def settle(model: BaseModel, batch: dict) -> None:
 
 
 def _double(model, batch):
-    """Puts a detector and what it gets into fp64."""
+    """Put a detector and what it gets into fp64."""
     model.double()
     samples = batch['data_samples']
     if isinstance(samples, dict):  # mmyolo's
@@ -99,7 +99,7 @@ def _double(model, batch):
 
 
 def _compute_in_double():
-    """Lets constants, casts and assignments in a detector's code have fp64, for the rest of this process."""
+    """Let constants, casts and assignments in a detector's code have fp64, for the rest of this process."""
     torch.float32 = torch.float64
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
@@ -113,7 +113,7 @@ def _compute_in_double():
 
 
 def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
-    """Compares losses and gradients of a config's detector with and without ``LeanHook``.
+    """Compare losses and gradients of a config's detector with and without ``LeanHook``.
 
     Args:
         config (Config): Config of a detector.
@@ -161,7 +161,7 @@ def _relative(a, b):
 
 
 def count(config: Config, variants: Sequence[str] = VARIANTS, size: tuple[int, int] | None = None) -> dict:
-    """Counts the memory of a step of the recipe's largest batch.
+    """Count the memory of a step of the recipe's largest batch.
 
     Args:
         config (Config): Config of a detector.
@@ -191,7 +191,7 @@ def _loaded(compute, path, *args):
 
 
 def run(path: Path, before: dict) -> dict:
-    """What was not found before, in processes of their own: the planner's answer, and the two steps."""
+    """Compute what an earlier run did not: the planner's answer and the two steps, each in a process of its own."""
     plan = before.get('plan') or apart(_loaded, count, path, seconds=SECONDS)
     if 'loss_error' in before or 'untried' in before:
         return dict(before, plan=plan)

@@ -60,8 +60,10 @@ class ExactPass(NamedTuple):
 
 
 def _backward(model, batch, seed):
-    """The loss; gradients stay in the parameters. Seeded once more where the backbone begins, so that a backbone that
-    runs alone draws the same."""
+    """Return the loss; gradients stay in the parameters.
+
+    The seed is set again in front of the backbone, so that a backbone that runs alone draws the same numbers.
+    """
     torch.manual_seed(seed)
     hook = model.backbone.register_forward_pre_hook(lambda module, args: torch.manual_seed(seed) and None)
     try:
@@ -113,7 +115,7 @@ def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
 
 
 def _with(module, preset, keys):
-    """A copy that shares the parameters, under a preset."""
+    """Return a copy of the model with a preset, which shares the parameters."""
     found = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     if preset != 'none':
         # What skip_dropped_images leaves out is a draw of its own; its gradients are the same on average.
@@ -171,7 +173,7 @@ def _stages_of(backbone):
 
 
 def compare(exact: Mapping, found: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
-    """Compares gradients s with exact ones e; parameters that s lacks have gradient 0.
+    """Compare gradients s with exact ones e; parameters that s lacks have gradient 0.
 
     Returns:
         dict: 'network', its children such as 'backbone', 'stage 1' ... to ``cosine`` <e, s> / (|e| |s|),
@@ -211,7 +213,7 @@ def _measures(product, exact, estimated, difference):
 def study(
     model: nn.Module, settings: Mapping, batches: Iterable[dict], seed=0, whole=False, done=lambda: None, draws=1
 ) -> dict:
-    """Compares presets with exact gradients; of several ``draws`` the mean gradient.
+    """Compare presets with exact gradients; of several ``draws`` the mean gradient.
 
     Returns:
         dict: Label to part to measure to ``mean``, ``std`` and ``values``, one for each batch.

@@ -23,7 +23,7 @@ def reason_of(error: Exception) -> str:
 
 
 def apart(compute: Callable[..., dict], *args, seconds: int) -> dict:
-    """What ``compute`` returns; ``error`` where it raises something, or takes more seconds of CPU time."""
+    """Call ``compute`` in a process of its own; the result is ``error`` if it raises or takes too many CPU seconds."""
     try:
         with ProcessPoolExecutor(1, get_context('fork')) as pool:
             return pool.submit(_computed, compute, args, seconds).result()
@@ -48,12 +48,12 @@ def _too_long(*_):
 
 
 def rows_of(file: Path) -> dict[str, dict]:
-    """What was found so far; nothing where there is no file."""
+    """Return the rows of a file, or none if it does not exist."""
     return json.loads(file.read_text())['rows'] if file.exists() else {}
 
 
 def sweep(file: Path, names: Iterable[str], compute: Callable[[str], dict], **more) -> dict[str, dict]:
-    """Adds a row of each name to those of a file, which is written after each; killed ones are left to the next run."""
+    """Add a row of each name to those of a file, which is written after each; killed ones are left to the next run."""
     rows = rows_of(file)
     for name in names:
         row = compute(name)

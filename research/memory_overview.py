@@ -69,7 +69,7 @@ DETECTORS = (
 
 
 def count(detector: Detector, variant: str) -> dict:
-    """Counts a training step, by the rules of CUDA.
+    """Count a training step, by the rules of CUDA.
 
     Args:
         detector (Detector): Detector of the table.
@@ -87,7 +87,7 @@ def count(detector: Detector, variant: str) -> dict:
 
 
 def measure(detector: Detector, variant: str) -> dict:
-    """Measures how far one step lifts the resident set of a process.
+    """Measure how far one step lifts the resident set of a process.
 
     Args:
         detector (Detector): Detector of the table.
@@ -103,7 +103,7 @@ def measure(detector: Detector, variant: str) -> dict:
 
 
 def fill(kind: str) -> None:
-    """Adds the rows of one kind that are missing to the file of results.
+    """Add the rows of one kind that are missing to the file of results.
 
     Args:
         kind (str): 'count' or 'measure'.
@@ -122,7 +122,7 @@ def fill(kind: str) -> None:
 
 
 def tables(results: dict) -> dict[str, str]:
-    """Returns README's tables.
+    """Return README's tables.
 
     Args:
         results (dict): Contents of the file of results.
@@ -151,7 +151,7 @@ def _head(detector):
 
 
 def draw(results: dict) -> None:
-    """Draws what a GPU needs as bars, with lines at the sizes of cards, and what the authors measured hatched.
+    """Draw what a GPU needs as bars, with lines at the sizes of cards, and what the authors measured hatched.
 
     Args:
         results (dict): Contents of the file of results.
@@ -183,7 +183,7 @@ def draw(results: dict) -> None:
 
 
 def write() -> None:
-    """Writes README's tables between their markers, and the picture."""
+    """Write README's tables between their markers, and the picture."""
     results, page = json.loads(RESULTS.read_text()), CHECKOUT / 'README.md'
     text = page.read_text()
     for name, table in tables(results).items():

@@ -130,7 +130,7 @@ MODELS = {
 
 @contextlib.contextmanager
 def sources(folder: Path, model: Outside) -> Iterator[None]:
-    """Lets the sources in a folder be imported and run on a CPU.
+    """Let the sources in a folder be imported and run on a CPU.
 
     Args:
         folder (Path): The folder.
@@ -158,7 +158,7 @@ def sources(folder: Path, model: Outside) -> Iterator[None]:
 
 
 def _grounding_dino_runs():
-    """Returns a context in which Grounding DINO encodes positions as wide as its decoder reads them.
+    """Return a context in which Grounding DINO encodes positions as wide as its decoder reads them.
 
     onedl-mmdetection 3.5.1 widens the encoding for DINO and not the layer of Grounding DINO that reads it.
     """
@@ -175,7 +175,7 @@ _build_batch = plan_detector.build_batch
 
 
 def _with_captions(batch, height, width, boxes, num_classes, *args, **kwargs):
-    """Builds a batch whose samples name their classes, as Grounding DINO's data sets do."""
+    """Build a batch whose samples name their classes, as Grounding DINO's data sets do."""
     made = _build_batch(batch, height, width, boxes, num_classes, *args, **kwargs)
     for sample in made['data_samples']:
         sample.set_metainfo(dict(text=tuple(f'thing{i}' for i in range(num_classes)), custom_entities=True))
@@ -183,7 +183,7 @@ def _with_captions(batch, height, width, boxes, num_classes, *args, **kwargs):
 
 
 def _collated(*args, **kwargs):
-    """Builds a batch as mmyolo collates it: all boxes in one tensor, with the number of their image and their label."""
+    """Build a batch as mmyolo collates it: all boxes in one tensor, with the number of their image and their label."""
     made = _build_batch(*args, **kwargs)
     rows = []
     for i, sample in enumerate(made['data_samples']):
@@ -196,13 +196,13 @@ def _collated(*args, **kwargs):
 
 
 def _collated_one_by_one(*args, **kwargs):
-    """Builds a batch as mmyolo collates it for PPYOLOE, whose preprocessor gets a list of images."""
+    """Build a batch as mmyolo collates it for PPYOLOE, whose preprocessor gets a list of images."""
     made = _collated(*args, **kwargs)
     return dict(made, inputs=[*made['inputs'].unbind()])
 
 
 def _computed(compute, folder, name, shrunk, *args):
-    """Runs a function of a detector's config, with its sources at hand."""
+    """Run a function of a detector's config, with its sources at hand."""
     model = MODELS[name]
     with sources(folder, model):
         config = load_config(str(folder / model.config), {**model.options, **(model.shrunk if shrunk else {})})
@@ -210,7 +210,7 @@ def _computed(compute, folder, name, shrunk, *args):
 
 
 def run(folder: Path, name: str, before: dict) -> dict:
-    """Returns the row of a detector: how far apart the two steps are, and the memory of its recipe.
+    """Return the row of a detector: how far apart the two steps are, and the memory of its recipe.
 
     Args:
         folder (Path): The sources.
@@ -231,7 +231,7 @@ def run(folder: Path, name: str, before: dict) -> dict:
 
 
 def report(rows: dict[str, dict]) -> str:
-    """Returns the table of all detectors."""
+    """Return the table of all detectors."""
 
     def share(key, variant):
         def cell(row):
@@ -264,7 +264,7 @@ def _bytes(row, key):
 
 
 def main():
-    """Runs what is missing in the results and prints the table."""
+    """Run what is missing in the results and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path, help='the sources')
     parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')

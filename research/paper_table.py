@@ -29,7 +29,7 @@ def means(results: Mapping) -> dict[str, dict]:
 
 
 def paper_table(experiment: Experiment, measured: Mapping, folder: Path | None = None, short: bool = False) -> str:
-    """The paper's lines, what was measured, the difference. What was not measured stays empty."""
+    """Return a table of the paper's figures and the measured ones. Cells that were not measured stay empty."""
     paper = {label: dict(zip(experiment.heads, experiment.paper.get(label, ()))) for label in experiment.labels}  # noqa: B905
     if short:
         return markdown_table(*_short(experiment, paper, measured, folder))
@@ -76,8 +76,13 @@ def _number(value, name):
 
 
 def fill(path: Path, experiment: Experiment, measured: Mapping) -> str:
-    """The text of a page with its tables made anew, between ``<!-- results: NAME -->`` (or ``<!-- results: NAME short
-    -->``) and ``<!-- end -->``. Raises a ValueError if there is none."""
+    """Return the text of a page with new tables between its markers.
+
+    The markers are ``<!-- results: NAME -->`` or ``<!-- results: NAME short -->``, and ``<!-- end -->``.
+
+    Raises:
+        ValueError: If the page has no marker for the experiment.
+    """
     block = re.compile(rf'(<!-- results: {experiment.name}( short)? -->\n).*?(<!-- end -->)', re.DOTALL)
 
     def made(match):

@@ -30,7 +30,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt: large blocks come by mm
 
 
 def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
-    """Returns how far a step lifts the resident set of this process, in MB.
+    """Return how far a step lifts the resident set of this process, in MB.
 
     Args:
         config (str): Config file, or ``mmdet::FAMILY/NAME.py``.
@@ -55,7 +55,7 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
 
 
 def measure_lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
-    """Runs :func:`lift` in a process of its own. Takes and returns the same.
+    """Run :func:`lift` in a process of its own. Takes and returns the same.
 
     Raises:
         RuntimeError: If that process fails.

@@ -38,7 +38,7 @@ class Rival:
 
 
 def _within(enter):
-    """A forward pass inside of a context."""
+    """Return a change of a forward pass that runs it inside a context."""
 
     def wrap(run):
         def wrapped(*args, **kwargs):
@@ -52,7 +52,7 @@ def _within(enter):
 
 @contextlib.contextmanager
 def _saving_products():
-    """The preset's checkpoints save the results of convolutions and matrix products."""
+    """Make checkpoints save the results of convolutions and matrix products."""
     if not hasattr(cp, 'create_selective_checkpoint_contexts'):
         raise ValueError(f'torch {torch.__version__} has no selective checkpointing')
     found = [getattr(torch.ops.aten, name).default for name in _SAVED_BY_CHOICE]

@@ -17,7 +17,7 @@ __all__ = ['build_model', 'train_batches']
 
 
 def build_model(config: Config, checkpoint: str | None = None, device: str = 'cpu', seed: int = 0) -> nn.Module:
-    """A config's plain detector in training mode."""
+    """Build the plain detector of a config, in training mode."""
     set_random_seed(seed)
     model, _ = build_detector(plain(config), device)
     checkpoint = checkpoint or config.get('load_from')
@@ -48,8 +48,13 @@ def _load(model, checkpoint):
 
 
 def train_batches(config: Config, number: int, seed: int = 0) -> Iterator[dict]:
-    """Some batches of the config's train dataloader, its augmentation included, before the data preprocessor; a short
-    data set is gone through more than once. Raises a ValueError if it cannot be read, or has no whole batch."""
+    """Yield batches of a config's train dataloader, with augmentation, before the data preprocessor.
+
+    A short data set is read more than once.
+
+    Raises:
+        ValueError: If the data set cannot be read, or has less than a batch.
+    """
     cfg = copy.deepcopy(config.train_dataloader)
     cfg.update(num_workers=0, persistent_workers=False)  # one process, so that one seed decides
     cfg.pop('prefetch_factor', None)

@@ -13,7 +13,7 @@ COLOURS = ('#1f77b4', '#d95f02', '#1b9e77', '#7b4fa3', '#e7298a', '#66a61e', '#a
 
 
 def _cell(head, key, form):
-    """A column that stays empty where a row has nothing for it."""
+    """Return a column that is empty for rows without the key."""
 
     def cell(row):
         value = row.get(key)
@@ -43,7 +43,7 @@ _COLUMNS = (
 
 
 def append_line(file: Path, row: dict) -> None:
-    """Appends a line of JSON that is there even if the process is killed, or the machine goes, right after."""
+    """Append a line of JSON and wait until it is on the disk."""
     with open(file, 'a') as lines:
         lines.write('\n' + json.dumps(portable(row)))  # what a killed writer left of its line stands alone
         lines.flush()
@@ -51,7 +51,7 @@ def append_line(file: Path, row: dict) -> None:
 
 
 def benchmark_table(rows: list[dict], markdown: bool = False) -> str:
-    """A line for each preset or rival, ratios to the first."""
+    """Format a line for each preset or rival, with ratios to the first."""
     records, base = [], rows[0]
     for row in rows:
         row = dict(row)
@@ -67,7 +67,7 @@ def benchmark_table(rows: list[dict], markdown: bool = False) -> str:
 
 
 def panels(rows: int = 1, columns: int = 1, **options) -> tuple:
-    """An empty picture, drawn without a display: figure, and its axes as an array (rows, columns)."""
+    """Create an empty picture without a display: the figure, and its axes as an array (rows, columns)."""
     import matplotlib
 
     matplotlib.use('Agg')
@@ -80,7 +80,7 @@ def panels(rows: int = 1, columns: int = 1, **options) -> tuple:
 
 
 def save_picture(figure, path: Path, title: str = '', legend: Sequence = (), columns: int = 5, dpi: int = 100) -> None:
-    """Writes a picture, its folder included, and closes it; ``legend`` (handles) stands below all panels."""
+    """Write a picture, its folder included, and close it; ``legend`` (handles) stands below all panels."""
     import matplotlib.pyplot as plt
 
     if legend:

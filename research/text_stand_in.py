@@ -19,11 +19,11 @@ class Tokens(dict):
         return self[name]
 
     def char_to_token(self, char: int) -> int | None:
-        """Returns the index of the token that a character of the first caption belongs to."""
+        """Return the index of the token that a character of the first caption belongs to."""
         return next((i for i, (start, end) in enumerate(self.spans[0]) if start <= char < end), None)
 
     def to(self, device) -> 'Tokens':
-        """Moves the ids to a device."""
+        """Move the ids to a device."""
         return Tokens(self.input_ids.to(device), self.attention_mask.to(device), self.spans)
 
 
@@ -40,7 +40,7 @@ class WordTokenizer:
         self.words = words
 
     def __call__(self, captions: list[str], max_length: int = 256, **kwargs) -> Tokens:
-        """Returns the tokens of captions, padded to the longest; further arguments are those of a tokenizer."""
+        """Return the tokens of captions, padded to the longest; further arguments are those of a tokenizer."""
         rows, spans = [], []
         for caption in captions:
             ids, where, start = [1], [(-1, -1)], 0
@@ -94,7 +94,7 @@ class TextStandIn(nn.Module):
         self.language_backbone.body = self.language_backbone['body']
 
     def forward(self, captions: list[str], **kwargs) -> dict:
-        """Returns embeddings and masks of captions, by the keys of ``BertModel``."""
+        """Return embeddings and masks of captions, by the keys of ``BertModel``."""
         body = self.language_backbone['body']
         tokens = self.tokenizer(list(captions), max_length=self.max_tokens).to(body.embedding.weight.device)
         masks, positions = generate_masks_with_special_tokens_and_transfer_map(tokens, self.tokenizer.special)

@@ -44,7 +44,7 @@ def parse_args():
 
 
 def read(args):
-    """The experiment, as the command line changes it."""
+    """Return the experiment with the changes of the command line."""
     fields = dict(vars(read_experiment(args.experiment)))
     fields['options'] = {**fields['options'], **args.cfg_options}
     fields['gpus'] = fields['gpus'] if args.gpus is None else args.gpus
@@ -73,7 +73,7 @@ def results_of(args, experiment, trainings):
 
 
 def report(args, experiment, results):
-    """Prints and writes what was asked for."""
+    """Print and write what was asked for."""
     results = {label: {seed: runs[seed] for seed in sorted(runs)} for label, runs in results.items() if runs}
     found = dict(machine=describe_machine(), experiment=describe(experiment), results=results)
     print('\n' + accuracy_table(found))

@@ -67,9 +67,20 @@ def _free_port():
 def plan(
     experiment: Experiment, work_dir: Path, labels: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[Training]:
-    """The trainings of an experiment in ``work_dir``, seed by seed: one that is stopped has compared something. Of some
-    labels and other seeds, where these are given. Raises a ValueError for what cannot be honoured, or a folder that
-    holds another training."""
+    """List the trainings of an experiment in ``work_dir``, seed by seed, so that a study that stops early can compare.
+
+    Args:
+        experiment (Experiment): The experiment.
+        work_dir (Path): Folder of its trainings.
+        labels (Sequence[str]): Settings to train. If empty, all. Default: ().
+        seeds (Sequence[int]): Seeds. If empty, those of the experiment. Default: ().
+
+    Returns:
+        list[Training]: The trainings, in order.
+
+    Raises:
+        ValueError: For an unknown label, or a folder that holds another training.
+    """
     configs = configs_of(experiment, labels or experiment.labels)
     trainings = []
     for seed in seeds or experiment.seeds:
@@ -100,7 +111,7 @@ def _check_folder(training):
 
 
 def run(training: Training, launcher: Launcher, threads: int | None = None) -> dict:
-    """Trains with ``threads`` CPU threads (None: as the environment has it), unless the folder has a result.
+    """Train with ``threads`` CPU threads (None: as the environment has it), unless the folder has a result.
 
     Returns:
         dict: Of :func:`look`; it also stands in ``result.json`` in the folder.
@@ -151,8 +162,15 @@ def _alone(folder):
 
 
 def look(training: Training) -> dict | None:
-    """What a folder holds of a training that is finished or runs: :func:`collect`, ``machine``, ``seconds`` of training
-    and evaluation, and ``finished``; None where nothing was logged. Raises a ValueError for a damaged result."""
+    """Read the state of a training from its folder.
+
+    Returns:
+        dict | None: As of :func:`collect`, with ``machine``, ``seconds`` of training and evaluation, and ``finished``;
+        None if nothing was logged.
+
+    Raises:
+        ValueError: If the result is damaged.
+    """
     result = training.folder / 'result.json'
     try:
         found = json.loads(result.read_text()) if result.exists() else read_log(training.folder)
@@ -168,7 +186,7 @@ def look(training: Training) -> dict | None:
 
 
 def read_log(folder: Path) -> dict | None:
-    """Reads mmengine's logs in a work directory, those of a training that was resumed as one: :func:`collect`, and
+    """Read mmengine's logs in a work directory, those of a training that was resumed as one: :func:`collect`, and
     ``seconds``; None where there is no log."""
     entries, seconds = [], 0
     for file in sorted(Path(folder).glob('*/vis_data/scalars.json')):
@@ -193,7 +211,7 @@ def _entries(text):
 
 
 def collect(entries: Iterable[dict]) -> dict:
-    """What mmengine's log of scalars says of a training.
+    """Read what mmengine's log of scalars says of a training.
 
     Returns:
         dict: ``ap``, the last of each of :data:`METRICS` that was evaluated, by name; ``curve``, all of them, with the
@@ -239,7 +257,7 @@ def run_all(
     threads: int | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[int, dict]]:
-    """Runs trainings, ``jobs`` at a time, and calls ``done`` after each: label to seed to the result of :func:`run`.
+    """Run trainings, ``jobs`` at a time, and calls ``done`` after each: label to seed to the result of :func:`run`.
     Raises a RuntimeError as soon as one fails; what runs beside it goes on to its end."""
     results = {training.label: {} for training in trainings}
     pool = concurrent.futures.ThreadPoolExecutor(jobs)

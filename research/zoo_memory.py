@@ -55,7 +55,7 @@ def measured() -> dict[str, float]:
 
 
 def count(name: str) -> dict:
-    """What the planner counts of a config."""
+    """Return the bytes that the planner counts for a config."""
     start = time.process_time()
     config = plain(load_config(f'mmdet::{name}'))
     inputs = inputs_of(config)
@@ -165,7 +165,7 @@ _TICKS = [2, 4, 8, 16, 32, 64]  # of the picture, GiB
 
 
 def report(rows: dict[str, dict]) -> str:
-    """The table of families, and how far the counts with the margin are off."""
+    """Format the table of families, with the errors of the counts including the margin."""
     share, add = MARGIN, WORKSPACES
 
     def ratios(members, key):
@@ -208,7 +208,7 @@ def report(rows: dict[str, dict]) -> str:
 
 
 def picture(rows: dict[str, dict], file: Path) -> None:
-    """Counted with the margin against measured, a dot a config."""
+    """Draw counts including the margin against measurements, one dot for each config."""
     share, add = MARGIN, WORKSPACES
     figure, ((axes,),) = panels(figsize=(5, 5))
     for fitted, colour, label in ((True, '#1f77b4', 'fitted'), (False, '#d95f02', 'not fitted')):

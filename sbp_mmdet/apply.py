@@ -24,7 +24,7 @@ __all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
 
 
 def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
-    """Lets the modules of a model store less for the backward pass, in place.
+    """Let the modules of a model store less for the backward pass, in place.
 
     Names and shapes of parameters, checkpoints, evaluation and export stay as they are. A model that has been changed
     is changed anew, by the new settings.
@@ -54,7 +54,7 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
 
 
 def apply_settings(model: nn.Module, settings: Settings) -> Report:
-    """As :func:`apply_lean`, for checked settings and a model that is not wrapped."""
+    """Apply checked settings to a model that is not wrapped; see :func:`apply_lean`."""
     chosen = modules_to_change(model, settings)
     plan = None if settings.preset.name == 'none' else plan_change(model, settings, chosen)
     before = _state_of(model)
@@ -73,7 +73,7 @@ _ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'forward')
 
 
 def _state_of(model):
-    """Returns the classes of all modules, and what this package keeps in them."""
+    """Return the classes of all modules, and what this package keeps in them."""
     return [
         (module, type(module), {key: vars(module)[key] for key in _ATTRIBUTES if key in vars(module)})
         for module in model.modules()
@@ -81,7 +81,7 @@ def _state_of(model):
 
 
 def _put_back(model, before):
-    """Restores what :func:`_state_of` has seen."""
+    """Restore what :func:`_state_of` has seen."""
     for module, kind, attributes in before:
         module.__class__ = kind
         for key in _ATTRIBUTES:
@@ -90,7 +90,7 @@ def _put_back(model, before):
 
 
 def remove_lean(model: nn.Module) -> None:
-    """The reverse of :func:`apply_lean`; a model that was not changed stays as it is.
+    """Undo :func:`apply_lean`. A model that was not changed stays as it is.
 
     Args:
         model (nn.Module): A detector, or its backbone.
@@ -112,7 +112,7 @@ def _restore(model, modules):
 
 
 def keep_ratios(model: nn.Module) -> dict[tuple, float]:
-    """The layers that a model's backbone thins, and how far.
+    """Return the keep ratios of the layers that a model's backbone thins.
 
     Args:
         model (nn.Module): A backbone, or what has one.
@@ -128,7 +128,7 @@ def keep_ratios(model: nn.Module) -> dict[tuple, float]:
 
 
 def draws_of(model: nn.Module) -> list[StepDraws]:
-    """What the changed backbones of a model draw from.
+    """Return the draws of a model's changed backbones.
 
     Args:
         model (nn.Module): A backbone, or what has one.
@@ -202,13 +202,13 @@ def _stride(owner, kind):
 
 
 def _num_heads(bounds, modules):
-    """Returns the number of heads of the blocks' attention, or ``None`` if there is none that drops heads."""
+    """Return the number of heads of the blocks' attention, or ``None`` if there is none that drops heads."""
     parts = (part for module in modules.values() if id(module) in bounds for part in bounds[id(module)].parts.values())
     return next((part.num_heads for part in parts if part.by_heads), None)
 
 
 def _frozen_in_training(model):
-    """Returns the ids of the parameters that get no gradient in training.
+    """Return the ids of the parameters that get no gradient in training.
 
     mmdet's backbones freeze their stages in ``train()``, which a runner calls after this. So it is called here once,
     and its effect on flags is taken back.

@@ -43,7 +43,7 @@ class ChangePlan(NamedTuple):
 
 @ask_once()
 def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Module]) -> ChangePlan:
-    """Checks everything that a change needs, and changes nothing.
+    """Check everything that a change needs, and changes nothing.
 
     Args:
         model (nn.Module): The model, changed or not.
@@ -60,7 +60,7 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
     taken, left, bounds = set(), {}, {}
 
     def take(module, mixin):
-        """Returns whether a module can be changed."""
+        """Return whether a module can be changed."""
         if id(module) not in chosen:
             return False
         if settings.preset.form is None:  # any module can be checkpointed
@@ -102,7 +102,7 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
 
 
 def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Module]:
-    """Returns the modules that may be changed, by their id.
+    """Return the modules that may be changed, by their id.
 
     Args:
         model (nn.Module): The model.
@@ -149,12 +149,12 @@ def _backbone(root, settings, take, bounds):
 
 
 def _thins(bound):
-    """Returns whether any of the operations that are used in a module sends gradients from kept positions."""
+    """Return whether any of the operations that are used in a module sends gradients from kept positions."""
     return any(part.thinned for part in bound.parts.values())
 
 
 def _stages(root):
-    """Lists of blocks: those of one parent module, in the model's order."""
+    """Return a list of blocks for each parent module that has some, in the model's order."""
     found = []
     for parent in root.modules():
         if blocks := [child for child in parent.children() if _is_block(child)]:
@@ -167,7 +167,7 @@ def _is_block(module):
 
 
 def _owner(root, stages):
-    """What holds all blocks and is no list of them, nor a stage in a list: the backbone, or the one in a wrapper."""
+    """Return the innermost module that holds all blocks and is neither a list nor in one: the backbone."""
     number = sum(map(len, stages))
     lists = [module for module in root.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     listed = {id(child) for module in lists for child in module}

@@ -29,7 +29,7 @@ class CheckpointedLevels(Mixin):
     outermost = True
 
     def forward_single(self, *args, **kwargs):
-        """Runs the head on the map of one level."""
+        """Run the head on the map of one level."""
         forward = super().forward_single
         if self.training and is_known_inside(self):
             return run_checkpointed(self, forward, args, kwargs)
@@ -37,7 +37,7 @@ class CheckpointedLevels(Mixin):
 
 
 def parts_to_checkpoint(model: nn.Module, chosen: Mapping[int, nn.Module]) -> Iterator[tuple[nn.Module, type[Mixin]]]:
-    """Yields the parts of a model that store less if they are checkpointed, and how.
+    """Yield the parts of a model that store less if they are checkpointed, and how.
 
     All code inside of them is of known libraries, without hooks, so it may run twice. Parts that are one operation
     already, such as a feature pyramid, are left out: they recompute what is cheap themselves. Transformers are left out

@@ -46,7 +46,7 @@ def _buffers(module: nn.Module) -> Iterator[_Buffer]:
 
 @contextlib.contextmanager
 def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[None]:
-    """Lets a forward pass update copies of the buffers of a module, and puts the buffers back afterwards.
+    """Let a forward pass update copies of the buffers of a module, and put the buffers back afterwards.
 
     The buffers themselves are not written to, because the graph of another forward pass may have saved them. This holds
     for every kind of buffer: running statistics, the vectors of a spectral norm, counters.
@@ -85,12 +85,12 @@ class Checkpointed(Mixin):
         return run_checkpointed(self, super().forward, args, kwargs)
 
     def checkpoints_now(self) -> bool:
-        """Returns whether this forward pass saves its inputs only."""
+        """Return whether this forward pass saves its inputs only."""
         return self.training
 
 
 def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
-    """Runs a method of a module that saves its inputs only, and is recomputed in the backward pass.
+    """Run a method of a module that saves its inputs only, and is recomputed in the backward pass.
 
     The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
     them as the first run left them.
@@ -168,7 +168,7 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
 
 
 def refuse_replays(model: nn.Module) -> None:
-    """Refuses checkpointing around layers that drop positions or images: the recomputation would draw others.
+    """Refuse checkpointing around layers that drop positions or images: the recomputation would draw others.
 
     Args:
         model (nn.Module): Model.

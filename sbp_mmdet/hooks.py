@@ -17,7 +17,7 @@ __all__ = ['CheckpointModulesHook', 'LeanHook', 'TargetsInChunksHook']
 
 
 def _register(kind: type[ModelHook]) -> type[ModelHook]:
-    """Registers a hook with mmdet, and with mmengine, where configs of mmyolo and mmrotate look for it."""
+    """Register a hook with mmdet, and with mmengine, where configs of mmyolo and mmrotate look for it."""
     return registry.HOOKS.register_module()(HOOKS.register_module()(kind))
 
 
@@ -55,12 +55,12 @@ class LeanHook(SignsOfLife, ModelHook):
         return f'{done}\n{targets_in_chunks(model)}'
 
     def before_run(self, runner) -> None:
-        """Changes the model; called by mmengine's runner."""
+        """Change the model; called by mmengine's runner."""
         super().before_run(runner)
         self._replace_conv_bn_eval(runner)
 
     def _replace_conv_bn_eval(self, runner):
-        """Turns mmengine's ``efficient_conv_bn_eval`` off where changed modules fold frozen norms themselves.
+        """Turn mmengine's ``efficient_conv_bn_eval`` off where changed modules fold frozen norms themselves.
 
         It would trace the model by torch.fx after this hook and run a graph of its own instead of the changed modules.
         """
@@ -77,7 +77,7 @@ class LeanHook(SignsOfLife, ModelHook):
             )
 
     def keep_ratio(self, model: nn.Module) -> float | None:
-        """Returns the mean keep ratio of the thinned layers, or ``None`` if there are none."""
+        """Return the mean keep ratio of the thinned layers, or ``None`` if there are none."""
         ratios = keep_ratios(unwrapped(model)).values()
         return sum(ratios) / len(ratios) if ratios else None
 

@@ -52,7 +52,7 @@ class Drawing(Mixin):
 
 
 def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
-    """Lets a backbone begin and end the passes that its layers draw for.
+    """Let a backbone begin and end the passes that its layers draw for.
 
     Args:
         owner (nn.Module): The module that holds all layers; changed in place.
@@ -95,7 +95,7 @@ class HandingOn(Mixin):
 
 
 def hand_on_within(model: nn.Module) -> None:
-    """Lets layers of a changed model hand on what they keep, within its largest modules of which all code is known.
+    """Let layers of a changed model hand on what they keep, within its largest modules of which all code is known.
 
     Args:
         model (nn.Module): A model; changed in place. Nothing is left of an earlier call.
@@ -109,7 +109,7 @@ def hand_on_within(model: nn.Module) -> None:
 
 
 def _scopes(module, depth) -> Iterator[nn.Module]:
-    """Yields the outermost known modules with several layers that hand on, and some below them.
+    """Yield the outermost known modules with several layers that hand on, and some below them.
 
     Where a part becomes unknown later, those around it open no scope any more, and those beside it still do.
     """
@@ -145,7 +145,7 @@ class _Inside(NamedTuple):
         return _Inside, ()
 
     def unchanged(self, root: nn.Module) -> bool:
-        """Returns whether classes and children are the same, and nothing runs besides their forward passes.
+        """Return whether classes and children are the same, and nothing runs besides their forward passes.
 
         Args:
             root (nn.Module): The outermost module.
@@ -166,7 +166,7 @@ class _Inside(NamedTuple):
 
 
 def is_known_inside(root: nn.Module) -> bool:
-    """Returns whether all modules inside of a module are of known libraries and run nothing else.
+    """Return whether all modules inside of a module are of known libraries and run nothing else.
 
     Args:
         root (nn.Module): The module; its own class and hooks are not looked at.
@@ -185,7 +185,7 @@ def is_known_inside(root: nn.Module) -> bool:
 
 
 def _is_touched(module):
-    """Returns whether a call of a module runs more than the forward pass of its class."""
+    """Return whether a call of a module runs more than the forward pass of its class."""
     own = vars(module)
     if 'forward' in own or own.get('_compiled_call_impl') is not None:
         return True
@@ -200,7 +200,7 @@ def _is_known_class(kind):
 
 
 def of_known_library(module: nn.Module) -> bool:
-    """Returns whether the class of a module, as it was before this package changed it, is of a known library.
+    """Return whether the class of a module, as it was before this package changed it, is of a known library.
 
     Args:
         module (nn.Module): The module.

@@ -57,7 +57,7 @@ _SBP_KEYS = tuple(field.name for field in dataclasses.fields(SBPConfig))
 
 
 def preset_named(name: str) -> Preset:
-    """Returns the preset with this name.
+    """Return the preset with this name.
 
     Args:
         name (str): A key of :data:`PRESETS`.
@@ -99,7 +99,7 @@ class Settings(SBPConfig):
 
     @classmethod
     def parse(cls, cfg: Mapping, where: str = 'sbp_cfg', default_preset: str = 'sbp') -> 'Settings':
-        """Checks everything that does not depend on the model.
+        """Check everything that does not depend on the model.
 
         Args:
             cfg (Mapping): The name of a preset, and settings.
@@ -153,7 +153,7 @@ class Settings(SBPConfig):
             object.__setattr__(self, 'modules', tuple(names))
 
     def layer_ratios(self, depths: Sequence[int], blocks: Sequence[int], from_end: bool = False) -> dict[tuple, float]:
-        """Returns :func:`.layers.thinned_layers` for presets that drop positions, otherwise an empty dict.
+        """Return :func:`.layers.thinned_layers` for presets that drop positions, otherwise an empty dict.
 
         Args:
             depths (Sequence[int]): Number of blocks in each stage.

@@ -48,7 +48,7 @@ class Report:
 
 
 def thinned_line(model: nn.Module) -> str | None:
-    """Says how many blocks of each stage are thinned.
+    """Say how many blocks of each stage are thinned.
 
     Args:
         model (nn.Module): A changed model.
@@ -89,7 +89,7 @@ class SignsOfLife(Hook):
     _steps = 0
 
     def before_run(self, runner) -> None:
-        """Checks and logs the change; called by mmengine's runner."""
+        """Check and log the change; called by mmengine's runner."""
         super().before_run(runner)
         for other in runner.hooks:
             if isinstance(other, SignsOfLife) and other is not self and hasattr(other, 'report'):
@@ -110,7 +110,7 @@ class SignsOfLife(Hook):
             )
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None, **kwargs) -> None:
-        """Verifies the changed modules before the first step; called by mmengine's runner."""
+        """Verify the changed modules before the first step; called by mmengine's runner."""
         if self._verified:
             return
         self._verified, settings = True, self.settings
@@ -137,7 +137,7 @@ class SignsOfLife(Hook):
             runner.visualizer.add_scalars(scalars, runner.iter + 1)
 
     def after_train_iter(self, runner, *args, **kwargs) -> None:
-        """Logs the peak of memory after the second step; called by mmengine's runner."""
+        """Log the peak of memory after the second step; called by mmengine's runner."""
         self._steps += 1
         if self._steps == 2 and torch.cuda.is_available() and self.report.changed:
             peak = torch.cuda.max_memory_allocated() / 1e6
@@ -151,4 +151,4 @@ class _NoUpdate:
         self.optim_context = wrapper.optim_context
 
     def update_params(self, *args, **kwargs) -> None:
-        """Does nothing."""
+        """Do nothing."""

@@ -38,7 +38,7 @@ class AtomicBackend(LocalBackend):
     """
 
     def put(self, obj: bytes, filepath: str | Path) -> None:
-        """Writes to a file beside ``filepath``, waits until it is on the disk, and gives it its name.
+        """Write to a file beside ``filepath``, wait until it is on the disk, and give it its name.
 
         Args:
             obj (bytes): Content.
@@ -77,18 +77,18 @@ class EvaluateEndedHook(Hook):
     """
 
     def before_train(self, runner) -> None:
-        """Called by mmengine's runner, after it has read the checkpoint."""
+        """Remember the first iteration. mmengine's runner calls this after reading the checkpoint."""
         self._first = runner.iter
 
     def after_train(self, runner) -> None:
-        """Called by mmengine's runner."""
+        """Run the evaluation if this run trained no step."""
         if runner.val_loop is not None and runner.iter == self._first:
             runner.logger.info(f'all {runner.iter} steps were trained before; evaluating what came out')
             runner.val_loop.run()
 
 
 def safe_globals() -> list:
-    """What mmengine's checkpoints hold beside tensors and plain containers, for ``torch.load(weights_only=True)``.
+    """Return the types that mmengine's checkpoints hold, for ``torch.load(weights_only=True)``.
 
     That is the log history: a class of mmengine, its arrays and numbers, and its four methods, which pickle stores as
     calls of ``getattr``. A general ``getattr`` would lead from there to any module; this one knows the four.
@@ -111,7 +111,7 @@ def _statistics_method(owner, name):
 
 
 def read_checkpoint(path: str | Path):
-    """Reads a checkpoint without trusting it: tensors, plain containers and what :func:`safe_globals` lists.
+    """Read a checkpoint without trusting it: tensors, plain containers and what :func:`safe_globals` lists.
 
     Args:
         path (str | Path): Local file, in torch's format of 1.6 and newer.
@@ -147,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def allow_mmengine_checkpoints() -> None:
-    """Lets ``torch.load`` read mmengine's checkpoints where mmengine itself has not seen to it.
+    """Let ``torch.load`` read mmengine's checkpoints where mmengine itself has not seen to it.
 
     From torch 2.6 on ``torch.load`` refuses classes that it does not know; mmengine 0.10.7 fails on its own files then.
     Weights-only loading stays on. onedl-mmengine has a list of its own.

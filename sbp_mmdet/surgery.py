@@ -52,14 +52,14 @@ _MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
 
 @functools.cache
 def _mixed(mixin, kind):
-    """Returns the one class of each pair: torch.compile takes modules of another class for other code."""
+    """Return the one class of each pair: torch.compile takes modules of another class for other code."""
     made = type(kind.__name__, (mixin, kind), {'__module__': kind.__module__})
     _MADE_OF[made] = mixin, kind
     return made
 
 
 def _apart(kind):
-    """Takes a class apart: the user's class, the mixins from the front, and the classes that were derived later.
+    """Take a class apart: the user's class, the mixins from the front, and the classes that were derived later.
 
     ``torch.nn.utils.parametrize`` and FSDP derive a class from that of the module, whatever was mixed into it.
     """
@@ -77,7 +77,7 @@ def _apart(kind):
 
 
 def has_methods_of(obj: object, kind: type, *names: str) -> bool:
-    """Checks that an object runs methods of a class, and neither a subclass's nor its own.
+    """Check that an object runs methods of a class, and neither a subclass's nor its own.
 
     Args:
         obj (object): An object without :func:`mix_in` for these methods.
@@ -107,7 +107,7 @@ def _new(kind, fronts, *args):
 
 @functools.cache
 def foreign_classes(kind: type) -> tuple[type, ...]:
-    """Returns a class without what this package mixed in, and those that were derived from it later.
+    """Return a class without what this package mixed in, and those that were derived from it later.
 
     Args:
         kind (type): The class of a module.
@@ -117,7 +117,7 @@ def foreign_classes(kind: type) -> tuple[type, ...]:
 
 
 def stock_class(kind: type) -> type:
-    """Returns a class without what this package mixed in; classes that were derived from that later are left out too.
+    """Return a class without what this package mixed in; classes that were derived from that later are left out too.
 
     Args:
         kind (type): The class of a module.
@@ -129,7 +129,7 @@ def stock_class(kind: type) -> type:
 
 
 def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Puts a class in front of the class of a module, or behind an outermost one.
+    """Put a class in front of the class of a module, or behind an outermost one.
 
     Args:
         module (nn.Module): Changed in place; its class keeps its name.
@@ -182,14 +182,14 @@ def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of distributed wrappers and of test-time augmentation, or the model itself."""
+    """Return the model inside distributed wrappers and test-time augmentation, or the model itself."""
     while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
         model = model.module
     return model
 
 
 def detectors(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a model that have a backbone.
+    """Return the parts of a model that have a backbone.
 
     Args:
         model (nn.Module): A detector, or what holds several, such as the student and the teacher of semi-supervised
@@ -222,7 +222,7 @@ class ModelHook(Hook):
     exact = False
 
     def apply(self, model: nn.Module) -> str:
-        """Changes the model in place.
+        """Change the model in place.
 
         Args:
             model (nn.Module): The detector, not wrapped.
@@ -233,12 +233,12 @@ class ModelHook(Hook):
         raise NotImplementedError(f'{type(self).__name__} has no apply(model)')
 
     def before_run(self, runner) -> None:
-        """Called by mmengine's runner."""
+        """Change the model of a runner and log what was done."""
         runner.logger.info(f'{type(self).__name__}: {self.apply(unwrapped(runner.model))}')
 
 
 def model_hook_class(cfg: dict) -> type[ModelHook] | None:
-    """The class of a hook that changes the model.
+    """Return the class of a hook that changes the model.
 
     Args:
         cfg (dict): A member of a config's ``custom_hooks``.
@@ -257,7 +257,7 @@ def model_hook_class(cfg: dict) -> type[ModelHook] | None:
 
 
 def model_hooks(custom_hooks: Iterable[dict] | None) -> Iterator[ModelHook]:
-    """Builds the hooks that change the model.
+    """Build the hooks that change the model.
 
     Args:
         custom_hooks (Iterable[dict] | None): Of a config.

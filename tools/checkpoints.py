@@ -18,7 +18,7 @@ _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint file. Torch writes check sums into its zip archives, but does not check them.
+    """Find out whether a checkpoint file is damaged. torch writes check sums into its archives but does not check them.
 
     Returns:
         str | None: The damage. None if the file is whole. None also for what has no check sums: a file in torch's
@@ -64,7 +64,7 @@ def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
 
 
 def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = False, all_weights: bool = False) -> None:
-    """Checks that a checkpoint can be read and belongs to the detector of the config.
+    """Check that a checkpoint can be read and belongs to the detector of the config.
 
     Raises:
         PreflightError: For the first thing that is wrong.
@@ -116,7 +116,7 @@ def _check_weights(weights, path, key, config, whole_run, all_weights):
 
 
 def _read(path):
-    """The checkpoint, its tensors not read from the disk; None if it is not for here to read it."""
+    """Read a checkpoint with its tensors left on the disk; None if only mmengine can read it."""
     resume = sys.modules.get('sbp_mmdet.resume')  # imported by the config; without it there is nothing of ours in it
     if resume is None:
         return None

@@ -28,7 +28,7 @@ _running, _stopping = set(), threading.Event()
 
 
 def lines_of(file: Path) -> list[dict]:
-    """What was appended to a file; not what a process wrote while it was killed."""
+    """Read the whole lines of a file; a line that a killed process left unfinished is skipped."""
     found = []
     for line in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):
@@ -37,20 +37,20 @@ def lines_of(file: Path) -> list[dict]:
 
 
 def rows_of(part: Part, out: Path) -> tuple[dict[str, dict], collections.Counter]:
-    """Preset to its row, of what is there; and how often each of the others was begun, but did not end."""
+    """Return the rows by preset, and for presets without a row how often they were begun."""
     lines = [line for line in lines_of(out / f'{part.name}.jsonl') if 'preset' in line]
     rows = {line['preset']: line for line in lines if line.get('state') != 'begun'}
     return rows, collections.Counter(line['preset'] for line in lines if line['preset'] not in rows)
 
 
 def missing(part: Part, out: Path) -> list[str]:
-    """What is to be measured. What ended together with the whole report is tried once more."""
+    """Return the presets to measure. One that ended together with the whole report is tried once more."""
     rows, begun = rows_of(part, out)
     return [name for name in part.presets if name not in rows and begun[name] < 2]
 
 
 def run_part(part: Part, out: Path, end: float, rehearse: bool) -> None:
-    """Runs a part until each of its rows is there, none came, or too little time is left."""
+    """Run a part until each of its rows is there, none came, or too little time is left."""
     from tables import append_line  # noqa: PLC0415  it takes torch with it
 
     while (start := time.monotonic()) + part.seconds < end:
@@ -99,7 +99,7 @@ def _end(process):
 
 
 def write_page(parts: list[Part], out: Path, archive: Path, title: str) -> None:
-    """The page, and the archive of all that was written."""
+    """Write the page, and the archive of everything that was written."""
     states = {line['part']: line for line in lines_of(out / 'states.jsonl')}
     machines = [line['machine'] for part in parts for line in lines_of(out / f'{part.name}.jsonl') if 'machine' in line]
     lines = [title, '', ', '.join(f'{key} {value}' for key, value in (machines or [{}])[0].items() if key != 'command')]

@@ -29,7 +29,7 @@ def _outline(label, rng):
 
 
 def render_image(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
-    """Draws one image, back to front; a shape that would hide most of another one is left out of it.
+    """Draw one image, back to front; a shape that would hide most of another one is left out of it.
 
     Returns:
         tuple: The image, uint8 BGR (size, size, 3), and for each object its index into ``CLASSES`` and its visible
@@ -53,7 +53,7 @@ def render_image(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[
 
 
 def _make_split(split, count, out, size, seed):
-    """Renders one split, writes its images, and returns its COCO dictionary."""
+    """Render one split, write its images, and return its COCO dictionary."""
     images, annotations = [], []
     folder = out / 'images' / split
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def _make_split(split, count, out, size, seed):
 
 
 def make_set(out: str | Path, train: int = 600, val: int = 100, size: int = 192, seed: int = 0) -> None:
-    """Writes the set; other files in ``out`` stay."""
+    """Write the set; other files in ``out`` stay."""
     out = Path(out)
     (out / 'annotations').mkdir(parents=True, exist_ok=True)
     for split, count in zip(SPLITS, (train, val), strict=True):

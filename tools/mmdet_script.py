@@ -25,7 +25,7 @@ __all__ = [
 
 
 def run(name: str, splits: tuple[str, ...]) -> None:
-    """Checks the config that the command line names and runs the toolbox's script on the same command line.
+    """Check the config that the command line names and run the toolbox's script on the same command line.
 
     Args:
         name (str): 'train.py' or 'test.py'.
@@ -69,7 +69,7 @@ def run(name: str, splits: tuple[str, ...]) -> None:
 
 
 def toolbox_of(words: list[str]) -> str:
-    """Returns the toolbox whose script a command line is meant for.
+    """Return the toolbox whose script a command line is meant for.
 
     Args:
         words (list[str]): The command line.
@@ -91,7 +91,7 @@ def toolbox_of(words: list[str]) -> str:
 
 
 def find_script(name: str, toolbox: str = 'mmdet') -> Path:
-    """Finds a toolbox's own script, without importing the toolbox.
+    """Find a toolbox's own script, without importing the toolbox.
 
     Args:
         name (str): Name of the script.
@@ -117,7 +117,7 @@ def find_script(name: str, toolbox: str = 'mmdet') -> Path:
 
 
 def let_threads_sleep() -> None:
-    """Shortens the time for which idle OpenMP threads spin, unless the environment sets it.
+    """Shorten the time for which idle OpenMP threads spin, unless the environment sets it.
 
     To be called before torch is imported. By default GNU's OpenMP lets threads spin for milliseconds. On a busy machine
     they spin on the core that another thread waits for: a step of the quick start took six times as long.
@@ -140,7 +140,7 @@ def _checkpoints():
 
 
 def check_start(config, args: Namespace) -> None:
-    """Checks the checkpoint that a training starts from, and writes into ``args.resume`` which one that is.
+    """Check the checkpoint that a training starts from, and write into ``args.resume`` which one that is.
 
     mmdet's rules decide: ``--resume`` goes before the config's ``resume`` and ``load_from``. If the newest checkpoint
     is damaged, the newest whole one is taken. If there is nothing to resume from yet, ``load_from`` counts, which
@@ -175,7 +175,7 @@ def check_start(config, args: Namespace) -> None:
 
 
 def checkpoint_options(config) -> dict:
-    """Returns config options for checkpoints that appear whole or not at all, and for a last evaluation after a resume.
+    """Return config options for checkpoints that appear whole or not at all, and for a last evaluation after a resume.
 
     Args:
         config (Config): The config. If it does not import the package, or says itself how checkpoints are written,
@@ -205,7 +205,7 @@ def checkpoint_options(config) -> dict:
 
 
 def join_cpu_ranks(config, launcher: str) -> bool:
-    """Starts distributed CPU processes over gloo where there is no accelerator, for trying things out.
+    """Start distributed CPU processes over gloo where there is no accelerator, for trying things out.
 
     mmengine's own start sets a CUDA device in every process; with the process group already there, it leaves it alone.
 
@@ -233,7 +233,7 @@ def join_cpu_ranks(config, launcher: str) -> bool:
 
 
 def cpu_rank_options(config) -> dict:
-    """Returns config options for gloo, and for a DistributedDataParallel without device."""
+    """Return config options for gloo, and for a DistributedDataParallel without device."""
     options = {'env_cfg.dist_cfg.backend': 'gloo', 'model_wrapper_cfg.device_ids': None}
     if 'model_wrapper_cfg' not in config:  # then mmengine would have made this one
         options['model_wrapper_cfg.type'] = 'MMDistributedDataParallel'
@@ -243,7 +243,7 @@ def cpu_rank_options(config) -> dict:
 
 
 def _say(message):
-    """Prints in the first process only."""
+    """Print in the first process only."""
     ranks = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')  # torchrun, Slurm, MPI
     if next((os.environ[name] for name in ranks if name in os.environ), '0') == '0':
         print(message, file=sys.stderr)

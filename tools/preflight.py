@@ -44,7 +44,7 @@ class PreflightError(ValueError):
 
 
 def load_config(path: str, options: dict | None = None) -> Config:
-    """Reads a config as mmdet's scripts do.
+    """Read a config as mmdet's scripts do.
 
     Returns:
         Config: The config, overrides merged.
@@ -63,7 +63,7 @@ def load_config(path: str, options: dict | None = None) -> Config:
 
 
 def check_arguments(config: Config, args: Namespace) -> None:
-    """Checks what a script's arguments need of the config and of the machine.
+    """Check what a script's arguments need of the config and of the machine.
 
     Args:
         config (Config): The config, with the overrides of the command line.
@@ -83,7 +83,7 @@ def check_arguments(config: Config, args: Namespace) -> None:
 
 
 def check_config(config: Config, splits: tuple[str, ...]) -> None:
-    """Runs every check.
+    """Run every check.
 
     Raises:
         PreflightError: For the first bad input.
@@ -110,7 +110,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
 
 
 def _check_num_classes(config, labels):
-    """Finds heads with fewer classes than the training data has labels: on a GPU an assertion that names nothing."""
+    """Find heads with fewer classes than the training data has labels: on a GPU an assertion that names nothing."""
     model = config.model.get('detector') or config.model
     roi_head = model.get('roi_head') or {}
     heads = {
@@ -128,7 +128,7 @@ def _check_num_classes(config, labels):
 
 
 def _check_optimizer(wrapper):
-    """What mmengine says in a traceback, after the data have been read."""
+    """Check the optimizer, which mmengine would refuse in a traceback after reading the data."""
     if wrapper.get('type') == 'AmpOptimWrapper' and get_device() == 'cpu':
         raise PreflightError(
             'optim_wrapper: AmpOptimWrapper (mixed precision) needs a GPU, and none is there; on a CPU add '
@@ -153,7 +153,7 @@ def _check_imagenet(config, split):
 
 
 def check_backbone(config: Config) -> None:
-    """Finds a config whose backbone with SBP is not registered, as its package was not imported, or has bad arguments.
+    """Find a config whose backbone with SBP is not registered, as its package was not imported, or has bad arguments.
 
     Raises:
         PreflightError: If the backbone is not registered, or refuses its arguments.
@@ -181,7 +181,7 @@ def check_backbone(config: Config) -> None:
 
 
 def _check_hooks(config):
-    """Finds hooks of sbp_mmdet that are not registered, and presets that the detector refuses."""
+    """Find hooks of sbp_mmdet that are not registered, and presets that the detector refuses."""
     for hook in config.get('custom_hooks') or []:
         name = str(hook.get('type')).rpartition('.')[2]
         if name not in _OWN_HOOKS:
@@ -200,7 +200,7 @@ def _check_hooks(config):
 
 
 def on_meta(config: Config) -> torch.nn.Module | None:
-    """The model without memory for its weights; None if it cannot be built: mmdet is about to meet that too."""
+    """Build the model without memory for its weights; None if it cannot be built, which mmdet then reports."""
     init_default_scope(config.get('default_scope', 'mmdet'))
     for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere
         with contextlib.suppress(Exception), torch.device(device):
@@ -209,7 +209,7 @@ def on_meta(config: Config) -> torch.nn.Module | None:
 
 
 def _check_scales(config, min_size):
-    """Finds pipelines whose images are smaller than the backbone's stride, however they are padded."""
+    """Find pipelines whose images are smaller than the backbone's stride, however they are padded."""
     divisor = (config.model.get('data_preprocessor') or {}).get('pad_size_divisor', 1)
     for split in ('train', 'val', 'test'):
         for step in _dicts(config.get(f'{split}_dataloader')):
@@ -228,7 +228,7 @@ def _check_scales(config, min_size):
 def check_annotations(
     path: Path, key: str, classes: tuple[str, ...] | None = None, needed: tuple[str, ...] = _KEYS
 ) -> list[str]:
-    """Checks that a file is COCO format and has annotations for some of the classes.
+    """Check that a file is COCO format and has annotations for some of the classes.
 
     Returns:
         list[str]: Names of its categories; empty where a large file does not show them.
@@ -308,7 +308,7 @@ def _datasets(node) -> Iterator[tuple[type, dict]]:
 
 
 def _local(ann_file, data_root, backend_args) -> Path | None:
-    """The annotation file's path, joined as mmengine does it; None where it does not lie in the local file system."""
+    """Return the path of an annotation file, joined as in mmengine; None if it is not a local file."""
     remote = backend_args and backend_args.get('backend', 'local') not in ('local', 'LocalBackend')
     if not ann_file or remote or '://' in f'{data_root or ""}{ann_file}':
         return None

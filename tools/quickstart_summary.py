@@ -18,7 +18,7 @@ BOXES = 40  # nuclei in an image, about
 
 
 def latest(folder: Path, pattern: str) -> Path:
-    """The file that was written last."""
+    """Return the newest file."""
     found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
     if not found:
         raise FileNotFoundError(f'{folder}/{pattern}: no such file; run tools/quickstart.sh to the end')

@@ -10,7 +10,7 @@ __all__ = ['targets_in_chunks']
 
 
 def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> str:
-    """Makes the heads of a detector compute their training targets in chunks. The targets stay the same.
+    """Make the heads of a detector compute their training targets in chunks. The targets stay the same.
 
     mmdet computes some targets in one piece while all feature maps of the step are in memory:
 

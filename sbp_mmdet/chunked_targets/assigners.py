@@ -29,7 +29,7 @@ _NO_OVERLAP = {DynamicSoftLabelAssigner: dynamic_soft_label_assigner.INF, SimOTA
 
 
 def assigners_in_chunks(model: nn.Module, pairs: int) -> tuple[list[str], dict[str, str]]:
-    """Makes all assigners of a model compare priors with boxes in chunks.
+    """Make all assigners of a model compare priors with boxes in chunks.
 
     An assigner is found by its class in whichever attribute of a module holds it.
 
@@ -59,7 +59,7 @@ def assigners_in_chunks(model: nn.Module, pairs: int) -> tuple[list[str], dict[s
 
 
 def _assigners(model: nn.Module) -> Iterator[tuple[str, str, BaseAssigner]]:
-    """Yields the name of a module, that of its attribute, and the assigner; cascades have several in a list."""
+    """Yield the name of a module, that of its attribute, and the assigner; cascades have several in a list."""
     for head, module in model.named_modules():
         for name, value in vars(module).items():
             for assigner in value if isinstance(value, (list, tuple)) else [value]:
@@ -96,7 +96,7 @@ class _PairsInChunks(Mixin):
 
 
 def _is_aligned(mode='iou', is_aligned=False):
-    """Reads ``is_aligned`` from the arguments that follow the boxes."""
+    """Read ``is_aligned`` from the arguments that follow the boxes."""
     return is_aligned
 
 

@@ -13,7 +13,7 @@ __all__ = ['mask_heads_in_chunks']
 
 
 def mask_heads_in_chunks(model: nn.Module, number: int) -> list[str]:
-    """Makes the mask heads of a model crop their targets in chunks.
+    """Make the mask heads of a model crop their targets in chunks.
 
     Args:
         model (nn.Module): Detector, changed in place.

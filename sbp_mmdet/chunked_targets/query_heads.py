@@ -18,7 +18,7 @@ __all__ = ['query_heads_in_chunks']
 
 
 def query_heads_in_chunks(model: nn.Module, number: int) -> dict[str, list[str]]:
-    """Changes the Mask2Former and MaskFormer heads of a model.
+    """Change the Mask2Former and MaskFormer heads of a model.
 
     Args:
         model (nn.Module): Detector, changed in place.
@@ -142,5 +142,5 @@ class _Bytes(torch.Tensor):
 
 @functools.cache
 def _bytes(number):
-    """Returns the class of masks of which ``number`` are sampled at a time."""
+    """Return the class of masks of which ``number`` are sampled at a time."""
     return type('_Bytes', (_Bytes,), dict(at_a_time=number))

@@ -70,7 +70,7 @@ class ConvNeXtBlock(BaseModule):
         self.with_cp = with_cp
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the block on (N, C, H, W)."""
+        """Run the block on (N, C, H, W)."""
         if self.with_cp and x.requires_grad:
             return cp.checkpoint(self._forward, x, use_reentrant=False)
         return self._forward(x)
@@ -85,7 +85,7 @@ class ConvNeXtBlock(BaseModule):
 
 
 def build_norm(cfg: dict, num_channels: int) -> LayerNorm2d:
-    """Builds the layer norm that ``norm_cfg`` names.
+    """Build the layer norm that ``norm_cfg`` names.
 
     Args:
         cfg (dict): ``type`` 'LN2d' (as in mmpretrain) or 'LN'; optional ``eps``, ``elementwise_affine``,
@@ -196,7 +196,7 @@ class SBPConvNeXt(LeanBackbone, BaseModule):
         self.train_lean(sbp_cfg)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Runs the backbone.
+        """Run the backbone.
 
         Args:
             x (Tensor): Images, shape (N, 3, H, W).

@@ -20,7 +20,7 @@ class LayerNorm2d(nn.LayerNorm):
         super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises (N, C, H, W) over C."""
+        """Normalise (N, C, H, W) over C."""
         out = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return out.permute(0, 3, 1, 2).contiguous(
@@ -28,7 +28,7 @@ class LayerNorm2d(nn.LayerNorm):
         )
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Normalises (..., C) over C."""
+        """Normalise (..., C) over C."""
         return super().forward(x)
 
 
@@ -47,7 +47,7 @@ class GRN(nn.Module):
         self.beta = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scales each channel by its norm over all positions, relative to the other channels."""
+        """Scale each channel by its norm over all positions, relative to the other channels."""
         response = x.norm(p=2, dim=tuple(range(1, x.dim() - 1)), keepdim=True)
         response = response / (response.mean(dim=-1, keepdim=True) + self.eps)
         return x + self.gamma * (x * response) + self.beta

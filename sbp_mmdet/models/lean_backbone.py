@@ -24,7 +24,7 @@ class LeanBackbone(nn.Module):
     _report = None  # said once, when training begins
 
     def train_lean(self, sbp_cfg: dict | None) -> None:
-        """Changes the finished network.
+        """Change the finished network.
 
         Args:
             sbp_cfg (dict | None): ``preset`` and keys of :class:`.settings.Settings`; None: it stays plain.
@@ -48,11 +48,11 @@ class LeanBackbone(nn.Module):
         verify_at_first_pass(self, settings, report)
 
     def keep_ratios(self) -> dict[tuple, float]:
-        """The layers that are thinned, and how far, see :func:`sbp_mmdet.apply.keep_ratios`."""
+        """Return the keep ratios of the thinned layers, see :func:`sbp_mmdet.apply.keep_ratios`."""
         return keep_ratios(self)
 
     def train(self, mode: bool = True) -> 'LeanBackbone':
-        """As ``nn.Module.train``. Says, once, what ``sbp_cfg`` changed, and where all that it thins is frozen."""
+        """Set training or evaluation mode. The first time in training, log what ``sbp_cfg`` changed."""
         super().train(mode)
         if mode and self._report is not None:
             report, self._report = self._report, None

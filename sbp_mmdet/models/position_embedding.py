@@ -10,7 +10,7 @@ __all__ = ['fit_positions', 'interpolated']
 
 
 def interpolated(patches: Tensor, grid: tuple[int, int], size: tuple[int, int], mode: str) -> Tensor:
-    """Interpolates a position embedding to another grid.
+    """Interpolate a position embedding to another grid.
 
     Args:
         patches (Tensor): Embedding of the patches, row by row, shape (1, h * w, C).
@@ -59,7 +59,7 @@ def fit_positions(
 
 
 def _grid_of(number, grid, pretrained_grid):
-    """Returns rows and columns of so many patches in a file, or ``None``."""
+    """Return rows and columns of so many patches in a file, or ``None``."""
     if pretrained_grid is not None:
         return pretrained_grid if math.prod(pretrained_grid) == number else None
     height, width = grid

@@ -103,7 +103,7 @@ class ViTBlock(BaseModule):
         self.num_heads, self.with_cp = num_heads, with_cp
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the block on tokens (N, L, C)."""
+        """Run the block on tokens (N, L, C)."""
         if self.with_cp and x.requires_grad:
             return cp.checkpoint(self._forward, x, use_reentrant=False)
         return self._forward(x)
@@ -112,13 +112,13 @@ class ViTBlock(BaseModule):
         return self.feed(self.attend(x))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Runs the attention with its residual connection on tokens (N, L, C)."""
+        """Run the attention with its residual connection on tokens (N, L, C)."""
         q, k, v = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = self.attn.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.drop_path1(self.ls1(y))
 
     def feed(self, x: Tensor) -> Tensor:
-        """Runs the MLP with its residual connection on tokens (N, L, C)."""
+        """Run the MLP with its residual connection on tokens (N, L, C)."""
         return x + self.drop_path2(self.ls2(self.mlp.fc2(self.act(self.mlp.fc1(self.norm2(x))))))
 
 
@@ -137,7 +137,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_channels, channels, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (N, C', H, W) to (N, C, ceil(H / patch_size), ceil(W / patch_size)); the last patches are filled up with
+        """Map (N, C', H, W) to (N, C, ceil(H / patch_size), ceil(W / patch_size)); the last patches are filled up with
         zeros."""
         right, below = -x.shape[3] % self.patch_size, -x.shape[2] % self.patch_size
         # Where there is nothing to fill up, padding would copy the image all the same, and store the copy.
@@ -261,7 +261,7 @@ class SBPViT(LeanBackbone, BaseModule):
         self.train_lean(sbp_cfg)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Runs the backbone.
+        """Run the backbone.
 
         Args:
             x (Tensor): Images, shape (N, 3, H, W).
@@ -292,7 +292,7 @@ class SBPViT(LeanBackbone, BaseModule):
         return torch.cat([*(tokens.to(x.dtype).expand(len(x), -1, -1) for tokens in front), x], 1), size
 
     def _positions_for(self, size):
-        """The position embedding of the patches, for another grid interpolated."""
+        """Return the position embedding of the patches, interpolated if the grid has another size."""
         patches = self.pos_embed[:, self.pos_embed.shape[1] - self.grid[0] * self.grid[1] :]
         return interpolated(patches, self.grid, size, self.interpolate_mode)
 
@@ -321,7 +321,7 @@ class SBPViT(LeanBackbone, BaseModule):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Takes files of other names, and position embeddings of other sizes, or without one for the class token."""
+        """Take files of other names, and position embeddings of other sizes, or without one for the class token."""
         rename_weights(self, state_dict, prefix, 'vit')
         given = state_dict.get(prefix + 'pos_embed')
         if isinstance(given, Tensor) and given.dim() == 3 and given.shape != self.pos_embed.shape:

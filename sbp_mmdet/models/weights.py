@@ -143,7 +143,7 @@ _NESTED = ('state_dict', 'model', 'teacher')
 
 
 def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, family: str) -> str | None:
-    """Gives the weights of a file the names and shapes that a backbone has. To be called before it reads them.
+    """Give the weights of a file the names and shapes that a backbone has. To be called before it reads them.
 
     What the file lacks, and what is left over, is logged in one line each. What is left over keeps its name, so that
     a strict loading refuses it.

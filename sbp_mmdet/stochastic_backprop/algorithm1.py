@@ -11,7 +11,7 @@ __all__ = ['sbp', 'take']
 
 
 def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tensor:
-    """Runs ``f`` on every position and keeps the graph for the kept positions only (Algorithm 1, section 3.4).
+    """Run ``f`` on every position and keep the graph for the kept positions only (Algorithm 1, section 3.4).
 
     The value is that of ``f(x)``; the gradient is that of ``torch.where(kept, f(x), f(x).detach())``.
 

@@ -15,7 +15,7 @@ _CHOSEN_IN_THE_PAPER = {(3, 3, 9, 3): (3, 3, 6, 0), (3, 3, 27, 3): (3, 3, 21, 0)
 
 
 def thinned_blocks(depths: Sequence[int]) -> tuple[int, ...]:
-    """Returns how many leading blocks of each stage are thinned by default.
+    """Return how many leading blocks of each stage are thinned by default.
 
     Args:
         depths (Sequence[int]): Number of blocks in each stage.
@@ -30,7 +30,7 @@ def thinned_blocks(depths: Sequence[int]) -> tuple[int, ...]:
 def thinned_layers(
     config: SBPConfig, depths: Sequence[int], blocks: Sequence[int], from_end: bool = False
 ) -> dict[tuple, float]:
-    """Returns the layers of a backbone that are thinned, with their keep ratios.
+    """Return the layers of a backbone that are thinned, with their keep ratios.
 
     Args:
         config (SBPConfig): The settings.

@@ -45,7 +45,7 @@ class Positions(NamedTuple):
 
 
 def parse_keep_ratio(ratio: float) -> Fraction:
-    """The keep ratio r (section 3.2.1) as the fraction p/q that the masks honour exactly.
+    """Return the keep ratio r (section 3.2.1) as the fraction p/q that masks of any size honour exactly.
 
     Args:
         ratio (float): In (0, 1]; within 5e-5 of a fraction with a denominator of at most 100.
@@ -70,7 +70,7 @@ def parse_keep_ratio(ratio: float) -> Fraction:
 
 
 def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '') -> torch.Generator:
-    """A CPU generator that depends on nothing but its arguments, so that a resumed run continues the sequence.
+    """Return a CPU generator that depends only on the arguments, so that a resumed run continues the sequence.
 
     Args:
         seed (int): Seed of the run.
@@ -84,7 +84,7 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: st
 
 
 def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: torch.Generator) -> Tensor:
-    """Draws one mask.
+    """Draw one mask.
 
     ``grid`` keeps evenly spaced diagonals: the residues t of (i + j + phase) mod q with (t * p) mod q < p. For r = 1/n
     that is every n-th diagonal, for r = 1 - 1/n its complement. Only the phase is random. ``random`` keeps
@@ -146,13 +146,15 @@ def stage_masks(sizes: list[tuple[int, int]], ratio: float, sampler: str, genera
 def level_positions(
     sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator, device: torch.device | str
 ) -> Positions:
-    """Kept and dropped ones of the tokens of several maps, one map after another.
+    """Sample kept and dropped positions of the tokens of several maps, one map after another.
 
     The masks of the maps are aligned as those of stages are, from the largest map to the smallest.
 
     Args:
         sizes (list[tuple[int, int]]): (height, width) of each map, in the order of the tokens.
-        ratio, sampler, generator: See :func:`stage_masks`.
+        ratio (float): Keep ratio, see :func:`stage_masks`.
+        sampler (str): 'grid' or 'random'.
+        generator (torch.Generator): Of the pass.
         device (torch.device | str): Where the indices go.
     """
     order = sorted(range(len(sizes)), key=lambda i: -math.prod(sizes[i]))
@@ -161,7 +163,7 @@ def level_positions(
 
 
 def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
-    """Indices of a mask, on the device of the features.
+    """Return the kept and dropped indices of a mask, on the device of the features.
 
     Args:
         mask (Tensor): bool, shape (height, width), on the CPU.
@@ -178,8 +180,10 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
 
 
 def grid_positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
-    """As :func:`positions`, for masks of the sampler ``grid``: it has few phases, so the same masks come again, and
-    their indices stay on the device. Nobody may write to them."""
+    """Return the indices of a mask of the sampler ``grid``; see :func:`positions`.
+
+    The grid has few phases, so masks repeat. Their indices are cached on the device and must not be written to.
+    """
     return _of_grid(mask.numpy().tobytes(), *mask.shape, device)
 
 
@@ -189,7 +193,7 @@ def _of_grid(mask, height, width, device):
 
 
 def token_positions(positions: Positions, prefix: int) -> Positions:
-    """Positions of a map as those of tokens, behind class and register tokens, which are always kept.
+    """Shift the positions of a map behind class and register tokens, which are always kept.
 
     Args:
         positions (Positions): On the grid of patches.

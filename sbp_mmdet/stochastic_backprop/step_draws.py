@@ -36,7 +36,7 @@ class RowDraws:
 
     @torch.compiler.disable
     def draw(self, name: str, ratio: float) -> Sample:
-        """Draws the sample of the next run of a module.
+        """Draw the sample of the next run of a module.
 
         Args:
             name (str): Name of the module.
@@ -67,11 +67,11 @@ class ThinnedStages(NamedTuple):
     num_heads: int | None = None
 
     def keep_ratios(self) -> dict[tuple, float]:
-        """Returns the keep ratios of the thinned layers that train; frozen layers stay exact and do not appear."""
+        """Return the keep ratios of the thinned layers that train; frozen layers stay exact and do not appear."""
         return {key: ratio for key, ratio in self.ratios.items() if _trains(self.layers[key])}
 
     def rates(self) -> dict[tuple, float]:
-        """Returns the rate of stochastic depth of each branch, ``(stage, block, branch)``, that leaves out images."""
+        """Return the rate of stochastic depth of each branch, ``(stage, block, branch)``, that leaves out images."""
         if not self.settings.skip_dropped_images:
             return {}
         return {
@@ -82,23 +82,24 @@ class ThinnedStages(NamedTuple):
         }
 
     def draws_for(self, key: tuple) -> bool:
-        """Returns whether something is drawn for a layer in training, so that a checkpoint cannot run it again."""
+        """Return whether something is drawn for a layer in training, so that a checkpoint cannot run it again."""
         leaves_out = self.settings.skip_dropped_images and self.layers[key].drop_rates()
         return key in self.keep_ratios() or bool(leaves_out)
 
     def draws(self) -> bool:
-        """Returns whether something is drawn for any layer."""
+        """Return whether something is drawn for any layer."""
         return any(map(self.draws_for, self.layers))
 
     def device(self, key: tuple) -> torch.device:
-        """Returns the device of a layer's parameters, where its positions are needed."""
+        """Return the device of a layer's parameters, where its positions are needed."""
         return next(self.layers[key].parameters()).device
 
     def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
-        """Returns (height, width) of the feature maps of an image, from the first stage to the deepest thinned one.
+        """Return (height, width) of the feature maps of an image, from the first stage to the deepest thinned one.
 
         Args:
-            height, width (int): Size of the image in pixels.
+            height (int): Height of the image in pixels.
+            width (int): Width of the image in pixels.
         """
         extra = int(self.rounds_up)
         sizes = [tuple((n + extra * (self.stride - 1)) // self.stride for n in (height, width))]
@@ -123,14 +124,14 @@ class _Pass(NamedTuple):
         return mask_generator(torch.initial_seed(), get_rank(), self.iteration, self.number, purpose)
 
     def once(self, key, draw: Callable):
-        """Returns what was drawn under this key, and draws it when it is asked for first."""
+        """Return what was drawn under this key, and draw it when it is asked for first."""
         if key not in self.drawn:
             self.drawn[key] = draw()
         return self.drawn[key]
 
 
 def _next(latest):
-    """Returns the iteration and the number of the next pass in it; ``latest`` begins with those of the latest pass."""
+    """Return the iteration and the number of the next pass in it; ``latest`` begins with those of the latest pass."""
     iteration = MessageHub.get_current_instance().get_info('iter', 0)
     return iteration, latest[1] + 1 if latest and latest[0] == iteration else 0
 
@@ -148,7 +149,7 @@ class TokenDraws:
         self._settings, self._latest = settings, None
 
     def ratio(self, layer: tuple | None) -> float:
-        """Returns the keep ratio of a layer."""
+        """Return the keep ratio of a layer."""
         return self._settings.keep_ratio
 
     def draws_for(self, layer: tuple | None) -> bool:
@@ -157,7 +158,7 @@ class TokenDraws:
 
     @torch.compiler.disable
     def positions(self, sizes: list[tuple[int, int]], device: torch.device) -> Positions:
-        """Draws the positions of the next pass.
+        """Draw the positions of the next pass.
 
         Args:
             sizes (list[tuple[int, int]]): (height, width) of each level, in the order of the tokens.
@@ -184,7 +185,7 @@ class StepDraws:
         self._latest = None  # iteration, number and image sizes of the latest pass
 
     def ratio(self, layer: tuple) -> float | None:
-        """Returns the keep ratio of a layer, or ``None`` if it keeps all positions."""
+        """Return the keep ratio of a layer, or ``None`` if it keeps all positions."""
         return self.stages.keep_ratios().get(layer)
 
     def draws_for(self, layer: tuple) -> bool:
@@ -193,7 +194,7 @@ class StepDraws:
 
     @contextlib.contextmanager
     def forward_pass(self, *inputs) -> Iterator[None]:
-        """Opens the next forward pass, and ends it whatever happens in it. A pass may run inside of another one.
+        """Open the next forward pass, and end it whatever happens in it. A pass may run inside of another one.
 
         Args:
             *inputs: Arguments of the backbone, tensors or any nested containers of them. Feature maps in here,
@@ -207,7 +208,7 @@ class StepDraws:
 
     @contextlib.contextmanager
     def latest_pass(self) -> Iterator[None]:
-        """Opens the latest pass once more: what was drawn in it is drawn again, to look at it."""
+        """Open the latest pass once more: what was drawn in it is drawn again, to look at it."""
         outer, self._open = self._open, _Pass(*self._latest, {})
         try:
             yield
@@ -216,7 +217,7 @@ class StepDraws:
 
     @torch.compiler.disable
     def positions(self, layer: tuple, length: int, class_tokens: bool = False) -> Positions | None:
-        """Returns the kept and dropped positions of a layer in this pass.
+        """Return the kept and dropped positions of a layer in this pass.
 
         Args:
             layer (tuple): A key of :attr:`ThinnedStages.layers`.
@@ -248,7 +249,7 @@ class StepDraws:
 
     @torch.compiler.disable
     def heads(self, layer: tuple) -> Tensor | None:
-        """Returns the attention heads of a layer that send gradients: int64, sorted, or ``None`` for all of them.
+        """Return the attention heads of a layer that send gradients: int64, sorted, or ``None`` for all of them.
 
         Raises:
             ValueError: See :meth:`positions`.
@@ -263,7 +264,7 @@ class StepDraws:
 
     @torch.compiler.disable
     def images(self, branch: tuple, number: int) -> Tensor | None:
-        """Returns which images of a batch run a branch.
+        """Return which images of a batch run a branch.
 
         Args:
             branch (tuple): ``(stage, block, branch)``.
@@ -286,7 +287,7 @@ class StepDraws:
         return self._open.once(key, find) if self._open else find()
 
     def _size(self, layer, length, class_tokens):
-        """Returns the first size of this pass for which the layer's map has ``length`` positions."""
+        """Return the first size of this pass for which the layer's map has ``length`` positions."""
         for size in self._open.sizes:
             height, width = self.stages.sizes(*size)[layer[0]]
             if height * width == length or (class_tokens and height * width < length):
@@ -314,7 +315,7 @@ class StepDraws:
             )
 
     def _masks(self, ratio, ratios, size, device):
-        """Draws the positions of each stage that has layers of this ratio."""
+        """Draw the positions of each stage that has layers of this ratio."""
         settings, drawn = self.stages.settings, {}
         masks = stage_masks(self.stages.sizes(*size), ratio, settings.sampler, self._open.generator())
         for stage in {key[0] for key, r in ratios.items() if r == ratio}:
@@ -323,7 +324,7 @@ class StepDraws:
         return drawn
 
     def _heads(self, ratios):
-        """Draws the heads of each layer, at least one; heads of different layers have nothing to do with each other."""
+        """Draw the heads of each layer, at least one; heads of different layers have nothing to do with each other."""
         number, generator = self.stages.num_heads, self._open.generator('heads')
         drawn = {}
         for key, ratio in ratios.items():

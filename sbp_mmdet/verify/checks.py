@@ -107,7 +107,7 @@ class Findings:
 def verify_modules(
     model: nn.Module, names: Iterable[str], run: Callable[[nn.Module], None], every: bool = False
 ) -> Findings:
-    """Compares the changed modules of a model with their own code, on the inputs that they get in a forward pass.
+    """Compare the changed modules of a model with their own code, on the inputs that they get in a forward pass.
 
     The pass runs on a copy without hooks and without gradients. At each changed module of a kind that was not seen yet,
     it and its own code run forward and backward, alone. Nothing of the model, its gradients or its random numbers
@@ -233,7 +233,7 @@ class _Watch:
         return out
 
     def _keys(self, kind, module):
-        """Returns which counts of stored bytes a call belongs to.
+        """Return which counts of stored bytes a call belongs to.
 
         A module that runs its blocks itself counts for them, except as checkpoints, of which each block is one.
         """
@@ -244,7 +244,7 @@ class _Watch:
         return ('now', 'before') if chains else ('now', 'before', 'with_cp')
 
     def _kind(self, module, args, kwargs):
-        """The kind of a call; compared if it is a new one."""
+        """Return the kind of a call, after comparing it if it is a new one."""
         name, classes = self.names[id(module)], self.classes[id(module)]
         key = (name if self.every else '', classes.lean, settings_of(module, classes.place), described((args, kwargs)))
         kind = self.kinds.get(key)
@@ -294,7 +294,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def _as(self, module, lean, bridged, change) -> Iterator[None]:
-        """The module and those inside of it, changed or with their own code."""
+        """Switch a module and those inside it to their changed or to their own forward passes."""
         inside = [(m, self.classes[id(m)]) for m in module.modules() if id(m) in self.classes]
         for m, classes in inside:
             if id(m) in bridged:
@@ -309,14 +309,14 @@ class _Watch:
                 m.__class__, m._lean = classes.watched, classes.place
 
     def _bridged(self, module):
-        """The changed modules inside of one with blocks, which are compared alone: together they take much memory."""
+        """Return the changed modules inside one with blocks, which are compared one by one to save memory."""
         kind = self.classes[id(module)].lean
         if kind.thins_only or kind.runs_blocks or not self._blocks(module):
             return set()
         return {id(m) for m in module.modules() if m is not module and id(m) in self.names}
 
     def _blocks(self, module):
-        """Returns the changed blocks inside of a module."""
+        """Return the changed blocks inside of a module."""
         inside = [m for m in module.modules() if m is not module and id(m) in self.classes]
         return [m for m in inside if self.classes[id(m)].lean.checkpointed]
 
@@ -326,7 +326,7 @@ class _Watch:
         return [(storage_of(t), t.untyped_storage().nbytes()) for t in tensors]
 
     def count(self) -> None:
-        """Sums up what the calls of all modules store; a map that two of them store counts once."""
+        """Sum up what the calls of all modules store; a map that two of them store counts once."""
         seen = dict(now=set(), before=set(), with_cp=set())
         for kind, keys, inputs, outputs in self.calls:
             for key in keys:

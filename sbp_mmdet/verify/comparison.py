@@ -49,13 +49,13 @@ class Side:
     prepared: Callable[[], contextlib.AbstractContextManager]
 
     def run(self, args: tuple, kwargs: dict, dtype: torch.dtype | None = None) -> Run:
-        """Runs the module, see :func:`.run_module`."""
+        """Run the module, see :func:`.run_module`."""
         with self.prepared():
             return run_module(self.module, args, kwargs, cotangent, dtype)
 
 
 def cotangent(number: int, output: Tensor) -> Tensor:
-    """Returns a fixed gradient for an output.
+    """Return a fixed gradient for an output.
 
     It is random, has a mean and follows the output, so that every term of the backward pass of a norm counts, and is
     small enough for sums in half precision.
@@ -76,7 +76,7 @@ def cotangent(number: int, output: Tensor) -> Tensor:
 
 
 def tolerance_of(module: nn.Module, inputs) -> tuple[float, float]:
-    """Returns the relative differences of outputs and of gradients that rounding explains.
+    """Return the relative differences of outputs and of gradients that rounding explains.
 
     Args:
         module (nn.Module): The module.
@@ -87,7 +87,7 @@ def tolerance_of(module: nn.Module, inputs) -> tuple[float, float]:
 
 
 def relative_difference(found: dict, expected: dict) -> float:
-    """Returns the difference of two dicts of tensors, all of them taken as one vector, relative to the second."""
+    """Return the difference of two dicts of tensors, all of them taken as one vector, relative to the second."""
     pairs = [(found[name], value) for name, value in expected.items() if value is not None]
     total = math.hypot(*(_norm(value) for _, value in pairs)) if pairs else 0.0
     off = math.hypot(*(_distance(a, b) for a, b in pairs)) if pairs else 0.0
@@ -95,7 +95,7 @@ def relative_difference(found: dict, expected: dict) -> float:
 
 
 def first_run(own: Side, lean: Side, args: tuple, kwargs: dict, devices: set) -> tuple[Run, Run]:
-    """Runs both sides with the same random numbers.
+    """Run both sides with the same random numbers.
 
     Args:
         own (Side): The module's own code.
@@ -131,7 +131,7 @@ def compare(
     slack: float = 0.0,
     only: Callable[[str], bool] = lambda name: True,
 ) -> tuple[Run, Run]:
-    """Compares a changed module with its own code.
+    """Compare a changed module with its own code.
 
     Args:
         own (Side): The module's own code.
@@ -168,7 +168,7 @@ def compare(
 
 
 def _compare_with_full(own, lean, args, kwargs, devices, bars, only) -> dict:
-    """Compares with the module's own code in a higher precision as the scale; returns relative errors of that code."""
+    """Compare with the module's own code in a higher precision as the scale; returns relative errors of that code."""
     noise, suspects, put_back = {}, None, random_state(devices)
     for attempt in range(_ATTEMPTS):
         put_back()
@@ -213,7 +213,7 @@ class RandomParts:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Turns them off."""
+        """Turn them off."""
         attention = [(m, m.dropout) for m in self._found if isinstance(m, nn.MultiheadAttention)]
         others = [m for m in self._found if not isinstance(m, nn.MultiheadAttention)]
         for m, _ in attention:
@@ -237,7 +237,7 @@ def _rate(module):
 
 
 def check_derivative(lean: Side, args: tuple, kwargs: dict, put_back: Callable[[], None]) -> None:
-    """Checks that the gradients of a module are the derivative of its own forward pass, with the same random numbers.
+    """Check that the gradients of a module are the derivative of its own forward pass, with the same random numbers.
 
     Args:
         lean (Side): The changed module.
@@ -291,7 +291,7 @@ def _is_noise(key, runs, own, args, kwargs, bars, noise) -> bool:
 
 
 def _in_full(own, args, kwargs, noise):
-    """The module's own code in fp64, or in fp32 for half precision; once for each input. None: it has none."""
+    """Run the module's own code in fp64 (fp32 for half precision), once for each input; None if a kernel lacks it."""
     if 'exact' not in noise:
         dtypes = {autocast_dtype(x) or x.dtype for x in floating((args, kwargs))}
         full = torch.float32 if dtypes & {torch.float16, torch.bfloat16} else torch.float64
@@ -303,7 +303,7 @@ def _in_full(own, args, kwargs, noise):
 
 
 def _nearby(inputs, seed):
-    """The same arguments with floating-point tensors a thousandth away."""
+    """Return the arguments with floating-point tensors moved by a thousandth."""
 
     def moved(x):
         if not (isinstance(x, Tensor) and x.is_floating_point()):

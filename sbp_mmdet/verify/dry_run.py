@@ -21,7 +21,7 @@ class CannotCopy(Exception):
 
 
 def hookless_copy(model: nn.Module) -> nn.Module:
-    """Copies a model without its hooks.
+    """Copy a model without its hooks.
 
     Parameters are shared with the original, so the copy must not be trained. Buffers and everything else are copied.
     Synchronized batch norms become batch norms of this process: a pass of the copy takes no part in collectives of
@@ -63,7 +63,7 @@ def hookless_copy(model: nn.Module) -> nn.Module:
 
 
 def _check_forward(name, module):
-    """Raises if a forward of the instance may refer to the original: deepcopy does not look inside of functions."""
+    """Raise if a forward of the instance may refer to the original: deepcopy does not look inside of functions."""
     forward = vars(module).get('forward')
     if forward is None or inspect.ismethod(forward) or _is_compiled(forward):
         return
@@ -78,7 +78,7 @@ def _is_compiled(forward):
 
 @contextlib.contextmanager
 def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
-    """Puts back at its end what a forward pass moves outside of the model.
+    """Put back at its end what a forward pass moves outside of the model.
 
     These are the random states of Python, NumPy and torch, mmengine's message hub, and cuDNN's choice of algorithms,
     which is not made in here.
@@ -103,7 +103,7 @@ def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
 
 
 def random_state(devices: set[torch.device]) -> functools.partial:
-    """Returns a function that puts torch's random states back to what they are now.
+    """Return a function that puts torch's random states back to what they are now.
 
     Args:
         devices (set[torch.device]): Devices beside the CPU.

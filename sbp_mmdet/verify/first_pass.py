@@ -24,7 +24,7 @@ _off = 0  # contexts that leave first passes unverified
 
 @contextlib.contextmanager
 def verification_off() -> Iterator[None]:
-    """Leaves passes in this context unverified, where only the step itself is to be measured."""
+    """Leave passes in this context unverified, where only the step itself is to be measured."""
     global _off  # noqa: PLW0603
     _off += 1
     try:
@@ -52,7 +52,7 @@ class FirstPass(Mixin):
 
 
 def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
-    """Lets a changed model verify itself before its first pass in training.
+    """Let a changed model verify itself before its first pass in training.
 
     Args:
         model (nn.Module): The model.
@@ -66,7 +66,7 @@ def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
 
 
 def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[nn.Module], None]) -> Findings:
-    """Compares what a report says was changed with its own code, see :func:`.verify_modules`.
+    """Compare what a report says was changed with its own code, see :func:`.verify_modules`.
 
     Args:
         model (nn.Module): The changed model.
@@ -83,7 +83,7 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
 
 
 def conclude(model: nn.Module, report, settings: Settings, findings: Findings, who: str, say: Callable) -> None:
-    """Logs what was found, and gives modules that disagree their own code back.
+    """Log what was found, and give modules that disagree their own code back.
 
     Args:
         model (nn.Module): The changed model.
@@ -132,7 +132,7 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
 
 
 def _fall_back(module):
-    """Gives a module its own code back."""
+    """Give a module its own code back."""
     place = module._lean
     if isinstance(place.draws, StepDraws):
         stages = place.draws.stages
@@ -142,12 +142,12 @@ def _fall_back(module):
 
 
 def print_to_log(message: str, level: int) -> None:
-    """Prints to mmengine's current logger."""
+    """Print to mmengine's current logger."""
     print_log(message, logger='current', level=level)
 
 
 def _copies(tree):
-    """Copies of arguments, for a pass may work in place."""
+    """Copy of arguments, for a pass may work in place."""
     leaves, structure = tree_flatten(tree)
     found = [x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in leaves]
     return tree_unflatten(found, structure)

@@ -18,7 +18,7 @@ class FixedDraws:
         self._draws, self._layer = draws, layer
 
     def ratio(self, layer) -> float:
-        """The keep ratio of the layer."""
+        """Return the keep ratio of the layer."""
         return self._draws.ratio(layer)
 
     def draws_for(self, layer) -> bool:
@@ -29,7 +29,7 @@ class FixedDraws:
         """No images are left out; stochastic depth draws by itself."""
 
     def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> Positions:
-        """Returns random positions."""
+        """Return random positions."""
         if isinstance(length_or_device, int):
             length, device = length_or_device, next(iter(self._layer_device()))
         else:
@@ -38,7 +38,7 @@ class FixedDraws:
         return Positions(keep.to(device), drop.to(device))
 
     def heads(self, layer) -> Tensor:
-        """Returns random heads."""
+        """Return random heads."""
         return self._split(self._draws.stages.num_heads)[0].to(next(iter(self._layer_device())))
 
     def _split(self, length):
@@ -51,12 +51,12 @@ class FixedDraws:
 
 
 def with_fixed_draws(place):
-    """Returns the place of a changed module with positions of its own, and without a sample."""
+    """Return the place of a changed module with positions of its own, and without a sample."""
     ratio = place.draws is not None and place.draws.ratio(place.layer)
     draws = FixedDraws(place.draws, place.layer) if ratio and ratio < 1 else None
     return place._replace(draws=draws, phases=None)
 
 
 def as_reference(place):
-    """Returns the place of a changed module that runs Algorithm 1 in plain autograd."""
+    """Return the place of a changed module that runs Algorithm 1 in plain autograd."""
     return place._replace(settings=dataclasses.replace(place.settings, preset=PRESETS['reference']))

@@ -8,7 +8,7 @@ __all__ = ['described', 'settings_of']
 
 
 def settings_of(module, place):
-    """Returns what tells two modules of a class apart, without weights, names and rates of stochastic depth."""
+    """Return what tells two modules of a class apart, without weights, names and rates of stochastic depth."""
     found = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
     for m in module.modules():
         own = [
@@ -30,7 +30,7 @@ def _is_plain(value):
 
 
 def described(tree) -> tuple:
-    """Returns shapes, precisions and layouts of arguments."""
+    """Return shapes, precisions and layouts of arguments."""
     leaves, structure = tree_flatten(tree)
     found = []
     for leaf in leaves:

@@ -43,12 +43,12 @@ class Run(NamedTuple):
 
 
 def floating(tree) -> list[Tensor]:
-    """Returns the floating-point tensors of nested arguments."""
+    """Return the floating-point tensors of nested arguments."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns what identifies the storage of a tensor as long as it exists."""
+    """Return what identifies the storage of a tensor as long as it exists."""
     return tensor.untyped_storage()._cdata
 
 
@@ -60,7 +60,7 @@ def run_module(
     dtype: torch.dtype | None = None,
     shift: dict[str, Tensor] | None = None,
 ) -> Run:
-    """Runs a module forward and backward on copies of its inputs, buffers and parameters.
+    """Run a module forward and backward on copies of its inputs, buffers and parameters.
 
     No gradient is accumulated, and no hook of a parameter runs.
 
@@ -187,7 +187,7 @@ class Bridged(torch.autograd.Function):
 
 
 def bridge(run: Callable, args: tuple, kwargs: dict):
-    """Runs ``run(*args, **kwargs)`` as :class:`Bridged` does.
+    """Run ``run(*args, **kwargs)`` as :class:`Bridged` does.
 
     Args:
         run (Callable): The function.
@@ -218,7 +218,7 @@ def _weighed(grad):
 
 
 def _waves(shape, dtype, device):
-    """Returns fixed numbers without a pattern that a fault could follow."""
+    """Return fixed numbers without a pattern that a fault could follow."""
     number = torch.Size(shape).numel()
     waves = torch.arange(number, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     return waves.mul_(1.7).cos_().view(shape) / max(number, 1) ** 0.5
