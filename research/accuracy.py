@@ -42,12 +42,12 @@ def _ended(runs):
 
 
 def _values(runs, name):
-    """Last AP by seed, of trainings that ended; what is None was not measured."""
+    """Return the last AP of trainings that ended, by seed; metrics that were not measured are left out."""
     return {seed: run['ap'][name] for seed, run in _ended(runs).items() if name in run['ap']}
 
 
 def _course(runs, name):
-    """Mean of all evaluations by seed, of trainings that ended: it depends less on the seed than the last one does."""
+    """Return the mean of all evaluations by seed, for trainings that ended. It varies less than the last evaluation."""
     curves = {seed: [point[name] for point in run['curve'] if name in point] for seed, run in _ended(runs).items()}
     return {seed: statistics.fmean(curve) for seed, curve in curves.items() if curve}
 
@@ -66,7 +66,7 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Difference | None:
 
 
 def accuracy_table(found: Mapping, markdown: bool = False) -> str:
-    """Table of a study of AP, in AP points (percent), of trainings that ended. "mean" is that of all evaluations."""
+    """Format a study of AP in points (percent), for trainings that ended. "mean" is over all evaluations."""
     results, against = found['results'], dict(found['experiment']['compare'])
     bases = sorted({*against.values()})
     base = bases[0] if len(bases) == 1 else 'its pair'

@@ -121,15 +121,19 @@ def _wait(device):
 
 
 def _of_all_images(name):
-    """Keys under which no image is left out that stochastic depth drops: draws are the plain model's, and bytes are
-    those of a step that drops none, as the planner counts them."""
+    """Return keys under which stochastic depth leaves out no image.
+
+    Draws are then those of the plain model, and bytes those of a step that drops none, as the planner counts them.
+    """
     return dict(skip_dropped_images=False) if PRESETS[parse_name(name)[0].partition('+')[0]].form else {}
 
 
 def _tried(row: dict, rival: bool, measure: Callable[[], object], note: Callable[[dict], object]) -> bool:
-    """Whether something ran. Why a preset does not apply, a rival fails, or memory does not suffice, its row says. It
-    is noted before, and when it is there. What is raised besides is noted too, but it ends the process: after an error
-    of CUDA every other one would fail."""
+    """Run something and note its row before and after; return whether it ran.
+
+    If a preset does not apply, a rival fails or memory does not suffice, the row gets the reason. Any other error is
+    noted too and ends the process: after an error of CUDA everything else would fail.
+    """
     note(dict(row, state='begun'))
     try:
         measure()
@@ -157,7 +161,7 @@ def measure_module(
     note=lambda row: None,
     **case,
 ):
-    """Bytes, errors and times of a module by preset and rival.
+    """Measure stored bytes, gradient errors and times of a module, by preset and rival.
 
     Args:
         config (Config): A plain detector's.

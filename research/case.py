@@ -64,7 +64,7 @@ def launches(step: Callable[[], object]) -> dict[str, int]:
 
 
 def parse_name(name: str) -> tuple[str, dict]:
-    """Preset and keys of 'sbp,keep_ratio=0.25,sampler=random'; a rival's preset."""
+    """Parse 'sbp,keep_ratio=0.25,sampler=random' into preset and keys; a rival has a preset of its own."""
     if name in RIVALS:
         return RIVALS[name].preset, {}
     preset, *words = re.split(r',(?=\w+=)', name)
@@ -116,7 +116,7 @@ def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tu
 
 @functools.lru_cache(maxsize=8)  # a GPU would wait for the CPU that draws
 def smooth(shape: tuple[int, ...], seed: int = 1) -> Tensor:
-    """Noise whose neighbours are alike, as in photographs; also of tokens (N, L, C)."""
+    """Generate noise whose neighbours are alike, as in photographs, for maps or tokens (N, L, C)."""
     generator = torch.Generator().manual_seed(seed)
     if len(shape) == 4:
         coarse = torch.randn(*shape[:2], *(n // 8 + 2 for n in shape[2:]), generator=generator)
@@ -128,7 +128,7 @@ def smooth(shape: tuple[int, ...], seed: int = 1) -> Tensor:
 
 
 def compared(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """``cosine`` and relative ``error`` of gradients, all together. What one of the two lacks is zero there."""
+    """Compute ``cosine`` and relative ``error`` of all gradients together. A missing gradient counts as zero."""
     dot = exact_square = found_square = error = 0.0
     for name in {*exact, *found}:
         zero = torch.zeros_like(exact.get(name, found.get(name)))
@@ -140,7 +140,7 @@ def compared(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, fl
 
 
 def ratios(times: list[list[float]]) -> list[dict]:
-    """Of rounds of seconds of each case: median, and the ratios to the first case, round by round."""
+    """Return each case's median time, and its ratios to the first case, round by round."""
     rows = []
     for seconds in zip(*times, strict=True):
         found = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]

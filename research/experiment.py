@@ -69,19 +69,22 @@ class Experiment:
 
     @property
     def labels(self) -> list[str]:
-        """Of settings or configs, in their order."""
+        """Return the labels of settings or configs, in order."""
         return [*dict.fromkeys([*self.settings, *self.configs])]
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Label and the label that it is compared with."""
+        """Return each label with the label that it is compared with."""
         first, *others = self.labels
         return list(self.compare.items()) or [(label, first) for label in others]
 
 
 def read_experiment(path: str | Path) -> Experiment:
-    """Read an experiment file: Python, with ``_base_`` as in configs, so that a child states its difference. Its name
-    is the experiment's. Raises a ValueError if something in it is unknown or bad."""
+    """Read an experiment file: Python, with ``_base_`` as in configs. Its name is that of the experiment.
+
+    Raises:
+        ValueError: If something in it is unknown or bad.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f'experiment {path} does not exist (working folder: {Path.cwd()}); see research/experiments')
@@ -96,8 +99,11 @@ def read_experiment(path: str | Path) -> Experiment:
 
 
 def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Config]:
-    """Label to the config that is trained, before a seed is set. Raises a ValueError for a label or a setting that is
-    unknown or cannot be honoured, or a config that does not exist."""
+    """Return the config of each label, before a seed is set.
+
+    Raises:
+        ValueError: For an unknown label or setting, one that cannot be honoured, or a config that does not exist.
+    """
     found = {}
     for label in labels:
         if label not in experiment.labels:

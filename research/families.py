@@ -43,7 +43,7 @@ VARIANTS = ('none', 'exact', 'int8')
 
 
 def families() -> dict[str, Path]:
-    """One config each: the first with a ResNet-50, or the first."""
+    """Return one config of each family: the first with a ResNet-50, or else the first."""
     found = {}
     for folder in sorted(CONFIGS.iterdir()):
         files = [] if folder.name.startswith('_') else sorted(folder.glob('*.py'))
@@ -53,7 +53,7 @@ def families() -> dict[str, Path]:
 
 
 def step(model: BaseModel, batch: dict) -> tuple[dict[str, float], dict]:
-    """Losses and gradients by name."""
+    """Return losses and gradients of one step, by name."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     model.zero_grad()
     total, losses = model.parse_losses(model(**model.data_preprocessor(copy.deepcopy(batch), True), mode='loss'))
@@ -203,7 +203,7 @@ def run(path: Path, before: dict) -> dict:
 
 
 def report(rows: dict[str, dict]) -> str:
-    """How many families get an answer and train alike, and the table of them all."""
+    """Format how many families get an answer and train alike, and the table of all."""
     plans = [row['plan'] for row in rows.values() if 'peaks' in row.get('plan', {})]
     slowest = max((seconds for found in plans for seconds in found['seconds'].values()), default=0)
     said = f'{len(plans)} of {len(rows)} families get an answer; the slowest count took {slowest:.0f} s of one core.'

@@ -86,7 +86,7 @@ def _take_gradients(module, prefix=''):
 
 
 def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
-    """One pass of the plain detector, and what is needed to run the backbone alone afterwards.
+    """Run one pass of the plain detector, and record what the backbone needs to run alone afterwards.
 
     Raises:
         ValueError: If the backbone does not run exactly once.
@@ -125,7 +125,7 @@ def _with(module, preset, keys):
 
 
 def _mean_gradient(draws, run):
-    """Of the gradients of so many runs, each of which draws as another iteration would."""
+    """Return the mean gradient over several runs, each with draws of its own."""
     hub, found = MessageHub.get_current_instance(), {}
     for draw in range(draws):
         hub.update_info('iter', draw)
@@ -135,7 +135,7 @@ def _mean_gradient(draws, run):
 
 
 def _of_backbone(model, exact, preset, keys):
-    """Gradients of the backbone for the images, and the gradient at its outputs, of an exact pass."""
+    """Run the backbone alone under a preset, on the input and output gradients of an exact pass; return its gradients."""
     backbone = _with(model.backbone, preset, keys)
     torch.manual_seed(exact.seed)
     outputs = backbone(exact.images)
@@ -165,7 +165,7 @@ def _of_detector(model, exact, preset, keys, batch):
 
 
 def _stages_of(backbone):
-    """Name of a block to its stage, counted from 1; for any family that has an adapter."""
+    """Map names of blocks to stages, counted from 1, for any family that has an adapter."""
     backbone = copy.deepcopy(backbone)
     apply_lean(backbone, preset='exact')
     places = ((name, m._lean.layer) for name, m in backbone.named_modules() if isinstance(m, LeanModule))
@@ -257,8 +257,10 @@ def _summary(rows):
 
 
 def study_table(found: dict) -> str:
-    """Mean and spread (standard deviation over batches) of each setting, of what ``--json`` writes: cosines of parts,
-    then the backbone's other measures."""
+    """Format mean and standard deviation over batches of each setting of a file that ``--json`` wrote.
+
+    Columns are cosines of parts, then the backbone's other measures.
+    """
     results = found['results']
     first = next(iter(results.values()))
     stages = sorted(part for part in first if part.startswith('stage '))

@@ -18,7 +18,7 @@ KILLED = 'the process was killed: too little memory in this machine'
 
 
 def reason_of(error: Exception) -> str:
-    """One line."""
+    """Return an error in one line."""
     return f'{type(error).__name__}: {" ".join(str(error).split())[:160]}'
 
 

@@ -16,7 +16,7 @@ DETAILS = ('box AP', 'box AP50', 'box AP75', 'box AP small', 'box AP medium', 'b
 
 
 def means(results: Mapping) -> dict[str, dict]:
-    """Label to values in percent, 'memory' (GiB) and 'step_s', over the seeds that ended."""
+    """Return means by label in percent, with 'memory' (GiB) and 'step_s', over the seeds that ended."""
     found = {}
     for label, runs in results.items():
         ended = [run for run in runs.values() if run['finished']]

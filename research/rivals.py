@@ -88,7 +88,7 @@ def _batch_norms_in_place(module):
 
 
 def plain_draws(compiled: bool):
-    """Compiled code draws as plain code does, with torch's own generator; for the first backward pass too."""
+    """Make compiled code draw with torch's own generator, as plain code does, in the backward pass too."""
     if not compiled:
         return contextlib.nullcontext()
     return importlib.import_module('torch._inductor.config').patch(fallback_random=True)

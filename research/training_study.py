@@ -56,7 +56,7 @@ def read(args):
 
 
 def results_of(args, experiment, trainings):
-    """Label to seed to what was reached."""
+    """Return what was reached, by label and seed."""
     if args.no_run:
         results = {training.label: {} for training in trainings}
         for training in trainings:

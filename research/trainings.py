@@ -45,7 +45,7 @@ class Launcher(NamedTuple):
     partition: str = ''
 
     def command(self, training: Training, file: Path) -> tuple[list, dict]:
-        """Words and environment variables that train what a config file says."""
+        """Return command line and environment variables that train a config file."""
         variables = dict(PORT=_free_port(), PYTHON=sys.executable)
         if self.partition:
             name = re.sub(r'\W+', '-', f'{training.label}-{training.seed}')
@@ -58,7 +58,7 @@ class Launcher(NamedTuple):
 
 
 def _free_port():
-    """Where the processes of a training meet; trainings side by side need different ones."""
+    """Return a free port for the processes of a training to meet."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         return f'{free.getsockname()[1]}'
@@ -93,7 +93,7 @@ def plan(
 
 
 def _check_folder(training):
-    """Two trainings in one folder would become one curve."""
+    """Refuse a folder that holds another training: both would become one curve."""
     folder = training.folder
     if not (folder / 'result.json').exists() and not any(folder.glob('*/vis_data/scalars.json')):
         return  # nothing was trained yet
@@ -147,7 +147,7 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
 
 @contextlib.contextmanager
 def _alone(folder):
-    """Two trainings at a time in one folder would become one curve. The system takes the lock from who dies."""
+    """Lock a folder: two trainings in it would become one curve. If the process dies, the system releases the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / 'lock', 'w') as lock:
         try:

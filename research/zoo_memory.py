@@ -39,7 +39,7 @@ _SECONDS = 200  # at most, for one config
 
 
 def measured() -> dict[str, float]:
-    """Configs with a figure, first one of each family, then the second ones, and so on."""
+    """Return configs with a published figure: the first of each family, then the second ones, and so on."""
     root = Path(mmdet.__file__).parent / '.mim'
     families = []
     for file in sorted(root.glob('configs/*/metafile.yml')):
@@ -115,13 +115,13 @@ REASONS = {
 
 
 def reason_of(name: str) -> Reason | None:
-    """Of a config; None: it should be counted as it was measured."""
+    """Return why a config should not be counted, or None."""
     return REASONS.get(name, REASONS.get(name.split('/')[0]))
 
 
 @contextlib.contextmanager
 def torch_of_then():
-    """Softmax keeps its input for the backward pass, as before torch 1.11, and group norm the normalized map."""
+    """Let softmax store its input and group norm the normalised map, as before torch 1.11."""
 
     def keeping(function, kept):
         def run(x, *args, **kwargs):
@@ -150,7 +150,7 @@ def margin(rows: dict[str, dict]) -> tuple[float, float]:
 
 
 def _pairs(rows, fitted):
-    """Bytes counted and measured, of the families that the margin is fitted on, or of the others."""
+    """Return counted and measured bytes of the families that the margin is fitted on, or of the others."""
     families = sorted({name.split('/')[0] for name in measured()})
     chosen = [
         (row['peak'], row['measured'] * 2**30)

@@ -55,7 +55,7 @@ __all__ = [
 
 
 def config(name: str) -> str:
-    """Path of a config of this package, for the ``_base_`` of a config that lies elsewhere.
+    """Return the path of a config of this package, for the ``_base_`` of a config that lies elsewhere.
 
     Args:
         name (str): Such as 'sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py'.

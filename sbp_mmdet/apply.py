@@ -188,7 +188,7 @@ def _carry_out(model, settings, plan, chosen):
 
 
 def _stride(owner, kind):
-    """Pixels for each position of the first stage: the stride of the patch embedding, where it is found."""
+    """Return the stride of the patch embedding: pixels for each position of the first stage."""
     for find in (
         lambda: owner.patch_embed.projection.stride[0],
         lambda: owner.patch_embed.proj.stride[0],
@@ -243,7 +243,7 @@ def _meaning(settings, ratio, module, mixin):
 
 
 def _untouched(model, changed, left, chosen, preset):
-    """Why the rest of the model stays as it is, child by child."""
+    """Return why the rest of the model stays as it is, child by child."""
     known = {*changed, *left}
     found = {}
 

@@ -85,7 +85,7 @@ def _may_run_twice(part):
 
 
 def give_parts_back(module: nn.Module) -> None:
-    """Reverses the checkpointing of a part; another module stays as it is.
+    """Undo the checkpointing of a part; another module stays as it is.
 
     Args:
         module (nn.Module): The module; changed in place.

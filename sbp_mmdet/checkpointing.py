@@ -34,7 +34,7 @@ class _Buffer:
 
     @property
     def changed(self) -> bool:
-        """Whether the buffer was written to, or replaced, since then."""
+        """Return whether the buffer was written to, or replaced, since then."""
         now = self.module._buffers.get(self.name)
         return now is not self.tensor or now._version != self.version
 
@@ -128,7 +128,7 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
-    """Checkpoints submodules: their forward pass is recomputed in the backward pass. Gradients stay the same.
+    """Checkpoint submodules: their forward pass is recomputed in the backward pass. Gradients stay the same.
 
     The recomputation draws the same random numbers, and buffers such as running statistics are updated once. Names and
     shapes of parameters do not change. It makes no difference whether this or :func:`.apply.apply_lean` comes first.

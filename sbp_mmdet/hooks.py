@@ -108,7 +108,7 @@ class CheckpointModulesHook(ModelHook):
         return f'{", ".join(checkpoint_modules(model, self.modules))} are recomputed in the backward pass'
 
     def after_train_iter(self, runner, *args, **kwargs) -> None:
-        """Warns of modules that the first step did not call: checkpointing them saves nothing."""
+        """Warn of modules that the first step did not call: checkpointing them saves nothing."""
         if self._looked:
             return
         self._looked = True

@@ -65,7 +65,7 @@ def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
 
 
 def close_drawing(model: nn.Module, used: list[StepDraws]) -> None:
-    """Reverses :func:`open_drawing`, except where the draws are still used.
+    """Undo :func:`open_drawing`, except where the draws are still used.
 
     Args:
         model (nn.Module): A model.

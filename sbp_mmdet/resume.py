@@ -55,7 +55,7 @@ class AtomicBackend(LocalBackend):
         unfinished.replace(path)
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
-        """As :meth:`put`, for text.
+        """Write text; see :meth:`put`.
 
         Args:
             obj (str): Content.

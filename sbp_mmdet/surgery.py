@@ -142,7 +142,7 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
 
 
 def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> None:
-    """Reverses :func:`mix_in`: takes a class away, whatever was mixed in or derived after it.
+    """Undo :func:`mix_in`: take a class away, whatever was mixed in or derived after it.
 
     Args:
         module (nn.Module): Changed in place.
@@ -155,7 +155,7 @@ def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> 
 
 
 def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Submodules by their names.
+    """Yield submodules by their names.
 
     Args:
         model (nn.Module): The model.

@@ -43,7 +43,7 @@ def damage(path: Path) -> str | None:
 
 
 def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
-    """Where ``--resume`` without a path goes on.
+    """Find the checkpoint from which ``--resume`` without a path goes on.
 
     Returns:
         tuple[Path | None, str | None]: The checkpoint to go on from, and why it is not the one that mmengine would take
@@ -87,7 +87,7 @@ def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = Fals
 
 
 def _check_weights(weights, path, key, config, whole_run, all_weights):
-    """As mmengine loads them, with what the model's own hooks rename and resize."""
+    """Compare weights as mmengine loads them, including what the model's own hooks rename and resize."""
     detector = on_meta(config)
     if detector is None:
         return
@@ -128,7 +128,7 @@ def _read(path):
 
 
 def _differences(detector, weights, by_name):
-    """Name to its shapes in file and detector where they differ, and the names that the file lacks.
+    """Return the shapes in file and detector by name where they differ, and the names that the file lacks.
 
     By name: without the hooks of the model. Optimizer states have none, so a run is resumed with the same weights only.
     """

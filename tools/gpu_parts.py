@@ -52,7 +52,7 @@ class Part:
 
 
 def parts_of_report(rehearse: bool) -> list[Part]:
-    """All of them; in a rehearsal on a CPU, in a tiny size."""
+    """Return all parts; for a rehearsal on a CPU, in a tiny size."""
     device, fp16, rounds = ('cpu', 'bf16', 1) if rehearse else ('cuda', 'fp16', 20)
 
     def measured(name, seconds, config, options, presets=PRESETS, rounds=rounds, **more):

@@ -70,7 +70,7 @@ def run_part(part: Part, out: Path, end: float, rehearse: bool) -> None:
 
 
 def _run(part, out, words, end, rehearse):
-    """'done', 'too long', or how it failed."""
+    """Run the commands of a part; return 'done', 'too long', or how it failed."""
     variables = dict(os.environ, SBP_TEST_DEVICE='cpu' if rehearse else 'cuda')
     if not part.timed:  # beside others
         variables.setdefault('OMP_NUM_THREADS', '2')

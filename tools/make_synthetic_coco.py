@@ -21,7 +21,7 @@ SPLITS = ('train', 'val')
 
 
 def _outline(label, rng):
-    """Corners (P, 2) of one shape, inside of the unit circle."""
+    """Return the corners (P, 2) of a shape inside the unit circle."""
     corners = (64, 4, 3, 10)[label]
     radii = np.tile([1.0, 0.45], 5) if CLASSES[label] == 'star' else np.ones(corners)
     angles = np.arange(corners) * 2 * np.pi / corners + rng.uniform(0, 2 * np.pi)

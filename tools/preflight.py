@@ -141,7 +141,7 @@ def _check_optimizer(wrapper):
 
 
 def _check_imagenet(config, split):
-    """mmpretrain's ImageNet neither makes nor names the folder that it misses."""
+    """Check the folder of mmpretrain's ImageNet, which mmpretrain would not name."""
     for dataset in _dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
         if str(dataset.get('type')).rpartition('.')[2] == 'ImageNet':
             root = _local(dataset.get('data_root'), None, dataset.get('backend_args'))
@@ -265,7 +265,7 @@ def _category_names(path, needed):
 
 
 def _category_names_of_large(path, needed):
-    """Without parsing: reading the 450 MB of COCO takes several seconds in each process."""
+    """Read the category names without parsing: 450 MB of COCO take several seconds in each process."""
     with path.open('rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if not content[:64].lstrip().startswith(b'{') or not content[-64:].rstrip().endswith(b'}'):
             raise ValueError('it is not one whole JSON object; is it complete?')
@@ -289,7 +289,7 @@ def _shortened(names):
 
 
 def _dicts(node) -> Iterator[dict]:
-    """Every dict inside of a config."""
+    """Yield every dict inside of a config."""
     if isinstance(node, dict):
         yield node
         node = list(node.values())
@@ -299,7 +299,7 @@ def _dicts(node) -> Iterator[dict]:
 
 
 def _datasets(node) -> Iterator[tuple[type, dict]]:
-    """Class and config of each COCO-format set of a dataloader, inside of whatever wrappers (RepeatDataset, ...)."""
+    """Yield class and config of each COCO-format set of a dataloader, whatever wraps it (RepeatDataset, ...)."""
     for dataset in _dicts(node):
         kind = dataset.get('type')
         kind = DATASETS.get(kind) if isinstance(kind, str) else kind

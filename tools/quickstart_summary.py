@@ -26,21 +26,21 @@ def latest(folder: Path, pattern: str) -> Path:
 
 
 def read(folder: Path) -> tuple[dict[int, float], dict]:
-    """Step to loss of a training, and what else its visualizer wrote."""
+    """Return losses by step, and what else the visualizer wrote."""
     rows = [json.loads(line) for line in latest(folder, '2*/vis_data/scalars.json').read_text().splitlines()]
     losses = {row['step']: row['loss'] for row in rows if 'loss' in row}
     return losses, {key: value for row in rows if 'loss' not in row for key, value in row.items()}
 
 
 def peaks(config: Config) -> list[float]:
-    """MB of a training step, plain and by the config's LeanHook; counted by CUDA's rules."""
+    """Return the MB of a training step, plain and by the config's LeanHook, counted by CUDA's rules."""
     preset = next(hook.preset for hook in config.custom_hooks if hook.type == 'LeanHook')
     base, size = plain(config), dict(batch=config.train_dataloader.batch_size, height=256, width=256, boxes=BOXES)
     return [measure_detector(with_variant(base, variant), **size)['peak'] / 1e6 for variant in ('none', preset)]
 
 
 def draw(losses: list[dict[int, float]], path: Path) -> None:
-    """Both curves in one picture."""
+    """Draw both curves in one picture."""
     import matplotlib.pyplot as plt
 
     for curve, style, label in zip(losses, ('k-', 'r--'), ('plain', 'LeanHook'), strict=True):

@@ -234,13 +234,13 @@ class SBPConvNeXt(LeanBackbone, BaseModule):
                 module.eval().requires_grad_(False)
 
     def train(self, mode: bool = True) -> 'SBPConvNeXt':
-        """As ``nn.Module.train``; frozen stages stay in evaluation mode."""
+        """Set training or evaluation mode; frozen stages stay in evaluation mode."""
         super().train(mode)
         self._freeze_stages()
         return self
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
-        """Depth of a parameter for layer-wise learning-rate decay, as mmpretrain counts it.
+        """Return the depth of a parameter for layer-wise learning-rate decay, as mmpretrain counts it.
 
         Args:
             param_name (str): Name of the parameter.

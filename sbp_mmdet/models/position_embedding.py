@@ -31,7 +31,7 @@ def interpolated(patches: Tensor, grid: tuple[int, int], size: tuple[int, int], 
 def fit_positions(
     given: Tensor, own: Tensor, grid: tuple[int, int], pretrained_grid: tuple[int, int] | None, mode: str
 ) -> Tensor:
-    """Fits the position embedding of a file to that of a model.
+    """Resize the position embedding of a file to that of a model.
 
     Args:
         given (Tensor): Embedding in the file, with or without one for the class token, shape (1, L, C).

@@ -145,8 +145,7 @@ class PatchEmbed(nn.Module):
 
 
 def _scale(index, channels):
-    """From the map of tokens to one of four scales, as in ViTDet's simple feature pyramid: strides of 1/4, 1/2, 1 and 2
-    patches."""
+    """Build the layer from the map of tokens to one of four scales (ViTDet's simple feature pyramid)."""
     if index == 0:
         return nn.Sequential(
             nn.ConvTranspose2d(channels, channels // 2, 2, stride=2),
@@ -283,7 +282,7 @@ class SBPViT(LeanBackbone, BaseModule):
         return self._outputs(x, size)
 
     def _embed(self, x):
-        """Tokens with their positions, and (height, width) of their grid."""
+        """Return tokens with their positions, and (height, width) of their grid."""
         x = self.patch_embed(x)
         size = tuple(x.shape[-2:])
         x = x.flatten(2).transpose(1, 2) + self._positions_for(size)
@@ -315,7 +314,7 @@ class SBPViT(LeanBackbone, BaseModule):
             module.eval().requires_grad_(False)
 
     def train(self, mode: bool = True) -> 'SBPViT':
-        """As ``nn.Module.train``; frozen blocks stay in evaluation mode."""
+        """Set training or evaluation mode; frozen blocks stay in evaluation mode."""
         super().train(mode)
         self._freeze_blocks()
         return self
@@ -330,7 +329,7 @@ class SBPViT(LeanBackbone, BaseModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
-        """Depth of a parameter for layer-wise learning-rate decay, as mmpretrain counts it.
+        """Return the depth of a parameter for layer-wise learning-rate decay, as mmpretrain counts it.
 
         Args:
             param_name (str): Name of the parameter.
@@ -369,7 +368,7 @@ def _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_block
 
 
 def _parse_arch(arch):
-    """Blocks, channels, attention heads and width of the MLP."""
+    """Return blocks, channels, attention heads and width of the MLP."""
     if isinstance(arch, str):
         if arch not in ARCHS:
             raise ValueError(

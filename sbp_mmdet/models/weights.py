@@ -194,7 +194,7 @@ def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, f
 
 
 def _layout_of(names, prefix, family):
-    """Layout, and what stands before all of its names."""
+    """Return the layout of a file, and the prefix of all of its names."""
     for layout in LAYOUTS[family]:
         keys = [name for name in names if name == prefix + layout.key or name.endswith('.' + layout.key)]
         wrappers = [name.removesuffix(layout.key) for name in keys]
@@ -204,7 +204,7 @@ def _layout_of(names, prefix, family):
 
 
 def _join_qkv(weights):
-    """One matrix of queries, keys and values where a file has three."""
+    """Join the matrices of queries, keys and values that a file has apart."""
     for name in [name for name in weights if '.attn.query.' in name]:
         parts = [name.replace('.query.', f'.{part}.') for part in ('query', 'key', 'value')]
         if all(part in weights for part in parts):
@@ -212,7 +212,7 @@ def _join_qkv(weights):
 
 
 def _shaped_as(value, own):
-    """Linear layers and 1x1 convolutions differ in dimensions of size 1; other shapes stay, and are refused."""
+    """Reshape weights between linear layers and 1x1 convolutions; other shapes stay, and are refused later."""
     if not (isinstance(value, Tensor) and isinstance(own, Tensor)) or value.shape == own.shape:
         return value  # itself: load_state_dict(assign=True) takes it
     squeezed = [tuple(size for size in t.shape if size != 1) for t in (value, own)]
@@ -229,7 +229,7 @@ def _log(module, text, level=logging.INFO):
 
 @contextlib.contextmanager
 def quiet():
-    """Where a model starts or loads, and what is said of each parameter is said elsewhere, or of no use."""
+    """Silence messages about single parameters while a model starts or loads."""
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -243,7 +243,7 @@ def quiet():
 # The name of the function is for its log.
 @CheckpointLoader.register_scheme(prefixes=[r'.*\.safetensors$', r'https?://.*\.safetensors$'], force=True)
 def load_from_safetensors(filename: str, map_location=None) -> dict[str, Tensor]:
-    """For mmengine: ``init_cfg=dict(type='Pretrained', checkpoint='x.safetensors')`` and ``load_from``.
+    """Load weights for mmengine's ``init_cfg`` and ``load_from`` from a .safetensors file.
 
     Raises:
         FileNotFoundError: If there is no such file.

@@ -35,7 +35,7 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
 
 
 def take(x: Tensor, index: Tensor | None) -> Tensor:
-    """Positions of all images.
+    """Gather the same positions of all images.
 
     Args:
         x (Tensor): Shape (N, L, ...), of any strides.

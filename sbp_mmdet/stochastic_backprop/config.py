@@ -51,5 +51,5 @@ class SBPConfig:
 
     @property
     def has_ratio_per_block(self) -> bool:
-        """Whether ``keep_ratio`` lists one ratio for each thinned block."""
+        """Return whether ``keep_ratio`` lists one ratio for each thinned block."""
         return isinstance(self.keep_ratio, Sequence) and not isinstance(self.keep_ratio, str)

@@ -119,7 +119,7 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
 
 
 def stage_masks(sizes: list[tuple[int, int]], ratio: float, sampler: str, generator: torch.Generator) -> list[Tensor]:
-    """Masks for successive stages, each half the resolution of the one before.
+    """Sample one mask for successive stages, each of half the resolution of the one before.
 
     Sizes need not be divisible by two: the base mask is drawn large enough to cover the last row and column of every
     stage, and cropped.

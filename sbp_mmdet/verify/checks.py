@@ -75,12 +75,12 @@ class Findings:
 
     @property
     def compared(self) -> list[Kind]:
-        """The kinds that were compared."""
+        """Return the kinds that were compared."""
         return [kind for kind in self.kinds if not kind.skipped]
 
     @property
     def stored(self) -> dict[str, int]:
-        """Bytes kept for the backward pass: ``now``, ``before`` the change, and ``with_cp``."""
+        """Return the bytes kept for the backward pass: ``now``, ``before`` the change, and ``with_cp``."""
         return {key: sum(kind.bytes[key] for kind in self.kinds) for key in ('now', 'before', 'with_cp')}
 
     def __str__(self):

@@ -185,7 +185,7 @@ def _compare_with_full(own, lean, args, kwargs, devices, bars, only) -> dict:
 
 
 def _beyond(runs, only, bars) -> dict:
-    """Relative differences that are above the bars, by part and name."""
+    """Return relative differences above the bars, by part and name."""
     expected, lean = runs
     found = {
         (part, name): _distance(getattr(lean, part)[name], value) / (_norm(value) or 1)
@@ -230,7 +230,7 @@ class RandomParts:
 
 
 def _rate(module):
-    """Rate of a module that draws, whatever it is called; 0 for others."""
+    """Return the rate of a module that draws, whatever the attribute is called; 0 for others."""
     names = ('dropout',) if isinstance(module, nn.MultiheadAttention) else ('p', 'drop_prob')
     rates = [vars(module).get(name) for name in names]
     return next((rate for rate in rates if isinstance(rate, float) and rate), 0.0)
@@ -278,7 +278,7 @@ def _pairs(run, only) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _is_noise(key, runs, own, args, kwargs, bars, noise) -> bool:
-    """Whether the module's own code is about as far away from itself in a higher precision as the lean module is."""
+    """Return whether the module's own code differs as much from a higher precision as the lean module does."""
     exact = _in_full(own, args, kwargs, noise)
     if exact is None:
         return False
@@ -320,7 +320,7 @@ def _norm(x) -> float:
 
 
 def _distance(found, expected) -> float:
-    """Norm of the difference. A number that is not finite counts where the expected one is."""
+    """Return the norm of the difference. A number that is not finite counts where the expected one is finite."""
     if found is None or expected is None:
         return _norm(expected if found is None else found)
     off = found.double() - expected.double() if found.dtype != expected.dtype else found - expected

@@ -22,11 +22,11 @@ class FixedDraws:
         return self._draws.ratio(layer)
 
     def draws_for(self, layer) -> bool:
-        """Whether something is drawn."""
+        """Return whether anything is drawn for the layer."""
         return True
 
     def images(self, branch, number) -> None:
-        """No images are left out; stochastic depth draws by itself."""
+        """Leave out no images; stochastic depth draws by itself."""
 
     def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> Positions:
         """Return random positions."""

@@ -157,7 +157,7 @@ def _stored(saved, inputs, outputs, own):
 
 @contextlib.contextmanager
 def _without_weight_cache():
-    """Autocast's cache would keep casts of the copied weights until the step ends."""
+    """Disable autocast's cache, which would keep casts of the copied weights until the step ends."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
