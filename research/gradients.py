@@ -135,7 +135,7 @@ def _mean_gradient(draws, run):
 
 
 def _of_backbone(model, exact, preset, keys):
-    """Run the backbone alone under a preset, on the input and output gradients of an exact pass; return its gradients."""
+    """Return gradients of the backbone alone, run under a preset on the inputs and output gradients of an exact pass."""
     backbone = _with(model.backbone, preset, keys)
     torch.manual_seed(exact.seed)
     outputs = backbone(exact.images)
