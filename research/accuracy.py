@@ -1,4 +1,4 @@
-"""What trainings say of AP: mean and spread over seeds, differences seed by seed with an interval."""
+"""Reports the AP of trainings: mean and spread over seeds, and paired differences with their interval."""
 
 import math
 import statistics
@@ -17,7 +17,7 @@ _COMPARED = ('box AP', 'mask AP', 'top-1')
 
 
 class Difference(NamedTuple):
-    """Of trainings with the same seed, over seeds: mean, and half of the interval (t at 95 %; None for one)."""
+    """Mean difference of trainings with the same seeds, and half its 95 % interval; `None` for a single pair."""
 
     mean: float
     half: float | None

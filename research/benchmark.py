@@ -1,4 +1,4 @@
-"""What presets store, how long they take and how exact their gradients are: a module of a detector, or whole steps.
+"""Measures stored bytes, times and gradient errors of presets, for a module of a detector or for whole steps.
 
     python research/benchmark.py CONFIG --presets none with_cp exact sbp --size 800x1344 --amp bf16
     python research/benchmark.py CONFIG --module backbone.stages.0.0 --rivals compile save-on-cpu

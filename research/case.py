@@ -1,4 +1,4 @@
-"""A preset, or a rival, in a copy of a detector; the input of a part of it; and how far gradients are from exact."""
+"""Cases of a benchmark: a preset or a rival in a copy of a detector, the input of a part, and gradient errors."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ __all__ = ['Case', 'capture', 'compared', 'launches', 'parse_name', 'ratios', 's
 
 
 class Case:
-    """A preset, or a rival, ready to run."""
+    """Preset or rival that is ready to run."""
 
     def __init__(self, name: str, model: nn.Module, module: str, keys: dict):
         preset, own = parse_name(name)

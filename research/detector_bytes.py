@@ -1,4 +1,4 @@
-"""What a training step of a whole detector holds, part by part, under presets and pieces; counted without a GPU.
+"""Counts the bytes of a detector's training step without a GPU, part by part, for presets and pieces.
 
     python research/detector_bytes.py mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py --size 800x1344
     python research/detector_bytes.py CONFIG --variants none with_cp exact exact+cp-heads+cp-neck --json FILE

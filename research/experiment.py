@@ -22,7 +22,7 @@ METRICS = {
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What is trained and compared: settings of one config, or whole configs, or both.
+    """Trainings to run and compare: settings of one config, whole configs, or both.
 
     Attributes:
         name (str): Of the experiment.

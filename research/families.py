@@ -1,5 +1,5 @@
-"""One training step of one config of each family of mmdet, as it is and with ``LeanHook(preset='exact')``, on a CPU;
-and what the planner answers for it, how soon.
+"""Runs a training step of one config of each family of mmdet on a CPU, plain and with ``LeanHook(preset='exact')``,
+and asks the planner about it.
 
     python research/families.py --json docs/results/families.json
     python research/families.py --json docs/results/families.json --report   # runs nothing: the table

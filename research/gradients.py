@@ -1,4 +1,4 @@
-"""How near the gradients of presets are to the exact ones on your model (paper, Figs. 3 and 5).
+"""Compares gradients of presets with exact ones on your model (paper, Figs. 3 and 5).
 
     python research/gradients.py CONFIG --checkpoint work_dirs/x/epoch_12.pth
     python research/gradients.py CONFIG --presets sbp sampled 'sbp,keep_ratio=0.25,sampler=random' --batches 20
@@ -48,8 +48,11 @@ _SAME_GRADIENTS = 1e-2
 
 
 class ExactPass(NamedTuple):
-    """What one batch gave in the plain detector: gradients by name, fp32, on the CPU; what the backbone got and gave;
-    the gradients at its outputs, None where nothing uses them; the loss; the seed of all that was drawn."""
+    """Record of one batch in the plain detector.
+
+    It holds gradients by name (fp32, on the CPU), inputs and outputs of the backbone, the gradients at its outputs
+    (`None` where nothing uses them), the loss, and the seed of everything that was drawn.
+    """
 
     gradients: dict[str, Tensor]
     images: Tensor
@@ -135,7 +138,7 @@ def _mean_gradient(draws, run):
 
 
 def _of_backbone(model, exact, preset, keys):
-    """Return gradients of the backbone alone, run under a preset on the inputs and output gradients of an exact pass."""
+    """Return gradients of the backbone alone under a preset, for the inputs and output gradients of an exact pass."""
     backbone = _with(model.backbone, preset, keys)
     torch.manual_seed(exact.seed)
     outputs = backbone(exact.images)

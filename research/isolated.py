@@ -1,4 +1,4 @@
-"""Cases one by one, each in a process of its own: what it leaves behind, or breaks, goes with it."""
+"""Runs cases one by one, each in a process of its own, so that none affects the next."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The paper's tables beside what trainings of an experiment reached."""
+"""Formats the paper's tables beside the results of an experiment."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""How far a training step lifts the resident set of a process, by preset: the operating system's own figure.
+"""Measures by how much a training step raises the resident set of a process, as the operating system counts it.
 
     python research/resident_memory.py mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py --size 800x1344
     python research/resident_memory.py CONFIG --variants none with_cp+targets exact int8 --json FILE

@@ -1,4 +1,4 @@
-"""What users would take instead of this package's presets, for ``benchmark.py``: each runs on a plain module."""
+"""Alternatives to this package's presets, for ``benchmark.py``. Each runs on a plain module."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ _SAVED_BY_CHOICE = ('convolution', 'mm', 'addmm', 'bmm', 'baddbmm')  # of torch.
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
-    """A way to store less that is not ours.
+    """Alternative way to store less.
 
     Attributes:
         name (str): What tools call it.

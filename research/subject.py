@@ -1,4 +1,4 @@
-"""What is studied: a config's plain detector, its weights, and batches of its training set."""
+"""Builds what studies need: a config's plain detector, its weights, and batches of its training set."""
 
 import copy
 import pickle

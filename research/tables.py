@@ -1,4 +1,4 @@
-"""Tables and pictures of what the tools of this folder measure."""
+"""Formats tables and pictures of measurements."""
 
 import json
 import os

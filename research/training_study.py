@@ -1,4 +1,4 @@
-"""Runs the trainings of an experiment, several seeds each, and says what they reached.
+"""Runs the trainings of an experiment with several seeds each, and reports their results.
 
     python research/training_study.py research/experiments/nuclei.py
     python research/training_study.py research/experiments/coco.py --slurm PARTITION --jobs 2 --write README.md

@@ -1,4 +1,4 @@
-"""Whole trainings of an experiment, a folder for each label and seed: run, resumed, collected."""
+"""Runs, resumes and collects the trainings of an experiment, in a folder for each label and seed."""
 
 import concurrent.futures
 import contextlib
@@ -38,7 +38,7 @@ class Training(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """How a training is started. It goes on from the last checkpoint in its folder, if there is one."""
+    """Starts trainings, which resume from the last checkpoint in their folder if there is one."""
 
     tools: Path
     gpus: int = 0
@@ -111,7 +111,7 @@ def _check_folder(training):
 
 
 def run(training: Training, launcher: Launcher, threads: int | None = None) -> dict:
-    """Train with ``threads`` CPU threads (None: as the environment has it), unless the folder has a result.
+    """Train with ``threads`` CPU threads (if `None`, as the environment has it), unless the folder has a result.
 
     Returns:
         dict: Of :func:`look`; it also stands in ``result.json`` in the folder.

@@ -1,4 +1,4 @@
-"""Counted against measured memory of a training step: all configs of mmdet with a figure in their metafile.
+"""Compares counted with measured memory of a training step, for all configs of mmdet with a figure in their metafile.
 
     python research/zoo_memory.py                    # counts what docs/results/zoo_memory.json lacks, and goes on there
     python research/zoo_memory.py --only rtmdet dino # of configs whose names contain one of these
@@ -72,7 +72,7 @@ def count(name: str) -> dict:
 
 
 class Reason(NamedTuple):
-    """Why what was measured of a family is not what is counted.
+    """Reason why the published figure of a family cannot be what is counted.
 
     Attributes:
         text (str): For the reader.

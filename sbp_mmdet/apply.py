@@ -1,4 +1,4 @@
-"""Lean training in place, in a model whose config stays as it is.
+"""Changes a model in place for lean training, whatever its config is.
 
     custom_hooks = [dict(type=preset='exact')]
 
@@ -138,7 +138,7 @@ def draws_of(model: nn.Module) -> list[StepDraws]:
 
 
 class _CheckpointedBlock(Checkpointed):
-    """Of ``preset='with_cp'``."""
+    """Block that ``preset='with_cp'`` checkpoints."""
 
     def extra_repr(self):
         return ', '.join(filter(None, (super().extra_repr(), "preset='with_cp'")))

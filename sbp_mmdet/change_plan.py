@@ -33,7 +33,7 @@ class PlannedBackbone(NamedTuple):
 
 
 class ChangePlan(NamedTuple):
-    """What is to be changed: backbones with positions, other modules with their adapters, and why the rest is not."""
+    """Result of planning: backbones with positions, other modules with their adapters, and reasons for the rest."""
 
     backbones: list[PlannedBackbone]
     others: list[tuple[nn.Module, type[LeanModule]]]

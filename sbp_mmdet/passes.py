@@ -1,4 +1,4 @@
-"""Beginning and end of forward passes: what is put in front of modules whose layers draw, or hand on.
+"""Beginning and end of forward passes, for modules whose layers draw or hand feature maps on.
 
 Both are classes in front of the module's own (:class:`.surgery.Mixin`), not hooks: so ``module.forward(x)`` works as
 ``module(x)`` does, and a pass ends with the call, whatever happens in it.
@@ -128,7 +128,7 @@ def _scopes(module, depth) -> Iterator[nn.Module]:
 
 
 class _Inside(NamedTuple):
-    """The modules inside of one, as they were when they were looked at.
+    """Snapshot of the modules inside of a module.
 
     Copies and pickles of the module begin without.
 

@@ -1,4 +1,4 @@
-"""Presets and the settings beside them. ``sbp_cfg``, ``LeanHook`` and ``apply_lean`` take the same ones."""
+"""Presets and their settings, which ``sbp_cfg``, ``LeanHook`` and ``apply_lean`` share."""
 
 import dataclasses
 import difflib
@@ -77,7 +77,7 @@ def preset_named(name: str) -> Preset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(SBPConfig):
-    """A preset with its settings, checked. Those of :class:`.SBPConfig` belong to presets that drop positions.
+    """Preset with checked settings. Those of :class:`.SBPConfig` belong to presets that drop positions.
 
     Args:
         preset (Preset): The preset.

@@ -1,4 +1,4 @@
-"""What a training says of itself: what was changed, whether it was verified, and what it saves."""
+"""Reports of a training in the log: changed modules, verification and saved memory."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ _MOST_NAMES = 6  # that a line of the report lists
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What :func:`.apply.apply_lean` did.
+    """Changes that :func:`.apply.apply_lean` made.
 
     Attributes:
         changed (dict[str, str]): By the name of a submodule, what it does now.

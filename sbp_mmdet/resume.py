@@ -1,4 +1,4 @@
-"""What resuming a killed run needs beyond mmengine.
+"""Support for resuming killed runs, beyond mmengine.
 
 - Checkpoints that are never half written: ``default_hooks.checkpoint.backend_args = dict(backend='atomic')``.
 - The evaluation of a run that was killed in its last one: ``default_hooks.evaluation.type = 'EvaluateEndedHook'``.
@@ -31,7 +31,7 @@ _ALLOWS_BY_NAME = digit_version(torch.__version__) >= digit_version('2.6')
 
 @register_backend('atomic', force=True)  # force: reloading the module is no error
 class AtomicBackend(LocalBackend):
-    """Local files that appear whole or not at all.
+    """File backend whose local files appear whole or not at all.
 
     mmengine writes a checkpoint in place, and, after an evaluation that found a new best, writes the newest one, which
     ``last_checkpoint`` names by then, a second time: killed there, a run has nothing to be resumed from.
@@ -67,7 +67,7 @@ class AtomicBackend(LocalBackend):
 
 @HOOKS.register_module(force=True)
 class EvaluateEndedHook(Hook):
-    """Evaluates where there is nothing left to train.
+    """Evaluates a resumed run that has nothing left to train.
 
     mmengine writes the last checkpoint before the last evaluation. A run that was killed between them, and is resumed,
     trains nothing, evaluates nothing and ends well: its AP is missing.
@@ -133,7 +133,7 @@ def read_checkpoint(path: str | Path):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what a newer torch would allow; everything else, whatever a file names, is not even imported."""
+    """Unpickler that allows what a newer torch would allow, and imports nothing else."""
 
     def find_class(self, module, name):
         module = module.replace('__builtin__', 'builtins')  # its name in torch's version of the format

@@ -1,4 +1,4 @@
-"""Changing a live model: finding its submodules, mixing into their classes, and hooks that do so by a config's line."""
+"""Changes of a live model: finding submodules, mixing classes into theirs, and hooks that do so for a config."""
 
 import copyreg
 import functools

@@ -1,5 +1,7 @@
-"""Checks of the checkpoint that a run starts from, before mmdet loads it. By itself mmengine loads what fits, from a
-damaged file too, lists the rest in a warning, and goes on with random weights."""
+"""Checks of the checkpoint that a run starts from, before mmdet loads it.
+
+mmengine itself loads what fits, even from a damaged file, lists the rest in a warning, and goes on with random weights.
+"""
 
 import re
 import sys
@@ -47,7 +49,7 @@ def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
 
     Returns:
         tuple[Path | None, str | None]: The checkpoint to go on from, and why it is not the one that mmengine would take
-        (None: it is that one). Without any whole checkpoint, and without a complaint, the run starts anew.
+        (`None` if it is that one). Without any whole checkpoint, and without a complaint, the run starts anew.
     """
     pointer = work_dir / 'last_checkpoint'
     if not pointer.is_file():

@@ -1,4 +1,4 @@
-"""What `tools/gpu_report.py` measures: a table of parts, first what matters most."""
+"""The parts that `tools/gpu_report.py` measures, in order of importance."""
 
 import dataclasses
 from pathlib import Path
@@ -28,7 +28,7 @@ RIVALS = {'selective': 40, 'save-on-cpu': 40} | {f'compile{budget}': 200 for bud
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Something to measure.
+    """Part of the report.
 
     Attributes:
         name (str): Of its files and its section.

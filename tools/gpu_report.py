@@ -1,4 +1,4 @@
-"""Runs what `tools/gpu_parts.py` lists, one process a part, and writes a page and an archive from what is there so far.
+"""Runs the parts of `tools/gpu_parts.py`, each in its own process, and writes a page and an archive of the results.
 
 Each row of a part is on the disk as soon as it is measured, and what ended its process is a row too: the rows behind it
 are measured by a new process. Called again with the same --out it goes on with the rows that are not there.

@@ -1,4 +1,4 @@
-"""What the quick start reached: losses and memory of plain training and of the config's preset, AP, where things lie.
+"""Summary of the quick start: losses and memory of both trainings, AP, and the paths of the results.
 
 python tools/quickstart_summary.py CONFIG WORK_DIR    WORK_DIR has the trainings 'plain' and 'lean', and 'test'
 """

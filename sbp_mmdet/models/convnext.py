@@ -133,7 +133,8 @@ class SBPConvNeXt(LeanBackbone, BaseModule):
         with_cp (bool): Checkpoint every block; off where ``sbp_cfg`` makes it store less. Default: False.
         sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`; None is the plain backbone.
             Default: None.
-        init_cfg (dict | list[dict] | None): mmengine's initialisation; None: truncated normal weights. Default: None.
+        init_cfg (dict | list[dict] | None): mmengine's initialisation. If `None`, weights are truncated
+            normal. Default: None.
 
     Raises:
         ValueError: For a value that cannot be honoured, naming it and the remedy.

@@ -1,4 +1,4 @@
-"""What the package's backbones have beside a plain network: ``sbp_cfg``, by which they apply adapters to themselves."""
+"""The key ``sbp_cfg`` of the package's backbones, by which they apply adapters to themselves."""
 
 import logging
 
@@ -17,7 +17,7 @@ class LeanBackbone(nn.Module):
     """Base of backbones with ``sbp_cfg``.
 
     Attributes:
-        sbp (Settings | None): The checked ``sbp_cfg``; None: plain.
+        sbp (Settings | None): The checked ``sbp_cfg``. If `None`, the backbone is plain.
     """
 
     sbp = None
@@ -27,7 +27,7 @@ class LeanBackbone(nn.Module):
         """Change the finished network.
 
         Args:
-            sbp_cfg (dict | None): ``preset`` and keys of :class:`.settings.Settings`; None: it stays plain.
+            sbp_cfg (dict | None): ``preset`` and keys of :class:`.presets.Settings`. If `None`, it stays plain.
 
         Raises:
             ValueError: For a value that cannot be honoured, naming it and the remedy.

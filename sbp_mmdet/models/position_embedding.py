@@ -1,4 +1,4 @@
-"""Position embeddings of files whose images have another size than the model's."""
+"""Resizing of position embeddings from files trained with another image size."""
 
 import math
 

@@ -123,7 +123,7 @@ class ViTBlock(BaseModule):
 
 
 class PatchEmbed(nn.Module):
-    """Patches to tokens.
+    """Embedding of image patches as tokens.
 
     Args:
         in_channels (int): Channels of the image.
@@ -194,7 +194,8 @@ class SBPViT(LeanBackbone, BaseModule):
         drop_rate, attn_drop_rate (float): For configs that name them; there is no dropout. Default: 0.0.
         sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`; None is the plain backbone.
             Default: None.
-        init_cfg (dict | list[dict] | None): mmengine's initialisation; None: truncated normal weights. Default: None.
+        init_cfg (dict | list[dict] | None): mmengine's initialisation. If `None`, weights are truncated
+            normal. Default: None.
 
     Raises:
         ValueError: For a value that cannot be honoured, naming it and the remedy.

@@ -1,4 +1,4 @@
-"""Weights as they come: public files load under whatever names they carry, from ``.pth`` and ``.safetensors``.
+"""Loading of public weight files under the names of their source, from ``.pth`` and ``.safetensors``.
 
 A backbone calls :func:`rename_weights` before it reads a state dict. A file's layout is told by its keys:
 
@@ -34,7 +34,7 @@ __all__ = ['LAYOUTS', 'Layout', 'quiet', 'rename_weights']
 
 
 class Layout(NamedTuple):
-    """How a source of weights names them.
+    """Names that a source of weights gives them.
 
     Attributes:
         name (str): For the log.

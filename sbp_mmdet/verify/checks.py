@@ -59,7 +59,7 @@ class Kind:
 
 @dataclasses.dataclass
 class Findings:
-    """What a verification found.
+    """Findings of a verification.
 
     Attributes:
         kinds (list[Kind]): All kinds of changed modules that ran. Default: empty.
@@ -155,14 +155,14 @@ def _all_ranks(flags, device, op):
 
 
 class _Watched(Mixin):
-    """Mixed into changed modules of the copy, which run their own code."""
+    """Mixin of changed modules of the copy, which run their own code."""
 
     def forward(self, *args, **kwargs):
         return vars(self)['_watch'](super().forward, args, kwargs)
 
 
 class _Bridge(Mixin):
-    """Mixed into modules that are compared on their own, while the module around them is."""
+    """Mixin of modules that are compared by themselves, while the module around them is compared."""
 
     def forward(self, *args, **kwargs):
         return bridge(super().forward, args, kwargs)
@@ -170,7 +170,7 @@ class _Bridge(Mixin):
 
 @dataclasses.dataclass
 class _Classes:
-    """Classes that a module of the copy may have, and its place."""
+    """Classes that a module of the copy switches between, and its place."""
 
     lean: type
     own: type

@@ -33,7 +33,7 @@ _ATTEMPTS = 3  # on slightly different inputs, before rounding is ruled out as t
 
 
 class Disagreement(Exception):
-    """A lean module does not compute what its own code computes."""
+    """Raised if a lean module does not compute what its own code computes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A forward pass that leaves no trace: a copy of the model without hooks, and everything put back that a pass moves."""
+"""Forward passes without side effects: a copy of the model without hooks, and restored random and other states."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ __all__ = ['CannotCopy', 'hookless_copy', 'random_state', 'without_a_trace']
 
 
 class CannotCopy(Exception):
-    """The model, or a part of it, cannot be copied without its hooks."""
+    """Raised if the model, or a part of it, cannot be copied without its hooks."""
 
 
 def hookless_copy(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""When a model is verified, and what follows: the log, own code for what disagrees, or an error."""
+"""Verification before the first training pass, and its consequences: a log, the module's own code, or an error."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ def verification_off() -> Iterator[None]:
 
 
 class FirstPass(Mixin):
-    """Mixed into a changed model until its first pass in training, before which it is verified."""
+    """Mixin that verifies a changed model before its first pass in training."""
 
     @torch.compiler.disable
     def forward(self, *args, **kwargs):

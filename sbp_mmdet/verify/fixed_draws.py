@@ -12,7 +12,7 @@ __all__ = ['FixedDraws', 'as_reference', 'with_fixed_draws']
 
 
 class FixedDraws:
-    """Stands in for what a pass draws: positions and heads that are the same for both sides of a comparison."""
+    """Draws of positions and heads that are the same for both sides of a comparison."""
 
     def __init__(self, draws, layer):
         self._draws, self._layer = draws, layer

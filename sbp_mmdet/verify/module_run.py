@@ -15,7 +15,7 @@ __all__ = ['Run', 'Stored', 'bridge', 'floating', 'run_module', 'storage_of']
 
 
 class Stored(NamedTuple):
-    """What autograd keeps of a module's forward pass.
+    """Bytes that autograd keeps of a module's forward pass.
 
     Attributes:
         inside (int): Bytes of tensors that are neither inputs nor outputs, nor parameters and buffers.
@@ -132,7 +132,7 @@ def run_module(
 
 
 class _Calls(nn.Module):
-    """Calls a function while its module has other tensors: a checkpoint runs in the backward pass again."""
+    """Callable that runs a function with other tensors in its module, also when a checkpoint calls it again."""
 
     def __init__(self, module):
         super().__init__()
