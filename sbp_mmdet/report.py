@@ -12,6 +12,7 @@ from torch import nn
 from .adapters import LeanModule
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import unwrapped
+from .verify.dry_run import NoUpdate
 from .verify.first_pass import conclude, verify_changed
 
 __all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'thinned_line']
@@ -119,7 +120,7 @@ class SignsOfLife(Hook):
         model = unwrapped(runner.model)
 
         def run(dry):
-            dry.train_step(copy.deepcopy(data_batch), _NoUpdate(runner.optim_wrapper))
+            dry.train_step(copy.deepcopy(data_batch), NoUpdate(runner.optim_wrapper))
 
         def say(message, level):
             runner.logger.log(level, message)
@@ -142,13 +143,3 @@ class SignsOfLife(Hook):
         if self._steps == 2 and torch.cuda.is_available() and self.report.changed:
             peak = torch.cuda.max_memory_allocated() / 1e6
             runner.logger.info(f'LeanHook: torch measured a peak of {peak:,.0f} MB of allocated memory')
-
-
-class _NoUpdate:
-    """Stands in for an optimizer wrapper in a pass that trains nothing."""
-
-    def __init__(self, wrapper):
-        self.optim_context = wrapper.optim_context
-
-    def update_params(self, *args, **kwargs) -> None:
-        """Do nothing."""

@@ -5,13 +5,9 @@ import copy
 
 import pytest
 import torch
-from cases import build
 from helpers import ROOT
-from mmcv.ops import MultiScaleDeformableAttention
-from mmdet.models.backbones import ResNet
-from mmdet.models.layers import DeformableDetrTransformerEncoder
-from mmengine.logging import MMLogger
 from oracles import image
+from verify_models import MODELS, check_fallback, check_plain, said, trained
 
 from sbp_mmdet import LeanHook, apply_lean
 from sbp_mmdet.adapters import LeanModule
@@ -31,74 +27,6 @@ from sbp_mmdet.plan.command import main
 VERIFIES = True
 
 
-def resnet(**options):
-    torch.manual_seed(1)
-    model = ResNet(18, base_channels=8, **options)
-    model.train()
-    return model
-
-
-def grn():
-    return build('stock ConvNeXt', use_grn=True, layer_scale_init_value=0.0)
-
-
-def encoder(dropout=0.0):
-    torch.manual_seed(1)
-    layer = dict(
-        self_attn_cfg=dict(embed_dims=16, num_heads=2, num_levels=1, dropout=dropout, batch_first=True),
-        ffn_cfg=dict(embed_dims=16, feedforward_channels=32, num_fcs=2, ffn_drop=dropout),
-    )
-    model = Tokens(DeformableDetrTransformerEncoder(num_layers=1, layer_cfg=layer))
-    with torch.no_grad():  # as made, offsets are whole pixels, where interpolation has kinks
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape))
-    return model
-
-
-class Tokens(torch.nn.Module):
-    """Feeds an encoder of one level from an image."""
-
-    def __init__(self, encoder):
-        super().__init__()
-        self.patches, self.encoder = torch.nn.Conv2d(3, 16, 8, stride=8), encoder
-
-    def forward(self, x):
-        x = self.patches(x)
-        n, _, h, w = x.shape
-        tokens = x.flatten(2).transpose(1, 2)
-        sizes = torch.tensor([[h, w]])
-        padded = torch.zeros(n, h * w, dtype=torch.bool)
-        ratios = x.new_ones(n, 1, 2)
-        return (self.encoder(tokens, 0.1 * tokens.detach(), padded, sizes, torch.tensor([0]), ratios),)
-
-
-class Attends(Tokens):
-    """Deformable attention alone."""
-
-    def __init__(self):
-        torch.manual_seed(1)
-        super().__init__(MultiScaleDeformableAttention(16, 2, num_levels=1, dropout=0.0, batch_first=True))
-
-    def forward(self, x):
-        x = self.patches(x)
-        n, _, h, w = x.shape
-        tokens = x.flatten(2).transpose(1, 2)
-        points = torch.rand(n, h * w, 1, 2, generator=torch.Generator().manual_seed(0))
-        sizes = dict(spatial_shapes=torch.tensor([[h, w]]), level_start_index=torch.tensor([0]))
-        return (self.encoder(tokens, reference_points=points, **sizes),)
-
-
-MODELS = {
-    'ConvNeXt': lambda: build('stock ConvNeXt'),
-    'Swin': lambda: build('stock Swin'),
-    'ViT': lambda: build('stock ViT'),
-    'ResNet': resnet,
-    'ResNet in training mode': lambda: resnet(norm_eval=False),
-    'ResNet with group norm': lambda: resnet(norm_cfg=dict(type='GN', num_groups=4)),
-    'encoder': encoder,
-    'encoder with dropout': lambda: encoder(0.1),
-    'attention': Attends,
-}
 # Operation, and a model that runs it.
 OPERATIONS = {
     'MLP of ConvNeXt': (channel_mlp, 'ConvNeXt'),
@@ -117,26 +45,6 @@ OPERATIONS = {
 
 def operation_in(module):
     return next(value for value in vars(module).values() if isinstance(value, Operation))
-
-
-def said(model, caplog, steps=1, **keys):
-    logger = MMLogger.get_current_instance()
-    monitored = [*logger.handlers]
-    logger.addHandler(caplog.handler)
-    try:
-        report = apply_lean(model, **keys)
-        for _ in range(steps):
-            outs = model(image(2, 64, 64, dtype=torch.float32))
-            sum(out.float().square().mean() for out in outs).backward()
-    finally:
-        logger.handlers[:] = monitored
-    return report, [r for r in caplog.records if 'verif' in r.message or 'disagrees' in r.message]
-
-
-def trained(name):
-    model = MODELS[name]().float()
-    model.train()
-    return model
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -165,10 +73,6 @@ def faulty_gradient(operation, monkeypatch, number):
         return operation.gradients(*found)
 
     monkeypatch.setattr(operation, 'backward', backward)
-
-
-def is_plain(model, names):
-    return not any(isinstance(model.get_submodule(name), LeanModule) for name in names)
 
 
 @pytest.mark.parametrize('case', OPERATIONS)
@@ -201,23 +105,11 @@ def test_a_fault_in_a_gradient(case, number, monkeypatch, caplog):
 
     monkeypatch.setattr(operation, 'backward', backward)
     model = trained(name)
+    plain = copy.deepcopy(model)
     report, records = said(model, caplog)
     if not seen:
         pytest.skip('this model does not ask for it')
-    check_plain(name, model, report, records)
-
-
-def check_fallback(name, caplog, **keys):
-    model = trained(name)
-    report, records = said(model, caplog, **keys)
-    check_plain(name, model, report, records)
-
-
-def check_plain(name, model, report, records):
-    """A warning, and from then on the plain model's gradients."""
-    assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)
-    failed = [n for n, reason in report.left.items() if 'verification' in reason]
-    assert failed and is_plain(model, failed) and not set(failed) & set(report.changed)
+    check_plain(model, plain, report, records)
 
 
 def test_a_fault_that_raises(monkeypatch, caplog):
@@ -228,7 +120,8 @@ def test_a_fault_that_raises(monkeypatch, caplog):
     model = trained('Swin')
     report, records = said(model, caplog)
     assert any('no kernel image' in r.message for r in records if r.levelname == 'WARNING')
-    assert is_plain(model, [n for n, reason in report.left.items() if 'no kernel image' in reason])
+    failed = [name for name, reason in report.left.items() if 'no kernel image' in reason]
+    assert failed and not any(isinstance(model.get_submodule(name), LeanModule) for name in failed)
 
 
 def test_raise_stops(monkeypatch):
@@ -245,10 +138,18 @@ def test_a_dropout_mask_that_is_not_the_forward_passes(monkeypatch, caplog):
     check_fallback('encoder with dropout', caplog)
 
 
-@pytest.mark.parametrize('preset', ['exact', 'int8', 'sampled', 'sbp'])
-@pytest.mark.parametrize('name', ['ConvNeXt', 'Swin', 'ViT'])
-@pytest.mark.parametrize('amp', [False, True], ids=['fp32', 'bf16'])
+TRAININGS = [
+    *((name, preset, None) for name in ('ConvNeXt', 'Swin', 'ViT') for preset in ('exact', 'int8', 'sampled', 'sbp')),
+    *((name, 'exact', dtype) for name in ('ConvNeXt', 'Swin', 'ViT') for dtype in (torch.bfloat16, torch.float16)),
+    *(('ResNet in training mode', 'exact', dtype) for dtype in (None, torch.bfloat16, torch.float16)),
+    ('ConvNeXt', 'sampled', torch.bfloat16),
+    ('ViT', 'sbp', torch.float16),
+]
+
+
+@pytest.mark.parametrize(('name', 'preset', 'amp'), TRAININGS)
 def test_training_is_bit_for_bit_that_without(name, preset, amp):
+    """Ten steps with accumulation, a moving average, a hook that keeps features, autocast and a gradient scaler."""
     found = []
     for verify in (False, 'raise'):
         torch.manual_seed(3)
@@ -260,18 +161,19 @@ def test_training_is_bit_for_bit_that_without(name, preset, amp):
         apply_lean(model, preset, verify=verify)
         average = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        for step in range(4):
-            with torch.autocast('cpu', torch.bfloat16, enabled=amp):
+        scaler = torch.amp.GradScaler('cpu', enabled=amp is not None, growth_interval=2)
+        for step in range(10):
+            with torch.autocast('cpu', amp or torch.bfloat16, enabled=amp is not None):
                 outs = model(image(2, 64, 64, dtype=torch.float32, seed=step))
-            sum(out.float().square().mean() for out in outs).backward()
+            scaler.scale(sum(out.float().square().mean() for out in outs)).backward()
             if step % 2:
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
                 for a, b in zip(average.parameters(), model.parameters(), strict=True):
                     a.data.lerp_(b.data, 0.1)
-        found.append(
-            [*model.state_dict().values(), *average.state_dict().values(), torch.rand(3), torch.tensor(len(kept))]
-        )
+        state = torch.tensor([len(kept), scaler.get_scale()])
+        found.append([*model.state_dict().values(), *average.state_dict().values(), torch.rand(3), state])
     for plain, verified in zip(*found, strict=True):
         assert torch.equal(plain, verified)
 

@@ -43,7 +43,6 @@ __all__ = [
     'EFFICIENTDETS_CONVOLUTION',
     'PLAIN_TENSORS',
     'ROLES',
-    'UNKNOWN',
     'BypassedModules',
     'ask_once',
     'derives_plainly',
@@ -56,8 +55,6 @@ __all__ = [
     'tensors_in',
     'unsupported',
 ]
-
-UNKNOWN = 'no lean form of it is known'
 
 Check = Callable[[nn.Module], str | None]
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..apply import draws_of
 from ..surgery import unwrapped
+from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verification_off
 
 __all__ = ['DoesNotFit', 'RehearseHook', 'as_before']
@@ -176,7 +177,7 @@ def _peak(runner, batch) -> int | None:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
             held = torch.empty(states, dtype=torch.uint8, device=next(model.parameters()).device)
-            model.train_step(batch, _NoUpdate(runner.optim_wrapper))
+            model.train_step(batch, NoUpdate(runner.optim_wrapper, backward=True))
             torch.cuda.synchronize()
             del held
             return torch.cuda.max_memory_allocated()
@@ -195,18 +196,8 @@ def _counted(model, batch, wrapper):
     from .memory import LiveBytes  # noqa: PLC0415
 
     with LiveBytes() as counter:
-        model.train_step(batch, _NoUpdate(wrapper))
+        model.train_step(batch, NoUpdate(wrapper, backward=True))
     return counter.peak + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-class _NoUpdate:
-    """Stands in for an optimizer wrapper: backward pass, no step."""
-
-    def __init__(self, wrapper):
-        self.optim_context = wrapper.optim_context
-
-    def update_params(self, loss, *args, **kwargs) -> None:
-        loss.backward()
 
 
 def _states(wrapper) -> int:

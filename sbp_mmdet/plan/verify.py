@@ -7,8 +7,8 @@ from mmengine.config import Config, DictAction
 
 from ..apply import apply_settings
 from ..presets import PRESETS, Settings
-from ..report import _NoUpdate
 from ..verify.checks import Findings
+from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verify_changed
 from .batch import at_the_first_step
 from .detector import build_training
@@ -52,7 +52,7 @@ def findings_of(config: Config, preset: str, device: str, batch: int, height: in
         model, wrapper, data = build_training(plain(config), trained=False, **case)
         settings = Settings.parse(dict(preset=preset), where='--preset')
         report = apply_settings(model, settings)
-        run = lambda dry: dry.train_step(copy.deepcopy(data), _NoUpdate(wrapper))  # noqa: E731
+        run = lambda dry: dry.train_step(copy.deepcopy(data), NoUpdate(wrapper))  # noqa: E731
         return verify_changed(model, report, settings, run)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from mmengine.dist import all_reduce
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..adapters import LeanModule
@@ -15,11 +15,13 @@ from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
 from ..stochastic_backprop.step_draws import TokenDraws
 from ..surgery import Mixin, mix_in, mix_out
-from .comparison import Disagreement, Side, compare, relative_difference
+from .comparison import Side, compare, relative_difference
 from .dry_run import CannotCopy, hookless_copy, without_a_trace
+from .eight_bits import check_eight_bits
 from .fixed_draws import as_reference, with_fixed_draws
 from .kinds import described, settings_of
 from .module_run import bridge, floating, storage_of
+from .random_parts import Disagreement
 
 __all__ = ['Findings', 'Kind', 'verify_modules']
 
@@ -278,7 +280,11 @@ class _Watch:
             kind.stored.setdefault('before', runs[0].stored)
 
         form = place.settings.preset.form
-        slack = _EIGHT_BITS if form.storage == 'int8' else 0.0
+        slack = 0.0
+        if form.storage == 'int8':
+            slack, maps = _EIGHT_BITS, [x for x in floating((args, kwargs)) if x.dim() >= 3 and x.numel()]
+            for x in sorted(maps, key=Tensor.numel)[-1:]:
+                check_eight_bits(x)
         check(side(False), side(True, lambda place: place._replace(draws=None, phases=None)), slack=slack)
         if place.phases is not None:
             # Gradients of weights are estimates; their operation was compared without a sample.

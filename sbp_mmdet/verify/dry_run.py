@@ -13,7 +13,7 @@ from mmengine.logging import MessageHub
 from mmengine.model.utils import _BatchNormXd
 from torch import Tensor, nn
 
-__all__ = ['CannotCopy', 'hookless_copy', 'random_state', 'without_a_trace']
+__all__ = ['CannotCopy', 'NoUpdate', 'hookless_copy', 'random_state', 'without_a_trace']
 
 
 class CannotCopy(Exception):
@@ -55,8 +55,8 @@ def hookless_copy(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         vars(module).pop('_compiled_call_impl', None)
-        if _is_compiled(vars(module).get('forward')):
-            del module.forward
+        for key in [key for key, value in vars(module).items() if _is_compiled(value)]:
+            delattr(module, key)  # such as mmengine's `train_step`: it would run the original
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = _BatchNormXd
     return copied
@@ -74,6 +74,23 @@ def _check_forward(name, module):
 
 def _is_compiled(forward):
     return inspect.ismethod(getattr(forward, '_torchdynamo_orig_callable', None))
+
+
+class NoUpdate:
+    """Stands in for an optimizer wrapper in a step that trains nothing.
+
+    Args:
+        wrapper: The optimizer wrapper, whose context the forward pass runs in.
+        backward (bool): Whether the backward pass runs. Default: False.
+    """
+
+    def __init__(self, wrapper, backward: bool = False):
+        self.optim_context, self._backward = wrapper.optim_context, backward
+
+    def update_params(self, loss: Tensor, *args, **kwargs) -> None:
+        """Run the backward pass, or does nothing."""
+        if self._backward:
+            loss.backward()
 
 
 @contextlib.contextmanager

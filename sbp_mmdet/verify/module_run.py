@@ -11,7 +11,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..ops.common.precision import accumulator
 
-__all__ = ['Run', 'Stored', 'bridge', 'floating', 'run_module', 'storage_of']
+__all__ = ['Run', 'Stored', 'bridge', 'cotangent', 'floating', 'norm', 'run_module', 'storage_of']
+
+
+_MOVED = 0.1  # how far parameters that are constant are moved
 
 
 class Stored(NamedTuple):
@@ -52,6 +55,36 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def cotangent(number: int, output: Tensor) -> Tensor:
+    """Return a fixed gradient for an output.
+
+    It is random, has a mean and follows the output, so that every term of the backward pass of a norm counts, and is
+    small enough for sums in half precision.
+
+    Args:
+        number (int): Which output it is.
+        output (Tensor): The output.
+
+    Returns:
+        Tensor: Of the same shape, precision and device.
+    """
+    generator = torch.Generator(output.device).manual_seed(number)
+    full = torch.float64 if output.dtype == torch.float64 else torch.float32
+    found = torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32).to(full)
+    scale = output.to(full).square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    found += 0.5 + 0.5 * output.to(full) / scale
+    return found.nan_to_num_(0, 0, 0).mul_(max(output.numel(), 1) ** -0.25).to(output.dtype)
+
+
+def norm(x: Tensor | None) -> float:
+    """Return the norm of a tensor, 0 for ``None``.
+
+    Args:
+        x (Tensor | None): The tensor.
+    """
+    return 0.0 if x is None or not x.numel() else float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
 def run_module(
     module: nn.Module,
     args: tuple,
@@ -62,7 +95,9 @@ def run_module(
 ) -> Run:
     """Run a module forward and backward on copies of its inputs, buffers and parameters.
 
-    No gradient is accumulated, and no hook of a parameter runs.
+    No gradient is accumulated, and no hook of a parameter runs. Parameters and buffers that are constant, as many are
+    when they are made, are moved a little, the same way in each run: a bias that is still zero or a layer scale that is
+    still 1e-6 would hide a fault that shows later in the training.
 
     Args:
         module (nn.Module): The module, in the mode and with the class that it should have.
@@ -94,10 +129,10 @@ def run_module(
         return tensor + shift[name] if shift.get(name) is not None else tensor.detach()
 
     parameters = {
-        name: nn.Parameter(shifted(name, cast(p.detach())), requires_grad=p.requires_grad)
+        name: nn.Parameter(shifted(name, cast(_moved(p.detach()))), requires_grad=p.requires_grad)
         for name, p in module.named_parameters()
     }
-    buffers = {name: cast(buffer.detach()).clone() for name, buffer in module.named_buffers()}
+    buffers = {name: cast(_moved(buffer.detach(), positive=True)).clone() for name, buffer in module.named_buffers()}
     off = contextlib.nullcontext()
     if dtype:
         devices = {p.device.type for p in parameters.values()} | {t.device.type for t in floating((args, kwargs))}
@@ -129,6 +164,22 @@ def run_module(
     with torch.enable_grad(), off, _without_weight_cache():
         tensors = {f'module.{name}': t for name, t in (parameters | buffers).items()}
         return functional_call(_Calls(module), tensors, (forward_and_backward,))
+
+
+def _moved(tensor, positive=False):
+    """Return a tensor whose numbers are not all the same; for others the tensor itself.
+
+    Args:
+        tensor (Tensor): The tensor.
+        positive (bool): Whether numbers above zero stay above it, as variances have to. Default: False.
+    """
+    if not (tensor.is_floating_point() and tensor.numel()) or not (tensor == tensor.flatten()[0]).all():
+        return tensor
+    generator = torch.Generator().manual_seed(tensor.numel())
+    noise = torch.randn(tensor.shape, generator=generator, device='cpu').clamp_(-2, 2).mul_(_MOVED).to(tensor)
+    size = tensor.abs()
+    size = torch.where(size > 0, size, 1) if positive else size.clamp_min(1)
+    return tensor + noise * size
 
 
 class _Calls(nn.Module):
@@ -167,7 +218,7 @@ def _without_weight_cache():
 
 
 class Bridged(torch.autograd.Function):
-    """Runs a function without a graph; its inputs get made-up gradients, which are linear in those of the outputs.
+    """Run a function without a graph; its inputs get made-up gradients, which are linear in those of the outputs.
 
     It stands for a module inside of another one, where both sides of a comparison need the same gradients from it.
     """

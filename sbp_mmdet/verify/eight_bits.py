@@ -1,0 +1,68 @@
+"""Rounding to eight bits against its definition: gradients alone do not show errors of half a step."""
+
+import torch
+from torch import Tensor
+
+from ..ops.common.kept_maps import keep
+from ..ops.common.precision import store
+from .random_parts import Disagreement
+
+__all__ = ['check_eight_bits']
+
+_NUMBERS = 2**20  # that are rounded, at the most
+
+
+def check_eight_bits(x: Tensor) -> None:
+    """Check what the stores in eight bits make of a feature map like a given one.
+
+    Each number that is read has to be at most half a step away from what was stored, with a step of the image and
+    channel of its own, and no further than chance explains on average. Signs that are masks have to stay.
+
+    Args:
+        x (Tensor): A map (N, C, H, W) or tokens (N, L, C). Images and channels of different size are made of it.
+
+    Raises:
+        Disagreement: If a store does something else.
+    """
+    map = _unlike(x if x.dim() == 4 else x.flatten(1, -2).mT[..., None])
+    tokens = map.flatten(2).mT.contiguous()
+    high, low = map.amax((2, 3), keepdim=True), map.amin((2, 3), keepdim=True)
+    largest = torch.maximum(high, -low).flatten(1)[:, None]
+    stored = store(tokens, 'int8')
+    _compare('int8 tokens', stored.load(torch.float32), tokens, largest / 127)
+    if map.shape[2] * map.shape[3] < 16:
+        return
+    active = map.relu()
+    shift = low + 0.3 * (high - low)  # of the ReLU behind a norm
+    for kind, kept, given, step in (
+        ('int8 map', keep(map, 'int8'), map, (high - low) / 252),
+        ('int8 map with a threshold', keep(map, 'int8', shift), map, (high - low) / 252),
+        ('int8 output of a ReLU', keep(active, 'int8', positive=True), active, high.clamp_min(0) / 252),
+    ):
+        found = kept.load(torch.float32)
+        where = given > 0 if kind.endswith('ReLU') else None
+        _compare(kind, found, given, step, where)
+        above = (found > 0, given > 0) if where is not None else (found > shift, given > shift)
+        if kind != 'int8 map' and not torch.equal(*above):
+            raise Disagreement(f'{kind}: {(above[0] != above[1]).double().mean():.1e} of the signs off')
+
+
+def _unlike(x):
+    """Return part of a map with images and channels of different size, and without equal numbers."""
+    x = x[:2, : max(_NUMBERS // max(x[:2, 0].numel(), 1), 1)].detach().to(torch.float32)
+    generator = torch.Generator(x.device).manual_seed(0)
+    noise, sizes = (torch.randn(s, generator=generator, device=x.device) for s in (x.shape, (*x.shape[:2], 1, 1)))
+    return (x + noise * x.abs().amax().clamp_min(1e-3)) * sizes.clamp_(-1.5, 1.5).exp()
+
+
+def _compare(kind, found, given, step, where=None):
+    error = (found - given) / step.clamp_min(torch.finfo(torch.float32).tiny)
+    error = error if where is None else error[where]
+    if not error.numel():
+        return
+    most, mean = float(error.abs().max()), float(error.mean())
+    # Rounding errors have a deviation of 0.29 steps. Few rows share a step that is finer than the image's.
+    if not most <= 0.51:
+        raise Disagreement(f'{kind}: {most:.2f} steps off, and half a step is rounding')
+    if not abs(mean) <= 6 * 0.29 / error.numel() ** 0.5 + 0.01:
+        raise Disagreement(f'{kind}: {mean:.2f} steps off on average')

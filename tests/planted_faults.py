@@ -1,0 +1,239 @@
+"""Faults of operations as wrong lines: function, its right text, wrong text, the model that runs it, and the preset."""
+
+import inspect
+import sys
+import textwrap
+from typing import NamedTuple
+
+from sbp_mmdet.ops.common.autograd_function import Operation
+
+__all__ = ['FAULTS', 'Fault', 'plant']
+
+OPS = 'sbp_mmdet.ops'
+
+
+class Fault(NamedTuple):
+    """A wrong line.
+
+    Attributes:
+        where (str): Module below ``sbp_mmdet.ops`` and function or method: 'common.folding:fold'.
+        right (str): Text that stands in the function exactly once.
+        wrong (str): What stands there instead.
+        model (str): A key of ``verify_models.MODELS``.
+        preset (str): Default: 'exact'.
+    """
+
+    where: str
+    right: str
+    wrong: str
+    model: str
+    preset: str = 'exact'
+
+
+def plant(monkeypatch, fault: Fault) -> None:
+    """Replaces a line of a function wherever the package refers to it."""
+    module, _, name = fault.where.partition(':')
+    module = sys.modules[f'{OPS}.{module}']
+    *owners, name = name.split('.')
+    owner = module
+    for part in owners:
+        owner = getattr(owner, part)
+    original = inspect.getattr_static(owner, name)
+    text = textwrap.dedent(inspect.getsource(getattr(original, '__func__', original)))
+    assert text.count(fault.right) == 1, f'{fault.where} has {fault.right!r} {text.count(fault.right)} times'
+    names = {}
+    exec(compile(text.replace(fault.right, fault.wrong), f'<{fault.where}>', 'exec'), vars(module), names)
+    faulty = names[name]
+    monkeypatch.setattr(owner, name, faulty)
+    if owners:
+        return
+    for other in [m for key, m in sys.modules.items() if key.startswith('sbp_mmdet')]:
+        for key, value in [*vars(other).items()]:
+            if value is original:
+                monkeypatch.setattr(other, key, faulty)
+            for pair in ('forward', 'backward') if isinstance(value, Operation) else ():
+                if getattr(value, pair) is original:
+                    monkeypatch.setattr(value, pair, faulty)
+
+
+ROUND = ('common.precision:store', '(rows / unit).round_()')
+FAULTS = {
+    # Eight bits.
+    'int8: step too large': Fault(
+        'common.precision:store',
+        'return Stored(values, scale)',
+        'return Stored(values, scale * 1.03)',
+        'ConvNeXt',
+        'int8',
+    ),
+    'int8: floor': Fault(*ROUND, '(rows / unit).floor_()', 'ConvNeXt', 'int8'),
+    'int8: truncation': Fault(*ROUND, '(rows / unit).trunc_()', 'Swin', 'int8'),
+    'int8: four bits': Fault(*ROUND, '(rows / unit / 16).round_() * 16', 'ViT', 'int8'),
+    'int8 map: one step for all images': Fault(
+        'common.kept_maps:keep',
+        'unit = x.amax((2, 3), keepdim=True)',
+        'unit = x.amax((0, 2, 3), keepdim=True)',
+        'ResNet',
+        'int8',
+    ),
+    'int8: clipped': Fault(*ROUND, '(rows / unit).clamp_(-40, 40).round_()', 'ConvNeXt', 'int8'),
+    'int8 map: end of the step': Fault(
+        'common.kept_maps:KeptMap._steps', '126.5 * self.unit', '127 * self.unit', 'ResNet', 'int8'
+    ),
+    'int8 map: half of the steps': Fault(
+        'common.kept_maps:keep',
+        '(x / unit.clamp_min(torch.finfo(full).tiny)).ceil_()',
+        '(x / unit.clamp_min(torch.finfo(full).tiny) / 2).ceil_().mul_(2)',
+        'ResNet',
+        'int8',
+    ),
+    'int8 map: threshold': Fault(
+        'common.kept_maps:keep', 'base = threshold + (lowest', 'base = (lowest', 'ResNet in training mode', 'int8'
+    ),
+    'int8 map: lowest': Fault(
+        'common.kept_maps:keep', 'base = low + 127 * unit', 'base = low + 120 * unit', 'ConvModules', 'int8'
+    ),
+    # The fold of norms into layers.
+    'fold: bias of the norm': Fault('common.folding:fold', 'if norm_bias is not None:', 'if False:', 'ConvNeXt'),
+    'fold: weight of the norm': Fault(
+        'common.folding:fold', 'weight.to(dtype) if norm_weight is None else', 'weight.to(dtype) if True else', 'Swin'
+    ),
+    'unfold: weight of the norm': Fault(
+        'common.folding:unfold', 'else (dw * weight).sum(0)', 'else dw.sum(0)', 'ConvNeXt'
+    ),
+    'unfold: bias of the norm': Fault(
+        'common.folding:unfold', 'dw if norm_bias is None else torch.addr', 'dw if True else torch.addr', 'ViT'
+    ),
+    'unscale: layer scale': Fault('common.folding:unscale', '+ total * bias', '', 'ConvNeXt'),
+    'norm: deviation': Fault('common.folding:normalise_backward', 'dx.mul_(rstd)', 'dx', 'Swin'),
+    'fixed norm: epsilon': Fault(
+        'common.map_norms:factors_of_fixed',
+        '[layers[i][0].eps for i in fixed]',
+        '[0.0 for i in fixed]',
+        'ResNet with small variances',
+    ),
+    'fixed norm: mean': Fault('conv_norm_act:convolve', 'scale, value=-1)', 'scale, value=0)', 'ResNet'),
+    'fixed norm: gradient': Fault(
+        'common.map_norms:gradients_of_fixed', '[*map(_centre, normed)], -1)', '[*map(_centre, normed)], 0)', 'ResNet'
+    ),
+    # Global response normalisation.
+    'GRN: mean of the norms': Fault(
+        'channel_mlp_grn:_Response.backward',
+        ' - (dn * self.norm).mean(1, keepdim=True) / self.mean.square()',
+        '',
+        'ConvNeXt V2',
+    ),
+    'GRN: response in the backward pass': Fault(
+        'channel_mlp_grn:_add_first_layer', 'da = da.add_((a * through).to(settings.dtype))', '', 'ConvNeXt V2'
+    ),
+    'GRN: weight': Fault(
+        'channel_mlp_grn:_backward', '(sums.responses * response.relative)', 'sums.responses', 'ConvNeXt V2'
+    ),
+    'GRN: bias': Fault('channel_mlp_grn:_add_second_layer', 'column_sums(du)', 'column_sums(du * a)', 'ConvNeXt V2'),
+    'GRN: norm of another image': Fault(
+        'channel_mlp_grn:_add_second_layer', 'response.scale[image]', 'response.scale[0]', 'ConvNeXt V2'
+    ),
+    # Feed-forward networks.
+    'FFN: activation': Fault('ffn:FeedForward.backward', 'act(drawn.of(hidden))', 'drawn.of(hidden)', 'FFN'),
+    'FFN: derivative': Fault(
+        'ffn:FeedForward.backward', 'act.backward(scaled_(grad @ self.w2, factor), hidden)', 'grad @ self.w2', 'FFN'
+    ),
+    'FFN: dropout of the hidden layer': Fault(
+        'ffn:FeedForward.backward', 'scaled_(grad @ self.w2, factor)', 'grad @ self.w2', 'FFN with dropout'
+    ),
+    'FFN: dropout of the output': Fault('ffn:FeedForward.backward', 'if second:', 'if False:', 'FFN with dropout'),
+    'FFN: random numbers of another step': Fault('ffn:replayed', 'if state is None:', 'if True:', 'FFN with dropout'),
+    # A convolution that runs again.
+    'rerun: bias': Fault('common.rerun_conv:_run', 'bias.to(settings.dtype)', '0 * bias', 'ConvNeXt'),
+    'rerun: stored input': Fault(
+        'common.rerun_conv:convolve',
+        'return conv(x), Conv(Stored(x)',
+        'return conv(x), Conv(Stored(x.relu())',
+        'ConvNeXt',
+    ),
+    'rerun: gradient of the input': Fault(
+        'common.rerun_conv:_backward',
+        'return _Gradients(dx,',
+        'return _Gradients(dx.roll(1, 3),',
+        'ConvNeXt',
+        'int8',
+    ),
+    # Deformable attention.
+    'deformable: output': Fault(
+        'deformable_attention:_attention_backward', 'sampled.load(s.dtype)', 'sampled.load(s.dtype).relu()', 'attention'
+    ),
+    'deformable: padding': Fault(
+        'deformable_attention:kernel_inputs', 't.key_padding_mask is not None', 'False', 'padded attention'
+    ),
+    'deformable: offsets': Fault(
+        'deformable_attention:kernel_inputs', 't.spatial_shapes.flip(1)', 't.spatial_shapes', 'attention'
+    ),
+    'deformable: gradient of the places': Fault(
+        'deformable_attention:_images_backward',
+        'found = _sample_backward(s, t, grad, *(x.detach() for x in made))',
+        'found = _sample_backward(s, t, grad, *(x.detach() for x in made)); found[1] = 0.9 * found[1]',
+        'attention',
+    ),
+    'deformable: position of the query': Fault(
+        'deformable_attention:kernel_inputs', 't.x if t.query_pos is None else', 't.x if True else', 'encoder'
+    ),
+    # Window attention.
+    'windows: position bias': Fault(
+        'window_attention:_Windows.backward', 'dbias.add(dscores.sum((0, 1),', 'dbias.add(dsoftmax.sum((0, 1),', 'Swin'
+    ),
+    'windows: scale': Fault('window_attention:_parameter_gradients', 'weight.mul_(scales[:, None])', 'weight', 'Swin'),
+    'windows: padding in the forward pass': Fault(
+        'window_attention:_Windows.run', 'if pads is not None:', 'if False:', 'Swin'
+    ),
+    'windows: padding in the backward pass': Fault(
+        'window_attention:_parameter_gradients', 'if sums.pads is not None:', 'if False:', 'Swin'
+    ),
+    'windows: regions': Fault(
+        'window_attention:_Windows.run', 'if at_edge and layout.apart is not None:', 'if False:', 'Swin'
+    ),
+    'windows: keys for queries': Fault(
+        'window_attention:_Windows.backward', '(dscores.mT, self.q)', '(dscores.mT, self.k)', 'Swin'
+    ),
+    # The chain of residual blocks.
+    'chain: signs': Fault('common.sign_bits:SignBits.pack', 'torch.le(_flat', 'torch.gt(_flat', 'ResNet-50'),
+    'chain: shortcut in the second run': Fault('residual_chain:_rerun_output', 'out.add_(x)', 'out', 'ResNet-50'),
+    'chain: ReLU in the second run': Fault(
+        'residual_chain:_rerun_output', 'saved.output.relu_(out)', 'out', 'ResNet-50'
+    ),
+    'chain: mask of a ReLU': Fault(
+        'residual_chain:_backward',
+        'aten.threshold_backward.default(grad, x, 0) if n > 0 else grad',
+        'grad',
+        'ResNet-50',
+    ),
+    'chain: gradient of the shortcut': Fault(
+        'residual_chain:_block_backward', 'return inner.add_(grad) if needs_x', 'return inner if needs_x', 'ResNet-50'
+    ),
+    'chain: layer kept': Fault(
+        'residual_chain:_keep_input',
+        'scale=scale, shift=shift',
+        'scale=scale, shift=0 * shift',
+        'ResNet-50 in training mode',
+    ),
+    'chain: layer kept in eight bits': Fault(
+        'residual_chain:_keep_input',
+        '(-shift / scale).nan_to_num(0)',
+        '(shift / scale).nan_to_num(0)',
+        'ResNet-50 in training mode',
+        'int8',
+    ),
+    # Fusion of image and text, and attention with decomposed positions.
+    'decomposed: shortcut': Fault(
+        'decomposed_attention:_backward',
+        'torch.add(grad[where], normalise',
+        'torch.add(0 * grad[where], normalise',
+        'ViTDet',
+    ),
+    'decomposed: sums': Fault(
+        'decomposed_attention:_backward', 'sums[name] += gradient', 'sums[name] = gradient', 'ViTDet'
+    ),
+    'fusion: rows of the second softmax': Fault('bi_attention:_rows_backward', '- delta[n, :, None]', '', 'fusion'),
+    'fusion: keys of an image': Fault(
+        'bi_attention:_rows_backward', 'dkey[n] += gradients[1]', 'dkey[0] += gradients[1]', 'fusion'
+    ),
+}

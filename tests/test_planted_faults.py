@@ -1,0 +1,56 @@
+"""A wrong line in each operation: verification finds it, and the training goes on with the module's own code."""
+
+import copy
+
+import pytest
+import torch
+from planted_faults import FAULTS, plant
+from verify_models import check_plain, said, trained
+
+from sbp_mmdet.ops import conv_norm_act, residual_chain
+from sbp_mmdet.ops.common import layouts
+
+VERIFIES = True
+
+
+@pytest.fixture(autouse=True)
+def in_chunks(monkeypatch):
+    for size in layouts.CHUNK:
+        monkeypatch.setitem(layouts.CHUNK, size, 2**13)
+
+
+@pytest.mark.parametrize('name', FAULTS)
+def test_a_wrong_line(name, monkeypatch, caplog):
+    fault = FAULTS[name]
+    model = trained(fault.model)
+    plain = copy.deepcopy(model)
+    plant(monkeypatch, fault)
+    report, records = said(model, caplog, preset=fault.preset)
+    check_plain(model, plain, report, records, tolerance=0.06 if fault.preset == 'int8' else 2e-3)
+
+
+@pytest.mark.parametrize('amp', [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    'name',
+    ['fixed norm: gradient', 'chain: gradient of the shortcut', 'windows: scale', 'GRN: bias', 'FFN: activation'],
+)
+def test_a_wrong_line_in_half_precision(name, amp, monkeypatch, caplog):
+    """Rounding turns ReLUs there, which hides a small error: both sides are compared in full precision too."""
+    model = trained(FAULTS[name].model)
+    plain = copy.deepcopy(model)
+    plant(monkeypatch, FAULTS[name])
+    check_plain(model, plain, *said(model, caplog, amp=amp))
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+def test_a_wrong_line_of_half_precision_alone(dtype, monkeypatch, caplog):
+    """What full precision does not run is seen by the length of gradients, in which turned ReLUs hardly show."""
+    original = conv_norm_act.convolve_backward
+
+    def backward(*args):
+        dx, found = original(*args)
+        return (dx if dx is None or dx.dtype == torch.float32 else 1.12 * dx), found
+
+    monkeypatch.setattr(residual_chain, 'convolve_backward', backward)
+    _, records = said(trained('ResNet'), caplog, amp=dtype)
+    assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)

@@ -1,0 +1,200 @@
+"""Small models for tests of verification, and what they have in common."""
+
+import copy
+
+import torch
+from cases import build
+from mmcv.cnn import ConvModule
+from mmcv.cnn.bricks.transformer import FFN
+from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones import ResNet
+from mmdet.models.layers import DeformableDetrTransformerEncoder
+from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
+from mmengine.logging import MMLogger
+from oracles import image
+from test_adapters_outside import Block, Blocks
+from torch import nn
+
+from sbp_mmdet import apply_lean
+from sbp_mmdet.adapters import LeanModule
+
+
+def resnet(depth=18, **options):
+    torch.manual_seed(1)
+    model = ResNet(depth, base_channels=8, **options)
+    model.train()
+    return model
+
+
+def encoder(dropout=0.0):
+    torch.manual_seed(1)
+    layer = dict(
+        self_attn_cfg=dict(embed_dims=16, num_heads=2, num_levels=1, dropout=dropout, batch_first=True),
+        ffn_cfg=dict(embed_dims=16, feedforward_channels=32, num_fcs=2, ffn_drop=dropout),
+    )
+    model = Tokens(DeformableDetrTransformerEncoder(num_layers=1, layer_cfg=layer))
+    with torch.no_grad():  # as made, offsets are whole pixels, where interpolation has kinks
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape))
+    return model
+
+
+class Tokens(torch.nn.Module):
+    """Feeds an encoder of one level from an image."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.patches, self.encoder = torch.nn.Conv2d(3, 16, 8, stride=8), encoder
+
+    def forward(self, x):
+        x = self.patches(x)
+        n, _, h, w = x.shape
+        tokens = x.flatten(2).transpose(1, 2)
+        sizes = torch.tensor([[h, w]])
+        padded = torch.zeros(n, h * w, dtype=torch.bool)
+        ratios = x.new_ones(n, 1, 2)
+        return (self.encoder(tokens, 0.1 * tokens.detach(), padded, sizes, torch.tensor([0]), ratios),)
+
+
+class Attends(Tokens):
+    """Deformable attention alone."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(MultiScaleDeformableAttention(16, 2, num_levels=1, dropout=0.0, batch_first=True))
+
+    padded = None
+
+    def forward(self, x):
+        x = self.patches(x)
+        n, _, h, w = x.shape
+        tokens = x.flatten(2).transpose(1, 2)
+        points = torch.rand(n, h * w, 1, 2, generator=torch.Generator().manual_seed(0))
+        sizes = dict(spatial_shapes=torch.tensor([[h, w]]), level_start_index=torch.tensor([0]))
+        return (self.encoder(tokens, reference_points=points, key_padding_mask=self.padded, **sizes),)
+
+
+class Fused(Tokens):
+    """Fusion of an image with a text."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(SingleScaleBiAttentionBlock(16, 16, 32, 4))
+
+    def forward(self, x):
+        image = self.patches(x).flatten(2).transpose(1, 2)
+        text = torch.randn(len(x), 7, 16, generator=torch.Generator().manual_seed(0))
+        hidden = torch.tensor([[1, 1, 1, 0, 0, 1, 1]]).expand(len(x), -1)
+        return self.encoder(image, text, attention_mask_l=hidden)
+
+
+class OnTokens(Tokens):
+    """A module on the tokens, one after the other or as a map."""
+
+    def __init__(self, encoder, as_map=False):
+        super().__init__(encoder)
+        self.as_map = as_map
+
+    def forward(self, x):
+        x = self.patches(x).permute(0, 2, 3, 1)
+        return (self.encoder(x if self.as_map else x.flatten(1, 2)),)
+
+
+def ffn(dropout=0.0):
+    torch.manual_seed(1)
+    return OnTokens(FFN(16, 32, act_cfg=dict(type='GELU'), ffn_drop=dropout))
+
+
+def padded_attention():
+    model = Attends()
+    model.padded = torch.zeros(2, 96, dtype=torch.bool)
+    model.padded[1, 40:] = True
+    return model
+
+
+def conv_modules():
+    torch.manual_seed(1)
+    options = dict(padding=1, norm_cfg=dict(type='GN', num_groups=4), act_cfg=dict(type='SiLU'))
+    return nn.Sequential(*(nn.Sequential(ConvModule(n, 16, 3, **options)) for n in (3, 16)), Several())
+
+
+class Several(nn.Module):
+    """Models of tests have several outputs."""
+
+    def forward(self, x):
+        return (x,)
+
+
+def with_small_variances(model):
+    model.layer2[1].bn1.running_var.fill_(1e-4)
+    return model
+
+
+MODELS = {
+    'ConvNeXt': lambda: build('stock ConvNeXt'),
+    'ConvNeXt V2': lambda: build('stock ConvNeXt', use_grn=True, layer_scale_init_value=0.0),
+    'Swin': lambda: build('stock Swin'),
+    'ViT': lambda: build('stock ViT'),
+    'ViTDet': lambda: OnTokens(Blocks(Block(drop_path=0.0, window=3, size=(8, 8))), as_map=True),
+    'ResNet': resnet,
+    'ResNet in training mode': lambda: resnet(norm_eval=False),
+    'ResNet with group norm': lambda: resnet(norm_cfg=dict(type='GN', num_groups=4)),
+    'ResNet with small variances': lambda: with_small_variances(resnet()),
+    'ResNet-50': lambda: resnet(50),
+    'ResNet-50 in training mode': lambda: resnet(50, norm_eval=False),
+    'ConvModules': conv_modules,
+    'encoder': encoder,
+    'encoder with dropout': lambda: encoder(0.1),
+    'attention': Attends,
+    'padded attention': padded_attention,
+    'FFN': ffn,
+    'FFN with dropout': lambda: ffn(0.1),
+    'fusion': Fused,
+}
+
+
+def said(model, caplog, amp=None, **keys):
+    logger = MMLogger.get_current_instance()
+    monitored = [*logger.handlers]
+    logger.addHandler(caplog.handler)
+    try:
+        report = apply_lean(model, **keys)
+        with torch.autocast('cpu', amp or torch.bfloat16, enabled=amp is not None):
+            outs = model(image(2, 64, 96, dtype=torch.float32))
+        sum(out.float().square().mean() for out in outs).backward()
+    finally:
+        logger.handlers[:] = monitored
+    return report, [r for r in caplog.records if 'verif' in r.message or 'disagrees' in r.message]
+
+
+def trained(name):
+    model = MODELS[name]().float()
+    model.train()
+    return model
+
+
+def check_fallback(name, caplog, **keys):
+    model = trained(name)
+    plain = copy.deepcopy(model)
+    report, records = said(model, caplog, **keys)
+    check_plain(model, plain, report, records)
+
+
+def check_plain(model, plain, report, records, tolerance=2e-3):
+    """A warning that names figures; what failed has its own code, and all gradients are those of the plain model."""
+    assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)
+    failed = [name for name, reason in report.left.items() if 'verification' in reason]
+    assert failed and not set(failed) & set(report.changed)
+    assert not any(isinstance(model.get_submodule(name), LeanModule) for name in failed)
+    plain.load_state_dict(model.state_dict())
+    found, expected = gradients(model), gradients(plain)
+    for name, grad in expected.items():
+        assert grad is None or (found[name] - grad).norm() <= tolerance * grad.norm().clamp_min(1e-3), name
+
+
+def gradients(model):
+    torch.manual_seed(5)
+    outs = model(image(2, 64, 96, dtype=torch.float32))
+    loss = sum(out.float().square().mean() for out in outs)
+    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(wanted, torch.autograd.grad(loss, [*wanted.values()], allow_unused=True), strict=True))
