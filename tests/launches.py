@@ -1,4 +1,5 @@
-"""How many kernels a GPU is asked to launch for a block, and how its matrix products are laid out, counted without one.
+"""How many kernels a GPU is asked to launch for a block, how many bytes they move, and how its matrix products are
+laid out, counted without one.
 
     PYTHONPATH=. python tests/launches.py
 
@@ -7,18 +8,28 @@ counts blocks at the sizes of the recipe (two images of 800 x 1344) for every pr
 An operation that torch's dispatcher is asked for counts as one launch, a view or an allocation as none, and those of
 ``_SEVERAL`` as what CUDA's kernels of them are. So it is a count of calls, not a profile: a reduction that takes two
 kernels, or a library that splits a product, is seen on a GPU only.
+
+The bytes of a launch are those of the tensors that it reads and writes, each once; a tensor that is expanded counts as
+what lies in memory. Caches are left out, so it is what the memory of a GPU has to carry where maps are large.
 """
 
 import contextlib
 import itertools
+import math
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
 from mmcv.cnn.bricks import DropPath
+from mmcv.ops import multi_scale_deform_attn
 from mmdet.models.backbones import ResNet
-from torch import Tensor
+from mmdet.models.layers import CSPLayer
+from mmdet.models.layers.transformer.deformable_detr_layers import (
+    DeformableDetrTransformerDecoderLayer,
+    DeformableDetrTransformerEncoderLayer,
+)
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -43,6 +54,29 @@ _SEVERAL = dict(
     _scaled_dot_product_efficient_attention_backward=lambda out, args: 3,
 )
 _PRODUCTS = ('mm', 'addmm', 'addmm_', 'bmm', 'baddbmm')
+
+
+def _bytes(tensors) -> int:
+    """Returns the bytes of tensors on a GPU, as they lie in memory."""
+    found = 0
+    for x in tensors:
+        if isinstance(x, Tensor) and x.is_cuda:
+            sizes = [n for n, stride in zip(x.shape, x.stride(), strict=True) if stride]
+            found += math.prod(sizes) * x.element_size()
+    return found
+
+
+def _moved(name: str, args, kwargs, out) -> int:
+    """Returns the bytes that an operation reads and writes."""
+    if name in ('convolution_backward', 'convolution_backward_overrideable'):
+        grad, x, weight = args[:3]
+        dx, dweight, dbias = out
+        return sum(
+            _bytes((grad, *tensors))
+            for gradient, tensors in ((dx, (weight, dx)), (dweight, (x, dweight)), (dbias, (dbias,)))
+            if gradient is not None
+        )
+    return _bytes(tree_flatten((args, kwargs or {}))[0]) + _bytes(tree_flatten(out)[0])
 
 
 def _copied(*tensors):
@@ -72,20 +106,24 @@ class Launches(TorchDispatchMode):
 
     Attributes:
         number (dict[str, int]): Launches by operation.
+        bytes (int): Bytes that they read and write.
         products (list[Factor]): The factors of all matrix products.
     """
 
     def __init__(self):
         super().__init__()
-        self.number, self.products = {}, []
+        self.number, self.products, self.bytes = {}, [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True  # what mmcv's attention asks of the sizes of its levels, which have no numbers here
         out = func(*args, **(kwargs or {}))
         space, name = func._schema.name.split('::')
         on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tree_flatten((args, out))[0])
         if on_gpu and space != 'prim' and not func.is_view and name not in _FREE:
             number = _SEVERAL[name](out, args) if name in _SEVERAL else 1
             self.number[name] = self.number.get(name, 0) + number
+            self.bytes += _moved(name, args, kwargs, out)
         if name in _PRODUCTS:
             tensors = [x for x in args if isinstance(x, Tensor)][-2:]
             self.products += [
@@ -131,15 +169,95 @@ def _vit(keys):
     return model, model.blocks[1], (n, h * w + 1, 768), ()
 
 
-def _resnet(stage):
+def _resnet(stage, whole=False):
     def build(keys):
         model = ResNet(50, norm_cfg=dict(type='BN', requires_grad=True), norm_eval=True, frozen_stages=0)
-        if keys['preset'] != 'none':
-            apply_lean(model, **keys)
+        _change(model, keys)
         n, h, w = _of_stage(stage)
-        return model, getattr(model, f'layer{stage + 1}')[1], (n, 256 << stage, h, w), ()
+        blocks = getattr(model, f'layer{stage + 1}')
+        if whole:  # a chain; the first block halves the map
+            return model, blocks, (n, 128 << stage, 2 * h, 2 * w), ()
+        return model, blocks[1], (n, 256 << stage, h, w), ()
 
     return build
+
+
+def _cspnext(norm):
+    def build(keys):
+        model = CSPLayer(128, 128, num_blocks=1, use_cspnext_block=True, norm_cfg=norm, act_cfg=dict(type='SiLU'))
+        _change(model, keys)
+        n, h, w = _of_stage(1)
+        return model, model, (n, 128, h, w), ()
+
+    return build
+
+
+def _change(model, keys):
+    if keys['preset'] != 'none':
+        apply_lean(model, verify=False, **keys)
+
+
+def _dino_layer(decodes):
+    """A layer of DINO, with the four levels of an image and 900 queries of the decoder."""
+
+    def build(keys):
+        attention = dict(embed_dims=256, num_levels=4, dropout=0.0)
+        ffn = dict(embed_dims=256, feedforward_channels=2048, ffn_drop=0.0)
+        if decodes:
+            own = dict(embed_dims=256, num_heads=8, dropout=0.0)
+            layer = DeformableDetrTransformerDecoderLayer(own, attention, ffn_cfg=ffn)
+        else:
+            layer = DeformableDetrTransformerEncoderLayer(attention, ffn_cfg=ffn)
+        model = Holder(layer)
+        _change(model, keys)
+        n = IMAGES[0]
+        sizes = [(-(-IMAGES[2] // stride), -(-IMAGES[3] // stride)) for stride in (8, 16, 32, 64)]
+        tokens = sum(h * w for h, w in sizes)
+        number = 900 if decodes else tokens
+
+        def run(x):
+            def empty(*shape, dtype=torch.float32):
+                return torch.empty(shape, dtype=dtype, device='cuda')
+
+            given = dict(
+                query_pos=empty(n, number, 256),
+                key_padding_mask=empty(n, tokens, dtype=torch.bool),
+                reference_points=empty(n, number, 4, 4 if decodes else 2),
+                spatial_shapes=empty(4, 2, dtype=torch.int64),
+                level_start_index=empty(4, dtype=torch.int64),
+            )
+            if decodes:
+                given['value'] = empty(n, tokens, 256).requires_grad_() * 1
+            return layer(x, **given)
+
+        return model, run, (n, number, 256), ()
+
+    return build
+
+
+class _Kernel:
+    """Deformable attention's kernel, which is one launch and reads and writes what CUDA's does."""
+
+    @staticmethod
+    def ms_deform_attn_forward(value, shapes, starts, places, weights, im2col_step):
+        return _as_one_launch(value.new_empty(*places.shape[:2], value.shape[2] * value.shape[3]), places, weights)
+
+    @staticmethod
+    def ms_deform_attn_backward(value, shapes, starts, places, weights, grad, *grads, im2col_step):
+        _as_one_launch(*grads)
+
+
+def _as_one_launch(*tensors):
+    torch._foreach_zero_(tensors)
+    return tensors[0]
+
+
+class Holder(nn.Module):
+    """A module with one layer."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
 
 
 BLOCKS = {
@@ -150,6 +268,10 @@ BLOCKS = {
     'ViT-B': _vit,
     'ResNet-50, stage 2': _resnet(1),
     'ResNet-50, stage 4': _resnet(3),
+    'ResNet-50, stage 2, whole': _resnet(1, whole=True),
+    'CSPNeXt, BN': _cspnext(dict(type='BN')),
+    'DINO, encoder layer': _dino_layer(False),
+    'DINO, decoder layer': _dino_layer(True),
 }
 
 
@@ -173,7 +295,12 @@ def block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> t
     for _ in range(2):  # what is made once for a size is there at the second time
         x = torch.empty(shape, device='cuda', requires_grad=True) * 1  # no leaf, as within a network
         there, back = Launches(), Launches()
-        with mock.patch.object(flash, '_ampere', lambda index: True), contextlib.ExitStack() as passes:
+        with (
+            mock.patch.object(flash, '_ampere', lambda index: True),
+            mock.patch.object(multi_scale_deform_attn, 'ext_module', _Kernel),
+            mock.patch.object(multi_scale_deform_attn, 'IS_CUDA_AVAILABLE', True),
+            contextlib.ExitStack() as passes,
+        ):
             passes.enter_context(Scope())  # as within the network
             for draws in getattr(model, 'step_draws', []):
                 passes.enter_context(draws.forward_pass(images))
@@ -189,24 +316,28 @@ def counted(mode) -> list[dict]:
     rows = []
     for name, amp in itertools.product(BLOCKS, ('bf16', 'fp16')):
         for preset in ('none', 'exact', 'int8', 'sampled', 'sbp'):
-            try:
-                there, back = block_launches(mode, name, preset, AMP[amp])
-            except ValueError:  # nothing to drop in a ResNet
-                continue
-            rows.append(dict(block=name, amp=amp, preset=preset, forward=there.total, backward=back.total))
+            if preset in ('sampled', 'sbp') and name.startswith(('ResNet', 'CSPNeXt', 'DINO')):
+                continue  # nothing to drop in convolutions; DINO's layer asks for the sizes of its maps
+            there, back = block_launches(mode, name, preset, AMP[amp])
+            passes = {preset: (there, back)}
             if preset == 'none':  # checkpointing runs the plain forward pass once more
-                rows.append(dict(rows[-1], preset='with_cp', backward=there.total + back.total))
+                plain = there.bytes + back.bytes
+                passes['with_cp'] = (there, there, back)
+            for preset, parts in passes.items():
+                launches = sum(part.total for part in parts)
+                relative = sum(part.bytes for part in parts) / plain
+                rows.append(dict(block=name, amp=amp, preset=preset, launches=launches, relative=relative))
     return rows
 
 
 def table(rows: list[dict]) -> str:
-    """Launches of both passes, a row for each block and precision."""
+    """Launches of both passes, and bytes relative to plain, a row for each block and precision."""
     presets = list(dict.fromkeys(row['preset'] for row in rows))
-    number = {(r['block'], r['amp'], r['preset']): r['forward'] + r['backward'] for r in rows}
+    cells = {(r['block'], r['amp'], r['preset']): f'{r["launches"]} ({r["relative"]:.2f})' for r in rows}
     lines = ['| block | ' + ' | '.join(presets) + ' |', '|---|' + '---|' * len(presets)]
     for block, amp in dict.fromkeys((row['block'], row['amp']) for row in rows):
-        cells = (str(number.get((block, amp, preset), '')) for preset in presets)
-        lines.append(f'| {block}, {amp} | ' + ' | '.join(cells) + ' |')
+        own = (cells.get((block, amp, preset), '') for preset in presets)
+        lines.append(f'| {block}, {amp} | ' + ' | '.join(own) + ' |')
     return '\n'.join(lines)
 
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.precision import Stored, accumulate, column_sums, store, zeros_for
+from .common.layouts import CHUNK
+from .common.precision import Stored, accumulate, column_sums, promoted, store
 
 __all__ = [
     'FIXED',
@@ -118,25 +119,31 @@ def kernel_inputs(s, t):
         tuple[Tensor, Tensor, Tensor]: Values (N, S, heads, d), places (N, Q, heads, levels, points, 2) from 0 to 1
         inside of the feature maps, and weights (N, Q, heads, levels, points).
     """
-
-    def linear(x, name):
-        return F.linear(x.to(s.dtype), *(getattr(t, f'{name}_{kind}').to(s.dtype) for kind in ('weight', 'bias')))
-
-    value = linear(t.value, 'value')
+    value = _linear(s, t, t.value, 'value')
     if t.key_padding_mask is not None:
-        value = value.masked_fill(t.key_padding_mask[..., None], 0.0)
-    value = value.unflatten(2, (s.num_heads, -1))
+        value = value.masked_fill_(t.key_padding_mask[..., None], 0.0)
     query = t.x if t.query_pos is None else t.x + t.query_pos
-    shape = (s.num_heads, s.num_levels, s.num_points)
-    offsets = linear(query, 'offset').unflatten(2, (*shape, 2))
-    weights = linear(query, 'attention').unflatten(2, (s.num_heads, -1))
+    query = query.to(s.dtype)
+    offsets = _linear(s, t, query, 'offset').unflatten(2, (s.num_heads, s.num_levels, s.num_points, 2))
+    places = t.reference_points[:, :, None, :, None, :2] + _in_maps(s, t, offsets)
+    return value.unflatten(2, (s.num_heads, -1)), places, _softmax(s, t, query)
+
+
+def _linear(s, t, x, name):
+    return F.linear(x.to(s.dtype), *(getattr(t, f'{name}_{kind}').to(s.dtype) for kind in ('weight', 'bias')))
+
+
+def _softmax(s, t, query):
+    weights = _linear(s, t, query, 'attention').unflatten(2, (s.num_heads, -1))
     weights = weights.float() if s.dtype in _REDUCED else weights
-    points = t.reference_points[:, :, None, :, None]
-    if points.shape[-1] == 2:
-        places = points + offsets / t.spatial_shapes.flip(1)[None, None, None, :, None]
-    else:
-        places = points[..., :2] + offsets / s.num_points * points[..., 2:] * 0.5
-    return value, places, weights.softmax(-1).unflatten(3, shape[1:])
+    return weights.softmax(-1).unflatten(3, (s.num_levels, s.num_points))
+
+
+def _in_maps(s, t, offsets):
+    """Returns offsets (..., levels, points, 2) in pixels, or in parts of the reference boxes, as parts of the maps."""
+    if t.reference_points.shape[-1] == 2:
+        return offsets / t.spatial_shapes.flip(1)[:, None]
+    return offsets / s.num_points * t.reference_points[:, :, None, :, None, 2:] * 0.5
 
 
 def has_kernel(value):
@@ -153,15 +160,19 @@ def _for_kernel(value, places, weights):
 
 
 def _parts(value, places, weights):
-    """Yields some heads of one image, their columns of the output, and their inputs.
+    """Yields some heads of some images, their columns of the output, and their inputs.
 
-    There are as many heads as threads, because torch samples a head in one thread.
+    There are at least as many heads as threads, because torch samples a head in one thread, and more where what is
+    sampled for them stays in a CPU's caches.
     """
-    width, number = value.shape[3], torch.get_num_threads()
-    for n in range(len(value)):
-        for first in range(0, value.shape[2], number):
-            where = slice(n, n + 1), slice(None), slice(first, first + number)
-            part = slice(n, n + 1), slice(None), slice(first * width, (first + number) * width)
+    images, _, heads, width = value.shape
+    each = places.shape[1] * places.shape[3:5].numel() * width  # elements that are sampled for a head
+    number = max(CHUNK['cpu'] // max(each, 1), torch.get_num_threads())
+    together, number = max(number // heads, 1), min(number, heads)  # images and heads
+    for n in range(0, images, together):
+        for first in range(0, heads, number):
+            where = slice(n, n + together), slice(None), slice(first, first + number)
+            part = slice(n, n + together), slice(None), slice(first * width, (first + number) * width)
             yield where, part, [x[where] for x in (value, places, weights)]
 
 
@@ -216,6 +227,7 @@ def _sample_backward(s, t, grad, value, places, weights):
 # the values exist at a time.
 _AT_A_TIME = 2**22
 _OF_IMAGES = ('x', 'query_pos', 'value', 'reference_points', 'key_padding_mask')
+_PARAMETERS = tuple(f'{name}_{kind}' for name in ('offset', 'attention', 'value') for kind in ('weight', 'bias'))
 _INPUTS = tuple(name for name in DeformableGradients._fields if not name.startswith('output'))
 
 
@@ -234,6 +246,7 @@ def inputs_backward(s, t, grad, needs):
     asked = [name for name in _INPUTS if needs[name]]
     if not asked:
         return {}
+    t = t._replace(**{name: getattr(t, name).to(s.dtype) for name in _PARAMETERS})  # once for all images
     found, number = {}, max(_AT_A_TIME // max(t.value.shape[1:].numel(), 1), 1)
     if number >= len(grad):
         return _images_backward(s, t, grad, asked)
@@ -253,13 +266,67 @@ def inputs_backward(s, t, grad, needs):
 
 def _images_backward(s, t, grad, asked):
     """Computes the gradients of :func:`inputs_backward` for some images."""
-    with torch.enable_grad():
-        leaves = {name: getattr(t, name).detach().requires_grad_() for name in asked}
-        made = kernel_inputs(s, t._replace(**leaves))
-    found = _sample_backward(s, t, grad, *(x.detach() for x in made))
-    outs, grads = zip(*((x, g) for x, g in zip(made, found, strict=True) if x.requires_grad), strict=True)
-    gradients = torch.autograd.grad(outs, [*leaves.values()], grads, allow_unused=True)
-    return {name: g for name, g in zip(asked, gradients, strict=True) if g is not None}
+    inputs = kernel_inputs(s, t)
+    weights = inputs[2]
+    dvalue, dplaces, dweights = _sample_backward(s, t, grad, *inputs)
+    del inputs
+    found = dict(_value_backward(s, t, dvalue.flatten(2), asked))
+    dplaces = dplaces.to(promoted(s.dtype, t.reference_points.dtype))
+    if 'reference_points' in asked:
+        found['reference_points'] = _points_backward(s, t, dplaces)
+    if not {'x', 'query_pos', *_OF_OFFSETS}.intersection(asked):
+        return found
+    query = t.x if t.query_pos is None else t.x + t.query_pos
+    rows = query.to(s.dtype).flatten(0, 1)
+    doffsets = _in_maps(s, t, dplaces).to(s.dtype).flatten(2).flatten(0, 1)
+    dlogits = torch.ops.aten._softmax_backward_data.default(
+        dweights.flatten(3).to(weights.dtype), weights.flatten(3), -1, weights.dtype
+    )
+    dlogits = dlogits.to(s.dtype).flatten(2).flatten(0, 1)
+    for name, gradient in (('offset', doffsets), ('attention', dlogits)):
+        found |= _layer_backward(name, gradient, rows, asked)
+    if {'x', 'query_pos'}.intersection(asked):
+        dquery = doffsets @ t.offset_weight.to(s.dtype)
+        dquery = torch.addmm(dquery, dlogits, t.attention_weight.to(s.dtype)).view(query.shape)
+        for name in ('x', 'query_pos'):
+            if name in asked:
+                own = getattr(t, name)
+                found[name] = dquery.sum_to_size(own.shape).to(own.dtype)
+    return found
+
+
+_OF_OFFSETS = ('offset_weight', 'offset_bias', 'attention_weight', 'attention_bias')
+
+
+def _value_backward(s, t, grad, asked):
+    """Yields the gradients behind that of the values, (N, S, C), by name."""
+    if t.key_padding_mask is not None:
+        grad = grad.masked_fill(t.key_padding_mask[..., None], 0.0)
+    rows = grad.to(s.dtype).flatten(0, 1)
+    yield from _layer_backward('value', rows, t.value.to(s.dtype).flatten(0, 1), asked).items()
+    if 'value' in asked:
+        yield 'value', (rows @ t.value_weight.to(s.dtype)).view(t.value.shape).to(t.value.dtype)
+
+
+def _layer_backward(name, grad, x, asked):
+    """Returns the gradients of a linear layer's parameters from rows of its output's gradient and of its input."""
+    found = {}
+    if f'{name}_bias' in asked:
+        found[f'{name}_bias'] = column_sums(grad)
+    if f'{name}_weight' in asked:
+        found[f'{name}_weight'] = accumulate(None, grad, x)
+    return found
+
+
+def _points_backward(s, t, grad):
+    """Returns the gradient of the reference points, from that of the places."""
+    centres = grad.sum((2, 4))
+    if t.reference_points.shape[-1] == 2:
+        return centres.sum_to_size(t.reference_points.shape)
+    query = t.x if t.query_pos is None else t.x + t.query_pos
+    offsets = _linear(s, t, query, 'offset').unflatten(2, grad.shape[2:])
+    sizes = (grad * offsets).sum((2, 4)) * (0.5 / s.num_points)
+    return torch.cat([centres, sizes], -1).sum_to_size(t.reference_points.shape)
 
 
 def _attention_forward(settings, tensors, needs):
@@ -275,8 +342,7 @@ def _attention_backward(settings, saved, grad, needs):
     if needs.output_bias:
         found['output_bias'] = column_sums(rows)
     if needs.output_weight:
-        found['output_weight'] = zeros_for(t.output_weight)
-        accumulate(found['output_weight'], rows, sampled.load(s.dtype).flatten(0, 1))
+        found['output_weight'] = accumulate(None, rows, sampled.load(s.dtype).flatten(0, 1))
     grad = grad @ t.output_weight.to(grad.dtype)
     return DeformableGradients(**found, **inputs_backward(s, t, grad, needs._asdict()))
 

@@ -19,7 +19,7 @@ from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
 from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
-from .common.precision import accumulate, column_sums, zeros_for
+from .common.precision import Sum, add_to, column_sums, promoted
 from .common.row_sampling import draw
 from .deformable_attention import FIXED, DeformableSettings, DeformableTensors, inputs_backward, kernel_inputs, sample
 from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
@@ -116,14 +116,14 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
 
 def _norm(x, weight, bias, eps):
     """Computes a layer norm in the higher precision of input and weight: output, mean, reciprocal deviation."""
-    x = x.to(torch.promote_types(x.dtype, weight.dtype))
+    x = x.to(promoted(x.dtype, weight.dtype))
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _norm_backward(grad, x, statistics, weight, bias):
     """Computes the gradients of a layer norm: of input, weight and bias."""
-    x = x.to(torch.promote_types(x.dtype, weight.dtype))
-    backward = torch.ops.aten.native_layer_norm_backward
+    x = x.to(promoted(x.dtype, weight.dtype))
+    backward = torch.ops.aten.native_layer_norm_backward.default
     return backward(grad.to(x.dtype), x, x.shape[-1:], *statistics, weight, bias, [True, True, True])
 
 
@@ -142,7 +142,7 @@ class _Rows:
         self.output = [t.output_weight.to(self.dtype), t.output_bias.to(self.dtype)]
         self.ffn = FeedForward(settings.ffn, t, needs)
         names = ('output_weight', 'output_bias', 'norm1_weight', 'norm1_bias', 'norm2_weight', 'norm2_bias')
-        self.sums = {name: zeros_for(getattr(t, name)) for name in names} if needs else {}
+        self.sums = {name: Sum(getattr(t, name)) for name in names} if needs else {}
 
     def chunks(self, x):
         """Yields chunks of kept tokens, then of dropped ones.
@@ -192,16 +192,15 @@ class _Rows:
             return grad, None
         out = grad.to(self.dtype)
         out = out if factor is None else out * factor
-        sums['output_bias'].add_(column_sums(out))
+        sums['output_bias'].add(column_sums(out))
         drawn = draw(self.s.ffn.sample, out)
-        accumulate(sums['output_weight'], drawn.divided(out), drawn.of(sampled).to(self.dtype))
+        sums['output_weight'].add_product(drawn.divided(out), drawn.of(sampled).to(self.dtype))
         return grad, out @ self.output[0]
 
     def _norm_backward(self, name, grad, x, statistics):
         weight, bias = f'{name}_weight', f'{name}_bias'
-        grad, dw, db = _norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
-        self.sums[weight].add_(dw)
-        self.sums[bias].add_(db)
+        grad, *found = _norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
+        add_to([self.sums[weight], self.sums[bias]], found)
         return grad
 
 
@@ -247,7 +246,8 @@ def _layer_backward(settings, saved, grad, needs):
     if needs.x:
         dx.add_(inputs.pop('value'))
         inputs['x'] = add_rows_(dx, keep, inputs['x'])
-    return EncoderGradients(**inputs, **run.sums, **run.ffn.sums)
+    sums = {name: total.value for name, total in run.sums.items()}
+    return EncoderGradients(**inputs, **sums, **run.ffn.sums)
 
 
 _OF_QUERIES = ('x', 'query_pos', 'reference_points')

@@ -16,7 +16,7 @@ from torch import Tensor
 from .common.activations import Activation
 from .common.autograd_function import OnHost, Operation, Sample, gradients_of, in_precision
 from .common.layouts import chunks
-from .common.precision import accumulate, column_sums, zeros_for
+from .common.precision import Sum, column_sums
 from .common.row_sampling import draw
 
 __all__ = [
@@ -156,7 +156,12 @@ class FeedForward:
         self.settings, dtype = settings, settings.dtype
         self.w1, self.b1, self.w2, self.b2 = (getattr(tensors, name).to(dtype) for name in _WEIGHTS)
         wanted = [] if needs is None else [name for name in _WEIGHTS if getattr(needs, name)]
-        self.sums = {name: zeros_for(getattr(tensors, name)) for name in wanted}
+        self._sums = {name: Sum(getattr(tensors, name)) for name in wanted}
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Gradients of the parameters, of the rows so far."""
+        return {name: total.value for name, total in self._sums.items()}
 
     @property
     def width(self) -> int:
@@ -188,7 +193,7 @@ class FeedForward:
         Returns:
             Tensor | None: Gradient of the rows, shape (K, C).
         """
-        act, dtype, sums = self.settings.activation, self.settings.dtype, self.sums
+        act, dtype, sums = self.settings.activation, self.settings.dtype, self._sums
         dropout, second = self.settings.dropout
         rows = rows.to(dtype)
         hidden = torch.addmm(self.b1, rows, self.w1.t())
@@ -198,18 +203,18 @@ class FeedForward:
             grad = grad * dropout_factor(grad, second)
         drawn = draw(self.settings.sample, grad)
         if 'bias2' in sums:
-            sums['bias2'].add_(column_sums(grad))
+            sums['bias2'].add(column_sums(grad))
         if 'weight2' in sums:
             own = None if factor is None else drawn.of(factor)
-            accumulate(sums['weight2'], drawn.divided(grad), scaled_(act(drawn.of(hidden)), own))
+            sums['weight2'].add_product(drawn.divided(grad), scaled_(act(drawn.of(hidden)), own))
         if not (needs_rows or 'weight1' in sums or 'bias1' in sums):
             return None
         grad = act.backward(scaled_(grad @ self.w2, factor), hidden)
         del hidden, factor
         if 'bias1' in sums:
-            sums['bias1'].add_(column_sums(grad))
+            sums['bias1'].add(column_sums(grad))
         if 'weight1' in sums:
-            accumulate(sums['weight1'], drawn.divided(grad), drawn.of(rows))
+            sums['weight1'].add_product(drawn.divided(grad), drawn.of(rows))
         return grad @ self.w1 if needs_rows else None
 
 

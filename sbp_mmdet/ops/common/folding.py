@@ -4,13 +4,11 @@ Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :class:`
 :func:`unfold`, :func:`unscale`.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
 from .layouts import Chunk, empty_tokens, in_shape, layout_of, tokens_of
-from .precision import Sum, accumulator, multiplied
+from .precision import Sum, accumulator, multiplied, promoted
 
 __all__ = [
     'Incoming',
@@ -113,7 +111,7 @@ def add_branch(shortcut, branch, gamma, factor, dtype):
     if factor is not None:
         scale = factor[:, None, None] if gamma is None else gamma * factor[:, None, None]
     kinds = [dtype] + ([] if gamma is None else [gamma.dtype])  # the factor is in full precision, and a scalar
-    dtype = functools.reduce(torch.promote_types, kinds, shortcut.dtype)
+    dtype = promoted(shortcut.dtype, *kinds)
     tokens = tokens_of(shortcut)
     out = empty_tokens(tokens.shape, layout_of(shortcut), dtype, shortcut.device)
     for chunk, rows in branch:
@@ -130,7 +128,7 @@ def _addcmul(*operands_and_out):
     *operands, out = operands_and_out
     kinds = {t.dtype for t in operands_and_out}
     if out.device.type == 'cpu' and len(kinds) > 1:  # torch 2.1 fails there
-        kind = functools.reduce(torch.promote_types, kinds)
+        kind = promoted(*kinds)
         out.copy_(torch.addcmul(*(t.to(kind) for t in operands)))
     else:
         torch.addcmul(*operands, out=out)
@@ -183,7 +181,7 @@ def fold(weight, bias, norm_weight, norm_bias, dtype):
     """Folds the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln."""
     if norm_bias is not None:
         # In the higher precision, since a model in half precision may keep its norms in fp32.
-        kind = functools.reduce(torch.promote_types, (bias.dtype, norm_bias.dtype), weight.dtype)
+        kind = promoted(weight.dtype, bias.dtype, norm_bias.dtype)
         bias = torch.addmv(bias.to(kind), weight.to(kind), norm_bias.to(kind))
     weight = weight.to(dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
     return weight, bias.to(dtype)

@@ -23,9 +23,10 @@ __all__ = [
 ]
 
 # Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches. On a GPU a launch
-# costs more than memory: one image of 800 x 1344 in the first stage of ConvNeXt-B (34 million), and two in the others,
-# are one chunk. Not by the memory that is free: the sums would be rounded differently from run to run.
-CHUNK = {'cpu': 2**20, 'cuda': 36 * 2**20}
+# costs more than memory: one image of 800 x 1344 in the first stage of ConvNeXt-B (34 million) and in the encoder of
+# DINO (46 million), and two in ConvNeXt's other stages, are one chunk. Not by the memory that is free: the sums would
+# be rounded differently from run to run.
+CHUNK = {'cpu': 2**20, 'cuda': 44 * 2**20}
 # Rows of a chunk at least, where nobody says how many elements: a product of fewer spends its time on reading weights.
 _ROWS = 640
 # Chunks of an image's rows are multiples of so many, as the tiles of a GPU's products are.

@@ -165,7 +165,7 @@ def normalise(s, t, z):
         out, mean, rstd = torch.native_group_norm(z, t.norm_weight, t.norm_bias, *sizes, s.num_groups, s.eps)
         return out, Statistics(mean, rstd), None
     if s.process_group is not None:
-        return _normalise_together(s, t, z)
+        return (_normalise_together_by_kernels if _has_kernels(z) else _normalise_together)(s, t, z)
     if z.numel() == z.shape[1]:
         raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
     running = t.running_mean, t.running_var
@@ -199,7 +199,8 @@ def normalise_backward(s, t, statistics, count, z, grad, needs):
         sizes = *z.shape[:2], z.shape[2] * z.shape[3], s.num_groups
         return aten.native_group_norm_backward(grad, z, mean, rstd, t.norm_weight, *sizes, which)
     if s.process_group is not None:
-        return _normalise_together_backward(s, t, statistics, count, z, grad)
+        backward = _together_backward_by_kernels if _has_kernels(z) else _normalise_together_backward
+        return backward(s, t, statistics, count, z, grad)
     return aten.native_batch_norm_backward(grad, z, t.norm_weight, None, None, mean, rstd, True, s.eps, which)
 
 
@@ -235,3 +236,49 @@ def _normalise_together_backward(s, t, statistics, count, z, grad):
     dz = (full - sums[1] - xhat * sums[0]) * rstd
     dz = dz if t.norm_weight is None else dz * t.norm_weight.view(1, -1, 1, 1)
     return dz.to(grad.dtype), dweight if t.norm_weight is not None else None, dbias if t.norm_bias is not None else None
+
+
+# SyncBN by the kernels of torch's own, which exist for CUDA alone: a third of the passes over the map.
+
+
+def _has_kernels(z):
+    return z.is_cuda
+
+
+_NO_POSITIONS = 1e-30  # stands for a count of 0, by which the kernel would divide
+
+
+def _normalise_together_by_kernels(s, t, z):
+    """As :func:`_normalise_together`; the positions of each process are returned, not their sum."""
+    z, channels = z.contiguous(memory_format=memory_format(z)), z.shape[1]
+    if z.numel():
+        mean, rstd = torch.batch_norm_stats(z, s.eps)
+    else:
+        mean, rstd = (z.new_full((channels,), value, dtype=accumulator(z)) for value in (0, 1))
+    count = torch.full_like(mean[:1], z.numel() // channels or _NO_POSITIONS)
+    mine = torch.cat([mean, rstd, count])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(s.process_group))]
+    dist.all_gather(every, mine, s.process_group)
+    means, rstds, counts = torch.stack(every).split([channels, channels, 1], 1)
+    running, counts = (t.running_mean, t.running_var), counts.reshape(-1)
+    mean, rstd = torch.batch_norm_gather_stats_with_counts(
+        z, means.contiguous(), rstds.contiguous(), *running, s.momentum, s.eps, counts
+    )
+    out = torch.batch_norm_elemt(z, t.norm_weight, t.norm_bias, mean, rstd, s.eps) if z.numel() else z.clone()
+    return out, Statistics(mean, rstd), counts.to(torch.int32)
+
+
+def _together_backward_by_kernels(s, t, statistics, count, z, grad):
+    """As :func:`_normalise_together_backward`."""
+    weight, layout = t.norm_weight, memory_format(z)
+    z, grad = (x.contiguous(memory_format=layout) for x in (z, grad))
+    needed = True, weight is not None, t.norm_bias is not None
+    if z.numel():
+        sums, products, dweight, dbias = torch.batch_norm_backward_reduce(grad, z, *statistics, weight, *needed)
+    else:
+        sums, products, dweight, dbias = (torch.zeros_like(statistics.mean) for _ in range(4))
+    every = torch.cat([sums, products])
+    dist.all_reduce(every, group=s.process_group)
+    if z.numel():
+        grad = torch.batch_norm_backward_elemt(grad, z, *statistics, weight, *every.chunk(2), count)
+    return grad, dweight if needed[1] else None, dbias if needed[2] else None

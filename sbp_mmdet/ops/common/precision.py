@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,11 +13,13 @@ __all__ = [
     'Sum',
     'accumulate',
     'accumulator',
+    'add_to',
     'autocast_dtype',
     'column_sums',
     'in_range',
     'multiplied',
     'no_autocast',
+    'promoted',
     'store',
     'zeros_for',
 ]
@@ -67,6 +70,12 @@ def accumulator(x):
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+@functools.cache
+def promoted(*dtypes):
+    """Returns the precision of a sum of tensors in these precisions."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
 class Sum:
     """Sum over rows in full precision, which begins as its first term and not as zeros.
 
@@ -86,9 +95,29 @@ class Sum:
         self._total = accumulate(self._total, a, b, unit)
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._total is None
+
+    @property
     def value(self) -> Tensor:
         """Returns the sum, zero if nothing was added."""
         return zeros_for(self.like) if self._total is None else self._total
+
+
+def add_to(sums: Sequence[Sum], parts: Sequence[Tensor]) -> None:
+    """Adds a new tensor to each of several sums, in one call.
+
+    Args:
+        sums (Sequence[Sum]): Sums with equally many terms so far.
+        parts (Sequence[Tensor]): A term for each, in any precision.
+    """
+    parts = [part.to(accumulator(part)) for part in parts]
+    if sums[0].empty:
+        for total, part in zip(sums, parts, strict=True):
+            total.add(part)
+    else:
+        torch._foreach_add_([total.value for total in sums], parts)
 
 
 def accumulate(total, a, b, unit=None):
