@@ -114,9 +114,8 @@ def _scopes(module, depth) -> Iterator[nn.Module]:
     Where a part becomes unknown later, those around it open no scope any more, and those beside it still do.
     """
     inside = [*module.modules()]
-    if sum(getattr(m, 'hands_on', False) or isinstance(m, nn.Conv2d) for m in inside) < 2:
-        return
-    if not any(getattr(m, 'hands_on', False) for m in inside):
+    handing = [m for m in inside if getattr(m, 'hands_on', False) or isinstance(m, nn.Conv2d)]
+    if len(handing) < 2 or not any([getattr(m, 'hands_on', False) for m in handing]):
         return
     known = of_known_library(module) and is_known_inside(module)
     if known and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -177,10 +176,10 @@ def is_known_inside(root: nn.Module) -> bool:
     if found is None or not found.unchanged(root):
         root._inside = None
         inside = [m for m in root.modules() if m is not root]
-        if not all(of_known_library(m) and not _is_touched(m) for m in inside):
+        if not all(map(of_known_library, inside)) or any(map(_is_touched, inside)):
             return False
-        states = ((m, type(m), tuple(m._modules.values())) for m in inside)
-        root._inside = _Inside(tuple(states), tuple(root._modules.values()))
+        states = [(m, type(m), (*m._modules.values(),)) for m in inside]
+        root._inside = _Inside(tuple(states), (*root._modules.values(),))
     return True
 
 

@@ -14,6 +14,7 @@ module itself (``with_cp``) is off: an operation stores less.
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -70,6 +71,7 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], typ
         if not issubclass(mixin, LeanModule):
             raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.LeanModule or LeanBlock')
         ADAPTERS.update({kind if isinstance(kind, str) else path_of(kind): mixin for kind in kinds})
+        _adapter_of.cache_clear()
         if 'stock' not in vars(mixin):
             mixin.stock = ()
         mixin.stock = (*mixin.stock, *kinds)
@@ -84,7 +86,12 @@ def adapter_of(module: nn.Module) -> type['LeanModule'] | None:
     Args:
         module (nn.Module): The module.
     """
-    kinds = (known for kind in type(module).__mro__ for known in (kind, original(kind)))
+    return _adapter_of(type(module))
+
+
+@functools.cache
+def _adapter_of(kind):
+    kinds = (known for base in kind.__mro__ for known in (base, original(base)))
     return next((ADAPTERS[path] for path in map(path_of, kinds) if path in ADAPTERS), None)
 
 

@@ -87,8 +87,14 @@ class Binding:
     @property
     def scale(self) -> Tensor | None:
         """The layer scale, shape (C,)."""
-        found = {} if self.scaled_by is None else tensors_in(self.scaled_by)
-        return next((found[name] for name in _SCALES if name in found), None)
+        if self.scaled_by is None:
+            return None
+        own, instance = self.scaled_by._parameters, vars(self.scaled_by)
+        for name in _SCALES:  # FSDP keeps the parameters elsewhere and puts views of them into the instance
+            found = instance.get(name, own.get(name))
+            if isinstance(found, Tensor):
+                return found
+        return None
 
     def length(self, x: Tensor) -> int:
         """Returns the number of positions of the output for a map (N, C, H, W) or tokens (N, L, C)."""
@@ -154,9 +160,8 @@ class ChannelMLPBinding(Binding):
             x, conv = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype), form.storage)
             # x-hat of some positions is less than the time that the convolution takes to run again.
             conv = conv if positions is None else None
-        norm, first, second = (
-            (m.weight if m is self.norm else m.weight.flatten(1), m.bias) for m in (self.norm, self.up, self.down)
-        )
+        norm = self.norm.weight, self.norm.bias
+        first, second = (self.up.weight.flatten(1), self.up.bias), (self.down.weight.flatten(1), self.down.bias)
         eps, approximate = self.norm.eps, getattr(self.act, 'approximate', 'none')
         if self.grn is not None:
             grn = (self.grn.gamma, self.grn.beta)

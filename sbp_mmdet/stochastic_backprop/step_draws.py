@@ -109,7 +109,10 @@ class ThinnedStages(NamedTuple):
 
 
 def _trains(layer):
-    return any(p.requires_grad for p in layer.parameters())
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            return True
+    return False
 
 
 class _Pass(NamedTuple):

@@ -133,8 +133,10 @@ class Operation:
     @torch.compiler.disable
     def __call__(self, settings, tensors: NamedTuple) -> Tensor:
         leaves = [getattr(tensors, name) for name in self.gradients._fields]
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
-            return self._function.apply(self, settings, tensors, *leaves)
+        if torch.is_grad_enabled():
+            for leaf in leaves:
+                if leaf is not None and leaf.requires_grad:
+                    return self._function.apply(self, settings, tensors, *leaves)
         with torch.no_grad(), no_autocast(tensors.x):
             return self.forward(settings, tensors, self.gradients(*[False] * len(leaves)))[0]
 
@@ -158,7 +160,7 @@ class _Function(torch.autograd.Function):
         (saved,) = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
         with no_autocast(grad):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
-        return None, None, None, *(g if needed else None for g, needed in zip(gradients, needs, strict=True))
+        return None, None, None, *[g if needed else None for g, needed in zip(gradients, needs, strict=True)]
 
 
 def gradients_of(tensors: type, *others: str) -> type:

@@ -165,11 +165,13 @@ def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
     """
     out = torch.empty_like(grad) if out is None else out
     dtype = grad.dtype
-    grad, xhat, rstd = (x.reshape(-1, x.shape[-1]) for x in (grad, xhat, rstd))
+    channels = grad.shape[-1]
+    grad, xhat, rstd = grad.reshape(-1, channels), xhat.reshape(-1, channels), rstd.reshape(-1, 1)
     if grad.device.type == 'cpu' and dtype != rstd.dtype:
         grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
-    zero, one = (s.view(-1, 1)[: len(rstd)] for s in statistics or unit_statistics(rstd))
-    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+    zero, one = statistics or unit_statistics(rstd)
+    zero, one = zero.view(-1, 1)[: len(rstd)], one.view(-1, 1)[: len(rstd)]
+    dx, _, _ = torch.ops.aten.native_layer_norm_backward.default(
         grad, xhat, grad.shape[1:], zero, one, None, None, [True, False, False]
     )
     dx, rstd = dx.view(out.shape), rstd.view(*out.shape[:-1], 1)

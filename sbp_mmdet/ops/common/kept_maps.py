@@ -134,21 +134,33 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         unit = x.amax((2, 3), keepdim=True).to(full) / 252
         return KeptMap((x / unit.clamp_min(torch.finfo(full).tiny)).ceil_().sub_(127).to(torch.int8), unit)
     groups = x.unflatten(2, (_groups(x), -1))
-    high, low = (limit((3, 4))[..., None].to(full) for limit in (groups.amax, groups.amin))
+    low, high = (limit[..., None].to(full) for limit in _limits(groups))
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
     if threshold is None:
         # n = round((x - low) / unit) - 127 in [-127, 125], read as n * unit + low + 127 * unit.
-        steps = (x * _of_rows(rate, x)).add_(_of_rows(-127 - low * rate, x)).round_()
+        steps = _scaled(x, _of_rows(rate, x), _of_rows(-127 - low * rate, x)).round_()
         base = low + 127 * unit
     else:
         # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
         # -126; read as n * unit + t + (lowest + 126.5) * unit = t + (k - 1/2) * unit, on the same side of t as x.
         threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low, high)
         lowest = ((low - threshold) * rate).floor_()
-        steps = (x * _of_rows(rate, x)).sub_(_of_rows(threshold * rate, x)).ceil_().sub_(_of_rows(lowest + 127, x))
+        steps = _scaled(x, _of_rows(rate, x), _of_rows(-threshold * rate, x)).ceil_().sub_(_of_rows(lowest + 127, x))
         base = threshold + (lowest + 126.5) * unit
     return KeptMap(steps.to(torch.int8), unit, base)
+
+
+def _limits(groups):
+    """Returns the least and the largest value of each group, over the last two dimensions."""
+    if groups.is_cuda:  # one pass, where a CPU's two are faster
+        return groups.flatten(3).aminmax(dim=3)
+    return groups.amin((3, 4)), groups.amax((3, 4))
+
+
+def _scaled(x, scale, shift):
+    """Computes scale * x + shift in the precision of both, in one pass on a GPU."""
+    return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)
 
 
 def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:

@@ -280,5 +280,6 @@ def _together_backward_by_kernels(s, t, statistics, count, z, grad):
     every = torch.cat([sums, products])
     dist.all_reduce(every, group=s.process_group)
     if z.numel():
+        weight = None if weight is None else weight.to(statistics.mean.dtype)
         grad = torch.batch_norm_backward_elemt(grad, z, *statistics, weight, *every.chunk(2), count)
     return grad, dweight if needed[1] else None, dbias if needed[2] else None
