@@ -149,8 +149,9 @@ def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tenso
 
 
 def _centre(layer):
-    t = layer.t
-    return t.running_mean if t.bias is None else t.running_mean - t.bias
+    """Returns what sums of dy are multiplied with, in their precision: the mean, less the convolution's bias."""
+    t, dtype = layer.t, layer.sums.dtype
+    return t.running_mean.to(dtype) if t.bias is None else t.running_mean.to(dtype) - t.bias
 
 
 # Norms with statistics of the map.
