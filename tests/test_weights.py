@@ -13,45 +13,39 @@ from sbp_mmdet import SBPConvNeXt, SBPViT
 from sbp_mmdet.models.weights import rename_weights
 
 ARCH = dict(depths=[1, 1, 2, 1], channels=[4, 8, 16, 32])
-# What the four layouts call: stem; layer into stage i; block j of stage i; its parts; the last norm; the classifier.
+# What the four layouts call: stem; layer into stage i; block j of stage i; its parts; last norm; classifier; GRN.
+PLACES = ('stem', 'down', 'block', 'parts', 'last', 'head', 'grn')
 NAMES = {
-    'original': dict(
-        stem='downsample_layers.0.{k}',
-        down='downsample_layers.{i}.{k}',
-        block='stages.{i}.{j}.',
-        parts=('dwconv', 'norm', 'pwconv1', 'pwconv2', 'gamma'),
-        last='norm',
-        head='head',
-        grn=('grn.gamma', 'grn.beta'),
+    'original': (
+        'downsample_layers.0.{k}',
+        'downsample_layers.{i}.{k}',
+        'stages.{i}.{j}.',
+        ('dwconv', 'norm', 'pwconv1', 'pwconv2', 'gamma'),
+        *('norm', 'head', ('grn.gamma', 'grn.beta')),
     ),
-    'timm': dict(
-        stem='stem.{k}',
-        down='stages.{i}.downsample.{k}',
-        block='stages.{i}.blocks.{j}.',
-        parts=('conv_dw', 'norm', 'mlp.fc1', 'mlp.fc2', 'gamma'),
-        last='head.norm',
-        head='head.fc',
-        grn=('mlp.grn.weight', 'mlp.grn.bias'),
+    'timm': (
+        'stem.{k}',
+        'stages.{i}.downsample.{k}',
+        'stages.{i}.blocks.{j}.',
+        ('conv_dw', 'norm', 'mlp.fc1', 'mlp.fc2', 'gamma'),
+        *('head.norm', 'head.fc', ('mlp.grn.weight', 'mlp.grn.bias')),
     ),
-    'Hugging Face': dict(
-        stem=('convnext.embeddings.patch_embeddings', 'convnext.embeddings.layernorm'),
-        down='convnext.encoder.stages.{i}.downsampling_layer.{k}',
-        block='convnext.encoder.stages.{i}.layers.{j}.',
-        parts=('dwconv', 'layernorm', 'pwconv1', 'pwconv2', 'layer_scale_parameter'),
-        last='convnext.layernorm',
-        head='classifier',
-        grn=('grn.weight', 'grn.bias'),
+    'Hugging Face': (
+        ('convnext.embeddings.patch_embeddings', 'convnext.embeddings.layernorm'),
+        'convnext.encoder.stages.{i}.downsampling_layer.{k}',
+        'convnext.encoder.stages.{i}.layers.{j}.',
+        ('dwconv', 'layernorm', 'pwconv1', 'pwconv2', 'layer_scale_parameter'),
+        *('convnext.layernorm', 'classifier', ('grn.weight', 'grn.bias')),
     ),
-    'Hugging Face, DINOv3': dict(
-        stem='stages.0.downsample_layers.{k}',
-        down='stages.{i}.downsample_layers.{k}',
-        block='stages.{i}.layers.{j}.',
-        parts=('depthwise_conv', 'layer_norm', 'pointwise_conv1', 'pointwise_conv2', 'gamma'),
-        last='layer_norm',
-        head='head',
-        grn=('grn.weight', 'grn.bias'),
+    'Hugging Face, DINOv3': (
+        'stages.0.downsample_layers.{k}',
+        'stages.{i}.downsample_layers.{k}',
+        'stages.{i}.layers.{j}.',
+        ('depthwise_conv', 'layer_norm', 'pointwise_conv1', 'pointwise_conv2', 'gamma'),
+        *('layer_norm', 'head', ('grn.weight', 'grn.bias')),
     ),
 }
+NAMES = {layout: dict(zip(PLACES, names, strict=True)) for layout, names in NAMES.items()}
 
 
 def backbone(**options) -> SBPConvNeXt:

@@ -23,6 +23,6 @@ fi
 workers=${SBP_TEST_WORKERS:-$(nproc)}
 if [ "$workers" -gt 0 ] && [ "${SBP_TEST_DEVICE:-cpu}" = cpu ] && "$python" -c 'import xdist' 2>/dev/null; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    set -- --numprocesses "$((workers < 4 ? workers : 4))" --dist worksteal "$@"
+    set -- --numprocesses "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder "$@"
 fi
 exec "$python" -m pytest "$@"
