@@ -31,7 +31,8 @@ from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector, own_crops
 from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
-from sbp_mmdet.plan.variants import load_config, plain, presets_of, with_variant
+from sbp_mmdet.plan.variants import everything_checkpointed, load_config, plain, presets_of, with_variant
+from sbp_mmdet.presets import PRESETS
 
 nms = importlib.import_module('mmcv.ops.nms')  # the package has a function of this name
 CONFIGS = Path(mmdet.__file__).parent / '.mim' / 'configs'
@@ -39,7 +40,8 @@ CASE = dict(batch=2, boxes=6, device='cpu')
 SIZES = ((128, 160), (256, 256))  # the second where the first is too small for a detector
 SECONDS = 400  # of CPU, for a step of a family, or its answer
 SINGLE = torch.float32
-VARIANTS = ('none', 'exact', 'int8')
+EVERYTHING = 'checkpoints of everything'  # blocks, transformer layers, neck and heads, and targets in chunks
+VARIANTS = ('none', 'with_cp', EVERYTHING, 'exact', 'exact_min', 'int8')
 
 
 def families() -> dict[str, Path]:
@@ -165,7 +167,7 @@ def count(config: Config, variants: Sequence[str] = VARIANTS, size: tuple[int, i
 
     Args:
         config (Config): Config of a detector.
-        variants (Sequence[str]): Presets. Default: ``VARIANTS``.
+        variants (Sequence[str]): Presets, and ``EVERYTHING``. Default: ``VARIANTS``.
         size (tuple[int, int] | None): Height and width of the images. If ``None``, those of the recipe. Default: None.
 
     Returns:
@@ -176,11 +178,13 @@ def count(config: Config, variants: Sequence[str] = VARIANTS, size: tuple[int, i
     apply = presets_of(build_detector(config, 'cpu')[0])
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
     for variant in variants:
-        if apply.get(variant, '') is None:
+        blocks = apply['with_cp'] is None
+        run = everything_checkpointed(config, blocks) if variant == EVERYTHING else variant
+        if apply.get(run.split('+')[0], '') is None:
             start = time.process_time()
             # A step may drop no image of a batch, see the planner.
-            keys = {} if variant in ('none', 'with_cp') else dict(skip_dropped_images=False)
-            found = measure_detector(with_variant(config, variant, **keys), **case)
+            keys = dict(skip_dropped_images=False) if PRESETS[run.split('+')[0]].form else {}
+            found = measure_detector(with_variant(config, run, **keys), **case)
             peaks[variant], stored[variant] = found['peak'], sum(found['saved'].values())
             seconds[variant] = round(time.process_time() - start, 1)
     return dict(case, peaks=peaks, stored=stored, seconds=seconds)
@@ -224,7 +228,7 @@ def report(rows: dict[str, dict]) -> str:
         Column('loss, error', lambda row: f'{row["loss_error"]:.0e}' if 'loss_error' in row else None),
         Column('gradients, error', lambda row: f'{row["gradient_error"]:.0e}' if 'gradient_error' in row else None),
         Column('plain peak', peak('none', lambda n, _: format_bytes(n))),
-        *(Column(f'with `{variant}`', peak(variant, share)) for variant in VARIANTS[1:]),
+        *(Column(name if name == EVERYTHING else f'`{name}`', peak(name, share)) for name in VARIANTS[1:]),
         Column('', lambda row: (row.get('untried') or row.get('error') or row.get('plan', {}).get('error') or '')[:90]),
     ]
     return f'{said}\n\n{markdown_table(columns, [dict(row, family=family) for family, row in sorted(rows.items())])}'

@@ -1,9 +1,11 @@
-"""The parts of a detector that ``preset='exact_min'`` checkpoints: neck, dense heads level by level, heads of RoIs."""
+"""The parts of a detector that ``preset='exact_min'`` checkpoints: neck, dense heads level by level, heads of RoIs,
+layers of transformers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from mmdet.models.dense_heads import DETRHead, RTMDetHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerDecoderLayer, DetrTransformerEncoderLayer
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from torch import nn
 
@@ -12,7 +14,7 @@ from .checkpointing import Checkpointed, run_checkpointed
 from .passes import is_known_inside, of_known_library
 from .surgery import Mixin, detectors, mix_out, stock_class
 
-__all__ = ['CheckpointedLevels', 'CheckpointedPart', 'give_parts_back', 'parts_to_checkpoint']
+__all__ = ['CheckpointedLayer', 'CheckpointedLevels', 'CheckpointedPart', 'give_parts_back', 'parts_to_checkpoint']
 
 
 class CheckpointedPart(Checkpointed):
@@ -21,6 +23,16 @@ class CheckpointedPart(Checkpointed):
     def checkpoints_now(self) -> bool:
         """See :meth:`.Checkpointed.checkpoints_now`."""
         return super().checkpoints_now() and is_known_inside(self)
+
+
+class CheckpointedLayer(CheckpointedPart):
+    """A changed layer of a transformer that saves its input only, and drops the same images when it is recomputed."""
+
+    replays_draws = True
+
+    def replayable(self, forward: Callable) -> Callable:
+        """See :meth:`.Checkpointed.replayable`."""
+        return forward if self._lean.draws is None else self._lean.draws.in_this_pass(forward)
 
 
 class CheckpointedLevels(Mixin):
@@ -40,8 +52,8 @@ def parts_to_checkpoint(model: nn.Module, chosen: Mapping[int, nn.Module]) -> It
     """Yield the parts of a model that store less if they are checkpointed, and how.
 
     All code inside of them is of known libraries, without hooks, so it may run twice. Parts that are one operation
-    already, such as a feature pyramid, are left out: they recompute what is cheap themselves. Transformers are left out
-    too, whose changed layers store about as little as a checkpoint does.
+    already, such as a feature pyramid, are left out: they recompute what is cheap themselves. Of transformers the layers
+    are checkpointed that store more than their input.
 
     Args:
         model (nn.Module): The model, changed by its adapters.
@@ -50,12 +62,14 @@ def parts_to_checkpoint(model: nn.Module, chosen: Mapping[int, nn.Module]) -> It
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
     """
-    for detector in detectors(model).values():
-        for part in _parts(detector):
-            mixin = _mixin(part)
-            trains = any(p.requires_grad for p in part.parameters())
-            if mixin is not None and id(part) in chosen and trains and _may_run_twice(part):
-                yield part, mixin
+    found = [(part, _mixin(part)) for detector in detectors(model).values() for part in _parts(detector)]
+    found += [(layer, mixin) for layer in model.modules() if (mixin := _mixin_of_layer(layer))]
+    taken = set()
+    for part, mixin in found:
+        trains = any(p.requires_grad for p in part.parameters())
+        if mixin and id(part) in chosen and id(part) not in taken and trains and _may_run_twice(part):
+            taken.update(map(id, part.modules()))  # what lies inside runs again with it
+            yield part, mixin
 
 
 def _parts(detector):
@@ -78,6 +92,13 @@ def _mixin(part):
     if 'forward_single' in stock_class(type(part)).forward.__code__.co_names:
         return CheckpointedLevels
     return CheckpointedPart if isinstance(part, RTMDetHead) and not isinstance(part, DETRHead) else None
+
+
+def _mixin_of_layer(layer):
+    if isinstance(layer, LeanModule):
+        return CheckpointedLayer if layer.stores_more else None
+    known = isinstance(layer, (DetrTransformerEncoderLayer, DetrTransformerDecoderLayer))
+    return CheckpointedPart if known else None
 
 
 def _may_run_twice(part):

@@ -77,12 +77,21 @@ class Checkpointed(Mixin):
     """A module whose forward pass saves its inputs only, see :func:`run_checkpointed`."""
 
     outermost = True  # what is mixed in later is recomputed too
+    replays_draws = False  # whether what the module draws in a pass of its backbone is found again
 
     def forward(self, *args, **kwargs):
         self._has_run = True
         if not self.checkpoints_now():
             return super().forward(*args, **kwargs)
-        return run_checkpointed(self, super().forward, args, kwargs)
+        return run_checkpointed(self, self.replayable(super().forward), args, kwargs)
+
+    def replayable(self, forward: Callable) -> Callable:
+        """Return what computes the same as ``forward`` each time that it is called.
+
+        Args:
+            forward (Callable): The forward pass.
+        """
+        return forward
 
     def checkpoints_now(self) -> bool:
         """Return whether this forward pass saves its inputs only."""
@@ -181,6 +190,8 @@ def refuse_replays(model: nn.Module) -> None:
             continue
         for inner, layer in module.named_modules(prefix=outer):
             place = vars(layer).get('_lean')
+            if layer is module and module.replays_draws:
+                continue
             if place is not None and place.draws is not None and place.draws.draws_for(place.layer):
                 raise ValueError(
                     f"{outer} is checkpointed, and {inner} in it, with preset='{place.settings.preset.name}', drops "

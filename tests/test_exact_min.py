@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder, DetrTransformerEncoder
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
+from sbp_mmdet.models.vit import SBPViT
 from sbp_mmdet.plan.memory import SavedByPart
 
 CHANNELS, NUMBER = [8, 16, 32], 3
@@ -111,6 +113,91 @@ def test_a_head_of_ones_own_is_left_alone():
     plain = copy.deepcopy(model)
     assert 'bbox_head' not in apply_lean(model, 'exact_min').changed
     _compare(_step(model)[1:], _step(plain)[1:])
+
+
+def _swin():
+    kwargs = dict(depths=(1, 2, 1, 1), num_heads=(1, 1, 2, 2), window_size=4, pretrain_img_size=32)
+    model = MODELS.build(dict(type='SwinTransformer', embed_dims=8, drop_path_rate=0.0, **kwargs))
+    return model, dict(x=torch.randn(4, 3, 32, 48).double())
+
+
+def _vit():
+    arch = dict(num_layers=2, embed_dims=16, num_heads=2, feedforward_channels=32)
+    model = SBPViT(arch, img_size=32, patch_size=8, layer_scale_init_value=0.5)
+    return model, dict(x=torch.randn(2, 3, 32, 32).double())
+
+
+def _detr():
+    layers = dict(self_attn_cfg=dict(embed_dims=16, num_heads=2, dropout=0.3, batch_first=True))
+    layers |= dict(ffn_cfg=dict(embed_dims=16, feedforward_channels=32, ffn_drop=0.3))
+    query, pos = torch.randn(2, 2, 12, 16).double()
+    return DetrTransformerEncoder(2, layers), dict(query=query, query_pos=pos, key_padding_mask=None)
+
+
+def _deformable():
+    attention = dict(embed_dims=16, num_heads=2, num_levels=2, dropout=0.3, batch_first=True)
+    layers = dict(self_attn_cfg=attention, ffn_cfg=dict(embed_dims=16, feedforward_channels=32, ffn_drop=0.3))
+    maps = dict(spatial_shapes=torch.tensor([[4, 4], [2, 2]]), level_start_index=torch.tensor([0, 16]))
+    query, pos = torch.randn(2, 2, 20, 16).double()
+    inputs = dict(query=query, query_pos=pos, key_padding_mask=None, valid_ratios=torch.ones(2, 2, 2).double(), **maps)
+    return DeformableDetrTransformerEncoder(2, layers), inputs
+
+
+TRANSFORMERS = {
+    'Swin': _swin,
+    'ViT': _vit,
+    'DETR, encoder': _detr,
+    'Deformable DETR, encoder': _deformable,
+}
+
+
+class _Wrapped(nn.Module):
+    """What a detector calls by name, with the sum of squares of its outputs."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, inputs):
+        outs = self.part(**inputs)
+        return sum(out.square().sum() for out in ([outs] if isinstance(outs, torch.Tensor) else outs))
+
+
+def _run(model, inputs):
+    saved = SavedByPart(lambda: '')
+    torch.manual_seed(1)  # the same dropout
+    with saved.hooks():
+        loss = model({name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
+    stored = sum(saved.count([*model.parameters(), *model.buffers()]).values())
+    loss.backward()
+    return stored, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('name', TRANSFORMERS)
+def test_layers_of_transformers_store_their_input(name):
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    part, inputs = TRANSFORMERS[name]()
+    model = _Wrapped(part).double().train()
+    exact, least = copy.deepcopy(model), copy.deepcopy(model)
+    apply_lean(exact, 'exact'), apply_lean(least, 'exact_min')
+    (_, expected), (stored, _), (least_stored, found) = (_run(m, inputs) for m in (model, exact, least))
+    _compare([found], [expected])
+    assert least_stored < stored
+
+
+def test_layers_drop_the_same_images_again():
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    part, inputs = _swin()
+    for block in part.modules():
+        if hasattr(block, 'drop_prob'):
+            block.drop_prob = 0.5
+    model = _Wrapped(part).double().train()
+    exact, least = copy.deepcopy(model), copy.deepcopy(model)
+    apply_lean(exact, 'exact'), apply_lean(least, 'exact_min')
+    for _ in range(2):
+        _compare([_run(least, inputs)[1]], [_run(exact, inputs)[1]])
 
 
 def test_only_what_modules_names():

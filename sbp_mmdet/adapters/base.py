@@ -133,6 +133,8 @@ class LeanModule(Mixin):
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it runs lean too where it is frozen, in evaluation mode, while the rest of
             the model trains. Default: False.
+        stores_more (bool): Whether it stores more than its input, so that ``preset='exact_min'`` recomputes it as a
+            whole. Default: False.
         separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used.
             If False, the whole module runs its own code then. Default: False.
     """
@@ -147,6 +149,7 @@ class LeanModule(Mixin):
     hands_on = False
     has_reference = True
     folds_frozen_norms = False
+    stores_more = False
     separable = False
 
     def forward(self, *args, **kwargs):

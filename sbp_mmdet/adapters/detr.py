@@ -330,7 +330,7 @@ class LeanDeformableEncoderLayer(LeanModule):
     With ``sbp`` attention and feed-forward network send gradients from kept tokens.
     """
 
-    checkpointed = hands_on = True
+    checkpointed = hands_on = stores_more = True
     has_reference = False
 
     def bypasses(self):

@@ -74,7 +74,7 @@ class LeanSwinBlock(LeanBlock):
     """Window attention, which is exact, then the channel MLP, which is thinned."""
 
     rounds_up = True
-    separable = True
+    separable = stores_more = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

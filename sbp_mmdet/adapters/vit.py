@@ -19,7 +19,7 @@ class LeanViTBlock(LeanBlock):
     from_end = True
     class_tokens = True
     absent = ('downsample',)
-    separable = True
+    separable = stores_more = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

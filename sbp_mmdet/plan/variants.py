@@ -21,6 +21,7 @@ from .worst_batch import name_of
 __all__ = [
     'PIECES',
     'NotApplicable',
+    'everything_checkpointed',
     'imports_of',
     'is_lean',
     'is_plain',
@@ -192,6 +193,27 @@ def with_variant(config: Config, variant: str, **keys) -> Config:
     changed.optim_wrapper.optimizer.update(change['optimizer'])
     changed.optim_wrapper.update(change['wrapper'])
     return changed
+
+
+def everything_checkpointed(config: Config, blocks: bool = True) -> str:
+    """Return the variant that checkpoints all that a list of names can: blocks, transformer layers, neck and heads.
+
+    Args:
+        config (Config): A plain one, see :func:`plain`.
+        blocks (bool): Whether ``preset='with_cp'`` applies to the model. Default: True.
+
+    Returns:
+        str: ``'with_cp+targets'``, or ``'none+targets'``, and the pieces that the model has something for.
+
+    Example:
+        >>> everything_checkpointed(load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'))
+        'with_cp+targets+cp-heads+cp-neck'
+    """
+    found = ['with_cp' if blocks else 'none', 'targets']
+    for piece in PIECES:
+        if piece.startswith('cp-') and _modules_of(config.model, piece.removeprefix('cp-')):
+            found.append(piece)
+    return '+'.join(found)
 
 
 def snippet(config: Config, variant: str) -> str:

@@ -185,6 +185,7 @@ class StepDraws:
     def __init__(self, stages: ThinnedStages):
         self.stages = stages
         self._open = None  # the pass that runs now
+        self._again = False  # whether a pass that has ended runs again
         self._latest = None  # iteration, number and image sizes of the latest pass
 
     def ratio(self, layer: tuple) -> float | None:
@@ -217,6 +218,23 @@ class StepDraws:
             yield
         finally:
             self._open = outer
+
+    def in_this_pass(self, run: Callable) -> Callable:
+        """Return what calls a function within the pass that runs now, however late: it finds what was drawn in it.
+
+        Args:
+            run (Callable): The function, such as the forward pass of a layer that a checkpoint runs again.
+        """
+        this = self._open
+
+        def run_within(*args, **kwargs):
+            outer, self._open, self._again = (self._open, self._again), this, True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._open, self._again = outer
+
+        return run_within
 
     @torch.compiler.disable
     def positions(self, layer: tuple, length: int, class_tokens: bool = False) -> Positions | None:
@@ -309,7 +327,7 @@ class StepDraws:
     def _refuse_replay(self, layer):
         # Inside a backward pass a forward pass is somebody's checkpointing. It would have to find what was drawn the
         # first time; and what runs again stores less without it.
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 and not self._again:
             name = self.stages.settings.preset.name
             raise ValueError(
                 f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less "
