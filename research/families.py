@@ -1,5 +1,5 @@
 """Runs a training step of one config of each family of mmdet on a CPU, plain and with ``LeanHook(preset='exact')``,
-and asks the planner about it.
+and counts its presets beside checkpoints of blocks and of everything.
 
     python research/families.py --json docs/results/families.json
     python research/families.py --json docs/results/families.json --report   # runs nothing: the table

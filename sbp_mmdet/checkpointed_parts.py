@@ -52,7 +52,7 @@ def parts_to_checkpoint(model: nn.Module, chosen: Mapping[int, nn.Module]) -> It
     """Yield the parts of a model that store less if they are checkpointed, and how.
 
     All code inside of them is of known libraries, without hooks, so it may run twice. Parts that are one operation
-    already, such as a feature pyramid, are left out: they recompute what is cheap themselves. Of transformers the layers
+    already, such as a feature pyramid, are left out: they recompute what is cheap themselves. Of transformers, layers
     are checkpointed that store more than their input.
 
     Args:

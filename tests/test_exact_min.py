@@ -12,6 +12,7 @@ from torch import nn
 from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.models.vit import SBPViT
 from sbp_mmdet.plan.memory import SavedByPart
+from sbp_mmdet.plan.variants import everything_checkpointed, load_config
 
 CHANNELS, NUMBER = [8, 16, 32], 3
 NECKS = {
@@ -204,3 +205,15 @@ def test_only_what_modules_names():
     model = _detector('PAFPN', 'ATSSHead')
     changed = apply_lean(model, 'exact_min', modules=['bbox_head']).changed
     assert 'bbox_head' in changed and not any(name.startswith('neck') for name in changed)
+
+
+@pytest.mark.parametrize(
+    ('config', 'expected'),
+    [
+        ('retinanet/retinanet_r50_fpn_1x_coco.py', 'with_cp+targets+cp-heads+cp-neck'),
+        ('mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py', 'with_cp+targets+cp-heads+cp-rpn+cp-neck'),
+        ('detr/detr_r50_8xb2-150e_coco.py', 'with_cp+targets+cp-heads+cp-neck+cp-transformer'),
+    ],
+)
+def test_what_checkpoints_of_everything_are(config, expected):
+    assert everything_checkpointed(load_config(f'mmdet::{config}')) == expected
