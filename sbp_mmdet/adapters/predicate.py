@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
+from mmcv.cnn.bricks.conv_module import ConvModule
 from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
 from mmcv.cnn.bricks.drop import Dropout, DropPath
 from mmcv.cnn.bricks.scale import LayerScale
@@ -136,6 +137,20 @@ def _is_pool_and_layer(sequence):
     return None if len(sequence) in (2, 3) else f'it has {len(sequence)} members'
 
 
+def _keeps_the_size(conv):
+    if wrong := _pads_zeros(conv):
+        return wrong
+    sizes = zip(conv.padding, conv.dilation, conv.kernel_size, strict=True)
+    same = conv.stride == (1, 1) and all(2 * padding == dilation * (size - 1) for padding, dilation, size in sizes)
+    return None if same else 'its output has another size than its input'
+
+
+def _is_a_convolution_alone(layer):
+    if layer.with_norm or layer.with_activation or layer.with_explicit_padding:
+        return 'it has a norm, an activation or a padding layer'
+    return None
+
+
 def _averages_without_padding(pool):
     padding = pool.padding if isinstance(pool.padding, tuple) else (pool.padding,)
     return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
@@ -146,6 +161,9 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros)
     | {EFFICIENTDETS_CONVOLUTION: _any},
     'norm of a map': dict.fromkeys(_NORMS, _any),
+    'convolution that keeps the size': dict.fromkeys(_CONVOLUTIONS, _keeps_the_size),
+    'pointwise convolution': dict.fromkeys(_CONVOLUTIONS, _is_pointwise),
+    'convolution alone': {ConvModule: _is_a_convolution_alone},
     'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _is_without_plugins),
     'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _pads_zeros),
     'norm of a chain': dict.fromkeys(_NORMS, _has_all_tensors),

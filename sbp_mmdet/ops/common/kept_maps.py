@@ -55,6 +55,24 @@ class KeptMap(NamedTuple):
         """Number of maps that are read to load this one."""
         return 1 + sum(map.depth for map in (self.residual, self.shortcut) if map is not None)
 
+    def rows(self, start: int, stop: int) -> 'KeptMap':
+        """Returns some rows of the map, as views.
+
+        Args:
+            start, stop (int): The first row, and the one behind the last.
+        """
+        height = self.values.shape[2]
+        if (start, stop) == (0, height):
+            return self
+
+        def cut(x):
+            if isinstance(x, KeptMap):
+                return x.rows(start, stop)
+            x = _of_rows(x, self.values) if isinstance(x, Tensor) else x
+            return x[:, :, start:stop] if isinstance(x, Tensor) and x.shape[2] == height else x
+
+        return KeptMap(*map(cut, self))
+
     def before_norm(self, dtype: torch.dtype) -> Tensor:
         """Returns z, which must not be written to."""
         return _affine(self.values, *self._steps(), dtype)

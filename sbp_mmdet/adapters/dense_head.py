@@ -1,0 +1,48 @@
+"""Dense heads: mmdet's region proposal network."""
+
+import torch
+from mmdet.models.dense_heads import RPNHead
+from torch import Tensor, nn
+
+from ..ops.common.row_strips import Convolution
+from ..ops.dense_head import DenseHeadSettings, DenseHeadTensors, dense_head
+from .base import LeanModule, adapter
+
+__all__ = ['LeanRPNHead']
+
+
+@adapter(RPNHead)
+class LeanRPNHead(LeanModule):
+    """A region proposal network with one hidden convolution, run level by level."""
+
+    samples = has_reference = False
+    hands_on = True
+
+    def bypasses(self):
+        """See :meth:`.LeanModule.bypasses`."""
+        yield self.rpn_conv, 'convolution that keeps the size'
+        yield from ((conv, 'pointwise convolution') for conv in (self.rpn_cls, self.rpn_reg))
+
+    def lean_forward(self, x: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns scores and boxes of each level, as the module's own code does."""
+        found = zip(*map(self._level, x), strict=True)
+        return tuple(map(list, found))
+
+    def _level(self, x):
+        if not x.numel():
+            return self.forward_single(x)
+        hidden, outputs = self.rpn_conv, (self.rpn_cls, self.rpn_reg)
+        geometry = Convolution(hidden.padding, hidden.dilation, hidden.groups)
+        out_weight = torch.cat([conv.weight for conv in outputs])
+        out_bias = torch.cat([_bias_of(conv) for conv in outputs])
+        tensors = DenseHeadTensors(x, hidden.weight, _bias_of(hidden), out_weight, out_bias)
+        return dense_head(DenseHeadSettings(self.form, geometry), tensors).split([len(c.weight) for c in outputs], 1)
+
+    @classmethod
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`. With several hidden convolutions each has an adapter of its own."""
+        return getattr(module, 'num_convs', None) == 1
+
+
+def _bias_of(conv):
+    return conv.weight.new_zeros(len(conv.weight)) if conv.bias is None else conv.bias

@@ -1,0 +1,66 @@
+"""mmdet's feature pyramid network."""
+
+import torch.nn.functional as F
+from mmcv.cnn import ConvModule
+from mmdet.models.necks import FPN
+from torch import Tensor, nn
+
+from ..ops.common.row_strips import Convolution
+from ..ops.feature_pyramid import LevelTensors, PyramidSettings, feature_pyramid
+from .base import LeanModule, adapter
+from .predicate import unsupported
+
+__all__ = ['LeanFPN']
+
+
+@adapter(FPN)
+class LeanFPN(LeanModule):
+    """A feature pyramid without norms. Convolutions that make further levels have adapters of their own."""
+
+    samples = has_reference = False
+    hands_on = True
+
+    def bypasses(self):
+        """See :meth:`.LeanModule.bypasses`."""
+        for layers, role in (
+            (self.lateral_convs, 'pointwise convolution'),
+            ([*self.fpn_convs][: len(self.lateral_convs)], 'convolution that keeps the size'),
+        ):
+            for layer in layers:
+                yield layer, 'convolution alone'
+                if not unsupported(layer, 'convolution alone'):
+                    yield layer.conv, role
+
+    def lean_forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns the maps of all levels, as the module's own code does."""
+        number = len(self.lateral_convs)
+        used = inputs[self.start_level : self.start_level + number]
+        if len(inputs) != len(self.in_channels) or not all(x.numel() for x in used):
+            return super(LeanModule, self).forward(inputs)
+        levels = []
+        for x, lateral, output in zip(used, self.lateral_convs, self.fpn_convs, strict=False):
+            lateral, output = lateral.conv, output.conv
+            geometry = Convolution(output.padding, output.dilation, output.groups)
+            levels.append(LevelTensors(x, lateral.weight, lateral.bias, output.weight, output.bias))
+        outs = [*feature_pyramid(PyramidSettings(self.form, geometry), levels)]
+        for i in range(number, self.num_outs):
+            if not self.add_extra_convs:
+                outs.append(F.max_pool2d(outs[-1], 1, stride=2))
+                continue
+            source = outs[-1]
+            if i == number and self.add_extra_convs == 'on_input':
+                source = inputs[self.backbone_end_level - 1]
+            elif i > number and self.relu_before_extra_convs:
+                source = F.relu(source)
+            outs.append(self.fpn_convs[i](source))
+        return tuple(outs)
+
+    @classmethod
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`. What has norms or enlarges otherwise is changed layer by layer."""
+        if not cls.is_stock(module):
+            return False
+        outputs = [*module.fpn_convs][: len(module.lateral_convs)]
+        layers = [layer for layer in (*module.lateral_convs, *outputs) if isinstance(layer, ConvModule)]
+        nearest = module.upsample_cfg == dict(mode='nearest') and module.add_extra_convs != 'on_lateral'
+        return nearest and not any(layer.with_norm or layer.with_activation for layer in layers)

@@ -1,0 +1,162 @@
+"""The head of a region proposal network on one feature map, backward in strips (see :func:`dense_head`)."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .common.activations import Activation
+from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.kept_maps import KeptMap, keep, kept
+from .common.layouts import memory_format
+from .common.precision import Sum, accumulator
+from .common.row_strips import Convolution, Strip, cut_into_strips, zeros_in
+from .common.sign_bits import SignBits
+
+__all__ = ['DenseHeadSettings', 'DenseHeadTensors', 'dense_head']
+
+aten = torch.ops.aten
+_POINTWISE = Convolution()
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseHeadSettings:
+    """Settings of :func:`dense_head`.
+
+    Attributes:
+        form (Form): How it stores. Default: ``Form()``.
+        hidden (Convolution): Geometry of the first convolution. Default: 3x3.
+        dtype (torch.dtype | None): What the convolutions run in. If ``None``, autocast's, or that of ``x``.
+            Default: None.
+    """
+
+    form: Form = Form()
+    hidden: Convolution = Convolution(padding=(1, 1))
+    dtype: torch.dtype | None = None
+
+
+class DenseHeadTensors(NamedTuple):
+    """Tensors of :func:`dense_head`.
+
+    Attributes:
+        x (Tensor): Shape (N, C, H, W).
+        weight, bias (Tensor): Parameters of the first convolution, shapes (D, C, K, K) and (D,).
+        out_weight, out_bias (Tensor): Those of the second one, shapes (E, D, 1, 1) and (E,).
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+
+
+_Gradients = gradients_of(DenseHeadTensors)
+
+
+class _Saved(NamedTuple):
+    """What the backward pass needs.
+
+    Attributes:
+        tensors (DenseHeadTensors): Parameters; ``x`` is None.
+        shape (tuple[int, ...]): Shape of ``x``.
+        dtype (torch.dtype): Precision of ``x``.
+        layout (torch.memory_format): Memory layout of ``x``.
+        input (KeptMap | None): ``x``. If ``None``, nothing needs it.
+        hidden (KeptMap | None): The hidden map. If ``None``, it is recomputed.
+        signs (tuple[SignBits, ...]): Signs of the hidden map, strip by strip, where it is recomputed.
+    """
+
+    tensors: DenseHeadTensors
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: torch.memory_format
+    input: KeptMap | None
+    hidden: KeptMap | None
+    signs: tuple[SignBits, ...]
+
+
+def dense_head(settings: DenseHeadSettings, tensors: DenseHeadTensors) -> Tensor:
+    """Computes ``conv1x1(relu(conv(x)))``.
+
+    The backward pass runs in strips of rows, so apart from the gradient of ``x`` no map exists as a whole. The hidden
+    map is stored, as it is or in eight bits. With ``form.minimal`` only the input and the signs of the ReLU are, a bit
+    for each element, and the hidden map is recomputed strip by strip.
+
+    Args:
+        settings (DenseHeadSettings): The settings.
+        tensors (DenseHeadTensors): The tensors.
+
+    Returns:
+        Tensor: Shape (N, E, H, W).
+    """
+    return _dense_head(in_precision(settings, tensors.x), tensors)
+
+
+def _forward(s, t, needs):
+    x, height = t.x.to(s.dtype), t.x.shape[2]
+    weight, bias, out_weight, out_bias = (p.to(s.dtype) for p in t[1:])
+    recomputes = s.form.minimal and any(needs)
+    hidden, signs = None, []
+    if not recomputes:
+        y = F.relu_(s.hidden.run(x, weight, bias, Strip(0, height), height))
+        out = F.conv2d(y, out_weight, out_bias)
+        if any(needs):
+            hidden = keep(y, s.form.storage, positive=True)
+            hidden = hidden if hidden.values is y else hidden._replace(activation=Activation('relu'))
+    else:
+        shape = x.shape[0], len(out_weight), *x.shape[2:]
+        out = torch.empty(shape, dtype=s.dtype, device=x.device, memory_format=memory_format(x))
+        for strip in _strips(s, t, x.shape, x.device):
+            y = F.relu_(s.hidden.run(s.hidden.reads(strip, height).of(x), weight, bias, strip, height))
+            signs.append(SignBits.pack(y))
+            strip.of(out).copy_(F.conv2d(y, out_weight, out_bias))
+    source = kept(t.x, x, s.form.storage) if needs.weight or (recomputes and any(needs)) else None
+    saved = _Saved(t._replace(x=None), x.shape, t.x.dtype, memory_format(x), source, hidden, tuple(signs))
+    return out, saved
+
+
+def _strips(s, t, shape, device):
+    return cut_into_strips((shape[0], max(shape[1], len(t.weight)), *shape[2:]), device)
+
+
+def _backward(s, saved, grad, needs):
+    t, height = saved.tensors, saved.shape[2]
+    grad = grad.to(s.dtype)
+    weight, bias, out_weight = (p.to(s.dtype) for p in (t.weight, t.bias, t.out_weight))
+    sums = {name: Sum(getattr(t, name)) for name in _Gradients._fields[1:]}
+    inner = needs.x or needs.weight or needs.bias
+    strips = _strips(s, t, saved.shape, grad.device)
+    dx = zeros_in(saved.shape, grad, saved.layout) if needs.x and len(strips) > 1 else None
+    for i, strip in enumerate(strips):
+        halo = s.hidden.reads(strip, height)
+        if saved.input is None:
+            x = grad.new_empty(1).expand(*saved.shape[:2], halo.stop - halo.start, saved.shape[3])
+        else:
+            x = saved.input.rows(*halo).load(s.dtype)
+        if saved.hidden is None:
+            y = saved.signs[i].relu_(s.hidden.run(x, weight, bias, strip, height))
+        else:
+            y = saved.hidden.rows(*strip).load(s.dtype)
+        which = inner, needs.out_weight, needs.out_bias
+        dy, dout_weight, dout_bias = _POINTWISE.run_backward(strip.of(grad), y, out_weight, strip, height, which)
+        found, part = dict(out_weight=dout_weight, out_bias=dout_bias), None
+        if inner:
+            dy = aten.threshold_backward(dy, y, 0)
+            which = needs.x, needs.weight, needs.bias
+            part, found['weight'], found['bias'] = s.hidden.run_backward(dy, x, weight, strip, height, which)
+        for name, value in found.items():
+            if value is not None:
+                sums[name].add(value.to(accumulator(value)))
+        if needs.x:
+            dx = part if dx is None else dx
+            if part is not dx:
+                halo.of(dx).add_(part)
+        del x, y, dy, part
+    found = {name: total.value.to(getattr(t, name).dtype) for name, total in sums.items() if getattr(needs, name)}
+    return _Gradients(**found, x=dx.to(saved.dtype) if needs.x else None)
+
+
+_dense_head = Operation('DenseHead', _forward, _backward, _Gradients)

@@ -1,0 +1,226 @@
+"""A feature pyramid as one autograd node, which stores its inputs alone (see :func:`feature_pyramid`)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .common.autograd_function import Form, in_precision, put_tensors_back, take_tensors_out
+from .common.kept_maps import kept
+from .common.layouts import memory_format
+from .common.precision import Sum, accumulator, no_autocast
+from .common.row_strips import Convolution, Strip, cut_into_strips, zeros_in
+
+__all__ = ['LevelTensors', 'PyramidSettings', 'feature_pyramid']
+
+aten = torch.ops.aten
+_LATERAL = Convolution()
+
+
+@dataclasses.dataclass(frozen=True)
+class PyramidSettings:
+    """Settings of :func:`feature_pyramid`.
+
+    Attributes:
+        form (Form): How it stores. Default: ``Form()``.
+        output (Convolution): Geometry of the second convolution of each level. Default: 3x3.
+        dtype (torch.dtype | None): What the convolutions run in. If ``None``, autocast's, or that of the inputs.
+            Default: None.
+    """
+
+    form: Form = Form()
+    output: Convolution = Convolution(padding=(1, 1))
+    dtype: torch.dtype | None = None
+
+
+class LevelTensors(NamedTuple):
+    """Tensors of a level.
+
+    Attributes:
+        x (Tensor): Shape (N, C, H, W).
+        weight, bias (Tensor | None): Parameters of the lateral convolution, shapes (D, C, 1, 1) and (D,).
+        out_weight, out_bias (Tensor | None): Those of the second convolution, shapes (D, D, K, K) and (D,).
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    out_weight: Tensor
+    out_bias: Tensor | None
+
+
+def feature_pyramid(settings: PyramidSettings, levels: Sequence[LevelTensors]) -> tuple[Tensor, ...]:
+    """Computes ``conv(lateral)`` of each level, with ``lateral = conv1x1(x) + up(lateral of the next level)``.
+
+    Stored are the inputs, which the layers in front store too. The backward pass goes level by level, from the finest
+    one on, in strips of rows. Laterals are recomputed, that of the finest level strip by strip.
+
+    Args:
+        settings (PyramidSettings): The settings.
+        levels (Sequence[LevelTensors]): The levels, from the finest one on. Maps are enlarged to the nearest neighbour.
+
+    Returns:
+        tuple[Tensor, ...]: For each level a map, shape (N, D, H, W).
+    """
+    s = in_precision(settings, levels[0].x)
+    leaves = [tensor for level in levels for tensor in level]
+    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
+        return _apply(s, *leaves)
+    with torch.no_grad(), no_autocast(levels[0].x):
+        return _run(s, levels)
+
+
+@torch.compiler.disable
+def _apply(*args):
+    return _Pyramid.apply(*args)
+
+
+class _Level(NamedTuple):
+    """What a level saves: its input and its parameters."""
+
+    input: tuple | None
+    parameters: LevelTensors
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: torch.memory_format
+
+
+class _Pyramid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, s, *leaves):
+        levels, needs = _in_levels(leaves), _in_levels(ctx.needs_input_grad[1:])
+        ctx.s, ctx.needs, saved = s, needs, []
+        with no_autocast(levels[0].x):
+            outs = _run(s, levels)
+            trains = any(any(need[1:]) for need in needs)
+            for t in levels:
+                source = kept(t.x, t.x.to(s.dtype), s.form.storage) if trains else None
+                saved.append(_Level(source, t._replace(x=None), t.x.shape, t.x.dtype, memory_format(t.x)))
+        found = []
+        ctx.structure = take_tensors_out(tuple(saved), found)
+        ctx.save_for_backward(*found)
+        ctx.set_materialize_grads(False)
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        levels = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
+        given = next((grad for grad in grads if grad is not None), None)
+        if given is None:
+            return (None,) * (1 + sum(map(len, ctx.needs)))
+        with no_autocast(given):
+            found = _backward(ctx.s, levels, grads, ctx.needs)
+        return None, *found
+
+
+def _in_levels(leaves):
+    size = len(LevelTensors._fields)
+    return [LevelTensors(*leaves[i : i + size]) for i in range(0, len(leaves), size)]
+
+
+def _cast(s, t):
+    """Returns the parameters in the precision of the convolutions."""
+    return LevelTensors(None, *(None if p is None else p.to(s.dtype) for p in t[1:]))
+
+
+def _run(s, levels):
+    outs, lateral = [], None
+    for t in reversed(levels):
+        cast, height = _cast(s, t), t.x.shape[2]
+        lateral = _lateral(cast, t.x.to(s.dtype), lateral)
+        outs.append(s.output.run(lateral, cast.out_weight, cast.out_bias, Strip(0, height), height))
+    return tuple(reversed(outs))
+
+
+def _lateral(t, x, coarse):
+    """Returns the lateral map of a level, given that of the next one."""
+    lateral = F.conv2d(x, t.weight, t.bias)
+    return lateral if coarse is None else lateral.add_(F.interpolate(coarse, size=x.shape[2:], mode='nearest'))
+
+
+def _lateral_rows(t, x, coarse, strip, height):
+    """Returns rows of the lateral map of a level, of which ``x`` are the same rows of the input."""
+    if coarse is None:
+        return _lateral(t, x, None)
+    # Which row of the next level is the nearest one is what the kernel itself says.
+    numbers = torch.arange(coarse.shape[2], dtype=torch.float32, device=x.device).view(1, 1, -1, 1)
+    nearest = F.interpolate(numbers, size=(height, 1), mode='nearest').flatten().long()
+    return _lateral(t, x, coarse.index_select(2, nearest[strip.start : strip.stop]))
+
+
+def _backward(s, levels, grads, needs):
+    """Returns the gradients of all leaves."""
+    casts = [_cast(s, level.parameters) for level in levels]
+    trains = levels[0].input is not None
+    coarse = [None] * len(levels)  # the lateral of the next level
+    if trains:
+        for i in reversed(range(len(levels) - 1)):
+            coarse[i] = _lateral(casts[i + 1], levels[i + 1].input.load(s.dtype), coarse[i + 1])
+    found, incoming = [], None
+    for i, (level, t, grad) in enumerate(zip(levels, casts, grads, strict=True)):
+        if grad is None and incoming is None:
+            found += [None] * len(LevelTensors._fields)
+            continue
+        sums = {name: Sum(getattr(level.parameters, name)) for name in LevelTensors._fields[1:]}
+        shape = level.shape[0], len(t.weight), *level.shape[2:]
+        if incoming is None:
+            incoming = zeros_in(shape, grad.new_empty(0, dtype=s.dtype), memory_format(grad))
+        if grad is not None:
+            _output_backward(s, level, t, coarse[i], grad.to(s.dtype), incoming, needs[i], sums)
+        dx = _lateral_backward(s, level, t, incoming, needs[i], sums)
+        parameters = zip(LevelTensors._fields[1:], needs[i][1:], level.parameters[1:], strict=True)
+        found += [dx, *(sums[name].value.to(p.dtype) if need else None for name, need, p in parameters)]
+        coarse[i] = None
+        if i + 1 < len(levels):
+            size = *shape[:2], *levels[i + 1].shape[2:]
+            incoming = aten.upsample_nearest2d_backward(incoming, [*shape[2:]], [*size], None, None)
+    return found
+
+
+def _output_backward(s, level, t, coarse, grad, lateral_grad, needs, sums):
+    """Adds the gradient of the lateral map to ``lateral_grad`` and those of the second convolution to the sums."""
+    height = level.shape[2]
+    for strip in _strips(level, t, grad.device):
+        halo = s.output.reads(strip, height)
+        if level.input is None:
+            x = grad.new_empty(1).expand(*lateral_grad.shape[:2], halo.stop - halo.start, grad.shape[3])
+        else:
+            x = _lateral_rows(t, level.input.rows(*halo).load(s.dtype), coarse, halo, height)
+        which = True, needs.out_weight, bool(needs.out_bias)
+        part, dweight, dbias = s.output.run_backward(strip.of(grad), x, t.out_weight, strip, height, which)
+        halo.of(lateral_grad).add_(part)
+        _add(sums, out_weight=dweight, out_bias=dbias)
+
+
+def _lateral_backward(s, level, t, grad, needs, sums):
+    """Returns the gradient of a level's input and adds those of the lateral convolution to the sums."""
+    height = level.shape[2]
+    dx = zeros_in(level.shape, grad, level.layout) if needs.x else None
+    if not any(needs[:3]):
+        return None
+    for strip in _strips(level, t, grad.device):
+        if level.input is None:
+            x = grad.new_empty(1).expand(*level.shape[:2], strip.stop - strip.start, level.shape[3])
+        else:
+            x = level.input.rows(*strip).load(s.dtype)
+        which = needs.x, needs.weight, bool(needs.bias)
+        part, dweight, dbias = _LATERAL.run_backward(strip.of(grad), x, t.weight, strip, height, which)
+        if needs.x:
+            strip.of(dx).copy_(part)
+        _add(sums, weight=dweight, bias=dbias)
+    return dx.to(level.dtype) if needs.x else None
+
+
+def _strips(level, t, device):
+    return cut_into_strips((level.shape[0], max(level.shape[1], len(t.weight)), *level.shape[2:]), device)
+
+
+def _add(sums, **parts):
+    for name, part in parts.items():
+        if part is not None:
+            sums[name].add(part.to(accumulator(part)))

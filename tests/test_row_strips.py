@@ -1,0 +1,254 @@
+"""The region proposal network and the feature pyramid, backward in strips of rows, against their own code in fp64."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmdet.models.dense_heads import RPNHead
+from mmdet.models.necks import FPN
+from torch import nn
+
+from sbp_mmdet import apply_lean
+from sbp_mmdet.presets import PRESETS
+
+WIDE = 40_000  # columns: a strip has a few rows
+
+
+class Heads(nn.Module):
+    """A pyramid and the network on it."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.neck = FPN(**{'in_channels': [3, 5, 6], 'out_channels': 4, 'num_outs': 4, **options})
+        self.rpn_head = RPNHead(4, 1, feat_channels=6, anchor_generator=dict(
+            type='AnchorGenerator', scales=[8], ratios=[0.5, 1.0, 2.0], strides=[4, 8, 16, 32]))  # fmt: skip
+
+    def forward(self, maps):
+        return [out for outs in self.rpn_head(self.neck(maps)) for out in outs]
+
+
+def heads(**options):
+    torch.manual_seed(0)
+    return Heads(**options).double()
+
+
+def maps(height=19, width=WIDE, number=1):
+    made = torch.Generator().manual_seed(1)
+    sizes = [(-(-height // 2**i), -(-width // 2**i)) for i in range(3)]
+    return [
+        torch.randn(number, c, *size, dtype=torch.float64, generator=made)
+        for c, size in zip([3, 5, 6], sizes, strict=True)
+    ]
+
+
+def gradients(model, inputs, needs=(True, True, True), layout=torch.contiguous_format):
+    """Outputs, and gradients of inputs and parameters."""
+    inputs = [x.clone(memory_format=layout).requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+    model.zero_grad()
+    outs = model(inputs)
+    sum(out.sin().sum() for out in outs).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [out.detach() for out in outs], found | {i: x.grad for i, x in enumerate(inputs) if x.grad is not None}
+
+
+def distance(found, expected):
+    assert found.keys() == expected.keys()
+    return max(((found[name] - g).norm() / g.norm().clamp_min(1e-300)).item() for name, g in expected.items())
+
+
+def lean_of(plain, preset='exact'):
+    lean = copy.deepcopy(plain)
+    apply_lean(lean, preset)
+    return lean
+
+
+def assert_plain(lean, plain, inputs, **options):
+    found, expected = gradients(lean, inputs, **options), gradients(plain, inputs, **options)
+    for out, other in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(out, other, rtol=1e-11, atol=1e-11)
+    assert distance(found[1], expected[1]) < 1e-11
+
+
+@pytest.fixture(params=['exact', 'minimal'])
+def preset(request, monkeypatch):
+    """What is stored: the hidden map of the network, or its signs."""
+    if request.param == 'minimal':
+        least = dataclasses.replace(PRESETS['exact'], form=dataclasses.replace(PRESETS['exact'].form, minimal=True))
+        monkeypatch.setitem(PRESETS, 'minimal', dataclasses.replace(least, name='minimal'))
+    return request.param
+
+
+@pytest.mark.parametrize('needs', [(True, True, True), (False, True, False), (False, False, False)])
+def test_gradients_are_those_of_the_modules_own_code(preset, needs):
+    plain = heads()
+    lean = lean_of(plain, preset)
+    assert_plain(lean, plain, maps() if all(needs) else maps(9, 30), needs=needs)
+
+
+@pytest.mark.parametrize('options', [
+    dict(add_extra_convs='on_output', num_outs=5),
+    dict(add_extra_convs='on_input', relu_before_extra_convs=True, num_outs=5),
+    dict(start_level=1, num_outs=3), dict(end_level=1, num_outs=2), dict(norm_cfg=dict(type='BN')),
+    dict(upsample_cfg=dict(mode='bilinear')), dict(add_extra_convs='on_lateral'),
+])  # fmt: skip
+@pytest.mark.parametrize(('height', 'width', 'number'), [(37, 50, 2), (1, 9, 1)])
+def test_pyramids_of_all_kinds_and_maps_of_all_sizes(preset, options, height, width, number):
+    plain = heads(**options)
+    assert_plain(lean_of(plain, preset), plain, maps(height, width, number))
+
+
+def test_frozen_parameters(preset):
+    for frozen in ('rpn_conv', 'rpn_cls', 'lateral_convs', 'fpn_convs', 'rpn_head', 'neck', 'bias', 'weight'):
+        plain = heads()
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        assert_plain(lean_of(plain, preset), plain, maps(9, 30))
+
+
+def test_channels_last(preset):
+    plain = heads().to(memory_format=torch.channels_last)
+    lean = lean_of(plain, preset)
+    assert_plain(lean, plain, maps(9, 30, 2), layout=torch.channels_last)
+
+
+def test_outputs_that_nobody_uses(preset):
+    plain = heads()
+    lean = lean_of(plain, preset)
+
+    def last(model):
+        return lambda inputs: model.rpn_head(model.neck(inputs)[1:2])[1]
+
+    found = []
+    for model in (lean, plain):
+        inputs = [x.requires_grad_() for x in maps(9, 30)]
+        model.zero_grad()
+        sum(out.sin().sum() for out in last(model)(inputs)).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        found[-1] |= {i: x.grad for i, x in enumerate(inputs) if x.grad is not None}
+    found[0] = {name: g for name, g in found[0].items() if name in found[1] or g.any()}
+    found[1] = {name: found[1][name] for name in found[0]}
+    assert distance(*found) < 1e-11
+
+
+def test_autocast(preset):
+    """Errors are those of the plain modules in this precision."""
+    plain, inputs = heads(), maps(33, 64)
+    exact = gradients(plain, inputs)[1]
+
+    def error(model):
+        model = model.float()
+        with torch.autocast('cpu', torch.bfloat16):
+            found = gradients(model, [x.float() for x in inputs])[1]
+        assert all(g.dtype == torch.float32 for g in found.values())
+        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
+
+    assert error(lean_of(plain, preset)) < 1.3 * error(copy.deepcopy(plain))
+
+
+def test_a_convolution_that_answers_differently_the_second_time(preset, monkeypatch):
+    """No ReLU changes its side."""
+    plain = heads()
+    lean, own, noise = lean_of(plain, preset), F.conv2d, torch.Generator().manual_seed(2)
+
+    def other(*args, **kwargs):
+        out = own(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:  # the forward pass
+            return out
+        return out + 1e-5 * out.std() * torch.randn(out.shape, dtype=out.dtype, generator=noise)
+
+    expected = gradients(plain, maps(64, 64))
+    monkeypatch.setattr(F, 'conv2d', other)
+    assert distance(gradients(lean, maps(64, 64))[1], expected[1]) < 1e-4
+
+
+def stored(model, inputs):
+    """Bytes saved for the backward pass, parameters and inputs aside."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs)}
+    seen = {}
+
+    def pack(t):
+        seen[t.untyped_storage().data_ptr()] = (t.untyped_storage().nbytes(), t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(inputs)
+    return sum(nbytes for pointer, (nbytes, _) in seen.items() if pointer not in own)
+
+
+def test_stored_bytes(preset):
+    """Of the maps of 4, 4 and 6 channels (laterals, pyramid, hidden) no lateral, and of hidden ones signs."""
+    plain, inputs = heads(), maps(32, 64)
+    everything = stored(plain, inputs)
+    most = dict(exact=0.74, minimal=0.4)[preset]
+    assert stored(lean_of(plain, preset), inputs) < most * everything
+    assert stored(lean_of(plain, 'int8'), inputs) < 0.2 * everything
+
+
+def test_eight_bits_are_near():
+    plain = heads()
+    expected, found = (gradients(model, maps(40, 64)) for model in (plain, lean_of(plain, 'int8')))
+    assert distance(found[1], expected[1]) < 0.03
+
+
+class _Other(RPNHead):
+    def forward_single(self, x):
+        return super().forward_single(x * 0.5)
+
+
+def _hook_on_hidden(model):
+    model.rpn_head.rpn_conv.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def _hook_on_lateral(model):
+    model.neck.lateral_convs[1].register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def _hook_on_output(model):
+    model.neck.fpn_convs[0].conv.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def _subclass(model):
+    model.rpn_head.__class__ = _Other
+
+
+def _circular(model):
+    conv = model.rpn_head.rpn_conv
+    conv.padding_mode, conv._reversed_padding_repeated_twice = 'circular', [1, 1, 1, 1]
+
+
+def _replaced(model):
+    own = model.rpn_head.forward_single
+    model.rpn_head.forward_single = lambda x: own(x * 0.5)
+
+
+CHANGES = [_hook_on_hidden, _hook_on_lateral, _hook_on_output, _subclass, _circular]
+
+
+@pytest.mark.parametrize('change', CHANGES)
+def test_what_is_not_known_runs_its_own_code(change):
+    plain = heads()
+    change(plain)
+    lean = copy.deepcopy(plain)
+    report = apply_lean(lean)
+    assert_plain(lean, plain, maps(9, 30))
+    assert {'neck', 'rpn_head'} & report.left.keys()
+
+
+@pytest.mark.parametrize('change', [*CHANGES[:3], _replaced])
+def test_changes_that_come_later_are_seen(change):
+    plain = heads()
+    lean = lean_of(plain)
+    for model in (lean, plain):
+        change(model)
+    assert_plain(lean, plain, maps(9, 30))
+
+
+def test_evaluation_runs_the_own_code_and_no_images_pass():
+    plain = heads()
+    lean = lean_of(plain)
+    for one, other in zip(lean.eval()(maps(9, 30)), plain.eval()(maps(9, 30)), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(lean.train()(maps(9, 30, 0)), plain.train()(maps(9, 30, 0)), strict=True):
+        assert one.shape == other.shape
