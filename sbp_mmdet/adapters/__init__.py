@@ -9,6 +9,7 @@ from . import (  # noqa: F401  register their adapters
     feature_pyramid,
     ffn,
     grounding_dino,
+    linear,
     pooling,
     resnet,
     resnet_chain,

@@ -1,0 +1,27 @@
+"""Linear layers with large weights, such as the first one of a box head."""
+
+from torch import Tensor, nn
+
+from ..ops.large_linear import large_linear
+from .base import LeanModule, adapter
+from .predicate import ROLES
+
+__all__ = ['LeanLinear']
+
+_LARGE = 2**23  # elements: more than what such a layer is applied to
+
+
+@adapter(*ROLES['linear'])
+class LeanLinear(LeanModule):
+    """A linear layer with a large weight."""
+
+    samples = has_reference = False
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Runs the layer on (..., C)."""
+        return large_linear(x, self.weight, self.bias) if x.numel() else super(LeanModule, self).forward(x)
+
+    @classmethod
+    def applies_to(cls, module: nn.Module) -> bool:
+        """See :meth:`.LeanModule.applies_to`."""
+        return cls.is_stock(module) and module.weight.numel() >= _LARGE

@@ -1,0 +1,77 @@
+"""A linear layer whose weight is larger than what it is applied to (see :func:`large_linear`)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .common.precision import accumulate, autocast_dtype, column_sums, no_autocast
+
+__all__ = ['large_linear']
+
+
+def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes ``x @ weight.T + bias``.
+
+    Two autograd nodes do it. In the backward pass the gradient of the weight comes first, and where it is added to an
+    existing one it is gone before that of ``x`` is made. No copy of the weight in autocast's precision is stored.
+
+    Args:
+        x (Tensor): Shape (..., C).
+        weight (Tensor): Shape (D, C).
+        bias (Tensor | None): Shape (D,). If ``None``, there is none. Default: None.
+
+    Returns:
+        Tensor: Shape (..., D).
+
+    Example:
+        ``y = large_linear(x, fc.weight, fc.bias)``
+    """
+    dtype = autocast_dtype(x) or x.dtype
+    y = _apply(_InputGradient, x, weight.detach(), None if bias is None else bias.detach(), dtype)
+    return _apply(_WeightGradient, y, x.detach(), weight, bias, dtype)
+
+
+@torch.compiler.disable
+def _apply(function, *args):
+    return function.apply(*args)
+
+
+class _InputGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype):
+        ctx.save_for_backward(weight)
+        ctx.dtype = x.dtype
+        with no_autocast(x):
+            return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        with no_autocast(grad):
+            return (grad @ weight.to(grad.dtype)).to(ctx.dtype), None, None, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    """Passes the output through, and its gradient."""
+
+    @staticmethod
+    def forward(ctx, y, x, weight, bias, dtype):
+        needed = ctx.needs_input_grad[2]
+        ctx.save_for_backward(x.to(dtype) if needed else None)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,), (dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        rows = grad.reshape(-1, grad.shape[-1])
+        dweight = dbias = None
+        with no_autocast(grad):
+            if ctx.needs_input_grad[2]:
+                dweight = accumulate(None, rows, x.reshape(-1, x.shape[-1])).to(dtype)
+            if ctx.needs_input_grad[3]:
+                dbias = column_sums(rows).to(bias_dtype)
+        return grad if ctx.needs_input_grad[0] else None, None, dweight, dbias, None
