@@ -36,7 +36,8 @@ class LeanRPNHead(LeanModule):
         out_weight = torch.cat([conv.weight for conv in outputs])
         out_bias = torch.cat([_bias_of(conv) for conv in outputs])
         tensors = DenseHeadTensors(x, hidden.weight, _bias_of(hidden), out_weight, out_bias)
-        return dense_head(DenseHeadSettings(self.form, geometry), tensors).split([len(c.weight) for c in outputs], 1)
+        out, scores = dense_head(DenseHeadSettings(self.form, geometry), tensors), len(self.rpn_cls.weight)
+        return out[:, :scores], out[:, scores:]
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:

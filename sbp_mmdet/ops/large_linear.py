@@ -27,9 +27,11 @@ def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     Example:
         ``y = large_linear(x, fc.weight, fc.bias)``
     """
-    dtype = autocast_dtype(x) or x.dtype
+    dtype, shape = autocast_dtype(x) or x.dtype, x.shape[:-1]
+    x = x.reshape(-1, x.shape[-1])
     y = _apply(_InputGradient, x, weight.detach(), None if bias is None else bias.detach(), dtype)
-    return _apply(_WeightGradient, y, x.detach(), weight, bias, dtype)
+    y = _apply(_WeightGradient, y, x.detach(), weight, bias, dtype)
+    return y if len(shape) == 1 else y.view(*shape, -1)
 
 
 @torch.compiler.disable
@@ -61,17 +63,17 @@ class _WeightGradient(torch.autograd.Function):
         needed = ctx.needs_input_grad[2]
         ctx.save_for_backward(x.to(dtype) if needed else None)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return y.view_as(y)
+        ctx.mark_dirty(y)  # it stays as it is, and others may work on it in place, which a view would forbid
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (x,), (dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
-        rows = grad.reshape(-1, grad.shape[-1])
         dweight = dbias = None
         with no_autocast(grad):
             if ctx.needs_input_grad[2]:
-                dweight = accumulate(None, rows, x.reshape(-1, x.shape[-1])).to(dtype)
+                dweight = accumulate(None, grad, x).to(dtype)
             if ctx.needs_input_grad[3]:
-                dbias = column_sums(rows).to(bias_dtype)
+                dbias = column_sums(grad).to(bias_dtype)
         return grad if ctx.needs_input_grad[0] else None, None, dweight, dbias, None
