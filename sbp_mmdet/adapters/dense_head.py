@@ -36,8 +36,9 @@ class LeanRPNHead(LeanModule):
         out_weight = torch.cat([conv.weight for conv in outputs])
         out_bias = torch.cat([_bias_of(conv) for conv in outputs])
         tensors = DenseHeadTensors(x, hidden.weight, _bias_of(hidden), out_weight, out_bias)
-        out, scores = dense_head(DenseHeadSettings(self.form, geometry), tensors), len(self.rpn_cls.weight)
-        return out[:, :scores], out[:, scores:]
+        out = dense_head(DenseHeadSettings(self.form, geometry), tensors)
+        # Each in memory of its own, so that others may work on one in place.
+        return [part.clone() for part in out.split([len(conv.weight) for conv in outputs], 1)]
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
