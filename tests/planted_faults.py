@@ -166,12 +166,12 @@ FAULTS = {
         'deformable_attention:kernel_inputs', 't.key_padding_mask is not None', 'False', 'padded attention'
     ),
     'deformable: offsets': Fault(
-        'deformable_attention:kernel_inputs', 't.spatial_shapes.flip(1)', 't.spatial_shapes', 'attention'
+        'deformable_attention:_in_maps', 't.spatial_shapes.flip(1)', 't.spatial_shapes', 'attention'
     ),
     'deformable: gradient of the places': Fault(
         'deformable_attention:_images_backward',
-        'found = _sample_backward(s, t, grad, *(x.detach() for x in made))',
-        'found = _sample_backward(s, t, grad, *(x.detach() for x in made)); found[1] = 0.9 * found[1]',
+        'dplaces = dplaces.to(',
+        'dplaces = 0.9 * dplaces.to(',
         'attention',
     ),
     'deformable: position of the query': Fault(
