@@ -174,11 +174,14 @@ def test_commands_are_understood(monkeypatch, tmp_path):
         monkeypatch.setattr(benchmark, name, measure)
     parts = gpu_parts.parts_of_report(False)
     assert len({p.name for p in parts} | {'states'}) == len(parts) + 1
+    assert parts[0].commands[0].startswith('-m sbp_mmdet.plan verify ')
     assert all(2 * p.seconds < 600 for p in parts)
     assert sum(p.seconds for p in parts if p.quick and p.timed) < 400
     for p in (*parts, *gpu_parts.parts_of_report(True)):
         for command in p.commands:
-            assert command.startswith('-m pytest ') or (ROOT / command.split()[0]).is_file()
+            assert (
+                command.startswith(('-m pytest ', '-m sbp_mmdet.plan verify ')) or (ROOT / command.split()[0]).is_file()
+            )
     for p in parts:
         if p.presets:
             words = p.commands[0].replace('{presets}', ' '.join(p.presets)).replace('{lines}', str(tmp_path / 'lines'))

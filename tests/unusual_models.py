@@ -272,6 +272,11 @@ def as_class(name, kind):
     return change
 
 
+def circular(conv):
+    conv.padding_mode = 'circular'
+    conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
+
+
 def own_forward(module):
     forward = module.forward
     module.forward = lambda *args, **kwargs: CALLS.append('own') or 1.5 * forward(*args, **kwargs)
@@ -335,6 +340,7 @@ BEFORE = {
         put('layer1.0.conv2', lambda conv: padded(conv, padding_mode='reflect')),
         'layer1.0.conv2',
     ),
+    'padding of another kind set in place': ('ResNet', on('layer2.1.conv2', circular), 'layer2.1.conv2'),
     'padding by name': (
         'ConvNeXt',
         put('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding='same')),

@@ -22,6 +22,7 @@ SMOKE = {
     'dino_encoder': ('mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py', 'encoder'),
     'dino_decoder': ('mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py', 'decoder --cfg-options model.num_queries=50'),
 }
+VERIFIED = ['resnet', 'convnext', 'swin', 'dino_encoder']  # of SMOKE, each kind of module beside its own code
 TESTS = ['test_ops*.py', 'test_training.py', 'test_models*.py', 'test_adapters_*.py', 'test_autocast.py']
 RIVALS = {'selective': 40, 'save-on-cpu': 40} | {f'compile{budget}': 200 for budget in ('', '-0.5', '-0.25', '-0.1')}
 
@@ -72,10 +73,16 @@ def parts_of_report(rehearse: bool) -> list[Part]:
         found = dict(rounds=3 if cap and not rehearse else rounds, counted=(f'convnext_{size}', 'peak', 'peak_bytes'))
         return measured(name, 45 if cap else 60, config, options, **found, **more)
 
+    def verified(name, config):
+        size = '64x64' if rehearse else '512x512'
+        command = f'-m sbp_mmdet.plan verify {SHAPES if rehearse else config} --device {device} --batch 2 --size {size}'
+        return Part(f'verify_{name}', 60, (command,), timed=False, quick=True)
+
     smoke = dict(presets=PRESETS + ' reference', rounds=0, timed=False, quick=True)
     files = sorted(path.name for name in TESTS for path in (ROOT / 'tests').glob(name))
     pytest = '-m pytest -o addopts= -q -rfE --tb=short -p no:cacheprovider ' + '--collect-only ' * rehearse
     return [
+        *(verified(name, SMOKE[name][0]) for name in VERIFIED),
         *(
             measured(f'smoke_{name}', 60, config, f'--size 256x256 --amp {fp16} --module {module}', **smoke)
             for name, (config, module) in SMOKE.items()

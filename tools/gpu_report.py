@@ -129,7 +129,9 @@ def _table(part, out):
         return [f'    {key}: {found[key]}' for key in ('ap', 'step_s', 'memory')] if found and found['loss'] else []
     if not part.presets:
         log = out / f'{part.name}.log'
-        told = re.compile(r'(FAILED|ERROR) |.*\d+ (passed|failed|skipped|tests collected)')
+        told = re.compile(
+            r'(FAILED|ERROR) |.*\d+ (passed|failed|skipped|tests collected)|verified |not verified|.* (off|agrees)$'
+        )
         return ['    ' + line for line in log.read_text().splitlines() if told.match(line)] if log.exists() else []
     from tables import benchmark_table  # noqa: PLC0415
 

@@ -423,7 +423,7 @@ class BypassedModules:
         for parent, children in self._children:
             if parent._modules != children:
                 return False
-        for module, kind, length, touched, dtype in self._states:
+        for module, kind, length, touched, dtype, padding in self._states:
             own = module.__dict__
             if len(own) != length or touched != bool(
                 own['_forward_hooks']
@@ -438,7 +438,7 @@ class BypassedModules:
                 return False
             weight = own['_parameters'].get('weight')
             weight = own.get('weight') if weight is None else weight
-            if dtype is not (None if weight is None else weight.dtype):
+            if dtype is not (None if weight is None else weight.dtype) or padding != own.get('padding_mode'):
                 return False
         return True
 
@@ -450,4 +450,5 @@ def _state(module):
     touched = bool(hooks) or 'forward' in own or own.get('_compiled_call_impl') is not None
     weight = module._parameters.get('weight')
     weight = own.get('weight') if weight is None else weight
-    return module, type(module), len(own), touched, None if weight is None else weight.dtype
+    dtype = None if weight is None else weight.dtype
+    return module, type(module), len(own), touched, dtype, own.get('padding_mode')
