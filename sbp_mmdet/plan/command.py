@@ -1,6 +1,7 @@
 """The command ``sbp-mmdet``: what fits into a GPU, and what a preset would change, without a GPU.
 
 sbp-mmdet plan CONFIG --budget 8GiB     which variant fits, and the lines to paste
+sbp-mmdet plan CONFIG --batch max       the largest batch of each variant
 sbp-mmdet rehearse CONFIG               one step on the largest batch of the data set, on this machine's GPU
 sbp-mmdet report CONFIG                 what the config's LeanHook or sbp_cfg changes in the model, and what not
 sbp-mmdet verify CONFIG --device cuda   whether changed modules compute what they computed before, on this device
@@ -20,6 +21,7 @@ from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
 from ..presets import PRESETS
+from .batch_size import largest_batches, lines_of
 from .check import check
 from .detector import build_detector, measure_detector
 from .errors import reason_of
@@ -83,7 +85,7 @@ def _add_plan(verbs):
 def _plan(args, config):
     budget, size = _budget(args.budget), parse_size(args.size) if args.size else None
     for name in ('batch', 'boxes', 'gpus'):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
+        if getattr(args, name) not in (None, 'max') and getattr(args, name) < 1:
             raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
     _refuse_strategies(args, config)
     if 'detector' in config.model:
@@ -91,6 +93,8 @@ def _plan(args, config):
             f'{args.config}: {name_of(config.model)} trains its model.detector together with a teacher or a tracker. '
             'Such steps are not counted; plan for the config of the detector alone'
         )
+    if args.batch == 'max':
+        return _plan_batches(args, config, budget, size)
     inputs = inputs_of(config, args.batch, size)
     args.boxes = args.boxes or crowded(inputs.batch)
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
@@ -99,8 +103,7 @@ def _plan(args, config):
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
     finally:
-        if sys.stderr.isatty():
-            print('\r' + ' ' * 82 + '\r', end='', file=sys.stderr, flush=True)
+        _end_progress()
     found = answer(rows)
     lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
     if args.json:
@@ -112,8 +115,57 @@ def _plan(args, config):
         raise SystemExit(1)
 
 
+def _plan_batches(args, config, budget, size):
+    inputs, base = inputs_of(config, None, size), plain(config)
+    presets = _presets_for(base)
+
+    def measure(variant, images):
+        case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=args.boxes or crowded(images))
+        return _count(base, variant, case, f'{variant}, {images} images')
+
+    try:
+        rows = largest_batches(base, budget, measure, presets, gpus=args.gpus)
+    except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
+        raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
+    finally:
+        _end_progress()
+    exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
+    found = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
+    lines = '' if found is None else lines_of(config, found)
+    if args.json:
+        result = dict(budget=budget, inputs=inputs._asdict(), rows=[row._asdict() for row in rows])
+        print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
+    else:
+        print(_batch_page(args, inputs, budget, rows, found, lines))
+    if found is None:
+        raise SystemExit(1)
+
+
+def _batch_page(args, inputs, budget, rows, found, lines):
+    """Returns what a person reads of the largest batches."""
+    columns = [
+        Column('variant', lambda row: row.variant),
+        Column('gradients', lambda row: row.gradients),
+        Column('images', lambda row: f'{row.images}' if row.images else 'none fits'),
+        Column('needs', lambda row: format_gib(row.need)),
+        Column('learning rate', lambda row: None if row.learning_rate is None else f'{row.learning_rate:.3g}'),
+    ]
+    note = (
+        f'Images of {inputs.height} x {inputs.width} on each of {args.gpus} GPU{"s" if args.gpus > 1 else ""} with '
+        f'{format_gib(budget)} ({inputs.source}). The learning rate is what --auto-scale-lr sets for this batch.'
+    )
+    if found is None:
+        end = f'Not even one image fits into {format_gib(budget)}. What is left: smaller images, or a smaller model.'
+    else:
+        short = f' It takes {inputs.batch} images a GPU today' if inputs.batch > found.images else ''
+        more = short and f': optim_wrapper.accumulative_counts={-(-inputs.batch // found.images)} makes up for it.'
+        end = f'Most images with exact gradients: {found.images}, with {found.variant}.{short}{more} Add to the config:'
+        end = f'{end}\n\n{lines}'
+    return f'{text_table(columns, rows)}\n\n{note}\n{end}'
+
+
 def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
-    """The planner's answer for a config.
+    """Returns the planner's answer for a config.
 
     Args:
         config (Config): Config of a detector.
@@ -125,22 +177,36 @@ def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
         list[Row]: See there.
     """
     base = plain(config)
-    reasons = presets_of(build_detector(base, 'cpu')[0])
-    presets = [name for name, reason in reasons.items() if reason is None]
-    looked = []
+    presets, looked = _presets_for(base), []
 
     def measure(variant):
         looked.append(variant)
-        if sys.stderr.isatty():
-            bar = '#' * len(looked) + '.' * (most_counts(presets) - len(looked))
-            print(f'\r[{bar}] {variant:<55}', end='', file=sys.stderr, flush=True)
-        else:
-            print(f'counts {variant}', file=sys.stderr, flush=True)
-        # Which images stochastic depth drops is chance: the count is of a step that drops none.
-        worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
-        return measure_detector(with_variant(base, variant, **worst), **case)
+        bar = '#' * len(looked) + '.' * (most_counts(presets) - len(looked))
+        return _count(base, variant, case, f'[{bar}] {variant}')
 
     return plan(base, budget, measure, presets, **options)
+
+
+def _presets_for(base):
+    """Returns the names of the presets that apply to the model of a plain config."""
+    reasons = presets_of(build_detector(base, 'cpu')[0])
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+def _count(base, variant, case, progress):
+    """Counts a step of a variant, and says so on stderr."""
+    if sys.stderr.isatty():
+        print(f'\r{progress:<80}', end='', file=sys.stderr, flush=True)
+    else:
+        print(f'counts {progress.split("] ")[-1]}', file=sys.stderr, flush=True)
+    # Which images stochastic depth drops is chance: the count is of a step that drops none.
+    worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
+    return measure_detector(with_variant(base, variant, **worst), **case)
+
+
+def _end_progress():
+    if sys.stderr.isatty():
+        print('\r' + ' ' * 82 + '\r', end='', file=sys.stderr, flush=True)
 
 
 def _page(args, config, inputs, budget, rows, found, lines):

@@ -49,8 +49,12 @@ class Inputs(NamedTuple):
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments ``--batch`` and ``--size``, whose defaults are what :func:`inputs_of` reads."""
-    parser.add_argument('--batch', type=int, help="images on the GPU (default: the config's own)")
+    parser.add_argument('--batch', type=_images, help="images on the GPU (default: the config's own); plan takes 'max'")
     parser.add_argument('--size', help="of the images, before padding: 800x1333 (default: the pipeline's largest)")
+
+
+def _images(text):
+    return 'max' if text == 'max' else int(text)
 
 
 def inputs_of(config: Config, batch: int | None = None, size: tuple[int, int] | None = None) -> Inputs:

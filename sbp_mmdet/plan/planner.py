@@ -30,13 +30,11 @@ WORKSPACES = 384 * 2**20
 CONTEXT = 0.6e9
 
 # In the order in which they are tried: each costs more time than the one before.
-_LADDER = (
-    (),
-    ('cp-heads',),
-    ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck'),
-    ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck', 'adamw8bit'),
-)
-_ORDER = ('exact', 'int8', 'sbp')
+_ORDER = ('exact', 'exact_min', 'int8', 'sbp')
+_ALL_PIECES = ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck')
+# Pieces beside a preset: 'exact_min' follows 'exact' in place of them, and is followed by checkpoints of transformers.
+_LADDERS = dict.fromkeys(_ORDER, ((), ('cp-heads',), _ALL_PIECES, (*_ALL_PIECES, 'adamw8bit')))
+_LADDERS |= dict(exact=((),), exact_min=((), ('cp-transformer',), ('cp-transformer', 'adamw8bit')))
 
 
 class Row(NamedTuple):
@@ -149,28 +147,29 @@ def plan(
         if name in presets:
             variants = [v for v in dict.fromkeys(_ladder(config, name)) if eight_bit or 'adamw8bit' not in v]
             rows.append(_first_that_fits(variants, look))
-        if name == 'exact':  # what follows drops more than half precision does
-            rows += _in_half(config, look, name in presets)
+        if name == 'exact_min':  # what follows drops more than half precision does
+            rows += _in_half(config, look, presets)
     return rows
 
 
 def most_counts(presets: Collection[str]) -> int:
     """How many variants :func:`plan` looks at, at most."""
-    return 4 + len(_LADDER) * sum(name in presets for name in _ORDER)
+    return 4 + sum(len(_LADDERS[name]) for name in _ORDER if name in presets)
 
 
-def _in_half(config, look, exact):
-    """Mixed precision, alone or else with exact, for a config that trains in full precision."""
+def _in_half(config, look, presets):
+    """Mixed precision, alone or else with exact gradients in less memory, for a config in full precision."""
     try:
         piece_change(config, ['amp'])
     except NotApplicable:
         return []
-    return [_first_that_fits(['none+amp', 'exact+amp'] if exact else ['none+amp'], look)]
+    names = ['none', *(name for name in ('exact', 'exact_min') if name in presets)]
+    return [_first_that_fits([f'{name}+amp' for name in names], look)]
 
 
 def _ladder(config, name):
     """The variants of a preset, without the pieces that the model has nothing for."""
-    for pieces in _LADDER:
+    for pieces in _LADDERS[name]:
         found = [name]
         for piece in pieces:
             try:

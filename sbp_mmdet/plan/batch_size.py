@@ -1,0 +1,134 @@
+"""``sbp-mmdet plan CONFIG --batch max``: the largest batch that fits into a GPU, for each preset."""
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from mmengine.config import Config
+
+from ..presets import PRESETS
+from .planner import needed
+from .variants import NotApplicable, piece_change, snippet
+
+__all__ = ['LARGEST', 'BatchRow', 'largest_batch', 'largest_batches', 'learning_rate', 'lines_of']
+
+LARGEST = 256  # images; nobody asks for more on one GPU, and a count takes longer the more there are
+# In the order of the table; the precision of the config first, then half precision.
+_PRESETS = ('none', 'with_cp', 'exact', 'exact_min', 'int8', 'sbp')
+
+
+class BatchRow(NamedTuple):
+    """A variant with its largest batch.
+
+    Attributes:
+        variant (str): Preset, and 'amp' for mixed precision where the config has none.
+        gradients (str): 'exact', 'int8' or 'sbp'; in mixed precision ', fp16'.
+        images (int): The largest batch on one GPU; 0 if not even one image fits.
+        need (int): Bytes of GPU memory with this batch, or with one image if that is too much.
+        learning_rate (float | None): What ``--auto-scale-lr`` sets for it. If ``None``, the config does not say for how
+            many images its learning rate is.
+    """
+
+    variant: str
+    gradients: str
+    images: int
+    need: int
+    learning_rate: float | None
+
+
+def largest_batch(need: Callable[[int], int], budget: int) -> tuple[int, int]:
+    """Find the largest batch whose need is within a budget.
+
+    What a step holds is nearly linear in the images, so the answer is guessed from counts on both sides of it. Every
+    second guess halves the interval, for where it is not linear.
+
+    Args:
+        need (Callable): Images to bytes; called once for each number.
+        budget (int): Bytes.
+
+    Returns:
+        tuple[int, int]: Images, at most :data:`LARGEST`, and their need; (0, need of one image) if that is too much.
+    """
+    counted = {1: need(1)}
+    if counted[1] > budget:
+        return 0, counted[1]
+    counted[2] = need(2)
+    while True:
+        low = max(images for images, count in counted.items() if count <= budget)
+        above = [images for images, count in counted.items() if count > budget]
+        high = min(above, default=LARGEST + 1)
+        if high - low == 1:
+            return low, counted[low]
+        other = high if above else max(images for images in counted if images < low)
+        slope = max((counted[other] - counted[low]) / (other - low), 1)
+        guess = int(low + (budget - counted[low]) / slope)
+        if not above and guess == low:
+            guess = low + 1
+        elif above and len(counted) % 2 == 0:
+            guess = (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        counted[guess] = need(guess)
+
+
+def largest_batches(
+    config: Config,
+    budget: int,
+    measure: Callable[[str, int], dict],
+    presets: Collection[str],
+    *,
+    gpus: int = 1,
+) -> list[BatchRow]:
+    """Find the largest batch of each preset, in the precision of the config and in mixed precision.
+
+    Args:
+        config (Config): A plain config, see :func:`.variants.plain`.
+        budget (int): Bytes of the GPU.
+        measure (Callable): Gives ``measure_detector``'s row of a variant with a number of images.
+        presets (Collection[str]): Those that apply to the model.
+        gpus (int): Number of GPUs. Default: 1.
+
+    Returns:
+        list[BatchRow]: A row for each variant.
+    """
+    rows = []
+    for pieces in ((), ('amp',)):
+        try:
+            piece_change(config, pieces)
+        except NotApplicable:
+            continue
+        for name in _PRESETS:
+            if name not in presets or (pieces and PRESETS[name].gradients != 'exact'):
+                continue
+            variant = '+'.join((name, *pieces))
+            images, need = largest_batch(lambda n, v=variant: needed(measure(v, n), gpus > 1), budget)
+            gradients = ', '.join((PRESETS[name].gradients, *(['fp16'] if pieces else [])))
+            rows.append(BatchRow(variant, gradients, images, need, learning_rate(config, images * gpus)))
+    return rows
+
+
+def learning_rate(config: Config, images: int) -> float | None:
+    """Return the learning rate that mmdet's ``--auto-scale-lr`` sets.
+
+    Args:
+        config (Config): A config.
+        images (int): Images of a step, on all GPUs.
+
+    Returns:
+        float | None: The rate. If ``None``, the config has no ``auto_scale_lr.base_batch_size``, or no image fits.
+    """
+    base = (config.get('auto_scale_lr') or {}).get('base_batch_size')
+    rate = config.optim_wrapper.optimizer.get('lr')
+    return rate * images / base if base and rate and images else None
+
+
+def lines_of(config: Config, row: BatchRow) -> str:
+    """Return what to add to a config for a row.
+
+    Args:
+        config (Config): The config that it is for.
+        row (BatchRow): The row.
+
+    Returns:
+        str: Lines of Python.
+    """
+    lines = '' if row.variant == 'none' else snippet(config, row.variant)
+    return '\n'.join(filter(None, (lines, f'train_dataloader = dict(batch_size={row.images})')))

@@ -1,0 +1,97 @@
+"""The largest batch that fits, against needs that are known."""
+
+import json
+
+import pytest
+from mmengine.config import Config
+
+from sbp_mmdet.plan import command
+from sbp_mmdet.plan.batch_size import LARGEST, BatchRow, largest_batch, largest_batches, learning_rate, lines_of
+from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES
+
+GB = 10**9
+FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
+
+
+@pytest.mark.parametrize(
+    'need',
+    [
+        lambda images: 2 * GB + images * GB // 3,
+        lambda images: max(9 * GB, images * GB),  # the optimizer's step is the peak of small batches
+        lambda images: GB + images**2 * GB // 50,
+        lambda images: GB + int(images**0.8 * GB),
+        lambda images: 7 * GB + (images + images % 3) * GB // 8,
+    ],
+)
+@pytest.mark.parametrize('budget', [8, 11, 24])
+def test_largest_batch(need, budget):
+    asked = []
+
+    def once(images):
+        assert images not in asked
+        asked.append(images)
+        return need(images)
+
+    images, said = largest_batch(once, budget * GB)
+    if not images:
+        assert need(1) > budget * GB
+        return
+    assert said == need(images) <= budget * GB
+    assert need(images + 1) > budget * GB or images == LARGEST
+    assert len(asked) <= 16
+
+
+def test_no_more_than_anybody_asks_for():
+    assert largest_batch(lambda images: images, GB) == (LARGEST, LARGEST)
+    assert largest_batch(lambda images: 2, 1) == (0, 2)
+
+
+def _config(**keys):
+    return Config(
+        dict(model=dict(), optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02)), **keys)
+    )
+
+
+def test_rows_and_lines():
+    images = {'none': 2, 'exact': 1, 'none+amp': 1, 'exact+amp': 0.5, 'int8': 0.5}
+
+    def measure(variant, number):
+        return dict(peak=int(number * images[variant] * GB), gradients=GB)
+
+    budget = int(8 * GB * (1 + MARGIN) + WORKSPACES + CONTEXT)
+    config = _config(auto_scale_lr=dict(base_batch_size=16))
+    rows = largest_batches(config, budget, measure, ('none', 'exact', 'int8'), gpus=1)
+    assert [(row.variant, row.gradients, row.images) for row in rows] == [
+        ('none', 'exact', 4),
+        ('exact', 'exact', 8),
+        ('int8', 'int8', 16),
+        ('none+amp', 'exact, fp16', 8),
+        ('exact+amp', 'exact, fp16', 16),
+    ]
+    assert [row.learning_rate for row in rows] == pytest.approx([0.005, 0.01, 0.02, 0.01, 0.02])
+    assert lines_of(config, rows[0]) == 'train_dataloader = dict(batch_size=4)'
+    assert "preset='exact'" in lines_of(config, rows[1]) and lines_of(config, rows[1]).endswith('batch_size=8)')
+    more = largest_batches(config, budget + GB + GB // 10, measure, ('none',), gpus=8)
+    assert more[0].images == 4 and more[0].learning_rate == pytest.approx(0.02 * 32 / 16)
+    assert learning_rate(_config(), 4) is None
+
+
+def test_the_command(monkeypatch, capsys):
+    rows = [
+        BatchRow('none', 'exact', 0, 9 * GB, None),
+        BatchRow('exact_min', 'exact', 1, 5 * GB, 0.00125),
+        BatchRow('int8', 'int8', 2, 6 * GB, 0.0025),
+    ]
+    monkeypatch.setattr(command, 'largest_batches', lambda *args, **keys: rows)
+    monkeypatch.setattr(command, '_presets_for', lambda base: ['none'])
+    command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333', '--json'])
+    found = json.loads(capsys.readouterr().out)
+    assert found['answer'] == 'exact_min' and found['rows'][2]['images'] == 2
+    command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333'])
+    page = capsys.readouterr().out
+    assert 'none fits' in page and '0.00125' in page and 'accumulative_counts=2' in page
+    assert "dict(type='LeanHook', preset='exact_min')" in page and 'batch_size=1' in page
+    monkeypatch.setattr(command, 'largest_batches', lambda *args, **keys: rows[:1])
+    with pytest.raises(SystemExit):
+        command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333'])
+    assert 'Not even one image fits' in capsys.readouterr().out
