@@ -209,6 +209,7 @@ def run(path: Path, before: dict) -> dict:
 def report(rows: dict[str, dict]) -> str:
     """Format how many families get an answer and train alike, and the table of all."""
     plans = [row['plan'] for row in rows.values() if 'peaks' in row.get('plan', {})]
+    counted = [name for name in VARIANTS if any(name in found['peaks'] for found in plans)]
     slowest = max((seconds for found in plans for seconds in found['seconds'].values()), default=0)
     said = f'{len(plans)} of {len(rows)} families get an answer; the slowest count took {slowest:.0f} s of one core.'
 
@@ -228,7 +229,7 @@ def report(rows: dict[str, dict]) -> str:
         Column('loss, error', lambda row: f'{row["loss_error"]:.0e}' if 'loss_error' in row else None),
         Column('gradients, error', lambda row: f'{row["gradient_error"]:.0e}' if 'gradient_error' in row else None),
         Column('plain peak', peak('none', lambda n, _: format_bytes(n))),
-        *(Column(name if name == EVERYTHING else f'`{name}`', peak(name, share)) for name in VARIANTS[1:]),
+        *(Column(f'with {name if name == EVERYTHING else f"`{name}`"}', peak(name, share)) for name in counted[1:]),
         Column('', lambda row: (row.get('untried') or row.get('error') or row.get('plan', {}).get('error') or '')[:90]),
     ]
     return f'{said}\n\n{markdown_table(columns, [dict(row, family=family) for family, row in sorted(rows.items())])}'
