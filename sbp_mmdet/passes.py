@@ -164,6 +164,7 @@ class _Inside(NamedTuple):
         return True
 
 
+@torch.compiler.disable
 def is_known_inside(root: nn.Module) -> bool:
     """Return whether all modules inside of a module are of known libraries and run nothing else.
 
