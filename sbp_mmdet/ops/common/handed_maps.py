@@ -13,13 +13,14 @@ handed on. It ends when the module returns or raises, and nothing is ever attach
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-__all__ = ['Scope', 'hand_on', 'handed_on', 'is_made_here', 'made_here', 'scope_is_open']
+__all__ = ['Scope', 'hand_on', 'handed_on', 'handed_on_by', 'is_made_here', 'made_here', 'scope_is_open']
 
 _thread = threading.local()  # scope: the innermost one that is open in this thread
 _TOP_HOOKS = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None)  # torch 2.8 and newer
@@ -118,6 +119,19 @@ def handed_on(x: Tensor) -> tuple | None:
         del scope.entries[id(x)]
         return None
     return entry.map
+
+
+def handed_on_by(nodes: Sequence) -> list[tuple | None]:
+    """Returns how the outputs of nodes of autograd's graph are read, as :func:`handed_on` does for a tensor.
+
+    Args:
+        nodes (Sequence): ``grad_fn`` of the outputs. ``None`` stands for what has none.
+    """
+    scope = _scope()
+    outputs = [entry.output() for entry in scope.entries.values()] if scope is not None else ()
+    made_by = {id(y.grad_fn): y for y in outputs if y is not None and y.grad_fn is not None}
+    found = (None if node is None else made_by.get(id(node)) for node in nodes)
+    return [None if y is None else handed_on(y) for y in found]
 
 
 def made_here(y: Tensor) -> None:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from .activations import Activation
-from .handed_maps import hand_on, handed_on, is_made_here, scope_is_open
+from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
 from .layouts import memory_format
 from .precision import accumulator
 
-__all__ = ['KeptMap', 'add', 'addend', 'keep', 'kept']
+__all__ = ['KeptCat', 'KeptMap', 'add', 'addend', 'keep', 'kept']
 
 aten = torch.ops.aten
 
@@ -66,12 +66,22 @@ class KeptMap(NamedTuple):
             return self
 
         def cut(x):
-            if isinstance(x, KeptMap):
+            if isinstance(x, (KeptMap, KeptCat)):
                 return x.rows(start, stop)
             x = _of_rows(x, self.values) if isinstance(x, Tensor) else x
             return x[:, :, start:stop] if isinstance(x, Tensor) and x.shape[2] == height else x
 
         return KeptMap(*map(cut, self))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values were not rounded to eight bits."""
+        return self.values.is_floating_point()
+
+    @property
+    def width(self) -> int:
+        """The number of channels."""
+        return self.values.shape[1]
 
     def before_norm(self, dtype: torch.dtype) -> Tensor:
         """Returns z, which must not be written to."""
@@ -99,6 +109,39 @@ class KeptMap(NamedTuple):
         y = self.before_activation(dtype)
         y = y if self.activation is None else self.activation(y, inplace=y is not self.values)
         return y if self.shortcut is None else y + self.shortcut.load(dtype)
+
+
+class KeptCat(NamedTuple):
+    """A feature map whose channels are those of other maps, one after the other.
+
+    Attributes:
+        maps (tuple[KeptMap | KeptCat, ...]): The others.
+    """
+
+    maps: tuple
+
+    @property
+    def depth(self) -> int:
+        """See :attr:`KeptMap.depth`."""
+        return sum(map.depth for map in self.maps)
+
+    @property
+    def is_exact(self) -> bool:
+        """See :attr:`KeptMap.is_exact`."""
+        return all(map.is_exact for map in self.maps)
+
+    @property
+    def width(self) -> int:
+        """The number of channels."""
+        return sum(map.width for map in self.maps)
+
+    def rows(self, start: int, stop: int) -> 'KeptCat':
+        """See :meth:`KeptMap.rows`."""
+        return KeptCat(tuple(map.rows(start, stop) for map in self.maps))
+
+    def load(self, dtype: torch.dtype) -> Tensor:
+        """See :meth:`KeptMap.load`."""
+        return torch.cat([map.load(dtype) for map in self.maps], 1)
 
 
 def _affine(x, scale, shift, dtype):
@@ -181,7 +224,7 @@ def _scaled(x, scale, shift):
     return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)
 
 
-def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:
+def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat:
     """Returns what a layer keeps of its input: what the layer in front handed on, or the input itself.
 
     Args:
@@ -190,16 +233,39 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap:
         storage (str): 'native' or 'int8'.
 
     Returns:
-        KeptMap: The input.
+        KeptMap | KeptCat: The input.
     """
     map = handed_on(x)
-    if map is not None and (storage == 'int8' or map.values.is_floating_point()):
+    if map is not None and (storage == 'int8' or map.is_exact):
         return map
     stored = type(x.grad_fn).__name__ == 'ReluBackward0'  # torch keeps the output of its own ReLU
-    map = keep(cast, 'native' if stored else storage)
-    if map.values is not x and is_made_here(x):
+    map = _concatenated(x, cast, storage) or keep(cast, 'native' if stored else storage)
+    if getattr(map, 'values', None) is not x and is_made_here(x):
         hand_on(x, map)  # for the other layers that x goes to
     return map
+
+
+def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
+    """Returns what ``torch.cat`` made of channels that were handed on, or ``None`` if most of them were not.
+
+    Channels of other maps are copied: the whole map need not wait for the backward pass.
+    """
+    node = x.grad_fn
+    if type(node).__name__ != 'CatBackward0' or x.dim() != 4 or node._saved_dim not in (1, 2**64 - 3):
+        return None
+    maps = handed_on_by([before for before, _ in node.next_functions])
+    known = ((map, isinstance(map, (KeptMap, KeptCat)) and (storage == 'int8' or map.is_exact)) for map in maps)
+    maps = [map if is_known else None for map, is_known in known]
+    widths = [map.width if map is not None else None for map in maps]
+    rest = x.shape[1] - sum(filter(None, widths))
+    if not any(widths) or widths.count(None) > 1 or 2 * rest > x.shape[1]:
+        return None
+    found, start = [], 0
+    for map, width in zip(maps, widths, strict=True):
+        width = rest if map is None else width
+        found.append(keep(cast[:, start : start + width].clone(), storage) if map is None else map)
+        start += width
+    return KeptCat(tuple(found))
 
 
 def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:

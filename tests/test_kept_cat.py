@@ -1,0 +1,121 @@
+"""Blocks that concatenate the outputs of their convolutions, as CSP and ELAN do, against their own code in fp64."""
+
+import copy
+
+import pytest
+import torch
+from mmcv.cnn import ConvModule
+from mmdet.models.layers import CSPLayer
+from oracles import DEVICE, assert_near, loss_of
+from torch import nn
+
+from sbp_mmdet import apply_lean
+from sbp_mmdet.plan.memory import saved_bytes
+
+ACTS = dict(SiLU={}, LeakyReLU=dict(negative_slope=0.1), ReLU={})
+
+
+class Elan(nn.Module):
+    """Four convolutions side by side and one behind.
+
+    Args:
+        touched (str): What is written to in place: 'part' before the concatenation, 'late' a part behind it, 'whole'.
+    """
+
+    def __init__(self, act='SiLU', touched='', upsampled=False, frozen=False):
+        super().__init__()
+        keys = dict(norm_cfg=dict(type='BN'), act_cfg=act and dict(type=act, **ACTS[act]))
+        self.first = ConvModule(4, 8, 1, **keys)
+        self.others = nn.ModuleList(ConvModule(8, 8, 3, padding=1, **keys) for _ in range(3))
+        self.last = ConvModule(32, 6, 1, **keys)
+        self.touched, self.upsampled = touched, upsampled
+        if frozen:
+            self.first.requires_grad_(False)
+
+    def forward(self, x):
+        outs = [self.first(x)]
+        for conv in self.others:
+            outs.append(conv(outs[-1]))
+        if self.upsampled:
+            outs[0] = nn.functional.interpolate(outs[0][..., ::2, ::2], size=x.shape[2:])
+        if self.touched == 'part':
+            outs[-1].mul_(2)
+        whole = torch.cat(outs, 1)
+        if self.touched == 'late':
+            outs[-1].mul_(2)
+        if self.touched == 'whole':
+            whole.mul_(2)
+        return self.last(whole)
+
+
+class Outer(nn.Module):
+    """What hands on."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x)
+
+
+for kind in (Elan, Outer):  # of a known project
+    kind.__module__ = kind.forward.__module__ = 'mmyolo.models.layers'
+
+
+def filled(module):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            ordinary = 0.3 * noise if name.endswith('bias') else 0.7 + 0.2 * noise
+            p.copy_(noise / p[0].numel() ** 0.5 if p.dim() > 1 else ordinary)
+    return module.double().to(DEVICE).train()
+
+
+def results(module, x):
+    out = module(x)
+    leaves = {'input': x} | {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return {'output': out.detach()} | dict(
+        zip(leaves, torch.autograd.grad(loss_of([out]), [*leaves.values()]), strict=True)
+    )
+
+
+def compared(module, channels=4, **keys):
+    """Returns what the changed module stores, in maps of one channel, and asserts that it is exact."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, channels, 6, 10, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
+    lean = copy.deepcopy(module)
+    apply_lean(lean, verify=False, **keys)
+    if not keys:
+        assert_near(results(lean, x), results(module, x), 1e-11)
+    fixed = [*lean.parameters(), *lean.buffers(), x]
+    return saved_bytes(lambda: lean(x), exclude=fixed) / (x.element_size() * 2 * 60)
+
+
+@pytest.mark.parametrize('act', ACTS)
+def test_what_was_concatenated_is_not_stored(act):
+    assert compared(filled(Outer(Elan(act)))) < 4 * 8 + 6 + 2  # outputs of convolutions, and statistics
+
+
+@pytest.mark.parametrize('touched', ['part', 'late', 'whole'])
+def test_writes_are_seen(touched):
+    compared(filled(Outer(Elan(None, touched))))
+
+
+def test_a_part_of_another_origin_is_stored_by_itself():
+    assert compared(filled(Outer(Elan(upsampled=True)))) < 4 * 8 + 8 + 6 + 2
+
+
+def test_a_frozen_part():
+    compared(filled(Outer(Elan(frozen=True))))
+
+
+def test_eight_bits():
+    assert compared(filled(Outer(Elan())), preset='int8') < 0.25 * (4 * 8 + 6 + 2)
+
+
+@pytest.mark.parametrize('attention', [False, True])
+def test_csp_layers_of_mmdet(attention):
+    layer = filled(Outer(CSPLayer(4, 8, num_blocks=2, use_cspnext_block=True, channel_attention=attention)))
+    compared(layer)
