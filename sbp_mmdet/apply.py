@@ -157,8 +157,7 @@ def _carry_out(model, settings, plan, chosen):
             mix_in(module, _CheckpointedBlock)
         else:
             take_over(module, mixin, place._replace(name=name, phases=phases, bound=plan.bounds[id(module)]))
-        parameters = [*module.parameters()]
-        trains = not parameters or any(id(p) not in frozen for p in parameters)
+        trains = any(id(p) not in frozen for p in _nearest_parameters(model, name))
         (changed if trains else left)[name] = meaning if trains else 'frozen'
 
     for owner, kind, layers, ratios, _ in plan.backbones:
@@ -205,6 +204,13 @@ def _num_heads(bounds, modules):
     """Return the number of heads of the blocks' attention, or ``None`` if there is none that drops heads."""
     parts = (part for module in modules.values() if id(module) in bounds for part in bounds[id(module)].parts.values())
     return next((part.num_heads for part in parts if part.by_heads), None)
+
+
+def _nearest_parameters(model, name):
+    """Return the parameters of a module or, if it has none, as a pool, of the module that holds it."""
+    while not (parameters := [*model.get_submodule(name).parameters()]) and name:
+        name = name.rpartition('.')[0]
+    return parameters
 
 
 def _frozen_in_training(model):

@@ -16,6 +16,7 @@ from sbp_mmdet.ops.common import flash as flash
 from sbp_mmdet.ops.common.precision import Stored
 from sbp_mmdet.ops.common.rerun_conv import convolve
 from sbp_mmdet.ops.layer_norm import NormSettings, NormTensors, layer_norm
+from sbp_mmdet.ops.max_pool import PoolSettings, PoolTensors, max_pool
 from sbp_mmdet.stochastic_backprop.masks import Positions
 
 PRECISIONS = {'fp32': None, 'fp16': torch.float16, 'bf16': torch.bfloat16}
@@ -118,6 +119,15 @@ def test_norm_of_a_convolution(precision, layout, mode):
             return layer_norm(NormSettings(form), NormTensors(out, **t, conv=rerun))  # noqa: B023
 
         check(f, dict(x=x, weight=torch.empty(8, device='cuda'), bias=torch.empty(8, device='cuda')), dtype)
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('relu', [False, True])
+def test_max_pool(relu, layout, mode):
+    settings = PoolSettings(kernel=(3, 3), padding=(1, 1), relu=relu)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.empty(2, 8, 7, 9, device='cuda', dtype=dtype).to(memory_format=LAYOUTS[layout])
+        check(lambda x: max_pool(settings, PoolTensors(x)), dict(x=x), None)
 
 
 @pytest.mark.parametrize('precision', PRECISIONS)

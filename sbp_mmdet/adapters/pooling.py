@@ -16,7 +16,7 @@ from .bindings import Binding
 from .conv_module import ConvNormActBinding
 from .predicate import ROLES, unsupported
 
-__all__ = ['LeanMaxPool', 'LeanVGG']
+__all__ = ['ConvPoolBinding', 'LeanMaxPool', 'LeanVGG']
 
 
 def _fits_in_bytes(pool):
@@ -51,7 +51,7 @@ class LeanMaxPool(LeanModule):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _ConvPoolBinding(Binding):
+class ConvPoolBinding(Binding):
     """``pool(relu(norm(conv(x))))``, which stores neither the pool's input nor the ReLU's output.
 
     Attributes:
@@ -136,5 +136,5 @@ def _layer(layers, i, ends):
     norm = behind.pop(0) if behind and not unsupported(behind[0], 'norm of a map') else None
     act = behind.pop(0) if behind and not unsupported(behind[0], 'activation') else None
     if act is not None and behind and not unsupported(act, 'ReLU') and not unsupported(behind[0], 'max pool'):
-        return _ConvPoolBinding(conv, norm, act, behind[0])
+        return ConvPoolBinding(conv, norm, act, behind[0])
     return ConvNormActBinding(conv, norm, act)

@@ -13,6 +13,8 @@ from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .conv_module import ConvNormActBinding
 from .copies import odd_copy, original
+from .pooling import ConvPoolBinding
+from .predicate import unsupported
 
 __all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanShortcutBlock', 'LeanSplitAttention']
 
@@ -191,12 +193,16 @@ class LeanResNet(_Convolutional):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        return dict(stem=ConvNormActBinding(self.conv1, self.norm1, self.relu))
+        layer = ConvNormActBinding(self.conv1, self.norm1, self.relu)
+        if _pools(self) and not unsupported(self.relu, 'ReLU') and not unsupported(self.maxpool, 'max pool'):
+            layer = ConvPoolBinding(self.conv1, self.norm1, self.relu, self.maxpool)
+        return dict(stem=layer)
 
     def lean_forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Runs the backbone on images (N, 3, H, W)."""
-        x = self.layer('stem', x)
-        x = x if regnet.RegNet in map(original, stock_class(type(self)).__mro__) else self.maxpool(x)
+        stem = self.part('stem')
+        x = self.relu(self.norm1(self.conv1(x))) if stem is None else stem(self.form, x)
+        x = self.maxpool(x) if _pools(self) and not isinstance(stem, ConvPoolBinding) else x
         outs = []
         for name in self.res_layers:
             outs.append(x := getattr(self, name)(x))
@@ -206,6 +212,10 @@ class LeanResNet(_Convolutional):
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
         return cls.is_stock(module) and not module.deep_stem and _trains(module.conv1, module.norm1)
+
+
+def _pools(backbone):
+    return regnet.RegNet not in map(original, stock_class(type(backbone)).__mro__)
 
 
 @adapter(hrnet.HRNet)
