@@ -157,7 +157,8 @@ def _carry_out(model, settings, plan, chosen):
             mix_in(module, _CheckpointedBlock)
         else:
             take_over(module, mixin, place._replace(name=name, phases=phases, bound=plan.bounds[id(module)]))
-        trains = any(id(p) not in frozen for p in _nearest_parameters(model, name))
+        parameters = _nearest_parameters(model, name)
+        trains = not parameters or any(id(p) not in frozen for p in parameters)
         (changed if trains else left)[name] = meaning if trains else 'frozen'
 
     for owner, kind, layers, ratios, _ in plan.backbones:
