@@ -9,7 +9,7 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..surgery import mix_out, model_hooks
 from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
+from .caching_allocator import CachingAllocator, replay
 from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
 from .device import check_device, noting, use_device
@@ -58,6 +59,7 @@ def measure_detector(
     compute: bool = False,
     trained: bool = True,
     rounds: int = 5,
+    others: Sequence[tuple[int, int]] = (),
 ) -> dict:
     """Runs training steps of a config's model on random images, and counts in the last one.
 
@@ -72,12 +74,14 @@ def measure_detector(
             Default: False.
         trained (bool): See :func:`.batch.as_if_trained`. Default: True.
         rounds (int): Timed steps on CUDA. Default: 5.
+        others (Sequence[tuple[int, int]]): Height and width of other batches of the training, which a CPU counts too:
+            what a GPU reserves depends on them. Default: none.
 
     Returns:
         dict: Bytes of ``parameters`` (buffers included), ``optimizer``, ``gradients``, ``saved`` (part to bytes),
-        ``forward`` (everything at the end of the forward pass), ``peak``; ``peak_phase``; on CUDA ``reserved`` and
-        ``step_s`` as well, which are None elsewhere, and what :func:`.device.noting` notes; ``peaks`` (phase to bytes)
-        elsewhere.
+        ``forward`` (everything at the end of the forward pass), ``peak``, ``reserved``; ``peak_phase``; on CUDA
+        ``step_s`` as well, which is None elsewhere, and what :func:`.device.noting` notes; elsewhere ``peaks`` (phase to
+        bytes), and ``expandable``: what is reserved with ``expandable_segments:True``.
 
     Raises:
         ValueError: For a number that is too small, or a device that is not there.
@@ -85,7 +89,7 @@ def measure_detector(
     check_case(batch=batch, boxes=boxes, rounds=rounds, device=device)
     cuda = torch.device(device).type == 'cuda'
     with own_crops(), at_the_first_step(), contextlib.ExitStack() as stack:
-        counter = LiveBytes()
+        counter = LiveBytes(record=True)
         if not cuda:
             stack.enter_context(cuda_kernels(counter, compute))
             bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
@@ -96,7 +100,8 @@ def measure_detector(
         try:
             if cuda:
                 return _measure_cuda(model, wrapper, data, rounds)
-            return _measure_cpu(model, wrapper, data, counter, config, compute)
+            batches = [_batch_of(config, **dict(case, height=h, width=w)) for h, w in others]
+            return _measure_cpu(model, wrapper, [*batches, data], counter, config, compute)
         finally:
             del model, wrapper, data
             gc.collect()
@@ -175,12 +180,15 @@ def build_training(
     model, wrapper = build_detector(config, device)
     if trained:
         as_if_trained(model)
+    return model, wrapper, _batch_of(config, batch=batch, height=height, width=width, boxes=boxes)
+
+
+def _batch_of(config, *, batch, height, width, boxes, **unused):
     found = inputs_of(config)
     num_classes, masks = labels_of(config)
     given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
     options = dict(semantic=found.semantic, proposals=given)
-    data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
-    return model, wrapper, data
+    return build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
 
 
 def build_detector(config: Config, device: str):
@@ -320,7 +328,7 @@ def _watch(wrapper, row, model, saved, live, phase):
     return mock.patch.multiple(wrapper, update_params=update_params, step=optimizer_step)
 
 
-def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
+def _measure_cpu(model: nn.Module, wrapper, batches, counter, config, compute):
     tracker = PartTracker(model)
     saved = SavedByPart(tracker.current)
     for group in wrapper.optimizer.param_groups:
@@ -348,13 +356,25 @@ def _measure_cpu(model: nn.Module, wrapper, data, counter, config, compute):
         with saved.hooks(), torch.autocast('cpu', dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             yield
 
-    counter.phase = 'forward'
+    steps = []
     watch = _watch(wrapper, row, model, saved, lambda: static + counter.live, lambda p: setattr(counter, 'phase', p))
     with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), skip, counter:
-        torch.manual_seed(0)
-        model.train_step(data, wrapper)
+        for data in batches:  # the largest is the last
+            counter.phase = 'forward'
+            counter.begin_step()
+            torch.manual_seed(0)
+            model.train_step(data, wrapper)
+            steps.append(counter.events)
     peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
-    return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks, reserved=None, step_s=None)
+    held = [tensor.untyped_storage().nbytes() for tensor in (*held_tensors(model), *_states(wrapper.optimizer))]
+    held.append(averaged_bytes(config, model))
+    import pickle; pickle.dump((held, steps, static, counter.peak), open('/tmp/planner/s.pkl', 'wb'))
+    # Twice, for the largest batch leaves segments that the others are cut out of.
+    row.update(
+        (key, replay(CachingAllocator(expandable=key == 'expandable'), held, steps * 2).most_reserved)
+        for key in ('reserved', 'expandable')
+    )
+    return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks, step_s=None)
 
 
 def _values_do_not_matter(model: nn.Module) -> bool:

@@ -94,17 +94,27 @@ def saved_bytes(fn: Callable, exclude: Iterable[Tensor] = ()) -> int:
 class LiveBytes(TorchDispatchMode):
     """Follows every storage that an operation makes, until it is freed. Storages that are older do not count.
 
+    Args:
+        record (bool): Also keep the order in which storages are made and freed. Default: False.
+
     Attributes:
         live (int): Bytes held now.
         phase (str | None): What the step is doing, set from outside. Default: None.
         peaks (dict[str | None, int]): The most bytes that were held at a time, phase by phase.
         peak (int): The most of them all.
         peak_phase (str | None): What the step was doing at the peak.
+        events (list[tuple[int, int]] | None): With ``record``, what :func:`.caching_allocator.replay` reads: a storage's
+            number and bytes when it is made, its number and 0 when it has been freed.
     """
 
-    def __init__(self):
+    # A look at all small storages after each operation would take minutes, and hardly moves a block.
+    _SMALL, _SMALL_ONES = 2**20, 32
+
+    def __init__(self, record: bool = False):
         super().__init__()
         self.phase, self.peaks = None, {}
+        self.events = [] if record else None
+        self._alive, self._until_look = {True: {}, False: {}}, 0  # small or not: number to reference
         # Address of a storage: a weak reference, which keeps the address from being given away, and the bytes to count.
         # torch's own kind of reference: before torch 2.2 Python's is to a wrapper that is gone at once.
         self._known = {}
@@ -141,8 +151,28 @@ class LiveBytes(TorchDispatchMode):
         for tensor in found:
             if (storage := tensor.untyped_storage())._cdata not in self._known:
                 nbytes = storage.nbytes() if counting else 0
-                self._known[storage._cdata] = StorageWeakRef(storage), nbytes
+                reference = StorageWeakRef(storage)
+                self._known[storage._cdata] = reference, nbytes
                 self._upper += nbytes
+                if nbytes and self.events is not None:
+                    self._record(reference, nbytes)
+
+    def begin_step(self) -> None:
+        """Begins a new record of events, and new peaks."""
+        self.peaks, self.events, self._alive = {}, [], {True: {}, False: {}}
+
+    def _record(self, reference, nbytes):
+        small = nbytes <= self._SMALL
+        self._until_look -= small
+        if not small or self._until_look < 0:
+            for number in [number for number, one in self._alive[small].items() if one.expired()]:
+                del self._alive[small][number]
+                self.events.append((number, 0))
+            if small:
+                self._until_look = self._SMALL_ONES
+        number = len(self.events)
+        self._alive[small][number] = reference
+        self.events.append((number, nbytes))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

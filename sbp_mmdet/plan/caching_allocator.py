@@ -1,0 +1,337 @@
+"""A model of CUDA's caching allocator: how much of a GPU is reserved for a stream of allocations and frees.
+
+A GPU holds more than its tensors. torch asks CUDA for segments, cuts blocks out of them, and keeps freed blocks for
+later tensors. A cached block is of little use to a tensor that is larger, so a training whose images change in size
+reserves more than it ever allocates. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with default
+settings, for one stream of the GPU.
+"""
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ['Block', 'CachingAllocator', 'OutOfMemory', 'least_capacity', 'replay']
+
+_MIB = 2**20
+_ROUNDING = 512  # the size of a block is a multiple of it
+_LARGEST_SMALL = _MIB  # larger blocks come from segments of their own kind
+_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
+_OWN_SEGMENT = 10 * _MIB  # a block of this size or more has a segment made to measure, in multiples of 2 MiB
+_LARGEST_WASTE = _MIB  # of a large block: a larger rest is cut off
+
+
+class OutOfMemory(MemoryError):
+    """The capacity is used up, and no cached segment is left to give back."""
+
+
+class Block:
+    """A piece of a segment, between its two neighbours.
+
+    Attributes:
+        address, size (int): Where it begins, and its bytes.
+        free (bool): Whether it may be allocated.
+        mapped (bool): Whether there is memory behind its addresses; only expandable segments have blocks without.
+    """
+
+    __slots__ = ('address', 'free', 'mapped', 'next', 'pool', 'previous', 'size')
+
+    def __init__(self, pool, address: int, size: int, mapped: bool = True):
+        self.pool, self.address, self.size, self.mapped = pool, address, size, mapped
+        self.free, self.previous, self.next = True, None, None
+
+    def cut(self, size: int) -> 'Block':
+        """Shortens the block to ``size`` bytes and returns the rest, which is free."""
+        rest = Block(self.pool, self.address + size, self.size - size, self.mapped)
+        rest.previous, rest.next = self, self.next
+        if rest.next:
+            rest.next.previous = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def swallow(self) -> None:
+        """Makes one block of this one and the next one."""
+        self.size += self.next.size
+        self.next = self.next.next
+        if self.next:
+            self.next.previous = self
+
+    def can_merge(self, other: 'Block | None') -> bool:
+        """Whether a neighbour is free, and as much in memory as this block."""
+        return other is not None and other.free and other.mapped == self.mapped
+
+
+class _Pool:
+    """Cached blocks by size and address, in which order the first one that is large enough is taken."""
+
+    def __init__(self, small: bool):
+        self.small = small
+        self._order, self._blocks = [], {}
+        self.expandable = None  # the first block of the expandable segment
+        self.granule = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter([self._blocks[address] for _, address in self._order])
+
+    def add(self, block: Block) -> None:
+        bisect.insort(self._order, (block.size, block.address))
+        self._blocks[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        del self._order[bisect.bisect_left(self._order, (block.size, block.address))]
+        del self._blocks[block.address]
+
+    def best_fit(self, size: int) -> Block | None:
+        i = bisect.bisect_left(self._order, (size, 0))
+        return self._blocks[self._order[i][1]] if i < len(self._order) else None
+
+
+class CachingAllocator:
+    """Follows what torch would reserve on a GPU.
+
+    Args:
+        capacity (int | None): Bytes that may be reserved; if `None`, there is no limit. Default: None.
+        expandable (bool): As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: each pool has one segment,
+            which grows at its end by 20 MiB (for blocks up to 1 MiB, by 2 MiB). Default: False.
+
+    Attributes:
+        allocated (int): Bytes of blocks in use, as in ``torch.cuda.memory_allocated``.
+        reserved (int): Bytes of all segments, as in ``torch.cuda.memory_reserved``.
+        most_allocated, most_reserved (int): The most that they were.
+        retries (int): How often segments were given back to find room, as in ``num_alloc_retries``.
+
+    Example:
+        >>> allocator = CachingAllocator()
+        >>> block = allocator.allocate(3 * 2**20)
+        >>> allocator.allocated, allocator.reserved
+        (3145728, 20971520)
+    """
+
+    def __init__(self, capacity: int | None = None, expandable: bool = False):
+        self.capacity, self.expandable = capacity, expandable
+        self.allocated = self.reserved = self.most_allocated = self.most_reserved = self.retries = 0
+        self._small, self._large = _Pool(small=True), _Pool(small=False)
+        self._end = 0  # where the next segment begins
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Finds a block for a tensor.
+
+        Args:
+            nbytes (int): Bytes that are asked for.
+
+        Returns:
+            Block | None: What :meth:`free` takes; None for 0 bytes, for which torch allocates nothing.
+
+        Raises:
+            OutOfMemory: If there is no room within ``capacity``.
+        """
+        if not nbytes:
+            return None
+        size = _rounded(nbytes, _ROUNDING)
+        pool = self._small if size <= _LARGEST_SMALL else self._large
+        block = pool.best_fit(size)
+        if block is None:
+            block = self._grow(pool, size) if self.expandable else self._segment(pool, size)
+        pool.remove(block)
+        rest = block.size - size
+        if rest >= _ROUNDING if pool.small or self.expandable else rest > _LARGEST_WASTE:
+            pool.add(block.cut(size))
+        block.free = False
+        self.allocated += block.size
+        self.most_allocated = max(self.most_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Caches a block, as one with those of its neighbours that are free.
+
+        Args:
+            block (Block | None): Of :meth:`allocate`.
+
+        Raises:
+            ValueError: If it is free already.
+        """
+        if block is None:
+            return
+        if block.free:
+            raise ValueError('a block is freed twice')
+        self.allocated -= block.size
+        block.free = True
+        self._cache(block)
+
+    def give_back(self) -> None:
+        """Returns cached memory to CUDA, as ``torch.cuda.empty_cache`` does: segments without a block in use, and of
+        expandable segments every granule without one."""
+        for pool in (self._small, self._large):
+            for block in pool:
+                if self.expandable:
+                    self._unmap(block)
+                elif block.previous is None and block.next is None:
+                    pool.remove(block)
+                    self.reserved -= block.size
+
+    # --- Segments of fixed size ---------------------------------------------------------------------------------------
+
+    def _segment(self, pool, size):
+        if pool.small:
+            nbytes = _SMALL_SEGMENT
+        else:
+            nbytes = _LARGE_SEGMENT if size < _OWN_SEGMENT else _rounded(size, _SMALL_SEGMENT)
+        self._reserve(nbytes)
+        block = Block(pool, self._end, nbytes)
+        self._end += nbytes
+        pool.add(block)
+        return block
+
+    def _reserve(self, nbytes):
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            self.retries += 1
+            self.give_back()
+            if self.reserved + nbytes > self.capacity:
+                raise OutOfMemory(f'{nbytes} bytes more than {self.reserved}, of {self.capacity}')
+        self.reserved += nbytes
+        self.most_reserved = max(self.most_reserved, self.reserved)
+
+    def _cache(self, block):
+        pool = block.pool
+        if block.can_merge(block.previous):
+            block = block.previous
+            if block.mapped:
+                pool.remove(block)
+            block.swallow()
+        if block.can_merge(block.next):
+            if block.mapped:
+                pool.remove(block.next)
+            block.swallow()
+        if block.mapped:
+            pool.add(block)
+        return block
+
+    # --- Expandable segments ------------------------------------------------------------------------------------------
+
+    def _grow(self, pool, size):
+        """Gives memory to addresses without, at the first place where these and free blocks make ``size`` bytes."""
+        if pool.expandable is None:
+            # Addresses cost nothing: each pool has more than any GPU has memory.
+            pool.expandable = Block(pool, 0, 2**60, mapped=False)
+        if self.capacity is not None:
+            self._make_room(pool, size)
+        block = self._place(pool, size)
+        if not block.mapped:
+            block = self._map(block, size)
+        while block.size < size:
+            block = self._map(block.next, size - block.size)
+        return block
+
+    def _make_room(self, pool, size):
+        missing = sum(_rounded(need, pool.granule) for need in self._unmapped_of(self._place(pool, size), size))
+        if self.reserved + missing > self.capacity:
+            self.retries += 1
+            self.give_back()
+            missing = sum(_rounded(need, pool.granule) for need in self._unmapped_of(self._place(pool, size), size))
+            if self.reserved + missing > self.capacity:
+                raise OutOfMemory(f'{missing} bytes more than {self.reserved}, of {self.capacity}')
+
+    @staticmethod
+    def _unmapped_of(block, size):
+        while size > 0:
+            if not block.mapped:
+                yield min(size, block.size)
+            size -= block.size
+            block = block.next
+
+    @staticmethod
+    def _place(pool, size):
+        block = pool.expandable
+        while block is not None:
+            if block.free and not block.mapped:
+                start = block.previous if block.previous is not None and block.previous.free else block
+                room, end = 0, start
+                while end is not None and end.free and room < size:
+                    room += end.size
+                    end = end.next
+                if room >= size:
+                    return start
+            block = block.next
+        raise AssertionError('the addresses behind the last block have no end')
+
+    def _map(self, block, size):
+        nbytes = min(_rounded(size, block.pool.granule), block.size)
+        self.reserved += nbytes
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        if nbytes < block.size:
+            block.cut(nbytes)
+        block.mapped = True
+        return self._cache(block)
+
+    def _unmap(self, block):
+        """Takes the memory of the granules that lie wholly in a free block."""
+        granule, pool = block.pool.granule, block.pool
+        begin = _rounded(block.address, granule)
+        nbytes = (block.address + block.size) // granule * granule - begin
+        if nbytes <= 0:
+            return
+        pool.remove(block)
+        if begin > block.address:
+            rest = block.cut(begin - block.address)
+            pool.add(block)
+            block = rest
+        if block.size > nbytes:
+            pool.add(block.cut(nbytes))
+        block.mapped = False
+        self.reserved -= nbytes
+        self._cache(block)
+
+
+def replay(
+    allocator: CachingAllocator, held: Iterable[int], steps: Iterable[Sequence[tuple[int, int]]]
+) -> CachingAllocator:
+    """Allocates and frees as a training does.
+
+    Args:
+        allocator (CachingAllocator): Follows it.
+        held (Iterable[int]): Bytes of each tensor that stays: parameters, buffers, optimizer states.
+        steps (Iterable[Sequence[tuple[int, int]]]): For each step, in order, the number of a storage with the bytes that
+            are allocated for it, and later with 0 when it is freed. What is not freed ends with its step.
+
+    Returns:
+        CachingAllocator: The one that was given.
+
+    Raises:
+        OutOfMemory: If a step has no room.
+    """
+    for nbytes in held:
+        allocator.allocate(nbytes)
+    for step in steps:
+        blocks = {}
+        for number, nbytes in step:
+            if nbytes:
+                blocks[number] = allocator.allocate(nbytes)
+            else:
+                allocator.free(blocks.pop(number))
+        for block in blocks.values():
+            allocator.free(block)
+    return allocator
+
+
+def least_capacity(
+    held: Sequence[int], steps: Sequence[Sequence[tuple[int, int]]], expandable: bool = False, within: float = 0.005
+) -> int:
+    """Returns the least capacity within which a training goes on, giving cached segments back where it has to.
+
+    Args:
+        held, steps: See :func:`replay`.
+        expandable (bool): See :class:`CachingAllocator`. Default: False.
+        within (float): Share of it by which the answer may be too large. Default: 0.005.
+    """
+    unlimited = replay(CachingAllocator(expandable=expandable), held, steps)
+    low, high = unlimited.most_allocated, unlimited.most_reserved
+    while high - low > within * low:
+        middle = (low + high) // 2
+        try:
+            replay(CachingAllocator(middle, expandable), held, steps)
+            high = middle
+        except OutOfMemory:
+            low = middle
+    return high
+
+
+def _rounded(nbytes, multiple):
+    return -(-nbytes // multiple) * multiple
