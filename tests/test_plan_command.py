@@ -24,6 +24,11 @@ ALL = ('exact', 'exact_min', 'int8', 'sampled', 'sbp', 'none', 'with_cp', 'refer
 GB = 10**9
 
 
+def _row(peak, gradients, gaps=0):
+    """What is counted of a variant; with expandable segments there are no gaps."""
+    return dict(peak=peak, gradients=gradients, reserved=2 * peak, capacity=peak + gaps, expandable=peak)
+
+
 @pytest.fixture(autouse=True)
 def round_numbers(monkeypatch):
     """10 % and 0.6 GB on top of a count."""
@@ -45,8 +50,10 @@ def test_budgets_and_sizes():
 
 
 def test_need_is_the_peak_with_margin_and_context():
-    row = dict(peak=GB, gradients=GB // 2)
+    row = _row(GB, GB // 2)
     assert needed(row) == 1_700_000_000 and needed(row, ddp=True) == 2_250_000_000
+    row = _row(GB, 0, gaps=GB // 10)  # the margin is one of what is allocated
+    assert needed(row) == 1_800_000_000 and needed(row, held_by='expandable') == 1_700_000_000
 
 
 def planned(budget, peaks, path=FRCNN, presets=ALL, **options):
@@ -55,7 +62,7 @@ def planned(budget, peaks, path=FRCNN, presets=ALL, **options):
 
     def measure(variant):
         seen.append(variant)
-        return dict(peak=int(peaks.get(variant, 9) * GB), gradients=GB)
+        return _row(int(peaks.get(variant, 9) * GB), GB)
 
     rows = plan(plain(load_config(path)), int(budget * GB), measure, presets, **options)
     return {row.variant: row.fits for row in rows}, seen, rows
@@ -81,7 +88,7 @@ def test_for_each_preset_the_cheapest_that_fits():
     ]
     assert len(seen) == len(set(seen))
     assert answer(rows).variant == 'exact_min'
-    assert rows[3] == Row('exact_min', 'exact', 5 * GB, True)
+    assert rows[3] == Row('exact_min', 'exact', 5 * GB, True, 4 * GB, 8 * GB, 5 * GB)
 
 
 def test_with_cp_is_the_answer_where_nothing_else_is_exact():
@@ -200,7 +207,7 @@ def planning(monkeypatch):
     def measure(config, **case):
         hooks.append([dict(hook) for hook in config.custom_hooks])
         name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
-        return dict(peak=int(peaks.get(name, 20) * GB), gradients=0)
+        return _row(int(peaks.get(name, 20) * GB), 0)
 
     monkeypatch.setattr(command, 'measure_detector', measure)
     monkeypatch.setattr(command, 'build_detector', lambda config, device: (None, None))
@@ -213,6 +220,25 @@ def test_what_is_not_counted_is_said(planning, capsys):
     for option, said in (('True', True), ('False', False)):
         command.main(['plan', FRCNN, '--budget', '8GiB', '--cfg-options', f'env_cfg.cudnn_benchmark={option}'])
         assert ('Not counted: cudnn_benchmark=True' in capsys.readouterr().out) == said
+
+
+def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):
+    """The config needs 5 GB, 1.1 GB more with gaps: it fits into 6 GB with one line in the environment."""
+    peaks = dict(none=4, exact=2)
+
+    def measure(config, **case):
+        name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
+        return _row(int(peaks.get(name, 20) * GB), 0, gaps=GB if name == 'none' else 0)
+
+    monkeypatch.setattr(command, 'measure_detector', measure)
+    command.main(['plan', FRCNN, '--budget', '5.5GB', '--verbose'])
+    page = capsys.readouterr().out
+    assert 'fits into 5.12 GiB with exact' in page and 'reserved' in page.splitlines()[0]
+    assert 'expandable_segments:True in the environment, the config as it is needs 4.66 GiB, which fits' in page
+    assert page.splitlines()[1].split()[2:] == ['3.73', 'GiB', '7.45', 'GiB', '5.59', 'GiB', 'too', 'much']
+    command.main(['plan', FRCNN, '--budget', '4.9GB'])
+    page = capsys.readouterr().out
+    assert 'expandable' not in page and 'reserved' not in page
 
 
 def test_what_is_printed(planning, capsys, monkeypatch):

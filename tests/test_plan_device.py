@@ -1,11 +1,9 @@
 """Which GPU is measured, and what says that it is too small; on a machine without one."""
 
-import types
-
 import pytest
 import torch
 
-from sbp_mmdet.plan.device import NoDevice, check_device, is_out_of_memory, noting, use_device
+from sbp_mmdet.plan.device import NoDevice, check_device, is_out_of_memory, use_device
 from sbp_mmdet.plan.memory import peak_bytes
 
 
@@ -63,29 +61,3 @@ def test_the_first_run_is_not_the_one_that_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda: 25)
     assert peak_bytes(lambda: log.append('run'), 'cuda', lambda: log.append('clear')) == 15
     assert log == ['run', 'clear', 'synchronize', 'before', 'reset_peak_memory_stats', 'run', 'synchronize']
-
-
-@pytest.mark.skipif(
-    not hasattr(torch, 'get_autocast_dtype'), reason='the compiler of torch 2.1 takes hooks off optimizers'
-)
-def test_what_a_step_must_not_hide(monkeypatch):
-    """A step that an infinite gradient left without the optimizer's part, and memory that the allocator had to free."""
-    retries = iter([3, 3, 3, 5, 5, 5])
-    monkeypatch.setattr(torch.cuda, 'memory_stats', lambda device: dict(num_alloc_retries=next(retries)))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    wrapper = types.SimpleNamespace(optimizer=optimizer, loss_scaler=None, should_update=lambda: True)
-    row = {}
-    for steps in (True, True, False):
-        with noting(row, wrapper, 'cuda'):
-            if steps:
-                optimizer.step()
-    assert row == dict(overflows=1, retries=2)
-    with noting(row, wrapper, 'cpu'):  # hooks are gone, and a CPU's allocator has no retries
-        optimizer.step()
-    del wrapper.loss_scaler
-    with noting(row, wrapper, 'cpu'):
-        pass  # without mixed precision nothing overflows
-    wrapper.loss_scaler, wrapper.should_update = None, lambda: False
-    with noting(row, wrapper, 'cpu'):
-        pass  # gradients are accumulated
-    assert row == dict(overflows=1, retries=2) and not optimizer._optimizer_step_post_hooks

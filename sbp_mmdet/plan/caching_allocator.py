@@ -288,8 +288,8 @@ def replay(
     Args:
         allocator (CachingAllocator): Follows it.
         held (Iterable[int]): Bytes of each tensor that stays: parameters, buffers, optimizer states.
-        steps (Iterable[Sequence[tuple[int, int]]]): For each step, in order, the number of a storage with the bytes that
-            are allocated for it, and later with 0 when it is freed. What is not freed ends with its step.
+        steps (Iterable[Sequence[tuple[int, int]]]): For each step, in order, the number of a storage with the bytes
+            that are allocated for it, and later with 0 when it is freed. What is not freed ends with its step.
 
     Returns:
         CachingAllocator: The one that was given.

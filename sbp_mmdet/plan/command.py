@@ -78,6 +78,7 @@ def _add_plan(verbs):
     verb.add_argument('--gpus', type=int, default=1, help='above 1: with the buckets of distributed training')
     verb.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
     verb.add_argument('--json', action='store_true', help='print the answer for scripts')
+    verb.add_argument('--verbose', action='store_true', help='also what is allocated, and what torch reserves')
     verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     verb.set_defaults(run=_plan)
 
@@ -97,7 +98,7 @@ def _plan(args, config):
         return _plan_batches(args, config, budget, size)
     inputs = inputs_of(config, args.batch, size)
     args.boxes = args.boxes or crowded(inputs.batch)
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes, usual=inputs.usual)
     try:
         rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
@@ -170,7 +171,7 @@ def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
     Args:
         config (Config): Config of a detector.
         budget (int): Bytes of the GPU.
-        case (dict): ``batch``, ``height``, ``width`` and ``boxes``.
+        case (dict): ``batch``, ``height``, ``width`` and ``boxes``, and ``usual`` where it is known.
         **options: Of :func:`.planner.plan`.
 
     Returns:
@@ -217,10 +218,15 @@ def _page(args, config, inputs, budget, rows, found, lines):
         Column('needs', lambda row: format_gib(row['need'])),
         Column('', lambda row: 'fits' if row['fits'] else 'too much'),
     ]
+    if args.verbose:
+        columns[2:2] = [
+            Column('allocated', lambda row: format_gib(row['allocated'])),
+            Column('reserved', lambda row: format_gib(row['reserved'])),
+        ]
     case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
     table = text_table(columns, [row._asdict() for row in rows])
     usual = f'; a usual image is {inputs.usual[0]} x {inputs.usual[1]}' if inputs.usual else ''
-    cuda = f'{MARGIN:.0%} and {format_gib(WORKSPACES + CONTEXT)} for CUDA'
+    cuda = f'gaps between tensors, {MARGIN:.0%} and {format_gib(WORKSPACES + CONTEXT)} for CUDA'
     note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
@@ -235,7 +241,20 @@ def _page(args, config, inputs, budget, rows, found, lines):
         end = f'It fits into {format_gib(budget)} {how}.'
     else:
         end = f'It fits into {format_gib(budget)} with {found.variant}. Add to the config:\n\n{lines}'
-    return f'{table}\n\n{note}\n{end}'
+    return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, found, budget)}'
+
+
+def _with_expandable_segments(rows, found, budget):
+    """Names the cheaper variant that fits where torch's segments may grow, if there is one."""
+    before = rows[: rows.index(found)] if found else rows
+    row = next((row for row in before if not row.fits and row.expandable <= budget), None)
+    if row is None:
+        return ''
+    name = 'the config as it is' if row.variant == 'none' else row.variant
+    return (
+        f'\n\nWith PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, {name} needs '
+        f'{format_gib(row.expandable)}, which fits too: torch then loses less to gaps between tensors.'
+    )
 
 
 def _budget(text):

@@ -1,15 +1,14 @@
-"""A training step of a whole detector: what it holds, part by part, and how long it takes.
+"""A training step of a whole detector: what it holds, part by part.
 
-On CUDA the allocator counts. On a CPU the tensors themselves are counted, made as CUDA's rules would have them.
+The tensors of a step on the CPU are counted, made as CUDA's rules would have them.
 """
 
 import contextlib
 import copy
 import gc
 import logging
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -27,21 +26,20 @@ from torch import Tensor, nn
 from ..surgery import mix_out, model_hooks
 from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
-from .caching_allocator import CachingAllocator, replay
 from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
-from .device import check_device, noting, use_device
+from .device import use_device
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
 from .inputs import inputs_of, labels_of
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
+from .reserved import reserved_bytes
 
 __all__ = [
     'assignment_on_cpu',
     'build_detector',
     'build_training',
-    'check_case',
     'measure_detector',
     'own_crops',
     'timed_step',
@@ -55,74 +53,50 @@ def measure_detector(
     height: int,
     width: int,
     boxes: int,
-    device: str = 'cpu',
+    usual: tuple[int, int] | None = None,
     compute: bool = False,
-    trained: bool = True,
-    rounds: int = 5,
-    others: Sequence[tuple[int, int]] = (),
 ) -> dict:
-    """Runs training steps of a config's model on random images, and counts in the last one.
+    """Counts what a training step of a config's model holds on a GPU, by a step on random images on the CPU.
 
     Args:
         config (Config): Config of a detector, the hooks that change the model included.
-        batch (int): Images. A CPU counts them all: nothing follows from smaller batches, for an assigner goes image by
-            image and has its peak elsewhere in them.
+        batch (int): Images. All of them are counted: nothing follows from smaller batches, for an assigner goes image
+            by image and has its peak elsewhere in them.
         height, width (int): Their size, before padding.
         boxes (int): Ground-truth boxes in each.
-        device (str): 'cpu', or a CUDA device. Default: 'cpu'.
-        compute (bool): On a CPU, carry out the arithmetic of large operations too; the bytes are the same.
-            Default: False.
-        trained (bool): See :func:`.batch.as_if_trained`. Default: True.
-        rounds (int): Timed steps on CUDA. Default: 5.
-        others (Sequence[tuple[int, int]]): Height and width of other batches of the training, which a CPU counts too:
-            what a GPU reserves depends on them. Default: none.
+        usual (tuple[int, int] | None): Height and width of the usual batch, on which depends what the allocator
+            holds; if `None`, all batches are of one size. Default: None.
+        compute (bool): Carry out the arithmetic of large operations too; the bytes are the same. Default: False.
 
     Returns:
         dict: Bytes of ``parameters`` (buffers included), ``optimizer``, ``gradients``, ``saved`` (part to bytes),
-        ``forward`` (everything at the end of the forward pass), ``peak``, ``reserved``; ``peak_phase``; on CUDA
-        ``step_s`` as well, which is None elsewhere, and what :func:`.device.noting` notes; elsewhere ``peaks`` (phase to
-        bytes), and ``expandable``: what is reserved with ``expandable_segments:True``.
+        ``forward`` (everything at the end of the forward pass), ``peak``; ``peaks`` (phase to bytes) and
+        ``peak_phase``; and what :func:`.reserved.reserved_bytes` adds.
 
     Raises:
-        ValueError: For a number that is too small, or a device that is not there.
+        ValueError: For a number that is too small.
     """
-    check_case(batch=batch, boxes=boxes, rounds=rounds, device=device)
-    cuda = torch.device(device).type == 'cuda'
-    with own_crops(), at_the_first_step(), contextlib.ExitStack() as stack:
-        counter = LiveBytes(record=True)
-        if not cuda:
-            stack.enter_context(cuda_kernels(counter, compute))
-            bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
-            stack.enter_context(cuda_storage(counter, bfloat16))
-            stack.enter_context(assignment_on_cpu(counter))
-        case = dict(batch=batch, height=height, width=width, boxes=boxes, device=device)
-        model, wrapper, data = build_training(config, trained=trained, **case)
+    for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0)):
+        if value < least:
+            raise ValueError(f'{name}={value} must be {least} or more')
+    counter = LiveBytes(record=True)
+    bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
+    case = dict(batch=batch, height=height, width=width, boxes=boxes, device='cpu')
+    with (
+        own_crops(),
+        at_the_first_step(),
+        cuda_kernels(counter, compute),
+        cuda_storage(counter, bfloat16),
+        assignment_on_cpu(counter),
+    ):
+        model, wrapper, data = build_training(config, **case)
         try:
-            if cuda:
-                return _measure_cuda(model, wrapper, data, rounds)
-            batches = [_batch_of(config, **dict(case, height=h, width=w)) for h, w in others]
-            return _measure_cpu(model, wrapper, [*batches, data], counter, config, compute)
+            row, held = _count(model, wrapper, data, counter, config, compute)
         finally:
             del model, wrapper, data
             gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
-
-
-def check_case(*, batch: int, boxes: int, rounds: int, device: str, least_rounds: int = 0) -> None:
-    """Refuses what cannot be measured.
-
-    Args:
-        batch, boxes, rounds, device: See :func:`measure_detector`.
-        least_rounds (int): Fewer rounds are refused. Default: 0.
-
-    Raises:
-        ValueError: For a number that is too small, or a device that is not there.
-    """
-    for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0), ('rounds', rounds, least_rounds)):
-        if value < least:
-            raise ValueError(f'{name}={value} must be {least} or more')
-    check_device(device)
+    usual_share = min(1, usual[0] * usual[1] / (height * width)) if usual else 1
+    return dict(row, **reserved_bytes(held, counter.events, usual_share))
 
 
 @contextlib.contextmanager
@@ -166,7 +140,9 @@ def build_training(
     """What a training step needs. To be called within :func:`own_crops`.
 
     Args:
-        config, batch, height, width, boxes, device, trained: See :func:`measure_detector`.
+        config, batch, height, width, boxes: See :func:`measure_detector`.
+        device (str): 'cpu', or a CUDA device.
+        trained (bool): See :func:`.batch.as_if_trained`. Default: True.
 
     Returns:
         tuple: Model in training mode, optimizer wrapper, and a batch.
@@ -180,15 +156,12 @@ def build_training(
     model, wrapper = build_detector(config, device)
     if trained:
         as_if_trained(model)
-    return model, wrapper, _batch_of(config, batch=batch, height=height, width=width, boxes=boxes)
-
-
-def _batch_of(config, *, batch, height, width, boxes, **unused):
     found = inputs_of(config)
     num_classes, masks = labels_of(config)
     given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
     options = dict(semantic=found.semantic, proposals=given)
-    return build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
+    data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
+    return model, wrapper, data
 
 
 def build_detector(config: Config, device: str):
@@ -268,8 +241,12 @@ def _amp_dtype(config):
     return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
 
 
+def _storages(tensors):
+    return list({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 def _bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(_storages(tensors))
 
 
 def _states(optimizer) -> list[Tensor]:
@@ -328,7 +305,7 @@ def _watch(wrapper, row, model, saved, live, phase):
     return mock.patch.multiple(wrapper, update_params=update_params, step=optimizer_step)
 
 
-def _measure_cpu(model: nn.Module, wrapper, batches, counter, config, compute):
+def _count(model: nn.Module, wrapper, data, counter, config, compute):
     tracker = PartTracker(model)
     saved = SavedByPart(tracker.current)
     for group in wrapper.optimizer.param_groups:
@@ -356,25 +333,15 @@ def _measure_cpu(model: nn.Module, wrapper, batches, counter, config, compute):
         with saved.hooks(), torch.autocast('cpu', dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             yield
 
-    steps = []
+    counter.phase = 'forward'
     watch = _watch(wrapper, row, model, saved, lambda: static + counter.live, lambda p: setattr(counter, 'phase', p))
     with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), skip, counter:
-        for data in batches:  # the largest is the last
-            counter.phase = 'forward'
-            counter.begin_step()
-            torch.manual_seed(0)
-            model.train_step(data, wrapper)
-            steps.append(counter.events)
+        torch.manual_seed(0)
+        model.train_step(data, wrapper)
     peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
-    held = [tensor.untyped_storage().nbytes() for tensor in (*held_tensors(model), *_states(wrapper.optimizer))]
-    held.append(averaged_bytes(config, model))
-    import pickle; pickle.dump((held, steps, static, counter.peak), open('/tmp/planner/s.pkl', 'wb'))
-    # Twice, for the largest batch leaves segments that the others are cut out of.
-    row.update(
-        (key, replay(CachingAllocator(expandable=key == 'expandable'), held, steps * 2).most_reserved)
-        for key in ('reserved', 'expandable')
-    )
-    return dict(row, peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks, step_s=None)
+    row.update(peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks)
+    held = _storages([*held_tensors(model), *_states(wrapper.optimizer)])
+    return row, [*held, averaged_bytes(config, model)]
 
 
 def _values_do_not_matter(model: nn.Module) -> bool:
@@ -405,36 +372,3 @@ def timed_step(model: nn.Module, wrapper, data: dict) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3
-
-
-def _measure_cuda(model: nn.Module, wrapper, data, rounds):
-    for _ in range(2):  # the first step makes the optimizer's states and lets cuDNN choose its algorithms
-        model.train_step(copy.deepcopy(data), wrapper)
-    noted, device = {}, next(model.parameters()).device
-    times = []
-    for _ in range(rounds):
-        with noting(noted, wrapper, device):
-            times.append(timed_step(model, wrapper, data))
-    row = dict(parameters=_bytes([*model.parameters(), *model.buffers()]), optimizer=_bytes(_states(wrapper.optimizer)))
-    torch.cuda.reset_peak_memory_stats()
-    with noting(noted, wrapper, device):
-        model.train_step(copy.deepcopy(data), wrapper)
-        torch.cuda.synchronize()
-    row.update(peak=torch.cuda.max_memory_allocated(), peak_phase=None, reserved=torch.cuda.max_memory_reserved())
-    # One more step, with hooks on all modules, says what each part stores.
-    tracker = PartTracker(model)
-    saved = SavedByPart(tracker.current)
-    original = wrapper.optim_context
-
-    @contextlib.contextmanager
-    def optim_context(model):
-        with saved.hooks(), original(model):
-            yield
-
-    with (
-        mock.patch.object(wrapper, 'optim_context', optim_context),
-        _watch(wrapper, row, model, saved, torch.cuda.memory_allocated, lambda phase: None),
-    ):
-        model.train_step(copy.deepcopy(data), wrapper)
-    tracker.remove()
-    return dict(row, **noted, step_s=statistics.median(times) if times else None)

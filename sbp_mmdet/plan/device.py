@@ -1,11 +1,10 @@
 """The device that something is measured on: which one it is, and whether something fits into it."""
 
 import argparse
-import contextlib
 
 import torch
 
-__all__ = ['NoDevice', 'check_device', 'is_out_of_memory', 'noting', 'use_device']
+__all__ = ['NoDevice', 'check_device', 'is_out_of_memory', 'use_device']
 
 # What libraries say that could not get their workspace.
 _OUT_OF_MEMORY = (
@@ -62,29 +61,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     message = str(error).lower()
     return isinstance(error, RuntimeError) and any(text.lower() in message for text in _OUT_OF_MEMORY)
-
-
-@contextlib.contextmanager
-def noting(row: dict, wrapper, device: torch.device | str):
-    """Notes what a table of times and bytes must not hide of the training step that runs in here.
-
-    Args:
-        row (dict): Gets one more of ``overflows`` if the optimizer was left out, because a gradient was infinite; and
-            in ``retries`` how often CUDA's allocator had to give cached memory back to find room.
-        wrapper (OptimWrapper): What steps.
-        device (torch.device | str): Where it runs.
-    """
-    steps, before = [], _allocator_retries(device)
-    handle = wrapper.optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    try:
-        yield
-    finally:
-        handle.remove()
-    found = dict(retries=_allocator_retries(device) - before)
-    if hasattr(wrapper, 'loss_scaler') and wrapper.should_update():
-        found['overflows'] = int(not steps)
-    row.update({key: row.get(key, 0) + number for key, number in found.items() if number})
-
-
-def _allocator_retries(device):
-    return torch.cuda.memory_stats(device)['num_alloc_retries'] if torch.device(device).type == 'cuda' else 0

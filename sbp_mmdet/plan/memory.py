@@ -103,8 +103,8 @@ class LiveBytes(TorchDispatchMode):
         peaks (dict[str | None, int]): The most bytes that were held at a time, phase by phase.
         peak (int): The most of them all.
         peak_phase (str | None): What the step was doing at the peak.
-        events (list[tuple[int, int]] | None): With ``record``, what :func:`.caching_allocator.replay` reads: a storage's
-            number and bytes when it is made, its number and 0 when it has been freed.
+        events (list[tuple[int, int]] | None): With ``record``, what :func:`.caching_allocator.replay` reads: a
+            storage's number and bytes when it is made, its number and 0 when it has been freed.
     """
 
     # A look at all small storages after each operation would take minutes, and hardly moves a block.
@@ -156,10 +156,6 @@ class LiveBytes(TorchDispatchMode):
                 self._upper += nbytes
                 if nbytes and self.events is not None:
                     self._record(reference, nbytes)
-
-    def begin_step(self) -> None:
-        """Begins a new record of events, and new peaks."""
-        self.peaks, self.events, self._alive = {}, [], {True: {}, False: {}}
 
     def _record(self, reference, nbytes):
         small = nbytes <= self._SMALL

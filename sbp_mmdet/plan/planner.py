@@ -26,7 +26,7 @@ __all__ = [
 # use inside themselves, which grows with the maps and is this much for any model.
 MARGIN = 0.08
 WORKSPACES = 384 * 2**20
-# CUDA's context and what the allocator cannot use, by estimate: those figures are without them.
+# CUDA's context, by estimate: those figures are without it.
 CONTEXT = 0.6e9
 
 # In the order in which they are tried: each costs more time than the one before.
@@ -45,12 +45,18 @@ class Row(NamedTuple):
         gradients (str): 'exact', 'int8' or 'sbp'; in mixed precision where the config has none, ', fp16'.
         need (int): Bytes of GPU memory.
         fits (bool): Whether that is within the budget.
+        allocated (int): Bytes of the tensors at the peak, as ``torch.cuda.max_memory_allocated`` would have them.
+        reserved (int): Bytes that torch takes where it can, as ``nvidia-smi`` would show them beside the context.
+        expandable (int): Bytes of GPU memory that are needed with ``expandable_segments:True``.
     """
 
     variant: str
     gradients: str
     need: int
     fits: bool
+    allocated: int = 0
+    reserved: int = 0
+    expandable: int = 0
 
 
 def parse_bytes(text: str) -> int:
@@ -93,17 +99,19 @@ def parse_size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def needed(row: dict, ddp: bool = False) -> int:
+def needed(row: dict, ddp: bool = False, held_by: str = 'capacity') -> int:
     """Bytes of GPU memory that a variant needs.
 
     Args:
         row (dict): Of ``measure_detector``.
         ddp (bool): With the buckets of distributed training, which hold all gradients once more. Default: False.
+        held_by (str): 'capacity', or 'expandable' for ``expandable_segments:True``. Default: 'capacity'.
 
     Returns:
-        int: The peak with the margin, plus workspaces and CUDA's context.
+        int: What the caching allocator has to hold and the margin of the peak, plus workspaces and CUDA's context.
     """
-    return int((row['peak'] + (row['gradients'] if ddp else 0)) * (1 + MARGIN) + WORKSPACES + CONTEXT)
+    buckets = row['gradients'] if ddp else 0
+    return int(row[held_by] + buckets + (row['peak'] + buckets) * MARGIN + WORKSPACES + CONTEXT)
 
 
 def plan(
@@ -135,8 +143,10 @@ def plan(
 
     def look(variant):
         name, *pieces = variant.split('+')
-        gradients, need = PRESETS[name].gradients, needed(measure(variant), ddp)
-        return Row(variant, f'{gradients}, fp16' if 'amp' in pieces else gradients, need, need <= budget)
+        gradients, row = PRESETS[name].gradients, measure(variant)
+        need, expandable = (needed(row, ddp, held_by) for held_by in ('capacity', 'expandable'))
+        gradients = f'{gradients}, fp16' if 'amp' in pieces else gradients
+        return Row(variant, gradients, need, need <= budget, row['peak'], row['reserved'], expandable)
 
     rows = [look('none')]
     if rows[0].fits:
