@@ -126,7 +126,7 @@ def plan(
     """Looks at variants until it is known which fit.
 
     Where the config fits as it is, that is all. Otherwise checkpointing is looked at, and for each preset the pieces
-    that make it fit, the cheapest first; behind 'exact', mixed precision if the config has none.
+    that make it fit, the cheapest first; behind the exact presets, mixed precision if the config has none.
 
     Args:
         config (Config): A plain one, see :func:`.variants.plain`.

@@ -75,6 +75,18 @@ class RehearseHook(Hook):
             )
         fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}'
         fits += ': it fits' if budget else ' here; no budget was given'
+        if budget and (found := largest_validation(runner)) is not None:
+            batch, case = found
+            with as_before(unwrapped(runner.model)):
+                peak = _of_all_ranks(validation_peak(runner, batch), 'max')
+            if peak is None or peak > budget:
+                needs = 'more than the GPU has' if peak is None else format_gib(peak)
+                raise DoesNotFit(
+                    f'RehearseHook: training fits, but validation on {case} needs {needs}; {format_gib(budget)} may be '
+                    'used. Masks are pasted into images of their full size: validate on smaller images, or with fewer '
+                    'detections (max_per_img in test_cfg)'
+                )
+            fits += f'; validation on {case} needs {format_gib(peak)}'
         if self.stop:
             print(fits)
             raise SystemExit(0)
@@ -111,6 +123,31 @@ def largest_batch(runner) -> tuple[dict, dict]:
     case = dict(batch=images, height=height, width=width, boxes=boxes)
     batch = build_batch(images, height, width, boxes, classes, masks or found.masks, semantic=found.semantic)
     return batch, case
+
+
+def largest_validation(runner) -> tuple[dict, str] | None:
+    """Take the largest image of a runner's validation data, as often as a batch has images.
+
+    Args:
+        runner (Runner): A runner whose loops are built.
+
+    Returns:
+        tuple[dict, str] | None: The batch, and what it is called; None if the runner does not validate, or does it by
+        a loop of its own.
+    """
+    loop = getattr(runner, '_val_loop', None)
+    loader = getattr(loop, 'dataloader', None)
+    if loader is None or not len(loader.dataset):
+        return None
+    dataset = loader.dataset
+    sizes = [
+        (info.get('height') or 0, info.get('width') or 0) for info in map(dataset.get_data_info, range(len(dataset)))
+    ]
+    largest = max(range(len(sizes)), key=lambda i: sizes[i][0] * sizes[i][1])
+    images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size or 1
+    height, width = sizes[largest]
+    called = f'{images} image{"s" * (images > 1)}' + (f' of {height} x {width}' if height else '')
+    return loader.collate_fn([dataset[largest] for _ in range(images)]), called
 
 
 @contextlib.contextmanager
@@ -163,25 +200,70 @@ def _of_all_ranks(number: float | None, op: str) -> float | None:
 
 
 def _peak(runner, batch) -> int | None:
-    """Bytes at the step's peak, with what is to come: the optimizer's states, and the buckets of distributed training.
+    """Return the bytes at a training step's peak, with the buckets of distributed training; None: no room."""
+    model, buckets = runner.model, 0
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+        buckets = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return _most(runner, model, lambda: model.train_step(batch, NoUpdate(runner.optim_wrapper, backward=True)), buckets)
+
+
+def validation_peak(runner, batch: dict) -> int | None:
+    """Return the bytes at the peak of a validation step in which the detector finds as much as it may; None: no room.
+
+    Args:
+        runner (Runner): A runner with a detector.
+        batch (dict): Of :func:`largest_validation`.
+    """
+    model = unwrapped(runner.model)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), _every_score(model):
+            return _most(runner, model, lambda: model.val_step(batch), 0)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _every_score(model):
+    """An untrained detector's scores are low: it finds as much as a trained one where none is too low."""
+    found, waiting = [], [module.test_cfg for module in model.modules() if hasattr(module, 'test_cfg')]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            found += [(node, node['score_thr'])] if isinstance(node.get('score_thr'), (int, float)) else []
+            waiting += [*node.values()]
+    try:
+        for node, _ in found:
+            node['score_thr'] = 0.0
+        yield
+    finally:
+        for node, threshold in reversed(found):
+            node['score_thr'] = threshold
+
+
+def _most(runner, model, run, held) -> int | None:
+    """Return the bytes at the peak of ``run``, with what is to come: the optimizer's states, and ``held``.
 
     Each process steps by itself, or those that have room would wait for one that has none. None: no room.
     """
     from .device import is_out_of_memory  # noqa: PLC0415
+    from .memory import LiveBytes  # noqa: PLC0415
 
-    model, states = runner.model, _states(runner.optim_wrapper)
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-        states += sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    held += _states(runner.optim_wrapper)
     try:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
-            held = torch.empty(states, dtype=torch.uint8, device=next(model.parameters()).device)
-            model.train_step(batch, NoUpdate(runner.optim_wrapper, backward=True))
+            room = torch.empty(held, dtype=torch.uint8, device=next(model.parameters()).device)
+            run()
             torch.cuda.synchronize()
-            del held
+            del room
             return torch.cuda.max_memory_allocated()
-        return states + _counted(model, batch, runner.optim_wrapper)
+        with LiveBytes() as counter:
+            run()
+        return held + counter.peak + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -190,14 +272,6 @@ def _peak(runner, batch) -> int | None:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _counted(model, batch, wrapper):
-    from .memory import LiveBytes  # noqa: PLC0415
-
-    with LiveBytes() as counter:
-        model.train_step(batch, NoUpdate(wrapper, backward=True))
-    return counter.peak + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _states(wrapper) -> int:
