@@ -13,6 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
+from sbp_mmdet.plan import rehearse
 from sbp_mmdet.plan.command import main
 from sbp_mmdet.plan.rehearse import DoesNotFit, as_before, largest_batch
 
@@ -95,6 +96,35 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
     after = runner.model.state_dict()
     assert before.keys() == after.keys() and all(p.grad is None for p in runner.model.parameters())
     assert not runner.optim_wrapper.optimizer.state and runner.iter == 0
+
+
+def test_validation_is_rehearsed_too(project, monkeypatch):
+    """With as many detections as it may have; thresholds and modes are put back."""
+    folder, path = project
+    monkeypatch.chdir(folder)
+    config = Config.fromfile(path)
+    config.update(work_dir=str(folder / 'run'), load_from=None)
+    config.custom_hooks = [dict(type='RehearseHook', budget='8GiB')]
+    runner = Runner.from_cfg(config)
+    thresholds, peaks = [], []
+    peak = rehearse.validation_peak
+    step = type(runner.model).val_step
+
+    def val_step(self, data):
+        thresholds.append((self.roi_head.test_cfg.score_thr, self.training))
+        return step(self, data)
+
+    def too_much(runner, batch):
+        peaks.append(peak(runner, batch))
+        return 9 * 2**30
+
+    monkeypatch.setattr(type(runner.model), 'val_step', val_step)
+    monkeypatch.setattr(rehearse, 'validation_peak', too_much)
+    with pytest.raises(DoesNotFit, match=r'validation on 1 image of \d+ x \d+ needs 9.00 GiB; 8.00 GiB may be used'):
+        runner.train()
+    assert thresholds == [(0.0, False)] and runner.model.training
+    assert runner.model.roi_head.test_cfg.score_thr == config.model.test_cfg.rcnn.score_thr > 0
+    assert peaks[0] > sum(p.nbytes for p in runner.model.parameters())
 
 
 def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):

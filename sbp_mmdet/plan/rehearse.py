@@ -75,10 +75,11 @@ class RehearseHook(Hook):
             )
         fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}'
         fits += ': it fits' if budget else ' here; no budget was given'
-        if budget and (found := largest_validation(runner)) is not None:
-            batch, case = found
-            with as_before(unwrapped(runner.model)):
-                peak = _of_all_ranks(validation_peak(runner, batch), 'max')
+        with as_before(unwrapped(runner.model)):
+            found = largest_validation(runner) if budget else None
+            peak = validation_peak(runner, found[0]) if found else 0
+        if found:
+            peak, case = _of_all_ranks(peak, 'max'), found[1]
             if peak is None or peak > budget:
                 needs = 'more than the GPU has' if peak is None else format_gib(peak)
                 raise DoesNotFit(
