@@ -56,7 +56,8 @@ def test_rows_and_lines():
     images = {'none': 2, 'exact': 1, 'none+amp': 1, 'exact+amp': 0.5, 'int8': 0.5}
 
     def measure(variant, number):
-        return dict(peak=int(number * images[variant] * GB), gradients=GB)
+        peak = int(number * images[variant] * GB)
+        return dict(peak=peak, capacity=peak, expandable=peak, gradients=GB)
 
     budget = int(8 * GB * (1 + MARGIN) + WORKSPACES + CONTEXT)
     config = _config(auto_scale_lr=dict(base_batch_size=16))

@@ -121,7 +121,8 @@ def _plan_batches(args, config, budget, size):
     presets = _presets_for(base)
 
     def measure(variant, images):
-        case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=args.boxes or crowded(images))
+        boxes = args.boxes or crowded(images)
+        case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=boxes, usual=inputs.usual)
         return _count(base, variant, case, f'{variant}, {images} images')
 
     try:
