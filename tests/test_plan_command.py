@@ -246,8 +246,8 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     page = capsys.readouterr().out
     assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and "preset='sbp'" not in page
-    assert '2 images of 800 x 1333 with 60 boxes each (size: Resize(scale=(1333, 800));' in page
-    assert 'a usual image is 800 x 1067' in page
+    assert '2 images of 800 x 1333 with 60 boxes each (size: of the pipeline; sizes of images: COCO' in page
+    assert 'one in a thousand reaches' in page and 'a usual one is 800 x 1' in page
     # A step may drop no image.
     assert dict(type='LeanHook', preset='exact', skip_dropped_images=False) in planning.hooks[2]
     with pytest.raises(SystemExit) as stopped:

@@ -32,6 +32,7 @@ def build_batch(
     seed: int = 0,
     semantic: bool = False,
     proposals: int = 0,
+    channels: int = 3,
 ) -> dict:
     """Random images with ground truth.
 
@@ -44,6 +45,7 @@ def build_batch(
         seed (int): Of sizes and places. Default: 0.
         semantic (bool): With a map of classes, stripes of those behind ``num_classes``. Default: False.
         proposals (int): Proposals of each image, for detectors without an RPN. Default: 0.
+        channels (int): Of the images. Default: 3.
 
     Returns:
         dict: ``inputs`` and ``data_samples``, for a detector's data preprocessor.
@@ -51,7 +53,7 @@ def build_batch(
     rng = np.random.default_rng(seed)
     inputs, samples = [], []
     for i in range(batch):
-        inputs.append(torch.from_numpy(rng.integers(0, 256, (3, height, width), dtype=np.uint8)))
+        inputs.append(torch.from_numpy(rng.integers(0, 256, (channels, height, width), dtype=np.uint8)))
         bboxes = _random_boxes(rng, boxes, height, width)
         instances = InstanceData(
             bboxes=HorizontalBoxes(torch.from_numpy(bboxes)),
@@ -69,6 +71,7 @@ def build_batch(
                 scale_factor=(1.0, 1.0),
                 flip=False,
                 flip_direction=None,
+                homography_matrix=np.eye(3, dtype=np.float32),
             )
         )
         sample.gt_instances = instances

@@ -29,10 +29,10 @@ from .inputs import add_inputs, crowded, inputs_of
 from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, parse_bytes, parse_size, plan
 from .rehearse import DoesNotFit
 from .report import add_report
+from .steps import name_of
 from .tables import Column, format_gib, text_table
 from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
 from .verify import add_verify
-from .worst_batch import name_of
 
 __all__ = ['main', 'rows_of']
 
@@ -96,9 +96,10 @@ def _plan(args, config):
         )
     if args.batch == 'max':
         return _plan_batches(args, config, budget, size)
-    inputs = inputs_of(config, args.batch, size)
-    args.boxes = args.boxes or crowded(inputs.batch)
+    inputs = inputs_of(config, args.batch, size, processes=args.gpus)
+    args.boxes = args.boxes or inputs.boxes or crowded(inputs.batch)
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes, usual=inputs.usual)
+    case['channels'] = inputs.channels
     try:
         rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
@@ -226,7 +227,10 @@ def _page(args, config, inputs, budget, rows, found, lines):
         ]
     case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
     table = text_table(columns, [row._asdict() for row in rows])
-    usual = f'; a usual image is {inputs.usual[0]} x {inputs.usual[1]}' if inputs.usual else ''
+    usual = ''
+    if inputs.usual:
+        rare, middle = (f'{height} x {width}' for height, width in (inputs.rare, inputs.usual))
+        usual = f'; one in a thousand reaches {rare}, a usual one is {middle}'
     cuda = f'gaps between tensors, {MARGIN:.0%} and {format_gib(WORKSPACES + CONTEXT)} for CUDA'
     note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):

@@ -31,7 +31,7 @@ from .cuda_storage import cuda_storage
 from .device import use_device
 from .eight_bit import AdamW8bitStates
 from .hollow import SkipArithmetic
-from .inputs import inputs_of, labels_of
+from .inputs import labels_of, labels_read
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 from .reserved import reserved_bytes
@@ -53,6 +53,7 @@ def measure_detector(
     height: int,
     width: int,
     boxes: int,
+    channels: int = 3,
     usual: tuple[int, int] | None = None,
     compute: bool = False,
 ) -> dict:
@@ -64,6 +65,7 @@ def measure_detector(
             by image and has its peak elsewhere in them.
         height, width (int): Their size, before padding.
         boxes (int): Ground-truth boxes in each.
+        channels (int): Channels of the images. Default: 3.
         usual (tuple[int, int] | None): Height and width of the usual batch, on which depends what the allocator
             holds; if `None`, all batches are of one size. Default: None.
         compute (bool): Carry out the arithmetic of large operations too; the bytes are the same. Default: False.
@@ -81,7 +83,7 @@ def measure_detector(
             raise ValueError(f'{name}={value} must be {least} or more')
     counter = LiveBytes(record=True)
     bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
-    case = dict(batch=batch, height=height, width=width, boxes=boxes, device='cpu')
+    case = dict(batch=batch, height=height, width=width, boxes=boxes, channels=channels, device='cpu')
     with (
         own_crops(),
         at_the_first_step(),
@@ -135,12 +137,20 @@ def own_crops(crop: Callable | None = None):
 
 
 def build_training(
-    config: Config, *, batch: int, height: int, width: int, boxes: int, device: str, trained: bool = True
+    config: Config,
+    *,
+    batch: int,
+    height: int,
+    width: int,
+    boxes: int,
+    device: str,
+    channels: int = 3,
+    trained: bool = True,
 ) -> tuple:
     """What a training step needs. To be called within :func:`own_crops`.
 
     Args:
-        config, batch, height, width, boxes: See :func:`measure_detector`.
+        config, batch, height, width, boxes, channels: See :func:`measure_detector`.
         device (str): 'cpu', or a CUDA device.
         trained (bool): See :func:`.batch.as_if_trained`. Default: True.
 
@@ -156,11 +166,11 @@ def build_training(
     model, wrapper = build_detector(config, device)
     if trained:
         as_if_trained(model)
-    found = inputs_of(config)
+    reads_masks, semantic = labels_read(config)
     num_classes, masks = labels_of(config)
     given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
-    options = dict(semantic=found.semantic, proposals=given)
-    data = build_batch(batch, height, width, boxes, num_classes, masks or found.masks, **options)
+    options = dict(semantic=semantic, proposals=given, channels=channels)
+    data = build_batch(batch, height, width, boxes, num_classes, masks or reads_masks, **options)
     return model, wrapper, data
 
 

@@ -1,14 +1,15 @@
 """What a config feeds its detector in training: the largest batch of its pipeline, with what annotations."""
 
 import argparse
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mmengine.config import Config
 
-from .worst_batch import Batch, name_of, steps_of, substeps, usual_batch, worst_batch
+from .pipeline import data_set_of, samples_of
+from .steps import leaves_of, name_of, steps_of
+from .worst_batch import Batch, batches_of
 
-__all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'crowded', 'inputs_of', 'labels_of']
+__all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'crowded', 'inputs_of', 'labels_of', 'labels_read']
 
 DEFAULT_BATCH = 2
 DEFAULT_SIZE = (800, 1333)
@@ -35,7 +36,11 @@ class Inputs(NamedTuple):
         masks (bool): Whether there is a mask for each box.
         semantic (bool): Whether there is a map of semantic classes.
         source (str): Where size and batch come from, for the reader.
-        usual (tuple[int, int] | None): Height and width of a usual photograph, see :func:`.worst_batch.usual_batch`.
+        usual, rare (tuple[int, int] | None): Height and width of the batch in the middle, and those that one batch in a
+            thousand reaches; None: the size was told.
+        boxes (int | None): In each image of the most crowded batch; None: the annotations are not here.
+        channels (int): Of the images.
+        branches (dict[str, Batch] | None): Of a semi-supervised training's batch; None: it has none.
     """
 
     batch: int
@@ -45,6 +50,10 @@ class Inputs(NamedTuple):
     semantic: bool
     source: str
     usual: tuple[int, int] | None = None
+    rare: tuple[int, int] | None = None
+    boxes: int | None = None
+    channels: int = 3
+    branches: dict[str, Batch] | None = None
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
@@ -57,44 +66,79 @@ def _images(text):
     return 'max' if text == 'max' else int(text)
 
 
-def inputs_of(config: Config, batch: int | None = None, size: tuple[int, int] | None = None) -> Inputs:
-    """Reads the train pipeline of a config; nothing is loaded or run.
+def inputs_of(
+    config: Config,
+    batch: int | None = None,
+    size: tuple[int, int] | None = None,
+    dataset=None,
+    processes: int = 1,
+) -> Inputs:
+    """Finds out what batches a config feeds its detector, by its own transforms on blank images.
 
     Args:
         config (Config): Config of a detector.
         batch (int | None): Images, instead of those of ``train_dataloader``. Default: None.
-        size (tuple[int, int] | None): Height and width, instead of the pipeline's. Default: None.
+        size (tuple[int, int] | None): Height and width; nothing is run then. Default: None.
+        dataset: The train data set where it is built already. Default: None.
+        processes (int): Of the training. Default: 1.
 
     Returns:
         Inputs: The batch. What the config does not tell is ``DEFAULT_BATCH`` and ``DEFAULT_SIZE``, and ``source`` says
         so.
+
+    Raises:
+        ValueError: If data set or pipeline cannot be run here, naming why.
     """
     loader = config.get('train_dataloader') or {}
-    steps = list(_leaves(steps_of(loader.get('dataset'))))
-    panoptic = 'LoadPanopticAnnotations' in map(name_of, steps)
-    masks, semantic = (panoptic or any(step.get(key) for step in steps) for key in ('with_mask', 'with_seg'))
+    masks, semantic = labels_read(config)
     notes = []
     if batch is None:
         batch = loader.get('batch_size', DEFAULT_BATCH)
         known = 'batch_size' in loader
         notes.append('batch: of train_dataloader' if known else f'batch: not told by the config, so {DEFAULT_BATCH}')
-    if size is None:
-        found = worst_batch(config, batch)
-        notes.append(f'size: {found.cause}' if found else "size: not told by the config, so COCO's")
-        worst, usual = found or Batch(*DEFAULT_SIZE, ''), usual_batch(config)
-    else:
-        worst, usual = Batch(*size, ''), None
-    source = '; '.join(reversed(notes)) or 'as told'
-    return Inputs(batch, worst.height, worst.width, bool(masks), bool(semantic), source, usual and usual[:2])
+    channels = ((config.model.get('detector') or config.model).get('backbone') or {}).get('in_channels') or 3
+    case = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels)
+    if size is None and not loader.get('dataset'):
+        notes.append("size: not told by the config, so COCO's")
+    elif size is None:
+        case, note = _of_pipeline(config, case, dataset, processes)
+        notes.append(note)
+    return case._replace(source='; '.join(reversed(notes)) or 'as told')
 
 
-def _leaves(steps: Iterable[dict]) -> Iterator[dict]:
-    for step in steps:
-        branches = substeps(step)
-        if not branches:
-            yield step
-        for branch in branches:
-            yield from _leaves(branch)
+def _of_pipeline(config, case, dataset, processes):
+    """With what the pipeline gives, and a note where its images' sizes are from."""
+    whose = 'those of the annotations'
+    if dataset is None:
+        dataset, whose = data_set_of(config)
+    samples = [samples_of(dataset, config, step, case.batch) for step in [None, *_later(config)]]
+    first, *later = [batches_of(one, config, case.batch, processes) for one in samples]
+    most = max([first, *later], key=lambda found: found.main.height * found.main.width)
+    main = most.main
+    boxes = max(found.main.boxes for found in (first, *later)) if samples[0].groups else None
+    case = case._replace(
+        height=main.height, width=main.width, usual=first.usual, rare=first.rare, boxes=boxes,
+        channels=samples[0].channels, branches=None if '' in most.largest else most.largest,
+    )  # fmt: skip
+    return case, f'size: of the pipeline; sizes of images: {whose}'
+
+
+def _later(config):
+    """Pipelines that hooks put in the place of the first one in the last epochs."""
+    hooks = [hook for hook in config.get('custom_hooks') or [] if isinstance(hook, dict)]
+    return [list(hook['switch_pipeline']) for hook in hooks if hook.get('switch_pipeline')]
+
+
+def labels_read(config: Config) -> tuple[bool, bool]:
+    """Whether a config's pipeline reads a mask for each box, and a map of semantic classes.
+
+    Args:
+        config (Config): Config of a detector.
+    """
+    steps = list(leaves_of(steps_of((config.get('train_dataloader') or {}).get('dataset'))))
+    panoptic = 'LoadPanopticAnnotations' in map(name_of, steps)
+    masks, semantic = (panoptic or any(step.get(key) for step in steps) for key in ('with_mask', 'with_seg'))
+    return bool(masks), bool(semantic)
 
 
 def labels_of(config: Config) -> tuple[int, bool]:

@@ -6,6 +6,7 @@ lets it come first; what the step changes besides memory is put back.
 
 import contextlib
 import copy
+import functools
 import gc
 import math
 import random
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from mmdet.registry import HOOKS
-from mmengine.dist import all_reduce
+from mmengine.dist import all_reduce, get_world_size
 from mmengine.hooks import Hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -101,29 +102,31 @@ def largest_batch(runner) -> tuple[dict, dict]:
         runner (Runner): A runner whose training loop is built.
 
     Returns:
-        tuple[dict, dict]: The batch, and its ``batch``, ``height``, ``width`` and ``boxes`` an image.
+        tuple[dict, dict]: The batch, and its ``batch``, ``height``, ``width``, ``boxes`` an image and ``channels``.
+
+    Raises:
+        ValueError: If the pipeline cannot be run, naming why.
     """
     from .batch import build_batch  # noqa: PLC0415
     from .inputs import inputs_of, labels_of  # noqa: PLC0415
 
     loader = runner.train_dataloader
-    dataset = loader.dataset
     images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size
-    found = inputs_of(runner.cfg, images)
-    numbers, sizes = [], []
-    for i in range(len(dataset)):
-        info = dataset.get_data_info(i)
-        numbers.append(len(info.get('instances') or []))
-        sizes.append((info.get('height') or 0, info.get('width') or 0))
-    # The most boxes that so many images have together; more of them are in one batch only by a mosaic.
-    boxes = -(-sum(sorted(numbers, reverse=True)[:images]) // images)
-    height, width = found.height, found.width
-    if 'size: not told' in found.source and any(map(all, sizes)):
-        height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    found = inputs_of(runner.cfg, images, dataset=loader.dataset, processes=get_world_size())
     classes, masks = labels_of(runner.cfg)
-    case = dict(batch=images, height=height, width=width, boxes=boxes)
-    batch = build_batch(images, height, width, boxes, classes, masks or found.masks, semantic=found.semantic)
-    return batch, case
+    make = functools.partial(
+        build_batch,
+        num_classes=classes,
+        with_masks=masks or found.masks,
+        semantic=found.semantic,
+        channels=found.channels,
+    )
+    case = dict(batch=images, height=found.height, width=found.width, boxes=found.boxes, channels=found.channels)
+    if found.branches is None:
+        return make(images, found.height, found.width, found.boxes), case
+    parts = {name: make(*part) for name, part in found.branches.items()}
+    keys = 'inputs', 'data_samples'
+    return {key: {name: part[key] for name, part in parts.items()} for key in keys}, case
 
 
 def largest_validation(runner) -> tuple[dict, str] | None:

@@ -16,7 +16,7 @@ from torch import nn
 from ..apply import apply_lean, remove_lean
 from ..hooks import LeanHook
 from ..presets import PRESETS, preset_named
-from .worst_batch import name_of
+from .steps import name_of
 
 __all__ = [
     'PIECES',

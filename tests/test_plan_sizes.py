@@ -1,0 +1,218 @@
+"""Sizes of batches against those of a real loader, which reads pictures and batches them by mmdet's own samplers."""
+
+import json
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from mmcv.transforms import BaseTransform
+from mmdet.registry import MODELS, TRANSFORMS
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmengine.runner import Runner
+
+from sbp_mmdet.plan.inputs import inputs_of
+
+SHAPES = [(48, 64)] * 4 + [(64, 48)] * 3 + [(43, 64), (30, 100), (64, 64), (100, 30)]
+SCALES = [(133, side) for side in range(48, 81, 8)]
+RESIZE = dict(type='Resize', scale=(133, 80), keep_ratio=True)
+CHOICE = dict(type='RandomChoiceResize', scales=SCALES, keep_ratio=True)
+CROP = dict(type='RandomCrop', crop_type='absolute_range', crop_size=(38, 60), allow_negative_crop=True)
+LOAD = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True)]
+PACK = [dict(type='PackDetInputs')]
+
+
+@TRANSFORMS.register_module(force=True)
+class MyUpscale(BaseTransform):
+    """A transform that mmdet does not know."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def transform(self, results):
+        results['img'] = cv2.resize(results['img'], None, fx=self.factor, fy=self.factor)
+        results['img_shape'] = results['img'].shape[:2]
+        return results
+
+
+@TRANSFORMS.register_module(force=True)
+class NeverEnds(BaseTransform):
+    """Draws until it likes what it gets."""
+
+    def transform(self, results):
+        while True:
+            np.random.rand()
+
+
+def coco(folder, shapes, channels=3, boxes=2):
+    """Writes pictures of these shapes, with rectangles."""
+    rng = np.random.default_rng(0)
+    content = dict(images=[], annotations=[], categories=[dict(id=1, name='thing')])
+    for i, (height, width) in enumerate(shapes):
+        cv2.imwrite(str(folder / f'{i}.png'), np.zeros((height, width, channels), np.uint8))
+        content['images'].append(dict(id=i, file_name=f'{i}.png', height=height, width=width))
+        for _ in range(boxes + (i == 1)):
+            x, y = rng.uniform(0, 0.5, 2) * (width, height)
+            w, h = 0.4 * width, 0.4 * height
+            polygon = [x, y, x + w, y, x + w, y + h]
+            told = dict(id=len(content['annotations']), image_id=i, category_id=1, iscrowd=0, area=w * h)
+            content['annotations'].append(dict(told, bbox=[x, y, w, h], segmentation=[polygon]))
+    (folder / 'a.json').write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope='module')
+def pictures(tmp_path_factory):
+    return coco(tmp_path_factory.mktemp('pictures'), SHAPES)
+
+
+def config_of(folder, steps, load=LOAD, sampler='AspectRatioBatchSampler', batch=2, **preprocessor):
+    dataset = dict(
+        type='CocoDataset', data_root=f'{folder}/', ann_file='a.json', data_prefix=dict(img=''),
+        metainfo=dict(classes=('thing',)), pipeline=[*load, *steps, *PACK],
+    )  # fmt: skip
+    if steps and steps[0]['type'] == 'Mosaic':
+        dataset = dict(type='MultiImageMixDataset', dataset=dict(dataset, pipeline=load), pipeline=[*steps, *PACK])
+    loader = dict(
+        batch_size=batch, num_workers=0, batch_sampler=sampler and dict(type=sampler), dataset=dataset,
+        sampler=dict(type='DefaultSampler', shuffle=True),
+    )  # fmt: skip
+    return Config(dict(model=dict(data_preprocessor=preprocessor), train_dataloader=loader))
+
+
+def largest_real(config, batches):
+    """Pixels of the largest of so many batches of the real loader, padded to one size."""
+    init_default_scope('mmdet')
+    np.random.seed(7), torch.manual_seed(7)
+    loader, most, seen, epoch = Runner.build_dataloader(config.train_dataloader, seed=7), 0, 0, 0
+    while seen < batches:
+        getattr(loader.batch_sampler, 'sampler', loader.sampler).set_epoch(epoch := epoch + 1)
+        for data in loader:
+            shapes = np.array([image.shape[-2:] for image in data['inputs']])
+            most, seen = max(most, len(shapes) * shapes.max(0).prod()), seen + 1
+    return most
+
+
+MOSAIC = [dict(type='Mosaic', img_scale=(50, 40)), dict(type='RandomAffine', border=(-25, -20))]
+CASES = {
+    'resize': [RESIZE],
+    'several scales': [CHOICE],
+    'crop that turns': [dict(type='RandomChoice', transforms=[[CHOICE], [CROP, CHOICE]])],
+    'jitter and crop': [
+        dict(type='RandomResize', scale=(64, 64), ratio_range=(0.1, 2.0), keep_ratio=True),
+        dict(type='RandomCrop', crop_size=(64, 64), allow_negative_crop=True),
+        dict(type='Pad', size=(64, 64)),
+    ],
+    'shortest edge': [dict(type='ResizeShortestEdge', scale=80)],
+    'mosaic': [*MOSAIC, dict(type='Resize', scale=(60, 60), keep_ratio=True), dict(type='Pad', pad_to_square=True)],
+    'of my own': [RESIZE, dict(type='MyUpscale', factor=2)],
+    'nothing': [],
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_as_large_as_those_of_the_loader(pictures, name):
+    config = config_of(pictures, CASES[name])
+    found = inputs_of(config)
+    real = largest_real(config, 100)
+    assert 0.97 * real <= 2 * found.height * found.width <= 1.25 * real, (found[:3], real / 2)
+    pixels = [height * width for height, width in ((found.height, found.width), found.rare, found.usual)]
+    assert pixels == sorted(pixels, reverse=True)
+    assert found.boxes >= 3 or name == 'jitter and crop'
+
+
+def test_square_images_are_not_padded_to_what_they_are_not(tmp_path):
+    config = config_of(coco(tmp_path, [(64, 64)] * 4), [RESIZE])
+    assert inputs_of(config)[1:3] == (80, 80)
+
+
+def test_the_remainders_of_an_epoch_share_a_batch(tmp_path):
+    """Three landscape and three portrait images: each epoch ends with one of both."""
+    folder = coco(tmp_path, [(80, 133)] * 3 + [(133, 80)] * 3)
+    assert inputs_of(config_of(folder, []))[1:3] == (133, 133)
+    even = config_of(folder, [])
+    even.train_dataloader.dataset.indices = [0, 1, 3, 4]  # nothing remains, unless processes share them by chance
+    assert sorted(inputs_of(even)[1:3]) == [80, 133] and inputs_of(even, processes=2)[1:3] == (133, 133)
+    config = config_of(folder, [])
+    config.train_dataloader.sampler.type = 'InfiniteSampler'  # its epoch has no end
+    assert sorted(inputs_of(config)[1:3]) == [80, 133]
+    assert inputs_of(config_of(folder, [], sampler=None))[1:3] == (133, 133)
+
+
+def test_channels_are_those_of_the_pictures(tmp_path):
+    folder = coco(tmp_path, [(48, 64)], channels=4)
+    load = [dict(type='LoadImageFromFile', color_type='unchanged'), LOAD[1]]
+    assert inputs_of(config_of(folder, [RESIZE], load)).channels == 4
+    assert inputs_of(config_of(folder, [RESIZE])).channels == 3
+
+
+def test_masks_need_not_be_bitmaps(pictures):
+    load = [LOAD[0], dict(type='LoadAnnotations', with_bbox=True, with_mask=True)]
+    found = inputs_of(config_of(pictures, [CHOICE, CROP], load))
+    assert found.masks and max(found[1:3]) <= 60
+
+
+def test_files_that_are_larger_than_their_annotations_say(pictures, tmp_path):
+    content = json.loads((pictures / 'a.json').read_text())
+    for image in content['images']:
+        cv2.imwrite(str(tmp_path / image['file_name']), np.zeros((90, 120, 3), np.uint8))
+    (tmp_path / 'a.json').write_text(json.dumps(content))
+    assert inputs_of(config_of(tmp_path, []))[1:3] == (90, 120)
+
+
+def test_branches(pictures):
+    branches = dict(type='MultiBranch', branch_field=['sup', 'weak', 'strong'])
+    half = dict(type='Resize', scale_factor=0.5, keep_ratio=True)
+    dataset = config_of(pictures, []).train_dataloader.dataset
+    sup = dict(dataset, pipeline=[*LOAD, RESIZE, dict(branches, sup=PACK)])
+    views = dict(branches, weak=PACK, strong=[half, *PACK])
+    other = dict(dataset, pipeline=[LOAD[0], dict(type='LoadEmptyAnnotations'), RESIZE, views])
+    config = config_of(pictures, [], sampler=None, batch=4)
+    config.train_dataloader.dataset = dict(type='ConcatDataset', datasets=[sup, other])
+    config.train_dataloader.sampler = dict(type='GroupMultiSourceSampler', batch_size=4, source_ratio=[1, 3])
+    found = inputs_of(config).branches
+    assert {name: one.images for name, one in found.items()} == dict(sup=1, weak=3, strong=3)
+    assert (found['weak'].height, found['weak'].width) == (80, 133) or found['weak'].height == 133
+    assert found['strong'].height * found['strong'].width <= 0.3 * found['weak'].height * found['weak'].width
+    assert found['weak'].boxes == found['strong'].boxes == 0
+
+
+@pytest.mark.parametrize(
+    'steps', [[dict(type='NoSuchTransform')], [dict(type='RandomCenterCropPad', crop_size=(1, 1))]]
+)
+def test_what_cannot_be_run_is_said_in_a_line(pictures, steps):
+    config = config_of(pictures, steps)
+    with pytest.raises(ValueError, match=r'--size 800x1333$') as caught:
+        inputs_of(config)
+    assert '\n' not in str(caught.value)
+    assert inputs_of(config, size=(64, 96))[1:3] == (64, 96)
+
+
+def test_a_transform_that_does_not_end(pictures, monkeypatch):
+    monkeypatch.setattr('sbp_mmdet.plan.pipeline._SECONDS_PER_IMAGE', 0.2)
+    with pytest.raises(ValueError, match='no result for image'):
+        inputs_of(config_of(pictures, [dict(type='NeverEnds')]))
+
+
+def test_nothing_is_drawn_from_the_training(pictures):
+    np.random.seed(5), torch.manual_seed(5)
+    expected = np.random.rand(), torch.rand(1)
+    np.random.seed(5), torch.manual_seed(5)
+    found = inputs_of(config_of(pictures, [CHOICE]))
+    assert (np.random.rand(), torch.rand(1)) == expected
+    assert inputs_of(config_of(pictures, [CHOICE])) == found, 'another answer to the same question'
+
+
+def test_what_the_preprocessor_makes_of_batches(tmp_path):
+    init_default_scope('mmdet')
+    folder, inputs = coco(tmp_path, [(80, 133)] * 2), torch.zeros(2, 3, 80, 133)
+    sync = dict(type='BatchSyncRandomResize', random_size_range=(64, 160), size_divisor=32, interval=1)
+    found = inputs_of(config_of(folder, [], batch_augments=[sync]))
+    assert found[1:3] == (160, 256) and found.usual[0] == 96
+    for augment, size in (
+        (dict(type='BatchFixedSizePad', size=(100, 100), img_pad_value=0), (100, 133)),
+        (dict(type='BatchResize', scale=(160, 96), pad_size_divisor=32), (96, 160)),
+    ):
+        assert MODELS.build(augment)(inputs, None)[0].shape[-2:] == size
+        assert inputs_of(config_of(folder, [], batch_augments=[augment]))[1:3] == size
