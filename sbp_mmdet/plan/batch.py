@@ -33,6 +33,7 @@ def build_batch(
     semantic: bool = False,
     proposals: int = 0,
     channels: int = 3,
+    truth: list[np.ndarray] | None = None,
 ) -> dict:
     """Random images with ground truth.
 
@@ -46,6 +47,8 @@ def build_batch(
         semantic (bool): With a map of classes, stripes of those behind ``num_classes``. Default: False.
         proposals (int): Proposals of each image, for detectors without an RPN. Default: 0.
         channels (int): Of the images. Default: 3.
+        truth (list[np.ndarray] | None): Boxes to take, again and again, for an image each, as shares of width and
+            height, (boxes, 4); None: random ones. Default: None.
 
     Returns:
         dict: ``inputs`` and ``data_samples``, for a detector's data preprocessor.
@@ -54,7 +57,10 @@ def build_batch(
     inputs, samples = [], []
     for i in range(batch):
         inputs.append(torch.from_numpy(rng.integers(0, 256, (channels, height, width), dtype=np.uint8)))
-        bboxes = _random_boxes(rng, boxes, height, width)
+        if truth and len(shares := truth[i % len(truth)]):
+            bboxes = (np.resize(shares, (boxes, 4)) * (width, height, width, height)).astype(np.float32)
+        else:
+            bboxes = _random_boxes(rng, boxes, height, width)
         instances = InstanceData(
             bboxes=HorizontalBoxes(torch.from_numpy(bboxes)),
             labels=torch.from_numpy(rng.integers(0, num_classes, boxes)),

@@ -109,7 +109,11 @@ def _plan(args, config):
     found = answer(rows)
     lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
     if args.json:
-        result = dict(budget=budget, inputs=inputs._asdict(), rows=[row._asdict() for row in rows])
+        result = dict(
+            budget=budget,
+            inputs=dict(inputs._asdict(), truth=None, branches=None),
+            rows=[row._asdict() for row in rows],
+        )
         print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
     else:
         print(_page(args, config, inputs, budget, rows, found, lines))

@@ -40,6 +40,7 @@ class Inputs(NamedTuple):
             thousand reaches; None: the size was told.
         boxes (int | None): In each image of the most crowded batch; None: the annotations are not here.
         channels (int): Of the images.
+        truth (list | None): See :class:`.worst_batch.Batch`; None where ``boxes`` is.
         branches (dict[str, Batch] | None): Of a semi-supervised training's batch; None: it has none.
     """
 
@@ -53,6 +54,7 @@ class Inputs(NamedTuple):
     rare: tuple[int, int] | None = None
     boxes: int | None = None
     channels: int = 3
+    truth: list | None = None
     branches: dict[str, Batch] | None = None
 
 
@@ -118,7 +120,8 @@ def _of_pipeline(config, case, dataset, processes):
     boxes = max(found.main.boxes for found in (first, *later)) if samples[0].groups else None
     case = case._replace(
         height=main.height, width=main.width, usual=first.usual, rare=first.rare, boxes=boxes,
-        channels=samples[0].channels, branches=None if '' in most.largest else most.largest,
+        channels=samples[0].channels,
+        truth=main.truth if samples[0].groups else None, branches=None if '' in most.largest else most.largest,
     )  # fmt: skip
     return case, f'size: of the pipeline; sizes of images: {whose}'
 

@@ -51,6 +51,7 @@ _TIMES = 8
 _SECONDS, _SECONDS_PER_IMAGE = 40, 10
 # An image that a pipeline gives nothing for is replaced by another, which mmengine tries a thousand times.
 _REFETCHES = 15
+_NO_BOXES = np.zeros((0, 4))
 
 
 class CannotRun(ValueError):
@@ -64,6 +65,7 @@ class Samples(NamedTuple):
         branches (tuple[str, ...]): Names of the branches of a semi-supervised pipeline; one, '', of an ordinary one.
         sizes (np.ndarray): (samples, branches, 2): height and width; 0: the sample has nothing for this branch.
         boxes (np.ndarray): (samples, branches): boxes that are not ignored.
+        truth (list): For each sample, its boxes by branch as shares of width and height, (boxes, 4).
         channels (int): Of the images.
         images (np.ndarray): Which image of the data set it was.
         portrait (np.ndarray): Whether that is higher than wide.
@@ -76,6 +78,7 @@ class Samples(NamedTuple):
     branches: tuple[str, ...]
     sizes: np.ndarray
     boxes: np.ndarray
+    truth: list
     channels: int
     images: np.ndarray
     portrait: np.ndarray
@@ -208,7 +211,8 @@ class _Facts(BaseTransform):
     def transform(self, results):
         shape, boxes = results['img'].shape, results.get('gt_bboxes', ())
         ignored = results.get('gt_ignore_flags')
-        boxes = len(boxes) if ignored is None else int((np.asarray(ignored) == 0).sum())
+        boxes = np.asarray(getattr(boxes, 'tensor', boxes), np.float32).reshape(len(boxes), -1)
+        boxes = boxes if ignored is None else boxes[np.asarray(ignored) == 0]
         return dict(inputs=(*shape[:2], shape[2] if len(shape) == 3 else 1), data_samples=boxes)
 
 
@@ -335,7 +339,6 @@ def _run(dataset, batch) -> Samples:
     told = [_told(dataset, i) for i in range(total)]
     order = np.concatenate([rng.permutation(total) for _ in range(-(-_ROUNDS[-1] // total))])
     items, seen, done, begun = [], None, 0, time.monotonic()
-    extreme = [] if total <= _ROUNDS[1] else [i for i in _extremes(told, batch) for _ in range(_TIMES)]
     for end in _ROUNDS:
         for i in order[done:end]:
             items.append(_item(dataset, int(i)))
@@ -343,25 +346,34 @@ def _run(dataset, batch) -> Samples:
             if time.monotonic() - begun > _SECONDS:
                 break
         done = len(items)
-        sizes = np.array([size for item in items for size in sorted(item.values())])[:, :2]
+        sizes = np.array([size[:2] for item in items for _, size in sorted(item.items())])
         bounds = _bounds(items, [told[i] for i in order[:done]])
         if done < end or bounds == seen and done >= min(total, _ROUNDS[1]) or _is_one(sizes):
             break
         seen = bounds
-    if not _is_one(sizes):
-        items += [_item(dataset, i) for i in extreme[: int(_TIMES * 64)]]
+    # Not all images were among them, perhaps not the largest ones; where all sizes are one, these are asked once.
+    times = 1 if _is_one(sizes) else _TIMES
+    extreme = [i for i in _extremes(told, batch) for _ in range(times)] if done < total else []
+    items += [_item(dataset, i) for i in extreme]
     _show(0, 0)
     images = np.concatenate([order[:done], np.array(extreme, int)])[: len(items)]
-    weight = np.where(np.arange(len(items)) < done, 1 / done, 1 / _TIMES / total)
+    weight = np.where(np.arange(len(items)) < done, 1 / done, 1 / times / total)
     branches = tuple(sorted({branch for item in items for branch in item}))
-    facts = np.array([[item.get(branch, (0, 0, 0, 0)) for branch in branches] for item in items])
+    truth = [[_shares(*item[branch]) if branch in item else _NO_BOXES for branch in branches] for item in items]
+    facts = np.array([[(*item.get(branch, (0, 0, 0))[:3],) for branch in branches] for item in items])
+    boxes = np.array([[len(one) for one in row] for row in truth])
     high = sum(width < height for height, width, *_ in told)
     made, told = _is_made(dataset), np.array([told[i] for i in images])
     return Samples(
-        branches, facts[..., :2], facts[..., 3], int(facts[..., 2].max()), images,
+        branches, facts[..., :2], boxes, truth, int(facts[..., 2].max()), images,
         told[:, 1] < told[:, 0], told[:, 3], weight / weight.sum(), COCO_IMAGES if made else total,
         None if made else (total - high, high),
     )  # fmt: skip
+
+
+def _shares(height, width, _, boxes):
+    """Boxes as shares of the image; those that are no rectangles have none."""
+    return boxes / (width, height, width, height) if boxes.shape[1] == 4 else _NO_BOXES
 
 
 def _is_one(sizes):
@@ -424,8 +436,9 @@ def _item(dataset, i):
 def _facts(inputs, sample):
     if isinstance(inputs, torch.Tensor):  # packed by a transform of one's own
         channels, height, width = inputs.shape[-3:]
-        truth = getattr(sample, 'gt_instances', ())
-        return height, width, channels, len(truth)
+        truth = getattr(getattr(sample, 'gt_instances', None), 'bboxes', ())
+        truth = np.asarray(getattr(truth, 'tensor', truth), np.float32).reshape(len(truth), -1)
+        return height, width, channels, truth
     return (*inputs, sample)
 
 

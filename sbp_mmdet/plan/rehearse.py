@@ -123,8 +123,8 @@ def largest_batch(runner) -> tuple[dict, dict]:
     )
     case = dict(batch=images, height=found.height, width=found.width, boxes=found.boxes, channels=found.channels)
     if found.branches is None:
-        return make(images, found.height, found.width, found.boxes), case
-    parts = {name: make(*part) for name, part in found.branches.items()}
+        return make(images, found.height, found.width, found.boxes, truth=found.truth), case
+    parts = {name: make(*part[:4], truth=part.truth) for name, part in found.branches.items()}
     keys = 'inputs', 'data_samples'
     return {key: {name: part[key] for name, part in parts.items()} for key in keys}, case
 

@@ -31,12 +31,14 @@ class Batch(NamedTuple):
         images (int): How many.
         height, width (int): Of all of them, padded to one size; to the preprocessor's divisor it pads them itself.
         boxes (int): In each image of the most crowded batch.
+        truth (list[np.ndarray]): Boxes of that batch's images as shares of width and height, (boxes, 4) each.
     """
 
     images: int
     height: int
     width: int
     boxes: int
+    truth: list
 
 
 class Batches(NamedTuple):
@@ -86,11 +88,11 @@ def batches_of(samples: Samples, config: Config, batch: int, processes: int = 1)
     order = pixels.argsort(kind='stable')
     all_sizes = np.concatenate([sizes, *every])
     largest = all_sizes[_pixels(all_sizes, config).argmax()]
-    boxes = _crowd(samples, batch)
     found = {}
-    for branch, (images, height, width), number in zip(samples.branches, largest, boxes, strict=True):
+    for i, (branch, (images, height, width)) in enumerate(zip(samples.branches, largest, strict=True)):
         if images:
-            found[branch] = Batch(int(images), *_padded(int(height), int(width), config), int(number))
+            size = _padded(int(height), int(width), config)
+            found[branch] = Batch(int(images), *size, *_crowd(samples, i, int(images)))
     rare, usual = (_of_main(sizes[order[int(share * (len(order) - 1))]], config) for share in (0.999, 0.5))
     return Batches(found, rare, usual)
 
@@ -163,12 +165,12 @@ def _mixed(rng, samples, config, batch, draws, processes):
             yield _draw(rng, samples, [(portrait, high), (landscape, wide)], times)
 
 
-def _crowd(samples, batch):
-    """Boxes an image, by branch, where the most crowded images meet."""
-    most = np.zeros((samples.images.max() + 1, len(samples.branches)), int)
-    np.maximum.at(most, samples.images, samples.boxes)
-    top = -np.sort(-most, axis=0)[:batch]
-    return -(-top.sum(0) // batch)
+def _crowd(samples, branch, batch):
+    """Boxes an image where the most crowded images meet, and those boxes."""
+    order = np.argsort(-samples.boxes[:, branch], kind='stable')
+    _, first = np.unique(samples.images[order], return_index=True)  # each image once, as it is most crowded
+    top = order[np.sort(first)[:batch]]
+    return -(-int(samples.boxes[top, branch].sum()) // batch), [samples.truth[i][branch] for i in top]
 
 
 # --- The preprocessor -------------------------------------------------------------------------------------------------
