@@ -198,7 +198,8 @@ class _BlankAnnotations(BaseTransform):
     def transform(self, results):
         if self.loader.with_mask:
             for instance in results.get('instances', []):
-                instance.setdefault('mask', _rectangle(instance['bbox']))
+                if not isinstance(instance.get('mask'), list):  # run-length encoded
+                    instance['mask'] = _rectangle(instance['bbox'])
         results = self.loader(results)
         if self.seg:
             results['gt_seg_map'] = np.zeros(results['ori_shape'], np.uint8)
@@ -211,7 +212,7 @@ class _Facts(BaseTransform):
     def transform(self, results):
         shape, boxes = results['img'].shape, results.get('gt_bboxes', ())
         ignored = results.get('gt_ignore_flags')
-        boxes = np.asarray(getattr(boxes, 'tensor', boxes), np.float32).reshape(len(boxes), -1)
+        boxes = _array(boxes)
         boxes = boxes if ignored is None else boxes[np.asarray(ignored) == 0]
         return dict(inputs=(*shape[:2], shape[2] if len(shape) == 3 else 1), data_samples=boxes)
 
@@ -371,6 +372,10 @@ def _run(dataset, batch) -> Samples:
     )  # fmt: skip
 
 
+def _array(boxes):
+    return np.asarray(getattr(boxes, 'tensor', boxes), np.float32).reshape(len(boxes), -1) if len(boxes) else _NO_BOXES
+
+
 def _shares(height, width, _, boxes):
     """Boxes as shares of the image; those that are no rectangles have none."""
     return boxes / (width, height, width, height) if boxes.shape[1] == 4 else _NO_BOXES
@@ -437,8 +442,7 @@ def _facts(inputs, sample):
     if isinstance(inputs, torch.Tensor):  # packed by a transform of one's own
         channels, height, width = inputs.shape[-3:]
         truth = getattr(getattr(sample, 'gt_instances', None), 'bboxes', ())
-        truth = np.asarray(getattr(truth, 'tensor', truth), np.float32).reshape(len(truth), -1)
-        return height, width, channels, truth
+        return height, width, channels, _array(truth)
     return (*inputs, sample)
 
 
