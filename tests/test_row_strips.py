@@ -181,6 +181,15 @@ def test_stored_bytes(preset):
     assert stored(lean_of(plain, 'int8'), inputs) < 0.2 * everything
 
 
+def test_a_loss_of_the_instances_own_does_not_matter():
+    """It calls the forward pass, and is not called by it."""
+    plain, inputs = heads(), maps(32, 64)
+    lean = lean_of(plain)
+    before = stored(lean, inputs)
+    lean.rpn_head.loss_and_predict = lambda *args: None
+    assert stored(lean, inputs) == before < stored(plain, inputs)
+
+
 def test_eight_bits_are_near():
     plain = heads()
     expected, found = (gradients(model, maps(40, 64)) for model in (plain, lean_of(plain, 'int8')))

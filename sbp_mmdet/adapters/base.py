@@ -123,6 +123,8 @@ class LeanModule(Mixin):
 
     Attributes:
         stock (tuple): The classes that the adapter knows, from :func:`adapter`.
+        callers (tuple[str, ...]): Methods that call the forward pass and are not called by it, so that one of the
+            instance's own, such as another loss, does not matter. Default: ().
         checkpointed (bool): Whether it is a block, which ``preset='with_cp'`` checkpoints. Default: False.
         class_tokens (bool): Whether tokens that are always kept may stand in front of those of the map. Default: False.
         samples (bool): Whether it estimates gradients of weights where a preset says so. Default: True.
@@ -141,6 +143,7 @@ class LeanModule(Mixin):
 
     stock = ()
     checkpointed = False
+    callers = ()
     class_tokens = False
     samples = True
     thins_only = False

@@ -102,6 +102,7 @@ def _reason(mixin, module, settings, running):
         return None
     if is_hooked_globally():
         return 'hooks of every module are registered (register_module_forward_hook), and its submodules would skip them'
-    if is_replaced(module, but=('forward',) if running or fairscale_forward(module) else ()):
+    own = ('forward',) if running or fairscale_forward(module) else ()
+    if is_replaced(module, but=(*own, *mixin.callers)):
         return 'its forward pass was replaced'
     return mixin.refusal(module, settings)

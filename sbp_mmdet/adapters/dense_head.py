@@ -17,6 +17,7 @@ class LeanRPNHead(LeanModule):
 
     samples = has_reference = False
     hands_on = True
+    callers = ('loss', 'loss_and_predict', 'predict', 'loss_by_feat', 'predict_by_feat')
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""
