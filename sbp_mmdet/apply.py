@@ -175,7 +175,7 @@ def _carry_out(model, settings, plan, chosen):
         place = Place(settings, draws=TokenDraws(settings) if ratio else None)
         change(module, mixin, place, _meaning(settings, ratio, module, mixin))
     if settings.preset.checkpoints:
-        for part, mixin in [*parts_to_checkpoint(model, chosen)]:
+        for part, mixin in [*parts_to_checkpoint(model, chosen, settings.preset.checkpoints)]:
             mix_in(part, mixin)
             changed[names[id(part)]] = 'exact, recomputed in the backward pass'
     if settings.preset.form is not None and settings.preset.form.implementation == 'fused':

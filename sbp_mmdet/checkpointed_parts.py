@@ -1,7 +1,7 @@
-"""The parts of a detector that ``preset='exact_min'`` checkpoints: neck, dense heads level by level, heads of RoIs,
-layers of transformers."""
+"""The parts of a detector that presets checkpoint: neck, dense heads level by level, heads of RoIs, layers of
+transformers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from mmdet.models.dense_heads import DETRHead, RTMDetHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
@@ -48,7 +48,9 @@ class CheckpointedLevels(Mixin):
         return forward(*args, **kwargs)
 
 
-def parts_to_checkpoint(model: nn.Module, chosen: Mapping[int, nn.Module]) -> Iterator[tuple[nn.Module, type[Mixin]]]:
+def parts_to_checkpoint(
+    model: nn.Module, chosen: Mapping[int, nn.Module], kinds: Collection[str]
+) -> Iterator[tuple[nn.Module, type[Mixin]]]:
     """Yield the parts of a model that store less if they are checkpointed, and how.
 
     All code inside of them is of known libraries, without hooks, so it may run twice. Parts that are one operation
@@ -58,12 +60,15 @@ def parts_to_checkpoint(model: nn.Module, chosen: Mapping[int, nn.Module]) -> It
     Args:
         model (nn.Module): The model, changed by its adapters.
         chosen (Mapping[int, nn.Module]): Modules that may be changed, by id.
+        kinds (Collection[str]): Kinds of parts: 'neck', 'dense head', 'RoI head', 'layer' (of a transformer).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
     """
-    found = [(part, _mixin(part)) for detector in detectors(model).values() for part in _parts(detector)]
-    found += [(layer, mixin) for layer in model.modules() if (mixin := _mixin_of_layer(layer))]
+    parts = [found for detector in detectors(model).values() for found in _parts(detector)]
+    found = [(part, _mixin(part)) for kind, part in parts if kind in kinds]
+    if 'layer' in kinds:
+        found += [(layer, mixin) for layer in model.modules() if (mixin := _mixin_of_layer(layer))]
     taken = set()
     for part, mixin in found:
         trains = any(p.requires_grad for p in part.parameters())
@@ -74,14 +79,15 @@ def parts_to_checkpoint(model: nn.Module, chosen: Mapping[int, nn.Module]) -> It
 
 def _parts(detector):
     if isinstance(neck := getattr(detector, 'neck', None), nn.Module):
-        yield neck
+        yield 'neck', neck
     for child in detector.children():
         if isinstance(child, BaseDenseHead):
-            yield child
+            yield 'dense head', child
         elif isinstance(child, BaseRoIHead):
             for name, head in child.named_children():
                 if name.endswith('head'):
-                    yield from head if isinstance(head, nn.ModuleList) else [head]
+                    heads = head if isinstance(head, nn.ModuleList) else [head]
+                    yield from (('RoI head', one) for one in heads)
 
 
 def _mixin(part):

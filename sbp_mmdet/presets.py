@@ -21,7 +21,8 @@ class Preset:
         gradients (str): 'exact', 'int8' (off by up to two percent), 'sampled' (exact on average) or 'sbp'.
         form (Form | None): How operations compute and store. If ``None``, modules run their own code.
         thins (bool): Whether positions are dropped in the backward pass.
-        checkpoints (bool): Whether neck and heads are checkpointed where they store more than their input.
+        checkpoints (tuple[str, ...]): Parts of a detector that are checkpointed as well, see
+            :func:`.checkpointed_parts.parts_to_checkpoint`.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Preset:
     gradients: str
     form: Form | None = None
     thins: bool = False
-    checkpoints: bool = False
+    checkpoints: tuple[str, ...] = ()
 
 
 # The first entry is what a user should try first. The last three are there to compare with.
@@ -42,9 +43,15 @@ PRESETS = {
             'exact gradients in the least memory; neck and heads are recomputed too',
             'exact',
             Form(minimal=True),
-            checkpoints=True,
+            checkpoints=('neck', 'dense head', 'RoI head', 'layer'),
         ),
-        Preset('int8', 'like exact, with stored feature maps rounded to eight bits', 'int8', Form(storage='int8')),
+        Preset(
+            'int8',
+            'like exact, with stored feature maps rounded to eight bits',
+            'int8',
+            Form(storage='int8'),
+            checkpoints=('RoI head',),
+        ),
         Preset('sampled', 'like exact, with weight gradients from a sample of the positions', 'sampled', Form()),
         Preset('sbp', "the paper's method: backpropagates through half of the positions", 'sbp', Form(), thins=True),
         Preset('none', 'plain modules', 'exact'),

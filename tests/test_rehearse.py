@@ -166,5 +166,6 @@ def test_the_command(project, monkeypatch, capfd):
         main(['rehearse', str(path), '--budget', '8GiB'])
     assert caught.value.code == 0
     said = capfd.readouterr()
-    assert 'boxes each, needs' in said.out.splitlines()[-1] and said.out.rstrip().endswith('it fits')
+    line = said.out.splitlines()[-1]
+    assert 'boxes each, needs' in line and ': it fits' in line and 'validation on 1 image' in line
     assert 'Hook' not in (said.out + said.err).replace('RehearseHook', '')

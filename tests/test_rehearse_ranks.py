@@ -55,10 +55,9 @@ def test_the_buckets_of_distributed_training_count(one_process, monkeypatch):
     """The model steps without its wrapper, which would wait for others; its buckets are as large as gradients."""
     model = nn.Linear(10, 10)
     stepped = []
-    monkeypatch.setattr(rehearse, '_states', lambda wrapper: 1000)
-    monkeypatch.setattr(rehearse, '_counted', lambda model, batch, wrapper: stepped.append(model) or 50)
+    monkeypatch.setattr(rehearse, '_most', lambda runner, model, run, held: stepped.append(model) or 50 + held)
     peaks = [
         rehearse._peak(SimpleNamespace(model=one, optim_wrapper=None), {})
         for one in (model, nn.parallel.DistributedDataParallel(model))
     ]
-    assert peaks == [1050, 1050 + 4 * 110] and stepped == [model, model]
+    assert peaks == [50, 50 + 4 * 110] and stepped == [model, model]

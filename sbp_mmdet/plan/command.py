@@ -109,12 +109,7 @@ def _plan(args, config):
     found = answer(rows)
     lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
     if args.json:
-        result = dict(
-            budget=budget,
-            inputs=dict(inputs._asdict(), truth=None, branches=None),
-            rows=[row._asdict() for row in rows],
-        )
-        print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
+        _print_json(args, budget, inputs, rows, found, lines)
     else:
         print(_page(args, config, inputs, budget, rows, found, lines))
     if found is None:
@@ -122,12 +117,13 @@ def _plan(args, config):
 
 
 def _plan_batches(args, config, budget, size):
-    inputs, base = inputs_of(config, None, size), plain(config)
+    inputs, base = inputs_of(config, None, size, processes=args.gpus), plain(config)
     presets = _presets_for(base)
 
     def measure(variant, images):
-        boxes = args.boxes or crowded(images)
+        boxes = args.boxes or inputs.boxes or crowded(images)
         case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=boxes, usual=inputs.usual)
+        case['channels'] = inputs.channels
         return _count(base, variant, case, f'{variant}, {images} images')
 
     try:
@@ -140,12 +136,17 @@ def _plan_batches(args, config, budget, size):
     found = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
     lines = '' if found is None else lines_of(config, found)
     if args.json:
-        result = dict(budget=budget, inputs=inputs._asdict(), rows=[row._asdict() for row in rows])
-        print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
+        _print_json(args, budget, inputs, rows, found, lines)
     else:
         print(_batch_page(args, inputs, budget, rows, found, lines))
     if found is None:
         raise SystemExit(1)
+
+
+def _print_json(args, budget, inputs, rows, found, lines):
+    inputs = dict(inputs._asdict(), truth=None, branches=None)  # the data set's boxes are no part of the answer
+    result = dict(budget=budget, inputs=inputs, rows=[row._asdict() for row in rows])
+    print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
 
 
 def _batch_page(args, inputs, budget, rows, found, lines):
