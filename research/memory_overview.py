@@ -128,20 +128,20 @@ def tables(results: dict) -> dict[str, str]:
         results (dict): Contents of the file of results.
 
     Returns:
-        dict[str, str]: Markdown by 'memory counted' and 'memory measured'.
+        dict[str, str]: Markdown by 'memory counted' and 'memory measured'. Detectors with all variants have a row.
     """
     found = {}
     for kind, unit, key, form in (('count', 1e9, 'needs', '{:.1f}'), ('measure', 1, 'lift', '{:,.0f}')):
         values = {(row['detector'], row['variant']): row.get(key) for row in results.get(kind, {}).get('rows', [])}
+        there = [d for d in DETECTORS if all(values.get((d.name, variant)) for variant in VARIANTS)]
         columns = [Column('', _head if kind == 'count' else lambda detector: detector.name)]
         for variant, head in VARIANTS.items():
 
             def cell(detector, variant=variant, values=values, unit=unit, form=form):
-                value = values.get((detector.name, variant))
-                return None if value is None else form.format(value / unit)
+                return form.format(values[detector.name, variant] / unit)
 
             columns.append(Column(head, cell))
-        found['memory counted' if kind == 'count' else 'memory measured'] = markdown_table(columns, DETECTORS)
+        found['memory counted' if kind == 'count' else 'memory measured'] = markdown_table(columns, there)
     return found
 
 
@@ -160,19 +160,24 @@ def draw(results: dict) -> None:
 
     values = {(row['detector'], row['variant']): row['needs'] / 1e9 for row in results['count']['rows']}
     figure, grid = panels(figsize=(9.6, 5.2))
-    axes, height, end = grid[0, 0], 0.16, 52.0
+    axes, height = grid[0, 0], 0.16
     for place, detector in enumerate(DETECTORS):
         for number, variant in enumerate(VARIANTS):
             y = place + (number - 2) * height
             value = values[detector.name, variant]
-            axes.barh(y, min(value, end), height * 0.9, color=COLOURS[number])
-            axes.text(min(value, end) + 0.3, y, f'{value:.1f}', va='center', fontsize=7)
+            axes.barh(y, value, height * 0.9, color=COLOURS[number])
+            right = max(value, detector.published.get(variant, 0))
+            axes.text(right + 0.3, y, f'{value:.1f}', va='center', fontsize=7)
             if variant in detector.published:
                 axes.barh(y, detector.published[variant], height * 0.9, color='none', edgecolor='black', hatch='////')
     for card in CARDS:
         axes.axvline(card, color='#888888', linewidth=0.8, linestyle=':', zorder=0)
         axes.text(card, -0.62, f'{card} GB', ha='center', fontsize=8, color='#555555')
-    axes.set(ylim=(len(DETECTORS) - 0.5, -0.7), xlim=(0, end + 3), xlabel='GB of GPU memory that a training needs')
+    axes.set(
+        ylim=(len(DETECTORS) - 0.5, -0.7),
+        xlim=(0, 1.06 * max(values.values())),
+        xlabel='GB of GPU memory that a training needs',
+    )
     axes.set_yticks(range(len(DETECTORS)), [_head(detector).replace(', ', '\n', 1) for detector in DETECTORS])
     axes.tick_params(axis='y', labelsize=8)
     legend = [
