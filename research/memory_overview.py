@@ -102,18 +102,19 @@ def measure(detector: Detector, variant: str) -> dict:
         return dict(failed=str(error)[-300:])
 
 
-def fill(kind: str) -> None:
+def fill(kind: str, only: str | None = None) -> None:
     """Add the rows of one kind that are missing to the file of results.
 
     Args:
         kind (str): 'count' or 'measure'.
+        only (str | None): Name of one detector. If ``None``, all of them. Default: None.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = results.setdefault(kind, dict(machine=describe_machine(), rows=[]))['rows']
     known = {(row['detector'], row['variant']) for row in rows if 'failed' not in row}
     for detector in DETECTORS:
         for variant in VARIANTS:
-            if (detector.name, variant) in known:
+            if (detector.name, variant) in known or only not in (None, detector.name):
                 continue
             row = (count if kind == 'count' else measure)(detector, variant)
             rows.append(dict(detector=detector.name, variant=variant, **row))
@@ -173,11 +174,8 @@ def draw(results: dict) -> None:
     for card in CARDS:
         axes.axvline(card, color='#888888', linewidth=0.8, linestyle=':', zorder=0)
         axes.text(card, -0.62, f'{card} GB', ha='center', fontsize=8, color='#555555')
-    axes.set(
-        ylim=(len(DETECTORS) - 0.5, -0.7),
-        xlim=(0, 1.06 * max(values.values())),
-        xlabel='GB of GPU memory that a training needs',
-    )
+    axes.set(ylim=(len(DETECTORS) - 0.5, -0.7), xlim=(0, 1.06 * max(values.values())))
+    axes.set_xlabel('GB of GPU memory that a training needs')
     axes.set_yticks(range(len(DETECTORS)), [_head(detector).replace(', ', '\n', 1) for detector in DETECTORS])
     axes.tick_params(axis='y', labelsize=8)
     legend = [
@@ -203,8 +201,9 @@ def write() -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('action', choices=['count', 'measure', 'write'])
-    action = parser.parse_args().action
-    write() if action == 'write' else fill(action)
+    parser.add_argument('--only', choices=[detector.name for detector in DETECTORS], help='one detector')
+    args = parser.parse_args()
+    write() if args.action == 'write' else fill(args.action, args.only)
 
 
 if __name__ == '__main__':
