@@ -1,1 +1,8 @@
-"""Bytes of a training step, counted without a GPU, and the planner: ``sbp-mmdet plan CONFIG --budget 8GiB``."""
+"""Will it fit: counts of a training step without a GPU, a rehearsal with one, and the command ``sbp-mmdet``."""
+
+import contextlib
+import io
+
+# onedl-mmdetection prints lines to stdout when its data sets are imported, where --json answers scripts.
+with contextlib.redirect_stdout(io.StringIO()):
+    import mmdet.datasets  # noqa: F401
