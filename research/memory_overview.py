@@ -109,8 +109,10 @@ def fill(kind: str, only: str | None = None) -> None:
         kind (str): 'count' or 'measure'.
         only (str | None): Name of one detector. If ``None``, all of them. Default: None.
     """
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    rows = results.setdefault(kind, dict(machine=describe_machine(), rows=[]))['rows']
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else dict(runs=[])
+    if not any(run['kind'] == kind for run in results['runs']):
+        results['runs'].append(dict(kind=kind, machine=describe_machine(), rows=[]))
+    rows = _rows(results, kind)
     known = {(row['detector'], row['variant']) for row in rows if 'failed' not in row}
     for detector in DETECTORS:
         for variant in VARIANTS:
@@ -120,6 +122,10 @@ def fill(kind: str, only: str | None = None) -> None:
             rows.append(dict(detector=detector.name, variant=variant, **row))
             write_json(RESULTS, results)
             print(rows[-1], flush=True)
+
+
+def _rows(results, kind):
+    return next((run['rows'] for run in results['runs'] if run['kind'] == kind), [])
 
 
 def tables(results: dict) -> dict[str, str]:
@@ -133,7 +139,7 @@ def tables(results: dict) -> dict[str, str]:
     """
     found = {}
     for kind, unit, key, form in (('count', 1e9, 'needs', '{:.1f}'), ('measure', 1, 'lift', '{:,.0f}')):
-        values = {(row['detector'], row['variant']): row.get(key) for row in results.get(kind, {}).get('rows', [])}
+        values = {(row['detector'], row['variant']): row.get(key) for row in _rows(results, kind)}
         there = [d for d in DETECTORS if all(values.get((d.name, variant)) for variant in VARIANTS)]
         columns = [Column('', _head if kind == 'count' else lambda detector: detector.name)]
         for variant, head in VARIANTS.items():
@@ -159,7 +165,7 @@ def draw(results: dict) -> None:
     """
     from matplotlib.patches import Patch
 
-    values = {(row['detector'], row['variant']): row['needs'] / 1e9 for row in results['count']['rows']}
+    values = {(row['detector'], row['variant']): row['needs'] / 1e9 for row in _rows(results, 'count')}
     figure, grid = panels(figsize=(9.6, 5.2))
     axes, height = grid[0, 0], 0.16
     for place, detector in enumerate(DETECTORS):
