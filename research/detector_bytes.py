@@ -38,6 +38,7 @@ def main():
     config = load_config(args.config, args.cfg_options)
     inputs = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes or crowded(inputs.batch))
+    case['channels'] = inputs.channels
     rows, base = [], plain(config)
     for variant in args.variants:
         keys = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}

@@ -131,8 +131,8 @@ def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
     [
         (FRCNN, False, 'exact_min'),
         (FRCNN, True, 'exact_min'),  # SGD
-        (DINO, False, 'exact_min+cp-transformer'),
-        (DINO, True, 'exact_min+cp-transformer+adamw8bit'),
+        (DINO, False, 'exact_min'),
+        (DINO, True, 'exact_min+adamw8bit'),
     ],
 )
 def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
@@ -306,7 +306,7 @@ def tiny(tmp_path):
 
 
 def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(planner, '_ORDER', ('exact_min',))
+    monkeypatch.setattr(planner, 'ORDER', ('exact_min',))
     case = ['plan', tiny, '--batch', '2', '--size', '128x160', '--boxes', '5', '--json', '--budget']
     command.main([*case, '8GiB'])
     fits = json.loads(capsys.readouterr().out)

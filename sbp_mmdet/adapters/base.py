@@ -96,7 +96,7 @@ def _adapter_of(kind):
 
 
 class Place(NamedTuple):
-    """Where a changed module stands.
+    """Place of a changed module: its settings, its layer, and what it draws from.
 
     Attributes:
         settings (Settings): The settings of the model.
@@ -249,7 +249,7 @@ class LeanModule(Mixin):
 
     @property
     def form(self) -> Form:
-        """How operations store."""
+        """Return how operations store."""
         return self._lean.settings.preset.form
 
     def sampled_form(self) -> Form:

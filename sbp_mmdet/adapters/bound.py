@@ -8,8 +8,8 @@ from ..ops.common.autograd_function import Form
 from ..presets import Settings
 from ..surgery import stock_class
 from .bindings import Binding
+from .bypassed_modules import BypassedModules
 from .predicate import (
-    BypassedModules,
     fairscale_forward,
     is_hooked_globally,
     is_parametrized,
@@ -21,7 +21,7 @@ __all__ = ['Bound', 'bind', 'runs_reference']
 
 
 class Bound(NamedTuple):
-    """What is known of a changed module as it is now. It is found once, and anew when something has changed.
+    """Operations of a changed module in its present state. They are found once, and again when the state has changed.
 
     Attributes:
         parts (dict[str, Binding]): The operations that are used.

@@ -137,7 +137,7 @@ class ConvNormActBinding(Binding):
 
     @property
     def length_behind(self) -> int:
-        """How many modules stand behind the convolution."""
+        """Return the number of modules behind the convolution."""
         return (self.norm is not None) + (self.act is not None)
 
     def own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

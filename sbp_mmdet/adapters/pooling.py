@@ -72,7 +72,7 @@ class ConvPoolBinding(Binding):
 
     @property
     def length_behind(self) -> int:
-        """How many modules stand behind the convolution."""
+        """Return the number of modules behind the convolution."""
         return 2 + (self.norm is not None)
 
     def __call__(self, form: Form, x: Tensor):

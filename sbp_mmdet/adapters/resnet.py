@@ -107,7 +107,7 @@ def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Ten
 
 @adapter(res2net.Bottle2neck)
 class LeanBottle2neck(_Convolutional):
-    """In Res2Net's bottleneck the second convolution is one for each part of the channels."""
+    """Bottleneck of Res2Net, whose second convolution is one for each part of the channels."""
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -134,7 +134,7 @@ class LeanBottle2neck(_Convolutional):
 
 @adapter(resnest.Bottleneck)
 class LeanSplitBottleneck(_Convolutional):
-    """In ResNeSt's bottleneck the second convolution is a :class:`LeanSplitAttention`."""
+    """Bottleneck of ResNeSt, whose second convolution is a :class:`LeanSplitAttention`."""
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

@@ -33,7 +33,7 @@ _IMAGE = 4  # channels, at the most, of an image: it is in memory anyway, and ei
 
 @dataclasses.dataclass(frozen=True)
 class ConvNormSettings:
-    """Of :func:`conv_norm`.
+    """Settings of :func:`conv_norm`.
 
     Attributes:
         form (Form): How it stores; ``dropped`` has no meaning here. Default: ``Form()``.
@@ -70,7 +70,7 @@ class ConvNormSettings:
 
 
 class ConvNormTensors(NamedTuple):
-    """What :func:`conv_norm` works on.
+    """Tensors of :func:`conv_norm`.
 
     Attributes:
         x (Tensor): Shape (N, C, H, W).
@@ -95,7 +95,7 @@ ConvNormGradients = gradients_of(ConvNormTensors, 'running_mean', 'running_var')
 
 
 class ConvNormSaved(NamedTuple):
-    """What the backward pass needs.
+    """Tensors saved for the backward pass.
 
     Attributes:
         tensors (ConvNormTensors): Parameters; of the maps nothing.
@@ -185,7 +185,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
 
 
 def _weight_needed(s, needs):
-    """Whether the convolution's weight, folded or not, needs a gradient."""
+    """Return whether the convolution's weight, folded or not, needs a gradient."""
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
 
 
@@ -207,7 +207,7 @@ def convolve(s, t, x, factors):
 
 
 def _folds(weight, positions):
-    """Whether it costs less to scale a weight than the map that it makes."""
+    """Return whether it costs less to scale a weight than the map that it makes."""
     return weight.numel() <= positions * len(weight)
 
 

@@ -57,7 +57,7 @@ _Gradients = gradients_of(DenseHeadTensors)
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs.
+    """Tensors saved for the backward pass.
 
     Attributes:
         tensors (DenseHeadTensors): Parameters; ``x`` is None.

@@ -80,7 +80,7 @@ def _apply(*args):
 
 
 class _Level(NamedTuple):
-    """What a level saves: its input and its parameters."""
+    """Tensors that a level saves: its input and its parameters."""
 
     input: tuple | None
     parameters: LevelTensors

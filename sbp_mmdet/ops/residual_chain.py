@@ -73,14 +73,14 @@ class BlockTensors(NamedTuple):
 
 
 class KeptLayer(NamedTuple):
-    """What a layer with batch statistics or group norm needs to run again: its statistics and their SyncBN's count."""
+    """Statistics with which a layer with batch norm in training, or group norm, is recomputed, and SyncBN's count."""
 
     statistics: Statistics | None
     count: Tensor | None
 
 
 class KeptBlock(NamedTuple):
-    """What a block saves for the backward pass.
+    """Tensors that a block saves for the backward pass.
 
     Attributes:
         last (KeptMap): The input of its last layer.

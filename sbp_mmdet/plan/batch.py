@@ -124,7 +124,7 @@ def _proposals(rng, truth, number, height, width, per_box=8):
 
 @contextlib.contextmanager
 def at_the_first_step() -> Iterator[None]:
-    """What heads that look at the training's progress find, where no runner says it."""
+    """Set the iteration and epoch that some heads ask for, where no runner has set them."""
     told = MessageHub.get_current_instance().runtime_info
     added = {key: 0 for key in ('iter', 'epoch') if told.get(key) is None}
     told.update(added)
@@ -155,7 +155,7 @@ def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
 
 
 def _assigned(original, per_box, cost, ious, *args):
-    """As the assigner does where the cheapest predictions of each box overlap it so much that it takes ``per_box``."""
+    """Assign ``per_box`` predictions to each box, as a trained detector's assigner does."""
     cheapest = cost.topk(min(13, len(cost)), 0, largest=False).indices
     return original(cost, torch.zeros_like(ious).scatter_(0, cheapest, (per_box + 0.5) / len(cheapest)), *args)
 

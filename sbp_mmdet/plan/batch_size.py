@@ -6,14 +6,12 @@ from typing import NamedTuple
 from mmengine.config import Config
 
 from ..presets import PRESETS
-from .planner import needed
+from .planner import ORDER, needed
 from .variants import NotApplicable, piece_change, snippet
 
 __all__ = ['LARGEST', 'BatchRow', 'largest_batch', 'largest_batches', 'learning_rate', 'lines_of']
 
 LARGEST = 256  # images; nobody asks for more on one GPU, and a count takes longer the more there are
-# In the order of the table; the precision of the config first, then half precision.
-_PRESETS = ('none', 'with_cp', 'exact', 'exact_min', 'int8', 'sbp')
 
 
 class BatchRow(NamedTuple):
@@ -95,7 +93,7 @@ def largest_batches(
             piece_change(config, pieces)
         except NotApplicable:
             continue
-        for name in _PRESETS:
+        for name in ('none', 'with_cp', *ORDER):
             if name not in presets or (pieces and PRESETS[name].gradients != 'exact'):
                 continue
             variant = '+'.join((name, *pieces))

@@ -55,7 +55,7 @@ class Block:
             self.next.previous = self
 
     def can_merge(self, other: 'Block | None') -> bool:
-        """Whether a neighbour is free, and as much in memory as this block."""
+        """Return whether a neighbour is free and mapped like this block."""
         return other is not None and other.free and other.mapped == self.mapped
 
 

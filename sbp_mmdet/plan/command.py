@@ -71,7 +71,7 @@ def _add_plan(verbs):
     verb = verbs.add_parser('plan', help='which variant fits into a GPU')
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     verb.add_argument('--budget', help="memory of the GPU: 8GiB, 7.5GB (default: this machine's GPU)")
-    add_inputs(verb)
+    add_inputs(verb, largest=True)
     verb.add_argument(
         '--boxes', type=int, help='boxes in an image (default: a crowded batch of COCO: 60 for 2 images, 20 for 32)'
     )
@@ -218,7 +218,7 @@ def _end_progress():
 
 
 def _page(args, config, inputs, budget, rows, found, lines):
-    """What a person reads."""
+    """Returns the page of ``plan``."""
     columns = [
         Column('variant', lambda row: row['variant']),
         Column('gradients', lambda row: row['gradients']),

@@ -48,7 +48,7 @@ def full_fp32():
 
 
 class autocast_rules(TorchFunctionMode):  # noqa: N801  a context like torch.autocast
-    """Where autocast is on for a CPU, the rules are CUDA's."""
+    """Context in which autocast on a CPU follows CUDA's rules."""
 
     def __torch_function__(self, func, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -103,7 +103,7 @@ def measure_detector(
 
 @contextlib.contextmanager
 def assignment_on_cpu(counter: LiveBytes):
-    """What mmdet's assigner compares on the CPU (``gpu_assign_thr``) is not in the device's memory; its results are.
+    """Leave out of the count what mmdet's assigner compares on the CPU (``gpu_assign_thr``); its results count.
 
     Args:
         counter (LiveBytes): What counts the device's.
@@ -147,7 +147,7 @@ def build_training(
     channels: int = 3,
     trained: bool = True,
 ) -> tuple:
-    """What a training step needs. To be called within :func:`own_crops`.
+    """Build model, optimizer wrapper and batch of a training step. To be called within :func:`own_crops`.
 
     Args:
         config, batch, height, width, boxes, channels: See :func:`measure_detector`.
@@ -245,7 +245,7 @@ def _wrapper_type(config):
 
 
 def _amp_dtype(config):
-    """Of the config's optimizer wrapper; on a CPU bf16 stands for fp16."""
+    """Return the dtype of the config's mixed precision, or `None`; on a CPU bf16 stands for fp16."""
     if 'Amp' not in _wrapper_type(config):
         return None
     return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
@@ -355,7 +355,7 @@ def _count(model: nn.Module, wrapper, data, counter, config, compute):
 
 
 def _values_do_not_matter(model: nn.Module) -> bool:
-    """Whether each box has one prediction, whichever it is, so that what is assigned need not be computed."""
+    """Return whether each box has one prediction, whichever it is, so that the assignment need not be computed."""
     assigners = [module.assigner for module in model.modules() if hasattr(module, 'assigner')]
     return bool(assigners) and all(type(assigner) is HungarianAssigner for assigner in assigners)
 

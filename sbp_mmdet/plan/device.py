@@ -56,7 +56,7 @@ class NoDevice(ValueError, argparse.ArgumentTypeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device has too little memory, whichever library found it out."""
+    """Return whether an error means that the device is out of memory, whichever library raised it."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
     message = str(error).lower()

@@ -62,7 +62,7 @@ def _is_large(func, args, kwargs):
 
 
 def _mutated(func, args, kwargs):
-    """What an operation in place, or with ``out``, gives back: what it would have written to."""
+    """Return the tensors that an operation in place, or with ``out``, would have written to."""
     values = [
         kwargs.get(argument.name, args[i] if i < len(args) else None)
         for i, argument in enumerate(func._schema.arguments)

@@ -58,9 +58,17 @@ class Inputs(NamedTuple):
     branches: dict[str, Batch] | None = None
 
 
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments ``--batch`` and ``--size``, whose defaults are what :func:`inputs_of` reads."""
-    parser.add_argument('--batch', type=_images, help="images on the GPU (default: the config's own); plan takes 'max'")
+def add_inputs(parser: argparse.ArgumentParser, largest: bool = False) -> None:
+    """Adds the arguments ``--batch`` and ``--size``, whose defaults are what :func:`inputs_of` reads.
+
+    Args:
+        parser (argparse.ArgumentParser): The parser.
+        largest (bool): Whether ``--batch max`` is allowed. Default: False.
+    """
+    more = "; 'max': the largest that fits" if largest else ''
+    parser.add_argument(
+        '--batch', type=_images if largest else int, help=f"images on the GPU (default: the config's own){more}"
+    )
     parser.add_argument('--size', help="of the images, before padding: 800x1333 (default: the pipeline's largest)")
 
 
@@ -109,7 +117,7 @@ def inputs_of(
 
 
 def _of_pipeline(config, case, dataset, processes):
-    """With what the pipeline gives, and a note where its images' sizes are from."""
+    """Return the inputs with what the pipeline gives, and a note on where the sizes of images are from."""
     whose = 'those of the annotations'
     if dataset is None:
         dataset, whose = data_set_of(config)
@@ -133,7 +141,7 @@ def _later(config):
 
 
 def labels_read(config: Config) -> tuple[bool, bool]:
-    """Whether a config's pipeline reads a mask for each box, and a map of semantic classes.
+    """Return whether a config's pipeline reads a mask for each box, and a map of semantic classes.
 
     Args:
         config (Config): Config of a detector.

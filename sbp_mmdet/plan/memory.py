@@ -25,7 +25,7 @@ class _Packed:
 
 
 def _dense(tensor):
-    """What holds a tensor's numbers: itself, or the indices and values of a sparse one."""
+    """Return the dense tensors that hold a tensor's numbers: itself, or the indices and values of a sparse one."""
     return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
 
 
@@ -250,7 +250,7 @@ def _held_on_cuda(forward):
 
 
 def _graph_of(out):
-    """What the graph hangs on, without the outputs."""
+    """Return the nodes of the graph, without the outputs."""
     return [o.grad_fn for o in (out if isinstance(out, tuple) else (out,))]
 
 

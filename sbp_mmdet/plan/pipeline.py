@@ -17,22 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from mmcv.transforms import BaseTransform, LoadImageFromFile
-from mmdet.datasets.transforms import (
-    LoadAnnotations,
-    LoadMultiChannelImageFromFiles,
-    LoadPanopticAnnotations,
-    PackDetInputs,
-    PhotoMetricDistortion,
-    YOLOXHSVRandomAug,
-)
 from mmdet.registry import DATASETS
 from mmdet.utils import register_all_modules
 from mmengine.config import Config
-from mmengine.dataset import BaseDataset, Compose
+from mmengine.dataset import BaseDataset
 from mmengine.registry import init_default_scope
 from mmengine.utils import import_modules_from_strings
 
+from .blank_images import NO_BOXES, as_array, blank_copy, rectangle
 from .steps import name_of
 
 __all__ = ['CannotRun', 'Samples', 'data_set_of', 'samples_of']
@@ -49,9 +41,6 @@ _ROUNDS = (64, 256, 1024, 2048)
 # What is known to be larger, or more crowded, than the others is run so often.
 _TIMES = 8
 _SECONDS, _SECONDS_PER_IMAGE = 40, 10
-# An image that a pipeline gives nothing for is replaced by another, which mmengine tries a thousand times.
-_REFETCHES = 15
-_NO_BOXES = np.zeros((0, 4))
 
 
 class CannotRun(ValueError):
@@ -140,146 +129,16 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1) -> Samples:
     channels = backbone.get('in_channels') or 3
     with _own_draws(), _quiet():
         try:
-            return _run(_blank(dataset, channels, step, blank=True), batch)
+            return _run(blank_copy(dataset, channels, step, blank=True), batch)
         except Exception as error:  # a transform that looks at the pictures: it gets them if they are there
             with contextlib.suppress(Exception):
-                return _run(_blank(dataset, channels, step, blank=False), batch)
+                return _run(blank_copy(dataset, channels, step, blank=False), batch)
             raise CannotRun(_line('its train pipeline cannot be run', error)) from error
 
 
 def _line(what, error):
     text = ' '.join(str(error).split())[:200]
     return f'{what} here ({type(error).__name__}: {text}); say the size of the images: --size 800x1333'
-
-
-# --- Blank images -----------------------------------------------------------------------------------------------------
-
-
-class _BlankImage(BaseTransform):
-    """Stands in for a transform that reads an image, which is asked for the first ones to learn what it gives."""
-
-    def __init__(self, loader, channels):
-        self.loader, self.channels, self.asked, self.reads = loader, channels, 0, False
-
-    def transform(self, results):
-        shape = results.get('height'), results.get('width')
-        known = all(shape)
-        if self.reads or not known or self.asked < 3:
-            self.asked += 1
-            try:
-                read = self.loader(dict(results))
-            except Exception:
-                if self.reads or not known:
-                    raise
-                self.asked = 3
-            else:
-                if self.reads or read is None:
-                    return read
-                image = read['img']
-                self.channels = image.shape[2] if image.ndim == 3 else 0
-                # Annotations that say another size than the file has are not to be believed.
-                self.reads = image.shape[:2] != shape
-                if self.reads:
-                    return read
-        kind = np.float32 if self.loader.to_float32 else np.uint8
-        results['img'] = np.zeros((*shape, self.channels) if self.channels else shape, kind)
-        results['img_shape'] = results['ori_shape'] = shape
-        return results
-
-
-class _BlankAnnotations(BaseTransform):
-    """Stands in for a transform that reads annotations: masks are polygons, maps of classes are not read."""
-
-    def __init__(self, loader):
-        self.seg = loader.with_seg
-        keys = ('with_bbox', 'with_label', 'with_mask', 'box_type')
-        self.loader = LoadAnnotations(**{key: getattr(loader, key) for key in keys}, poly2mask=False)
-
-    def transform(self, results):
-        if self.loader.with_mask:
-            for instance in results.get('instances', []):
-                if not isinstance(instance.get('mask'), list):  # run-length encoded
-                    instance['mask'] = _rectangle(instance['bbox'])
-        results = self.loader(results)
-        if self.seg:
-            results['gt_seg_map'] = np.zeros(results['ori_shape'], np.uint8)
-        return results
-
-
-class _Facts(BaseTransform):
-    """Stands in for the transform that makes tensors."""
-
-    def transform(self, results):
-        shape, boxes = results['img'].shape, results.get('gt_bboxes', ())
-        ignored = results.get('gt_ignore_flags')
-        boxes = _array(boxes)
-        boxes = boxes if ignored is None else boxes[np.asarray(ignored) == 0]
-        return dict(inputs=(*shape[:2], shape[2] if len(shape) == 3 else 1), data_samples=boxes)
-
-
-class _Colours(BaseTransform):
-    """Stands in for a transform of colours, which puts out floats or what it got."""
-
-    def __init__(self, floats):
-        self.floats = floats
-
-    def transform(self, results):
-        if self.floats:
-            results['img'] = results['img'].astype(np.float32)
-        return results
-
-
-def _stand_in(transform, channels):
-    """What runs in a transform's place; None: itself. Exact classes, for those derived from them may do more."""
-    kind = type(transform)
-    if kind is LoadImageFromFile:
-        return _BlankImage(transform, {'color': 3, 'grayscale': 0}.get(transform.color_type, channels))
-    if kind is LoadMultiChannelImageFromFiles:
-        return _BlankImage(transform, channels)
-    if kind in (LoadAnnotations, LoadPanopticAnnotations):
-        return _BlankAnnotations(transform)
-    if kind in (PhotoMetricDistortion, YOLOXHSVRandomAug):
-        return _Colours(kind is PhotoMetricDistortion)
-    return None
-
-
-def _replaced(node, channels, blank):
-    """A pipeline with stand-ins, at any depth."""
-    if isinstance(node, (list, tuple)):
-        return type(node)(_replaced(item, channels, blank) for item in node)
-    if isinstance(node, dict):
-        return {key: _replaced(value, channels, blank) for key, value in node.items()}
-    if type(node) is PackDetInputs:
-        return _Facts()
-    if blank and (found := _stand_in(node, channels)):
-        return found
-    if isinstance(node, BaseTransform) or type(node).__name__ == 'Compose':
-        node = copy.copy(node)
-        if blank and getattr(node, 'interpolation', None) == 'bilinear':
-            node.interpolation = 'nearest'  # the quickest one: there is nothing to see
-        for key, value in vars(node).items():
-            holds = isinstance(value, (list, tuple, dict, BaseTransform)) or type(value).__name__ == 'Compose'
-            if holds:
-                vars(node)[key] = _replaced(value, channels, blank)
-    return node
-
-
-def _blank(dataset, channels, step, blank):
-    """A copy of a data set whose images are blank; of their annotations there is one."""
-    dataset = copy.copy(dataset)
-    for key in ('datasets', 'dataset'):
-        inner = getattr(dataset, key, None)
-        if inner is not None:
-            many = isinstance(inner, (list, tuple))
-            found = [_blank(one, channels, None, blank) for one in (inner if many else [inner])]
-            setattr(dataset, key, found if many else found[0])
-    if step is not None:
-        dataset.pipeline = Compose(copy.deepcopy(step))
-    if hasattr(dataset, 'pipeline'):
-        dataset.pipeline = _replaced(copy.deepcopy(dataset.pipeline), channels, blank)
-    if hasattr(dataset, 'max_refetch'):
-        dataset.max_refetch = min(dataset.max_refetch, _REFETCHES)
-    return dataset
 
 
 # --- Without the data -------------------------------------------------------------------------------------------------
@@ -298,18 +157,13 @@ class _Photographs(BaseDataset):
         corner, sides = rng.uniform(0, 0.6, (7, 2)), rng.uniform(0.05, 0.4, (7, 2))
         boxes = np.concatenate([corner, corner + sides], 1) * (width, height, width, height)
         instances = [
-            dict(bbox=box, bbox_label=0, ignore_flag=0, mask=_rectangle(box)) for box in np.round(boxes, 1).tolist()
+            dict(bbox=box, bbox_label=0, ignore_flag=0, mask=rectangle(box)) for box in np.round(boxes, 1).tolist()
         ]
         told = dict(img_id=i, img_path=f'{i}.jpg', seg_map_path=None, segments_info=[], instances=instances)
         return dict(told, height=height, width=width)
 
     def get_cat_ids(self, idx):
         return [0]
-
-
-def _rectangle(box):
-    x, y, x2, y2 = box
-    return [[x, y, x2, y, x2, y2, x, y2]]
 
 
 def _with_photographs(cfg):
@@ -360,7 +214,7 @@ def _run(dataset, batch) -> Samples:
     images = np.concatenate([order[:done], np.array(extreme, int)])[: len(items)]
     weight = np.where(np.arange(len(items)) < done, 1 / done, 1 / times / total)
     branches = tuple(sorted({branch for item in items for branch in item}))
-    truth = [[_shares(*item[branch]) if branch in item else _NO_BOXES for branch in branches] for item in items]
+    truth = [[_shares(*item[branch]) if branch in item else NO_BOXES for branch in branches] for item in items]
     facts = np.array([[(*item.get(branch, (0, 0, 0))[:3],) for branch in branches] for item in items])
     boxes = np.array([[len(one) for one in row] for row in truth])
     high = sum(width < height for height, width, *_ in told)
@@ -372,13 +226,9 @@ def _run(dataset, batch) -> Samples:
     )  # fmt: skip
 
 
-def _array(boxes):
-    return np.asarray(getattr(boxes, 'tensor', boxes), np.float32).reshape(len(boxes), -1) if len(boxes) else _NO_BOXES
-
-
 def _shares(height, width, _, boxes):
     """Boxes as shares of the image; those that are no rectangles have none."""
-    return boxes / (width, height, width, height) if boxes.shape[1] == 4 else _NO_BOXES
+    return boxes / (width, height, width, height) if boxes.shape[1] == 4 else NO_BOXES
 
 
 def _is_one(sizes):
@@ -442,7 +292,7 @@ def _facts(inputs, sample):
     if isinstance(inputs, torch.Tensor):  # packed by a transform of one's own
         channels, height, width = inputs.shape[-3:]
         truth = getattr(getattr(sample, 'gt_instances', None), 'bboxes', ())
-        return height, width, channels, _array(truth)
+        return height, width, channels, as_array(truth)
     return (*inputs, sample)
 
 
@@ -466,7 +316,7 @@ def _time_limit(i) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_draws() -> Iterator[None]:
-    """The same chance in each call, and for others as if there had been none."""
+    """Context with random numbers of its own, the same in each call; restores those of the caller."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(0), np.random.seed(0), torch.random.default_generator.manual_seed(0)
     try:
@@ -477,7 +327,7 @@ def _own_draws() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What pycocotools prints when it loads is no answer."""
+    """Context that discards what pycocotools prints when it loads annotations."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 

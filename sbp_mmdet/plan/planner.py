@@ -12,6 +12,7 @@ from .variants import NotApplicable, piece_change
 __all__ = [
     'CONTEXT',
     'MARGIN',
+    'ORDER',
     'WORKSPACES',
     'Row',
     'answer',
@@ -30,11 +31,11 @@ WORKSPACES = 384 * 2**20
 CONTEXT = 0.6e9
 
 # In the order in which they are tried: each costs more time than the one before.
-_ORDER = ('exact', 'exact_min', 'int8', 'sbp')
+ORDER = ('exact', 'exact_min', 'int8', 'sbp')
 _ALL_PIECES = ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck')
-# Pieces beside a preset: 'exact_min' follows 'exact' in place of them, and is followed by checkpoints of transformers.
-_LADDERS = dict.fromkeys(_ORDER, ((), ('cp-heads',), _ALL_PIECES, (*_ALL_PIECES, 'adamw8bit')))
-_LADDERS |= dict(exact=((),), exact_min=((), ('cp-transformer',), ('cp-transformer', 'adamw8bit')))
+# Pieces beside a preset. 'exact_min' follows 'exact' in place of them.
+_LADDERS = dict.fromkeys(ORDER, ((), ('cp-heads',), _ALL_PIECES, (*_ALL_PIECES, 'adamw8bit')))
+_LADDERS |= dict(exact=((),), exact_min=((), ('adamw8bit',)))
 
 
 class Row(NamedTuple):
@@ -153,7 +154,7 @@ def plan(
         return rows
     if 'with_cp' in presets:
         rows.append(look('with_cp'))
-    for name in _ORDER:
+    for name in ORDER:
         if name in presets:
             variants = [v for v in dict.fromkeys(_ladder(config, name)) if eight_bit or 'adamw8bit' not in v]
             rows.append(_first_that_fits(variants, look))
@@ -163,8 +164,8 @@ def plan(
 
 
 def most_counts(presets: Collection[str]) -> int:
-    """How many variants :func:`plan` looks at, at most."""
-    return 4 + sum(len(_LADDERS[name]) for name in _ORDER if name in presets)
+    """Return the largest number of variants that :func:`plan` looks at."""
+    return 4 + sum(len(_LADDERS[name]) for name in ORDER if name in presets)
 
 
 def _in_half(config, look, presets):

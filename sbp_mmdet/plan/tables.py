@@ -115,7 +115,7 @@ def write_json(path: Path, results, indent: int | None = 1) -> None:
 
 
 def describe_machine(device: torch.device | str = 'cpu') -> dict:
-    """What stands beside every published number: ``date``, ``device``, versions, on a GPU those of CUDA too,
+    """Describe where a published number comes from: ``date``, ``device``, versions, on a GPU those of CUDA too,
     :func:`commit`, ``command``.
 
     Args:

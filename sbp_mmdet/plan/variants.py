@@ -145,13 +145,13 @@ def is_lean(hook: dict) -> bool:
 
 
 def is_plain(config: Config) -> bool:
-    """Whether a config says nothing of presets and of checkpointed blocks, so that :func:`plain` is the same model."""
+    """Return whether a config names no preset and no checkpointed blocks, so that :func:`plain` is the same model."""
     backbone = config.model.get('backbone') or {}
     return not any(map(is_lean, config.get('custom_hooks') or [])) and not any(backbone.get(key) for key in _PLAIN)
 
 
 def presets_of(model: nn.Module) -> dict[str, str | None]:
-    """Which presets apply to a model; it stays as it is.
+    """Find the presets that apply to a model, which stays as it is.
 
     Args:
         model (nn.Module): A plain detector.
@@ -217,7 +217,7 @@ def everything_checkpointed(config: Config, blocks: bool = True) -> str:
 
 
 def snippet(config: Config, variant: str) -> str:
-    """What to add to a config for a variant.
+    """Return the lines to add to a config for a variant.
 
     Args:
         config (Config): The config that it is for.
@@ -252,7 +252,7 @@ def _literal(value):
 
 
 def piece_change(config: Config, pieces: list[str]) -> dict:
-    """What pieces change in a config, outside of its backbone.
+    """Return the changes of pieces to a config, outside of its backbone.
 
     Args:
         config (Config): Config of a detector.

@@ -33,7 +33,9 @@ def add_verify(verbs) -> None:
     verb.set_defaults(run=_verify)
 
 
-def findings_of(config: Config, preset: str, device: str, batch: int, height: int, width: int) -> Findings:
+def findings_of(
+    config: Config, preset: str, device: str, batch: int, height: int, width: int, channels: int = 3
+) -> Findings:
     """Verifies a config's model on a synthetic batch.
 
     Args:
@@ -43,12 +45,13 @@ def findings_of(config: Config, preset: str, device: str, batch: int, height: in
         batch (int): Images.
         height (int): Their height.
         width (int): Their width.
+        channels (int): Their channels. Default: 3.
 
     Returns:
         Findings: What was found.
     """
     with at_the_first_step():
-        case = dict(batch=batch, height=height, width=width, boxes=5, device=device)
+        case = dict(batch=batch, height=height, width=width, boxes=5, channels=channels, device=device)
         model, wrapper, data = build_training(plain(config), trained=False, **case)
         settings = Settings.parse(dict(preset=preset), where='--preset')
         report = apply_settings(model, settings)
@@ -58,7 +61,8 @@ def findings_of(config: Config, preset: str, device: str, batch: int, height: in
 
 def _verify(args: argparse.Namespace, config: Config) -> None:
     found = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
-    findings = findings_of(config, args.preset, args.device, found.batch, found.height, found.width)
+    size = found.batch, found.height, found.width, found.channels
+    findings = findings_of(config, args.preset, args.device, *size)
     columns = [
         Column('kind', lambda row: row.name),
         Column('modules', lambda row: f'{len(row.modules)}'),

@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """What batches a training has.
+    """Batches of a training.
 
     Attributes:
         largest (dict[str, Batch]): The largest one, by branch: '' alone unless the training is semi-supervised.
@@ -103,7 +103,7 @@ def _of_main(batch, config):
 
 
 def _groups(samples, config, batch):
-    """For each group of the sampler: from which samples it takes how many, for each of its sources."""
+    """Return for each of the sampler's groups, and each of its sources, the samples and how many of them it takes."""
     loader = config.get('train_dataloader') or {}
     sampler, of_batches = loader.get('sampler') or {}, name_of(loader.get('batch_sampler') or {})
     grouped = of_batches in _GROUPING or name_of(sampler).startswith('Group')
@@ -145,7 +145,7 @@ def _with_each(rng, samples, parts):
 
 
 def _mixed(rng, samples, config, batch, draws, processes):
-    """What remains of two groups at the end of an epoch."""
+    """Return what remains of two groups at the end of an epoch."""
     loader = config.get('train_dataloader') or {}
     of_batches = loader.get('batch_sampler') or {}
     name, sampler = name_of(of_batches), name_of(loader.get('sampler') or {})
@@ -188,7 +188,7 @@ def _pixels(sizes, config):
 
 
 def _padded(height: int, width: int, config: Config, usual: bool = False) -> tuple[int, int]:
-    """What the preprocessor makes of a size beyond padding to a divisor, which it does to any."""
+    """Return the size that the preprocessor makes of an image, before it pads to a divisor."""
     for augment in _preprocessor(config).get('batch_augments') or []:
         if name_of(augment) == 'BatchFixedSizePad':
             height, width = map(max, (height, width), _pair(augment['size']))

@@ -177,7 +177,7 @@ def _beyond(runs, only, bars) -> dict:
 
 
 def _longer(runs, only, off, rounding, slack) -> dict:
-    """How much longer or shorter gradients are in their own direction, where that is more than rounding explains.
+    """Return how much longer or shorter gradients are in their own direction, where rounding does not explain it.
 
     Errors of rounding to eight bits point in every direction; those of a wrong factor do not.
     """
@@ -249,7 +249,7 @@ class _Exactly:
         return exact
 
     def _is_noise(self, key, runs, exact) -> bool:
-        """Whether the own code is about as far away from itself in a higher precision as the lean module is."""
+        """Return whether the own code is about as far from itself in a higher precision as the lean module is."""
         if exact is None:
             return False
         part, name = key

@@ -38,7 +38,7 @@ class Activation:
 
     @property
     def by_sign(self) -> bool:
-        """Whether the derivative depends on the sign of the input alone."""
+        """Return whether the derivative depends on the sign of the input alone."""
         return self.name in ('relu', 'leaky_relu')
 
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:

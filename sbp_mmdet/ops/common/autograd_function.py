@@ -46,7 +46,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How operations are computed and stored: what a preset means for all of them.
+    """Form in which operations are computed and stored; a preset sets it for all of them.
 
     Attributes:
         implementation (str): 'fused', or 'reference': plain autograd, and Algorithm 1 as the paper writes it.

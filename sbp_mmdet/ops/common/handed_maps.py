@@ -27,7 +27,7 @@ _TOP_HOOKS = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', Non
 
 
 class _Entry(NamedTuple):
-    """What was handed on for an output.
+    """Entry of a scope: how an output is read, and the versions of the tensors that it is read from.
 
     Attributes:
         output (weakref.ref): The output; when it dies, the entry does.

@@ -75,7 +75,7 @@ class KeptMap(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether values were not rounded to eight bits."""
+        """Return whether values were not rounded to eight bits."""
         return self.values.is_floating_point()
 
     @property

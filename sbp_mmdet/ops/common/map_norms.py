@@ -50,7 +50,7 @@ class Factors(NamedTuple):
 
 
 class FixedGradients(NamedTuple):
-    """What a layer with a fixed norm knows of its gradients when its convolution's backward pass is done.
+    """Sums of a layer with a fixed norm, from which the gradients of its parameters follow.
 
     Attributes:
         t (NamedTuple): Parameters and buffers, see :class:`..conv_norm_act.ConvNormTensors`.
@@ -226,7 +226,7 @@ def _normalise_together(s, t, z):
 
 
 def _normalise_together_backward(s, t, statistics, count, z, grad):
-    """As :func:`normalise_backward`; gradients of the parameters are this process's own."""
+    """Run :func:`normalise_backward` over all processes; gradients of the parameters are this process's own."""
     mean, rstd = (n.view(1, -1, 1, 1) for n in statistics)
     full = grad.to(rstd.dtype)
     xhat = (z - mean) * rstd
@@ -250,7 +250,7 @@ _NO_POSITIONS = 1e-30  # stands for a count of 0, by which the kernel would divi
 
 
 def _normalise_together_by_kernels(s, t, z):
-    """As :func:`_normalise_together`; the positions of each process are returned, not their sum."""
+    """Run :func:`_normalise_together` by torch's CUDA kernels; returns the positions of each process, not their sum."""
     z, channels = z.contiguous(memory_format=memory_format(z)), z.shape[1]
     if z.numel():
         mean, rstd = torch.batch_norm_stats(z, s.eps)
@@ -270,7 +270,7 @@ def _normalise_together_by_kernels(s, t, z):
 
 
 def _together_backward_by_kernels(s, t, statistics, count, z, grad):
-    """As :func:`_normalise_together_backward`."""
+    """Run :func:`_normalise_together_backward` by torch's CUDA kernels."""
     weight, layout = t.norm_weight, memory_format(z)
     z, grad = (x.contiguous(memory_format=layout) for x in (z, grad))
     needed = True, weight is not None, t.norm_bias is not None

@@ -96,7 +96,7 @@ class Sum:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was added."""
+        """Return whether nothing was added."""
         return self._total is None
 
     @property

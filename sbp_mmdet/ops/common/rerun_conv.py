@@ -15,7 +15,7 @@ __all__ = ['Conv', 'ConvSettings', 'convolve']
 
 @dataclasses.dataclass(frozen=True)
 class ConvSettings:
-    """Of a convolution with a bias, zero padding and one size of step in each direction."""
+    """Settings of a convolution with a bias, zero padding and the same stride in both directions."""
 
     stride: tuple[int, int]  # in pixels, as the next two
     padding: tuple[int, int]

@@ -12,7 +12,7 @@ _BITS = 8
 
 
 class SignBits(NamedTuple):
-    """Which elements of a ReLU's output are positive.
+    """Bit mask of the positive elements of a ReLU's output.
 
     A kernel may answer differently when it runs again (``cudnn.benchmark``, other threads): an element near zero then
     changes its sign, and the ReLU's gradient changes by the whole incoming gradient, not by a rounding error. The

@@ -1,0 +1,169 @@
+"""Blank images: what runs in the place of transforms that read files, so that a pipeline needs none."""
+
+import copy
+
+import numpy as np
+from mmcv.transforms import BaseTransform, LoadImageFromFile
+from mmdet.datasets.transforms import (
+    LoadAnnotations,
+    LoadMultiChannelImageFromFiles,
+    LoadPanopticAnnotations,
+    PackDetInputs,
+    PhotoMetricDistortion,
+    YOLOXHSVRandomAug,
+)
+from mmengine.dataset import Compose
+
+__all__ = ['NO_BOXES', 'as_array', 'blank_copy', 'rectangle']
+
+NO_BOXES = np.zeros((0, 4))
+# An image that a pipeline gives nothing for is replaced by another, which mmengine tries a thousand times.
+_REFETCHES = 15
+
+
+def rectangle(box) -> list:
+    """Return the polygon of a box, as COCO has it."""
+    x, y, x2, y2 = box
+    return [[x, y, x2, y, x2, y2, x, y2]]
+
+
+def as_array(boxes) -> np.ndarray:
+    """Return boxes of any kind as an array with a row for each."""
+    return np.asarray(getattr(boxes, 'tensor', boxes), np.float32).reshape(len(boxes), -1) if len(boxes) else NO_BOXES
+
+
+class _BlankImage(BaseTransform):
+    """Stands in for a transform that reads an image, which is asked for the first ones to learn what it gives."""
+
+    def __init__(self, loader, channels):
+        self.loader, self.channels, self.asked, self.reads = loader, channels, 0, False
+
+    def transform(self, results):
+        shape = results.get('height'), results.get('width')
+        known = all(shape)
+        if self.reads or not known or self.asked < 3:
+            self.asked += 1
+            try:
+                read = self.loader(dict(results))
+            except Exception:
+                if self.reads or not known:
+                    raise
+                self.asked = 3
+            else:
+                if self.reads or read is None:
+                    return read
+                image = read['img']
+                self.channels = image.shape[2] if image.ndim == 3 else 0
+                # Annotations that say another size than the file has are not to be believed.
+                self.reads = image.shape[:2] != shape
+                if self.reads:
+                    return read
+        kind = np.float32 if self.loader.to_float32 else np.uint8
+        results['img'] = np.zeros((*shape, self.channels) if self.channels else shape, kind)
+        results['img_shape'] = results['ori_shape'] = shape
+        return results
+
+
+class _BlankAnnotations(BaseTransform):
+    """Stands in for a transform that reads annotations: masks are polygons, maps of classes are not read."""
+
+    def __init__(self, loader):
+        self.seg = loader.with_seg
+        keys = ('with_bbox', 'with_label', 'with_mask', 'box_type')
+        self.loader = LoadAnnotations(**{key: getattr(loader, key) for key in keys}, poly2mask=False)
+
+    def transform(self, results):
+        if self.loader.with_mask:
+            for instance in results.get('instances', []):
+                if not isinstance(instance.get('mask'), list):  # run-length encoded
+                    instance['mask'] = rectangle(instance['bbox'])
+        results = self.loader(results)
+        if self.seg:
+            results['gt_seg_map'] = np.zeros(results['ori_shape'], np.uint8)
+        return results
+
+
+class _Facts(BaseTransform):
+    """Stands in for the transform that makes tensors."""
+
+    def transform(self, results):
+        shape, boxes = results['img'].shape, results.get('gt_bboxes', ())
+        ignored = results.get('gt_ignore_flags')
+        boxes = as_array(boxes)
+        boxes = boxes if ignored is None else boxes[np.asarray(ignored) == 0]
+        return dict(inputs=(*shape[:2], shape[2] if len(shape) == 3 else 1), data_samples=boxes)
+
+
+class _Colours(BaseTransform):
+    """Stands in for a transform of colours, which puts out floats or what it got."""
+
+    def __init__(self, floats):
+        self.floats = floats
+
+    def transform(self, results):
+        if self.floats:
+            results['img'] = results['img'].astype(np.float32)
+        return results
+
+
+def _stand_in(transform, channels):
+    """Return what runs in a transform's place, or `None`. Exact classes only: a subclass may do more."""
+    kind = type(transform)
+    if kind is LoadImageFromFile:
+        return _BlankImage(transform, {'color': 3, 'grayscale': 0}.get(transform.color_type, channels))
+    if kind is LoadMultiChannelImageFromFiles:
+        return _BlankImage(transform, channels)
+    if kind in (LoadAnnotations, LoadPanopticAnnotations):
+        return _BlankAnnotations(transform)
+    if kind in (PhotoMetricDistortion, YOLOXHSVRandomAug):
+        return _Colours(kind is PhotoMetricDistortion)
+    return None
+
+
+def _replaced(node, channels, blank):
+    """A pipeline with stand-ins, at any depth."""
+    if isinstance(node, (list, tuple)):
+        return type(node)(_replaced(item, channels, blank) for item in node)
+    if isinstance(node, dict):
+        return {key: _replaced(value, channels, blank) for key, value in node.items()}
+    if type(node) is PackDetInputs:
+        return _Facts()
+    if blank and (found := _stand_in(node, channels)):
+        return found
+    if isinstance(node, BaseTransform) or type(node).__name__ == 'Compose':
+        node = copy.copy(node)
+        if blank and getattr(node, 'interpolation', None) == 'bilinear':
+            node.interpolation = 'nearest'  # the quickest one: there is nothing to see
+        for key, value in vars(node).items():
+            holds = isinstance(value, (list, tuple, dict, BaseTransform)) or type(value).__name__ == 'Compose'
+            if holds:
+                vars(node)[key] = _replaced(value, channels, blank)
+    return node
+
+
+def blank_copy(dataset, channels, step, blank):
+    """Copy a data set, with a pipeline whose images are blank; the annotations are shared.
+
+    Args:
+        dataset: Data set of mmengine's kind, or a wrapper.
+        channels (int): Channels of images that are not read.
+        step (list | None): Pipeline in place of the data set's own. If `None`, its own. Default: None.
+        blank (bool): Whether images are blank; otherwise they are read.
+
+    Returns:
+        The copy.
+    """
+    dataset = copy.copy(dataset)
+    for key in ('datasets', 'dataset'):
+        inner = getattr(dataset, key, None)
+        if inner is not None:
+            many = isinstance(inner, (list, tuple))
+            found = [blank_copy(one, channels, None, blank) for one in (inner if many else [inner])]
+            setattr(dataset, key, found if many else found[0])
+    if step is not None:
+        dataset.pipeline = Compose(copy.deepcopy(step))
+    if hasattr(dataset, 'pipeline'):
+        dataset.pipeline = _replaced(copy.deepcopy(dataset.pipeline), channels, blank)
+    if hasattr(dataset, 'max_refetch'):
+        dataset.max_refetch = min(dataset.max_refetch, _REFETCHES)
+    return dataset
