@@ -5,7 +5,7 @@
     python research/memory_overview.py write      # README's two tables and docs/pictures/memory.png from that file
 
 Counts are those of ``sbp-mmdet plan``, with what CUDA and fragmentation need on top. A row is on disk as soon as it is
-there; delete the file to begin anew.
+there. All rows of a run are of one commit.
 """
 
 import argparse
@@ -110,8 +110,12 @@ def fill(kind: str, only: str | None = None) -> None:
         only (str | None): Name of one detector. If ``None``, all of them. Default: None.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else dict(runs=[])
-    if not any(run['kind'] == kind for run in results['runs']):
-        results['runs'].append(dict(kind=kind, machine=describe_machine(), rows=[]))
+    machine = describe_machine()
+    run = next((run for run in results['runs'] if run['kind'] == kind), None)
+    if run is None:
+        results['runs'].append(dict(kind=kind, machine=machine, rows=[]))
+    elif run['machine']['commit'] != machine['commit']:
+        raise SystemExit(f'{RESULTS.name} has rows of commit {run["machine"]["commit"]}; delete that run to begin anew')
     rows = _rows(results, kind)
     known = {(row['detector'], row['variant']) for row in rows if 'failed' not in row}
     for detector in DETECTORS:
