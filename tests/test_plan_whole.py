@@ -30,6 +30,8 @@ def small(name):
         config.model.roi_head.bbox_head.fc_out_channels = 64
         config.model.backbone.arch = dict(depths=[1, 1, 1, 1], channels=[16, 32, 64, 128])
         config.model.neck.in_channels = [16, 32, 64, 128]
+        config.model.roi_head.mask_head.update(num_convs=1, conv_out_channels=16)  # bf16 is slow on many CPUs
+        config.model.train_cfg.rcnn.sampler.num = 32
     return config
 
 
