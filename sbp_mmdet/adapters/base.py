@@ -54,7 +54,7 @@ ADAPTERS: dict[str, type['LeanModule']] = {}
 
 
 def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], type['LeanModule']]:
-    """Decorates an adapter; see this module for an example.
+    """Decorate an adapter; see this module for an example.
 
     Args:
         *kinds (str | type[nn.Module]): The classes that it knows, or their modules and names. A class that derives from
@@ -81,7 +81,7 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], typ
 
 
 def adapter_of(module: nn.Module) -> type['LeanModule'] | None:
-    """Returns the adapter for the class of a module or the nearest base class that has one, or ``None``.
+    """Return the adapter for the class of a module or the nearest base class that has one, or ``None``.
 
     Args:
         module (nn.Module): The module.
@@ -156,7 +156,7 @@ class LeanModule(Mixin):
     separable = False
 
     def forward(self, *args, **kwargs):
-        """Runs :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
+        """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
         if args and isinstance(args[0], torch.fx.Proxy):
             raise ValueError(
                 f'{type(self).__name__} is lean (LeanHook or apply_lean) and cannot be traced by torch.fx in training '
@@ -166,7 +166,7 @@ class LeanModule(Mixin):
 
     @torch.compiler.disable
     def runs_lean(self) -> bool:
-        """Returns whether a call runs lean now. Finds out anew what can be bypassed if something has changed."""
+        """Return whether a call runs lean now. Finds out anew what can be bypassed if something has changed."""
         bound = self._lean.bound
         if bound.reference or not torch.is_grad_enabled():
             return False
@@ -190,22 +190,22 @@ class LeanModule(Mixin):
         return bound
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """The forward pass in training: the parts one after the other, unless a subclass says something else."""
+        """Run the forward pass in training. By default the parts run one after the other, in their order."""
         for name in self._lean.bound.parts:
             x = self.run(name, x)
         return x
 
     def parts(self) -> Mapping[str, Binding]:
-        """Returns the operations of the forward pass, in its order. It is called when the module is changed."""
+        """Return the operations of the forward pass, in its order. It is called when the module is changed."""
         return {}
 
     def bypasses(self) -> Iterable[tuple[nn.Module, str]]:
-        """Yields other modules that :meth:`lean_forward` bypasses, with their roles, see :mod:`.predicate`."""
+        """Yield other modules that :meth:`lean_forward` bypasses, with their roles, see :mod:`.predicate`."""
         return ()
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        """Returns why a module stays as it is, beyond what :mod:`.predicate` says; ``None`` if it can be changed.
+        """Return why a module stays as it is, beyond what :mod:`.predicate` says; ``None`` if it can be changed.
 
         Args:
             module (nn.Module): The module.
@@ -215,7 +215,7 @@ class LeanModule(Mixin):
 
     @classmethod
     def token_ratio(cls, settings: Settings) -> float | None:
-        """Returns the keep ratio of a module that draws for itself, by :class:`.TokenDraws`; ``None`` if it keeps all.
+        """Return the keep ratio of a module that draws for itself, by :class:`.TokenDraws`; ``None`` if it keeps all.
 
         Args:
             settings (Settings): The settings of the model.
@@ -224,7 +224,7 @@ class LeanModule(Mixin):
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
-        """Returns whether the adapter has anything to do in a module.
+        """Return whether the adapter has anything to do in a module.
 
         Args:
             module (nn.Module): The module, of a known class or of one that derives from it.
@@ -233,7 +233,7 @@ class LeanModule(Mixin):
 
     @classmethod
     def is_stock(cls, module: nn.Module) -> bool:
-        """Returns whether the forward pass of a module's class is known.
+        """Return whether the forward pass of a module's class is known.
 
         Args:
             module (nn.Module): The module.
@@ -241,7 +241,7 @@ class LeanModule(Mixin):
         return not cls.stock or derives_plainly(stock_class(type(module)), cls.stock)
 
     def extra_repr(self) -> str:
-        """Returns what ``print(model)`` says of the module: its preset, and how much it keeps."""
+        """Return what ``print(model)`` says of the module: its preset, and how much it keeps."""
         settings, layer, draws, *_ = self._lean
         ratio = draws and draws.ratio(layer)
         said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
@@ -253,19 +253,19 @@ class LeanModule(Mixin):
         return self._lean.settings.preset.form
 
     def sampled_form(self) -> Form:
-        """Returns the form, with rows that are drawn anew where gradients of weights come from a sample."""
+        """Return the form, with rows that are drawn anew where gradients of weights come from a sample."""
         place = self._lean
         if place.phases is None:
             return self.form
         return dataclasses.replace(self.form, sample=place.phases.draw(place.name, float(place.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
-        """Returns the rate of stochastic depth of the parts that leave out images."""
+        """Return the rate of stochastic depth of the parts that leave out images."""
         rates = {name: getattr(part.drop, 'drop_prob', 0) or 0 for name, part in self._lean.bound.parts.items()}
         return {name: rate for name, rate in rates.items() if rate}
 
     def part(self, name: str) -> Binding | None:
-        """Returns a part, or ``None`` if the module's own code has to run in its place.
+        """Return a part, or ``None`` if the module's own code has to run in its place.
 
         Args:
             name (str): The name of the part in :meth:`parts`.
@@ -273,7 +273,7 @@ class LeanModule(Mixin):
         return self._lean.bound.parts.get(name)
 
     def run(self, name: str, x: Tensor, **options) -> Tensor:
-        """Runs a part, with this pass's positions and stochastic depth.
+        """Run a part, with this pass's positions and stochastic depth.
 
         Args:
             name (str): The name of the part in :meth:`parts`.
@@ -324,7 +324,7 @@ class LeanBlock(LeanModule):
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the default of the key ``blocks``: every stage but the last.
+        """Return the default of the key ``blocks``: every stage but the last.
 
         Args:
             depths (tuple[int, ...]): Blocks of each stage.
@@ -333,7 +333,7 @@ class LeanBlock(LeanModule):
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict[tuple, tuple[nn.Module, type[LeanModule]]]:
-        """Returns what else can be changed in a backbone of such blocks.
+        """Return what else can be changed in a backbone of such blocks.
 
         Args:
             backbone (nn.Module): The backbone.
@@ -375,7 +375,7 @@ def release(module: nn.Module) -> None:
 
 
 def bypassed_modules(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules that changed modules of a model bypass: hooks on these would make them run their own code.
+    """Return the modules that changed modules of a model bypass: hooks on these would make them run their own code.
 
     Args:
         model (nn.Module): A model, changed or not.
@@ -385,7 +385,7 @@ def bypassed_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def _drawn_factor(part, x, rate):
-    """Returns stochastic depth as a factor for each image, by the random numbers that the plain branch would draw.
+    """Return stochastic depth as a factor for each image, by the random numbers that the plain branch would draw.
 
     Its precision is that of these numbers, not of the factor.
     """

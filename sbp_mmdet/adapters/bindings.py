@@ -54,11 +54,11 @@ class Binding:
     shares_modules = False
 
     def __call__(self, form: Form, x: Tensor, **options) -> Tensor:
-        """Runs the operation."""
+        """Run the operation."""
         raise NotImplementedError
 
     def reads(self, form: Form) -> Iterator[tuple[nn.Module, str]]:
-        """Yields every module whose forward is bypassed, with its role, see :mod:`.predicate`.
+        """Yield every module whose forward is bypassed, with its role, see :mod:`.predicate`.
 
         Args:
             form (Form): How operations store.
@@ -66,7 +66,7 @@ class Binding:
         raise NotImplementedError
 
     def usable(self, form: Form, root: nn.Module) -> tuple['Binding | None', Problems]:
-        """Returns the binding, or what is left of it, and the submodules that have to run their own code and why.
+        """Return the binding, or what is left of it, and the submodules that have to run their own code and why.
 
         Args:
             form (Form): How operations store.
@@ -79,7 +79,7 @@ class Binding:
         return (None if problems else self), problems
 
     def problems(self, form: Form, root: nn.Module) -> Problems:
-        """Returns the modules whose forward may not be bypassed, and why; arguments as of :meth:`usable`."""
+        """Return the modules whose forward may not be bypassed, and why; arguments as of :meth:`usable`."""
         asked = list({id(module): (module, role) for module, role in self.reads(form)}.values())
         found = [(m, problem) for m, role in asked if (problem := unsupported(m, role, called=m is root))]
         return found or _mixed_precision([module for module, _ in asked])
@@ -97,11 +97,11 @@ class Binding:
         return None
 
     def length(self, x: Tensor) -> int:
-        """Returns the number of positions of the output for a map (N, C, H, W) or tokens (N, L, C)."""
+        """Return the number of positions of the output for a map (N, C, H, W) or tokens (N, L, C)."""
         return x.shape[1] if x.dim() == 3 else x.shape[2] * x.shape[3]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters that the operation reads."""
+        """Yield the parameters that the operation reads."""
         if self.scale is not None:
             yield self.scale
         for module, _ in self.reads(Form()):
@@ -113,7 +113,7 @@ _SCALES = ('gamma', 'weight', 'scale')
 
 
 def _mixed_precision(modules) -> Problems:
-    """Returns the first module in another precision than the others: the operations fold weights into one another."""
+    """Return the first module in another precision than the others: the operations fold weights into one another."""
     kinds = [(m, p.dtype) for m in modules for p in tensors_in(m).values()]
     return [
         (module, f'its parameters are {dtype}, and others of the operation {kinds[0][1]}')
@@ -151,7 +151,7 @@ class ChannelMLPBinding(Binding):
     thinned = True
 
     def __call__(self, form: Form, x: Tensor, positions: Positions | None = None, factor: Tensor | None = None):
-        """Runs the operation on a map (N, C, H, W) or on tokens (N, L, C)."""
+        """Run the operation on a map (N, C, H, W) or on tokens (N, L, C)."""
         shortcut, conv = x, None
         if self.conv is not None and not self.recomputes_conv:
             x = self.conv(x)
@@ -196,7 +196,7 @@ class ChannelMLPBinding(Binding):
 
 
 def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:
-    """Returns the channel MLP of a pre-norm block with mmcv's or mmpretrain's ``FFN``.
+    """Return the channel MLP of a pre-norm block with mmcv's or mmpretrain's ``FFN``.
 
     Args:
         norm (nn.Module): The layer norm in front of it.
@@ -268,7 +268,7 @@ class SelfAttentionBinding(Binding):
         mode: str = 'qkv',
         heads: Tensor | None = None,
     ):
-        """Runs the operation on tokens (N, L, C)."""
+        """Run the operation on tokens (N, L, C)."""
         layers = (m for module in (self.norm, self.qkv, self.proj) for m in (module.weight, module.bias))
         settings = AttentionSettings(form, self.num_heads, mode, self.norm.eps)
         return attention(settings, AttentionTensors(x, *layers, self.scale, factor, positions, heads))
@@ -295,7 +295,7 @@ class NormLinearBinding(Binding):
     thinned = True
 
     def __call__(self, form: Form, x: Tensor, positions: Positions | None = None):
-        """Runs the operation on tokens (N, L, C) or on a map (N, C, H, W)."""
+        """Run the operation on tokens (N, L, C) or on a map (N, C, H, W)."""
         layers = (self.norm.weight, self.norm.bias, self.linear.weight, self.linear.bias)
         settings = NormLinearSettings(form, self.norm.eps)
         return norm_linear(settings, NormLinearTensors(x, *layers, positions))
@@ -320,7 +320,7 @@ class LayerNormBinding(Binding):
     norm: nn.LayerNorm
 
     def __call__(self, form: Form, x: Tensor):
-        """Runs the operation."""
+        """Run the operation."""
         settings = NormSettings(form, self.norm.eps)
         tokens = x.dim() == 3
         x = x.transpose(1, 2).unsqueeze(3) if tokens else x  # a map of one column
@@ -347,7 +347,7 @@ class PatchNormBinding(Binding):
     channels_last: bool = False
 
     def __call__(self, form: Form, x: Tensor):
-        """Runs the operation on images (N, C, H, W)."""
+        """Run the operation on images (N, C, H, W)."""
         out, again = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype))
         if self.channels_last:
             out = out.contiguous(memory_format=torch.channels_last)

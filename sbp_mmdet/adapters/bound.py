@@ -41,7 +41,7 @@ class Bound(NamedTuple):
 
 
 def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) -> Bound:
-    """Finds out what an adapter can do in a module as it is now.
+    """Find out what an adapter can do in a module as it is now.
 
     Args:
         mixin (type[LeanModule]): The adapter.
@@ -83,7 +83,7 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
 
 
 def runs_reference(mixin, form: Form) -> bool:
-    """Returns whether a module runs its own code because the form is the reference, which its adapter does not have.
+    """Return whether a module runs its own code because the form is the reference, which its adapter does not have.
 
     Args:
         mixin (type[LeanModule]): The adapter.
@@ -93,7 +93,7 @@ def runs_reference(mixin, form: Form) -> bool:
 
 
 def _reason(mixin, module, settings, running):
-    """Returns why nothing of a module can be bypassed, whatever is in it."""
+    """Return why nothing of a module can be bypassed, whatever is in it."""
     if is_parametrized(module):
         return 'it is parametrized'
     if not mixin.is_stock(module):

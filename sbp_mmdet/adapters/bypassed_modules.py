@@ -36,7 +36,7 @@ class BypassedModules:
         self.modules, self._root = (), None
 
     def unchanged(self, root: nn.Module) -> bool:
-        """Returns whether everything is as it was: submodules, their classes, hooks, forwards and precision.
+        """Return whether everything is as it was: submodules, their classes, hooks, forwards and precision.
 
         It is asked in each step, so it calls no other function unless a class has changed.
 
@@ -72,7 +72,7 @@ class BypassedModules:
 
 
 def _state(module):
-    """Returns a module and what is compared in each step: class, attributes, whether a call runs more, precision."""
+    """Return a module and what is compared in each step: class, attributes, whether a call runs more, precision."""
     own = module.__dict__
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     touched = bool(hooks) or 'forward' in own or own.get('_compiled_call_impl') is not None

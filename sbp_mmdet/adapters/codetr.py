@@ -42,7 +42,7 @@ class LeanTransformerLayer(LeanModule):
         level_start_index: Tensor | None = None,
         **kwargs,
     ) -> Tensor:
-        """Runs the layer; the arguments are those of mmcv's ``BaseTransformerLayer``. Self-attention uses no others."""
+        """Run the layer; the arguments are those of mmcv's ``BaseTransformerLayer``. Self-attention uses no others."""
         attention, given = self.attentions[0], SimpleNamespace(key_padding_mask=query_key_padding_mask)
         given.reference_points, given.spatial_shapes = reference_points, spatial_shapes
         given.level_start_index = level_start_index

@@ -43,7 +43,7 @@ _ACTIVATIONS = {
 
 
 def activation_of(module: nn.Module) -> Activation:
-    """Returns what operations compute for an activation whose forward may be bypassed.
+    """Return what operations compute for an activation whose forward may be bypassed.
 
     Args:
         module (nn.Module): One of the classes with the role 'activation'.
@@ -72,7 +72,7 @@ class ConvNorm:
         return ConvNorm, self.modules
 
     def inputs(self, form: Form, x: Tensor | None, dtype: torch.dtype, residual: Tensor | None = None):
-        """Returns settings and tensors of :func:`.conv_norm`. Counts a batch in a norm that trains, as its own code
+        """Return settings and tensors of :func:`.conv_norm`. Counts a batch in a norm that trains, as its own code
         does.
 
         Args:
@@ -97,7 +97,7 @@ class ConvNorm:
         return self._settings, ConvNormTensors(x, weight, conv.bias, *tensors, residual)
 
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Runs the operation on (N, C, H, W); see :meth:`inputs`."""
+        """Run the operation on (N, C, H, W); see :meth:`inputs`."""
         return conv_norm(*self.inputs(form, x, autocast_dtype(x) or x.dtype, residual))
 
 
@@ -117,7 +117,7 @@ class ConvNormActBinding(Binding):
     fused: tuple[str, ...] = ('conv', 'norm', 'act')
 
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None):
-        """Runs the layer on (N, C, H, W); ``residual`` has the shape of the output."""
+        """Run the layer on (N, C, H, W); ``residual`` has the shape of the output."""
         norm, act = self.norm, self.act
         # Without images the module's own code runs, unless the processes of a SyncBN have to do the same.
         if not x.numel() and _process_group(norm) is None:
@@ -141,7 +141,7 @@ class ConvNormActBinding(Binding):
         return (self.norm is not None) + (self.act is not None)
 
     def own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Calls the modules, with the arguments of the layer."""
+        """Call the modules, with the arguments of the layer."""
         x = self.conv(x)
         x = x if self.norm is None else self.norm(x)
         x = x if residual is None else x + residual
@@ -165,7 +165,7 @@ class ConvNormActBinding(Binding):
 
 
 def _standardised(conv):
-    """Returns what a convolution with weight standardisation multiplies with."""
+    """Return what a convolution with weight standardisation multiplies with."""
     if stock_class(type(conv)) is ConvAWS2d:
         return conv._get_weight(conv.weight)
     mean, std = (of(conv.weight.flatten(1), 1).view(-1, 1, 1, 1) for of in (torch.mean, torch.std))
@@ -178,7 +178,7 @@ def _pads_itself(conv):
 
 
 def _padded(x, conv):
-    """Returns the map and its padding as TensorFlow's "same". It is copied only where its sides get different ones."""
+    """Return the map and its padding as TensorFlow's "same". It is copied only where its sides get different ones."""
     pads = []
     for size, stride, kernel, dilation in zip(x.shape[2:], conv.stride, conv.kernel_size, conv.dilation, strict=True):
         if stock_class(type(conv)) is Conv2dAdaptivePadding:
@@ -192,7 +192,7 @@ def _padded(x, conv):
 
 
 def _norm_inputs(norm):
-    """Returns what :class:`.ConvNormSettings` say of a norm (norm, eps, momentum, num_groups, process_group) and its
+    """Return what :class:`.ConvNormSettings` say of a norm (norm, eps, momentum, num_groups, process_group) and its
     tensors (weight, bias, running mean, running variance). Counts a batch as the module itself does.
     """
     if isinstance(norm, FrozenBatchNorm2d):
@@ -211,7 +211,7 @@ def _norm_inputs(norm):
 
 
 def _process_group(norm):
-    """Returns who shares the statistics of a norm, or ``None``."""
+    """Return who shares the statistics of a norm, or ``None``."""
     if not isinstance(norm, nn.SyncBatchNorm) or not norm.training or not dist.is_available():
         return None
     if not dist.is_initialized():
@@ -232,7 +232,7 @@ class LeanConv(LeanModule):
         return dict(conv=ConvNormActBinding(self))
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the convolution on (N, C, H, W)."""
+        """Run the convolution on (N, C, H, W)."""
         runs = x.dim() == 4 and x.numel()
         return self.part('conv')(self.form, x) if runs else super(LeanModule, self).forward(x)
 
@@ -250,7 +250,7 @@ class LeanConvModule(LeanModule):
         return dict(layer=ConvNormActBinding(self.conv, norm, act))
 
     def lean_forward(self, x: Tensor, activate: bool = True, norm: bool = True) -> Tensor:
-        """Runs the layer on (N, C, H, W); see mmcv's ``ConvModule``."""
+        """Run the layer on (N, C, H, W); see mmcv's ``ConvModule``."""
         layer = self.part('layer')
         if not (norm and activate):
             layer = dataclasses.replace(layer, norm=layer.norm if norm else None, act=layer.act if activate else None)
@@ -278,7 +278,7 @@ class LeanSequence(LeanModule):
         return layers_of(self)
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the members one after the other."""
+        """Run the members one after the other."""
         inside = 0  # members that the latest layer has run
         for name, module in self._modules.items():
             if inside:
@@ -297,7 +297,7 @@ class LeanSequence(LeanModule):
 
 
 def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
-    """Returns the layers of a sequence by the names of their convolutions.
+    """Return the layers of a sequence by the names of their convolutions.
 
     Args:
         sequence (nn.Sequential): The sequence.

@@ -21,7 +21,7 @@ class LeanConvNeXtBlock(LeanBlock):
         return dict(mlp=ChannelMLPBinding(*layers, self, self.drop_path, self.depthwise_conv, self.grn))
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on (N, C, H, W)."""
+        """Run the block on (N, C, H, W)."""
         return self.run('mlp', x)
 
     @classmethod

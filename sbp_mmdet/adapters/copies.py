@@ -49,7 +49,7 @@ COPIES: dict[str, str] = {
 
 
 def path_of(kind: type) -> str:
-    """Returns the module and name of a class.
+    """Return the module and name of a class.
 
     Args:
         kind (type): The class.
@@ -59,7 +59,7 @@ def path_of(kind: type) -> str:
 
 @functools.cache
 def original(kind: type) -> type:
-    """Returns the class of mmdet that a class is a copy of, or the class itself if it is none.
+    """Return the class of mmdet that a class is a copy of, or the class itself if it is none.
 
     Args:
         kind (type): The class, without mixins of this package.
@@ -77,7 +77,7 @@ def original(kind: type) -> type:
 
 
 def odd_copy(module: nn.Module) -> str | None:
-    """Returns what a module of another project does besides the forward of the original, or ``None``.
+    """Return what a module of another project does besides the forward of the original, or ``None``.
 
     Args:
         module (nn.Module): A module whose class may be a copy.
@@ -92,7 +92,7 @@ def odd_copy(module: nn.Module) -> str | None:
 
 
 def _code_of(kind: type) -> dict | None:
-    """Returns the syntax trees of ``forward`` and of what it reaches through ``self``, and what global names mean.
+    """Return the syntax trees of ``forward`` and of what it reaches through ``self``, and what global names mean.
 
     Returns:
         dict | None: If ``None``, the source cannot be read.
@@ -115,7 +115,7 @@ def _code_of(kind: type) -> dict | None:
 
 
 def _function_of(kind: type, name: str) -> Callable | None:
-    """Returns a method or the getter of a property, unless every module has it."""
+    """Return a method or the getter of a property, unless every module has it."""
     member = inspect.getattr_static(kind, name, None)
     if member is inspect.getattr_static(nn.Module, name, None):
         return None

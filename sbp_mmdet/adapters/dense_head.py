@@ -25,7 +25,7 @@ class LeanRPNHead(LeanModule):
         yield from ((conv, 'pointwise convolution') for conv in (self.rpn_cls, self.rpn_reg))
 
     def lean_forward(self, x: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns scores and boxes of each level, as the module's own code does."""
+        """Return scores and boxes of each level, as the module's own code does."""
         found = zip(*map(self._level, x), strict=True)
         return tuple(map(list, found))
 

@@ -49,7 +49,7 @@ __all__ = [
 
 
 def _given(forward, module, args, kwargs):
-    """Returns the arguments of a call of a stock forward pass, by name."""
+    """Return the arguments of a call of a stock forward pass, by name."""
     bound = inspect.signature(forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     return SimpleNamespace(**bound.arguments)
@@ -70,7 +70,7 @@ class LeanMultiheadAttention(LeanModule):
         yield from ((module, 'recomputable') for module in self.attn.children())
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
-        """Runs the layer; the arguments are those of mmcv's ``MultiheadAttention``."""
+        """Run the layer; the arguments are those of mmcv's ``MultiheadAttention``."""
         a = _given(MultiheadAttention.forward, self, args, kwargs)
         key = a.query if a.key is None else a.key
         value, key_pos = key if a.value is None else a.value, a.key_pos
@@ -111,7 +111,7 @@ class LeanRecomputed(LeanModule):
         yield from ((module, 'recomputable') for module in [*self.modules()][1:])
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
-        """Runs the layer with its own arguments."""
+        """Run the layer with its own arguments."""
 
         def run(args, kwargs):
             return super(LeanModule, self).forward(*args, **kwargs)
@@ -123,14 +123,14 @@ class LeanRecomputed(LeanModule):
 
 
 def _token_ratio(settings):
-    """Returns the keep ratio of tokens. A list of ratios names blocks of a backbone, so all tokens are kept then."""
+    """Return the keep ratio of tokens. A list of ratios names blocks of a backbone, so all tokens are kept then."""
     preset, ratio = settings.preset, settings.keep_ratio
     paper = preset.thins and preset.form == Form()
     return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
 
 
 def _kept(module, x: Tensor, sizes: Callable[[], list[tuple[int, int]]]) -> Positions | None:
-    """Returns the tokens that are kept in this pass, or ``None`` for all. Layers with the same maps keep the same ones.
+    """Return the tokens that are kept in this pass, or ``None`` for all. Layers with the same maps keep the same ones.
 
     The sizes of the maps are a function, because asking a GPU for them would wait for it where nothing is drawn.
     """
@@ -159,7 +159,7 @@ class LeanEncoder(LeanModule):
             yield from ((dropout, 'dropout') for dropout in (layer.self_attn.dropout_layer, layer.ffn.dropout_layer))
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
-        """Runs the encoder on tokens (N, L, C)."""
+        """Run the encoder on tokens (N, L, C)."""
         positions = _kept(self, query, lambda: [(1, query.shape[1])])
         if positions is None:
             return super(LeanModule, self).forward(query, query_pos, key_padding_mask, **kwargs)
@@ -212,7 +212,7 @@ class LeanDeformableAttention(LeanModule):
         yield from _linears(self)
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
-        """Runs the layer; the arguments are those of mmcv's ``MultiScaleDeformableAttention``."""
+        """Run the layer; the arguments are those of mmcv's ``MultiScaleDeformableAttention``."""
         a = _given(MultiScaleDeformableAttention.forward, self, args, kwargs)
         tokens = (a.query, a.query_pos, a.query if a.value is None else a.value)
         if not self.batch_first:
@@ -224,17 +224,17 @@ class LeanDeformableAttention(LeanModule):
 
 
 def images_first(x: Tensor | None) -> Tensor | None:
-    """Returns tokens (L, N, C) as (N, L, C), a view; ``None`` for ``None``."""
+    """Return tokens (L, N, C) as (N, L, C), a view; ``None`` for ``None``."""
     return None if x is None else x.transpose(0, 1)
 
 
 def _linears(attention):
-    """Yields the linear layers of deformable attention, with their role."""
+    """Yield the linear layers of deformable attention, with their role."""
     yield from ((getattr(attention, name), 'linear with bias') for name in _LINEARS)
 
 
 def attention_settings(module: nn.Module, form: Form) -> DeformableSettings:
-    """Returns the settings of deformable attention.
+    """Return the settings of deformable attention.
 
     Args:
         module (nn.Module): The attention.
@@ -245,12 +245,12 @@ def attention_settings(module: nn.Module, form: Form) -> DeformableSettings:
 
 
 def _places(given):
-    """Returns where queries look, and at what, of a call's arguments."""
+    """Return where queries look, and at what, of a call's arguments."""
     return given.reference_points, given.key_padding_mask, given.spatial_shapes, given.level_start_index
 
 
 def attention_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters of deformable attention by the names that its operation gives them.
+    """Return the parameters of deformable attention by the names that its operation gives them.
 
     Args:
         module (nn.Module): The attention.
@@ -268,7 +268,7 @@ def run_encoder_layer(
     given: SimpleNamespace,
     positions: Positions | None = None,
 ) -> Tensor:
-    """Runs attention, norm, feed-forward network and norm as one operation.
+    """Run attention, norm, feed-forward network and norm as one operation.
 
     Args:
         layer (LeanModule): The changed layer, with two ``norms``.
@@ -292,7 +292,7 @@ def run_encoder_layer(
 
 
 def modules_of_encoder_layer(attention: nn.Module, ffn: nn.Module, norms: Iterable[nn.Module]):
-    """Yields the modules that :func:`run_encoder_layer` bypasses, with their roles.
+    """Yield the modules that :func:`run_encoder_layer` bypasses, with their roles.
 
     Args:
         attention (nn.Module): The deformable attention.
@@ -313,7 +313,7 @@ def modules_of_encoder_layer(attention: nn.Module, ffn: nn.Module, norms: Iterab
 
 
 def odd_encoder_ffn(ffn: nn.Module) -> str | None:
-    """Returns what :func:`run_encoder_layer` does not compute of a feed-forward network, or ``None``.
+    """Return what :func:`run_encoder_layer` does not compute of a feed-forward network, or ``None``.
 
     Args:
         ffn (nn.Module): The feed-forward network.
@@ -338,7 +338,7 @@ class LeanDeformableEncoderLayer(LeanModule):
         return modules_of_encoder_layer(self.self_attn, self.ffn, self.norms)
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
-        """Runs the layer on tokens (N, L, C)."""
+        """Run the layer on tokens (N, L, C)."""
         given = SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
         positions = _kept(self, query, given.spatial_shapes.tolist)
         return run_encoder_layer(self, self.self_attn, self.ffn, query, query_pos, given, positions)

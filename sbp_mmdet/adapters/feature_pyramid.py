@@ -32,7 +32,7 @@ class LeanFPN(LeanModule):
                     yield layer.conv, role
 
     def lean_forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Returns the maps of all levels, as the module's own code does."""
+        """Return the maps of all levels, as the module's own code does."""
         number = len(self.lateral_convs)
         used = inputs[self.start_level : self.start_level + number]
         if len(inputs) != len(self.in_channels) or not all(x.numel() for x in used):

@@ -15,12 +15,12 @@ __all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'odd_ffn'
 
 
 def rate_of(dropout):
-    """Returns the rate of a dropout layer in its present mode."""
+    """Return the rate of a dropout layer in its present mode."""
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
 def recomputed(run, *args):
-    """Runs a function of tensors, modules' parameters among its own, again in the backward pass."""
+    """Run a function of tensors, modules' parameters among its own, again in the backward pass."""
     leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but holds on to what stands inside of lists
     # Checkpointing gives back other objects, and torch's attention asks whether query, key and value are the same one.
     different = {id(leaf): leaf for leaf in leaves}
@@ -43,7 +43,7 @@ class _FFNBinding(Binding):
         object.__setattr__(self, 'ffn', ffn)
 
     def __call__(self, form: Form, x: Tensor):
-        """Runs the operation on tokens (N, L, C)."""
+        """Run the operation on tokens (N, L, C)."""
         return feed_forward(ffn_settings(self.ffn, form), FFNTensors(x, **ffn_weights(self.ffn)))
 
     def reads(self, form: Form):
@@ -70,7 +70,7 @@ class _RecomputedBinding(Binding):
         object.__setattr__(self, 'module', module)
 
     def __call__(self, form: Form, x: Tensor):
-        """Runs the module."""
+        """Run the module."""
         return recomputed(self.module, x)
 
     def reads(self, form: Form):
@@ -79,14 +79,14 @@ class _RecomputedBinding(Binding):
 
 
 def odd_ffn(ffn):
-    """Returns the network with what is unusual about its layers, as a list of one, or an empty list."""
+    """Return the network with what is unusual about its layers, as a list of one, or an empty list."""
     if ffn.num_fcs != 2 or len(ffn.layers) != 3 or len(ffn.layers[0]) != 3:
         return [(ffn, f'its FFN has {ffn.num_fcs} layers, not 2')]
     return []
 
 
 def modules_of_ffn(ffn):
-    """Yields the modules that the operation bypasses, with their roles."""
+    """Yield the modules that the operation bypasses, with their roles."""
     yield ffn.layers, 'list of layers'
     if odd_ffn(ffn):
         return
@@ -117,7 +117,7 @@ class LeanFFN(LeanModule):
         return dict(layers=_FFNBinding(self))
 
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
-        """Runs the network on (..., C); the arguments are those of mmcv's ``FFN``."""
+        """Run the network on (..., C); the arguments are those of mmcv's ``FFN``."""
         layers = self.part('layers')
         if isinstance(layers, _FFNBinding) and not (x.dim() == 3 and x.numel()):
             layers = None

@@ -52,7 +52,7 @@ class LeanFusion(LeanModule):
         attention_mask_v: Tensor | None = None,
         attention_mask_l: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs the block on tokens of images (N, V, C) and of texts (N, T, C)."""
+        """Run the block on tokens of images (N, V, C) and of texts (N, T, C)."""
         bias = attention_mask_l
         if bias is not None and bias.is_floating_point():  # the module would pass on a gradient to it
             return super(LeanModule, self).forward(visual_feature, lang_feature, attention_mask_v, bias)

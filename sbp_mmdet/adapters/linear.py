@@ -18,7 +18,7 @@ class LeanLinear(LeanModule):
     samples = has_reference = False
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the layer on (..., C)."""
+        """Run the layer on (..., C)."""
         return large_linear(x, self.weight, self.bias) if x.numel() else super(LeanModule, self).forward(x)
 
     @classmethod

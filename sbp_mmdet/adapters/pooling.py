@@ -76,7 +76,7 @@ class ConvPoolBinding(Binding):
         return 2 + (self.norm is not None)
 
     def __call__(self, form: Form, x: Tensor):
-        """Runs the layer on (N, C, H, W)."""
+        """Run the layer on (N, C, H, W)."""
         return _pooled(form, self.pool, self._layer(form, x), relu=True)
 
     def reads(self, form: Form):
@@ -107,7 +107,7 @@ class LeanVGG(LeanModule):
         yield self.features, 'list of layers'
 
     def lean_forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Runs the backbone on images (N, 3, H, W)."""
+        """Run the backbone on images (N, 3, H, W)."""
         outs, ends, i = [], _ends(self), 0
         while i < len(self.features):
             part = self.part(str(i))
@@ -124,14 +124,14 @@ class LeanVGG(LeanModule):
 
 
 def _ends(vgg):
-    """Returns the numbers of the layers whose outputs the backbone puts out."""
+    """Return the numbers of the layers whose outputs the backbone puts out."""
     if isinstance(vgg, SSDVGG):
         return set(vgg.out_feature_indices)
     return {vgg.range_sub_modules[i][1] - 1 for i in vgg.out_indices}
 
 
 def _layer(layers, i, ends):
-    """Returns a convolution with what may run with it, of the layers from ``i`` on."""
+    """Return a convolution with what may run with it, of the layers from ``i`` on."""
     conv, *behind = layers[: next((n + 1 for n in range(len(layers)) if i + n in ends), len(layers))]
     norm = behind.pop(0) if behind and not unsupported(behind[0], 'norm of a map') else None
     act = behind.pop(0) if behind and not unsupported(behind[0], 'activation') else None

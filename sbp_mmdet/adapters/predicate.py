@@ -61,7 +61,7 @@ Check = Callable[[nn.Module], str | None]
 
 
 def _any(module: nn.Module) -> None:
-    """Accepts every setting."""
+    """Accept every setting."""
 
 
 def _pads_zeros(conv):
@@ -222,7 +222,7 @@ GLOBAL_HOOKS = (
 
 
 def know(role: str, *kinds: type | str) -> None:
-    """Adds classes to an entry of :data:`ROLES`: their forward computes exactly what the known classes compute there.
+    """Add classes to an entry of :data:`ROLES`: their forward computes exactly what the known classes compute there.
 
     Args:
         role (str): A key of :data:`ROLES`.
@@ -235,7 +235,7 @@ def know(role: str, *kinds: type | str) -> None:
 
 
 def unsupported(module: nn.Module | None, role: str, called: bool = False) -> str | None:
-    """Returns why the forward of a module may not be bypassed.
+    """Return why the forward of a module may not be bypassed.
 
     Args:
         module (nn.Module | None): The module.
@@ -283,7 +283,7 @@ def _is(kind: type, known: type | str) -> bool:
 
 
 def interference(module: nn.Module) -> str | None:
-    """Returns what a call of a module does besides the forward of its class, or ``None`` if that is all.
+    """Return what a call of a module does besides the forward of its class, or ``None`` if that is all.
 
     Args:
         module (nn.Module): The module.
@@ -298,7 +298,7 @@ def interference(module: nn.Module) -> str | None:
 
 
 def is_parametrized(module: nn.Module | None) -> bool:
-    """Returns whether ``torch.nn.utils.parametrize`` computes a parameter of a module.
+    """Return whether ``torch.nn.utils.parametrize`` computes a parameter of a module.
 
     Args:
         module (nn.Module | None): The module.
@@ -307,7 +307,7 @@ def is_parametrized(module: nn.Module | None) -> bool:
 
 
 def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
-    """Returns whether an attribute of the instance hides a method of its class, for example ``forward``.
+    """Return whether an attribute of the instance hides a method of its class, for example ``forward``.
 
     Args:
         module (nn.Module): The module.
@@ -321,7 +321,7 @@ def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
 
 
 def fairscale_forward(module: nn.Module) -> Callable | None:
-    """Returns the forward that fairscale's checkpointing put into the instance (mmdet's ``num_cp``), or ``None``.
+    """Return the forward that fairscale's checkpointing put into the instance (mmdet's ``num_cp``), or ``None``.
 
     Args:
         module (nn.Module): The module.
@@ -332,12 +332,12 @@ def fairscale_forward(module: nn.Module) -> Callable | None:
 
 
 def is_hooked_globally() -> bool:
-    """Returns whether hooks are registered that run at every call of every module."""
+    """Return whether hooks are registered that run at every call of every module."""
     return any(GLOBAL_HOOKS)
 
 
 def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parameters of a module by name, and tensors that stand in their place.
+    """Return the parameters of a module by name, and tensors that stand in their place.
 
     FSDP keeps the parameters elsewhere and puts views of them into the instance.
 
@@ -349,7 +349,7 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _odd_parameter(module) -> str | None:
-    """Returns the first parameter that is of a class of its own, as quantised ones are."""
+    """Return the first parameter that is of a class of its own, as quantised ones are."""
     for name, tensor in tensors_in(module).items():
         kind = type(tensor)
         if kind is not nn.Parameter and kind is not torch.Tensor and kind.__name__ not in PLAIN_TENSORS:
@@ -363,7 +363,7 @@ PLAIN_TENSORS = {'DTensor', 'FlatParameter', 'FakeTensor'}
 
 
 def derives_plainly(kind: type, known: Iterable[type | str]) -> bool:
-    """Returns whether a class is a known one, or derives from it without any method but ``__init__``.
+    """Return whether a class is a known one, or derives from it without any method but ``__init__``.
 
     Args:
         kind (type): The class, without mixins of this package.

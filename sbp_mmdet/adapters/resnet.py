@@ -27,7 +27,7 @@ class _Convolutional(LeanModule):
     folds_frozen_norms = separable = hands_on = True
 
     def layer(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Runs a layer of :meth:`parts`, with the modules' own code where the operation cannot be used.
+        """Run a layer of :meth:`parts`, with the modules' own code where the operation cannot be used.
 
         Args:
             name (str): The name of the layer.
@@ -44,7 +44,7 @@ class _Convolutional(LeanModule):
 
 
 def _shortcut(block, x):
-    """Returns what goes past the convolutions of a block."""
+    """Return what goes past the convolutions of a block."""
     return x if block.downsample is None else block.downsample(x)
 
 
@@ -53,7 +53,7 @@ def _has_plugins(block):
 
 
 def _plugged(block, number, x):
-    """Returns ``x`` after the plugins that stand behind a convolution; they run their own code."""
+    """Return ``x`` after the plugins that stand behind a convolution; they run their own code."""
     return block.forward_plugin(x, getattr(block, f'after_conv{number}_plugin_names')) if _has_plugins(block) else x
 
 
@@ -69,13 +69,13 @@ class LeanBasicBlock(_Convolutional):
         )
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on (N, C, H, W)."""
+        """Run the block on (N, C, H, W)."""
         out = self.layer('conv1', x)
         return self.layer('conv2', out, residual=_shortcut(self, x))
 
 
 def _ends(block):
-    """Returns the first and the third convolution of a bottleneck."""
+    """Return the first and the third convolution of a bottleneck."""
     plugged = _has_plugins(block) and block.after_conv3_plugin_names
     return dict(
         conv1=ConvNormActBinding(block.conv1, block.norm1, block.relu),
@@ -92,12 +92,12 @@ class LeanBottleneck(_Convolutional):
         return _ends(self) | dict(conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on (N, C, H, W)."""
+        """Run the block on (N, C, H, W)."""
         return _bottleneck(self, x, lambda x: self.layer('conv2', x))
 
 
 def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Tensor]) -> Tensor:
-    """Runs a bottleneck with its second convolution given as a function."""
+    """Run a bottleneck with its second convolution given as a function."""
     out = _plugged(block, 1, block.layer('conv1', x))
     out = _plugged(block, 2, middle(out))
     if _has_plugins(block) and block.after_conv3_plugin_names:
@@ -117,11 +117,11 @@ class LeanBottle2neck(_Convolutional):
         }
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on (N, C, H, W)."""
+        """Run the block on (N, C, H, W)."""
         return _bottleneck(self, x, self.middle)
 
     def middle(self, x: Tensor) -> Tensor:
-        """Runs the convolutions of the parts on (N, C, H, W)."""
+        """Run the convolutions of the parts on (N, C, H, W)."""
         *parts, last = torch.split(x, self.width, 1)
         outs = []
         for i, part in enumerate(parts):
@@ -141,7 +141,7 @@ class LeanSplitBottleneck(_Convolutional):
         return _ends(self)
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on (N, C, H, W)."""
+        """Run the block on (N, C, H, W)."""
 
         def middle(x):
             x = self.conv2(x)
@@ -164,7 +164,7 @@ class LeanSplitAttention(_Convolutional):
         )
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the convolution on (N, C, H, W)."""
+        """Run the convolution on (N, C, H, W)."""
         x = self.layer('conv', x)
         splits = x.unflatten(1, (self.radix, -1))
         gap = splits.sum(1).mean((2, 3), keepdim=True)
@@ -178,7 +178,7 @@ class LeanShortcutBlock(_Convolutional):
     """Blocks of two ``ConvModule``, which have their own adapter, and a shortcut."""
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on (N, C, H, W)."""
+        """Run the block on (N, C, H, W)."""
         out = self.conv2(self.conv1(x))
         return add(out, x, self.form.storage) if getattr(self, 'add_identity', True) else out
 
@@ -199,7 +199,7 @@ class LeanResNet(_Convolutional):
         return dict(stem=layer)
 
     def lean_forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Runs the backbone on images (N, 3, H, W)."""
+        """Run the backbone on images (N, 3, H, W)."""
         stem = self.part('stem')
         x = self.relu(self.norm1(self.conv1(x))) if stem is None else stem(self.form, x)
         x = self.maxpool(x) if _pools(self) and not isinstance(stem, ConvPoolBinding) else x
@@ -232,7 +232,7 @@ class LeanHRNet(_Convolutional):
         )
 
     def lean_forward(self, x: Tensor) -> list[Tensor]:
-        """Runs the backbone on images (N, 3, H, W)."""
+        """Run the backbone on images (N, 3, H, W)."""
         x = self.layer('conv2', self.layer('conv1', x))
         outs = [self.layer1(x)]
         for number in (2, 3, 4):

@@ -37,7 +37,7 @@ class _ChainBinding(Binding):
     shares_modules = True
 
     def __call__(self, form: Form, x: Tensor):
-        """Runs the blocks on (N, C, H, W)."""
+        """Run the blocks on (N, C, H, W)."""
         dtype, settings, tensors = autocast_dtype(x) or x.dtype, [], []
         for layers, shortcut, pools in self._members:
             own, given = zip(*[layer.inputs(form, None, dtype) for layer in layers], strict=True)
@@ -86,7 +86,7 @@ class LeanStage(LeanSequence):
         return found
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the members one after the other."""
+        """Run the members one after the other."""
         inside = 0  # members that the latest part has run
         for name, module in self._modules.items():
             part = self.part(name)
@@ -107,7 +107,7 @@ class LeanStage(LeanSequence):
 
 
 def may_chain(block: nn.Module) -> bool:
-    """Returns whether a chain computes exactly what the forward pass of a block computes.
+    """Return whether a chain computes exactly what the forward pass of a block computes.
 
     Args:
         block (nn.Module): A member of a stage.
@@ -116,7 +116,7 @@ def may_chain(block: nn.Module) -> bool:
 
 
 def _reads(block) -> Iterator[tuple[nn.Module, str]]:
-    """Yields the modules that a chain bypasses, with their roles. The first that may not be bypassed comes last."""
+    """Yield the modules that a chain bypasses, with their roles. The first that may not be bypassed comes last."""
     yield block, 'residual block'
     if unsupported(block, 'residual block'):
         return
@@ -134,7 +134,7 @@ def _reads(block) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _layers(block):
-    """Returns the block's convolutions with their norms."""
+    """Return the block's convolutions with their norms."""
     number = 2 if original(stock_class(type(block))) is resnet.BasicBlock else 3
     return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, number + 1)]
 

@@ -33,7 +33,7 @@ class WindowAttentionBinding(Binding):
         return self.attn.drop
 
     def __call__(self, form: Form, x: Tensor, size: tuple[int, int], factor: Tensor | None = None):
-        """Runs the operation on tokens (N, H * W, C) of a map of ``size`` (H, W)."""
+        """Run the operation on tokens (N, H * W, C) of a map of ``size`` (H, W)."""
         if form.implementation == 'reference':
             return self._reference(x, size, factor)
         attn, msa = self.attn, self.attn.w_msa
@@ -81,7 +81,7 @@ class LeanSwinBlock(LeanBlock):
         return dict(attention=WindowAttentionBinding(self.norm1, self.attn), mlp=mlp_of_ffn(self.norm2, self.ffn))
 
     def lean_forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Runs the block on tokens (N, H * W, C) of a map of ``hw_shape`` (H, W)."""
+        """Run the block on tokens (N, H * W, C) of a map of ``hw_shape`` (H, W)."""
         if self.part('attention'):
             x = self.run('attention', x, size=hw_shape)
         else:
@@ -120,7 +120,7 @@ class _LeanPatchMerging(LeanModule):
         yield self.sampler, 'patches'
 
     def lean_forward(self, x: Tensor, input_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-        """Returns tokens (N, L / 4, 2 C) and the size of their map for tokens (N, L, C) of a map of ``input_size``."""
+        """Return tokens (N, L / 4, 2 C) and the size of their map for tokens (N, L, C) of a map of ``input_size``."""
         patches = _padded(self, x.transpose(1, 2).unflatten(2, input_size))
         size = _windows_in(self.sampler, patches.shape[2:])
         return self.run('patches', self.sampler(patches).transpose(1, 2)), size
@@ -142,7 +142,7 @@ class _LeanPatchEmbed(LeanModule):
         return dict(patches=PatchNormBinding(self.projection, self.norm, channels_last=True))
 
     def lean_forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Returns tokens (N, L, C) and the size of their map for images (N, 3, H, W)."""
+        """Return tokens (N, L, C) and the size of their map for images (N, 3, H, W)."""
         out = self.run('patches', _padded(self, x))
         return out.flatten(2).transpose(1, 2), tuple(out.shape[2:])
 
@@ -153,7 +153,7 @@ def _padded(module, x):
 
 
 def _windows_in(unfold: nn.Unfold, size: torch.Size) -> tuple[int, int]:
-    """Returns (height, width) of what ``nn.Unfold`` makes of a map."""
+    """Return (height, width) of what ``nn.Unfold`` makes of a map."""
 
     def along(i, length):
         side = [n if isinstance(n, int) else n[i] for n in (unfold.kernel_size, unfold.stride)]

@@ -33,13 +33,13 @@ class LeanViTBlock(LeanBlock):
         )
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on tokens (N, L, C)."""
+        """Run the block on tokens (N, L, C)."""
         x = self.run('attn', x) if self.part('attn') else self.attend(x)
         return self.run('mlp', x) if self.part('mlp') else self.feed(x)
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns two thirds of the blocks: the last 8 of 12 (section 5.1)."""
+        """Return two thirds of the blocks: the last 8 of 12 (section 5.1)."""
         return (round(depths[0] * 2 / 3),)
 
     @classmethod
@@ -60,7 +60,7 @@ class LeanTransformerEncoderLayer(LeanViTBlock):
         return dict(attn=_attention_of(self), mlp=mlp_of_ffn(self.ln2, self.ffn))
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on tokens (N, L, C)."""
+        """Run the block on tokens (N, L, C)."""
         x = self.run('attn', x) if self.part('attn') else x + self.attn(self.ln1(x))
         return self.run('mlp', x) if self.part('mlp') else self.ffn(self.ln2(x), identity=x)
 
@@ -79,7 +79,7 @@ def _attention_of(block):
 
 
 def _odd_attention(attn):
-    """Returns which setting of mmpretrain's attention the operation does not compute."""
+    """Return which setting of mmpretrain's attention the operation does not compute."""
     if getattr(attn, 'attn_drop', None):
         return 'its attention has dropout; set attn_drop_rate to 0'
     known = ('v_shortcut', 'input_dims', 'embed_dims', 'gamma1', 'out_drop', 'proj_drop', 'qkv', 'proj')

@@ -51,7 +51,7 @@ class DecomposedAttentionBinding(Binding):
     drop: nn.Module
 
     def __call__(self, form: Form, x: Tensor, factor: Tensor | None = None):
-        """Runs the operation on a map (N, H, W, C)."""
+        """Run the operation on a map (N, H, W, C)."""
         attn = self.attn
         settings = DecomposedSettings(form, attn.num_heads, self.window, self.norm.eps)
         layers = (p for m in (self.norm, attn.qkv, attn.proj) for p in (m.weight, m.bias))
@@ -84,21 +84,21 @@ class LeanViTDetBlock(LeanBlock):
         )
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Runs the block on a map (N, H, W, C)."""
+        """Run the block on a map (N, H, W, C)."""
         x = self.run('attn', x) if self.part('attn') else self._attend(x)
         if not self.part('mlp'):
             return x + self.drop_path(self.mlp(self.norm2(x)))
         return self.run('mlp', x.flatten(1, 2)).view(x.shape)
 
     def _attend(self, x):
-        """Calls the modules of the attention."""
+        """Call the modules of the attention."""
         y = self.norm1(x)
         y = self.attn(into_windows(y, self.window_size)) if self.window_size else self.attn(y)
         return x + self.drop_path(out_of_windows(y, x.shape) if self.window_size else y)
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns two thirds of the blocks, as for other plain transformers (section 5.1)."""
+        """Return two thirds of the blocks, as for other plain transformers (section 5.1)."""
         return (round(depths[0] * 2 / 3),)
 
 

@@ -120,7 +120,7 @@ class AttentionSaved(NamedTuple):
 
 
 def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
-    """Computes ``x + factor * gamma * proj(softmax(Q K^T / sqrt(d)) V)`` with Q, K, V from ``LN(x)``.
+    """Compute ``x + factor * gamma * proj(softmax(Q K^T / sqrt(d)) V)`` with Q, K, V from ``LN(x)``.
 
     The gradient of the shortcut is exact everywhere; if nothing is dropped, so are all others. There is no dropout.
 
@@ -175,18 +175,18 @@ def _forward(settings, tensors, needs):
 
 
 def _asked(needs):
-    """Returns which gradients are needed: through the softmax, and of a product with the output O."""
+    """Return which gradients are needed: through the softmax, and of a product with the output O."""
     through_softmax = needs.x or needs.norm_weight or needs.norm_bias or needs.qkv_weight or needs.qkv_bias
     return through_softmax, needs.proj_weight or needs.gamma
 
 
 def _seen(settings, kept):
-    """Returns the tokens whose x-hat, keys and values get gradients, or ``None`` for all."""
+    """Return the tokens whose x-hat, keys and values get gradients, or ``None`` for all."""
     return kept if settings.mode == 'qkv' else None
 
 
 def _channels(settings, t, parts=1):
-    """Returns the indices of the kept heads' channels in ``parts`` times C channels, or ``None`` for all."""
+    """Return the indices of the kept heads' channels in ``parts`` times C channels, or ``None`` for all."""
     if t.heads is None:
         return None
     c = t.proj_weight.shape[1]
@@ -196,30 +196,30 @@ def _channels(settings, t, parts=1):
 
 
 def _of_heads(rows, settings, t):
-    """Returns the kept heads' part of rows (..., C)."""
+    """Return the kept heads' part of rows (..., C)."""
     channels = _channels(settings, t)
     return rows if channels is None else rows.index_select(-1, channels)
 
 
 def _among_all(part, channels, dim, like):
-    """Returns the gradient of all heads' channels from that of the kept heads', zero for the others."""
+    """Return the gradient of all heads' channels from that of the kept heads', zero for the others."""
     return part if channels is None else part.new_zeros(like.shape).index_copy_(dim, channels, part)
 
 
 def _qkv_layer(settings, t, channels=None):
-    """Returns W' and b' of Q, K and V, or of some of their channels."""
+    """Return W' and b' of Q, K and V, or of some of their channels."""
     bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
     weight, bias = fold(t.qkv_weight, bias, t.norm_weight, t.norm_bias, settings.dtype)
     return (weight, bias) if channels is None else (weight[channels], bias[channels])
 
 
 def _to_heads(rows, head_dim):
-    """Returns rows (N, L, h d) as heads (N, h, L, d), a view."""
+    """Return rows (N, L, h d) as heads (N, h, L, d), a view."""
     return rows.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
 def _to_rows(heads):
-    """Returns heads (N, h, L, d) as rows (N, L, h d)."""
+    """Return heads (N, h, L, d) as rows (N, L, h d)."""
     return heads.transpose(1, 2).flatten(2)
 
 
@@ -265,12 +265,12 @@ def _activations(settings, saved, xhat, weight, bias):
 
 
 def _product(drawn, a, b):
-    """Computes a^T b of rows (N, K, ...) in full precision, estimated if rows are sampled."""
+    """Compute a^T b of rows (N, K, ...) in full precision, estimated if rows are sampled."""
     return accumulate(None, drawn.divided(a.flatten(0, 1)), drawn.of(b.flatten(0, 1)))
 
 
 def _projection_gradients(settings, t, needs, incoming, out):
-    """Returns the gradients of projection and layer scale from A = g^T O, see the package's docstring."""
+    """Return the gradients of projection and layer scale from A = g^T O, see the package's docstring."""
     outer, total = None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
@@ -282,7 +282,7 @@ def _projection_gradients(settings, t, needs, incoming, out):
 
 
 def _layer_gradients(settings, t, needs, xhat, parts, queries):
-    """Returns the gradients of the norm's affine part and of the layer to Q, K and V."""
+    """Return the gradients of the norm's affine part and of the layer to Q, K and V."""
     channels = _channels(settings, t, 3)
     db = torch.cat([column_sums(part.flatten(0, 1)) for part in parts])
     db = _among_all(db, channels, 0, t.qkv_weight[:, 0])
@@ -322,7 +322,7 @@ def _reference(settings, tensors):
 
 
 def _qkv(settings, t, x, first, last, heads=None):
-    """Returns Q, K, V, or those from ``first`` up to ``last``, by heads (N, h, L, d)."""
+    """Return Q, K, V, or those from ``first`` up to ``last``, by heads (N, h, L, d)."""
     c = x.shape[-1]
     rows = slice(first * c, last * c)
     bias = None if t.qkv_bias is None else t.qkv_bias[rows]
@@ -337,11 +337,12 @@ def _project(t, out):
 
 
 def _with_map(q, k, v, others=None):
-    """Computes attention from a map M of queries and keys that get gradients.
+    """Compute attention from a map M of queries and keys that get gradients.
 
     Args:
-        q (Tensor): Shape (N, h, M, d).
-        k, v (Tensor): Shape (N, h, L, d).
+        q (Tensor): Queries, shape (N, h, M, d).
+        k (Tensor): Keys, shape (N, h, L, d).
+        v (Tensor): Values, shape (N, h, L, d).
         others (tuple[Tensor, Tensor] | None): Output and log-sum-exp of the same queries with the dropped keys alone.
     """
     scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -355,7 +356,7 @@ def _with_map(q, k, v, others=None):
 
 
 def _by_tokens(settings, t):
-    """Computes the branch with gradients of kept queries and, for 'qkv', of kept keys and values."""
+    """Compute the branch with gradients of kept queries and, for 'qkv', of kept keys and values."""
     keep, drop = t.positions.keep, t.positions.drop
     kept, dropped = take(t.x, keep), take(t.x, drop)
     others = None
@@ -380,7 +381,7 @@ def _by_tokens(settings, t):
 
 
 def _by_heads(settings, t):
-    """Computes the branch with gradients of the contribution of the kept heads."""
+    """Compute the branch with gradients of the contribution of the kept heads."""
     out = _with_map(*_qkv(settings, t, t.x, 0, 3, t.heads)).transpose(1, 2).flatten(2)
     others = torch.ones(settings.num_heads, dtype=torch.bool, device=t.x.device)
     others[t.heads] = False

@@ -111,7 +111,7 @@ class BiAttentionSaved(NamedTuple):
 
 
 def bi_attention(settings: BiAttentionSettings, tensors: BiAttentionTensors) -> tuple[Tensor, Tensor]:
-    """Computes attention between images and texts in both directions, with exact gradients.
+    """Compute attention between images and texts in both directions, with exact gradients.
 
     Args:
         settings (BiAttentionSettings): Settings.
@@ -131,7 +131,7 @@ def bi_attention(settings: BiAttentionSettings, tensors: BiAttentionTensors) -> 
 
 
 def _linear(s, t, rows, name):
-    """Applies a layer in the precision of matrix products."""
+    """Apply a layer in the precision of matrix products."""
     weight, bias = (t[f'{name}_{kind}'].to(s.dtype) for kind in ('weight', 'bias'))
     return F.linear(rows.to(s.dtype), weight, bias)
 
@@ -143,29 +143,30 @@ def _norm(s, t, rows, side):
 
 
 def _by_heads(s, rows):
-    """Returns rows (..., L, E) as (..., h, L, d)."""
+    """Return rows (..., L, E) as (..., h, L, d)."""
     return rows.unflatten(-1, (s.num_heads, -1)).transpose(-2, -3)
 
 
 def _read_text(s, t, text):
-    """Computes normalised tokens of a text, shape (N, T, C), and its keys and values, shape (N, h, T, d)."""
+    """Compute normalised tokens of a text, shape (N, T, C), and its keys and values, shape (N, h, T, d)."""
     z = _norm(s, t, text, 'l')
     return z, *(_by_heads(s, _linear(s, t, z, name)) for name in ('key', 'value_l'))
 
 
 def _write_text(s, t, z, out):
-    """Computes the new tokens of a text from the output (N, h, T, d) of its attention."""
+    """Compute the new tokens of a text from the output (N, h, T, d) of its attention."""
     return z + t['gamma_l'] * _linear(s, t, out.transpose(1, 2).flatten(2), 'out_l')
 
 
 def _image_rows(s, t, rows, key, value, bias):
-    """Computes what some tokens of an image become, their scores in full precision, and their values.
+    """Compute what some tokens of an image become, their scores in full precision, and their values.
 
     Args:
         s (BiAttentionSettings): Settings with a dtype.
         t (dict[str, Tensor]): Parameters by name.
         rows (Tensor): Tokens, shape (R, C).
-        key, value (Tensor): Those of the text, shape (h, T, d).
+        key (Tensor): Keys of the text, shape (h, T, d).
+        value (Tensor): Values of the text, shape (h, T, d).
         bias (Tensor | None): Shape (T,).
 
     Returns:
@@ -191,7 +192,7 @@ def _of_image(x, n):
 
 
 def _row_chunks(s, t):
-    """Returns the chunks of the tokens of an image, as slices."""
+    """Return the chunks of the tokens of an image, as slices."""
     width = max(s.num_heads * t.text.shape[1], len(t.query_weight))
     return [chunk.rows for chunk in chunks(1, t.x.shape[1], width, t.x.device, s.chunk)]
 
@@ -223,7 +224,7 @@ def _forward(s, tensors, needs):
 
 
 def _names_of(needs, others, layers, gamma):
-    """Returns the names of the needed gradients of some layers and other inputs."""
+    """Return the names of the needed gradients of some layers and other inputs."""
     names = [*others, gamma, *(f'{layer}_{kind}' for layer in layers for kind in ('weight', 'bias'))]
     return [name for name in names if getattr(needs, name, True)]
 
@@ -249,7 +250,7 @@ def _backward(s, saved, grad, needs):
 
 
 def _rows_backward(s, saved, grad, needs, dout, key, value):
-    """Computes gradients chunk by chunk of the image: of its tokens and layers by name, of keys and of values."""
+    """Compute gradients chunk by chunk of the image: of its tokens and layers by name, of keys and of values."""
     t, out, lse, _ = saved
     delta = (dout * out).sum(-1, dtype=lse.dtype)  # D of each row of the second softmax
     names = _names_of(needs, [], _OF_ROWS, 'gamma_v')

@@ -137,21 +137,21 @@ class MLPWeights(NamedTuple):
 
     @classmethod
     def folded(cls, t: NamedTuple, dtype: torch.dtype) -> 'MLPWeights':
-        """Returns the weights for the inputs of an MLP."""
+        """Return the weights for the inputs of an MLP."""
         return cls(*cls.first(t, dtype), t.weight2.to(dtype), t.bias2.to(dtype))
 
     @staticmethod
     def first(t: NamedTuple, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns W1' and b1'."""
+        """Return W1' and b1'."""
         return fold(t.weight1, t.bias1, t.norm_weight, t.norm_bias, dtype)
 
     def hidden(self, xhat: Tensor) -> Tensor:
-        """Returns the hidden layer of some rows, before the GELU."""
+        """Return the hidden layer of some rows, before the GELU."""
         return torch.addmm(self.b1, xhat, self.w1.t())
 
 
 def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
-    """Computes ``shortcut + factor * gamma * (GELU(LN(x) W1^T + b1) W2^T + b2)``, with gradients of the kept tokens.
+    """Compute ``shortcut + factor * gamma * (GELU(LN(x) W1^T + b1) W2^T + b2)``, with gradients of the kept tokens.
 
     The output and the gradient of the shortcut are exact everywhere (section 3.4, Algorithm 1).
 
@@ -172,7 +172,7 @@ def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
 
 
 def _reference(settings, tensors):
-    """Runs the MLP in plain autograd, by Algorithm 1."""
+    """Run the MLP in plain autograd, by Algorithm 1."""
     t = tensors
 
     def branch(x):
@@ -206,14 +206,14 @@ def _forward(settings, tensors, needs):
 
 
 def _asked(needs):
-    """Returns which gradients are needed: through the GELU, of the hidden layer, any of the branch."""
+    """Return which gradients are needed: through the GELU, of the hidden layer, any of the branch."""
     through_gelu = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
     hidden = through_gelu or needs.weight2 or needs.gamma
     return through_gelu, hidden, hidden or needs.bias2
 
 
 def _branch(settings, t, x, xhat):
-    """Yields chunks of the rows x (N, L, C) and their branch without layer scale, from x-hat if that is given."""
+    """Yield chunks of the rows x (N, L, C) and their branch without layer scale, from x-hat if that is given."""
     weights = MLPWeights.folded(t, settings.dtype)
     for chunk in chunks(*x.shape[:2], len(weights.w1), x.device, settings.chunk):
         rows = chunk.rows_of(x if xhat is None else xhat)
@@ -265,7 +265,7 @@ class _BackwardPass:
             self._allocate_input_gradient()
 
     def _means(self):
-        """Returns means of x-hat and of the hidden layer after the GELU, over some rows of all images.
+        """Return means of x-hat and of the hidden layer after the GELU, over some rows of all images.
 
         With a mean m, the sum of outer products splits into g^T a = g^T (a - m) + (sum of g)^T m. The second term is
         exact, so a sample of rows has to estimate the first one only, which is smaller: activations after a GELU are
@@ -286,11 +286,11 @@ class _BackwardPass:
             self.dx = empty_tokens((*shape, self.grad.shape[2]), layout, self.settings.dtype, self.grad.device)
 
     def chunks(self):
-        """Returns the chunks of the kept rows."""
+        """Return the chunks of the kept rows."""
         return chunks(len(self.grad), self.kept, len(self.w1), self.grad.device, self.settings.chunk)
 
     def add(self, chunk):
-        """Adds the kept rows of a chunk to the sums, and computes their input gradient."""
+        """Add the kept rows of a chunk to the sums, and compute their input gradient."""
         settings, sums = self.settings, self.sums
         g = self.incoming.rows(chunk, self.keep)
         if sums.outer is None and sums.b1 is None:
@@ -317,7 +317,7 @@ class _BackwardPass:
         return xhat, rstd, torch.addmm(self.b1, xhat, self.w1.t())
 
     def _through_gelu(self, chunk, rows, xhat, rstd, hidden):
-        """Returns the gradient of the hidden layer of a chunk, and writes that of the input to ``dx``."""
+        """Return the gradient of the hidden layer of a chunk, and write that of the input to ``dx``."""
         dh, approximate = self.incoming.behind(rows) @ self.w2, self.settings.approximate
         dh = torch.ops.aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         self.sums.b1.add(column_sums(dh))
@@ -329,7 +329,7 @@ class _BackwardPass:
         return dh
 
     def parameter_gradients(self):
-        """Returns the gradients of the parameters, from the sums over the rows."""
+        """Return the gradients of the parameters, from the sums over the rows."""
         t, first = self.t, [None] * 4
         outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
         outer = _with_mean_(outer, self.incoming.total, self.means[1])
@@ -338,7 +338,7 @@ class _BackwardPass:
         return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))
 
     def whole_input_gradient(self, shape):
-        """Returns the gradient of the input in its layout, zero for dropped tokens, or ``None`` if it is not needed."""
+        """Return the gradient of the input in its layout, zero for dropped tokens, or ``None`` if it is not needed."""
         self.x = None  # may be as large as the input
         if self.dx is None or self.keep is None:
             return None if self.dx is None else in_shape(self.dx, shape)
@@ -352,7 +352,7 @@ def _less(rows, mean):
 
 
 def _with_mean_(estimate, total, mean):
-    """Adds the exact term of :meth:`_BackwardPass._means` to an estimate, in place."""
+    """Add the exact term of :meth:`_BackwardPass._means` to an estimate, in place."""
     return estimate if estimate is None or mean is None else estimate.addr_(total, mean.to(total.dtype))
 
 

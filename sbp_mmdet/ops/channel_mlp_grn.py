@@ -91,7 +91,7 @@ class GRNSaved(NamedTuple):
 
 
 def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
-    """Computes ``shortcut + factor * gamma * (GRN(GELU(LN(x) W1^T + b1)) W2^T + b2)`` with exact gradients.
+    """Compute ``shortcut + factor * gamma * (GRN(GELU(LN(x) W1^T + b1)) W2^T + b2)`` with exact gradients.
 
     Args:
         settings (GRNSettings): Settings.
@@ -158,7 +158,7 @@ def _backward(settings, saved, grad, needs):
 
 
 def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer, unit):
-    """Adds the gradients that do not need dG: those of the second layer and of GRN."""
+    """Add the gradients that do not need dG: those of the second layer and of GRN."""
     a = F.gelu(weights.hidden(xhat), approximate=settings.approximate)
     du = scaled @ weights.w2
     sums.responses[image] += (du.to(sums.responses.dtype) * a).sum(0)
@@ -169,7 +169,7 @@ def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled,
 
 
 def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
-    """Adds the gradients of the first layer, from dG / G (``through``), and returns that of x-hat."""
+    """Add the gradients of the first layer, from dG / G (``through``), and return that of x-hat."""
     h = weights.hidden(xhat)
     a = F.gelu(h, approximate=settings.approximate)
     da = (scaled @ weights.w2).mul_(scale.to(settings.dtype))
@@ -182,7 +182,7 @@ def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
 
 
 def _parts(settings, xhat, weights):
-    """Returns the chunks of each image: its number, and a slice of its positions."""
+    """Return the chunks of each image: its number, and a slice of its positions."""
     parts = chunks(1, xhat.shape[1], len(weights.w1), xhat.device, settings.chunk)
     return [(image, part.rows) for image in range(len(xhat)) for part in parts]
 
@@ -209,7 +209,7 @@ class _Response(NamedTuple):
         return cls(norm, mean, relative, torch.addcmul(torch.ones_like(norm), relative, t.grn_weight.to(norm.dtype)))
 
     def backward(self, t, sums):
-        """Returns dG / G, which a is multiplied by to give its gradient through G, from s."""
+        """Return dG / G, which a is multiplied by to give its gradient through G, from s."""
         dn = sums * t.grn_weight
         dnorm = dn / self.mean - (dn * self.norm).mean(1, keepdim=True) / self.mean.square()
         return torch.where(self.norm > 0, dnorm / self.norm, 0)  # torch.norm's own subgradient where all is zero

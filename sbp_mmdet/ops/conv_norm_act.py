@@ -190,7 +190,20 @@ def _weight_needed(s, needs):
 
 
 def convolve(s, t, x, factors):
-    """The convolution, with the fixed norm."""
+    """Compute the convolution and, if the norm is fixed, the norm: y = k * (conv(x, W) + b - mean) + norm_bias.
+
+    In full precision both are one convolution with the weight k W and the bias k * (b - mean) + norm_bias, where k is
+    ``factors.scale``, norm_weight / sqrt(var + eps) for each channel.
+
+    Args:
+        s (ConvNormSettings): Settings with a dtype.
+        t (ConvNormTensors): Parameters and buffers.
+        x (Tensor): Input, shape (N, C, H, W), in the dtype of the settings.
+        factors (Factors | None): Those of a fixed norm; not read in half precision.
+
+    Returns:
+        Tensor: Shape (N, C', H', W').
+    """
     geometry, fixed = (s.stride, s.padding, s.dilation, s.groups), s.norm == 'fixed'
     # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
     # pass of its own anyway.
@@ -212,7 +225,12 @@ def _folds(weight, positions):
 
 
 def _activate(s, t, z, u, statistics):
-    """The output, and what is kept of z and of u; may write to u."""
+    """Apply the activation to the norm's output u, in place where possible.
+
+    Returns:
+        tuple[Tensor, KeptMap | None, KeptMap | None]: The output, what is saved of the convolution's output z, and what
+        is saved of u.
+    """
     act, storage, normed = s.activation, s.form.storage, None
     if statistics is not None:
         scale, shift = affine_of_norm(s, t, statistics, z.shape[1])
@@ -260,7 +278,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
 
 
 def convolve_backward(s, t, factors, parts, x, grad, needs):
-    """Computes the backward pass of a convolution and of the fixed norm that is folded into it.
+    """Compute the backward pass of a convolution and of the fixed norm that is folded into it.
 
     With a fixed norm y = k * conv(x, W) + shift, k = norm_weight * rstd for each channel, the products are
 

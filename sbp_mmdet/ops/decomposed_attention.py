@@ -97,7 +97,7 @@ class DecomposedSaved(NamedTuple):
 
 
 def decomposed_attention(settings: DecomposedSettings, tensors: DecomposedTensors) -> Tensor:
-    """Computes ``x + factor * proj(softmax(s Q K^T + B) V)`` with Q, K, V from ``LN(x)``, with exact gradients.
+    """Compute ``x + factor * proj(softmax(s Q K^T + B) V)`` with Q, K, V from ``LN(x)``, with exact gradients.
 
     Args:
         settings (DecomposedSettings): Settings.
@@ -110,7 +110,7 @@ def decomposed_attention(settings: DecomposedSettings, tensors: DecomposedTensor
 
 
 def _groups(s, x):
-    """Yields the images and rows of the map that are computed at a time: whole images, or rows of windows of one."""
+    """Yield the images and rows of the map that are computed at a time: whole images, or rows of windows of one."""
     n, height, width, channels = x.shape
     side = s.window or max(height, width)
     tokens = (s.chunk or CHUNK.get(x.device.type, CHUNK['cuda'])) // (3 * (channels + 2 * side * s.num_heads))
@@ -126,7 +126,7 @@ def _groups(s, x):
 
 
 def into_windows(x: Tensor, side: int) -> Tensor:
-    """Pads a map with zeros and cuts it into windows.
+    """Pad a map with zeros and cut it into windows.
 
     Args:
         x (Tensor): The map, shape (N, H, W, C).
@@ -158,7 +158,7 @@ def out_of_windows(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _embeddings(table, length):
-    """Returns the embedding of each distance between positions of a line, shape (length, length, d)."""
+    """Return the embedding of each distance between positions of a line, shape (length, length, d)."""
     if len(table) != 2 * length - 1:
         table = F.interpolate(table.t()[None], size=2 * length - 1, mode='linear')[0].t()
     place = torch.arange(length, device=table.device)
@@ -166,7 +166,7 @@ def _embeddings(table, length):
 
 
 def _lengthened(s, t, q, k, v, size):
-    """Returns longer queries, keys and values (B, h, L, D), whose products have the bias."""
+    """Return longer queries, keys and values (B, h, L, D), whose products have the bias."""
     scale, zeros = q.shape[-1] ** -0.5, (0, -(q.shape[-1] + sum(size)) % _ALIGNED)
     on_map = q.unflatten(2, size)
     rows, columns = (_embeddings(t[name].to(s.dtype), n) for name, n in zip(('rows', 'columns'), size, strict=True))
@@ -180,7 +180,7 @@ def _lengthened(s, t, q, k, v, size):
 
 
 def _branch(s, t, xhat):
-    """Computes the branch for some rows of a map from x-hat, shape (N, H, W, C)."""
+    """Compute the branch for some rows of a map from x-hat, shape (N, H, W, C)."""
     y = xhat * t['norm_weight'].to(s.dtype) + t['norm_bias'].to(s.dtype)
     y = into_windows(y, s.window) if s.window else y
     bias = None if t['qkv_bias'] is None else t['qkv_bias'].to(s.dtype)

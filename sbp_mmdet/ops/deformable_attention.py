@@ -96,7 +96,7 @@ class DeformableSaved(NamedTuple):
 
 
 def deformable_attention(settings: DeformableSettings, tensors: DeformableTensors) -> Tensor:
-    """Computes deformable attention without dropout and shortcut, with exact gradients.
+    """Compute deformable attention without dropout and shortcut, with exact gradients.
 
     Args:
         settings (DeformableSettings): Settings.
@@ -109,7 +109,7 @@ def deformable_attention(settings: DeformableSettings, tensors: DeformableTensor
 
 
 def kernel_inputs(s, t):
-    """Computes the inputs of the sampling kernel.
+    """Compute the inputs of the sampling kernel.
 
     Args:
         s (DeformableSettings): Settings with a dtype.
@@ -140,14 +140,14 @@ def _softmax(s, t, query):
 
 
 def _in_maps(s, t, offsets):
-    """Returns offsets (..., levels, points, 2) in pixels, or in parts of the reference boxes, as parts of the maps."""
+    """Return offsets (..., levels, points, 2) in pixels, or in parts of the reference boxes, as parts of the maps."""
     if t.reference_points.shape[-1] == 2:
         return offsets / t.spatial_shapes.flip(1)[:, None]
     return offsets / s.num_points * t.reference_points[:, :, None, :, None, 2:] * 0.5
 
 
 def has_kernel(value):
-    """Checks whether mmcv's CUDA kernel runs; it divides by the number of images."""
+    """Check whether mmcv's CUDA kernel runs; it divides by the number of images."""
     return value.is_cuda and len(value) > 0
 
 
@@ -160,7 +160,7 @@ def _for_kernel(value, places, weights):
 
 
 def _parts(value, places, weights):
-    """Yields some heads of some images, their columns of the output, and their inputs.
+    """Yield some heads of some images, their columns of the output, and their inputs.
 
     There are at least as many heads as threads, because torch samples a head in one thread, and more where what is
     sampled for them stays in a CPU's caches.
@@ -177,12 +177,14 @@ def _parts(value, places, weights):
 
 
 def sample(s, t, value, places, weights):
-    """Runs the sampling kernel.
+    """Run the sampling kernel.
 
     Args:
         s (DeformableSettings): Settings.
         t (DeformableTensors): Inputs.
-        value, places, weights (Tensor): Result of :func:`kernel_inputs`.
+        value (Tensor): Values, see :func:`kernel_inputs`.
+        places (Tensor): Places, see :func:`kernel_inputs`.
+        weights (Tensor): Weights, see :func:`kernel_inputs`.
 
     Returns:
         Tensor: Shape (N, Q, C).
@@ -202,7 +204,7 @@ def sample(s, t, value, places, weights):
 
 
 def _sample_backward(s, t, grad, value, places, weights):
-    """Returns the gradients of values, places and weights from that of the kernel's output."""
+    """Return the gradients of values, places and weights from that of the kernel's output."""
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
     dtypes = [x.dtype for x in (value, places, weights)]
@@ -232,7 +234,7 @@ _INPUTS = tuple(name for name in DeformableGradients._fields if not name.startsw
 
 
 def inputs_backward(s, t, grad, needs):
-    """Computes the gradients of the inputs from that of the kernel's output, some images at a time.
+    """Compute the gradients of the inputs from that of the kernel's output, some images at a time.
 
     Args:
         s (DeformableSettings): Settings with a dtype.
@@ -265,7 +267,7 @@ def inputs_backward(s, t, grad, needs):
 
 
 def _images_backward(s, t, grad, asked):
-    """Computes the gradients of :func:`inputs_backward` for some images."""
+    """Compute the gradients of :func:`inputs_backward` for some images."""
     inputs = kernel_inputs(s, t)
     weights = inputs[2]
     dvalue, dplaces, dweights = _sample_backward(s, t, grad, *inputs)
@@ -299,7 +301,7 @@ _OF_OFFSETS = ('offset_weight', 'offset_bias', 'attention_weight', 'attention_bi
 
 
 def _value_backward(s, t, grad, asked):
-    """Yields the gradients behind that of the values, (N, S, C), by name."""
+    """Yield the gradients behind that of the values, (N, S, C), by name."""
     if t.key_padding_mask is not None:
         grad = grad.masked_fill(t.key_padding_mask[..., None], 0.0)
     rows = grad.to(s.dtype).flatten(0, 1)
@@ -309,7 +311,7 @@ def _value_backward(s, t, grad, asked):
 
 
 def _layer_backward(name, grad, x, asked):
-    """Returns the gradients of a linear layer's parameters from rows of its output's gradient and of its input."""
+    """Return the gradients of a linear layer's parameters from rows of its output's gradient and of its input."""
     found = {}
     if f'{name}_bias' in asked:
         found[f'{name}_bias'] = column_sums(grad)
@@ -319,7 +321,7 @@ def _layer_backward(name, grad, x, asked):
 
 
 def _points_backward(s, t, grad):
-    """Returns the gradient of the reference points, from that of the places."""
+    """Return the gradient of the reference points, from that of the places."""
     centres = grad.sum((2, 4))
     if t.reference_points.shape[-1] == 2:
         return centres.sum_to_size(t.reference_points.shape)

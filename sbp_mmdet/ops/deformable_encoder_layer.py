@@ -77,7 +77,7 @@ class Normed(NamedTuple):
     dtype: torch.dtype
 
     def load(self) -> Tensor:
-        """Computes the output."""
+        """Compute the output."""
         return _norm(self.x, self.weight, self.bias, self.eps)[0].to(self.dtype)
 
 
@@ -100,7 +100,7 @@ class EncoderSaved(NamedTuple):
 
 
 def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors) -> Tensor:
-    """Computes a layer of a deformable encoder, with gradients of the kept tokens.
+    """Compute a layer of a deformable encoder, with gradients of the kept tokens.
 
     Args:
         settings (EncoderSettings): Settings.
@@ -115,20 +115,20 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
 
 
 def _norm(x, weight, bias, eps):
-    """Computes a layer norm in the higher precision of input and weight: output, mean, reciprocal deviation."""
+    """Compute a layer norm in the higher precision of input and weight: output, mean, reciprocal deviation."""
     x = x.to(promoted(x.dtype, weight.dtype))
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _norm_backward(grad, x, statistics, weight, bias):
-    """Computes the gradients of a layer norm: of input, weight and bias."""
+    """Compute the gradients of a layer norm: of input, weight and bias."""
     x = x.to(promoted(x.dtype, weight.dtype))
     backward = torch.ops.aten.native_layer_norm_backward.default
     return backward(grad.to(x.dtype), x, x.shape[-1:], *statistics, weight, bias, [True, True, True])
 
 
 def _attention_tensors(t, x):
-    """Returns the inputs of the attention among those of the layer."""
+    """Return the inputs of the attention among those of the layer."""
     shared = {name: getattr(t, name) for name in DeformableTensors._fields if name not in ('x', 'value')}
     return DeformableTensors(x=x, value=x, **shared)
 
@@ -145,7 +145,7 @@ class _Rows:
         self.sums = {name: Sum(getattr(t, name)) for name in names} if needs else {}
 
     def chunks(self, x):
-        """Yields chunks of kept tokens, then of dropped ones.
+        """Yield chunks of kept tokens, then of dropped ones.
 
         Yields:
             tuple[Tensor | None, bool, Chunk]: Indices of the tokens (``None`` for all in order), whether they are kept,
@@ -158,23 +158,25 @@ class _Rows:
                 yield index, kept, chunk
 
     def first(self, x, sampled):
-        """Computes the sum in front of the first norm, and the factor of dropout after the attention."""
+        """Compute the sum in front of the first norm, and the factor of dropout after the attention."""
         out = torch.addmm(self.output[1], sampled.to(self.dtype), self.output[0].t())
         factor = dropout_factor(out, self.s.dropout)
         return x + scaled_(out, factor), factor
 
     def forward(self, x, sampled):
-        """Computes the sum in front of the second norm, and the output."""
+        """Compute the sum in front of the second norm, and the output."""
         t, eps = self.t, self.s.eps
         y = _norm(self.first(x, sampled)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
         total = y + self.ffn.forward(y)
         return total, _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
     def backward(self, x, sampled, total, grad, kept):
-        """Computes the gradients of rows of x, without that through the attention, and of the kernel's output.
+        """Compute the gradients of rows of x, without that through the attention, and of the kernel's output.
 
         Args:
-            x, sampled, total (Tensor): Rows of the input, of the kernel's output and of the sum in front of LN2.
+            x (Tensor): Rows of the input.
+            sampled (Tensor): Rows of the sampling kernel's output.
+            total (Tensor): Rows of the sum in front of the second norm.
             grad (Tensor): Gradient of the output.
             kept (bool): Whether the rows are kept. If not, the second gradient is ``None``.
         """
@@ -254,7 +256,7 @@ _OF_QUERIES = ('x', 'query_pos', 'reference_points')
 
 
 def _attention_backward(s, t, keep, grad, asked):
-    """Computes the gradients of :func:`inputs_backward` for the kept queries; that of ``x`` has their rows alone."""
+    """Compute the gradients of :func:`inputs_backward` for the kept queries; that of ``x`` has their rows alone."""
     if keep is None:
         return inputs_backward(s, t, grad, asked)
     whole = {name: getattr(t, name) for name in _OF_QUERIES if getattr(t, name) is not None}

@@ -79,7 +79,7 @@ class _Saved(NamedTuple):
 
 
 def dense_head(settings: DenseHeadSettings, tensors: DenseHeadTensors) -> Tensor:
-    """Computes ``conv1x1(relu(conv(x)))``.
+    """Compute ``conv1x1(relu(conv(x)))``.
 
     The backward pass runs in strips of rows, so apart from the gradient of ``x`` no map exists as a whole. The hidden
     map is stored, as it is or in eight bits. With ``form.minimal`` only the input and the signs of the ReLU are, a bit

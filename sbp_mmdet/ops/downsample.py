@@ -82,7 +82,7 @@ class NormLinearSaved(NamedTuple):
 
 
 def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
-    """Computes ``LN(x) W^T + b``, with gradients of the kept tokens (Algorithm 1, section 3.4).
+    """Compute ``LN(x) W^T + b``, with gradients of the kept tokens (Algorithm 1, section 3.4).
 
     Args:
         settings (NormLinearSettings): Settings.
@@ -100,7 +100,7 @@ def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Ten
 
 
 def _reference(settings, tensors):
-    """Runs the layer in plain autograd, by Algorithm 1, or as a plain convolution if all tokens are kept."""
+    """Run the layer in plain autograd, by Algorithm 1, or as a plain convolution if all tokens are kept."""
     t = tensors
 
     def norm(x):
@@ -170,7 +170,7 @@ def _parameter_gradients(given, layer, dw, db):
 
 
 def _tokens(x):
-    """Returns tokens (N, L, C), or the 2x2 patches of a feature map (N, L, 4, C), row by row.
+    """Return tokens (N, L, C), or the 2x2 patches of a feature map (N, L, 4, C), row by row.
 
     An odd last row or column belongs to no patch, as in the convolution.
     """
@@ -184,7 +184,7 @@ def _tokens(x):
 
 
 def _from_patches(patches, shape, layout):
-    """Returns the feature map of patches, the reverse of :func:`_tokens`; zero in an odd last row or column."""
+    """Return the feature map of patches, the reverse of :func:`_tokens`; zero in an odd last row or column."""
     n, c, h, w = shape
     x = torch.empty(shape, dtype=patches.dtype, device=patches.device, memory_format=layout)
     x[:, :, h // 2 * 2 :].zero_()
@@ -195,17 +195,17 @@ def _from_patches(patches, shape, layout):
 
 
 def _in_shape_of(x, out):
-    """Returns the output in the form of ``x``: tokens, or a feature map."""
+    """Return the output in the form of ``x``: tokens, or a feature map."""
     return out if x.dim() == 3 else in_shape(out, (*out.shape[:2], x.shape[2] // 2, x.shape[3] // 2))
 
 
 def _matrix(weight):
-    """Returns the weight of the convolution as a linear layer on patches, in the order of :func:`_tokens`."""
+    """Return the weight of the convolution as a linear layer on patches, in the order of :func:`_tokens`."""
     return weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
 
 
 def _layer(t):
-    """Returns weight, bias and affine part for :func:`fold`; the affine part is repeated for each pixel of a patch."""
+    """Return weight, bias and affine part for :func:`fold`; the affine part is repeated for each pixel of a patch."""
     pixels = t.weight[0, 0].numel()
     bias = t.weight.new_zeros(len(t.weight)) if t.bias is None else t.bias
     return _matrix(t.weight), bias, *(None if p is None else p.repeat(pixels) for p in (t.norm_weight, t.norm_bias))

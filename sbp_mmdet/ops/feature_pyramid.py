@@ -54,7 +54,7 @@ class LevelTensors(NamedTuple):
 
 
 def feature_pyramid(settings: PyramidSettings, levels: Sequence[LevelTensors]) -> tuple[Tensor, ...]:
-    """Computes ``conv(lateral)`` of each level, with ``lateral = conv1x1(x) + up(lateral of the next level)``.
+    """Compute ``conv(lateral)`` of each level, with ``lateral = conv1x1(x) + up(lateral of the next level)``.
 
     Stored are the inputs, which the layers in front store too. The backward pass goes level by level, from the finest
     one on, in strips of rows. Laterals are recomputed, that of the finest level strip by strip.
@@ -124,7 +124,7 @@ def _in_levels(leaves):
 
 
 def _cast(s, t):
-    """Returns the parameters in the precision of the convolutions."""
+    """Return the parameters in the precision of the convolutions."""
     return LevelTensors(None, *(None if p is None else p.to(s.dtype) for p in t[1:]))
 
 
@@ -138,13 +138,13 @@ def _run(s, levels):
 
 
 def _lateral(t, x, coarse):
-    """Returns the lateral map of a level, given that of the next one."""
+    """Return the lateral map of a level, given that of the next one."""
     lateral = F.conv2d(x, t.weight, t.bias)
     return lateral if coarse is None else lateral.add_(F.interpolate(coarse, size=x.shape[2:], mode='nearest'))
 
 
 def _lateral_rows(t, x, coarse, strip, height):
-    """Returns rows of the lateral map of a level, of which ``x`` are the same rows of the input."""
+    """Return rows of the lateral map of a level, of which ``x`` are the same rows of the input."""
     if coarse is None:
         return _lateral(t, x, None)
     # Which row of the next level is the nearest one is what the kernel itself says.
@@ -154,7 +154,7 @@ def _lateral_rows(t, x, coarse, strip, height):
 
 
 def _backward(s, levels, grads, needs):
-    """Returns the gradients of all leaves."""
+    """Return the gradients of all leaves."""
     casts = [_cast(s, level.parameters) for level in levels]
     trains = levels[0].input is not None
     coarse = [None] * len(levels)  # the lateral of the next level
@@ -183,7 +183,7 @@ def _backward(s, levels, grads, needs):
 
 
 def _output_backward(s, level, t, coarse, grad, lateral_grad, needs, sums):
-    """Adds the gradient of the lateral map to ``lateral_grad`` and those of the second convolution to the sums."""
+    """Add the gradient of the lateral map to ``lateral_grad`` and those of the second convolution to the sums."""
     height = level.shape[2]
     for strip in _strips(level, t, grad.device):
         halo = s.output.reads(strip, height)
@@ -198,7 +198,7 @@ def _output_backward(s, level, t, coarse, grad, lateral_grad, needs, sums):
 
 
 def _lateral_backward(s, level, t, grad, needs, sums):
-    """Returns the gradient of a level's input and adds those of the lateral convolution to the sums."""
+    """Return the gradient of a level's input and add those of the lateral convolution to the sums."""
     height = level.shape[2]
     dx = zeros_in(level.shape, grad, level.layout) if needs.x else None
     if not any(needs[:3]):

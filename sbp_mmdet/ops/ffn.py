@@ -88,7 +88,7 @@ class FFNSaved(NamedTuple):
 
 
 def random_state(device: torch.device, *rates: float) -> OnHost | None:
-    """Returns the state of the generator that dropout draws from, or ``None`` if all rates are 0.
+    """Return the state of the generator that dropout draws from, or ``None`` if all rates are 0.
 
     Args:
         device (torch.device): Device of the tokens.
@@ -121,7 +121,7 @@ def replayed(device: torch.device, state: OnHost | None):
 
 
 def dropout_factor(rows: Tensor, rate: float) -> Tensor | None:
-    """Returns what dropout multiplies rows by, drawn as torch's own dropout draws it, or ``None`` for a rate of 0.
+    """Return what dropout multiplies rows by, drawn as torch's own dropout draws it, or ``None`` for a rate of 0.
 
     The ones are contiguous whatever the strides of the rows are: random numbers are drawn in the order of memory, so a
     gradient that is laid out in columns would get the numbers of other entries than the forward pass had.
@@ -169,7 +169,7 @@ class FeedForward:
         return len(self.w1)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Computes the output of rows (K, C), shape (K, C'), in the dtype of the settings."""
+        """Compute the output of rows (K, C), shape (K, C'), in the dtype of the settings."""
         first, second = self.settings.dropout
         hidden = torch.addmm(self.b1, rows.to(self.settings.dtype), self.w1.t())
         hidden = self.settings.activation(hidden, inplace=True)
@@ -183,7 +183,7 @@ class FeedForward:
             dropout_factor(rows.new_empty(len(rows), width, dtype=self.settings.dtype), rate)
 
     def backward(self, rows: Tensor, grad: Tensor, needs_rows: bool = True) -> Tensor | None:
-        """Adds the gradients of some rows to the sums.
+        """Add the gradients of some rows to the sums.
 
         Args:
             rows (Tensor): Input of the forward pass, shape (K, C).
@@ -219,7 +219,7 @@ class FeedForward:
 
 
 def feed_forward(settings: FFNSettings, tensors: FFNTensors) -> Tensor:
-    """Computes ``drop(drop(activation(x W1^T + b1)) W2^T + b2)`` with exact gradients.
+    """Compute ``drop(drop(activation(x W1^T + b1)) W2^T + b2)`` with exact gradients.
 
     Args:
         settings (FFNSettings): Settings.

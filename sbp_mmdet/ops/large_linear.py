@@ -11,7 +11,7 @@ __all__ = ['large_linear']
 
 
 def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes ``x @ weight.T + bias``.
+    """Compute ``x @ weight.T + bias``.
 
     Two autograd nodes do it. In the backward pass the gradient of the weight comes first, and where it is added to an
     existing one it is gone before that of ``x`` is made. No copy of the weight in autocast's precision is stored.

@@ -79,7 +79,7 @@ class NormSaved(NamedTuple):
 
 
 def layer_norm(settings: NormSettings, tensors: NormTensors) -> Tensor:
-    """Computes the layer norm over the channels of a feature map.
+    """Compute the layer norm over the channels of a feature map.
 
     Args:
         settings (NormSettings): Settings.

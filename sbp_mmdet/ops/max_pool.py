@@ -73,7 +73,7 @@ class PoolSaved(NamedTuple):
 
 
 def max_pool(settings: PoolSettings, tensors: PoolTensors) -> Tensor:
-    """Computes maxpool(x) or maxpool(relu(x)).
+    """Compute maxpool(x) or maxpool(relu(x)).
 
     torch saves the input, of which its backward pass needs the shape alone, and the place of each maximum in eight
     bytes. One byte says where in its window a maximum stands. A ReLU commutes with the maximum and stops the gradient
@@ -113,12 +113,12 @@ def _forward(settings, tensors, needs):
 
 
 def _within(positions, dim, s):
-    """Turns rows (``dim`` 2) or columns (3) of a map into those of its windows, in place."""
+    """Turn rows (``dim`` 2) or columns (3) of a map into those of its windows, in place."""
     return positions.sub_(_starts(positions, dim, s)).floor_divide_(s.dilation[dim - 2])
 
 
 def _starts(windows, dim, s):
-    """Returns the first row or column of each window, broadcastable."""
+    """Return the first row or column of each window, broadcastable."""
     i, count = dim - 2, windows.shape[dim]
     starts = torch.arange(count, device=windows.device, dtype=torch.int32).mul_(s.stride[i]).sub_(s.padding[i])
     return starts.view(-1, 1) if dim == 2 else starts

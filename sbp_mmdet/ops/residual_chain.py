@@ -96,7 +96,7 @@ class KeptBlock(NamedTuple):
 
 
 def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence[BlockTensors]) -> Tensor:
-    """Runs residual blocks one after the other and stores one map a block.
+    """Run residual blocks one after the other and store one map a block.
 
     Stored are the chain's input and output, which the layers around it store too, and of each block the input of its
     last convolution. In the backward pass the inputs of the blocks come again from these by the last convolutions, and
@@ -138,7 +138,7 @@ def _in_precision(block, x):
 
 
 def _layers(block, t):
-    """Returns settings and tensors of a block's layers, the shortcut's last."""
+    """Return settings and tensors of a block's layers, the shortcut's last."""
     pairs = [*zip(block.layers, t.layers, strict=True)]
     return pairs if block.shortcut is None else [*pairs, (block.shortcut, t.shortcut)]
 
@@ -167,11 +167,13 @@ class Members(NamedTuple):
 
 
 def _members(blocks, tensors, backward=False):
-    """Returns the layers of each block, with the factors of all fixed norms where they are needed.
+    """Return the layers of each block, with the factors of all fixed norms where they are needed.
 
     Args:
-        blocks, tensors (Sequence): Settings, and parameters and buffers, of each block.
-        backward (bool): Whether a backward pass needs them. Default: False.
+        blocks (Sequence[BlockSettings]): Settings of each block.
+        tensors (Sequence[BlockTensors]): Parameters and buffers of each block.
+        backward (bool): Whether they are for a backward pass, which needs the factors in every precision. Default:
+            False.
     """
     dtype = blocks[0].layers[0].dtype
     pairs = [_layers(*pair) for pair in zip(blocks, tensors, strict=True)]
@@ -191,7 +193,7 @@ def _members(blocks, tensors, backward=False):
 
 
 def _leaves(tensors):
-    """Returns the tensors that may need gradients, layer by layer."""
+    """Return the tensors that may need gradients, layer by layer."""
     found = [layer for t in tensors for layer in (*t.layers, t.shortcut) if layer is not None]
     return [tensor for layer in found for tensor in layer[1:5]]  # as in _DIFFERENTIABLE
 
@@ -240,7 +242,7 @@ class _Chain(torch.autograd.Function):
 
 
 def _parameter_gradients(layers):
-    """Returns the gradients of all parameters, layer by layer, from what :func:`_layer_backward` has found."""
+    """Return the gradients of all parameters, layer by layer, from what :func:`_layer_backward` has found."""
     fixed = [i for i, layer in enumerate(layers) if isinstance(layer, FixedGradients)]
     for i, found in zip(fixed, gradients_of_fixed([layers[i] for i in fixed]), strict=True):
         layers[i] = found
@@ -248,7 +250,7 @@ def _parameter_gradients(layers):
 
 
 def _run(blocks, tensors, x, first):
-    """Runs the blocks.
+    """Run the blocks.
 
     Returns:
         tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block, input of block ``first``, and
@@ -270,7 +272,7 @@ def _run(blocks, tensors, x, first):
 
 
 def _run_block(block, members, x, saves=False):
-    """Returns a block's output, the input of its last layer, signs of the ReLUs before, and what its layers keep."""
+    """Return a block's output, the input of its last layer, signs of the ReLUs before, and what its layers keep."""
     out, last, signs, layers = x, None, [], []
     *first, final = members.layers
     for i, member in enumerate(first):
@@ -294,7 +296,7 @@ def _run_block(block, members, x, saves=False):
 
 
 def _keep_input(member, z, r, layer):
-    """Keeps ``r = relu(norm(z))``, the input of a block's last layer; it is read from z where the norm needs z too."""
+    """Keep ``r = relu(norm(z))``, the input of a block's last layer; it is read from z where the norm needs z too."""
     storage = member.s.form.storage
     if layer.statistics is None:
         return keep(r, storage, positive=True)._replace(activation=_RELU)
@@ -314,7 +316,7 @@ _NOTHING = KeptLayer(None, None)
 
 
 def _run_layer(member, x):
-    """Runs convolution and norm.
+    """Run convolution and norm.
 
     Returns:
         tuple[Tensor, Tensor, KeptLayer]: The convolution's output, that of the norm, and what the layer needs to run
@@ -329,7 +331,7 @@ def _run_layer(member, x):
 
 
 def _rerun_layer(member, x, layer):
-    """Runs convolution and norm again; running statistics stay as they are. Returns the outputs of both."""
+    """Run convolution and norm again; running statistics stay as they are. Returns the outputs of both."""
     s, t, factors, _ = member
     z = convolve(s, t, x, factors)
     if layer.statistics is None:
@@ -339,7 +341,7 @@ def _rerun_layer(member, x, layer):
 
 
 def _layer_backward(member, x, z, layer, grad, needs, needs_x):
-    """Computes the gradients of a layer.
+    """Compute the gradients of a layer.
 
     Args:
         member (Layer): The layer.
@@ -363,7 +365,7 @@ def _layer_backward(member, x, z, layer, grad, needs, needs_x):
 
 
 def _backward(blocks, members, source, saved, grad, needs, needs_x):
-    """Returns the gradient of the chain's input, given that of the last ReLU's input, and what :func:`_layer_backward`
+    """Return the gradient of the chain's input, given that of the last ReLU's input, and what :func:`_layer_backward`
     finds for each layer.
     """
     inputs = [source.load(grad.dtype)]
@@ -390,7 +392,7 @@ def _rerun_output(block, members, saved, x):
 
 
 def _block_backward(block, members, saved, x, grad, needs, needs_x):
-    """Computes the gradients of a block, given that of the sum that its last ReLU is applied to.
+    """Compute the gradients of a block, given that of the sum that its last ReLU is applied to.
 
     Args:
         block (BlockSettings): Settings of the block.

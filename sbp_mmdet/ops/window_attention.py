@@ -116,7 +116,7 @@ class WindowSaved(NamedTuple):
 
 
 def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor:
-    """Computes ``x + factor * proj(softmax(scale Q K^T + bias) V)`` in windows, with Q, K, V from ``LN(x)``.
+    """Compute ``x + factor * proj(softmax(scale Q K^T + bias) V)`` in windows, with Q, K, V from ``LN(x)``.
 
     Args:
         settings (WindowSettings): Settings.
@@ -199,7 +199,7 @@ class _Layout(NamedTuple):
     apart: Tensor | None
 
     def chunks(self, settings, images, channels):
-        """Returns slices of the places: whole windows, about the same number in each."""
+        """Return slices of the places: whole windows, about the same number in each."""
         area = settings.window**2
         budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
         most = max(budget // (max(images, 1) * area * max(3 * channels, settings.num_heads * area)), 1)
@@ -237,7 +237,7 @@ def _layout(size, side, shift, device):
 
 
 def _bands(length, side, shift, device):
-    """Returns the number of the part of each token in a row: whole windows, and the two parts of the last one."""
+    """Return the number of the part of each token in a row: whole windows, and the two parts of the last one."""
     i = torch.arange(length, device=device)
     return (i >= length - side).long() + (i >= length - shift)
 
@@ -272,7 +272,7 @@ class _Layers(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _scales(scale, channels, dtype, device):
-    """Returns the factors of the layer's rows for Q, K and V.
+    """Return the factors of the layer's rows for Q, K and V.
 
     Q and K share the scale, so that in half precision neither gradient leaves the range before the other.
     """
@@ -309,17 +309,17 @@ class _Windows:
         return cls(xhat, q, k, v, scores.softmax(-1), edge, pads)
 
     def without_padding_(self, rows):
-        """Sets rows (N, P', ...) to zero where there is padding, in place."""
+        """Set rows (N, P', ...) to zero where there is padding, in place."""
         if self.pads is not None:
             rows[:, self.edge :].masked_fill_(self.pads, 0)
         return rows
 
     def out(self):
-        """Returns O of the windows, shape (N, P', C)."""
+        """Return O of the windows, shape (N, P', C)."""
         return (self.map @ self.v).transpose(2, 3).flatten(3).flatten(1, 2)
 
     def backward(self, grad, dbias):
-        """Returns the gradients of scaled Q and K and of V side by side, (N, P', 3 C), and adds that of B to a sum.
+        """Return the gradients of scaled Q and K and of V side by side, (N, P', 3 C), and add that of B to a sum.
 
         Args:
             grad (Tensor): dO, shape (N, P', C).
@@ -339,7 +339,7 @@ class _Windows:
 
 
 def _sums(t, layout):
-    """Returns the sums over the windows for the gradients of parameters, in full precision."""
+    """Return the sums over the windows for the gradients of parameters, in full precision."""
     return types.SimpleNamespace(
         qkv_weight=Sum(t.qkv_weight),
         qkv_bias=Sum(t.qkv_weight[:, 0]),

@@ -35,20 +35,22 @@ def build_batch(
     channels: int = 3,
     truth: list[np.ndarray] | None = None,
 ) -> dict:
-    """Random images with ground truth.
+    """Make a batch of random images with ground truth.
 
     Args:
-        batch (int): Images.
-        height, width (int): Their size before padding.
-        boxes (int): Boxes in each.
-        num_classes (int): Labels are below it.
-        with_masks (bool): With a bitmap for each box, an ellipse that fills it.
-        seed (int): Of sizes and places. Default: 0.
-        semantic (bool): With a map of classes, stripes of those behind ``num_classes``. Default: False.
-        proposals (int): Proposals of each image, for detectors without an RPN. Default: 0.
-        channels (int): Of the images. Default: 3.
-        truth (list[np.ndarray] | None): Boxes to take, again and again, for an image each, as shares of width and
-            height, (boxes, 4); None: random ones. Default: None.
+        batch (int): Number of images.
+        height (int): Height of the images before padding, in pixels.
+        width (int): Width of the images before padding, in pixels.
+        boxes (int): Number of boxes in each image.
+        num_classes (int): Number of classes; labels are below it.
+        with_masks (bool): Whether each box has a mask, an ellipse that fills it.
+        seed (int): Seed of pixels, sizes and places. Default: 0.
+        semantic (bool): Whether each image has a semantic map, stripes of classes from ``num_classes`` on. Default:
+            False.
+        proposals (int): Number of proposals of each image, for detectors without an RPN. Default: 0.
+        channels (int): Number of channels of the images. Default: 3.
+        truth (list[np.ndarray] | None): Boxes of an image each, as shares of width and height, shape (boxes, 4). Image
+            i of the batch takes number i modulo their number. If ``None``, boxes are random. Default: None.
 
     Returns:
         dict: ``inputs`` and ``data_samples``, for a detector's data preprocessor.
@@ -136,7 +138,7 @@ def at_the_first_step() -> Iterator[None]:
 
 
 def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
-    """Makes a detector find as much as it will find when it is trained.
+    """Make a detector find as much as it will find when it is trained.
 
     An untrained RPN finds next to nothing, so RoI heads would get fewer positive samples, and mask heads store less,
     than in all but the first steps of a training. Its proposals are replaced by boxes near the ground truth, and

@@ -121,7 +121,7 @@ def _stand_in(transform, channels):
 
 
 def _replaced(node, channels, blank):
-    """A pipeline with stand-ins, at any depth."""
+    """Return a copy of a pipeline, or of a part of it, with stand-ins for transforms, at any depth."""
     if isinstance(node, (list, tuple)):
         return type(node)(_replaced(item, channels, blank) for item in node)
     if isinstance(node, dict):

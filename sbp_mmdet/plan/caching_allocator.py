@@ -48,7 +48,7 @@ class Block:
         return rest
 
     def swallow(self) -> None:
-        """Makes one block of this one and the next one."""
+        """Make one block of this one and the next one."""
         self.size += self.next.size
         self.next = self.next.next
         if self.next:
@@ -112,7 +112,7 @@ class CachingAllocator:
         self._end = 0  # where the next segment begins
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Finds a block for a tensor.
+        """Find a block for a tensor.
 
         Args:
             nbytes (int): Bytes that are asked for.
@@ -140,7 +140,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Caches a block, as one with those of its neighbours that are free.
+        """Cache a block, as one with those of its neighbours that are free.
 
         Args:
             block (Block | None): Of :meth:`allocate`.
@@ -157,7 +157,7 @@ class CachingAllocator:
         self._cache(block)
 
     def give_back(self) -> None:
-        """Returns cached memory to CUDA, as ``torch.cuda.empty_cache`` does: segments without a block in use, and of
+        """Return cached memory to CUDA, as ``torch.cuda.empty_cache`` does: segments without a block in use, and of
         expandable segments every granule without one."""
         for pool in (self._small, self._large):
             for block in pool:
@@ -207,7 +207,7 @@ class CachingAllocator:
     # --- Expandable segments ------------------------------------------------------------------------------------------
 
     def _grow(self, pool, size):
-        """Gives memory to addresses without, at the first place where these and free blocks make ``size`` bytes."""
+        """Give memory to addresses without, at the first place where these and free blocks make ``size`` bytes."""
         if pool.expandable is None:
             # Addresses cost nothing: each pool has more than any GPU has memory.
             pool.expandable = Block(pool, 0, 2**60, mapped=False)
@@ -262,7 +262,7 @@ class CachingAllocator:
         return self._cache(block)
 
     def _unmap(self, block):
-        """Takes the memory of the granules that lie wholly in a free block."""
+        """Take the memory of the granules that lie wholly in a free block."""
         granule, pool = block.pool.granule, block.pool
         begin = _rounded(block.address, granule)
         nbytes = (block.address + block.size) // granule * granule - begin
@@ -314,10 +314,11 @@ def replay(
 def least_capacity(
     held: Sequence[int], steps: Sequence[Sequence[tuple[int, int]]], expandable: bool = False, within: float = 0.005
 ) -> int:
-    """Returns the least capacity within which a training goes on, giving cached segments back where it has to.
+    """Return the least capacity within which a training goes on, giving cached segments back where it has to.
 
     Args:
-        held, steps: See :func:`replay`.
+        held (Sequence[int]): See :func:`replay`.
+        steps (Sequence[Sequence[tuple[int, int]]]): See :func:`replay`.
         expandable (bool): See :class:`CachingAllocator`. Default: False.
         within (float): Share of it by which the answer may be too large. Default: 0.005.
     """

@@ -15,7 +15,7 @@ __all__ = ['check']
 
 
 def check() -> bool:
-    """Prints what was found.
+    """Print what was found.
 
     Returns:
         bool: Whether all of it works.

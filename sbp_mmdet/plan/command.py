@@ -38,7 +38,7 @@ __all__ = ['main', 'rows_of']
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command.
+    """Run the command.
 
     Args:
         arguments (list[str] | None): Of the command line; None: those of the process. Default: None.
@@ -150,7 +150,7 @@ def _print_json(args, budget, inputs, rows, found, lines):
 
 
 def _batch_page(args, inputs, budget, rows, found, lines):
-    """Returns what a person reads of the largest batches."""
+    """Return what a person reads of the largest batches."""
     columns = [
         Column('variant', lambda row: row.variant),
         Column('gradients', lambda row: row.gradients),
@@ -173,7 +173,7 @@ def _batch_page(args, inputs, budget, rows, found, lines):
 
 
 def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
-    """Returns the planner's answer for a config.
+    """Return the planner's answer for a config.
 
     Args:
         config (Config): Config of a detector.
@@ -196,13 +196,13 @@ def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
 
 
 def _presets_for(base):
-    """Returns the names of the presets that apply to the model of a plain config."""
+    """Return the names of the presets that apply to the model of a plain config."""
     reasons = presets_of(build_detector(base, 'cpu')[0])
     return [name for name, reason in reasons.items() if reason is None]
 
 
 def _count(base, variant, case, progress):
-    """Counts a step of a variant, and says so on stderr."""
+    """Count a step of a variant, and say so on stderr."""
     if sys.stderr.isatty():
         print(f'\r{progress:<80}', end='', file=sys.stderr, flush=True)
     else:
@@ -218,7 +218,7 @@ def _end_progress():
 
 
 def _page(args, config, inputs, budget, rows, found, lines):
-    """Returns the page of ``plan``."""
+    """Return the page of ``plan``."""
     columns = [
         Column('variant', lambda row: row['variant']),
         Column('gradients', lambda row: row['gradients']),

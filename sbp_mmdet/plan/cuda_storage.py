@@ -76,14 +76,14 @@ class _Kernels:
 
 
 def _columns(input, weight, output, images):
-    """The columns that a deformable convolution makes of so many images, and lets go of."""
+    """Allocate and free the columns that the kernel of a deformable convolution makes of ``images`` images."""
     rows = input.shape[1] * weight.shape[2] * weight.shape[3]
     input.new_zeros(rows, images * output.shape[2] * output.shape[3])
 
 
 @contextlib.contextmanager
 def cuda_storage(counter, bfloat16: bool = False):
-    """Counts on a CPU what CUDA stores.
+    """Count on a CPU what CUDA stores.
 
     Args:
         counter (LiveBytes): What counts.

@@ -57,15 +57,16 @@ def measure_detector(
     usual: tuple[int, int] | None = None,
     compute: bool = False,
 ) -> dict:
-    """Counts what a training step of a config's model holds on a GPU, by a step on random images on the CPU.
+    """Count what a training step of a config's model holds on a GPU, by a step on random images on the CPU.
 
     Args:
         config (Config): Config of a detector, the hooks that change the model included.
-        batch (int): Images. All of them are counted: nothing follows from smaller batches, for an assigner goes image
-            by image and has its peak elsewhere in them.
-        height, width (int): Their size, before padding.
-        boxes (int): Ground-truth boxes in each.
-        channels (int): Channels of the images. Default: 3.
+        batch (int): Number of images. The step runs on all of them and is not extrapolated from smaller batches,
+            because an assigner works image by image, so that its peak is not proportional to the batch.
+        height (int): Height of the images before padding, in pixels.
+        width (int): Width of the images before padding, in pixels.
+        boxes (int): Number of ground-truth boxes in each image.
+        channels (int): Number of channels of the images. Default: 3.
         usual (tuple[int, int] | None): Height and width of the usual batch, on which depends what the allocator
             holds; if `None`, all batches are of one size. Default: None.
         compute (bool): Carry out the arithmetic of large operations too; the bytes are the same. Default: False.
@@ -150,7 +151,12 @@ def build_training(
     """Build model, optimizer wrapper and batch of a training step. To be called within :func:`own_crops`.
 
     Args:
-        config, batch, height, width, boxes, channels: See :func:`measure_detector`.
+        config (Config): See :func:`measure_detector`.
+        batch (int): See :func:`measure_detector`.
+        height (int): See :func:`measure_detector`.
+        width (int): See :func:`measure_detector`.
+        boxes (int): See :func:`measure_detector`.
+        channels (int): See :func:`measure_detector`. Default: 3.
         device (str): 'cpu', or a CUDA device.
         trained (bool): See :func:`.batch.as_if_trained`. Default: True.
 
@@ -175,7 +181,7 @@ def build_training(
 
 
 def build_detector(config: Config, device: str):
-    """Builds model and optimizer as mmengine's runner does, hooks that change the model included, without weights.
+    """Build model and optimizer as mmengine's runner does, hooks that change the model included, without weights.
 
     Args:
         config (Config): Config of a detector.
@@ -216,7 +222,7 @@ def build_detector(config: Config, device: str):
 
 
 def _without_weights(cfg):
-    """A copy that downloads nothing."""
+    """Return a copy of a model's config that downloads no weights and has no synchronised batch norm."""
     cfg = copy.deepcopy(cfg)
     for key in ('init_cfg', 'pretrained'):
         cfg.pop(key, None)
@@ -228,7 +234,7 @@ def _without_weights(cfg):
 
 
 def _without_sync(cfg):
-    """mmcv's synchronized batch norm wants a process group; batch norm stores as much."""
+    """Replace mmcv's synchronised batch norm, which needs a process group, by batch norm, which stores as much."""
     if isinstance(cfg, dict):
         for key, value in cfg.items():
             if key == 'type' and value == 'MMSyncBN':
@@ -264,7 +270,7 @@ def _states(optimizer) -> list[Tensor]:
 
 
 def held_tensors(model: nn.Module) -> list[Tensor]:
-    """Returns the tensors that a model holds between steps.
+    """Return the tensors that a model holds between steps.
 
     Args:
         model (nn.Module): The model.
@@ -285,7 +291,7 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def averaged_bytes(config: Config, model: nn.Module) -> int:
-    """Returns the bytes of the averaged copies that :class:`mmengine.hooks.EMAHook` and its subclasses keep.
+    """Return the bytes of the averaged copies that :class:`mmengine.hooks.EMAHook` and its subclasses keep.
 
     Args:
         config (Config): Config of a detector.
@@ -298,7 +304,7 @@ def averaged_bytes(config: Config, model: nn.Module) -> int:
 
 
 def _watch(wrapper, row, model, saved, live, phase):
-    """Notes what is held when the forward pass and the backward pass end."""
+    """Note what is held when the forward pass and the backward pass end."""
     update, step = wrapper.update_params, wrapper.step
 
     def update_params(loss, *args, **kwargs):
@@ -361,7 +367,7 @@ def _values_do_not_matter(model: nn.Module) -> bool:
 
 
 def timed_step(model: nn.Module, wrapper, data: dict) -> float:
-    """Runs a training step: forward pass, backward pass, optimizer step.
+    """Run a training step: forward pass, backward pass, optimizer step.
 
     Args:
         model (nn.Module): In training mode.

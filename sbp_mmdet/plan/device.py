@@ -18,7 +18,7 @@ _OUT_OF_MEMORY = (
 
 
 def use_device(device: torch.device | str) -> torch.device:
-    """Makes a device the current one. A CUDA device gets its index: some of torch's functions refuse it without."""
+    """Make a device the current one. A CUDA device gets its index: some of torch's functions refuse it without."""
     device = torch.device(device)
     if device.type == 'cuda':
         device = torch.device('cuda', torch.cuda.current_device() if device.index is None else device.index)

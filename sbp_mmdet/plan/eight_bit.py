@@ -24,7 +24,7 @@ class AdamW8bitStates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Makes the states of all parameters with gradients that have none yet."""
+        """Make the states of all parameters with gradients that have none yet."""
         for group in self.param_groups:
             for p in group['params']:
                 if p.grad is None or self.state[p]:

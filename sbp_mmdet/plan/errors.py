@@ -7,7 +7,7 @@ __all__ = ['reason_of']
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what went wrong and where, in a line.
+    """Return what went wrong and where, in a line.
 
     Args:
         error (Exception): A raised error.

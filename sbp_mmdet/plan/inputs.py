@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
 
 
 def add_inputs(parser: argparse.ArgumentParser, largest: bool = False) -> None:
-    """Adds the arguments ``--batch`` and ``--size``, whose defaults are what :func:`inputs_of` reads.
+    """Add the arguments ``--batch`` and ``--size``, whose defaults are what :func:`inputs_of` reads.
 
     Args:
         parser (argparse.ArgumentParser): The parser.
@@ -83,7 +83,7 @@ def inputs_of(
     dataset=None,
     processes: int = 1,
 ) -> Inputs:
-    """Finds out what batches a config feeds its detector, by its own transforms on blank images.
+    """Find out what batches a config feeds its detector, by its own transforms on blank images.
 
     Args:
         config (Config): Config of a detector.
@@ -153,7 +153,7 @@ def labels_read(config: Config) -> tuple[bool, bool]:
 
 
 def labels_of(config: Config) -> tuple[int, bool]:
-    """Number of classes of a config's model, and whether it has a mask for each box."""
+    """Return the number of classes of a config's model, and whether the model is trained with a mask for each box."""
     found = []
 
     def look(node):

@@ -44,7 +44,7 @@ class SavedByPart:
         self._packed = []  # of weak references, in the order of saving
 
     def hooks(self):
-        """The context in which the forward pass is to run."""
+        """Return the context manager within which the forward pass has to run."""
 
         def pack(tensor):
             held = _Packed(tensor)
@@ -54,7 +54,7 @@ class SavedByPart:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
 
     def count(self, exclude: Iterable[Tensor] = ()) -> dict:
-        """Bytes that are held now.
+        """Return the bytes that are held now.
 
         Args:
             exclude (Iterable[torch.Tensor]): tensors whose storages are not counted, such as parameters, buffers and
@@ -181,12 +181,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(fn: Callable, device: torch.device | str = 'cpu', clear: Callable = lambda: None) -> int:
-    """The most bytes that tensors made by ``fn`` hold at a time.
+    """Return the peak of the bytes that tensors made by ``fn`` hold.
 
-    On CUDA the caching allocator's own statistics, elsewhere counted from the storages of all results of all
-    operations. What an operation uses inside itself is seen on CUDA only.
+    On CUDA, it is read from the statistics of the caching allocator. Elsewhere it is counted from the storages of all
+    results of all operations, which leaves out what an operation allocates and frees inside itself.
 
-    On CUDA ``fn`` runs twice, and the second run counts: the first one is charged the workspaces that libraries keep
+    On CUDA ``fn`` runs twice, and the second run counts: the first one also allocates workspaces that libraries keep
     from then on for each of their threads.
 
     Args:

@@ -30,7 +30,7 @@ _METHODS = ('loss', 'loss_and_predict')
 
 
 def part_of(name: str) -> str:
-    """The part of a detector that a module belongs to.
+    """Return the part of a detector that a module belongs to.
 
     Args:
         name (str): Name of the module.
@@ -76,7 +76,7 @@ class PartTracker:
                     self._wrap(module, method, part_of(name))
 
     def current(self) -> str:
-        """The part that is running; 'other' outside of all."""
+        """Return the name of the part that is running, or 'other' outside of all parts."""
         return self._stack[-1] if self._stack else 'other'
 
     @property
@@ -84,7 +84,7 @@ class PartTracker:
         return bool(self._running) and not any(self._running)
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         for module, method, previous in reversed(self._wrapped):

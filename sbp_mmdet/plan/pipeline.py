@@ -78,7 +78,7 @@ class Samples(NamedTuple):
 
 
 def data_set_of(config: Config) -> tuple[object, str]:
-    """Builds the train data set of a config; from COCO's sizes where its annotations are not here.
+    """Build the train data set of a config; from COCO's sizes where its annotations are not here.
 
     Args:
         config (Config): Config of a detector.
@@ -111,7 +111,7 @@ def data_set_of(config: Config) -> tuple[object, str]:
 
 
 def samples_of(dataset, config: Config, step=None, batch: int = 1) -> Samples:
-    """Runs a data set's pipeline on many of its images, blank where that is possible. The same ones in each call.
+    """Run a data set's pipeline on many of its images, blank where that is possible. The same ones in each call.
 
     Args:
         dataset: Of mmengine's kind, as a runner or :func:`data_set_of` builds it; it is not changed.
@@ -167,7 +167,7 @@ class _Photographs(BaseDataset):
 
 
 def _with_photographs(cfg):
-    """Builds a data set with its wrappers around photographs."""
+    """Build a data set with its wrappers around photographs."""
     if parts := cfg.get('datasets'):
         return DATASETS.build(dict(cfg, datasets=[_with_photographs(part) for part in parts]))
     if inner := cfg.get('dataset'):
@@ -255,7 +255,7 @@ def _told(dataset, i):
 
 
 def _bounds(items, told):
-    """The largest sides, for landscape and portrait images of each source."""
+    """Return the largest height and width of each branch, source and orientation (landscape or portrait)."""
     most = {}
     for item, (height, width, _, source) in zip(items, told, strict=True):
         for branch, (h, w, *_) in item.items():
@@ -298,7 +298,7 @@ def _facts(inputs, sample):
 
 @contextlib.contextmanager
 def _time_limit(i) -> Iterator[None]:
-    """Ends a transform that draws again and again and finds nothing."""
+    """End a transform that draws again and again and finds nothing."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, 'setitimer'):
         yield
         return

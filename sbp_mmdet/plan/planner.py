@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 def parse_bytes(text: str) -> int:
-    """Reads a budget.
+    """Read a budget.
 
     Args:
         text (str): Number and unit: '8GiB', '7.5 GB', '6000MiB'.
@@ -80,7 +80,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Reads the size of an image.
+    """Read the size of an image.
 
     Args:
         text (str): Height and width: '800x1333'.
@@ -124,7 +124,7 @@ def plan(
     ddp: bool = False,
     eight_bit: bool = False,
 ) -> list[Row]:
-    """Looks at variants until it is known which fit.
+    """Look at variants until it is known which fit.
 
     Where the config fits as it is, that is all. Otherwise checkpointing is looked at, and for each preset the pieces
     that make it fit, the cheapest first; behind the exact presets, mixed precision if the config has none.
@@ -179,7 +179,7 @@ def _in_half(config, look, presets):
 
 
 def _ladder(config, name):
-    """The variants of a preset, without the pieces that the model has nothing for."""
+    """Yield the variants of a preset from cheap to lean, without the pieces that do not apply to the model."""
     for pieces in _LADDERS[name]:
         found = [name]
         for piece in pieces:
@@ -192,7 +192,7 @@ def _ladder(config, name):
 
 
 def _first_that_fits(variants, look):
-    """The cheapest that fits, or the smallest: pieces may also cost more at the peak than they save."""
+    """Return the row of the first variant that fits, or else the smallest: a piece may cost more than it saves."""
     rows = []
     for variant in variants:
         rows.append(look(variant))
@@ -202,6 +202,13 @@ def _first_that_fits(variants, look):
 
 
 def answer(rows: list[Row]) -> Row | None:
-    """The first row that fits, 'with_cp' only where nothing else with exact gradients does; None: nothing fits."""
+    """Return the first row that fits; 'with_cp' only where nothing else with exact gradients fits.
+
+    Args:
+        rows (list[Row]): Variants, the cheapest first.
+
+    Returns:
+        Row | None: The row, or ``None`` if nothing fits.
+    """
     fits = [row for row in rows if row.fits]
     return next((row for row in fits if row.gradients == 'exact' and row.variant != 'with_cp'), next(iter(fits), None))

@@ -53,7 +53,7 @@ class RehearseHook(Hook):
         self.budget, self.stop = budget, stop
 
     def before_train(self, runner) -> None:
-        """Called by mmengine's runner when everything is built.
+        """Rehearse the largest step; mmengine's runner calls this when everything is built.
 
         Raises:
             DoesNotFit: Naming the batch, what it needs and the variant of the config that fits.
@@ -96,7 +96,7 @@ class RehearseHook(Hook):
 
 
 def largest_batch(runner) -> tuple[dict, dict]:
-    """The largest batch that a runner's training data can give: largest padded size, most boxes.
+    """Return the largest batch that a runner's training data can give: largest padded size, most boxes.
 
     Args:
         runner (Runner): A runner whose training loop is built.
@@ -156,7 +156,7 @@ def largest_validation(runner) -> tuple[dict, str] | None:
 
 @contextlib.contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Puts back at its end what a step without optimizer changes: random states, buffers, gradients, counters.
+    """Put back at its end what a step without optimizer changes: random states, buffers, gradients, counters.
 
     Args:
         model (nn.Module): In training mode, not wrapped.
@@ -197,7 +197,7 @@ def _is_plain(value):
 
 
 def _of_all_ranks(number: float | None, op: str) -> float | None:
-    """The largest or smallest number of all processes; None counts as infinite."""
+    """Return the largest or smallest number of all processes (``op`` 'max' or 'min'); ``None`` counts as infinite."""
     found = torch.tensor(math.inf if number is None else float(number), dtype=torch.float64)
     all_reduce(found, op)
     return None if found.isinf() else int(found)
@@ -232,7 +232,10 @@ def validation_peak(runner, batch: dict) -> int | None:
 
 @contextlib.contextmanager
 def _every_score(model):
-    """An untrained detector's scores are low: it finds as much as a trained one where none is too low."""
+    """Set all score thresholds of a model to 0 within the context, and restore them at its end.
+
+    The scores of an untrained detector are low. Without thresholds it returns as many detections as a trained one.
+    """
     found, waiting = [], [module.test_cfg for module in model.modules() if hasattr(module, 'test_cfg')]
     while waiting:
         node = waiting.pop()
@@ -297,7 +300,7 @@ def _memory(model):
 
 
 def _advice(runner, budget, case):
-    """The next variant that fits, as the planner counts it."""
+    """Return a sentence that names the variant that fits, by the planner's count."""
     from .command import rows_of  # noqa: PLC0415
     from .planner import answer  # noqa: PLC0415
     from .variants import snippet  # noqa: PLC0415

@@ -17,7 +17,7 @@ __all__ = ['add_report', 'changes_of']
 
 
 def add_report(verbs) -> None:
-    """Adds the subcommand to a parser."""
+    """Add the subcommand to a parser."""
     verb = verbs.add_parser('report', help='what a config or a preset changes in the model')
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
@@ -27,7 +27,7 @@ def add_report(verbs) -> None:
 
 
 def changes_of(config: Config, preset: str | None = None) -> list[tuple[str, Settings]]:
-    """Returns the changes that a config asks for.
+    """Return the changes that a config asks for.
 
     Args:
         config (Config): Config of a detector.

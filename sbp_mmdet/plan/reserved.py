@@ -13,7 +13,7 @@ _OF_MAPS = 64 * 2**10
 def scaled(
     events: Sequence[tuple[int, int]], share: float, fixed: frozenset[int] = frozenset()
 ) -> list[tuple[int, int]]:
-    """Returns the events of a step on smaller images.
+    """Return the events of a step on smaller images.
 
     Storages of feature maps shrink with the images. Held against counted steps of Faster R-CNN R-50 on images of four
     sizes, plain and with `exact`, this changes what is reserved by 0.1 %, and by 2 % with expandable segments.
@@ -29,7 +29,7 @@ def scaled(
 
 
 def reserved_bytes(held: Sequence[int], events: Sequence[tuple[int, int]], usual_share: float = 1) -> dict[str, int]:
-    """Counts what CUDA's caching allocator reserves over several steps.
+    """Count what CUDA's caching allocator reserves over several steps.
 
     Images change in size from step to step. Steps on usual images, on some between, and on the largest ones are
     replayed, and once more, for the largest leave segments that the others are cut out of.

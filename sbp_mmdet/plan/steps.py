@@ -6,7 +6,7 @@ __all__ = ['leaves_of', 'name_of', 'steps_of']
 
 
 def steps_of(dataset: dict | None) -> Iterator[dict]:
-    """Transforms in the order in which an image meets them: those of inner data sets first.
+    """Transform in the order in which an image meets them: those of inner data sets first.
 
     Args:
         dataset (dict | None): Config of a data set.
@@ -25,7 +25,7 @@ def name_of(step: dict) -> str:
 
 
 def leaves_of(steps: Iterable) -> Iterator[dict]:
-    """Transforms, and those that they hold instead of what holds them.
+    """Transform, and those that they hold instead of what holds them.
 
     Args:
         steps (Iterable): Configs of transforms; others are passed over.

@@ -104,7 +104,7 @@ def output_file(text: str) -> Path:
 
 
 def write_json(path: Path, results, indent: int | None = 1) -> None:
-    """Writes a JSON file whole or not at all, its folder included. No path of this machine gets into it.
+    """Write a JSON file whole or not at all, its folder included. No path of this machine gets into it.
 
     Args:
         path (Path): The file.
@@ -167,8 +167,10 @@ def _git(*words):
 
 
 def portable(node):
-    """A copy of nested dicts and lists whose strings name no folder of this machine: an absolute path becomes one
-    relative to the checkout or to the working folder, of any other one ``$DATA/NAME`` stays."""
+    """Return a copy of nested dicts and lists whose strings name no folder of this machine.
+
+    An absolute path becomes relative to the checkout or to the working folder; any other becomes ``$DATA/NAME``.
+    """
     if isinstance(node, dict):
         return {key: portable(value) for key, value in node.items()}
     if isinstance(node, (list, tuple)):

@@ -53,7 +53,7 @@ class NotApplicable(ValueError):
 
 
 def load_config(path: str, options: dict | None = None) -> Config:
-    """Reads a config. The import of mmpretrain may fail: SBP's backbones stand in for its own.
+    """Read a config. The import of mmpretrain may fail: SBP's backbones stand in for its own.
 
     Args:
         path (str): Config file, or ``mmdet::family/name.py``.
@@ -89,13 +89,13 @@ def load_config(path: str, options: dict | None = None) -> Config:
 
 
 def imports_of(config: Config) -> list[str]:
-    """The modules that ``custom_imports`` of a config names."""
+    """Return the names of the modules in ``custom_imports`` of a config."""
     found = (config.get('custom_imports') or {}).get('imports') or []
     return [found] if isinstance(found, str) else found
 
 
 def _of_package(path):
-    """The file that 'mmdet::family/name.py' means, found as mmengine does it, but without importing what it imports."""
+    """Return the file of 'mmdet::family/name.py', found as mmengine finds it, without importing the package."""
     package, name = path.split('::', 1)
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -106,7 +106,7 @@ def _of_package(path):
 
 
 def plain(config: Config) -> Config:
-    """A config of the same detector without this package: no preset, no checkpointing of blocks.
+    """Return a config of the same detector without this package: no preset, no checkpointing of blocks.
 
     Args:
         config (Config): Config of a detector.
@@ -139,7 +139,7 @@ _PLAIN = dict(sbp_cfg=None, with_cp=False)
 
 
 def is_lean(hook: dict) -> bool:
-    """Returns whether an entry of ``custom_hooks`` is a :class:`.hooks.LeanHook`."""
+    """Return whether an entry of ``custom_hooks`` is a :class:`.hooks.LeanHook`."""
     kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
     return isinstance(kind, type) and issubclass(kind, LeanHook)
 
@@ -171,12 +171,12 @@ def presets_of(model: nn.Module) -> dict[str, str | None]:
 
 
 def with_variant(config: Config, variant: str, **keys) -> Config:
-    """A config under a variant.
+    """Return a config that trains with a variant.
 
     Args:
-        config (Config): A plain one, see :func:`plain`.
+        config (Config): A plain config, see :func:`plain`.
         variant (str): Preset, then pieces, joined by '+'.
-        **keys: Of the hook, beside its preset.
+        **keys: Further keys of ``LeanHook``.
 
     Returns:
         Config: A changed copy.

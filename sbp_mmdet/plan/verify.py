@@ -22,7 +22,7 @@ __all__ = ['add_verify', 'findings_of']
 
 
 def add_verify(verbs) -> None:
-    """Adds the subcommand to a parser."""
+    """Add the subcommand to a parser."""
     verb = verbs.add_parser('verify', help='changed modules against their own code, on this device')
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     choices = [name for name, preset in PRESETS.items() if preset.form is not None]
@@ -36,7 +36,7 @@ def add_verify(verbs) -> None:
 def findings_of(
     config: Config, preset: str, device: str, batch: int, height: int, width: int, channels: int = 3
 ) -> Findings:
-    """Verifies a config's model on a synthetic batch.
+    """Verify a config's model on a synthetic batch.
 
     Args:
         config (Config): Config of a detector.

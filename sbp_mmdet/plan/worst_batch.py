@@ -61,7 +61,7 @@ class Batches(NamedTuple):
 
 
 def batches_of(samples: Samples, config: Config, batch: int, processes: int = 1) -> Batches:
-    """Puts batches together as the sampler groups images.
+    """Put batches together as the sampler groups images.
 
     Args:
         samples (Samples): Of :func:`.pipeline.samples_of`.
@@ -125,7 +125,7 @@ def _groups(samples, config, batch):
 
 
 def _draw(rng, samples, parts, number, first=None):
-    """(number, branches, 3): images, height and width of batches."""
+    """Draw batches; return their number of images, height and width, shape (number, branches, 3)."""
     chosen = []
     for inside, images in parts:
         weight = samples.weight[inside]

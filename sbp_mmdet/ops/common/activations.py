@@ -42,7 +42,7 @@ class Activation:
         return self.name in ('relu', 'leaky_relu')
 
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
-        """Computes the function.
+        """Compute the function.
 
         Args:
             x (Tensor): The input.
@@ -51,7 +51,7 @@ class Activation:
         return ACTIVATIONS[self.name][0](self, x, inplace)
 
     def backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Computes the gradient of the input ``x`` from that of the output."""
+        """Compute the gradient of the input ``x`` from that of the output."""
         return ACTIVATIONS[self.name][1](self, grad, x)
 
 

@@ -81,13 +81,16 @@ class Form:
                 )
 
     def kept(self, positions: Positions | None) -> Tensor | None:
-        """Indices of the positions that send gradients; None: all do.
+        """Return the indices of the positions that send gradients.
 
         Args:
-            positions (Positions | None): Of the operation; None: all are kept.
+            positions (Positions | None): Positions of the operation. If ``None``, all are kept.
+
+        Returns:
+            Tensor | None: The indices, or ``None`` if all positions send gradients.
 
         Raises:
-            ValueError: If there is a sample, too.
+            ValueError: If there are positions and a sample of the rows.
         """
         if positions is not None and self.sample:
             raise ValueError(f'sample={self.sample} is one of all positions; give no positions, or no sample')
@@ -95,7 +98,12 @@ class Form:
 
 
 def in_precision(settings, x: Tensor):
-    """The settings of an operation on ``x`` with a ``dtype``: what autocast says, or that of ``x``."""
+    """Return the settings with a ``dtype``. If they have none, it is that of autocast, or of ``x``.
+
+    Args:
+        settings: Settings of an operation, with a field ``dtype``.
+        x (Tensor): Input of the operation.
+    """
     if settings.dtype is not None:
         return settings
     return dataclasses.replace(settings, dtype=autocast_dtype(x) or x.dtype)
@@ -164,14 +172,14 @@ class _Function(torch.autograd.Function):
 
 
 def gradients_of(tensors: type, *others: str) -> type:
-    """The NamedTuple of the gradients of an operation's tensors.
+    """Make the NamedTuple of the gradients of an operation's tensors.
 
     Args:
-        tensors (type): Their NamedTuple, named 'XTensors'.
-        *others: Fields that never get a gradient.
+        tensors (type): NamedTuple of the tensors, named 'XTensors'.
+        *others (str): Names of fields that never get a gradient.
 
     Returns:
-        type: 'XGradients' with the other fields, in their order, None where nothing is given.
+        type: NamedTuple 'XGradients' with the remaining fields in their order. The default of each is ``None``.
     """
     names = [name for name in tensors._fields if name not in others]
     return namedtuple(tensors.__name__.replace('Tensors', 'Gradients'), names, defaults=[None] * len(names))
@@ -181,7 +189,7 @@ _SLOT = object()  # stands where a tensor was
 
 
 def take_tensors_out(value: tuple, found: list[Tensor]) -> tuple[type, list]:
-    """Appends the tensors in a nested tuple to a list.
+    """Append the tensors in a nested tuple to a list.
 
     Args:
         value (tuple): Tensors, other values and tuples of them, named or not. Sizes of tensors count as values.

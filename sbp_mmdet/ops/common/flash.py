@@ -27,11 +27,12 @@ _MAP = 2**24
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes ``softmax(q k^T / sqrt(d)) v`` and its row statistics, without gradients.
+    """Compute ``softmax(q k^T / sqrt(d)) v`` and its row statistics, without gradients.
 
     Args:
-        q (Tensor): Shape (N, h, M, d).
-        k, v (Tensor): Shape (N, h, L, d), L > 0.
+        q (Tensor): Queries, shape (N, h, M, d).
+        k (Tensor): Keys, shape (N, h, L, d), L > 0.
+        v (Tensor): Values, shape (N, h, L, d).
 
     Returns:
         tuple[Tensor, Tensor]: Output, shape (N, h, M, d), and log-sum-exp, shape (N, h, M), in full precision.
@@ -52,12 +53,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of some queries, keys and values from the statistics of all.
+    """Compute the gradients of some queries, keys and values from the statistics of all.
 
     Args:
         grad (Tensor): Gradient of the output, shape (N, h, M, d).
-        q (Tensor): Shape (N, h, M, d).
-        k, v (Tensor): Shape (N, h, L, d).
+        q (Tensor): Queries, shape (N, h, M, d).
+        k (Tensor): Keys, shape (N, h, L, d).
+        v (Tensor): Values, shape (N, h, L, d).
         out (Tensor): Output of the forward pass for these queries and *all* keys, shape (N, h, M, d).
         lse (Tensor): Log-sum-exp of these queries and *all* keys, shape (N, h, M).
 
@@ -78,7 +80,7 @@ def attend_backward(
 
 
 def _kernel(q):
-    """Returns the kernel that runs: the same in both passes. The statistics of all kernels are the same numbers."""
+    """Return the kernel that runs: the same in both passes. The statistics of all kernels are the same numbers."""
     head_dim = q.shape[-1]
     if q.device.type == 'cpu':
         return 'cpu' if hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
@@ -117,14 +119,14 @@ def _efficient_backward(grad, q, k, v, out, lse):
 
 
 def _chunks(q, k):
-    """Returns slices of the (N * h) heads whose attention maps have at most ``_MAP`` entries together."""
+    """Return slices of the (N * h) heads whose attention maps have at most ``_MAP`` entries together."""
     heads = q.shape[0] * q.shape[1]
     size = max(_MAP // (q.shape[2] * k.shape[2]), 1)
     return [slice(start, start + size) for start in range(0, heads, size)]
 
 
 def _like(x, heads):
-    """Returns heads in the shape of ``x``, (N, h, M, d), with the memory layout (N, M, h, d)."""
+    """Return heads in the shape of ``x``, (N, h, M, d), with the memory layout (N, M, h, d)."""
     n, h, m, d = x.shape
     return heads.view(n, h, m, d).transpose(1, 2).contiguous().to(x.dtype).transpose(1, 2)
 

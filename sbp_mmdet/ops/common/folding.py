@@ -56,7 +56,7 @@ class Incoming:
             self._behind = self.unit * gamma
 
     def rows(self, chunk: Chunk, index: Tensor | None = None) -> Tensor:
-        """Returns the rows of a chunk, (K, C), and adds them to :attr:`total`.
+        """Return the rows of a chunk, (K, C), and add them to :attr:`total`.
 
         Args:
             chunk (Chunk): The chunk.
@@ -87,18 +87,18 @@ class Incoming:
         return self._total.value
 
     def second(self, weight: Tensor) -> Tensor:
-        """Returns the second layer's weight (C, D) in the form that :meth:`behind` is multiplied by."""
+        """Return the second layer's weight (C, D) in the form that :meth:`behind` is multiplied by."""
         if self.gamma is None or self.unit is not None:
             return weight.to(self.dtype)
         return multiplied(weight, self.gamma[:, None], self.dtype)
 
     def behind(self, rows: Tensor) -> Tensor:
-        """Returns the rows whose product with :meth:`second` is the gradient of the second layer's input."""
+        """Return the rows whose product with :meth:`second` is the gradient of the second layer's input."""
         return rows if self.unit is None else multiplied(rows, self._behind, self.dtype)
 
 
 def add_branch(shortcut, branch, gamma, factor, dtype):
-    """Returns ``shortcut + factor * gamma * branch``, laid out like the shortcut, in the dtype of torch's own sum.
+    """Return ``shortcut + factor * gamma * branch``, laid out like the shortcut, in the dtype of torch's own sum.
 
     Args:
         shortcut (Tensor): Map (N, C, H, W) or tokens (N, L, C).
@@ -135,7 +135,7 @@ def _addcmul(*operands_and_out):
 
 
 def normalise(x, eps, dtype):
-    """Returns x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
+    """Return x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
     rows, reduced = x.reshape(-1, x.shape[-1]), (torch.float16, torch.bfloat16)
     if x.dtype in reduced and (x.device.type == 'cpu' or dtype not in reduced):
         # CUDA's kernel computes in full precision and rounds x-hat to x's; the CPU's would round the deviation too.
@@ -145,12 +145,12 @@ def normalise(x, eps, dtype):
 
 
 def unit_statistics(rstd):
-    """Returns means of 0 and deviations of 1 for as many rows, the statistics of x-hat itself."""
+    """Return means of 0 and deviations of 1 for as many rows, the statistics of x-hat itself."""
     return torch.zeros_like(rstd), torch.ones_like(rstd)
 
 
 def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
-    """Computes the gradient of a norm's input from that of x-hat.
+    """Compute the gradient of a norm's input from that of x-hat.
 
     The normalisation of x-hat is x-hat itself, so torch's kernel for x-hat's own statistics (mean 0, deviation 1) gives
     the gradient up to the factor rstd.
@@ -190,7 +190,7 @@ def fold(weight, bias, norm_weight, norm_bias, dtype):
 
 
 def unfold(dw, db, weight, norm_weight, norm_bias):
-    """Computes the gradients of (w_ln, b_ln, W, b) from those of :func:`fold`'s W' and b'.
+    """Compute the gradients of (w_ln, b_ln, W, b) from those of :func:`fold`'s W' and b'.
 
     With W' = W diag(w_ln) and b' = b + W b_ln: dw_ln = sum over rows of dW' * W, db_ln = W^T db',
     dW = dW' diag(w_ln) + db' b_ln^T.
@@ -205,14 +205,19 @@ def unfold(dw, db, weight, norm_weight, norm_bias):
 
 
 def unscale(outer, total, weight, bias, gamma):
-    """Computes the gradients of (W2, b2, gamma) of ``y = gamma * (W2 h + b2)``.
+    """Compute the gradients of (W2, b2, gamma) of ``y = gamma * (W2 h + b2)``.
 
     With A = g^T h and s the sum of g over all rows: dW2 = diag(gamma) A, db2 = gamma s, dgamma = sum_d A W2 + s b2.
 
     Args:
         outer (Tensor | None): A. If ``None``, only the bias has a gradient.
         total (Tensor): s.
-        weight, bias, gamma (Tensor): The parameters. If gamma is ``None``, there is no layer scale.
+        weight (Tensor): W2, shape (C, D).
+        bias (Tensor): b2, shape (C,).
+        gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
+
+    Returns:
+        tuple[Tensor | None, Tensor, Tensor | None]: Gradients of W2, b2 and gamma.
     """
     if gamma is None:
         return outer, total, None

@@ -63,7 +63,7 @@ class Scope:
 
 
 def scope_is_open() -> bool:
-    """Returns whether layers hand on here.
+    """Return whether layers hand on here.
 
     They do not inside of a checkpoint that was entered within the scope: what runs again there, in the backward pass,
     would find nothing, and has to store as much as the first run.
@@ -77,7 +77,7 @@ def _scope():
 
 
 def _checkpoint():
-    """Returns an object that is another one inside of each checkpoint: the hooks on saved tensors that it sets."""
+    """Return an object that is another one inside of each checkpoint: the hooks on saved tensors that it sets."""
     if _TOP_HOOKS is not None:
         hooks = _TOP_HOOKS(False)
         return hooks[0] if hooks else None
@@ -102,7 +102,7 @@ def hand_on(y: Tensor, map: tuple) -> None:
 
 
 def handed_on(x: Tensor) -> tuple | None:
-    """Returns how a layer's input is read from what the layer in front keeps.
+    """Return how a layer's input is read from what the layer in front keeps.
 
     Args:
         x (Tensor): The input.
@@ -122,7 +122,7 @@ def handed_on(x: Tensor) -> tuple | None:
 
 
 def handed_on_by(nodes: Sequence) -> list[tuple | None]:
-    """Returns how the outputs of nodes of autograd's graph are read, as :func:`handed_on` does for a tensor.
+    """Return how the outputs of nodes of autograd's graph are read, as :func:`handed_on` does for a tensor.
 
     Args:
         nodes (Sequence): ``grad_fn`` of the outputs. ``None`` stands for what has none.
@@ -135,7 +135,7 @@ def handed_on_by(nodes: Sequence) -> list[tuple | None]:
 
 
 def made_here(y: Tensor) -> None:
-    """Notes that a tensor without a gradient was made within this scope, unlike images, which others may write to."""
+    """Note that a tensor without a gradient was made within this scope, unlike images, which others may write to."""
     scope = _scope()
     if scope is not None:
         made, key = scope.made, id(y)
@@ -143,7 +143,7 @@ def made_here(y: Tensor) -> None:
 
 
 def is_made_here(x: Tensor) -> bool:
-    """Returns whether a tensor was made within this scope, by the graph or by :func:`made_here`."""
+    """Return whether a tensor was made within this scope, by the graph or by :func:`made_here`."""
     scope = _scope()
     return scope is not None and (not x.is_leaf or id(x) in scope.made)
 

@@ -44,7 +44,7 @@ class KeptMap(NamedTuple):
     shortcut: 'KeptMap | None' = None
 
     def _steps(self):
-        """Returns step and offset of eight bits, broadcastable."""
+        """Return step and offset of eight bits, broadcastable."""
         if self.unit is None:
             return None, None
         base = 126.5 * self.unit if self.base is None else self.base
@@ -56,10 +56,11 @@ class KeptMap(NamedTuple):
         return 1 + sum(map.depth for map in (self.residual, self.shortcut) if map is not None)
 
     def rows(self, start: int, stop: int) -> 'KeptMap':
-        """Returns some rows of the map, as views.
+        """Return some rows of the map, as views.
 
         Args:
-            start, stop (int): The first row, and the one behind the last.
+            start (int): Index of the first row.
+            stop (int): Index behind the last row.
         """
         height = self.values.shape[2]
         if (start, stop) == (0, height):
@@ -84,11 +85,11 @@ class KeptMap(NamedTuple):
         return self.values.shape[1]
 
     def before_norm(self, dtype: torch.dtype) -> Tensor:
-        """Returns z, which must not be written to."""
+        """Return z, which must not be written to."""
         return _affine(self.values, *self._steps(), dtype)
 
     def before_activation(self, dtype: torch.dtype) -> Tensor:
-        """Returns u, which must not be written to."""
+        """Return u, which must not be written to."""
         scale, shift = self.scale, self.shift
         unit, base = self._steps()
         if scale is None:
@@ -99,13 +100,13 @@ class KeptMap(NamedTuple):
         return u if self.residual is None else u.add_(self.residual.load(dtype))
 
     def activation_backward(self, grad: Tensor) -> Tensor:
-        """Computes the gradient of u from that of act(u)."""
+        """Compute the gradient of u from that of act(u)."""
         if self.activation.name == 'relu' and self.unit is not None and self.scale is None:
             return aten.threshold_backward(grad, self.values.to(grad.dtype), -127)  # see `keep`, positive
         return self.activation.backward(grad, self.before_activation(grad.dtype))
 
     def load(self, dtype: torch.dtype) -> Tensor:
-        """Returns y, which must not be written to."""
+        """Return y, which must not be written to."""
         y = self.before_activation(dtype)
         y = y if self.activation is None else self.activation(y, inplace=y is not self.values)
         return y if self.shortcut is None else y + self.shortcut.load(dtype)
@@ -145,7 +146,7 @@ class KeptCat(NamedTuple):
 
 
 def _affine(x, scale, shift, dtype):
-    """Computes scale * x + shift in ``dtype``; returns x itself if there is nothing to do."""
+    """Compute scale * x + shift in ``dtype``; returns x itself if there is nothing to do."""
     if scale is None:
         return x.to(dtype)
     if x.is_cuda or memory_format(x) is torch.channels_last:
@@ -160,13 +161,13 @@ def _of_rows(x, map):
 
 
 def _groups(x):
-    """Returns the number of groups of rows that share a scale."""
+    """Return the number of groups of rows that share a scale."""
     height, width = x.shape[2:]
     return next(n for n in range(height, 0, -1) if n == 1 or (height % n == 0 and height // n * width >= _GROUP))
 
 
 def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, positive: bool = False) -> KeptMap:
-    """Keeps a feature map as it is or in eight bits.
+    """Keep a feature map as it is or in eight bits.
 
     Eight bits have a step of their own for each image, channel and group of rows. Values are rounded to the nearest
     step.
@@ -213,19 +214,19 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
 
 
 def _limits(groups):
-    """Returns the least and the largest value of each group, over the last two dimensions."""
+    """Return the least and the largest value of each group, over the last two dimensions."""
     if groups.is_cuda:  # one pass, where a CPU's two are faster
         return groups.flatten(3).aminmax(dim=3)
     return groups.amin((3, 4)), groups.amax((3, 4))
 
 
 def _scaled(x, scale, shift):
-    """Computes scale * x + shift in the precision of both, in one pass on a GPU."""
+    """Compute scale * x + shift in the precision of both, in one pass on a GPU."""
     return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)
 
 
 def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat:
-    """Returns what a layer keeps of its input: what the layer in front handed on, or the input itself.
+    """Return what a layer keeps of its input: what the layer in front handed on, or the input itself.
 
     Args:
         x (Tensor): The input, shape (N, C, H, W).
@@ -246,7 +247,7 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat:
 
 
 def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
-    """Returns what ``torch.cat`` made of channels that were handed on, or ``None`` if most of them were not.
+    """Return what ``torch.cat`` made of channels that were handed on, or ``None`` if most of them were not.
 
     Channels of other maps are copied: the whole map need not wait for the backward pass.
     """
@@ -269,7 +270,7 @@ def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
 
 
 def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
-    """Adds two feature maps. The next layer need not keep the sum if both of its terms are kept.
+    """Add two feature maps. The next layer need not keep the sum if both of its terms are kept.
 
     Args:
         x (Tensor): Shape (N, C, H, W), from a layer that hands on what it keeps.
@@ -292,7 +293,7 @@ def _hand_on_sum(out, x, shortcut, storage):
 
 
 def addend(x: Tensor, storage: str) -> KeptMap | None:
-    """Returns what a sum with a map is read from, or ``None`` if the sum should be stored itself.
+    """Return what a sum with a map is read from, or ``None`` if the sum should be stored itself.
 
     Args:
         x (Tensor): Shape (N, C, H, W).

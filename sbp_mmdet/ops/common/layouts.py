@@ -37,33 +37,33 @@ _TILE = 64
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
-    """Returns channels last if ``x`` is laid out so and is not contiguous, else the contiguous format."""
+    """Return channels last if ``x`` is laid out so and is not contiguous, else the contiguous format."""
     channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
 def layout_of(x: Tensor) -> torch.memory_format | None:
-    """Returns :func:`memory_format` of a feature map, or ``None`` for tokens."""
+    """Return :func:`memory_format` of a feature map, or ``None`` for tokens."""
     return None if x.dim() == 3 else memory_format(x)
 
 
 def laid_out(x: Tensor, layout: torch.memory_format | None) -> Tensor:
-    """Returns ``x`` in a layout of :func:`layout_of`; it is copied only if it has another one."""
+    """Return ``x`` in a layout of :func:`layout_of`; it is copied only if it has another one."""
     return x if layout is None else x.contiguous(memory_format=layout)
 
 
 def tokens_of(x: Tensor) -> Tensor:
-    """Returns a feature map (N, C, H, W) as tokens (N, H * W, C), without a copy; tokens are returned unchanged."""
+    """Return a feature map (N, C, H, W) as tokens (N, H * W, C), without a copy; tokens are returned unchanged."""
     return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
 
 
 def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns tokens as a feature map or tokens of this shape, without a copy: the inverse of :func:`tokens_of`."""
+    """Return tokens as a feature map or tokens of this shape, without a copy: the inverse of :func:`tokens_of`."""
     return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
 
 
 def empty_tokens(shape, layout, dtype, device):
-    """Returns unwritten tokens (N, L, C) that :func:`in_shape` turns into a map of this layout without a copy."""
+    """Return unwritten tokens (N, L, C) that :func:`in_shape` turns into a map of this layout without a copy."""
     n, length, channels = shape
     if layout == torch.contiguous_format:
         return torch.empty(n, channels, length, dtype=dtype, device=device).transpose(1, 2)
@@ -71,7 +71,7 @@ def empty_tokens(shape, layout, dtype, device):
 
 
 def put_together(rows, index, length):
-    """Returns tokens (N, L, C) with the rows (N, K, C) at the places ``index`` (K,) and zeros elsewhere.
+    """Return tokens (N, L, C) with the rows (N, K, C) at the places ``index`` (K,) and zeros elsewhere.
 
     If ``index`` is ``None``, the rows are all tokens in order and are returned unchanged.
     """
@@ -81,7 +81,7 @@ def put_together(rows, index, length):
 
 
 def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
-    """Adds rows (N, K, C) in place to the tokens (N, L, C) at ``index`` (K,). If it is ``None``, to all in order."""
+    """Add rows (N, K, C) in place to the tokens (N, L, C) at ``index`` (K,). If it is ``None``, to all in order."""
     return tokens.add_(rows) if index is None else tokens.index_add_(1, index, rows)
 
 
@@ -100,7 +100,7 @@ class Chunk(NamedTuple):
 
     @classmethod
     def whole(cls, x: Tensor) -> 'Chunk':
-        """Returns the chunk of all rows of ``x``, shape (N, K, ...)."""
+        """Return the chunk of all rows of ``x``, shape (N, K, ...)."""
         return cls(slice(0, len(x)), slice(0, x.shape[1]))
 
     @property
@@ -109,7 +109,7 @@ class Chunk(NamedTuple):
         return len(_range(self.images))
 
     def rows_of(self, x: Tensor, index: Tensor | None = None) -> Tensor:
-        """Returns the chunk's rows as a matrix, which is a view where they are contiguous in ``x``.
+        """Return the chunk's rows as a matrix, which is a view where they are contiguous in ``x``.
 
         Args:
             x (Tensor): Shape (N, K, C); with ``index`` (N, L, C).
@@ -122,7 +122,7 @@ class Chunk(NamedTuple):
         return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
 
     def put_(self, x: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
-        """Writes the chunk's rows to their places in ``x``; the arguments are those of :meth:`rows_of`."""
+        """Write the chunk's rows to their places in ``x``; the arguments are those of :meth:`rows_of`."""
         place = x[self.images, self.rows] if index is None else x[self.images]
         if index is None:
             place.copy_(rows.view(place.shape))

@@ -72,7 +72,7 @@ class FixedGradients(NamedTuple):
 
 
 def factors_of_fixed(layers: Sequence[tuple]) -> list[Factors | None]:
-    """Returns the factors of the fixed norms among some layers, ``None`` for other norms.
+    """Return the factors of the fixed norms among some layers, ``None`` for other norms.
 
     Args:
         layers (Sequence[tuple]): Settings and tensors of each layer.
@@ -102,7 +102,7 @@ def _take_rsqrt(tensors):
 
 
 def parts_in_half(factors: Sequence[Factors]) -> list[tuple[Tensor, Tensor]]:
-    """Splits the factors k of fixed norms into one of the gradient and one of the weight, for fp16.
+    """Split the factors k of fixed norms into one of the gradient and one of the weight, for fp16.
 
     dW' may be infinite where k is small and plain code's k dW' is not, and k W has no digits left where all k are
     small. So dy is multiplied by k, as in plain code, or by a small constant c where k is smaller, and the weight by
@@ -120,7 +120,7 @@ def parts_in_half(factors: Sequence[Factors]) -> list[tuple[Tensor, Tensor]]:
 
 
 def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tensor]]:
-    """Returns the gradients of convolutions' and fixed norms' parameters, by name.
+    """Return the gradients of convolutions' and fixed norms' parameters, by name.
 
     Args:
         layers (Sequence[FixedGradients]): What is known of each layer; overwritten.
@@ -149,7 +149,7 @@ def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tenso
 
 
 def _centre(layer):
-    """Returns what sums of dy are multiplied with, in their precision: the mean, less the convolution's bias."""
+    """Return what sums of dy are multiplied with, in their precision: the mean, less the convolution's bias."""
     t, dtype = layer.t, layer.sums.dtype
     return t.running_mean.to(dtype) if t.bias is None else t.running_mean.to(dtype) - t.bias
 
@@ -158,7 +158,7 @@ def _centre(layer):
 
 
 def normalise(s, t, z):
-    """Returns the normalised map, in memory of its own, the statistics, and how many positions a SyncBN's are over."""
+    """Return the normalised map, in memory of its own, the statistics, and how many positions a SyncBN's are over."""
     if s.norm == 'group':
         # CUDA's kernel takes one precision, and its autocast runs group norm in full.
         z = _for_group_norm(z if t.norm_weight is None or not z.is_cuda else z.to(t.norm_weight.dtype))
@@ -175,12 +175,12 @@ def normalise(s, t, z):
 
 
 def _for_group_norm(z):
-    """Returns a map in a layout that torch's kernel takes."""
+    """Return a map in a layout that torch's kernel takes."""
     return z.contiguous(memory_format=memory_format(z)) if z.device.type == 'cpu' else z.contiguous()
 
 
 def affine_of_norm(s, t, statistics, channels):
-    """Returns scale and shift of a norm with these statistics, broadcastable."""
+    """Return scale and shift of a norm with these statistics, broadcastable."""
     mean, scale = (n.to(accumulator(n)) for n in statistics)
     if s.norm == 'group':
         mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in (mean, scale))
@@ -191,7 +191,7 @@ def affine_of_norm(s, t, statistics, channels):
 
 
 def normalise_backward(s, t, statistics, count, z, grad, needs):
-    """Returns the gradients of a norm's input, weight and bias, given that of its output and its input ``z``."""
+    """Return the gradients of a norm's input, weight and bias, given that of its output and its input ``z``."""
     mean, rstd = statistics
     which = [True, needs.norm_weight, needs.norm_bias]
     if s.norm == 'group':
@@ -206,7 +206,7 @@ def normalise_backward(s, t, statistics, count, z, grad, needs):
 
 
 def _normalise_together(s, t, z):
-    """Runs batch norm with the statistics of all processes; one of them may have no image."""
+    """Run batch norm with the statistics of all processes; one of them may have no image."""
     full, channels = accumulator(z), z.shape[1]
     var, mean = torch.var_mean(z.to(full), (0, 2, 3), correction=0)
     count = torch.full_like(mean[:1], z.numel() // channels)

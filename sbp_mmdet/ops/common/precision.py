@@ -34,7 +34,7 @@ _HAS_KINDS = hasattr(torch, 'get_autocast_dtype')  # torch 2.4 and newer
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the precision in which autocast runs a matrix product of ``x``, or ``None`` if it leaves ``x`` unchanged.
+    """Return the precision in which autocast runs a matrix product of ``x``, or ``None`` if it leaves ``x`` unchanged.
 
     Args:
         x (Tensor): Input of the product.
@@ -50,29 +50,29 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def no_autocast(x):
-    """Returns a context in which every operation runs in the precision of its inputs."""
+    """Return a context in which every operation runs in the precision of its inputs."""
     off = x.dtype != torch.float64 and autocast_dtype(x) is None
     return _NOTHING if off else torch.autocast(x.device.type, enabled=False)
 
 
 def column_sums(rows):
-    """Sums over the rows, in full precision."""
+    """Sum over the rows, in full precision."""
     return rows.sum(0, dtype=accumulator(rows))
 
 
 def zeros_for(parameter):
-    """Returns zeros in which the gradient of a parameter is accumulated, in full precision."""
+    """Return zeros in which the gradient of a parameter is accumulated, in full precision."""
     return torch.zeros_like(parameter, dtype=accumulator(parameter))
 
 
 def accumulator(x):
-    """Returns the precision of sums over many positions: fp64 for fp64, otherwise fp32."""
+    """Return the precision of sums over many positions: fp64 for fp64, otherwise fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @functools.cache
 def promoted(*dtypes):
-    """Returns the precision of a sum of tensors in these precisions."""
+    """Return the precision of a sum of tensors in these precisions."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
@@ -87,11 +87,11 @@ class Sum:
         self.like, self._total = like, None
 
     def add(self, part: Tensor) -> None:
-        """Adds a new tensor; later terms may be added to it in place."""
+        """Add a new tensor; later terms may be added to it in place."""
         self._total = part if self._total is None else self._total.add_(part)
 
     def add_product(self, a: Tensor, b: Tensor, unit: Tensor | None = None) -> None:
-        """Adds a product, see :func:`accumulate`."""
+        """Add a product, see :func:`accumulate`."""
         self._total = accumulate(self._total, a, b, unit)
 
     @property
@@ -101,12 +101,12 @@ class Sum:
 
     @property
     def value(self) -> Tensor:
-        """Returns the sum, zero if nothing was added."""
+        """Return the sum, zero if nothing was added."""
         return zeros_for(self.like) if self._total is None else self._total
 
 
 def add_to(sums: Sequence[Sum], parts: Sequence[Tensor]) -> None:
-    """Adds a new tensor to each of several sums, in one call.
+    """Add a new tensor to each of several sums, in one call.
 
     Args:
         sums (Sequence[Sum]): Sums with equally many terms so far.
@@ -121,7 +121,7 @@ def add_to(sums: Sequence[Sum], parts: Sequence[Tensor]) -> None:
 
 
 def accumulate(total, a, b, unit=None):
-    """Computes ``total + unit * (a^T b)`` in full precision, in place unless ``total`` is ``None``.
+    """Compute ``total + unit * (a^T b)`` in full precision, in place unless ``total`` is ``None``.
 
     Args:
         total (Tensor | None): Sum so far, shape (A, B). If ``None``, zero.
@@ -150,7 +150,7 @@ def _add_product(total, product, unit, full):
 
 
 def multiplied(a, b, dtype):
-    """Computes the product of a and b in ``dtype`` in one pass, in the layout of a."""
+    """Compute the product of a and b in ``dtype`` in one pass, in the layout of a."""
     if a.dtype == b.dtype == dtype and a.dim() > 1 and a.is_contiguous():
         return torch.mul(a, b)  # its layout is that of a
     return torch.mul(a, b, out=torch.empty_like(a, dtype=dtype))
@@ -158,7 +158,7 @@ def multiplied(a, b, dtype):
 
 @functools.cache
 def _sums_in_full(device, dtype):
-    """Checks whether matrix products in ``dtype`` may return full precision: on CUDA with torch 2.8 and newer."""
+    """Check whether matrix products in ``dtype`` may return full precision: on CUDA with torch 2.8 and newer."""
     if device.type != 'cuda':
         return False
     matrix = torch.zeros(16, 16, dtype=dtype, device=device)
@@ -170,7 +170,7 @@ def _sums_in_full(device, dtype):
 
 
 def in_range(g, gamma, dtype):
-    """Returns the rows g for A of the package's docstring in ``dtype``, and the factor of each row of A.
+    """Return the rows g for A of the package's docstring in ``dtype``, and the factor of each row of A.
 
     In fp16, a small gamma keeps the gradients of plain code in range, but A is computed without gamma. So each channel
     of g is divided by 16 times its maximum instead, which leaves room for the sum over the positions of a chunk.
@@ -194,18 +194,18 @@ class Stored(NamedTuple):
     scale: Tensor | None = None
 
     def part(self, images: slice, rows: slice) -> 'Stored':
-        """Returns some rows of some images of tokens (N, K, ...)."""
+        """Return some rows of some images of tokens (N, K, ...)."""
         return Stored(self.values[images, rows], None if self.scale is None else self.scale[images])
 
     def load(self, dtype: torch.dtype) -> Tensor:
-        """Returns the tensor in ``dtype``."""
+        """Return the tensor in ``dtype``."""
         if self.scale is None:
             return self.values.to(dtype)
         return multiplied(self.values, self.scale, dtype)
 
 
 def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stored:
-    """Returns the form in which a tensor is saved: unchanged, or rounded to eight bits.
+    """Return the form in which a tensor is saved: unchanged, or rounded to eight bits.
 
     With m the largest magnitude of an image and channel, values are rounded to the nearest of the 255 multiples of
     m / 127 from -m to m. The scale belongs to a channel and not to a position, because trained ConvNeXts have channels

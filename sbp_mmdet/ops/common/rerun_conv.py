@@ -36,12 +36,12 @@ class Conv(NamedTuple):
     settings: ConvSettings
 
     def run(self) -> Tensor:
-        """The convolution of what is stored."""
+        """Return the output of the convolution, computed from its stored input."""
         return _run(self.settings, self.input.load(self.settings.dtype), self.weight, self.bias)
 
 
 def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple[Tensor, Conv]:
-    """Runs a convolution.
+    """Run a convolution.
 
     Args:
         conv (torch.nn.Conv2d): The module.
@@ -79,7 +79,7 @@ def _forward(settings, tensors, needs):
 
 
 def _backward(settings, saved, grad, needs):
-    """The weight's gradient is that for the stored input; all others are exact."""
+    """Compute the gradients. In eight bits the weight gradient is that of the rounded input; all others are exact."""
     dx, dweight, dbias = torch.ops.aten.convolution_backward(
         grad,
         saved.input.load(settings.dtype),

@@ -27,11 +27,11 @@ class Drawn(NamedTuple):
     factor: Tensor | None
 
     def of(self, rows: Tensor) -> Tensor:
-        """Returns the drawn ones of the rows (K, ...)."""
+        """Return the drawn ones of the rows (K, ...)."""
         return rows if self.index is None else rows[self.index]
 
     def divided(self, rows: Tensor) -> Tensor:
-        """Returns the drawn ones of the rows times their factors: one side of the estimated product."""
+        """Return the drawn ones of the rows times their factors: one side of the estimated product."""
         return rows if self.index is None else rows[self.index].mul_(self.factor)
 
 

@@ -31,7 +31,7 @@ class Strip(NamedTuple):
     stop: int
 
     def of(self, x: Tensor) -> Tensor:
-        """Returns these rows of a map (N, C, H, W), as a view."""
+        """Return these rows of a map (N, C, H, W), as a view."""
         return x if (self.start, self.stop) == (0, x.shape[2]) else x[:, :, self.start : self.stop]
 
 
@@ -52,7 +52,7 @@ def cut_into_strips(shape: Sequence[int], device: torch.device) -> list[Strip]:
 
 
 def zeros_in(shape: Sequence[int], like: Tensor, layout: torch.memory_format) -> Tensor:
-    """Returns zeros in the precision and on the device of a tensor.
+    """Return zeros in the precision and on the device of a tensor.
 
     Args:
         shape (Sequence[int]): Their shape.
@@ -76,7 +76,7 @@ class Convolution:
     groups: int = 1
 
     def reads(self, strip: Strip, height: int) -> Strip:
-        """Returns the rows of the input that rows of the output are computed from.
+        """Return the rows of the input that rows of the output are computed from.
 
         Args:
             strip (Strip): Rows of the output.
@@ -85,7 +85,7 @@ class Convolution:
         return Strip(max(strip.start - self.padding[0], 0), min(strip.stop + self.padding[0], height))
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, strip: Strip, height: int) -> Tensor:
-        """Computes rows of the output.
+        """Compute rows of the output.
 
         Args:
             x (Tensor): The rows of the input that :meth:`reads` says.
@@ -103,7 +103,7 @@ class Convolution:
     def run_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, strip: Strip, height: int, needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Computes the gradients that rows of the output send.
+        """Compute the gradients that rows of the output send.
 
         Args:
             grad (Tensor): Gradient of the rows of the output.
@@ -124,7 +124,7 @@ class Convolution:
         return dx[:, :, above : above + rows] if needs[0] else None, dweight, dbias
 
     def _padded(self, x, strip, height):
-        """Returns the rows with zeros where the map ends, the padding that is left to do, and the rows of zeros."""
+        """Return the rows with zeros where the map ends, the padding that is left to do, and the rows of zeros."""
         above = max(self.padding[0] - strip.start, 0)
         below = max(strip.stop + self.padding[0] - height, 0)
         if above == below:  # the whole map, or none of its ends

@@ -30,7 +30,7 @@ class SignBits(NamedTuple):
 
     @classmethod
     def pack(cls, y: Tensor) -> 'SignBits':
-        """Stores the signs of a ReLU's output.
+        """Store the signs of a ReLU's output.
 
         Args:
             y (Tensor): Shape (N, C, H, W).
@@ -49,7 +49,7 @@ class SignBits(NamedTuple):
         return cls(bits, channels_last)
 
     def relu_(self, u: Tensor) -> Tensor:
-        """Applies the ReLU to a recomputed map in place.
+        """Apply the ReLU to a recomputed map in place.
 
         Args:
             u (Tensor): What the ReLU is applied to, shape (N, C, H, W).
@@ -66,5 +66,5 @@ class SignBits(NamedTuple):
 
 
 def _flat(x, channels_last):
-    """Returns the elements in the order of their memory, as a view wherever they are dense."""
+    """Return the elements in the order of their memory, as a view wherever they are dense."""
     return (x.permute(0, 2, 3, 1) if channels_last else x).reshape(-1)

@@ -18,7 +18,7 @@ __all__ = ['on_images']
 def on_images(
     block: Callable[[Tensor], Tensor], x: Tensor, images: Tensor, parameters: Iterable[nn.Parameter]
 ) -> Tensor:
-    """Runs a block on some images of a batch.
+    """Run a block on some images of a batch.
 
     Args:
         block (Callable): Maps (n, C, H, W) to the same shape, image by image; stochastic depth's factor is part of it.
