@@ -347,7 +347,7 @@ class LeanBlock(LeanModule):
 
 
 def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
-    """Lets a module train lean.
+    """Let a module train lean.
 
     Args:
         module (nn.Module): The module; changed in place.
@@ -362,7 +362,7 @@ def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
 
 
 def release(module: nn.Module) -> None:
-    """Reverses :func:`take_over`; a module that is not changed stays as it is.
+    """Reverse :func:`take_over`; a module that is not changed stays as it is.
 
     Args:
         module (nn.Module): The module; changed in place.

@@ -78,7 +78,7 @@ class LeanLayerNorm(LeanModule):
         return dict(norm=LayerNormBinding(self))
 
     def lean_forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        """Normalises tokens (N, L, C), or a map (N, C, H, W) if the norm is one of maps."""
+        """Normalise tokens (N, L, C), or a map (N, C, H, W) if the norm is one of maps."""
         if args or kwargs or x.dim() != (4 if stock_class(type(self)).__name__ == 'LayerNorm2d' else 3):
             return super(LeanModule, self).forward(x, *args, **kwargs)
         return self.run('norm', x)

@@ -41,7 +41,7 @@ class LeanMaxPool(LeanModule):
     samples = has_reference = False
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Pools a map (N, C, H, W)."""
+        """Pool a map (N, C, H, W)."""
         return _pooled(self.form, self, x) if x.dim() == 4 and x.numel() else super(LeanModule, self).forward(x)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Operations: one forward and backward pass a file, whose saved tensors are chosen by hand.
+"""Operations: each file holds a forward and a backward pass, whose saved tensors are chosen by hand.
 
 An operation computes the same output as the modules that it stands for, saves less for the backward pass, and
 recomputes the rest there. Its one argument from the paper is ``positions``: the kept positions of Algorithm 1

@@ -151,6 +151,7 @@ def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
 
 def _forward(settings, tensors, needs):
     t, dtype, kept = tensors, settings.dtype, settings.form.kept(tensors.positions)
+    # [Q K V] = x-hat W'^T + b' of all tokens: the output is exact, whatever is dropped.
     xhat, rstd = normalise(t.x, settings.eps, dtype)
     qkv = F.linear(xhat, *_qkv_layer(settings, t))
     head_dim = t.proj_weight.shape[1] // settings.num_heads
@@ -225,6 +226,7 @@ def _to_rows(heads):
 
 def _backward(settings, saved, grad, needs):
     t = saved.given
+    # g = factor * dy, of the tokens whose branch sends gradients.
     incoming = take(grad, saved.keep)
     incoming = incoming if t.factor is None else incoming * t.factor[:, None, None]
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype)
@@ -233,6 +235,8 @@ def _backward(settings, saved, grad, needs):
     projection = _projection_gradients(settings, t, needs, incoming, out)
     if not _asked(needs)[0]:
         return AttentionGradients(*[None] * 5, *projection)
+    # dO = (gamma * g) W_p. The kernel computes dM = S * (dO V^T - rowsum(dO * O)) entry by entry, and from it
+    # dQ = dM K / sqrt(d), dK = dM^T Q / sqrt(d) and dV = S^T dO, for the queries, keys and heads that it is given.
     g = incoming if t.gamma is None else incoming * t.gamma
     g = _to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
     del incoming
@@ -250,7 +254,7 @@ def _backward(settings, saved, grad, needs):
 
 
 def _activations(settings, saved, xhat, weight, bias):
-    """Recomputes Q, K and V by heads, O as rows (N, K, C), and the statistics by heads."""
+    """Recompute Q, K and V by heads, O as rows (N, K, C), and the statistics by heads."""
     out = None if saved.out is None else saved.out.load(settings.dtype)
     if xhat is None:
         return None, None, None, out, None
@@ -296,6 +300,7 @@ def _layer_gradients(settings, t, needs, xhat, parts, queries):
 
 
 def _xhat_gradient(weight, dq, dk, dv, queries):
+    """Return dQ W_Q + dK W_K + dV W_V, the gradient of x-hat; dQ has the rows of the tokens ``queries`` alone."""
     wq, wk, wv = weight.chunk(3)
     return add_rows_((dk @ wk).add_(dv @ wv), queries, dq @ wq)
 
@@ -303,9 +308,9 @@ def _xhat_gradient(weight, dq, dk, dv, queries):
 _attention = Operation('Attention', _forward, _backward, AttentionGradients)
 
 
-# The reference: Algorithm 1 in plain autograd. It saves what section 4 counts for MHSA: Q, K and V, and the map before
-# and after the softmax, each for what is kept. The softmax is over all keys nevertheless: the contribution of dropped
-# keys to the sum of a row and to its output is computed without a graph.
+# The reference form: Algorithm 1 in plain autograd. It saves what section 4 counts for MHSA: Q, K and V, and the map
+# before and after the softmax, each for the kept tokens or heads. The softmax is over all keys nevertheless: what the
+# dropped keys add to the sum of a row and to its output is computed without a graph.
 
 
 def _reference(settings, tensors):
@@ -350,6 +355,8 @@ def _with_map(q, k, v, others=None):
     if others is None:
         return (scores - lse[..., None]).exp().to(v.dtype) @ v
     out, statistics = others
+    # The softmax over all keys from two parts: the parts' outputs are weighted by their shares of the row's sum,
+    # exp(lse_part - lse) with lse = log(exp(lse_kept) + exp(lse_dropped)).
     lse = torch.logaddexp(lse, statistics)
     kept = (scores - lse[..., None]).exp().to(v.dtype) @ v
     return torch.addcmul(kept, out, (statistics - lse).exp()[..., None].to(v.dtype))

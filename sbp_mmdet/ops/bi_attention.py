@@ -159,7 +159,7 @@ def _write_text(s, t, z, out):
 
 
 def _image_rows(s, t, rows, key, value, bias):
-    """Compute what some tokens of an image become, their scores in full precision, and their values.
+    """Compute the new tokens x' of an image for some of its tokens, their scores S in full precision, and their values.
 
     Args:
         s (BiAttentionSettings): Settings with a dtype.
@@ -183,6 +183,7 @@ def _image_rows(s, t, rows, key, value, bias):
 
 
 def _dropped(s, weights):
+    """Apply dropout to the weights of an attention."""
     factor = dropout_factor(weights, s.dropout)
     return weights if factor is None else weights * factor
 
@@ -250,7 +251,12 @@ def _backward(s, saved, grad, needs):
 
 
 def _rows_backward(s, saved, grad, needs, dout, key, value):
-    """Compute gradients chunk by chunk of the image: of its tokens and layers by name, of keys and of values."""
+    """Compute the gradients that come from the image, in chunks of its tokens.
+
+    Returns:
+        tuple[dict[str, Tensor], Tensor, Tensor]: Gradients of ``x`` and of the parameters by name, of the keys and of
+        the values of the text.
+    """
     t, out, lse, _ = saved
     delta = (dout * out).sum(-1, dtype=lse.dtype)  # D of each row of the second softmax
     names = _names_of(needs, [], _OF_ROWS, 'gamma_v')
@@ -263,9 +269,10 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
                 leaves = [x.detach().requires_grad_() for x in (t.x[n, part], key[n], value[n])]
                 own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
                 made = _image_rows(s, own, *leaves, _of_image(t.bias, n))
-            weights = (made[1].detach() - lse[n, :, None]).exp()
+            weights = (made[1].detach() - lse[n, :, None]).exp()  # P transposed, P = exp(S^T - lse)
             if t.mask is not None:
                 weights = weights.masked_fill(t.mask[n, part, None], 0.0)
+            # dP = dO V^T, dS^T = P * (dP - D), dV = P^T dO, all transposed; dropout multiplies P by `factor`.
             dweights = (made[2].detach() @ dout[n].mT).to(weights.dtype)
             factor = dropout_factor(weights, s.dropout)
             dscores = weights * (scaled_(dweights, factor) - delta[n, :, None])

@@ -137,7 +137,7 @@ class MLPWeights(NamedTuple):
 
     @classmethod
     def folded(cls, t: NamedTuple, dtype: torch.dtype) -> 'MLPWeights':
-        """Return the weights for the inputs of an MLP."""
+        """Return the weights of an MLP, given its inputs."""
         return cls(*cls.first(t, dtype), t.weight2.to(dtype), t.bias2.to(dtype))
 
     @staticmethod
@@ -188,6 +188,7 @@ def _reference(settings, tensors):
 
 
 def _forward(settings, tensors, needs):
+    # The branch of all tokens is computed, so the output is exact; x-hat is saved for the kept ones (Algorithm 1).
     t, keep = tensors, settings.form.kept(tensors.positions)
     _, hidden, anything = _asked(needs)
     x, xhat, rstd = tokens_of(t.x), None, None
@@ -236,7 +237,13 @@ def _backward(settings, saved, grad, needs):
 class _BackwardPass:
     """State that the chunks of a backward pass share: sums over the kept rows, and the input's gradient.
 
-    A of the package's docstring is ``sums.outer``. ``dx`` holds the gradients of the kept rows, shape (N, K, C).
+    For each chunk of kept rows, with g = factor * dy and the hidden layer h recomputed from x-hat,
+
+        A += g^T GELU(h),   dh = (gamma * g) W2 * GELU'(h),   db1' += sum of dh,   dW1' += dh^T x-hat,
+        dx-hat = dh W1',   dx = LN'(dx-hat; x-hat) * rstd.
+
+    A is ``sums.outer``. ``dx`` holds the gradients of the kept rows, shape (N, K, C). The parameters' gradients follow
+    from the sums, see :mod:`sbp_mmdet.ops`.
     """
 
     def __init__(self, settings, saved, grad, needs):
@@ -292,7 +299,7 @@ class _BackwardPass:
     def add(self, chunk):
         """Add the kept rows of a chunk to the sums, and compute their input gradient."""
         settings, sums = self.settings, self.sums
-        g = self.incoming.rows(chunk, self.keep)
+        g = self.incoming.rows(chunk, self.keep)  # also adds them to the sum of g, which db2 follows from
         if sums.outer is None and sums.b1 is None:
             return
         rows, drawn = self._activations(chunk), draw(settings.form.sample, g)
@@ -307,7 +314,7 @@ class _BackwardPass:
             sums.w1.add_product(drawn.divided(dh), _less(drawn.of(rows[0]), self.means[0]))
 
     def _activations(self, chunk):
-        """Recomputes x-hat, its reciprocal deviation if it is needed, and the hidden layer of a chunk."""
+        """Recompute x-hat, its reciprocal deviation if it is needed, and the hidden layer of a chunk."""
         dtype, saved = self.settings.dtype, self.saved
         if self.x is not None:
             xhat, rstd = normalise(chunk.rows_of(self.x), self.settings.eps, dtype)
@@ -318,7 +325,7 @@ class _BackwardPass:
 
     def _through_gelu(self, chunk, rows, xhat, rstd, hidden):
         """Return the gradient of the hidden layer of a chunk, and write that of the input to ``dx``."""
-        dh, approximate = self.incoming.behind(rows) @ self.w2, self.settings.approximate
+        dh, approximate = self.incoming.behind(rows) @ self.w2, self.settings.approximate  # (gamma * g) W2
         dh = torch.ops.aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         self.sums.b1.add(column_sums(dh))
         if self.dx is not None:
@@ -347,7 +354,7 @@ class _BackwardPass:
 
 
 def _less(rows, mean):
-    """Subtracts the mean from sampled rows, in place; ``None`` leaves them unchanged."""
+    """Subtract the mean from sampled rows, in place; ``None`` leaves them unchanged."""
     return rows if mean is None else rows.sub_(mean)
 
 

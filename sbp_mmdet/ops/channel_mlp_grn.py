@@ -106,6 +106,7 @@ def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
 def _forward(settings, tensors, needs):
     t, weights = tensors, MLPWeights.folded(tensors, settings.dtype)
     xhat, rstd = normalise(tokens_of(t.x), settings.eps, settings.dtype)
+    # First pass over the positions: G. Second pass: u and y.
     response = torch.zeros(len(xhat), len(weights.w1), dtype=accumulator(xhat), device=xhat.device)
     for image, rows in _parts(settings, xhat, weights):
         a = F.gelu(weights.hidden(xhat[image, rows]), approximate=settings.approximate)
@@ -137,6 +138,7 @@ def _backward(settings, saved, grad, needs):
     outer = outer.view(g.shape)
     del g
     response = _Response.of_norm(settings, t, saved.response)
+    # First pass over the positions: s, and the gradients of the second layer. Second pass: da, and those of the first.
     sums = types.SimpleNamespace(  # over the positions, in full precision; `responses` holds s of each image
         outer=zeros_for(t.weight2),
         w1=zeros_for(t.weight1),
@@ -160,18 +162,19 @@ def _backward(settings, saved, grad, needs):
 def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer, unit):
     """Add the gradients that do not need dG: those of the second layer and of GRN."""
     a = F.gelu(weights.hidden(xhat), approximate=settings.approximate)
-    du = scaled @ weights.w2
+    du = scaled @ weights.w2  # (gamma * g) W2
     sums.responses[image] += (du.to(sums.responses.dtype) * a).sum(0)
     sums.grn_bias.add_(column_sums(du))
     drawn = draw(settings.form.sample, outer)
     u = torch.addcmul(t.grn_bias.to(a.dtype), drawn.of(a), response.scale[image].to(a.dtype))
-    accumulate(sums.outer, drawn.divided(outer), u, unit)
+    accumulate(sums.outer, drawn.divided(outer), u, unit)  # A = g^T u
 
 
 def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
     """Add the gradients of the first layer, from dG / G (``through``), and return that of x-hat."""
     h = weights.hidden(xhat)
     a = F.gelu(h, approximate=settings.approximate)
+    # da = (1 + w n) du + a * dG / G
     da = (scaled @ weights.w2).mul_(scale.to(settings.dtype))
     da = da.add_((a * through).to(settings.dtype))  # dG / G alone may leave the range of half precision
     dh = torch.ops.aten.gelu_backward(da, h, approximate=settings.approximate)

@@ -1,4 +1,11 @@
-"""Convolution, norm, residual and activation, which store one map (see :func:`conv_norm`)."""
+"""Convolution, norm, residual and activation as one autograd node, which saves one feature map.
+
+    z = conv(x, W) + b,   u = norm(z) + residual,   y = act(u)
+
+A batch norm in evaluation mode ('fixed') is a factor k = norm_weight / sqrt(running_var + eps) and a shift for each
+channel. It is folded into the convolution, norm(conv(x, W) + b) = conv(x, k W) + k (b - running_mean) + norm_bias, so z
+is not needed. Norms with statistics of the map ('batch', 'group') need z; from z and the statistics, u is recomputed.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -28,7 +35,8 @@ __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
 aten = torch.ops.aten
 NORMS = ('none', 'fixed', 'batch', 'group')
-_IMAGE = 4  # channels, at the most, of an image: it is in memory anyway, and eight bits would be a copy of it
+# An input with at most this many channels is an image. It is in memory anyway, so eight bits would be a second copy.
+_IMAGE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +44,23 @@ class ConvNormSettings:
     """Settings of :func:`conv_norm`.
 
     Attributes:
-        form (Form): How it stores; ``dropped`` has no meaning here. Default: ``Form()``.
-        stride, padding, dilation (tuple[int, int]): Of the convolution. Default: 1, 0, 1.
-        groups (int): Of the convolution. Default: 1.
-        norm (str): 'none'; 'fixed': batch norm in evaluation mode; 'batch': in training mode; 'group'. Default: 'none'.
+        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
+        stride, padding, dilation (tuple[int, int]): Geometry of the convolution, in pixels. Default: (1, 1), (0, 0),
+            (1, 1).
+        groups (int): Number of groups of the convolution. Default: 1.
+        norm (str): 'none', 'fixed' (batch norm in evaluation mode), 'batch' (batch norm in training mode) or 'group'.
+            Default: 'none'.
         eps (float): Added to the variance. Default: 1e-5.
         momentum (float): Share of the new batch in the running statistics. Default: 0.1.
-        num_groups (int): Of the group norm. Default: 1.
-        process_group (Any): Who shares the statistics of 'batch' (SyncBN). None: nobody. Default: None.
-        activation (Activation | None): None: none. Default: None.
-        dtype (torch.dtype | None): What the convolution runs in. None: autocast's, or as ``x`` is. Default: None.
+        num_groups (int): Number of groups of the group norm. Default: 1.
+        process_group (Any): Process group that shares the statistics of 'batch' (SyncBN). If ``None``, each process
+            has its own. Default: None.
+        activation (Activation | None): Activation. If ``None``, there is none. Default: None.
+        dtype (torch.dtype | None): Precision of the convolution. If ``None``, that of autocast, or of ``x``. Default:
+            None.
 
     Raises:
-        ValueError: For an unknown norm.
+        ValueError: If ``norm`` is unknown.
     """
 
     form: Form = Form()
@@ -70,15 +82,16 @@ class ConvNormSettings:
 
 
 class ConvNormTensors(NamedTuple):
-    """Tensors of :func:`conv_norm`.
+    """Inputs of :func:`conv_norm`.
 
     Attributes:
-        x (Tensor): Shape (N, C, H, W).
-        weight (Tensor): Shape (D, C / groups, ...).
-        bias (Tensor | None): Of the convolution, shape (D,). Default: None.
-        norm_weight, norm_bias (Tensor | None): Of the norm, shape (D,). Default: None.
-        running_mean, running_var (Tensor | None): Of the batch norm, shape (D,); written to by 'batch'. Default: None.
-        residual (Tensor | None): Added before the activation; shape of the output. Default: None.
+        x (Tensor): Feature map, shape (N, C, H, W).
+        weight (Tensor): Weight of the convolution, shape (D, C / groups, kernel height, kernel width).
+        bias (Tensor | None): Bias of the convolution, shape (D,). Default: None.
+        norm_weight, norm_bias (Tensor | None): Affine part of the norm, shape (D,). Default: None.
+        running_mean, running_var (Tensor | None): Running statistics of the batch norm, shape (D,). With 'batch' they
+            are updated in place. Default: None.
+        residual (Tensor | None): Feature map that is added before the activation, of the output's shape. Default: None.
     """
 
     x: Tensor
@@ -98,15 +111,16 @@ class ConvNormSaved(NamedTuple):
     """Tensors saved for the backward pass.
 
     Attributes:
-        tensors (ConvNormTensors): Parameters; of the maps nothing.
-        shape (tuple[int, ...]): Of ``x``.
-        dtypes (tuple[torch.dtype, torch.dtype | None]): Of ``x`` and of the residual.
-        input (KeptMap | None): ``x``, where a gradient of a weight needs it.
-        normed (KeptMap | None): What the norm was applied to, but for 'fixed'.
-        active (KeptMap | None): What the activation was applied to. None: ``normed`` says it.
-        statistics (Statistics | None): Of the norm.
-        factors (Factors | None): Of 'fixed'. They take less than it takes to make them again.
-        count (Tensor | None): Positions that the statistics of a SyncBN are over.
+        tensors (ConvNormTensors): Parameters, without the feature maps.
+        shape (tuple[int, ...]): Shape of ``x``.
+        dtypes (tuple[torch.dtype, torch.dtype | None]): Precision of ``x`` and of the residual.
+        input (KeptMap | None): ``x``, if the gradient of a weight needs it.
+        normed (KeptMap | None): Input z of the norm, for 'batch' and 'group'.
+        active (KeptMap | None): Input u of the activation, or the output of a ReLU. If ``None``, u is read from
+            ``normed``.
+        statistics (Statistics | None): Mean and reciprocal deviation, for 'batch' and 'group'.
+        factors (Factors | None): Factors of a 'fixed' norm. Cheaper to keep than to recompute.
+        count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
     """
 
     tensors: ConvNormTensors
@@ -121,25 +135,33 @@ class ConvNormSaved(NamedTuple):
 
 
 def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
-    """act(norm(conv(x)) + residual).
+    """Compute ``act(norm(conv(x)) + residual)``.
 
-    The fused form folds 'fixed' into the convolution, and again in the backward pass. It scales the map instead where
-    the weight is larger, and in half precision's forward pass. It stores its input where a weight needs a gradient,
-    which is what the layer before has stored already, and
+    The fused form folds a 'fixed' norm into the convolution, and folds it again in the backward pass. Where the weight
+    is larger than the output, and in the forward pass in half precision, it scales the output instead.
 
-    - behind 'none' and 'fixed' nothing, for ReLU the output, for another activation what it was applied to;
-    - behind 'batch' and 'group' the convolution's output, with two numbers a channel. Norm and activation run again.
-      With residuals the output is stored too in every third layer, in eight bits in each.
+    If a weight needs a gradient, the input is saved, which the layer in front usually saves already. In addition,
 
-    With int8 these are rounded to eight bits. The forward pass stays as it is, and behind 'none' and 'fixed' with ReLU
-    or no activation so do the gradients of ``x``, the residual and the biases.
+    - with the norms 'none' and 'fixed', nothing is saved without an activation, the output for ReLU, and the input of
+      the activation for any other activation;
+    - with 'batch' and 'group', the convolution's output and two numbers for each channel are saved. Norm and activation
+      are recomputed. With residuals, the output (or the activation's input) of every third layer is saved too, or of
+      every layer if storage is 'int8'.
+
+    With storage 'int8' these maps are rounded to eight bits. The output stays exact. With 'none' and 'fixed' and either
+    ReLU or no activation, so do the gradients of ``x``, of the residual and of the biases.
 
     Args:
-        settings (ConvNormSettings): See there.
-        tensors (ConvNormTensors): See there.
+        settings (ConvNormSettings): Settings.
+        tensors (ConvNormTensors): Inputs.
 
     Returns:
         Tensor: Shape (N, D, H', W').
+
+    Example:
+        >>> settings = ConvNormSettings(padding=(1, 1), norm='fixed', activation=Activation('relu'))
+        >>> norm = bn.weight, bn.bias, bn.running_mean, bn.running_var
+        >>> y = conv_norm(settings, ConvNormTensors(x, conv.weight, None, *norm))
     """
     if settings.form.implementation == 'reference':
         return _reference(settings, tensors)
@@ -160,7 +182,7 @@ def _reference(settings, tensors):
 
 
 def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tuple[Tensor, ConvNormSaved]:
-    """See :mod:`sbp_mmdet.ops.common.autograd_function`."""
+    """Run the forward pass of :func:`conv_norm`, see :mod:`sbp_mmdet.ops.common.autograd_function`."""
     s, t = settings, tensors
     x = t.x.to(s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
@@ -258,16 +280,17 @@ def _activate(s, t, z, u, statistics):
 
 
 def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, needs):
-    """See :mod:`sbp_mmdet.ops.common.autograd_function`."""
+    """Run the backward pass of :func:`conv_norm`, see :mod:`sbp_mmdet.ops.common.autograd_function`."""
     s, found = settings, {}
-    if s.activation is not None:
+    if s.activation is not None:  # du = act'(u) dy
         grad = (saved.active or saved.normed).activation_backward(grad)
     if needs.residual:
         found['residual'] = grad.to(saved.dtypes[1])
-    if saved.statistics is not None:
+    if saved.statistics is not None:  # dz = norm'(z) du
         z = saved.normed.before_norm(grad.dtype)
         gradients = normalise_backward(s, saved.tensors, saved.statistics, saved.count, z, grad, needs)
         grad, found['norm_weight'], found['norm_bias'] = gradients
+    # Without a gradient of a weight only the input's shape is read, so one number stands for all of its values.
     x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(s.dtype)
     parts = None
     if s.norm == 'fixed' and s.dtype == torch.float16:
@@ -291,13 +314,13 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
         t (ConvNormTensors): Parameters and buffers.
         factors (Factors | None): Those of a fixed norm.
         parts (tuple[Tensor, Tensor] | None): Those of :func:`.parts_in_half`, in fp16. If ``None``, 1 and k.
-        x (Tensor): The input; of any values where no gradient of a weight is needed.
+        x (Tensor): The input. Its values are not read if no gradient of a weight is needed.
         grad (Tensor): Gradient of the output.
         needs (ConvNormGradients): Which gradients are needed.
 
     Returns:
-        tuple[Tensor | None, FixedGradients | dict]: Gradient of the input; with a fixed norm what
-        :func:`.gradients_of_fixed` makes the gradients of the parameters of, otherwise these.
+        tuple[Tensor | None, FixedGradients | dict]: Gradient of the input, and the gradients of the parameters by name.
+        With a fixed norm, the second item holds the sums from which :func:`.gradients_of_fixed` computes them.
     """
     fixed, grad = factors is not None, grad.to(s.dtype)
     needs_weight = _weight_needed(s, needs)

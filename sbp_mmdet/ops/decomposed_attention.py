@@ -142,7 +142,7 @@ def into_windows(x: Tensor, side: int) -> Tensor:
 
 
 def out_of_windows(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Reverses :func:`into_windows`.
+    """Reverse :func:`into_windows`.
 
     Args:
         x (Tensor): The windows, shape (B, side, side, C).
@@ -166,7 +166,10 @@ def _embeddings(table, length):
 
 
 def _lengthened(s, t, q, k, v, size):
-    """Return longer queries, keys and values (B, h, L, D), whose products have the bias."""
+    """Return longer queries, keys and values (B, h, L, D), so that the product of queries and keys is s Q K^T + B.
+
+    Values are padded with zeros to the same length, as the kernel wants; the output's first d numbers are the result.
+    """
     scale, zeros = q.shape[-1] ** -0.5, (0, -(q.shape[-1] + sum(size)) % _ALIGNED)
     on_map = q.unflatten(2, size)
     rows, columns = (_embeddings(t[name].to(s.dtype), n) for name, n in zip(('rows', 'columns'), size, strict=True))
@@ -207,6 +210,7 @@ def _forward(s, tensors, needs):
 
 
 def _backward(s, saved, grad, needs):
+    # Autograd computes the gradients of the branch of some windows or images at a time.
     t = saved.given
     names = [name for name, needed in needs._asdict().items() if needed and name != 'x']
     sums = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(getattr(t, name))) for name in names}

@@ -1,8 +1,12 @@
 """Multi-scale deformable attention.
 
-Values are sampled at places that are computed from the queries: for each query and head, the sum over levels and points
-of ``weight * value[place]``, followed by a linear layer. The queries, the input of the values and the output of the
-sampling kernel are saved. Values, places and weights are recomputed for the backward pass of the kernel.
+Values are sampled at places that are computed from the queries. For a query q with its reference point p,
+
+    offsets = q W_o^T + b_o,   places = p + offsets / (width, height) of each level,   weights = softmax(q W_a^T + b_a),
+    out = sum over levels and points of weights * V[places] for each head,   y = out W_p^T + b_p.
+
+The queries, the input of the values V and the output of the sampling kernel are saved. Values, places and weights are
+recomputed for the backward pass of the kernel.
 """
 
 import dataclasses
@@ -89,7 +93,12 @@ DeformableGradients = gradients_of(DeformableTensors, *FIXED)
 
 
 class DeformableSaved(NamedTuple):
-    """Tensors saved for the backward pass: the inputs, and the output of the kernel, shape (N, Q, C)."""
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        given (DeformableTensors): The inputs.
+        sampled (Stored): Output of the sampling kernel, shape (N, Q, C).
+    """
 
     given: DeformableTensors
     sampled: Stored
@@ -130,17 +139,23 @@ def kernel_inputs(s, t):
 
 
 def _linear(s, t, x, name):
+    """Apply the layer 'offset', 'attention', 'value' or 'output' in the precision of matrix products."""
     return F.linear(x.to(s.dtype), *(getattr(t, f'{name}_{kind}').to(s.dtype) for kind in ('weight', 'bias')))
 
 
 def _softmax(s, t, query):
+    """Return the attention weights (N, Q, heads, levels, points): a softmax over the points of all levels."""
     weights = _linear(s, t, query, 'attention').unflatten(2, (s.num_heads, -1))
     weights = weights.float() if s.dtype in _REDUCED else weights
     return weights.softmax(-1).unflatten(3, (s.num_levels, s.num_points))
 
 
 def _in_maps(s, t, offsets):
-    """Return offsets (..., levels, points, 2) in pixels, or in parts of the reference boxes, as parts of the maps."""
+    """Return offsets (..., levels, points, 2) as shares of the width and height of the maps.
+
+    Offsets are in pixels of their level for reference points, and in half widths and heights of the box, divided by the
+    number of points, for reference boxes.
+    """
     if t.reference_points.shape[-1] == 2:
         return offsets / t.spatial_shapes.flip(1)[:, None]
     return offsets / s.num_points * t.reference_points[:, :, None, :, None, 2:] * 0.5
@@ -152,7 +167,7 @@ def has_kernel(value):
 
 
 def _for_kernel(value, places, weights):
-    """Casts to one precision: the CUDA kernel does not support bfloat16, and CPUs sample in full precision."""
+    """Cast to one precision: the CUDA kernel does not support bfloat16, and CPUs sample in full precision."""
     dtype = value.dtype
     if dtype == torch.bfloat16 or (dtype == torch.float16 and not has_kernel(value)):
         dtype = torch.float32
@@ -280,6 +295,8 @@ def _images_backward(s, t, grad, asked):
         return found
     query = t.x if t.query_pos is None else t.x + t.query_pos
     rows = query.to(s.dtype).flatten(0, 1)
+    # places are linear in the offsets, so d offsets is d places scaled as the offsets are; then the softmax's backward
+    # pass, and dq = d offsets W_o + d logits W_a.
     doffsets = _in_maps(s, t, dplaces).to(s.dtype).flatten(2).flatten(0, 1)
     dlogits = torch.ops.aten._softmax_backward_data.default(
         dweights.flatten(3).to(weights.dtype), weights.flatten(3), -1, weights.dtype
@@ -301,7 +318,7 @@ _OF_OFFSETS = ('offset_weight', 'offset_bias', 'attention_weight', 'attention_bi
 
 
 def _value_backward(s, t, grad, asked):
-    """Yield the gradients behind that of the values, (N, S, C), by name."""
+    """Yield the gradients of the value layer and of its input by name, given that of the values, (N, S, C)."""
     if t.key_padding_mask is not None:
         grad = grad.masked_fill(t.key_padding_mask[..., None], 0.0)
     rows = grad.to(s.dtype).flatten(0, 1)
@@ -321,7 +338,11 @@ def _layer_backward(name, grad, x, asked):
 
 
 def _points_backward(s, t, grad):
-    """Return the gradient of the reference points, from that of the places."""
+    """Return the gradient of the reference points, from that of the places.
+
+    A place is the centre, plus for boxes offset * size / (2 points): the gradient of the size is the sum of the places'
+    gradients times offset / (2 points).
+    """
     centres = grad.sum((2, 4))
     if t.reference_points.shape[-1] == 2:
         return centres.sum_to_size(t.reference_points.shape)

@@ -171,7 +171,7 @@ class _Rows:
         return total, _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
     def backward(self, x, sampled, total, grad, kept):
-        """Compute the gradients of rows of x, without that through the attention, and of the kernel's output.
+        """Compute the gradients of rows of x, without the path through the attention, and of the kernel's output.
 
         Args:
             x (Tensor): Rows of the input.
@@ -192,7 +192,7 @@ class _Rows:
         grad = self._norm_backward('norm1', grad, before, statistics)
         if not kept:
             return grad, None
-        out = grad.to(self.dtype)
+        out = grad.to(self.dtype)  # gradient of the attention's output, through the shortcut's sum and dropout
         out = out if factor is None else out * factor
         sums['output_bias'].add(column_sums(out))
         drawn = draw(self.s.ffn.sample, out)

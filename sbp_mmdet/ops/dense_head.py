@@ -1,4 +1,10 @@
-"""The head of a region proposal network on one feature map, backward in strips (see :func:`dense_head`)."""
+"""The head of a region proposal network on one feature map, whose backward pass runs in strips of rows.
+
+    y = relu(conv(x, W) + b),   out = conv1x1(y, W_out) + b_out
+
+Backward, with the gradient g of the output: dW_out = g^T y, dy = g W_out where y > 0, and then dW and dx are those of
+the convolution. Every product needs some rows of the maps only, so they are computed strip by strip.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -26,10 +32,10 @@ class DenseHeadSettings:
     """Settings of :func:`dense_head`.
 
     Attributes:
-        form (Form): How it stores. Default: ``Form()``.
+        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
         hidden (Convolution): Geometry of the first convolution. Default: 3x3.
-        dtype (torch.dtype | None): What the convolutions run in. If ``None``, autocast's, or that of ``x``.
-            Default: None.
+        dtype (torch.dtype | None): Precision of the convolutions. If ``None``, that of autocast, or of ``x``. Default:
+            None.
     """
 
     form: Form = Form()
@@ -38,12 +44,12 @@ class DenseHeadSettings:
 
 
 class DenseHeadTensors(NamedTuple):
-    """Tensors of :func:`dense_head`.
+    """Inputs of :func:`dense_head`.
 
     Attributes:
-        x (Tensor): Shape (N, C, H, W).
-        weight, bias (Tensor): Parameters of the first convolution, shapes (D, C, K, K) and (D,).
-        out_weight, out_bias (Tensor): Those of the second one, shapes (E, D, 1, 1) and (E,).
+        x (Tensor): Feature map, shape (N, C, H, W).
+        weight, bias (Tensor): First convolution, shapes (D, C, K, K) and (D,).
+        out_weight, out_bias (Tensor): Second convolution, shapes (E, D, 1, 1) and (E,).
     """
 
     x: Tensor
@@ -64,7 +70,7 @@ class _Saved(NamedTuple):
         shape (tuple[int, ...]): Shape of ``x``.
         dtype (torch.dtype): Precision of ``x``.
         layout (torch.memory_format): Memory layout of ``x``.
-        input (KeptMap | None): ``x``. If ``None``, nothing needs it.
+        input (KeptMap | None): ``x``, if the gradient of the weight or the recomputation of the hidden map needs it.
         hidden (KeptMap | None): The hidden map. If ``None``, it is recomputed.
         signs (tuple[SignBits, ...]): Signs of the hidden map, strip by strip, where it is recomputed.
     """
@@ -82,12 +88,12 @@ def dense_head(settings: DenseHeadSettings, tensors: DenseHeadTensors) -> Tensor
     """Compute ``conv1x1(relu(conv(x)))``.
 
     The backward pass runs in strips of rows, so apart from the gradient of ``x`` no map exists as a whole. The hidden
-    map is stored, as it is or in eight bits. With ``form.minimal`` only the input and the signs of the ReLU are, a bit
-    for each element, and the hidden map is recomputed strip by strip.
+    map is saved, as it is or in eight bits. With ``form.minimal``, only the input and the signs of the ReLU are saved,
+    one bit for each element, and the hidden map is recomputed strip by strip.
 
     Args:
-        settings (DenseHeadSettings): The settings.
-        tensors (DenseHeadTensors): The tensors.
+        settings (DenseHeadSettings): Settings.
+        tensors (DenseHeadTensors): Inputs.
 
     Returns:
         Tensor: Shape (N, E, H, W).
@@ -132,7 +138,7 @@ def _backward(s, saved, grad, needs):
     dx = zeros_in(saved.shape, grad, saved.layout) if needs.x and len(strips) > 1 else None
     for i, strip in enumerate(strips):
         halo = s.hidden.reads(strip, height)
-        if saved.input is None:
+        if saved.input is None:  # only the shape is read
             x = grad.new_empty(1).expand(*saved.shape[:2], halo.stop - halo.start, saved.shape[3])
         else:
             x = saved.input.rows(*halo).load(s.dtype)
@@ -150,7 +156,7 @@ def _backward(s, saved, grad, needs):
         for name, value in found.items():
             if value is not None:
                 sums[name].add(value.to(accumulator(value)))
-        if needs.x:
+        if needs.x:  # rows of the halo get gradients from two strips
             dx = part if dx is None else dx
             if part is not dx:
                 halo.of(dx).add_(part)

@@ -1,4 +1,10 @@
-"""A feature pyramid as one autograd node, which stores its inputs alone (see :func:`feature_pyramid`)."""
+"""A feature pyramid as one autograd node, which saves its inputs alone.
+
+    L_i = conv1x1(x_i) + up(L_{i+1}),   y_i = conv(L_i),   level i + 1 being the next coarser one
+
+Backward, from the finest level on: dL_i = conv^T(dy_i) + up^T(dL_{i-1}), from which dx_i and the gradients of the
+lateral convolution follow. The laterals L_i, which dW of the second convolution needs, are recomputed.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,10 +32,10 @@ class PyramidSettings:
     """Settings of :func:`feature_pyramid`.
 
     Attributes:
-        form (Form): How it stores. Default: ``Form()``.
+        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
         output (Convolution): Geometry of the second convolution of each level. Default: 3x3.
-        dtype (torch.dtype | None): What the convolutions run in. If ``None``, autocast's, or that of the inputs.
-            Default: None.
+        dtype (torch.dtype | None): Precision of the convolutions. If ``None``, that of autocast, or of ``x``. Default:
+            None.
     """
 
     form: Form = Form()
@@ -38,12 +44,12 @@ class PyramidSettings:
 
 
 class LevelTensors(NamedTuple):
-    """Tensors of a level.
+    """Inputs of a level.
 
     Attributes:
-        x (Tensor): Shape (N, C, H, W).
-        weight, bias (Tensor | None): Parameters of the lateral convolution, shapes (D, C, 1, 1) and (D,).
-        out_weight, out_bias (Tensor | None): Those of the second convolution, shapes (D, D, K, K) and (D,).
+        x (Tensor): Feature map, shape (N, C, H, W).
+        weight, bias (Tensor | None): Lateral convolution, shapes (D, C, 1, 1) and (D,).
+        out_weight, out_bias (Tensor | None): Second convolution, shapes (D, D, K, K) and (D,).
     """
 
     x: Tensor
@@ -56,15 +62,16 @@ class LevelTensors(NamedTuple):
 def feature_pyramid(settings: PyramidSettings, levels: Sequence[LevelTensors]) -> tuple[Tensor, ...]:
     """Compute ``conv(lateral)`` of each level, with ``lateral = conv1x1(x) + up(lateral of the next level)``.
 
-    Stored are the inputs, which the layers in front store too. The backward pass goes level by level, from the finest
-    one on, in strips of rows. Laterals are recomputed, that of the finest level strip by strip.
+    The inputs are saved, which the layers in front usually save too. The backward pass goes level by level, from the
+    finest one on, in strips of rows. Laterals are recomputed, that of the finest level strip by strip.
 
     Args:
-        settings (PyramidSettings): The settings.
-        levels (Sequence[LevelTensors]): The levels, from the finest one on. Maps are enlarged to the nearest neighbour.
+        settings (PyramidSettings): Settings.
+        levels (Sequence[LevelTensors]): Inputs of the levels, from the finest one on. Coarser maps are enlarged by
+            nearest-neighbour interpolation.
 
     Returns:
-        tuple[Tensor, ...]: For each level a map, shape (N, D, H, W).
+        tuple[Tensor, ...]: The output of each level, shape (N, D, H, W).
     """
     s = in_precision(settings, levels[0].x)
     leaves = [tensor for level in levels for tensor in level]
@@ -80,7 +87,7 @@ def _apply(*args):
 
 
 class _Level(NamedTuple):
-    """Tensors that a level saves: its input and its parameters."""
+    """Tensors that a level saves: its input and its parameters, with shape, precision and layout of the input."""
 
     input: tuple | None
     parameters: LevelTensors
@@ -154,7 +161,7 @@ def _lateral_rows(t, x, coarse, strip, height):
 
 
 def _backward(s, levels, grads, needs):
-    """Return the gradients of all leaves."""
+    """Return the gradients of the inputs and parameters of all levels, in the order of :class:`LevelTensors`."""
     casts = [_cast(s, level.parameters) for level in levels]
     trains = levels[0].input is not None
     coarse = [None] * len(levels)  # the lateral of the next level
@@ -177,7 +184,7 @@ def _backward(s, levels, grads, needs):
         found += [dx, *(sums[name].value.to(p.dtype) if need else None for name, need, p in parameters)]
         coarse[i] = None
         if i + 1 < len(levels):
-            size = *shape[:2], *levels[i + 1].shape[2:]
+            size = *shape[:2], *levels[i + 1].shape[2:]  # up^T(dL) sums the fine positions that read a coarse one
             incoming = aten.upsample_nearest2d_backward(incoming, [*shape[2:]], [*size], None, None)
     return found
 

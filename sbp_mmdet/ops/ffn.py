@@ -101,7 +101,7 @@ def random_state(device: torch.device, *rates: float) -> OnHost | None:
 
 @contextlib.contextmanager
 def replayed(device: torch.device, state: OnHost | None):
-    """Lets dropout draw the same random numbers again, and restores the generator afterwards.
+    """Let dropout draw the same random numbers again, and restore the generator afterwards.
 
     Args:
         device (torch.device): Device of the tokens.
@@ -134,7 +134,7 @@ def dropout_factor(rows: Tensor, rate: float) -> Tensor | None:
 
 
 def scaled_(rows: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiplies rows by a factor, in place; ``None`` leaves them unchanged.
+    """Multiply rows by a factor, in place; ``None`` leaves them unchanged.
 
     Args:
         rows (Tensor): Rows, shape (K, C).
@@ -144,7 +144,7 @@ def scaled_(rows: Tensor, factor: Tensor | None) -> Tensor:
 
 
 class FeedForward:
-    """Runs the network on chunks of rows, and sums the gradients of its parameters over them.
+    """The network on chunks of rows, with sums of its parameters' gradients over the chunks.
 
     Args:
         settings (FFNSettings): Settings with a dtype.
@@ -178,7 +178,7 @@ class FeedForward:
         return scaled_(out, dropout_factor(out, second))
 
     def skip(self, rows: Tensor) -> None:
-        """Draws the random numbers of rows whose gradients are not needed, so that later rows get their own."""
+        """Draw the random numbers of rows whose gradients are not needed, so that later rows get their own."""
         for rate, width in zip(self.settings.dropout, (len(self.w1), len(self.w2)), strict=True):
             dropout_factor(rows.new_empty(len(rows), width, dtype=self.settings.dtype), rate)
 
@@ -193,6 +193,8 @@ class FeedForward:
         Returns:
             Tensor | None: Gradient of the rows, shape (K, C).
         """
+        # With a = act(h) * drop1 and g = dy * drop2: dW2 += g^T a, dh = act'(h) * (g W2 * drop1), dW1 += dh^T x,
+        # dx = dh W1.
         act, dtype, sums = self.settings.activation, self.settings.dtype, self._sums
         dropout, second = self.settings.dropout
         rows = rows.to(dtype)

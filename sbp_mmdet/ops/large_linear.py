@@ -1,4 +1,4 @@
-"""A linear layer whose weight is larger than what it is applied to (see :func:`large_linear`)."""
+"""A linear layer whose weight is larger than its input, such as the first layer of a box head."""
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,11 @@ __all__ = ['large_linear']
 
 
 def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.T + bias``.
+    """Compute ``x @ weight.T + bias``, with a backward pass that frees the weight's gradient early.
 
-    Two autograd nodes do it. In the backward pass the gradient of the weight comes first, and where it is added to an
-    existing one it is gone before that of ``x`` is made. No copy of the weight in autocast's precision is stored.
+    Two autograd nodes compute it. In the backward pass the gradient of the weight comes first. Where it is added to an
+    existing ``weight.grad``, it is freed before the gradient of ``x`` is allocated. No copy of the weight in autocast's
+    precision is saved.
 
     Args:
         x (Tensor): Shape (..., C).
@@ -25,7 +26,7 @@ def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         Tensor: Shape (..., D).
 
     Example:
-        ``y = large_linear(x, fc.weight, fc.bias)``
+        >>> y = large_linear(x, fc.weight, fc.bias)
     """
     dtype, shape = autocast_dtype(x) or x.dtype, x.shape[:-1]
     x = x.reshape(-1, x.shape[-1])
@@ -40,6 +41,8 @@ def _apply(function, *args):
 
 
 class _InputGradient(torch.autograd.Function):
+    """Linear layer whose backward pass computes the gradient of the input alone."""
+
     @staticmethod
     def forward(ctx, x, weight, bias, dtype):
         ctx.save_for_backward(weight)
@@ -56,7 +59,7 @@ class _InputGradient(torch.autograd.Function):
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Passes the output through, and its gradient."""
+    """Identity on the layer's output, whose backward pass computes the gradients of weight and bias."""
 
     @staticmethod
     def forward(ctx, y, x, weight, bias, dtype):

@@ -1,4 +1,4 @@
-"""Max pooling of a feature map, if wanted behind a ReLU, which saves one byte a window (see :func:`max_pool`)."""
+"""Max pooling of a feature map, optionally behind a ReLU, which saves one byte for each window."""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from .common.layouts import memory_format
 __all__ = ['LARGEST_WINDOW', 'PoolSettings', 'PoolTensors', 'max_pool']
 
 aten = torch.ops.aten
-_NOWHERE = 255  # the place of a window whose gradient the ReLU stops
-LARGEST_WINDOW = _NOWHERE  # places, which a byte counts from 0
+_NOWHERE = 255  # stands for the place of a maximum that is not positive, whose gradient the ReLU stops
+LARGEST_WINDOW = _NOWHERE  # number of places that a byte can count from 0, besides _NOWHERE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,10 @@ class PoolSettings:
 
     Attributes:
         form (Form): How the operation is computed and what it saves. Default: ``Form()``.
-        kernel, stride (tuple[int, int]): Of the windows. Default: 2, 2.
-        padding, dilation (tuple[int, int]): Of the windows. Default: 0, 1.
+        kernel, stride (tuple[int, int]): Size and distance of the windows, in pixels. Default: (2, 2).
+        padding, dilation (tuple[int, int]): Padding and dilation of the windows. Default: (0, 0), (1, 1).
         ceil_mode (bool): Whether windows may end outside of the map. Default: False.
-        relu (bool): Whether a ReLU stands in front. Default: False.
+        relu (bool): Whether a ReLU is applied to the input first. Default: False.
 
     Raises:
         ValueError: If a window has more than :data:`LARGEST_WINDOW` places.
@@ -42,7 +42,10 @@ class PoolSettings:
 
     def __post_init__(self):
         if self.kernel[0] * self.kernel[1] > LARGEST_WINDOW:
-            raise ValueError(f'kernel={self.kernel} has more than {LARGEST_WINDOW} places, which no byte can count')
+            raise ValueError(
+                f'kernel={self.kernel} has more than {LARGEST_WINDOW} places, which one byte cannot count; '
+                'use torch.nn.functional.max_pool2d'
+            )
 
 
 class PoolTensors(NamedTuple):
@@ -62,9 +65,9 @@ class PoolSaved(NamedTuple):
     """Tensors saved for the backward pass.
 
     Attributes:
-        places (Tensor): Where in its window each maximum stands, shape (N, C, H', W'), in bytes.
-        shape (tuple[int, ...]): Of the input.
-        layout (torch.memory_format): Of the input.
+        places (Tensor): Place of each maximum in its window, row * kernel width + column, uint8, shape (N, C, H', W').
+        shape (tuple[int, ...]): Shape of the input.
+        layout (torch.memory_format): Memory layout of the input.
     """
 
     places: Tensor
@@ -73,11 +76,12 @@ class PoolSaved(NamedTuple):
 
 
 def max_pool(settings: PoolSettings, tensors: PoolTensors) -> Tensor:
-    """Compute maxpool(x) or maxpool(relu(x)).
+    """Compute ``maxpool(x)`` or ``maxpool(relu(x))``.
 
-    torch saves the input, of which its backward pass needs the shape alone, and the place of each maximum in eight
-    bytes. One byte says where in its window a maximum stands. A ReLU commutes with the maximum and stops the gradient
-    of windows whose maximum is not positive, so one more value of this byte stands for what its backward pass needs.
+    torch saves the input, although its backward pass reads only the shape, and the index of each maximum in eight
+    bytes. Here one byte holds the place of the maximum in its window. A ReLU commutes with the maximum and stops the
+    gradient of windows whose maximum is not positive, so one more value of this byte is all that its backward pass
+    needs.
 
     Args:
         settings (PoolSettings): Settings.
@@ -102,7 +106,7 @@ def _forward(settings, tensors, needs):
     out = out.relu_() if settings.relu else out
     if not needs.x:
         return out, None
-    # An index counts the positions of a map; H * W is below 2^31.
+    # An index is row * W + column of the map; H * W is below 2^31.
     rows = indices.to(torch.int32)
     columns = rows.remainder(x.shape[3])
     rows = rows.sub_(columns).floor_divide_(x.shape[3])
@@ -113,7 +117,7 @@ def _forward(settings, tensors, needs):
 
 
 def _within(positions, dim, s):
-    """Turn rows (``dim`` 2) or columns (3) of a map into those of its windows, in place."""
+    """Turn rows (``dim`` 2) or columns (3) of the map into rows or columns of their windows, in place."""
     return positions.sub_(_starts(positions, dim, s)).floor_divide_(s.dilation[dim - 2])
 
 

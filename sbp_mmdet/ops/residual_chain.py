@@ -199,7 +199,7 @@ def _leaves(tensors):
 
 
 def _without_running_statistics(block, t):
-    """Leaves out what the next forward pass writes to, where the backward pass does not need it."""
+    """Leave out what the next forward pass writes to, where the backward pass does not need it."""
 
     def strip(s, layer):
         return layer if s.norm == 'fixed' else layer._replace(running_mean=None, running_var=None)
@@ -381,7 +381,7 @@ def _backward(blocks, members, source, saved, grad, needs, needs_x):
 
 
 def _rerun_output(block, members, saved, x):
-    """Recomputes the output of a block from its input and that of its last layer."""
+    """Recompute the output of a block from its input and that of its last layer."""
     number = len(members.layers)
     _, out = _rerun_layer(members.layers[-1], saved.last.load(x.dtype), saved.layers[number - 1])
     if members.shortcut is None:

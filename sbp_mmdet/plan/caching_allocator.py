@@ -39,7 +39,7 @@ class Block:
         self.free, self.previous, self.next = True, None, None
 
     def cut(self, size: int) -> 'Block':
-        """Shortens the block to ``size`` bytes and returns the rest, which is free."""
+        """Shorten the block to ``size`` bytes and return the rest, which is free."""
         rest = Block(self.pool, self.address + size, self.size - size, self.mapped)
         rest.previous, rest.next = self, self.next
         if rest.next:
@@ -283,7 +283,7 @@ class CachingAllocator:
 def replay(
     allocator: CachingAllocator, held: Iterable[int], steps: Iterable[Sequence[tuple[int, int]]]
 ) -> CachingAllocator:
-    """Allocates and frees as a training does.
+    """Allocate and free as a training does.
 
     Args:
         allocator (CachingAllocator): Follows it.

@@ -284,7 +284,7 @@ def _add_rehearse(verbs):
 
 
 def _refuse_strategies(args, config):
-    """Refuses configs whose weights and states are spread over GPUs: counts are those of one GPU that holds all."""
+    """Refuse configs whose weights and states are spread over GPUs: counts are those of one GPU that holds all."""
     if config.get('strategy'):
         raise ValueError(
             f'{args.config}: strategy={name_of(config.strategy)} spreads weights, gradients and optimizer states over '

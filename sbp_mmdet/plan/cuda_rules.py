@@ -114,7 +114,7 @@ def _rules_in_replays():
 
 @contextlib.contextmanager
 def cuda_kernels(counter, compute: bool):
-    """Lets mmcv's CPU kernels stand for those of CUDA.
+    """Let mmcv's CPU kernels stand for those of CUDA.
 
     Non-maximum suppression and RoIAlign refuse reduced precision on a CPU: they run in fp32, out of the counter's
     sight, and give back what CUDA's would. Boxes that end before they start are turned. Masks are copied to the device.

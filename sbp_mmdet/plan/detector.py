@@ -126,7 +126,7 @@ def assignment_on_cpu(counter: LiveBytes):
 
 
 def own_crops(crop: Callable | None = None):
-    """Undoes at its end how hooks change the cropping of masks, which they do for the whole process.
+    """Undo at its end how hooks change the cropping of masks, which they do for the whole process.
 
     Args:
         crop (Callable | None): How masks are cropped at its beginning; None: as before. Default: None.

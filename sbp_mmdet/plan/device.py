@@ -27,7 +27,7 @@ def use_device(device: torch.device | str) -> torch.device:
 
 
 def check_device(device: str) -> str:
-    """Refuses a device that is not there; also ``type=`` of an argument.
+    """Refuse a device that is not there; also ``type=`` of an argument.
 
     Args:
         device (str): 'cpu', 'cuda' or 'cuda:N'.

@@ -124,7 +124,7 @@ def plain(config: Config) -> Config:
 
 
 def _without_checkpoints(node):
-    """Switches off the numbers of checkpointed layers of transformers in a config, which need fairscale."""
+    """Switch off the numbers of checkpointed layers of transformers in a config, which need fairscale."""
     if isinstance(node, dict):
         for key in ('num_cp', 'with_cp'):
             if type(node.get(key)) is int and node[key] > 0:

@@ -210,7 +210,7 @@ def take_tensors_out(value: tuple, found: list[Tensor]) -> tuple[type, list]:
 
 
 def put_tensors_back(structure: tuple[type, list], tensors: Iterator[Tensor]) -> tuple:
-    """Reverses :func:`take_tensors_out`.
+    """Reverse :func:`take_tensors_out`.
 
     Args:
         structure (tuple[type, list]): What that returned.

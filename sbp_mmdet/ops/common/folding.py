@@ -180,7 +180,7 @@ def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
 
 
 def fold(weight, bias, norm_weight, norm_bias, dtype):
-    """Folds the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln."""
+    """Fold the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln."""
     if norm_bias is not None:
         # In the higher precision, since a model in half precision may keep its norms in fp32.
         kind = promoted(weight.dtype, bias.dtype, norm_bias.dtype)

@@ -88,7 +88,7 @@ def _checkpoint():
 
 
 def hand_on(y: Tensor, map: tuple) -> None:
-    """Says how a layer's output is read from what the layer keeps, if a scope is open.
+    """Say how a layer's output is read from what the layer keeps, if a scope is open.
 
     Args:
         y (Tensor): The output.

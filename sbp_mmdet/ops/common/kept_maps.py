@@ -156,7 +156,7 @@ def _affine(x, scale, shift, dtype):
 
 
 def _of_rows(x, map):
-    """Repeats numbers of groups of rows for each row."""
+    """Repeat numbers of groups of rows for each row."""
     return x if x is None or x.shape[2] in (1, map.shape[2]) else x.repeat_interleave(map.shape[2] // x.shape[2], 2)
 
 

@@ -135,7 +135,7 @@ def _range(part):
 
 
 def chunks(images: int, each: int, width: int, device: torch.device, elements: int | None = None) -> list[Chunk]:
-    """Cuts rows into chunks of about the same size, because a short one costs a GPU as many launches as a long one.
+    """Cut rows into chunks of about the same size, because a short one costs a GPU as many launches as a long one.
 
     A chunk is some whole images, or some rows of one image.
 

@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
 
 def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
-    """Draws the rows that gradients of weights are estimated from; gradients of inputs use all rows.
+    """Draw the rows that gradients of weights are estimated from; gradients of inputs use all rows.
 
     The gradient is the sum over rows of outer products of the gradient's row and the activation's. Its estimate is the
     sum over n draws, each divided by n times its row's chance; so its mean is the gradient, except for rounding. A

@@ -36,7 +36,7 @@ class Strip(NamedTuple):
 
 
 def cut_into_strips(shape: Sequence[int], device: torch.device) -> list[Strip]:
-    """Cuts the rows of a map into strips of about the same height.
+    """Cut the rows of a map into strips of about the same height.
 
     Args:
         shape (Sequence[int]): The map, (N, C, H, W).
