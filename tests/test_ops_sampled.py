@@ -301,7 +301,7 @@ def test_models(family):
 def test_what_cannot_be_honoured():
     with pytest.raises(ValueError, match='sample=.* needs'):
         Form('reference', sample=Sample(0.25, 0))
-    with pytest.raises(ValueError, match='sample=.* is one of all positions'):
+    with pytest.raises(ValueError, match='sample=.*give either positions or a sample'):
         Form(sample=Sample(0.25, 0)).kept(positions(torch.ones(2, 2, dtype=torch.bool)))
     for ratio in (1, [0.5, 0.25]):
         with pytest.raises(ValueError, match='must be one number below 1'):

@@ -64,7 +64,7 @@ class NormSaved(NamedTuple):
     Attributes:
         xhat (Stored | None): Normalised input, shape (N, H, W, C). If ``None``, the convolution is rerun.
         rstd (Tensor | None): Its reciprocal deviation, shape (N, H, W, 1).
-        weight (Tensor): Affine part.
+        weight (Tensor): Weight of the affine part, shape (C,).
         conv (Conv | None): Convolution that made the input.
         input_dtype (torch.dtype): Precision of the input.
         layout (torch.memory_format): Layout of the input.
@@ -87,6 +87,9 @@ def layer_norm(settings: NormSettings, tensors: NormTensors) -> Tensor:
 
     Returns:
         Tensor: Shape (N, C, H, W), in the layout of ``x``; under autocast in fp32, as with CUDA's autocast.
+
+    Example:
+        >>> y = layer_norm(NormSettings(), NormTensors(x, norm.weight, norm.bias))
     """
     x, weight, bias, conv = tensors
     dtype = autocast_dtype(x)

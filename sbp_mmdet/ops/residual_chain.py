@@ -1,4 +1,14 @@
-"""A chain of residual blocks as one autograd node, which stores one map a block (see :func:`residual_chain`)."""
+"""A chain of residual blocks as one autograd node, which saves one feature map for each block.
+
+A block is y = relu(F(x) + shortcut(x)), with F a sequence of convolutions with norms and ReLUs in between. Let r be the
+input of its last convolution. The chain saves its own input, r of each block, and its own output. The backward pass
+first runs forwards through the blocks and recomputes their inputs,
+
+    x_{n+1} = relu(norm(conv_last(r_n)) + shortcut(x_n)),
+
+and then backwards through them. There the inputs of a block's convolutions in front of r_n are recomputed from x_n. The
+convolution that makes r_n is not recomputed: in a bottleneck, this is the 3x3.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -50,9 +60,10 @@ class BlockSettings:
 
     Attributes:
         layers (tuple[ConvNormSettings, ...]): Convolutions with norm, two or more, with a ReLU between them. Their
-            own activation is None.
+            own activation is ``None``.
         shortcut (ConvNormSettings | None): Convolution with norm. If ``None``, the shortcut is ``x``. Default: None.
-        pool (AveragePool | None): Pooling in front of the shortcut's convolution. Default: None.
+        pool (AveragePool | None): Pooling in front of the shortcut's convolution. If ``None``, there is none. Default:
+            None.
     """
 
     layers: tuple[ConvNormSettings, ...]
@@ -61,11 +72,11 @@ class BlockSettings:
 
 
 class BlockTensors(NamedTuple):
-    """Parameters and buffers of a block; their ``x`` and ``residual`` are None.
+    """Parameters and buffers of a block, whose fields ``x`` and ``residual`` are ``None``.
 
     Attributes:
-        layers (tuple[ConvNormTensors, ...]): Those of the layers.
-        shortcut (ConvNormTensors | None): Those of the shortcut. Default: None.
+        layers (tuple[ConvNormTensors, ...]): Parameters and buffers of the layers.
+        shortcut (ConvNormTensors | None): Parameters and buffers of the shortcut's layer. Default: None.
     """
 
     layers: tuple[ConvNormTensors, ...]
@@ -73,7 +84,12 @@ class BlockTensors(NamedTuple):
 
 
 class KeptLayer(NamedTuple):
-    """Statistics with which a layer with batch norm in training, or group norm, is recomputed, and SyncBN's count."""
+    """Statistics that a layer is recomputed with.
+
+    Attributes:
+        statistics (Statistics | None): Mean and reciprocal deviation of a batch norm in training mode or a group norm.
+        count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
+    """
 
     statistics: Statistics | None
     count: Tensor | None
@@ -83,10 +99,11 @@ class KeptBlock(NamedTuple):
     """Tensors that a block saves for the backward pass.
 
     Attributes:
-        last (KeptMap): The input of its last layer.
-        signs (tuple[SignBits, ...]): Signs of the ReLUs before, which are recomputed from the block's input.
-        output (SignBits | None): Signs of the block's output. None for the last block, whose output is stored.
-        layers (tuple[KeptLayer, ...]): For each layer, what it needs to run again; the shortcut is the last.
+        last (KeptMap): Input r of its last layer.
+        signs (tuple[SignBits, ...]): Signs of the ReLUs in front of r, whose outputs are recomputed from the block's
+            input.
+        output (SignBits | None): Signs of the block's output. ``None`` for the last block, whose output is saved.
+        layers (tuple[KeptLayer, ...]): Statistics of each layer, those of the shortcut last.
     """
 
     last: KeptMap
@@ -96,26 +113,26 @@ class KeptBlock(NamedTuple):
 
 
 def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence[BlockTensors]) -> Tensor:
-    """Run residual blocks one after the other and store one map a block.
+    """Run residual blocks one after the other and save one feature map for each block.
 
-    Stored are the chain's input and output, which the layers around it store too, and of each block the input of its
-    last convolution. In the backward pass the inputs of the blocks come again from these by the last convolutions, and
-    the other layers' inputs by all convolutions but the last two. In a bottleneck the 3x3 convolution, which is most of
-    the work, never runs again. Signs of recomputed ReLUs are stored, one bit an element, see :class:`.SignBits`. No
-    copy of a weight is stored: batch norms in evaluation mode are folded once more.
+    The chain's input and output are saved, which the layers around it usually save too, and the input of the last
+    convolution of each block. The inputs of the blocks are recomputed by the last convolutions, and the inputs of the
+    other layers by all convolutions but the last two. In a bottleneck the 3x3 convolution, which is most of the work,
+    is not recomputed. Signs of recomputed ReLUs are saved, one bit for each element, see :class:`.SignBits`. No copy of
+    a weight is saved: batch norms in evaluation mode are folded again.
 
-    Blocks in front of the first one that needs a gradient store nothing.
+    Blocks in front of the first one that needs a gradient save nothing.
 
     Args:
-        x (Tensor): Shape (N, C, H, W).
-        blocks (Sequence[BlockSettings]): The blocks in their order.
+        x (Tensor): Input of the first block, shape (N, C, H, W).
+        blocks (Sequence[BlockSettings]): Settings of the blocks in their order.
         tensors (Sequence[BlockTensors]): Parameters and buffers of each block.
 
     Returns:
         Tensor: Output of the last block.
 
     Example:
-        ``y = residual_chain(x, [settings], [BlockTensors((t1, t2, t3))])``
+        >>> y = residual_chain(x, [settings], [BlockTensors((t1, t2, t3))])
     """
     if blocks[0].layers[0].dtype is None:
         blocks = [_in_precision(block, x) for block in blocks]
@@ -199,7 +216,10 @@ def _leaves(tensors):
 
 
 def _without_running_statistics(block, t):
-    """Leave out what the next forward pass writes to, where the backward pass does not need it."""
+    """Return the tensors of a block without running statistics that the backward pass does not read.
+
+    The next forward pass updates them in place, which autograd would report for a saved tensor.
+    """
 
     def strip(s, layer):
         return layer if s.norm == 'fixed' else layer._replace(running_mean=None, running_var=None)
@@ -250,7 +270,7 @@ def _parameter_gradients(layers):
 
 
 def _run(blocks, tensors, x, first):
-    """Run the blocks.
+    """Run the blocks, of which those from the index ``first`` on save tensors.
 
     Returns:
         tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block, input of block ``first``, and
@@ -296,7 +316,7 @@ def _run_block(block, members, x, saves=False):
 
 
 def _keep_input(member, z, r, layer):
-    """Keep ``r = relu(norm(z))``, the input of a block's last layer; it is read from z where the norm needs z too."""
+    """Save ``r = relu(norm(z))``, the input of a block's last layer. If the norm needs z, r is computed from z."""
     storage = member.s.form.storage
     if layer.statistics is None:
         return keep(r, storage, positive=True)._replace(activation=_RELU)
@@ -331,7 +351,7 @@ def _run_layer(member, x):
 
 
 def _rerun_layer(member, x, layer):
-    """Run convolution and norm again; running statistics stay as they are. Returns the outputs of both."""
+    """Recompute convolution and norm with the saved statistics, and return the outputs of both."""
     s, t, factors, _ = member
     z = convolve(s, t, x, factors)
     if layer.statistics is None:
@@ -365,9 +385,22 @@ def _layer_backward(member, x, z, layer, grad, needs, needs_x):
 
 
 def _backward(blocks, members, source, saved, grad, needs, needs_x):
-    """Return the gradient of the chain's input, given that of the last ReLU's input, and what :func:`_layer_backward`
-    finds for each layer.
+    """Run the backward pass of the blocks.
+
+    Args:
+        blocks (Sequence[BlockSettings]): Settings of the blocks.
+        members (list[Members]): Layers of the blocks.
+        source (KeptMap): Input of the first block.
+        saved (tuple[KeptBlock, ...]): What the blocks saved.
+        grad (Tensor): Gradient of the last ReLU's input.
+        needs (list[list[list[bool]]]): For each layer of each block, which parameters need gradients.
+        needs_x (bool): Whether the input needs one.
+
+    Returns:
+        tuple[Tensor | None, list]: Gradient of the first block's input, and the result of :func:`_layer_backward` for
+        each layer.
     """
+    # Forwards: the inputs of all blocks. Backwards: each block is done, and its input freed.
     inputs = [source.load(grad.dtype)]
     for each in zip(blocks[:-1], members[:-1], saved[:-1], strict=True):
         inputs.append(_rerun_output(*each, inputs[-1]))
@@ -375,13 +408,14 @@ def _backward(blocks, members, source, saved, grad, needs, needs_x):
     for n in reversed(range(len(blocks))):
         x = inputs.pop()
         grad, own = _block_backward(blocks[n], members[n], saved[n], x, grad, needs[n], needs_x or n > 0)
+        # x is the output of the previous block's last ReLU, so it is positive where that passes the gradient.
         grad = aten.threshold_backward.default(grad, x, 0) if n > 0 else grad
         found = [*own, *found]
     return grad, found
 
 
 def _rerun_output(block, members, saved, x):
-    """Recompute the output of a block from its input and that of its last layer."""
+    """Recompute the output of a block from its input x and the saved input of its last layer."""
     number = len(members.layers)
     _, out = _rerun_layer(members.layers[-1], saved.last.load(x.dtype), saved.layers[number - 1])
     if members.shortcut is None:
@@ -396,10 +430,10 @@ def _block_backward(block, members, saved, x, grad, needs, needs_x):
 
     Args:
         block (BlockSettings): Settings of the block.
-        members (Members): Its layers.
+        members (Members): Layers of the block.
         saved (KeptBlock): What the block saved.
-        x (Tensor): The block's input.
-        grad (Tensor): The gradient.
+        x (Tensor): Input of the block.
+        grad (Tensor): Gradient of the sum.
         needs (list[list[bool]]): For each layer, which parameters need gradients.
         needs_x (bool): Whether the input needs one.
 
@@ -435,6 +469,7 @@ def _block_backward(block, members, saved, x, grad, needs, needs_x):
 
 
 def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
+    """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it."""
     pooled, layer, z = _pooled(block, x), saved.layers[-1], None
     if layer.statistics is not None:
         z = convolve(member.s, member.t, pooled, None)

@@ -153,6 +153,8 @@ def _backward(settings, saved, grad, needs):
     t, layout = saved.given, _layout(settings.size, settings.window, settings.shift, grad.device)
     layers, sample = _Layers.folded(settings, t), settings.form.sample
     xhat = saved.xhat.load(settings.dtype)
+    # For each chunk of windows, with g = factor * dy in their order: dO = g W_p, dW_p = g^T O, dW' = d[Q K V]^T x-hat
+    # and dx-hat = d[Q K V] W'. Padding sends no gradient to W_p, x-hat and the norm.
     incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _sums(t, layout)
     scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
     dxhat = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2]) if needs.x else None
@@ -210,6 +212,7 @@ class _Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=16)  # two for each stage, which its blocks share: one takes dozens of launches
 def _layout(size, side, shift, device):
+    """Return the layout of a map of ``size`` (height, width) in windows with this side and shift."""
     height, width = size
     tokens = height * width
     below, right = -height % side, -width % side
@@ -262,6 +265,7 @@ class _Layers(NamedTuple):
 
     @classmethod
     def folded(cls, settings, t):
+        """Fold norm and scale into the layers of :class:`WindowTensors`."""
         bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
         rows = _scales(settings.scale, len(bias), bias.dtype, bias.device)
         weight, padding = t.qkv_weight * rows[:, None], bias * rows
@@ -283,15 +287,25 @@ def _scales(scale, channels, dtype, device):
 
 
 class _Windows:
-    """Some windows: x-hat (N, P', C), scaled Q and K, V, all (N, n, h, window^2, d), and their attention maps."""
+    """Activations of some windows: P' places of n windows.
+
+    Attributes:
+        xhat (Tensor): Normalised tokens, shape (N, P', C).
+        q, k, v (Tensor): Q and K, each times the root of the scale, and V, shape (N, n, h, window^2, d).
+        softmax (Tensor): S, shape (N, n, h, window^2, window^2).
+        map (Tensor): S in the precision of matrix products.
+        edge (int): First place of the windows at the edge.
+        pads (Tensor | None): Whether the places from ``edge`` on are padding, bool, (P' - edge, 1).
+    """
 
     def __init__(self, xhat, q, k, v, softmax, edge, pads):
         self.xhat, self.q, self.k, self.v = xhat, q, k, v
         self.softmax, self.map = softmax, softmax.to(v.dtype)
-        self.edge, self.pads = edge, pads  # first place of the windows at the edge, and their padding
+        self.edge, self.pads = edge, pads
 
     @classmethod
     def run(cls, settings, layers, layout, xhat, chunk):
+        """Compute Q, K, V and S of the places ``chunk`` (slice) from x-hat of all tokens."""
         area, edge = settings.window**2, max(layout.simple - chunk.start, 0)
         own = slice(max(chunk.start - layout.simple, 0), chunk.stop - layout.simple)  # among places at the edge
         at_edge = own.stop > own.start
@@ -326,6 +340,7 @@ class _Windows:
             dbias (Sum): Sum for dB.
         """
         images, windows, heads, area, head_dim = self.v.shape
+        # dS = dO V^T, dM = S * (dS - rowsum(S * dS)), dB = sum of dM, dQ = dM K, dK = dM^T Q, dV = S^T dO.
         grad = grad.view(images, windows, area, heads, head_dim).transpose(2, 3).contiguous()
         dsoftmax = (grad @ self.v.mT).to(self.softmax.dtype)
         dscores = torch.ops.aten._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
@@ -351,6 +366,7 @@ def _sums(t, layout):
 
 
 def _parameter_gradients(settings, t, sums):
+    """Return the gradients of the parameters from the sums over the windows: unfold the norm, undo the scale."""
     weight, bias = sums.qkv_weight.value, sums.qkv_bias.value
     scales = _scales(settings.scale, len(bias), bias.dtype, bias.device)
     *folded, dbias = unfold(weight.mul_(scales[:, None]), bias.mul_(scales), t.qkv_weight, t.norm_weight, t.norm_bias)

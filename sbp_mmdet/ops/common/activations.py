@@ -25,7 +25,7 @@ class Activation:
         ValueError: If the name is unknown.
 
     Example:
-        ``Activation('leaky_relu', slope=0.1)(x)``
+        >>> y = Activation('leaky_relu', slope=0.1)(x)
     """
 
     name: str
@@ -38,15 +38,18 @@ class Activation:
 
     @property
     def by_sign(self) -> bool:
-        """Return whether the derivative depends on the sign of the input alone."""
+        """Whether the derivative depends on the sign of the input alone."""
         return self.name in ('relu', 'leaky_relu')
 
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
         """Compute the function.
 
         Args:
-            x (Tensor): The input.
+            x (Tensor): Input, of any shape.
             inplace (bool): Whether ``x`` may be overwritten. Default: False.
+
+        Returns:
+            Tensor: The output, of the same shape.
         """
         return ACTIVATIONS[self.name][0](self, x, inplace)
 
@@ -55,7 +58,7 @@ class Activation:
         return ACTIVATIONS[self.name][1](self, grad, x)
 
 
-# Forward and backward pass of each.
+# Forward pass (activation, x, inplace) and backward pass (activation, grad, x) of each activation, by its name.
 ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
     'relu': (lambda a, x, inplace: F.relu(x, inplace), lambda a, g, x: aten.threshold_backward(g, x, 0)),
     'leaky_relu': (

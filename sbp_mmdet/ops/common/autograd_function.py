@@ -1,12 +1,12 @@
-"""One thin way to make an autograd function of a pair of plain functions, with every tensor by name.
+"""Autograd functions made of two plain functions, a forward and a backward pass, whose tensors have names.
 
 An operation is written as
 
-- a frozen dataclass of settings, which the pair shares;
+- a frozen dataclass of settings, which the two functions share;
 - ``forward(settings, tensors, needs) -> output, saved`` and ``backward(settings, saved, grad, needs) -> gradients``;
-- two NamedTuples: ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves; and a third,
-  ``gradients``, with the tensors that get a gradient (:func:`gradients_of`); ``needs`` holds a bool for each of these.
-  A gradient that nobody needs is not looked at.
+- the NamedTuples ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves, and the NamedTuple
+  ``gradients`` of the tensors that get a gradient (:func:`gradients_of`). ``needs`` has the same fields as
+  ``gradients`` and says for each whether it is needed. Gradients that are not needed are ignored.
 
 Both functions run without gradients and outside of autocast.
 """
@@ -38,7 +38,12 @@ _CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'
 
 
 class Sample(NamedTuple):
-    """The share of rows that gradients of weights are estimated from, and where the draws begin, in [0, 1)."""
+    """Sample of the rows that weight gradients are estimated from.
+
+    Attributes:
+        ratio (float): Share of the rows, in (0, 1].
+        at (float): Where the draws begin, in [0, 1), see :func:`.row_sampling.draw`.
+    """
 
     ratio: float
     at: float
@@ -46,20 +51,20 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Form in which operations are computed and stored; a preset sets it for all of them.
+    """How operations are computed and what they save. A preset sets one form for all operations.
 
     Attributes:
-        implementation (str): 'fused', or 'reference': plain autograd, and Algorithm 1 as the paper writes it.
-            Default: 'fused'.
-        storage (str): How normalised inputs wait for the backward pass: as they are ('native'), or rounded to eight
-            bits ('int8'). Default: 'native'.
-        minimal (bool): Whether operations store no more than their input where the rest can be recomputed. Default:
+        implementation (str): 'fused' (own backward pass) or 'reference' (plain autograd, with Algorithm 1 as the paper
+            writes it). Default: 'fused'.
+        storage (str): How activations are saved for the backward pass: unchanged ('native') or rounded to eight bits
+            ('int8'). Default: 'native'.
+        sample (Sample | None): Sample of the rows that weight gradients are estimated from, if no position is dropped,
+            see :func:`.row_sampling.draw`. If ``None``, weight gradients are exact. Default: None.
+        minimal (bool): Whether operations save no more than their input where the rest can be recomputed. Default:
             False.
-        sample (Sample | None): Rows that gradients of weights are estimated from, where no position is dropped, see
-            :func:`.row_sampling.draw`; None: all, and they are exact. Default: None.
 
     Raises:
-        ValueError: For an unknown value, or one that the reference does not have.
+        ValueError: If a value is unknown, or the reference does not have it.
     """
 
     implementation: str = 'fused'
@@ -69,14 +74,14 @@ class Form:
 
     def __post_init__(self):
         if self.sample and self.implementation != 'fused':
-            raise ValueError(f"sample={self.sample} needs implementation='fused'; leave it out (None)")
+            raise ValueError(f"sample={self.sample} needs implementation='fused'; write sample=None for the reference")
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f'{name}={value!r} is unknown; choose {known[0]!r} or {known[1]!r}')
             if self.implementation == 'reference' and name != 'implementation' and value != known[0]:
                 raise ValueError(
-                    f"{name}={value!r} needs implementation='fused', for the reference stores what autograd stores; "
+                    f"{name}={value!r} needs implementation='fused', because the reference saves what autograd saves; "
                     f'write {name}={known[0]!r} for the reference'
                 )
 
@@ -93,7 +98,10 @@ class Form:
             ValueError: If there are positions and a sample of the rows.
         """
         if positions is not None and self.sample:
-            raise ValueError(f'sample={self.sample} is one of all positions; give no positions, or no sample')
+            raise ValueError(
+                f'sample={self.sample} estimates weight gradients from all positions, but positions are dropped; '
+                'give either positions or a sample'
+            )
         return positions and positions.keep
 
 
@@ -110,11 +118,10 @@ def in_precision(settings, x: Tensor):
 
 
 class OnHost:
-    """A tensor that the backward pass reads numbers from on the CPU: it is kept as it is, past all hooks on saved
-    tensors, and counts for nothing on the device.
+    """Tensor on the CPU that is saved for the backward pass as a plain attribute, past hooks on saved tensors.
 
     Args:
-        tensor (Tensor): On the CPU.
+        tensor (Tensor): A tensor on the CPU, such as the state of a random generator.
     """
 
     def __init__(self, tensor: Tensor):
@@ -124,14 +131,18 @@ class OnHost:
 class Operation:
     """An operation with a backward pass of its own. Call it with settings and tensors to get its output.
 
-    What ``forward`` returns as saved is saved by autograd, tensor by tensor, however deep it lies, so that hooks on
-    saved tensors see it; :class:`OnHost` is the exception.
+    Every tensor in ``saved``, at any depth, is saved by ``ctx.save_for_backward``, so hooks on saved tensors see it;
+    :class:`OnHost` is the exception.
 
     Args:
-        name (str): What autograd's graph calls it.
-        forward (Callable): See this module; its output is one tensor. Where ``saved`` is None, ``backward`` gets None.
-        backward (Callable): See this module.
-        gradients (type): The NamedTuple of the gradients. Its fields are fields of the tensors, default None.
+        name (str): Name of the node in autograd's graph.
+        forward (Callable): Forward pass, see this module. Its output is one tensor; ``saved`` may be ``None``.
+        backward (Callable): Backward pass, see this module.
+        gradients (type): NamedTuple of the gradients, see :func:`gradients_of`.
+
+    Example:
+        >>> _square = Operation('Square', forward, backward, SquareGradients)
+        >>> y = _square(SquareSettings(), SquareTensors(x))
     """
 
     def __init__(self, name: str, forward: Callable, backward: Callable, gradients: type):
@@ -192,11 +203,11 @@ def take_tensors_out(value: tuple, found: list[Tensor]) -> tuple[type, list]:
     """Append the tensors in a nested tuple to a list.
 
     Args:
-        value (tuple): Tensors, other values and tuples of them, named or not. Sizes of tensors count as values.
-        found (list[Tensor]): Changed in place.
+        value (tuple): Tensors, other values, and tuples and NamedTuples of them. ``torch.Size`` counts as a value.
+        found (list[Tensor]): List that the tensors are appended to.
 
     Returns:
-        tuple[type, list]: What :func:`put_tensors_back` makes the nested tuple of.
+        tuple[type, list]: The structure without tensors, for :func:`put_tensors_back`.
     """
     members = []
     for member in value:
@@ -213,8 +224,11 @@ def put_tensors_back(structure: tuple[type, list], tensors: Iterator[Tensor]) ->
     """Reverse :func:`take_tensors_out`.
 
     Args:
-        structure (tuple[type, list]): What that returned.
-        tensors (Iterator[Tensor]): The tensors that it found.
+        structure (tuple[type, list]): Result of :func:`take_tensors_out`.
+        tensors (Iterator[Tensor]): The tensors in the order in which they were found.
+
+    Returns:
+        tuple: The nested tuple.
     """
     kind, members = structure
     found = []

@@ -22,7 +22,7 @@ __all__ = ['attend', 'attend_backward']
 _HALF = (torch.float16, torch.bfloat16)
 # CUDA's memory-efficient kernel reads rows of statistics in blocks of this many numbers.
 _ALIGN = 32
-# Entries of the attention map that exist at a time where no kernel supports the input.
+# Number of entries of the attention map that exist at a time if no kernel supports the input.
 _MAP = 2**24
 
 
@@ -80,14 +80,14 @@ def attend_backward(
 
 
 def _kernel(q):
-    """Return the kernel that runs: the same in both passes. The statistics of all kernels are the same numbers."""
+    """Return the name of the kernel that supports the input; it is the same one in both passes."""
     head_dim = q.shape[-1]
     if q.device.type == 'cpu':
         return 'cpu' if hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
     if q.device.type != 'cuda' or head_dim % 8 or q.dtype == torch.float64:
         return 'plain'
     ampere = _ampere(q.device.index)
-    # Before torch 2.2 the flash kernel wants lengths in int32 for its backward pass, and pads the statistics.
+    # Before torch 2.2 the flash kernel's backward pass expects lengths in int32, and its statistics are padded.
     if ampere and q.dtype in _HALF and head_dim <= 128 and torch.__version__ >= (2, 2):
         return 'flash'
     # bf16 came with Ampere.
@@ -149,6 +149,7 @@ def _plain_backward(grad, q, k, v, out, lse):
     dq, dk, dv = (torch.empty(x.flatten(0, 1).shape, dtype=full, device=x.device) for x in (q, k, v))
     for chunk in _chunks(q, k):
         g, queries, keys, values, o, statistics = (x[chunk].to(full) for x in rows)
+        # S = exp(M - lse), dV = S^T dO, dM = S * (dO V^T - rowsum(dO * O)), dQ = dM K / sqrt(d), dK = dM^T Q / sqrt(d)
         scores = queries @ keys.mT * factor - statistics[..., None]
         softmax = scores.exp_()
         dv[chunk] = softmax.mT @ g

@@ -1,4 +1,4 @@
-"""Algebra around linear layers: the norm in front of one and the layer scale behind it are folded into its weight.
+"""Algebra of linear layers: the norm in front of a layer and the layer scale behind it are folded into its weight.
 
 Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :class:`Incoming`, :func:`normalise_backward`,
 :func:`unfold`, :func:`unscale`.
@@ -135,7 +135,16 @@ def _addcmul(*operands_and_out):
 
 
 def normalise(x, eps, dtype):
-    """Return x-hat in ``dtype`` and the reciprocal deviation, shape (..., 1), in full precision."""
+    """Return x-hat = (x - mean) * rstd in ``dtype``, and rstd = 1 / sqrt(var + eps), shape (..., 1), in full precision.
+
+    Args:
+        x (Tensor): Input of the norm, shape (..., C); mean and variance are over the channels.
+        eps (float): Added to the variance.
+        dtype (torch.dtype): Precision of x-hat.
+
+    Returns:
+        tuple[Tensor, Tensor]: x-hat and rstd.
+    """
     rows, reduced = x.reshape(-1, x.shape[-1]), (torch.float16, torch.bfloat16)
     if x.dtype in reduced and (x.device.type == 'cpu' or dtype not in reduced):
         # CUDA's kernel computes in full precision and rounds x-hat to x's; the CPU's would round the deviation too.
@@ -145,15 +154,16 @@ def normalise(x, eps, dtype):
 
 
 def unit_statistics(rstd):
-    """Return means of 0 and deviations of 1 for as many rows, the statistics of x-hat itself."""
+    """Return zeros and ones in the shape of ``rstd``: the means and reciprocal deviations of x-hat itself."""
     return torch.zeros_like(rstd), torch.ones_like(rstd)
 
 
 def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
     """Compute the gradient of a norm's input from that of x-hat.
 
-    The normalisation of x-hat is x-hat itself, so torch's kernel for x-hat's own statistics (mean 0, deviation 1) gives
-    the gradient up to the factor rstd.
+        dx = rstd * (dx-hat - mean(dx-hat) - x-hat * mean(dx-hat * x-hat)),   means over the channels
+
+    x-hat has mean 0 and deviation 1, so torch's kernel with these statistics computes the part in parentheses.
 
     Args:
         grad (Tensor): Gradient of x-hat, (..., C).
@@ -180,7 +190,18 @@ def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
 
 
 def fold(weight, bias, norm_weight, norm_bias, dtype):
-    """Fold the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln."""
+    """Fold the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln.
+
+    Args:
+        weight (Tensor): W, shape (D, C).
+        bias (Tensor): b, shape (D,).
+        norm_weight (Tensor | None): w_ln, shape (C,). If ``None``, 1.
+        norm_bias (Tensor | None): b_ln, shape (C,). If ``None``, 0.
+        dtype (torch.dtype): Precision of the result.
+
+    Returns:
+        tuple[Tensor, Tensor]: W' and b'.
+    """
     if norm_bias is not None:
         # In the higher precision, since a model in half precision may keep its norms in fp32.
         kind = promoted(weight.dtype, bias.dtype, norm_bias.dtype)
@@ -193,8 +214,17 @@ def unfold(dw, db, weight, norm_weight, norm_bias):
     """Compute the gradients of (w_ln, b_ln, W, b) from those of :func:`fold`'s W' and b'.
 
     With W' = W diag(w_ln) and b' = b + W b_ln: dw_ln = sum over rows of dW' * W, db_ln = W^T db',
-    dW = dW' diag(w_ln) + db' b_ln^T.
-    If ``dw`` is ``None``, only the gradients of the biases are computed.
+    dW = dW' diag(w_ln) + db' b_ln^T, db = db'.
+
+    Args:
+        dw (Tensor | None): dW', shape (D, C). If ``None``, only the gradients of the biases are computed.
+        db (Tensor): db', shape (D,).
+        weight (Tensor): W, shape (D, C).
+        norm_weight (Tensor | None): w_ln, shape (C,).
+        norm_bias (Tensor | None): b_ln, shape (C,).
+
+    Returns:
+        tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]: Gradients of w_ln, b_ln, W and b.
     """
     dnb = None if norm_bias is None else weight.t().to(db.dtype) @ db
     if dw is None:

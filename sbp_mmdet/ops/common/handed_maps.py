@@ -1,13 +1,14 @@
-"""What one layer hands to the next: how its output can be read from what the layer keeps for its own backward pass.
+"""Feature maps that one layer hands on to the next, so that both save them once.
 
-A convolution needs its input for the gradient of its weight. Often the layer in front keeps tensors from which this
-input can be computed again: a SiLU keeps what it was applied to, a batch norm the convolution's output. If the layer
-says so (:func:`hand_on`), the next one (:func:`handed_on`) stores nothing of its own.
+A convolution needs its input for the gradient of its weight. Often the layer in front saves tensors from which this
+input can be recomputed: a SiLU saves its own input, a batch norm the convolution's output. If the layer in front
+registers how to recompute its output (:func:`hand_on`), the next layer looks it up (:func:`handed_on`) and saves
+nothing of its own.
 
-This is right only while nobody writes to the output in between. Writes that autograd sees are found by the versions of
-tensors. Writes past autograd (``x.data``, numpy, DLPack) cannot be seen, so layers hand on within a :class:`Scope`
-only: while a module runs inside of which all code is known (see :mod:`sbp_mmdet.passes`). The scope holds what was
-handed on. It ends when the module returns or raises, and nothing is ever attached to a tensor.
+This is right only while nothing writes to the output in between. Writes that autograd sees are found by the versions of
+tensors. Writes past autograd (``x.data``, numpy, DLPack) cannot be seen, so layers hand on maps within a :class:`Scope`
+only: while a module runs inside of which all code is known (see :mod:`sbp_mmdet.passes`). The scope holds the
+registered maps. It ends when the module returns or raises, and nothing is ever attached to a tensor.
 """
 
 import sys
@@ -22,18 +23,18 @@ from torch import Tensor
 
 __all__ = ['Scope', 'hand_on', 'handed_on', 'handed_on_by', 'is_made_here', 'made_here', 'scope_is_open']
 
-_thread = threading.local()  # scope: the innermost one that is open in this thread
+_thread = threading.local()  # attribute `scope`: the innermost scope that is open in this thread
 _TOP_HOOKS = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None)  # torch 2.8 and newer
 
 
 class _Entry(NamedTuple):
-    """Entry of a scope: how an output is read, and the versions of the tensors that it is read from.
+    """Entry of a scope: how an output is recomputed, and the versions of the tensors that this needs.
 
     Attributes:
-        output (weakref.ref): The output; when it dies, the entry does.
-        map (tuple): How the output is read, of tensors.
-        versions (list[tuple[Tensor, int]]): The tensors that are read, with their versions.
-        version (int): The version of the output.
+        output (weakref.ref): The output. When it is freed, the entry is removed.
+        map (tuple): NamedTuple of tensors with a method ``load`` that recomputes the output.
+        versions (list[tuple[Tensor, int]]): The tensors of ``map`` with their versions.
+        version (int): Version of the output.
     """
 
     output: weakref.ref
@@ -43,10 +44,11 @@ class _Entry(NamedTuple):
 
 
 class Scope:
-    """Context in which layers of this thread hand on. A scope inside of another one sees nothing of the outer one.
+    """Context manager within which layers of this thread hand on maps. An inner scope sees no maps of an outer one.
 
     Example:
-        ``with Scope(): out = backbone(images)``
+        >>> with Scope():
+        ...     out = backbone(images)
     """
 
     def __enter__(self) -> None:
@@ -63,10 +65,10 @@ class Scope:
 
 
 def scope_is_open() -> bool:
-    """Return whether layers hand on here.
+    """Return whether layers hand on maps here.
 
-    They do not inside of a checkpoint that was entered within the scope: what runs again there, in the backward pass,
-    would find nothing, and has to store as much as the first run.
+    They do not inside of a checkpoint that was entered within the scope. What runs again there, in the backward pass,
+    finds no scope, and has to save as many tensors as the first run.
     """
     return _scope() is not None
 
@@ -77,7 +79,7 @@ def _scope():
 
 
 def _checkpoint():
-    """Return an object that is another one inside of each checkpoint: the hooks on saved tensors that it sets."""
+    """Return an object that identifies the innermost checkpoint: the hooks on saved tensors that it sets."""
     if _TOP_HOOKS is not None:
         hooks = _TOP_HOOKS(False)
         return hooks[0] if hooks else None
@@ -88,11 +90,11 @@ def _checkpoint():
 
 
 def hand_on(y: Tensor, map: tuple) -> None:
-    """Say how a layer's output is read from what the layer keeps, if a scope is open.
+    """Register how a layer's output is recomputed from what the layer saves. Without an open scope, do nothing.
 
     Args:
         y (Tensor): The output.
-        map (tuple): The same values, as tensors and nested named tuples of tensors, with a method to load them.
+        map (tuple): NamedTuple of tensors and nested NamedTuples, with a method ``load`` that returns the values of y.
     """
     scope = _scope()
     if scope is not None:
@@ -102,14 +104,15 @@ def hand_on(y: Tensor, map: tuple) -> None:
 
 
 def handed_on(x: Tensor) -> tuple | None:
-    """Return how a layer's input is read from what the layer in front keeps.
+    """Return how a layer's input is recomputed from what the layer in front saves.
+
+    An entry whose input or tensors were written to since is removed.
 
     Args:
         x (Tensor): The input.
 
     Returns:
-        tuple | None: What was given to :func:`hand_on`. ``None`` if nothing was, or if the input, or a tensor that
-        it is read from, was written to since.
+        tuple | None: The map that was given to :func:`hand_on`, or ``None`` if there is none, or no longer.
     """
     scope = _scope()
     entry = None if scope is None else scope.entries.get(id(x))
@@ -122,10 +125,13 @@ def handed_on(x: Tensor) -> tuple | None:
 
 
 def handed_on_by(nodes: Sequence) -> list[tuple | None]:
-    """Return how the outputs of nodes of autograd's graph are read, as :func:`handed_on` does for a tensor.
+    """Return how the outputs of nodes of autograd's graph are recomputed, as :func:`handed_on` does for a tensor.
 
     Args:
-        nodes (Sequence): ``grad_fn`` of the outputs. ``None`` stands for what has none.
+        nodes (Sequence): ``grad_fn`` of each output, or ``None`` for an output without one.
+
+    Returns:
+        list[tuple | None]: The map of each output, or ``None`` if there is none.
     """
     scope = _scope()
     outputs = [entry.output() for entry in scope.entries.values()] if scope is not None else ()
@@ -135,7 +141,7 @@ def handed_on_by(nodes: Sequence) -> list[tuple | None]:
 
 
 def made_here(y: Tensor) -> None:
-    """Note that a tensor without a gradient was made within this scope, unlike images, which others may write to."""
+    """Register a tensor without gradient as made within this scope, unlike images, which other code may write to."""
     scope = _scope()
     if scope is not None:
         made, key = scope.made, id(y)

@@ -1,4 +1,4 @@
-"""Feature maps that wait for the backward pass of convolutions, each of them once."""
+"""Feature maps that convolutions, norms and activations save for the backward pass, each of them once."""
 
 from typing import NamedTuple
 
@@ -14,24 +14,24 @@ __all__ = ['KeptCat', 'KeptMap', 'add', 'addend', 'keep', 'kept']
 
 aten = torch.ops.aten
 
-DEEPEST = 3  # maps that are added up in the backward pass, at the most; the sum of more is stored
+DEEPEST = 3  # largest number of maps that are added up in the backward pass; a sum of more maps is saved itself
 
-_LEAST_POSITIONS = 16  # with fewer in a map, its scales take what eight bits save
-_GROUP = 32  # positions that share a scale, at the least: neighbours are alike, so their steps are finer
+_LEAST_POSITIONS = 16  # in maps with fewer positions, the scales take as many bytes as eight bits save
+_GROUP = 32  # least number of positions that share a scale: neighbours are alike, so their steps are finer
 
 
 class KeptMap(NamedTuple):
-    """A feature map y = act(u) + shortcut with u = scale * z + shift + residual and z = unit * values + base.
+    """Saved form of a feature map y = act(u) + shortcut.
 
-    What is ``None`` is left out of the formula.
+    Here u = scale * z + shift + residual and z = unit * values + base. Fields that are ``None`` are left out.
 
     Attributes:
-        values (Tensor): Shape (N, C, H, W): z itself, or z in eight bits.
+        values (Tensor): z itself, or z in eight bits, shape (N, C, H, W).
         unit, base (Tensor | None): Step and offset of eight bits, shape (N, C, B, 1), for each of B groups of rows. If
-            there is a step and no offset, zero is kept as -127.
-        scale, shift (Tensor | None): Affine form of a norm, broadcastable.
-        activation (Activation | None): The activation.
-        residual, shortcut (KeptMap | None): Other feature maps.
+            there is a step and no offset, the value -127 stands for zero.
+        scale, shift (Tensor | None): Norm as an affine map, broadcastable.
+        activation (Activation | None): Activation.
+        residual, shortcut (KeptMap | None): Other saved feature maps.
     """
 
     values: Tensor
@@ -76,12 +76,12 @@ class KeptMap(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Return whether values were not rounded to eight bits."""
+        """Whether the values are not rounded to eight bits."""
         return self.values.is_floating_point()
 
     @property
     def width(self) -> int:
-        """The number of channels."""
+        """Number of channels."""
         return self.values.shape[1]
 
     def before_norm(self, dtype: torch.dtype) -> Tensor:
@@ -113,10 +113,10 @@ class KeptMap(NamedTuple):
 
 
 class KeptCat(NamedTuple):
-    """A feature map whose channels are those of other maps, one after the other.
+    """Saved form of a feature map that is the concatenation of others along the channels.
 
     Attributes:
-        maps (tuple[KeptMap | KeptCat, ...]): The others.
+        maps (tuple[KeptMap | KeptCat, ...]): The saved forms of the others.
     """
 
     maps: tuple
@@ -133,7 +133,7 @@ class KeptCat(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of channels."""
+        """Number of channels."""
         return sum(map.width for map in self.maps)
 
     def rows(self, start: int, stop: int) -> 'KeptCat':
@@ -146,7 +146,7 @@ class KeptCat(NamedTuple):
 
 
 def _affine(x, scale, shift, dtype):
-    """Compute scale * x + shift in ``dtype``; returns x itself if there is nothing to do."""
+    """Compute scale * x + shift in ``dtype``, or return x itself if there is no scale."""
     if scale is None:
         return x.to(dtype)
     if x.is_cuda or memory_format(x) is torch.channels_last:
@@ -156,7 +156,7 @@ def _affine(x, scale, shift, dtype):
 
 
 def _of_rows(x, map):
-    """Repeat numbers of groups of rows for each row."""
+    """Repeat numbers of groups of rows, shape (N, C, B, 1), for each row of a map: (N, C, H, 1)."""
     return x if x is None or x.shape[2] in (1, map.shape[2]) else x.repeat_interleave(map.shape[2] // x.shape[2], 2)
 
 
@@ -167,7 +167,7 @@ def _groups(x):
 
 
 def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, positive: bool = False) -> KeptMap:
-    """Keep a feature map as it is or in eight bits.
+    """Return the saved form of a feature map: unchanged or in eight bits.
 
     Eight bits have a step of their own for each image, channel and group of rows. Values are rounded to the nearest
     step.
@@ -226,15 +226,15 @@ def _scaled(x, scale, shift):
 
 
 def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat:
-    """Return what a layer keeps of its input: what the layer in front handed on, or the input itself.
+    """Return the saved form of a layer's input: the map that the layer in front handed on, or the input itself.
 
     Args:
         x (Tensor): The input, shape (N, C, H, W).
-        cast (Tensor): The input in the dtype that the layer runs in.
+        cast (Tensor): The input in the precision of the layer.
         storage (str): 'native' or 'int8'.
 
     Returns:
-        KeptMap | KeptCat: The input.
+        KeptMap | KeptCat: The saved form.
     """
     map = handed_on(x)
     if map is not None and (storage == 'int8' or map.is_exact):
@@ -247,9 +247,9 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat:
 
 
 def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
-    """Return what ``torch.cat`` made of channels that were handed on, or ``None`` if most of them were not.
+    """Return the saved form of an output of ``torch.cat`` if most of its channels were handed on, else ``None``.
 
-    Channels of other maps are copied: the whole map need not wait for the backward pass.
+    Channels of other maps are copied, so that the whole concatenation is not saved.
     """
     node = x.grad_fn
     if type(node).__name__ != 'CatBackward0' or x.dim() != 4 or node._saved_dim not in (1, 2**64 - 3):
@@ -270,11 +270,11 @@ def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
 
 
 def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
-    """Add two feature maps. The next layer need not keep the sum if both of its terms are kept.
+    """Add two feature maps. If both terms are saved, the next layer need not save the sum.
 
     Args:
-        x (Tensor): Shape (N, C, H, W), from a layer that hands on what it keeps.
-        shortcut (Tensor): The same shape.
+        x (Tensor): Output of a layer that hands on its map, shape (N, C, H, W).
+        shortcut (Tensor): Feature map of the same shape.
         storage (str): 'native' or 'int8'.
 
     Returns:
@@ -293,11 +293,14 @@ def _hand_on_sum(out, x, shortcut, storage):
 
 
 def addend(x: Tensor, storage: str) -> KeptMap | None:
-    """Return what a sum with a map is read from, or ``None`` if the sum should be stored itself.
+    """Return the saved form of a term of a sum, or ``None`` if the sum should be saved itself.
 
     Args:
-        x (Tensor): Shape (N, C, H, W).
+        x (Tensor): The term, shape (N, C, H, W).
         storage (str): 'native' or 'int8'.
+
+    Returns:
+        KeptMap | None: The saved form.
     """
     map = handed_on(x)
     if map is None and storage == 'native' and scope_is_open():

@@ -1,6 +1,6 @@
 """Feature maps and tokens of any memory layout, and their rows in chunks.
 
-A row is one position: C numbers. Rows of kept positions are contiguous, image after image.
+A row is one position, a vector of C numbers. Rows of kept positions are contiguous, image after image.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ __all__ = [
     'tokens_of',
 ]
 
-# Elements of an operation's largest tensor that exist at a time: on a CPU what stays in its caches. On a GPU a launch
-# costs more than memory: one image of 800 x 1344 in the first stage of ConvNeXt-B (34 million) and in the encoder of
-# DINO (46 million), and two in ConvNeXt's other stages, are one chunk. Not by the memory that is free: the sums would
-# be rounded differently from run to run.
+# Number of elements of an operation's largest tensor that exist at a time. On a CPU, they should stay in its caches. On
+# a GPU, a launch costs more than memory: one image of 800 x 1344 in the first stage of ConvNeXt-B (34 million) and in
+# the encoder of DINO (46 million), and two images in ConvNeXt's other stages, are one chunk. The number does not depend
+# on the memory that is free, because sums would be rounded differently from run to run.
 CHUNK = {'cpu': 2**20, 'cuda': 44 * 2**20}
-# Rows of a chunk at least, where nobody says how many elements: a product of fewer spends its time on reading weights.
+# Least number of rows of a chunk by default. A product of fewer rows spends its time on reading weights.
 _ROWS = 640
-# Chunks of an image's rows are multiples of so many, as the tiles of a GPU's products are.
+# Chunks of an image's rows are multiples of this number, as the tiles of a GPU's matrix products are.
 _TILE = 64
 
 
@@ -85,14 +85,15 @@ def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
     return tokens.add_(rows) if index is None else tokens.index_add_(1, index, rows)
 
 
-# Chunks, so that what is larger than a row exists for one chunk at a time.
+# Chunks: intermediate tensors exist for one chunk at a time.
 
 
 class Chunk(NamedTuple):
     """Some rows of some images of a tensor (N, K, ...), as a view of it.
 
     Attributes:
-        images, rows (slice): Which images, and which rows of each; both have a start and a stop, and may have a step.
+        images (slice): Images, with a start and a stop; a step is allowed.
+        rows (slice): Rows of each image, with a start and a stop; a step is allowed.
     """
 
     images: slice
@@ -117,7 +118,7 @@ class Chunk(NamedTuple):
         """
         if index is None:
             return x[self.images, self.rows].reshape(-1, x.shape[2])
-        if self.number == 1:  # a CPU takes nine times as long where there is a dimension for images
+        if self.number == 1:  # with a dimension for images, a CPU takes nine times as long
             return x[self.images.start].index_select(0, index[self.rows])
         return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
 

@@ -39,11 +39,18 @@ class Statistics(NamedTuple):
     rstd: Tensor
 
 
-# Fixed norms. Numbers for each channel are small, so they are made for all layers of a chain in the same few calls.
+# Fixed norms: batch norm in evaluation mode. With k = norm_weight * rstd and rstd = 1 / sqrt(running_var + eps), it is
+# y = k * (z - running_mean) + norm_bias. Numbers for each channel are small, so those of all layers of a chain are
+# computed in the same few calls.
 
 
 class Factors(NamedTuple):
-    """Factor and reciprocal deviation of a fixed norm, for each channel, in full precision."""
+    """Factors of a fixed norm for each channel, in full precision.
+
+    Attributes:
+        scale (Tensor): k = norm_weight * rstd, shape (D,).
+        rstd (Tensor): 1 / sqrt(running_var + eps), shape (D,).
+    """
 
     scale: Tensor
     rstd: Tensor
@@ -54,7 +61,7 @@ class FixedGradients(NamedTuple):
 
     Attributes:
         t (NamedTuple): Parameters and buffers, see :class:`..conv_norm_act.ConvNormTensors`.
-        factors (Factors): Those of the norm.
+        factors (Factors): Factors of the norm.
         needs (NamedTuple): Which gradients are needed, by name.
         weight (Tensor | None): Gradient of the convolution's weight.
         products (Tensor | None): Sums of W * dW' * ``factor``, shape (D,), in full precision.
@@ -72,10 +79,13 @@ class FixedGradients(NamedTuple):
 
 
 def factors_of_fixed(layers: Sequence[tuple]) -> list[Factors | None]:
-    """Return the factors of the fixed norms among some layers, ``None`` for other norms.
+    """Compute the factors of the fixed norms among some layers.
 
     Args:
         layers (Sequence[tuple]): Settings and tensors of each layer.
+
+    Returns:
+        list[Factors | None]: Factors of each layer, ``None`` for layers without a fixed norm.
     """
     fixed = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
     found = [None] * len(layers)
@@ -102,17 +112,17 @@ def _take_rsqrt(tensors):
 
 
 def parts_in_half(factors: Sequence[Factors]) -> list[tuple[Tensor, Tensor]]:
-    """Split the factors k of fixed norms into one of the gradient and one of the weight, for fp16.
+    """Split the factors k of fixed norms into a factor of the output's gradient and a factor of the weight, for fp16.
 
-    dW' may be infinite where k is small and plain code's k dW' is not, and k W has no digits left where all k are
-    small. So dy is multiplied by k, as in plain code, or by a small constant c where k is smaller, and the weight by
-    k / max(k, c).
+    With the whole of k on the weight, the product dW' = dy^T x may overflow where k is small, although dW = k dW' does
+    not; and k W underflows where all k are small. So dy is multiplied by max(k, c) with a small constant c, and the
+    weight by k / max(k, c).
 
     Args:
         factors (Sequence[Factors]): Factors of the norms.
 
     Returns:
-        list[tuple[Tensor, Tensor]]: Both factors of each norm.
+        list[tuple[Tensor, Tensor]]: For each norm, the factors of the gradient and of the weight, shape (D,).
     """
     scales = [f.scale for f in factors]
     large = torch._foreach_clamp_min(scales, _LEAST_FACTOR)
@@ -120,10 +130,13 @@ def parts_in_half(factors: Sequence[Factors]) -> list[tuple[Tensor, Tensor]]:
 
 
 def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tensor]]:
-    """Return the gradients of convolutions' and fixed norms' parameters, by name.
+    """Compute the gradients of the parameters of convolutions with fixed norms.
 
     Args:
-        layers (Sequence[FixedGradients]): What is known of each layer; overwritten.
+        layers (Sequence[FixedGradients]): Sums of each layer. They are overwritten.
+
+    Returns:
+        list[dict[str, Tensor]]: For each layer, the needed gradients by name.
     """
     normed = [layer for layer in layers if layer.needs.norm_weight]
     if normed:
@@ -149,16 +162,26 @@ def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tenso
 
 
 def _centre(layer):
-    """Return what sums of dy are multiplied with, in their precision: the mean, less the convolution's bias."""
+    """Return running_mean - bias, the mean of the convolution's output without bias, in the precision of the sums."""
     t, dtype = layer.t, layer.sums.dtype
     return t.running_mean.to(dtype) if t.bias is None else t.running_mean.to(dtype) - t.bias
 
 
-# Norms with statistics of the map.
+# Norms with statistics of the map: batch norm in training mode, SyncBN and group norm.
 
 
 def normalise(s, t, z):
-    """Return the normalised map, in memory of its own, the statistics, and how many positions a SyncBN's are over."""
+    """Normalise a map with its own statistics; running statistics are updated as torch's own norm does.
+
+    Args:
+        s (ConvNormSettings): Settings.
+        t (ConvNormTensors): Parameters and buffers of the norm.
+        z (Tensor): Input of the norm, shape (N, D, H, W).
+
+    Returns:
+        tuple[Tensor, Statistics, Tensor | None]: The output as a new tensor, the statistics, and for SyncBN the number
+        of positions that they are computed over.
+    """
     if s.norm == 'group':
         # CUDA's kernel takes one precision, and its autocast runs group norm in full.
         z = _for_group_norm(z if t.norm_weight is None or not z.is_cuda else z.to(t.norm_weight.dtype))
@@ -175,12 +198,24 @@ def normalise(s, t, z):
 
 
 def _for_group_norm(z):
-    """Return a map in a layout that torch's kernel takes."""
+    """Return a map in a memory layout that torch's kernel of group norm supports."""
     return z.contiguous(memory_format=memory_format(z)) if z.device.type == 'cpu' else z.contiguous()
 
 
 def affine_of_norm(s, t, statistics, channels):
-    """Return scale and shift of a norm with these statistics, broadcastable."""
+    """Return the norm as an affine map, norm(z) = scale * z + shift.
+
+    scale = norm_weight * rstd and shift = norm_bias - mean * scale.
+
+    Args:
+        s (ConvNormSettings): Settings.
+        t (ConvNormTensors): Parameters of the norm.
+        statistics (Statistics): Mean and reciprocal deviation.
+        channels (int): Number of channels D.
+
+    Returns:
+        tuple[Tensor, Tensor]: Scale and shift in full precision, shape (1, D, 1, 1), or (N, D, 1, 1) for group norm.
+    """
     mean, scale = (n.to(accumulator(n)) for n in statistics)
     if s.norm == 'group':
         mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in (mean, scale))
@@ -191,7 +226,20 @@ def affine_of_norm(s, t, statistics, channels):
 
 
 def normalise_backward(s, t, statistics, count, z, grad, needs):
-    """Return the gradients of a norm's input, weight and bias, given that of its output and its input ``z``."""
+    """Compute the gradients of a norm that :func:`normalise` ran.
+
+    Args:
+        s (ConvNormSettings): Settings.
+        t (ConvNormTensors): Parameters of the norm.
+        statistics (Statistics): Mean and reciprocal deviation.
+        count (Tensor | None): For SyncBN, the number of positions of the statistics.
+        z (Tensor): Input of the norm, shape (N, D, H, W).
+        grad (Tensor): Gradient of the output.
+        needs (NamedTuple): Which gradients are needed, by name.
+
+    Returns:
+        tuple[Tensor, Tensor | None, Tensor | None]: Gradients of the input, the weight and the bias.
+    """
     mean, rstd = statistics
     which = [True, needs.norm_weight, needs.norm_bias]
     if s.norm == 'group':
@@ -206,7 +254,11 @@ def normalise_backward(s, t, statistics, count, z, grad, needs):
 
 
 def _normalise_together(s, t, z):
-    """Run batch norm with the statistics of all processes; one of them may have no image."""
+    """Run batch norm with the statistics of all processes; a process may have no image.
+
+    From the means m_p, variances v_p and numbers n_p of the processes, with n = sum of n_p: mean = sum of n_p m_p / n
+    and var = sum of n_p (v_p + (m_p - mean)^2) / n.
+    """
     full, channels = accumulator(z), z.shape[1]
     var, mean = torch.var_mean(z.to(full), (0, 2, 3), correction=0)
     count = torch.full_like(mean[:1], z.numel() // channels)
@@ -226,7 +278,10 @@ def _normalise_together(s, t, z):
 
 
 def _normalise_together_backward(s, t, statistics, count, z, grad):
-    """Run :func:`normalise_backward` over all processes; gradients of the parameters are this process's own."""
+    """Run :func:`normalise_backward` over all processes; gradients of the parameters are this process's own.
+
+    dz = norm_weight * rstd * (dy - sum(dy) / n - x-hat * sum(dy * x-hat) / n), with sums over all processes.
+    """
     mean, rstd = (n.view(1, -1, 1, 1) for n in statistics)
     full = grad.to(rstd.dtype)
     xhat = (z - mean) * rstd
@@ -239,7 +294,7 @@ def _normalise_together_backward(s, t, statistics, count, z, grad):
     return dz.to(grad.dtype), dweight if t.norm_weight is not None else None, dbias if t.norm_bias is not None else None
 
 
-# SyncBN by the kernels of torch's own, which exist for CUDA alone: a third of the passes over the map.
+# SyncBN by torch's own kernels, which exist for CUDA only and need a third of the passes over the map.
 
 
 def _has_kernels(z):
@@ -250,7 +305,7 @@ _NO_POSITIONS = 1e-30  # stands for a count of 0, by which the kernel would divi
 
 
 def _normalise_together_by_kernels(s, t, z):
-    """Run :func:`_normalise_together` by torch's CUDA kernels; returns the positions of each process, not their sum."""
+    """Run :func:`_normalise_together` by torch's CUDA kernels. The third result has the positions of each process."""
     z, channels = z.contiguous(memory_format=memory_format(z)), z.shape[1]
     if z.numel():
         mean, rstd = torch.batch_norm_stats(z, s.eps)

@@ -1,4 +1,7 @@
-"""Precision of computations, and the form in which a tensor is saved for the backward pass."""
+"""Precision of computations, sums in full precision, and the form in which a tensor is saved for the backward pass.
+
+Full precision is fp32, or fp64 for tensors in fp64 (:func:`accumulator`).
+"""
 
 import contextlib
 import functools
@@ -24,10 +27,10 @@ __all__ = [
     'zeros_for',
 ]
 
-# Rows that a product of fp16 matrices is summed over at a time. The result is in fp16 too, and its columns may have
-# been scaled by their maximum, so a longer sum could exceed 65504 whatever the loss scale is.
+# Number of rows that a product of fp16 matrices is summed over at a time. The result is in fp16 too, and its columns
+# may have been scaled by their maximum, so a longer sum could exceed 65504 whatever the loss scale is.
 _LONGEST_SUM = 8192
-# Entries that exist in full precision at a time while they are rounded to eight bits.
+# Number of entries that exist in full precision at a time while a tensor is rounded to eight bits.
 _ROUNDED = 2**22
 _NOTHING = contextlib.nullcontext()
 _HAS_KINDS = hasattr(torch, 'get_autocast_dtype')  # torch 2.4 and newer
@@ -50,18 +53,18 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def no_autocast(x):
-    """Return a context in which every operation runs in the precision of its inputs."""
+    """Return a context manager that disables autocast on the device of ``x``, if it is enabled."""
     off = x.dtype != torch.float64 and autocast_dtype(x) is None
     return _NOTHING if off else torch.autocast(x.device.type, enabled=False)
 
 
 def column_sums(rows):
-    """Sum over the rows, in full precision."""
+    """Sum rows (K, C) over the rows, in full precision; the result has shape (C,)."""
     return rows.sum(0, dtype=accumulator(rows))
 
 
 def zeros_for(parameter):
-    """Return zeros in which the gradient of a parameter is accumulated, in full precision."""
+    """Return zeros in the shape of a parameter, in full precision, to sum its gradient in."""
     return torch.zeros_like(parameter, dtype=accumulator(parameter))
 
 
@@ -77,17 +80,17 @@ def promoted(*dtypes):
 
 
 class Sum:
-    """Sum over rows in full precision, which begins as its first term and not as zeros.
+    """Sum in full precision. The first term becomes the sum itself, so no zeros are allocated.
 
     Args:
-        like (Tensor): Parameter whose gradient it is.
+        like (Tensor): Parameter whose gradient the sum is; :attr:`value` is zeros in its shape if nothing was added.
     """
 
     def __init__(self, like: Tensor):
         self.like, self._total = like, None
 
     def add(self, part: Tensor) -> None:
-        """Add a new tensor; later terms may be added to it in place."""
+        """Add a tensor in full precision that nothing else uses: later terms may be added to it in place."""
         self._total = part if self._total is None else self._total.add_(part)
 
     def add_product(self, a: Tensor, b: Tensor, unit: Tensor | None = None) -> None:
@@ -96,20 +99,20 @@ class Sum:
 
     @property
     def empty(self) -> bool:
-        """Return whether nothing was added."""
+        """Whether nothing was added."""
         return self._total is None
 
     @property
     def value(self) -> Tensor:
-        """Return the sum, zero if nothing was added."""
+        """The sum, or zeros if nothing was added."""
         return zeros_for(self.like) if self._total is None else self._total
 
 
 def add_to(sums: Sequence[Sum], parts: Sequence[Tensor]) -> None:
-    """Add a new tensor to each of several sums, in one call.
+    """Add a new tensor to each of several sums, in one kernel on a GPU.
 
     Args:
-        sums (Sequence[Sum]): Sums with equally many terms so far.
+        sums (Sequence[Sum]): Sums that have equally many terms.
         parts (Sequence[Tensor]): A term for each, in any precision.
     """
     parts = [part.to(accumulator(part)) for part in parts]
@@ -170,10 +173,18 @@ def _sums_in_full(device, dtype):
 
 
 def in_range(g, gamma, dtype):
-    """Return the rows g for A of the package's docstring in ``dtype``, and the factor of each row of A.
+    """Return the rows g for the product A = g^T GELU(h) in ``dtype``, and the factor of each row of A.
 
     In fp16, a small gamma keeps the gradients of plain code in range, but A is computed without gamma. So each channel
     of g is divided by 16 times its maximum instead, which leaves room for the sum over the positions of a chunk.
+
+    Args:
+        g (Tensor): Gradient of the branch, shape (K, C).
+        gamma (Tensor | None): Layer scale, shape (C,).
+        dtype (torch.dtype): Precision of matrix products.
+
+    Returns:
+        tuple[Tensor, Tensor | None]: The rows, and the factor of each row of A, shape (C,), or ``None`` for 1.
     """
     if gamma is None or dtype != torch.float16 or not len(g):
         return g.to(dtype), None
@@ -232,6 +243,6 @@ def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stor
 
 
 def _magnitude(x, positions):
-    if x.is_cuda:  # one pass; a CPU takes five times as long as for two
+    if x.is_cuda:  # one pass; on a CPU this takes five times as long as the two passes below
         return torch.linalg.vector_norm(x, torch.inf, positions, keepdim=True)
     return torch.maximum(x.amax(positions, keepdim=True), -x.amin(positions, keepdim=True))

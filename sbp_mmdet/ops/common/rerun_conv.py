@@ -1,4 +1,4 @@
-"""Convolutions that can be run again in the backward pass, and what they store for it."""
+"""Convolutions whose output is recomputed in the backward pass, from the input that their weight's gradient needs."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,23 +15,32 @@ __all__ = ['Conv', 'ConvSettings', 'convolve']
 
 @dataclasses.dataclass(frozen=True)
 class ConvSettings:
-    """Settings of a convolution with a bias, zero padding and the same stride in both directions."""
+    """Settings of a convolution with a bias and zero padding.
 
-    stride: tuple[int, int]  # in pixels, as the next two
+    Attributes:
+        stride, padding, dilation (tuple[int, int]): Geometry, in pixels.
+        groups (int): Number of groups.
+        dtype (torch.dtype): Precision of the convolution.
+    """
+
+    stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
-    dtype: torch.dtype  # what it runs in
+    dtype: torch.dtype
 
 
 class Conv(NamedTuple):
-    """A convolution that can be run again in the backward pass.
+    """A convolution with its saved input, which is saved anyway for the gradient of the weight.
 
-    Its input is stored anyway, for the gradient of the convolution's weight.
+    Attributes:
+        input (Stored): Saved input, shape (N, C, H, W).
+        weight, bias (Tensor): Parameters, uncast.
+        settings (ConvSettings): Settings.
     """
 
-    input: Stored  # (N, C, H, W)
-    weight: Tensor  # uncast
+    input: Stored
+    weight: Tensor
     bias: Tensor
     settings: ConvSettings
 
@@ -41,15 +50,16 @@ class Conv(NamedTuple):
 
 
 def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple[Tensor, Conv]:
-    """Run a convolution.
+    """Run a convolution whose output can be recomputed.
 
     Args:
         conv (torch.nn.Conv2d): The module.
-        x (Tensor): Shape (N, C, H, W), cast before, so that what the convolution saves can be shared.
-        storage (str): How ``x`` is stored, see :class:`.operation.Form`. Default: 'native'.
+        x (Tensor): Input, shape (N, C, H, W), in the precision of the convolution, so that autograd and the result
+            share one saved tensor.
+        storage (str): How ``x`` is saved, 'native' or 'int8', see :class:`.autograd_function.Form`. Default: 'native'.
 
     Returns:
-        tuple[Tensor, Conv]: The output, and how to compute it again.
+        tuple[Tensor, Conv]: The output, and the convolution that recomputes it.
     """
     settings = ConvSettings(conv.stride, conv.padding, conv.dilation, conv.groups, x.dtype)
     if storage == 'native':

@@ -1,4 +1,4 @@
-"""Gradients of weights from a sample of the rows (preset ``sampled``)."""
+"""Weight gradients from a sample of the rows (preset ``sampled``)."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ from .precision import accumulator
 
 __all__ = ['Drawn', 'draw']
 
-# A row's chance is that of its norm, in units of the mean norm over _UNITS, plus _LEAST units. Whole numbers, because
-# their sums are the same in every order: so a GPU's are deterministic, and chances are exactly what they are taken for.
+# The chance of a row is proportional to its norm in units of mean norm / _UNITS, plus _LEAST units. Chances are whole
+# numbers, because their sums are the same in every order: so they are deterministic on a GPU, and exact.
 _UNITS, _LEAST = 2**16, 2**13
 
 
@@ -27,11 +27,11 @@ class Drawn(NamedTuple):
     factor: Tensor | None
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the drawn ones of the rows (K, ...)."""
+        """Return the drawn rows of ``rows``, shape (K, ...)."""
         return rows if self.index is None else rows[self.index]
 
     def divided(self, rows: Tensor) -> Tensor:
-        """Return the drawn ones of the rows times their factors: one side of the estimated product."""
+        """Return the drawn rows times their factors: one side of the estimated product."""
         return rows if self.index is None else rows[self.index].mul_(self.factor)
 
 
@@ -47,8 +47,11 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
 
     Args:
         sample (Sample | None): Share of the rows, and where the draws begin. If ``None``, all rows are taken.
-        *parts (Tensor): Gradients, shape (K, ...), whose norms are added. Where one of their numbers is not finite, no
-            estimate is.
+        *parts (Tensor): Gradients, shape (K, C), whose norms are added. If one of their numbers is not finite, the
+            estimate is not finite either, so gradient scaling skips the step.
+
+    Returns:
+        Drawn: Indices and factors of the drawn rows.
     """
     if sample is None or not len(parts[0]):
         return Drawn(None, None)

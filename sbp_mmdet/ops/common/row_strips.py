@@ -16,15 +16,16 @@ from torch import Tensor
 __all__ = ['Convolution', 'Strip', 'cut_into_strips', 'zeros_in']
 
 aten = torch.ops.aten
-# Elements of a map of a strip. On a GPU a launch costs more than memory does.
+# Largest number of elements of a strip's map. On a GPU a launch costs more than memory.
 _ELEMENTS = {'cpu': 2**21, 'cuda': 2**23}
 
 
 class Strip(NamedTuple):
-    """Rows of a map.
+    """Strip of rows of a feature map.
 
     Attributes:
-        start, stop (int): The first row, and the one behind the last.
+        start (int): Index of the first row.
+        stop (int): Index behind the last row.
     """
 
     start: int
@@ -39,11 +40,11 @@ def cut_into_strips(shape: Sequence[int], device: torch.device) -> list[Strip]:
     """Cut the rows of a map into strips of about the same height.
 
     Args:
-        shape (Sequence[int]): The map, (N, C, H, W).
-        device (torch.device): Its device.
+        shape (Sequence[int]): Shape of the map, (N, C, H, W).
+        device (torch.device): Device of the map.
 
     Returns:
-        list[Strip]: All rows in order.
+        list[Strip]: The strips in order.
     """
     n, channels, height, width = shape
     most = max(_ELEMENTS.get(device.type, _ELEMENTS['cuda']) // max(n * channels * width, 1), 1)
@@ -55,9 +56,9 @@ def zeros_in(shape: Sequence[int], like: Tensor, layout: torch.memory_format) ->
     """Return zeros in the precision and on the device of a tensor.
 
     Args:
-        shape (Sequence[int]): Their shape.
-        like (Tensor): The tensor.
-        layout (torch.memory_format): Their memory layout.
+        shape (Sequence[int]): Shape of the zeros.
+        like (Tensor): Tensor whose precision and device they have.
+        layout (torch.memory_format): Memory layout of the zeros.
     """
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout).zero_()
 
@@ -67,7 +68,8 @@ class Convolution:
     """Geometry of a convolution of stride 1 that keeps the size of a map.
 
     Attributes:
-        padding, dilation (tuple[int, int]): Rows and columns; 2 * padding = dilation * (kernel - 1). Default: 0, 1.
+        padding, dilation (tuple[int, int]): Padding and dilation of rows and columns, with
+            2 * padding = dilation * (kernel - 1). Default: (0, 0), (1, 1).
         groups (int): Number of groups. Default: 1.
     """
 
@@ -88,14 +90,14 @@ class Convolution:
         """Compute rows of the output.
 
         Args:
-            x (Tensor): The rows of the input that :meth:`reads` says.
-            weight (Tensor): The convolution's weight.
-            bias (Tensor | None): Its bias.
+            x (Tensor): Rows of the input, those of :meth:`reads`.
+            weight (Tensor): Weight of the convolution.
+            bias (Tensor | None): Bias of the convolution.
             strip (Strip): Rows of the output.
             height (int): Number of rows of the map.
 
         Returns:
-            Tensor: The rows.
+            Tensor: The rows of the output.
         """
         x, padding, _ = self._padded(x, strip, height)
         return F.conv2d(x, weight, bias, 1, padding, self.dilation, self.groups)
@@ -103,12 +105,12 @@ class Convolution:
     def run_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, strip: Strip, height: int, needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Compute the gradients that rows of the output send.
+        """Compute the gradients that come from some rows of the output.
 
         Args:
             grad (Tensor): Gradient of the rows of the output.
-            x (Tensor): The rows of the input that :meth:`reads` says.
-            weight (Tensor): The convolution's weight.
+            x (Tensor): Rows of the input, those of :meth:`reads`.
+            weight (Tensor): Weight of the convolution.
             strip (Strip): Rows of the output.
             height (int): Number of rows of the map.
             needs (Sequence[bool]): Whether input, weight and bias need a gradient.
@@ -124,7 +126,12 @@ class Convolution:
         return dx[:, :, above : above + rows] if needs[0] else None, dweight, dbias
 
     def _padded(self, x, strip, height):
-        """Return the rows with zeros where the map ends, the padding that is left to do, and the rows of zeros."""
+        """Pad rows of the input with zeros where the map ends.
+
+        Returns:
+            tuple[Tensor, tuple[int, int], int]: The rows, the padding that is left to the convolution, and the number
+            of rows of zeros above.
+        """
         above = max(self.padding[0] - strip.start, 0)
         below = max(strip.stop + self.padding[0] - height, 0)
         if above == below:  # the whole map, or none of its ends

@@ -14,9 +14,9 @@ _BITS = 8
 class SignBits(NamedTuple):
     """Bit mask of the positive elements of a ReLU's output.
 
-    A kernel may answer differently when it runs again (``cudnn.benchmark``, other threads): an element near zero then
-    changes its sign, and the ReLU's gradient changes by the whole incoming gradient, not by a rounding error. The
-    stored signs keep the recomputed output on the side of zero where it was.
+    A kernel may round differently when it runs again (``cudnn.benchmark``, other threads). An element near zero may
+    then change its sign, and the ReLU's gradient changes by the whole incoming gradient, not by a rounding error. The
+    saved signs keep each recomputed element on its side of zero.
 
     Attributes:
         packed (Tensor): Bytes, shape (ceil(numel / 8),). A set bit is an element that is zero. Bit i of all bytes
@@ -30,13 +30,13 @@ class SignBits(NamedTuple):
 
     @classmethod
     def pack(cls, y: Tensor) -> 'SignBits':
-        """Store the signs of a ReLU's output.
+        """Return the signs of a ReLU's output.
 
         Args:
-            y (Tensor): Shape (N, C, H, W).
+            y (Tensor): The output, shape (N, C, H, W).
 
         Returns:
-            SignBits: Its signs.
+            SignBits: The signs.
         """
         channels_last = not y.is_contiguous()
         # Not `y > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step.
@@ -52,10 +52,10 @@ class SignBits(NamedTuple):
         """Apply the ReLU to a recomputed map in place.
 
         Args:
-            u (Tensor): What the ReLU is applied to, shape (N, C, H, W).
+            u (Tensor): Input of the ReLU, shape (N, C, H, W).
 
         Returns:
-            Tensor: The output, positive exactly where the first output was. It is ``u`` where the layout permits.
+            Tensor: The output, positive exactly where the first output was. It is ``u`` itself if the layout permits.
         """
         u = u.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
         flat = _flat(u.clamp_min_(torch.finfo(u.dtype).tiny), self.channels_last)

@@ -1,8 +1,8 @@
-"""Stochastic depth by leaving out: a residual block runs on the images that keep it, and the others pass by.
+"""Stochastic depth that skips dropped images: a residual block runs on the images that keep it, the others bypass it.
 
 Computing a block's branch for an image and multiplying it by zero gives the same output and the same gradients, but
-costs what a kept image costs, in time and in what is stored. Which images keep a block has to be known before it runs,
-without waiting for a GPU, so it is drawn on the CPU, like the masks.
+costs as much time and memory as a kept image. Which images keep a block has to be known before it runs, without waiting
+for a GPU, so it is drawn on the CPU, like the masks.
 """
 
 import itertools
@@ -23,9 +23,9 @@ def on_images(
     Args:
         block (Callable): Maps (n, C, H, W) to the same shape, image by image; stochastic depth's factor is part of it.
         x (Tensor): Shape (N, C, H, W).
-        images (Tensor): bool, shape (N,), on the CPU: which ones the block runs on.
-        parameters (Iterable[nn.Parameter]): Of the block. Where no image keeps it they get gradients of zero, as
-            optimizers and distributed training need them.
+        images (Tensor): Whether the block runs on each image, bool, shape (N,), on the CPU.
+        parameters (Iterable[nn.Parameter]): Parameters of the block. If no image keeps it, they get gradients of zero,
+            which optimizers and distributed training need.
 
     Returns:
         Tensor: Shape (N, C, H, W).
@@ -35,12 +35,12 @@ def on_images(
         return block(x)
     if not any(images):
         return _PassBy.apply(x, *parameters)
-    # Runs of images with the same fate: a split and a concatenation are one copy each, forwards and backwards, where an
-    # index would fill a batch with zeros and add.
+    # Consecutive images that are all kept or all dropped form a run. Splitting and concatenating runs is one copy each,
+    # forwards and backwards, where an index would fill a batch with zeros and add.
     runs = [(kept, len(list(run))) for kept, run in itertools.groupby(images)]
     parts = list(x.split([length for _, length in runs]))
     kept = [i for i, (keeps, _) in enumerate(runs) if keeps]
-    # Concatenated even if it is one: a view would be stored with all images behind it.
+    # Concatenated even if it is one run: a saved view would keep all images in memory.
     out = block(torch.cat([parts[i] for i in kept]))
     for i, part in zip(kept, out.split([runs[i][1] for i in kept]), strict=True):
         parts[i] = part
@@ -48,6 +48,8 @@ def on_images(
 
 
 class _PassBy(torch.autograd.Function):
+    """Identity whose backward pass gives gradients of zero to the parameters of the bypassed block."""
+
     @staticmethod
     def forward(ctx, x, *parameters):
         ctx.like = parameters
