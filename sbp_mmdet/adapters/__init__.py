@@ -1,4 +1,4 @@
-"""Adapters: which parts of the forward pass of a module are which operations; one file a family of modules."""
+"""Adapters, which say what parts of a module's forward pass are which operations. Each file has a family of modules."""
 
 from . import (  # noqa: F401  register their adapters
     codetr,

@@ -1,16 +1,16 @@
-"""What all adapters share: how a module of a live model trains lean.
+"""Base classes of adapters, which make a module of a live model train lean.
 
 An adapter is mixed into the class of a module. It says which parts of the module's forward pass are which operations:
 
     @adapter('my_project.MyBlock')                  # or the class itself
     class LeanMyBlock(LeanBlock):
         def parts(self):
-            return dict(mlp=ChannelMLP(self.norm, self.fc1, self.act, self.fc2, drop=self.drop_path))
+            return dict(mlp=ChannelMLPBinding(self.norm, self.fc1, self.act, self.fc2, drop=self.drop_path))
 
-Everything else is written here. Evaluation and passes without gradients run the module's own code. So does every part
-with a submodule whose forward may not be bypassed (:mod:`.predicate`), now or in a later step. Kept positions, images
-that stochastic depth leaves out, and the form of the operations come from the model's settings. Checkpointing of the
-module itself (``with_cp``) is off: an operation stores less.
+The base classes do everything else. In evaluation mode and without gradients, the module runs its own code. So does
+every part with a submodule whose forward may not be bypassed (:mod:`.predicate`), now or in a later step. Kept
+positions, the images that stochastic depth drops, and the form of the operations come from the model's settings.
+Checkpointing of the module itself (``with_cp``) is switched off, because the operations save less.
 """
 
 import dataclasses
@@ -49,16 +49,16 @@ __all__ = [
     'take_over',
 ]
 
-# Class of a module, by its module and name, to its adapter.
+# Adapter of each known class, by the class's module and name.
 ADAPTERS: dict[str, type['LeanModule']] = {}
 
 
 def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], type['LeanModule']]:
-    """Decorate an adapter; see this module for an example.
+    """Register a class as the adapter of some classes of modules; see this module for an example.
 
     Args:
-        *kinds (str | type[nn.Module]): The classes that it knows, or their modules and names. A class that derives from
-            one of them counts if it defines no method but ``__init__``: the adapter replaces what others would define.
+        *kinds (str | type[nn.Module]): The classes, or strings of their modules and names. A class that derives from
+            one of them counts as known if it defines no method but ``__init__``, since the adapter would bypass others.
 
     Returns:
         Callable: The decorator.
@@ -96,17 +96,18 @@ def _adapter_of(kind):
 
 
 class Place(NamedTuple):
-    """Place of a changed module: its settings, its layer, and what it draws from.
+    """State of a changed module: its settings, its place in the backbone, and the source of its random draws.
 
     Attributes:
-        settings (Settings): The settings of the model.
-        layer (tuple | None): The layer of its backbone that it is. If ``None``, it has no positions. Default: None.
-        draws (StepDraws | TokenDraws | None): The draws of its backbone, or its own. Default: None.
-        name (str): The name of the module. Default: ''.
-        phases (RowDraws | None): The samples of the model. Default: None.
-        bound (Bound | None): What is known of the module. Default: None.
-        own_forward (Any): The forward of fairscale's checkpointing, which is put back with the module's own code.
-            Default: None.
+        settings (Settings): Settings of the model.
+        layer (tuple | None): Layer of the backbone, such as ``(stage, block)`` or ``(stage, 'downsample')``. If
+            ``None``, no positions are dropped by stage. Default: None.
+        draws (StepDraws | TokenDraws | None): Draws of its backbone, or draws of its own. Default: None.
+        name (str): Name of the module in the model. Default: ''.
+        phases (RowDraws | None): Draws of the sampled rows. Default: None.
+        bound (Bound | None): Operations that are used now. Default: None.
+        own_forward (Any): The instance's forward that fairscale's checkpointing had set. It is restored when the
+            module is released. Default: None.
     """
 
     settings: Settings
@@ -119,26 +120,27 @@ class Place(NamedTuple):
 
 
 class LeanModule(Mixin):
-    """Base of adapters. A changed module has its :class:`Place` in ``_lean``.
+    """Base class of adapters. A changed module has its :class:`Place` in ``_lean``.
 
     Attributes:
-        stock (tuple): The classes that the adapter knows, from :func:`adapter`.
-        callers (tuple[str, ...]): Methods that call the forward pass and are not called by it, so that one of the
-            instance's own, such as another loss, does not matter. Default: ().
+        stock (tuple): Classes that the adapter knows, set by :func:`adapter`.
+        callers (tuple[str, ...]): Methods that call the forward pass and are not called by it. An instance may replace
+            them, for example by another loss, and still run lean. Default: ().
         checkpointed (bool): Whether it is a block, which ``preset='with_cp'`` checkpoints. Default: False.
-        class_tokens (bool): Whether tokens that are always kept may stand in front of those of the map. Default: False.
-        samples (bool): Whether it estimates gradients of weights where a preset says so. Default: True.
-        thins_only (bool): Whether it changes nothing where it drops no tokens. Default: False.
-        runs_blocks (bool): Whether it runs blocks that are changed themselves past their forward. Default: False.
+        class_tokens (bool): Whether class tokens, which are always kept, may precede those of the map. Default: False.
+        samples (bool): Whether it estimates weight gradients from a sample if the preset does. Default: True.
+        thins_only (bool): Whether it changes nothing if no tokens are dropped. Default: False.
+        runs_blocks (bool): Whether it runs blocks that have adapters themselves without calling them. Default: False.
         shares_modules (bool): Whether the modules of :meth:`bypasses` have adapters of their own too. Default: False.
-        hands_on (bool): Whether it hands to the next layer what it keeps, see :mod:`sbp_mmdet.passes`. Default: False.
+        hands_on (bool): Whether it hands its saved maps on to the next layer, see :mod:`sbp_mmdet.passes`. Default:
+            False.
         has_reference (bool): Whether its operations have the reference form. Default: True.
-        folds_frozen_norms (bool): Whether it runs lean too where it is frozen, in evaluation mode, while the rest of
+        folds_frozen_norms (bool): Whether it also runs lean when it is frozen and in evaluation mode while the rest of
             the model trains. Default: False.
-        stores_more (bool): Whether it stores more than its input, so that ``preset='exact_min'`` recomputes it as a
+        stores_more (bool): Whether it saves more than its input, so that ``preset='exact_min'`` recomputes it as a
             whole. Default: False.
-        separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used.
-            If False, the whole module runs its own code then. Default: False.
+        separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used. If
+            ``False``, the whole module then runs its own code. Default: False.
     """
 
     stock = ()
@@ -159,14 +161,15 @@ class LeanModule(Mixin):
         """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
         if args and isinstance(args[0], torch.fx.Proxy):
             raise ValueError(
-                f'{type(self).__name__} is lean (LeanHook or apply_lean) and cannot be traced by torch.fx in training '
-                'mode. Leave out efficient_conv_bn_eval, whose saving LeanHook has too, or trace before LeanHook'
+                f'{type(self).__name__} was changed by LeanHook or apply_lean and cannot be traced by torch.fx in '
+                'training mode. Leave out efficient_conv_bn_eval (LeanHook saves the same memory), or trace the model '
+                'before LeanHook changes it'
             )
         return self.lean_forward(*args, **kwargs) if self.runs_lean() else super().forward(*args, **kwargs)
 
     @torch.compiler.disable
     def runs_lean(self) -> bool:
-        """Return whether a call runs lean now. Finds out anew what can be bypassed if something has changed."""
+        """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""
         bound = self._lean.bound
         if bound.reference or not torch.is_grad_enabled():
             return False
@@ -185,7 +188,7 @@ class LeanModule(Mixin):
         new = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
         known = {before.reason, *(reason for _, reason in before.left)}
         if told := [reason for reason in dict.fromkeys(new) if reason not in known]:
-            text = f'{place.name or type(self).__name__} runs its own code in part from now on: {"; ".join(told)}'
+            text = f'{place.name or type(self).__name__} runs its own code in part or whole now: {"; ".join(told)}'
             print_log(text, logger='current', level=logging.WARNING)
         return bound
 
@@ -205,29 +208,35 @@ class LeanModule(Mixin):
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        """Return why a module stays as it is, beyond what :mod:`.predicate` says; ``None`` if it can be changed.
+        """Return why a module is unsupported, apart from the reasons of :mod:`.predicate`.
 
         Args:
             module (nn.Module): The module.
-            settings (Settings): The settings of the model.
+            settings (Settings): Settings of the model.
+
+        Returns:
+            str | None: The reason, or ``None`` if the module can be changed.
         """
         return None
 
     @classmethod
     def token_ratio(cls, settings: Settings) -> float | None:
-        """Return the keep ratio of a module that draws for itself, by :class:`.TokenDraws`; ``None`` if it keeps all.
+        """Return the keep ratio of a module that draws its own tokens, by :class:`.TokenDraws`.
 
         Args:
-            settings (Settings): The settings of the model.
+            settings (Settings): Settings of the model.
+
+        Returns:
+            float | None: The keep ratio, or ``None`` if all tokens are kept.
         """
         return None
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
-        """Return whether the adapter has anything to do in a module.
+        """Return whether the adapter has anything to change in a module.
 
         Args:
-            module (nn.Module): The module, of a known class or of one that derives from it.
+            module (nn.Module): A module of a known class or of a class that derives from it.
         """
         return True
 
@@ -241,7 +250,7 @@ class LeanModule(Mixin):
         return not cls.stock or derives_plainly(stock_class(type(module)), cls.stock)
 
     def extra_repr(self) -> str:
-        """Return what ``print(model)`` says of the module: its preset, and how much it keeps."""
+        """Return the text of ``print(model)`` for the module, with its preset and keep ratio."""
         settings, layer, draws, *_ = self._lean
         ratio = draws and draws.ratio(layer)
         said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
@@ -249,39 +258,39 @@ class LeanModule(Mixin):
 
     @property
     def form(self) -> Form:
-        """Return how operations store."""
+        """Form of the operations, as the preset has it."""
         return self._lean.settings.preset.form
 
     def sampled_form(self) -> Form:
-        """Return the form, with rows that are drawn anew where gradients of weights come from a sample."""
+        """Return the form of the operations; with the preset ``sampled``, a new sample of the rows is drawn."""
         place = self._lean
         if place.phases is None:
             return self.form
         return dataclasses.replace(self.form, sample=place.phases.draw(place.name, float(place.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
-        """Return the rate of stochastic depth of the parts that leave out images."""
+        """Return the rates of stochastic depth by the names of the parts that have it."""
         rates = {name: getattr(part.drop, 'drop_prob', 0) or 0 for name, part in self._lean.bound.parts.items()}
         return {name: rate for name, rate in rates.items() if rate}
 
     def part(self, name: str) -> Binding | None:
-        """Return a part, or ``None`` if the module's own code has to run in its place.
+        """Return the operation of a part, or ``None`` if the module's own code has to run instead.
 
         Args:
-            name (str): The name of the part in :meth:`parts`.
+            name (str): Name of the part in :meth:`parts`.
         """
         return self._lean.bound.parts.get(name)
 
     def run(self, name: str, x: Tensor, **options) -> Tensor:
-        """Run a part, with this pass's positions and stochastic depth.
+        """Run a part with the kept positions and the stochastic depth of this pass.
 
         Args:
-            name (str): The name of the part in :meth:`parts`.
-            x (Tensor): Its input.
+            name (str): Name of the part in :meth:`parts`.
+            x (Tensor): Input of the part.
             **options: Further arguments of the part.
 
         Returns:
-            Tensor: Its output.
+            Tensor: Output of the part.
         """
         settings, layer, draws, *_ = self._lean
         part = self._lean.bound.parts[name]
@@ -306,14 +315,13 @@ class LeanModule(Mixin):
 
 
 class LeanBlock(LeanModule):
-    """Base of adapters of blocks. Blocks of one parent module are a stage; each stage halves the map before it.
+    """Base class of adapters of blocks. Blocks of one parent module are a stage; each stage halves the previous map.
 
     Attributes:
-        stride (int): Pixels for each position of the first stage, where the patch embedding does not say it.
-            Default: 4.
+        stride (int): Pixels for each position of the first stage, if the patch embedding does not say it. Default: 4.
         rounds_up (bool): Whether odd maps are padded, not cropped, before they are halved. Default: False.
-        from_end (bool): Whether the key ``blocks`` counts the last blocks. Default: False.
-        absent (tuple[str, ...]): Keys that mean nothing here, so that they are refused. Default: ('attention',).
+        from_end (bool): Whether the key ``blocks`` counts from the last block. Default: False.
+        absent (tuple[str, ...]): Keys of the settings that mean nothing here and are refused. Default: ('attention',).
     """
 
     checkpointed = True
@@ -324,35 +332,35 @@ class LeanBlock(LeanModule):
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the default of the key ``blocks``: every stage but the last.
+        """Return the default of the key ``blocks``, the number of thinned blocks of each stage: all but the last stage.
 
         Args:
-            depths (tuple[int, ...]): Blocks of each stage.
+            depths (tuple[int, ...]): Number of blocks of each stage.
         """
         return thinned_blocks(depths)
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict[tuple, tuple[nn.Module, type[LeanModule]]]:
-        """Return what else can be changed in a backbone of such blocks.
+        """Return further modules that can be changed in a backbone of such blocks, such as downsampling layers.
 
         Args:
             backbone (nn.Module): The backbone.
-            settings (Settings): The settings of the model.
+            settings (Settings): Settings of the model.
 
         Returns:
-            dict: Modules and their adapters, by ``(stage, 'downsample')``, or by another name for what has no
-            positions.
+            dict: Modules and their adapters, by the layer: ``(stage, 'downsample')``, or ``(name,)`` for modules that
+            are never thinned.
         """
         return {}
 
 
 def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
-    """Let a module train lean.
+    """Mix an adapter into a module, so that it trains lean.
 
     Args:
         module (nn.Module): The module; changed in place.
         mixin (type[LeanModule]): The adapter.
-        place (Place): Where the module stands.
+        place (Place): State of the changed module.
     """
     if place.settings.preset.form.implementation == 'fused' and (forward := fairscale_forward(module)):
         del module.forward
@@ -362,7 +370,7 @@ def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
 
 
 def release(module: nn.Module) -> None:
-    """Reverse :func:`take_over`; a module that is not changed stays as it is.
+    """Reverse :func:`take_over`. A module that was not changed is left unchanged.
 
     Args:
         module (nn.Module): The module; changed in place.
@@ -375,7 +383,7 @@ def release(module: nn.Module) -> None:
 
 
 def bypassed_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that changed modules of a model bypass: hooks on these would make them run their own code.
+    """Return the modules that changed modules of a model bypass. Hooks on one of them switch its operation off.
 
     Args:
         model (nn.Module): A model, changed or not.
@@ -385,9 +393,9 @@ def bypassed_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def _drawn_factor(part, x, rate):
-    """Return stochastic depth as a factor for each image, by the random numbers that the plain branch would draw.
+    """Return stochastic depth as a factor for each image, drawn with the random numbers that the plain branch draws.
 
-    Its precision is that of these numbers, not of the factor.
+    The random numbers depend on the branch's precision, so they are drawn in it.
     """
     dtype = autocast_dtype(x) or x.dtype
     if part.scale is not None:

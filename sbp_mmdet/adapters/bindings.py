@@ -1,7 +1,7 @@
-"""Bindings of operations to modules: which module is which input of an operation, and how it is called.
+"""Bindings of operations to modules: which module's parameters are which inputs of an operation.
 
-A binding holds modules, never their parameters: it is made when a model is changed, and loading weights, FSDP or
-quantisation may put other parameters in their place later.
+A binding holds modules, never their parameters. It is made when a model is changed, and loading weights, FSDP or
+quantisation may replace the parameters later.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ Problems = list[tuple[nn.Module, str]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Binding:
-    """Base of bindings. Call one with a form, the input and what else the operation takes.
+    """Base class of bindings. A call takes a form, the input and further arguments of the operation.
 
     Attributes:
         drop (nn.Module | None): Stochastic depth of the branch. Default: None.
-        scaled_by (nn.Module | None): The module that holds the layer scale as its parameter ``gamma`` or ``weight``.
-            Default: None.
-        thinned (bool): Whether it sends gradients from kept positions. Default: False.
-        by_heads (bool): Whether it may drop attention heads. Default: False.
+        scaled_by (nn.Module | None): Module that holds the layer scale as its parameter ``gamma``, ``weight`` or
+            ``scale``. Default: None.
+        thinned (bool): Whether the operation can drop positions (it has an argument ``positions``). Default: False.
+        by_heads (bool): Whether the operation can drop attention heads. Default: False.
         shares_modules (bool): Whether its modules have adapters of their own too. Default: False.
     """
 
@@ -61,32 +61,38 @@ class Binding:
         """Yield every module whose forward is bypassed, with its role, see :mod:`.predicate`.
 
         Args:
-            form (Form): How operations store.
+            form (Form): Form of the operations.
         """
         raise NotImplementedError
 
     def usable(self, form: Form, root: nn.Module) -> tuple['Binding | None', Problems]:
-        """Return the binding, or what is left of it, and the submodules that have to run their own code and why.
+        """Return the binding of the modules that may be bypassed, and the modules that run their own code.
 
         Args:
-            form (Form): How operations store.
+            form (Form): Form of the operations.
             root (nn.Module): The changed module. It is called itself, so hooks on it run in any case.
 
         Returns:
-            tuple[Binding | None, list]: If ``None``, the operation cannot be used at all.
+            tuple[Binding | None, list]: The binding, or ``None`` if the operation cannot be used at all; and the
+            modules that run their own code, with the reasons.
         """
         problems = self.problems(form, root)
         return (None if problems else self), problems
 
     def problems(self, form: Form, root: nn.Module) -> Problems:
-        """Return the modules whose forward may not be bypassed, and why; arguments as of :meth:`usable`."""
+        """Return the modules whose forward may not be bypassed, with the reasons.
+
+        Args:
+            form (Form): Form of the operations.
+            root (nn.Module): The changed module.
+        """
         asked = list({id(module): (module, role) for module, role in self.reads(form)}.values())
         found = [(m, problem) for m, role in asked if (problem := unsupported(m, role, called=m is root))]
         return found or _mixed_precision([module for module, _ in asked])
 
     @property
     def scale(self) -> Tensor | None:
-        """The layer scale, shape (C,)."""
+        """Layer scale, shape (C,), or ``None``."""
         if self.scaled_by is None:
             return None
         own, instance = self.scaled_by._parameters, vars(self.scaled_by)
@@ -113,7 +119,7 @@ _SCALES = ('gamma', 'weight', 'scale')
 
 
 def _mixed_precision(modules) -> Problems:
-    """Return the first module in another precision than the others: the operations fold weights into one another."""
+    """Return the first module in another precision than those before it: operations fold weights of several modules."""
     kinds = [(m, p.dtype) for m in modules for p in tensors_in(m).values()]
     return [
         (module, f'its parameters are {dtype}, and others of the operation {kinds[0][1]}')
@@ -127,15 +133,15 @@ class ChannelMLPBinding(Binding):
     """``x + drop(gamma * down(act(grn(up(norm(conv(x)))))))``: the channel MLP with its residual connection.
 
     Attributes:
-        norm (nn.LayerNorm): Over the channels.
-        up, down (nn.Linear | nn.Conv2d): Linear layers, or 1x1 convolutions.
-        act (nn.Module): GELU; any activation if the form is the reference.
-        scaled_by (nn.Module | None): The holder of the layer scale. Default: None.
+        norm (nn.LayerNorm): Layer norm over the channels.
+        up, down (nn.Linear | nn.Conv2d): Pointwise layers: linear layers or 1x1 convolutions (the paper's PW-Convs).
+        act (nn.Module): GELU, or any activation if the form is the reference.
+        scaled_by (nn.Module | None): Module that holds the layer scale. Default: None.
         drop (nn.Module | None): Stochastic depth. Default: None.
         conv (nn.Conv2d | None): Convolution in front of the norm. Default: None.
         grn (nn.Module | None): Global response normalisation of ConvNeXt V2. Default: None.
-        holders (tuple): Modules around these whose forward is bypassed too, with their roles. Default: ().
-        recomputes_conv (bool): Whether the backward pass may run ``conv`` again. Default: True.
+        holders (tuple): Parent modules whose forward is bypassed too, with their roles. Default: ().
+        recomputes_conv (bool): Whether the backward pass may recompute ``conv``. Default: True.
     """
 
     norm: nn.LayerNorm
@@ -156,9 +162,9 @@ class ChannelMLPBinding(Binding):
         if self.conv is not None and not self.recomputes_conv:
             x = self.conv(x)
         elif self.conv is not None:
-            # Cast here, and not by autocast inside the convolution, so that what the convolution saves can be shared.
+            # Cast here, not by autocast inside the convolution, so that its saved input can be shared.
             x, conv = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype), form.storage)
-            # x-hat of some positions is less than the time that the convolution takes to run again.
+            # If positions are dropped, saving x-hat of the kept ones is cheaper than recomputing the convolution.
             conv = conv if positions is None else None
         norm = self.norm.weight, self.norm.bias
         first, second = (self.up.weight.flatten(1), self.up.bias), (self.down.weight.flatten(1), self.down.bias)
@@ -176,7 +182,7 @@ class ChannelMLPBinding(Binding):
         """See :meth:`Binding.reads`."""
         yield self.norm, 'layer norm'
         yield from ((self.up, 'pointwise with bias'), (self.down, 'pointwise with bias'), *self.holders)
-        if form.implementation == 'fused':  # the reference calls it
+        if form.implementation == 'fused':  # the reference form calls the activation
             yield self.act, 'GELU'
         if self.drop is not None:
             yield self.drop, 'stochastic depth'
@@ -186,7 +192,7 @@ class ChannelMLPBinding(Binding):
             yield self.conv, 'recomputed convolution'
 
     def usable(self, form: Form, root: nn.Module):
-        """See :meth:`Binding.usable`. A convolution of another kind runs its own code in front of the rest."""
+        """See :meth:`Binding.usable`. An unsupported convolution runs its own code in front of the operation."""
         if self.grn is not None and form.implementation == 'reference':
             return None, [(self.grn, 'the reference form has no GRN')]
         problems = self.problems(form, root)
@@ -199,8 +205,11 @@ def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:
     """Return the channel MLP of a pre-norm block with mmcv's or mmpretrain's ``FFN``.
 
     Args:
-        norm (nn.Module): The layer norm in front of it.
+        norm (nn.Module): Layer norm in front of the ``FFN``.
         ffn (nn.Module): The ``FFN``.
+
+    Returns:
+        Binding: The binding; an :class:`UnsupportedBinding` if the ``FFN`` is of another form.
     """
     layers = getattr(ffn, 'layers', ())
     if len(layers) != 3 or not isinstance(layers[0], nn.Sequential) or len(layers[0]) != 3:
@@ -217,11 +226,11 @@ def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnsupportedBinding(Binding):
-    """A part that no operation stands in for.
+    """Binding of a part that no operation supports.
 
     Attributes:
-        module (nn.Module): The module to blame.
-        reason (str): Why.
+        module (nn.Module): The unsupported module.
+        reason (str): Why it is unsupported.
     """
 
     module: nn.Module
@@ -238,15 +247,15 @@ class UnsupportedBinding(Binding):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SelfAttentionBinding(Binding):
-    """``x + drop(gamma * proj(attention(qkv(norm(x)))))`` on all tokens.
+    """``x + drop(gamma * proj(attention(qkv(norm(x)))))``: global self-attention of tokens.
 
     Attributes:
-        norm (nn.LayerNorm): Over the channels.
-        qkv, proj (nn.Linear): Linear layers.
-        num_heads (int): The number of heads.
-        scaled_by (nn.Module | None): The holder of the layer scale. Default: None.
+        norm (nn.LayerNorm): Layer norm over the channels.
+        qkv, proj (nn.Linear): Linear layers to Q, K and V, and behind the attention.
+        num_heads (int): Number of heads.
+        scaled_by (nn.Module | None): Module that holds the layer scale. Default: None.
         drop (nn.Module | None): Stochastic depth. Default: None.
-        holders (tuple): Modules around these whose forward is bypassed too, with their roles. Default: ().
+        holders (tuple): Parent modules whose forward is bypassed too, with their roles. Default: ().
     """
 
     norm: nn.LayerNorm
@@ -283,10 +292,10 @@ class SelfAttentionBinding(Binding):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NormLinearBinding(Binding):
-    """``linear(norm(x))`` on tokens, or on the 2x2 patches of a map (section 3.2.2, the case s >= k).
+    """``linear(norm(x))`` on tokens, or on the 2x2 patches of a map: downsampling (section 3.2.2, the case s >= k).
 
     Attributes:
-        norm (nn.LayerNorm): Over the channels.
+        norm (nn.LayerNorm): Layer norm over the channels.
         linear (nn.Linear | nn.Conv2d): Linear layer, or 2x2 convolution of stride 2.
     """
 
@@ -334,12 +343,13 @@ class LayerNormBinding(Binding):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PatchNormBinding(Binding):
-    """``norm(conv(x))`` for the patches of an image: the convolution runs again, and the image is all that is stored.
+    """``norm(conv(x))`` for the patches of an image. Only the image is saved; the convolution is recomputed.
 
     Attributes:
-        conv (nn.Conv2d): The patch embedding.
-        norm (nn.LayerNorm): Over the channels.
-        channels_last (bool): Whether to lay out the map so that its tokens need no copy. Default: False.
+        conv (nn.Conv2d): Patch embedding.
+        norm (nn.LayerNorm): Layer norm over the channels.
+        channels_last (bool): Whether the map has channels last, so that it becomes tokens without a copy. Default:
+            False.
     """
 
     conv: nn.Conv2d

@@ -1,4 +1,4 @@
-"""What is known of a changed module: the operations that are used, and what runs its own code and why."""
+"""The operations that a changed module uses, and the submodules that run their own code instead, with the reasons."""
 
 from typing import NamedTuple
 
@@ -21,14 +21,14 @@ __all__ = ['Bound', 'bind', 'runs_reference']
 
 
 class Bound(NamedTuple):
-    """Operations of a changed module in its present state. They are found once, and again when the state has changed.
+    """Operations of a changed module in its present state. They are bound once, and again when the state changes.
 
     Attributes:
-        parts (dict[str, Binding]): The operations that are used.
+        parts (dict[str, Binding]): The operations that are used, by name.
         reason (str | None): Why the whole module runs its own code. If ``None``, it does not.
-        left (list[tuple[nn.Module, str]]): Submodules that run their own code, and why.
-        bypassed (BypassedModules): The modules that were asked about, with the state in which they were.
-        used (list[nn.Module]): Modules that the used operations bypass.
+        left (list[tuple[nn.Module, str]]): Submodules that run their own code, with the reasons.
+        bypassed (BypassedModules): The modules that were checked, with their state at that time.
+        used (list[nn.Module]): The modules that the used operations bypass.
         reference (bool): See :func:`runs_reference`.
     """
 
@@ -41,17 +41,17 @@ class Bound(NamedTuple):
 
 
 def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) -> Bound:
-    """Find out what an adapter can do in a module as it is now.
+    """Find the operations that an adapter can use in a module in its present state.
 
     Args:
         mixin (type[LeanModule]): The adapter.
         module (nn.Module): The module, changed or not.
-        settings (Settings): The settings of the model.
-        running (bool): Whether this is asked in a call of the module. Whatever forward was put into the instance then
-            calls that of the adapter. Default: False.
+        settings (Settings): Settings of the model.
+        running (bool): Whether the module is being called. A forward that was set on the instance then evidently calls
+            the adapter's, so it is no reason against it. Default: False.
 
     Returns:
-        Bound: The parts that are used, and what runs its own code and why.
+        Bound: The operations, and the modules that run their own code.
     """
     form = settings.preset.form
     reason, reference = _reason(mixin, module, settings, running), runs_reference(mixin, form)
@@ -83,17 +83,17 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
 
 
 def runs_reference(mixin, form: Form) -> bool:
-    """Return whether a module runs its own code because the form is the reference, which its adapter does not have.
+    """Return whether a module runs its own code because its adapter does not have the reference form.
 
     Args:
         mixin (type[LeanModule]): The adapter.
-        form (Form): How operations store.
+        form (Form): Form of the operations.
     """
     return form.implementation == 'reference' and not mixin.has_reference
 
 
 def _reason(mixin, module, settings, running):
-    """Return why nothing of a module can be bypassed, whatever is in it."""
+    """Return why nothing of a module can be bypassed, whatever its submodules are, or ``None``."""
     if is_parametrized(module):
         return 'it is parametrized'
     if not mixin.is_stock(module):
@@ -101,7 +101,7 @@ def _reason(mixin, module, settings, running):
     if runs_reference(mixin, settings.preset.form):
         return None
     if is_hooked_globally():
-        return 'hooks of every module are registered (register_module_forward_hook), and its submodules would skip them'
+        return 'hooks are registered for all modules (register_module_forward_hook), and its submodules would skip them'
     own = ('forward',) if running or fairscale_forward(module) else ()
     if is_replaced(module, but=(*own, *mixin.callers)):
         return 'its forward pass was replaced'

@@ -1,4 +1,4 @@
-"""The modules that a changed module bypasses, and whether they are still as they were when that was allowed."""
+"""State of the modules that a changed module bypasses, to find out in each step whether they have changed since."""
 
 from collections.abc import Iterable
 
@@ -11,11 +11,11 @@ __all__ = ['BypassedModules']
 
 
 class BypassedModules:
-    """Modules whose forward is bypassed, and the state in which they were when that was found to be right.
+    """Modules whose forward is bypassed, with the state in which :mod:`.predicate` checked them.
 
     Args:
         root (nn.Module): The changed module.
-        modules (Iterable[nn.Module]): Modules inside it, or itself, that were asked about.
+        modules (Iterable[nn.Module]): The checked modules: submodules of ``root``, or itself.
     """
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module]):
@@ -25,20 +25,20 @@ class BypassedModules:
             parents += [m for m in root.modules() if m is not root and inside.keys() & set(map(id, m.children()))]
         self.modules = tuple(inside.values())
         self._children = tuple((parent, dict(parent._modules)) for parent in parents)
-        self._root = foreign_classes(type(root)), len(root.__dict__)  # one more may be one that hides a method
+        self._root = foreign_classes(type(root)), len(root.__dict__)  # a new attribute may hide a method of the class
         self._states = tuple(map(_state, self.modules))
         self._hooked_globally = is_hooked_globally()
 
     def __getstate__(self):
-        return {}  # a copy has other modules, and classes that were made here cannot be pickled: it is bound anew
+        return {}  # a copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew
 
     def __setstate__(self, state):
         self.modules, self._root = (), None
 
     def unchanged(self, root: nn.Module) -> bool:
-        """Return whether everything is as it was: submodules, their classes, hooks, forwards and precision.
+        """Return whether submodules, their classes, hooks, forwards, padding modes and precision are unchanged.
 
-        It is asked in each step, so it calls no other function unless a class has changed.
+        This runs in each step, so it calls no other function unless a class has changed.
 
         Args:
             root (nn.Module): The changed module.
@@ -72,7 +72,12 @@ class BypassedModules:
 
 
 def _state(module):
-    """Return a module and what is compared in each step: class, attributes, whether a call runs more, precision."""
+    """Return the state of a module that :meth:`BypassedModules.unchanged` compares.
+
+    Returns:
+        tuple: The module, its class, its number of attributes, whether it has hooks or a forward of its own, the
+        precision of its weight, and its padding mode.
+    """
     own = module.__dict__
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     touched = bool(hooks) or 'forward' in own or own.get('_compiled_call_impl') is not None

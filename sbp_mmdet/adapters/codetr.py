@@ -1,4 +1,4 @@
-"""mmcv's layers of transformers with an order of operations, of which Co-DETR and other older DETRs are made."""
+"""mmcv's ``BaseTransformerLayer`` with its order of operations, which Co-DETR and other older DETRs are built of."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ _ENCODER = ('self_attn', 'norm', 'ffn', 'norm')
 
 @adapter(BaseTransformerLayer)
 class LeanTransformerLayer(LeanModule):
-    """An encoder layer with deformable attention, as one operation. Other layers are changed by their parts."""
+    """Encoder layer with deformable attention, as one operation. Other layers are changed submodule by submodule."""
 
     checkpointed = hands_on = True
     has_reference = False
@@ -42,7 +42,7 @@ class LeanTransformerLayer(LeanModule):
         level_start_index: Tensor | None = None,
         **kwargs,
     ) -> Tensor:
-        """Run the layer; the arguments are those of mmcv's ``BaseTransformerLayer``. Self-attention uses no others."""
+        """Run the layer with the arguments of mmcv's ``BaseTransformerLayer``; self-attention ignores the others."""
         attention, given = self.attentions[0], SimpleNamespace(key_padding_mask=query_key_padding_mask)
         given.reference_points, given.spatial_shapes = reference_points, spatial_shapes
         given.level_start_index = level_start_index
@@ -57,7 +57,7 @@ class LeanTransformerLayer(LeanModule):
         attentions = [stock_class(type(attention)) for attention in module.attentions]
         if tuple(module.operation_order) != _ENCODER or attentions != [MultiScaleDeformableAttention]:
             return False
-        # The operation draws image by image. Where tokens stand in front, the parts draw what the layer would draw.
+        # The operation draws dropout image by image. With batch_first=False, the plain layer draws in another order.
         draws = any(isinstance(inside, nn.Dropout) and inside.p for inside in module.modules())
         return module.attentions[0].batch_first or not draws
 

@@ -1,6 +1,6 @@
 """Convolutions with norm and activation: mmcv's ``ConvModule``, sequences of such layers, and a convolution alone.
 
-Unlike transformers' blocks they have no positions that could be dropped: they are exact with every preset.
+Their outputs depend on neighbouring positions, so no positions are dropped: no preset but ``int8`` changes gradients.
 """
 
 import dataclasses
@@ -43,23 +43,23 @@ _ACTIVATIONS = {
 
 
 def activation_of(module: nn.Module) -> Activation:
-    """Return what operations compute for an activation whose forward may be bypassed.
+    """Return the activation that operations compute for a module.
 
     Args:
-        module (nn.Module): One of the classes with the role 'activation'.
+        module (nn.Module): A module of a class with the role 'activation', see :data:`.ROLES`.
     """
     return _ACTIVATIONS[stock_class(type(module))](module)
 
 
 class ConvNorm:
-    """A convolution with norm and activation, as the operation takes them.
+    """A convolution with norm and activation, which gives the operation its settings and tensors.
 
-    Settings that the modules had in the last call are kept, and made anew when one of them differs. Copies and pickles
-    begin without.
+    The settings are cached and made again when a setting of a module has changed. Copies and pickles have no cache.
 
     Args:
-        conv (nn.Module): The convolution.
-        norm, act (nn.Module | None): If ``None``, there is none. Default: None.
+        conv (nn.Module): Convolution.
+        norm (nn.Module | None): Norm. If ``None``, there is none. Default: None.
+        act (nn.Module | None): Activation. If ``None``, there is none. Default: None.
     """
 
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, act: nn.Module | None = None):
@@ -72,14 +72,18 @@ class ConvNorm:
         return ConvNorm, self.modules
 
     def inputs(self, form: Form, x: Tensor | None, dtype: torch.dtype, residual: Tensor | None = None):
-        """Return settings and tensors of :func:`.conv_norm`. Counts a batch in a norm that trains, as its own code
-        does.
+        """Return settings and tensors of :func:`.conv_norm`.
+
+        The number of batches that a batch norm in training mode has tracked is increased, as its own code does.
 
         Args:
-            form (Form): How the operation stores.
-            x (Tensor | None): The input. If ``None``, the padding must not depend on it.
+            form (Form): Form of the operation.
+            x (Tensor | None): Input. If ``None``, the padding must not depend on its size.
             dtype (torch.dtype): Precision of the convolution.
             residual (Tensor | None): See :class:`.ConvNormTensors`. Default: None.
+
+        Returns:
+            tuple[ConvNormSettings, ConvNormTensors]: Settings and tensors.
         """
         conv, norm, act = self.modules
         options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm)
@@ -103,12 +107,12 @@ class ConvNorm:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvNormActBinding(Binding):
-    """``act(norm(conv(x)) + residual)``. What may not be bypassed runs its own code behind or before the operation.
+    """``act(norm(conv(x)) + residual)``. A norm or activation that may not be bypassed is called behind the operation.
 
     Attributes:
-        conv (nn.Module): The convolution.
-        norm, act (nn.Module | None): If ``None``, there is none. Default: None.
-        fused (tuple[str, ...]): Those of the three that the operation stands in for. Default: all.
+        conv (nn.Module): Convolution.
+        norm, act (nn.Module | None): Norm and activation. If ``None``, there is none. Default: None.
+        fused (tuple[str, ...]): Which of 'conv', 'norm' and 'act' the operation computes. Default: all.
     """
 
     conv: nn.Module
@@ -119,7 +123,7 @@ class ConvNormActBinding(Binding):
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None):
         """Run the layer on (N, C, H, W); ``residual`` has the shape of the output."""
         norm, act = self.norm, self.act
-        # Without images the module's own code runs, unless the processes of a SyncBN have to do the same.
+        # Without images the module's own code runs, unless SyncBN needs all processes to communicate alike.
         if not x.numel() and _process_group(norm) is None:
             return self.own_code(x, residual)
         if norm is not None and 'norm' not in self.fused:
@@ -137,7 +141,7 @@ class ConvNormActBinding(Binding):
 
     @property
     def length_behind(self) -> int:
-        """Return the number of modules behind the convolution."""
+        """Number of modules behind the convolution."""
         return (self.norm is not None) + (self.act is not None)
 
     def own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -153,7 +157,7 @@ class ConvNormActBinding(Binding):
         yield from ((module, roles[name]) for name in self.fused if (module := getattr(self, name)) is not None)
 
     def usable(self, form: Form, root: nn.Module):
-        """See :meth:`.Binding.usable`. Without the convolution there is nothing to gain."""
+        """See :meth:`.Binding.usable`. If the convolution may not be bypassed, there is no operation."""
         wrong = dict(self.problems(form, root))
         fused = tuple(name for name in self.fused if getattr(self, name) not in wrong)
         usable = dataclasses.replace(self, fused=fused) if 'conv' in fused else None
@@ -165,7 +169,7 @@ class ConvNormActBinding(Binding):
 
 
 def _standardised(conv):
-    """Return what a convolution with weight standardisation multiplies with."""
+    """Return the standardised weight of a convolution with weight standardisation."""
     if stock_class(type(conv)) is ConvAWS2d:
         return conv._get_weight(conv.weight)
     mean, std = (of(conv.weight.flatten(1), 1).view(-1, 1, 1, 1) for of in (torch.mean, torch.std))
@@ -173,12 +177,13 @@ def _standardised(conv):
 
 
 def _pads_itself(conv):
+    """Return whether a convolution pads its input by the input's size, as TensorFlow's padding "same" does."""
     kind = stock_class(type(conv))
     return kind is Conv2dAdaptivePadding or path_of(kind) == EFFICIENTDETS_CONVOLUTION
 
 
 def _padded(x, conv):
-    """Return the map and its padding as TensorFlow's "same". It is copied only where its sides get different ones."""
+    """Return a map and the padding of TensorFlow's "same". If opposite sides differ, the map is padded here."""
     pads = []
     for size, stride, kernel, dilation in zip(x.shape[2:], conv.stride, conv.kernel_size, conv.dilation, strict=True):
         if stock_class(type(conv)) is Conv2dAdaptivePadding:
@@ -192,8 +197,11 @@ def _padded(x, conv):
 
 
 def _norm_inputs(norm):
-    """Return what :class:`.ConvNormSettings` say of a norm (norm, eps, momentum, num_groups, process_group) and its
-    tensors (weight, bias, running mean, running variance). Counts a batch as the module itself does.
+    """Return the settings of a norm for :class:`.ConvNormSettings`, and its tensors; count a batch as the module does.
+
+    Returns:
+        tuple[tuple, tuple]: (norm, eps, momentum, num_groups, process_group), of which the last ones may be missing,
+        and (weight, bias, running mean, running variance).
     """
     if isinstance(norm, FrozenBatchNorm2d):
         return ('fixed', norm.eps), (norm.weight, norm.bias, norm.running_mean, norm.running_var)
@@ -211,7 +219,7 @@ def _norm_inputs(norm):
 
 
 def _process_group(norm):
-    """Return who shares the statistics of a norm, or ``None``."""
+    """Return the process group over which a SyncBN computes its statistics, or ``None`` if it does not synchronise."""
     if not isinstance(norm, nn.SyncBatchNorm) or not norm.training or not dist.is_available():
         return None
     if not dist.is_initialized():
@@ -222,7 +230,7 @@ def _process_group(norm):
 
 @adapter(*ROLES['convolution'])
 class LeanConv(LeanModule):
-    """A convolution alone: it shares what the layer before stores, and what it stores with its siblings."""
+    """A convolution alone. It shares its saved input with the layer in front and with layers of the same input."""
 
     samples = has_reference = False
     folds_frozen_norms = hands_on = True
@@ -239,7 +247,7 @@ class LeanConv(LeanModule):
 
 @adapter(mmcv.cnn.ConvModule)
 class LeanConvModule(LeanModule):
-    """Convolution, norm and activation."""
+    """mmcv's ``ConvModule``: convolution, norm and activation."""
 
     samples = has_reference = False
     folds_frozen_norms = hands_on = True
@@ -265,7 +273,7 @@ class LeanConvModule(LeanModule):
 
 
 class LeanSequence(LeanModule):
-    """Base of adapters of sequences: convolutions that are followed by a norm or an activation.
+    """Base class of adapters of sequences, in which convolutions followed by a norm or an activation are operations.
 
     Other members run their own code.
     """
@@ -274,12 +282,12 @@ class LeanSequence(LeanModule):
     folds_frozen_norms = separable = hands_on = True
 
     def parts(self):
-        """See :meth:`.LeanModule.parts`. A layer has the name of its convolution."""
+        """See :meth:`.LeanModule.parts`. A part has the name of its convolution."""
         return layers_of(self)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the members one after the other."""
-        inside = 0  # members that the latest layer has run
+        inside = 0  # number of following members that the latest operation has computed
         for name, module in self._modules.items():
             if inside:
                 inside -= 1
@@ -297,7 +305,7 @@ class LeanSequence(LeanModule):
 
 
 def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
-    """Return the layers of a sequence by the names of their convolutions.
+    """Return the operations of a sequence by the names of their convolutions.
 
     Args:
         sequence (nn.Sequential): The sequence.

@@ -1,4 +1,4 @@
-"""ConvNeXt, mmpretrain's and this package's, whose submodules have the same names."""
+"""ConvNeXt of mmpretrain and of this package, whose submodules have the same names."""
 
 from mmengine.model import Sequential
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ __all__ = ['LeanConvNeXtBlock', 'LeanLayerNorm']
 
 @adapter('mmpretrain.models.backbones.convnext.ConvNeXtBlock', 'sbp_mmdet.models.convnext.ConvNeXtBlock')
 class LeanConvNeXtBlock(LeanBlock):
-    """Depthwise convolution, then the channel MLP, which is thinned."""
+    """ConvNeXt block: depthwise convolution, then the channel MLP, which is thinned."""
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -28,7 +28,7 @@ class LeanConvNeXtBlock(LeanBlock):
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
         if module.grn is not None and settings.preset.thins:
-            return "GRN normalises over all positions, so none can be dropped; take preset='exact' or 'int8'"
+            return "GRN normalises over all positions, so none can be dropped; write preset='exact' or preset='int8'"
         return None
 
     @classmethod
@@ -43,7 +43,7 @@ class LeanConvNeXtBlock(LeanBlock):
 
 
 class _LeanDownsample(LeanModule):
-    """Layer norm and 2x2 convolution of stride 2."""
+    """Downsampling layer: layer norm and 2x2 convolution of stride 2. A kept position is a kept patch."""
 
     stock = (nn.Sequential, Sequential)
 
@@ -54,11 +54,11 @@ class _LeanDownsample(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        return None if len(module) == 2 else f'it has {len(module)} layers, and a norm and a convolution are expected'
+        return None if len(module) == 2 else f'it has {len(module)} layers instead of a norm and a convolution'
 
 
 class _LeanStem(_LeanDownsample):
-    """Patch embedding and layer norm."""
+    """Stem: patch embedding and layer norm."""
 
     samples = False
 
@@ -68,7 +68,7 @@ class _LeanStem(_LeanDownsample):
 
 
 class LeanLayerNorm(LeanModule):
-    """Layer norm of an output map, or of tokens."""
+    """Layer norm of an output map or of tokens."""
 
     samples = False
     separable = True

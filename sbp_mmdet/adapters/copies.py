@@ -1,10 +1,10 @@
-"""Classes of other projects that are copies of mmdet's: which is a copy of which, and the proof.
+"""Classes of other projects that are copies of mmdet's classes, and the comparison of their code.
 
-mmpretrain, mmseg and mmpose carry ResNets, HRNets, Swin Transformers and CSP blocks of the same origin as mmdet's, and
-mmdet's detectors may have them as backbones. A class that :data:`COPIES` names is taken for the original where its code
-says so: ``forward`` and every method that it reaches have the syntax tree of the original, and global names mean the
-same objects. Two statements may be there or not, because the settings say whether they do anything: plugins, and
-stochastic depth behind the branch.
+mmpretrain, mmseg and mmpose contain ResNets, HRNets, Swin Transformers and CSP blocks of the same origin as mmdet's,
+and mmdet's detectors may use them as backbones. A class in :data:`COPIES` is treated as the original only if its code
+is the same: ``forward`` and every method that it reaches have the syntax tree of the original, and global names refer
+to the same objects. Two statements may be missing in either, because settings say whether they do anything: plugins,
+and stochastic depth behind the branch.
 """
 
 import ast
@@ -59,13 +59,14 @@ def path_of(kind: type) -> str:
 
 @functools.cache
 def original(kind: type) -> type:
-    """Return the class of mmdet that a class is a copy of, or the class itself if it is none.
+    """Return the class of mmdet that a class is a copy of, or the class itself if it is no copy.
 
     Args:
         kind (type): The class, without mixins of this package.
 
     Example:
-        ``original(mmseg.models.backbones.resnet.Bottleneck) is mmdet.models.backbones.resnet.Bottleneck``
+        >>> original(mmseg.models.backbones.resnet.Bottleneck) is mmdet.models.backbones.resnet.Bottleneck
+        True
     """
     path = COPIES.get(path_of(kind))
     if path is None:
@@ -77,7 +78,7 @@ def original(kind: type) -> type:
 
 
 def odd_copy(module: nn.Module) -> str | None:
-    """Return what a module of another project does besides the forward of the original, or ``None``.
+    """Return why a module of another project does more than the forward of the original, or ``None``.
 
     Args:
         module (nn.Module): A module whose class may be a copy.
@@ -92,10 +93,11 @@ def odd_copy(module: nn.Module) -> str | None:
 
 
 def _code_of(kind: type) -> dict | None:
-    """Return the syntax trees of ``forward`` and of what it reaches through ``self``, and what global names mean.
+    """Return the code of ``forward`` and of the methods that it reaches through ``self``.
 
     Returns:
-        dict | None: If ``None``, the source cannot be read.
+        dict | None: For each method, its syntax tree and the objects of its global names. ``None`` if the source cannot
+        be read.
     """
     found, names = {}, ['forward']
     while names:
@@ -115,7 +117,7 @@ def _code_of(kind: type) -> dict | None:
 
 
 def _function_of(kind: type, name: str) -> Callable | None:
-    """Return a method or the getter of a property, unless every module has it."""
+    """Return a method, or the getter of a property, or ``None`` if ``nn.Module`` has the same one."""
     member = inspect.getattr_static(kind, name, None)
     if member is inspect.getattr_static(nn.Module, name, None):
         return None
@@ -128,7 +130,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 class _Simplified(ast.NodeTransformer):
-    """Leaves out documentation, annotations, plugins and stochastic depth."""
+    """Transformer of syntax trees that removes docstrings, annotations, plugins and stochastic depth."""
 
     def visit_FunctionDef(self, node):
         if isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):

@@ -1,4 +1,4 @@
-"""Dense heads: mmdet's region proposal network."""
+"""The head of mmdet's region proposal network."""
 
 import torch
 from mmdet.models.dense_heads import RPNHead
@@ -13,7 +13,7 @@ __all__ = ['LeanRPNHead']
 
 @adapter(RPNHead)
 class LeanRPNHead(LeanModule):
-    """A region proposal network with one hidden convolution, run level by level."""
+    """Head of a region proposal network with one hidden convolution, run level by level."""
 
     samples = has_reference = False
     hands_on = True
@@ -25,7 +25,7 @@ class LeanRPNHead(LeanModule):
         yield from ((conv, 'pointwise convolution') for conv in (self.rpn_cls, self.rpn_reg))
 
     def lean_forward(self, x: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return scores and boxes of each level, as the module's own code does."""
+        """Return the scores and the boxes of each level, as two lists."""
         found = zip(*map(self._level, x), strict=True)
         return tuple(map(list, found))
 
@@ -38,7 +38,7 @@ class LeanRPNHead(LeanModule):
         out_bias = torch.cat([_bias_of(conv) for conv in outputs])
         tensors = DenseHeadTensors(x, hidden.weight, _bias_of(hidden), out_weight, out_bias)
         out = dense_head(DenseHeadSettings(self.form, geometry), tensors)
-        # Each in memory of its own, so that others may work on one in place.
+        # Each output in memory of its own, so that later code may change it in place.
         return [part.clone() for part in out.split([len(conv.weight) for conv in outputs], 1)]
 
     @classmethod

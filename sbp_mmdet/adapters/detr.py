@@ -1,8 +1,8 @@
-"""Layers of transformer detectors: mmcv's attention and feed-forward network, and what mmdet builds of them.
+"""Layers of transformer detectors: mmcv's attention and feed-forward network, and the encoder layers of mmdet.
 
-DETR, Conditional, DAB, Deformable DETR, DINO, DDQ, Grounding DINO, MaskFormer and Mask2Former are made of these. All
-are exact with every preset but ``sbp``, which drops tokens in encoders of images. Queries of a decoder and tokens of
-a text are never dropped.
+DETR, Conditional DETR, DAB-DETR, Deformable DETR, DINO, DDQ, Grounding DINO, MaskFormer and Mask2Former are built of
+these. With the preset ``sbp``, tokens of images are dropped in encoders. Queries of a decoder and tokens of a text are
+never dropped.
 """
 
 import inspect
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def _given(forward, module, args, kwargs):
-    """Return the arguments of a call of a stock forward pass, by name."""
+    """Return the arguments of a call by the names of a forward's parameters, with their defaults."""
     bound = inspect.signature(forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     return SimpleNamespace(**bound.arguments)
@@ -60,7 +60,10 @@ def _given(forward, module, args, kwargs):
 
 @adapter(MultiheadAttention)
 class LeanMultiheadAttention(LeanModule):
-    """Runs torch's kernel, which stores no map of queries by keys; with a mask or dropout the layer runs again."""
+    """mmcv's multi-head attention by torch's kernel without an attention map.
+
+    With a mask or dropout, the layer is recomputed in the backward pass.
+    """
 
     samples = has_reference = False
 
@@ -102,12 +105,12 @@ class LeanMultiheadAttention(LeanModule):
     'projects.DiffusionDet.diffusiondet.head.DynamicConv',
 )
 class LeanRecomputed(LeanModule):
-    """Attention of other kinds, and layers made of cheap ones, run their own code, and again in the backward pass."""
+    """Layer that runs its own code and is recomputed in the backward pass: other attentions, and cheap layers."""
 
     samples = has_reference = False
 
     def bypasses(self):
-        """See :meth:`.LeanModule.bypasses`. Nothing is bypassed, but what is called twice has to bear it."""
+        """See :meth:`.LeanModule.bypasses`. Nothing is bypassed, but the submodules are called twice."""
         yield from ((module, 'recomputable') for module in [*self.modules()][1:])
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
@@ -123,16 +126,20 @@ class LeanRecomputed(LeanModule):
 
 
 def _token_ratio(settings):
-    """Return the keep ratio of tokens. A list of ratios names blocks of a backbone, so all tokens are kept then."""
+    """Return the keep ratio of tokens, or ``None`` if all are kept. A list of ratios is for blocks of a backbone."""
     preset, ratio = settings.preset, settings.keep_ratio
     paper = preset.thins and preset.form == Form()
     return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
 
 
 def _kept(module, x: Tensor, sizes: Callable[[], list[tuple[int, int]]]) -> Positions | None:
-    """Return the tokens that are kept in this pass, or ``None`` for all. Layers with the same maps keep the same ones.
+    """Return the tokens that are kept in this pass, or ``None`` for all. Layers of the same maps keep the same tokens.
 
-    The sizes of the maps are a function, because asking a GPU for them would wait for it where nothing is drawn.
+    Args:
+        module (LeanModule): The changed module.
+        x (Tensor): Tokens, for their device.
+        sizes (Callable): Returns the sizes of the maps. It is called only if tokens are drawn, because reading them
+            from a GPU waits for it.
     """
     draws = module._lean.draws
     trains = draws is not None and any(p.requires_grad for p in module.parameters())
@@ -141,17 +148,17 @@ def _kept(module, x: Tensor, sizes: Callable[[], list[tuple[int, int]]]) -> Posi
 
 @adapter(DetrTransformerEncoder, DABDetrTransformerEncoder)
 class LeanEncoder(LeanModule):
-    """A plain encoder, whose layers are changed by their parts. With ``sbp`` attention (as queries; keys and values
-    are exact) and feed-forward networks send gradients from kept tokens.
+    """Encoder of DETR or DAB-DETR, whose layers are changed submodule by submodule.
 
-    The encoder gets its tokens without the size of their map, so the grid keeps every n-th token of the line.
+    With ``sbp``, the attention (mode 'query': keys and values are exact) and the feed-forward networks backpropagate
+    through kept tokens. The encoder does not know the size of the map, so the grid keeps every n-th token of the line.
     """
 
     thins_only = shares_modules = True
     samples = has_reference = False
 
     def bypasses(self):
-        """See :meth:`.LeanModule.bypasses`. The norms and, on some rows, attention and FFN of each layer are called."""
+        """See :meth:`.LeanModule.bypasses`. Norms, attention and FFN are called, the last two on some rows."""
         for layer in self.layers:
             yield layer, 'encoder layer'
             yield layer.self_attn, 'multi-head attention of mmcv'
@@ -187,7 +194,8 @@ class LeanEncoder(LeanModule):
 
 
 def _thinned_layer(layer, x, pos, positions, kwargs):
-    none = x.new_zeros(())  # in the place of the shortcut, which all tokens have
+    """Run an encoder layer by Algorithm 1: attention and FFN are its f, norms and shortcuts run on all tokens."""
+    none = x.new_zeros(())  # replaces the shortcut inside of f; all tokens get theirs outside
 
     def attend(rows):
         return layer.self_attn(rows, x, x, none, key_pos=pos, **kwargs)
@@ -203,7 +211,7 @@ _LINEARS = dict(sampling_offsets='offset', attention_weights='attention', value_
 
 @adapter(MultiScaleDeformableAttention)
 class LeanDeformableAttention(LeanModule):
-    """Stores what the kernel puts out; values, places and weights are computed again."""
+    """Deformable attention that saves the sampling kernel's output and recomputes values, places and weights."""
 
     samples = has_reference = False
 
@@ -224,7 +232,7 @@ class LeanDeformableAttention(LeanModule):
 
 
 def images_first(x: Tensor | None) -> Tensor | None:
-    """Return tokens (L, N, C) as (N, L, C), a view; ``None`` for ``None``."""
+    """Return tokens (L, N, C) as (N, L, C), a view; ``None`` remains ``None``."""
     return None if x is None else x.transpose(0, 1)
 
 
@@ -238,22 +246,25 @@ def attention_settings(module: nn.Module, form: Form) -> DeformableSettings:
 
     Args:
         module (nn.Module): The attention.
-        form (Form): How the operation stores.
+        form (Form): Form of the operation.
     """
     sizes = module.num_heads, module.num_levels, module.num_points
     return DeformableSettings(*sizes, form, module.im2col_step)
 
 
 def _places(given):
-    """Return where queries look, and at what, of a call's arguments."""
+    """Return reference points, padding mask, sizes and start indices of the levels, from the arguments of a call."""
     return given.reference_points, given.key_padding_mask, given.spatial_shapes, given.level_start_index
 
 
 def attention_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of deformable attention by the names that its operation gives them.
+    """Return the parameters of deformable attention by the field names of :class:`.DeformableTensors`.
 
     Args:
-        module (nn.Module): The attention.
+        module (nn.Module): The attention, mmcv's ``MultiScaleDeformableAttention``.
+
+    Returns:
+        dict[str, Tensor]: Weight and bias of the four linear layers.
     """
     layers = {name: getattr(module, own) for own, name in _LINEARS.items()}
     return {f'{name}_{kind}': getattr(layer, kind) for name, layer in layers.items() for kind in ('weight', 'bias')}
@@ -272,10 +283,10 @@ def run_encoder_layer(
 
     Args:
         layer (LeanModule): The changed layer, with two ``norms``.
-        attention (nn.Module): Its deformable attention.
-        ffn (nn.Module): Its feed-forward network.
+        attention (nn.Module): Deformable attention of the layer.
+        ffn (nn.Module): Feed-forward network of the layer.
         query (Tensor): Tokens, shape (N, L, C).
-        query_pos (Tensor | None): Their position embedding.
+        query_pos (Tensor | None): Position embedding of the tokens.
         given (SimpleNamespace): Further arguments of the attention, by name.
         positions (Positions | None): Kept tokens. If ``None``, all are kept. Default: None.
 
@@ -313,7 +324,7 @@ def modules_of_encoder_layer(attention: nn.Module, ffn: nn.Module, norms: Iterab
 
 
 def odd_encoder_ffn(ffn: nn.Module) -> str | None:
-    """Return what :func:`run_encoder_layer` does not compute of a feed-forward network, or ``None``.
+    """Return why :func:`run_encoder_layer` does not support a feed-forward network, or ``None``.
 
     Args:
         ffn (nn.Module): The feed-forward network.
@@ -325,9 +336,9 @@ def odd_encoder_ffn(ffn: nn.Module) -> str | None:
 
 @adapter(DeformableDetrTransformerEncoderLayer)
 class LeanDeformableEncoderLayer(LeanModule):
-    """The whole layer is one operation. Checkpointing by fairscale (``num_cp``) is off: it would cost time.
+    """Encoder layer of Deformable DETR as one operation. fairscale's checkpointing of it (``num_cp``) is switched off.
 
-    With ``sbp`` attention and feed-forward network send gradients from kept tokens.
+    With ``sbp``, attention and feed-forward network backpropagate through kept tokens.
     """
 
     checkpointed = hands_on = stores_more = True

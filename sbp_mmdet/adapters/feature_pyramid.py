@@ -15,7 +15,7 @@ __all__ = ['LeanFPN']
 
 @adapter(FPN)
 class LeanFPN(LeanModule):
-    """A feature pyramid without norms. Convolutions that make further levels have adapters of their own."""
+    """Feature pyramid network without norms. Convolutions of extra levels have adapters of their own."""
 
     samples = has_reference = False
     hands_on = True
@@ -32,7 +32,7 @@ class LeanFPN(LeanModule):
                     yield layer.conv, role
 
     def lean_forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the maps of all levels, as the module's own code does."""
+        """Return the feature maps of all levels, given those of the backbone."""
         number = len(self.lateral_convs)
         used = inputs[self.start_level : self.start_level + number]
         if len(inputs) != len(self.in_channels) or not all(x.numel() for x in used):
@@ -57,7 +57,7 @@ class LeanFPN(LeanModule):
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
-        """See :meth:`.LeanModule.applies_to`. What has norms or enlarges otherwise is changed layer by layer."""
+        """See :meth:`.LeanModule.applies_to`. With norms or other interpolation, the layers are changed one by one."""
         if not cls.is_stock(module):
             return False
         outputs = [*module.fpn_convs][: len(module.lateral_convs)]

@@ -1,4 +1,4 @@
-"""mmcv's feed-forward network, alone and in layers that contain one."""
+"""mmcv's feed-forward network (``FFN``), alone and as a part of transformer layers."""
 
 import torch.utils.checkpoint as cp
 from mmcv.cnn.bricks.transformer import FFN
@@ -15,14 +15,19 @@ __all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'odd_ffn'
 
 
 def rate_of(dropout):
-    """Return the rate of a dropout layer in its present mode."""
+    """Return the rate of a dropout layer: 0 in evaluation mode, and for other layers such as identity."""
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
 def recomputed(run, *args):
-    """Run a function of tensors, modules' parameters among its own, again in the backward pass."""
-    leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but holds on to what stands inside of lists
-    # Checkpointing gives back other objects, and torch's attention asks whether query, key and value are the same one.
+    """Run a function and recompute it in the backward pass, by ``torch.utils.checkpoint``.
+
+    Args:
+        run (Callable): The function. It may use modules with parameters.
+        *args: Arguments of the function: tensors, other values, and lists, tuples and dicts of them.
+    """
+    leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but not those inside of lists
+    # The recomputation gets new tensor objects, and torch's attention checks whether query, key and value are the same.
     different = {id(leaf): leaf for leaf in leaves}
     places = [[*different].index(id(leaf)) for leaf in leaves]
 
@@ -33,7 +38,7 @@ def recomputed(run, *args):
 
 
 class _FFNBinding(Binding):
-    """``drop(linear(drop(act(linear(x)))))``, without residual connection and layer scale.
+    """``drop(linear(drop(act(linear(x)))))``: the layers of an ``FFN`` without residual connection and layer scale.
 
     Args:
         ffn (FFN): The network.
@@ -51,7 +56,7 @@ class _FFNBinding(Binding):
         yield from modules_of_ffn(self.ffn)
 
     def usable(self, form: Form, root: nn.Module):
-        """See :meth:`.Binding.usable`. Layers of other kinds run again in the backward pass, if they may."""
+        """See :meth:`.Binding.usable`. Layers of other kinds are recomputed in the backward pass, if allowed."""
         problems = odd_ffn(self.ffn) or self.problems(form, root)
         if not problems:
             return self, []
@@ -60,7 +65,7 @@ class _FFNBinding(Binding):
 
 
 class _RecomputedBinding(Binding):
-    """A module that runs again in the backward pass.
+    """A module that is called, and called again in the backward pass.
 
     Args:
         module (nn.Module): The module.
@@ -79,9 +84,9 @@ class _RecomputedBinding(Binding):
 
 
 def odd_ffn(ffn):
-    """Return the network with what is unusual about its layers, as a list of one, or an empty list."""
+    """Return the network and why its layers are unsupported, as a list with one pair, or an empty list."""
     if ffn.num_fcs != 2 or len(ffn.layers) != 3 or len(ffn.layers[0]) != 3:
-        return [(ffn, f'its FFN has {ffn.num_fcs} layers, not 2')]
+        return [(ffn, f'its FFN has {ffn.num_fcs} linear layers; only 2 are supported')]
     return []
 
 
@@ -97,18 +102,20 @@ def modules_of_ffn(ffn):
 
 
 def ffn_settings(ffn, form):
+    """Return the settings of :func:`.feed_forward` for an ``FFN`` in its present mode."""
     rates = rate_of(ffn.layers[0][2]), rate_of(ffn.layers[2])
     return FFNSettings(activation_of(ffn.layers[0][1]), rates, sample=form.sample)
 
 
 def ffn_weights(ffn):
+    """Return the parameters of an ``FFN`` by the field names of :class:`.FFNTensors`."""
     first, second = ffn.layers[0][0], ffn.layers[1]
     return dict(weight1=first.weight, bias1=first.bias, weight2=second.weight, bias2=second.bias)
 
 
 @adapter(FFN)
 class LeanFFN(LeanModule):
-    """Stores its input; the hidden layer is computed again."""
+    """mmcv's ``FFN``, which saves its input and recomputes the hidden layer."""
 
     has_reference = False
 

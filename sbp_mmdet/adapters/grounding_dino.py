@@ -16,7 +16,7 @@ __all__ = ['LeanFusion']
 def _clamps_scores(attention):
     clamps = attention.clamp_min_for_underflow and attention.clamp_max_for_overflow and MAX_CLAMP_VALUE == LIMIT
     if attention.stable_softmax_2d or not clamps:
-        return 'it treats large scores in another way'
+        return 'it does not clamp scores as the operation does (clamp_min_for_underflow, clamp_max_for_overflow)'
     return None if attention.v_dim == attention.l_dim else 'its images and texts have tokens of different widths'
 
 
@@ -33,7 +33,7 @@ _LAYERS = dict(
 
 @adapter(SingleScaleBiAttentionBlock)
 class LeanFusion(LeanModule):
-    """Norms, attention in both directions and shortcuts as one operation, which stores no map of scores."""
+    """Fusion block: norms, attention in both directions and shortcuts as one operation, without a map of scores."""
 
     checkpointed = True
     samples = has_reference = False
@@ -54,9 +54,9 @@ class LeanFusion(LeanModule):
     ) -> tuple[Tensor, Tensor]:
         """Run the block on tokens of images (N, V, C) and of texts (N, T, C)."""
         bias = attention_mask_l
-        if bias is not None and bias.is_floating_point():  # the module would pass on a gradient to it
+        if bias is not None and bias.is_floating_point():  # it may need a gradient, which the operation lacks
             return super(LeanModule, self).forward(visual_feature, lang_feature, attention_mask_v, bias)
-        if bias is not None:  # as the module has it: for a mask of bools, this is 1 everywhere
+        if bias is not None:  # as in the module's own code: for a mask of bools, the result is 1 everywhere
             bias = bias.masked_fill(bias == 0, -9e15)
         modules = dict(norm_v=self.layer_norm_v, norm_l=self.layer_norm_l)
         modules |= {name: getattr(self.attn, own) for name, own in _LAYERS.items()}

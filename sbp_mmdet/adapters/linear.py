@@ -8,12 +8,12 @@ from .predicate import ROLES
 
 __all__ = ['LeanLinear']
 
-_LARGE = 2**23  # elements: more than what such a layer is applied to
+_LARGE = 2**23  # number of elements from which a weight is larger than the usual input of its layer
 
 
 @adapter(*ROLES['linear'])
 class LeanLinear(LeanModule):
-    """A linear layer with a large weight."""
+    """Linear layer with a large weight, whose gradient is freed early, see :func:`.large_linear`."""
 
     samples = has_reference = False
 

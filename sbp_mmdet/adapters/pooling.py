@@ -1,4 +1,4 @@
-"""Max pools, alone and behind a convolution, and VGG, which calls its layers one by one."""
+"""Max pooling, alone and behind a convolution with a ReLU, and VGG, which calls its layers one by one."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ def _fits_in_bytes(pool):
     if pool.return_indices:
         return 'it returns indices'
     height, width = _pair(pool.kernel_size)
-    return None if height * width <= LARGEST_WINDOW else f'its windows have more than {LARGEST_WINDOW} places'
+    return None if height * width <= LARGEST_WINDOW else f'its windows have more than {LARGEST_WINDOW} positions'
 
 
 ROLES['max pool'] = {nn.MaxPool2d: _fits_in_bytes}
@@ -36,7 +36,7 @@ def _pooled(form, pool, x, relu=False):
 
 @adapter(nn.MaxPool2d)
 class LeanMaxPool(LeanModule):
-    """Stores where in its window each maximum stands."""
+    """Max pooling that saves the place of each maximum in its window, in one byte."""
 
     samples = has_reference = False
 
@@ -52,13 +52,13 @@ class LeanMaxPool(LeanModule):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvPoolBinding(Binding):
-    """``pool(relu(norm(conv(x))))``, which stores neither the pool's input nor the ReLU's output.
+    """``pool(relu(norm(conv(x))))``, which saves neither the pool's input nor the ReLU's output.
 
     Attributes:
-        conv (nn.Module): The convolution.
-        norm (nn.Module | None): If ``None``, there is none.
-        relu (nn.ReLU): The ReLU.
-        pool (nn.MaxPool2d): The pool.
+        conv (nn.Module): Convolution.
+        norm (nn.Module | None): Norm. If ``None``, there is none.
+        relu (nn.ReLU): ReLU.
+        pool (nn.MaxPool2d): Max pooling.
     """
 
     conv: nn.Module
@@ -72,7 +72,7 @@ class ConvPoolBinding(Binding):
 
     @property
     def length_behind(self) -> int:
-        """Return the number of modules behind the convolution."""
+        """Number of modules behind the convolution."""
         return 2 + (self.norm is not None)
 
     def __call__(self, form: Form, x: Tensor):
@@ -87,13 +87,13 @@ class ConvPoolBinding(Binding):
 
 @adapter(mmcv.cnn.VGG, SSDVGG)
 class LeanVGG(LeanModule):
-    """Convolutions, ReLUs and pools. Of a ReLU in front of a pool nothing is stored."""
+    """VGG backbone: convolutions, ReLUs and max pools. A ReLU in front of a max pool saves nothing."""
 
     samples = has_reference = False
     separable = hands_on = True
 
     def parts(self):
-        """See :meth:`.LeanModule.parts`. A layer has the number of its convolution."""
+        """See :meth:`.LeanModule.parts`. The name of a part is the index of its convolution."""
         layers, ends, found, i = [*self.features], _ends(self), {}, 0
         while i < len(layers):
             part = None if unsupported(layers[i], 'convolution') else _layer(layers[i:], i, ends)
@@ -103,7 +103,7 @@ class LeanVGG(LeanModule):
         return found
 
     def bypasses(self):
-        """See :meth:`.LeanModule.bypasses`. The list itself is never called."""
+        """See :meth:`.LeanModule.bypasses`. The list of layers is never called."""
         yield self.features, 'list of layers'
 
     def lean_forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -124,14 +124,20 @@ class LeanVGG(LeanModule):
 
 
 def _ends(vgg):
-    """Return the numbers of the layers whose outputs the backbone puts out."""
+    """Return the indices of the layers whose outputs are outputs of the backbone."""
     if isinstance(vgg, SSDVGG):
         return set(vgg.out_feature_indices)
     return {vgg.range_sub_modules[i][1] - 1 for i in vgg.out_indices}
 
 
 def _layer(layers, i, ends):
-    """Return a convolution with what may run with it, of the layers from ``i`` on."""
+    """Return the operation of a convolution and of the layers behind it that it can compute.
+
+    Args:
+        layers (list[nn.Module]): Layers of the backbone from the convolution on.
+        i (int): Index of the convolution.
+        ends (set[int]): See :func:`_ends`. An operation does not go beyond one of these layers.
+    """
     conv, *behind = layers[: next((n + 1 for n in range(len(layers)) if i + n in ends), len(layers))]
     norm = behind.pop(0) if behind and not unsupported(behind[0], 'norm of a map') else None
     act = behind.pop(0) if behind and not unsupported(behind[0], 'activation') else None

@@ -1,16 +1,16 @@
-"""The question that every adapter asks: may the forward of this module be bypassed?
+"""The predicate that every adapter asks: may the forward of this module be bypassed?
 
 An operation takes the parameters and settings of modules and computes their output without calling them. That is right
-only if the whole of what a call would do is known. So this is an allow-list: a module passes if
+only if everything that a call would do is known. So this is an allow-list. The forward of a module may be bypassed if
 
-- its class is one of :data:`ROLES`, exactly (mixins of this package are taken off first), which leaves out whatever is
-  quantised, wrapped, jitted or derived;
+- its class is exactly one of :data:`ROLES` (without mixins of this package), which excludes modules that are quantised,
+  wrapped, jitted or of a derived class;
 - its settings are among those that the operation computes, for example zero padding;
-- a call runs nothing else: no hooks on the module and none on all modules, no forward, compiled or not, that was put
-  into the instance, no parametrization;
+- a call runs nothing else: no hooks on the module or on all modules, no forward that was set on the instance, compiled
+  or not, and no parametrization;
 - its parameters are plain parameters of its own.
 
-Everything else keeps its own code.
+Every other module runs its own code.
 """
 
 import contextlib
@@ -156,7 +156,7 @@ def _averages_without_padding(pool):
     return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
 
 
-# What a module is to an operation -> the classes that are known in this place -> the settings that each may have.
+# Role of a module in an operation -> classes that are known in this role -> check of their settings.
 ROLES: dict[str, dict[type | str, Check]] = {
     'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros)
     | {EFFICIENTDETS_CONVOLUTION: _any},
@@ -172,7 +172,7 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'ReLU': {nn.ReLU: _any},
     'activation': dict.fromkeys(_ACTIVATIONS, _any),
     'GELU': {nn.GELU: _any},
-    # A convolution that the backward pass runs again, in front of a norm.
+    # A convolution in front of a norm, which the backward pass recomputes.
     'recomputed convolution': dict.fromkeys(_CONVOLUTIONS, _pads_zeros_and_has_bias),
     'linear': dict.fromkeys(_LINEARS, _any),
     'linear with bias': dict.fromkeys(_LINEARS, _has_bias),
@@ -208,7 +208,7 @@ _RECOMPUTABLE_MODULES = (
     *(*_LINEARS, nn.modules.linear.NonDynamicallyQuantizableLinear, *_CONVOLUTIONS, nn.LayerNorm, DropPath, Dropout),
     *(nn.Dropout, nn.Identity, nn.Sequential, Sequential, nn.ModuleList, nn.MultiheadAttention, Swish),
 )
-# A call of these twice leaves behind what a call once does, so that checkpointing may wrap them.
+# Modules that may be called twice, by checkpointing: a second call leaves the same state behind as one call.
 ROLES['recomputable'] = dict.fromkeys((*_RECOMPUTABLE_MODULES, *_ACTIVATIONS), _any) | {
     getattr(nn, name): _any for name in torch.nn.modules.activation.__all__
 }
@@ -222,14 +222,14 @@ GLOBAL_HOOKS = (
 
 
 def know(role: str, *kinds: type | str) -> None:
-    """Add classes to an entry of :data:`ROLES`: their forward computes exactly what the known classes compute there.
+    """Add classes to a role of :data:`ROLES`: their forward computes exactly what that of the role's classes computes.
 
     Args:
         role (str): A key of :data:`ROLES`.
-        *kinds (type | str): The classes, or their modules and names.
+        *kinds (type | str): The classes, or strings of their modules and names.
 
     Example:
-        ``know('layer norm', MyLayerNorm)``
+        >>> know('layer norm', MyLayerNorm)
     """
     ROLES[role].update(dict.fromkeys(kinds, next(iter(ROLES[role].values()))))
 
@@ -239,11 +239,11 @@ def unsupported(module: nn.Module | None, role: str, called: bool = False) -> st
 
     Args:
         module (nn.Module | None): The module.
-        role (str): A key of :data:`ROLES`: what the operation takes it for.
+        role (str): Role of the module in the operation, a key of :data:`ROLES`.
         called (bool): Whether the module itself is called, so that hooks on it run in any case. Default: False.
 
     Returns:
-        str | None: The reason. If ``None``, the forward of the module may be bypassed.
+        str | None: The reason, or ``None`` if the forward may be bypassed.
     """
     answers, question = getattr(_thread, 'answers', None), (id(module), role, called)
     if answers is None:
@@ -266,7 +266,7 @@ def _find_problem(module, role, called):
 
 @contextlib.contextmanager
 def ask_once() -> Iterator[None]:
-    """Context in which no module changes, so that :func:`unsupported` has the same answer to the same question."""
+    """Cache the answers of :func:`unsupported` within the context, in which no module may change."""
     outer = getattr(_thread, 'answers', None)
     _thread.answers = {} if outer is None else outer
     try:
@@ -275,7 +275,7 @@ def ask_once() -> Iterator[None]:
         _thread.answers = outer
 
 
-_thread = threading.local()  # answers: those of :func:`unsupported` so far, while they hold
+_thread = threading.local()  # attribute `answers`: cached answers of `unsupported`, within `ask_once`
 
 
 def _is(kind: type, known: type | str) -> bool:
@@ -283,13 +283,13 @@ def _is(kind: type, known: type | str) -> bool:
 
 
 def interference(module: nn.Module) -> str | None:
-    """Return what a call of a module does besides the forward of its class, or ``None`` if that is all.
+    """Return what a call of a module runs besides the forward of its class, or ``None`` if it runs nothing else.
 
     Args:
         module (nn.Module): The module.
     """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return 'it has hooks, which run'
+        return 'it has hooks, which a bypass would skip'
     if module.__dict__.get('_compiled_call_impl') is not None:
         return 'it is compiled'
     if is_parametrized(module):
@@ -311,7 +311,7 @@ def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
 
     Args:
         module (nn.Module): The module.
-        but (tuple[str, ...]): Methods that do not matter. Default: ().
+        but (tuple[str, ...]): Names of methods that are ignored. Default: ().
     """
     kind = type(module)
     for name, value in vars(module).items():
@@ -321,7 +321,7 @@ def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
 
 
 def fairscale_forward(module: nn.Module) -> Callable | None:
-    """Return the forward that fairscale's checkpointing put into the instance (mmdet's ``num_cp``), or ``None``.
+    """Return the forward that fairscale's checkpointing set on the instance (mmdet's ``num_cp``), or ``None``.
 
     Args:
         module (nn.Module): The module.
@@ -337,9 +337,9 @@ def is_hooked_globally() -> bool:
 
 
 def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module by name, and tensors that stand in their place.
+    """Return the parameters of a module by name, and tensors that replace them.
 
-    FSDP keeps the parameters elsewhere and puts views of them into the instance.
+    FSDP keeps the parameters elsewhere and sets views of them as attributes of the instance.
 
     Args:
         module (nn.Module): The module.
@@ -349,7 +349,7 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _odd_parameter(module) -> str | None:
-    """Return the first parameter that is of a class of its own, as quantised ones are."""
+    """Return a sentence about the first parameter of a special class, such as a quantised one, or ``None``."""
     for name, tensor in tensors_in(module).items():
         kind = type(tensor)
         if kind is not nn.Parameter and kind is not torch.Tensor and kind.__name__ not in PLAIN_TENSORS:
@@ -357,8 +357,8 @@ def _odd_parameter(module) -> str | None:
     return None
 
 
-# Names of tensor classes that compute as plain tensors do: those of FSDP, which puts plain tensors in their place in a
-# forward pass, and those of the planner.
+# Names of tensor classes that compute as plain tensors do: those of FSDP, which replaces them by plain tensors during a
+# forward pass, and that of the planner.
 PLAIN_TENSORS = {'DTensor', 'FlatParameter', 'FakeTensor'}
 
 

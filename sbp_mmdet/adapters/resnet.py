@@ -1,4 +1,4 @@
-"""Blocks and stems that call convolution, norm and activation one by one: ResNet, its relatives, HRNet; CSP blocks."""
+"""Blocks and stems that call convolutions, norms and activations one by one: ResNet, its relatives, HRNet, CSP."""
 
 from collections.abc import Callable
 
@@ -20,19 +20,22 @@ __all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanShortcutB
 
 
 class _Convolutional(LeanModule):
-    """Base of adapters of modules that call convolutions, norms and activations one by one."""
+    """Base class of adapters of modules that call convolutions, norms and activations one by one."""
 
     checkpointed = True
     samples = has_reference = False
     folds_frozen_norms = separable = hands_on = True
 
     def layer(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Run a layer of :meth:`parts`, with the modules' own code where the operation cannot be used.
+        """Run a layer of :meth:`parts`, or the modules' own code if the operation cannot be used.
 
         Args:
-            name (str): The name of the layer.
-            x (Tensor): Shape (N, C, H, W).
-            residual (Tensor | None): Added before the activation; shape of the output. Default: None.
+            name (str): Name of the layer.
+            x (Tensor): Input, shape (N, C, H, W).
+            residual (Tensor | None): Added before the activation, of the output's shape. Default: None.
+
+        Returns:
+            Tensor: Output of the layer.
         """
         part = self.part(name)
         return type(self).parts(self)[name].own_code(x, residual) if part is None else part(self.form, x, residual)
@@ -44,22 +47,22 @@ class _Convolutional(LeanModule):
 
 
 def _shortcut(block, x):
-    """Return what goes past the convolutions of a block."""
+    """Return the output of a block's shortcut."""
     return x if block.downsample is None else block.downsample(x)
 
 
 def _has_plugins(block):
-    return getattr(block, 'with_plugins', False)  # copies in other projects know none
+    return getattr(block, 'with_plugins', False)  # copies in other projects have no plugins
 
 
 def _plugged(block, number, x):
-    """Return ``x`` after the plugins that stand behind a convolution; they run their own code."""
+    """Apply the plugins behind a convolution of the block; they run their own code."""
     return block.forward_plugin(x, getattr(block, f'after_conv{number}_plugin_names')) if _has_plugins(block) else x
 
 
 @adapter(resnet.BasicBlock)
 class LeanBasicBlock(_Convolutional):
-    """Two convolutions."""
+    """Basic block of ResNet: two convolutions."""
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -75,7 +78,7 @@ class LeanBasicBlock(_Convolutional):
 
 
 def _ends(block):
-    """Return the first and the third convolution of a bottleneck."""
+    """Return the operations of the first and the third convolution of a bottleneck."""
     plugged = _has_plugins(block) and block.after_conv3_plugin_names
     return dict(
         conv1=ConvNormActBinding(block.conv1, block.norm1, block.relu),
@@ -85,7 +88,7 @@ def _ends(block):
 
 @adapter(resnet.Bottleneck, resnext.Bottleneck)
 class LeanBottleneck(_Convolutional):
-    """Three convolutions, of ResNet, ResNeXt and RegNet."""
+    """Bottleneck of ResNet, ResNeXt and RegNet: three convolutions."""
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -97,7 +100,7 @@ class LeanBottleneck(_Convolutional):
 
 
 def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a bottleneck with its second convolution given as a function."""
+    """Run a bottleneck whose second convolution is the function ``middle``."""
     out = _plugged(block, 1, block.layer('conv1', x))
     out = _plugged(block, 2, middle(out))
     if _has_plugins(block) and block.after_conv3_plugin_names:
@@ -107,7 +110,7 @@ def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Ten
 
 @adapter(res2net.Bottle2neck)
 class LeanBottle2neck(_Convolutional):
-    """Bottleneck of Res2Net, whose second convolution is one for each part of the channels."""
+    """Bottleneck of Res2Net, which has a second convolution for each group of channels."""
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -121,7 +124,7 @@ class LeanBottle2neck(_Convolutional):
         return _bottleneck(self, x, self.middle)
 
     def middle(self, x: Tensor) -> Tensor:
-        """Run the convolutions of the parts on (N, C, H, W)."""
+        """Run the convolutions of the groups of channels on (N, C, H, W)."""
         *parts, last = torch.split(x, self.width, 1)
         outs = []
         for i, part in enumerate(parts):
@@ -152,7 +155,7 @@ class LeanSplitBottleneck(_Convolutional):
 
 @adapter(resnest.SplitAttentionConv2d)
 class LeanSplitAttention(_Convolutional):
-    """Convolution, and attention between groups of its channels."""
+    """Split attention of ResNeSt: a convolution, and attention between groups of its channels."""
 
     checkpointed = False
 
@@ -175,7 +178,7 @@ class LeanSplitAttention(_Convolutional):
 
 @adapter(darknet.ResBlock, csp_layer.DarknetBottleneck, csp_layer.CSPNeXtBlock)
 class LeanShortcutBlock(_Convolutional):
-    """Blocks of two ``ConvModule``, which have their own adapter, and a shortcut."""
+    """CSP block: two ``ConvModule``, which have their own adapter, and a shortcut."""
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
@@ -187,7 +190,7 @@ class LeanShortcutBlock(_Convolutional):
     *(resnet.ResNet, resnet.ResNetV1d, resnext.ResNeXt, regnet.RegNet, res2net.Res2Net, resnest.ResNeSt),
 )
 class LeanResNet(_Convolutional):
-    """The stem of a backbone: one convolution. Its stages have adapters of their own; deep stems are sequences."""
+    """Backbone whose stem of one convolution is changed. Stages and deep stems have adapters of their own."""
 
     checkpointed = False
 
@@ -220,7 +223,7 @@ def _pools(backbone):
 
 @adapter(hrnet.HRNet)
 class LeanHRNet(_Convolutional):
-    """The stem of a backbone: two convolutions. Its stages have adapters of their own."""
+    """HRNet, of which the stem of two convolutions is changed. Its stages have adapters of their own."""
 
     checkpointed = False
 

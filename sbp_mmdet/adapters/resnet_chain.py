@@ -1,4 +1,4 @@
-"""Stages of residual blocks, whose blocks run as chains (see :mod:`sbp_mmdet.ops.residual_chain`)."""
+"""Stages of ResNets, whose residual blocks run as chains, see :mod:`sbp_mmdet.ops.residual_chain`."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _LONGEST = 6  # blocks of a chain: their inputs exist at the same time in the ba
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ChainBinding(Binding):
-    """Residual blocks, one after the other.
+    """Consecutive residual blocks, run as one chain.
 
     Attributes:
         blocks (tuple[nn.Module, ...]): Blocks that :func:`may_chain` has approved of.
@@ -48,7 +48,7 @@ class _ChainBinding(Binding):
 
     @functools.cached_property
     def _members(self):
-        """Layers of each block, the one of its shortcut, and the pools in front of that."""
+        """Layers of each block, the layer of its shortcut, and the pools in front of that layer."""
         found = []
         for block in self.blocks:
             shortcut, pools = None, ()
@@ -70,7 +70,7 @@ class _ChainBinding(Binding):
 
 @adapter(ResLayer, nn.Sequential, mmengine.model.Sequential)
 class LeanStage(LeanSequence):
-    """A sequence of layers. Residual blocks in it run as chains; those that cannot be chained run one by one."""
+    """Sequence of layers. Residual blocks in it run as chains; blocks that cannot be chained run one by one."""
 
     runs_blocks = True
 
@@ -87,7 +87,7 @@ class LeanStage(LeanSequence):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the members one after the other."""
-        inside = 0  # members that the latest part has run
+        inside = 0  # number of following members that the latest part has computed
         for name, module in self._modules.items():
             part = self.part(name)
             if inside:
@@ -107,7 +107,7 @@ class LeanStage(LeanSequence):
 
 
 def may_chain(block: nn.Module) -> bool:
-    """Return whether a chain computes exactly what the forward pass of a block computes.
+    """Return whether a block can be part of a chain, because a chain computes exactly what its forward computes.
 
     Args:
         block (nn.Module): A member of a stage.
@@ -116,7 +116,7 @@ def may_chain(block: nn.Module) -> bool:
 
 
 def _reads(block) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules that a chain bypasses, with their roles. The first that may not be bypassed comes last."""
+    """Yield the modules of a block that a chain bypasses, with their roles, up to the first unsupported container."""
     yield block, 'residual block'
     if unsupported(block, 'residual block'):
         return

@@ -1,4 +1,4 @@
-"""Swin Transformer, mmdet's and mmpretrain's, which name their submodules alike."""
+"""Swin Transformer of mmdet and of mmpretrain, whose submodules have the same names."""
 
 import dataclasses
 
@@ -17,11 +17,11 @@ __all__ = ['LeanSwinBlock', 'WindowAttentionBinding']
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowAttentionBinding(Binding):
-    """``x + drop(attn(norm(x)))`` in windows of a map, with Swin's position bias; exact.
+    """``x + drop(attn(norm(x)))`` in windows of a map, with Swin's position bias and exact gradients.
 
     Attributes:
-        norm (nn.LayerNorm): Over the channels.
-        attn (nn.Module): mmdet's or mmpretrain's shifted-window attention.
+        norm (nn.LayerNorm): Layer norm over the channels.
+        attn (nn.Module): Shifted-window attention of mmdet or mmpretrain.
     """
 
     norm: nn.LayerNorm
@@ -49,7 +49,7 @@ class WindowAttentionBinding(Binding):
         attn, drop = self.attn, self.drop
         if factor is None:
             return x + attn(self.norm(x), size)
-        attn.drop = nn.Identity()  # the factor stands for it
+        attn.drop = nn.Identity()  # the factor replaces it
         try:
             out = attn(self.norm(x), size)
         finally:
@@ -57,7 +57,7 @@ class WindowAttentionBinding(Binding):
         return x + out * factor.to(out.dtype)[:, None, None]
 
     def reads(self, form: Form):
-        """See :meth:`Binding.reads`. The reference calls the modules, but for stochastic depth."""
+        """See :meth:`Binding.reads`. The reference form calls all modules except stochastic depth."""
         yield self.drop, 'stochastic depth'
         if form.implementation == 'fused':
             yield self.norm, 'layer norm'
@@ -71,7 +71,7 @@ class WindowAttentionBinding(Binding):
 
 @adapter('mmdet.models.backbones.swin.SwinBlock', 'mmpretrain.models.backbones.swin_transformer.SwinBlock')
 class LeanSwinBlock(LeanBlock):
-    """Window attention, which is exact, then the channel MLP, which is thinned."""
+    """Swin block: window attention with exact gradients, then the channel MLP, which is thinned."""
 
     rounds_up = True
     separable = stores_more = True
@@ -107,7 +107,7 @@ def _stock(name):
 
 
 class _LeanPatchMerging(LeanModule):
-    """Layer norm and linear layer on patches of 2x2 positions; a kept position is a kept patch (section 3.2.2)."""
+    """Patch merging: layer norm and linear layer on 2x2 patches. A kept position is a kept patch (section 3.2.2)."""
 
     stock = _stock('PatchMerging')
 
@@ -116,11 +116,11 @@ class _LeanPatchMerging(LeanModule):
         return dict(patches=NormLinearBinding(self.norm, self.reduction))
 
     def bypasses(self):
-        """See :meth:`.LeanModule.bypasses`. It is called, but its output's size is computed from its settings."""
+        """See :meth:`.LeanModule.bypasses`. The sampler is called, but the output's size follows from its settings."""
         yield self.sampler, 'patches'
 
     def lean_forward(self, x: Tensor, input_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-        """Return tokens (N, L / 4, 2 C) and the size of their map for tokens (N, L, C) of a map of ``input_size``."""
+        """Return tokens (N, L / 4, 2 C) and their map's size, given tokens (N, L, C) of a map of ``input_size``."""
         patches = _padded(self, x.transpose(1, 2).unflatten(2, input_size))
         size = _windows_in(self.sampler, patches.shape[2:])
         return self.run('patches', self.sampler(patches).transpose(1, 2)), size
@@ -132,7 +132,7 @@ class _LeanPatchMerging(LeanModule):
 
 
 class _LeanPatchEmbed(LeanModule):
-    """Convolution of patches and layer norm."""
+    """Patch embedding: convolution and layer norm."""
 
     samples = False
     stock = _stock('PatchEmbed')
@@ -142,7 +142,7 @@ class _LeanPatchEmbed(LeanModule):
         return dict(patches=PatchNormBinding(self.projection, self.norm, channels_last=True))
 
     def lean_forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return tokens (N, L, C) and the size of their map for images (N, 3, H, W)."""
+        """Return tokens (N, L, C) and the size of their map, given images (N, 3, H, W)."""
         out = self.run('patches', _padded(self, x))
         return out.flatten(2).transpose(1, 2), tuple(out.shape[2:])
 
@@ -153,7 +153,7 @@ def _padded(module, x):
 
 
 def _windows_in(unfold: nn.Unfold, size: torch.Size) -> tuple[int, int]:
-    """Return (height, width) of what ``nn.Unfold`` makes of a map."""
+    """Return the (height, width) of the map of patches that ``nn.Unfold`` makes of a map of ``size``."""
 
     def along(i, length):
         side = [n if isinstance(n, int) else n[i] for n in (unfold.kernel_size, unfold.stride)]

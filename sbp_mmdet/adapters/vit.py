@@ -1,4 +1,4 @@
-"""Plain vision transformers: mmpretrain's and this package's."""
+"""Plain vision transformers of mmpretrain and of this package."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ __all__ = ['LeanTransformerEncoderLayer', 'LeanViTBlock']
 
 @adapter('sbp_mmdet.models.vit.ViTBlock')
 class LeanViTBlock(LeanBlock):
-    """Attention, then the channel MLP; both are thinned."""
+    """ViT block of this package: attention, then the channel MLP; both are thinned."""
 
     stride = 16
     rounds_up = True
@@ -39,7 +39,7 @@ class LeanViTBlock(LeanBlock):
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Return two thirds of the blocks: the last 8 of 12 (section 5.1)."""
+        """Return the number of thinned blocks, two thirds of all: the last 8 of 12 (section 5.1)."""
         return (round(depths[0] * 2 / 3),)
 
     @classmethod
@@ -53,7 +53,7 @@ class LeanViTBlock(LeanBlock):
 
 @adapter('mmpretrain.models.backbones.vision_transformer.TransformerEncoderLayer')
 class LeanTransformerEncoderLayer(LeanViTBlock):
-    """mmpretrain's block."""
+    """ViT block of mmpretrain."""
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -79,7 +79,7 @@ def _attention_of(block):
 
 
 def _odd_attention(attn):
-    """Return which setting of mmpretrain's attention the operation does not compute."""
+    """Return why mmpretrain's attention is unsupported, or ``None``."""
     if getattr(attn, 'attn_drop', None):
         return 'its attention has dropout; set attn_drop_rate to 0'
     known = ('v_shortcut', 'input_dims', 'embed_dims', 'gamma1', 'out_drop', 'proj_drop', 'qkv', 'proj')

@@ -1,6 +1,6 @@
 """ViTDet of mmdet's projects: its blocks, and the layer norm of maps in its neck and heads.
 
-The classes are named, not imported: they are not part of mmdet.
+The classes are not part of the mmdet package, so they are given as strings and not imported.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _PROJECT = 'projects.ViTDet.vitdet.vit'
 
 def _scales_by_width(attention):
     width = attention.qkv.in_features // attention.num_heads
-    return None if attention.scale == width**-0.5 else 'its scale is not that of the width of its heads'
+    return None if attention.scale == width**-0.5 else f'its scale is {attention.scale}, not 1 / sqrt({width})'
 
 
 ROLES['attention of a map'] = {f'{_PROJECT}.Attention': _scales_by_width}
@@ -36,11 +36,11 @@ know('layer norm', f'{_PROJECT}.LN2d')
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecomposedAttentionBinding(Binding):
-    """``x + drop(attn(norm(x)))`` on a map or in its windows; exact.
+    """``x + drop(attn(norm(x)))`` on a map or in its windows, with exact gradients.
 
     Attributes:
-        norm (nn.LayerNorm): Over the channels.
-        attn (nn.Module): The attention.
+        norm (nn.LayerNorm): Layer norm over the channels.
+        attn (nn.Module): Attention with decomposed relative positions.
         window (int): Side of the windows. If 0, attention is on the whole map.
         drop (nn.Module): Stochastic depth.
     """
@@ -66,7 +66,7 @@ class DecomposedAttentionBinding(Binding):
 
 @adapter(f'{_PROJECT}.Block')
 class LeanViTDetBlock(LeanBlock):
-    """Attention, which is exact, then the channel MLP, which is thinned."""
+    """ViTDet block: attention with exact gradients, then the channel MLP, which is thinned."""
 
     stride = 16
     from_end = True
@@ -91,20 +91,20 @@ class LeanViTDetBlock(LeanBlock):
         return self.run('mlp', x.flatten(1, 2)).view(x.shape)
 
     def _attend(self, x):
-        """Call the modules of the attention."""
+        """Run the attention with the modules' own code."""
         y = self.norm1(x)
         y = self.attn(into_windows(y, self.window_size)) if self.window_size else self.attn(y)
         return x + self.drop_path(out_of_windows(y, x.shape) if self.window_size else y)
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Return two thirds of the blocks, as for other plain transformers (section 5.1)."""
+        """Return the number of thinned blocks, two thirds of all, as for other plain transformers (section 5.1)."""
         return (round(depths[0] * 2 / 3),)
 
 
 @adapter(f'{_PROJECT}.LN2d')
 class LeanLN2d(LeanModule):
-    """Layer norm of a map (N, C, H, W), which stores x-hat alone."""
+    """Layer norm of a map (N, C, H, W), which saves x-hat alone."""
 
     samples = has_reference = False
 
