@@ -196,9 +196,9 @@ FAULTS = {
     ),
     # The chain of residual blocks.
     'chain: signs': Fault('common.sign_bits:SignBits.pack', 'torch.le(_flat', 'torch.gt(_flat', 'ResNet-50'),
-    'chain: shortcut in the second run': Fault('residual_chain:_rerun_output', 'out.add_(x)', 'out', 'ResNet-50'),
+    'chain: shortcut in the second run': Fault('residual_block:rerun_output', 'out.add_(x)', 'out', 'ResNet-50'),
     'chain: ReLU in the second run': Fault(
-        'residual_chain:_rerun_output', 'saved.output.relu_(out)', 'out', 'ResNet-50'
+        'residual_block:rerun_output', 'saved.output.relu_(out)', 'out', 'ResNet-50'
     ),
     'chain: mask of a ReLU': Fault(
         'residual_chain:_backward',
@@ -207,16 +207,16 @@ FAULTS = {
         'ResNet-50',
     ),
     'chain: gradient of the shortcut': Fault(
-        'residual_chain:_block_backward', 'return inner.add_(grad) if needs_x', 'return inner if needs_x', 'ResNet-50'
+        'residual_block:block_backward', 'return inner.add_(grad) if needs_x', 'return inner if needs_x', 'ResNet-50'
     ),
     'chain: layer kept': Fault(
-        'residual_chain:_keep_input',
+        'residual_block:_keep_input',
         'scale=scale, shift=shift',
         'scale=scale, shift=0 * shift',
         'ResNet-50 in training mode',
     ),
     'chain: layer kept in eight bits': Fault(
-        'residual_chain:_keep_input',
+        'residual_block:_keep_input',
         '(-shift / scale).nan_to_num(0)',
         '(shift / scale).nan_to_num(0)',
         'ResNet-50 in training mode',

@@ -255,6 +255,16 @@ def test_eight_bits(norm, act):
         assert relative(lean_grads[name], grad) < (1e-10 if exact and is_bias else 0.1), name
 
 
+def test_eight_bits_keep_signs_where_a_threshold_lies_just_below_a_group_of_rows():
+    for seed in range(100):
+        x = torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(seed))
+        low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+        threshold = low + 0.3 * (high - low)
+        read = keep(x, 'int8', threshold).load(torch.float32)
+        assert torch.equal(read > threshold, x > threshold)
+        assert (read - x).abs().le(0.51 * (high - low) / 252).all()
+
+
 def test_eight_bits_keep_sides_and_means():
     x = torch.randn(4, 3, 40, 40, dtype=torch.float64)
     x[0, 0], x[1, 0] = x[0, 0].abs(), 0

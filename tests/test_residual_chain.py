@@ -1,6 +1,7 @@
 """Chains of residual blocks against the blocks' own code in fp64."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -85,34 +86,59 @@ def assert_plain(lean, plain, x=None, most=1e-11, **options):
         assert torch.equal(buffer, lean.get_buffer(name)), name
 
 
-def pair(*args, **kwargs):
+def pair(*args, preset='exact', **kwargs):
     plain = stage(*args, **kwargs)
     lean = copy.deepcopy(plain)
-    apply_lean(lean)
+    apply_lean(lean, preset)
     return lean, plain
 
 
 @pytest.mark.parametrize('name', STAGES)
 @pytest.mark.parametrize('needs_x', [True, False])
-def test_gradients_are_those_of_the_blocks_own_code(name, needs_x):
-    lean, plain = pair(*STAGES[name])
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+def test_gradients_are_those_of_the_blocks_own_code(name, needs_x, preset):
+    lean, plain = pair(*STAGES[name], preset=preset)
     for _ in range(2):  # running statistics move twice
         assert_plain(lean, plain, needs_x=needs_x)
 
 
-@pytest.mark.parametrize(('block', 'norm_eval', 'most'), [
-    (resnet.Bottleneck, True, 0.21), (resnet.Bottleneck, False, 0.17), (resnet.BasicBlock, True, 0.36),
+@pytest.mark.parametrize(('block', 'norm_eval', 'preset', 'most'), [
+    (resnet.Bottleneck, True, 'exact', 0.21), (resnet.Bottleneck, False, 'exact', 0.17),
+    (resnet.BasicBlock, True, 'exact', 0.30), (resnet.BasicBlock, False, 'exact', 0.27),
+    (resnet.Bottleneck, True, 'exact_min', 0.14), (resnet.Bottleneck, False, 'exact_min', 0.09),
 ])  # fmt: skip
-def test_stored_bytes(block, norm_eval, most):
-    lean, plain = (model.float() for model in pair(block, None, norm_eval, blocks=6))
+def test_stored_bytes(block, norm_eval, preset, most):
+    lean, plain = (model.float() for model in pair(block, None, norm_eval, blocks=6, preset=preset))
     x = image((32, 32)).float()
     assert saved_bytes(lean, x) < most * saved_bytes(plain, x)
 
 
+@pytest.mark.parametrize(('preset', 'block', 'blocks'), [
+    *itertools.product(['exact'], [resnet.Bottleneck], [2, 3, 6, 7]),
+    *itertools.product(['exact'], [resnet.BasicBlock], [1, 2, 7]),
+    *itertools.product(['exact_min'], [resnet.Bottleneck, resnet.BasicBlock], [1, 2, 7]),
+])  # fmt: skip
+def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, preset):
+    """Signs take one bit in 32: the bound is by their share."""
+    lean, plain = (model.float() for model in pair(block, None, blocks=blocks, preset=preset))
+    x, run = image((32, 32)).float(), type(plain).forward
+
+    def checkpointed(x):
+        for member in plain:
+            x = cp.checkpoint(member, x, use_reentrant=False)
+        return x
+
+    plain.forward = checkpointed
+    found, most = saved_bytes(lean, x), saved_bytes(plain, x)
+    out = run(plain, x)
+    assert found - out.nbytes <= most + blocks * 3 * out.nbytes / 32
+
+
 @pytest.mark.parametrize('name', ['Bottleneck', 'Bottleneck, batch statistics', 'BasicBlock'])
-def test_a_convolution_that_answers_differently_the_second_time(name, monkeypatch):
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+def test_a_convolution_that_answers_differently_the_second_time(name, preset, monkeypatch):
     """The error of the gradients is in proportion to that of the convolutions: no ReLU changes its side."""
-    lean, plain = pair(*STAGES[name])
+    lean, plain = pair(*STAGES[name], preset=preset)
     own, noise = F.conv2d, torch.Generator().manual_seed(2)
 
     def other(*args, **kwargs):
@@ -125,7 +151,7 @@ def test_a_convolution_that_answers_differently_the_second_time(name, monkeypatc
     monkeypatch.setattr(F, 'conv2d', other)
     found = gradients(lean, image((64, 64)))
     assert torch.equal(found[0].gt(0), expected[0].gt(0))
-    assert 0 < distance(found[1], expected[1]) < 1e-4
+    assert 0 < distance(found[1], expected[1]) < 3e-4
 
 
 def test_signs_of_odd_maps_and_of_values_that_are_not_finite():

@@ -12,7 +12,8 @@ from torch.nn.modules.utils import _pair
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.precision import autocast_dtype
-from ..ops.residual_chain import AveragePool, BlockSettings, BlockTensors, residual_chain
+from ..ops.residual_block import AveragePool, BlockSettings, BlockTensors
+from ..ops.residual_chain import residual_chain
 from ..surgery import stock_class
 from .base import adapter
 from .bindings import Binding
@@ -22,7 +23,9 @@ from .predicate import unsupported
 
 __all__ = ['LeanStage', 'may_chain']
 
-_LONGEST = 6  # blocks of a chain: their inputs exist at the same time in the backward pass
+# Blocks of a chain: their inputs exist at the same time in the backward pass. Of blocks of two convolutions a chain
+# saves nothing: their inputs are no larger than those of their last convolutions.
+_LONGEST = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,7 +82,7 @@ class LeanStage(LeanSequence):
         found, chain = LeanSequence.parts(self), []
         for name, block in [*self._modules.items(), (None, None)]:
             chained = block is not None and may_chain(block)
-            if chain and (not chained or len(chain) == _LONGEST):
+            if chain and (not chained or len(chain) == _LONGEST or _number_of_layers(chain[0][1]) == 2):
                 found[chain[0][0]] = _ChainBinding(tuple(block for _, block in chain))
                 chain = []
             chain += [(name, block)] if chained else []
@@ -135,8 +138,11 @@ def _reads(block) -> Iterator[tuple[nn.Module, str]]:
 
 def _layers(block):
     """Return the block's convolutions with their norms."""
-    number = 2 if original(stock_class(type(block))) is resnet.BasicBlock else 3
-    return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, number + 1)]
+    return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, _number_of_layers(block) + 1)]
+
+
+def _number_of_layers(block):
+    return 2 if original(stock_class(type(block))) is resnet.BasicBlock else 3
 
 
 def _settings_of_pool(pool):

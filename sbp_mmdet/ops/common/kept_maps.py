@@ -205,8 +205,9 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         base = low + 127 * unit
     else:
         # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
-        # -126; read as n * unit + t + (lowest + 126.5) * unit = t + (k - 1/2) * unit, on the same side of t as x.
-        threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low, high)
+        # -126; read as n * unit + t + (lowest + 126.5) * unit = t + (k - 1/2) * unit, on the same side of t as x. A
+        # threshold below all values is one step away at the most, so that the least of them lies above it.
+        threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low - unit, high)
         lowest = ((low - threshold) * rate).floor_()
         steps = _scaled(x, _of_rows(rate, x), _of_rows(-threshold * rate, x)).ceil_().sub_(_of_rows(lowest + 127, x))
         base = threshold + (lowest + 126.5) * unit

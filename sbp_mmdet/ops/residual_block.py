@@ -1,0 +1,392 @@
+"""One residual block of a chain: its forward pass, its recomputation and its backward pass.
+
+The chain itself, and what it stores, is :mod:`.residual_chain`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .common.activations import Activation
+from .common.kept_maps import KeptMap, keep
+from .common.map_norms import (
+    Factors,
+    FixedGradients,
+    Statistics,
+    affine_of_norm,
+    factors_of_fixed,
+    normalise,
+    normalise_backward,
+    parts_in_half,
+)
+from .common.sign_bits import SignBits
+from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward
+
+__all__ = [
+    'RELU',
+    'AveragePool',
+    'BlockSettings',
+    'BlockTensors',
+    'Inside',
+    'KeptBlock',
+    'Members',
+    'block_backward',
+    'members_of',
+    'pairs_of',
+    'rerun_inside',
+    'rerun_output',
+    'run_block',
+]
+
+aten = torch.ops.aten
+RELU = Activation('relu')
+
+
+class AveragePool(NamedTuple):
+    """Settings of ``nn.AvgPool2d`` without padding, in front of the convolution of a shortcut."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    ceil_mode: bool
+    count_include_pad: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSettings:
+    """Settings of the block ``relu(layers(x) + shortcut(x))``.
+
+    Attributes:
+        layers (tuple[ConvNormSettings, ...]): Convolutions with norm, two or more, with a ReLU between them. Their
+            own activation is ``None``.
+        shortcut (ConvNormSettings | None): Convolution with norm. If ``None``, the shortcut is ``x``. Default: None.
+        pool (AveragePool | None): Pooling in front of the shortcut's convolution. If ``None``, there is none. Default:
+            None.
+    """
+
+    layers: tuple[ConvNormSettings, ...]
+    shortcut: ConvNormSettings | None = None
+    pool: AveragePool | None = None
+
+
+class BlockTensors(NamedTuple):
+    """Parameters and buffers of a block, whose fields ``x`` and ``residual`` are ``None``.
+
+    Attributes:
+        layers (tuple[ConvNormTensors, ...]): Parameters and buffers of the layers.
+        shortcut (ConvNormTensors | None): Parameters and buffers of the shortcut's layer. Default: None.
+    """
+
+    layers: tuple[ConvNormTensors, ...]
+    shortcut: ConvNormTensors | None = None
+
+
+class KeptLayer(NamedTuple):
+    """Statistics that a layer is recomputed with.
+
+    Attributes:
+        statistics (Statistics | None): Mean and reciprocal deviation of a batch norm in training mode or a group norm.
+        count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
+    """
+
+    statistics: Statistics | None
+    count: Tensor | None
+
+
+class KeptBlock(NamedTuple):
+    """Tensors that a block saves for the backward pass.
+
+    Attributes:
+        last (KeptMap | None): Input r of its last layer. If ``None``, it is recomputed too.
+        signs (tuple[SignBits, ...]): Signs of the ReLUs whose outputs are recomputed from the block's input.
+        output (SignBits | None): Signs of the block's output. ``None`` for the last block, whose output is saved.
+        layers (tuple[KeptLayer, ...]): Statistics of each layer, those of the shortcut last.
+    """
+
+    last: KeptMap | None
+    signs: tuple[SignBits, ...]
+    output: SignBits | None
+    layers: tuple[KeptLayer, ...]
+
+
+class Layer(NamedTuple):
+    """A layer in one forward or backward pass.
+
+    Attributes:
+        s (ConvNormSettings): Settings.
+        t (ConvNormTensors): Parameters and buffers.
+        factors (Factors | None): Those of a fixed norm, see :func:`.factors_of_fixed`.
+        parts (tuple[Tensor, Tensor] | None): Those of the factors, see :func:`.parts_in_half`.
+    """
+
+    s: ConvNormSettings
+    t: ConvNormTensors
+    factors: Factors | None
+    parts: tuple[Tensor, Tensor] | None
+
+
+class Members(NamedTuple):
+    """The layers of a block in one pass; without a shortcut's layer the block's own input goes past."""
+
+    layers: list[Layer]
+    shortcut: Layer | None
+
+
+class Inside(NamedTuple):
+    """Recomputed maps inside of a block, layer by layer.
+
+    Attributes:
+        inputs (list[Tensor]): Inputs of the layers behind the first.
+        outputs (list[Tensor | None]): Outputs of the convolutions of all layers but the last, where the norm has
+            statistics of the map.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor | None]
+
+
+def pairs_of(block: BlockSettings, t: BlockTensors) -> list[tuple[ConvNormSettings, ConvNormTensors]]:
+    """Return settings and tensors of a block's layers, the shortcut's last.
+
+    Args:
+        block (BlockSettings): Settings of the block.
+        t (BlockTensors): Its parameters and buffers.
+    """
+    pairs = [*zip(block.layers, t.layers, strict=True)]
+    return pairs if block.shortcut is None else [*pairs, (block.shortcut, t.shortcut)]
+
+
+def members_of(
+    blocks: Sequence[BlockSettings], tensors: Sequence[BlockTensors], backward: bool = False
+) -> list[Members]:
+    """Return the layers of each block, with the factors of all fixed norms where they are needed.
+
+    Args:
+        blocks (Sequence[BlockSettings]): Settings of each block.
+        tensors (Sequence[BlockTensors]): Parameters and buffers of each block.
+        backward (bool): Whether they are for a backward pass, which needs the factors in every precision. Default:
+            False.
+    """
+    dtype = blocks[0].layers[0].dtype
+    pairs = [pairs_of(*pair) for pair in zip(blocks, tensors, strict=True)]
+    flat = [pair for block in pairs for pair in block]
+    full = dtype in (torch.float32, torch.float64)  # otherwise nothing is folded in the forward pass
+    factors = factors_of_fixed(flat) if full or backward else [None] * len(flat)
+    parts = [None] * len(flat)
+    if dtype == torch.float16 and (fixed := [i for i, found in enumerate(factors) if found]):
+        for i, found in zip(fixed, parts_in_half([factors[i] for i in fixed]), strict=True):
+            parts[i] = found
+    layers = (Layer(*pair, *found) for pair, *found in zip(flat, factors, parts, strict=True))
+    found = []
+    for block, own in zip(blocks, pairs, strict=True):
+        own = [next(layers) for _ in own]
+        found.append(Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1]))
+    return found
+
+
+def run_block(
+    block: BlockSettings, members: Members, x: Tensor, saves: bool = False, saves_last: bool = True
+) -> tuple[Tensor, KeptMap | None, tuple[SignBits, ...], tuple[KeptLayer, ...]]:
+    """Run a block.
+
+    Args:
+        block (BlockSettings): Settings of the block.
+        members (Members): Layers of the block.
+        x (Tensor): Input of the block, shape (N, C, H, W).
+        saves (bool): Whether a backward pass will follow. Default: False.
+        saves_last (bool): Whether the input of the last layer is saved for it. Default: True.
+
+    Returns:
+        tuple: The output, and what :class:`KeptBlock` says of the input of the last layer, of signs and of layers.
+    """
+    out, last, signs, layers = x, None, [], []
+    *first, final = members.layers
+    for i, member in enumerate(first):
+        z, out, layer = _run_layer(member, out)
+        out = F.relu_(out)
+        layers.append(layer)
+        if saves and saves_last and i + 1 == len(first):
+            last = _keep_input(member, z, out, layer)
+        elif saves:
+            signs.append(SignBits.pack(out))
+        del z
+    _, out, layer = _run_layer(final, out)
+    layers.append(layer)
+    if members.shortcut is None:
+        out = out.add_(x)
+    else:
+        _, shortcut, layer = _run_layer(members.shortcut, _pooled(block, x))
+        layers.append(layer)
+        out = out.add_(shortcut)
+    return F.relu_(out), last, tuple(signs), tuple(layers)
+
+
+def rerun_inside(members: Members, saved: KeptBlock, x: Tensor) -> Inside:
+    """Recompute the maps inside of a block whose ReLUs have their signs saved.
+
+    Args:
+        members (Members): Layers of the block.
+        saved (KeptBlock): What the block saved.
+        x (Tensor): Input of the block.
+    """
+    inside = Inside([], [])
+    for member, signs, layer in zip(members.layers, saved.signs, saved.layers, strict=False):
+        z, out = _rerun_layer(member, x, layer)
+        inside.outputs.append(None if layer.statistics is None else z)
+        x = signs.relu_(out)
+        inside.inputs.append(x)
+    return inside
+
+
+def rerun_output(block: BlockSettings, members: Members, saved: KeptBlock, x: Tensor, last: Tensor | None) -> Tensor:
+    """Recompute the output of a block.
+
+    Args:
+        block (BlockSettings): Settings of the block.
+        members (Members): Layers of the block.
+        saved (KeptBlock): What the block saved.
+        x (Tensor): Input of the block.
+        last (Tensor | None): The input of its last layer. If ``None``, the saved one.
+    """
+    number = len(members.layers)
+    last = saved.last.load(x.dtype) if last is None else last
+    _, out = _rerun_layer(members.layers[-1], last, saved.layers[number - 1])
+    if members.shortcut is None:
+        out.add_(x)
+    else:
+        out.add_(_rerun_layer(members.shortcut, _pooled(block, x), saved.layers[-1])[1])
+    return saved.output.relu_(out)
+
+
+def block_backward(
+    block: BlockSettings,
+    members: Members,
+    saved: KeptBlock,
+    x: Tensor,
+    inside: Inside | None,
+    grad: Tensor,
+    needs: Sequence[Sequence[bool]],
+    needs_x: bool,
+) -> tuple[Tensor | None, list[FixedGradients | dict]]:
+    """Compute the gradients of a block, given that of the sum that its last ReLU is applied to.
+
+    Args:
+        block (BlockSettings): Settings of the block.
+        members (Members): Layers of the block.
+        saved (KeptBlock): What the block saved.
+        x (Tensor): Input of the block.
+        inside (Inside | None): The maps inside, which go as they are used. If ``None``, they are recomputed here.
+        grad (Tensor): Gradient of the sum.
+        needs (Sequence[Sequence[bool]]): For each layer, which parameters need gradients.
+        needs_x (bool): Whether the input needs one.
+
+    Returns:
+        tuple[Tensor | None, list]: Gradient of the input, and what :func:`_layer_backward` finds for each layer.
+    """
+    own, found = members.layers, []
+    inputs, outputs = rerun_inside(members, saved, x) if inside is None else inside
+    inputs.insert(0, x)
+    if saved.last is not None:
+        inputs.append(saved.last.load(x.dtype))
+        outputs.append(saved.last)
+    s, t, _, _ = own[-1]
+    outputs.append(None if saved.layers[len(own) - 1].statistics is None else convolve(s, t, inputs[-1], None))
+    inner = grad
+    for i in reversed(range(len(own))):
+        source, z = inputs.pop(), outputs.pop()
+        if isinstance(z, KeptMap):
+            z = None if saved.layers[i].statistics is None else z.before_norm(inner.dtype)
+        inner, gradients = _layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
+        found = [gradients, *found]
+        if i > 0:
+            inner = aten.threshold_backward.default(inner, source, 0)
+        del source, z
+    if members.shortcut is None:
+        return inner.add_(grad) if needs_x else None, found
+    through, gradients = _shortcut_backward(block, members.shortcut, saved, x, grad, needs[-1], needs_x)
+    return inner.add_(through) if needs_x else None, [*found, gradients]
+
+
+def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
+    """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it."""
+    pooled, layer, z = _pooled(block, x), saved.layers[-1], None
+    if layer.statistics is not None:
+        z = convolve(member.s, member.t, pooled, None)
+    grad, found = _layer_backward(member, pooled, z, layer, grad, needs, needs_x)
+    if block.pool is not None and needs_x:
+        pool = block.pool
+        options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
+        grad = aten.avg_pool2d_backward.default(grad, x, *options)
+    return grad, found
+
+
+def _keep_input(member, z, r, layer):
+    """Save ``r = relu(norm(z))``, the input of a block's last layer. If the norm needs z, r is computed from z."""
+    storage = member.s.form.storage
+    if layer.statistics is None:
+        return keep(r, storage, positive=True)._replace(activation=RELU)
+    scale, shift = affine_of_norm(member.s, member.t, layer.statistics, z.shape[1])
+    last = keep(z, storage, (-shift / scale).nan_to_num(0))
+    return last._replace(scale=scale, shift=shift, activation=RELU)
+
+
+def _pooled(block, x):
+    if block.pool is None:
+        return x
+    pool = block.pool
+    return F.avg_pool2d(x, pool.kernel_size, pool.stride, 0, pool.ceil_mode, pool.count_include_pad)
+
+
+_NOTHING = KeptLayer(None, None)
+
+
+def _run_layer(member, x):
+    """Run convolution and norm.
+
+    Returns:
+        tuple[Tensor, Tensor, KeptLayer]: The convolution's output, that of the norm, and what the layer needs to run
+        again.
+    """
+    s, t, factors, _ = member
+    z = convolve(s, t, x, factors)
+    if s.norm in ('none', 'fixed'):
+        return z, z, _NOTHING
+    u, statistics, count = normalise(s, t, z)
+    return z, u.to(z.dtype), KeptLayer(statistics, count)
+
+
+def _rerun_layer(member, x, layer):
+    """Recompute convolution and norm with the saved statistics, and return the outputs of both."""
+    s, t, factors, _ = member
+    z = convolve(s, t, x, factors)
+    if layer.statistics is None:
+        return z, z
+    scale, shift = affine_of_norm(s, t, layer.statistics, z.shape[1])
+    return z, torch.addcmul(shift, z, scale).to(z.dtype)
+
+
+def _layer_backward(member, x, z, layer, grad, needs, needs_x):
+    """Compute the gradients of a layer.
+
+    Args:
+        member (Layer): The layer.
+        x (Tensor): The layer's input.
+        z (Tensor | None): Output of the convolution, which batch statistics and group norm need.
+        layer (KeptLayer): What the layer saved.
+        grad (Tensor): Gradient of the norm's output.
+        needs (list[bool]): Which parameters need gradients.
+        needs_x (bool): Whether the input needs one.
+
+    Returns:
+        tuple[Tensor | None, FixedGradients | dict]: See :func:`.convolve_backward`.
+    """
+    s, t, factors, parts = member
+    needs = ConvNormGradients(needs_x, *needs, residual=False)
+    if layer.statistics is None:
+        return convolve_backward(s, t, factors, parts, x, grad, needs)
+    grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
+    dx, found = convolve_backward(s, t, None, None, x, grad, needs)
+    return dx, dict(found, norm_weight=weight, norm_bias=bias)
