@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import CONFIGS
-from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from sbp_mmdet.plan import command, planner
+from sbp_mmdet.plan.inputs import Inputs
 from sbp_mmdet.plan.planner import Row, answer, needed, parse_bytes, parse_size, plan
-from sbp_mmdet.plan.variants import load_config, plain, snippet, with_variant
+from sbp_mmdet.plan.variants import load_config, plain
 
 FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
@@ -41,7 +41,7 @@ def test_budgets_and_sizes():
     assert parse_bytes(' 7.5 gb') == 7_500_000_000
     assert parse_bytes('6000MiB') == 6000 * 2**20
     for text in ('8', 'much', '-1GB', '0GiB', '8 GiBi'):
-        with pytest.raises(ValueError, match=f"budget '{text}' cannot be read.*8GiB"):
+        with pytest.raises(ValueError, match=f"budget '{text}' cannot be read.*24GiB"):
             parse_bytes(text)
     assert parse_size('800x1333') == parse_size('800, 1333') == (800, 1333)
     for text, message in (('800', 'cannot be read'), ('axb', 'cannot be read'), ('16x1333', '32 or more')):
@@ -144,40 +144,6 @@ def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
     assert [*found] == ['none', 'exact_min', 'none+amp']
 
 
-def merged(config, lines, tmp_path):
-    """The config with the snippet pasted into a child of it."""
-    (tmp_path / 'parent.json').write_text(json.dumps(config.to_dict()))
-    (tmp_path / 'child.py').write_text(f"_base_ = './parent.json'\n{lines}\n")
-    return Config.fromfile(tmp_path / 'child.py', import_custom_modules=False)
-
-
-@pytest.mark.parametrize('path', [OURS, STOCK_T, DINO])
-@pytest.mark.parametrize('variant', ['with_cp', 'sbp+cp-heads+cp-neck', 'int8+adamw8bit', 'exact+amp+adamw8bit'])
-def test_a_pasted_snippet_is_the_variant(path, variant, tmp_path):
-    config = load_config(path)
-    if 'amp' in variant.split('+'):
-        config.optim_wrapper.type = 'OptimWrapper'
-    imports = (config.get('custom_imports') or {}).get('imports', [])
-    config.custom_hooks = [dict(type='EMAHook', momentum=0.1), dict(type='LeanHook', preset='sbp')]
-    config.model.backbone.with_cp = True
-    lines = snippet(config, variant)
-    found, wanted = merged(config, lines, tmp_path), with_variant(plain(config), variant)
-    assert found.custom_hooks == wanted.custom_hooks
-    assert found.custom_hooks[0] == dict(type='EMAHook', momentum=0.1)
-    assert [hook['preset'] for hook in found.custom_hooks if hook['type'] == 'LeanHook'] == [variant.split('+')[0]]
-    for key in ('sbp_cfg', 'with_cp'):
-        assert not found.model.backbone.get(key)
-    assert found.model.backbone.get('arch') == config.model.backbone.get('arch')
-    assert json.dumps(found.optim_wrapper, sort_keys=True) == json.dumps(wanted.optim_wrapper, sort_keys=True)
-    assert found.custom_imports['imports'] == [*dict.fromkeys([*imports, 'sbp_mmdet'])]
-
-
-def test_a_plain_config_needs_a_hook_and_nothing_else():
-    lines = snippet(load_config(RETINA), 'exact').splitlines()
-    assert lines[0] == "custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)"
-    assert lines[1:] == ['custom_hooks = [', "    dict(type='LeanHook', preset='exact'),", ']']
-
-
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
@@ -222,6 +188,28 @@ def test_what_is_not_counted_is_said(planning, capsys):
         assert ('Not counted: cudnn_benchmark=True' in capsys.readouterr().out) == said
 
 
+def test_what_the_run_needs_beside_its_steps(planning, capsys):
+    """Validation, and a package that is missing."""
+    planning.peaks.update(none=1)
+    pages = []
+    for path, option in ((FRCNN, []), (FRCNN, ['--cfg-options', 'val_cfg=None']), (STOCK_T, [])):
+        command.main(['plan', path, '--budget', '8GiB', '--size', '64x64', *option])
+        pages.append(capsys.readouterr().out)
+    said = 'Validation is not counted; sbp-mmdet rehearse runs a step of it'
+    assert said in pages[0] and 'Validation' not in pages[1]
+    assert 'Validation is not counted, which pastes masks into images of their full size;' in pages[2]
+    assert "needs mmpretrain for mmpretrain.ConvNeXt, which is not installed. type='SBPConvNeXt'" in pages[2]
+    assert 'mmpretrain' not in pages[0]
+
+
+def test_images_without_boxes_have_none(planning, capsys, monkeypatch):
+    planning.peaks.update(none=1)
+    inputs = Inputs(2, 64, 64, False, False, 'as told', boxes=0)
+    monkeypatch.setattr(command, 'inputs_of', lambda *args, **kwargs: inputs)
+    command.main(['plan', FRCNN, '--budget', '8GiB'])
+    assert '64 x 64 with 0 boxes each' in capsys.readouterr().out
+
+
 def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):
     """The config needs 5 GB, 1.1 GB more with gaps: it fits into 6 GB with one line in the environment."""
     peaks = dict(none=4, exact=2)
@@ -245,7 +233,7 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     planning.peaks.update(exact=5)
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     page = capsys.readouterr().out
-    assert 'fits into 8.00 GiB with exact. Add to the config:\n\ncustom_imports' in page and "preset='sbp'" not in page
+    assert 'fits into 8.00 GiB with exact. Train with this config:\n\n_base_ = ' in page and "preset='sbp'" not in page
     assert '2 images of 800 x 1333 with 60 boxes each (size: of the pipeline; sizes of images: COCO' in page
     assert 'one in a thousand reaches' in page and 'a usual one is 800 x 1' in page
     # A step may drop no image.
@@ -318,7 +306,7 @@ def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):
     chosen = next(row for row in found['rows'] if row['variant'] == found['answer'])
     assert chosen['fits'] and chosen['need'] <= found['budget'] < row['need']
     assert f"dict(type='LeanHook', preset='{found['answer'].split('+')[0]}')" in found['lines']
-    assert 'model = dict(backbone=dict(sbp_cfg=None, with_cp=False))' in found['lines']
+    assert found['lines'].endswith("backbone', {}).update(sbp_cfg=None, with_cp=False)")
 
 
 def test_what_a_config_or_a_preset_changes(tiny, capsys, tmp_path):

@@ -64,13 +64,29 @@ def test_averaged_copies_count(retina, alone, hooks):
 
 
 @pytest.mark.parametrize('verb', ['plan', 'rehearse'])
-@pytest.mark.parametrize('strategy', ['FSDPStrategy', 'DeepSpeedStrategy'])
-def test_a_strategy_is_refused_in_a_line(verb, strategy, tmp_path, capsys):
-    (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\nstrategy = dict(type='{strategy}')\n")
+@pytest.mark.parametrize(
+    ('key', 'kind'),
+    [
+        ('strategy', 'FSDPStrategy'),
+        ('strategy', 'DeepSpeedStrategy'),
+        ('strategy', 'ColossalAIStrategy'),
+        ('model_wrapper_cfg', 'MMFullyShardedDataParallel'),
+    ],
+)
+def test_a_strategy_is_refused_in_a_line(verb, key, kind, tmp_path, capsys):
+    (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\n{key} = dict(type='{kind}')\n")
     with pytest.raises(SystemExit) as stopped:
         command.main([verb, str(tmp_path / 'a.py'), '--budget', '8GiB'])
     assert stopped.value.code == 2
-    assert f'strategy={strategy}' in capsys.readouterr().err.splitlines()[-1]
+    assert f'{key}={kind}' in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize('kind', ['DDPStrategy', 'SingleDeviceStrategy'])
+def test_with_other_strategies_each_gpu_holds_all(kind, tmp_path, monkeypatch):
+    (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\nstrategy = dict(type='{kind}')\n")
+    monkeypatch.setattr(command, 'inputs_of', lambda *args, **kwargs: 1 / 0)  # what comes next
+    with pytest.raises(ZeroDivisionError):
+        command.main(['plan', str(tmp_path / 'a.py'), '--budget', '8GiB'])
 
 
 def test_a_folder_is_called_one(tmp_path, capsys):

@@ -140,6 +140,13 @@ def test_the_remainders_of_an_epoch_share_a_batch(tmp_path):
     assert inputs_of(config_of(folder, [], sampler=None))[1:3] == (133, 133)
 
 
+def test_a_data_set_without_images_is_called_one(tmp_path):
+    config = config_of(coco(tmp_path, [(48, 64)]), [RESIZE])
+    config.train_dataloader.dataset.filter_cfg = dict(min_size=1000)
+    with pytest.raises(ValueError, match='it has no image; look at ann_file.*metainfo.*filter_cfg'):
+        inputs_of(config)
+
+
 def test_channels_are_those_of_the_pictures(tmp_path):
     folder = coco(tmp_path, [(48, 64)], channels=4)
     load = [dict(type='LoadImageFromFile', color_type='unchanged'), LOAD[1]]

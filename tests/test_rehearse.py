@@ -98,6 +98,38 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
     assert not runner.optim_wrapper.optimizer.state and runner.iter == 0
 
 
+def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):
+    """EMA's copy waits beside the model, 9 parts of 10 of what a tiny detector holds."""
+    folder, path = project
+    monkeypatch.chdir(folder)
+    peaks, most = [], rehearse._peak
+    monkeypatch.setattr(rehearse, '_peak', lambda *args: peaks.append(most(*args)) or peaks[-1])
+    for hooks in ([], [dict(type='EMAHook')]):
+        config = Config.fromfile(path)
+        config.update(work_dir=str(folder / 'run'), load_from=None)
+        config.custom_hooks = [*hooks, dict(type='RehearseHook', budget='8GiB'), dict(type='NoteState')]
+        runner = Runner.from_cfg(config)
+        with pytest.raises(KeyboardInterrupt):
+            runner.train()
+    weights = sum(t.nbytes for t in (*runner.model.parameters(), *runner.model.buffers()))
+    assert peaks[1] - peaks[0] == pytest.approx(weights, rel=1e-2)
+
+
+def test_a_budget_is_said_in_few_digits(project, monkeypatch):
+    """A batch that needs a few bytes more than a budget of four digits is not refused."""
+    folder, path = project
+    monkeypatch.chdir(folder)
+    for peak, ends in ((8_004_000, KeyboardInterrupt), (8_012_000, DoesNotFit)):
+        monkeypatch.setattr(rehearse, '_peak', lambda *args, peak=peak: peak)
+        monkeypatch.setattr(rehearse, 'largest_validation', lambda runner: None)
+        monkeypatch.setattr(rehearse, '_advice', lambda *args: '')
+        config = Config.fromfile(path)
+        config.update(work_dir=str(folder / 'run'), load_from=None)
+        config.custom_hooks = [dict(type='RehearseHook', budget='8MB'), dict(type='NoteState')]
+        with pytest.raises(ends):
+            Runner.from_cfg(config).train()
+
+
 def test_validation_is_rehearsed_too(project, monkeypatch):
     """With as many detections as it may have; thresholds and modes are put back."""
     folder, path = project
@@ -156,6 +188,29 @@ def test_counters_of_modules_are_put_back():
         torch.rand(3)
     assert (model.history, model._size) == ([1], None) and model.norm.num_batches_tracked == 0
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ('line', 'said'),
+    [
+        (
+            "train_dataloader = dict(dataset=dict(ann_file='gone.json'))",
+            'cannot be rehearsed here: FileNotFoundError',
+        ),
+        (
+            "train_dataloader = dict(dataset=dict(pipeline=[dict(type='Gone')]))",
+            'cannot be rehearsed here: KeyError',
+        ),
+        ("model = dict(backbone=dict(type='Gone'))", 'cannot be rehearsed here: KeyError'),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_a_line(project, monkeypatch, line, said):
+    folder, path = project
+    monkeypatch.chdir(folder)
+    (folder / 'wrong.py').write_text(f"_base_ = './{path.name}'\n{line}\n")
+    with pytest.raises(SystemExit, match=said) as stopped:
+        main(['rehearse', 'wrong.py', '--budget', '8GiB'])
+    assert len(str(stopped.value).splitlines()) == 1
 
 
 def test_the_command(project, monkeypatch, capfd):

@@ -7,9 +7,9 @@ from mmengine.config import Config
 
 from ..presets import PRESETS
 from .planner import ORDER, needed
-from .variants import NotApplicable, piece_change, snippet
+from .variants import NotApplicable, piece_change
 
-__all__ = ['LARGEST', 'BatchRow', 'largest_batch', 'largest_batches', 'learning_rate', 'lines_of']
+__all__ = ['LARGEST', 'BatchRow', 'largest_batch', 'largest_batches', 'learning_rate']
 
 LARGEST = 256  # images; nobody asks for more on one GPU, and a count takes longer the more there are
 
@@ -116,17 +116,3 @@ def learning_rate(config: Config, images: int) -> float | None:
     base = (config.get('auto_scale_lr') or {}).get('base_batch_size')
     rate = config.optim_wrapper.optimizer.get('lr')
     return rate * images / base if base and rate and images else None
-
-
-def lines_of(config: Config, row: BatchRow) -> str:
-    """Return what to add to a config for a row.
-
-    Args:
-        config (Config): The config that it is for.
-        row (BatchRow): The row.
-
-    Returns:
-        str: Lines of Python.
-    """
-    lines = '' if row.variant == 'none' else snippet(config, row.variant)
-    return '\n'.join(filter(None, (lines, f'train_dataloader = dict(batch_size={row.images})')))

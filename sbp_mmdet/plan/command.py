@@ -21,17 +21,19 @@ from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
 from ..presets import PRESETS
-from .batch_size import largest_batches, lines_of
+from .batch_size import largest_batches
 from .check import check
 from .detector import build_detector, measure_detector
 from .errors import reason_of
-from .inputs import add_inputs, crowded, inputs_of
+from .inputs import add_inputs, crowded, inputs_of, labels_of
+from .pipeline import CannotRun
 from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, parse_bytes, parse_size, plan
-from .rehearse import DoesNotFit
+from .rehearse import DoesNotFit, RehearseHook
 from .report import add_report
+from .snippet import snippet, where_to
 from .steps import name_of
 from .tables import Column, format_gib, text_table
-from .variants import is_plain, load_config, plain, presets_of, snippet, with_variant
+from .variants import STANDS_IN, is_plain, load_config, needs_missing, plain, presets_of, with_variant
 from .verify import add_verify
 
 __all__ = ['main', 'rows_of']
@@ -97,7 +99,8 @@ def _plan(args, config):
     if args.batch == 'max':
         return _plan_batches(args, config, budget, size)
     inputs = inputs_of(config, args.batch, size, processes=args.gpus)
-    args.boxes = args.boxes or inputs.boxes or crowded(inputs.batch)
+    told = inputs.boxes if args.boxes is None else args.boxes
+    args.boxes = crowded(inputs.batch) if told is None else told
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes, usual=inputs.usual)
     case['channels'] = inputs.channels
     try:
@@ -121,7 +124,8 @@ def _plan_batches(args, config, budget, size):
     presets = _presets_for(base)
 
     def measure(variant, images):
-        boxes = args.boxes or inputs.boxes or crowded(images)
+        told = inputs.boxes if args.boxes is None else args.boxes
+        boxes = crowded(images) if told is None else told
         case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=boxes, usual=inputs.usual)
         case['channels'] = inputs.channels
         return _count(base, variant, case, f'{variant}, {images} images')
@@ -134,11 +138,11 @@ def _plan_batches(args, config, budget, size):
         _end_progress()
     exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
     found = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
-    lines = '' if found is None else lines_of(config, found)
+    lines = '' if found is None else snippet(config, found.variant, found.images)
     if args.json:
         _print_json(args, budget, inputs, rows, found, lines)
     else:
-        print(_batch_page(args, inputs, budget, rows, found, lines))
+        print(_batch_page(args, config, inputs, budget, rows, found, lines))
     if found is None:
         raise SystemExit(1)
 
@@ -149,7 +153,7 @@ def _print_json(args, budget, inputs, rows, found, lines):
     print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
 
 
-def _batch_page(args, inputs, budget, rows, found, lines):
+def _batch_page(args, config, inputs, budget, rows, found, lines):
     """Return what a person reads of the largest batches."""
     columns = [
         Column('variant', lambda row: row.variant),
@@ -162,12 +166,13 @@ def _batch_page(args, inputs, budget, rows, found, lines):
         f'Images of {inputs.height} x {inputs.width} on each of {args.gpus} GPU{"s" if args.gpus > 1 else ""} with '
         f'{format_gib(budget)} ({inputs.source}). The learning rate is what --auto-scale-lr sets for this batch.'
     )
+    note += _of_the_run(config)
     if found is None:
         end = f'Not even one image fits into {format_gib(budget)}. What is left: smaller images, or a smaller model.'
     else:
         short = f' It takes {inputs.batch} images a GPU today' if inputs.batch > found.images else ''
         more = short and f': optim_wrapper.accumulative_counts={-(-inputs.batch // found.images)} makes up for it.'
-        end = f'Most images with exact gradients: {found.images}, with {found.variant}.{short}{more} Add to the config:'
+        end = f'Most images with exact gradients: {found.images}, with {found.variant}.{short}{more} {where_to(config)}'
         end = f'{end}\n\n{lines}'
     return f'{text_table(columns, rows)}\n\n{note}\n{end}'
 
@@ -240,6 +245,7 @@ def _page(args, config, inputs, budget, rows, found, lines):
     note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
+    note += _of_the_run(config)
     if found is None and budget < WORKSPACES + CONTEXT:
         end = f'Nothing fits into {format_gib(budget)}: CUDA takes {format_gib(WORKSPACES + CONTEXT)} with any model.'
     elif found is None:
@@ -250,8 +256,23 @@ def _page(args, config, inputs, budget, rows, found, lines):
         how = 'as it is' if is_plain(config) else 'without its LeanHook, sbp_cfg and with_cp'
         end = f'It fits into {format_gib(budget)} {how}.'
     else:
-        end = f'It fits into {format_gib(budget)} with {found.variant}. Add to the config:\n\n{lines}'
+        end = f'It fits into {format_gib(budget)} with {found.variant}. {where_to(config)}\n\n{lines}'
     return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, found, budget)}'
+
+
+def _of_the_run(config):
+    """Return lines on what a training needs beside its steps."""
+    lines = []
+    if config.get('val_dataloader') and config.get('val_cfg'):
+        masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
+        lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
+    if needs_missing(config):
+        kind = config.model.backbone.type
+        lines.append(
+            f'The config needs mmpretrain for {kind}, which is not installed. type={STANDS_IN[kind]!r} with the same '
+            'arguments is the same network, takes the same weights and needs nothing else; counts and lines are for it.'
+        )
+    return ''.join(f'\n{line}' for line in lines)
 
 
 def _with_expandable_segments(rows, found, budget):
@@ -283,26 +304,48 @@ def _add_rehearse(verbs):
     verb.set_defaults(run=_rehearse)
 
 
+# Strategies and wrappers with which each GPU holds all of the model.
+_WHOLE = ('SingleDeviceStrategy', 'DDPStrategy', 'MMDistributedDataParallel', 'MMSeparateDistributedDataParallel')
+
+
 def _refuse_strategies(args, config):
     """Refuse configs whose weights and states are spread over GPUs: counts are those of one GPU that holds all."""
-    if config.get('strategy'):
-        raise ValueError(
-            f'{args.config}: strategy={name_of(config.strategy)} spreads weights, gradients and optimizer states over '
-            'GPUs, which is not counted; take strategy out of the config to plan for GPUs that each hold all of it'
-        )
+    for key in ('strategy', 'model_wrapper_cfg'):
+        kind = name_of(config.get(key) or {})
+        if kind and kind not in _WHOLE:
+            raise ValueError(
+                f'{args.config}: {key}={kind} spreads weights, gradients and optimizer states over GPUs, which is not '
+                f'counted; take {key} out of the config to plan for GPUs that each hold all of it'
+            )
+
+
+class _Runner(Runner):
+    """A runner that does not print its config: to format it takes a minute where there is a teacher in it."""
+
+    def _log_env(self, env_cfg):
+        pass
+
+    def dump_config(self):
+        """Write no file: there is nothing to come back to."""
 
 
 def _rehearse(args, config):
     _refuse_strategies(args, config)
-    hook = dict(type='RehearseHook', budget=args.budget, stop=True)
-    config.custom_hooks = [*(config.get('custom_hooks') or []), hook]
+    if args.budget:
+        parse_bytes(args.budget)
     config.log_level = 'ERROR'  # the answer is a line
     with tempfile.TemporaryDirectory() as folder:
         config.work_dir = folder
         try:
-            Runner.from_cfg(config).train()
+            runner = _Runner.from_cfg(config)
+            runner.register_hook(RehearseHook(budget=args.budget, stop=True))
+            runner.train()
         except DoesNotFit as error:
             raise SystemExit(str(error)) from None
+        except CannotRun as error:
+            raise ValueError(f'{args.config}: {error}') from error
+        except Exception as error:  # whatever a config, its data and its model may raise
+            raise SystemExit(f'{args.config}: it cannot be rehearsed here: {reason_of(error)}') from error
 
 
 if __name__ == '__main__':

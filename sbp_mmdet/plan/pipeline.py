@@ -138,6 +138,8 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1) -> Samples:
 
 def _line(what, error):
     text = ' '.join(str(error).split())[:200]
+    if isinstance(error, ValueError) and 'at least one array' in text:  # mmengine's, of a list of no images
+        return f'{what} here: it has no image; look at ann_file, at the classes in metainfo and at filter_cfg'
     return f'{what} here ({type(error).__name__}: {text}); say the size of the images: --size 800x1333'
 
 

@@ -74,7 +74,10 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*', str(text), re.IGNORECASE)
     if not match or not float(match[1]):
-        raise ValueError(f'budget {text!r} cannot be read; give a number and a unit, such as 8GiB or 7.5GB')
+        raise ValueError(
+            f"budget {text!r} cannot be read; give a number and a unit: 24GiB for a card that is sold as '24 GB', or "
+            '7.5GB for billions of bytes'
+        )
     unit = match[2].lower()
     return int(float(match[1]) * (1024 if 'i' in unit else 1000) ** (1 + 'kmgt'.index(unit[0])))
 

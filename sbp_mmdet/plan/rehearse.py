@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from mmdet.registry import HOOKS
 from mmengine.dist import all_reduce, get_world_size
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +26,10 @@ from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verification_off
 
 __all__ = ['DoesNotFit', 'RehearseHook', 'as_before']
+
+
+# A budget is said in few digits.
+_DIGITS = 1.001
 
 
 class DoesNotFit(RuntimeError):
@@ -68,7 +72,7 @@ class RehearseHook(Hook):
         # All processes go on, or all stop: one that is left alone would wait for the others.
         peak, budget = _of_all_ranks(peak, 'max'), _of_all_ranks(budget, 'min')
         said = f'{case["batch"]} images of {case["height"]} x {case["width"]} with {case["boxes"]} boxes each'
-        if peak is None or (budget and peak > budget):
+        if peak is None or (budget and peak > budget * _DIGITS):
             needs = 'more than the GPU has' if peak is None else format_gib(peak)
             raise DoesNotFit(
                 f'RehearseHook: the largest batch of this data set, {said}, needs {needs}'
@@ -81,7 +85,7 @@ class RehearseHook(Hook):
             peak = validation_peak(runner, found[0]) if found else 0
         if found:
             peak, case = _of_all_ranks(peak, 'max'), found[1]
-            if peak is None or peak > budget:
+            if peak is None or peak > budget * _DIGITS:
                 needs = 'more than the GPU has' if peak is None else format_gib(peak)
                 raise DoesNotFit(
                     f'RehearseHook: training fits, but validation on {case} needs {needs}; {format_gib(budget)} may be '
@@ -256,6 +260,7 @@ def _most(runner, model, run, held) -> int | None:
 
     Each process steps by itself, or those that have room would wait for one that has none. None: no room.
     """
+    from .detector import held_tensors  # noqa: PLC0415
     from .device import is_out_of_memory  # noqa: PLC0415
     from .memory import LiveBytes  # noqa: PLC0415
 
@@ -270,7 +275,8 @@ def _most(runner, model, run, held) -> int | None:
             return torch.cuda.max_memory_allocated()
         with LiveBytes() as counter:
             run()
-        return held + counter.peak + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        copies = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
+        return held + counter.peak + sum(t.nbytes for one in (model, *copies) for t in held_tensors(one))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -303,7 +309,7 @@ def _advice(runner, budget, case):
     """Return a sentence that names the variant that fits, by the planner's count."""
     from .command import rows_of  # noqa: PLC0415
     from .planner import answer  # noqa: PLC0415
-    from .variants import snippet  # noqa: PLC0415
+    from .snippet import snippet, where_to  # noqa: PLC0415
 
     try:
         found = answer(rows_of(runner.cfg, budget, case))
@@ -313,4 +319,5 @@ def _advice(runner, budget, case):
         return 'By the planner no variant fits: take a smaller batch, smaller images or a smaller model.'
     if found.variant == 'none':
         return 'By the planner it should fit as it is: does another program hold memory of this GPU?'
-    return f'By the planner {found.variant} fits. Add to the config:\n\n{snippet(runner.cfg, found.variant)}'
+    lines = snippet(runner.cfg, found.variant)
+    return f'By the planner {found.variant} fits. {where_to(runner.cfg)}\n\n{lines}'

@@ -20,15 +20,17 @@ from .steps import name_of
 
 __all__ = [
     'PIECES',
+    'PLAIN',
+    'STANDS_IN',
     'NotApplicable',
     'everything_checkpointed',
     'imports_of',
     'is_lean',
     'is_plain',
     'load_config',
+    'needs_missing',
     'plain',
     'presets_of',
-    'snippet',
     'with_variant',
 ]
 
@@ -43,7 +45,7 @@ PIECES = {
 }
 
 # Backbones of packages that may be missing, and the one of this package with the same arguments and parameters.
-_STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeXt'}
+STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeXt'}
 # Where DETR-like detectors, MaskFormer and Mask2Former have transformers: path in the config and in the model.
 _TRANSFORMERS = ('encoder', 'decoder', 'panoptic_head.pixel_decoder.encoder', 'panoptic_head.transformer_decoder')
 
@@ -94,6 +96,12 @@ def imports_of(config: Config) -> list[str]:
     return [found] if isinstance(found, str) else found
 
 
+def needs_missing(config: Config) -> bool:
+    """Return whether a config's backbone is of mmpretrain, which is not installed; ``STANDS_IN`` names ours."""
+    kind = (config.model.get('backbone') or {}).get('type')
+    return isinstance(kind, str) and kind in STANDS_IN and importlib.util.find_spec('mmpretrain') is None
+
+
 def _of_package(path):
     """Return the file of 'mmdet::family/name.py', found as mmengine finds it, without importing the package."""
     package, name = path.split('::', 1)
@@ -117,7 +125,7 @@ def plain(config: Config) -> Config:
     changed = copy.deepcopy(config)
     backbone = changed.model.get('backbone') or {}
     kind = backbone.get('type')
-    backbone.update(type=_STANDS_IN.get(kind, kind), **{key: v for key, v in _PLAIN.items() if key in backbone})
+    backbone.update(type=STANDS_IN.get(kind, kind), **{key: v for key, v in PLAIN.items() if key in backbone})
     changed.custom_hooks = [hook for hook in changed.get('custom_hooks') or [] if not is_lean(hook)]
     _without_checkpoints(changed.model)
     return changed
@@ -135,7 +143,7 @@ def _without_checkpoints(node):
             _without_checkpoints(item)
 
 
-_PLAIN = dict(sbp_cfg=None, with_cp=False)
+PLAIN = dict(sbp_cfg=None, with_cp=False)
 
 
 def is_lean(hook: dict) -> bool:
@@ -147,7 +155,7 @@ def is_lean(hook: dict) -> bool:
 def is_plain(config: Config) -> bool:
     """Return whether a config names no preset and no checkpointed blocks, so that :func:`plain` is the same model."""
     backbone = config.model.get('backbone') or {}
-    return not any(map(is_lean, config.get('custom_hooks') or [])) and not any(backbone.get(key) for key in _PLAIN)
+    return not any(map(is_lean, config.get('custom_hooks') or [])) and not any(backbone.get(key) for key in PLAIN)
 
 
 def presets_of(model: nn.Module) -> dict[str, str | None]:
@@ -216,41 +224,6 @@ def everything_checkpointed(config: Config, blocks: bool = True) -> str:
     return '+'.join(found)
 
 
-def snippet(config: Config, variant: str) -> str:
-    """Return the lines to add to a config for a variant.
-
-    Args:
-        config (Config): The config that it is for.
-        variant (str): The variant.
-
-    Returns:
-        str: Lines of Python.
-    """
-    name, *pieces = variant.split('+')
-    change, backbone = piece_change(config, pieces), config.model.get('backbone') or {}
-    hooks = [] if name == 'none' else [dict(type='LeanHook', preset=name)]
-    hooks += change['custom_hooks']
-    lines = []
-    if hooks:
-        # A child's list replaces its parent's, so what the parent has is named again.
-        imports = list(dict.fromkeys([*imports_of(config), 'sbp_mmdet']))
-        lines.append(f'custom_imports = dict(imports={imports}, allow_failed_imports=False)')
-        hooks = [hook for hook in config.get('custom_hooks') or [] if not is_lean(hook)] + hooks
-        lines += ['custom_hooks = [', *(f'    {_literal(hook)},' for hook in hooks), ']']
-    if off := {key: value for key, value in _PLAIN.items() if backbone.get(key)}:
-        lines.append(f'model = dict(backbone={_literal(off)})')
-    if wrapper := change['wrapper'] | ({'optimizer': change['optimizer']} if change['optimizer'] else {}):
-        needs = '  # needs bitsandbytes' if change['optimizer'] else ''
-        lines.append(f'optim_wrapper = {_literal(wrapper)}{needs}')
-    return '\n'.join(lines)
-
-
-def _literal(value):
-    if isinstance(value, dict):
-        return 'dict(' + ', '.join(f'{key}={_literal(item)}' for key, item in value.items()) + ')'
-    return repr(value)
-
-
 def piece_change(config: Config, pieces: list[str]) -> dict:
     """Return the changes of pieces to a config, outside of its backbone.
 
@@ -270,7 +243,7 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
         if piece not in PIECES:
             raise ValueError(f'piece {piece!r} is unknown; choose from {list(PIECES)}')
         if piece == 'adamw8bit':
-            kind = str(config.optim_wrapper.optimizer.type)
+            kind = name_of(config.optim_wrapper.optimizer)
             if kind not in ('Adam', 'AdamW', 'AdamW8bit'):
                 raise NotApplicable(f'adamw8bit: the optimizer is {kind}, not AdamW')
             optimizer = dict(type='AdamW8bit')

@@ -1,0 +1,145 @@
+"""The lines to add to a config for a variant, as its style wants them."""
+
+import ast
+from pathlib import Path
+
+from mmengine.config import Config
+
+from .variants import PLAIN, STANDS_IN, imports_of, is_lean, needs_missing, piece_change
+
+__all__ = ['snippet', 'where_to']
+
+_WIDTH = 120
+
+
+def snippet(config: Config, variant: str, batch: int | None = None) -> str:
+    """Return the lines to add to a config for a variant.
+
+    Args:
+        config (Config): The config that it is for, as its file says it.
+        variant (str): The variant.
+        batch (int | None): Images of a batch. If `None`, as it is. Default: None.
+
+    Returns:
+        str: Lines of Python for the end of the file. For one that is no Python, or that a package installs, they are a
+        config of their own, which inherits from it.
+    """
+    name, *pieces = variant.split('+')
+    change, backbone = piece_change(config, pieces), config.model.get('backbone') or {}
+    style = _Style(config)
+    hooks = [] if name == 'none' else [dict(type=style.kind('LeanHook'), preset=name)]
+    hooks += [dict(hook, type=style.kind(hook['type'])) for hook in change['custom_hooks']]
+    missing = needs_missing(config)
+    lines = [*style.head]
+    imports = [one for one in imports_of(config) if not (missing and one.startswith('mmpretrain'))]
+    if hooks and style.lazy:
+        lines.append(f'from sbp_mmdet.hooks import {", ".join(hook["type"].name for hook in hooks)}')
+    elif hooks or missing:
+        # A child's list replaces its parent's, so what the parent has is named again.
+        lines.append(
+            f'custom_imports = dict(imports={[*dict.fromkeys([*imports, "sbp_mmdet"])]}, allow_failed_imports=False)'
+        )
+    kept = [not is_lean(hook) for hook in config.get('custom_hooks') or []]
+    if hooks or not all(kept):
+        lines.append(_list('custom_hooks', [*style.kept('custom_hooks', kept), *map(_literal, hooks)]))
+    off = {key: value for key, value in PLAIN.items() if backbone.get(key)}
+    if missing:
+        off = dict(type=STANDS_IN[backbone['type']], **off)
+    lines += style.changed('model', dict(backbone=off) if off else {})
+    optimizer = dict(optimizer=change['optimizer']) if change['optimizer'] else {}
+    changed = style.changed('optim_wrapper', change['wrapper'] | optimizer)
+    if optimizer:
+        changed[-1] += '  # needs bitsandbytes'
+    lines += changed
+    lines += style.changed('train_dataloader', dict(batch_size=batch) if batch else {})
+    return '\n'.join(lines)
+
+
+def where_to(config: Config) -> str:
+    """Return what to do with the lines of :func:`snippet`, for the reader."""
+    return 'Train with this config:' if _Style(config).head else 'Add to the config:'
+
+
+class _Style:
+    """How a config's file is written.
+
+    Args:
+        config (Config): Read from a file. Without one, lines are those of a child.
+
+    Attributes:
+        head (list[str]): The line that inherits from a file that lines cannot be added to.
+        lazy (bool): Whether it imports what it inherits (``read_base``).
+    """
+
+    def __init__(self, config: Config):
+        self._config, self.head, self.lazy, self._names = config, [], False, set()
+        file = Path(config.filename) if config.filename else None
+        if file is None:
+            return
+        if '.mim' in file.parts:  # installed with a package
+            at = len(file.parts) - 1 - file.parts[::-1].index('.mim')
+            self.head = [f"_base_ = '{file.parts[at - 1]}::{'/'.join(file.parts[at + 2 :])}'"]
+        elif file.suffix != '.py':
+            self.head = [f"_base_ = './{file.name}'"]
+        else:
+            self.lazy = Config._is_lazy_import(str(file))
+            nodes = ast.walk(ast.parse(file.read_text()))
+            stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            self._names = set(config.keys()) if self.lazy else stored
+            if self.lazy and 'site-packages' in file.parts:
+                module = '.'.join(file.with_suffix('').parts[file.parts.index('site-packages') + 1 :])
+                self.head = [
+                    'from mmengine.config import read_base',
+                    'with read_base():',
+                    f'    from {module} import *',
+                ]
+
+    def kind(self, name: str):
+        """Return what names a class of this package: a string, or with ``read_base`` the class."""
+        return _Class(name) if self.lazy else name
+
+    def kept(self, name: str, which: list[bool]) -> list[str]:
+        """Return expressions of a list's items of which some are kept."""
+        owner = name if name in self._names else f'_base_.{name}'
+        if all(which):
+            return [f'*{owner}'] if which else []
+        runs, start = [], None
+        for i, keep in enumerate([*which, False]):
+            if keep and start is None:
+                start = i
+            elif not keep and start is not None:
+                runs.append(f'*{owner}[{start or ""}:{i if i < len(which) else ""}]')
+                start = None
+        return runs
+
+    def changed(self, name: str, values: dict) -> list[str]:
+        """Return lines that change values of a dict: a child's is merged with its parent's, one's own is at hand."""
+        if not values:
+            return []
+        if name not in self._names:
+            return [f'{name} = {_literal(values)}']
+        flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
+        inner = {key: value for key, value in values.items() if isinstance(value, dict)}
+        lines = [f'{name}.update({_arguments(flat)})'] if flat else []
+        return [*lines, *(f"{name}.setdefault('{key}', {{}}).update({_arguments(of)})" for key, of in inner.items())]
+
+
+class _Class:
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return self.name
+
+
+def _list(name, items):
+    line = f'{name} = [{", ".join(items)}]'
+    return line if len(line) <= _WIDTH else '\n'.join([f'{name} = [', *(f'    {item},' for item in items), ']'])
+
+
+def _literal(value):
+    return f'dict({_arguments(value)})' if isinstance(value, dict) else repr(value)
+
+
+def _arguments(values):
+    return ', '.join(f'{key}={_literal(item)}' for key, item in values.items())
