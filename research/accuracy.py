@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from experiment import Experiment
+from tables import markdown_table
 
-from sbp_mmdet.plan.tables import Column, markdown_table, text_table
+from sbp_mmdet.plan.tables import Column, text_table
 
 __all__ = ['Difference', 'accuracy_table', 'describe', 'paired']
 

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from case import Case, capture, compared, launches, parse_name, smooth, take_turns
 from mmengine.config import Config, DictAction
+from provenance import describe_machine, output_file, write_json
 from rivals import RIVALS, plain_draws
 from tables import append_line, benchmark_table
 from torch import Tensor
@@ -37,7 +38,6 @@ from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
 from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
 from sbp_mmdet.plan.device import check_device, is_out_of_memory, use_device
 from sbp_mmdet.plan.memory import held_bytes, peak_bytes, saved_bytes
-from sbp_mmdet.plan.tables import describe_machine, output_file, write_json
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.presets import PRESETS
 

@@ -10,11 +10,13 @@ themselves are left out. The count is of a step in which stochastic depth drops 
 import argparse
 
 from mmengine.config import DictAction
+from provenance import describe_machine, output_file, write_json
+from tables import format_bytes
 
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import add_inputs, crowded, inputs_of
 from sbp_mmdet.plan.planner import parse_size
-from sbp_mmdet.plan.tables import Column, describe_machine, format_bytes, output_file, text_table, write_json
+from sbp_mmdet.plan.tables import Column, text_table
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.presets import PRESETS
 

@@ -24,13 +24,14 @@ from case import compared
 from isolated import apart, reason_of, rows_of, sweep
 from mmengine.config import Config
 from mmengine.model import BaseModel
+from tables import format_bytes, markdown_table
 from torch import nn
 
 from sbp_mmdet.hooks import LeanHook
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector, own_crops
 from sbp_mmdet.plan.inputs import crowded, inputs_of
-from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
+from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import everything_checkpointed, load_config, plain, presets_of, with_variant
 from sbp_mmdet.presets import PRESETS
 

@@ -23,6 +23,7 @@ from case import parse_name
 from mmengine.config import DictAction
 from mmengine.logging import MessageHub
 from mmengine.utils import ProgressBar
+from provenance import describe_machine, output_file, write_json
 from subject import build_model, train_batches
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.plan.detector import own_crops
 from sbp_mmdet.plan.device import check_device
-from sbp_mmdet.plan.tables import Column, describe_machine, output_file, text_table, write_json
+from sbp_mmdet.plan.tables import Column, text_table
 from sbp_mmdet.plan.variants import load_config
 from sbp_mmdet.presets import PRESETS
 

@@ -9,8 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-
-from sbp_mmdet.plan.tables import describe_machine, write_json
+from provenance import describe_machine, write_json
 
 __all__ = ['KILLED', 'apart', 'reason_of', 'rows_of', 'sweep']
 

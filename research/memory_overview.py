@@ -13,13 +13,14 @@ import json
 import re
 from typing import NamedTuple
 
+from provenance import CHECKOUT, describe_machine, write_json
 from resident_memory import measure_lift
-from tables import COLOURS, panels, save_picture
+from tables import COLOURS, markdown_table, panels, save_picture
 
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import crowded
 from sbp_mmdet.plan.planner import needed
-from sbp_mmdet.plan.tables import CHECKOUT, Column, describe_machine, markdown_table, write_json
+from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.presets import PRESETS
 

@@ -26,9 +26,10 @@ import torch
 from families import compare, count
 from isolated import apart, rows_of, sweep
 from mmdet.models.layers.transformer import dino_layers
+from tables import format_bytes, markdown_table
 
 from sbp_mmdet.plan import detector as plan_detector
-from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table
+from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import load_config
 from sbp_mmdet.presets import PRESETS
 

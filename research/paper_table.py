@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiment import Experiment
+from tables import markdown_table
 
-from sbp_mmdet.plan.tables import Column, markdown_table, text_table
+from sbp_mmdet.plan.tables import Column, text_table
 
 __all__ = ['fill', 'means', 'paper_table']
 

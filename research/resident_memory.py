@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from mmdet.testing import demo_mm_inputs
 from mmengine.logging import MessageHub
+from provenance import describe_machine, output_file, write_json
 
 from sbp_mmdet.plan.detector import build_detector
 from sbp_mmdet.plan.planner import parse_size
-from sbp_mmdet.plan.tables import describe_machine, output_file, write_json
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 
 DEFAULT = ['none', 'with_cp+targets', 'with_cp+targets+cp-heads+cp-rpn+cp-neck', 'exact', 'int8']

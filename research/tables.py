@@ -2,14 +2,35 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sbp_mmdet.plan.tables import Column, format_bytes, markdown_table, portable, text_table
+from provenance import portable
 
-__all__ = ['COLOURS', 'append_line', 'benchmark_table', 'panels', 'save_picture']
+from sbp_mmdet.plan.tables import Column, cells_of, text_table
+
+__all__ = [
+    'COLOURS',
+    'append_line',
+    'benchmark_table',
+    'format_bytes',
+    'markdown_table',
+    'panels',
+    'save_picture',
+]
 
 COLOURS = ('#1f77b4', '#d95f02', '#1b9e77', '#7b4fa3', '#e7298a', '#66a61e', '#a6761d', '#444444')
+
+
+def markdown_table(columns: Sequence[Column], records: Iterable[dict]) -> str:
+    """Format a table in Markdown."""
+    head, *lines = (f'| {" | ".join(cells)} |' for cells in cells_of(columns, records))
+    return '\n'.join([head, '|' + '---|' * len(columns), *lines])
+
+
+def format_bytes(n: int) -> str:
+    """Format a number of bytes in GB (1e9 bytes), or in MB below one GB."""
+    return f'{n / 1e9:.2f} GB' if n >= 1e9 else f'{n / 1e6:.0f} MB'
 
 
 def _cell(head, key, form):

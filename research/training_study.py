@@ -19,9 +19,9 @@ from experiment import Experiment, read_experiment
 from mmengine.config import DictAction
 from mmengine.utils import ProgressBar
 from paper_table import fill, means, paper_table
+from provenance import describe_machine, output_file, write_json
 from trainings import Launcher, look, plan, run_all
 
-from sbp_mmdet.plan.tables import describe_machine, output_file, write_json
 from sbp_mmdet.resume import AtomicBackend
 
 TOOLS = Path(__file__).parents[1] / 'tools'

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from experiment import METRICS, Experiment, configs_of
 from mmengine.config import Config
-
-from sbp_mmdet.plan.tables import commit, describe_machine, write_json
+from provenance import commit, describe_machine, write_json
 
 __all__ = ['Launcher', 'Training', 'collect', 'look', 'plan', 'read_log', 'run', 'run_all']
 

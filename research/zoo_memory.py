@@ -24,12 +24,12 @@ import torch.nn.functional as F
 import yaml
 from isolated import apart, rows_of, sweep
 from mmengine.logging import MMLogger
-from tables import panels, save_picture
+from tables import markdown_table, panels, save_picture
 
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
-from sbp_mmdet.plan.tables import Column, markdown_table
+from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import load_config, plain
 
 _HERE = Path(__file__).resolve().parents[1]

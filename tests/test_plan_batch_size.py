@@ -82,7 +82,7 @@ def test_the_command(monkeypatch, capsys):
         BatchRow('int8', 'int8', 2, 6 * GB, 0.0025),
     ]
     monkeypatch.setattr(command, 'largest_batches', lambda *args, **keys: rows)
-    monkeypatch.setattr(command, '_presets_for', lambda base: ['none'])
+    monkeypatch.setattr(command, 'presets_for', lambda base: ['none'])
     command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333', '--json'])
     found = json.loads(capsys.readouterr().out)
     assert found['answer'] == 'exact_min' and found['rows'][2]['images'] == 2

@@ -9,7 +9,7 @@ import torch
 from helpers import CONFIGS
 from mmengine.logging import MMLogger
 
-from sbp_mmdet.plan import command, planner
+from sbp_mmdet.plan import command, counts, planner
 from sbp_mmdet.plan.inputs import Inputs
 from sbp_mmdet.plan.planner import Row, answer, needed, parse_bytes, parse_size, plan
 from sbp_mmdet.plan.variants import load_config, plain
@@ -175,9 +175,9 @@ def planning(monkeypatch):
         name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
         return _row(int(peaks.get(name, 20) * GB), 0)
 
-    monkeypatch.setattr(command, 'measure_detector', measure)
-    monkeypatch.setattr(command, 'build_detector', lambda config, device: (None, None))
-    monkeypatch.setattr(command, 'presets_of', lambda model: dict.fromkeys(ALL) | {'sbp': 'has no blocks'})
+    monkeypatch.setattr(counts, 'measure_detector', measure)
+    monkeypatch.setattr(counts, 'build_detector', lambda config, device: (None, None))
+    monkeypatch.setattr(counts, 'presets_of', lambda model: dict.fromkeys(ALL) | {'sbp': 'has no blocks'})
     return SimpleNamespace(peaks=peaks, hooks=hooks)
 
 
@@ -218,7 +218,7 @@ def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):
         name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
         return _row(int(peaks.get(name, 20) * GB), 0, gaps=GB if name == 'none' else 0)
 
-    monkeypatch.setattr(command, 'measure_detector', measure)
+    monkeypatch.setattr(counts, 'measure_detector', measure)
     command.main(['plan', FRCNN, '--budget', '5.5GB', '--verbose'])
     page = capsys.readouterr().out
     assert 'fits into 5.12 GiB with exact' in page and 'reserved' in page.splitlines()[0]
@@ -269,7 +269,7 @@ def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
     def measure(*args, **kwargs):
         raise KeyError('a kernel that only a GPU has')
 
-    monkeypatch.setattr(command, 'measure_detector', measure)
+    monkeypatch.setattr(counts, 'measure_detector', measure)
     with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: no training step .*KeyError.*only a GPU has'):
         command.main(['plan', FRCNN, '--budget', '8GiB'])
     monkeypatch.setattr('sbp_mmdet.plan.report.build_detector', measure)

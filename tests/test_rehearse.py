@@ -87,7 +87,7 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
         asked.append((budget, case))
         return [Row('none', 'exact', 9, False), Row('exact', 'exact', 8, True)]
 
-    monkeypatch.setattr('sbp_mmdet.plan.command.rows_of', rows)
+    monkeypatch.setattr('sbp_mmdet.plan.counts.rows_of', rows)
     with pytest.raises(DoesNotFit, match=r'needs \d+ MiB; 5 MiB may be used.*exact fits') as caught:
         runner.train()
     assert "dict(type='LeanHook', preset='exact')" in str(caught.value)

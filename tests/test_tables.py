@@ -1,4 +1,4 @@
-"""Tables as data, where tools write, and what stands beside a number; and that no published one lacks it."""
+"""Tables, result files, and the description of the machine that stands beside each published number."""
 
 import argparse
 import json
@@ -11,19 +11,12 @@ import sys
 import pytest
 from helpers import ROOT
 
-import tables  # isort: skip  (helpers puts research/ on the path)
+import provenance  # isort: skip  (helpers puts research/ on the path)
+import tables  # isort: skip
+from provenance import commit, describe_machine, output_file, portable, write_json  # isort: skip
+
 from sbp_mmdet import __version__
-from sbp_mmdet.plan import tables as package
-from sbp_mmdet.plan.tables import (
-    Column,
-    commit,
-    describe_machine,
-    markdown_table,
-    output_file,
-    portable,
-    text_table,
-    write_json,
-)
+from sbp_mmdet.plan.tables import Column, text_table
 
 RESULTS = sorted((ROOT / 'docs/results').glob('*.json'))
 KEYS = {'date', 'device', 'python', 'torch', 'mmcv', 'mmdet', 'mmengine', 'sbp_mmdet', 'commit', 'dirty', 'command'}
@@ -35,7 +28,7 @@ def test_tables():
     records = [dict(name='none', ap=0.25), dict(name='nothing yet')]
     assert text_table(columns, records).splitlines() == ['name            AP', 'none         0.250', 'nothing yet']
     expected = ['| name | AP |', '|---|---|', '| none | 0.250 |', '| nothing yet |  |']
-    assert markdown_table(columns, records).splitlines() == expected
+    assert tables.markdown_table(columns, records).splitlines() == expected
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):
@@ -89,8 +82,8 @@ def test_commit(tmp_path, monkeypatch):
     file = tmp_path / 'tables.py'
     file.write_text('1')
     (tmp_path / 'other').write_text('1')
-    monkeypatch.setattr(package, 'CHECKOUT', tmp_path)
-    monkeypatch.setattr(package, '__file__', str(file))
+    monkeypatch.setattr(provenance, 'CHECKOUT', tmp_path)
+    monkeypatch.setattr(provenance, 'PACKAGE', file)
 
     def found():
         return commit()['commit'], commit()['dirty']

@@ -15,11 +15,11 @@ from helpers import ROOT
 
 from sbp_mmdet.plan.memory import LiveBytes
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
-from sbp_mmdet.plan.tables import write_json
 
 sys.path.append(str(ROOT / 'research'))
 import isolated  # noqa: E402
 import zoo_memory  # noqa: E402
+from provenance import write_json  # noqa: E402
 
 ROWS = json.loads(zoo_memory.RESULTS.read_text())['rows']
 

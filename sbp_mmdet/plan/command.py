@@ -16,27 +16,26 @@ import sys
 import tempfile
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
-from ..presets import PRESETS
 from .batch_size import largest_batches
 from .check import check
-from .detector import build_detector, measure_detector
+from .counts import count_step, end_progress, presets_for, rows_of
 from .errors import reason_of
 from .inputs import add_inputs, crowded, inputs_of, labels_of
 from .pipeline import CannotRun
-from .planner import CONTEXT, MARGIN, WORKSPACES, Row, answer, most_counts, parse_bytes, parse_size, plan
+from .planner import CONTEXT, MARGIN, WORKSPACES, answer, parse_bytes, parse_size
 from .rehearse import DoesNotFit, RehearseHook
 from .report import add_report
 from .snippet import snippet, where_to
 from .steps import name_of
 from .tables import Column, format_gib, text_table
-from .variants import STANDS_IN, is_plain, load_config, needs_missing, plain, presets_of, with_variant
+from .variants import STANDS_IN, is_plain, load_config, needs_missing, plain
 from .verify import add_verify
 
-__all__ = ['main', 'rows_of']
+__all__ = ['main']
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -108,7 +107,7 @@ def _plan(args, config):
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
     finally:
-        _end_progress()
+        end_progress()
     found = answer(rows)
     lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
     if args.json:
@@ -121,21 +120,21 @@ def _plan(args, config):
 
 def _plan_batches(args, config, budget, size):
     inputs, base = inputs_of(config, None, size, processes=args.gpus), plain(config)
-    presets = _presets_for(base)
+    presets = presets_for(base)
 
     def measure(variant, images):
         told = inputs.boxes if args.boxes is None else args.boxes
         boxes = crowded(images) if told is None else told
         case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=boxes, usual=inputs.usual)
         case['channels'] = inputs.channels
-        return _count(base, variant, case, f'{variant}, {images} images')
+        return count_step(base, variant, case, f'{variant}, {images} images')
 
     try:
         rows = largest_batches(base, budget, measure, presets, gpus=args.gpus)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
     finally:
-        _end_progress()
+        end_progress()
     exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
     found = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
     lines = '' if found is None else snippet(config, found.variant, found.images)
@@ -175,51 +174,6 @@ def _batch_page(args, config, inputs, budget, rows, found, lines):
         end = f'Most images with exact gradients: {found.images}, with {found.variant}.{short}{more} {where_to(config)}'
         end = f'{end}\n\n{lines}'
     return f'{text_table(columns, rows)}\n\n{note}\n{end}'
-
-
-def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
-    """Return the planner's answer for a config.
-
-    Args:
-        config (Config): Config of a detector.
-        budget (int): Bytes of the GPU.
-        case (dict): ``batch``, ``height``, ``width`` and ``boxes``, and ``usual`` where it is known.
-        **options: Of :func:`.planner.plan`.
-
-    Returns:
-        list[Row]: See there.
-    """
-    base = plain(config)
-    presets, looked = _presets_for(base), []
-
-    def measure(variant):
-        looked.append(variant)
-        bar = '#' * len(looked) + '.' * (most_counts(presets) - len(looked))
-        return _count(base, variant, case, f'[{bar}] {variant}')
-
-    return plan(base, budget, measure, presets, **options)
-
-
-def _presets_for(base):
-    """Return the names of the presets that apply to the model of a plain config."""
-    reasons = presets_of(build_detector(base, 'cpu')[0])
-    return [name for name, reason in reasons.items() if reason is None]
-
-
-def _count(base, variant, case, progress):
-    """Count a step of a variant, and say so on stderr."""
-    if sys.stderr.isatty():
-        print(f'\r{progress:<80}', end='', file=sys.stderr, flush=True)
-    else:
-        print(f'counts {progress.split("] ")[-1]}', file=sys.stderr, flush=True)
-    # Which images stochastic depth drops is chance: the count is of a step that drops none.
-    worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
-    return measure_detector(with_variant(base, variant, **worst), **case)
-
-
-def _end_progress():
-    if sys.stderr.isatty():
-        print('\r' + ' ' * 82 + '\r', end='', file=sys.stderr, flush=True)
 
 
 def _page(args, config, inputs, budget, rows, found, lines):

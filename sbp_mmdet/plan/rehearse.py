@@ -307,7 +307,7 @@ def _memory(model):
 
 def _advice(runner, budget, case):
     """Return a sentence that names the variant that fits, by the planner's count."""
-    from .command import rows_of  # noqa: PLC0415
+    from .counts import rows_of  # noqa: PLC0415
     from .planner import answer  # noqa: PLC0415
     from .snippet import snippet, where_to  # noqa: PLC0415
 

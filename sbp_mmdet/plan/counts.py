@@ -1,0 +1,69 @@
+"""Counts of a config's variants: the rows of the planner's table, with the progress on stderr."""
+
+import sys
+
+from mmengine.config import Config
+
+from ..presets import PRESETS
+from .detector import build_detector, measure_detector
+from .planner import Row, most_counts, plan
+from .variants import plain, presets_of, with_variant
+
+__all__ = ['count_step', 'end_progress', 'presets_for', 'rows_of']
+
+
+def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
+    """Return the planner's table of a config.
+
+    Args:
+        config (Config): Config of a detector.
+        budget (int): Memory of the GPU, in bytes.
+        case (dict): ``batch``, ``height``, ``width`` and ``boxes`` of the largest batch, and ``usual`` if it is known,
+            see :func:`.detector.measure_detector`.
+        **options: Further arguments of :func:`.planner.plan`.
+
+    Returns:
+        list[Row]: A row for each variant that was counted, see :func:`.planner.plan`.
+    """
+    base = plain(config)
+    presets, looked = presets_for(base), []
+
+    def measure(variant):
+        looked.append(variant)
+        bar = '#' * len(looked) + '.' * (most_counts(presets) - len(looked))
+        return count_step(base, variant, case, f'[{bar}] {variant}')
+
+    return plan(base, budget, measure, presets, **options)
+
+
+def presets_for(base: Config) -> list[str]:
+    """Return the names of the presets that apply to the model of a plain config."""
+    reasons = presets_of(build_detector(base, 'cpu')[0])
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+def count_step(base: Config, variant: str, case: dict, progress: str) -> dict:
+    """Count a training step of a variant.
+
+    Args:
+        base (Config): A plain config, see :func:`.variants.plain`.
+        variant (str): The variant.
+        case (dict): Arguments of :func:`.detector.measure_detector`.
+        progress (str): Line for stderr.
+
+    Returns:
+        dict: Result of :func:`.detector.measure_detector`.
+    """
+    if sys.stderr.isatty():
+        print(f'\r{progress:<80}', end='', file=sys.stderr, flush=True)
+    else:
+        print(f'counts {progress.split("] ")[-1]}', file=sys.stderr, flush=True)
+    # Which images stochastic depth drops is random, so a step is counted that drops none.
+    worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
+    return measure_detector(with_variant(base, variant, **worst), **case)
+
+
+def end_progress() -> None:
+    """Clear the line of the progress on a terminal."""
+    if sys.stderr.isatty():
+        print('\r' + ' ' * 82 + '\r', end='', file=sys.stderr, flush=True)
