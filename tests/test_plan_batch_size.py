@@ -41,6 +41,18 @@ def test_largest_batch(need, budget):
     assert len(asked) <= 16
 
 
+def test_where_counts_lie_on_a_line_one_image_more_is_not_counted():
+    def need(images):
+        return GB + images * GB // 2
+
+    counted = {}
+    assert largest_batch(need, 24 * GB + GB // 4, counted)[0] == 46 and max(counted) == 46
+    # Another card's counts serve as well: the answer is counted, and nothing else.
+    before = set(counted)
+    assert largest_batch(need, 12 * GB + GB // 4, counted) == (22, 12 * GB)
+    assert set(counted) - before == {22}
+
+
 def test_no_more_than_anybody_asks_for():
     assert largest_batch(lambda images: images, GB) == (LARGEST, LARGEST)
     assert largest_batch(lambda images: 2, 1) == (0, 2)

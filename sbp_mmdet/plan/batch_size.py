@@ -11,6 +11,8 @@ from .variants import NotApplicable, piece_change
 
 __all__ = ['LARGEST', 'BatchRow', 'largest_batch', 'largest_batches', 'learning_rate']
 
+# Share of a need by which a line through counts on both sides, or below, may be wrong for one image more.
+_LINE_ERRS = 0.01
 LARGEST = 256  # images; nobody asks for more on one GPU, and a count takes longer the more there are
 
 
@@ -33,38 +35,58 @@ class BatchRow(NamedTuple):
     learning_rate: float | None
 
 
-def largest_batch(need: Callable[[int], int], budget: int) -> tuple[int, int]:
+def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, int] | None = None) -> tuple[int, int]:
     """Find the largest batch whose need is within a budget.
 
     What a step holds is nearly linear in the images, so the answer is guessed from counts on both sides of it. Every
-    second guess halves the interval, for where it is not linear.
+    second guess halves the interval, for where it is not linear. Where three counts lie on a line which says that one
+    image more is too much, by more than a line errs, that one is not counted.
 
     Args:
         need (Callable): Images to bytes; called once for each number.
         budget (int): Bytes.
+        counted (dict[int, int] | None): What was counted before, to which counts are added. If `None`, nothing was.
+            Default: None.
 
     Returns:
         tuple[int, int]: Images, at most :data:`LARGEST`, and their need; (0, need of one image) if that is too much.
     """
-    counted = {1: need(1)}
-    if counted[1] > budget:
+    counted = {} if counted is None else counted
+
+    def count(images):
+        if images not in counted:
+            counted[images] = need(images)
+        return counted[images]
+
+    if count(1) > budget:
         return 0, counted[1]
-    counted[2] = need(2)
+    count(2)
     while True:
-        low = max(images for images, count in counted.items() if count <= budget)
-        above = [images for images, count in counted.items() if count > budget]
+        low = max(images for images, bytes_ in counted.items() if bytes_ <= budget)
+        above = [images for images, bytes_ in counted.items() if bytes_ > budget]
         high = min(above, default=LARGEST + 1)
         if high - low == 1:
             return low, counted[low]
         other = high if above else max(images for images in counted if images < low)
         slope = max((counted[other] - counted[low]) / (other - low), 1)
         guess = int(low + (budget - counted[low]) / slope)
+        if guess == low and _on_a_line(counted, low) and counted[low] + slope > budget * (1 + _LINE_ERRS):
+            return low, counted[low]
         if not above and guess == low:
             guess = low + 1
         elif above and len(counted) % 2 == 0:
             guess = (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
-        counted[guess] = need(guess)
+        count(min(max(guess, low + 1), high - 1))
+
+
+def _on_a_line(counted, low):
+    """Return whether the three counts next to one lie on a line, and it is one of them or between them."""
+    if len(counted) < 3:
+        return False
+    near = sorted(sorted(counted, key=lambda images: abs(images - low))[:3])
+    first, middle, last = (counted[images] for images in near)
+    expected = first + (last - first) * (near[1] - near[0]) / (near[2] - near[0])
+    return abs(expected / middle - 1) < _LINE_ERRS / 2
 
 
 def largest_batches(

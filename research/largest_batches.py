@@ -1,0 +1,81 @@
+"""The largest batch of five detectors on four sizes of cards, by preset, as ``sbp-mmdet plan --batch max`` says it.
+
+    python research/largest_batches.py            # counts what docs/results/largest_batches.json lacks; no GPU
+    python research/document_tables.py            # writes the table of docs/costs.md
+
+A row is a detector with a preset: bytes that are needed by number of images, from which the answers follow. It is on
+disk as soon as it is there. All rows of a run are of one commit.
+"""
+
+import logging
+import time
+import warnings
+
+from isolated import apart, rows_of, sweep
+from mmengine.logging import MMLogger
+
+from sbp_mmdet.plan.batch_size import largest_batch, learning_rate
+from sbp_mmdet.plan.detector import measure_detector
+from sbp_mmdet.plan.inputs import crowded, inputs_of
+from sbp_mmdet.plan.planner import needed
+from sbp_mmdet.plan.tables import CHECKOUT
+from sbp_mmdet.plan.variants import load_config, plain, with_variant
+
+RESULTS = CHECKOUT / 'docs/results/largest_batches.json'
+_CONVNEXT_B = 'configs/sbp_convnext/cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
+DETECTORS = {
+    'Mask R-CNN R-50': 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py',
+    'Mask R-CNN Swin-T': 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_amp-ms-crop-3x_coco.py',
+    'RTMDet-S': 'mmdet::rtmdet/rtmdet_s_8xb32-300e_coco.py',
+    'DINO R-50': 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py',
+    'Cascade Mask R-CNN ConvNeXt-B': _CONVNEXT_B,
+}
+VARIANTS = ('none', 'with_cp', 'exact', 'exact_min', 'int8')
+CARDS = (8, 11, 16, 24)  # GiB
+_SECONDS = 900  # of one core, at most, for a row
+
+
+def row_of(key: str) -> dict:
+    """Return the largest batches of a detector with a preset.
+
+    Args:
+        key (str): Detector and preset, '/' between them.
+
+    Returns:
+        dict: ``size`` of the largest images, ``needs`` (images to bytes), and by card in GiB ``images`` and the
+        ``learning_rate`` of ``--auto-scale-lr``.
+    """
+    start = time.process_time()
+    name, variant = key.split('/')
+    path = DETECTORS[name]
+    config = plain(load_config(path if '::' in path else str(CHECKOUT / path)))
+    inputs, counted = inputs_of(config), {}
+    options = {} if variant in ('none', 'with_cp') else dict(skip_dropped_images=False)
+    changed = with_variant(config, variant, **options)
+
+    def need(images):
+        case = dict(batch=images, height=inputs.height, width=inputs.width, usual=inputs.usual)
+        return needed(measure_detector(changed, **case, boxes=crowded(images)))
+
+    images = {card: largest_batch(need, card * 2**30, counted)[0] for card in CARDS}
+    rates = {card: learning_rate(config, number) for card, number in images.items()}
+    return dict(
+        size=[inputs.height, inputs.width],
+        images=images,
+        learning_rate=rates,
+        needs=dict(sorted(counted.items())),
+        seconds=round(time.process_time() - start, 1),
+    )
+
+
+def main():
+    """Count the rows that the file lacks."""
+    warnings.simplefilter('ignore')
+    MMLogger.get_current_instance().setLevel(logging.ERROR)
+    wanted = [f'{name}/{variant}' for name in DETECTORS for variant in VARIANTS]
+    rows = rows_of(RESULTS)
+    sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: apart(row_of, key, seconds=_SECONDS))
+
+
+if __name__ == '__main__':
+    main()
