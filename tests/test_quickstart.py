@@ -11,14 +11,11 @@ import quickstart_summary  # isort: skip  (helpers puts tools/ on the path)
 
 def test_summary(tmp_path, monkeypatch, capsys):
     """Of trainings whose visualizers wrote what mmengine's do."""
-    for name, extra in (
-        ('plain', []),
-        ('lean', [{'lean/stored_mb_now': 80.0, 'lean/stored_mb_before': 220.0, 'step': 1}]),
-    ):
+    for name in ('plain', 'lean', 'sbp'):
         folder = tmp_path / name / '20261123'
         (folder / 'vis_data').mkdir(parents=True)
         (folder / 'now.log').touch()
-        rows = [*extra, *(dict(loss=3 / step, iter=step, step=step) for step in range(1, 33)), {'coco/bbox_mAP': 0.2}]
+        rows = [*(dict(loss=3 / step, iter=step, step=step) for step in range(1, 33)), {'coco/bbox_mAP': 0.2}]
         (folder / 'vis_data/scalars.json').write_text('\n'.join(map(json.dumps, rows)))
     scores = tmp_path / 'test/20261123/20261123.json'
     scores.parent.mkdir(parents=True)
@@ -31,7 +28,10 @@ def test_summary(tmp_path, monkeypatch, capsys):
     (tmp_path / 'lean/last_checkpoint').write_text('epoch_15.pth')
     quickstart_summary.main()
     said = capsys.readouterr().out.splitlines()
-    assert said[0].split() == ['plain', 'LeanHook'] and said[2].split() == ['loss,', 'step', '5', '0.6000', '0.6000']
-    stored, peak = (line.split()[-2:] for line in said if 'MB' in line)
-    assert stored == ['220.0', '80.0'] and float(peak[1]) < 0.8 * float(peak[0])
+    assert said[0].split() == ['plain', 'LeanHook', 'SBPConvNeXt']
+    assert said[2].split() == ['loss,', 'step', '5', '0.6000', '0.6000', '0.6000']
+    (none, lean, sbp), (checkpointed,) = (
+        [float(word) for word in line.split('MB')[1].split()] for line in said if 'MB' in line
+    )
+    assert lean < checkpointed < 0.8 * none and sbp < checkpointed
     assert 'box AP              0.250' in '\n'.join(said) and (tmp_path / 'losses.png').stat().st_size > 5000

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From a checkout to a trained detector: environment, training with and without LeanHook, evaluation, picture, summary.
+# From a checkout to a trained detector: environment, trainings plain, with the paper's backbone and with LeanHook,
+# evaluation, picture, summary.
 # Runs on the CPU, in a few minutes plus the first set-up; running it again sets nothing up, and trains anew.
 #
 #   bash tools/quickstart.sh
@@ -16,18 +17,27 @@ trap 'say "stopped at step $step; the lines above say why. Nothing is finished: 
 step=0
 begin() {
     step=$((step + 1))
-    say "step $step of 5: $*"
+    say "step $step of 6: $*"
 }
 
 begin 'environment (made once: about 10 minutes, most of it to compile mmcv; found in no time later)'
 python=$(bash tools/setup_env.sh)
 export CUDA_VISIBLE_DEVICES= # mmcv may have been compiled without its GPU operators
 
-begin "32 steps without LeanHook, to compare with ($work/plain)"
-"$python" tools/train.py "$config" --work-dir "$work/plain" --cfg-options 'custom_hooks=[]' \
-    train_cfg.max_epochs=2 train_cfg.val_begin=3 default_hooks.checkpoint.interval=3 default_hooks.checkpoint.save_last=False
+train_briefly() { # WORK_DIR OPTION...: two epochs, without evaluation or checkpoint
+    local folder=$1
+    shift
+    "$python" tools/train.py "$config" --work-dir "$folder" --cfg-options custom_hooks='[]' "$@" train_cfg.max_epochs=2 \
+        train_cfg.val_begin=3 default_hooks.checkpoint.interval=3 default_hooks.checkpoint.save_last=False
+}
 
-begin "training with LeanHook: Mask R-CNN with a ConvNeXt on images of cell nuclei, from scratch ($work/lean)"
+begin "plain training, to compare with ($work/plain)"
+train_briefly "$work/plain"
+
+begin "the paper's method: SBPConvNeXt sends gradients from half of the positions ($work/sbp)"
+train_briefly "$work/sbp" model.backbone.sbp_cfg.keep_ratio=0.5
+
+begin "training with LeanHook, exact_min: Mask R-CNN with a ConvNeXt on images of cell nuclei, from scratch ($work/lean)"
 rm -f "$work/lean/last_checkpoint" # written again at the end of the training, so a checkpoint found there is this one's
 "$python" tools/train.py "$config" --work-dir "$work/lean"
 checkpoint=$(cat "$work/lean/last_checkpoint")

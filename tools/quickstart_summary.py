@@ -1,6 +1,6 @@
-"""Summary of the quick start: losses and memory of both trainings, AP, and the paths of the results.
+"""Summary of the quick start: losses and memory of the trainings, AP, and the paths of the results.
 
-python tools/quickstart_summary.py CONFIG WORK_DIR    WORK_DIR has the trainings 'plain' and 'lean', and 'test'
+python tools/quickstart_summary.py CONFIG WORK_DIR    WORK_DIR has the trainings plain, lean and sbp, and the test
 """
 
 import json
@@ -12,9 +12,10 @@ from mmengine.config import Config
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 
-STEPS = 30  # of plain training
+STEPS = 30  # that all trainings have
 SHOWN = (1, 5, 10, 15, 20, 25, 30)
 BOXES = 40  # nuclei in an image, about
+TRAININGS = {'plain': 'plain', 'lean': 'LeanHook', 'sbp': 'SBPConvNeXt'}  # folders and their names
 
 
 def latest(folder: Path, pattern: str) -> Path:
@@ -25,27 +26,27 @@ def latest(folder: Path, pattern: str) -> Path:
     return found[-1]
 
 
-def read(folder: Path) -> tuple[dict[int, float], dict]:
-    """Return losses by step, and what else the visualizer wrote."""
-    rows = [json.loads(line) for line in latest(folder, '2*/vis_data/scalars.json').read_text().splitlines()]
-    losses = {row['step']: row['loss'] for row in rows if 'loss' in row}
-    return losses, {key: value for row in rows if 'loss' not in row for key, value in row.items()}
+def read(folder: Path) -> dict[int, float]:
+    """Return the losses of a training by step, as the visualizer wrote them."""
+    rows = map(json.loads, latest(folder, '2*/vis_data/scalars.json').read_text().splitlines())
+    return {row['step']: row['loss'] for row in rows if 'loss' in row}
 
 
-def peaks(config: Config) -> list[float]:
-    """Return the MB of a training step, plain and by the config's LeanHook, counted by CUDA's rules."""
+def peaks(config: Config) -> dict[str, float]:
+    """Return the MB that a training step of the config holds at most, counted by CUDA's rules, by variant."""
     preset = next(hook.preset for hook in config.custom_hooks if hook.type == 'LeanHook')
     base, size = plain(config), dict(batch=config.train_dataloader.batch_size, height=256, width=256, boxes=BOXES)
-    return [measure_detector(with_variant(base, variant), **size)['peak'] / 1e6 for variant in ('none', preset)]
+    variants = dict(plain='none', lean=preset, sbp='sbp', with_cp='with_cp')
+    return {name: measure_detector(with_variant(base, key), **size)['peak'] / 1e6 for name, key in variants.items()}
 
 
-def draw(losses: list[dict[int, float]], path: Path) -> None:
-    """Draw both curves in one picture."""
+def draw(losses: dict[str, dict[int, float]], path: Path) -> None:
+    """Draw the losses of all trainings in one picture."""
     import matplotlib.pyplot as plt
 
-    for curve, style, label in zip(losses, ('k-', 'r--'), ('plain', 'LeanHook'), strict=True):
+    for (name, curve), style in zip(losses.items(), ('k-', 'r--', 'b:'), strict=True):
         steps = [step for step in sorted(curve) if step <= STEPS]
-        plt.plot(steps, [curve[step] for step in steps], style, label=label)
+        plt.plot(steps, [curve[step] for step in steps], style, label=TRAININGS[name])
     plt.legend(), plt.xlabel('step'), plt.ylabel('loss')
     plt.savefig(path)
 
@@ -55,22 +56,19 @@ def main():
         sys.exit(__doc__)
     config, work_dir = load_config(sys.argv[1]), Path(sys.argv[2])
     try:
-        (before, _), (after, said) = read(work_dir / 'plain'), read(work_dir / 'lean')
+        losses = {name: read(work_dir / name) for name in TRAININGS}
         checkpoint = (work_dir / 'lean/last_checkpoint').read_text().strip()
         log = latest(work_dir / 'lean', '2*/*.log')
         scores = json.loads(latest(work_dir / 'test', '2*/*.json').read_text())
     except FileNotFoundError as error:
         sys.exit(f'error: {error}')
-    draw([before, after], work_dir / 'losses.png')
-    print(f'{"":<44}{"plain":>10}{"LeanHook":>10}')
+    draw(losses, work_dir / 'losses.png')
+    held = peaks(config)
+    print(f'{"":<32}' + ''.join(f'{name:>14}' for name in TRAININGS.values()))
     for step in SHOWN:
-        print(f'{f"loss, step {step}":<44}{before[step]:>10.4f}{after[step]:>10.4f}')
-    stored = [said[f'lean/stored_mb_{key}'] for key in ('before', 'now')]
-    for what, (first, second) in {
-        'stored for the backward pass, MB': stored,
-        'peak of a step, MB': peaks(config),
-    }.items():
-        print(f'{what:<44}{first:>10.1f}{second:>10.1f}')
+        print(f'{f"loss, step {step}":<32}' + ''.join(f'{curve[step]:>14.4f}' for curve in losses.values()))
+    print(f'{"peak of a step, MB":<32}' + ''.join(f'{held[name]:>14.0f}' for name in TRAININGS))
+    print(f'{"  all blocks checkpointed, MB":<32}{held["with_cp"]:>14.0f}')
     print(f"""
 box AP              {scores['coco/bbox_mAP']:.3f}   (AP50 {scores['coco/bbox_mAP_50']:.3f}), images that were held out
 mask AP             {scores['coco/segm_mAP']:.3f}   (AP50 {scores['coco/segm_mAP_50']:.3f})

@@ -1,7 +1,7 @@
 # The training of tools/quickstart.sh.
 _base_ = './mask-rcnn_convnext-atto_fpn_nuclei.py'
 
-custom_hooks = [dict(type='LeanHook', preset='exact')]
+custom_hooks = [dict(type='LeanHook', preset='exact_min')]
 
 max_epochs = 15
 train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
