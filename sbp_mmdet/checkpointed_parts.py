@@ -3,18 +3,29 @@ transformers."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+import torch
 from mmdet.models.dense_heads import DETRHead, RTMDetHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerDecoderLayer, DetrTransformerEncoderLayer
+from mmdet.models.necks import DyHead
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
-from torch import nn
+from mmengine.model import Sequential
+from torch import Tensor, nn
 
 from .adapters import LeanModule
 from .checkpointing import Checkpointed, run_checkpointed
+from .chunked_heads import computes_rois_one_by_one, run_in_chunks, runs_in_chunks
 from .passes import is_known_inside, of_known_library
 from .surgery import Mixin, detectors, mix_out, stock_class
 
-__all__ = ['CheckpointedLayer', 'CheckpointedLevels', 'CheckpointedPart', 'give_parts_back', 'parts_to_checkpoint']
+__all__ = [
+    'CheckpointedInChunks',
+    'CheckpointedLayer',
+    'CheckpointedLevels',
+    'CheckpointedPart',
+    'give_parts_back',
+    'parts_to_checkpoint',
+]
 
 
 class CheckpointedPart(Checkpointed):
@@ -23,6 +34,18 @@ class CheckpointedPart(Checkpointed):
     def checkpoints_now(self) -> bool:
         """See :meth:`.Checkpointed.checkpoints_now`."""
         return super().checkpoints_now() and is_known_inside(self)
+
+
+class CheckpointedInChunks(CheckpointedPart):
+    """A head of RoIs that saves their maps only, and is recomputed in chunks of RoIs."""
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the head on maps of RoIs, shape (number of RoIs, C, H, W)."""
+        if not (torch.is_grad_enabled() and self.checkpoints_now() and runs_in_chunks(self, x)):
+            return super().forward(x)
+        self._has_run = True
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return run_in_chunks(super(Checkpointed, self).forward, x, parameters)
 
 
 class CheckpointedLayer(CheckpointedPart):
@@ -79,7 +102,7 @@ def parts_to_checkpoint(
 
 def _parts(detector):
     if isinstance(neck := getattr(detector, 'neck', None), nn.Module):
-        yield 'neck', neck
+        yield from (('neck', piece) for piece in _pieces(neck))
     for child in detector.children():
         if isinstance(child, BaseDenseHead):
             yield 'dense head', child
@@ -90,9 +113,22 @@ def _parts(detector):
                     yield from (('RoI head', one) for one in heads)
 
 
+def _pieces(neck):
+    """Yield the parts of a neck that run one after the other, so that one of them is recomputed at a time."""
+    kind = stock_class(type(neck))
+    inside = neck.dyhead_blocks if kind is DyHead else neck if kind in (nn.Sequential, Sequential) else None
+    if inside is None:
+        yield neck
+    else:
+        for piece in inside:
+            yield from _pieces(piece)
+
+
 def _mixin(part):
     if isinstance(part, LeanModule) and not part.separable:
         return None
+    if computes_rois_one_by_one(part):
+        return CheckpointedInChunks
     if not isinstance(part, BaseDenseHead):
         return CheckpointedPart
     if 'forward_single' in stock_class(type(part)).forward.__code__.co_names:

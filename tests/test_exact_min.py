@@ -89,6 +89,23 @@ def test_gradients_are_plain_and_less_is_stored(neck, head):
     assert [type(m) for m in least.modules()] == [type(m) for m in plain.modules()]
 
 
+def test_necks_of_several_parts_are_recomputed_part_by_part():
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    detector = _Detector('FPN', 'ATSSHead')
+    necks = [dict(NECKS['FPN'], out_channels=16), dict(type='DyHead', in_channels=16, out_channels=16, num_blocks=2)]
+    detector.neck, detector.bbox_head = MODELS.build(necks), nn.Identity()
+    plain = detector.double()
+    for p in plain.parameters():
+        nn.init.normal_(p, std=0.3)
+    least = copy.deepcopy(plain)
+    changed = apply_lean(least, 'exact_min').changed
+    assert {'neck.1.dyhead_blocks.0', 'neck.1.dyhead_blocks.1'} < changed.keys() and 'neck' not in changed
+    (stored, *expected), (least_stored, *found) = _step(plain), _step(least)
+    _compare(found, expected)
+    assert least_stored < 0.3 * stored
+
+
 def test_a_hook_runs_once_whenever_it_comes():
     model = _detector('PAFPN', 'ATSSHead')
     plain = copy.deepcopy(model)

@@ -1,0 +1,159 @@
+"""Heads of RoIs in chunks of RoIs, against their own code in fp64."""
+
+import copy
+
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.registry import init_default_scope
+from torch import nn
+
+from sbp_mmdet import apply_lean, chunked_heads
+from sbp_mmdet.checkpointed_parts import CheckpointedInChunks, CheckpointedPart
+from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
+from sbp_mmdet.surgery import mix_in
+
+GN = dict(type='GN', num_groups=4)
+MASK = dict(type='FCNMaskHead', num_convs=2, in_channels=16, conv_out_channels=16, num_classes=3)
+BOX = dict(type='Shared4Conv1FCBBoxHead', in_channels=16, conv_out_channels=16, fc_out_channels=24, num_classes=3)
+BOX |= dict(bbox_coder=dict(type='DeltaXYWHBBoxCoder'), norm_cfg=GN)
+HEADS = {
+    'mask': MASK,
+    'mask, group norm': dict(MASK, norm_cfg=GN),
+    'box': BOX,
+    'shared': dict(type='ResLayer', depth=50),
+}
+NUMBER = 150  # two chunks and a part of one
+
+
+def head_of(name):
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    head = MODELS.build(HEADS[name])
+    for p in head.parameters():
+        nn.init.normal_(p, std=0.1)
+    for module in head.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.2), module.running_var.uniform_(0.5, 2)
+    head.double().train()  # mmdet's shared head returns nothing here
+    return head
+
+
+def maps(name, number=NUMBER):
+    shape = dict(box=(16, 7, 7), shared=(1024, 2, 2)).get(name, (16, 6, 6))
+    return torch.randn(number, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def outputs(outs):
+    return [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
+
+
+def step(head, x, needs_x=True):
+    x = x.clone().requires_grad_(needs_x)
+    head.zero_grad()
+    outs = outputs(head(x))
+    sum(out.sin().sum() for out in outs).backward()
+    found = {name: p.grad for name, p in head.named_parameters()}
+    return [out.detach() for out in outs], found | dict(x=x.grad)
+
+
+def compare(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert found[1].keys() == expected[1].keys()
+    for name, own in expected[1].items():
+        assert (found[1][name] is None) == (own is None), name
+        if own is not None:
+            assert (found[1][name] - own).norm() <= 1e-11 * own.norm().clamp_min(1), name
+
+
+def chunked(head):
+    lean = copy.deepcopy(head)
+    mix_in(lean, CheckpointedInChunks)
+    return lean
+
+
+@pytest.mark.parametrize('name', HEADS)
+@pytest.mark.parametrize('needs_x', [True, False])
+def test_gradients_are_those_of_the_heads_own_code(name, needs_x):
+    plain = head_of(name)
+    assert chunked_heads.computes_rois_one_by_one(plain)
+    lean = chunked(plain)
+    compare(step(lean, maps(name), needs_x), step(plain, maps(name), needs_x))
+    for model in (plain, lean):  # frozen in part
+        [*model.parameters()][0].requires_grad_(False)
+    compare(step(lean, maps(name), needs_x), step(plain, maps(name), needs_x))
+    compare(step(lean, maps(name, 5)), step(plain, maps(name, 5)))
+
+
+def test_exact_min_and_int8_take_it():
+    init_default_scope('mmdet')
+    detector = nn.Module()
+    detector.backbone = nn.Conv2d(3, 16, 3)
+    roi = dict(type='StandardRoIHead', bbox_head=BOX, mask_head=MASK)
+    roi |= {f'{kind}_roi_extractor': _extractor(size) for kind, size in (('bbox', 7), ('mask', 14))}
+    detector.roi_head = MODELS.build(roi)
+    for preset in ('exact_min', 'int8'):
+        apply_lean(detector, preset)
+        assert all(isinstance(getattr(detector.roi_head, f'{k}_head'), CheckpointedInChunks) for k in ('bbox', 'mask'))
+
+
+def _extractor(size):
+    layer = dict(type='RoIAlign', output_size=size, sampling_ratio=0)
+    return dict(type='SingleRoIExtractor', roi_layer=layer, out_channels=16, featmap_strides=[4])
+
+
+def test_a_batch_norm_that_trains_sees_all_rois():
+    plain = head_of('shared')
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.train()
+    lean = chunked(plain)
+    compare(step(lean, maps('shared')), step(plain, maps('shared')))
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, lean.get_buffer(name)), name
+
+
+class _Other(nn.ReLU):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize('layer', [nn.Dropout(), _Other()], ids=['dropout', 'a subclass'])
+def test_layers_that_are_unknown_or_see_all_rois_are_left_out(layer):
+    head = head_of('mask')
+    head.convs.append(layer)
+    assert not chunked_heads.computes_rois_one_by_one(head)
+
+
+def test_box_heads_without_convolutions_stay_whole():
+    init_default_scope('mmdet')
+    head = MODELS.build({**BOX, 'type': 'Shared2FCBBoxHead', 'norm_cfg': None, 'conv_out_channels': 16})
+    assert not chunked_heads.computes_rois_one_by_one(head)
+
+
+def test_autocast_gives_gradients_of_the_same_precision():
+    plain, name = head_of('mask').float(), 'mask'
+    lean, x = chunked(plain), maps(name).float()
+    with torch.autocast('cpu', torch.bfloat16):
+        (expected, own), (found, ours) = step(plain, x), step(lean, x)
+    assert [out.dtype for out in found] == [out.dtype for out in expected]
+    for key, gradient in own.items():
+        assert ours[key].dtype == gradient.dtype
+        assert (ours[key] - gradient).norm() < 0.02 * gradient.norm(), key
+    with torch.autocast('cpu', torch.bfloat16):  # the cache of weights was not filled without gradients
+        assert all(g is not None for g in step(lean, x)[1].values())
+
+
+def test_stored_and_peak():
+    plain, x = head_of('mask').float(), maps('mask', 1024).float().requires_grad_()
+    checkpointed = copy.deepcopy(plain)
+    mix_in(checkpointed, CheckpointedPart)
+    peaks = {}
+    for kind, model in dict(own=checkpointed, chunks=chunked(plain)).items():
+        saved = SavedByPart()
+        with LiveBytes() as counter:
+            with saved.hooks():
+                out = model(x)
+            out.sum().backward()
+        peaks[kind] = counter.peak
+    assert peaks['chunks'] < 0.6 * peaks['own']
