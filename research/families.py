@@ -6,7 +6,8 @@ and counts its presets beside checkpoints of blocks and of everything.
 
 Small random images, the same weights, batch and random numbers for both. In fp64; in fp32, where rounding at the kinks
 of ReLUs moves gradients by a percent, only where a detector knows no fp64. Each family runs in a process of its own.
-Goes on where the results end; --again FAMILY runs some anew.
+Goes on where the results end; --again FAMILY runs some anew. Counts of other variants than today's are made anew too;
+comparisons of the two steps stay. Each count names its commit.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from case import compared
 from isolated import apart, reason_of, rows_of, sweep
 from mmengine.config import Config
 from mmengine.model import BaseModel
+from provenance import commit
 from tables import format_bytes, markdown_table
 from torch import nn
 
@@ -188,7 +190,7 @@ def count(config: Config, variants: Sequence[str] = VARIANTS, size: tuple[int, i
             found = measure_detector(with_variant(config, run, **keys), **case)
             peaks[variant], stored[variant] = found['peak'], sum(found['saved'].values())
             seconds[variant] = round(time.process_time() - start, 1)
-    return dict(case, peaks=peaks, stored=stored, seconds=seconds)
+    return dict(case, peaks=peaks, stored=stored, seconds=seconds, variants=[*variants], commit=commit())
 
 
 def _loaded(compute, path, *args):
@@ -197,7 +199,7 @@ def _loaded(compute, path, *args):
 
 def run(path: Path, before: dict) -> dict:
     """Compute what an earlier run did not: the planner's answer and the two steps, each in a process of its own."""
-    plan = before.get('plan') or apart(_loaded, count, path, seconds=SECONDS)
+    plan = before['plan'] if is_counted(before) else apart(_loaded, count, path, seconds=SECONDS)
     if 'loss_error' in before or 'untried' in before:
         return dict(before, plan=plan)
     for case in ((True, SIZES[0]), (False, SIZES[0]), (False, SIZES[1])):
@@ -205,6 +207,12 @@ def run(path: Path, before: dict) -> dict:
         if 'loss_error' in row:
             break
     return dict(row, plan=plan)
+
+
+def is_counted(row: dict) -> bool:
+    """Return whether a row has a count of today's variants, or says why there is none."""
+    plan = row.get('plan', {})
+    return 'error' in plan or plan.get('variants') == [*VARIANTS]
 
 
 def report(rows: dict[str, dict]) -> str:
@@ -245,7 +253,7 @@ def main():
     rows, paths = rows_of(args.json), families()
     if not args.report:
         before = {family: row for family, row in rows.items() if family not in args.again}
-        chosen = [family for family in paths if 'plan' not in before.get(family, {})]
+        chosen = [family for family in paths if not is_counted(before.get(family, {}))]
         rows = sweep(args.json, chosen, lambda family: run(paths[family], before.get(family, {})), case=CASE)
     print(report(rows))
 
