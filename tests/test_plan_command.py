@@ -150,7 +150,7 @@ def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
         (('plan', FRCNN, '--budget', 'lots'), "budget 'lots' cannot be read"),
         (('plan', FRCNN, '--budget', '8GiB', '--size', 'large'), "size 'large' cannot be read"),
         (('plan', FRCNN, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
-        (('plan', FRCNN), 'there is no GPU here to plan for; say how much memory yours has: --budget 8GiB'),
+        (('plan', FRCNN), 'this machine has no GPU; give the memory of yours, for example --budget 8GiB'),
         (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains its model.detector together with a teacher'),
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
         (('report', 'nowhere.py'), 'nowhere.py does not exist'),

@@ -15,7 +15,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import nn
 
-from sbp_mmdet.plan import hollow
+from sbp_mmdet.plan import skip_arithmetic
 from sbp_mmdet.plan.batch import as_if_trained, at_the_first_step, build_batch
 from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.plan.detector import assignment_on_cpu, build_detector, measure_detector
@@ -207,7 +207,7 @@ def test_without_arithmetic_the_bytes_are_the_same(atto, variant):
 )
 def test_what_is_drawn_is_computed(atto, kind, keys, size, monkeypatch):
     """Masks, and the images that stochastic depth drops, say how many rows are stored."""
-    monkeypatch.setattr(hollow, '_LARGE', 2**13)  # by default maps of 1024 x 2048 pixels are the first to be large
+    monkeypatch.setattr(skip_arithmetic, '_LARGE', 2**13)  # by default, the first large maps have 1024 x 2048 pixels
     config = copy.deepcopy(atto)
     if kind == 'SwinTransformer':
         config.model.backbone = ConfigDict(
@@ -309,7 +309,7 @@ def test_bad_input_is_named(atto, tmp_path):
             load_config(str(tmp_path / 'config.py'))
     with pytest.raises(ValueError, match=r'did you mean retinanet_r50_fpn_1x_coco\.py\?'):
         load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coc.py')
-    with pytest.raises(ValueError, match='there is no package nowhere'):
+    with pytest.raises(ValueError, match='package nowhere is not installed; install it'):
         load_config('nowhere::faster_rcnn/x.py')
     for variant, word in (('fast', 'fast'), ('none+magic', 'magic'), ('fused', 'fused')):
         with pytest.raises(ValueError, match=word):

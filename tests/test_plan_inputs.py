@@ -24,7 +24,7 @@ def test_stock_configs(name):
     batch, height, width, *labels = STOCK[name]
     assert (found.batch, found.masks, found.semantic) == (batch, *labels)
     assert found.height * found.width == pytest.approx(height * width, rel=0.05)
-    assert 'not told' not in found.source and found.usual is not None and found.boxes is None
+    assert 'not in the config' not in found.source and found.usual is not None and found.boxes is None
 
 
 def test_crowded_batches_have_fewer_boxes_an_image_the_larger_they_are():
@@ -37,7 +37,7 @@ def test_what_is_told_counts():
     found = inputs_of(load_config('mmdet::ssd/ssd300_coco.py'), batch=1, size=(32, 64))
     assert found[:3] == (1, 32, 64) and found.source == 'as told'
     found = inputs_of(Config(dict(model={})))
-    assert found[:3] == (2, *DEFAULT_SIZE) and found.source.count('not told') == 2
+    assert found[:3] == (2, *DEFAULT_SIZE) and found.source.count('not in the config') == 2
 
 
 def test_transformers_of_a_detector():
@@ -51,5 +51,5 @@ def test_transformers_of_a_detector():
         (hook,) = piece_change(load_config(f'mmdet::{name}'), ['cp-transformer'])['custom_hooks']
         assert hook == dict(type='CheckpointModulesHook', modules=modules)
     stock = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
-    with pytest.raises(NotApplicable, match='cp-transformer: the model has none'):
+    with pytest.raises(NotApplicable, match='cp-transformer: the model has no such modules'):
         piece_change(stock, ['cp-transformer'])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sbp_mmdet.plan import hollow
+from sbp_mmdet.plan import skip_arithmetic
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.stochastic_backprop.masks import _of_grid
@@ -49,7 +49,7 @@ def small(name):
     ],
 )
 def test_what_is_left_out_changes_nothing(name, variant, monkeypatch):
-    monkeypatch.setattr(hollow, '_LARGE', 2**12)  # images are small here
+    monkeypatch.setattr(skip_arithmetic, '_LARGE', 2**12)  # images are small here
     config, rows = with_variant(small(name), variant), []
     for compute in (False, True):
         _of_grid.cache_clear()  # what is kept from pass to pass is made in both

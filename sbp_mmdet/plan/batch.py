@@ -1,4 +1,4 @@
-"""A batch as COCO's training pipeline would give it, and what a trained detector would find."""
+"""A synthetic batch like those of COCO's training pipeline, and a detector that finds as much as a trained one."""
 
 import contextlib
 import functools
@@ -16,9 +16,9 @@ from torch import nn
 
 __all__ = ['as_if_trained', 'at_the_first_step', 'build_batch']
 
-# Share of the image's shorter side, from COCO's small to its large objects.
+# Least and largest side of a box as a share of the image's shorter side, from COCO's small to its large objects.
 _BOX_SIDES = (0.02, 0.6)
-# Classes in a semantic map.
+# Number of classes in a semantic map besides those of boxes.
 _STUFF = 10
 
 
@@ -116,7 +116,7 @@ def _ellipses(bboxes, height, width):
 
 
 def _proposals(rng, truth, number, height, width, per_box=8):
-    """Boxes near the ground truth, half of all at most, and others."""
+    """Return proposals, of which at most half lie near the ground truth, ``per_box`` for each box."""
     near = truth[np.arange(min(per_box * len(truth), number // 2)) % max(len(truth), 1)]
     near = near + rng.uniform(-0.05, 0.05, near.shape) * np.tile(near[:, 2:] - near[:, :2], 2)
     others = _random_boxes(rng, number - len(near), height, width)
@@ -126,7 +126,7 @@ def _proposals(rng, truth, number, height, width, per_box=8):
 
 @contextlib.contextmanager
 def at_the_first_step() -> Iterator[None]:
-    """Set the iteration and epoch that some heads ask for, where no runner has set them."""
+    """Set iteration and epoch to 0 for heads that read them, within the context and if no runner has set them."""
     told = MessageHub.get_current_instance().runtime_info
     added = {key: 0 for key in ('iter', 'epoch') if told.get(key) is None}
     told.update(added)
@@ -138,16 +138,18 @@ def at_the_first_step() -> Iterator[None]:
 
 
 def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
-    """Make a detector find as much as it will find when it is trained.
+    """Make an untrained detector find as many objects as a trained one.
 
-    An untrained RPN finds next to nothing, so RoI heads would get fewer positive samples, and mask heads store less,
-    than in all but the first steps of a training. Its proposals are replaced by boxes near the ground truth, and
-    others. RTMDet's heads assign more predictions to a box the better they are: RTMDet-Ins has a mask for each of them.
+    An untrained RPN finds next to nothing, so RoI heads would get fewer positive samples, and mask heads would save
+    less, than in all but the first steps of a training. Its proposals are replaced by boxes of which some lie near the
+    ground truth. RTMDet's heads assign the more predictions to a box the better they are, and RTMDet-Ins has a mask for
+    each of them, so a fixed number is assigned.
 
     Args:
-        detector (nn.Module): A detector, changed in place; what has neither is left as it is.
-        per_box (int): Proposals near each box, half of all at most; predictions assigned to each. Default: 8.
-        seed (int): Of places and sizes. Default: 0.
+        detector (nn.Module): A detector, changed in place. Without an RPN or such a head it is left unchanged.
+        per_box (int): Number of proposals near each box (at most half of all), and of predictions assigned to it.
+            Default: 8.
+        seed (int): Seed of places and sizes of the proposals. Default: 0.
     """
     for module in detector.modules():
         if isinstance(assigner := getattr(module, 'assigner', None), DynamicSoftLabelAssigner):
@@ -157,7 +159,19 @@ def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
 
 
 def _assigned(original, per_box, cost, ious, *args):
-    """Assign ``per_box`` predictions to each box, as a trained detector's assigner does."""
+    """Run the assigner's matching with IoUs that make it assign the ``per_box`` cheapest predictions to each box.
+
+    Args:
+        original (Callable): The assigner's own ``dynamic_k_matching``, which assigns to a box as many predictions as
+            the sum of its largest IoUs.
+        per_box (int): Number of predictions of each box.
+        cost (Tensor): Cost of each prediction and box, shape (predictions, boxes).
+        ious (Tensor): IoUs of the untrained predictions, of which only the shape is used.
+        *args: Further arguments of ``original``.
+
+    Returns:
+        tuple: Result of ``original``.
+    """
     cheapest = cost.topk(min(13, len(cost)), 0, largest=False).indices
     return original(cost, torch.zeros_like(ious).scatter_(0, cheapest, (per_box + 0.5) / len(cheapest)), *args)
 
@@ -167,7 +181,7 @@ def _find_near_the_truth(rpn, per_box, seed):
 
     def loss_and_predict(x, batch_data_samples, *args, **kwargs):
         losses, results = original(x, batch_data_samples, *args, **kwargs)
-        if any('features' in found for found in results):  # learnt proposals (Sparse R-CNN): as many in each step
+        if any('features' in found for found in results):  # learnt proposals (Sparse R-CNN), whose number is fixed
             return losses, results
         rng = np.random.default_rng(seed)
         total = (kwargs.get('proposal_cfg') or {}).get('max_per_img')

@@ -11,21 +11,21 @@ from .variants import NotApplicable, piece_change
 
 __all__ = ['LARGEST', 'BatchRow', 'largest_batch', 'largest_batches', 'learning_rate']
 
-# Share of a need by which a line through counts on both sides, or below, may be wrong for one image more.
+# Relative error of a need that is extrapolated by one image along a line through counts.
 _LINE_ERRS = 0.01
-LARGEST = 256  # images; nobody asks for more on one GPU, and a count takes longer the more there are
+LARGEST = 256  # largest number of images that is counted; a count takes longer the more images there are
 
 
 class BatchRow(NamedTuple):
     """A variant with its largest batch.
 
     Attributes:
-        variant (str): Preset, and 'amp' for mixed precision where the config has none.
-        gradients (str): 'exact', 'int8' or 'sbp'; in mixed precision ', fp16'.
-        images (int): The largest batch on one GPU; 0 if not even one image fits.
-        need (int): Bytes of GPU memory with this batch, or with one image if that is too much.
-        learning_rate (float | None): What ``--auto-scale-lr`` sets for it. If ``None``, the config does not say for how
-            many images its learning rate is.
+        variant (str): Preset, with '+amp' for mixed precision if the config has none.
+        gradients (str): 'exact', 'int8' or 'sbp', followed by ', fp16' in mixed precision.
+        images (int): Largest batch on one GPU; 0 if not even one image fits.
+        need (int): Bytes of GPU memory with this batch, or with one image if none fits.
+        learning_rate (float | None): Learning rate that ``--auto-scale-lr`` sets for it. If ``None``, the config does
+            not say which batch its learning rate is for.
     """
 
     variant: str
@@ -36,20 +36,21 @@ class BatchRow(NamedTuple):
 
 
 def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, int] | None = None) -> tuple[int, int]:
-    """Find the largest batch whose need is within a budget.
+    """Find the largest batch that fits into a budget.
 
-    What a step holds is nearly linear in the images, so the answer is guessed from counts on both sides of it. Every
-    second guess halves the interval, for where it is not linear. Where three counts lie on a line which says that one
-    image more is too much, by more than a line errs, that one is not counted.
+    The memory of a step is nearly linear in the number of images, so the answer is interpolated from counts on both
+    sides of it. Every second guess halves the interval, in case it is not linear. If three counts lie on a line by
+    which one image more exceeds the budget by more than the line's error, that number is not counted.
 
     Args:
-        need (Callable): Images to bytes; called once for each number.
-        budget (int): Bytes.
-        counted (dict[int, int] | None): What was counted before, to which counts are added. If `None`, nothing was.
+        need (Callable): Returns the bytes that a number of images needs; called once for each number.
+        budget (int): Memory of the GPU, in bytes.
+        counted (dict[int, int] | None): Earlier counts, to which new ones are added. If ``None``, there are none.
             Default: None.
 
     Returns:
-        tuple[int, int]: Images, at most :data:`LARGEST`, and their need; (0, need of one image) if that is too much.
+        tuple[int, int]: Number of images, at most :data:`LARGEST`, and their need; or 0 and the need of one image if
+        not even one fits.
     """
     counted = {} if counted is None else counted
 
@@ -101,9 +102,9 @@ def largest_batches(
 
     Args:
         config (Config): A plain config, see :func:`.variants.plain`.
-        budget (int): Bytes of the GPU.
-        measure (Callable): Gives ``measure_detector``'s row of a variant with a number of images.
-        presets (Collection[str]): Those that apply to the model.
+        budget (int): Memory of the GPU, in bytes.
+        measure (Callable): Returns the result of ``measure_detector`` for a variant and a number of images.
+        presets (Collection[str]): Presets that apply to the model.
         gpus (int): Number of GPUs. Default: 1.
 
     Returns:
@@ -130,10 +131,11 @@ def learning_rate(config: Config, images: int) -> float | None:
 
     Args:
         config (Config): A config.
-        images (int): Images of a step, on all GPUs.
+        images (int): Number of images of a step, on all GPUs together.
 
     Returns:
-        float | None: The rate. If ``None``, the config has no ``auto_scale_lr.base_batch_size``, or no image fits.
+        float | None: The learning rate, or ``None`` if the config has no ``auto_scale_lr.base_batch_size`` or no image
+        fits.
     """
     base = (config.get('auto_scale_lr') or {}).get('base_batch_size')
     rate = config.optim_wrapper.optimizer.get('lr')

@@ -1,4 +1,4 @@
-"""Blank images: what runs in the place of transforms that read files, so that a pipeline needs none."""
+"""Pipelines on blank images: transforms that read files are replaced, so that the files are not needed."""
 
 import copy
 
@@ -17,12 +17,12 @@ from mmengine.dataset import Compose
 __all__ = ['NO_BOXES', 'as_array', 'blank_copy', 'rectangle']
 
 NO_BOXES = np.zeros((0, 4))
-# An image that a pipeline gives nothing for is replaced by another, which mmengine tries a thousand times.
+# Largest number of other images that a data set tries when the pipeline rejects one; mmengine's default is 1000.
 _REFETCHES = 15
 
 
 def rectangle(box) -> list:
-    """Return the polygon of a box, as COCO has it."""
+    """Return the polygon of a box in COCO's format."""
     x, y, x2, y2 = box
     return [[x, y, x2, y, x2, y2, x, y2]]
 
@@ -33,7 +33,7 @@ def as_array(boxes) -> np.ndarray:
 
 
 class _BlankImage(BaseTransform):
-    """Stands in for a transform that reads an image, which is asked for the first ones to learn what it gives."""
+    """Replacement for a transform that reads an image. The first few images are read to learn their channels."""
 
     def __init__(self, loader, channels):
         self.loader, self.channels, self.asked, self.reads = loader, channels, 0, False
@@ -54,7 +54,7 @@ class _BlankImage(BaseTransform):
                     return read
                 image = read['img']
                 self.channels = image.shape[2] if image.ndim == 3 else 0
-                # Annotations that say another size than the file has are not to be believed.
+                # If the annotations have another size than the file, every image has to be read.
                 self.reads = image.shape[:2] != shape
                 if self.reads:
                     return read
@@ -65,7 +65,7 @@ class _BlankImage(BaseTransform):
 
 
 class _BlankAnnotations(BaseTransform):
-    """Stands in for a transform that reads annotations: masks are polygons, maps of classes are not read."""
+    """Replacement for a transform that reads annotations: masks are polygons, and maps of classes are not read."""
 
     def __init__(self, loader):
         self.seg = loader.with_seg
@@ -84,7 +84,7 @@ class _BlankAnnotations(BaseTransform):
 
 
 class _Facts(BaseTransform):
-    """Stands in for the transform that makes tensors."""
+    """Replacement for the transform that packs tensors, which returns the image's shape and its boxes instead."""
 
     def transform(self, results):
         shape, boxes = results['img'].shape, results.get('gt_bboxes', ())
@@ -95,7 +95,7 @@ class _Facts(BaseTransform):
 
 
 class _Colours(BaseTransform):
-    """Stands in for a transform of colours, which puts out floats or what it got."""
+    """Replacement for a transform of colours, which changes at most the type of the image."""
 
     def __init__(self, floats):
         self.floats = floats
@@ -107,7 +107,7 @@ class _Colours(BaseTransform):
 
 
 def _stand_in(transform, channels):
-    """Return what runs in a transform's place, or `None`. Exact classes only: a subclass may do more."""
+    """Return the replacement for a transform, or ``None``. Only exact classes have one: a subclass may do more."""
     kind = type(transform)
     if kind is LoadImageFromFile:
         return _BlankImage(transform, {'color': 3, 'grayscale': 0}.get(transform.color_type, channels))
@@ -133,7 +133,7 @@ def _replaced(node, channels, blank):
     if isinstance(node, BaseTransform) or type(node).__name__ == 'Compose':
         node = copy.copy(node)
         if blank and getattr(node, 'interpolation', None) == 'bilinear':
-            node.interpolation = 'nearest'  # the quickest one: there is nothing to see
+            node.interpolation = 'nearest'  # the fastest one; the images are blank
         for key, value in vars(node).items():
             holds = isinstance(value, (list, tuple, dict, BaseTransform)) or type(value).__name__ == 'Compose'
             if holds:
@@ -142,13 +142,13 @@ def _replaced(node, channels, blank):
 
 
 def blank_copy(dataset, channels, step, blank):
-    """Copy a data set, with a pipeline whose images are blank; the annotations are shared.
+    """Copy a data set with a pipeline whose images are blank. The annotations are shared.
 
     Args:
-        dataset: Data set of mmengine's kind, or a wrapper.
-        channels (int): Channels of images that are not read.
-        step (list | None): Pipeline in place of the data set's own. If `None`, its own. Default: None.
-        blank (bool): Whether images are blank; otherwise they are read.
+        dataset: A data set like mmengine's ``BaseDataset``, or a wrapper of data sets.
+        channels (int): Number of channels of images that are not read.
+        step (list | None): Pipeline that replaces the data set's own. If ``None``, its own.
+        blank (bool): Whether images are blank. If ``False``, they are read.
 
     Returns:
         The copy.

@@ -1,7 +1,7 @@
-"""A model of CUDA's caching allocator: how much of a GPU is reserved for a stream of allocations and frees.
+"""A model of torch's caching allocator: the memory of a GPU that is reserved for a sequence of allocations and frees.
 
-A GPU holds more than its tensors. torch asks CUDA for segments, cuts blocks out of them, and keeps freed blocks for
-later tensors. A cached block is of little use to a tensor that is larger, so a training whose images change in size
+torch reserves more memory than its tensors occupy. It asks CUDA for segments, cuts blocks out of them, and caches freed
+blocks for later tensors. A cached block is of no use to a larger tensor, so a training whose images change in size
 reserves more than it ever allocates. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with default
 settings, for one stream of the GPU.
 """
@@ -12,24 +12,25 @@ from collections.abc import Iterable, Iterator, Sequence
 __all__ = ['Block', 'CachingAllocator', 'OutOfMemory', 'least_capacity', 'replay']
 
 _MIB = 2**20
-_ROUNDING = 512  # the size of a block is a multiple of it
-_LARGEST_SMALL = _MIB  # larger blocks come from segments of their own kind
+_ROUNDING = 512  # sizes of blocks are multiples of it
+_LARGEST_SMALL = _MIB  # blocks up to this size come from small segments, larger ones from large segments
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
-_OWN_SEGMENT = 10 * _MIB  # a block of this size or more has a segment made to measure, in multiples of 2 MiB
-_LARGEST_WASTE = _MIB  # of a large block: a larger rest is cut off
+_OWN_SEGMENT = 10 * _MIB  # a block of at least this size gets a segment of its own size, in multiples of 2 MiB
+_LARGEST_WASTE = _MIB  # if more than this is left of a large block, the rest is cut off
 
 
 class OutOfMemory(MemoryError):
-    """The capacity is used up, and no cached segment is left to give back."""
+    """Error of an allocation that does not fit into the capacity, even after cached segments were given back."""
 
 
 class Block:
     """A piece of a segment, between its two neighbours.
 
     Attributes:
-        address, size (int): Where it begins, and its bytes.
+        address (int): Address of its first byte.
+        size (int): Number of bytes.
         free (bool): Whether it may be allocated.
-        mapped (bool): Whether there is memory behind its addresses; only expandable segments have blocks without.
+        mapped (bool): Whether its addresses have memory. Only expandable segments have blocks without memory.
     """
 
     __slots__ = ('address', 'free', 'mapped', 'next', 'pool', 'previous', 'size')
@@ -48,7 +49,7 @@ class Block:
         return rest
 
     def swallow(self) -> None:
-        """Make one block of this one and the next one."""
+        """Merge the next block into this one."""
         self.size += self.next.size
         self.next = self.next.next
         if self.next:
@@ -60,7 +61,7 @@ class Block:
 
 
 class _Pool:
-    """Cached blocks by size and address, in which order the first one that is large enough is taken."""
+    """Cached blocks, sorted by size and address; the first one that is large enough is taken."""
 
     def __init__(self, small: bool):
         self.small = small
@@ -85,18 +86,18 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Follows what torch would reserve on a GPU.
+    """Simulation of torch's caching allocator on one GPU.
 
     Args:
-        capacity (int | None): Bytes that may be reserved; if `None`, there is no limit. Default: None.
-        expandable (bool): As with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: each pool has one segment,
-            which grows at its end by 20 MiB (for blocks up to 1 MiB, by 2 MiB). Default: False.
+        capacity (int | None): Number of bytes that may be reserved. If ``None``, there is no limit. Default: None.
+        expandable (bool): Whether to simulate ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: each pool has one
+            segment, which grows at its end by 20 MiB (for blocks up to 1 MiB, by 2 MiB). Default: False.
 
     Attributes:
         allocated (int): Bytes of blocks in use, as in ``torch.cuda.memory_allocated``.
         reserved (int): Bytes of all segments, as in ``torch.cuda.memory_reserved``.
-        most_allocated, most_reserved (int): The most that they were.
-        retries (int): How often segments were given back to find room, as in ``num_alloc_retries``.
+        most_allocated, most_reserved (int): Largest values of ``allocated`` and ``reserved`` so far.
+        retries (int): How often cached segments were given back to make room, as in ``num_alloc_retries``.
 
     Example:
         >>> allocator = CachingAllocator()
@@ -109,16 +110,16 @@ class CachingAllocator:
         self.capacity, self.expandable = capacity, expandable
         self.allocated = self.reserved = self.most_allocated = self.most_reserved = self.retries = 0
         self._small, self._large = _Pool(small=True), _Pool(small=False)
-        self._end = 0  # where the next segment begins
+        self._end = 0  # address of the next segment
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Find a block for a tensor.
+        """Allocate a block for a tensor.
 
         Args:
-            nbytes (int): Bytes that are asked for.
+            nbytes (int): Number of bytes of the tensor.
 
         Returns:
-            Block | None: What :meth:`free` takes; None for 0 bytes, for which torch allocates nothing.
+            Block | None: The block, for :meth:`free`; ``None`` for 0 bytes, for which torch allocates nothing.
 
         Raises:
             OutOfMemory: If there is no room within ``capacity``.
@@ -140,25 +141,27 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Cache a block, as one with those of its neighbours that are free.
+        """Free a block: it is cached, merged with its free neighbours.
 
         Args:
-            block (Block | None): Of :meth:`allocate`.
+            block (Block | None): Result of :meth:`allocate`.
 
         Raises:
-            ValueError: If it is free already.
+            ValueError: If the block is already free.
         """
         if block is None:
             return
         if block.free:
-            raise ValueError('a block is freed twice')
+            raise ValueError(f'the block of {block.size} bytes at address {block.address} is freed twice')
         self.allocated -= block.size
         block.free = True
         self._cache(block)
 
     def give_back(self) -> None:
-        """Return cached memory to CUDA, as ``torch.cuda.empty_cache`` does: segments without a block in use, and of
-        expandable segments every granule without one."""
+        """Give cached memory back to CUDA, as ``torch.cuda.empty_cache`` does.
+
+        These are segments without a block in use, and the granules of expandable segments without one.
+        """
         for pool in (self._small, self._large):
             for block in pool:
                 if self.expandable:
@@ -185,7 +188,7 @@ class CachingAllocator:
             self.retries += 1
             self.give_back()
             if self.reserved + nbytes > self.capacity:
-                raise OutOfMemory(f'{nbytes} bytes more than {self.reserved}, of {self.capacity}')
+                raise OutOfMemory(f'no room for {nbytes} bytes: {self.reserved} of {self.capacity} are reserved')
         self.reserved += nbytes
         self.most_reserved = max(self.most_reserved, self.reserved)
 
@@ -207,9 +210,9 @@ class CachingAllocator:
     # --- Expandable segments ------------------------------------------------------------------------------------------
 
     def _grow(self, pool, size):
-        """Give memory to addresses without, at the first place where these and free blocks make ``size`` bytes."""
+        """Map memory at the first place where free blocks, mapped or not, have ``size`` consecutive bytes."""
         if pool.expandable is None:
-            # Addresses cost nothing: each pool has more than any GPU has memory.
+            # Addresses cost nothing: the segment of each pool has more of them than any GPU has memory.
             pool.expandable = Block(pool, 0, 2**60, mapped=False)
         if self.capacity is not None:
             self._make_room(pool, size)
@@ -227,7 +230,7 @@ class CachingAllocator:
             self.give_back()
             missing = sum(_rounded(need, pool.granule) for need in self._unmapped_of(self._place(pool, size), size))
             if self.reserved + missing > self.capacity:
-                raise OutOfMemory(f'{missing} bytes more than {self.reserved}, of {self.capacity}')
+                raise OutOfMemory(f'no room for {missing} bytes: {self.reserved} of {self.capacity} are reserved')
 
     @staticmethod
     def _unmapped_of(block, size):
@@ -250,7 +253,7 @@ class CachingAllocator:
                 if room >= size:
                     return start
             block = block.next
-        raise AssertionError('the addresses behind the last block have no end')
+        raise AssertionError('the unmapped block at the end of the segment is larger than any tensor')
 
     def _map(self, block, size):
         nbytes = min(_rounded(size, block.pool.granule), block.size)
@@ -262,7 +265,7 @@ class CachingAllocator:
         return self._cache(block)
 
     def _unmap(self, block):
-        """Take the memory of the granules that lie wholly in a free block."""
+        """Unmap the granules that lie wholly within a free block."""
         granule, pool = block.pool.granule, block.pool
         begin = _rounded(block.address, granule)
         nbytes = (block.address + block.size) // granule * granule - begin
@@ -283,16 +286,16 @@ class CachingAllocator:
 def replay(
     allocator: CachingAllocator, held: Iterable[int], steps: Iterable[Sequence[tuple[int, int]]]
 ) -> CachingAllocator:
-    """Allocate and free as a training does.
+    """Replay the allocations and frees of training steps.
 
     Args:
-        allocator (CachingAllocator): Follows it.
-        held (Iterable[int]): Bytes of each tensor that stays: parameters, buffers, optimizer states.
-        steps (Iterable[Sequence[tuple[int, int]]]): For each step, in order, the number of a storage with the bytes
-            that are allocated for it, and later with 0 when it is freed. What is not freed ends with its step.
+        allocator (CachingAllocator): The allocator.
+        held (Iterable[int]): Bytes of each tensor that is held between steps: parameters, buffers, optimizer states.
+        steps (Iterable[Sequence[tuple[int, int]]]): For each step, its events in order: the number of a storage and the
+            bytes that are allocated for it, or 0 when it is freed. Storages that are not freed end with their step.
 
     Returns:
-        CachingAllocator: The one that was given.
+        CachingAllocator: The allocator.
 
     Raises:
         OutOfMemory: If a step has no room.
@@ -314,13 +317,16 @@ def replay(
 def least_capacity(
     held: Sequence[int], steps: Sequence[Sequence[tuple[int, int]]], expandable: bool = False, within: float = 0.005
 ) -> int:
-    """Return the least capacity within which a training goes on, giving cached segments back where it has to.
+    """Return the least capacity with which steps run, if cached segments are given back when memory runs out.
 
     Args:
         held (Sequence[int]): See :func:`replay`.
         steps (Sequence[Sequence[tuple[int, int]]]): See :func:`replay`.
         expandable (bool): See :class:`CachingAllocator`. Default: False.
-        within (float): Share of it by which the answer may be too large. Default: 0.005.
+        within (float): Relative error by which the answer may be too large. Default: 0.005.
+
+    Returns:
+        int: The capacity, in bytes.
     """
     unlimited = replay(CachingAllocator(expandable=expandable), held, steps)
     low, high = unlimited.most_allocated, unlimited.most_reserved

@@ -1,4 +1,4 @@
-"""``sbp-mmdet check``: whether the environment can train lean, a line for each thing that it needs."""
+"""``sbp-mmdet check``: whether the environment can train, with a line for each thing that a training needs."""
 
 import importlib
 import platform
@@ -15,10 +15,10 @@ __all__ = ['check']
 
 
 def check() -> bool:
-    """Print what was found.
+    """Check the environment and print a line for each check.
 
     Returns:
-        bool: Whether all of it works.
+        bool: Whether all checks passed.
     """
     return all([_says(name, look) for name, look in _LOOKS.items()])  # a list: all lines are printed
 
@@ -60,7 +60,7 @@ def _operators():
 def _registered():
     names = [(HOOKS, 'LeanHook'), (MODELS, 'SBPConvNeXt'), (MODELS, 'SBPSwinTransformer'), (MODELS, 'SBPViT')]
     if missing := [name for registry, name in names if registry.get(name) is None]:
-        raise LookupError(f'mmdet does not know {", ".join(missing)}')
+        raise LookupError(f"mmdet's registries lack {', '.join(missing)}; reinstall sbp_mmdet")
     return f'{sbp_mmdet.__version__}, mmdet knows {", ".join(name for _, name in names)}'
 
 
@@ -74,7 +74,7 @@ def _step():
     if findings.failed or findings.skipped:
         raise ArithmeticError(f'on {device}: {findings.skipped or findings.failed}')
     stored = findings.stored
-    return f'on {device}: {findings}, {stored["now"] / 1e6:.1f} MB stored in place of {stored["before"] / 1e6:.1f} MB'
+    return f'on {device}: {findings}, {stored["now"] / 1e6:.1f} MB stored instead of {stored["before"] / 1e6:.1f} MB'
 
 
 _LOOKS = dict(torch=_torch, stack=_stack, operators=_operators, sbp_mmdet=_registered, verify=_step)

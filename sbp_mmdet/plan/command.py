@@ -30,8 +30,8 @@ from .planner import CONTEXT, MARGIN, WORKSPACES, answer, parse_bytes, parse_siz
 from .rehearse import DoesNotFit, RehearseHook
 from .report import add_report
 from .snippet import snippet, where_to
-from .steps import name_of
 from .tables import Column, format_gib, text_table
+from .transforms import name_of
 from .variants import STANDS_IN, is_plain, load_config, needs_missing, plain
 from .verify import add_verify
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command.
 
     Args:
-        arguments (list[str] | None): Of the command line; None: those of the process. Default: None.
+        arguments (list[str] | None): Arguments of the command line. If ``None``, those of the process. Default: None.
     """
     parser = argparse.ArgumentParser(
         'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     if args.run is None:
         raise SystemExit(0 if check() else 1)
-    # What others print at import, or in a step, must not stand beside an answer for scripts.
+    # Libraries print at import and in a step; with --json, stdout is for the answer alone.
     quiet = contextlib.redirect_stdout(sys.stderr) if getattr(args, 'json', False) else contextlib.nullcontext()
     args.output = sys.stdout
     try:
@@ -147,13 +147,13 @@ def _plan_batches(args, config, budget, size):
 
 
 def _print_json(args, budget, inputs, rows, found, lines):
-    inputs = dict(inputs._asdict(), truth=None, branches=None)  # the data set's boxes are no part of the answer
+    inputs = dict(inputs._asdict(), truth=None, branches=None)  # the boxes of the data set are not printed
     result = dict(budget=budget, inputs=inputs, rows=[row._asdict() for row in rows])
     print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
 
 
 def _batch_page(args, config, inputs, budget, rows, found, lines):
-    """Return what a person reads of the largest batches."""
+    """Return the page of ``plan --batch max`` as text."""
     columns = [
         Column('variant', lambda row: row.variant),
         Column('gradients', lambda row: row.gradients),
@@ -177,7 +177,7 @@ def _batch_page(args, config, inputs, budget, rows, found, lines):
 
 
 def _page(args, config, inputs, budget, rows, found, lines):
-    """Return the page of ``plan``."""
+    """Return the page of ``plan`` as text."""
     columns = [
         Column('variant', lambda row: row['variant']),
         Column('gradients', lambda row: row['gradients']),
@@ -215,7 +215,7 @@ def _page(args, config, inputs, budget, rows, found, lines):
 
 
 def _of_the_run(config):
-    """Return lines on what a training needs beside its steps."""
+    """Return lines on what a training needs besides its steps: validation, and packages that are missing."""
     lines = []
     if config.get('val_dataloader') and config.get('val_cfg'):
         masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
@@ -230,7 +230,7 @@ def _of_the_run(config):
 
 
 def _with_expandable_segments(rows, found, budget):
-    """Names the cheaper variant that fits where torch's segments may grow, if there is one."""
+    """Return a sentence on a cheaper variant that fits with expandable segments, or an empty text."""
     before = rows[: rows.index(found)] if found else rows
     row = next((row for row in before if not row.fits and row.expandable <= budget), None)
     if row is None:
@@ -246,7 +246,7 @@ def _budget(text):
     if text is not None:
         return parse_bytes(text)
     if not torch.cuda.is_available():
-        raise ValueError('there is no GPU here to plan for; say how much memory yours has: --budget 8GiB')
+        raise ValueError('this machine has no GPU; give the memory of yours, for example --budget 8GiB')
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
@@ -263,7 +263,7 @@ _WHOLE = ('SingleDeviceStrategy', 'DDPStrategy', 'MMDistributedDataParallel', 'M
 
 
 def _refuse_strategies(args, config):
-    """Refuse configs whose weights and states are spread over GPUs: counts are those of one GPU that holds all."""
+    """Refuse configs that shard weights and states over GPUs, because counts are for a GPU that holds all of them."""
     for key in ('strategy', 'model_wrapper_cfg'):
         kind = name_of(config.get(key) or {})
         if kind and kind not in _WHOLE:
@@ -274,20 +274,20 @@ def _refuse_strategies(args, config):
 
 
 class _Runner(Runner):
-    """A runner that does not print its config: to format it takes a minute where there is a teacher in it."""
+    """Runner that neither prints nor writes its config, because formatting a config with a teacher takes a minute."""
 
     def _log_env(self, env_cfg):
         pass
 
     def dump_config(self):
-        """Write no file: there is nothing to come back to."""
+        """Write no file, because a rehearsal is not resumed."""
 
 
 def _rehearse(args, config):
     _refuse_strategies(args, config)
     if args.budget:
         parse_bytes(args.budget)
-    config.log_level = 'ERROR'  # the answer is a line
+    config.log_level = 'ERROR'  # stdout has the answer alone
     with tempfile.TemporaryDirectory() as folder:
         config.work_dir = folder
         try:

@@ -58,7 +58,7 @@ def count_step(base: Config, variant: str, case: dict, progress: str) -> dict:
         print(f'\r{progress:<80}', end='', file=sys.stderr, flush=True)
     else:
         print(f'counts {progress.split("] ")[-1]}', file=sys.stderr, flush=True)
-    # Which images stochastic depth drops is random, so a step is counted that drops none.
+    # Stochastic depth drops images at random; the count is of a step that drops none.
     worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
     return measure_detector(with_variant(base, variant, **worst), **case)
 

@@ -1,4 +1,4 @@
-"""What CUDA does and a CPU does not, for counts of memory on a CPU: autocast's rules, and kernels of mmcv.
+"""CUDA's rules of autocast and CUDA's kernels of mmcv, imitated on a CPU for counts of memory.
 
 A training step that is counted on a CPU has to make the tensors that it would make on a GPU. The rules of autocast are
 those of torch's ``ATen/autocast_mode.h``.
@@ -23,7 +23,7 @@ __all__ = ['autocast', 'autocast_rules', 'cuda_kernels', 'full_fp32']
 
 _REDUCED = (torch.bfloat16, torch.float16)
 
-# CUDA's autocast runs these in fp32: operations by the name that Python calls them by.
+# Names of functions that CUDA's autocast runs in fp32.
 _FULL_PRECISION = frozenset(
     'acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus '
     'layer_norm rms_norm group_norm instance_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss '
@@ -31,13 +31,13 @@ _FULL_PRECISION = frozenset(
     'soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm '
     'logsumexp interpolate'.split()
 )
-# These read what they get and write fp32.
+# Names of functions that keep their inputs' precision and return fp32 under CUDA's autocast.
 _FULL_PRECISION_RESULT = frozenset('softmax log_softmax prod sum cumsum cumprod'.split())
 
 
 @contextlib.contextmanager
 def full_fp32():
-    """On a GPU, fp32 is not TF32 in here: that is cuDNN's default, and rounds to ten bits."""
+    """Disable TF32 within the context. It is cuDNN's default for fp32 on a GPU and rounds to ten bits."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest')
     try:
@@ -47,8 +47,8 @@ def full_fp32():
         torch.set_float32_matmul_precision(before)
 
 
-class autocast_rules(TorchFunctionMode):  # noqa: N801  a context like torch.autocast
-    """Context in which autocast on a CPU follows CUDA's rules."""
+class autocast_rules(TorchFunctionMode):  # noqa: N801  a context manager like torch.autocast
+    """Context manager within which autocast on a CPU follows CUDA's rules."""
 
     def __torch_function__(self, func, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -79,14 +79,14 @@ def _full(value):
 
 @contextlib.contextmanager
 def autocast(device: torch.device | str, dtype: torch.dtype | None):
-    """Autocast with CUDA's rules on either device.
+    """Enable autocast with CUDA's rules on either device.
 
-    CUDA's autocast runs layer norm, upsampling and losses in full precision and so stores their inputs in full
-    precision; the CPU's does not. Left alone, a count on the CPU would come out too low.
+    CUDA's autocast runs layer norm, upsampling and losses in full precision and so saves their inputs in full
+    precision. The CPU's does not, so a count on the CPU would be too low.
 
     Args:
-        device (torch.device | str): Where the model runs.
-        dtype (torch.dtype | None): Reduced precision; None: no autocast.
+        device (torch.device | str): Device of the model.
+        dtype (torch.dtype | None): Reduced precision. If ``None``, there is no autocast.
     """
     kind = torch.device(device).type
     with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ def autocast(device: torch.device | str, dtype: torch.dtype | None):
 
 
 def _rules_in_replays():
-    """Checkpointing runs the forward pass again in the backward pass, which is not under the rules."""
+    """Return a context manager in which the recomputation of checkpointed functions follows the rules, too."""
     checkpoint = torch.utils.checkpoint.checkpoint
 
     def checkpoint_by_the_rules(function, *args, **kwargs):
@@ -114,20 +114,21 @@ def _rules_in_replays():
 
 @contextlib.contextmanager
 def cuda_kernels(counter, compute: bool):
-    """Let mmcv's CPU kernels stand for those of CUDA.
+    """Make mmcv's CPU kernels allocate what its CUDA kernels would, within the context.
 
-    Non-maximum suppression and RoIAlign refuse reduced precision on a CPU: they run in fp32, out of the counter's
-    sight, and give back what CUDA's would. Boxes that end before they start are turned. Masks are copied to the device.
-    This package's operations cut their rows into the pieces that they cut on CUDA, which are larger.
+    Non-maximum suppression and RoIAlign do not support reduced precision on a CPU: they run in fp32 while the counter
+    is paused, and return the precision of CUDA's kernels. Boxes whose corners are in the wrong order are corrected.
+    Masks are copied to the device. This package's operations work in chunks of the size that they have on CUDA.
 
     Args:
-        counter (LiveBytes): What counts.
-        compute (bool): False: RoIAlign of features leaves its output at zero, see :mod:`.hollow`.
+        counter (LiveBytes): The counter of bytes.
+        compute (bool): Whether RoIAlign of features is computed. If ``False``, its output is zero, see
+            :mod:`.skip_arithmetic`.
     """
     nms_forward, crop = NMSop.forward, BitmapMasks.crop_and_resize
     forward, backward = RoIAlignFunction.forward, RoIAlignFunction.backward
     nothing = types.SimpleNamespace(roi_align_forward=lambda *a, **k: None, roi_align_backward=lambda *a, **k: None)
-    # By its name, for mmcv.ops.roi_align is the function.
+    # The module is looked up by its name, because mmcv.ops.roi_align is a function.
     without_kernel = mock.patch.object(sys.modules[RoIAlignFunction.__module__], 'ext_module', nothing)
 
     def nms_in_full(ctx, boxes, scores, *args):
@@ -136,7 +137,7 @@ def cuda_kernels(counter, compute: bool):
         return nms_forward(ctx, boxes, scores, *args)
 
     def roi_align(ctx, features, rois, *args):
-        if (rois[:, 3:] < rois[:, 1:3]).any():  # of untrained detectors; a CPU refuses what CUDA takes
+        if (rois[:, 3:] < rois[:, 1:3]).any():  # boxes of untrained detectors, which the CPU's kernel refuses
             with counter.paused():
                 rois = torch.cat([rois[:, :3], rois[:, 1:].view(-1, 2, 2).amax(1)], 1)
         if not compute and ctx.needs_input_grad[0]:
@@ -159,7 +160,7 @@ def cuda_kernels(counter, compute: bool):
         return grad_input.to(grad.dtype), *rest
 
     def crop_and_resize(self, *args, **kwargs):
-        on_device = torch.empty(self.masks.nbytes, dtype=torch.uint8)  # a CPU shares numpy's memory, CUDA has a copy
+        on_device = torch.empty(self.masks.nbytes, dtype=torch.uint8)  # CUDA's copy; a CPU shares numpy's memory
         try:
             return crop(self, *args, **kwargs)
         finally:

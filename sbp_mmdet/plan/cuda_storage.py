@@ -1,8 +1,8 @@
-"""What CUDA stores where a CPU computes something in another way, or has no kernel at all.
+"""CUDA's tensors of operations for which a CPU has no kernel or takes another way, for counts of memory on a CPU.
 
-mmcv's autograd functions allocate what a kernel writes to, and save what their backward pass reads, in Python. So in a
-count their kernels need not run: a stand-in leaves the results as they were made, and allocates what the CUDA code
-allocates for itself (``mmcv/ops/csrc``). Where mmcv, mmdet or torch take another way on a CPU, CUDA's is taken.
+mmcv's autograd functions allocate the tensors that a kernel writes to, and save those that its backward pass reads, in
+Python. So the kernels need not run in a count: a replacement leaves the results unwritten, and allocates what the CUDA
+code allocates itself (``mmcv/ops/csrc``). Where mmcv, mmdet or torch take another way on a CPU, CUDA's is taken.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ _MODULES = (
 
 
 class _Kernels:
-    """Stands in for mmcv's compiled code. What writes to its arguments does nothing.
+    """Replacement for mmcv's compiled code. Functions that only write to their arguments do nothing.
 
     Args:
-        counter (LiveBytes): What counts.
+        counter (LiveBytes): The counter of bytes.
     """
 
     def __init__(self, counter):
@@ -69,7 +69,7 @@ class _Kernels:
         return value.new_zeros(len(value), locations.shape[1], value.shape[2] * value.shape[3])
 
     def sigmoid_focal_loss_forward(self, input, target, weight, output, gamma, alpha):
-        # Some assigners look at the losses, so they are true ones.
+        # Some assigners read the losses, so they are computed.
         with self._counter.paused(), torch.no_grad():
             one_hot = F.one_hot(target, input.size(1) + 1)[:, :-1]
             output.copy_(py_sigmoid_focal_loss(input.float(), one_hot, None, gamma, alpha, 'none'))
@@ -83,12 +83,12 @@ def _columns(input, weight, output, images):
 
 @contextlib.contextmanager
 def cuda_storage(counter, bfloat16: bool = False):
-    """Count on a CPU what CUDA stores.
+    """Make operations on a CPU allocate and save what they would on CUDA, within the context.
 
     Args:
-        counter (LiveBytes): What counts.
-        bfloat16 (bool): The config trains in bfloat16, for which mmcv has no kernel of deformable attention: it takes
-            torch's own operations on CUDA too. Default: False.
+        counter (LiveBytes): The counter of bytes.
+        bfloat16 (bool): Whether the config trains in bfloat16. mmcv has no kernel of deformable attention for it and
+            uses torch's operations on CUDA, too. Default: False.
     """
     focal, dropout = FocalLoss.forward, F.dropout
 
@@ -103,19 +103,18 @@ def cuda_storage(counter, bfloat16: bool = False):
 
     def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
         if training and not inplace and 0 < p < 1 and input.numel():
-            return torch.native_dropout(input, p, True)[0]  # stores a byte an element, on a CPU four
+            return torch.native_dropout(input, p, True)[0]  # saves one byte for each element; the CPU's dropout, four
         return dropout(input, p, training, inplace)
 
     with contextlib.ExitStack() as stack:
         kernels = _Kernels(counter)
         for name in _MODULES:
-            # By its name: mmcv.ops.carafe is a function.
+            # The module is looked up by its name, because mmcv.ops.carafe, for example, is a function.
             if (module := sys.modules.get(f'{mmcv.ops.__name__}.{name}')) and hasattr(module, 'ext_module'):
                 stack.enter_context(mock.patch.object(module, 'ext_module', kernels))
         if not bfloat16:
             module = sys.modules[MultiScaleDeformableAttnFunction.__module__]
             stack.enter_context(mock.patch.object(module, 'multi_scale_deformable_attn_pytorch', attention))
-            stack.enter_context(mock.patch.object(deformable, 'has_kernel', lambda value: True))
         stack.enter_context(mock.patch.object(deformable, 'has_kernel', lambda value: True))
         stack.enter_context(mock.patch.object(FocalLoss, 'forward', focal_loss))
         stack.enter_context(mock.patch.object(F, 'dropout', fused_dropout))

@@ -1,6 +1,6 @@
-"""A training step of a whole detector: what it holds, part by part.
+"""Counts of a training step of a whole detector: the bytes of its tensors, part by part.
 
-The tensors of a step on the CPU are counted, made as CUDA's rules would have them.
+A step runs on the CPU with the tensors that it would make on CUDA, and these are counted.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
 from .device import use_device
 from .eight_bit import AdamW8bitStates
-from .hollow import SkipArithmetic
 from .inputs import labels_of, labels_read
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 from .reserved import reserved_bytes
+from .skip_arithmetic import SkipArithmetic
 
 __all__ = [
     'assignment_on_cpu',
@@ -60,24 +60,24 @@ def measure_detector(
     """Count what a training step of a config's model holds on a GPU, by a step on random images on the CPU.
 
     Args:
-        config (Config): Config of a detector, the hooks that change the model included.
+        config (Config): Config of a detector, with the hooks that change the model.
         batch (int): Number of images. The step runs on all of them and is not extrapolated from smaller batches,
             because an assigner works image by image, so that its peak is not proportional to the batch.
         height (int): Height of the images before padding, in pixels.
         width (int): Width of the images before padding, in pixels.
         boxes (int): Number of ground-truth boxes in each image.
         channels (int): Number of channels of the images. Default: 3.
-        usual (tuple[int, int] | None): Height and width of the usual batch, on which depends what the allocator
-            holds; if `None`, all batches are of one size. Default: None.
-        compute (bool): Carry out the arithmetic of large operations too; the bytes are the same. Default: False.
+        usual (tuple[int, int] | None): Height and width of the usual batch, which the memory of the caching allocator
+            depends on. If ``None``, all batches are of one size. Default: None.
+        compute (bool): Whether large operations are computed, too. The bytes are the same. Default: False.
 
     Returns:
-        dict: Bytes of ``parameters`` (buffers included), ``optimizer``, ``gradients``, ``saved`` (part to bytes),
-        ``forward`` (everything at the end of the forward pass), ``peak``; ``peaks`` (phase to bytes) and
-        ``peak_phase``; and what :func:`.reserved.reserved_bytes` adds.
+        dict: Bytes of ``parameters`` (with buffers), ``optimizer``, ``gradients``, ``saved`` (a dict, by part),
+        ``forward`` (everything at the end of the forward pass) and ``peak``; ``peaks`` (a dict, by phase) and
+        ``peak_phase``; and the keys of :func:`.reserved.reserved_bytes`.
 
     Raises:
-        ValueError: For a number that is too small.
+        ValueError: If ``batch`` is below 1 or ``boxes`` below 0.
     """
     for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0)):
         if value < least:
@@ -104,10 +104,10 @@ def measure_detector(
 
 @contextlib.contextmanager
 def assignment_on_cpu(counter: LiveBytes):
-    """Leave out of the count what mmdet's assigner compares on the CPU (``gpu_assign_thr``); its results count.
+    """Pause the count while mmdet's assigner works on the CPU (``gpu_assign_thr``). Its results are counted.
 
     Args:
-        counter (LiveBytes): What counts the device's.
+        counter (LiveBytes): The counter of the device's bytes.
     """
     assign = MaxIoUAssigner.assign
 
@@ -126,10 +126,10 @@ def assignment_on_cpu(counter: LiveBytes):
 
 
 def own_crops(crop: Callable | None = None):
-    """Undo at its end how hooks change the cropping of masks, which they do for the whole process.
+    """Return a context manager that restores ``BitmapMasks.crop_and_resize`` at its end, whatever hooks set there.
 
     Args:
-        crop (Callable | None): How masks are cropped at its beginning; None: as before. Default: None.
+        crop (Callable | None): Method to set at the beginning. If ``None``, the present one. Default: None.
 
     Returns:
         A context manager.
@@ -166,7 +166,7 @@ def build_training(
     if torch.device(device).type == 'cuda':
         use_device(device)
         if 'Amp' in _wrapper_type(config):
-            # The usual start of a dynamic scale overflows a few times, and these steps lack the optimizer's.
+            # A dynamic loss scale starts with overflows, which would skip the optimizer's step.
             config = copy.deepcopy(config)
             config.optim_wrapper.loss_scale = 1.0
     model, wrapper = build_detector(config, device)
@@ -181,11 +181,11 @@ def build_training(
 
 
 def build_detector(config: Config, device: str):
-    """Build model and optimizer as mmengine's runner does, hooks that change the model included, without weights.
+    """Build model and optimizer as mmengine's runner does, with hooks that change the model, and without weights.
 
     Args:
         config (Config): Config of a detector.
-        device (str): Where it runs; on a CPU the optimizer wrapper of mixed precision is a plain one.
+        device (str): Device of the model. On a CPU, the wrapper of mixed precision is replaced by a plain one.
 
     Returns:
         tuple: The model in training mode, and its optimizer wrapper.
@@ -193,13 +193,13 @@ def build_detector(config: Config, device: str):
     init_default_scope(config.get('default_scope') or 'mmdet')
     model = MODELS.build(_without_weights(config.model))
     model.to(device)
-    model.train()  # distillation's returns nothing
+    model.train()  # not `model = ...`: the method of mmdet's distillation returns nothing
     for module in model.modules():
-        mix_out(module, FirstPass)  # a step is counted, not its verification
-    for p in model.parameters(recurse=False):  # level_embed of Deformable DETR and DINO: memory that nobody has written
+        mix_out(module, FirstPass)  # the step is counted without its verification
+    for p in model.parameters(recurse=False):  # level_embed of Deformable DETR and DINO is uninitialised memory
         nn.init.normal_(p)
     for module in model.modules():
-        if isinstance(module, EmbeddingRPNHead):  # its proposals would have negative sides
+        if isinstance(module, EmbeddingRPNHead):  # without weights, its proposals would have negative sides
             module.init_weights()
     for hook in model_hooks(config.get('custom_hooks')):
         hook.apply(model)
@@ -213,7 +213,7 @@ def build_detector(config: Config, device: str):
             cfg.optimizer.type = AdamW8bitStates
     logger = MMLogger.get_current_instance()
     level = logger.level
-    logger.setLevel(logging.ERROR)  # constructors of optimizers print every parameter's name
+    logger.setLevel(logging.ERROR)  # optimizer wrapper constructors log the name of every parameter
     try:
         wrapper = build_optim_wrapper(model, cfg)
     finally:
@@ -251,7 +251,7 @@ def _wrapper_type(config):
 
 
 def _amp_dtype(config):
-    """Return the dtype of the config's mixed precision, or `None`; on a CPU bf16 stands for fp16."""
+    """Return the precision of the config's autocast, or ``None``. On a CPU, bf16 is used in place of fp16."""
     if 'Amp' not in _wrapper_type(config):
         return None
     return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
@@ -295,7 +295,7 @@ def averaged_bytes(config: Config, model: nn.Module) -> int:
 
     Args:
         config (Config): Config of a detector.
-        model (nn.Module): The model that it builds. A copy averages parameters, and holds the buffers too.
+        model (nn.Module): The model of the config. A copy has its parameters and its buffers.
     """
     kinds = [hook['type'] for hook in config.get('custom_hooks') or []]
     kinds = [HOOKS.get(kind) if isinstance(kind, str) else kind for kind in kinds]
@@ -304,7 +304,7 @@ def averaged_bytes(config: Config, model: nn.Module) -> int:
 
 
 def _watch(wrapper, row, model, saved, live, phase):
-    """Note what is held when the forward pass and the backward pass end."""
+    """Return a context manager that writes the bytes at the end of forward and backward pass to ``row``."""
     update, step = wrapper.update_params, wrapper.step
 
     def update_params(loss, *args, **kwargs):
@@ -325,14 +325,14 @@ def _count(model: nn.Module, wrapper, data, counter, config, compute):
     tracker = PartTracker(model)
     saved = SavedByPart(tracker.current)
     for group in wrapper.optimizer.param_groups:
-        # CUDA's default: all parameters of a group at a time, with temporaries of the group's size.
+        # CUDA's default: all parameters of a group at once, with temporary tensors of the group's size.
         if group.get('foreach', 0) is None and not group.get('fused'):
             group['foreach'] = True
     free = _values_do_not_matter(model)
     skip = contextlib.nullcontext()
     if not compute:
         skip = SkipArithmetic(lambda: free or counter.phase != 'forward' or tracker.in_network)
-    with skip:  # the first optimizer step makes the states; gradients go after each step
+    with skip:  # the first optimizer step makes the states; gradients are freed after each step
         counter.phase = 'optimizer step'
         for p in model.parameters():
             if p.requires_grad:
@@ -361,7 +361,7 @@ def _count(model: nn.Module, wrapper, data, counter, config, compute):
 
 
 def _values_do_not_matter(model: nn.Module) -> bool:
-    """Return whether each box has one prediction, whichever it is, so that the assignment need not be computed."""
+    """Return whether exactly one prediction is assigned to each box, so that the bytes do not depend on which it is."""
     assigners = [module.assigner for module in model.modules() if hasattr(module, 'assigner')]
     return bool(assigners) and all(type(assigner) is HungarianAssigner for assigner in assigners)
 
@@ -370,12 +370,12 @@ def timed_step(model: nn.Module, wrapper, data: dict) -> float:
     """Run a training step: forward pass, backward pass, optimizer step.
 
     Args:
-        model (nn.Module): In training mode.
-        wrapper (OptimWrapper): Of its parameters.
-        data (dict): A batch; stays as it is.
+        model (nn.Module): The detector in training mode.
+        wrapper (OptimWrapper): Optimizer wrapper of its parameters.
+        data (dict): A batch, which is not changed.
 
     Returns:
-        float: Seconds.
+        float: Duration in seconds.
     """
     batch = copy.deepcopy(data)  # a detector's data preprocessor changes it
     if not next(model.parameters()).is_cuda:

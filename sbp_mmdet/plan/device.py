@@ -1,4 +1,4 @@
-"""The device that something is measured on: which one it is, and whether something fits into it."""
+"""The device of a measurement: checks of its name, and of errors that mean that it is out of memory."""
 
 import argparse
 
@@ -6,7 +6,7 @@ import torch
 
 __all__ = ['NoDevice', 'check_device', 'is_out_of_memory', 'use_device']
 
-# What libraries say that could not get their workspace.
+# Texts of errors of libraries that could not allocate memory.
 _OUT_OF_MEMORY = (
     'out of memory',
     'CUBLAS_STATUS_ALLOC_FAILED',
@@ -18,7 +18,14 @@ _OUT_OF_MEMORY = (
 
 
 def use_device(device: torch.device | str) -> torch.device:
-    """Make a device the current one. A CUDA device gets its index: some of torch's functions refuse it without."""
+    """Make a device the current one, and return it. A CUDA device gets its index, which some functions require.
+
+    Args:
+        device (torch.device | str): 'cpu', 'cuda' or 'cuda:N'.
+
+    Returns:
+        torch.device: The device.
+    """
     device = torch.device(device)
     if device.type == 'cuda':
         device = torch.device('cuda', torch.cuda.current_device() if device.index is None else device.index)
@@ -27,32 +34,33 @@ def use_device(device: torch.device | str) -> torch.device:
 
 
 def check_device(device: str) -> str:
-    """Refuse a device that is not there; also ``type=`` of an argument.
+    """Check that a device exists; the ``type=`` of a command line's argument.
 
     Args:
         device (str): 'cpu', 'cuda' or 'cuda:N'.
 
     Returns:
-        str: The same.
+        str: The same text.
 
     Raises:
-        NoDevice: Naming it and what is there. It is a ValueError.
+        NoDevice: If the device does not exist. It is a ``ValueError``.
     """
     try:
         kind = torch.device(device).type
     except RuntimeError:
         kind = None
     if kind not in ('cpu', 'cuda'):
-        raise NoDevice(f"device {device!r} is unknown; give 'cpu' or 'cuda'")
+        raise NoDevice(f"device {device!r} is unknown; write 'cpu' or 'cuda'")
     if kind == 'cuda' and not torch.cuda.is_available():
-        raise NoDevice(f"device {device!r}: torch sees no GPU; give 'cpu'")
+        raise NoDevice(f"device {device!r} does not exist: torch sees no GPU; write 'cpu'")
     if kind == 'cuda' and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise NoDevice(f'device {device!r}: torch sees {torch.cuda.device_count()} GPUs, counted from 0')
+        number = torch.cuda.device_count()
+        raise NoDevice(f"device {device!r} does not exist: torch sees {number} GPUs, 'cuda:0' to 'cuda:{number - 1}'")
     return device
 
 
 class NoDevice(ValueError, argparse.ArgumentTypeError):
-    """There is no such device."""
+    """Error of a device that does not exist."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,21 +1,22 @@
-"""The memory of bitsandbytes' 8-bit AdamW, without bitsandbytes."""
+"""The optimizer states of bitsandbytes' 8-bit AdamW, without bitsandbytes, for counts of memory."""
 
 import torch
 
 __all__ = ['AdamW8bitStates']
 
-# bitsandbytes: smaller parameters keep fp32 states; others have one byte an entry and one fp32 number a block (of 256
-# entries, of 2048 in releases before 0.45), twice. What the bytes stand for is in two tables that all share.
+# In bitsandbytes, parameters with fewer than 4096 entries have fp32 states. Others have two states of one byte for each
+# entry and one fp32 number for each block of 256 entries (2048 before release 0.45). Two tables of 256 values, which
+# say what the bytes mean, are shared by all parameters.
 _SMALLEST, _BLOCK, _CODES = 4096, 256, 256
 
 
 class AdamW8bitStates(torch.optim.Optimizer):
-    """Makes the states that ``bitsandbytes.optim.AdamW8bit`` makes, and updates nothing.
+    """Optimizer that makes the states of ``bitsandbytes.optim.AdamW8bit`` and updates no parameters.
 
     Args:
-        params (Iterable): Parameters or groups of them.
-        lr (float): Not used. Default: 1e-3.
-        **options: Not used.
+        params (Iterable): Parameters or groups of parameters.
+        lr (float): Ignored. Default: 1e-3.
+        **options: Ignored.
     """
 
     def __init__(self, params, lr: float = 1e-3, **options):
@@ -24,7 +25,7 @@ class AdamW8bitStates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Make the states of all parameters with gradients that have none yet."""
+        """Make the states of all parameters that have gradients and no states."""
         for group in self.param_groups:
             for p in group['params']:
                 if p.grad is None or self.state[p]:

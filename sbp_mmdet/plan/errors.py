@@ -1,4 +1,4 @@
-"""What is said of an error that a model's own code raises."""
+"""Errors that a model's own code raises, in one line for the user."""
 
 import traceback
 from pathlib import Path
@@ -7,13 +7,13 @@ __all__ = ['reason_of']
 
 
 def reason_of(error: Exception) -> str:
-    """Return what went wrong and where, in a line.
+    """Return an error's class, message and place in one line.
 
     Args:
-        error (Exception): A raised error.
+        error (Exception): An error that was raised.
 
     Returns:
-        str: Its class, its message up to 200 characters, and the innermost line outside of torch.
+        str: Class, first 200 characters of the message, and the innermost file and line outside of torch.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if 'torch' not in Path(f.filename).parts]
     text = ' '.join(str(error).split())[:200]

@@ -1,4 +1,4 @@
-"""What a config feeds its detector in training: the largest batch of its pipeline, with what annotations."""
+"""The inputs of a config's training: the largest batch of its pipeline, and the annotations that it reads."""
 
 import argparse
 from typing import NamedTuple
@@ -6,23 +6,24 @@ from typing import NamedTuple
 from mmengine.config import Config
 
 from .pipeline import data_set_of, samples_of
-from .steps import leaves_of, name_of, steps_of
+from .transforms import innermost_of, name_of, transforms_of
 from .worst_batch import Batch, batches_of
 
 __all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'crowded', 'inputs_of', 'labels_of', 'labels_read']
 
 DEFAULT_BATCH = 2
 DEFAULT_SIZE = (800, 1333)
-# COCO's images have 7.3 boxes in the mean, 93 at most. How far a crowded batch's mean lies above falls with the root of
-# its images. 60 for two, which the planner's margin was fitted with, makes 82 for one and 20 for 32.
+# COCO's images have 7.3 boxes on average and 93 at most. The mean of a crowded batch exceeds the average by a number
+# that falls with the root of its images. It is 60 for two images, which the planner's margin was fitted with, so 82 for
+# one and 20 for 32.
 _MEAN_BOXES, _CROWDED = 7.3, 74.5
 
 
 def crowded(batch: int) -> int:
-    """Boxes an image in a crowded batch of COCO.
+    """Return the number of boxes of each image in a crowded batch of COCO.
 
     Args:
-        batch (int): Images.
+        batch (int): Number of images.
     """
     return round(_MEAN_BOXES + _CROWDED / batch**0.5)
 
@@ -31,17 +32,18 @@ class Inputs(NamedTuple):
     """A training batch.
 
     Attributes:
-        batch (int): Images on a GPU.
-        height, width (int): What the largest batch is padded to, before the preprocessor's divisor.
+        batch (int): Number of images on a GPU.
+        height, width (int): Size of the largest batch, before it is padded to the preprocessor's divisor.
         masks (bool): Whether there is a mask for each box.
         semantic (bool): Whether there is a map of semantic classes.
-        source (str): Where size and batch come from, for the reader.
-        usual, rare (tuple[int, int] | None): Height and width of the batch in the middle, and those that one batch in a
-            thousand reaches; None: the size was told.
-        boxes (int | None): In each image of the most crowded batch; None: the annotations are not here.
-        channels (int): Of the images.
-        truth (list | None): See :class:`.worst_batch.Batch`; None where ``boxes`` is.
-        branches (dict[str, Batch] | None): Of a semi-supervised training's batch; None: it has none.
+        source (str): Where size and batch come from, as a text for the reader.
+        usual, rare (tuple[int, int] | None): Height and width of the median batch, and those that one batch in a
+            thousand reaches. ``None`` if the size was given. Default: None.
+        boxes (int | None): Number of boxes in each image of the most crowded batch. ``None`` if the annotations are not
+            available. Default: None.
+        channels (int): Number of channels of the images. Default: 3.
+        truth (list | None): See :class:`.worst_batch.Batch`. ``None`` if ``boxes`` is. Default: None.
+        branches (dict[str, Batch] | None): Branches of the batch of a semi-supervised training. Default: None.
     """
 
     batch: int
@@ -59,7 +61,7 @@ class Inputs(NamedTuple):
 
 
 def add_inputs(parser: argparse.ArgumentParser, largest: bool = False) -> None:
-    """Add the arguments ``--batch`` and ``--size``, whose defaults are what :func:`inputs_of` reads.
+    """Add the arguments ``--batch`` and ``--size`` to a parser. Their defaults are read by :func:`inputs_of`.
 
     Args:
         parser (argparse.ArgumentParser): The parser.
@@ -83,21 +85,21 @@ def inputs_of(
     dataset=None,
     processes: int = 1,
 ) -> Inputs:
-    """Find out what batches a config feeds its detector, by its own transforms on blank images.
+    """Find the largest batch of a config's training, by running its own transforms on blank images.
 
     Args:
         config (Config): Config of a detector.
-        batch (int | None): Images, instead of those of ``train_dataloader``. Default: None.
-        size (tuple[int, int] | None): Height and width; nothing is run then. Default: None.
-        dataset: The train data set where it is built already. Default: None.
-        processes (int): Of the training. Default: 1.
+        batch (int | None): Number of images. If ``None``, that of ``train_dataloader``. Default: None.
+        size (tuple[int, int] | None): Height and width. If ``None``, the pipeline is run to find them. Default: None.
+        dataset: Train data set. If ``None``, it is built. Default: None.
+        processes (int): Number of processes of the training. Default: 1.
 
     Returns:
-        Inputs: The batch. What the config does not tell is ``DEFAULT_BATCH`` and ``DEFAULT_SIZE``, and ``source`` says
-        so.
+        Inputs: The batch. If the config lacks them, the values are ``DEFAULT_BATCH`` and ``DEFAULT_SIZE``, which
+        ``source`` says.
 
     Raises:
-        ValueError: If data set or pipeline cannot be run here, naming why.
+        ValueError: If the data set cannot be built or the pipeline cannot be run.
     """
     loader = config.get('train_dataloader') or {}
     masks, semantic = labels_read(config)
@@ -105,11 +107,11 @@ def inputs_of(
     if batch is None:
         batch = loader.get('batch_size', DEFAULT_BATCH)
         known = 'batch_size' in loader
-        notes.append('batch: of train_dataloader' if known else f'batch: not told by the config, so {DEFAULT_BATCH}')
+        notes.append('batch: of train_dataloader' if known else f'batch: not in the config, so {DEFAULT_BATCH}')
     channels = ((config.model.get('detector') or config.model).get('backbone') or {}).get('in_channels') or 3
     case = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels)
     if size is None and not loader.get('dataset'):
-        notes.append("size: not told by the config, so COCO's")
+        notes.append("size: not in the config, so COCO's")
     elif size is None:
         case, note = _of_pipeline(config, case, dataset, processes)
         notes.append(note)
@@ -117,7 +119,7 @@ def inputs_of(
 
 
 def _of_pipeline(config, case, dataset, processes):
-    """Return the inputs with what the pipeline gives, and a note on where the sizes of images are from."""
+    """Return the inputs with the sizes and boxes that the pipeline gives, and a note on the source of the sizes."""
     whose = 'those of the annotations'
     if dataset is None:
         dataset, whose = data_set_of(config)
@@ -135,7 +137,7 @@ def _of_pipeline(config, case, dataset, processes):
 
 
 def _later(config):
-    """Pipelines that hooks put in the place of the first one in the last epochs."""
+    """Return the pipelines to which hooks switch in the last epochs."""
     hooks = [hook for hook in config.get('custom_hooks') or [] if isinstance(hook, dict)]
     return [list(hook['switch_pipeline']) for hook in hooks if hook.get('switch_pipeline')]
 
@@ -146,7 +148,7 @@ def labels_read(config: Config) -> tuple[bool, bool]:
     Args:
         config (Config): Config of a detector.
     """
-    steps = list(leaves_of(steps_of((config.get('train_dataloader') or {}).get('dataset'))))
+    steps = list(innermost_of(transforms_of((config.get('train_dataloader') or {}).get('dataset'))))
     panoptic = 'LoadPanopticAnnotations' in map(name_of, steps)
     masks, semantic = (panoptic or any(step.get(key) for step in steps) for key in ('with_mask', 'with_seg'))
     return bool(masks), bool(semantic)

@@ -1,4 +1,4 @@
-"""What a training step keeps in memory, counted from the tensors themselves."""
+"""Counters of the bytes that a training step holds, from the storages of its tensors."""
 
 import contextlib
 import gc
@@ -16,12 +16,12 @@ __all__ = ['LiveBytes', 'SavedByPart', 'held_bytes', 'peak_bytes', 'saved_bytes'
 
 
 class _Packed:
-    """Stands in the autograd graph for a saved tensor, and goes when the graph lets go of it."""
+    """Holder of a saved tensor in the autograd graph, which is freed when the graph frees it."""
 
     __slots__ = ('__weakref__', 'tensor')
 
     def __init__(self, tensor):
-        self.tensor = tensor.detach()  # an operation's output holds its node, which would hold this for good
+        self.tensor = tensor.detach()  # an operation's output holds its node, which would be a reference cycle
 
 
 def _dense(tensor):
@@ -30,18 +30,19 @@ def _dense(tensor):
 
 
 class SavedByPart:
-    """Counts what autograd holds for the backward pass, by the part of the model that saved it.
+    """Counter of the bytes that autograd saves for the backward pass, by the part of the model that saves them.
 
-    Counts each storage once, whole, for whoever saved it first (torch's own operations or `ctx.save_for_backward` of a
-    custom function). Tensors that a custom function keeps as plain attributes of `ctx` are not seen.
+    Each storage is counted once and as a whole, for the part that saved it first, by torch's own operations or by
+    ``ctx.save_for_backward`` of a custom function. Tensors that a custom function keeps as plain attributes of ``ctx``
+    are not seen.
 
     Args:
-        part (Callable): Gives the name of the part that is running. Default: one part, named None.
+        part (Callable): Returns the name of the part that is running. Default: a single part, named ``None``.
     """
 
     def __init__(self, part: Callable[[], str | None] = lambda: None):
         self._part = part
-        self._packed = []  # of weak references, in the order of saving
+        self._packed = []  # weak references with their parts, in the order of saving
 
     def hooks(self):
         """Return the context manager within which the forward pass has to run."""
@@ -57,15 +58,15 @@ class SavedByPart:
         """Return the bytes that are held now.
 
         Args:
-            exclude (Iterable[torch.Tensor]): tensors whose storages are not counted, such as parameters, buffers and
-                the input. Defaults to none.
+            exclude (Iterable[Tensor]): Tensors whose storages are not counted, such as parameters, buffers and the
+                input. Default: none.
 
         Returns:
-            dict: part to bytes.
+            dict[str | None, int]: Bytes by the name of the part.
         """
         seen = {tensor.untyped_storage().data_ptr() for tensor in exclude}
         parts = {}
-        # Only what is saved still is looked at: a storage freed on the way may have lent its address to another one.
+        # Only storages that are still saved are counted: another one may have the address of a freed one.
         for reference, part in self._packed:
             if (held := reference()) is not None:
                 for storage in (tensor.untyped_storage() for tensor in _dense(held.tensor)):
@@ -76,14 +77,14 @@ class SavedByPart:
 
 
 def saved_bytes(fn: Callable, exclude: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd holds for the backward pass when `fn` returns; see :class:`SavedByPart`.
+    """Return the bytes that autograd saves for the backward pass until ``fn`` returns, see :class:`SavedByPart`.
 
     Args:
-        fn (Callable): runs the forward pass and returns what the graph hangs on: a tensor, or any container of them.
-        exclude (Iterable[torch.Tensor]): tensors whose storages are not counted. Defaults to none.
+        fn (Callable): Runs the forward pass and returns its outputs, which hold the graph.
+        exclude (Iterable[Tensor]): Tensors whose storages are not counted. Default: none.
 
     Returns:
-        int: bytes.
+        int: Number of bytes.
     """
     saved = SavedByPart()
     with saved.hooks():
@@ -92,22 +93,22 @@ def saved_bytes(fn: Callable, exclude: Iterable[Tensor] = ()) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage that an operation makes, until it is freed. Storages that are older do not count.
+    """Counter of the bytes of all storages that operations make, until they are freed. Older storages do not count.
 
     Args:
-        record (bool): Also keep the order in which storages are made and freed. Default: False.
+        record (bool): Whether to record the order in which storages are made and freed. Default: False.
 
     Attributes:
-        live (int): Bytes held now.
-        phase (str | None): What the step is doing, set from outside. Default: None.
-        peaks (dict[str | None, int]): The most bytes that were held at a time, phase by phase.
-        peak (int): The most of them all.
-        peak_phase (str | None): What the step was doing at the peak.
-        events (list[tuple[int, int]] | None): With ``record``, what :func:`.caching_allocator.replay` reads: a
-            storage's number and bytes when it is made, its number and 0 when it has been freed.
+        live (int): Bytes that are held now.
+        phase (str | None): Phase of the step, set by the caller. Default: None.
+        peaks (dict[str | None, int]): Largest number of bytes that were held at a time, by phase.
+        peak (int): Largest of these numbers.
+        peak_phase (str | None): Phase of the peak.
+        events (list[tuple[int, int]] | None): With ``record``, the events for :func:`.caching_allocator.replay`: the
+            number of a storage with its bytes when it is made, and with 0 when it has been freed.
     """
 
-    # A look at all small storages after each operation would take minutes, and hardly moves a block.
+    # To check all small storages after each operation would take minutes, and hardly moves a block.
     _SMALL, _SMALL_ONES = 2**20, 32
 
     def __init__(self, record: bool = False):
@@ -115,10 +116,10 @@ class LiveBytes(TorchDispatchMode):
         self.phase, self.peaks = None, {}
         self.events = [] if record else None
         self._alive, self._until_look = {True: {}, False: {}}, 0  # small or not: number to reference
-        # Address of a storage: a weak reference, which keeps the address from being given away, and the bytes to count.
-        # torch's own kind of reference: before torch 2.2 Python's is to a wrapper that is gone at once.
+        # Address of a storage -> a weak reference, which prevents that the address is used again, and its bytes.
+        # torch's own weak references, because before torch 2.2 Python's refer to a wrapper that is freed at once.
         self._known = {}
-        self._upper = 0  # bytes of all of these, the freed ones since the last look among them
+        self._upper = 0  # bytes of all known storages, including those that were freed since the last check
         self._counting = True
 
     @property
@@ -139,7 +140,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self):
-        """Storages made in here never count."""
+        """Exclude storages that are made within the context, for as long as they live."""
         counting, self._counting = self._counting, False
         try:
             yield
@@ -190,12 +191,12 @@ def peak_bytes(fn: Callable, device: torch.device | str = 'cpu', clear: Callable
     from then on for each of their threads.
 
     Args:
-        fn (Callable): Runs what is measured, usually a forward and a backward pass.
-        device (torch.device | str): Where it runs. Default: 'cpu'.
-        clear (Callable): Frees what ``fn`` left behind, such as gradients. Default: nothing.
+        fn (Callable): Function to measure, usually a forward and a backward pass.
+        device (torch.device | str): Device that it runs on. Default: 'cpu'.
+        clear (Callable): Frees tensors that ``fn`` leaves behind, such as gradients. Default: does nothing.
 
     Returns:
-        int: Bytes on top of those that were held before.
+        int: Number of bytes, without those that were held before.
     """
     if torch.device(device).type == 'cuda':
         fn()
@@ -212,17 +213,17 @@ def peak_bytes(fn: Callable, device: torch.device | str = 'cpu', clear: Callable
 
 
 def held_bytes(forward: Callable[[], object], device: torch.device | str = 'cpu') -> tuple[int, int]:
-    """Bytes that are held when a forward pass has ended, and the most that forward and backward pass hold at a time.
+    """Measure the bytes that are held at the end of a forward pass, and the peak of forward and backward pass.
 
-    Both from the allocator, which sees what hooks on saved tensors and modes do not: compiled code, and what an
-    operation uses inside itself. The outputs do not count, unless they are stored for the backward pass.
+    Both come from the allocator, which sees what hooks on saved tensors and dispatch modes do not: compiled code, and
+    tensors inside of an operation. Outputs count only if they are saved for the backward pass.
 
     Args:
-        forward (Callable): Forward pass, run at least once before; parameters have no gradients.
-        device (torch.device | str): Where it runs. Default: 'cpu'.
+        forward (Callable): Forward pass that ran at least once before. Parameters have no gradients.
+        device (torch.device | str): Device that it runs on. Default: 'cpu'.
 
     Returns:
-        tuple[int, int]: Bytes held, and the peak, on top of what there was before.
+        tuple[int, int]: Bytes held, and the peak, without those that were held before.
     """
     if torch.device(device).type == 'cuda':
         return _held_on_cuda(forward)
@@ -250,7 +251,7 @@ def _held_on_cuda(forward):
 
 
 def _graph_of(out):
-    """Return the nodes of the graph, without the outputs."""
+    """Return the nodes of the graph that made the outputs, so that the outputs themselves can be freed."""
     return [o.grad_fn for o in (out if isinstance(out, tuple) else (out,))]
 
 

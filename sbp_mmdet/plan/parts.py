@@ -1,4 +1,4 @@
-"""Which part of a detector is running."""
+"""Parts of a detector, such as stages, neck and heads, and which of them is running."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ from ..adapters import bypassed_modules
 
 __all__ = ['PartTracker', 'part_of']
 
-# Patterns of names in a backbone. A group 'from0' or 'from1' is the number of the stage, counted from there.
+# Patterns of names in a backbone. The group 'from0' or 'from1' is the number of the stage, counted from 0 or 1.
 _BACKBONE = (
     (r'downsample_layers\.0|patch_embed|(absolute_)?pos_embed|cls_token|reg_token|stem|conv1|bn1|maxpool', 'stem'),
     (r'layer(?P<from1>\d)', 'stage {}'),
@@ -25,7 +25,7 @@ _OTHERS = (
     (r'roi_head\.mask\w*', 'mask heads'),
     (r'roi_head', 'RoI'),
 )
-# Methods of heads that are no forward pass but make tensors.
+# Methods of heads that make tensors outside of a forward pass.
 _METHODS = ('loss', 'loss_and_predict')
 
 
@@ -54,20 +54,20 @@ def _located(patterns: Sequence[tuple[str, str]], name: str) -> str | None:
 
 
 class PartTracker:
-    """Follows a detector through its step.
+    """Tracker of the part of a detector that is running.
 
     Args:
-        model (nn.Module): The detector; hooks are put on it until :meth:`remove`.
+        model (nn.Module): The detector. Hooks are registered on its modules until :meth:`remove`.
 
     Attributes:
-        in_network (bool): Whether the forward pass of a submodule is running, and it is not a loss.
+        in_network (bool): Whether the forward pass of a submodule is running that is no loss.
     """
 
     def __init__(self, model: nn.Module):
         self._stack, self._running, self._handles, self._wrapped = [], [], [], []
         bypassed = bypassed_modules(model)
         for name, module in model.named_modules():
-            # A lean module lets those inside it run their own code where somebody watches them.
+            # Hooks on modules that a lean module bypasses would make it run their own code.
             if name and module not in bypassed:
                 self._watch(module, part_of(name), 'loss' in name.split('.')[-1])
         for name, module in model.named_children():
@@ -84,14 +84,14 @@ class PartTracker:
         return bool(self._running) and not any(self._running)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks and the wrapped methods."""
         for handle in self._handles:
             handle.remove()
         for module, method, previous in reversed(self._wrapped):
             delattr(module, method) if previous is None else setattr(module, method, previous)
 
     def _watch(self, module, part, is_loss):
-        # Functions of this file, not partial ones: changed modules know by it that these hooks touch no feature map.
+        # Functions of this file, not partial ones: changed modules recognise hooks that change no feature map by that.
         def enter(module, inputs):
             self._stack.append(part)
             self._running.append(is_loss)

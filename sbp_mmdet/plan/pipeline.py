@@ -1,7 +1,7 @@
-"""What a train pipeline makes of images: its own transforms are run, on blank images as large as those of the data.
+"""The sizes and boxes of images behind a train pipeline, found by running its own transforms on blank images.
 
-Files of images are not read where the annotations tell their sizes. Everything else is the config's: data sets and
-their wrappers, transforms, also those that mmdet does not know.
+Image files are not read if the annotations have their sizes. Everything else is that of the config: data sets and their
+wrappers, and transforms, including the user's own.
 """
 
 import contextlib
@@ -25,43 +25,45 @@ from mmengine.registry import init_default_scope
 from mmengine.utils import import_modules_from_strings
 
 from .blank_images import NO_BOXES, as_array, blank_copy, rectangle
-from .steps import name_of
+from .transforms import name_of
 
 __all__ = ['CannotRun', 'Samples', 'data_set_of', 'samples_of']
 
-# Width, height and share of COCO's images, roughly; with the most elongated ones.
+# Widths, heights and approximate frequencies of COCO's images, including the most elongated ones.
 COCO_SIZES = (
     (640, 480, 330), (480, 640, 120), (640, 427, 220), (427, 640, 80), (640, 425, 40), (425, 640, 15), (500, 375, 60),
     (375, 500, 30), (640, 360, 30), (360, 640, 8), (640, 640, 20), (612, 612, 20), (640, 524, 20), (500, 333, 20),
     (640, 300, 10), (300, 640, 5), (640, 200, 3), (200, 640, 2), (640, 120, 1), (120, 640, 1),
 )  # fmt: skip
 COCO_IMAGES = 118287
-# Samples are added until the largest do not change: round by round up to so many.
+# Numbers of samples after which is checked whether the largest sizes have changed.
 _ROUNDS = (64, 256, 1024, 2048)
-# What is known to be larger, or more crowded, than the others is run so often.
+# How often each of the largest and most crowded images is run.
 _TIMES = 8
+# Time limits of all samples and of one.
 _SECONDS, _SECONDS_PER_IMAGE = 40, 10
 
 
 class CannotRun(ValueError):
-    """The pipeline of a config cannot be run here."""
+    """Error of a data set or a pipeline that cannot be run here."""
 
 
 class Samples(NamedTuple):
-    """Images as a pipeline puts them out, one entry a sample and, where sizes are, a branch.
+    """Outputs of a pipeline for a number of samples.
 
     Attributes:
-        branches (tuple[str, ...]): Names of the branches of a semi-supervised pipeline; one, '', of an ordinary one.
-        sizes (np.ndarray): (samples, branches, 2): height and width; 0: the sample has nothing for this branch.
-        boxes (np.ndarray): (samples, branches): boxes that are not ignored.
-        truth (list): For each sample, its boxes by branch as shares of width and height, (boxes, 4).
-        channels (int): Of the images.
-        images (np.ndarray): Which image of the data set it was.
-        portrait (np.ndarray): Whether that is higher than wide.
-        source (np.ndarray): Which data set of a concatenation it is from.
-        weight (np.ndarray): How often it comes, as a share.
-        total (int): Images of the data set.
-        groups (tuple[int, int] | None): How many of them are landscape and portrait; None: not known.
+        branches (tuple[str, ...]): Names of the branches of a semi-supervised pipeline; a single '' otherwise.
+        sizes (np.ndarray): Height and width of each sample and branch, shape (samples, branches, 2); 0 if the sample
+            has no image for the branch.
+        boxes (np.ndarray): Number of boxes that are not ignored, shape (samples, branches).
+        truth (list): For each sample, its boxes by branch as shares of width and height, shape (boxes, 4).
+        channels (int): Number of channels of the images.
+        images (np.ndarray): Index of each sample's image in the data set.
+        portrait (np.ndarray): Whether the image in the data set is higher than wide.
+        source (np.ndarray): Index of the image's data set in a concatenation.
+        weight (np.ndarray): Probability of each sample.
+        total (int): Number of images of the data set.
+        groups (tuple[int, int] | None): Number of landscape and portrait images, or ``None`` if unknown.
     """
 
     branches: tuple[str, ...]
@@ -78,20 +80,20 @@ class Samples(NamedTuple):
 
 
 def data_set_of(config: Config) -> tuple[object, str]:
-    """Build the train data set of a config; from COCO's sizes where its annotations are not here.
+    """Build the train data set of a config. If its annotations are missing, its images have the sizes of COCO's.
 
     Args:
         config (Config): Config of a detector.
 
     Returns:
-        tuple: The data set, and whose sizes it has, for the reader.
+        tuple[object, str]: The data set, and the source of the sizes as a text for the reader.
 
     Raises:
-        CannotRun: Naming what cannot be built.
+        CannotRun: If data set or pipeline cannot be built.
     """
     register_all_modules(init_default_scope=False)
     if imports := config.get('custom_imports'):
-        with contextlib.suppress(ImportError):  # of models; a transform that is missing is named below
+        with contextlib.suppress(ImportError):  # modules of models may be missing; a missing transform raises below
             import_modules_from_strings(**imports)
     init_default_scope(config.get('default_scope') or 'mmdet')
     cfg = copy.deepcopy(config.train_dataloader.dataset)
@@ -100,37 +102,37 @@ def data_set_of(config: Config) -> tuple[object, str]:
             dataset = DATASETS.build(cfg)
             dataset.full_init()
             return dataset, 'those of the annotations'
-        except (OSError, ImportError):  # not here: ImportError is of packages that read other data sets than COCO
+        except (OSError, ImportError):  # files are missing, or a package that reads other data sets than COCO
             pass
         except Exception as error:
             raise CannotRun(_line('its train data set cannot be built', error)) from error
         try:
-            return _with_photographs(cfg), "COCO's, for the annotations are not here"
+            return _with_photographs(cfg), "COCO's, because the annotations are not on this machine"
         except Exception as error:
             raise CannotRun(_line('its train pipeline cannot be built', error)) from error
 
 
 def samples_of(dataset, config: Config, step=None, batch: int = 1) -> Samples:
-    """Run a data set's pipeline on many of its images, blank where that is possible. The same ones in each call.
+    """Run a data set's pipeline on many of its images, which are blank if possible. Each call takes the same images.
 
     Args:
-        dataset: Of mmengine's kind, as a runner or :func:`data_set_of` builds it; it is not changed.
+        dataset: Data set of mmengine, as a runner or :func:`data_set_of` builds it. It is not changed.
         config (Config): Config of the detector.
-        step (list | None): Pipeline that a hook puts in the place of the data set's own. Default: None.
-        batch (int): Images of a batch: the most crowded ones are among the samples. Default: 1.
+        step (list | None): Pipeline that a hook switches to. If ``None``, the data set's own. Default: None.
+        batch (int): Number of images of a batch; as many of the most crowded images are among the samples. Default: 1.
 
     Returns:
-        Samples: What came out.
+        Samples: The outputs.
 
     Raises:
-        CannotRun: Naming the transform's error.
+        CannotRun: If a transform raises an error.
     """
     backbone = (config.model.get('detector') or config.model).get('backbone') or {}
     channels = backbone.get('in_channels') or 3
     with _own_draws(), _quiet():
         try:
             return _run(blank_copy(dataset, channels, step, blank=True), batch)
-        except Exception as error:  # a transform that looks at the pictures: it gets them if they are there
+        except Exception as error:  # a transform may need the pictures: they are read if they are on this machine
             with contextlib.suppress(Exception):
                 return _run(blank_copy(dataset, channels, step, blank=False), batch)
             raise CannotRun(_line('its train pipeline cannot be run', error)) from error
@@ -140,14 +142,14 @@ def _line(what, error):
     text = ' '.join(str(error).split())[:200]
     if isinstance(error, ValueError) and 'at least one array' in text:  # mmengine's, of a list of no images
         return f'{what} here: it has no image; look at ann_file, at the classes in metainfo and at filter_cfg'
-    return f'{what} here ({type(error).__name__}: {text}); say the size of the images: --size 800x1333'
+    return f'{what} here ({type(error).__name__}: {text}); give the size of the images, for example --size 800x1333'
 
 
 # --- Without the data -------------------------------------------------------------------------------------------------
 
 
 class _Photographs(BaseDataset):
-    """Images of COCO's sizes, with boxes."""
+    """Data set of images of COCO's sizes, with boxes."""
 
     def load_data_list(self):
         rng = np.random.default_rng(0)
@@ -169,7 +171,7 @@ class _Photographs(BaseDataset):
 
 
 def _with_photographs(cfg):
-    """Build a data set with its wrappers around photographs."""
+    """Build a data set with its wrappers, with :class:`_Photographs` in place of the data sets inside."""
     if parts := cfg.get('datasets'):
         return DATASETS.build(dict(cfg, datasets=[_with_photographs(part) for part in parts]))
     if inner := cfg.get('dataset'):
@@ -182,7 +184,7 @@ def _is_of_files(step):
 
 
 def _readable(step):
-    """Panoptic annotations are read by a package that need not be here."""
+    """Replace the loading of panoptic annotations, which needs a package that may not be installed."""
     if name_of(step) != 'LoadPanopticAnnotations':
         return step
     return dict(type='LoadAnnotations', **{key: step.get(key, True) for key in ('with_bbox', 'with_mask', 'with_seg')})
@@ -208,7 +210,7 @@ def _run(dataset, batch) -> Samples:
         if done < end or bounds == seen and done >= min(total, _ROUNDS[1]) or _is_one(sizes):
             break
         seen = bounds
-    # Not all images were among them, perhaps not the largest ones; where all sizes are one, these are asked once.
+    # The largest images may not be among the samples, so they are added; once, if all sizes are the same.
     times = 1 if _is_one(sizes) else _TIMES
     extreme = [i for i in _extremes(told, batch) for _ in range(times)] if done < total else []
     items += [_item(dataset, i) for i in extreme]
@@ -229,7 +231,7 @@ def _run(dataset, batch) -> Samples:
 
 
 def _shares(height, width, _, boxes):
-    """Boxes as shares of the image; those that are no rectangles have none."""
+    """Return boxes as shares of the image, or none if the boxes are no rectangles."""
     return boxes / (width, height, width, height) if boxes.shape[1] == 4 else NO_BOXES
 
 
@@ -244,7 +246,7 @@ def _is_made(dataset):
 
 
 def _told(dataset, i):
-    """Height, width, boxes and source of an image, by its annotations; a size that they do not tell is 0."""
+    """Return height, width, number of boxes and source of an image by its annotations; unknown sizes are 0."""
     info = dataset.get_data_info(i)
     info = info if isinstance(info, dict) else {}
     starts = getattr(dataset, 'cumulative_sizes', ())
@@ -267,7 +269,7 @@ def _bounds(items, told):
 
 
 def _extremes(told, batch):
-    """Images that are the largest or the most elongated of their group, and the most crowded ones."""
+    """Return the indices of the largest and most elongated images of each group, and of the most crowded images."""
     told = np.array(told, float)
     height, width, boxes, source = told.T
     found = list(np.argsort(-boxes, kind='stable')[: min(batch, 32)])
@@ -279,11 +281,11 @@ def _extremes(told, batch):
 
 
 def _item(dataset, i):
-    """Height, width, channels and boxes of each branch of a sample."""
+    """Run the pipeline on an image; return height, width, channels and boxes of each branch."""
     with _time_limit(i):
         data = dataset[i]
     if not isinstance(data, dict) or 'inputs' not in data:
-        raise ValueError(f'the pipeline gives {type(data).__name__} without inputs')
+        raise ValueError(f'the pipeline returns {type(data).__name__} without inputs; end it with PackDetInputs')
     inputs, samples = data['inputs'], data.get('data_samples')
     many = inputs if isinstance(inputs, dict) else {'': inputs}
     others = samples if isinstance(inputs, dict) else {'': samples}
@@ -291,7 +293,7 @@ def _item(dataset, i):
 
 
 def _facts(inputs, sample):
-    if isinstance(inputs, torch.Tensor):  # packed by a transform of one's own
+    if isinstance(inputs, torch.Tensor):  # packed by the user's own transform
         channels, height, width = inputs.shape[-3:]
         truth = getattr(getattr(sample, 'gt_instances', None), 'bboxes', ())
         return height, width, channels, as_array(truth)
@@ -300,13 +302,13 @@ def _facts(inputs, sample):
 
 @contextlib.contextmanager
 def _time_limit(i) -> Iterator[None]:
-    """End a transform that draws again and again and finds nothing."""
+    """Raise an error if a transform takes too long, for example because it redraws without success."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, 'setitimer'):
         yield
         return
 
     def stop(*_):
-        raise TimeoutError(f'it has no result for image {i} after {_SECONDS_PER_IMAGE} s')
+        raise TimeoutError(f'no result for image {i} after {_SECONDS_PER_IMAGE} s')
 
     handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, _SECONDS_PER_IMAGE)
     try:
@@ -318,7 +320,7 @@ def _time_limit(i) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_draws() -> Iterator[None]:
-    """Context with random numbers of its own, the same in each call; restores those of the caller."""
+    """Seed all random generators within the context, and restore their states at its end."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(0), np.random.seed(0), torch.random.default_generator.manual_seed(0)
     try:
@@ -329,7 +331,7 @@ def _own_draws() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context that discards what pycocotools prints when it loads annotations."""
+    """Discard output on stdout within the context, such as that of pycocotools when it loads annotations."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 

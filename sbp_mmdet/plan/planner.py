@@ -1,4 +1,4 @@
-"""Which variant of a detector fits into a GPU: the config as it is, or the first preset that does."""
+"""The variants of a detector that fit into a GPU: the config itself, or presets in the order of their costs."""
 
 import re
 from collections.abc import Callable, Collection
@@ -23,14 +23,14 @@ __all__ = [
     'plan',
 ]
 
-# On top of the counted bytes, fitted to what mmdet's authors measured on GPUs (research/zoo_memory.py): what kernels
-# use inside themselves, which grows with the maps and is this much for any model.
+# Memory in addition to the counted bytes, fitted to what mmdet's authors measured on GPUs (research/zoo_memory.py).
+# MARGIN is the share of the peak that kernels use inside themselves, and WORKSPACES a constant for any model.
 MARGIN = 0.08
 WORKSPACES = 384 * 2**20
-# CUDA's context, by estimate: those figures are without it.
+# Estimate of CUDA's context, which is not part of those figures.
 CONTEXT = 0.6e9
 
-# In the order in which they are tried: each costs more time than the one before.
+# Presets in the order in which they are tried: each costs more time or exactness than the one before.
 ORDER = ('exact', 'exact_min', 'int8', 'sbp')
 _ALL_PIECES = ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck')
 # Pieces beside a preset. 'exact_min' follows 'exact' in place of them.
@@ -39,16 +39,17 @@ _LADDERS |= dict(exact=((),), exact_min=((), ('adamw8bit',)))
 
 
 class Row(NamedTuple):
-    """A variant that was looked at.
+    """A variant that was counted. All numbers are bytes.
 
     Attributes:
         variant (str): Preset and pieces.
-        gradients (str): 'exact', 'int8' or 'sbp'; in mixed precision where the config has none, ', fp16'.
-        need (int): Bytes of GPU memory.
-        fits (bool): Whether that is within the budget.
-        allocated (int): Bytes of the tensors at the peak, as ``torch.cuda.max_memory_allocated`` would have them.
-        reserved (int): Bytes that torch takes where it can, as ``nvidia-smi`` would show them beside the context.
-        expandable (int): Bytes of GPU memory that are needed with ``expandable_segments:True``.
+        gradients (str): 'exact', 'int8' or 'sbp', followed by ', fp16' if the variant adds mixed precision.
+        need (int): Needed GPU memory.
+        fits (bool): Whether the need is within the budget.
+        allocated (int): Tensors at the peak, as in ``torch.cuda.max_memory_allocated``. Default: 0.
+        reserved (int): Memory that torch reserves if there is enough, as ``nvidia-smi`` shows it without the context.
+            Default: 0.
+        expandable (int): Needed GPU memory with ``expandable_segments:True``. Default: 0.
     """
 
     variant: str
@@ -61,16 +62,16 @@ class Row(NamedTuple):
 
 
 def parse_bytes(text: str) -> int:
-    """Read a budget.
+    """Parse an amount of memory.
 
     Args:
         text (str): Number and unit: '8GiB', '7.5 GB', '6000MiB'.
 
     Returns:
-        int: Bytes.
+        int: Number of bytes.
 
     Raises:
-        ValueError: If it cannot be read, or is not positive.
+        ValueError: If the text cannot be read, or the number is not positive.
     """
     match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*', str(text), re.IGNORECASE)
     if not match or not float(match[1]):
@@ -83,16 +84,16 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Read the size of an image.
+    """Parse the size of an image.
 
     Args:
-        text (str): Height and width: '800x1333'.
+        text (str): Height and width in pixels: '800x1333'.
 
     Returns:
         tuple[int, int]: Height and width.
 
     Raises:
-        ValueError: If it cannot be read, or a side is below 32 pixels.
+        ValueError: If the text cannot be read, or a side is below 32 pixels.
     """
     match = re.fullmatch(r'\s*(\d+)\s*[x,]\s*(\d+)\s*', str(text), re.IGNORECASE)
     if not match:
@@ -104,15 +105,15 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def needed(row: dict, ddp: bool = False, held_by: str = 'capacity') -> int:
-    """Bytes of GPU memory that a variant needs.
+    """Return the GPU memory that a variant needs.
 
     Args:
-        row (dict): Of ``measure_detector``.
-        ddp (bool): With the buckets of distributed training, which hold all gradients once more. Default: False.
+        row (dict): Result of ``measure_detector``.
+        ddp (bool): Whether to add the buckets of distributed training, a second copy of all gradients. Default: False.
         held_by (str): 'capacity', or 'expandable' for ``expandable_segments:True``. Default: 'capacity'.
 
     Returns:
-        int: What the caching allocator has to hold and the margin of the peak, plus workspaces and CUDA's context.
+        int: Bytes that the caching allocator has to reserve, the margin, workspaces, and CUDA's context.
     """
     buckets = row['gradients'] if ddp else 0
     return int(row[held_by] + buckets + (row['peak'] + buckets) * MARGIN + WORKSPACES + CONTEXT)
@@ -127,22 +128,22 @@ def plan(
     ddp: bool = False,
     eight_bit: bool = False,
 ) -> list[Row]:
-    """Look at variants until it is known which fit.
+    """Count variants of a config until it is known which of them fit.
 
-    Where the config fits as it is, that is all. Otherwise checkpointing is looked at, and for each preset the pieces
-    that make it fit, the cheapest first; behind the exact presets, mixed precision if the config has none.
+    If the config fits without changes, nothing else is counted. Otherwise checkpointing is counted, and each preset
+    with the pieces that make it fit, the cheapest first. Mixed precision follows the exact presets if the config has
+    none.
 
     Args:
-        config (Config): A plain one, see :func:`.variants.plain`.
-        budget (int): Bytes of the GPU.
-        measure (Callable): Gives ``measure_detector``'s row of a variant.
-        presets (Collection[str]): Those that apply to the model.
+        config (Config): A plain config, see :func:`.variants.plain`.
+        budget (int): Memory of the GPU, in bytes.
+        measure (Callable): Returns the result of ``measure_detector`` for a variant.
+        presets (Collection[str]): Presets that apply to the model.
         ddp (bool): See :func:`needed`. Default: False.
-        eight_bit (bool): Consider 8-bit optimizer states too. Default: False.
+        eight_bit (bool): Whether to consider 8-bit optimizer states, too. Default: False.
 
     Returns:
-        list[Row]: In the order of the answer: 'none' and 'with_cp', then for each preset the one that fits, or the
-        smallest.
+        list[Row]: 'none' and 'with_cp', then for each preset the variant that fits, or the smallest one.
     """
 
     def look(variant):
@@ -161,18 +162,18 @@ def plan(
         if name in presets:
             variants = [v for v in dict.fromkeys(_ladder(config, name)) if eight_bit or 'adamw8bit' not in v]
             rows.append(_first_that_fits(variants, look))
-        if name == 'exact_min':  # what follows drops more than half precision does
+        if name == 'exact_min':  # the presets that follow change gradients more than half precision does
             rows += _in_half(config, look, presets)
     return rows
 
 
 def most_counts(presets: Collection[str]) -> int:
-    """Return the largest number of variants that :func:`plan` looks at."""
+    """Return the largest number of variants that :func:`plan` counts."""
     return 4 + sum(len(_LADDERS[name]) for name in ORDER if name in presets)
 
 
 def _in_half(config, look, presets):
-    """Mixed precision, alone or else with exact gradients in less memory, for a config in full precision."""
+    """Return a row of mixed precision, alone or with an exact preset, or no row if the config has it already."""
     try:
         piece_change(config, ['amp'])
     except NotApplicable:

@@ -1,7 +1,7 @@
-"""Before the first iteration: one step on the largest batch that the data set can give. Nothing is learnt from it.
+"""A rehearsal: one step on the largest batch that the data set can give, before the first iteration.
 
-A training dies in its third epoch where the largest batch comes then. ``custom_hooks = [dict(type='RehearseHook')]``
-lets it come first; what the step changes besides memory is put back.
+A training may run out of memory in its third epoch, when the largest batch comes. With
+``custom_hooks = [dict(type='RehearseHook')]`` it comes first. Everything that the step changes is restored.
 """
 
 import contextlib
@@ -28,27 +28,27 @@ from ..verify.first_pass import verification_off
 __all__ = ['DoesNotFit', 'RehearseHook', 'as_before']
 
 
-# A budget is said in few digits.
-_DIGITS = 1.001
+_DIGITS = 1.001  # a budget is given with few digits, so a need that exceeds it by less than this still fits
 
 
 class DoesNotFit(RuntimeError):
-    """The largest batch needs more memory than there is."""
+    """Error of a largest batch that needs more memory than there is."""
 
 
 @HOOKS.register_module()
 class RehearseHook(Hook):
-    """Runs forward and backward pass on the largest batch, and stops a training that would run out of memory.
+    """Hook that runs forward and backward pass on the largest batch and stops a training that would not fit.
 
     Args:
-        budget (str | None): Memory that may be used: '8GiB'; None: all that the GPU has. Default: None.
-        stop (bool): End the program after the rehearsal, for ``sbp-mmdet rehearse``. Default: False.
+        budget (str | None): Memory that may be used, such as '8GiB'. If ``None``, all memory of the GPU. Default: None.
+        stop (bool): Whether to end the program after the rehearsal, for ``sbp-mmdet rehearse``. Default: False.
 
     Raises:
-        DoesNotFit: When training begins, naming the batch, what it needs and the variant of the config that fits.
+        DoesNotFit: When training begins and the largest batch does not fit. The message names the batch, the memory
+            that it needs, and a variant of the config that fits.
 
     Example:
-        ``custom_hooks = [dict(type='LeanHook', preset='exact'), dict(type='RehearseHook', budget='8GiB')]``
+        >>> custom_hooks = [dict(type='LeanHook', preset='exact'), dict(type='RehearseHook', budget='8GiB')]
     """
 
     priority = 'VERY_LOW'  # behind hooks that change the model
@@ -57,10 +57,13 @@ class RehearseHook(Hook):
         self.budget, self.stop = budget, stop
 
     def before_train(self, runner) -> None:
-        """Rehearse the largest step; mmengine's runner calls this when everything is built.
+        """Rehearse the largest step. mmengine's runner calls this method when everything is built.
+
+        Args:
+            runner (Runner): The runner.
 
         Raises:
-            DoesNotFit: Naming the batch, what it needs and the variant of the config that fits.
+            DoesNotFit: See :class:`RehearseHook`.
         """
         from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
         from .tables import format_gib  # noqa: PLC0415
@@ -69,7 +72,7 @@ class RehearseHook(Hook):
         batch, case = largest_batch(runner)
         with as_before(unwrapped(runner.model)), verification_off():
             peak = _peak(runner, batch)
-        # All processes go on, or all stop: one that is left alone would wait for the others.
+        # All processes continue, or all stop: a process that continued alone would wait for the others.
         peak, budget = _of_all_ranks(peak, 'max'), _of_all_ranks(budget, 'min')
         said = f'{case["batch"]} images of {case["height"]} x {case["width"]} with {case["boxes"]} boxes each'
         if peak is None or (budget and peak > budget * _DIGITS):
@@ -106,10 +109,11 @@ def largest_batch(runner) -> tuple[dict, dict]:
         runner (Runner): A runner whose training loop is built.
 
     Returns:
-        tuple[dict, dict]: The batch, and its ``batch``, ``height``, ``width``, ``boxes`` an image and ``channels``.
+        tuple[dict, dict]: The batch, and a dict of its ``batch`` (number of images), ``height``, ``width``, ``boxes``
+        (in each image) and ``channels``.
 
     Raises:
-        ValueError: If the pipeline cannot be run, naming why.
+        ValueError: If the pipeline cannot be run.
     """
     from .batch import build_batch  # noqa: PLC0415
     from .inputs import inputs_of, labels_of  # noqa: PLC0415
@@ -134,14 +138,14 @@ def largest_batch(runner) -> tuple[dict, dict]:
 
 
 def largest_validation(runner) -> tuple[dict, str] | None:
-    """Take the largest image of a runner's validation data, as often as a batch has images.
+    """Return a validation batch that consists of the largest image of a runner's validation data.
 
     Args:
         runner (Runner): A runner whose loops are built.
 
     Returns:
-        tuple[dict, str] | None: The batch, and what it is called; None if the runner does not validate, or does it by
-        a loop of its own.
+        tuple[dict, str] | None: The batch, and its description as a text; ``None`` if the runner does not validate, or
+        uses a loop without a data loader.
     """
     loop = getattr(runner, '_val_loop', None)
     loader = getattr(loop, 'dataloader', None)
@@ -160,10 +164,12 @@ def largest_validation(runner) -> tuple[dict, str] | None:
 
 @contextlib.contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Put back at its end what a step without optimizer changes: random states, buffers, gradients, counters.
+    """Restore at the end of the context what a step changes: random states, buffers, gradients, counters.
+
+    Parameters are not restored: the step must not include the optimizer's.
 
     Args:
-        model (nn.Module): In training mode, not wrapped.
+        model (nn.Module): The model in training mode, not wrapped.
     """
     cuda = torch.cuda.is_available()
     numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda and torch.cuda.get_rng_state()
@@ -189,7 +195,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _counters(module):
-    """Attributes of a module that hold numbers, such as the size that a batch augment drew last."""
+    """Return the attributes of a module that are plain values, such as the size that a batch augment drew last."""
     own = vars(module).keys() - vars(nn.Module()).keys()
     return {key: copy.deepcopy(vars(module)[key]) for key in own if _is_plain(vars(module)[key])}
 
@@ -208,7 +214,7 @@ def _of_all_ranks(number: float | None, op: str) -> float | None:
 
 
 def _peak(runner, batch) -> int | None:
-    """Return the bytes at a training step's peak, with the buckets of distributed training; None: no room."""
+    """Return the bytes at a training step's peak, with distributed training's buckets, or ``None`` if out of memory."""
     model, buckets = runner.model, 0
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -217,11 +223,14 @@ def _peak(runner, batch) -> int | None:
 
 
 def validation_peak(runner, batch: dict) -> int | None:
-    """Return the bytes at the peak of a validation step in which the detector finds as much as it may; None: no room.
+    """Return the bytes at the peak of a validation step in which the detector returns as many objects as it may.
 
     Args:
         runner (Runner): A runner with a detector.
-        batch (dict): Of :func:`largest_validation`.
+        batch (dict): Batch of :func:`largest_validation`.
+
+    Returns:
+        int | None: Number of bytes, or ``None`` if out of memory.
     """
     model = unwrapped(runner.model)
     modes = [(module, module.training) for module in model.modules()]
@@ -256,9 +265,10 @@ def _every_score(model):
 
 
 def _most(runner, model, run, held) -> int | None:
-    """Return the bytes at the peak of ``run``, with what is to come: the optimizer's states, and ``held``.
+    """Return the bytes at the peak of ``run``, with the optimizer's future states and ``held`` bytes more.
 
-    Each process steps by itself, or those that have room would wait for one that has none. None: no room.
+    Each process runs by itself, because processes that have room would wait for one that has none. Returns ``None`` if
+    out of memory.
     """
     from .detector import held_tensors  # noqa: PLC0415
     from .device import is_out_of_memory  # noqa: PLC0415
@@ -288,7 +298,7 @@ def _most(runner, model, run, held) -> int | None:
 
 
 def _states(wrapper) -> int:
-    """Bytes that an optimizer is going to make in its first step."""
+    """Return the bytes of the states that an optimizer will make in its first step."""
     optimizers = [one.optimizer for one in wrapper.values()] if hasattr(wrapper, 'values') else [wrapper.optimizer]
     total = 0
     for optimizer in optimizers:
@@ -313,11 +323,11 @@ def _advice(runner, budget, case):
 
     try:
         found = answer(rows_of(runner.cfg, budget, case))
-    except Exception as error:  # noqa: BLE001  advice is not what the run is stopped for
-        return f'The planner has no answer for it: {type(error).__name__}: {error}'
+    except Exception as error:  # noqa: BLE001  the message that the batch does not fit matters more than this one
+        return f'The planner failed ({type(error).__name__}: {error}).'
     if found is None:
         return 'By the planner no variant fits: take a smaller batch, smaller images or a smaller model.'
     if found.variant == 'none':
-        return 'By the planner it should fit as it is: does another program hold memory of this GPU?'
+        return 'By the planner it should fit without changes: does another program hold memory of this GPU?'
     lines = snippet(runner.cfg, found.variant)
     return f'By the planner {found.variant} fits. {where_to(runner.cfg)}\n\n{lines}'

@@ -1,4 +1,4 @@
-"""``sbp-mmdet report CONFIG``: which modules of a config's model are changed, and which are left alone, and why."""
+"""``sbp-mmdet report CONFIG``: which modules of a config's model are changed, which are left unchanged, and why."""
 
 import argparse
 
@@ -17,7 +17,7 @@ __all__ = ['add_report', 'changes_of']
 
 
 def add_report(verbs) -> None:
-    """Add the subcommand to a parser."""
+    """Add the subcommand ``report`` to a parser."""
     verb = verbs.add_parser('report', help='what a config or a preset changes in the model')
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
@@ -31,15 +31,15 @@ def changes_of(config: Config, preset: str | None = None) -> list[tuple[str, Set
 
     Args:
         config (Config): Config of a detector.
-        preset (str | None): A preset for the whole model in place of them. If ``None``, those of the config.
+        preset (str | None): Preset for the whole model, in place of the config's changes. If ``None``, the config's.
             Default: None.
 
     Returns:
-        list[tuple[str, Settings]]: Name of a part of the model ('' is all of it) and its settings. Without any in the
-        config, 'exact' for the whole model.
+        list[tuple[str, Settings]]: Name of each changed part of the model ('' is the whole model) and its settings. If
+        the config changes nothing, 'exact' for the whole model.
 
     Raises:
-        ValueError: If a setting of the config is wrong.
+        ValueError: If a setting of the config is invalid.
     """
     if preset is not None:
         return [('', Settings.parse(dict(preset=preset), where='--preset'))]

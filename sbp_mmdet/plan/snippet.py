@@ -1,4 +1,4 @@
-"""The lines to add to a config for a variant, as its style wants them."""
+"""The lines to add to a config for a variant, in the style of the config's file."""
 
 import ast
 from pathlib import Path
@@ -16,13 +16,13 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
     """Return the lines to add to a config for a variant.
 
     Args:
-        config (Config): The config that it is for, as its file says it.
+        config (Config): The config as it was loaded from its file.
         variant (str): The variant.
-        batch (int | None): Images of a batch. If `None`, as it is. Default: None.
+        batch (int | None): Number of images of a batch. If ``None``, it is not changed. Default: None.
 
     Returns:
-        str: Lines of Python for the end of the file. For one that is no Python, or that a package installs, they are a
-        config of their own, which inherits from it.
+        str: Lines of Python for the end of the file. If the file is not Python, or was installed with a package, they
+        are a config that inherits from it.
     """
     name, *pieces = variant.split('+')
     change, backbone = piece_change(config, pieces), config.model.get('backbone') or {}
@@ -35,7 +35,7 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
     if hooks and style.lazy:
         lines.append(f'from sbp_mmdet.hooks import {", ".join(hook["type"].name for hook in hooks)}')
     elif hooks or missing:
-        # A child's list replaces its parent's, so what the parent has is named again.
+        # A child's list replaces its parent's, so the parent's items are repeated.
         lines.append(
             f'custom_imports = dict(imports={[*dict.fromkeys([*imports, "sbp_mmdet"])]}, allow_failed_imports=False)'
         )
@@ -56,19 +56,19 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
 
 
 def where_to(config: Config) -> str:
-    """Return what to do with the lines of :func:`snippet`, for the reader."""
+    """Return a heading for the lines of :func:`snippet`, which says what to do with them."""
     return 'Train with this config:' if _Style(config).head else 'Add to the config:'
 
 
 class _Style:
-    """How a config's file is written.
+    """Style of a config's file.
 
     Args:
-        config (Config): Read from a file. Without one, lines are those of a child.
+        config (Config): The config. If it was not loaded from a file, lines are written as in a child config.
 
     Attributes:
-        head (list[str]): The line that inherits from a file that lines cannot be added to.
-        lazy (bool): Whether it imports what it inherits (``read_base``).
+        head (list[str]): Lines that inherit from the file, if lines cannot be added to it.
+        lazy (bool): Whether the file imports its parents (``read_base``).
     """
 
     def __init__(self, config: Config):
@@ -95,11 +95,16 @@ class _Style:
                 ]
 
     def kind(self, name: str):
-        """Return what names a class of this package: a string, or with ``read_base`` the class."""
+        """Return the ``type`` of a class of this package: a string, or the class if the file uses ``read_base``."""
         return _Class(name) if self.lazy else name
 
     def kept(self, name: str, which: list[bool]) -> list[str]:
-        """Return expressions of a list's items of which some are kept."""
+        """Return expressions for the kept items of a list.
+
+        Args:
+            name (str): Name of the list in the config.
+            which (list[bool]): Whether each item is kept.
+        """
         owner = name if name in self._names else f'_base_.{name}'
         if all(which):
             return [f'*{owner}'] if which else []
@@ -113,7 +118,12 @@ class _Style:
         return runs
 
     def changed(self, name: str, values: dict) -> list[str]:
-        """Return lines that change values of a dict: a child's is merged with its parent's, one's own is at hand."""
+        """Return lines that change values of a dict, which the file itself defines or inherits.
+
+        Args:
+            name (str): Name of the dict in the config.
+            values (dict): The changed values.
+        """
         if not values:
             return []
         if name not in self._names:

@@ -1,7 +1,7 @@
-"""One config, many variants: a preset for the whole detector, and pieces beside it.
+"""Variants of a config: a preset for the whole detector, and pieces besides it.
 
-A variant is a preset of :data:`sbp_mmdet.presets.PRESETS`, followed by pieces: ``'exact+cp-heads'``. In a config
-a preset is one line: a ``LeanHook``.
+The name of a variant is a preset of :data:`sbp_mmdet.presets.PRESETS`, followed by pieces: ``'exact+cp-heads'``. In a
+config, a preset is one line: a ``LeanHook``.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import nn
 from ..apply import apply_lean, remove_lean
 from ..hooks import LeanHook
 from ..presets import PRESETS, preset_named
-from .steps import name_of
+from .transforms import name_of
 
 __all__ = [
     'PIECES',
@@ -36,36 +36,37 @@ __all__ = [
 
 PIECES = {
     'targets': 'training targets in chunks, as LeanHook computes them anyway; gradients exact',
-    'cp-heads': 'box and mask heads run again in the backward pass; gradients exact',
-    'cp-rpn': 'the RPN head runs again in the backward pass; gradients exact',
-    'cp-neck': 'the neck runs again in the backward pass; gradients exact',
-    'cp-transformer': 'layers of a transformer encoder and decoder run again in the backward pass; gradients exact',
+    'cp-heads': 'box and mask heads are recomputed in the backward pass; gradients exact',
+    'cp-rpn': 'the RPN head is recomputed in the backward pass; gradients exact',
+    'cp-neck': 'the neck is recomputed in the backward pass; gradients exact',
+    'cp-transformer': 'layers of transformer encoder and decoder are recomputed in the backward pass; gradients exact',
     'amp': 'mixed precision, fp16 with a loss scale; gradients are rounded',
     'adamw8bit': 'optimizer states in 8 bits (bitsandbytes); gradients exact, updates are not',
 }
 
-# Backbones of packages that may be missing, and the one of this package with the same arguments and parameters.
+# Backbones of packages that may be missing -> the backbone of this package with the same arguments and parameters.
 STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeXt'}
-# Where DETR-like detectors, MaskFormer and Mask2Former have transformers: path in the config and in the model.
+# Paths of transformers in config and model of DETR-like detectors, MaskFormer and Mask2Former.
 _TRANSFORMERS = ('encoder', 'decoder', 'panoptic_head.pixel_decoder.encoder', 'panoptic_head.transformer_decoder')
 
 
 class NotApplicable(ValueError):
-    """The variant makes no sense for this model."""
+    """Error of a variant that does not apply to the model."""
 
 
 def load_config(path: str, options: dict | None = None) -> Config:
-    """Read a config. The import of mmpretrain may fail: SBP's backbones stand in for its own.
+    """Load a config. mmpretrain may be missing, because this package's backbones replace its own.
 
     Args:
         path (str): Config file, or ``mmdet::family/name.py``.
-        options (dict | None): ``--cfg-options``. Default: None.
+        options (dict | None): Overrides of ``--cfg-options``. If ``None``, there are none. Default: None.
 
     Returns:
-        Config: The config, overrides merged.
+        Config: The config with overrides.
 
     Raises:
-        ValueError: If it or a package that it inherits from is missing, it has no model, or an import fails.
+        ValueError: If the file or a package that it inherits from is missing, if it has no model or no
+            ``optim_wrapper``, or if an import fails.
     """
     file = _of_package(path) if '::' in str(path) else Path(path)
     if file.is_dir():
@@ -77,7 +78,7 @@ def load_config(path: str, options: dict | None = None) -> Config:
     try:
         config = Config.fromfile(file, import_custom_modules=False)
         config.merge_from_dict(options or {})
-    except Exception as error:  # a config is a program: whatever it may raise
+    except Exception as error:  # a config is a program and may raise any error
         raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
@@ -107,7 +108,7 @@ def _of_package(path):
     package, name = path.split('::', 1)
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f'{path}: there is no package {package}')
+        raise ValueError(f'{path}: package {package} is not installed; install it, or give the path of a config file')
     folder = Path(spec.submodule_search_locations[0])
     installed = folder / '.mim/configs'
     return (installed if installed.is_dir() else folder.parent / 'configs') / name
@@ -120,7 +121,7 @@ def plain(config: Config) -> Config:
         config (Config): Config of a detector.
 
     Returns:
-        Config: A changed copy. A backbone of a package that is missing has one of this package in its place.
+        Config: A changed copy. A backbone of ``STANDS_IN`` is replaced by that of this package.
     """
     changed = copy.deepcopy(config)
     backbone = changed.model.get('backbone') or {}
@@ -132,7 +133,7 @@ def plain(config: Config) -> Config:
 
 
 def _without_checkpoints(node):
-    """Switch off the numbers of checkpointed layers of transformers in a config, which need fairscale."""
+    """Set the numbers of checkpointed transformer layers (``num_cp``, ``with_cp``) of a config to -1, in place."""
     if isinstance(node, dict):
         for key in ('num_cp', 'with_cp'):
             if type(node.get(key)) is int and node[key] > 0:
@@ -159,13 +160,13 @@ def is_plain(config: Config) -> bool:
 
 
 def presets_of(model: nn.Module) -> dict[str, str | None]:
-    """Find the presets that apply to a model, which stays as it is.
+    """Find the presets that apply to a model. The model is unchanged afterwards.
 
     Args:
         model (nn.Module): A plain detector.
 
     Returns:
-        dict[str, str | None]: Name of each preset to None, or to why it does not apply.
+        dict[str, str | None]: For each preset, why it does not apply, or ``None`` if it does.
     """
     found = {}
     for name in PRESETS:
@@ -190,8 +191,8 @@ def with_variant(config: Config, variant: str, **keys) -> Config:
         Config: A changed copy.
 
     Raises:
-        NotApplicable: If the model lacks what a piece is about.
-        ValueError: For an unknown preset or piece.
+        NotApplicable: If a piece does not apply to the model.
+        ValueError: If the preset or a piece is unknown.
     """
     name, *pieces = variant.split('+')
     preset_named(name)
@@ -204,14 +205,14 @@ def with_variant(config: Config, variant: str, **keys) -> Config:
 
 
 def everything_checkpointed(config: Config, blocks: bool = True) -> str:
-    """Return the variant that checkpoints all that a list of names can: blocks, transformer layers, neck and heads.
+    """Return the variant that checkpoints everything: blocks, transformer layers, neck and heads.
 
     Args:
-        config (Config): A plain one, see :func:`plain`.
+        config (Config): A plain config, see :func:`plain`.
         blocks (bool): Whether ``preset='with_cp'`` applies to the model. Default: True.
 
     Returns:
-        str: ``'with_cp+targets'``, or ``'none+targets'``, and the pieces that the model has something for.
+        str: ``'with_cp+targets'`` or ``'none+targets'``, followed by the pieces that apply to the model.
 
     Example:
         >>> everything_checkpointed(load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'))
@@ -225,18 +226,18 @@ def everything_checkpointed(config: Config, blocks: bool = True) -> str:
 
 
 def piece_change(config: Config, pieces: list[str]) -> dict:
-    """Return the changes of pieces to a config, outside of its backbone.
+    """Return the changes that pieces make to a config.
 
     Args:
         config (Config): Config of a detector.
-        pieces (list[str]): Keys of ``PIECES``.
+        pieces (list[str]): Keys of :data:`PIECES`.
 
     Returns:
-        dict: New ``custom_hooks``, and values of the optimizer and of its ``wrapper``.
+        dict: ``custom_hooks`` (a list of new hooks), and changed keys of the ``optimizer`` and its ``wrapper``.
 
     Raises:
-        NotApplicable: If the model lacks what the piece is about.
-        ValueError: For an unknown piece.
+        NotApplicable: If a piece does not apply to the model.
+        ValueError: If a piece is unknown.
     """
     modules, optimizer, wrapper, hooks = [], {}, {}, []
     for piece in pieces:
@@ -257,13 +258,13 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
         elif found := _modules_of(config.model, piece.removeprefix('cp-')):
             modules += found
         else:
-            raise NotApplicable(f'{piece}: the model has none')
+            raise NotApplicable(f'{piece}: the model has no such modules')
     hooks += [dict(type='CheckpointModulesHook', modules=modules)] if modules else []
     return dict(custom_hooks=hooks, optimizer=optimizer, wrapper=wrapper)
 
 
 def _modules_of(model, part):
-    """Names of the modules that a 'cp-' piece is about."""
+    """Return the names of the modules that a 'cp-' piece checkpoints."""
     roi = model.get('roi_head') or {}
     if part == 'heads':
         return [f'roi_head.{h}' for h in ('bbox_head', 'mask_head') if roi.get(h)] or (

@@ -1,4 +1,4 @@
-"""``sbp-mmdet verify CONFIG``: each kind of changed module against its own code, on this device, as a table."""
+"""``sbp-mmdet verify CONFIG``: a table that compares each kind of changed module with its own code on this device."""
 
 import argparse
 import copy
@@ -22,8 +22,8 @@ __all__ = ['add_verify', 'findings_of']
 
 
 def add_verify(verbs) -> None:
-    """Add the subcommand to a parser."""
-    verb = verbs.add_parser('verify', help='changed modules against their own code, on this device')
+    """Add the subcommand ``verify`` to a parser."""
+    verb = verbs.add_parser('verify', help='compare changed modules with their own code, on this device')
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     choices = [name for name, preset in PRESETS.items() if preset.form is not None]
     verb.add_argument('--preset', default='exact', choices=choices, help='default: exact')
@@ -40,15 +40,15 @@ def findings_of(
 
     Args:
         config (Config): Config of a detector.
-        preset (str): The preset.
+        preset (str): Name of the preset.
         device (str): 'cpu' or 'cuda'.
-        batch (int): Images.
-        height (int): Their height.
-        width (int): Their width.
-        channels (int): Their channels. Default: 3.
+        batch (int): Number of images.
+        height (int): Height of the images, in pixels.
+        width (int): Width of the images, in pixels.
+        channels (int): Number of channels of the images. Default: 3.
 
     Returns:
-        Findings: What was found.
+        Findings: Results of the comparison.
     """
     with at_the_first_step():
         case = dict(batch=batch, height=height, width=width, boxes=5, channels=channels, device=device)

@@ -1,8 +1,8 @@
-"""Batches that a config's sampler and preprocessor put together from the images that its pipeline puts out.
+"""The largest batches that a config's sampler and preprocessor put together from the outputs of its pipeline.
 
-The sampler groups images by their shape on disk, but a crop may turn a landscape image into a portrait one afterwards:
-then a batch is padded to the height of one image and the width of another, which is half as large again as any of its
-images. And what remains of the two groups at the end of an epoch shares a batch.
+The sampler groups images by their orientation on disk, but a crop may turn a landscape image into a portrait one. Then
+a batch is padded to the height of one image and the width of another, 1.5 times the size of any of its images. Images
+that remain of the two groups at the end of an epoch share a batch, too.
 """
 
 import math
@@ -12,26 +12,26 @@ import numpy as np
 from mmengine.config import Config
 
 from .pipeline import Samples
-from .steps import name_of
+from .transforms import name_of
 
 __all__ = ['DRAWS', 'Batch', 'Batches', 'batches_of']
 
-# A training on COCO, 12 epochs of two images on each of eight GPUs, has 88,000.
+# Number of batches that are drawn. A training on COCO, 12 epochs of two images on each of eight GPUs, has 88,000.
 DRAWS = 100_000
 _GROUPING = ('AspectRatioBatchSampler', 'MultiDataAspectRatioBatchSampler', 'TrackAspectRatioBatchSampler')
-# So many batches for each sample, whatever its share: an epoch has all images.
+# Number of batches that are drawn with each sample, even a rare one: an epoch contains all images.
 _OF_EACH = 8
 _MOST_NUMBERS = 2_000_000
 
 
 class Batch(NamedTuple):
-    """A batch, or a branch of one.
+    """A batch, or a branch of a semi-supervised batch.
 
     Attributes:
-        images (int): How many.
-        height, width (int): Of all of them, padded to one size; to the preprocessor's divisor it pads them itself.
-        boxes (int): In each image of the most crowded batch.
-        truth (list[np.ndarray]): Boxes of that batch's images as shares of width and height, (boxes, 4) each.
+        images (int): Number of images.
+        height, width (int): Size that all images are padded to, before the preprocessor's divisor.
+        boxes (int): Number of boxes in each image of the most crowded batch.
+        truth (list[np.ndarray]): Boxes of that batch's images as shares of width and height, shape (boxes, 4) each.
     """
 
     images: int
@@ -45,9 +45,9 @@ class Batches(NamedTuple):
     """Batches of a training.
 
     Attributes:
-        largest (dict[str, Batch]): The largest one, by branch: '' alone unless the training is semi-supervised.
+        largest (dict[str, Batch]): Largest batch by branch; a single branch '' unless the training is semi-supervised.
         rare (tuple[int, int]): Height and width that one batch in a thousand reaches.
-        usual (tuple[int, int]): Those of the batch in the middle.
+        usual (tuple[int, int]): Height and width of the median batch.
     """
 
     largest: dict[str, Batch]
@@ -56,21 +56,21 @@ class Batches(NamedTuple):
 
     @property
     def main(self) -> Batch:
-        """The branch with the most pixels."""
+        """Branch with the most pixels."""
         return max(self.largest.values(), key=lambda one: one.images * one.height * one.width)
 
 
 def batches_of(samples: Samples, config: Config, batch: int, processes: int = 1) -> Batches:
-    """Put batches together as the sampler groups images.
+    """Draw batches as the config's sampler groups images, and return the largest, a rare and the usual one.
 
     Args:
-        samples (Samples): Of :func:`.pipeline.samples_of`.
+        samples (Samples): Result of :func:`.pipeline.samples_of`.
         config (Config): Config of the detector.
-        batch (int): Images of a batch.
-        processes (int): Of the training, between which images are dealt out by chance. Default: 1.
+        batch (int): Number of images of a batch.
+        processes (int): Number of processes of the training, among which images are distributed at random. Default: 1.
 
     Returns:
-        Batches: The largest, a rare and the usual one.
+        Batches: The batches.
     """
     rng = np.random.default_rng(0)
     drawn, every = [], []
@@ -103,7 +103,7 @@ def _of_main(batch, config):
 
 
 def _groups(samples, config, batch):
-    """Return for each of the sampler's groups, and each of its sources, the samples and how many of them it takes."""
+    """Yield the sampler's groups: lists of (indices of the samples of a source, number of them in a batch)."""
     loader = config.get('train_dataloader') or {}
     sampler, of_batches = loader.get('sampler') or {}, name_of(loader.get('batch_sampler') or {})
     grouped = of_batches in _GROUPING or name_of(sampler).startswith('Group')
@@ -145,7 +145,7 @@ def _with_each(rng, samples, parts):
 
 
 def _mixed(rng, samples, config, batch, draws, processes):
-    """Return what remains of two groups at the end of an epoch."""
+    """Yield batches of the images that remain of both orientations at the end of an epoch."""
     loader = config.get('train_dataloader') or {}
     of_batches = loader.get('batch_sampler') or {}
     name, sampler = name_of(of_batches), name_of(loader.get('sampler') or {})
@@ -154,10 +154,10 @@ def _mixed(rng, samples, config, batch, draws, processes):
     if batch == 1 or not ends or 'Infinite' in sampler or not (len(landscape) and len(portrait)):
         return
     if samples.groups and processes == 1 and sampler == 'DefaultSampler':
-        rests = [tuple(number % batch for number in samples.groups)]  # the same ones in each epoch
+        rests = [tuple(number % batch for number in samples.groups)]  # the same in each epoch
     else:
         rests = [(wide, high) for wide in range(batch) for high in range(batch)]
-    number = draws * min(1, batch / samples.total)  # of epochs
+    number = draws * min(1, batch / samples.total)  # number of epochs
     splits = [(high, min(batch - high, wide)) for wide, high in rests]
     for high, wide in dict.fromkeys(splits):
         times = round(number * splits.count((high, wide)) / len(splits))
@@ -166,7 +166,7 @@ def _mixed(rng, samples, config, batch, draws, processes):
 
 
 def _crowd(samples, branch, batch):
-    """Boxes an image where the most crowded images meet, and those boxes."""
+    """Return the mean number of boxes of the most crowded images of a batch, and those boxes."""
     order = np.argsort(-samples.boxes[:, branch], kind='stable')
     _, first = np.unique(samples.images[order], return_index=True)  # each image once, as it is most crowded
     top = order[np.sort(first)[:batch]]
@@ -188,7 +188,7 @@ def _pixels(sizes, config):
 
 
 def _padded(height: int, width: int, config: Config, usual: bool = False) -> tuple[int, int]:
-    """Return the size that the preprocessor makes of an image, before it pads to a divisor."""
+    """Return the size to which the preprocessor resizes or pads an image, before it pads it to a divisor."""
     for augment in _preprocessor(config).get('batch_augments') or []:
         if name_of(augment) == 'BatchFixedSizePad':
             height, width = map(max, (height, width), _pair(augment['size']))

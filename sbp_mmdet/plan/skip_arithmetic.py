@@ -1,9 +1,9 @@
-"""A training step without its arithmetic: every tensor is made, few are computed.
+"""A training step without its arithmetic: all tensors are allocated, but few are computed.
 
-What a step stores depends on shapes and types, not on values, except where boxes are compared. So the large operations
-of the network, of the backward pass and of the optimizer need not be carried out for a count of bytes: their results
-are zeros of the right shape. Proposals, assignment and sampling are computed as always, and so are integers and bools:
-masks and indices say how many rows are stored.
+The bytes of a step depend on shapes and types, not on values, except where boxes are compared. So the large operations
+of the network, the backward pass and the optimizer need not be computed for a count of bytes: their results are zeros
+of the right shape. Proposals, assignment and sampling are computed as usual. So are integers and bools, because masks
+and indices decide how many rows are saved.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = ['SkipArithmetic']
 
-# Smaller operations are computed: they cost nothing, and boxes are among them.
+# Operations with fewer elements are computed: they cost little, and boxes are among them.
 _LARGE = 2**17
 _FACTORIES = ('zeros', 'new_zeros', 'zeros_like', 'ones', 'new_ones', 'full', 'new_full')
 
 
 class SkipArithmetic(TorchDispatchMode):
-    """Replaces large operations by zeros of the shape that they would have made.
+    """Mode in which large operations return zeros of the right shape instead of being computed.
 
     Args:
-        active (Callable): Says whether the step is where values do not matter.
+        active (Callable): Returns whether the step is at a place where values do not matter.
     """
 
     def __init__(self, active: Callable[[], bool]):
@@ -43,7 +43,7 @@ class SkipArithmetic(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):  # the shape of the result depends on values
                 return func(*args, **kwargs)
             if func is torch.ops.aten.native_group_norm_backward.default and results[0] is not None:
-                # Kernels round it to the type of the input, torch's function of shapes does not.
+                # Kernels return the input's type; torch's meta function does not.
                 results = results[0].to(args[1].dtype), *results[1:]
             return tree_map(_to_zeros, results)
         return func(*args, **kwargs)
@@ -62,7 +62,7 @@ def _is_large(func, args, kwargs):
 
 
 def _mutated(func, args, kwargs):
-    """Return the tensors that an operation in place, or with ``out``, would have written to."""
+    """Return the tensors that an operation in place or with ``out`` would have written to, unchanged."""
     values = [
         kwargs.get(argument.name, args[i] if i < len(args) else None)
         for i, argument in enumerate(func._schema.arguments)
@@ -84,6 +84,6 @@ def _to_zeros(value):
         return value
     if not value.untyped_storage().nbytes():
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    # numpy leaves it to the operating system to give zeros when a page is touched, which happens to few of them.
+    # With numpy, the operating system provides zeros when a page is first touched, which happens to few pages.
     storage = torch.from_numpy(np.zeros(value.untyped_storage().nbytes(), np.uint8)).untyped_storage()
     return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())

@@ -1,12 +1,12 @@
-"""The transforms that a config names, without building them."""
+"""The transforms in a config, read without building them."""
 
 from collections.abc import Iterable, Iterator
 
-__all__ = ['leaves_of', 'name_of', 'steps_of']
+__all__ = ['innermost_of', 'name_of', 'transforms_of']
 
 
-def steps_of(dataset: dict | None) -> Iterator[dict]:
-    """Transform in the order in which an image meets them: those of inner data sets first.
+def transforms_of(dataset: dict | None) -> Iterator[dict]:
+    """Yield the configs of a data set's transforms in the order in which they run: those of inner data sets first.
 
     Args:
         dataset (dict | None): Config of a data set.
@@ -14,28 +14,28 @@ def steps_of(dataset: dict | None) -> Iterator[dict]:
     if not isinstance(dataset, dict):
         return
     for inner in dataset.get('datasets') or [dataset.get('dataset')]:
-        yield from steps_of(inner)
+        yield from transforms_of(inner)
     yield from dataset.get('pipeline') or []
 
 
 def name_of(step: dict) -> str:
-    """Name of a transform's class, without its scope."""
+    """Return the name of a class in a config's ``type``, without its scope."""
     kind = step.get('type')
     return (kind if isinstance(kind, str) else getattr(kind, '__name__', '')).split('.')[-1]
 
 
-def leaves_of(steps: Iterable) -> Iterator[dict]:
-    """Transform, and those that they hold instead of what holds them.
+def innermost_of(steps: Iterable) -> Iterator[dict]:
+    """Yield the configs of transforms; a transform that contains others is replaced by those.
 
     Args:
-        steps (Iterable): Configs of transforms; others are passed over.
+        steps (Iterable): Configs of transforms. Items that are no dicts are skipped.
     """
     for step in steps:
         if not isinstance(step, dict):
             continue
         inner = [value for value in step.values() if isinstance(value, (dict, list, tuple))]
         held = [item for value in inner for item in _flat(value) if isinstance(item, dict) and 'type' in item]
-        yield from leaves_of(held) if held else [step]
+        yield from innermost_of(held) if held else [step]
 
 
 def _flat(value):
