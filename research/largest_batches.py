@@ -13,12 +13,12 @@ import warnings
 
 from isolated import apart, rows_of, sweep
 from mmengine.logging import MMLogger
+from provenance import CHECKOUT
 
 from sbp_mmdet.plan.batch_size import largest_batch, learning_rate
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.planner import needed
-from sbp_mmdet.plan.tables import CHECKOUT
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 
 RESULTS = CHECKOUT / 'docs/results/largest_batches.json'

@@ -149,6 +149,7 @@ def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
     [
         (('plan', FRCNN, '--budget', 'lots'), "budget 'lots' cannot be read"),
         (('plan', FRCNN, '--budget', '8GiB', '--size', 'large'), "size 'large' cannot be read"),
+        (('plan', FRCNN, '--budget', '8GiB', '--batch', 'two'), "'two' is no number of images; give one, or 'max'"),
         (('plan', FRCNN, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
         (('plan', FRCNN), 'this machine has no GPU; give the memory of yours, for example --budget 8GiB'),
         (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains its model.detector together with a teacher'),
@@ -163,6 +164,14 @@ def test_bad_input(words, message, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         command.main([*words])
     assert stopped.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_where_the_pipeline_cannot_be_run_a_size_will_do(tmp_path, capsys):
+    line = "train_dataloader = dict(dataset=dict(pipeline=[dict(type='Gone')]))"
+    (tmp_path / 'wrong.py').write_text(f"_base_ = '{FRCNN}'\n{line}\n")
+    with pytest.raises(SystemExit):
+        command.main(['plan', str(tmp_path / 'wrong.py'), '--budget', '8GiB'])
+    assert capsys.readouterr().err.endswith('; give the size of the images, for example --size 800x1333\n')
 
 
 @pytest.fixture

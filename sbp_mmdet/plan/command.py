@@ -65,7 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
             config = load_config(args.config, args.cfg_options)
             args.run(args, config)
     except ValueError as error:
-        parser.error(str(error))
+        instead = isinstance(error, CannotRun) and hasattr(args, 'size')
+        parser.error(f'{error}{"; give the size of the images, for example --size 800x1333" if instead else ""}')
 
 
 def _add_plan(verbs):
@@ -297,7 +298,7 @@ def _rehearse(args, config):
         except DoesNotFit as error:
             raise SystemExit(str(error)) from None
         except CannotRun as error:
-            raise ValueError(f'{args.config}: {error}') from error
+            raise CannotRun(f'{args.config}: {error}') from error
         except Exception as error:  # whatever a config, its data and its model may raise
             raise SystemExit(f'{args.config}: it cannot be rehearsed here: {reason_of(error)}') from error
 

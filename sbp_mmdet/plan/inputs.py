@@ -3,6 +3,8 @@
 import argparse
 from typing import NamedTuple
 
+from mmdet.engine.hooks import YOLOXModeSwitchHook
+from mmdet.registry import HOOKS
 from mmengine.config import Config
 
 from .pipeline import data_set_of, samples_of
@@ -75,7 +77,12 @@ def add_inputs(parser: argparse.ArgumentParser, largest: bool = False) -> None:
 
 
 def _images(text):
-    return 'max' if text == 'max' else int(text)
+    if text == 'max':
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of images; give one, or 'max'") from None
 
 
 def inputs_of(
@@ -123,7 +130,7 @@ def _of_pipeline(config, case, dataset, processes):
     whose = 'those of the annotations'
     if dataset is None:
         dataset, whose = data_set_of(config)
-    samples = [samples_of(dataset, config, step, case.batch) for step in [None, *_later(config)]]
+    samples = [samples_of(dataset, config, step, case.batch, skip) for step, skip in [(None, ()), *_later(config)]]
     first, *later = [batches_of(one, config, case.batch, processes) for one in samples]
     most = max([first, *later], key=lambda found: found.main.height * found.main.width)
     main = most.main
@@ -137,9 +144,16 @@ def _of_pipeline(config, case, dataset, processes):
 
 
 def _later(config):
-    """Return the pipelines to which hooks switch in the last epochs."""
-    hooks = [hook for hook in config.get('custom_hooks') or [] if isinstance(hook, dict)]
-    return [list(hook['switch_pipeline']) for hook in hooks if hook.get('switch_pipeline')]
+    """Return what hooks change in the last epochs: a pipeline in the place of the first, or transforms to skip."""
+    found = []
+    for hook in config.get('custom_hooks') or []:
+        kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
+        if hook.get('switch_pipeline'):
+            found.append((list(hook['switch_pipeline']), ()))
+        elif isinstance(kind, type) and issubclass(kind, YOLOXModeSwitchHook):
+            own = {key: value for key, value in hook.items() if key != 'priority'}  # the runner's
+            found.append((None, HOOKS.build(own).skip_type_keys))
+    return found
 
 
 def labels_read(config: Config) -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -112,7 +112,7 @@ def data_set_of(config: Config) -> tuple[object, str]:
             raise CannotRun(_line('its train pipeline cannot be built', error)) from error
 
 
-def samples_of(dataset, config: Config, step=None, batch: int = 1) -> Samples:
+def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequence[str] = ()) -> Samples:
     """Run a data set's pipeline on many of its images, which are blank if possible. Each call takes the same images.
 
     Args:
@@ -120,6 +120,7 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1) -> Samples:
         config (Config): Config of the detector.
         step (list | None): Pipeline that a hook switches to. If ``None``, the data set's own. Default: None.
         batch (int): Number of images of a batch; as many of the most crowded images are among the samples. Default: 1.
+        skip (Sequence[str]): Transforms that a hook lets the data set skip. Default: none.
 
     Returns:
         Samples: The outputs.
@@ -129,12 +130,19 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1) -> Samples:
     """
     backbone = (config.model.get('detector') or config.model).get('backbone') or {}
     channels = backbone.get('in_channels') or 3
+
+    def copied(blank):
+        made = blank_copy(dataset, channels, step, blank)
+        if skip and hasattr(made, 'update_skip_type_keys'):
+            made.update_skip_type_keys(skip)
+        return made
+
     with _own_draws(), _quiet():
         try:
-            return _run(blank_copy(dataset, channels, step, blank=True), batch)
+            return _run(copied(blank=True), batch)
         except Exception as error:  # a transform may need the pictures: they are read if they are on this machine
             with contextlib.suppress(Exception):
-                return _run(blank_copy(dataset, channels, step, blank=False), batch)
+                return _run(copied(blank=False), batch)
             raise CannotRun(_line('its train pipeline cannot be run', error)) from error
 
 
@@ -142,7 +150,7 @@ def _line(what, error):
     text = ' '.join(str(error).split())[:200]
     if isinstance(error, ValueError) and 'at least one array' in text:  # mmengine's, of a list of no images
         return f'{what} here: it has no image; look at ann_file, at the classes in metainfo and at filter_cfg'
-    return f'{what} here ({type(error).__name__}: {text}); give the size of the images, for example --size 800x1333'
+    return f'{what} here ({type(error).__name__}: {text})'
 
 
 # --- Without the data -------------------------------------------------------------------------------------------------

@@ -2,16 +2,16 @@
 
 import argparse
 
-from mmdet.registry import HOOKS
 from mmengine.config import Config, DictAction
 
 from ..apply import apply_settings
 from ..hooks import LeanHook
 from ..presets import PRESETS, Settings
 from ..report import thinned_line
+from ..surgery import model_hooks
 from .detector import build_detector
 from .errors import reason_of
-from .variants import is_lean, plain
+from .variants import plain
 
 __all__ = ['add_report', 'changes_of']
 
@@ -43,7 +43,7 @@ def changes_of(config: Config, preset: str | None = None) -> list[tuple[str, Set
     """
     if preset is not None:
         return [('', Settings.parse(dict(preset=preset), where='--preset'))]
-    hooks = [HOOKS.build(hook) for hook in config.get('custom_hooks') or [] if is_lean(hook)]
+    hooks = [*model_hooks(config.get('custom_hooks'))]
     changes = [('', hook.settings) for hook in hooks if isinstance(hook, LeanHook)]
     if (cfg := (config.model.get('backbone') or {}).get('sbp_cfg')) is not None:
         changes.append(('backbone', Settings.parse(cfg)))
