@@ -336,7 +336,7 @@ def test_a_foreign_checkpoint_around_a_thinned_part_is_refused(foreign, reentran
     model = build('stock Swin', cfg, **options)
     run = foreign(model, reentrant) or model
     message = (
-        rf"layer \(.*\) of a backbone with preset='{cfg['preset']}' runs again inside of a checkpoint.*modules=\[...\]"
+        rf"layer \(.*\) of a backbone with preset='{cfg['preset']}' is recomputed by a checkpoint.*modules=\[...\]"
     )
     with pytest.raises(ValueError, match=message):
         loss_of(run(image(2, 64, 64).requires_grad_())).backward()
@@ -381,7 +381,7 @@ def test_a_confined_plugin_leaves_checkpoints_alone():
 def test_a_map_of_another_size_is_an_error():
     model = build('stock ConvNeXt', dict(preset='sbp'))
     model.downsample_layers[0].register_forward_pre_hook(lambda module, args: (args[0][..., ::2],))
-    with pytest.raises(ValueError, match=r'has a map of 128 positions, and 256 were expected.*stride=4'):
+    with pytest.raises(ValueError, match=r'has a map of 128 positions, but 256 were expected.*stride=4'):
         model(image(2, 64, 64))
 
 

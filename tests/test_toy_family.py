@@ -191,7 +191,7 @@ def test_keys_hook_and_back():
 
 def test_a_wrong_stride_is_an_error(monkeypatch):
     monkeypatch.setattr(ADAPTERS[f'{__name__}.ToyBlock'], 'stride', 4)
-    with pytest.raises(ValueError, match=r'has a map of 396 positions, and 99 were expected.*stride=4'):
+    with pytest.raises(ValueError, match=r'has a map of 396 positions, but 99 were expected.*stride=4'):
         toy('sbp')(image(1, 36, 44))
 
 

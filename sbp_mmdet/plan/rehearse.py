@@ -48,7 +48,7 @@ class RehearseHook(Hook):
             that it needs, and a variant of the config that fits.
 
     Example:
-        >>> custom_hooks = [dict(type='LeanHook', preset='exact'), dict(type='RehearseHook', budget='8GiB')]
+        ``custom_hooks = [dict(type='LeanHook', preset='exact'), dict(type='RehearseHook', budget='8GiB')]``
     """
 
     priority = 'VERY_LOW'  # behind hooks that change the model

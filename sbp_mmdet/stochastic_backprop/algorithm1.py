@@ -22,6 +22,10 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
 
     Returns:
         Tensor: Shape (N, L, ...').
+
+    Example:
+        >>> kept = positions(mask)  # see stochastic_backprop.masks
+        >>> y = sbp(torch.nn.Linear(96, 384), x, kept)  # a PW-Conv on tokens (N, L, 96)
     """
     keep, drop = positions.keep, positions.drop
     # Kept positions first: under autocast the first call fills the cache of cast weights, and a cache that was filled

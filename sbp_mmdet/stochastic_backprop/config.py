@@ -28,10 +28,10 @@ class SBPConfig:
             Default: 'qkv'.
 
     Raises:
-        ValueError: If a value is not one of these. The message names the key, the value and the choices.
+        ValueError: If a value is invalid. The message names the key, the value and the choices.
 
     Example:
-        ``SBPConfig(keep_ratio=0.25, sampler='random')``
+        >>> config = SBPConfig(keep_ratio=0.25, sampler='random')
     """
 
     keep_ratio: float | Sequence[float] = 0.5
@@ -51,5 +51,5 @@ class SBPConfig:
 
     @property
     def has_ratio_per_block(self) -> bool:
-        """Return whether ``keep_ratio`` lists one ratio for each thinned block."""
+        """Whether ``keep_ratio`` lists one ratio for each thinned block."""
         return isinstance(self.keep_ratio, Sequence) and not isinstance(self.keep_ratio, str)

@@ -1,7 +1,7 @@
-"""Which layers of a backbone are thinned, and by how much.
+"""The layers of a backbone that are thinned, with their keep ratios.
 
-Appendix, "Experimental Settings": ConvNeXt-T thins 3-3-6-0 of its 3-3-9-3 blocks, ConvNeXt-B 3-3-21-0 of 3-3-27-3, a
-ViT the last 8 of 12 (section 5.1).
+The paper (appendix, "Experimental Settings") thins 3-3-6-0 of the 3-3-9-3 blocks of ConvNeXt-T, 3-3-21-0 of 3-3-27-3 of
+ConvNeXt-B, and the last 8 of 12 blocks of a ViT (section 5.1).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ def thinned_blocks(depths: Sequence[int]) -> tuple[int, ...]:
         depths (Sequence[int]): Number of blocks in each stage.
 
     Returns:
-        tuple[int, ...]: The paper's choice where it made one; otherwise all blocks of every stage but the last.
+        tuple[int, ...]: The paper's choice if there is one for these depths; otherwise all blocks except those of the
+        last stage.
     """
     depths = tuple(depths)
     return _CHOSEN_IN_THE_PAPER.get(depths) or ((*depths[:-1], 0) if len(depths) > 1 else depths)
@@ -39,8 +40,8 @@ def thinned_layers(
         from_end (bool): Whether ``blocks`` counts the last blocks of a stage. Default: False.
 
     Returns:
-        dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` (the layer that leads into the stage) to
-        keep ratio. Stages count from 0. Layers with a ratio of 1 are left out.
+        dict[tuple, float]: Keep ratios by layer: ``(stage, block)``, or ``(stage, 'downsample')`` for the layer that
+        leads into the stage. Stages count from 0. Layers with a ratio of 1 are omitted.
 
     Raises:
         ValueError: If ``blocks`` or ``keep_ratio`` do not fit the depths.
@@ -53,8 +54,8 @@ def thinned_layers(
         first = depth - number if from_end else 0
         in_stage = {(i, first + j): next(ratios) for j in range(number)}
         if config.downsample and 0 < i < len(depths) - 1:
-            # The layer works at the resolution of the stage that it leads into, so it takes the ratio of that stage's
-            # first block; if that stage is exact, the ratio of the last thinned block before it.
+            # The layer's output has the resolution of the stage that it leads into, so it takes the ratio of that
+            # stage's first block; if that stage is exact, the ratio of the last thinned block before it.
             found[i, 'downsample'] = next(iter(in_stage.values()), latest or all_ratios[0])
         found |= in_stage
         latest = [*in_stage.values()][-1] if in_stage else latest

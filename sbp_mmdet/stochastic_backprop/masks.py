@@ -1,4 +1,4 @@
-"""Which spatial positions keep their gradient (paper, section 4, "How to sample the gradient keep mask?").
+"""Gradient keep masks: the positions that keep their gradient (section 4, "How to sample the gradient keep mask?").
 
 One base mask is drawn at the resolution of the deepest stage that uses SBP. Shallower stages get it enlarged by whole
 blocks, so that a kept position of a stage is a kept 2x2 patch of the stage before it, and every layer of a forward
@@ -38,17 +38,22 @@ _MAX_DENOMINATOR = 100
 
 
 class Positions(NamedTuple):
-    """Kept and dropped positions of one feature map, as flat indices ``h * width + w``."""
+    """Kept and dropped positions of one feature map, as flat indices ``h * width + w``.
 
-    keep: Tensor  # int64, (K,), sorted
-    drop: Tensor  # int64, (D,), D = height * width - K, sorted
+    Attributes:
+        keep (Tensor): Kept positions, int64, shape (K,), sorted.
+        drop (Tensor): Dropped positions, int64, shape (height * width - K,), sorted.
+    """
+
+    keep: Tensor
+    drop: Tensor
 
 
 def parse_keep_ratio(ratio: float) -> Fraction:
     """Return the keep ratio r (section 3.2.1) as the fraction p/q that masks of any size honour exactly.
 
     Args:
-        ratio (float): In (0, 1]; within 5e-5 of a fraction with a denominator of at most 100.
+        ratio (float): Keep ratio in (0, 1], within 5e-5 of a fraction with a denominator of at most 100.
 
     Returns:
         Fraction: The ratio.
@@ -76,8 +81,11 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: st
         seed (int): Seed of the run.
         rank (int): Rank of the process; ranks draw different masks.
         step (int): Training step.
-        repeat (int): Which forward pass of the step. Default: 0.
-        purpose (str): What is drawn, if it is not the masks: independent of them. Default: ''.
+        repeat (int): Number of the forward pass within the step. Default: 0.
+        purpose (str): What is drawn; draws with different purposes are independent. Masks have ''. Default: ''.
+
+    Returns:
+        torch.Generator: The generator.
     """
     digest = hashlib.blake2b(f'{seed}/{rank}/{step}/{repeat}{purpose}'.encode(), digest_size=8).digest()
     return torch.Generator('cpu').manual_seed(int.from_bytes(digest, 'little') >> 1)
@@ -91,8 +99,8 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
     round(r * height * width) positions drawn without replacement.
 
     Args:
-        height (int): Rows.
-        width (int): Columns.
+        height (int): Number of rows.
+        width (int): Number of columns.
         ratio (float): Keep ratio, see :func:`parse_keep_ratio`.
         sampler (str): 'grid' or 'random'.
         generator (torch.Generator): Source of randomness, on the CPU.
@@ -154,8 +162,11 @@ def level_positions(
         sizes (list[tuple[int, int]]): (height, width) of each map, in the order of the tokens.
         ratio (float): Keep ratio, see :func:`stage_masks`.
         sampler (str): 'grid' or 'random'.
-        generator (torch.Generator): Of the pass.
-        device (torch.device | str): Where the indices go.
+        generator (torch.Generator): Source of randomness, on the CPU.
+        device (torch.device | str): Device of the indices.
+
+    Returns:
+        Positions: Indices of the tokens.
     """
     order = sorted(range(len(sizes)), key=lambda i: -math.prod(sizes[i]))
     masks = stage_masks([sizes[i] for i in order], ratio, sampler, generator)
@@ -166,8 +177,8 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
     """Return the kept and dropped indices of a mask, on the device of the features.
 
     Args:
-        mask (Tensor): bool, shape (height, width), on the CPU.
-        device (torch.device | str): Where the indices go. Default: 'cpu'.
+        mask (Tensor): Mask, bool, shape (height, width), on the CPU.
+        device (torch.device | str): Device of the indices. Default: 'cpu'.
 
     Returns:
         Positions: Kept and dropped flat indices.
@@ -180,9 +191,9 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
 
 
 def grid_positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
-    """Return the indices of a mask of the sampler ``grid``; see :func:`positions`.
+    """Return the indices of a mask of the sampler ``grid``, see :func:`positions`.
 
-    The grid has few phases, so masks repeat. Their indices are cached on the device and must not be written to.
+    The grid has few phases, so masks repeat. Their indices are cached on the device and must not be changed in place.
     """
     return _of_grid(mask.numpy().tobytes(), *mask.shape, device)
 
@@ -196,11 +207,11 @@ def token_positions(positions: Positions, prefix: int) -> Positions:
     """Shift the positions of a map behind class and register tokens, which are always kept.
 
     Args:
-        positions (Positions): On the grid of patches.
-        prefix (int): How many tokens stand in front of the grid's.
+        positions (Positions): Positions on the grid of patches.
+        prefix (int): Number of tokens in front of those of the grid.
 
     Returns:
-        Positions: On all tokens.
+        Positions: Positions among all tokens.
     """
     if not prefix:
         return positions

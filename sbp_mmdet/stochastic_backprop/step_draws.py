@@ -1,10 +1,10 @@
-"""The random choices of one training step: which positions, attention heads, images and rows send gradients.
+"""The random choices of one training step: the positions, attention heads, images and rows that send gradients.
 
-What is drawn depends on nothing but the seed, the rank, the iteration and the number of the forward pass within the
-iteration. So a resumed run continues the sequence, and several passes may stand before one backward pass.
+The draws depend only on the seed, the rank, the iteration and the number of the forward pass within the iteration. So a
+resumed run continues the sequence, and several forward passes may precede one backward pass.
 
 A forward pass of a backbone has a beginning and an end (:meth:`StepDraws.forward_pass`). In between, its layers look up
-what was drawn for them; afterwards nothing of it is left.
+their draws; at its end all draws are discarded.
 """
 
 import contextlib
@@ -40,23 +40,26 @@ class RowDraws:
 
         Args:
             name (str): Name of the module.
-            ratio (float): Share of the rows.
+            ratio (float): Share of the rows, in (0, 1].
+
+        Returns:
+            Sample: The sample.
         """
         self._latest[name] = found = _next(self._latest.get(name))
         generator = mask_generator(torch.initial_seed(), get_rank(), *found, f'sample of {name}')
-        return Sample(ratio, generator.initial_seed() / 2**63)  # a digest is as good as a draw, and needs no tensor
+        return Sample(ratio, generator.initial_seed() / 2**63)  # the seed is a hash, so it is random itself
 
 
 class ThinnedStages(NamedTuple):
-    """The layers of a backbone, and which of them are thinned.
+    """The layers of a backbone, with the keep ratios of those that are thinned.
 
     Attributes:
-        settings (Settings): The settings of the model.
-        layers (Mapping[tuple, nn.Module]): ``(stage, block)``, ``(stage, 'downsample')`` and others to the modules.
+        settings (Settings): Settings of the model.
+        layers (Mapping[tuple, nn.Module]): Modules by layer: ``(stage, block)``, ``(stage, 'downsample')`` and others.
         ratios (Mapping[tuple, float]): Keep ratios of the thinned layers.
-        stride (int): Pixels for each position of the first stage, in each direction; a stage halves the one before.
-        rounds_up (bool): Whether odd maps are padded before they are halved. If False, they are cropped.
-        num_heads (int | None): Attention heads of a block. Default: None.
+        stride (int): Pixels for each position of the first stage, in each direction; each stage halves the previous.
+        rounds_up (bool): Whether odd maps are padded before they are halved. If ``False``, they are cropped.
+        num_heads (int | None): Number of attention heads of a block. Default: None.
     """
 
     settings: Settings
@@ -67,11 +70,11 @@ class ThinnedStages(NamedTuple):
     num_heads: int | None = None
 
     def keep_ratios(self) -> dict[tuple, float]:
-        """Return the keep ratios of the thinned layers that train; frozen layers stay exact and do not appear."""
+        """Return the keep ratios of the thinned layers that train; frozen layers are exact and omitted."""
         return {key: ratio for key, ratio in self.ratios.items() if _trains(self.layers[key])}
 
     def rates(self) -> dict[tuple, float]:
-        """Return the rate of stochastic depth of each branch, ``(stage, block, branch)``, that leaves out images."""
+        """Return the rate of stochastic depth of each branch, ``(stage, block, branch)``, that skips dropped images."""
         if not self.settings.skip_dropped_images:
             return {}
         return {
@@ -82,7 +85,7 @@ class ThinnedStages(NamedTuple):
         }
 
     def draws_for(self, key: tuple) -> bool:
-        """Return whether something is drawn for a layer in training, so that a checkpoint cannot run it again."""
+        """Return whether something is drawn for a layer in training, so that a checkpoint cannot recompute it."""
         leaves_out = self.settings.skip_dropped_images and self.layers[key].drop_rates()
         return key in self.keep_ratios() or bool(leaves_out)
 
@@ -116,7 +119,14 @@ def _trains(layer):
 
 
 class _Pass(NamedTuple):
-    """State of one forward pass: iteration, number within it, possible image sizes, and what was drawn so far."""
+    """State of one forward pass.
+
+    Attributes:
+        iteration (int): Training iteration.
+        number (int): Number of the pass within the iteration.
+        sizes (list[tuple[int, int]]): Possible (height, width) of the images.
+        drawn (dict): Draws so far.
+    """
 
     iteration: int
     number: int
@@ -127,14 +137,14 @@ class _Pass(NamedTuple):
         return mask_generator(torch.initial_seed(), get_rank(), self.iteration, self.number, purpose)
 
     def once(self, key, draw: Callable):
-        """Return what was drawn under this key, and draw it when it is asked for first."""
+        """Return the draw of this key. It is drawn when it is first asked for."""
         if key not in self.drawn:
             self.drawn[key] = draw()
         return self.drawn[key]
 
 
 def _next(latest):
-    """Return the iteration and the number of the next pass in it; ``latest`` begins with those of the latest pass."""
+    """Return the (iteration, number of the pass in it) that follows ``latest``."""
     iteration = MessageHub.get_current_instance().get_info('iter', 0)
     return iteration, latest[1] + 1 if latest and latest[0] == iteration else 0
 
@@ -145,7 +155,7 @@ class TokenDraws:
     Each object counts its own passes, so the layers of one encoder draw the same tokens.
 
     Args:
-        settings (Settings): The settings of the model.
+        settings (Settings): Settings of the model.
     """
 
     def __init__(self, settings: Settings):
@@ -166,6 +176,9 @@ class TokenDraws:
         Args:
             sizes (list[tuple[int, int]]): (height, width) of each level, in the order of the tokens.
             device (torch.device): Device of the tokens.
+
+        Returns:
+            Positions: Kept and dropped tokens.
         """
         self._latest = _next(self._latest)
         generator = mask_generator(torch.initial_seed(), get_rank(), *self._latest, 'levels')
@@ -179,13 +192,14 @@ class StepDraws:
         stages (ThinnedStages): The layers of the backbone.
 
     Example:
-        ``with draws.forward_pass(images): ...  # layers call draws.positions(...) in here``
+        >>> with draws.forward_pass(images):
+        ...     outputs = backbone(images)  # its layers call draws.positions(...)
     """
 
     def __init__(self, stages: ThinnedStages):
         self.stages = stages
-        self._open = None  # the pass that runs now
-        self._again = False  # whether a pass that has ended runs again
+        self._open = None  # the pass that is running
+        self._again = False  # whether a layer is recomputed within a pass that has ended
         self._latest = None  # iteration, number and image sizes of the latest pass
 
     def ratio(self, layer: tuple) -> float | None:
@@ -198,11 +212,11 @@ class StepDraws:
 
     @contextlib.contextmanager
     def forward_pass(self, *inputs) -> Iterator[None]:
-        """Open the next forward pass, and end it whatever happens in it. A pass may run inside of another one.
+        """Open the next forward pass within the context. It ends also if an error is raised. Passes may be nested.
 
         Args:
-            *inputs: Arguments of the backbone, tensors or any nested containers of them. Feature maps in here,
-                (N, C, H, W), tell the size of the images.
+            *inputs: Arguments of the backbone, tensors or nested containers of them. The size of the images is that of
+                tensors (N, C, H, W) in them.
         """
         shapes = [x.shape for x in tree_flatten(inputs)[0] if isinstance(x, Tensor)]
         sizes = [*dict.fromkeys(tuple(shape[-2:]) for shape in shapes if len(shape) == 4)]
@@ -212,7 +226,7 @@ class StepDraws:
 
     @contextlib.contextmanager
     def latest_pass(self) -> Iterator[None]:
-        """Open the latest pass once more: what was drawn in it is drawn again, to look at it."""
+        """Open the latest pass again within the context, to inspect it: its draws are drawn again."""
         outer, self._open = self._open, _Pass(*self._latest, {})
         try:
             yield
@@ -220,10 +234,13 @@ class StepDraws:
             self._open = outer
 
     def in_this_pass(self, run: Callable) -> Callable:
-        """Return what calls a function within the pass that runs now, however late: it finds what was drawn in it.
+        """Bind a function to the pass that is running, so that later calls use the draws of this pass.
 
         Args:
-            run (Callable): The function, such as the forward pass of a layer that a checkpoint runs again.
+            run (Callable): The function, such as the forward pass of a layer that a checkpoint recomputes.
+
+        Returns:
+            Callable: The bound function.
         """
         this = self._open
 
@@ -243,14 +260,14 @@ class StepDraws:
         Args:
             layer (tuple): A key of :attr:`ThinnedStages.layers`.
             length (int): Number of positions of its feature map, or of its tokens.
-            class_tokens (bool): Whether other tokens may stand in front of those of the map; they are always kept.
-                Default: False.
+            class_tokens (bool): Whether other tokens, which are always kept, may precede those of the map. Default:
+                False.
 
         Returns:
             Positions | None: Positions on the device of the layer's parameters. ``None`` if all are kept.
 
         Raises:
-            ValueError: If no pass is open, the map has another size, or a checkpoint recomputes the layer.
+            ValueError: If no pass is open, the map has an unexpected size, or a checkpoint recomputes the layer.
         """
         ratios = self._of_pass('ratios', self.stages.keep_ratios)
         if layer not in ratios:
@@ -272,6 +289,9 @@ class StepDraws:
     def heads(self, layer: tuple) -> Tensor | None:
         """Return the attention heads of a layer that send gradients: int64, sorted, or ``None`` for all of them.
 
+        Args:
+            layer (tuple): A key of :attr:`ThinnedStages.layers`.
+
         Raises:
             ValueError: See :meth:`positions`.
         """
@@ -285,20 +305,21 @@ class StepDraws:
 
     @torch.compiler.disable
     def images(self, branch: tuple, number: int) -> Tensor | None:
-        """Return which images of a batch run a branch.
+        """Return the images of a batch that run a branch.
 
         Args:
             branch (tuple): ``(stage, block, branch)``.
-            number (int): Images that the branch got. The first branch of a pass says how many the batch has.
+            number (int): Number of images that the branch gets. That of the first branch of a pass is the batch's.
 
         Returns:
-            Tensor | None: bool, shape (N,), on the CPU. ``None`` if the branch draws its stochastic depth itself: it
-            has no rate, got another number of images than others of this pass, or runs outside of a pass.
+            Tensor | None: Whether each image runs the branch, bool, shape (N,), on the CPU. ``None`` if the branch
+            draws its stochastic depth itself, because it has no rate, gets another number of images than the first
+            branch of this pass, or runs outside of a pass.
         """
         rates = self._of_pass('rates', self.stages.rates)
         if branch not in rates or self._latest is None:
             return None
-        self._refuse_replay(branch)  # also where the pass has ended: its first run was in it, and drew other images
+        self._refuse_replay(branch)  # also after the end of the pass, in which the first run drew other images
         if self._open is None:
             return None
         drawn = self._open.once('images', lambda: self._images(rates, number))[branch]
@@ -315,24 +336,24 @@ class StepDraws:
                 return size
         if not self._open.sizes:
             raise ValueError(
-                f'layer {layer} is thinned, and the size of the images is not known: the backbone got no tensor '
-                '(N, C, H, W); give it the images as an argument'
+                f'layer {layer} is thinned, but the size of the images is unknown, because the backbone got no tensor '
+                '(N, C, H, W); pass the images to it as an argument'
             )
         height, width = self.stages.sizes(*self._open.sizes[0])[layer[0]]
         raise ValueError(
-            f'layer {layer} has a map of {length} positions, and {height * width} were expected: its adapter must '
-            f'say how maps shrink (stride={self.stages.stride}, rounds_up={self.stages.rounds_up})'
+            f'layer {layer} has a map of {length} positions, but {height * width} were expected; correct how maps '
+            f'shrink in its adapter (stride={self.stages.stride}, rounds_up={self.stages.rounds_up})'
         )
 
     def _refuse_replay(self, layer):
-        # Inside a backward pass a forward pass is somebody's checkpointing. It would have to find what was drawn the
-        # first time; and what runs again stores less without it.
+        # A forward pass inside of a backward pass is a checkpoint's recomputation. It would need the draws of the first
+        # run, and the layer saves less memory without the checkpoint.
         if torch._C._current_graph_task_id() != -1 and not self._again:
             name = self.stages.settings.preset.name
             raise ValueError(
-                f"layer {layer} of a backbone with preset='{name}' runs again inside of a checkpoint; it stores less "
-                'than the checkpoint, so take that out (with_cp, torch.utils.checkpoint '
-                'around the backbone or a block), or leave that part to it: modules=[...]'
+                f"layer {layer} of a backbone with preset='{name}' is recomputed by a checkpoint. The layer stores "
+                'less than the checkpoint, so remove that (with_cp, torch.utils.checkpoint around the backbone or a '
+                'block), or leave the checkpointed part unchanged: modules=[...]'
             )
 
     def _masks(self, ratio, ratios, size, device):
@@ -345,7 +366,7 @@ class StepDraws:
         return drawn
 
     def _heads(self, ratios):
-        """Draw the heads of each layer, at least one; heads of different layers have nothing to do with each other."""
+        """Draw the heads of each layer, at least one, independently of other layers."""
         number, generator = self.stages.num_heads, self._open.generator('heads')
         drawn = {}
         for key, ratio in ratios.items():

@@ -1,1 +1,1 @@
-"""Verification: every kind of changed module runs beside its own code, on the user's device, batch and precision."""
+"""Verification: each kind of changed module is compared with its own code on the user's device, batch and precision."""

@@ -31,20 +31,21 @@ _EIGHT_BITS = 0.06
 
 @dataclasses.dataclass
 class Kind:
-    """Modules with one class, the same settings and the same shapes.
+    """Modules of one class with the same settings and shapes, of which one is compared with its own code.
 
     Attributes:
         name (str): Name of the class.
         modules (dict[str, None]): Names of the modules.
         outputs, gradients (float): Relative differences between the changed module and its own code. Default: 0.
-        disagrees (str | None): How they differ, or what the changed module raises. If ``None``, they agree.
-            Default: None.
+        disagrees (str | None): How they differ, or the error of the changed module. If ``None``, they agree. Default:
+            None.
         skipped (str | None): Why they were not compared. If ``None``, they were. Default: None.
-        stored (dict): What autograd keeps, ``now`` and ``before`` the change. Default: empty.
+        stored (dict[str, Stored]): Tensors that autograd saves in one module, ``now`` and ``before`` the change.
+            Default: empty.
         checkpointed (bool): Whether ``preset='with_cp'`` checkpoints such a module. Default: False.
-        bytes (dict[str, int]): Bytes of all modules of the kind: ``now``, ``before``, and ``with_cp``, without those
-            that another kind counts. Default: empty.
-        seconds (float): Time of the comparison. Default: 0.
+        bytes (dict[str, int]): Bytes that all modules of the kind save: ``now``, ``before``, and ``with_cp``, without
+            tensors that are counted for another kind. Default: 0 each.
+        seconds (float): Duration of the comparison, in seconds. Default: 0.
     """
 
     name: str
@@ -61,13 +62,13 @@ class Kind:
 
 @dataclasses.dataclass
 class Findings:
-    """Findings of a verification.
+    """Results of a verification.
 
     Attributes:
         kinds (list[Kind]): All kinds of changed modules that ran. Default: empty.
-        failed (dict[str, str]): By the name of a module, why it has to run its own code. Default: empty.
-        skipped (str | None): Why the pass did not run, or not to its end. If ``None``, it did. Default: None.
-        autocast (bool): Whether autocast was on. Default: False.
+        failed (dict[str, str]): Reason why a module has to run its own code, by its name. Default: empty.
+        skipped (str | None): Why the pass did not run to its end. If ``None``, it did. Default: None.
+        autocast (bool): Whether autocast was enabled. Default: False.
     """
 
     kinds: list = dataclasses.field(default_factory=list)
@@ -77,12 +78,12 @@ class Findings:
 
     @property
     def compared(self) -> list[Kind]:
-        """Return the kinds that were compared."""
+        """Kinds that were compared."""
         return [kind for kind in self.kinds if not kind.skipped]
 
     @property
     def stored(self) -> dict[str, int]:
-        """Return the bytes kept for the backward pass: ``now``, ``before`` the change, and ``with_cp``."""
+        """Bytes saved for the backward pass: ``now``, ``before`` the change, and ``with_cp``."""
         return {key: sum(kind.bytes[key] for kind in self.kinds) for key in ('now', 'before', 'with_cp')}
 
     def __str__(self):
@@ -111,18 +112,18 @@ def verify_modules(
 ) -> Findings:
     """Compare the changed modules of a model with their own code, on the inputs that they get in a forward pass.
 
-    The pass runs on a copy without hooks and without gradients. At each changed module of a kind that was not seen yet,
-    it and its own code run forward and backward, alone. Nothing of the model, its gradients or its random numbers
-    changes. All processes of a distributed training agree on what failed.
+    The pass runs on a copy without hooks and without gradients. At the first module of each kind, the changed module
+    and its own code run forward and backward. Neither the model nor its gradients nor random states change. All
+    processes of a distributed training agree on the modules that failed.
 
     Args:
         model (nn.Module): A model changed by :func:`.apply_lean`, not wrapped.
         names (Iterable[str]): Names of its changed modules.
-        run (Callable): Runs a forward pass of the copy that it gets.
-        every (bool): Whether each module is compared, and not each kind once. Default: False.
+        run (Callable): Runs a forward pass of its argument, a copy of the model.
+        every (bool): Whether every module is compared, not one of each kind. Default: False.
 
     Returns:
-        Findings: What was found.
+        Findings: The results.
     """
     names, findings, watch = [*names], Findings(), None
     try:
@@ -136,7 +137,7 @@ def verify_modules(
     try:
         with torch.no_grad(), without_a_trace({t.device for t in (*model.parameters(), *model.buffers())}):
             run(watch.model)
-    except Exception as error:  # noqa: BLE001  the step itself will raise it, if it does so without us
+    except Exception as error:  # noqa: BLE001  if the error is the model's own, the step itself will raise it
         findings.skipped = f'{type(error).__name__}: {error}'
     for kind in findings.kinds:
         if kind.disagrees:
@@ -157,14 +158,14 @@ def _all_ranks(flags, device, op):
 
 
 class _Watched(Mixin):
-    """Mixin of changed modules of the copy, which run their own code."""
+    """Mixin of changed modules of the copy: they run their own code, and a call is compared first."""
 
     def forward(self, *args, **kwargs):
         return vars(self)['_watch'](super().forward, args, kwargs)
 
 
 class _Bridge(Mixin):
-    """Mixin of modules that are compared by themselves, while the module around them is compared."""
+    """Mixin of modules that are compared separately, while the module that contains them is compared."""
 
     def forward(self, *args, **kwargs):
         return bridge(super().forward, args, kwargs)
@@ -172,7 +173,7 @@ class _Bridge(Mixin):
 
 @dataclasses.dataclass
 class _Classes:
-    """Classes that a module of the copy switches between, and its place."""
+    """Classes that a module of the copy switches between, and its :class:`.adapters.Place`."""
 
     lean: type
     own: type
@@ -182,12 +183,12 @@ class _Classes:
 
 
 class _Watch:
-    """Compares changed modules of a copy when they are called."""
+    """Comparison of the changed modules of a copy at the time when they are called."""
 
     def __init__(self, model, names, findings, every):
         self.model, self.findings, self.every = model, findings, every
         self.names, self.classes, self.kinds, self.calls, self.references = {}, {}, {}, [], []
-        self.around = []  # changed modules whose own code runs now and counts what is inside of them
+        self.around = []  # changed modules whose own code is running; they count the bytes of modules inside of them
         self.devices = {t.device for t in (*model.parameters(), *model.buffers())}
         modules = dict(model.named_modules())
         checkpointed = [name for name, module in modules.items() if isinstance(module, Checkpointed)]
@@ -205,7 +206,7 @@ class _Watch:
 
     def _prepare(self, module):
         place = module._lean
-        vars(module).pop('forward', None)  # only fairscale's is left by an adapter, and it checkpoints
+        vars(module).pop('forward', None)  # an adapter leaves only fairscale's forward, which checkpoints
         mix_out(module, Checkpointed)
         lean = module.__class__
         mix_out(module, LeanModule)
@@ -235,9 +236,10 @@ class _Watch:
         return out
 
     def _keys(self, kind, module):
-        """Return which counts of stored bytes a call belongs to.
+        """Return the counts of saved bytes that a call belongs to: of 'now', 'before' and 'with_cp'.
 
-        A module that runs its blocks itself counts for them, except as checkpoints, of which each block is one.
+        A module that runs its blocks itself is counted instead of them, except for 'with_cp', where each block is a
+        checkpoint.
         """
         if self.around:
             chains = all(self.classes[id(outer)].lean.runs_blocks for outer in self.around)
@@ -246,7 +248,7 @@ class _Watch:
         return ('now', 'before') if chains else ('now', 'before', 'with_cp')
 
     def _kind(self, module, args, kwargs):
-        """Return the kind of a call, after comparing it if it is a new one."""
+        """Return the kind of a call. A new kind is compared first."""
         name, classes = self.names[id(module)], self.classes[id(module)]
         key = (name if self.every else '', classes.lean, settings_of(module, classes.place), described((args, kwargs)))
         kind = self.kinds.get(key)
@@ -287,20 +289,20 @@ class _Watch:
                 check_eight_bits(x)
         check(side(False), side(True, lambda place: place._replace(draws=None, phases=None)), slack=slack)
         if place.phases is not None:
-            # Gradients of weights are estimates; their operation was compared without a sample.
+            # Weight gradients are estimates; the operation was compared without a sample above.
             sampled = side(True, lambda place: place._replace(draws=None))
             check(side(False), sampled, lambda name: name.startswith('input '))
         ratio = place.draws is not None and place.draws.ratio(place.layer)
         if ratio and ratio < 1 and form.implementation == 'fused':
             thinned = side(True, with_fixed_draws)
             own = side(True, lambda place: with_fixed_draws(as_reference(place)))
-            # What draws for itself has no reference but its own code, whose values are the same.
+            # Modules that draw their own tokens have no reference form; outputs are compared with their own code.
             whole = isinstance(place.draws, TokenDraws)
             check(side(False) if whole else own, thinned, lambda name: not whole, slack)
 
     @contextlib.contextmanager
     def _as(self, module, lean, bridged, change) -> Iterator[None]:
-        """Switch a module and those inside it to their changed or to their own forward passes."""
+        """Switch a module and the modules inside it to their changed or own forward passes, within the context."""
         inside = [(m, self.classes[id(m)]) for m in module.modules() if id(m) in self.classes]
         for m, classes in inside:
             if id(m) in bridged:
@@ -315,7 +317,7 @@ class _Watch:
                 m.__class__, m._lean = classes.watched, classes.place
 
     def _bridged(self, module):
-        """Return the changed modules inside one with blocks, which are compared one by one to save memory."""
+        """Return the changed modules inside a module with blocks, which are compared one by one to save memory."""
         kind = self.classes[id(module)].lean
         if kind.thins_only or kind.runs_blocks or not self._blocks(module):
             return set()
@@ -332,7 +334,7 @@ class _Watch:
         return [(storage_of(t), t.untyped_storage().nbytes()) for t in tensors]
 
     def count(self) -> None:
-        """Sum up what the calls of all modules store; a map that two of them store counts once."""
+        """Sum up the bytes that the calls of all modules save. A feature map that two of them save counts once."""
         seen = dict(now=set(), before=set(), with_cp=set())
         for kind, keys, inputs, outputs in self.calls:
             for key in keys:

@@ -1,8 +1,8 @@
-"""The comparison of a lean module with its own code on one input: outputs and all gradients, with a tolerance.
+"""Comparison of a lean module with its own code on one input: outputs and all gradients, within a tolerance.
 
-The tolerance is what the module's own code differs from itself in a higher precision. That second run is made only
-where the two are further apart than the rounding of the precision explains anyway. In half precision, where networks
-with ReLUs are far from themselves, both sides are compared in fp32 as well then.
+The tolerance is the difference of the module's own code to itself in a higher precision. That run is made only if the
+two sides differ by more than usual rounding. In half precision, where rounding errors of networks with ReLUs are large,
+both sides are then compared in fp32 as well.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from .random_parts import Disagreement, RandomParts, check_derivative
 
 __all__ = ['Side', 'compare', 'relative_difference', 'run_both', 'tolerance_of']
 
-# Differences up to these are rounding whatever the module is, relative to the norm of a tensor: of outputs, and of
-# gradients, in which a rounded number may stand on the other side of ReLU's zero.
+# Relative differences of outputs and of gradients that count as rounding in any module. Those of gradients are larger,
+# because a rounded number may lie on the other side of a ReLU's zero.
 _ROUNDING = {
     torch.float64: (1e-9, 1e-6),
     torch.float32: (1e-5, 3e-3),
     torch.bfloat16: (1e-2, 2e-2),
     torch.float16: (2e-3, 4e-3),
 }
-_MULTIPLE = 4  # of the error of the module's own code that a lean module may have
+_MULTIPLE = 4  # error that a lean module may have, as a multiple of the error of its own code
 _HALF = {torch.float16, torch.bfloat16}
-_ATTEMPTS = 3  # on slightly different inputs, before rounding is ruled out as the cause
+_ATTEMPTS = 3  # number of slightly different inputs that are tried before rounding is ruled out as the cause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Side:
 
     Attributes:
         module (nn.Module): The module.
-        prepared (Callable): Returns a context in which it runs this way.
+        prepared (Callable): Returns a context manager within which the module runs this way.
     """
 
     module: nn.Module
@@ -57,8 +57,8 @@ def tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) ->
 
     Args:
         module (nn.Module): The module.
-        inputs: Its arguments, nested.
-        dtype (torch.dtype | None): What the module runs in, see :func:`.run_module`. Default: None.
+        inputs: Arguments of the module, nested.
+        dtype (torch.dtype | None): Precision of the module, see :func:`.run_module`. Default: None.
     """
     dtypes = [autocast_dtype(x) or x.dtype for x in floating(inputs)] or [p.dtype for p in module.parameters()]
     dtypes = [dtype] if dtype else dtypes
@@ -66,7 +66,7 @@ def tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) ->
 
 
 def relative_difference(found: dict, expected: dict) -> float:
-    """Return the difference of two dicts of tensors, all of them taken as one vector, relative to the second."""
+    """Return the norm of the difference of two dicts of tensors, relative to the norm of the second dict."""
     pairs = [(found[name], value) for name, value in expected.items() if value is not None]
     total = math.hypot(*(norm(value) for _, value in pairs)) if pairs else 0.0
     off = math.hypot(*(_distance(a, b) for a, b in pairs)) if pairs else 0.0
@@ -131,17 +131,16 @@ def compare(
         args (tuple): The arguments that the module gets.
         kwargs (dict): The keyword arguments.
         devices (set): Devices of the module.
-        slack (float): Relative difference of gradients that the changed module has by design, without changing what
-            they are on average. Default: 0.
-        only (Callable): Whether a gradient is compared, by its name. Default: all are.
-        dtype (torch.dtype | None): What both run in. If ``None``, as in the training. Default: None.
+        slack (float): Relative error of gradients that the changed module has by design, with a mean of 0. Default: 0.
+        only (Callable): Returns whether the gradient of this name is compared. Default: all are.
+        dtype (torch.dtype | None): Precision of both sides. If ``None``, that of the training. Default: None.
         expected (Run | None): Results of the own code in ``dtype``. If ``None``, it runs. Default: None.
 
     Returns:
         tuple[Run, Run]: Results of the own code, and of the changed module, on these arguments.
 
     Raises:
-        Disagreement: If they differ. The message has names and figures.
+        Disagreement: If they differ. The message has the names of tensors and their relative differences.
     """
     outputs, gradients = tolerance_of(lean.module, (args, kwargs), dtype)
     bars = dict(outputs=outputs, gradients=gradients + slack)
@@ -159,7 +158,7 @@ def compare(
     off = {key: value for key, value in off.items() if not value <= bars[key[0]] + (1 + _MULTIPLE) * errors.get(key, 0)}
     if not random or not off:
         return runs
-    if not random.by_element:  # stochastic depth: both sides draw the same
+    if not random.by_element:  # stochastic depth: both sides draw the same numbers
         raise Disagreement(_told(off))
     put_back()
     check_derivative(lean.prepared, lean.module, args, kwargs, put_back)
@@ -167,7 +166,7 @@ def compare(
 
 
 def _beyond(runs, only, bars) -> dict:
-    """Relative differences that are above the bars, by part and name."""
+    """Return the relative differences that exceed the bars, by part ('outputs', 'gradients') and name."""
     expected, lean = runs
     found = {
         (part, name): _distance(getattr(lean, part)[name], value) / (norm(value) or 1)
@@ -177,9 +176,9 @@ def _beyond(runs, only, bars) -> dict:
 
 
 def _longer(runs, only, off, rounding, slack) -> dict:
-    """Return how much longer or shorter gradients are in their own direction, where rounding does not explain it.
+    """Return the errors of gradients along their own direction that exceed rounding.
 
-    Errors of rounding to eight bits point in every direction; those of a wrong factor do not.
+    Errors of rounding to eight bits point in every direction; the error of a wrong factor points along the gradient.
     """
     expected, lean = runs
     found = {}
@@ -192,7 +191,7 @@ def _longer(runs, only, off, rounding, slack) -> dict:
 
 
 def _along(found, expected) -> float:
-    """Relative difference of a tensor to the expected one, in the direction of the latter."""
+    """Return the relative error of a tensor along the expected one: <found, expected> / |expected|^2 - 1."""
     size = norm(expected)
     if found is None or not size:
         return 0.0
@@ -200,7 +199,7 @@ def _along(found, expected) -> float:
 
 
 class _Exactly:
-    """A comparison with the module's own code in a higher precision as the scale.
+    """Comparison that measures differences against the rounding error of the module's own code.
 
     Args:
         own (Side): The module's own code.
@@ -218,7 +217,14 @@ class _Exactly:
         self.errors = {}  # of the own code, by part and name
 
     def compare(self, args, kwargs) -> dict:
-        """Compare on the arguments, and on some that are close to them, before it raises :class:`Disagreement`."""
+        """Compare on the arguments and, if the sides differ, on arguments close to them.
+
+        Returns:
+            dict: Errors of the own code by part and name.
+
+        Raises:
+            Disagreement: If the sides differ on all of these arguments.
+        """
         suspects, put_back = None, random_state(self.devices)
         for attempt in range(_ATTEMPTS):
             put_back()
@@ -235,14 +241,14 @@ class _Exactly:
         raise Disagreement(_told(suspects))
 
     def _exact(self, args, kwargs, put_back):
-        """Return the own code's results in a higher precision, or ``None`` if it has none."""
+        """Return the results of the own code in a higher precision, or ``None`` if it does not run in one."""
         dtypes = {self.dtype} if self.dtype else {autocast_dtype(x) or x.dtype for x in floating((args, kwargs))}
         half = bool(dtypes & _HALF)
         full = torch.float32 if half else torch.float64
         try:
             exact = self.own.run(args, kwargs, full)
         except (RuntimeError, TypeError, NotImplementedError):
-            return None  # a kernel that the precision has not; the bars decide
+            return None  # a kernel does not support the precision; the bars decide
         if half:
             put_back()
             compare(self.own, self.lean, args, kwargs, **self.options, dtype=full, expected=exact)
@@ -260,8 +266,8 @@ class _Exactly:
         if not _distance(lean, value) <= (_MULTIPLE * self.errors[key] + bar) * size:
             return False
         if self.errors[key] > 1 or value is None:
-            return True  # a gradient that is nothing but rounding
-        # Rounding, and ReLUs that it turns, hardly make a gradient longer or shorter.
+            return True  # the gradient consists of rounding errors
+        # Rounding errors, and ReLUs that change sides by them, hardly change the length of a gradient.
         slack = _MULTIPLE * abs(_along(expected, value)) + self.errors[key] * (0.25 + 2 / value.numel() ** 0.5)
         return abs(_along(lean, value)) <= bar + slack
 
@@ -272,7 +278,7 @@ def _pairs(run, only) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _nearby(inputs, seed):
-    """Return the arguments with floating-point tensors moved by a thousandth."""
+    """Return the arguments with noise of a thousandth in their floating-point tensors."""
 
     def moved(x):
         if not (isinstance(x, Tensor) and x.is_floating_point()):
@@ -285,7 +291,7 @@ def _nearby(inputs, seed):
 
 
 def _distance(found, expected) -> float:
-    """Norm of the difference. A number that is not finite counts where the expected one is."""
+    """Return the norm of the difference. Numbers that are not finite count only where the expected one is finite."""
     if found is None or expected is None:
         return norm(expected if found is None else found)
     off = found.double() - expected.double() if found.dtype != expected.dtype else found - expected

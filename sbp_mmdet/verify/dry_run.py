@@ -17,15 +17,14 @@ __all__ = ['CannotCopy', 'NoUpdate', 'hookless_copy', 'random_state', 'without_a
 
 
 class CannotCopy(Exception):
-    """Raised if the model, or a part of it, cannot be copied without its hooks."""
+    """Error of a model that cannot be copied without its hooks."""
 
 
 def hookless_copy(model: nn.Module) -> nn.Module:
     """Copy a model without its hooks.
 
     Parameters are shared with the original, so the copy must not be trained. Buffers and everything else are copied.
-    Synchronized batch norms become batch norms of this process: a pass of the copy takes no part in collectives of
-    theirs.
+    Synchronised batch norms become batch norms of this process, so a pass of the copy does not communicate.
 
     Args:
         model (nn.Module): The model, not wrapped.
@@ -51,7 +50,6 @@ def hookless_copy(model: nn.Module) -> nn.Module:
         if hasattr(parameter, 'full_tensor') or hasattr(parameter, '_sharded'):
             raise CannotCopy(f'{name} is sharded')
         memo[id(parameter)] = parameter
-    # Objects whose memo entry must not be made twice; deepcopy keeps what it copied alive only.
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         vars(module).pop('_compiled_call_impl', None)
@@ -63,13 +61,13 @@ def hookless_copy(model: nn.Module) -> nn.Module:
 
 
 def _check_forward(name, module):
-    """Raise if a forward of the instance may refer to the original: deepcopy does not look inside of functions."""
+    """Raise :class:`CannotCopy` if a forward of the instance may refer to the original, as any function may."""
     forward = vars(module).get('forward')
     if forward is None or inspect.ismethod(forward) or _is_compiled(forward):
         return
     if isinstance(forward, functools.partial):
         return
-    raise CannotCopy(f'{name or "the model"} has a forward pass that was put in its place')
+    raise CannotCopy(f'the forward pass of {name or "the model"} was replaced by a function')
 
 
 def _is_compiled(forward):
@@ -77,10 +75,10 @@ def _is_compiled(forward):
 
 
 class NoUpdate:
-    """Stands in for an optimizer wrapper in a step that trains nothing.
+    """Replacement for an optimizer wrapper in a step that does not update parameters.
 
     Args:
-        wrapper: The optimizer wrapper, whose context the forward pass runs in.
+        wrapper (OptimWrapper): The optimizer wrapper, whose ``optim_context`` the forward pass runs in.
         backward (bool): Whether the backward pass runs. Default: False.
     """
 
@@ -88,17 +86,17 @@ class NoUpdate:
         self.optim_context, self._backward = wrapper.optim_context, backward
 
     def update_params(self, loss: Tensor, *args, **kwargs) -> None:
-        """Run the backward pass, or does nothing."""
+        """Run the backward pass if ``backward`` is true, and update nothing."""
         if self._backward:
             loss.backward()
 
 
 @contextlib.contextmanager
 def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
-    """Put back at its end what a forward pass moves outside of the model.
+    """Restore at the end of the context what a forward pass changes outside of the model.
 
-    These are the random states of Python, NumPy and torch, mmengine's message hub, and cuDNN's choice of algorithms,
-    which is not made in here.
+    These are the random states of Python, NumPy and torch, and mmengine's message hub. cuDNN's benchmark is disabled
+    within the context, so that it chooses no algorithms there.
 
     Args:
         devices (set[torch.device]): Devices of the model.
@@ -120,10 +118,10 @@ def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
 
 
 def random_state(devices: set[torch.device]) -> functools.partial:
-    """Return a function that puts torch's random states back to what they are now.
+    """Return a function that restores the present random states of torch.
 
     Args:
-        devices (set[torch.device]): Devices beside the CPU.
+        devices (set[torch.device]): Devices besides the CPU.
 
     Returns:
         functools.partial: The function, which may be called several times.

@@ -1,4 +1,4 @@
-"""Rounding to eight bits against its definition: gradients alone do not show errors of half a step."""
+"""Check of rounding to eight bits against its definition, since gradients do not show errors of half a step."""
 
 import torch
 from torch import Tensor
@@ -9,20 +9,22 @@ from .random_parts import Disagreement
 
 __all__ = ['check_eight_bits']
 
-_NUMBERS = 2**20  # that are rounded, at the most
+_NUMBERS = 2**20  # largest number of values that are rounded
 
 
 def check_eight_bits(x: Tensor) -> None:
-    """Check what the stores in eight bits make of a feature map like a given one.
+    """Check all forms of rounding to eight bits on a feature map like a given one.
 
-    Each number that is read has to be at most half a step away from what was stored, with a step of the image and
-    channel of its own, and no further than chance explains on average. Signs that are masks have to stay.
+    Each rounded value must differ from the original by at most half a step, where images and channels have steps of
+    their own, and the mean error must be as small as that of unbiased rounding. Signs that serve as masks must not
+    change.
 
     Args:
-        x (Tensor): A map (N, C, H, W) or tokens (N, L, C). Images and channels of different size are made of it.
+        x (Tensor): A map (N, C, H, W) or tokens (N, L, C). Values of different magnitude for each image and channel are
+            made from it.
 
     Raises:
-        Disagreement: If a store does something else.
+        Disagreement: If a form violates one of these conditions.
     """
     map = _unlike(x if x.dim() == 4 else x.flatten(1, -2).mT[..., None])
     tokens = map.flatten(2).mT.contiguous()
@@ -33,7 +35,7 @@ def check_eight_bits(x: Tensor) -> None:
     if map.shape[2] * map.shape[3] < 16:
         return
     active = map.relu()
-    shift = low + 0.3 * (high - low)  # of the ReLU behind a norm
+    shift = low + 0.3 * (high - low)  # zero of the ReLU behind a norm
     for kind, kept, given, step in (
         ('int8 map', keep(map, 'int8'), map, (high - low) / 252),
         ('int8 map with a threshold', keep(map, 'int8', shift), map, (high - low) / 252),
@@ -48,7 +50,7 @@ def check_eight_bits(x: Tensor) -> None:
 
 
 def _unlike(x):
-    """Return part of a map with images and channels of different size, and without equal numbers."""
+    """Return a part of a map, with different magnitudes of images and channels and without equal values."""
     x = x[:2, : max(_NUMBERS // max(x[:2, 0].numel(), 1), 1)].detach().to(torch.float32)
     generator = torch.Generator(x.device).manual_seed(0)
     noise, sizes = (torch.randn(s, generator=generator, device=x.device) for s in (x.shape, (*x.shape[:2], 1, 1)))
@@ -61,8 +63,8 @@ def _compare(kind, found, given, step, where=None):
     if not error.numel():
         return
     most, mean = float(error.abs().max()), float(error.mean())
-    # Rounding errors have a deviation of 0.29 steps. Few rows share a step that is finer than the image's.
+    # Rounding errors have a standard deviation of 0.29 steps.
     if not most <= 0.51:
-        raise Disagreement(f'{kind}: {most:.2f} steps off, and half a step is rounding')
+        raise Disagreement(f'{kind}: {most:.2f} steps off, more than the half step of rounding')
     if not abs(mean) <= 6 * 0.29 / error.numel() ** 0.5 + 0.01:
         raise Disagreement(f'{kind}: {mean:.2f} steps off on average')

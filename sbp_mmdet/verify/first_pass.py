@@ -1,4 +1,4 @@
-"""Verification before the first training pass, and its consequences: a log, the module's own code, or an error."""
+"""Verification before the first training pass, and its consequences: log lines, modules with own code, or an error."""
 
 import contextlib
 import copy
@@ -19,12 +19,12 @@ from .checks import Findings, verify_modules
 
 __all__ = ['FirstPass', 'conclude', 'verification_off', 'verify_at_first_pass', 'verify_changed']
 
-_off = 0  # contexts that leave first passes unverified
+_off = 0  # number of open `verification_off` contexts
 
 
 @contextlib.contextmanager
 def verification_off() -> Iterator[None]:
-    """Leave passes in this context unverified, where only the step itself is to be measured."""
+    """Disable verification within the context, for measurements of the step itself."""
     global _off  # noqa: PLW0603
     _off += 1
     try:
@@ -52,12 +52,12 @@ class FirstPass(Mixin):
 
 
 def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
-    """Let a changed model verify itself before its first pass in training.
+    """Make a changed model verify itself before its first pass in training, if its settings ask for it.
 
     Args:
         model (nn.Module): The model.
-        settings (Settings): Its settings.
-        report (Report): What was changed.
+        settings (Settings): Settings of the model.
+        report (Report): Report of the changed modules.
     """
     mix_out(model, FirstPass)
     if settings.verify and settings.preset.form is not None and report.changed:
@@ -66,16 +66,16 @@ def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
 
 
 def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[nn.Module], None]) -> Findings:
-    """Compare what a report says was changed with its own code, see :func:`.verify_modules`.
+    """Compare the changed modules of a report with their own code, see :func:`.verify_modules`.
 
     Args:
         model (nn.Module): The changed model.
-        report (Report): What was changed.
-        settings (Settings): Its settings.
-        run (Callable): Runs a forward pass of a copy.
+        report (Report): Report of the changed modules.
+        settings (Settings): Settings of the model.
+        run (Callable): Runs a forward pass of its argument, a copy of the model.
 
     Returns:
-        Findings: What was found.
+        Findings: The results.
     """
     known = report.changed.keys() | report.left.keys()
     names = [name for name, module in model.named_modules() if name in known and isinstance(module, LeanModule)]
@@ -83,18 +83,18 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
 
 
 def conclude(model: nn.Module, report, settings: Settings, findings: Findings, who: str, say: Callable) -> None:
-    """Log what was found, and give modules that disagree their own code back.
+    """Log the results of a verification, and restore the own code of modules that disagree.
 
     Args:
         model (nn.Module): The changed model.
-        report (Report): What was changed; updated.
-        settings (Settings): Its settings.
-        findings (Findings): What was found.
-        who (str): Who says it.
-        say (Callable): Takes a message and a level of ``logging``.
+        report (Report): Report of the changed modules, which is updated.
+        settings (Settings): Settings of the model.
+        findings (Findings): The results.
+        who (str): Prefix of messages.
+        say (Callable): Function that logs a message with a level of ``logging``.
 
     Raises:
-        RuntimeError: If something disagrees and ``verify='raise'``.
+        RuntimeError: If a module disagrees and ``verify='raise'``.
     """
     by_reason = {}
     for name, reason in findings.failed.items():
@@ -106,7 +106,7 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
     if told and settings.verify == 'raise':
         raise RuntimeError(
             f"{who}: changed modules disagree with their own code, and verify='raise': {'; '.join(told)}. "
-            'Leave them out with modules=[...], or take verify=True, which runs their own code'
+            'Exclude them with modules=[...], or write verify=True, with which they run their own code'
         )
     say(f'{who}: {findings}', logging.INFO)
     for line in told:
@@ -132,7 +132,7 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
 
 
 def _fall_back(module):
-    """Give a module its own code back."""
+    """Restore a module's own code, and forget its keep ratio."""
     place = module._lean
     if isinstance(place.draws, StepDraws):
         stages = place.draws.stages
@@ -142,12 +142,17 @@ def _fall_back(module):
 
 
 def print_to_log(message: str, level: int) -> None:
-    """Print to mmengine's current logger."""
+    """Log a message with mmengine's current logger.
+
+    Args:
+        message (str): The message.
+        level (int): A level of ``logging``.
+    """
     print_log(message, logger='current', level=level)
 
 
 def _copies(tree):
-    """Copy of arguments, for a pass may work in place."""
+    """Return a copy of nested arguments, because a pass may change them in place."""
     leaves, structure = tree_flatten(tree)
     found = [x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in leaves]
     return tree_unflatten(found, structure)

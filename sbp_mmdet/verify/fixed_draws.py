@@ -1,4 +1,4 @@
-"""Draws that are the same for both sides of a comparison."""
+"""Kept positions and heads that are the same for both sides of a comparison."""
 
 import dataclasses
 
@@ -12,7 +12,12 @@ __all__ = ['FixedDraws', 'as_reference', 'with_fixed_draws']
 
 
 class FixedDraws:
-    """Draws of positions and heads that are the same for both sides of a comparison."""
+    """Draws of positions and heads that are the same for both sides of a comparison.
+
+    Args:
+        draws (StepDraws | TokenDraws): The draws that they replace, for their keep ratio.
+        layer (tuple | None): Layer of the compared module.
+    """
 
     def __init__(self, draws, layer):
         self._draws, self._layer = draws, layer
@@ -22,14 +27,14 @@ class FixedDraws:
         return self._draws.ratio(layer)
 
     def draws_for(self, layer) -> bool:
-        """Return whether anything is drawn for the layer."""
+        """Return that something is drawn for the layer."""
         return True
 
     def images(self, branch, number) -> None:
-        """Leave out no images; stochastic depth draws by itself."""
+        """Return ``None``: no images are skipped, and the module draws its stochastic depth itself."""
 
     def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> Positions:
-        """Return random positions."""
+        """Return random positions, the same for the same number of positions."""
         if isinstance(length_or_device, int):
             length, device = length_or_device, next(iter(self._layer_device()))
         else:
@@ -38,7 +43,7 @@ class FixedDraws:
         return Positions(keep.to(device), drop.to(device))
 
     def heads(self, layer) -> Tensor:
-        """Return random heads."""
+        """Return random heads, the same in each call."""
         return self._split(self._draws.stages.num_heads)[0].to(next(iter(self._layer_device())))
 
     def _split(self, length):
@@ -51,12 +56,12 @@ class FixedDraws:
 
 
 def with_fixed_draws(place):
-    """Return the place of a changed module with positions of its own, and without a sample."""
+    """Return the place of a changed module with :class:`FixedDraws` and without a sample of the rows."""
     ratio = place.draws is not None and place.draws.ratio(place.layer)
     draws = FixedDraws(place.draws, place.layer) if ratio and ratio < 1 else None
     return place._replace(draws=draws, phases=None)
 
 
 def as_reference(place):
-    """Return the place of a changed module that runs Algorithm 1 in plain autograd."""
+    """Return the place of a changed module with the preset ``reference``, Algorithm 1 in plain autograd."""
     return place._replace(settings=dataclasses.replace(place.settings, preset=PRESETS['reference']))

@@ -1,4 +1,4 @@
-"""Which modules are of one kind, so that one of them is compared for all."""
+"""Kinds of modules: modules of one kind have the same settings and shapes, and one of them is compared for all."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ __all__ = ['described', 'settings_of']
 
 
 def settings_of(module, place):
-    """Return what tells two modules of a class apart, without weights, names and rates of stochastic depth."""
+    """Return the settings that distinguish modules of a class, without weights, names and rates of stochastic depth."""
     found = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
     for m in module.modules():
         own = [
@@ -30,7 +30,7 @@ def _is_plain(value):
 
 
 def described(tree) -> tuple:
-    """Return shapes, precisions and layouts of arguments."""
+    """Return shapes, precisions and layouts of nested arguments, as a hashable value."""
     leaves, structure = tree_flatten(tree)
     found = []
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""One forward and backward pass of a module, with everything that can be compared."""
+"""One forward and backward pass of a module, with outputs, gradients and saved bytes for a comparison."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from ..ops.common.precision import accumulator
 __all__ = ['Run', 'Stored', 'bridge', 'cotangent', 'floating', 'norm', 'run_module', 'storage_of']
 
 
-_MOVED = 0.1  # how far parameters that are constant are moved
+_MOVED = 0.1  # scale of the noise that is added to constant parameters
 
 
 class Stored(NamedTuple):
-    """Bytes that autograd keeps of a module's forward pass.
+    """Tensors that autograd saves in a module's forward pass.
 
     Attributes:
         inside (int): Bytes of tensors that are neither inputs nor outputs, nor parameters and buffers.
-        inputs (frozenset[int]): Which of the floating-point inputs.
-        outputs (frozenset[int]): Which of the floating-point outputs.
+        inputs (frozenset[int]): Indices of the saved ones among the floating-point inputs.
+        outputs (frozenset[int]): Indices of the saved ones among the floating-point outputs.
     """
 
     inside: int
@@ -35,9 +35,9 @@ class Run(NamedTuple):
     """Results of a pass.
 
     Attributes:
-        outputs (dict[str, Tensor]): Floating-point outputs, and buffers as the pass left them.
+        outputs (dict[str, Tensor]): Floating-point outputs, and buffers after the pass.
         gradients (dict[str, Tensor | None]): Gradients of floating-point inputs and of parameters.
-        stored (Stored): What autograd kept.
+        stored (Stored): Tensors that autograd saved.
     """
 
     outputs: dict
@@ -51,22 +51,22 @@ def floating(tree) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what identifies the storage of a tensor as long as it exists."""
+    """Return a number that identifies the storage of a tensor as long as the storage exists."""
     return tensor.untyped_storage()._cdata
 
 
 def cotangent(number: int, output: Tensor) -> Tensor:
     """Return a fixed gradient for an output.
 
-    It is random, has a mean and follows the output, so that every term of the backward pass of a norm counts, and is
-    small enough for sums in half precision.
+    It is the sum of random numbers, a constant and a multiple of the output, so that every term of the backward pass of
+    a norm is large enough to be checked. It is small enough for sums in half precision.
 
     Args:
-        number (int): Which output it is.
+        number (int): Index of the output, which seeds the random numbers.
         output (Tensor): The output.
 
     Returns:
-        Tensor: Of the same shape, precision and device.
+        Tensor: The gradient, of the same shape, precision and device.
     """
     generator = torch.Generator(output.device).manual_seed(number)
     full = torch.float64 if output.dtype == torch.float64 else torch.float32
@@ -77,10 +77,10 @@ def cotangent(number: int, output: Tensor) -> Tensor:
 
 
 def norm(x: Tensor | None) -> float:
-    """Return the norm of a tensor, 0 for ``None``.
+    """Return the norm of a tensor.
 
     Args:
-        x (Tensor | None): The tensor.
+        x (Tensor | None): The tensor. If ``None``, the norm is 0.
     """
     return 0.0 if x is None or not x.numel() else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
@@ -95,19 +95,19 @@ def run_module(
 ) -> Run:
     """Run a module forward and backward on copies of its inputs, buffers and parameters.
 
-    No gradient is accumulated, and no hook of a parameter runs. Parameters and buffers that are constant, as many are
-    when they are made, are moved a little, the same way in each run: a bias that is still zero or a layer scale that is
-    still 1e-6 would hide a fault that shows later in the training.
+    No gradient is accumulated, and no hook of a parameter runs. Noise is added to parameters and buffers that are
+    constant, as many are after initialisation, and it is the same in each run. A bias of zero or a layer scale of 1e-6
+    would hide faults that show later in the training.
 
     Args:
         module (nn.Module): The module, in the mode and with the class that it should have.
-        args (tuple): Its arguments.
-        kwargs (dict): Its keyword arguments.
-        cotangent (Callable): Maps number and value of an output to its gradient.
-        dtype (torch.dtype | None): What everything runs in, without autocast. If ``None``, the pass has the precision
-            of its inputs and of the present autocast. Default: None.
-        shift (dict[str, Tensor] | None): By the name of a gradient, what is added to its input or parameter. If
-            ``None``, nothing is added. Default: None.
+        args (tuple): Arguments of the module.
+        kwargs (dict): Keyword arguments of the module.
+        cotangent (Callable): Returns the gradient of an output, given its index and its value.
+        dtype (torch.dtype | None): Precision of the pass, without autocast. If ``None``, the pass has the precision of
+            its inputs and of the present autocast. Default: None.
+        shift (dict[str, Tensor] | None): Tensors that are added to inputs and parameters, by the name of their
+            gradient. If ``None``, nothing is added. Default: None.
 
     Returns:
         Run: The results.
@@ -119,7 +119,7 @@ def run_module(
             return tensor
         if id(tensor) not in leaves:
             own = shifted(f'input {len(leaves)}', cast(tensor.detach())).requires_grad_()
-            leaves[id(tensor)] = own, own.clone()  # modules may work in place, which a leaf refuses
+            leaves[id(tensor)] = own, own.clone()  # modules may change their input in place, which a leaf forbids
         return leaves[id(tensor)][1]
 
     def cast(tensor):
@@ -167,11 +167,11 @@ def run_module(
 
 
 def _moved(tensor, positive=False):
-    """Return a tensor whose numbers are not all the same; for others the tensor itself.
+    """Add noise to a constant tensor. Any other tensor is returned unchanged.
 
     Args:
         tensor (Tensor): The tensor.
-        positive (bool): Whether numbers above zero stay above it, as variances have to. Default: False.
+        positive (bool): Whether positive numbers remain positive, as variances must. Default: False.
     """
     if not (tensor.is_floating_point() and tensor.numel()) or not (tensor == tensor.flatten()[0]).all():
         return tensor
@@ -183,7 +183,7 @@ def _moved(tensor, positive=False):
 
 
 class _Calls(nn.Module):
-    """Callable that runs a function with other tensors in its module, also when a checkpoint calls it again."""
+    """Module that calls a function, so that ``functional_call`` replaces tensors in a recomputation, too."""
 
     def __init__(self, module):
         super().__init__()
@@ -218,9 +218,10 @@ def _without_weight_cache():
 
 
 class Bridged(torch.autograd.Function):
-    """Run a function without a graph; its inputs get made-up gradients, which are linear in those of the outputs.
+    """Autograd function that runs a function without a graph and gives its inputs synthetic gradients.
 
-    It stands for a module inside of another one, where both sides of a comparison need the same gradients from it.
+    The gradients are linear in those of the outputs. It replaces a module inside of another one, so that both sides of
+    a comparison get the same gradients from it.
     """
 
     @staticmethod
@@ -238,15 +239,15 @@ class Bridged(torch.autograd.Function):
 
 
 def bridge(run: Callable, args: tuple, kwargs: dict):
-    """Run ``run(*args, **kwargs)`` as :class:`Bridged` does.
+    """Run ``run(*args, **kwargs)`` in :class:`Bridged`.
 
     Args:
         run (Callable): The function.
-        args (tuple): Its arguments.
-        kwargs (dict): Its keyword arguments.
+        args (tuple): Arguments of the function.
+        kwargs (dict): Keyword arguments of the function.
 
     Returns:
-        What ``run`` returns.
+        The result of ``run``.
     """
     leaves, structure = tree_flatten((args, kwargs))
     found = []
@@ -269,7 +270,7 @@ def _weighed(grad):
 
 
 def _waves(shape, dtype, device):
-    """Return fixed numbers without a pattern that a fault could follow."""
+    """Return a fixed tensor, cos(1.7 i) / sqrt(n) for its i-th of n elements, which no fault is likely to reproduce."""
     number = torch.Size(shape).numel()
     waves = torch.arange(number, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     return waves.mul_(1.7).cos_().view(shape) / max(number, 1) ** 0.5

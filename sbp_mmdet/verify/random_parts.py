@@ -1,4 +1,4 @@
-"""Modules that draw random numbers: turned off for a comparison, or compared by the derivative of what they drew."""
+"""Modules that draw random numbers: they are disabled for a comparison, or their gradients checked as derivatives."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,25 +11,25 @@ from .module_run import cotangent, norm, run_module
 
 __all__ = ['Disagreement', 'RandomParts', 'check_derivative']
 
-_DIRECTIONS, _SLOPE = 2, 3e-3  # in which derivatives are looked at, and how far they may be off
+_DIRECTIONS, _SLOPE = 2, 3e-3  # number of directions of derivatives, and their largest error
 
 
 class Disagreement(Exception):
-    """Raised if a lean module does not compute what its own code computes."""
+    """Error of a lean module that does not compute what its own code computes."""
 
 
-# Attributes with the rate of a dropout that a module applies by a function, and with the rate of one that is a module.
+# Names of attributes with the rate of dropout: of modules that apply it by a function, and of modules of dropout.
 _APPLIED, _OWN = ('dropout', 'attn_drop'), ('p', 'drop_prob')
 
 
 class RandomParts:
-    """Modules that draw random numbers in training.
+    """The modules inside of a module that draw random numbers in training.
 
     Args:
-        module (nn.Module): What contains them.
+        module (nn.Module): The module that contains them.
 
     Attributes:
-        by_element (bool): Whether one of them is dropout of single numbers, whose draws depend on how a tensor is cut.
+        by_element (bool): Whether one of them drops single elements, so that its draws depend on chunks.
     """
 
     def __init__(self, module: nn.Module):
@@ -43,7 +43,7 @@ class RandomParts:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Turn them off."""
+        """Disable them within the context."""
         for m, name, _ in self._applied:
             setattr(m, name, 0.0)
         for m in self._modules:
@@ -72,14 +72,14 @@ def check_derivative(
     """Check that the gradients of a module are the derivative of its own forward pass, with the same random numbers.
 
     Args:
-        prepared (Callable): Returns a context in which the module runs lean.
+        prepared (Callable): Returns a context manager within which the module runs lean.
         module (nn.Module): The changed module.
-        args (tuple): The arguments.
-        kwargs (dict): The keyword arguments.
-        put_back (Callable): Puts back the random state.
+        args (tuple): Arguments of the module.
+        kwargs (dict): Keyword arguments of the module.
+        put_back (Callable): Restores the random states.
 
     Raises:
-        Disagreement: If they are not.
+        Disagreement: If the derivative by finite differences differs from the gradients.
     """
     cotangents, step = {}, 1e-6
 
@@ -92,7 +92,7 @@ def check_derivative(
             return run_module(module, args, kwargs, fixed, torch.float64, shift)
 
     gradients = {name: g for name, g in run().gradients.items() if g is not None and norm(g)}
-    for seed in range(_DIRECTIONS):  # a mask of dropout that is left out is right on average: not along the gradient
+    for seed in range(_DIRECTIONS):  # random directions: without dropout's mask, a gradient is right only on average
         ways = {name: _direction(g, seed) for name, g in gradients.items()}
         ahead, behind = (run({name: way * (sign * step) for name, way in ways.items()}) for sign in (1, -1))
         slope = sum(
