@@ -284,6 +284,9 @@ def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
     monkeypatch.setattr('sbp_mmdet.plan.report.build_detector', measure)
     with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: its model cannot be built here: KeyError'):
         command.main(['report', FRCNN])
+    monkeypatch.setattr('sbp_mmdet.plan.verify.build_training', measure)
+    with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: its model cannot be verified here: KeyError'):
+        command.main(['verify', FRCNN, '--size', '64x64'])
 
 
 TINY = """

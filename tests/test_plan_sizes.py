@@ -158,6 +158,16 @@ def test_a_data_set_without_images_is_called_one(tmp_path):
         inputs_of(config)
 
 
+def test_wrappers_in_wrappers_need_no_data(tmp_path):
+    """As mmdet's VOC configs have them."""
+    config = config_of(tmp_path, [RESIZE], sampler=None)
+    one = config.train_dataloader.dataset
+    both = dict(type='ConcatDataset', datasets=[dict(type='RepeatDataset', times=2, dataset=one), one])
+    config.train_dataloader.dataset = dict(type='RepeatDataset', times=3, dataset=both)
+    found = inputs_of(config)
+    assert found[1:3] == (133, 133) and "COCO's" in found.source
+
+
 def test_channels_are_those_of_the_pictures(tmp_path):
     folder = coco(tmp_path, [(48, 64)], channels=4)
     load = [dict(type='LoadImageFromFile', color_type='unchanged'), LOAD[1]]
@@ -194,6 +204,11 @@ def test_branches(pictures):
     assert (found['weak'].height, found['weak'].width) == (80, 133) or found['weak'].height == 133
     assert found['strong'].height * found['strong'].width <= 0.3 * found['weak'].height * found['weak'].width
     assert found['weak'].boxes == found['strong'].boxes == 0
+
+
+def test_a_batch_has_an_image(pictures):
+    with pytest.raises(ValueError, match='a batch of 0 images: there must be 1 or more'):
+        inputs_of(config_of(pictures, [RESIZE], batch=0))
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def data_set_of(config: Config) -> tuple[object, str]:
         except Exception as error:
             raise CannotRun(_line('its train data set cannot be built', error)) from error
         try:
-            return _with_photographs(cfg), "COCO's, because the annotations are not on this machine"
+            return DATASETS.build(_with_photographs(cfg)), "COCO's, because the annotations are not on this machine"
         except Exception as error:
             raise CannotRun(_line('its train pipeline cannot be built', error)) from error
 
@@ -179,12 +179,13 @@ class _Photographs(BaseDataset):
 
 
 def _with_photographs(cfg):
-    """Build a data set with its wrappers, with :class:`_Photographs` in place of the data sets inside."""
+    """Return the config of a data set, wrappers included, with photographs for its images."""
     if parts := cfg.get('datasets'):
-        return DATASETS.build(dict(cfg, datasets=[_with_photographs(part) for part in parts]))
+        return dict(cfg, datasets=[_with_photographs(part) for part in parts])
     if inner := cfg.get('dataset'):
-        return DATASETS.build(dict(cfg, dataset=_with_photographs(inner)))
-    return _Photographs(pipeline=[_readable(step) for step in cfg.get('pipeline') or [] if not _is_of_files(step)])
+        return dict(cfg, dataset=_with_photographs(inner))
+    steps = [_readable(step) for step in cfg.get('pipeline') or [] if not _is_of_files(step)]
+    return dict(type=_Photographs, pipeline=steps)
 
 
 def _is_of_files(step):

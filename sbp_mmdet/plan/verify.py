@@ -13,6 +13,7 @@ from ..verify.first_pass import verify_changed
 from .batch import at_the_first_step
 from .detector import build_training
 from .device import check_device
+from .errors import reason_of
 from .inputs import add_inputs, inputs_of
 from .planner import parse_size
 from .tables import Column, text_table
@@ -62,7 +63,12 @@ def findings_of(
 def _verify(args: argparse.Namespace, config: Config) -> None:
     found = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
     size = found.batch, found.height, found.width, found.channels
-    findings = findings_of(config, args.preset, args.device, *size)
+    try:
+        findings = findings_of(config, args.preset, args.device, *size)
+    except ValueError:  # of this package, in a line already
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        raise SystemExit(f'{args.config}: its model cannot be verified here: {reason_of(error)}') from error
     columns = [
         Column('kind', lambda row: row.name),
         Column('modules', lambda row: f'{len(row.modules)}'),
