@@ -5,7 +5,6 @@ Both are classes in front of the module's own (:class:`.surgery.Mixin`), not hoo
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from .library_code import library_code, replaced_code
 from .ops.common.handed_maps import Scope, scope_is_open
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, mix_in, mix_out, stock_class
@@ -135,10 +135,12 @@ class _Inside(NamedTuple):
         modules (tuple[tuple[nn.Module, type, tuple]]): Each module with its class and children; the outermost, whose
             own hooks run before and after its forward pass, is not among them.
         children (tuple): Children of the outermost module.
+        functions (tuple): Functions that their classes reach, see :class:`.LibraryCode`.
     """
 
     modules: tuple = ()
     children: tuple = ()
+    functions: tuple = ()
 
     def __reduce_ex__(self, protocol):
         return _Inside, ()
@@ -151,6 +153,9 @@ class _Inside(NamedTuple):
         """
         if not self.modules or self.children != (*root._modules.values(),):
             return False
+        for owner, name, function in self.functions:
+            if getattr(owner, name, None) is not function:
+                return False
         for module, kind, children in self.modules:
             own = module.__dict__
             if (
@@ -180,7 +185,8 @@ def is_known_inside(root: nn.Module) -> bool:
         if not all(map(of_known_library, inside)) or any(map(_is_touched, inside)):
             return False
         states = [(m, type(m), (*m._modules.values(),)) for m in inside]
-        root._inside = _Inside(tuple(states), (*root._modules.values(),))
+        functions = dict.fromkeys(f for m in inside for f in library_code(stock_class(type(m))).functions)
+        root._inside = _Inside(tuple(states), (*root._modules.values(),), tuple(functions))
     return True
 
 
@@ -193,20 +199,12 @@ def _is_touched(module):
     return not all((getattr(hook, '__module__', None) or '').startswith(_WATCHERS) for hook in hooks)
 
 
-@functools.cache
-def _is_known_class(kind):
-    kind = stock_class(kind)
-    return all(map(_is_library, (kind.__module__, getattr(kind.forward, '__module__', None) or '')))
-
-
 def of_known_library(module: nn.Module) -> bool:
-    """Return whether the class of a module, as it was before this package changed it, is of a known library.
+    """Return whether the class of a module, as it was before this package changed it, and its code are of a library.
 
     Args:
         module (nn.Module): The module.
     """
-    return _is_known_class(type(module))
-
-
-def _is_library(name):
-    return name.partition('.')[0] in _KNOWN or name.startswith('torch.nn.')
+    kind = stock_class(type(module))
+    known = kind.__module__.partition('.')[0] in _KNOWN or kind.__module__.startswith('torch.nn.')
+    return known and not replaced_code(kind)

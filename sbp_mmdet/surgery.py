@@ -9,6 +9,8 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from torch import nn
 
+from .library_code import replaced_code
+
 try:
     from torch.distributed.fsdp import FSDPModule
 except ImportError:  # torch 2.5 and older
@@ -77,7 +79,7 @@ def _apart(kind):
 
 
 def has_methods_of(obj: object, kind: type, *names: str) -> bool:
-    """Check that an object runs methods of a class, and neither a subclass's nor its own.
+    """Check that an object runs methods of a class as its library defines them, and neither a subclass's nor its own.
 
     Args:
         obj (object): An object without :func:`mix_in` for these methods.
@@ -85,7 +87,8 @@ def has_methods_of(obj: object, kind: type, *names: str) -> bool:
         *names (str): Names of the methods.
     """
     return isinstance(obj, kind) and all(
-        name not in vars(obj) and getattr(type(obj), name) is getattr(kind, name) for name in names
+        name not in vars(obj) and getattr(type(obj), name) is getattr(kind, name) and not replaced_code(kind, name)
+        for name in names
     )
 
 

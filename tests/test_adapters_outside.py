@@ -1,6 +1,7 @@
 """Modules of detectors from outside and of Grounding DINO, against their own code in fp64."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from mmcv.cnn.bricks import DropPath
 from mmdet.models.layers.brick_wrappers import FrozenBatchNorm2d
 from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
 from oracles import DEVICE, assert_near, loss_of
+from stand_ins import of_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -139,9 +141,7 @@ def test_layer_with_frozen_batch_norm_is_one_operation():
 # ViTDet. Its classes are named by the adapter; these have their names, and compute by the definition.
 
 
-def of_vitdet(kind):
-    kind.__module__, kind.__qualname__ = 'projects.ViTDet.vitdet.vit', kind.__name__
-    return kind
+of_vitdet = functools.partial(of_module, 'projects.ViTDet.vitdet.vit')
 
 
 @of_vitdet

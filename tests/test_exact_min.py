@@ -7,6 +7,7 @@ import torch
 from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder, DetrTransformerEncoder
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
+from stand_ins import of_module
 from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
@@ -126,7 +127,7 @@ def test_a_head_of_ones_own_is_left_alone():
         def forward_single(self, x, scale, stride):
             return super().forward_single(2 * x, scale, stride)
 
-    Head.__module__ = 'my_project'
+    of_module('my_project', Head)
     model.bbox_head.__class__ = Head
     plain = copy.deepcopy(model)
     assert 'bbox_head' not in apply_lean(model, 'exact_min').changed

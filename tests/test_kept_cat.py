@@ -7,6 +7,7 @@ import torch
 from mmcv.cnn import ConvModule
 from mmdet.models.layers import CSPLayer
 from oracles import DEVICE, assert_near, loss_of
+from stand_ins import of_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -59,8 +60,7 @@ class Outer(nn.Module):
         return self.block(x)
 
 
-for kind in (Elan, Outer):  # of a known project
-    kind.__module__ = kind.forward.__module__ = 'mmyolo.models.layers'
+of_module('mmyolo.models.layers', Elan, Outer)  # a known project
 
 
 def filled(module):

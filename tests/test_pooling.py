@@ -11,6 +11,7 @@ from mmcv.cnn import VGG
 from mmdet.models.backbones import SSDVGG
 from mmdet.models.layers import DynamicConv
 from oracles import DEVICE, assert_near, loss_of
+from stand_ins import of_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -148,7 +149,7 @@ class Conv2dSamePadding(nn.Conv2d):
         return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
-Conv2dSamePadding.__module__ = 'projects.EfficientDet.efficientdet.utils'
+of_module('projects.EfficientDet.efficientdet.utils', Conv2dSamePadding)
 
 
 @pytest.mark.parametrize(

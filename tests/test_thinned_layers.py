@@ -4,6 +4,7 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones import SwinTransformer
+from stand_ins import of_module
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
@@ -76,12 +77,10 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleList(TransformerEncoderLayer(width, heads) for _ in range(depth))
 
 
-for stand_in in (ConvNeXtBlock, ConvNeXt):
-    stand_in.__module__ = 'mmpretrain.models.backbones.convnext'
-LayerNorm2d.__module__ = 'mmpretrain.models.utils.norm'
-Attention.__module__, Attention.__qualname__ = 'mmpretrain.models.utils.attention', 'MultiheadAttention'
-for stand_in in (TransformerEncoderLayer, VisionTransformer):
-    stand_in.__module__ = 'mmpretrain.models.backbones.vision_transformer'
+of_module('mmpretrain.models.backbones.convnext', ConvNeXtBlock, ConvNeXt)
+of_module('mmpretrain.models.utils.norm', LayerNorm2d)
+of_module('mmpretrain.models.utils.attention', Attention, name='MultiheadAttention')
+of_module('mmpretrain.models.backbones.vision_transformer', TransformerEncoderLayer, VisionTransformer)
 
 SWIN = {
     'tiny': {},

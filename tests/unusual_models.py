@@ -1,4 +1,4 @@
-"""Models that are not quite the stock ones: what users do to models, as a table."""
+"""Modules of users, models to put them into, and the comparison of a changed model with the plain one."""
 
 import functools
 
@@ -13,9 +13,8 @@ from mmdet.models.backbones.swin import SwinBlock
 from test_adapters_conv import ordinary
 from test_adapters_transformer import LAYERS
 from torch import nn
-from torch.nn.utils import parametrize, spectral_norm, weight_norm
-from torch.nn.utils.parametrizations import weight_norm as parametrized_weight_norm
 
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.models.convnext import ConvNeXtBlock
 from sbp_mmdet.models.layers import LayerNorm2d
 
@@ -216,226 +215,35 @@ MODELS = {
 }
 
 
-# What users do. A change takes the model.
+# The comparison.
 
 
-def put(name, make):
-    """Puts another module in a place; ``make`` gets what stood there."""
-
-    def change(model):
-        parent, _, child = name.rpartition('.')
-        found = make(model.get_submodule(name)).to(torch.float64)
-        found.train()
-        setattr(model.get_submodule(parent), child, found)
-
-    return change
-
-
-def hook(name, function=doubled, kind='forward'):
-    return lambda model: getattr(model.get_submodule(name), f'register_{kind}_hook')(function)
+def step(model, x):
+    """Outputs and gradients of the images and all parameters; and how often code of the user's ran."""
+    CALLS.clear()
+    torch.manual_seed(3)
+    x = x.clone().requires_grad_()
+    outs = model(x)
+    outs = outs if isinstance(outs, (list, tuple)) else [outs]
+    loss = sum((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).cos().view_as(out)).sum() for out in outs)
+    wanted = dict(images=x, **{name: p for name, p in model.named_parameters() if p.requires_grad})
+    found = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    return [out.detach() for out in outs], dict(zip(wanted, found, strict=True)), sorted(CALLS), buffers
 
 
-def on(name, function):
-    return lambda model: function(model.get_submodule(name))
+def assert_same(lean, plain, x):
+    (outs, grads, calls, buffers), expected = step(lean, x), step(plain, x)
+    for a, b in zip(outs, expected[0], strict=True):
+        assert (a - b).norm() <= 1e-9 * b.norm().clamp_min(1e-9)
+    assert grads.keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        assert (grads[name] is None) == (grad is None), name
+        assert grad is None or (grads[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+    assert calls == expected[2]
+    for name, values in expected[3].items():
+        torch.testing.assert_close(buffers[name], values, rtol=1e-9, atol=1e-9)
 
 
-def every(kind, function):
-    def change(model):
-        for module in [m for m in model.modules() if type(m).__mro__[-3:] and isinstance(m, kind)]:
-            function(module)
-
-    return change
-
-
-def padded(conv, **options):
-    geometry = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride)
-    options = dict(padding=conv.padding, groups=conv.groups, bias=conv.bias is not None) | options
-    return nn.Conv2d(*geometry, **options)
-
-
-def share(first, second):
-    return lambda model: setattr(model.get_submodule(second), 'weight', model.get_submodule(first).weight)
-
-
-def same_module(first, second):
-    def change(model):
-        parent, _, child = second.rpartition('.')
-        setattr(model.get_submodule(parent), child, model.get_submodule(first))
-
-    return change
-
-
-def as_class(name, kind):
-    def change(model):
-        model.get_submodule(name).__class__ = kind
-
-    return change
-
-
-def circular(conv):
-    conv.padding_mode = 'circular'
-    conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
-
-
-def own_forward(module):
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: CALLS.append('own') or 1.5 * forward(*args, **kwargs)
-
-
-def own_helper(module):
-    helper = module._forward
-    module._forward = lambda x: CALLS.append('own') or 1.5 * helper(x)
-
-
-def wrapped_weight(module):
-    """As quantisation does it: a parameter of another class."""
-
-    class Quantised(nn.Parameter):
-        pass
-
-    module.weight = Quantised(module.weight.detach())
-
-
-BLOCK = 'stages.1.blocks.0'
-# Model, what is done to it, and what of it has to be named; '': it may be lean.
-BEFORE = {
-    'LoRA in qkv of Swin': ('Swin', put(f'{BLOCK}.attn.w_msa.qkv', LoRA), f'{BLOCK}.attn.w_msa.qkv'),
-    'LoRA in proj of Swin': ('Swin', put(f'{BLOCK}.attn.w_msa.proj', LoRA), f'{BLOCK}.attn.w_msa.proj'),
-    'LoRA in FFN of Swin': ('Swin', put(f'{BLOCK}.ffn.layers.1', LoRA), f'{BLOCK}.ffn.layers.1'),
-    'LoRA in patch merging': ('Swin', put('stages.0.downsample.reduction', LoRA), 'stages.0.downsample'),
-    'LoRA in qkv of ViT': ('ViT', put('blocks.1.attn.qkv', LoRA), 'blocks.1.attn.qkv'),
-    'LoRA in qkv of mmpretrain': ('ViT of mmpretrain', put('layers.1.attn.qkv', LoRA), 'layers.1.attn.qkv'),
-    'LoRA in MLP of ViT': ('ViT', put('blocks.1.mlp.fc1', LoRA), 'blocks.1.mlp.fc1'),
-    'LoRA in pointwise convolution': ('ConvNeXt', put('stages.0.0.pointwise_conv1', LoRA), 'stages.0.0'),
-    'LoRA in a bottleneck': ('ResNet', put('layer2.1.conv1', LoRA), 'layer2.1.conv1'),
-    'LoRA in FFN': ('FFN', put('layers.0.layers.1', LoRA), 'layers.0'),
-    'LoRA in deformable attention': ('deformable', put('layer.self_attn.value_proj', LoRA), 'layer.self_attn'),
-    'hook in window attention': ('Swin', hook(f'{BLOCK}.attn.w_msa'), f'{BLOCK}.attn.w_msa'),
-    'hook on a norm of Swin': ('Swin', hook(f'{BLOCK}.norm2'), f'{BLOCK}.norm2'),
-    'hook on an FFN of Swin': ('Swin', hook(f'{BLOCK}.ffn'), ''),
-    'hook on a softmax': ('Swin', hook(f'{BLOCK}.attn.w_msa.softmax'), f'{BLOCK}.attn.w_msa.softmax'),
-    'hook on a block': ('ConvNeXt', hook('stages.0.0'), ''),
-    'hook in a ConvNeXt block': ('ConvNeXt', hook('stages.0.0.act'), 'stages.0.0'),
-    'pre-hook in a ViT': ('ViT', hook('blocks.0.norm1', lambda m, a: (2 * a[0],), 'forward_pre'), 'blocks.0.norm1'),
-    'backward hook in a ViT': (
-        'ViT',
-        hook('blocks.0.norm1', lambda m, i, o: CALLS.append('back') or (2 * i[0],), 'full_backward'),
-        'blocks.0.norm1',
-    ),
-    'hook on a norm of a bottleneck': ('ResNet', hook('layer1.0.bn2'), 'layer1.0.bn2'),
-    'hook on a stage': ('ResNet', hook('layer2'), ''),
-    'hook on a block of a chain': ('ResNet', hook('layer2.1'), ''),
-    'hook on a shortcut': ('ResNet', hook('layer2.0.downsample'), ''),
-    'hook in a shortcut': ('ResNet', hook('layer2.0.downsample.1'), 'layer2.0.downsample.1'),
-    'hook in FFN': ('FFN', hook('layers.0.layers.0.1'), 'layers.0'),
-    'hook in multi-head attention': ('attention', hook('layers.0.attn', call_noted), 'layers.0'),
-    'hook in deformable attention': ('deformable', hook('layer.self_attn.sampling_offsets'), 'layer.self_attn'),
-    'circular padding': (
-        'ConvNeXt',
-        put('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding_mode='circular')),
-        'stages.0.0.depthwise_conv',
-    ),
-    'reflected padding in a bottleneck': (
-        'ResNet',
-        put('layer1.0.conv2', lambda conv: padded(conv, padding_mode='reflect')),
-        'layer1.0.conv2',
-    ),
-    'padding of another kind set in place': ('ResNet', on('layer2.1.conv2', circular), 'layer2.1.conv2'),
-    'padding by name': (
-        'ConvNeXt',
-        put('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding='same')),
-        'stages.0.0.depthwise_conv',
-    ),
-    'depthwise convolution without bias': (
-        'ConvNeXt',
-        put('stages.0.0.depthwise_conv', lambda conv: padded(conv, bias=False)),
-        '',
-    ),
-    'patch embedding without bias': (
-        'ConvNeXt',
-        put('downsample_layers.0.0', lambda conv: padded(conv, bias=False)),
-        'downsample_layers.0',
-    ),
-    'dilated depthwise convolution': (
-        'ConvNeXt',
-        put('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding=6, dilation=2)),
-        '',
-    ),
-    'pointwise convolution of another size': (
-        'ConvNeXt',
-        put('downsample_layers.1.1', lambda conv: nn.Conv2d(conv.in_channels, conv.out_channels, 3, 2, 1)),
-        'downsample_layers.1',
-    ),
-    'stochastic depth of torchvision': (
-        'ConvNeXt',
-        put('stages.1.0.drop_path', lambda m: StochasticDepth(0.5)),
-        'stages.1.0',
-    ),
-    'drop path without scale': ('ConvNeXt', put('stages.1.0.drop_path', lambda m: UnscaledDropPath(0.5)), 'stages.1.0'),
-    'dropout as drop path': ('ConvNeXt', put('stages.1.0.drop_path', lambda m: nn.Dropout(0.5)), 'stages.1.0'),
-    'dropout of rate 0 as drop path': ('ConvNeXt', put('stages.1.0.drop_path', lambda m: nn.Dropout(0.0)), ''),
-    'drop path of Swin': ('Swin', put(f'{BLOCK}.attn.drop', lambda m: StochasticDepth(0.5)), f'{BLOCK}.attn.drop'),
-    'shared weights': ('ConvNeXt', share('stages.1.0.pointwise_conv1', 'stages.1.1.pointwise_conv1'), ''),
-    'weights shared in a block': ('ViT', share('blocks.0.norm1', 'blocks.0.norm2'), ''),
-    'a block called twice': ('ConvNeXt', same_module('stages.1.0', 'stages.1.1'), ''),
-    'a convolution called twice': ('ResNet', same_module('layer2.2.conv2', 'layer2.1.conv2'), ''),
-    'frozen norms': ('ResNet', every(nn.BatchNorm2d, lambda m: m.requires_grad_(False)), ''),
-    'half frozen': ('Swin', on(f'{BLOCK}.attn', lambda m: m.requires_grad_(False)), ''),
-    'frozen first layers': ('ConvNeXt', on('downsample_layers', lambda m: m.requires_grad_(False)), ''),
-    'norms in evaluation mode': ('ResNet', every(nn.BatchNorm2d, lambda m: m.eval()), ''),
-    'a norm in evaluation mode': ('ResNet', on('layer2.1.bn2', lambda m: m.eval()), ''),
-    'a block in evaluation mode': ('ResNet', on('layer2.1', lambda m: m.eval()), ''),
-    'a part in evaluation mode': ('Swin', on(BLOCK, lambda m: m.eval()), ''),
-    'parametrized convolution': (
-        'ResNet',
-        on('layer2.1.conv2', lambda m: parametrize.register_parametrization(m, 'weight', Doubling())),
-        'layer2.1.conv2',
-    ),
-    'parametrized layer scale': (
-        'ConvNeXt',
-        on('stages.1.0', lambda m: parametrize.register_parametrization(m, 'gamma', Doubling())),
-        'stages.1.0',
-    ),
-    'parametrized linear layer': (
-        'Swin',
-        on(f'{BLOCK}.ffn.layers.0.0', parametrized_weight_norm),
-        f'{BLOCK}.ffn.layers.0.0',
-    ),
-    'weight norm': ('ConvModule', on('0.conv', weight_norm), '0'),
-    'spectral norm': ('ViT', on('blocks.0.mlp.fc1', spectral_norm), 'blocks.0.mlp.fc1'),
-    'forward of the instance': ('ConvNeXt', on('stages.1.0', own_forward), 'stages.1.0'),
-    'forward of a submodule': ('Swin', on(f'{BLOCK}.attn.w_msa.qkv', own_forward), f'{BLOCK}.attn.w_msa.qkv'),
-    'helper of the instance': ('ConvNeXt', on('stages.1.0', own_helper), 'stages.1.0'),
-    'subclass of a norm': ('Swin', as_class(f'{BLOCK}.norm1', DoubledNorm), f'{BLOCK}.norm1'),
-    'subclass of a norm of maps': ('ConvNeXt', as_class('stages.1.0.norm', DoubledNorm2d), 'stages.1.0'),
-    'subclass of group norm': ('ConvModule', as_class('1.gn', ShiftedGroupNorm), '1.gn'),
-    'subclass of GELU': ('ViT', as_class('blocks.2.act', SteepGELU), 'blocks.2.act'),
-    'subclass of ReLU': ('ResNet', as_class('layer1.1.relu', SteepReLU), 'layer1.1.relu'),
-    'subclass of a block': ('ConvNeXt', as_class('stages.1.0', DoubledBlock), 'stages.1.0'),
-    'subclass with another helper': ('ConvNeXt', as_class('stages.1.0', BlockWithOtherHelper), 'stages.1.0'),
-    'subclass of a Swin block': ('Swin', as_class(BLOCK, DoubledSwinBlock), BLOCK),
-    'subclass with another property': ('ResNet', as_class('layer1.1', PaddedBottleneck), 'layer1.1'),
-    'deep stem and a layer more': ('deep stem', lambda model: None, ''),
-    'norm without affine part': (
-        'Swin',
-        put(f'{BLOCK}.norm1', lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=False)),
-        '',
-    ),
-    'norm without affine part in deformable DETR': (
-        'deformable',
-        put('layer.norms.0', lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=False)),
-        'layer',
-    ),
-    'norm of a ConvNeXt block without affine part': (
-        'ConvNeXt',
-        put('stages.1.0.norm', lambda m: LayerNorm2d(m.normalized_shape[0], elementwise_affine=False)),
-        '',
-    ),
-    'Mish in a ConvNeXt block': ('ConvNeXt', put('stages.1.0.act', lambda m: nn.Mish()), 'stages.1.0'),
-    'Mish in Swin': ('Swin', put(f'{BLOCK}.ffn.layers.0.1', lambda m: nn.Mish()), f'{BLOCK}.ffn.layers.0.1'),
-    'Mish behind a convolution': ('ConvModule', put('0.activate', lambda m: nn.Mish()), '0.activate'),
-    'tanh GELU': ('ConvNeXt', put('stages.1.0.act', lambda m: nn.GELU('tanh')), ''),
-    'instance norm': ('ConvModule', put('1.gn', lambda m: nn.InstanceNorm2d(8, affine=True)), '1.gn'),
-    'a parameter of another class': ('ViT', on('blocks.0.attn.proj', wrapped_weight), 'blocks.0.attn.proj'),
-    'dropout in an FFN': ('Swin', put(f'{BLOCK}.ffn.layers.2', lambda m: nn.Dropout(0.0)), ''),
-}
+def lean_modules(model):
+    return [name for name, module in model.named_modules() if isinstance(module, LeanModule)]

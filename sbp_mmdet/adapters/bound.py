@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..library_code import replaced_code
 from ..ops.common.autograd_function import Form
 from ..presets import Settings
 from ..surgery import stock_class
@@ -105,4 +106,4 @@ def _reason(mixin, module, settings, running):
     own = ('forward',) if running or fairscale_forward(module) else ()
     if is_replaced(module, but=(*own, *mixin.callers)):
         return 'its forward pass was replaced'
-    return mixin.refusal(module, settings)
+    return replaced_code(stock_class(type(module))) or mixin.refusal(module, settings)

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ..surgery import foreign_classes
+from ..library_code import library_code
+from ..surgery import foreign_classes, stock_class
 from .predicate import GLOBAL_HOOKS, is_hooked_globally
 
 __all__ = ['BypassedModules']
@@ -28,6 +29,8 @@ class BypassedModules:
         self._root = foreign_classes(type(root)), len(root.__dict__)  # a new attribute may hide a method of the class
         self._states = tuple(map(_state, self.modules))
         self._hooked_globally = is_hooked_globally()
+        kinds = {stock_class(type(module)) for module in (root, *self.modules)}
+        self._functions = tuple({place: place for kind in kinds for place in library_code(kind).functions})
 
     def __getstate__(self):
         return {}  # a copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew
@@ -36,7 +39,7 @@ class BypassedModules:
         self.modules, self._root = (), None
 
     def unchanged(self, root: nn.Module) -> bool:
-        """Return whether submodules, their classes, hooks, forwards, padding modes and precision are unchanged.
+        """Return whether submodules, their classes and code, hooks, forwards, padding modes and precision are unchanged.
 
         This runs in each step, so it calls no other function unless a class has changed.
 
@@ -48,6 +51,9 @@ class BypassedModules:
             or any(GLOBAL_HOOKS) != self._hooked_globally
         ):
             return False
+        for owner, name, function in self._functions:
+            if getattr(owner, name, None) is not function:
+                return False
         for parent, children in self._children:
             if parent._modules != children:
                 return False

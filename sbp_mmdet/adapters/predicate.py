@@ -7,7 +7,7 @@ only if everything that a call would do is known. So this is an allow-list. The 
   wrapped, jitted or of a derived class;
 - its settings are among those that the operation computes, for example zero padding;
 - a call runs nothing else: no hooks on the module or on all modules, no forward that was set on the instance, compiled
-  or not, and no parametrization;
+  or not, or on the class (:mod:`..library_code`), and no parametrization;
 - its parameters are plain parameters of its own.
 
 Every other module runs its own code.
@@ -37,6 +37,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ..library_code import replaced_code
 from ..surgery import stock_class
 from .copies import odd_copy, original, path_of
 
@@ -261,7 +262,8 @@ def _find_problem(module, role, called):
         return 'it is parametrized'
     if check is None:
         return f'it is a {kind.__name__}, which is not supported as {role}'
-    return (None if called else interference(module)) or _odd_parameter(module) or check(module)
+    own = None if called else interference(module)
+    return own or replaced_code(kind) or _odd_parameter(module) or check(module)
 
 
 @contextlib.contextmanager

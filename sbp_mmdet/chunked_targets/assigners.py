@@ -16,6 +16,7 @@ from mmdet.models.task_modules.assigners import (
 from mmdet.models.task_modules.assigners.iou2d_calculator import BboxOverlaps2D_GLIP
 from torch import nn
 
+from ..library_code import replaced_code
 from ..surgery import Mixin, mix_in, stock_class
 
 __all__ = ['assigners_in_chunks']
@@ -44,7 +45,7 @@ def assigners_in_chunks(model: nn.Module, pairs: int) -> tuple[list[str], dict[s
     changed, unchanged = {}, {}
     for head, name, assigner in _assigners(model):
         calculator = getattr(assigner, 'iou_calculator', None)
-        if stock_class(type(calculator)) in _PAIRWISE:
+        if _is_pairwise(calculator):
             if not isinstance(calculator, _PairsInChunks):
                 mix_in(calculator, _PairsInChunks)
             calculator.pairs = pairs
@@ -52,8 +53,9 @@ def assigners_in_chunks(model: nn.Module, pairs: int) -> tuple[list[str], dict[s
         else:
             kind = stock_class(type(assigner if calculator is None else calculator)).__name__
             reason = f'{kind} has no iou_calculator' if calculator is None else f'iou_calculator is a {kind}'
+            reason = replaced_code(stock_class(type(calculator)), '__call__') or reason
             unchanged[f'{head}.{name}' if head else name] = reason
-        if type(assigner) in _NO_OVERLAP:
+        if type(assigner) in _NO_OVERLAP and not replaced_code(type(assigner), 'assign'):
             mix_in(assigner, _CostsInChunks)
     return [head or 'the model' for head in changed], unchanged
 
@@ -65,6 +67,11 @@ def _assigners(model: nn.Module) -> Iterator[tuple[str, str, BaseAssigner]]:
             for assigner in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(assigner, BaseAssigner):
                     yield head, name, assigner
+
+
+def _is_pairwise(calculator):
+    kind = stock_class(type(calculator))
+    return kind in _PAIRWISE and not replaced_code(kind, '__call__')
 
 
 class _PairsInChunks(Mixin):
@@ -80,7 +87,7 @@ class _PairsInChunks(Mixin):
     def __call__(self, first, second, *args, **kwargs):
         whole = super().__call__
         rows, columns = len(first), len(second)
-        if rows * columns <= self.pairs or _is_aligned(*args, **kwargs):
+        if rows * columns <= self.pairs or _is_aligned(*args, **kwargs) or not _is_pairwise(self):
             return whole(first, second, *args, **kwargs)
         out, size = None, max(self.pairs // min(rows, columns), 1)
         for start in range(0, max(rows, columns), size):
@@ -119,7 +126,7 @@ class _CostsInChunks(Mixin):
     def assign(self, pred_instances, gt_instances, *args, **kwargs):
         boxes, scores = len(gt_instances.bboxes), pred_instances.scores
         size = max(_COSTS // max(boxes * scores.shape[-1], 1), 1)
-        if len(scores) <= size:
+        if len(scores) <= size or replaced_code(stock_class(type(self)), 'assign'):
             return super().assign(pred_instances, gt_instances, *args, **kwargs)
         probe = copy.copy(self)
         probe.dynamic_k_matching = _hand_out

@@ -1,0 +1,171 @@
+"""Whether a class runs the code that its library defines, or somebody has put another function in its place.
+
+``nn.LayerNorm.forward = mine`` leaves no trace in any instance, but in the function: its global names are those of the
+module that it was written in, and not of the one that defines the class. The same is asked of all that the method
+reaches: methods and properties of the class (``Conv2d._conv_forward``, ``Bottleneck.norm1``), functions of its library,
+and ``torch.nn.functional``.
+"""
+
+import functools
+import sys
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import NamedTuple
+
+from torch import nn
+
+__all__ = ['LibraryCode', 'library_code', 'replaced_code']
+
+# Packages that are written for one another: a function of one may stand in a module of another.
+_LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmseg', 'mmpose', 'mmrotate', 'mmyolo', 'sbp_mmdet')
+# Modules whose decorators stand in the text of classes.
+_DECORATORS = ('contextlib', 'mmengine.utils.misc', 'torch.utils._contextlib')
+# Modules whose functions are asked about, and not those that they call in turn.
+_FUNCTIONS = ('torch', 'torch.nn.functional')
+_EVERY_MODULES = '__call__', '_call_impl', '_wrapped_call_impl'
+
+
+class LibraryCode(NamedTuple):
+    """The functions that a method of a class reaches.
+
+    Attributes:
+        functions (tuple[tuple]): A class or module, a name in it, and what stood there.
+        replaced (str | None): Which of them is not the library's. If ``None``, all are.
+    """
+
+    functions: tuple
+    replaced: str | None
+
+    def holds(self) -> bool:
+        """Return whether the same functions stand there now."""
+        for owner, name, value in self.functions:
+            if getattr(owner, name, None) is not value:
+                return False
+        return True
+
+
+_found: dict[tuple[type, str], LibraryCode] = {}
+
+
+def library_code(kind: type, method: str = 'forward') -> LibraryCode:
+    """Return the functions that a method of a class reaches now.
+
+    Args:
+        kind (type): The class, without mixins of this package.
+        method (str): Name of the method. Default: 'forward'.
+    """
+    found = _found.get((kind, method))
+    if found is None or not found.holds():
+        found = _found[kind, method] = _Search(kind).run(method)
+    return found
+
+
+def replaced_code(kind: type, method: str = 'forward') -> str | None:
+    """Return which function that a method of a class reaches is not the one of its library, or ``None``.
+
+    Args:
+        kind (type): The class, without mixins of this package.
+        method (str): Name of the method. Default: 'forward'.
+    """
+    return library_code(kind, method).replaced
+
+
+class _Search:
+    """A search for all functions that a method of a class reaches by name.
+
+    Args:
+        kind (type): The class.
+    """
+
+    def __init__(self, kind):
+        self.kind, self.functions, self.replaced, self._seen = kind, {}, None, set()
+
+    def run(self, method) -> LibraryCode:
+        for name in (method, *_EVERY_MODULES):
+            self._look_in_class(name)
+        return LibraryCode(tuple((*place, value) for place, value in self.functions.items()), self.replaced)
+
+    def _look_in_class(self, name):
+        """Look at a method or property, and at those of base classes, which ``super()`` finds."""
+        for owner in self.kind.__mro__[:-1]:
+            member = vars(owner).get(name)
+            if isinstance(member, classmethod) or (owner is nn.Module and name not in _EVERY_MODULES):
+                continue
+            function = _function_of(member)
+            if not _is_function(function) or (owner, name) in self._seen:
+                continue
+            self._seen.add((owner, name))
+            for found_in in (self.kind, owner):  # a function that the class gets later hides that of its base
+                self.functions[found_in, name] = getattr(found_in, name, None)
+            if not _is_written_in(function, owner, name):
+                self._blame(owner, name, function)
+            elif owner is not nn.Module:
+                self._follow(function)
+
+    def _follow(self, function):
+        """Look at what a function of a library uses by name."""
+        names, scope = _names_in(function.__code__), function.__globals__
+        user = sys.modules.get(_home(function))
+        for name in sorted(names):
+            self._look_in_class(name)
+            value = scope.get(name)
+            if not isinstance(value, ModuleType):
+                self._look_in_module(user, name, value, _package(_home(function)))
+            elif value.__name__ in _FUNCTIONS or _package(value.__name__) == _package(_home(function)) != 'torch':
+                for inside in sorted(names & vars(value).keys()):
+                    self._look_in_module(value, inside, vars(value)[inside], _package(_home(function)))
+
+    def _look_in_module(self, module, name, value, package):
+        """Look at a function that one of a package uses."""
+        function = _function_of(value)
+        if module is None or not _is_function(function) or (module, name) in self._seen:
+            return
+        self._seen.add((module, name))
+        self.functions[module, name] = value
+        renamed = module.__name__ in _FUNCTIONS and _plain(getattr(value, '__name__', '')) != _plain(name)
+        home = package if isinstance(function, BuiltinFunctionType) else _package(_home(function))
+        if renamed or home not in (*_LIBRARIES, package):
+            self._blame(module, name, function)
+        elif isinstance(function, FunctionType) and home == package != 'torch':
+            self._follow(function)
+
+    def _blame(self, owner, name, function):
+        home = _home(function) or type(function).__name__
+        self.replaced = self.replaced or f'{owner.__name__}.{name} was replaced by a function of {home}'
+
+
+def _is_function(value):
+    return callable(value) and not isinstance(value, type) and getattr(value, '__module__', '') != 'typing'
+
+
+def _function_of(member):
+    """Return the function in a method, a property, or a decorator of a library."""
+    for attribute in ('fget', 'func', '__func__'):
+        member = getattr(member, attribute, member)
+    while hasattr(member, '__wrapped__') and _home(member) in _DECORATORS:
+        member = member.__wrapped__
+    return member
+
+
+def _is_written_in(function, kind, name):
+    if not isinstance(function, FunctionType) or _home(function) != kind.__module__:
+        return False
+    return kind is nn.Module or function.__qualname__ == f'{kind.__qualname__}.{name}'
+
+
+def _home(function):
+    return getattr(function, '__globals__', {}).get('__name__', '')
+
+
+def _package(module):
+    return module.partition('.')[0]
+
+
+def _plain(name):
+    return name.replace('_', '')
+
+
+@functools.cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    """Return the names that a function uses, and the functions inside of it."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)

@@ -1,0 +1,214 @@
+"""Functions that somebody puts into a class or a module for the whole process are seen: the patched code runs."""
+
+import copy
+import functools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmcv.cnn.bricks import transformer
+from mmcv.ops import multi_scale_deform_attn
+from mmdet.models.backbones import resnet, swin
+from mmdet.models.dense_heads import RPNHead
+from mmdet.models.necks import FPN
+from mmdet.models.task_modules.assigners import BboxOverlaps2D, SimOTAAssigner
+from mmengine.logging import MMLogger
+from mmengine.structures import InstanceData
+from torch import nn
+from unusual_models import CALLS, MODELS, assert_same, image, lean_modules, ordinary
+
+from sbp_mmdet import apply_lean
+from sbp_mmdet.adapters import ADAPTERS
+from sbp_mmdet.adapters.predicate import ROLES
+from sbp_mmdet.chunked_targets.assigners import assigners_in_chunks
+from sbp_mmdet.library_code import replaced_code
+from sbp_mmdet.models import vit
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    CALLS.clear()
+    MMLogger.get_current_instance().setLevel('ERROR')
+    yield
+    MMLogger.get_current_instance().setLevel('INFO')
+
+
+def doubled(function):
+    """The function, doubled and noted; it shows the name and the module of the original, as decorators do."""
+
+    @functools.wraps(function)
+    def patched(*args, **kwargs):
+        CALLS.append(function.__qualname__)
+        out = function(*args, **kwargs)
+        return tuple(1.25 * o for o in out) if isinstance(out, tuple) else 1.25 * out
+
+    return patched
+
+
+def first_doubled(function):
+    return lambda *args, **kwargs: (1.5 * function(*args, **kwargs)[0], None)
+
+
+def soft(norm):
+    """Another norm behind a property."""
+    return property(lambda block: nn.Sequential(norm.fget(block), nn.Softplus()))
+
+
+class Pyramid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.neck = FPN([4, 4], 8, 3)
+        self.head = RPNHead(8, feat_channels=8)
+
+    def forward(self, x):
+        x = self.conv(x)
+        maps = self.neck((x, F.avg_pool2d(x, 2)))
+        return [o for outs in self.head(maps) for o in outs]
+
+
+FAMILIES = MODELS | {'pyramid': lambda: ordinary(Pyramid())}
+# What is patched, the name in it, what replaces it, and the model that would bypass it.
+PATCHES = {
+    'layer norm': (nn.LayerNorm, 'forward', doubled, 'Swin'),
+    'linear layer': (nn.Linear, 'forward', doubled, 'ViT'),
+    'linear layer of a network': (nn.Linear, 'forward', doubled, 'FFN'),
+    'GELU': (nn.GELU, 'forward', doubled, 'ConvNeXt'),
+    'softmax': (nn.Softmax, 'forward', doubled, 'Swin'),
+    'group norm': (nn.GroupNorm, 'forward', doubled, 'ConvModule'),
+    'SiLU': (nn.SiLU, 'forward', doubled, 'ConvModule'),
+    'convolution': (nn.Conv2d, 'forward', doubled, 'ResNet'),
+    'convolution of a neck and a head': (nn.Conv2d, 'forward', doubled, 'pyramid'),
+    'helper of convolutions': (nn.Conv2d, '_conv_forward', doubled, 'ResNet'),
+    'helper of convolutions of a pyramid': (nn.Conv2d, '_conv_forward', doubled, 'pyramid'),
+    'batch norm by its base': (nn.modules.batchnorm._BatchNorm, 'forward', doubled, 'ResNet'),
+    'batch norm, though its base defines it': (nn.BatchNorm2d, 'forward', doubled, 'ResNet'),
+    'bottleneck': (resnet.Bottleneck, 'forward', doubled, 'ResNet'),
+    'property of a bottleneck': (resnet.Bottleneck, 'norm2', soft, 'ResNet'),
+    'backbone': (resnet.ResNet, 'forward', doubled, 'ResNet'),
+    'window attention': (swin.WindowMSA, 'forward', doubled, 'Swin'),
+    'helper of shifted windows': (swin.ShiftWindowMSA, 'window_partition', doubled, 'Swin'),
+    'Swin block': (swin.SwinBlock, 'forward', doubled, 'Swin'),
+    'FFN, whose forward is decorated': (transformer.FFN, 'forward', doubled, 'FFN'),
+    'mmcv attention': (transformer.MultiheadAttention, 'forward', doubled, 'attention'),
+    'torch attention': (
+        nn.MultiheadAttention,
+        'forward',
+        lambda f: lambda *a, **k: (1.5 * f(*a, **k)[0], 1),
+        'attention',
+    ),
+    'deformable attention': (multi_scale_deform_attn.MultiScaleDeformableAttention, 'forward', doubled, 'deformable'),
+    'pyramid': (FPN, 'forward', doubled, 'pyramid'),
+    'helper of a head': (RPNHead, 'forward_single', doubled, 'pyramid'),
+    'block of this package': (vit.ViTBlock, 'feed', doubled, 'ViT'),
+    'method of another class of its module': (nn.ReLU, 'forward', lambda f: nn.SiLU.forward, 'ResNet'),
+    'call of all modules': (nn.Module, '__call__', doubled, 'ConvNeXt'),
+    'function GELU': (F, 'gelu', doubled, 'ConvNeXt'),
+    'function layer norm': (F, 'layer_norm', doubled, 'ViT'),
+    'function linear': (F, 'linear', doubled, 'Swin'),
+    'function convolution': (F, 'conv2d', doubled, 'ResNet'),
+    'function batch norm': (F, 'batch_norm', doubled, 'ResNet'),
+    'another function of torch': (F, 'relu', lambda f: F.relu6, 'ResNet'),
+    'an object in the place of a function': (F, 'gelu', lambda f: functools.partial(f, approximate='tanh'), 'ConvNeXt'),
+    'helper function of a library': (
+        multi_scale_deform_attn,
+        'multi_scale_deformable_attn_pytorch',
+        doubled,
+        'deformable',
+    ),
+}
+
+
+@pytest.fixture(params=PATCHES)
+def patch(request, monkeypatch):
+    owner, name, change, family = PATCHES[request.param]
+
+    def apply():
+        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+
+    return apply, monkeypatch.undo, family
+
+
+def test_patched_before(patch):
+    apply, _, family = patch
+    lean = FAMILIES[family]()
+    plain = copy.deepcopy(lean)
+    apply()
+    try:
+        report = apply_lean(lean, verify=False)
+    except ValueError as error:  # nothing is left to change
+        assert 'was replaced' in str(error)
+        return
+    assert any('was replaced' in reason for reason in report.left.values()), report
+    assert_same(lean, plain, image())
+
+
+def test_patched_between_steps_and_back(patch):
+    apply, undo, family = patch
+    lean = FAMILIES[family]()
+    plain = copy.deepcopy(lean)
+    before = apply_lean(lean, verify=False)
+    assert not any('was replaced' in reason for reason in before.left.values())
+    assert_same(lean, plain, image())
+    apply()
+    assert_same(lean, plain, image())
+    undo()
+    parts = [set(lean.get_submodule(name)._lean.bound.parts) for name in lean_modules(lean)]
+    assert_same(lean, plain, image())
+    now = [set(lean.get_submodule(name)._lean.bound.parts) for name in lean_modules(lean)]
+    assert sum(map(len, now)) >= sum(map(len, parts)) and not any(
+        lean.get_submodule(name)._lean.bound.reason for name in lean_modules(lean)
+    )
+
+
+def known_classes():
+    for role in ROLES.values():
+        yield from (kind for kind in role if isinstance(kind, type))
+    for path in ADAPTERS:
+        module, _, name = path.rpartition('.')
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None:
+            yield kind
+
+
+def test_known_classes_are_as_their_libraries_define_them():
+    kinds = dict.fromkeys(known_classes())
+    assert len(kinds) > 90
+    assert not {kind: found for kind in kinds if (found := replaced_code(kind))}
+
+
+# Targets in chunks call the class's own code for parts of its arguments.
+
+
+def heads(assigner):
+    model = nn.Module()
+    model.assigner = assigner
+    return model
+
+
+def test_a_patched_overlap_gets_all_pairs_at_once(monkeypatch):
+    calculator = BboxOverlaps2D()
+    boxes = torch.rand(40, 4).cumsum(1)
+    model = heads(SimOTAAssigner())
+    model.assigner.iou_calculator = calculator
+    assert assigners_in_chunks(model, 100)[0]
+
+    def ranked(self, first, second, *args, **kwargs):  # an entry depends on all others
+        CALLS.append(len(first))
+        return torch.cdist(first, second).argsort(0).argsort(0).float()
+
+    monkeypatch.setattr(BboxOverlaps2D, '__call__', ranked)
+    assert (calculator(boxes, boxes[:9]) == ranked(None, boxes, boxes[:9])).all()
+    assert CALLS == [40, 40]
+    model = heads(SimOTAAssigner())
+    changed, unchanged = assigners_in_chunks(model, 100)
+    assert not changed and 'was replaced' in unchanged['assigner']
+
+
+def test_a_patched_assigner_gets_all_priors_at_once(monkeypatch):
+    monkeypatch.setattr('sbp_mmdet.chunked_targets.assigners._COSTS', 8)
+    model = heads(SimOTAAssigner())
+    assigners_in_chunks(model, 100)
+    monkeypatch.setattr(SimOTAAssigner, 'assign', lambda self, pred, gt, *args, **kwargs: len(pred))
+    assert model.assigner.assign(InstanceData(scores=torch.rand(30, 2)), InstanceData(bboxes=torch.rand(3, 4))) == 30
