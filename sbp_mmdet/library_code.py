@@ -153,7 +153,9 @@ def _is_written_in(function, kind, name):
 
 
 def _home(function):
-    return getattr(function, '__globals__', {}).get('__name__', '')
+    """Return the name of the module that a function is written in."""
+    scope = getattr(function, '__globals__', None)
+    return '' if scope is None else scope.get('__name__', 'builtins')  # what classes made by ``exec`` say of theirs
 
 
 def _package(module):

@@ -2,7 +2,7 @@
 
 import types
 
-__all__ = ['of_module']
+__all__ = ['as_in', 'of_module']
 
 
 def of_module(module: str, *kinds: type, name: str | None = None) -> type:
@@ -20,8 +20,21 @@ def of_module(module: str, *kinds: type, name: str | None = None) -> type:
         kind.__module__, kind.__qualname__ = module, name or kind.__name__
         for key, value in [*vars(kind).items()]:
             if isinstance(value, types.FunctionType):
-                scope = {**value.__globals__, '__name__': module}
-                made = types.FunctionType(value.__code__, scope, key, value.__defaults__, value.__closure__)
-                made.__kwdefaults__, made.__qualname__ = value.__kwdefaults__, f'{kind.__qualname__}.{key}'
-                setattr(kind, key, made)
+                setattr(kind, key, as_in(module, value, f'{kind.__qualname__}.{key}'))
     return kind
+
+
+def as_in(module: str, function: types.FunctionType, name: str) -> types.FunctionType:
+    """Returns a function that looks as if a module had defined it.
+
+    Args:
+        module (str): Name of the module.
+        function (types.FunctionType): The function.
+        name (str): Its name in the module.
+    """
+    scope = {**function.__globals__, '__name__': module}
+    made = types.FunctionType(
+        function.__code__, scope, name.rpartition('.')[2], function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, name
+    return made

@@ -12,6 +12,7 @@ from torch import nn
 
 import gradients  # isort: skip  (helpers puts research/ on the path)
 from gradients import compare, exact_pass, study, study_table
+from stand_ins import as_in
 from subject import build_model, train_batches
 
 from sbp_mmdet import apply_lean
@@ -59,7 +60,8 @@ def test_study(model, batches, whole, monkeypatch):
         for module in model.modules():
             if getattr(module, 'with_activation', False):
                 module.activate = nn.GELU()
-        monkeypatch.setattr(torch.nn.functional, 'relu', lambda x, inplace=False: torch.nn.functional.softplus(x))
+        soft = as_in('torch.nn.functional', lambda x, inplace=False: torch.nn.functional.softplus(x), 'relu')
+        monkeypatch.setattr(torch.nn.functional, 'relu', soft)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = ['exact', 'with_cp', 'sbp'] if not whole else ['exact']
     keys = dict(modules=['backbone', 'neck', 'roi_head']) if whole else {}  # RPN's operation has a ReLU of its own

@@ -9,6 +9,7 @@ from verify_models import check_plain, said, trained
 
 from sbp_mmdet.ops import conv_norm_act, residual_block
 from sbp_mmdet.ops.common import layouts
+from sbp_mmdet.verify import parts_of_inputs
 
 VERIFIES = True
 
@@ -19,8 +20,11 @@ def in_chunks(monkeypatch):
         monkeypatch.setitem(layouts.CHUNK, size, 2**13)
 
 
+@pytest.mark.parametrize('least', [2**22, 2**13], ids=['whole', 'part'])
 @pytest.mark.parametrize('name', FAULTS)
-def test_a_wrong_line(name, monkeypatch, caplog):
+def test_a_wrong_line(name, least, monkeypatch, caplog):
+    """Gradients are compared on the whole input, or on the first rows of a large one."""
+    monkeypatch.setitem(parts_of_inputs._LEAST, 'cpu', least)
     fault = FAULTS[name]
     model = trained(fault.model)
     plain = copy.deepcopy(model)

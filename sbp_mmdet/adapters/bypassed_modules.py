@@ -39,7 +39,7 @@ class BypassedModules:
         self.modules, self._root = (), None
 
     def unchanged(self, root: nn.Module) -> bool:
-        """Return whether submodules, their classes and code, hooks, forwards, padding modes and precision are unchanged.
+        """Return whether submodules, their classes and code, hooks, padding modes and precision are unchanged.
 
         This runs in each step, so it calls no other function unless a class has changed.
 

@@ -21,6 +21,7 @@ from .eight_bits import check_eight_bits
 from .fixed_draws import as_reference, with_fixed_draws
 from .kinds import described, settings_of
 from .module_run import bridge, floating, storage_of
+from .parts_of_inputs import first_part
 from .random_parts import Disagreement
 
 __all__ = ['Findings', 'Kind', 'verify_modules']
@@ -242,15 +243,19 @@ class _Watch:
         checkpoint.
         """
         if self.around:
-            chains = all(self.classes[id(outer)].lean.runs_blocks for outer in self.around)
-            return ('with_cp',) if chains and kind.checkpointed else ()
+            return ('with_cp',) if self._chained() and kind.checkpointed else ()
         chains = self.classes[id(module)].lean.runs_blocks and len(self._blocks(module)) > 0
         return ('now', 'before') if chains else ('now', 'before', 'with_cp')
+
+    def _chained(self):
+        """Return whether the module that runs now is a block of one that runs its blocks itself and counts for them."""
+        return bool(self.around) and all(self.classes[id(outer)].lean.runs_blocks for outer in self.around)
 
     def _kind(self, module, args, kwargs):
         """Return the kind of a call. A new kind is compared first."""
         name, classes = self.names[id(module)], self.classes[id(module)]
-        key = (name if self.every else '', classes.lean, settings_of(module, classes.place), described((args, kwargs)))
+        settings = settings_of(module, classes.place)
+        key = (name if self.every else '', classes.lean, settings, self._chained(), described((args, kwargs)))
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = Kind(classes.own.__name__, checkpointed=classes.lean.checkpointed)
@@ -273,11 +278,17 @@ class _Watch:
         def side(lean, change=lambda place: place):
             return Side(module, lambda: self._as(module, lean, bridged, change))
 
+        part = first_part(args, kwargs)
+
         def check(own, lean, only=lambda name: True, slack=0.0):
-            runs = compare(own, lean, args, kwargs, devices=self.devices, slack=slack, only=only)
-            kind.outputs = max(kind.outputs, relative_difference(runs[1].outputs, runs[0].outputs))
+            options = dict(devices=self.devices, slack=slack, only=only)
+            runs = self._on_part(part, own, lean, options) or compare(own, lean, args, kwargs, **options)
             found = [{name: g for name, g in run.gradients.items() if only(name)} for run in runs]
             kind.gradients = max(kind.gradients, relative_difference(found[1], found[0]))
+            if part is not None and not self._chained():  # outputs and stored bytes are those of the whole
+                forward = (dataclasses.replace(side, backward=False) for side in (own, lean))
+                runs = compare(*forward, args, kwargs, devices=self.devices)
+            kind.outputs = max(kind.outputs, relative_difference(runs[1].outputs, runs[0].outputs))
             kind.stored['now'] = runs[1].stored
             kind.stored.setdefault('before', runs[0].stored)
 
@@ -299,6 +310,16 @@ class _Watch:
             # Modules that draw their own tokens have no reference form; outputs are compared with their own code.
             whole = isinstance(place.draws, TokenDraws)
             check(side(False) if whole else own, thinned, lambda name: not whole, slack)
+
+    @staticmethod
+    def _on_part(part, own, lean, options):
+        """Compare on a part of the input; ``None`` if there is none, or the module's own code does not take it."""
+        try:
+            return part and compare(own, lean, *part, **options)
+        except Disagreement:
+            raise
+        except Exception:  # noqa: BLE001  whatever the module's own code says of an input that it did not get
+            return None
 
     @contextlib.contextmanager
     def _as(self, module, lean, bridged, change) -> Iterator[None]:

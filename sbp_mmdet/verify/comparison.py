@@ -41,15 +41,17 @@ class Side:
     Attributes:
         module (nn.Module): The module.
         prepared (Callable): Returns a context manager within which the module runs this way.
+        backward (bool): Whether gradients are computed. Default: True.
     """
 
     module: nn.Module
     prepared: Callable[[], contextlib.AbstractContextManager]
+    backward: bool = True
 
     def run(self, args: tuple, kwargs: dict, dtype: torch.dtype | None = None) -> Run:
         """Run the module, see :func:`.run_module`."""
         with self.prepared():
-            return run_module(self.module, args, kwargs, cotangent, dtype)
+            return run_module(self.module, args, kwargs, cotangent, dtype, backward=self.backward)
 
 
 def tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """One forward and backward pass of a module, with outputs, gradients and saved bytes for a comparison."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from ..ops.common.precision import accumulator
 __all__ = ['Run', 'Stored', 'bridge', 'cotangent', 'floating', 'norm', 'run_module', 'storage_of']
 
 
+_AT_A_TIME = 2**18
 _MOVED = 0.1  # scale of the noise that is added to constant parameters
 
 
@@ -82,7 +84,12 @@ def norm(x: Tensor | None) -> float:
     Args:
         x (Tensor | None): The tensor. If ``None``, the norm is 0.
     """
-    return 0.0 if x is None or not x.numel() else float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    if x is None or not x.numel():
+        return 0.0
+    if x.device.type != 'cpu' or x.numel() <= _AT_A_TIME:
+        return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    # On a CPU a norm in another precision makes a copy: one of a part stays in the caches.
+    return math.hypot(*(norm(part) for part in x.flatten().split(_AT_A_TIME)))
 
 
 def run_module(
@@ -92,6 +99,7 @@ def run_module(
     cotangent: Callable[[int, Tensor], Tensor],
     dtype: torch.dtype | None = None,
     shift: dict[str, Tensor] | None = None,
+    backward: bool = True,
 ) -> Run:
     """Run a module forward and backward on copies of its inputs, buffers and parameters.
 
@@ -108,6 +116,7 @@ def run_module(
             its inputs and of the present autocast. Default: None.
         shift (dict[str, Tensor] | None): Tensors that are added to inputs and parameters, by the name of their
             gradient. If ``None``, nothing is added. Default: None.
+        backward (bool): Whether gradients are computed. Default: True.
 
     Returns:
         Run: The results.
@@ -152,6 +161,7 @@ def run_module(
         stored = _stored(saved, [passed for _, passed in leaves.values()], outs, own)
         wanted = {f'input {i}': x for i, (x, _) in enumerate(leaves.values())}
         wanted |= {name: p for name, p in parameters.items() if p.requires_grad}
+        wanted = wanted if backward else {}
         found = [(i, o) for i, o in enumerate(outs) if o.requires_grad]
         gradients = [None] * len(wanted)
         if found and wanted:
