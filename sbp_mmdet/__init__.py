@@ -1,6 +1,6 @@
-"""Stochastic Backpropagation (SBP) for detectors in MMDetection.
+"""Memory-efficient training of MMDetection's detectors: exact lean operations and Stochastic Backpropagation (SBP).
 
-Importing the package registers :class:`SBPConvNeXt`, :class:`SBPSwinTransformer`, :class:`SBPViT` and the hooks; in a
+Importing the package registers :class:`SBPConvNeXt`, :class:`SBPSwinTransformer`, :class:`SBPViT` and the hooks. In a
 config: ``custom_imports = dict(imports=['sbp_mmdet'])``.
 """
 
@@ -19,7 +19,7 @@ if _missing:
         "'.[onedl]' (maintained) or '.[upstream]' (mmcv 2.1, mmdet 3.3)."
     )
 
-# Some builds of mmdet print when they are imported. Standard output belongs to the program that imports this package.
+# Some builds of mmdet print when they are imported. Their output goes to stderr, because scripts may parse stdout.
 with _contextlib.redirect_stdout(_sys.stderr):
     import mmdet as _mmdet  # noqa: E402, F401
 
@@ -55,20 +55,23 @@ __all__ = [
 
 
 def config(name: str) -> str:
-    """Return the path of a config of this package, for the ``_base_`` of a config that lies elsewhere.
+    """Return the path of a config of this package, for the ``_base_`` of a config in another folder.
 
     Args:
-        name (str): Such as 'sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py'.
+        name (str): Folder and file, such as 'sbp_convnext/mask-rcnn_sbp-convnext-t_fpn_amp-ms-crop-3x_coco.py'.
+
+    Returns:
+        str: The path.
 
     Raises:
-        ValueError: If there is no such config.
+        ValueError: If there is no such config. The message lists all configs.
 
     Example:
-        ``_base_ = __import__('sbp_mmdet').config('sbp_swin/mask-rcnn_sbp-swin-t_fpn_amp-ms-crop-3x_coco.py')``
+        >>> _base_ = __import__('sbp_mmdet').config('sbp_swin/mask-rcnn_sbp-swin-t_fpn_amp-ms-crop-3x_coco.py')
     """
     package = _Path(__file__).parent
     folder = next(f for f in (package / '.mim/configs', package.parent / 'configs') if f.is_dir())
     if not (folder / name).is_file():
         known = sorted(str(path.relative_to(folder)) for path in folder.glob('*/*.py'))
-        raise ValueError(f'config {name!r}: there is none; choose from {known}')
+        raise ValueError(f'config {name!r} does not exist; choose from {known}')
     return str(folder / name)

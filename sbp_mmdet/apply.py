@@ -1,9 +1,8 @@
-"""Changes a model in place for lean training, whatever its config is.
+"""Change of a model in place for lean training, independently of its config.
 
-    custom_hooks = [dict(type=preset='exact')]
-
-or, without mmengine's runner, ``report = apply_lean(model, preset='exact')``. What a module's class becomes is written
-down in a table, :data:`.adapters.ADAPTERS`; a class of one's own is added by a few lines, see :mod:`.adapters.adapter`.
+In a config, ``custom_hooks = [dict(type='LeanHook', preset='exact')]``; without mmengine's runner,
+``report = apply_lean(model, preset='exact')``. The table :data:`.adapters.ADAPTERS` lists the classes of modules that
+can be changed. A few lines add a class of your own, see :mod:`.adapters.base`.
 """
 
 from torch import nn
@@ -24,27 +23,27 @@ __all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
 
 
 def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
-    """Let the modules of a model store less for the backward pass, in place.
+    """Change the modules of a model in place, so that they save less for the backward pass.
 
-    Names and shapes of parameters, checkpoints, evaluation and export stay as they are. A model that has been changed
-    is changed anew, by the new settings.
+    Names and shapes of parameters, checkpoints, evaluation and export do not change. Calling this function again
+    replaces the settings.
 
     Args:
-        model (nn.Module): A detector, or its backbone. What holds several detectors, such as a student and a teacher,
-            is changed in all of them; one that runs in evaluation mode trains nothing and stays plain.
-        preset (str): 'exact', 'int8', 'sampled', 'sbp'; to compare with 'none', 'with_cp', 'reference'. Default:
-            'exact'.
-        **keys: keep_ratio, sampler, blocks, downsample, attention, skip_dropped_images, modules, verify: see
-            :class:`.presets.Settings`.
+        model (nn.Module): A detector or a backbone. In a model of several detectors, such as a student and a teacher,
+            all of them are changed; a detector in evaluation mode runs its own code anyway.
+        preset (str): 'exact', 'exact_min', 'int8', 'sampled' or 'sbp'; for comparison 'none', 'with_cp' or 'reference'.
+            Default: 'exact'.
+        **keys: ``keep_ratio``, ``sampler``, ``blocks``, ``downsample``, ``attention``, ``skip_dropped_images``,
+            ``modules`` and ``verify``, see :class:`.presets.Settings`.
 
     Returns:
-        Report: What was changed, what was left alone, and why.
+        Report: The changed modules, the unchanged ones, and the reasons.
 
     Raises:
-        ValueError: For a setting that cannot be honoured, or if there is nothing to change; nothing is changed then.
+        ValueError: If a setting cannot be honoured or there is nothing to change. The model is unchanged then.
 
     Example:
-        ``print(apply_lean(model, preset='exact'))``
+        >>> print(apply_lean(model, preset='exact'))
     """
     settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
     model = unwrapped(model)
@@ -54,7 +53,18 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
 
 
 def apply_settings(model: nn.Module, settings: Settings) -> Report:
-    """Apply checked settings to a model that is not wrapped; see :func:`apply_lean`."""
+    """Apply checked settings to a model without wrappers, and do not verify it; see :func:`apply_lean`.
+
+    Args:
+        model (nn.Module): The model, changed in place.
+        settings (Settings): The settings.
+
+    Returns:
+        Report: See :func:`apply_lean`.
+
+    Raises:
+        ValueError: See :func:`apply_lean`.
+    """
     chosen = modules_to_change(model, settings)
     plan = None if settings.preset.name == 'none' else plan_change(model, settings, chosen)
     before = _state_of(model)
@@ -68,12 +78,12 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
         raise
 
 
-# What this package keeps in the instances of changed modules, and the forward that it may take out of them.
+# Attributes that this package sets on changed modules, and the forward of fairscale that it may remove.
 _ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'forward')
 
 
 def _state_of(model):
-    """Return the classes of all modules, and what this package keeps in them."""
+    """Return the class of each module and the attributes that this package has set on it."""
     return [
         (module, type(module), {key: vars(module)[key] for key in _ATTRIBUTES if key in vars(module)})
         for module in model.modules()
@@ -81,7 +91,7 @@ def _state_of(model):
 
 
 def _put_back(model, before):
-    """Restore what :func:`_state_of` has seen."""
+    """Restore the state that :func:`_state_of` has returned."""
     for module, kind, attributes in before:
         module.__class__ = kind
         for key in _ATTRIBUTES:
@@ -90,10 +100,10 @@ def _put_back(model, before):
 
 
 def remove_lean(model: nn.Module) -> None:
-    """Undo :func:`apply_lean`. A model that was not changed stays as it is.
+    """Undo :func:`apply_lean`. A model that was not changed is left unchanged.
 
     Args:
-        model (nn.Module): A detector, or its backbone.
+        model (nn.Module): A detector or a backbone.
     """
     model = unwrapped(model)
     _restore(model, model.modules())
@@ -115,11 +125,11 @@ def keep_ratios(model: nn.Module) -> dict[tuple, float]:
     """Return the keep ratios of the layers that a model's backbone thins.
 
     Args:
-        model (nn.Module): A backbone, or what has one.
+        model (nn.Module): A backbone, or a model with one.
 
     Returns:
-        dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` to keep ratio; stages count from 0. Frozen
-        layers and ratios of 1 do not appear.
+        dict[tuple, float]: Keep ratios by layer, ``(stage, block)`` or ``(stage, 'downsample')``; stages count from 0.
+        Frozen layers and ratios of 1 are omitted.
     """
     found = {}
     for draws in draws_of(model):
@@ -131,7 +141,7 @@ def draws_of(model: nn.Module) -> list[StepDraws]:
     """Return the draws of a model's changed backbones.
 
     Args:
-        model (nn.Module): A backbone, or what has one.
+        model (nn.Module): A backbone, or a model with one.
     """
     places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
     return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, StepDraws)}.values()]
@@ -208,7 +218,7 @@ def _num_heads(bounds, modules):
 
 
 def _nearest_parameters(model, name):
-    """Return the parameters of a module or, if it has none, as a pool, of the module that holds it."""
+    """Return the parameters of a module or, if it has none (as a pool), of the nearest module around it that has."""
     while not (parameters := [*model.get_submodule(name).parameters()]) and name:
         name = name.rpartition('.')[0]
     return parameters
@@ -217,8 +227,8 @@ def _nearest_parameters(model, name):
 def _frozen_in_training(model):
     """Return the ids of the parameters that get no gradient in training.
 
-    mmdet's backbones freeze their stages in ``train()``, which a runner calls after this. So it is called here once,
-    and its effect on flags is taken back.
+    mmdet's backbones freeze their stages in ``train()``, which a runner calls later. So it is called here once, and its
+    effects on the model are undone.
     """
     modes = [(module, module.training) for module in model.modules()]
     needs = [(p, p.requires_grad) for p in model.parameters()]
@@ -236,7 +246,7 @@ def _frozen_in_training(model):
 def _meaning(settings, ratio, module, mixin):
     preset = settings.preset
     if preset.form is None:
-        return 'runs again in the backward pass'
+        return 'recomputed in the backward pass'
     off = ' (its with_cp=True is off: it would cost time)' if getattr(module, 'with_cp', False) else ''
     if fairscale_forward(module):
         off = ' (its checkpointing by num_cp is off: it would cost time)'
@@ -250,7 +260,7 @@ def _meaning(settings, ratio, module, mixin):
 
 
 def _untouched(model, changed, left, chosen, preset):
-    """Return why the rest of the model stays as it is, child by child."""
+    """Return why the rest of the model is unchanged, child by child."""
     known = {*changed, *left}
     found = {}
 

@@ -1,4 +1,4 @@
-"""Planning of a change: which modules of a model get which adapter, found without changing anything."""
+"""Plan of a change: the adapter of each module of a model, found without changing the model."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,10 +18,10 @@ class PlannedBackbone(NamedTuple):
     """A backbone with blocks that can be thinned.
 
     Attributes:
-        owner (nn.Module): What holds all of its blocks; its passes are counted.
-        kind (type[LeanBlock]): The adapter of its blocks.
-        layers (dict): Key of a layer to the module and its adapter.
-        ratios (dict): Key of a layer to its keep ratio.
+        owner (nn.Module): Module that holds all blocks, whose forward passes are counted.
+        kind (type[LeanBlock]): Adapter of the blocks.
+        layers (dict): Modules and their adapters by layer.
+        ratios (dict): Keep ratios by layer.
         thins (bool): Whether positions can be dropped in any block.
     """
 
@@ -33,7 +33,14 @@ class PlannedBackbone(NamedTuple):
 
 
 class ChangePlan(NamedTuple):
-    """Result of planning: backbones with positions, other modules with their adapters, and reasons for the rest."""
+    """Plan of a change.
+
+    Attributes:
+        backbones (list[PlannedBackbone]): Backbones with blocks that can be thinned.
+        others (list[tuple[nn.Module, type[LeanModule]]]): Other modules with their adapters.
+        left (dict[str, str]): Reasons why modules are left unchanged, by name.
+        bounds (dict[int, Bound]): Operations of the changed modules, by the module's id.
+    """
 
     backbones: list[PlannedBackbone]
     others: list[tuple[nn.Module, type[LeanModule]]]
@@ -43,12 +50,15 @@ class ChangePlan(NamedTuple):
 
 @ask_once()
 def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Module]) -> ChangePlan:
-    """Check everything that a change needs, and changes nothing.
+    """Check everything that a change needs, without changing the model.
 
     Args:
         model (nn.Module): The model, changed or not.
         settings (Settings): The settings.
-        chosen (dict[int, nn.Module]): From :func:`modules_to_change`.
+        chosen (dict[int, nn.Module]): Result of :func:`modules_to_change`.
+
+    Returns:
+        ChangePlan: The plan.
 
     Raises:
         ValueError: If a setting cannot be honoured, or there is nothing to change.
@@ -56,7 +66,9 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
     names = {id(module): name for name, module in model.named_modules()}
     for module in chosen.values():
         if '_fsdp_wrapped_module' in module._modules:
-            raise ValueError('the model lies in FSDP already, which hides its modules; apply before it is wrapped')
+            raise ValueError(
+                f'{type(model).__name__} is wrapped in FSDP, which hides its modules; call apply_lean before wrapping'
+            )
     taken, left, bounds = set(), {}, {}
 
     def take(module, mixin):
@@ -108,6 +120,9 @@ def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Modu
         model (nn.Module): The model.
         settings (Settings): The settings.
 
+    Returns:
+        dict[int, nn.Module]: The modules.
+
     Raises:
         ValueError: If a part of the model has settings of its own.
     """
@@ -117,7 +132,7 @@ def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Modu
         for name, module in part.named_modules(prefix=prefix):
             if getattr(module, 'sbp', None) is not None and module is not model:
                 raise ValueError(
-                    f'{name} has sbp_cfg of its own; leave that out (sbp_cfg=None), or name the other parts of the '
+                    f'{name} has an sbp_cfg of its own; write sbp_cfg=None there, or name the other parts of the '
                     "model: modules=['neck', ...]"
                 )
             chosen[id(module)] = module
@@ -149,12 +164,12 @@ def _backbone(root, settings, take, bounds):
 
 
 def _thins(bound):
-    """Return whether any of the operations that are used in a module sends gradients from kept positions."""
+    """Return whether an operation that a module uses can drop positions."""
     return any(part.thinned for part in bound.parts.values())
 
 
 def _stages(root):
-    """Return a list of blocks for each parent module that has some, in the model's order."""
+    """Return the stages of a model: for each parent module of blocks, the list of its blocks, in the model's order."""
     found = []
     for parent in root.modules():
         if blocks := [child for child in parent.children() if _is_block(child)]:
@@ -173,7 +188,7 @@ def _owner(root, stages):
     listed = {id(child) for module in lists for child in module}
     found = [
         module
-        for module in root.modules()  # which goes inwards
+        for module in root.modules()  # from the outside to the inside
         if module not in lists and not _is_block(module) and sum(map(_is_block, module.modules())) == number
     ]
     return ([module for module in found if id(module) not in listed] or found or [root])[-1]

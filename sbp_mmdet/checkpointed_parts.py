@@ -1,5 +1,4 @@
-"""The parts of a detector that presets checkpoint: neck, dense heads level by level, heads of RoIs, layers of
-transformers."""
+"""The parts of a detector that presets checkpoint: neck, dense heads, heads of RoIs, and layers of transformers."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -29,7 +28,7 @@ __all__ = [
 
 
 class CheckpointedPart(Checkpointed):
-    """A part of a detector that saves its inputs only; all, if a user's hook inside of it would run twice."""
+    """Part of a detector that saves only its inputs, unless a user's hook inside of it would run twice."""
 
     def checkpoints_now(self) -> bool:
         """See :meth:`.Checkpointed.checkpoints_now`."""
@@ -37,7 +36,7 @@ class CheckpointedPart(Checkpointed):
 
 
 class CheckpointedInChunks(CheckpointedPart):
-    """A head of RoIs that saves their maps only, and is recomputed in chunks of RoIs."""
+    """Head of RoIs that saves only the maps of the RoIs, and is recomputed in chunks of RoIs."""
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the head on maps of RoIs, shape (number of RoIs, C, H, W)."""
@@ -49,7 +48,7 @@ class CheckpointedInChunks(CheckpointedPart):
 
 
 class CheckpointedLayer(CheckpointedPart):
-    """A changed layer of a transformer that saves its input only, and drops the same images when it is recomputed."""
+    """Changed layer of a transformer that saves only its input, and drops the same images when it is recomputed."""
 
     replays_draws = True
 
@@ -59,7 +58,7 @@ class CheckpointedLayer(CheckpointedPart):
 
 
 class CheckpointedLevels(Mixin):
-    """A dense head that saves the maps of the pyramid only, and is recomputed one level after the other."""
+    """Dense head that saves only the maps of the pyramid, and is recomputed level by level."""
 
     outermost = True
 
@@ -74,11 +73,11 @@ class CheckpointedLevels(Mixin):
 def parts_to_checkpoint(
     model: nn.Module, chosen: Mapping[int, nn.Module], kinds: Collection[str]
 ) -> Iterator[tuple[nn.Module, type[Mixin]]]:
-    """Yield the parts of a model that store less if they are checkpointed, and how.
+    """Yield the parts of a model that save less memory if they are checkpointed, with the class to mix in.
 
-    All code inside of them is of known libraries, without hooks, so it may run twice. Parts that are one operation
-    already, such as a feature pyramid, are left out: they recompute what is cheap themselves. Of transformers, layers
-    are checkpointed that store more than their input.
+    All modules inside of them are of known libraries and without hooks, so they may run twice. Parts that are a single
+    operation, such as a feature pyramid, are excluded, because they recompute what is cheap themselves. Layers of
+    transformers are checkpointed if they save more than their input.
 
     Args:
         model (nn.Module): The model, changed by its adapters.
@@ -96,7 +95,7 @@ def parts_to_checkpoint(
     for part, mixin in found:
         trains = any(p.requires_grad for p in part.parameters())
         if mixin and id(part) in chosen and id(part) not in taken and trains and _may_run_twice(part):
-            taken.update(map(id, part.modules()))  # what lies inside runs again with it
+            taken.update(map(id, part.modules()))  # modules inside are recomputed with it
             yield part, mixin
 
 
@@ -148,7 +147,7 @@ def _may_run_twice(part):
 
 
 def give_parts_back(module: nn.Module) -> None:
-    """Undo the checkpointing of a part; another module stays as it is.
+    """Undo the checkpointing of a part. Any other module is left unchanged.
 
     Args:
         module (nn.Module): The module; changed in place.

@@ -46,14 +46,14 @@ def _buffers(module: nn.Module) -> Iterator[_Buffer]:
 
 @contextlib.contextmanager
 def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[None]:
-    """Let a forward pass update copies of the buffers of a module, and put the buffers back afterwards.
+    """Replace the buffers of a module by copies within the context, so that a forward pass updates the copies.
 
     The buffers themselves are not written to, because the graph of another forward pass may have saved them. This holds
     for every kind of buffer: running statistics, the vectors of a spectral norm, counters.
 
     Args:
-        module (nn.Module): Module that runs in this context.
-        values (Sequence): Buffers with other values to begin with. Default: the present values.
+        module (nn.Module): Module that runs within the context.
+        values (Sequence): Buffers whose copies begin with other values. Default: none, all have their present values.
 
     Example:
         >>> with keep_buffers(model):
@@ -76,8 +76,8 @@ def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[
 class Checkpointed(Mixin):
     """A module whose forward pass saves its inputs only, see :func:`run_checkpointed`."""
 
-    outermost = True  # what is mixed in later is recomputed too
-    replays_draws = False  # whether what the module draws in a pass of its backbone is found again
+    outermost = True  # classes that are mixed in later are recomputed, too
+    replays_draws = False  # whether a recomputation finds the draws of the first run
 
     def forward(self, *args, **kwargs):
         self._has_run = True
@@ -86,10 +86,13 @@ class Checkpointed(Mixin):
         return run_checkpointed(self, self.replayable(super().forward), args, kwargs)
 
     def replayable(self, forward: Callable) -> Callable:
-        """Return what computes the same as ``forward`` each time that it is called.
+        """Return a function that computes the same as ``forward`` each time that it is called.
 
         Args:
             forward (Callable): The forward pass.
+
+        Returns:
+            Callable: The function. By default ``forward`` itself.
         """
         return forward
 
@@ -106,16 +109,16 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
 
     Args:
         module (nn.Module): The module.
-        forward (Callable): Its method.
+        forward (Callable): Method of the module.
         args (tuple): Positional arguments.
-        kwargs (dict): Arguments by name.
+        kwargs (dict): Keyword arguments.
 
     Returns:
-        What the method returns.
+        The result of the method.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # Checkpointing saves tensors that it is given one by one, but holds on to those inside of lists.
+    # torch.utils.checkpoint saves tensors that are arguments, but not tensors inside of lists, so lists are flattened.
     leaves, structure = tree_flatten((args, kwargs))
     started = None
 
@@ -123,12 +126,12 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
         nonlocal started
         args, kwargs = tree_unflatten(leaves, structure)
         if started is not None:
-            with keep_buffers(module, started), Scope():  # nothing from outside is read in here
+            with keep_buffers(module, started), Scope():  # a scope of its own, in which no outer maps are handed on
                 return forward(*args, **kwargs)
         buffers = [buffer for buffer in _buffers(module) if type(buffer.module) not in _NORMS]
         for buffer in buffers:
             buffer.value = buffer.tensor.detach().clone()
-        with Scope():  # what is read from outside would not be found when this runs again
+        with Scope():  # maps that outer layers hand on would not be found by the recomputation
             out = forward(*args, **kwargs)
         started = [buffer for buffer in buffers if buffer.changed]
         return out
@@ -162,7 +165,8 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
         if isinstance(module, BaseRoIHead):
             parts = [f'{name}.{part}' for part, _ in module.named_children() if part.endswith('head')]
             raise ValueError(
-                f'modules: the detector calls the loss of {name}, not its forward; name its parts: {parts}'
+                f'modules={list(modules)}: the detector calls the loss of {name}, not its forward; name its parts: '
+                f'{parts}'
             )
     new = [module for _, module in found if not isinstance(module, Checkpointed)]
     for module in new:
@@ -194,7 +198,7 @@ def refuse_replays(model: nn.Module) -> None:
                 continue
             if place is not None and place.draws is not None and place.draws.draws_for(place.layer):
                 raise ValueError(
-                    f"{outer} is checkpointed, and {inner} in it, with preset='{place.settings.preset.name}', drops "
-                    'positions or images, and stores less than the checkpoint: take it out of CheckpointModulesHook, '
-                    'or leave that part to it: LeanHook(modules=[...])'
+                    f"{outer} is checkpointed, but {inner} inside of it, with preset='{place.settings.preset.name}', "
+                    'drops positions or images. It stores less than the checkpoint: remove it from '
+                    'CheckpointModulesHook, or leave that part out of LeanHook(modules=[...])'
                 )

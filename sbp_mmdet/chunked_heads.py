@@ -1,4 +1,4 @@
-"""Heads of RoIs that save their input only, and run and are recomputed in chunks of RoIs."""
+"""Heads of RoIs that save only their input, and run and are recomputed in chunks of RoIs."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,9 +20,9 @@ from .surgery import stock_class
 
 __all__ = ['computes_rois_one_by_one', 'run_in_chunks', 'runs_in_chunks']
 
-_ROIS = 64  # RoIs of a chunk: their maps fill a GPU, and hardly any memory
+_ROIS = 64  # number of RoIs in a chunk: enough to keep a GPU busy, in little memory
 
-# What each RoI goes through by itself, whichever others there are.
+# Classes of heads and layers that compute each RoI independently of the others.
 _HEADS = (FCNMaskHead, ConvFCBBoxHead, Shared4Conv1FCBBoxHead, SharedHead)
 _LAYERS = (
     *(nn.Conv2d, nn.ConvTranspose2d, nn.Linear, nn.ReLU, nn.AvgPool2d, nn.Sequential, nn.ModuleList),
@@ -34,9 +34,9 @@ _LAYERS = (
 
 
 def computes_rois_one_by_one(head: nn.Module) -> bool:
-    """Return whether a head of RoIs can run in chunks of them and give the same.
+    """Return whether a head computes each RoI independently, so that it can run in chunks of RoIs.
 
-    Heads without convolutions are left out: apart from its input, such a head saves hardly anything.
+    Heads without convolutions are excluded, because they save little apart from their input.
 
     Args:
         head (nn.Module): The head.
@@ -55,15 +55,15 @@ def runs_in_chunks(head: nn.Module, x: Tensor) -> bool:
 
     Args:
         head (nn.Module): The head.
-        x (Tensor): Its input.
+        x (Tensor): Input of the head.
     """
     norms = (m for m in head.modules() if isinstance(m, _BatchNorm))
     apart = not any(norm.training or norm.running_mean is None for norm in norms)
-    return len(x) > _ROIS and apart and computes_rois_one_by_one(head)  # which may have changed
+    return len(x) > _ROIS and apart and computes_rois_one_by_one(head)  # the head's layers may have been replaced
 
 
 def run_in_chunks(forward: Callable, x: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor | tuple[Tensor, ...]:
-    """Run a head that saves its input only, and run it again in the backward pass, a chunk of RoIs at a time.
+    """Run a head that saves only its input, and recompute it in the backward pass, a chunk of RoIs at a time.
 
     Args:
         forward (Callable): The forward pass of the head, which returns a map, or a tuple of maps.
@@ -71,7 +71,7 @@ def run_in_chunks(forward: Callable, x: Tensor, parameters: Sequence[nn.Paramete
         parameters (Sequence[nn.Parameter]): Parameters that need gradients.
 
     Returns:
-        Tensor | tuple[Tensor, ...]: What the forward pass returns for all RoIs.
+        Tensor | tuple[Tensor, ...]: Result of the forward pass for all RoIs.
     """
     found = _run_all(forward, x, parameters)
     return found[0] if len(found) == 1 else found
@@ -127,8 +127,8 @@ class _InChunks(torch.autograd.Function):
 
 
 def _run(ctx, x):
-    """Run the head on the maps of some RoIs, in the precision of the forward pass. Returns a tuple."""
-    # Without the cache of weights: one that was filled without gradients would serve a pass that needs them.
+    """Run the head on the maps of some RoIs in the precision of the forward pass, and return its outputs as a tuple."""
+    # Autocast's cache is off: casts of weights that were made without gradients would be used where these are needed.
     cast = torch.autocast(x.device.type, dtype=ctx.dtype, enabled=ctx.dtype is not None, cache_enabled=False)
     with cast, Scope():
         outs = ctx.head(x)

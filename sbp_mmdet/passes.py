@@ -1,7 +1,7 @@
-"""Beginning and end of forward passes, for modules whose layers draw or hand feature maps on.
+"""Beginning and end of forward passes, for modules whose layers draw positions or hand feature maps on.
 
-Both are classes in front of the module's own (:class:`.surgery.Mixin`), not hooks: so ``module.forward(x)`` works as
-``module(x)`` does, and a pass ends with the call, whatever happens in it.
+Both are mixed into the class of the module (:class:`.surgery.Mixin`) and are no hooks. So ``module.forward(x)`` works
+like ``module(x)``, and a pass ends with the call even if an error is raised.
 """
 
 import contextlib
@@ -35,10 +35,11 @@ _DEPTH = 2  # levels below the outermost known module that open a scope of their
 
 
 class Drawing(Mixin):
-    """A backbone whose forward passes draw.
+    """Mixin of a backbone whose layers draw in its forward passes.
 
     Attributes:
-        step_draws (list[StepDraws]): Draws of its layers: one object for each change of some of them.
+        step_draws (list[StepDraws]): Draws of its layers, one object for each call of :func:`.apply.apply_lean` that
+            changed some of them.
     """
 
     @torch.compiler.disable(recursive=False)
@@ -52,7 +53,7 @@ class Drawing(Mixin):
 
 
 def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
-    """Let a backbone begin and end the passes that its layers draw for.
+    """Make a backbone open a forward pass of some draws in each call in training.
 
     Args:
         owner (nn.Module): The module that holds all layers; changed in place.
@@ -65,7 +66,7 @@ def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
 
 
 def close_drawing(model: nn.Module, used: list[StepDraws]) -> None:
-    """Undo :func:`open_drawing`, except where the draws are still used.
+    """Undo :func:`open_drawing`, except for draws that are still used.
 
     Args:
         model (nn.Module): A model.
@@ -95,10 +96,10 @@ class HandingOn(Mixin):
 
 
 def hand_on_within(model: nn.Module) -> None:
-    """Let layers of a changed model hand on what they keep, within its largest modules of which all code is known.
+    """Make the largest modules whose code is known open a scope, within which layers hand on their saved maps.
 
     Args:
-        model (nn.Module): A model; changed in place. Nothing is left of an earlier call.
+        model (nn.Module): A model, changed in place. The effects of an earlier call are undone first.
     """
     for module in model.modules():
         if isinstance(module, HandingOn):

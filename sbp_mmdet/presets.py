@@ -84,7 +84,7 @@ def preset_named(name: str) -> Preset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(SBPConfig):
-    """Preset with checked settings. Those of :class:`.SBPConfig` belong to presets that drop positions.
+    """Checked settings of a training. Those of :class:`.SBPConfig` belong to presets that drop positions.
 
     Args:
         preset (Preset): The preset.
@@ -95,8 +95,8 @@ class Settings(SBPConfig):
         modules (Sequence[str] | None): Names of submodules to change. If ``None``, the whole model is changed.
             Default: None.
         verify (bool | str): Whether changed modules are compared with their own code before the first training step:
-            each kind of them once (True), each module ('all'), or each kind, with an error in place of a warning for
-            what disagrees ('raise'). Default: True.
+            one module of each kind (True), each module ('all'), or one of each kind with an error instead of a warning
+            if it disagrees ('raise'). Default: True.
     """
 
     preset: Preset
@@ -106,18 +106,22 @@ class Settings(SBPConfig):
 
     @classmethod
     def parse(cls, cfg: Mapping, where: str = 'sbp_cfg', default_preset: str = 'sbp') -> 'Settings':
-        """Check everything that does not depend on the model.
+        """Check the keys and values of a config, as far as they do not depend on the model.
 
         Args:
             cfg (Mapping): The name of a preset, and settings.
-            where (str): What error messages call it. Default: 'sbp_cfg'.
+            where (str): Name of the config in error messages. Default: 'sbp_cfg'.
             default_preset (str): The preset if ``cfg`` names none. Default: 'sbp'.
 
         Returns:
             Settings: The checked settings.
 
         Raises:
-            ValueError: If a key or value is wrong. The message names both, and what to write instead.
+            ValueError: If a key or value is invalid. The message names both, and what to write instead.
+
+        Example:
+            >>> Settings.parse(dict(keep_ratio=0.5)).preset.name
+            'sbp'
         """
         if not isinstance(cfg, Mapping):
             raise ValueError(f"{where}={cfg!r} must be a dict such as dict(preset='exact'), or None for plain modules")
@@ -164,10 +168,10 @@ class Settings(SBPConfig):
 
         Args:
             depths (Sequence[int]): Number of blocks in each stage.
-            blocks (Sequence[int]): Thinned blocks of each stage if the settings do not say.
+            blocks (Sequence[int]): Thinned blocks of each stage if the key ``blocks`` is ``None``.
             from_end (bool): Whether ``blocks`` counts the last blocks of a stage. Default: False.
 
         Returns:
-            dict[tuple, float]: ``(stage, block)`` or ``(stage, 'downsample')`` to keep ratio.
+            dict[tuple, float]: Keep ratios by layer, ``(stage, block)`` or ``(stage, 'downsample')``.
         """
         return thinned_layers(self, depths, blocks, from_end) if self.preset.thins else {}

@@ -17,9 +17,9 @@ from .verify.first_pass import conclude, verify_changed
 
 __all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'thinned_line']
 
-# Why a module stays as it is: nothing is known of it, or it is none that preset='with_cp' is about.
+# Reasons why a module is unchanged: no adapter supports it, or preset='with_cp' does not checkpoint it.
 UNKNOWN, NO_BLOCK = 'no lean form of it is known', 'it is no block of a backbone'
-_MOST_NAMES = 6  # that a line of the report lists
+_MOST_NAMES = 6  # largest number of names that a line of the report lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Report:
     """Changes that :func:`.apply.apply_lean` made.
 
     Attributes:
-        changed (dict[str, str]): By the name of a submodule, what it does now.
-        left (dict[str, str]): By name, why a submodule stays as it is.
-        kinds (dict[str, str]): By name, the class of a submodule.
+        changed (dict[str, str]): Changed submodules by name, with a description of the change.
+        left (dict[str, str]): Unchanged submodules by name, with the reason.
+        kinds (dict[str, str]): Classes of all of these by name.
     """
 
     changed: dict[str, str]
@@ -49,13 +49,13 @@ class Report:
 
 
 def thinned_line(model: nn.Module) -> str | None:
-    """Say how many blocks of each stage are thinned.
+    """Return a line for the log with the number of thinned blocks of each stage.
 
     Args:
         model (nn.Module): A changed model.
 
     Returns:
-        str | None: A line for the log. If ``None``, nothing is thinned.
+        str | None: The line, or ``None`` if nothing is thinned.
     """
     lines, seen = [], set()
     for module in model.modules():
@@ -78,10 +78,10 @@ def thinned_line(model: nn.Module) -> str | None:
 
 
 class SignsOfLife(Hook):
-    """Hook that logs what :class:`.hooks.LeanHook` did.
+    """Base class of :class:`.hooks.LeanHook` that reports its effects in the log.
 
-    - Before the first step: what was changed, what was left unchanged and why, whether changed modules agree with their
-      own code, and what they store for the backward pass.
+    - Before the first step: the changed modules, the unchanged ones with reasons, whether changed modules agree with
+      their own code, and how many bytes they save for the backward pass.
     - After the second step, on CUDA: the measured peak of memory.
     - mmengine's visualizers (TensorBoard, W&B): stored bytes and keep ratio, as 'lean/...', at the first step.
     """
@@ -96,12 +96,13 @@ class SignsOfLife(Hook):
             if isinstance(other, SignsOfLife) and other is not self and hasattr(other, 'report'):
                 if twice := [name for name in self.report.changed if name in other.report.changed]:
                     raise ValueError(
-                        f'LeanHook stands twice in custom_hooks, and both change {len(twice)} modules, such as '
-                        f'{twice[0]}: keep one, or give each other modules=[...]'
+                        f'custom_hooks has two LeanHooks, and both change {len(twice)} modules, such as {twice[0]}; '
+                        'remove one, or give them different modules=[...]'
                     )
         if not self.report.changed:
             runner.logger.warning(
-                f'LeanHook changes nothing: {"no preset" if self.settings.preset.name == "none" else "all is frozen"}'
+                'LeanHook changes nothing: '
+                + ("preset='none'" if self.settings.preset.name == 'none' else 'all its modules are frozen')
             )
         if self.settings.preset.gradients == 'sbp':
             if line := thinned_line(unwrapped(runner.model)):

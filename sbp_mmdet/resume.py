@@ -1,10 +1,10 @@
-"""Support for resuming killed runs, beyond mmengine.
+"""Support for resuming killed runs, in addition to mmengine's.
 
 - Checkpoints that are never half written: ``default_hooks.checkpoint.backend_args = dict(backend='atomic')``.
-- The evaluation of a run that was killed in its last one: ``default_hooks.evaluation.type = 'EvaluateEndedHook'``.
-- On upstream mmengine 0.10.7 with torch 2.6 or newer: checkpoints that can be read at all, by importing the package.
+- The evaluation of a run that was killed during its last one: ``default_hooks.evaluation.type = 'EvaluateEndedHook'``.
+- Reading of checkpoints on upstream mmengine 0.10.7 with torch 2.6 or newer, by importing the package.
 
-tools/train.py sets the first two by itself.
+tools/train.py sets the first two.
 """
 
 import codecs
@@ -25,28 +25,28 @@ from mmengine.utils import digit_version
 
 __all__ = ['AtomicBackend', 'EvaluateEndedHook', 'allow_mmengine_checkpoints', 'read_checkpoint', 'safe_globals']
 
-# From here on torch.load reads weights only by default, and what else is allowed can be given under a name of its own.
+# From this version on, torch.load reads weights only by default, and further classes can be allowed by name.
 _ALLOWS_BY_NAME = digit_version(torch.__version__) >= digit_version('2.6')
 
 
-@register_backend('atomic', force=True)  # force: reloading the module is no error
+@register_backend('atomic', force=True)  # force: the module may be reloaded
 class AtomicBackend(LocalBackend):
-    """File backend whose local files appear whole or not at all.
+    """File backend that writes local files whole or not at all.
 
-    mmengine writes a checkpoint in place, and, after an evaluation that found a new best, writes the newest one, which
-    ``last_checkpoint`` names by then, a second time: killed there, a run has nothing to be resumed from.
+    mmengine writes checkpoints in place. After an evaluation with a new best result, it writes the newest checkpoint,
+    to which ``last_checkpoint`` already refers, a second time. A run that is killed then cannot be resumed.
     """
 
     def put(self, obj: bytes, filepath: str | Path) -> None:
-        """Write to a file beside ``filepath``, wait until it is on the disk, and give it its name.
+        """Write a temporary file in the same folder, wait until it is on the disk, and rename it.
 
         Args:
-            obj (bytes): Content.
-            filepath (str | Path): Path.
+            obj (bytes): Content of the file.
+            filepath (str | Path): Path of the file.
         """
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # One fixed name: what a killed run left is overwritten and does not pile up.
+        # A fixed name, so that the file of a killed run is overwritten.
         unfinished = path.with_name(f'{path.name}.unfinished')
         with unfinished.open('wb') as file:
             file.write(obj)
@@ -58,19 +58,19 @@ class AtomicBackend(LocalBackend):
         """Write text; see :meth:`put`.
 
         Args:
-            obj (str): Content.
-            filepath (str | Path): Path.
-            encoding (str): Encoding. Default: 'utf-8'.
+            obj (str): Content of the file.
+            filepath (str | Path): Path of the file.
+            encoding (str): Encoding of the file. Default: 'utf-8'.
         """
         self.put(obj.encode(encoding), filepath)
 
 
 @HOOKS.register_module(force=True)
 class EvaluateEndedHook(Hook):
-    """Evaluates a resumed run that has nothing left to train.
+    """Hook that evaluates a resumed run that has nothing left to train.
 
-    mmengine writes the last checkpoint before the last evaluation. A run that was killed between them, and is resumed,
-    trains nothing, evaluates nothing and ends well: its AP is missing.
+    mmengine writes the last checkpoint before the last evaluation. A run that was killed in between and is resumed
+    trains no step and evaluates nothing, and ends without an error and without its AP.
 
     Example:
         ``default_hooks = dict(evaluation=dict(type='EvaluateEndedHook'))``
@@ -83,18 +83,18 @@ class EvaluateEndedHook(Hook):
     def after_train(self, runner) -> None:
         """Run the evaluation if this run trained no step."""
         if runner.val_loop is not None and runner.iter == self._first:
-            runner.logger.info(f'all {runner.iter} steps were trained before; evaluating what came out')
+            runner.logger.info(f'all {runner.iter} steps are already trained; evaluating the model')
             runner.val_loop.run()
 
 
 def safe_globals() -> list:
-    """Return the types that mmengine's checkpoints hold, for ``torch.load(weights_only=True)``.
+    """Return the types in mmengine's checkpoints, for ``torch.load(weights_only=True)``.
 
-    That is the log history: a class of mmengine, its arrays and numbers, and its four methods, which pickle stores as
-    calls of ``getattr``. A general ``getattr`` would lead from there to any module; this one knows the four.
+    These belong to the log history: a class of mmengine, arrays and numbers, and four methods, which pickle stores as
+    calls of ``getattr``. A general ``getattr`` would give access to any module, so this one allows only the four.
 
     Returns:
-        list: For ``torch.serialization.add_safe_globals``.
+        list: Argument of ``torch.serialization.add_safe_globals``.
     """
     numeric = {type(np.dtype(code)) for code in '?bBhHiIlLqQefdFD'}
     functions = []
@@ -107,33 +107,35 @@ def safe_globals() -> list:
 def _statistics_method(owner, name):
     if owner is HistoryBuffer and name in ('min', 'max', 'current', 'mean'):
         return getattr(HistoryBuffer, name)
-    raise UnpicklingError(f'the checkpoint asks for {name!r} of {owner!r}, which no checkpoint of mmengine does')
+    raise UnpicklingError(
+        f"the checkpoint contains {name!r} of {owner!r}, which is not in mmengine's checkpoints; do not load this file"
+    )
 
 
 def read_checkpoint(path: str | Path):
-    """Read a checkpoint without trusting it: tensors, plain containers and what :func:`safe_globals` lists.
+    """Load a checkpoint from an untrusted source: only tensors, plain containers and the types of :func:`safe_globals`.
 
     Args:
-        path (str | Path): Local file, in torch's format of 1.6 and newer.
+        path (str | Path): Local file, in the format of torch 1.6 and newer.
 
     Returns:
-        What was saved. Tensors are on the CPU, and read from the disk when they are looked at.
+        The content. Tensors are on the CPU and are read from the disk on first use.
 
     Raises:
-        pickle.UnpicklingError: For anything else in it.
+        pickle.UnpicklingError: If the file contains anything else.
     """
     options = dict(map_location='cpu', mmap=True)
     if not _ALLOWS_BY_NAME:
         restricted = SimpleNamespace(__name__='pickle', Unpickler=_Unpickler)
         return torch.load(str(path), pickle_module=restricted, weights_only=False, **options)
-    # At its end the context takes back what it allowed, and with it what was allowed before.
+    # The context manager removes its types at its end, even those that were allowed before.
     allowed = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([item for item in safe_globals() if item not in allowed]):
         return torch.load(path, weights_only=True, **options)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that allows what a newer torch would allow, and imports nothing else."""
+    """Unpickler that allows the types that newer versions of torch would allow, and imports no others."""
 
     def find_class(self, module, name):
         module = module.replace('__builtin__', 'builtins')  # its name in torch's version of the format
@@ -142,15 +144,18 @@ class _Unpickler(pickle.Unpickler):
             item, path = item if isinstance(item, tuple) else (item, f'{item.__module__}.{item.__name__}')
             known[path] = item
         if f'{module}.{name}' not in known:
-            raise UnpicklingError(f'the checkpoint asks for {module}.{name}, which no checkpoint of mmengine does')
+            raise UnpicklingError(
+                f"the checkpoint contains {module}.{name}, which is not in mmengine's checkpoints; "
+                'do not load this file'
+            )
         return known[f'{module}.{name}']
 
 
 def allow_mmengine_checkpoints() -> None:
-    """Let ``torch.load`` read mmengine's checkpoints where mmengine itself has not seen to it.
+    """Make ``torch.load`` accept mmengine's checkpoints, unless mmengine itself has done so.
 
-    From torch 2.6 on ``torch.load`` refuses classes that it does not know; mmengine 0.10.7 fails on its own files then.
-    Weights-only loading stays on. onedl-mmengine has a list of its own.
+    From torch 2.6 on, ``torch.load`` refuses unknown classes, so mmengine 0.10.7 cannot load its own files.
+    Weights-only loading remains enabled. onedl-mmengine has a list of its own.
     """
     if _ALLOWS_BY_NAME and not hasattr(checkpoint, 'get_torch_safe_globals'):
         torch.serialization.add_safe_globals(safe_globals())

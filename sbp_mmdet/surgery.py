@@ -1,4 +1,4 @@
-"""Changes of a live model: finding submodules, mixing classes into theirs, and hooks that do so for a config."""
+"""Changes of live models: finding submodules, mixing classes into theirs, and hooks that change a model."""
 
 import copyreg
 import functools
@@ -33,35 +33,35 @@ __all__ = [
 
 
 class Mixin:
-    """Base of classes that are mixed into the class of a module, see :func:`mix_in`.
+    """Base class of classes that are mixed into the class of a module, see :func:`mix_in`.
 
     Attributes:
-        outermost (bool): Whether it stays in front of what is mixed in later. Default: False.
+        outermost (bool): Whether it stays in front of classes that are mixed in later. Default: False.
     """
 
     outermost = False
 
     def __reduce_ex__(self, protocol):
-        # A class that was made here cannot be found by its name: a pickle names what it was made of.
+        # A class that was made at run time cannot be imported by its name, so a pickle has the classes it was made of.
         kind, fronts, derived = _apart(type(self))
         _, (_, *args), *state = super().__reduce_ex__(protocol)
         return (copyreg.__newobj__, (type(self), *args), *state) if derived else (_new, (kind, fronts, *args), *state)
 
 
-# A class that was made here -> the mixin and the class that it was made of.
+# Class that was made at run time -> the mixin and the class that it was made of.
 _MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
 
 
 @functools.cache
 def _mixed(mixin, kind):
-    """Return the one class of each pair: torch.compile takes modules of another class for other code."""
+    """Return the class of a pair. It is made once, because torch.compile compiles each class of modules anew."""
     made = type(kind.__name__, (mixin, kind), {'__module__': kind.__module__})
     _MADE_OF[made] = mixin, kind
     return made
 
 
 def _apart(kind):
-    """Take a class apart: the user's class, the mixins from the front, and the classes that were derived later.
+    """Split a class into the user's class, the mixins from the front, and the classes that were derived later.
 
     ``torch.nn.utils.parametrize`` and FSDP derive a class from that of the module, whatever was mixed into it.
     """
@@ -110,7 +110,7 @@ def _new(kind, fronts, *args):
 
 @functools.cache
 def foreign_classes(kind: type) -> tuple[type, ...]:
-    """Return a class without what this package mixed in, and those that were derived from it later.
+    """Return a class without this package's mixins, followed by the classes that were derived from it later.
 
     Args:
         kind (type): The class of a module.
@@ -120,7 +120,7 @@ def foreign_classes(kind: type) -> tuple[type, ...]:
 
 
 def stock_class(kind: type) -> type:
-    """Return a class without what this package mixed in; classes that were derived from that later are left out too.
+    """Return a class without this package's mixins and without classes that were derived later, for example by FSDP.
 
     Args:
         kind (type): The class of a module.
@@ -132,24 +132,24 @@ def stock_class(kind: type) -> type:
 
 
 def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Put a class in front of the class of a module, or behind an outermost one.
+    """Mix a class into the class of a module, in front of all others except an outermost one.
 
     Args:
-        module (nn.Module): Changed in place; its class keeps its name.
+        module (nn.Module): The module, changed in place. Its class keeps its name.
         mixin (type[Mixin]): The class.
     """
-    # Not an attribute of the instance: a copy of the model, as EMA makes it, would call the original.
+    # A class, not an attribute of the instance: copies of the model, as for EMA, would call the original's attribute.
     kind, fronts, derived = _apart(type(module))
     place = 1 if fronts and fronts[0].outermost and not mixin.outermost else 0
     module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]], derived)
 
 
 def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> None:
-    """Undo :func:`mix_in`: take a class away, whatever was mixed in or derived after it.
+    """Undo :func:`mix_in`: remove a class, whichever classes were mixed in or derived after it.
 
     Args:
-        module (nn.Module): Changed in place.
-        mixin (type[Mixin] | tuple[type[Mixin], ...]): The class, or a base of it; or several.
+        module (nn.Module): The module, changed in place.
+        mixin (type[Mixin] | tuple[type[Mixin], ...]): The class or a base class of it, or several.
     """
     kind, fronts, derived = _apart(type(module))
     kept = [front for front in fronts if not issubclass(front, mixin)]
@@ -177,7 +177,7 @@ def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.
             found = model.get_submodule(name)
         except AttributeError:
             children = [child for child, _ in model.named_children()]
-            raise ValueError(f'modules={list(modules)}: there is no {name!r}; the model has {children}') from None
+            raise ValueError(f'modules={list(modules)}: {name!r} does not exist; the model has {children}') from None
         if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
             yield from ((f'{name}.{key}', module) for key, module in found.named_children())
         else:
@@ -192,15 +192,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def detectors(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a model that have a backbone.
+    """Return the detectors in a model: the outermost modules with a backbone.
 
     Args:
-        model (nn.Module): A detector, or what holds several, such as the student and the teacher of semi-supervised
+        model (nn.Module): A detector, or a model of several, such as the student and the teacher of semi-supervised
             training.
 
     Returns:
-        dict[str, nn.Module]: By name: the model itself (''), or those inside of it, but not inside of one another; none
-        for a backbone.
+        dict[str, nn.Module]: Detectors by name; the model itself has the name ''. Empty for a backbone.
     """
     model = unwrapped(model)
     found = {}
@@ -212,14 +211,14 @@ def detectors(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class ModelHook(Hook):
-    """Base of hooks that change the model before a run.
+    """Base class of hooks that change the model before a run.
 
-    A tool that builds a detector without mmengine's runner finds these hooks by their class and applies them too. So a
-    hook of a project that changes the model should derive from this class.
+    Tools that build a detector without mmengine's runner find these hooks by their class and apply them. A project's
+    own hook that changes the model should derive from this class.
 
     Attributes:
-        exact (bool): Whether the gradients stay what they are without the hook. A study of gradients leaves the others
-            out of its exact baseline. Default: False.
+        exact (bool): Whether gradients are the same as without the hook. A study of gradients excludes other hooks from
+            its exact baseline. Default: False.
     """
 
     exact = False
@@ -231,9 +230,9 @@ class ModelHook(Hook):
             model (nn.Module): The detector, not wrapped.
 
         Returns:
-            str: What was done, for the log.
+            str: Description of the change, for the log.
         """
-        raise NotImplementedError(f'{type(self).__name__} has no apply(model)')
+        raise NotImplementedError(f'{type(self).__name__} must define apply(model)')
 
     def before_run(self, runner) -> None:
         """Change the model of a runner and log what was done."""
@@ -247,7 +246,7 @@ def model_hook_class(cfg: dict) -> type[ModelHook] | None:
         cfg (dict): A member of a config's ``custom_hooks``.
 
     Returns:
-        type[ModelHook] | None: None for any other hook.
+        type[ModelHook] | None: The class, or ``None`` for any other hook.
 
     Raises:
         ValueError: If no such hook is registered.
@@ -263,10 +262,10 @@ def model_hooks(custom_hooks: Iterable[dict] | None) -> Iterator[ModelHook]:
     """Build the hooks that change the model.
 
     Args:
-        custom_hooks (Iterable[dict] | None): Of a config.
+        custom_hooks (Iterable[dict] | None): ``custom_hooks`` of a config.
 
     Yields:
-        ModelHook: In the order of the config.
+        ModelHook: The hooks in the order of the config.
 
     Raises:
         ValueError: If a hook is not registered.

@@ -74,7 +74,7 @@ def test_reports_of_presets():
         'exact, in plain autograd',
         'gradients from 0.5 of the positions, preset reference',
     }
-    assert set(found['with_cp'].values()) == {'runs again in the backward pass'}
+    assert set(found['with_cp'].values()) == {'recomputed in the backward pass'}
     assert {name.split('.')[2] for name in found['with_cp']} == {'blocks'}
 
 
@@ -255,15 +255,15 @@ def in_fsdp():
         (
             lambda: Detector(build('SBPConvNeXt', dict(preset='sbp'))),
             {},
-            'backbone has sbp_cfg of its own; leave that out',
+            'backbone has an sbp_cfg of its own; write sbp_cfg=None',
         ),
         (
             lambda: Detector(build('SBPConvNeXt', dict(preset='sbp'))),
             dict(preset='none'),
-            'backbone has sbp_cfg of its own; leave that out',
+            'backbone has an sbp_cfg of its own; write sbp_cfg=None',
         ),
-        (in_fsdp, {}, 'in FSDP already.*before it is wrapped'),
-        (lambda: build('stock Swin'), dict(modules=['neck']), r"there is no 'neck'; the model has \['patch_embed'"),
+        (in_fsdp, {}, 'in FSDP.*before wrapping'),
+        (lambda: build('stock Swin'), dict(modules=['neck']), r"'neck' does not exist; the model has \['patch_embed'"),
         (lambda: build('stock Swin'), dict(preset='fast'), "preset='fast' is unknown"),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_checkpoint_of_our_own_around_a_thinned_part_is_refused_at_once(order,
     first, second = [lambda: apply_lean(model, **cfg), lambda: checkpoint_modules(model, ['stages'])][::order]
     first()
     kinds = [*map(type, model.modules())]
-    with pytest.raises(ValueError, match=r'stages.\d is checkpointed, and stages.\d.*CheckpointModulesHook.*modules='):
+    with pytest.raises(ValueError, match=r'stages.\d is checkpointed, but stages.\d.*CheckpointModulesHook.*modules='):
         second()
     assert [*map(type, model.modules())] == kinds
 

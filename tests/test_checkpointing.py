@@ -110,7 +110,7 @@ def test_a_copy_runs_its_own_parameters(nets):
 
 def test_the_hook_names_what_is_missing(nets):
     hook = HOOKS.build(dict(type='CheckpointModulesHook', modules='roi_head.bbox_head'))
-    with pytest.raises(ValueError, match=r"no 'roi_head.bbox_head'.*'neck', 'heads'"):
+    with pytest.raises(ValueError, match=r"'roi_head.bbox_head' does not exist.*'neck', 'heads'"):
         hook.apply(nets[0])
 
 

@@ -86,7 +86,7 @@ def test_configs_of_the_wheel_can_be_inherited(elsewhere):
     said = python('-c', LOOK, 'child.py', 'new_style.py').stdout.splitlines()[-2:]
     assert said[0] == "['sbp_mmdet'] None SBPSwinTransformer"
     assert said[1] == "['sbp_mmdet'] [{'type': 'LeanHook', 'preset': 'int8'}] None"
-    with pytest.raises(ValueError, match="config 'no.py': there is none; choose from .*convnext-tiny_in1k.py"):
+    with pytest.raises(ValueError, match="config 'no.py' does not exist; choose from .*convnext-tiny_in1k.py"):
         sbp_mmdet.config('no.py')
 
 

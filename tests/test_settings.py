@@ -167,7 +167,7 @@ def test_plain_modules_skip_no_images(preset):
             SBPConvNeXt,
             CONVNEXT,
             dict(modules=['stages.9']),
-            r"there is no 'stages.9'; the model has \['downsample_layers'",
+            r"'stages.9' does not exist; the model has \['downsample_layers'",
         ),
         (SBPConvNeXt, CONVNEXT, dict(modules=[]), r'modules=\[\] must name submodules'),
         (SBPConvNeXt, CONVNEXT, dict(modules='norm3'), 'drops positions, and applies to no module'),

@@ -155,7 +155,7 @@ SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 2, 1), num_heads
             "LeanHook: preset='sbp' drops positions",
         ),
         (dict(SWIN, embed_dim=8), dict(type='LeanHook'), None),  # mmdet says what is wrong with it
-        (None, dict(type='LeanHook'), 'LeanHook: .* has sbp_cfg of its own'),
+        (None, dict(type='LeanHook'), 'LeanHook: .* has an sbp_cfg of its own'),
     ],
     ids=str,
 )
