@@ -248,12 +248,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')
     parser.add_argument('--again', nargs='+', default=[], metavar='FAMILY', help='run these anew')
+    parser.add_argument('--only', nargs='+', default=[], metavar='FAMILY', help='run these, in this order')
     parser.add_argument('--report', action='store_true', help='run nothing')
     args = parser.parse_args()
     rows, paths = rows_of(args.json), families()
     if not args.report:
         before = {family: row for family, row in rows.items() if family not in args.again}
-        chosen = [family for family in paths if not is_counted(before.get(family, {}))]
+        chosen = [family for family in args.only or paths if not is_counted(before.get(family, {}))]
         rows = sweep(args.json, chosen, lambda family: run(paths[family], before.get(family, {})), case=CASE)
     print(report(rows))
 

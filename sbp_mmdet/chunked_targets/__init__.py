@@ -3,6 +3,7 @@
 from torch import nn
 
 from .assigners import assigners_in_chunks
+from .dense_losses import losses_in_chunks
 from .mask_heads import mask_heads_in_chunks
 from .query_heads import query_heads_in_chunks
 
@@ -23,16 +24,20 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
       size of an image for each object and decoder layer. In chunks, masks take a byte, and these losses are
       checkpointed.
 
-    Only heads and assigners of mmdet whose computation is known are changed; the returned text names them, and the
-    assigners that are left unchanged.
+    - Focal losses of dense heads (also quality and varifocal losses) save some ten maps of all priors and classes. In
+      chunks, they save the predictions, and ``pairs`` of a prior and a class exist at a time.
+
+    Only losses, heads and assigners of mmdet whose computation is known are changed; the returned text names them, and
+    the assigners that are left unchanged.
 
     Args:
         model (nn.Module): Detector, changed in place. Calling this function again changes the sizes of the chunks.
         masks (int): Number of masks that are cropped or sampled at a time. Default: 4.
-        pairs (int): Number of pairs of a prior and a ground-truth box that are compared at a time. Default: 2**20.
+        pairs (int): Number of pairs of a prior and a ground-truth box that are compared at a time, or of a
+            prior and a class in a loss. Default: 2**20.
 
     Returns:
-        str: Names of the heads that were changed and of the assigners that were not, for the log.
+        str: Names of the losses and heads that were changed and of the assigners that were not, for the log.
 
     Raises:
         ValueError: If ``masks`` or ``pairs`` is not a positive integer.
@@ -47,6 +52,7 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
             raise ValueError(f'{name}={value!r} must be a positive integer')
     overlaps, unchanged = assigners_in_chunks(model, pairs)
     found = dict(overlaps=overlaps, masks=mask_heads_in_chunks(model, masks), **query_heads_in_chunks(model, masks))
+    found |= dict(losses=losses_in_chunks(model, pairs))
     changed = '; '.join(f'{what} in {", ".join(heads)}' for what, heads in found.items() if heads)
     said = f'training targets are computed in chunks: {changed}' if changed else 'no training targets in chunks'
     left = ', '.join(f'{name} ({reason})' for name, reason in unchanged.items())

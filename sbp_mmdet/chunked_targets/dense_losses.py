@@ -1,0 +1,103 @@
+"""Losses of dense heads, which are sums over priors and classes, computed some priors at a time."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from mmdet.models.losses import FocalLoss, QualityFocalLoss, VarifocalLoss
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..ops.common.precision import autocast_dtype
+from ..surgery import Mixin, has_methods_of, mix_in
+
+__all__ = ['losses_in_chunks']
+
+_LOSSES = (FocalLoss, QualityFocalLoss, VarifocalLoss)
+
+
+def losses_in_chunks(model: nn.Module, pairs: int) -> list[str]:
+    """Make the focal losses of a model run over some priors at a time.
+
+    Args:
+        model (nn.Module): Detector, changed in place.
+        pairs (int): Number of pairs of a prior and a class that are computed at a time.
+
+    Returns:
+        list[str]: Names of the changed losses.
+    """
+    changed = []
+    for name, loss in model.named_modules():
+        if not isinstance(loss, _SumsInChunks):
+            if not any(has_methods_of(loss, kind, 'forward') for kind in _LOSSES):
+                continue
+            mix_in(loss, _SumsInChunks)
+        loss.pairs_at_a_time = pairs
+        changed.append(name or 'the model')
+    return changed
+
+
+class _SumsInChunks(Mixin):
+    """A focal loss of many priors. It saves its inputs only, and maps of all priors and classes exist in chunks.
+
+    Attributes:
+        pairs_at_a_time (int): Number of pairs of a prior and a class in a chunk.
+    """
+
+    def forward(self, pred, target, weight=None, avg_factor=None, reduction_override=None):
+        """Compute the loss of predictions (number of priors, number of classes)."""
+        options = dict(avg_factor=avg_factor, reduction_override=reduction_override)
+        rows = max(self.pairs_at_a_time // max(pred[:1].numel(), 1), 1)
+        targets = [*target] if isinstance(target, (tuple, list)) else [target]
+        # A mean over priors is a sum that is divided by the factor, which each chunk does.
+        adds_up = (reduction_override or self.reduction, avg_factor is not None) in (('sum', False), ('mean', True))
+        given = [*targets, weight, avg_factor]
+        constant = not any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        apart = all(isinstance(x, Tensor) and len(x) == len(pred) for x in [*targets, *given[-2:-1]] if x is not None)
+        trains = torch.is_grad_enabled() and pred.requires_grad and pred.dim() == 2
+        if not (trains and adds_up and constant and apart and len(pred) > rows):
+            return super().forward(pred, target, weight, **options)
+        own = super().forward
+
+        def part(pred, weight, *targets):
+            return own(pred, tuple(targets) if isinstance(target, (tuple, list)) else targets[0], weight, **options)
+
+        return _sum_up(part, rows, pred, weight, *targets)
+
+
+@torch.compiler.disable
+def _sum_up(*args):
+    return _Sum.apply(*args)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss: Callable, rows: int, pred: Tensor, *others: Tensor | None):
+        ctx.loss, ctx.rows, ctx.dtype = loss, rows, autocast_dtype(pred)
+        ctx.save_for_backward(pred, *others)
+        return sum(_part(ctx, chunk) for chunk in _chunks(ctx, (pred, *others)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        pred, *others = ctx.saved_tensors
+        found = torch.empty_like(pred)
+        places = found.split(ctx.rows)
+        for place, (part, *rest) in zip(places, _chunks(ctx, (pred, *others)), strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                total = _part(ctx, (part, *rest))
+            place.copy_(*torch.autograd.grad(total, part, grad))
+        return None, None, found, *[None] * len(others)
+
+
+def _chunks(ctx, tensors: Sequence[Tensor | None]):
+    """Return the tensors of each chunk of priors."""
+    number = -(-len(tensors[0]) // ctx.rows)
+    return zip(*([None] * number if x is None else x.split(ctx.rows) for x in tensors), strict=True)
+
+
+def _part(ctx, chunk):
+    """Return the loss of a chunk, in the precision of the forward pass."""
+    device = chunk[0].device.type
+    with torch.autocast(device, dtype=ctx.dtype, enabled=ctx.dtype is not None, cache_enabled=False):
+        return ctx.loss(*chunk)
