@@ -23,6 +23,18 @@ def small_backbone(sbp_cfg=None, *, dtype=torch.float64, seed=0, arch=SMALL, **k
     return backbone.to(DEVICE)
 
 
+def filled(module):
+    """Returns a module in fp64 and training mode, on ``DEVICE``, with random values in all parameters."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            ordinary = 0.3 * noise if name.endswith('bias') else 0.7 + 0.2 * noise
+            p.copy_(noise / p[0].numel() ** 0.5 if p.dim() > 1 else ordinary)
+    module.double().to(DEVICE).train()  # mmdet's `train` may return nothing
+    return module
+
+
 def image(n=2, height=64, width=64, *, dtype=torch.float64, seed=0):
     return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
         DEVICE, dtype

@@ -228,7 +228,7 @@ def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key
     backbone = build(family, dict(preset='sbp'), **{key: 3})
     backbone.eval().train()
     assert [text for level, text in told if level == logging.WARNING] == [
-        f'{family}: all layers that sbp_cfg thins are frozen, so it changes nothing'
+        f'{family}: all layers that sbp_cfg thins are frozen, so no positions are dropped'
     ]
 
 

@@ -4,8 +4,8 @@ there. Backbones of this package: :func:`test_training.test_autocast` and :mod:`
 
 import copy
 
+import conv_models as conv
 import pytest
-import test_adapters_conv as conv
 import test_adapters_dino as detectors
 import test_adapters_transformer as transformer
 import torch

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conv_models import BACKBONES, FCOS, TRAINED, build, detector, flat, relative
 from helpers import needs_fp16
 from mmdet.models.detectors import SemiBaseDetector
 from mmdet.registry import MODELS
@@ -14,7 +15,6 @@ from mmengine.config import ConfigDict
 from mmengine.model import MMDistributedDataParallel, convert_sync_batchnorm
 from mmengine.runner import Runner
 from oracles import DEVICE
-from test_adapters_conv import BACKBONES, FCOS, TRAINED, build, detector, flat, relative
 from torch import nn
 
 from sbp_mmdet import apply_lean

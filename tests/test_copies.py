@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from mmdet.models.backbones import hrnet, regnet, resnet, resnext, swin
-from oracles import DEVICE, assert_near, loss_of
+from oracles import DEVICE, assert_near, filled, loss_of
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -47,17 +47,6 @@ DEPTH = ('            out += identity\n', '            out = self.drop_path(out)
 HOLDER = ('self.downsample = downsample\n', 'self.downsample = downsample; self.drop_path = nn.Identity()\n')
 DOUBLED = ('            out += identity\n', '            out += 2 * identity\n')
 SHIFTED_PROPERTY = ('getattr(self, self.norm1_name)', 'getattr(self, self.norm1_name) if self.training else nn.ReLU()')
-
-
-def filled(module):
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in module.named_parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            ordinary = 0.3 * noise if name.endswith('bias') else 0.7 + 0.2 * noise
-            p.copy_(noise / p[0].numel() ** 0.5 if p.dim() > 1 else ordinary)
-    module.double().to(DEVICE).train()
-    return module
 
 
 def results(module, x):

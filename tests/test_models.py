@@ -276,7 +276,7 @@ def test_images_that_are_too_small(cfg):
         (SBPConvNeXt, dict(frozen_stages=1.5), 'frozen_stages=1.5.*whole number from 0 to 4'),
         (SBPConvNeXt, dict(frozen_stages=9), 'frozen_stages=9 must be a whole number from 0 to 4'),
         (SBPConvNeXt, dict(norm_cfg=dict(type='BN')), "'BN'.*'LN2d'"),
-        (SBPConvNeXt, dict(norm_cfg=dict(eps=1e-6)), "type=None is not supported.*'LN2d'"),
+        (SBPConvNeXt, dict(norm_cfg=dict(eps=1e-6)), "type=None is unsupported.*'LN2d'"),
         (SBPViT, dict(arch='giant'), "arch='giant'.*'tiny'.*num_layers"),
         (SBPViT, dict(arch=dict(num_layers=2)), 'arch=.*embed_dims'),
         (SBPViT, dict(arch=dict(num_layers=2, embed_dims=10, num_heads=3)), 'num_heads=3 must divide embed_dims=10'),

@@ -228,7 +228,7 @@ def test_vit_gets_timms_names(names, prefix, layout):
 
 def test_safetensors_that_cannot_be_read(tmp_path, monkeypatch):
     path, model = tmp_path / 'x.safetensors', backbone()
-    with pytest.raises(FileNotFoundError, match='x.safetensors can not be found'):
+    with pytest.raises(FileNotFoundError, match='x.safetensors does not exist'):
         load_checkpoint(model, str(path))
     with pytest.raises(ValueError, match='download the file and give its path'):
         load_checkpoint(model, 'https://example.org/x.safetensors')

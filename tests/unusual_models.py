@@ -4,13 +4,13 @@ import functools
 
 import torch
 from cases import build
+from conv_models import ordinary
 from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks import DropPath
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmdet.models.backbones import ResNet, ResNetV1d
 from mmdet.models.backbones.resnet import Bottleneck
 from mmdet.models.backbones.swin import SwinBlock
-from test_adapters_conv import ordinary
 from test_adapters_transformer import LAYERS
 from torch import nn
 

@@ -161,9 +161,8 @@ class LeanModule(Mixin):
         """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
         if args and isinstance(args[0], torch.fx.Proxy):
             raise ValueError(
-                f'{type(self).__name__} was changed by LeanHook or apply_lean and cannot be traced by torch.fx in '
-                'training mode. Leave out efficient_conv_bn_eval (LeanHook saves the same memory), or trace the model '
-                'before LeanHook changes it'
+                f'{type(self).__name__} was changed by LeanHook or apply_lean, so torch.fx cannot trace it in training '
+                'mode. Leave out efficient_conv_bn_eval (LeanHook saves the same memory), or trace before the change'
             )
         return self.lean_forward(*args, **kwargs) if self.runs_lean() else super().forward(*args, **kwargs)
 
@@ -393,10 +392,7 @@ def bypassed_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def _drawn_factor(part, x, rate):
-    """Return stochastic depth as a factor for each image, drawn with the random numbers that the plain branch draws.
-
-    The random numbers depend on the branch's precision, so they are drawn in it.
-    """
+    """Return stochastic depth as a factor for each image, with random numbers in the plain branch's precision."""
     dtype = autocast_dtype(x) or x.dtype
     if part.scale is not None:
         dtype = torch.promote_types(dtype, part.scale.dtype)

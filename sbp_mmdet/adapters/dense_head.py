@@ -4,8 +4,8 @@ import torch
 from mmdet.models.dense_heads import RPNHead
 from torch import Tensor, nn
 
-from ..ops.common.row_strips import Convolution
-from ..ops.dense_head import DenseHeadSettings, DenseHeadTensors, dense_head
+from ..ops.common.row_strips import Convolution, StripSettings
+from ..ops.dense_head import DenseHeadTensors, dense_head
 from .base import LeanModule, adapter
 
 __all__ = ['LeanRPNHead']
@@ -37,7 +37,7 @@ class LeanRPNHead(LeanModule):
         out_weight = torch.cat([conv.weight for conv in outputs])
         out_bias = torch.cat([_bias_of(conv) for conv in outputs])
         tensors = DenseHeadTensors(x, hidden.weight, _bias_of(hidden), out_weight, out_bias)
-        out = dense_head(DenseHeadSettings(self.form, geometry), tensors)
+        out = dense_head(StripSettings(self.form, geometry), tensors)
         # Each output in memory of its own, so that later code may change it in place.
         return [part.clone() for part in out.split([len(conv.weight) for conv in outputs], 1)]
 

@@ -5,8 +5,8 @@ from mmcv.cnn import ConvModule
 from mmdet.models.necks import FPN
 from torch import Tensor, nn
 
-from ..ops.common.row_strips import Convolution
-from ..ops.feature_pyramid import LevelTensors, PyramidSettings, feature_pyramid
+from ..ops.common.row_strips import Convolution, StripSettings
+from ..ops.feature_pyramid import LevelTensors, feature_pyramid
 from .base import LeanModule, adapter
 from .predicate import unsupported
 
@@ -42,7 +42,7 @@ class LeanFPN(LeanModule):
             lateral, output = lateral.conv, output.conv
             geometry = Convolution(output.padding, output.dilation, output.groups)
             levels.append(LevelTensors(x, lateral.weight, lateral.bias, output.weight, output.bias))
-        outs = [*feature_pyramid(PyramidSettings(self.form, geometry), levels)]
+        outs = [*feature_pyramid(StripSettings(self.form, geometry), levels)]
         for i in range(number, self.num_outs):
             if not self.add_extra_convs:
                 outs.append(F.max_pool2d(outs[-1], 1, stride=2))

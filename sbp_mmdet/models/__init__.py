@@ -1,1 +1,1 @@
-"""Backbones that mmdet registers: plain networks that apply adapters to themselves where ``sbp_cfg`` says so."""
+"""Backbones that are registered with mmdet: plain networks that apply adapters to themselves with ``sbp_cfg``."""

@@ -1,4 +1,4 @@
-"""``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers send gradients from a subset of the positions."""
+"""``SBPConvNeXt``: ConvNeXt whose pointwise and downsampling layers backpropagate through a subset of the positions."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .layers import GRN, LayerNorm2d
-from .lean_backbone import LeanBackbone
+from .lean_backbone import TRUNCATED_NORMAL, LeanBackbone
 from .weights import rename_weights
 
 __all__ = ['ARCHS', 'ConvNeXtBlock', 'SBPConvNeXt']
 
-# arch: (depths, channels of the first stage; every stage doubles them)
+# arch -> (depths, channels of the first stage; each stage doubles them)
 ARCHS = {
     'atto': ((2, 2, 6, 2), 40),
     'femto': ((2, 2, 6, 2), 48),
@@ -35,14 +35,14 @@ class ConvNeXtBlock(BaseModule):
     """Depthwise 7x7 convolution, then the channel MLP: LN, pointwise, GELU, pointwise, layer scale.
 
     Args:
-        channels (int): C.
-        norm_cfg (dict): Of :func:`build_norm`.
+        channels (int): Number of channels C.
+        norm_cfg (dict): Norm, see :func:`build_norm`.
         act_cfg (dict): Activation between the pointwise layers.
-        linear_pw_conv (bool): Linear layers, or 1x1 convolutions, hold the pointwise weights.
-        use_grn (bool): Global response normalisation after the activation.
+        linear_pw_conv (bool): Whether pointwise layers are linear layers. If ``False``, they are 1x1 convolutions.
+        use_grn (bool): Whether global response normalisation follows the activation.
         drop_path_rate (float): Stochastic depth rate.
-        layer_scale_init_value (float): Initial layer scale; 0 means none.
-        with_cp (bool): Checkpoint the block.
+        layer_scale_init_value (float): Initial layer scale. If 0, there is none.
+        with_cp (bool): Whether the block is checkpointed.
     """
 
     def __init__(
@@ -85,20 +85,23 @@ class ConvNeXtBlock(BaseModule):
 
 
 def build_norm(cfg: dict, num_channels: int) -> LayerNorm2d:
-    """Build the layer norm that ``norm_cfg`` names.
+    """Build the layer norm of a ``norm_cfg``.
 
     Args:
-        cfg (dict): ``type`` 'LN2d' (as in mmpretrain) or 'LN'; optional ``eps``, ``elementwise_affine``,
+        cfg (dict): ``type``, 'LN2d' (as in mmpretrain) or 'LN'; optionally ``eps``, ``elementwise_affine`` and
             ``requires_grad``.
-        num_channels (int): C.
+        num_channels (int): Number of channels C.
+
+    Returns:
+        LayerNorm2d: The norm.
 
     Raises:
-        ValueError: For any other norm.
+        ValueError: If ``type`` is any other norm.
     """
     cfg = dict(cfg)
     kind, requires_grad = cfg.pop('type', None), cfg.pop('requires_grad', True)
     if kind not in ('LN2d', 'LN'):
-        raise ValueError(f"norm_cfg type={kind!r} is not supported; ConvNeXt normalises each position: use 'LN2d'")
+        raise ValueError(f"norm_cfg type={kind!r} is unsupported: ConvNeXt normalises each position; write 'LN2d'")
     return LayerNorm2d(num_channels, **cfg).requires_grad_(requires_grad)
 
 
@@ -106,38 +109,41 @@ def build_norm(cfg: dict, num_channels: int) -> LayerNorm2d:
 class SBPConvNeXt(LeanBackbone, BaseModule):
     """ConvNeXt for memory-efficient training by Stochastic Backpropagation (SBP).
 
-    The forward pass is ConvNeXt's. Without ``sbp_cfg`` it is a plain network; with it, its layers train lean: with
-    ``preset='exact'`` they store less, and with ``preset='sbp'`` the pointwise and 2x2/2 downsampling layers of the
-    leading stages send gradients from a kept subset of the spatial positions, drawn anew in each step and the same for
-    all layers. The depthwise convolutions and the last stage stay exact.
+    The forward pass is ConvNeXt's. Without ``sbp_cfg`` it is a plain network. With ``sbp_cfg``, its layers train lean:
+    with ``preset='exact'`` they save less memory, and with ``preset='sbp'`` the pointwise and 2x2 downsampling layers
+    of the leading stages backpropagate through a kept subset of the spatial positions, which is redrawn at every step
+    and the same for all layers. The depthwise convolutions and the last stage are exact.
 
-    Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``; ``sbp_cfg`` is added. Weights load
-    under other names too, see :mod:`.weights`.
+    Arguments, parameter names and shapes are those of mmpretrain's ``ConvNeXt``, with ``sbp_cfg`` in addition. Weights
+    with names of other sources are loaded, too, see :mod:`.weights`.
 
     Args:
         arch (str | dict): One of 'atto', 'femto', 'pico', 'nano', 'tiny', 'small', 'base', 'large', 'xlarge', 'huge',
             or a dict with ``depths`` and ``channels``, one number per stage. Default: 'tiny'.
-        in_channels (int): Channels of the image. Default: 3.
+        in_channels (int): Number of channels of the images. Default: 3.
         stem_patch_size (int): Size and stride of the stem's patches, in pixels. Default: 4.
         norm_cfg (dict): See :func:`build_norm`. Default: ``dict(type='LN2d', eps=1e-6)``.
         act_cfg (dict): Activation. Default: ``dict(type='GELU')``.
-        linear_pw_conv (bool): Hold the pointwise weights in linear layers instead of 1x1 convolutions. Default: True.
-        use_grn (bool): Global response normalisation (ConvNeXt V2), which looks at all positions: for exact presets
-            only. Default: False.
+        linear_pw_conv (bool): Whether pointwise layers are linear layers. If ``False``, they are 1x1 convolutions.
+            Default: True.
+        use_grn (bool): Whether blocks have global response normalisation (ConvNeXt V2). It reads all positions, so none
+            can be dropped. Default: False.
         drop_path_rate (float): Stochastic depth rate of the last block, growing linearly from 0. Default: 0.0.
-        layer_scale_init_value (float): Initial layer scale; 0 means no layer scale. Default: 1e-6.
-        out_indices (Sequence[int] | int): Stages to put out, counted from 0 or from the end. Default: -1.
-        frozen_stages (int): How many leading stages are frozen, stem included. Default: 0.
-        gap_before_final_norm (bool): Average over all positions before each output norm and put out (N, C), for
-            classification. Default: True.
-        with_cp (bool): Checkpoint every block; off where ``sbp_cfg`` makes it store less. Default: False.
-        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`; None is the plain backbone.
-            Default: None.
-        init_cfg (dict | list[dict] | None): mmengine's initialisation. If `None`, weights are truncated
-            normal. Default: None.
+        layer_scale_init_value (float): Initial layer scale. If 0, there is none. Default: 1e-6.
+        out_indices (Sequence[int] | int): Stages whose outputs are returned, counted from 0 or from the end. Default:
+            -1.
+        frozen_stages (int): Number of leading stages that are frozen, with the stem. Default: 0.
+        gap_before_final_norm (bool): Whether to average over all positions before each output norm and return (N, C),
+            for classification. Default: True.
+        with_cp (bool): Whether every block is checkpointed; ignored for blocks that ``sbp_cfg`` changes. Default:
+            False.
+        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`. If ``None``, the backbone is
+            plain. Default: None.
+        init_cfg (dict | list[dict] | None): mmengine's initialisation. If ``None``, weights are drawn from a truncated
+            normal distribution. Default: None.
 
     Raises:
-        ValueError: For a value that cannot be honoured, naming it and the remedy.
+        ValueError: If a value cannot be honoured. The message has the value and the remedy.
 
     Example:
         ``backbone=dict(type='SBPConvNeXt', arch='tiny', sbp_cfg=dict(preset='exact'))``
@@ -161,13 +167,7 @@ class SBPConvNeXt(LeanBackbone, BaseModule):
         sbp_cfg: dict | None = None,
         init_cfg: dict | list | None = None,
     ):
-        super().__init__(
-            init_cfg=init_cfg
-            or [
-                dict(type='TruncNormal', layer=['Conv2d', 'Linear'], std=0.02, bias=0.0),
-                dict(type='Constant', layer=['LayerNorm'], val=1.0, bias=0.0),
-            ]
-        )
+        super().__init__(init_cfg=init_cfg or [*TRUNCATED_NORMAL])
         self.depths, self.channels = _parse_arch(arch)
         self.num_stages = len(self.depths)
         self.out_indices = _parse_out_indices(out_indices, self.num_stages)

@@ -11,9 +11,9 @@ class LayerNorm2d(nn.LayerNorm):
     """Layer norm over the channels of a feature map.
 
     Args:
-        num_channels (int): C.
+        num_channels (int): Number of channels C.
         eps (float): Added to the variance. Default: 1e-5.
-        elementwise_affine (bool): With weight and bias. Default: True.
+        elementwise_affine (bool): Whether there are a weight and a bias. Default: True.
     """
 
     def __init__(self, num_channels: int, eps: float = 1e-5, elementwise_affine: bool = True):
@@ -36,7 +36,7 @@ class GRN(nn.Module):
     """Global response normalisation of ConvNeXt V2 on (N, L, C) or (N, H, W, C).
 
     Args:
-        num_channels (int): C.
+        num_channels (int): Number of channels C.
         eps (float): Added to the mean response. Default: 1e-6.
     """
 

@@ -1,4 +1,4 @@
-"""The key ``sbp_cfg`` of the package's backbones, by which they apply adapters to themselves."""
+"""The key ``sbp_cfg`` of the package's backbones, with which they apply adapters to themselves."""
 
 import logging
 
@@ -10,27 +10,33 @@ from ..presets import Settings
 from ..report import NO_BLOCK, UNKNOWN, thinned_line
 from ..verify.first_pass import verify_at_first_pass
 
-__all__ = ['LeanBackbone']
+__all__ = ['TRUNCATED_NORMAL', 'LeanBackbone']
+
+# Initialisation of the package's own networks, for mmengine's ``init_cfg``.
+TRUNCATED_NORMAL = (
+    dict(type='TruncNormal', layer=['Conv2d', 'Linear'], std=0.02, bias=0.0),
+    dict(type='Constant', layer=['LayerNorm'], val=1.0, bias=0.0),
+)
 
 
 class LeanBackbone(nn.Module):
-    """Base of backbones with ``sbp_cfg``.
+    """Base class of backbones with ``sbp_cfg``.
 
     Attributes:
-        sbp (Settings | None): The checked ``sbp_cfg``. If `None`, the backbone is plain.
+        sbp (Settings | None): The checked ``sbp_cfg``. If ``None``, the backbone is plain.
     """
 
     sbp = None
-    _report = None  # said once, when training begins
+    _report = None  # logged once, when training begins
 
     def train_lean(self, sbp_cfg: dict | None) -> None:
-        """Change the finished network.
+        """Change the network for lean training. Subclasses call this at the end of ``__init__``.
 
         Args:
-            sbp_cfg (dict | None): ``preset`` and keys of :class:`.presets.Settings`. If `None`, it stays plain.
+            sbp_cfg (dict | None): ``preset`` and keys of :class:`.presets.Settings`. If ``None``, nothing is changed.
 
         Raises:
-            ValueError: For a value that cannot be honoured, naming it and the remedy.
+            ValueError: If a value cannot be honoured. The message has the value and the remedy.
         """
         if sbp_cfg is None:
             return
@@ -59,6 +65,6 @@ class LeanBackbone(nn.Module):
             said = f"{type(self).__name__}: preset='{self.sbp.preset.name}': {report}"
             print_log('\n'.join(filter(None, (said, thinned_line(self)))), logger='current')
             if any(draws.stages.ratios for draws in draws_of(self)) and not keep_ratios(self):
-                text = f'{type(self).__name__}: all layers that sbp_cfg thins are frozen, so it changes nothing'
+                text = f'{type(self).__name__}: all layers that sbp_cfg thins are frozen, so no positions are dropped'
                 print_log(text, logger='current', level=logging.WARNING)
         return self

@@ -37,12 +37,12 @@ def fit_positions(
         given (Tensor): Embedding in the file, with or without one for the class token, shape (1, L, C).
         own (Tensor): Embedding of the model, shape (1, L', C).
         grid (tuple[int, int]): Rows and columns of the model's patches.
-        pretrained_grid (tuple[int, int] | None): Those of the file. If ``None``, they are inferred.
+        pretrained_grid (tuple[int, int] | None): Rows and columns of the file's patches. If ``None``, inferred.
         mode (str): See ``torch.nn.functional.interpolate``.
 
     Returns:
-        Tensor: Embedding of shape (1, L', C), zero for a class token that the file does not have; ``given`` if its
-        patches are in no known grid.
+        Tensor: Embedding of shape (1, L', C), zero for a class token that the file lacks; ``given`` if the grid of its
+        patches is unknown.
 
     Raises:
         ValueError: If the grid of the file is ambiguous.
@@ -59,7 +59,7 @@ def fit_positions(
 
 
 def _grid_of(number, grid, pretrained_grid):
-    """Return rows and columns of so many patches in a file, or ``None``."""
+    """Return rows and columns of a number of patches in a file, or ``None`` if they form no rectangle."""
     if pretrained_grid is not None:
         return pretrained_grid if math.prod(pretrained_grid) == number else None
     height, width = grid

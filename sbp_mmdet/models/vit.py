@@ -1,4 +1,4 @@
-"""``SBPViT``: a plain vision transformer whose last blocks send gradients from a subset of the tokens or heads.
+"""``SBPViT``: a plain vision transformer whose last blocks backpropagate through a subset of the tokens or heads.
 
 Names and shapes of the parameters are those of timm's ``VisionTransformer``. There is no dropout.
 """
@@ -14,14 +14,14 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .layers import LayerNorm2d
-from .lean_backbone import LeanBackbone
+from .lean_backbone import TRUNCATED_NORMAL, LeanBackbone
 from .position_embedding import fit_positions, interpolated
 from .weights import rename_weights
 
 __all__ = ['ARCHS', 'SBPViT', 'ViTBlock']
 
-EPS = 1e-6  # of all layer norms, as in timm's ViT, DeiT, MAE and DINOv2
-# arch: (blocks, channels, attention heads)
+EPS = 1e-6  # eps of all layer norms, as in timm's ViT, DeiT, MAE and DINOv2
+# arch -> (blocks, channels, attention heads)
 ARCHS = {
     'tiny': (12, 192, 3),
     'small': (12, 384, 6),
@@ -32,11 +32,11 @@ OUT_TYPES = ('featmap', 'cls_token', 'avg_featmap')
 
 
 class LayerScale(nn.Module):
-    """Multiplies channels by a parameter.
+    """Layer scale: a product of the channels with a parameter.
 
     Args:
-        channels (int): C.
-        value (float): To begin with.
+        channels (int): Number of channels C.
+        value (float): Initial value.
     """
 
     def __init__(self, channels: int, value: float):
@@ -44,15 +44,15 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.full((channels,), value))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., C) to the same shape."""
+        """Scale tokens (..., C)."""
         return x * self.gamma
 
 
 class Holder(nn.Module):
-    """A container of modules that the block around it runs.
+    """Container of modules that the block around it calls, for the names of their parameters.
 
     Args:
-        **children (nn.Module): The modules, by name.
+        **children (nn.Module): The modules by name.
     """
 
     def __init__(self, **children: nn.Module):
@@ -65,13 +65,13 @@ class ViTBlock(BaseModule):
     """Attention, then the MLP, each behind a layer norm and with a residual connection.
 
     Args:
-        channels (int): C.
-        num_heads (int): Attention heads.
-        hidden (int): Width of the MLP.
+        channels (int): Number of channels C.
+        num_heads (int): Number of attention heads.
+        hidden (int): Width of the MLP's hidden layer.
         qkv_bias (bool): Whether queries, keys and values have a bias.
-        layer_scale_init_value (float): Initial layer scale; 0 means none.
-        drop_path_rate (float): Stochastic depth rate of each of the two.
-        with_cp (bool): Checkpoint the block.
+        layer_scale_init_value (float): Initial layer scale. If 0, there is none.
+        drop_path_rate (float): Stochastic depth rate of attention and MLP each.
+        with_cp (bool): Whether the block is checkpointed.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class PatchEmbed(nn.Module):
     """Embedding of image patches as tokens.
 
     Args:
-        in_channels (int): Channels of the image.
-        channels (int): C.
+        in_channels (int): Number of channels of the images.
+        channels (int): Number of channels C of the tokens.
         patch_size (int): Side of a patch, in pixels.
     """
 
@@ -137,10 +137,9 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_channels, channels, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C', H, W) to (N, C, ceil(H / patch_size), ceil(W / patch_size)); the last patches are filled up with
-        zeros."""
+        """Map (N, C', H, W) to (N, C, ceil(H / patch_size), ceil(W / patch_size)), with zero padding of the image."""
         right, below = -x.shape[3] % self.patch_size, -x.shape[2] % self.patch_size
-        # Where there is nothing to fill up, padding would copy the image all the same, and store the copy.
+        # F.pad would copy the image even if there is nothing to pad, and the copy would be saved.
         return self.proj(F.pad(x, (0, right, 0, below)) if right or below else x)
 
 
@@ -162,43 +161,46 @@ def _scale(index, channels):
 class SBPViT(LeanBackbone, BaseModule):
     """Vision transformer (ViT) for memory-efficient training by Stochastic Backpropagation (SBP).
 
-    The forward pass is ViT's. Without ``sbp_cfg`` it is a plain network; with it, its blocks train lean: with
-    ``preset='exact'`` they store less, and with ``preset='sbp'`` attention and MLP of the last blocks send gradients
-    from a kept subset of the patches, drawn anew in each step and the same for all blocks; class and register tokens
-    are always kept. Default of the key ``blocks``: two thirds of them, so the 8 of 12 of the paper (section 5.1).
+    The forward pass is ViT's. Without ``sbp_cfg`` it is a plain network. With ``sbp_cfg``, its blocks train lean: with
+    ``preset='exact'`` they save less memory, and with ``preset='sbp'`` attention and MLP of the last blocks
+    backpropagate through a kept subset of the patches, which is redrawn at every step and the same for all blocks.
+    Class and register tokens are always kept. The key ``blocks`` is two thirds of the blocks by default, 8 of 12 as in
+    the paper (section 5.1).
 
     Parameter names and shapes are those of timm's ``VisionTransformer`` and of DeiT, MAE and DINOv2 files.
 
     Args:
         arch (str | dict): 'tiny', 'small', 'base', 'large', or a dict with ``num_layers``, ``embed_dims``,
             ``num_heads``, and ``feedforward_channels`` (default: 4 ``embed_dims``). Default: 'base'.
-        img_size (int | tuple[int, int]): Image that the position embedding is meant for, in pixels; it is interpolated
-            to that of each batch. Default: 224.
-        patch_size (int): In pixels; images are filled up with zeros to whole patches. Default: 16.
-        in_channels (int): Channels of the image. Default: 3.
-        with_cls_token (bool): With a class token. Default: True.
-        register_tokens (int): How many register tokens. They have no position. Default: 0.
-        qkv_bias (bool): Queries, keys and values have a bias. Default: True.
-        layer_scale_init_value (float): Initial layer scale; 0 means no layer scale. Default: 0.0.
+        img_size (int | tuple[int, int]): Height and width of images for which the position embedding has its size, in
+            pixels. It is interpolated to the size of each batch. Default: 224.
+        patch_size (int): Side of a patch, in pixels. Images are padded with zeros to whole patches. Default: 16.
+        in_channels (int): Number of channels of the images. Default: 3.
+        with_cls_token (bool): Whether there is a class token. Default: True.
+        register_tokens (int): Number of register tokens, which have no position embedding. Default: 0.
+        qkv_bias (bool): Whether queries, keys and values have a bias. Default: True.
+        layer_scale_init_value (float): Initial layer scale. If 0, there is none. Default: 0.0.
         drop_path_rate (float): Stochastic depth rate of the last block, growing linearly from 0. Default: 0.0.
-        out_type (str): 'featmap': maps (N, C, H, W); for classification (N, C): 'cls_token', or 'avg_featmap', the
-            average over the patches. All behind the last norm. Default: 'featmap'.
-        out_indices (Sequence[int]): With 'featmap', the scales to put out: 0 to 3, for strides of 1/4, 1/2, 1 and 2
-            patches, all made from the last map, with C / 4, C / 2, C and C channels. Default: (0, 1, 2, 3).
-        frozen_blocks (int): How many leading blocks are frozen, and with them the embedding. Default: 0.
-        interpolate_mode (str): Of the position embedding. Default: 'bicubic'.
+        out_type (str): 'featmap' for feature maps (N, C, H, W); for classification 'cls_token' or 'avg_featmap' (the
+            average over the patches), shape (N, C). All follow the last norm. Default: 'featmap'.
+        out_indices (Sequence[int]): Scales that 'featmap' returns: 0 to 3, for strides of 1/4, 1/2, 1 and 2 patches,
+            made from the last map, with C / 4, C / 2, C and C channels. Default: (0, 1, 2, 3).
+        frozen_blocks (int): Number of leading blocks that are frozen, with the embedding. Default: 0.
+        interpolate_mode (str): Interpolation of the position embedding. Default: 'bicubic'.
         pretrained_grid (tuple[int, int] | None): Rows and columns of patches of the position embedding in a file that
-            is loaded. If ``None``, as many patches as this model has lie in its own grid, others in a square. Default:
-            None.
-        with_cp (bool): Checkpoint every block; off where ``sbp_cfg`` makes it store less. Default: False.
-        drop_rate, attn_drop_rate (float): For configs that name them; there is no dropout. Default: 0.0.
-        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`; None is the plain backbone.
-            Default: None.
-        init_cfg (dict | list[dict] | None): mmengine's initialisation. If `None`, weights are truncated
-            normal. Default: None.
+            is loaded. If ``None``, it has the grid of this model if the number of patches is the same, and a square one
+            otherwise. Default: None.
+        with_cp (bool): Whether every block is checkpointed; ignored for blocks that ``sbp_cfg`` changes. Default:
+            False.
+        drop_rate, attn_drop_rate (float): Accepted for configs that have them, must be 0: there is no dropout.
+            Default: 0.0.
+        sbp_cfg (dict | None): ``preset`` and keys of :class:`sbp_mmdet.presets.Settings`. If ``None``, the backbone is
+            plain. Default: None.
+        init_cfg (dict | list[dict] | None): mmengine's initialisation. If ``None``, weights are drawn from a truncated
+            normal distribution. Default: None.
 
     Raises:
-        ValueError: For a value that cannot be honoured, naming it and the remedy.
+        ValueError: If a value cannot be honoured. The message has the value and the remedy.
 
     Example:
         ``backbone=dict(_delete_=True, type='SBPViT', arch='base', sbp_cfg=dict(preset='exact'))``
@@ -226,13 +228,7 @@ class SBPViT(LeanBackbone, BaseModule):
         sbp_cfg: dict | None = None,
         init_cfg: dict | list | None = None,
     ):
-        super().__init__(
-            init_cfg=init_cfg
-            or [
-                dict(type='TruncNormal', layer=['Conv2d', 'Linear'], std=0.02, bias=0.0),
-                dict(type='Constant', layer=['LayerNorm'], val=1.0, bias=0.0),
-            ]
-        )
+        super().__init__(init_cfg=init_cfg or [*TRUNCATED_NORMAL])
         depth, self.channels, self.num_heads, hidden = _parse_arch(arch)
         self.depths = (depth,)
         _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_blocks)
@@ -301,7 +297,7 @@ class SBPViT(LeanBackbone, BaseModule):
             return (self.norm.tokens(x[:, 0]),)
         if self.out_type == 'avg_featmap':
             return (self.norm.tokens(x[:, self.prefix :].mean(1)),)
-        # mmcv's RoIAlign reads any map as if it were contiguous; the tokens of one image are one in channels last.
+        # mmcv's RoIAlign reads memory as contiguous (N, C, H, W), but maps made of tokens have channels last.
         x = self.norm(x[:, self.prefix :].transpose(1, 2).unflatten(2, size)).contiguous()
         return tuple(getattr(self, f'scale{i}')(x) for i in self.out_indices)
 
@@ -321,7 +317,7 @@ class SBPViT(LeanBackbone, BaseModule):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Take files of other names, and position embeddings of other sizes, or without one for the class token."""
+        """Load weights with other names, and position embeddings of other sizes or without that of the class token."""
         rename_weights(self, state_dict, prefix, 'vit')
         given = state_dict.get(prefix + 'pos_embed')
         if isinstance(given, Tensor) and given.dim() == 3 and given.shape != self.pos_embed.shape:

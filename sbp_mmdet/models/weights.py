@@ -37,11 +37,11 @@ class Layout(NamedTuple):
     """Names that a source of weights gives them.
 
     Attributes:
-        name (str): For the log.
-        key (str): A key that files of this layout have and others lack. What stands before it in a file ('backbone.',
-            'model.') is taken off all names.
-        rules (tuple[tuple[str, str], ...]): Regular expressions and what replaces them, one after the other.
-            '{last}' stands for the number of the model's last stage.
+        name (str): Name in the log.
+        key (str): A key that files of this layout have and others lack. A prefix of it in a file ('backbone.',
+            'model.') is removed from all names.
+        rules (tuple[tuple[str, str], ...]): Regular expressions and their replacements, applied in order. '{last}' is
+            the number of the model's last stage.
     """
 
     name: str
@@ -138,32 +138,32 @@ LAYOUTS = {
         ),
     ),
 }
-# Where training scripts put the weights inside of what they save.
+# Keys under which training scripts save the weights.
 _NESTED = ('state_dict', 'model', 'teacher')
 
 
 def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, family: str) -> str | None:
-    """Give the weights of a file the names and shapes that a backbone has. To be called before it reads them.
+    """Rename and reshape the weights of a file to those of a backbone. Backbones call this before they read weights.
 
-    What the file lacks, and what is left over, is logged in one line each. What is left over keeps its name, so that
-    a strict loading refuses it.
+    Weights that are missing in the file, and weights that are left over, are logged in one line each. The latter keep
+    their names, so that strict loading refuses them.
 
     Args:
         module (nn.Module): The backbone.
-        state_dict (MutableMapping): Weights; changed in place.
-        prefix (str): What the backbone's names begin with in it: 'backbone.' in that of a detector, or ''.
+        state_dict (MutableMapping): Weights, changed in place.
+        prefix (str): Prefix of the backbone's names: 'backbone.' in the weights of a detector, or ''.
         family (str): A key of :data:`LAYOUTS`.
 
     Returns:
-        str | None: The layout's name, None where no name was changed: the names are the backbone's already, or belong
-        to no layout.
+        str | None: Name of the layout; ``None`` if no weight was renamed, because the names are the backbone's already
+        or belong to no layout.
     """
     for outer in _NESTED:
         if not prefix and isinstance(state_dict.get(outer), dict):
             state_dict.update(state_dict.pop(outer))
     own = {name: value for name, value in module.state_dict().items()}
     names = [name for name in state_dict if name.startswith(prefix)]
-    # The backbone's own names may come with the other kind of layer too.
+    # Weights with the backbone's own names may belong to the other kind of layer (linear or 1x1 convolution).
     state_dict.update({name: _shaped_as(state_dict[name], own.get(name.removeprefix(prefix))) for name in names})
     found = _layout_of(names, prefix, family)
     if found is None or all(name.removeprefix(prefix) in own for name in names):
@@ -204,7 +204,7 @@ def _layout_of(names, prefix, family):
 
 
 def _join_qkv(weights):
-    """Join the matrices of queries, keys and values that a file has apart."""
+    """Join the matrices of queries, keys and values that a file has separately."""
     for name in [name for name in weights if '.attn.query.' in name]:
         parts = [name.replace('.query.', f'.{part}.') for part in ('query', 'key', 'value')]
         if all(part in weights for part in parts):
@@ -214,7 +214,7 @@ def _join_qkv(weights):
 def _shaped_as(value, own):
     """Reshape weights between linear layers and 1x1 convolutions; other shapes stay, and are refused later."""
     if not (isinstance(value, Tensor) and isinstance(own, Tensor)) or value.shape == own.shape:
-        return value  # itself: load_state_dict(assign=True) takes it
+        return value  # not a copy, for load_state_dict(assign=True)
     squeezed = [tuple(size for size in t.shape if size != 1) for t in (value, own)]
     return value.reshape(own.shape) if squeezed[0] == squeezed[1] else value
 
@@ -239,11 +239,18 @@ def quiet():
         logger.setLevel(level)
 
 
-# mmengine chooses by a regular expression, in reverse alphabetical order: the second goes before its own 'https://'.
-# The name of the function is for its log.
+# mmengine tries regular expressions in reverse alphabetical order, so the second precedes its own 'https://'. It logs
+# the name of the function.
 @CheckpointLoader.register_scheme(prefixes=[r'.*\.safetensors$', r'https?://.*\.safetensors$'], force=True)
 def load_from_safetensors(filename: str, map_location=None) -> dict[str, Tensor]:
     """Load weights for mmengine's ``init_cfg`` and ``load_from`` from a .safetensors file.
+
+    Args:
+        filename (str): Path of the file.
+        map_location (str | torch.device | None): Device of the weights. If ``None``, the CPU. Default: None.
+
+    Returns:
+        dict[str, Tensor]: The weights by name.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -253,7 +260,7 @@ def load_from_safetensors(filename: str, map_location=None) -> dict[str, Tensor]
         raise ValueError(f'{filename}: download the file and give its path; .safetensors files are read from disk only')
     filename = os.path.expanduser(filename)
     if not os.path.isfile(filename):
-        raise FileNotFoundError(f'{filename} can not be found')
+        raise FileNotFoundError(f'{filename} does not exist; check the path')
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file

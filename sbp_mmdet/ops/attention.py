@@ -151,7 +151,6 @@ def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
 
 def _forward(settings, tensors, needs):
     t, dtype, kept = tensors, settings.dtype, settings.form.kept(tensors.positions)
-    # [Q K V] = x-hat W'^T + b' of all tokens: the output is exact, whatever is dropped.
     xhat, rstd = normalise(t.x, settings.eps, dtype)
     qkv = F.linear(xhat, *_qkv_layer(settings, t))
     head_dim = t.proj_weight.shape[1] // settings.num_heads
@@ -355,8 +354,7 @@ def _with_map(q, k, v, others=None):
     if others is None:
         return (scores - lse[..., None]).exp().to(v.dtype) @ v
     out, statistics = others
-    # The softmax over all keys from two parts: the parts' outputs are weighted by their shares of the row's sum,
-    # exp(lse_part - lse) with lse = log(exp(lse_kept) + exp(lse_dropped)).
+    # O = exp(lse_kept - lse) O_kept + exp(lse_dropped - lse) O_dropped, with lse over all keys.
     lse = torch.logaddexp(lse, statistics)
     kept = (scores - lse[..., None]).exp().to(v.dtype) @ v
     return torch.addcmul(kept, out, (statistics - lse).exp()[..., None].to(v.dtype))

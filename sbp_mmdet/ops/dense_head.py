@@ -6,7 +6,6 @@ Backward, with the gradient g of the output: dW_out = g^T y, dy = g W_out where 
 the convolution. Every product needs some rows of the maps only, so they are computed strip by strip.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -14,33 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Operation, gradients_of, in_precision
 from .common.kept_maps import KeptMap, keep, kept
 from .common.layouts import memory_format
 from .common.precision import Sum, accumulator
-from .common.row_strips import Convolution, Strip, cut_into_strips, zeros_in
+from .common.row_strips import Convolution, Strip, StripSettings, cut_into_strips, zeros_in
 from .common.sign_bits import SignBits
 
-__all__ = ['DenseHeadSettings', 'DenseHeadTensors', 'dense_head']
+__all__ = ['DenseHeadTensors', 'dense_head']
 
 aten = torch.ops.aten
 _POINTWISE = Convolution()
-
-
-@dataclasses.dataclass(frozen=True)
-class DenseHeadSettings:
-    """Settings of :func:`dense_head`.
-
-    Attributes:
-        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
-        hidden (Convolution): Geometry of the first convolution. Default: 3x3.
-        dtype (torch.dtype | None): Precision of the convolutions. If ``None``, that of autocast, or of ``x``. Default:
-            None.
-    """
-
-    form: Form = Form()
-    hidden: Convolution = Convolution(padding=(1, 1))
-    dtype: torch.dtype | None = None
 
 
 class DenseHeadTensors(NamedTuple):
@@ -84,7 +67,7 @@ class _Saved(NamedTuple):
     signs: tuple[SignBits, ...]
 
 
-def dense_head(settings: DenseHeadSettings, tensors: DenseHeadTensors) -> Tensor:
+def dense_head(settings: StripSettings, tensors: DenseHeadTensors) -> Tensor:
     """Compute ``conv1x1(relu(conv(x)))``.
 
     The backward pass runs in strips of rows, so apart from the gradient of ``x`` no map exists as a whole. The hidden
@@ -92,7 +75,7 @@ def dense_head(settings: DenseHeadSettings, tensors: DenseHeadTensors) -> Tensor
     one bit for each element, and the hidden map is recomputed strip by strip.
 
     Args:
-        settings (DenseHeadSettings): Settings.
+        settings (StripSettings): Settings.
         tensors (DenseHeadTensors): Inputs.
 
     Returns:
@@ -107,7 +90,7 @@ def _forward(s, t, needs):
     recomputes = s.form.minimal and any(needs)
     hidden, signs = None, []
     if not recomputes:
-        y = F.relu_(s.hidden.run(x, weight, bias, Strip(0, height), height))
+        y = F.relu_(s.conv.run(x, weight, bias, Strip(0, height), height))
         out = F.conv2d(y, out_weight, out_bias)
         if any(needs):
             hidden = keep(y, s.form.storage, positive=True)
@@ -116,7 +99,7 @@ def _forward(s, t, needs):
         shape = x.shape[0], len(out_weight), *x.shape[2:]
         out = torch.empty(shape, dtype=s.dtype, device=x.device, memory_format=memory_format(x))
         for strip in _strips(s, t, x.shape, x.device):
-            y = F.relu_(s.hidden.run(s.hidden.reads(strip, height).of(x), weight, bias, strip, height))
+            y = F.relu_(s.conv.run(s.conv.reads(strip, height).of(x), weight, bias, strip, height))
             signs.append(SignBits.pack(y))
             strip.of(out).copy_(F.conv2d(y, out_weight, out_bias))
     source = kept(t.x, x, s.form.storage) if needs.weight or (recomputes and any(needs)) else None
@@ -137,13 +120,13 @@ def _backward(s, saved, grad, needs):
     strips = _strips(s, t, saved.shape, grad.device)
     dx = zeros_in(saved.shape, grad, saved.layout) if needs.x and len(strips) > 1 else None
     for i, strip in enumerate(strips):
-        halo = s.hidden.reads(strip, height)
+        halo = s.conv.reads(strip, height)
         if saved.input is None:  # only the shape is read
             x = grad.new_empty(1).expand(*saved.shape[:2], halo.stop - halo.start, saved.shape[3])
         else:
             x = saved.input.rows(*halo).load(s.dtype)
         if saved.hidden is None:
-            y = saved.signs[i].relu_(s.hidden.run(x, weight, bias, strip, height))
+            y = saved.signs[i].relu_(s.conv.run(x, weight, bias, strip, height))
         else:
             y = saved.hidden.rows(*strip).load(s.dtype)
         which = inner, needs.out_weight, needs.out_bias
@@ -152,7 +135,7 @@ def _backward(s, saved, grad, needs):
         if inner:
             dy = aten.threshold_backward(dy, y, 0)
             which = needs.x, needs.weight, needs.bias
-            part, found['weight'], found['bias'] = s.hidden.run_backward(dy, x, weight, strip, height, which)
+            part, found['weight'], found['bias'] = s.conv.run_backward(dy, x, weight, strip, height, which)
         for name, value in found.items():
             if value is not None:
                 sums[name].add(value.to(accumulator(value)))

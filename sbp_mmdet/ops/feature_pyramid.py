@@ -6,7 +6,6 @@ Backward, from the finest level on: dL_i = conv^T(dy_i) + up^T(dL_{i-1}), from w
 lateral convolution follow. The laterals L_i, which dW of the second convolution needs, are recomputed.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,32 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .common.autograd_function import Form, in_precision, put_tensors_back, take_tensors_out
+from .common.autograd_function import in_precision, put_tensors_back, take_tensors_out
 from .common.kept_maps import kept
 from .common.layouts import memory_format
 from .common.precision import Sum, accumulator, no_autocast
-from .common.row_strips import Convolution, Strip, cut_into_strips, zeros_in
+from .common.row_strips import Convolution, Strip, StripSettings, cut_into_strips, zeros_in
 
-__all__ = ['LevelTensors', 'PyramidSettings', 'feature_pyramid']
+__all__ = ['LevelTensors', 'feature_pyramid']
 
 aten = torch.ops.aten
 _LATERAL = Convolution()
-
-
-@dataclasses.dataclass(frozen=True)
-class PyramidSettings:
-    """Settings of :func:`feature_pyramid`.
-
-    Attributes:
-        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
-        output (Convolution): Geometry of the second convolution of each level. Default: 3x3.
-        dtype (torch.dtype | None): Precision of the convolutions. If ``None``, that of autocast, or of ``x``. Default:
-            None.
-    """
-
-    form: Form = Form()
-    output: Convolution = Convolution(padding=(1, 1))
-    dtype: torch.dtype | None = None
 
 
 class LevelTensors(NamedTuple):
@@ -59,14 +42,14 @@ class LevelTensors(NamedTuple):
     out_bias: Tensor | None
 
 
-def feature_pyramid(settings: PyramidSettings, levels: Sequence[LevelTensors]) -> tuple[Tensor, ...]:
+def feature_pyramid(settings: StripSettings, levels: Sequence[LevelTensors]) -> tuple[Tensor, ...]:
     """Compute ``conv(lateral)`` of each level, with ``lateral = conv1x1(x) + up(lateral of the next level)``.
 
     The inputs are saved, which the layers in front usually save too. The backward pass goes level by level, from the
     finest one on, in strips of rows. Laterals are recomputed, that of the finest level strip by strip.
 
     Args:
-        settings (PyramidSettings): Settings.
+        settings (StripSettings): Settings.
         levels (Sequence[LevelTensors]): Inputs of the levels, from the finest one on. Coarser maps are enlarged by
             nearest-neighbour interpolation.
 
@@ -140,7 +123,7 @@ def _run(s, levels):
     for t in reversed(levels):
         cast, height = _cast(s, t), t.x.shape[2]
         lateral = _lateral(cast, t.x.to(s.dtype), lateral)
-        outs.append(s.output.run(lateral, cast.out_weight, cast.out_bias, Strip(0, height), height))
+        outs.append(s.conv.run(lateral, cast.out_weight, cast.out_bias, Strip(0, height), height))
     return tuple(reversed(outs))
 
 
@@ -193,13 +176,13 @@ def _output_backward(s, level, t, coarse, grad, lateral_grad, needs, sums):
     """Add the gradient of the lateral map to ``lateral_grad`` and those of the second convolution to the sums."""
     height = level.shape[2]
     for strip in _strips(level, t, grad.device):
-        halo = s.output.reads(strip, height)
+        halo = s.conv.reads(strip, height)
         if level.input is None:
             x = grad.new_empty(1).expand(*lateral_grad.shape[:2], halo.stop - halo.start, grad.shape[3])
         else:
             x = _lateral_rows(t, level.input.rows(*halo).load(s.dtype), coarse, halo, height)
         which = True, needs.out_weight, bool(needs.out_bias)
-        part, dweight, dbias = s.output.run_backward(strip.of(grad), x, t.out_weight, strip, height, which)
+        part, dweight, dbias = s.conv.run_backward(strip.of(grad), x, t.out_weight, strip, height, which)
         halo.of(lateral_grad).add_(part)
         _add(sums, out_weight=dweight, out_bias=dbias)
 

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ['Convolution', 'Strip', 'cut_into_strips', 'zeros_in']
+from .autograd_function import Form
+
+__all__ = ['Convolution', 'Strip', 'StripSettings', 'cut_into_strips', 'zeros_in']
 
 aten = torch.ops.aten
 # Largest number of elements of a strip's map. On a GPU a launch costs more than memory.
@@ -137,3 +139,19 @@ class Convolution:
         if above == below:  # the whole map, or none of its ends
             return x, (above, self.padding[1]), 0
         return F.pad(x, (0, 0, above, below)), (0, self.padding[1]), above
+
+
+@dataclasses.dataclass(frozen=True)
+class StripSettings:
+    """Settings of an operation with one convolution, besides 1x1 convolutions, whose backward pass runs in strips.
+
+    Attributes:
+        form (Form): How the operation is computed and what it saves. Default: ``Form()``.
+        conv (Convolution): Geometry of the convolution. Default: 3x3.
+        dtype (torch.dtype | None): Precision of the convolutions. If ``None``, that of autocast, or of ``x``. Default:
+            None.
+    """
+
+    form: Form = Form()
+    conv: Convolution = Convolution(padding=(1, 1))
+    dtype: torch.dtype | None = None
