@@ -6,6 +6,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from helpers import RESEARCH  # noqa: F401  puts research/ on the path
 from mmcv.transforms import BaseTransform
 from mmdet.registry import MODELS, TRANSFORMS
 from mmengine.config import Config
@@ -13,6 +14,8 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 
 from sbp_mmdet.plan.inputs import inputs_of
+
+import pipeline_sizes  # isort: skip  (helpers puts research/ on the path)
 
 SHAPES = [(48, 64)] * 4 + [(64, 48)] * 3 + [(43, 64), (30, 100), (64, 64), (100, 30)]
 SCALES = [(133, side) for side in range(48, 81, 8)]
@@ -249,3 +252,12 @@ def test_what_the_preprocessor_makes_of_batches(tmp_path):
     ):
         assert MODELS.build(augment)(inputs, None)[0].shape[-2:] == size
         assert inputs_of(config_of(folder, [], batch_augments=[augment]))[1:3] == size
+
+
+@pytest.mark.parametrize('name', pipeline_sizes.PIPELINES)
+def test_the_ten_pipelines_of_the_study(name, tmp_path):
+    """The study draws 2,000 batches of each."""
+    row = pipeline_sizes.compare(name, tmp_path, 60)
+    assert row['ratio'] >= 0.97, row
+    assert row['ratio'] <= 1.4, row  # of 60 batches the largest is not yet there
+    assert row['size'][2] == pipeline_sizes.PIPELINES[name][1]
