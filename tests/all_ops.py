@@ -1,4 +1,4 @@
-"""Every operation of the package in one namespace, for tests that go through all of them."""
+"""All operations of the package in one namespace, for tests that run through them."""
 
 # ruff: noqa: F401
 from sbp_mmdet.ops.attention import AttentionSettings, AttentionTensors, attention

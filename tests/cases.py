@@ -1,4 +1,4 @@
-"""One table, families x presets, and one oracle for all of them: what the generic tests run through.
+"""Table of model families and presets, and one oracle for all of them, which the generic tests run through.
 
 The oracle is the plain model of the same weights. By hand, its blocks send gradients as the definition says:
 ``torch.where(kept, f(x), f(x).detach())``, and stochastic depth multiplies each branch by what was drawn for it.
@@ -39,7 +39,7 @@ VIT = dict(
 
 
 class EncoderLayer(nn.Module):
-    """What the adapter of mmpretrain's block reads, where mmpretrain is not installed."""
+    """Block with the attributes that the adapter of mmpretrain's block reads, for machines without mmpretrain."""
 
     def __init__(self, width, heads, drop_path_rate):
         super().__init__()
@@ -72,7 +72,7 @@ know('attention', _Attention)
 
 
 class StockViT(BaseModule):
-    """Blocks of mmpretrain's kind behind patches and a class token."""
+    """Vision transformer of mmpretrain's blocks behind patches and a class token."""
 
     prefix = 1
 
@@ -92,7 +92,7 @@ class StockViT(BaseModule):
 
 
 def in_place(kind, **fixed):
-    """Somebody's model, plain, changed by apply_lean."""
+    """Returns a user's plain model, changed by apply_lean."""
 
     def make(sbp_cfg=None, **options):
         model = kind(**fixed | options)
@@ -120,7 +120,7 @@ THIN = [name for name, preset in PRESETS.items() if preset.thins]
 
 
 def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed=0, **options) -> nn.Module:
-    """A small model in training mode whose parameters all have ordinary values: no zeros, no ones, no 1e-6."""
+    """Returns a small model in training mode with random values in all parameters."""
     model = FAMILIES[family](sbp_cfg, **options).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -133,12 +133,12 @@ def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed
 
 
 def draws_of(model: nn.Module):
-    """What the passes of a changed model draw."""
+    """Returns the draws of a changed model's passes."""
     return next(m._lean.draws for m in model.modules() if isinstance(m, LeanModule) and m._lean.draws is not None)
 
 
 def kept_masks(model: nn.Module, x) -> dict:
-    """Layer to the mask (height, width) of the pass that the model has just had."""
+    """Returns the mask (height, width) of each layer in the latest pass of the model."""
     draws, found = draws_of(model), {}
     with draws.latest_pass() if draws.stages.draws() else contextlib.nullcontext():
         for layer in draws.stages.keep_ratios():
@@ -149,7 +149,7 @@ def kept_masks(model: nn.Module, x) -> dict:
 
 
 def stored_bytes(run, known) -> int:
-    """Bytes that autograd keeps of a forward pass, counted by storage, without what is known (parameters, images)."""
+    """Returns the bytes that autograd saves in a forward pass, without known tensors such as parameters and images."""
     if DEVICE != 'cpu':
         pytest.skip('bytes are counted on a CPU')
     seen = {t.untyped_storage().data_ptr() for t in known}
@@ -168,7 +168,7 @@ def stored_bytes(run, known) -> int:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most bytes that a tensor takes which an operation made."""
+    """Mode that records the size of the largest tensor that an operation made."""
 
     most = 0
 
@@ -218,12 +218,12 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
 
 
 def expected_gradients(family, lean, x, **options):
-    """The oracle's, after the lean model has run."""
+    """Returns the gradients of the oracle, after the lean model has run."""
     return gradients(oracle(family, lean, x, **options), x)
 
 
 def lean_and_expected(family, sbp_cfg, x=None, **options):
-    """The gradients of a lean model, and what they should be."""
+    """Returns a lean model's gradients and the expected ones."""
     x = image(3, 64, 96) if x is None else x
     lean = build(family, sbp_cfg, **options)
     found = gradients(lean, x)
@@ -231,7 +231,7 @@ def lean_and_expected(family, sbp_cfg, x=None, **options):
 
 
 class _Kept:
-    """Positions of a layer: which are kept."""
+    """Kept positions of a layer."""
 
     def __init__(self, positions, size, prefix):
         keep, self.size = positions.keep, size

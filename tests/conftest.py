@@ -1,4 +1,4 @@
-"""Quick hypothesis, the device of operations, and the iteration that mmengine's runner would report."""
+"""Fixtures of all tests: seeds, the device of operations, and the iteration that a runner would report."""
 
 import contextlib
 
@@ -23,14 +23,14 @@ hypothesis.settings.load_profile('core')
 
 @pytest.fixture(autouse=True)
 def seed():
-    """The masks depend on torch's seed and on the iteration: the same ones for each test, whichever ran before."""
+    """Seeds torch and resets the iteration, because masks depend on both."""
     torch.manual_seed(0)
     MessageHub.get_current_instance().runtime_info.pop('iter', None)  # of a runner in a test before
 
 
 @pytest.fixture(autouse=True)
 def log_level():
-    """Restores the level of mmengine's logger, which commands raise for their own process."""
+    """Restores the level of mmengine's logger, which commands change."""
     logger = MMLogger.get_current_instance()
     level = logger.level
     yield
@@ -56,14 +56,14 @@ def operations_on_the_device(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def unverified(request):
-    """Tests look at the step itself, and not at its verification, unless their file asks for it."""
+    """Disables verification, unless the test file sets ``VERIFIES = True``."""
     with contextlib.nullcontext() if getattr(request.module, 'VERIFIES', False) else verification_off():
         yield
 
 
 @pytest.fixture
 def iteration():
-    """Sets the iteration that mmengine's runner would report; afterwards it is as without a runner."""
+    """Returns a function that sets the iteration of mmengine's runner; afterwards it is unset."""
     hub = MessageHub.get_current_instance()
     yield lambda step: hub.update_info('iter', step)
     hub.runtime_info.pop('iter', None)

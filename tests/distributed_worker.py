@@ -1,4 +1,5 @@
-"""What each rank of the tests of distributed training runs, under torchrun: ``distributed_worker.py OUT``.
+"""The program that each rank of the tests of distributed training runs, under torchrun: ``distributed_worker.py
+OUT``.
 
 For each case and step the gradients of a backbone in a distributed wrapper and the masks that it used go to
 ``OUT/{case}-{rank}.pt``. The images of a rank and step are those of :func:`images`.
@@ -67,7 +68,7 @@ STEPS = 2  # DDP lays its buckets anew after the first step
 
 
 class Detector(nn.Module):
-    """A backbone, and a layer that no loss depends on where the case is about that."""
+    """A backbone, and in one case a layer that no loss depends on."""
 
     def __init__(self, backbone, unused):
         super().__init__()
@@ -79,7 +80,7 @@ class Detector(nn.Module):
 
 
 def build(case: str) -> nn.Module:
-    """The backbone of a case: ours, or mmdet's Swin, changed in place."""
+    """Returns the backbone of a case: this package's, or mmdet's Swin changed in place."""
     sbp_cfg, arguments, _ = CASES[case]
     if 'in place' not in case:
         return small_backbone(sbp_cfg, **arguments)
@@ -94,12 +95,12 @@ def build(case: str) -> nn.Module:
 
 
 def images(rank: int, step: int) -> torch.Tensor:
-    """The images of one rank and step."""
+    """Returns the images of a rank and a step."""
     return image(1, *SIZE, seed=100 * rank + step)
 
 
 def wrap(model: Detector, how: dict | str) -> nn.Module:
-    """The wrapper that a case asks for. What shards parameters has the block as its unit."""
+    """Wraps a model as a case asks for; wrappers that shard parameters have the block as their unit."""
     if how == 'FSDP':
         policy = ModuleWrapPolicy({ConvNeXtBlock, SwinBlock})
         return FullyShardedDataParallel(
@@ -115,7 +116,7 @@ def wrap(model: Detector, how: dict | str) -> nn.Module:
 
 
 def full_gradients(model: nn.Module) -> dict:
-    """Gradients of the backbone by name, whole where the wrapper shards them."""
+    """Returns the gradients of the backbone by name, gathered if the wrapper shards them."""
     sharded = isinstance(model, FullyShardedDataParallel)
     whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True) if sharded else contextlib.nullcontext()
     with whole:

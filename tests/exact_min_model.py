@@ -1,4 +1,4 @@
-"""A detector in small with everything that ``exact_min`` changes, and what each rank of its distributed test runs.
+"""A small detector with every part that ``exact_min`` changes, and the program of each rank of its distributed test.
 
 ``exact_min_model.py OUT``, under torchrun: gradients of each case and step go to ``OUT/{case}-{rank}.pt``.
 """
@@ -65,7 +65,7 @@ class Detector(nn.Module):
 
 
 def build(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detector:
-    """A detector in fp64 with weights that look trained."""
+    """Returns a detector in fp64 with weights that look trained."""
     model = Detector(depth, unused)
     torch.manual_seed(0)
     for p in (p for name, p in model.named_parameters() if 'unused' not in name):  # the same weights with such a layer
@@ -81,12 +81,12 @@ def build(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detect
 
 
 def images(number: int) -> torch.Tensor:
-    """Two images; the RoI heads get 98 pieces of each, more than a chunk."""
+    """Returns two images; the RoI heads get 98 RoIs of each, more than a chunk."""
     return torch.randn(2, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
 
 
 def gradients(model: nn.Module, numbers, sync=None) -> dict[str, torch.Tensor]:
-    """Gradients that some passes add up, by name; all but the last without synchronisation."""
+    """Returns the gradients that some passes accumulate by name; only the last pass synchronises."""
     model.zero_grad()
     numbers = [*numbers]
     for number in numbers:
@@ -98,14 +98,14 @@ def gradients(model: nn.Module, numbers, sync=None) -> dict[str, torch.Tensor]:
 
 
 def numbers_of(case: str, rank: int, step: int) -> range:
-    """Which images a rank gets in a step."""
+    """Returns the numbers of the images that a rank gets in a step."""
     passes = CASES[case][2]
     start = 100 * rank + passes * step
     return range(start, start + passes)
 
 
 def main(out: str) -> None:
-    """Run all cases and write their results."""
+    """Runs all cases and writes their results."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     rank = dist.get_rank()

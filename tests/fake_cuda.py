@@ -1,4 +1,4 @@
-"""Tensors of a GPU that is not there: shapes, data types and devices by torch's rules, without numbers.
+"""Fake tensors of a GPU: shapes, data types and devices by the rules of CUDA, without numbers.
 
 torch's FakeTensor takes the branches of CUDA and refuses what CUDA would refuse, on a machine without a GPU and with a
 torch that was built without CUDA. Two things are missing there, and stand here: what tells autograd of the device, and
@@ -97,7 +97,9 @@ def backward(outputs: list[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def _edges(node, grads):
-    """Where the gradients of a node's inputs go to, and the gradients; None: there is none."""
+    """Returns the nodes that the gradients of a node's inputs go to, with the gradients, or ``None`` if there are
+    none.
+    """
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if grads is None:
         return [(edge, None) for edge in edges]
@@ -120,7 +122,7 @@ def _add(incoming, node, number, grad):
 
 
 class _Numbers:
-    """A tensor on the CPU whose numbers are read."""
+    """A tensor on the CPU whose values are read."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -151,7 +153,7 @@ def to_gpu(mode: FakeTensorMode, tree):
 
 
 def put_on_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
-    """Parameters and buffers of a module, in place."""
+    """Moves parameters and buffers of a module to the fake GPU, in place."""
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is not None:

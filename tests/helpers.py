@@ -1,4 +1,4 @@
-"""A project of a few images and a detector that trains in seconds, for the tests of configs and tools."""
+"""A project with a few images and a detector that trains in seconds, for the tests of configs and tools."""
 
 import os
 import subprocess

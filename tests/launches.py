@@ -1,5 +1,4 @@
-"""How many kernels a GPU is asked to launch for a block, how many bytes they move, and how its matrix products are
-laid out, counted without one.
+"""Counts of the kernels that a GPU launches for a block, and of the bytes that they move, without a GPU.
 
     PYTHONPATH=. python tests/launches.py
 
@@ -80,7 +79,7 @@ def _moved(name: str, args, kwargs, out) -> int:
 
 
 def _copied(*tensors):
-    """How many of them a kernel copies first, which wants rows."""
+    """Returns the number of tensors that are not contiguous, which a kernel copies first."""
     return sum(not x.is_contiguous() for x in tensors)
 
 
@@ -137,7 +136,7 @@ class Launches(TorchDispatchMode):
 
 
 def _of_stage(stage):
-    """Images, height and width of the map of a stage."""
+    """Returns number, height and width of the maps of a stage."""
     return IMAGES[0], IMAGES[2] // 4 >> stage, IMAGES[3] // 4 >> stage
 
 
@@ -198,7 +197,7 @@ def _change(model, keys):
 
 
 def _dino_layer(decodes):
-    """A layer of DINO, with the four levels of an image and 900 queries of the decoder."""
+    """Returns a layer of DINO with the four levels of an image and 900 queries of the decoder."""
 
     def build(keys):
         attention = dict(embed_dims=256, num_levels=4, dropout=0.0)
@@ -236,7 +235,7 @@ def _dino_layer(decodes):
 
 
 class _Kernel:
-    """Deformable attention's kernel, which is one launch and reads and writes what CUDA's does."""
+    """Deformable attention's kernel as one launch, which reads and writes what CUDA's kernel does."""
 
     @staticmethod
     def ms_deform_attn_forward(value, shapes, starts, places, weights, im2col_step):
@@ -253,7 +252,7 @@ def _as_one_launch(*tensors):
 
 
 class Holder(nn.Module):
-    """A module with one layer."""
+    """Module with one layer."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -313,7 +312,7 @@ def block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> t
 
 
 def counted(mode) -> list[dict]:
-    """A row for each block, precision and preset."""
+    """Returns a row for each block, precision and preset."""
     rows = []
     for name, amp in itertools.product(BLOCKS, ('bf16', 'fp16')):
         for preset in ('none', 'exact', 'int8', 'sampled', 'sbp'):
@@ -334,7 +333,7 @@ def counted(mode) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Launches of both passes, and bytes relative to plain, a row for each block and precision."""
+    """Returns launches of both passes and bytes relative to plain, with a row for each block and precision."""
     presets = list(dict.fromkeys(row['preset'] for row in rows))
     cells = {(r['block'], r['amp'], r['preset']): f'{r["launches"]} ({r["relative"]:.2f})' for r in rows}
     lines = ['| block | ' + ' | '.join(presets) + ' |', '|---|' + '---|' * len(presets)]

@@ -1,4 +1,4 @@
-"""One table of the operations, which the tests run through: inputs, the operation, its definition in plain torch.
+"""Table of the operations for the tests: their inputs, the operation, and its definition in plain torch.
 
 The definition of what drops positions is that of SBP: ``torch.where(kept, f(x), f(x).detach())``.
 """
@@ -26,7 +26,7 @@ KINDS = st.sampled_from(['empty', 'full', 'few', 'half', 'half', None])
 
 
 def numbers(seed, dtype):
-    """A maker of normal numbers."""
+    """Returns a function that makes tensors of normal numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, mean=0.0, std=1.0):
@@ -91,7 +91,7 @@ def norm_inputs(**sizes):
 def attention_inputs(
     seed=0, n=2, c=12, height=HEIGHT, width=WIDTH, *, prefix=1, dtype=torch.float64, bias=True, affine=True, gamma=1.0
 ):
-    """Of a layer of three heads, on ``prefix`` tokens in front of those of a map."""
+    """Returns the tensors of an attention layer with three heads, on ``prefix`` tokens in front of those of a map."""
     normal = numbers(seed, dtype)
     return dict(
         x=normal(n, prefix + height * width, c),
@@ -162,7 +162,7 @@ def plain_norm_linear(x, norm_weight, norm_bias, weight, bias, mask=None):
 def plain_attention(
     x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, gamma, *, mode, keep=None, **options
 ):
-    """Every equation of the appendix as it stands; what is dropped is detached, entry by entry of the map."""
+    """Computes the appendix's equations literally; dropped entries of the map are detached one by one."""
     (_, tokens, c), heads, factor = x.shape, options.get('heads'), options.get('factor')
     kept = torch.ones(tokens, dtype=torch.bool)
     if keep is not None:
@@ -186,7 +186,7 @@ def plain_attention(
 
 
 def window_module(shift, bias=True):
-    """mmdet's attention in windows."""
+    """Returns mmdet's attention in windows."""
     drop = dict(type='DropPath', drop_prob=0)
     return ShiftWindowMSA(4 * HEADS, HEADS, WINDOW, shift, qkv_bias=bias, dropout_layer=drop)
 
@@ -197,7 +197,7 @@ INDEX = window_module(0).w_msa.relative_position_index
 def plain_windows(
     x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, table, *, size, shift, factor=None, **_
 ):
-    """mmdet's module with these tensors in place of its own."""
+    """Runs mmdet's module with these tensors in place of its parameters."""
     state = {'qkv.weight': qkv_weight, 'qkv.bias': qkv_bias, 'proj.weight': proj_weight, 'proj.bias': proj_bias}
     state |= {'relative_position_bias_table': table}
     state = {f'w_msa.{name}': t for name, t in state.items() if t is not None}
@@ -210,7 +210,7 @@ def plain_windows(
 
 
 def keep_mask(kind, height=HEIGHT, width=WIDTH, seed=0):
-    """A mask by name; None: no mask, that is everything."""
+    """Returns a mask by its name, or ``None`` if all positions are kept."""
     if kind is None:
         return None
     share = {'empty': 0.0, 'full': 1.1, 'few': 0.2, 'half': 0.5}[kind]
@@ -259,14 +259,14 @@ class Case(NamedTuple):
         return [None] if self.kept is None else [None, 'half', 'few', 'full'] + ['empty'] * (self.kept != kept_heads)
 
     def both(self, kind=None, form=Form(), given=None, **options):  # noqa: B008
-        """Operation and definition, as functions of named tensors."""
+        """Returns operation and definition, as functions of named tensors."""
         own, truth = (dict(), dict()) if kind is None else self.kept(kind)
         truth |= {name: value for name, value in options.items() if name in ('factor', 'approximate')}
         return self.run(form, **own, **options, **(given or {})), self.plain(**truth)
 
 
 def operation(run, settings, tensors, **fixed):
-    """An operation as a function of form and options, which goes on to a function of named tensors."""
+    """Returns an operation as a function of form and options, which returns a function of named tensors."""
 
     def of_form(form=Form(), **options):  # noqa: B008
         options = fixed | options
@@ -330,7 +330,7 @@ TAKES_FACTOR = [name for name in CASES if name.split()[0] not in ('downsample', 
 
 
 def fused_mlp(positions=None, conv=None, **options):
-    """channel_mlp in the fused form, as a function of named tensors."""
+    """Returns channel_mlp in the fused form, as a function of named tensors."""
     return channel_mlp(Form(), positions=positions, conv=conv, **options)
 
 
@@ -338,12 +338,12 @@ def fused_mlp(positions=None, conv=None, **options):
 
 
 def weight_of(out):
-    """A gradient that weighs every entry differently."""
+    """Returns a gradient with a different weight for each entry."""
     return torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape).to(out.dtype)
 
 
 def differentiate(f, tensors, trainable=None):
-    """Output of f(**tensors) and the gradients of the trainable ones; a missing tensor has gradient None."""
+    """Returns the output of f(**tensors) and the gradients of the trainable tensors."""
     trainable = [name for name, t in tensors.items() if t is not None and (trainable is None or name in trainable)]
     leaves = {name: t if t is None else t.detach().requires_grad_(name in trainable) for name, t in tensors.items()}
     out = f(**leaves)
@@ -364,12 +364,12 @@ def autocast(f, dtype):
 
 
 def half(f, dtype):
-    """f under autocast, on an x that a convolution under autocast made."""
+    """Runs f under autocast, on an x that a convolution under autocast made."""
     return autocast(lambda x, **tensors: f(x=x.to(dtype), **tensors), dtype)
 
 
 def stored(f, tensors, trainable=None, given=None):
-    """Bytes that f saves for the backward pass, parameters and what is stored anyway excepted."""
+    """Returns the bytes that f saves for the backward pass, without parameters and tensors that are saved anyway."""
     leaves = {
         n: t if t is None else t.detach().requires_grad_(trainable is None or n in trainable)
         for n, t in tensors.items()

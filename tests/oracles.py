@@ -1,4 +1,4 @@
-"""Plain-torch oracles of SBP, inputs of small size, and how to compare; shared by the tests of the core."""
+"""Oracles of SBP in plain torch, small inputs, and comparisons, which the tests of the core share."""
 
 import os
 
@@ -12,7 +12,7 @@ SMALL = dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20])
 
 
 def small_backbone(sbp_cfg=None, *, dtype=torch.float64, seed=0, arch=SMALL, **kwargs):
-    """A four-stage backbone in training mode whose parameters all have ordinary values: no zeros, no ones, no 1e-6."""
+    """Returns a backbone of four stages in training mode with random values in all parameters."""
     kwargs = dict(out_indices=[0, 1, 2, 3], gap_before_final_norm=False, layer_scale_init_value=1.0) | kwargs
     backbone = SBPConvNeXt(arch, sbp_cfg=sbp_cfg, **kwargs).to(dtype).train()
     generator = torch.Generator().manual_seed(seed)
@@ -42,14 +42,14 @@ def image(n=2, height=64, width=64, *, dtype=torch.float64, seed=0):
 
 
 def on_device(tree):
-    """Tensors on ``DEVICE``, however deep they lie in tuples."""
+    """Moves tensors in nested tuples to ``DEVICE``."""
     if isinstance(tree, torch.Tensor):
         return tree.to(DEVICE)
     return type(tree)(*map(on_device, tree)) if hasattr(tree, '_fields') else tree
 
 
 def where_sbp(f, x, mask):
-    """SBP by its definition: every value of f, the gradient of those in the mask (which broadcasts to f(x))."""
+    """Computes SBP by its definition: the values of f, and gradients where the mask (broadcast to f(x)) is true."""
     y = f(x)
     return torch.where(mask, y, y.detach())
 
@@ -111,13 +111,13 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None)
 
 
 def loss_of(outs):
-    """A loss that weighs every entry of every output differently."""
+    """Returns a loss with a different weight for each entry of each output."""
     weights = [torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape) for out in outs]
     return sum((out * weight.to(out)).sum() for out, weight in zip(outs, weights, strict=True))
 
 
 def gradients(backbone, x, forward=None):
-    """Gradient by name of every trainable parameter, and of the image, after one forward and backward pass."""
+    """Returns the gradients of all trainable parameters and of the image by name, after one pass."""
     x = x.detach().requires_grad_()
     parameters = {name: p for name, p in backbone.named_parameters() if p.requires_grad} | {'image': x}
     loss = loss_of(backbone(x) if forward is None else forward(x))
@@ -125,7 +125,7 @@ def gradients(backbone, x, forward=None):
 
 
 def relative_error(actual, expected):
-    """Largest deviation, in units of the largest entry."""
+    """Returns the largest deviation relative to the largest entry."""
     assert actual.shape == expected.shape
     if not expected.numel():
         return 0.0
@@ -134,7 +134,7 @@ def relative_error(actual, expected):
 
 
 def assert_near(actual, expected, tolerance):
-    """Every tensor of a dict near its namesake; None only beside None."""
+    """Asserts that two dicts of tensors agree; ``None`` agrees with ``None`` only."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert (actual[name] is None) == (value is None), name

@@ -1,4 +1,4 @@
-"""Faults of operations as wrong lines: function, its right text, wrong text, the model that runs it, and the preset."""
+"""Faults of operations for the tests of verification: a right line, a wrong line, and a model that runs it."""
 
 import inspect
 import sys
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
 
 
 def plant(monkeypatch, fault: Fault) -> None:
-    """Replaces a line of a function wherever the package refers to it."""
+    """Replaces a line of a function wherever the package refers to the function."""
     module, _, name = fault.where.partition(':')
     module = sys.modules[f'{OPS}.{module}']
     *owners, name = name.split('.')

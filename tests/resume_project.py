@@ -1,4 +1,4 @@
-"""A project whose training can be killed at a chosen place, and of which a resumed run has to end like a whole one.
+"""A project whose training can be killed at a chosen place; a resumed run has to end like an uninterrupted one.
 
 mmengine restores weights, optimiser, schedules, the iteration and the order of the images, but no random number
 generator. So what draws from those (augmentation, proposal sampling) is switched off here; the SBP masks, and
@@ -101,7 +101,7 @@ def make_resume_project(folder: Path, train: int = 8) -> str:
 
 
 def masks(work_dir: Path) -> dict:
-    """Digest of the mask by (rank, iteration); an iteration that ran twice must have had the same one."""
+    """Returns the digest of the mask by (rank, iteration); an iteration that ran twice must have the same one."""
     drawn = {}
     for line in (work_dir / 'masks.txt').read_text().splitlines():
         rank, step, digest = line.split()
@@ -110,7 +110,7 @@ def masks(work_dir: Path) -> dict:
 
 
 def weights(work_dir: Path) -> dict:
-    """Weights and optimiser state at the end of the training."""
+    """Returns weights and optimizer state at the end of the training."""
     saved = torch.load(work_dir / f'epoch_{EPOCHS}.pth', weights_only=False, map_location='cpu')
     moments = {
         f'{index}.{name}': value

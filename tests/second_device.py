@@ -1,4 +1,4 @@
-"""A pytest plugin that makes a second device: 'meta' computes on the CPU, and refuses to be mixed with CPU tensors.
+"""Pytest plugin with a second device: 'meta' computes on the CPU and refuses to be mixed with CPU tensors.
 
     SBP_TEST_DEVICE=meta PYTHONPATH=tests python -m pytest -p second_device tests/test_training.py
 
@@ -69,7 +69,7 @@ def _run(func, args, kwargs):
 
 
 def _indexes(func, args, here):
-    """CUDA takes indices from the host, too."""
+    """Returns whether all tensors on the host are indices, which CUDA accepts from there."""
     indices = [id(index) for index in args[1] or []] if func in _INDEXED else []
     return bool(indices) and isinstance(args[0], Elsewhere) and all(id(leaf) in indices for leaf in here)
 
@@ -88,7 +88,7 @@ _is_enabled, _autocast = torch.is_autocast_enabled, torch.autocast
 
 
 def _autocast_there(device_type, *args, **kwargs):
-    """torch knows no autocast for 'meta'; there it is off."""
+    """Disables autocast for 'meta', which torch does not support."""
     return contextlib.nullcontext() if device_type == 'meta' else _autocast(device_type, *args, **kwargs)
 
 
@@ -98,6 +98,6 @@ torch.is_autocast_enabled = lambda *kind: kind != ('meta',) and _is_enabled(*kin
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Around each test."""
+    """Runs each test with the second device."""
     with _Everywhere():
         yield

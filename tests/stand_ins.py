@@ -1,4 +1,4 @@
-"""Classes of tests in the place of those of projects that are not installed."""
+"""Classes of the tests that replace classes of projects that are not installed."""
 
 import types
 

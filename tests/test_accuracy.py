@@ -1,4 +1,4 @@
-"""Tables of AP over seeds."""
+"""The tables of AP over several seeds have the right means, differences and intervals."""
 
 import pytest
 from helpers import RESEARCH  # noqa: F401

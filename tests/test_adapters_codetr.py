@@ -1,4 +1,4 @@
-"""mmcv's transformer layers with deformable attention, tokens or images in front, against their own code in fp64."""
+"""mmcv's transformer layers with deformable attention, with either order of dimensions, train like their own code."""
 
 import copy
 

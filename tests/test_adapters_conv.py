@@ -39,14 +39,14 @@ def conv_module(**options):
 
 
 class Gelu(nn.Module):
-    """Unknown to the package."""
+    """An activation that the package does not know."""
 
     def forward(self, x):
         return nn.functional.gelu(x)
 
 
 class Row(nn.Module):
-    """Layers one after the other between two convolutions, which is no nn.Sequential."""
+    """Layers between two convolutions, called one after the other, in a class that is no nn.Sequential."""
 
     def __init__(self, *layers):
         super().__init__()

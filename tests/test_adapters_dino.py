@@ -1,4 +1,4 @@
-"""A whole step of a small DINO: losses, gradients and stored bytes of the stock detector. And Mask2Former's head."""
+"""A step of a small DINO and of a Mask2Former head has the losses and gradients of the plain model."""
 
 import copy
 import inspect
@@ -102,7 +102,7 @@ class Mask2Former(nn.Module):
                 nn.init.normal_(p, 0, 0.1)
 
     def forward(self, **maps):
-        """Class scores and masks of all layers."""
+        """Returns class scores and masks of all layers."""
         given = iter(self.masks)
 
         def forward_head(*args):
@@ -118,7 +118,7 @@ class Mask2Former(nn.Module):
 
 
 def maps(dtype=None):
-    """What a backbone gives."""
+    """Returns feature maps like those of a backbone."""
     return {f'm{i}': torch.randn(2, 8 + 8 * i, 24 >> i, 32 >> i, dtype=dtype) for i in range(4)}
 
 

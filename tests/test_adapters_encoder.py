@@ -1,4 +1,4 @@
-"""Tokens of encoders of images that ``sbp`` drops, and those of decoders and others, which it does not."""
+"""``sbp`` drops tokens in encoders of images, and none in decoders and other layers."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Layers of transformer detectors, changed in place, against the same layers unchanged."""
+"""Layers of transformer detectors that are changed in place train like the unchanged layers."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ def attention(rate=0.0, **options):
 
 
 def plain(**options):
-    """Of layers without deformable attention."""
+    """Returns the arguments of layers without deformable attention."""
     return dict(self_attn_cfg=dict(attention(), **options), ffn_cfg=feed())
 
 
@@ -153,7 +153,7 @@ LAYERS = {
 
 
 def ordinary(module):
-    """In fp64 and training mode, as if it had been trained."""
+    """Returns a module in fp64 and training mode with weights that look trained."""
     torch.manual_seed(0)
     for p in module.parameters():
         p.data.normal_(0, 0.3)
@@ -166,7 +166,7 @@ def ordinary(module):
 
 
 def step(module, inputs, seed=3):
-    """Output and gradients of inputs and parameters."""
+    """Returns output and gradients of inputs and parameters."""
     torch.manual_seed(seed)
     leaves = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
     leaves += [p for p in module.parameters() if p.requires_grad]
@@ -228,7 +228,7 @@ def test_layers_store_less(name, preset, expected):
 
 
 def stored(module, inputs):
-    """Bytes that are kept for the backward pass beside inputs and parameters."""
+    """Returns the bytes that are saved for the backward pass, without inputs and parameters."""
     known = {t.untyped_storage().data_ptr() for t in [*inputs.values(), *module.parameters()] if hasattr(t, 'dtype')}
     seen = {}
 

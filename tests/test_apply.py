@@ -1,4 +1,4 @@
-"""apply_lean, remove_lean and LeanHook: what they report, where they apply, what they refuse, and the way back."""
+"""apply_lean, remove_lean and LeanHook report what they change, refuse what they cannot, and can be undone."""
 
 import functools
 import logging
@@ -24,7 +24,7 @@ DEPTH = dict(drop_path_rate=0.5)
 
 
 class Detector(nn.Module):
-    """As far as it is looked at here."""
+    """A detector with the attributes that apply_lean reads."""
 
     def __init__(self, backbone):
         super().__init__()
@@ -35,7 +35,7 @@ class Detector(nn.Module):
 
 
 def backward(model, x):
-    """Gradients by ``backward()``, which reentrant checkpoints need."""
+    """Returns gradients by ``backward()``, which reentrant checkpoints need."""
     model.zero_grad()
     torch.manual_seed(0)
     loss_of(model(x)).backward()
@@ -295,7 +295,7 @@ def around_the_backbone(model, reentrant):
 
 
 def around_the_call(model, reentrant):
-    """Its hooks run again too."""
+    """Checkpoints a call of the module, so that its hooks run again, too."""
     return lambda x: cp.checkpoint(lambda x: tuple(model(x)), x, use_reentrant=reentrant)
 
 

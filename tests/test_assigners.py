@@ -1,4 +1,4 @@
-"""Assigners assign the same, however many pairs of priors and boxes they compare at a time."""
+"""Assigners assign the same boxes in chunks of any size."""
 
 import copy
 
@@ -18,7 +18,7 @@ CONFIGS = [dict(type='DynamicSoftLabelAssigner', topk=13), dict(type='SimOTAAssi
 
 
 def instances(boxes: int, classes: int = 7, size: int = 160, masks: bool = False):
-    """Priors of three strides with predictions, and boxes, some of which overlap."""
+    """Returns priors of three strides with predictions, and boxes of which some overlap."""
     g = torch.Generator().manual_seed(boxes)
     priors = []
     for stride in (8, 16, 32):
@@ -82,7 +82,7 @@ def boxes_at(centres, sizes):
 
 
 def crowd(priors=1500, boxes=400):
-    """Priors with predictions near them, and more boxes than one chunk of priors has."""
+    """Returns priors with predictions near them, and more boxes than one chunk of priors has."""
     g = torch.Generator().manual_seed(0)
     anchors = boxes_at(800 * torch.rand(priors, 2, generator=g), 60 * torch.rand(priors, 2, generator=g) + 8)
     truth = boxes_at(800 * torch.rand(boxes, 2, generator=g), 60 * torch.rand(boxes, 2, generator=g) + 8)
@@ -155,14 +155,14 @@ def test_pairs_are_compared_once(shape, pairs):
 
 
 class Calculator:
-    """Takes two arguments, unlike mmdet's."""
+    """A calculator with two arguments, unlike mmdet's."""
 
     def __call__(self, first, second):
         return bbox_overlaps(first, second)
 
 
 class Ranked(BboxOverlaps2D):
-    """Its entries depend on other pairs."""
+    """A calculator whose entries depend on other pairs."""
 
     def __call__(self, *args, **kwargs):
         return super().__call__(*args, **kwargs).argsort(0).argsort(0).float()

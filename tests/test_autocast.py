@@ -1,5 +1,5 @@
-"""Convolutions and layers of transformer detectors under autocast, on the device of the tests and on a GPU that is not
-there. Backbones of this package: :func:`test_training.test_autocast` and :mod:`test_fake_cuda`.
+"""Convolutions and layers of transformer detectors train under autocast, on the device of the tests and on a fake
+GPU.
 """
 
 import copy
@@ -30,7 +30,7 @@ KIND = 'cuda' if DEVICE == 'cuda' else 'cpu'
 
 
 def made(name, seed=0):
-    """The plain module in fp32, with ordinary parameters, and its inputs."""
+    """Returns a plain module in fp32 with random parameters, and its inputs."""
     torch.manual_seed(seed)
     if name in BACKBONES:
         images = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(seed))
@@ -61,7 +61,7 @@ def outputs(module, inputs):
 
 
 def step(module, inputs, dtype):
-    """Gradients of all parameters, one after the other, and outputs in the same way, in fp64."""
+    """Returns the gradients of all parameters as one vector, and the outputs likewise, in fp64."""
     with torch.autocast(KIND, dtype, enabled=dtype is not None):
         outs = outputs(module, inputs)
     # Not the mean of squares: behind a norm it would be the same for all inputs.

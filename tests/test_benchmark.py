@@ -1,4 +1,4 @@
-"""The benchmark of modules and of steps: bytes by formula, ratios, gradients, what cannot run; and its command line."""
+"""The benchmark reports bytes, ratios and gradient errors as defined, and what cannot run."""
 
 import copy
 import json

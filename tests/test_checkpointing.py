@@ -1,4 +1,4 @@
-"""Checkpointed modules change memory and nothing else."""
+"""Checkpointing of modules changes nothing but memory."""
 
 import copy
 import logging
@@ -27,7 +27,9 @@ FLOAT = 4
 
 
 class Net(BaseModule):
-    """Has all that makes checkpointing difficult: batch norm, dropout, lists as arguments, keyword arguments."""
+    """A network with everything that makes checkpointing difficult: batch norm, dropout, lists and keyword
+    arguments.
+    """
 
     def __init__(self):
         super().__init__()
@@ -162,7 +164,7 @@ def test_in_mmengines_runner(tmp_path, monkeypatch):
 
 
 class Counting(nn.Module):
-    """Reads a buffer that it writes to, and replaces another one."""
+    """A module that reads a buffer that it writes to, and replaces another one."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +180,7 @@ class Counting(nn.Module):
 
 
 def twice(norm):
-    """A norm that runs twice in each pass, so that one run changes statistics that the other's graph has saved."""
+    """A norm that runs twice in each pass, so that one run changes statistics that the other's graph saved."""
     return nn.Sequential(norm, nn.Conv1d(6, 6, 1), norm)
 
 

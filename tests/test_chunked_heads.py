@@ -1,4 +1,4 @@
-"""Heads of RoIs in chunks of RoIs, against their own code in fp64."""
+"""Heads of RoIs that run in chunks have the outputs and gradients of their own code in fp64."""
 
 import copy
 

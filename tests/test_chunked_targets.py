@@ -1,4 +1,4 @@
-"""Training targets in chunks are the same targets."""
+"""Training targets that are computed in chunks are the same targets."""
 
 import copy
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ FLOAT = 4
 
 
 def mask_targets(masks, positives, *, soft=False):
-    """A mask head, and what its targets are computed from: an image with masks, and one without positive proposals."""
+    """Returns a mask head and the inputs of its targets: an image with masks, and one without positive proposals."""
     rng = np.random.default_rng(0)
     corners = np.sort(rng.uniform(-5, 45, (positives, 2, 2)), 1)  # (P, 2, 2) -> upper left, lower right
     sampled = []

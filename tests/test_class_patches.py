@@ -1,4 +1,4 @@
-"""Functions that somebody puts into a class or a module for the whole process are seen: the patched code runs."""
+"""If a user replaces a function of a class or a module for the whole process, the replacement runs."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ def quiet():
 
 
 def doubled(function):
-    """The function, doubled and noted; it shows the name and the module of the original, as decorators do."""
+    """Returns a function that doubles and records the original one, with its name and module, as decorators do."""
 
     @functools.wraps(function)
     def patched(*args, **kwargs):
@@ -51,7 +51,7 @@ def first_doubled(function):
 
 
 def soft(norm):
-    """Another norm behind a property."""
+    """Returns another norm behind a property."""
     return property(lambda block: nn.Sequential(norm.fget(block), nn.Softplus()))
 
 

@@ -1,5 +1,4 @@
-"""Configs for classification. mmpretrain is rarely here (it needs torchvision): what they say is read all the same. For
-a few steps of a classifier see test_models.py."""
+"""Configs for classification are valid, as far as that can be tested without mmpretrain."""
 
 import copy
 import re
@@ -40,7 +39,7 @@ optim_wrapper = dict(optimizer=dict(type='AdamW', lr=4e-3), paramwise_cfg=dict(c
 
 @pytest.fixture
 def load(monkeypatch, tmp_path):
-    """Reads a config; what mmpretrain has is made up."""
+    """Reads a config with made-up stand-ins for mmpretrain's parts."""
     own = Config._get_cfg_path
 
     def path_of(cfg_path, filename):

@@ -1,4 +1,4 @@
-"""Convolutional detectors as users train them: with the runner, its hooks and wrappers, against stock ones."""
+"""Convolutional detectors train with runner, hooks and wrappers like stock ones."""
 
 import copy
 
@@ -21,7 +21,7 @@ from sbp_mmdet import apply_lean
 
 
 def train(folder, lean, iterations, resume=False):
-    """Parameters and statistics, and those of EMA, after a training that accumulates gradients; one image a pass."""
+    """Returns parameters and statistics, also of EMA, after a training that accumulates gradients, one image a pass."""
     model, batch = detector('yolox/yolox_tiny_8xb8-300e_coco.py')
     model.data_preprocessor = MODELS.build(dict(type='DetDataPreprocessor'))
     images = [{key: batch[key][i : i + 1] for key in ('inputs', 'data_samples')} for i in (0, 1)]

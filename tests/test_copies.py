@@ -1,4 +1,4 @@
-"""Copies of mmdet's classes in other projects, made here of mmdet's own sources under the names of the projects."""
+"""Copies of mmdet's classes in other projects are recognised by their code."""
 
 import copy
 import importlib
@@ -18,7 +18,7 @@ NARROW = dict(base_channels=8, stem_channels=8, norm_eval=False)
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """A function that writes a module of mmdet under another name, with changes, and imports it."""
+    """Returns a function that writes a module of mmdet under another name, with changes, and imports it."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source, name, *changes):

@@ -1,4 +1,4 @@
-"""Focal losses in chunks of priors against their own code in fp64."""
+"""Focal losses in chunks of priors have the values and gradients of their own code in fp64."""
 
 import copy
 

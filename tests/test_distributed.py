@@ -1,4 +1,4 @@
-"""Two real ranks (gloo, torchrun): masks of their own, and the gradients that DDP and FSDP make of them."""
+"""Two ranks draw masks of their own, and DDP and FSDP average their gradients."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ OPTIONS = [case for case in CASES if any(word in case for word in ('sampled', 's
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
-    """For each case, each rank's steps."""
+    """Runs the worker; returns the steps of each rank for each case."""
     out = tmp_path_factory.mktemp('ranks')
     command = ('python', '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={RANKS}')
     run(*command, ROOT / 'tests/distributed_worker.py', out, cwd=out, PYTHONPATH=ROOT)
@@ -22,7 +22,7 @@ def results(tmp_path_factory):
 
 
 def single_process_gradients(case, rank, iteration, masks):
-    """By the definition of SBP, with plain autograd, without sbp_mmdet's forward and backward."""
+    """Computes gradients by the definition of SBP in plain autograd."""
     parameters = dict(small_backbone(CASES[case][0], **CASES[case][1]).named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     loss = loss_of(oracle_convnext(parameters, images(rank, iteration), SMALL['depths'], masks))
@@ -67,7 +67,7 @@ def test_gradients_are_the_mean_of_single_process_ones(results, case):
 
 
 def fingerprint(masks):
-    """The masks of one forward pass: by stage, all layers of a stage share one."""
+    """Returns the masks of one forward pass by stage, after checking that all layers of a stage share one."""
     by_stage = {}
     for (stage, _), mask in masks.items():
         assert torch.equal(by_stage.setdefault(stage, mask), mask)

@@ -1,4 +1,4 @@
-"""Documents: links lead somewhere, no path of a machine, code blocks run."""
+"""Links of the documents lead somewhere, their code runs, and their tables of settings are complete."""
 
 import ast
 import dataclasses
@@ -35,7 +35,7 @@ def _text(name):
 
 
 def _anchors(text):
-    """The names of the headings of a page, as Git hosts make them."""
+    """Returns the anchors of the headings of a page, as Git hosts make them."""
     heads = re.findall(r'^#+ (.+)$', FENCE.sub('', text), re.MULTILINE)
     return {re.sub(r'[^\w\- ]', '', head.lower()).replace(' ', '-') for head in heads}
 
@@ -113,7 +113,7 @@ def test_line_in_the_log(tmp_path):
 
 
 def _changed(cfg):
-    """The detector of a config after its hooks, and what they say."""
+    """Returns the detector of a config after its hooks have run, and their messages."""
     init_default_scope('mmdet')
     cfg.model.backbone.init_cfg, said = None, []
     model = MODELS.build(cfg.model)

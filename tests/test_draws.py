@@ -1,4 +1,4 @@
-"""When masks are drawn, what they depend on, and which layer gets which."""
+"""Masks are drawn when and from what they should be, and each layer gets its own."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ RANDOM = dict(preset='sbp', sampler='random')
 
 
 def drawn(model, x=None):
-    """The masks of one training pass."""
+    """Returns the masks of one training pass."""
     x = image(1, 64, 64) if x is None else x
     model(x)
     return kept_masks(model, x)
@@ -23,7 +23,7 @@ def same(a, b):
 
 
 def sequence(model, iteration, steps=range(5)):
-    """The first stage's masks of some training steps."""
+    """Returns the first stage's masks of some training steps."""
     found = []
     for step in steps:
         iteration(step)

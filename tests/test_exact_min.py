@@ -1,4 +1,4 @@
-"""``preset='exact_min'``: neck and heads are recomputed too, with the gradients of the plain model."""
+"""``preset='exact_min'`` recomputes neck and heads, too, with the gradients of the plain model."""
 
 import copy
 
@@ -33,7 +33,7 @@ HEADS = {
 
 
 class _Detector(nn.Module):
-    """A pyramid of maps, a neck, a dense head; the sum of squares of what the head says."""
+    """A pyramid of maps, a neck and a dense head, whose loss is the sum of squares of the outputs."""
 
     def __init__(self, neck, head):
         super().__init__()
@@ -57,7 +57,7 @@ def _detector(neck, head):
 
 
 def _step(model):
-    """Stored bytes, gradients and buffers after a step."""
+    """Returns stored bytes, gradients and buffers after a step."""
     saved = SavedByPart(lambda: '')
     with saved.hooks():
         loss = model(torch.linspace(-1, 1, 2 * 3 * 32 * 48, dtype=torch.float64).view(2, 3, 32, 48))
@@ -171,7 +171,7 @@ TRANSFORMERS = {
 
 
 class _Wrapped(nn.Module):
-    """What a detector calls by name, with the sum of squares of its outputs."""
+    """A module that a detector calls by its name, with a loss that is the sum of squares of its outputs."""
 
     def __init__(self, part):
         super().__init__()

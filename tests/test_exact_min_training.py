@@ -1,4 +1,4 @@
-"""``exact_min`` and ``int8`` in a training: two ranks, accumulation, EMA, resume between presets, mixed precision."""
+"""``exact_min`` and ``int8`` in trainings: two ranks, accumulation, EMA, resumed runs, mixed precision."""
 
 import copy
 import io

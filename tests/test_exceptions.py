@@ -1,4 +1,4 @@
-"""Trainings with exceptions at random places: afterwards everything is as in the plain model."""
+"""After errors at random places of a training, a changed model goes on like the plain one."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ STEPS = 200
 
 
 class Stumbles(nn.Module):
-    """Raises in its forward or backward pass when it is told to."""
+    """A module that raises in its forward or backward pass when it is told to."""
 
     where = None
 
@@ -56,7 +56,7 @@ def hooks(model):
 
 
 def trained(model):
-    """Trains a model; returns its parameters, and how many tensors and hooks there are more than after two steps."""
+    """Trains a model; returns its parameters, and the number of tensors and hooks that were left behind."""
     rng, optimizer = random.Random(0), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     counts = None
     for step in range(STEPS):
@@ -80,7 +80,7 @@ def trained(model):
 
 @pytest.fixture(scope='module')
 def plain():
-    """A plain model, and the result of its training."""
+    """Returns a plain model and the result of its training."""
     torch.manual_seed(0)
     model = Net().double().train()
     return model, *trained(copy.deepcopy(model))

@@ -1,4 +1,4 @@
-"""What a GPU would refuse, found without one: devices, data types and shapes of every preset in CUDA's branches."""
+"""Models with every preset run in the branches of CUDA with fake tensors: devices, data types and shapes agree."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A training step of a detector on a GPU that is not there: networks, their losses, backward pass and optimizer.
+"""A training step of a whole detector runs on a fake GPU.
 
 Fake tensors have no numbers, so the step stops where shapes depend on them, and these places are stood in for: mmdet's
 assigners and samplers (``nonzero``), which give the RoI heads fixed RoIs and targets; the choice of proposals (NMS);
@@ -42,7 +42,7 @@ def mode(monkeypatch):
 
 
 def detector(hooks):
-    """mmdet's Mask R-CNN with a small ConvNeXt, changed by a config's hooks."""
+    """Returns mmdet's Mask R-CNN with a small ConvNeXt, changed by a config's hooks."""
     init_default_scope('mmdet')
     config = Config.fromfile(Path(mmdet.__file__).parent / '.mim/configs/_base_/models/mask-rcnn_r50_fpn.py').model
     config.backbone = dict(type='SBPConvNeXt', drop_path_rate=0.5, **CONVNEXT)
@@ -54,7 +54,7 @@ def detector(hooks):
 
 
 def losses(model, images, rois):
-    """Of all networks, with targets that are given."""
+    """Computes the losses of all networks with given targets."""
     maps = model.extract_feat(images)
     found = [F.binary_cross_entropy_with_logits(s, s.detach().sigmoid()) for s in model.rpn_head(maps)[0]]
     found += [F.l1_loss(deltas, torch.zeros_like(deltas)) for deltas in model.rpn_head(maps)[1]]

@@ -1,4 +1,4 @@
-"""What a GPU would refuse of each operation, found without one: all of its forms, in CUDA's branches.
+"""All forms of each operation run in the branches of CUDA with fake tensors.
 
 Tokens and maps of odd sizes, both layouts, fp32, fp16 and bf16.
 """
@@ -33,13 +33,13 @@ def mode():
 
 
 def made(f, *args, **options):
-    """What ``f`` makes, with numbers and on the CPU."""
+    """Returns the result of ``f`` with numbers, on the CPU."""
     with unset_fake_temporarily():
         return f(*args, **options)
 
 
 def check(f, tensors, dtype):
-    """Runs both passes under autocast: each gradient has the device, the type and the shape of its tensor."""
+    """Asserts that under autocast each gradient has the device, type and shape of its tensor."""
     leaves = {n: t if t is None else t.detach().requires_grad_() for n, t in tensors.items()}
     with torch.autocast('cuda', dtype, enabled=dtype is not None):
         out = f(**leaves)
@@ -67,7 +67,7 @@ def inputs(case, layout, dtype, **sizes):
 
 
 def kept_of(case, kind, form):
-    """What the case gives for that kind; None: it does not go together."""
+    """Returns the kept positions of a case for a kind, or ``None`` if they do not go together."""
     if kind is None:
         return {}
     if case.kept is kept_heads:
@@ -77,7 +77,7 @@ def kept_of(case, kind, form):
 
 
 def combinations(name):
-    """Forms, what is kept, sizes of tensors and options."""
+    """Yields forms, kept positions, sizes of tensors and options."""
     case = CASES[name]
     forms = [form for form in FORMS if case.reference or form.implementation == 'fused']
     for form, kind in itertools.product(forms, (None, 'half') if case.kept else (None,)):

@@ -1,4 +1,4 @@
-"""Algorithm 1 against its definition: values of f, gradients of the kept positions."""
+"""Algorithm 1 has the values of f and the gradients of the kept positions."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ MASKS = {name: mask.to(DEVICE) for name, mask in MASKS.items()}
 
 
 class Tokens(nn.Sequential):
-    """(N, L, 6) -> (N, L, 5)"""
+    """A position-wise network on tokens: (N, L, 6) to (N, L, 5)."""
 
     shape = (2, 12, 6)
 
@@ -27,7 +27,7 @@ class Tokens(nn.Sequential):
 
 
 class Patches(nn.Module):
-    """(N, L, 4, 6) -> (N, L, 7): what a 2x2/2 convolution does to patches."""
+    """A 2x2 convolution of stride 2 on patches: (N, L, 4, 6) to (N, L, 7)."""
 
     shape = (2, 12, 4, 6)
 

@@ -1,4 +1,4 @@
-"""The report of a GPU: whatever ends a process, rows that were there are there, and a second call goes on."""
+"""The report of a GPU keeps finished rows however its processes end, and a second call continues it."""
 
 import json
 import os
@@ -154,7 +154,7 @@ def test_it_ends_what_it_runs(tmp_path):
 
 
 class Understood(Exception):  # noqa: N818
-    """A tool has read its arguments, and would measure now."""
+    """Error that a tool raises once it has read its arguments and would begin to measure."""
 
 
 def test_commands_are_understood(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The study of gradients: what it compares against is exact, what it says follows from the definitions."""
+"""The study of gradients compares with exact gradients, and its figures follow from the definitions."""
 
 import copy
 import json

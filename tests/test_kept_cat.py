@@ -1,4 +1,4 @@
-"""Blocks that concatenate the outputs of their convolutions, as CSP and ELAN do, against their own code in fp64."""
+"""Blocks that concatenate outputs of convolutions, like CSP and ELAN, save each map once and train exactly."""
 
 import copy
 
@@ -50,7 +50,7 @@ class Elan(nn.Module):
 
 
 class Outer(nn.Module):
-    """What hands on."""
+    """A module within which layers hand on their maps."""
 
     def __init__(self, block):
         super().__init__()
@@ -72,7 +72,7 @@ def results(module, x):
 
 
 def compared(module, channels=4, **keys):
-    """Returns what the changed module stores, in maps of one channel, and asserts that it is exact."""
+    """Asserts that the changed module is exact; returns what it stores, in maps of one channel."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, channels, 6, 10, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
     lean = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""Linear layers with large weights against their own code in fp64."""
+"""Linear layers with large weights have the gradients of their own code in fp64."""
 
 import copy
 

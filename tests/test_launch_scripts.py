@@ -1,4 +1,4 @@
-"""The launch scripts pass on what they are given."""
+"""The launch scripts pass on their arguments."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ LAUNCHERS = ['dist_train.sh', 'dist_test.sh', 'slurm_train.sh', 'slurm_test.sh']
 
 @pytest.fixture
 def launch(tmp_path):
-    """Runs a launch script with stand-ins for srun and python, which write down their arguments and environment."""
+    """Runs a launch script with replacements of srun and python, which write down arguments and environment."""
     for name in ('srun', 'python', 'other-python'):
         stand_in = tmp_path / 'bin' / name
         stand_in.parent.mkdir(exist_ok=True)

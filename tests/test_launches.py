@@ -1,4 +1,4 @@
-"""Launches of blocks at the sizes of the recipe, and how their matrix products lie in memory, counted without a GPU."""
+"""Blocks launch no more kernels than they should, and their matrix products are aligned in memory."""
 
 import launches
 import pytest

@@ -1,4 +1,4 @@
-"""Over many steps nothing piles up, and a step that goes wrong leaves nothing behind."""
+"""Nothing accumulates over many steps, and a step that fails leaves nothing behind."""
 
 import contextlib
 import gc
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def live_bytes():
-    """Of all tensors that the garbage collector can reach, each storage once."""
+    """Returns the bytes of all tensors that the garbage collector can reach."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():

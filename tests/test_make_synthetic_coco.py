@@ -1,4 +1,4 @@
-"""The synthetic set: reproducible, and its annotations say what the pictures show."""
+"""The synthetic data set is reproducible, and its annotations describe its pictures."""
 
 import sys
 from pathlib import Path

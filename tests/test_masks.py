@@ -1,4 +1,4 @@
-"""Masks against their definitions: ratios, evenness over positions, alignment, and what they are drawn from."""
+"""Masks have the right ratios, evenness and alignment, and depend on the right things."""
 
 import random
 from fractions import Fraction

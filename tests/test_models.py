@@ -1,4 +1,4 @@
-"""The backbones' arguments, parameter names, checkpoints, layer depths, outputs; and bad input."""
+"""The backbones' arguments, parameter names, checkpoints, layer depths and outputs, and their refusals of bad input."""
 
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def test_layer_depths_are_mmpretrains():
 
 
 class Detector(nn.Module):
-    """What the optimizer constructor sees: a backbone, and something behind it."""
+    """A backbone and a layer behind it, for the optimizer constructor."""
 
     def __init__(self, backbone):
         super().__init__()
@@ -298,7 +298,7 @@ def test_bad_values(kind, options, message):
 
 
 class Classifier(BaseModel):
-    """What mmpretrain's ImageClassifier does in training, without its augmentations."""
+    """A classifier that trains like mmpretrain's ImageClassifier, without its augmentations."""
 
     def __init__(self, backbone, channels, classes):
         super().__init__()
@@ -310,7 +310,7 @@ class Classifier(BaseModel):
 
 
 def rendered(number=64, size=32):
-    """Squares of three colours on noise."""
+    """Returns images of squares in three colours on noise."""
     generator = torch.Generator().manual_seed(0)
     images = 0.3 * torch.randn(number, 3, size, size, generator=generator)
     labels = torch.arange(number) % 3

@@ -1,4 +1,4 @@
-"""SBPViT: torch's encoder without positions, timm's and DINOv2's parameter names, scales, depths."""
+"""SBPViT computes torch's encoder, has timm's and DINOv2's parameter names, and returns the right scales."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_plain_vit_is_torchs_encoder(layer_scale):
 
 
 def timm_shapes(c, depth, grid=14, **more):
-    """timm's names and shapes, by hand."""
+    """Returns timm's parameter names and shapes, written by hand."""
     block = {
         'norm1.weight': (c,), 'norm1.bias': (c,), 'norm2.weight': (c,), 'norm2.bias': (c,),
         'attn.qkv.weight': (3 * c, c), 'attn.qkv.bias': (3 * c,), 'attn.proj.weight': (c, c), 'attn.proj.bias': (c,),

@@ -1,4 +1,4 @@
-"""Each operation in each form against its definition in plain torch; the table is in ops_cases.py."""
+"""Each operation in each form agrees with its definition in plain torch; the table is in ops_cases.py."""
 
 import all_ops as ops
 import pytest

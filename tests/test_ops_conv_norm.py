@@ -1,4 +1,4 @@
-"""Convolution, norm, residual and activation in one operation, against torch's own modules."""
+"""Convolution, norm, residual and activation in one operation agree with torch's own modules."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ FROZEN = ['', 'conv', 'norm', 'conv norm', 'x', 'all but x', 'no affine']
 
 
 class Layer(nn.Module):
-    """Conv, norm, (+ residual), activation: stock, or by the operation."""
+    """Convolution, norm, residual and activation, by stock modules or by the operation."""
 
     def __init__(self, norm='batch', act='relu', bias=False, frozen='', storage=None, channels=8, kernel=3, **geometry):
         super().__init__()
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 def pair(storage, dtype=torch.float64, **options):
-    """A stock layer and the same by the operation."""
+    """Returns a stock layer and the same layer by the operation."""
     torch.manual_seed(0)
     stock = Layer(**options).to(dtype)
     lean = copy.deepcopy(stock)
@@ -84,7 +84,7 @@ def pair(storage, dtype=torch.float64, **options):
 
 
 def run(layer, x, *residual):
-    """Output, and gradients by name, for a loss whose gradient is different everywhere."""
+    """Returns output and gradients by name, for a loss with a different gradient at each entry."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, *residual)]
     layer.zero_grad()
     out = layer(*inputs)
@@ -161,7 +161,7 @@ def relative(a, b):
 
 
 class Chain(nn.Sequential):
-    """Layers one after the other; in every second place a residual connection, where asked for."""
+    """Layers one after the other, optionally with residual connections in every second place."""
 
     residual = None
 
@@ -192,7 +192,7 @@ def chains(storage, number=6, residual=None, **options):
 
 
 def stored_maps(model, x):
-    """Maps of x's size that are stored between the passes, in full numbers; each storage counts once."""
+    """Returns the number of maps of x's size that are stored between the passes."""
     parameters = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     seen = {}
 

@@ -1,4 +1,4 @@
-"""Inputs at the edges of what plain modules take: empty batches, strides, devices, precisions."""
+"""Operations accept what plain modules accept: empty batches, any strides, devices and precisions."""
 
 import contextlib
 
@@ -64,7 +64,7 @@ def test_another_default_device(name, kind):
 
 
 def strided(x):
-    """The same numbers, with dimensions in another order and gaps between the numbers of the last one."""
+    """Returns the same values with another order of dimensions in memory, and gaps in between."""
     wide = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype).transpose(0, -1).contiguous().transpose(0, -1)
     wide[..., ::2] = x.detach()
     return wide[..., ::2]
@@ -107,7 +107,7 @@ def test_norms_in_fp32_in_a_model_in_half_precision(name, dtype):
 
 
 class Called(TorchDispatchMode):
-    """Notes the names of the operations that run."""
+    """Mode that records the names of the operations that run."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The attention kernels by row statistics, against automatic differentiation of the definition."""
+"""The attention kernels with row statistics agree with automatic differentiation of the definition."""
 
 import math
 from unittest import mock
@@ -25,7 +25,7 @@ def some(rows, index):
 
 
 def check(grad, q, k, v):
-    """Both passes beside the definition in fp64, for every second query and every third key."""
+    """Compares both passes with the definition in fp64, for every second query and every third key."""
     queries, keys = torch.arange(0, q.shape[2], 2), torch.arange(0, k.shape[2], 3)
     out, lse = flash.attend(q, k, v)
     qd, kd, vd, g = (t.double() for t in (q, k, v, grad))

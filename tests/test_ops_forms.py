@@ -40,7 +40,7 @@ INT8 = Form(storage='int8')
 
 
 def draw(kind, height, width, seed=0):
-    """Positions; at least one is kept."""
+    """Returns random positions, of which at least one is kept."""
     if kind == 'grid':
         mask = sample_mask(height, width, 0.5, 'grid', torch.Generator().manual_seed(seed))
     else:
@@ -50,13 +50,13 @@ def draw(kind, height, width, seed=0):
 
 
 def rounded(x, dims):
-    """To 255 steps for each image and channel."""
+    """Rounds to 255 steps for each image and channel."""
     step = x.abs().amax(dims, keepdim=True) / 127
     return torch.where(step > 0, (x / step).round() * step, x)
 
 
 def oracle(name, tensors, keep, form, factor=None):
-    """Output and gradients in double precision, from a sum over the kept rows whose derivative they are."""
+    """Returns output and gradients in fp64, by autograd of a sum over the kept rows."""
     t = {n: v if v is None else v.detach().double().requires_grad_() for n, v in tensors.items()}
     mlp = name.startswith('mlp')
     out = plain_mlp(**t, factor=factor) if mlp else plain_norm_linear(**t)

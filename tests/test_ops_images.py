@@ -1,4 +1,4 @@
-"""A block runs on some images, the others pass by."""
+"""A block runs on some images of a batch, and the others bypass it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The wrapper that makes an autograd function of a pair of plain functions, and the forms of operations."""
+"""The wrapper that makes an autograd function of two plain functions, and the forms of operations."""
 
 from typing import NamedTuple
 

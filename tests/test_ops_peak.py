@@ -1,4 +1,4 @@
-"""The most that an operation holds at a time, counted at full size on a GPU that is not there."""
+"""The peak memory of operations, counted at full size with fake tensors of a GPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ MAP = 2 * 128 * 200 * 336
 
 
 def peaks(layout, dtype):
-    """Bytes above the inputs, the gradient that comes in among them: of the forward and of the backward pass."""
+    """Returns the peaks of forward and backward pass in bytes, without the inputs and the incoming gradient."""
 
     def tensor(*shape, dtype=torch.float32):
         x = torch.empty(*shape, dtype=dtype, device='cuda')

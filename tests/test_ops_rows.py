@@ -1,4 +1,4 @@
-"""Layout and algebra under the fused operations, each against its definition or against autograd."""
+"""Layouts, chunks and algebra under the operations agree with their definitions or with autograd."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_long_sums_in_fp16_stay_in_range():
 
 
 def numbers_of(chunk, each):
-    """Numbers of a chunk's rows, counted image after image."""
+    """Returns the indices of a chunk's rows, counted image after image."""
     rows = range(each)[chunk.rows]
     return [image * each + row for image in range(10)[chunk.images] for row in rows]
 

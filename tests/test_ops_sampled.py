@@ -43,7 +43,7 @@ def sampled(name, ratio, at, given, **options):
 
 
 def drawn_by_definition(sample, *parts):
-    """Numbers of the rows that are drawn, and what each is divided by."""
+    """Returns the indices of the drawn rows, and the divisor of each."""
     rows = zip(*(part.tolist() for part in parts), strict=True)
     norms = [sum(math.hypot(*row) for row in several) for several in rows]
     mean = sum(norms) / len(norms)
@@ -61,7 +61,7 @@ def drawn_by_definition(sample, *parts):
 
 
 class _Linear(torch.autograd.Function):
-    """The linear layer with the estimate as its weight's gradient, as one writes it down."""
+    """Linear layer whose weight gradient is the estimate, written out."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, sample, shared):
@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
 
 
 def uneven(weight_of):
-    """Gradients of outputs of which a few rows carry most."""
+    """Returns gradients of outputs in which a few rows carry most of the sum."""
 
     def weights(out):
         positions = [1 if i == (1 if out.dim() == 4 else out.dim() - 1) else n for i, n in enumerate(out.shape)]
@@ -101,7 +101,7 @@ def uneven(weight_of):
 
 
 def averages_out(several, exact):
-    """Whether estimates are rough, and their mean is near."""
+    """Returns whether single estimates are rough and their mean is close."""
     each = sum(relative_error(found, exact) for found in several) / len(several)
     return each > 0.05 and relative_error(sum(several) / len(several), exact) < 0.2 * each
 

@@ -1,4 +1,4 @@
-"""Operations of transformer detectors against mmcv's and mmdet's own layers, in fp64."""
+"""Operations of transformer detectors agree with mmcv's and mmdet's own layers in fp64."""
 
 import copy
 
@@ -25,7 +25,7 @@ TOKENS = 42
 
 
 def scattered(module, std=0.3, dtype=torch.float64):
-    """As if it had been trained: no weight is zero, and norms are not identities."""
+    """Gives a module weights that look trained: no zeros, and norms that are no identities."""
     for name, p in module.named_parameters():
         p.data.normal_(0, std / max(p.shape[-1], 1) ** 0.5 if p.dim() > 1 else 0.1)
         if 'norms' in name and name.endswith('weight'):
@@ -283,7 +283,7 @@ def test_frozen_parts(frozen):
 
 
 def stored(run, *without):
-    """Bytes that are kept for the backward pass, each storage once."""
+    """Returns the bytes that are saved for the backward pass."""
     seen, known = {}, {t.untyped_storage().data_ptr() for t in without}
 
     def pack(t):
@@ -358,7 +358,7 @@ def test_nothing_is_read_from_what_was_written_to():
 
 
 class Kernel:
-    """Stands in for mmcv's compiled module: the same signatures, and torch's own operations."""
+    """Replacement of mmcv's compiled module, with the same signatures and torch's own operations."""
 
     def __init__(self):
         self.calls = []

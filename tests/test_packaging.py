@@ -1,4 +1,4 @@
-"""What is installed, what it asks for, and what is said where the mm stack is missing."""
+"""The wheel contains what it should, its requirements are right, and a missing mm stack is reported."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ from sbp_mmdet.plan import check, command
 
 @pytest.fixture(scope='module')
 def wheel(tmp_path_factory):
-    """Built from a copy: building leaves folders behind."""
+    """Builds the wheel from a copy of the checkout."""
     folder = tmp_path_factory.mktemp('source')
     for name in ('setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'model-index.yml'):
         shutil.copy(ROOT / name, folder)
@@ -55,7 +55,7 @@ def test_pip_has_no_reason_to_touch_the_mm_stack(wheel):
 
 @pytest.fixture(scope='module')
 def elsewhere(wheel, tmp_path_factory):
-    """A project outside of the checkout, and how to run something in it with the wheel's package alone."""
+    """Returns a project outside of the checkout, and a function that runs code in it with the installed wheel alone."""
     site, folder = tmp_path_factory.mktemp('site'), make_project(tmp_path_factory.mktemp('own')).parent
     wheel.extractall(site)
     return folder, lambda *words: run(sys.executable, *words, cwd=folder, PYTHONPATH=site)

@@ -1,4 +1,4 @@
-"""Beginning and end of forward passes: what is drawn, and what one layer hands to the next, is gone when they end."""
+"""What is drawn in a forward pass, and what layers hand on in it, is gone when the pass ends."""
 
 import copy
 import gc
@@ -59,7 +59,7 @@ def stored(model, x):
 
 
 class Writes(nn.Module):
-    """A user's module that writes past autograd."""
+    """A user's module that writes to a feature map past autograd."""
 
     def __init__(self, how):
         super().__init__()
@@ -122,7 +122,7 @@ def test_what_is_written_past_autograd_is_seen(how, place):
 
 
 class Users(nn.Module):
-    """A class that nobody knows, with layers that anybody knows."""
+    """A user's class with layers of torch."""
 
     def __init__(self):
         super().__init__()
@@ -312,7 +312,7 @@ def test_a_call_past_the_hooks_is_a_pass_of_its_own(preset, rate, sampler):
 
 
 class Takes(nn.Module):
-    """A backbone of somebody's whose argument is not the images."""
+    """A user's backbone whose argument is not the images."""
 
     def __init__(self, how, **options):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The largest batch that fits, against needs that are known."""
+"""The largest batch that fits is found for needs that are known."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The model of CUDA's caching allocator against cases worked out by hand from the rules of torch's source."""
+"""The model of CUDA's caching allocator agrees with cases worked out by hand from torch's source."""
 
 import random
 

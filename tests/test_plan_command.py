@@ -1,4 +1,4 @@
-"""What the planner answers by given measurements, what it prints, and the command ``sbp-mmdet``."""
+"""The command ``sbp-mmdet plan`` answers and prints the right variant for given measurements."""
 
 import json
 import logging
@@ -25,13 +25,13 @@ GB = 10**9
 
 
 def _row(peak, gradients, gaps=0):
-    """What is counted of a variant; with expandable segments there are no gaps."""
+    """Returns the counts of a variant; with expandable segments there are no gaps."""
     return dict(peak=peak, gradients=gradients, reserved=2 * peak, capacity=peak + gaps, expandable=peak)
 
 
 @pytest.fixture(autouse=True)
 def round_numbers(monkeypatch):
-    """10 % and 0.6 GB on top of a count."""
+    """Sets the margin to 10 % and all other memory to 0.6 GB."""
     for name, value in dict(MARGIN=0.1, WORKSPACES=10**8, CONTEXT=5 * 10**8).items():
         monkeypatch.setattr(planner, name, value)
 
@@ -57,7 +57,7 @@ def test_need_is_the_peak_with_margin_and_context():
 
 
 def planned(budget, peaks, path=FRCNN, presets=ALL, **options):
-    """Rows as variant -> fits, in order, and what was measured; what peaks do not name needs 9 GB."""
+    """Returns (variant -> fits), the measured variants and the rows; variants without a peak need 9 GB."""
     seen = []
 
     def measure(variant):
@@ -176,7 +176,7 @@ def test_where_the_pipeline_cannot_be_run_a_size_will_do(tmp_path, capsys):
 
 @pytest.fixture
 def planning(monkeypatch):
-    """Peaks by preset instead of measurements, and the hooks of the configs that were asked for."""
+    """Replaces measurements by given peaks, and records the hooks of the measured configs."""
     peaks, hooks = {}, []
 
     def measure(config, **case):

@@ -1,4 +1,4 @@
-"""What CUDA stores, against the tensors that mmcv's CUDA functions save, summed by hand."""
+"""Counts agree with the tensors that mmcv's CUDA functions save, summed by hand."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a training step holds, against sums worked out by hand."""
+"""Counts of whole training steps agree with sums worked out by hand."""
 
 import copy
 
@@ -32,7 +32,7 @@ SMALL = dict(batch=2, height=96, width=100, boxes=4)
 
 @MODELS.register_module()
 class TwoLayers(BaseModel):
-    """10 rows of 16 numbers: backbone 16 -> 32, ReLU, head 32 -> 8, sum of squares."""
+    """A network of two layers on 10 rows: backbone 16 to 32, ReLU, head 32 to 8, sum of squares."""
 
     def __init__(self, **unused):
         super().__init__()
@@ -51,7 +51,7 @@ TWO_LAYERS = Config(dict(model=MODEL, optim_wrapper=ADAMW))
 
 @pytest.fixture(scope='module')
 def atto():
-    """The quick start's detector, with fewer proposals, and mixed precision."""
+    """Returns the quick start's config with a tiny backbone and mixed precision."""
     config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
     config.model.backbone.arch = dict(depths=[1, 1, 2, 1], channels=[8, 16, 32, 64])
     config.model.neck.in_channels = [8, 16, 32, 64]
@@ -120,7 +120,7 @@ def test_what_detectors_ask_for_beside_images():
 
 
 def state_bytes(kind):
-    """Of parameters of 4095, 4096 and 5000 entries, after two steps: each one's own, and those that they share."""
+    """Returns the bytes of the states of parameters with 4095, 4096 and 5000 entries, each and shared."""
     weights = [nn.Parameter(torch.zeros(n)) for n in (4095, 4096, 5000)]
     optimizer = kind(weights, lr=1e-3, weight_decay=0.1)
     for w in weights:

@@ -1,4 +1,4 @@
-"""Which GPU is measured, and what says that it is too small; on a machine without one."""
+"""A device of a measurement is checked, and errors that mean too little memory are recognised."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The planner counts what a GPU holds beside the model, and refuses in a line what it cannot count."""
+"""The planner counts what a GPU holds besides the model, and refuses what it cannot count."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ CASE = dict(batch=1, height=64, width=64, boxes=2)
 
 @MODELS.register_module(force=True)
 class WithTeacher(RetinaNet):
-    """Keeps a teacher outside of the tree of modules, as mmdet's distillation does; ``train`` returns nothing."""
+    """A detector that keeps a teacher outside of the tree of modules, as mmdet's distillation does."""
 
     def __init__(self, teacher: dict, **kwargs):
         super().__init__(**kwargs)

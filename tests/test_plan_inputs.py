@@ -1,4 +1,4 @@
-"""What a config feeds its detector, read from the train pipeline."""
+"""The inputs of a config are read from its train pipeline."""
 
 import pytest
 from mmengine.config import Config

@@ -1,4 +1,4 @@
-"""Counted bytes against sums worked out by hand."""
+"""Counted bytes agree with sums worked out by hand."""
 
 import torch
 import torch.nn.functional as F

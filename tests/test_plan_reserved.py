@@ -1,4 +1,4 @@
-"""What a GPU reserves for a counted step: the record of its tensors, replayed."""
+"""The memory that a GPU reserves for a counted step follows from a replay of its allocations."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sizes of batches against those of a real loader, which reads pictures and batches them by mmdet's own samplers."""
+"""Predicted sizes of batches agree with those of a real loader with mmdet's own samplers."""
 
 import json
 
@@ -28,7 +28,7 @@ PACK = [dict(type='PackDetInputs')]
 
 @TRANSFORMS.register_module(force=True)
 class MyUpscale(BaseTransform):
-    """A transform that mmdet does not know."""
+    """A user's transform."""
 
     def __init__(self, factor):
         self.factor = factor
@@ -41,7 +41,7 @@ class MyUpscale(BaseTransform):
 
 @TRANSFORMS.register_module(force=True)
 class NeverEnds(BaseTransform):
-    """Draws until it likes what it gets."""
+    """A transform that redraws forever."""
 
     def transform(self, results):
         while True:
@@ -49,7 +49,7 @@ class NeverEnds(BaseTransform):
 
 
 def coco(folder, shapes, channels=3, boxes=2):
-    """Writes pictures of these shapes, with rectangles."""
+    """Writes pictures of these shapes with rectangles."""
     rng = np.random.default_rng(0)
     content = dict(images=[], annotations=[], categories=[dict(id=1, name='thing')])
     for i, (height, width) in enumerate(shapes):
@@ -85,7 +85,7 @@ def config_of(folder, steps, load=LOAD, sampler='AspectRatioBatchSampler', batch
 
 
 def largest_real(config, batches):
-    """Pixels of the largest of so many batches of the real loader, padded to one size."""
+    """Returns the pixels of the largest of some batches of the real loader, padded to one size."""
     init_default_scope('mmdet')
     np.random.seed(7), torch.manual_seed(7)
     loader, most, seen, epoch = Runner.build_dataloader(config.train_dataloader, seed=7), 0, 0, 0

@@ -1,4 +1,4 @@
-"""Each count is of a whole step, of all images: what arithmetic it leaves out changes no byte of a map."""
+"""Skipping arithmetic changes no count, and every count is of a whole step with all images."""
 
 import pytest
 

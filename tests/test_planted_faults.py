@@ -1,4 +1,4 @@
-"""A wrong line in each operation: verification finds it, and the training goes on with the module's own code."""
+"""Verification finds a wrong line in each operation, and the training goes on with the own code."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Max pools, VGG and EfficientDet's convolutions, against their own code in fp64."""
+"""Max pooling, VGG and EfficientDet's convolutions train like their own code in fp64."""
 
 import contextlib
 import copy
@@ -43,7 +43,7 @@ def results(module, *inputs):
 
 
 def assert_exact(module, *inputs):
-    """Compares a module with its changed copy; returns the report and the share that the copy stores."""
+    """Asserts that a changed copy of a module is exact; returns its report and the share that it stores."""
     module.double().to(DEVICE).train()
     lean = copy.deepcopy(module)
     report = apply_lean(lean, verify=False)

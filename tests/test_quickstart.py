@@ -1,4 +1,4 @@
-"""What the quick start shows at its end."""
+"""The quick start prints its summary at the end."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The paper's table from end to end on a tiny set: torchrun, killed and resumed, read, checked, written."""
+"""The paper's table runs from end to end on a tiny set: launched by torchrun, killed, resumed, read and written."""
 
 import copy
 import json
@@ -60,7 +60,7 @@ PIPELINE = [
 
 
 def make_config(label, path):
-    """The real config, small."""
+    """Writes the paper's config in a small size."""
     config = load_config(str(RESEARCH / 'experiments' / COCO.configs[label]))
     options = copy.deepcopy(SMALL)
     for split in ('train', 'val', 'test'):
@@ -112,7 +112,7 @@ def run(project, *args, **variables):
 
 
 def ends_after_one_kill(project, labels, *args, **variables):
-    """The first call ends with the training that was killed, the second one resumes it."""
+    """Asserts that the first call ends with the killed training and the second call resumes it."""
     first = run(project, '--labels', *labels, *args, **variables)
     assert first.returncode == 1 and f'{labels[1]}, seed 0: a training failed' in first.stderr, first.stderr[-3000:]
     second = run(project, '--labels', *labels, *args, **variables)
@@ -124,7 +124,7 @@ def ends_after_one_kill(project, labels, *args, **variables):
 
 
 def evaluates_what_ended(project, name):
-    """A training that was killed after its last checkpoint, in its last evaluation, is evaluated when it is resumed."""
+    """Asserts that a training that was killed in its last evaluation is evaluated when it is resumed."""
     folder = project / 'work_dirs/coco' / name
     known = json.loads((folder / 'result.json').read_text())
     (folder / 'result.json').unlink()

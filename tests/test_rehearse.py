@@ -1,4 +1,4 @@
-"""The rehearsal: a run that would not fit is stopped with a way out; what it changes is put back bit for bit."""
+"""The rehearsal stops a run that would not fit, and restores bit for bit what it changes."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ STATE = {}
 
 @HOOKS.register_module(force=True)
 class NoteState(Hook):
-    """Notes what the first iteration finds, and ends the run after it."""
+    """Hook that records the state at the first iteration and ends the run after it."""
 
     priority = 'LOWEST'
 
@@ -48,7 +48,7 @@ def project(tmp_path_factory):
 
 
 def trained(project, monkeypatch, *hooks):
-    """What the first iteration of a run with these hooks found."""
+    """Returns the state at the first iteration of a run with these hooks."""
     folder, path = project
     monkeypatch.chdir(folder)
     config = Config.fromfile(path)

@@ -1,4 +1,4 @@
-"""The rehearsal in two processes (gloo): one that has no room stops both, with one message."""
+"""If the step of one of two processes does not fit, the rehearsal stops both with the same message."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +15,7 @@ GB = 2**30
 
 
 def _rehearsed(rank, folder):
-    """Peak and budget of each process, and what both say."""
+    """Returns peak and budget of each process, and the messages of both."""
     dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
     said = []
     runner = SimpleNamespace(model=nn.Linear(1, 1), logger=SimpleNamespace(info=said.append))

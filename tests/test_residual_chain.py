@@ -1,4 +1,4 @@
-"""Chains of residual blocks against the blocks' own code in fp64."""
+"""Chains of residual blocks have the outputs and gradients of the blocks' own code in fp64."""
 
 import copy
 import itertools
@@ -30,7 +30,7 @@ STAGES = {
 
 
 def stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8, width=8):
-    """A stage with trained-looking norms; it is longer than a chain."""
+    """Returns a stage with norms that look trained; it is longer than a chain."""
     torch.manual_seed(0)
     model = ResLayer(block, 16, width, blocks, **{'stride': 2, 'norm_cfg': BN, **(options or {})})
     for module in model.modules():
@@ -49,7 +49,7 @@ def image(size=(17, 22), channels=16):
 
 
 def gradients(model, x, run=None, needs_x=True):
-    """Output, and gradients of input and parameters."""
+    """Returns output and gradients of input and parameters."""
     x = x.clone().requires_grad_(needs_x)
     model.zero_grad()
     out = (run or model)(x)
@@ -59,13 +59,13 @@ def gradients(model, x, run=None, needs_x=True):
 
 
 def distance(found, expected):
-    """Largest relative difference of a gradient."""
+    """Returns the largest relative difference of a gradient."""
     assert found.keys() == expected.keys()
     return max(((found[name] - g).norm() / g.norm()).item() for name, g in expected.items())
 
 
 def saved_bytes(model, x):
-    """Bytes saved for the backward pass, parameters, buffers and input aside."""
+    """Returns the bytes saved for the backward pass, without parameters, buffers and input."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
     seen = {}
 

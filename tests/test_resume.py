@@ -1,4 +1,4 @@
-"""A training that was killed goes on as if it had not been."""
+"""A training that is killed and resumed ends like one that was not."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from: whole, readable without trusting it, and of this detector, or a clear message."""
+"""A run starts only from a checkpoint that is whole, safe to read, and of this detector."""
 
 import os
 import pickle
@@ -339,7 +339,7 @@ def test_training_writes_whole_checkpoints(config, capsys):
 
 
 def resumed(config, work_dir, resume=None):
-    """What ``--resume`` is after the check."""
+    """Returns the value of ``--resume`` after the check."""
     args = SimpleNamespace(resume=resume, work_dir=str(work_dir), config='tiny.py')
     mmdet_script.check_start(config, args)
     return args.resume

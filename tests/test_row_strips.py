@@ -1,4 +1,4 @@
-"""The region proposal network and the feature pyramid, backward in strips of rows, against their own code in fp64."""
+"""The region proposal network and the feature pyramid in strips of rows train like their own code in fp64."""
 
 import copy
 
@@ -16,7 +16,7 @@ WIDE = 40_000  # columns: a strip has a few rows
 
 
 class Heads(nn.Module):
-    """A pyramid and the network on it."""
+    """A feature pyramid with the head of a region proposal network on it."""
 
     def __init__(self, **options):
         super().__init__()
@@ -43,7 +43,7 @@ def maps(height=19, width=WIDE, number=1):
 
 
 def gradients(model, inputs, needs=(True, True, True), layout=torch.contiguous_format):
-    """Outputs, and gradients of inputs and parameters."""
+    """Returns outputs and gradients of inputs and parameters."""
     inputs = [x.clone(memory_format=layout).requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
     model.zero_grad()
     outs = model(inputs)
@@ -72,7 +72,7 @@ def assert_plain(lean, plain, inputs, **options):
 
 @pytest.fixture(params=['exact', 'exact_min'])
 def preset(request):
-    """What is stored: the hidden map of the network, or its signs."""
+    """Yields the presets with which the hidden map or only its signs are stored."""
     return request.param
 
 
@@ -160,7 +160,7 @@ def test_a_convolution_that_answers_differently_the_second_time(preset, monkeypa
 
 
 def stored(model, inputs):
-    """Bytes saved for the backward pass, parameters and inputs aside."""
+    """Returns the bytes saved for the backward pass, without parameters and inputs."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs)}
     seen = {}
 

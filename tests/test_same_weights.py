@@ -1,4 +1,4 @@
-"""Two trainings with one seed end with the same weights, bit for bit; a layout of memory changes no gradient."""
+"""Two trainings with one seed end with the same weights, and the memory layout changes no gradient."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_one_seed_gives_the_same_weights(name, preset):
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies of maps into another layout."""
+    """Mode that counts copies of maps into another layout."""
 
     number = 0
 

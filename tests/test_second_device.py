@@ -1,4 +1,4 @@
-"""Tests that the report of a GPU runs there keep apart what lies on the GPU and what on the host."""
+"""Tests with a second device find tensors that are mixed between host and device."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a config may say: each value that cannot be gets a message that names it and the remedy."""
+"""Each invalid setting gets a message with its value and the remedy."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Signs of life: what the log, ``print(model)`` and the visualizers say of a training with LeanHook."""
+"""Log, ``print(model)`` and visualizers report what a training with LeanHook does."""
 
 import contextlib
 import functools
@@ -79,7 +79,7 @@ def _step(model, batch, wrapper):
 
 
 class Runner(types.SimpleNamespace):
-    """As far as hooks look at one."""
+    """A runner with the attributes that hooks read."""
 
     def __init__(self, model):
         super().__init__(model=model, logger=logging.getLogger('signs'), iter=0, visualizer=self, scalars={}, hooks=[])
@@ -91,7 +91,7 @@ class Runner(types.SimpleNamespace):
 
 
 def said(hook, model, caplog, steps=2, amp=False):
-    """What a training of some steps logs, by level, and its scalars."""
+    """Returns the log of a training of some steps by level, and its scalars."""
     runner = Runner(model)
     with caplog.at_level(logging.INFO, 'signs'):
         hook.before_run(runner)

@@ -1,4 +1,4 @@
-"""The launch scripts under a real Slurm: munge, controller and two nodes on this machine, two CPU ranks."""
+"""The launch scripts start trainings under a real Slurm with two nodes on this machine."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope='module')
 def slurm(tmp_path_factory):
-    """Variables that a launch needs, and a project with a blank in its path."""
+    """Returns the environment of a launch, and a project with a blank in its path."""
     folder = tmp_path_factory.mktemp('slurm')
     script = ROOT / 'tests/slurm_cluster.sh'
     run('bash', script, 'up', folder / 'cluster', '2', cwd=folder)
@@ -49,7 +49,7 @@ def free_port():
 
 @pytest.fixture(scope='module')
 def trained(slurm, project):
-    """A whole training by slurm_train.sh."""
+    """Runs a whole training by slurm_train.sh."""
     arguments = ('test', 'my job', 'resume.py', 'whole')
     return run('bash', TOOLS / 'slurm_train.sh', *arguments, cwd=project, PORT=free_port(), **slurm)
 

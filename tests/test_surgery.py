@@ -1,4 +1,4 @@
-"""Hooks that change a model: of this package or of a project, every tool that builds a detector asks their class."""
+"""Every tool that builds a detector finds and applies the hooks that change its model."""
 
 import copy
 import logging
@@ -33,7 +33,7 @@ SISTERS_HOOKS = Registry('hook', scope='sister_of_mmdet', parent=registry.HOOKS)
 
 @HOOKS.register_module()
 class ProjectsLeanNeckHook(ModelHook):
-    """Exact, as somebody registers it."""
+    """A project's own hook that keeps gradients exact."""
 
     exact = True
 
@@ -43,7 +43,7 @@ class ProjectsLeanNeckHook(ModelHook):
 
 @HOOKS.register_module()
 class ProjectsOtherHook(Hook):
-    """Changes no model."""
+    """A project's hook that changes no model."""
 
 
 def test_hooks_of_this_package():

@@ -1,4 +1,4 @@
-"""SyncBN by the kernels of torch's own, which exist for CUDA alone, beside the written-out form.
+"""SyncBN by torch's own CUDA kernels agrees with the written-out form.
 
 Two threads are the processes. The kernels have stand-ins with torch's signatures; what they compute is taken from the
 definition of batch norm, and the gradients are compared with those of one batch norm over both batches.
@@ -64,7 +64,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 class Processes:
-    """torch.distributed for two threads."""
+    """A replacement of torch.distributed for two threads."""
 
     def __init__(self):
         self.barrier, self.given = threading.Barrier(2, timeout=30), {}

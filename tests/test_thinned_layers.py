@@ -1,4 +1,4 @@
-"""A backbone of this package thins the layers that the paper names, and so does a stock network changed in place."""
+"""The package's backbones and stock backbones thin the layers that the paper names."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ WAYS = [
 
 @pytest.fixture
 def skip_weights(monkeypatch):
-    """Skips initialisation, so that networks of full size are built at once."""
+    """Skips initialisation, so that networks of full size are built quickly."""
     for name in ('kaiming_uniform_', 'trunc_normal_', 'uniform_'):
         monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
 

@@ -1,4 +1,4 @@
-"""What a person types: bad input ends in one clear message."""
+"""Bad input on the command line ends in one clear message."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ ANNOTATIONS = 'data/shapes/annotations/instances_train.json'
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-    """A project in a folder with a blank in its name, and its config."""
+    """Returns the config of a project in a folder with a blank in its name."""
     folder = tmp_path_factory.mktemp('own') / 'my project'
     return make_project(folder, train=4, val=2)
 

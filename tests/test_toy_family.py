@@ -1,4 +1,4 @@
-"""A family of one's own: one adapter of a few lines, and presets, draws, report, planner and benchmark work on it."""
+"""A new family needs one adapter of a few lines; presets, draws, report, planner and benchmark work on it."""
 
 import inspect
 
@@ -25,7 +25,7 @@ WIDTHS = [8, 12, 16]
 
 
 class ToyBlock(nn.Module):
-    """A depthwise convolution, then a channel MLP on tokens."""
+    """A block of a depthwise convolution and a channel MLP on tokens."""
 
     def __init__(self, width, rate):
         super().__init__()
@@ -59,7 +59,7 @@ class ToyShrink(nn.Module):
 
 @MODELS.register_module()
 class ToyNet(BaseModule):
-    """Three levels of two blocks; each halves the map that it gets."""
+    """A backbone of three levels of two blocks, each of which halves its map."""
 
     def __init__(self, widths=WIDTHS, rate=0.0, init_cfg=None):
         super().__init__(init_cfg)
@@ -75,7 +75,7 @@ class ToyNet(BaseModule):
 
 
 def register():
-    """All that a family needs."""
+    """Registers everything that a new family needs."""
 
     @adapter(ToyBlock)
     class LeanToyBlock(LeanBlock):
@@ -202,7 +202,7 @@ def test_what_may_be_registered():
 
 @pytest.fixture(scope='module')
 def detector():
-    """A stock detector on the toy backbone, plain."""
+    """Returns a stock detector with the toy backbone."""
     config = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
     config.model.backbone = dict(type='ToyNet')
     config.model.neck.update(in_channels=WIDTHS, start_level=0)

@@ -1,4 +1,4 @@
-"""Every family under every preset, as the table of tests/cases.py has them: values, gradients, states, precision."""
+"""Every family trains with every preset as the table of tests/cases.py says."""
 
 import copy
 import pickle
@@ -49,12 +49,12 @@ WITH_KEYS = [
 
 
 def comparable(preset, *found):
-    """Without the weights that 'sampled' estimates: these are for tests of the operations."""
+    """Returns gradients without the weights that 'sampled' estimates."""
     return [{n: g for n, g in grads.items() if preset != 'sampled' or n.endswith(('bias', 'image'))} for grads in found]
 
 
 def alike(preset):
-    """Settings by which stochastic depth drops the images that it drops in the plain model."""
+    """Returns settings with which stochastic depth drops the same images as in the plain model."""
     return dict(preset=preset, **(dict(skip_dropped_images=False) if PRESETS[preset].form else {}))
 
 
@@ -160,7 +160,7 @@ def test_two_passes(family, preset, together):
 
 
 def scaled(model, x, dtype):
-    """Gradients under autocast, by way of a scaler where the range is small."""
+    """Returns gradients under autocast, with a gradient scaler if the range is small."""
     kind = 'cuda' if x.is_cuda else 'cpu'
     with torch.autocast(kind, dtype):
         outs = model(x)

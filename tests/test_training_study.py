@@ -1,4 +1,4 @@
-"""The runner of experiments, with a training script that only writes what mmengine writes."""
+"""The runner of experiments works with a training script that only writes what mmengine writes."""
 
 import importlib.util
 import json
@@ -57,7 +57,7 @@ seeds = [1, 2]
 
 @pytest.fixture
 def study(tmp_path, monkeypatch, capsys):
-    """Runs the tool, in this process, beside a training script of our own."""
+    """Runs the tool in this process with a replacement of the training script."""
     (tmp_path / 'tools').mkdir()
     (tmp_path / 'tools/train.py').write_text(TRAIN)
     (tmp_path / 'e.py').write_text(EXPERIMENT)
@@ -246,7 +246,7 @@ def test_bad_experiments(tmp_path, text, message):
 
 
 def _pop_setting(config):
-    """Of the backbone, where it is one of ours, or of the hook."""
+    """Removes the setting of the backbone if it is this package's, or else of the hook."""
     own = config['model']['backbone'].pop('sbp_cfg', None)
     for hook in config.pop('custom_hooks', []):
         if hook['type'] == 'LeanHook':

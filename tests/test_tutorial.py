@@ -1,4 +1,4 @@
-"""The notebook docs/tutorial.ipynb runs to its end, with fewer steps than a reader takes."""
+"""The notebook docs/tutorial.ipynb runs to its end, with fewer steps."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Models that are not quite the stock ones train as they would plain: nothing is bypassed that is not known.
+"""Models that differ from the stock ones train like the plain ones: no unknown code is bypassed.
 
 Each case changes a model in the way of a user, before or after ``apply_lean``. Outputs and all gradients have to be
 those of the plain model in fp64, code of the user's has to run as often, and what runs its own code is named.
@@ -147,7 +147,7 @@ def test_plugins_run_their_own_code():
 
 
 class FlatBlock(nn.Module):
-    """A block of somebody's, with an adapter of somebody's, whose stochastic depth is torchvision's."""
+    """A user's block with a user's adapter, whose stochastic depth is torchvision's."""
 
     def __init__(self, width, rate):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Verification: planted faults are found and fall back, and a training with it is bit for bit the one without."""
+"""Verification finds planted faults and restores the own code, and changes nothing else in a training."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Gradients are compared on the first images and rows of a large input, outputs and stored bytes on all of it."""
+"""For large inputs, gradients are compared on the first images and rows, outputs and stored bytes on all."""
 
 import copy
 

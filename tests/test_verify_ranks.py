@@ -1,4 +1,4 @@
-"""Two real ranks (gloo, DDP): ten steps with verification end with the weights of ten steps without, bit for bit."""
+"""In two ranks, ten steps with verification end with the weights of ten steps without, bit for bit."""
 
 import pytest
 from helpers import ROOT, run

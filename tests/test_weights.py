@@ -1,4 +1,4 @@
-"""Files in the layouts that people have load into the backbone, and what they lack is said."""
+"""Weight files in public layouts load into the backbones, and missing weights are reported."""
 
 import logging
 import sys
@@ -49,7 +49,7 @@ NAMES = {layout: dict(zip(PLACES, names, strict=True)) for layout, names in NAME
 
 
 def backbone(**options) -> SBPConvNeXt:
-    """With random weights in all parameters, so that none is like another."""
+    """Returns a backbone with random values in all parameters."""
     model = SBPConvNeXt(arch=ARCH, gap_before_final_norm=False, **{'out_indices': [0, 3], **options})
     for p in model.parameters():
         nn.init.normal_(p)
@@ -57,7 +57,7 @@ def backbone(**options) -> SBPConvNeXt:
 
 
 def in_layout(model: SBPConvNeXt, layout: str) -> dict:
-    """The weights of a model, and of a classifier, as a file of this layout names them."""
+    """Returns the weights of a model and of a classifier under the names of a layout."""
     names, file = NAMES[layout], {}
 
     def put(name, module):

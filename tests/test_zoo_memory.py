@@ -1,4 +1,4 @@
-"""The table of counts against measured figures is what the committed results say, and what the issue asks for."""
+"""The table of counts against measurements follows from the committed results."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What users do to models, as a table: the model of ``unusual_models.MODELS``, the change, and what has to be named."""
+"""Table of changes that users make to models: the model, the change, and what the report has to name."""
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from sbp_mmdet.models.layers import LayerNorm2d
 
 
 def put(name, make):
-    """Puts another module in a place; ``make`` gets what stood there."""
+    """Returns a change that replaces a module; ``make`` gets the old one."""
 
     def change(model):
         parent, _, child = name.rpartition('.')
@@ -97,7 +97,7 @@ def own_helper(module):
 
 
 def wrapped_weight(module):
-    """As quantisation does it: a parameter of another class."""
+    """Replaces a weight by a parameter of another class, as quantisation does."""
 
     class Quantised(nn.Parameter):
         pass

@@ -1,4 +1,4 @@
-"""Modules of users, models to put them into, and the comparison of a changed model with the plain one."""
+"""Modules of users, models that contain them, and the comparison of a changed model with the plain one."""
 
 import functools
 
@@ -25,7 +25,7 @@ CALLS = []  # of code of users
 
 
 class LoRA(nn.Module):
-    """Takes the place of a linear layer or a convolution, whose weight and bias it shows."""
+    """A module that replaces a linear layer or a convolution, and shows its weight and bias."""
 
     def __init__(self, inner):
         super().__init__()
@@ -46,14 +46,14 @@ class LoRA(nn.Module):
 
 
 class Doubling(nn.Module):
-    """A parametrization."""
+    """A parametrization that doubles a parameter."""
 
     def forward(self, weight):
         return 2 * weight
 
 
 class StochasticDepth(nn.Module):
-    """As in torchvision: the rate is called otherwise."""
+    """Stochastic depth like torchvision's, whose rate has another name."""
 
     def __init__(self, p):
         super().__init__()
@@ -65,7 +65,7 @@ class StochasticDepth(nn.Module):
 
 
 class UnscaledDropPath(DropPath):
-    """As timm's with ``scale_by_keep=False``."""
+    """Stochastic depth like timm's with ``scale_by_keep=False``."""
 
     def forward(self, x):
         return super().forward(x) * (1 - self.drop_prob)
@@ -122,7 +122,7 @@ class PaddedBottleneck(Bottleneck):
 
 
 class Deep(ResNetV1d):
-    """A deep stem, and a layer more."""
+    """A ResNet with a deep stem and one more layer."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -163,7 +163,7 @@ def tokens(*shape):
 
 
 class Tokens(nn.Module):
-    """Modules on tokens, one after the other."""
+    """Modules that run on tokens one after the other."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -219,7 +219,7 @@ MODELS = {
 
 
 def step(model, x):
-    """Outputs and gradients of the images and all parameters; and how often code of the user's ran."""
+    """Returns outputs, gradients of images and parameters, and how often the user's code ran."""
     CALLS.clear()
     torch.manual_seed(3)
     x = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Small models for tests of verification, and what they have in common."""
+"""Small models for the tests of verification."""
 
 import copy
 
@@ -40,7 +40,7 @@ def encoder(dropout=0.0):
 
 
 class Tokens(torch.nn.Module):
-    """Feeds an encoder of one level from an image."""
+    """A model that feeds an encoder of one level from an image."""
 
     def __init__(self, encoder):
         super().__init__()
@@ -57,7 +57,7 @@ class Tokens(torch.nn.Module):
 
 
 class Attends(Tokens):
-    """Deformable attention alone."""
+    """A model of deformable attention alone."""
 
     def __init__(self):
         torch.manual_seed(1)
@@ -75,7 +75,7 @@ class Attends(Tokens):
 
 
 class Fused(Tokens):
-    """Fusion of an image with a text."""
+    """A model that fuses an image with a text."""
 
     def __init__(self):
         torch.manual_seed(1)
@@ -89,7 +89,7 @@ class Fused(Tokens):
 
 
 class OnTokens(Tokens):
-    """A module on the tokens, one after the other or as a map."""
+    """A model of a module on tokens, one after the other or as a map."""
 
     def __init__(self, encoder, as_map=False):
         super().__init__(encoder)
@@ -119,7 +119,7 @@ def conv_modules():
 
 
 class Several(nn.Module):
-    """Models of tests have several outputs."""
+    """A model with several outputs."""
 
     def forward(self, x):
         return (x,)
@@ -181,7 +181,7 @@ def check_fallback(name, caplog, **keys):
 
 
 def check_plain(model, plain, report, records, tolerance=2e-3):
-    """A warning that names figures; what failed has its own code, and all gradients are those of the plain model."""
+    """Asserts a warning with figures, that failed modules run their own code, and that all gradients are exact."""
     assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)
     failed = [name for name, reason in report.left.items() if 'verification' in reason]
     assert failed and not set(failed) & set(report.changed)

@@ -1,4 +1,4 @@
-"""A rank of a training with and without verification; see test_verify_ranks.py."""
+"""The program of a rank that trains with and without verification, for test_verify_ranks.py."""
 
 import contextlib
 import copy
