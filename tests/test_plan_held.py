@@ -89,6 +89,13 @@ def test_with_other_strategies_each_gpu_holds_all(kind, tmp_path, monkeypatch):
         command.main(['plan', str(tmp_path / 'a.py'), '--budget', '8GiB'])
 
 
+def test_a_rehearsal_without_mmpretrain_says_what_to_write(capsys):
+    with pytest.raises(SystemExit):
+        command.main(['rehearse', 'mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py'])
+    said = capsys.readouterr().err
+    assert "needs mmpretrain for mmpretrain.ConvNeXt, which is not installed. type='SBPConvNeXt' with" in said
+
+
 def test_a_folder_is_called_one(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(['plan', str(tmp_path), '--budget', '8GiB'])

@@ -222,12 +222,16 @@ def _of_the_run(config):
         masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
     if needs_missing(config):
-        kind = config.model.backbone.type
-        lines.append(
-            f'The config needs mmpretrain for {kind}, which is not installed. type={STANDS_IN[kind]!r} with the same '
-            'arguments is the same network, takes the same weights and needs nothing else; counts and lines are for it.'
-        )
+        lines.append(f'The config {_missing(config)}; counts and lines are for that.')
     return ''.join(f'\n{line}' for line in lines)
+
+
+def _missing(config):
+    kind = config.model.backbone.type
+    return (
+        f'needs mmpretrain for {kind}, which is not installed. type={STANDS_IN[kind]!r} with the same arguments is the '
+        'same network, takes the same weights and needs nothing else'
+    )
 
 
 def _with_expandable_segments(rows, found, budget):
@@ -286,6 +290,8 @@ class _Runner(Runner):
 
 def _rehearse(args, config):
     _refuse_strategies(args, config)
+    if needs_missing(config):
+        raise ValueError(f'{args.config}: {_missing(config)}')
     if args.budget:
         parse_bytes(args.budget)
     config.log_level = 'ERROR'  # stdout has the answer alone

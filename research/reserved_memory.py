@@ -1,0 +1,71 @@
+"""What a GPU reserves over what tensors allocate, for ten detectors whose images change in size, by the model of CUDA's
+caching allocator.
+
+    python research/reserved_memory.py       # counts what docs/results/reserved_memory.json lacks; no GPU
+    python research/document_tables.py       # writes the table of docs/research/zoo_memory.md
+
+All rows of a run are of one commit.
+"""
+
+import logging
+import time
+import warnings
+
+from isolated import apart, rows_of, sweep
+from mmengine.logging import MMLogger
+from provenance import CHECKOUT
+
+from sbp_mmdet.plan.detector import measure_detector
+from sbp_mmdet.plan.inputs import crowded, inputs_of
+from sbp_mmdet.plan.variants import load_config, plain, with_variant
+
+RESULTS = CHECKOUT / 'docs/results/reserved_memory.json'
+DETECTORS = {
+    'Mask R-CNN R-50': 'mask_rcnn/mask-rcnn_r50_fpn_ms-poly-3x_coco.py',
+    'RetinaNet R-50': 'retinanet/retinanet_r50_fpn_ms-640-800-3x_coco.py',
+    'DETR R-50': 'detr/detr_r50_8xb2-150e_coco.py',
+    'Deformable DETR R-50': 'deformable_detr/deformable-detr_r50_16xb2-50e_coco.py',
+    'DINO R-50': 'dino/dino-4scale_r50_8xb2-12e_coco.py',
+    'Mask R-CNN Swin-T': 'swin/mask-rcnn_swin-t-p4-w7_fpn_amp-ms-crop-3x_coco.py',
+    'Mask R-CNN ConvNeXt-T': 'convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py',
+    'Sparse R-CNN R-50': 'sparse_rcnn/sparse-rcnn_r50_fpn_ms-480-800-3x_coco.py',
+    'SOLOv2 R-50': 'solov2/solov2_r50_fpn_ms-3x_coco.py',
+    'YOLOX-S': 'yolox/yolox_s_8xb8-300e_coco.py',
+}
+VARIANTS = ('none', 'exact')
+_SECONDS = 300  # of one core, at most, for a row
+
+
+def row_of(key: str) -> dict:
+    """Return what is allocated and reserved.
+
+    Args:
+        key (str): Detector and preset, '/' between them.
+
+    Returns:
+        dict: ``size`` of the largest images and of ``usual`` ones, and bytes: ``peak`` of the tensors, and what
+        :func:`sbp_mmdet.plan.reserved.reserved_bytes` says.
+    """
+    start = time.process_time()
+    name, variant = key.split('/')
+    config = plain(load_config(f'mmdet::{DETECTORS[name]}'))
+    inputs = inputs_of(config)
+    options = {} if variant == 'none' else dict(skip_dropped_images=False)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
+    row = measure_detector(with_variant(config, variant, **options), **case, usual=inputs.usual)
+    found = {key: row[key] for key in ('peak', 'reserved', 'capacity', 'expandable')}
+    size = [inputs.batch, inputs.height, inputs.width]
+    return dict(found, size=size, usual=inputs.usual, seconds=round(time.process_time() - start, 1))
+
+
+def main():
+    """Count the rows that the file lacks."""
+    warnings.simplefilter('ignore')
+    MMLogger.get_current_instance().setLevel(logging.ERROR)
+    rows = rows_of(RESULTS)
+    wanted = [f'{name}/{variant}' for name in DETECTORS for variant in VARIANTS]
+    sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: apart(row_of, key, seconds=_SECONDS))
+
+
+if __name__ == '__main__':
+    main()
