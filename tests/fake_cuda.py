@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import sbp_mmdet.ops.common.sign_bits as sign_bits
 import sbp_mmdet.ops.window_attention as windows
 from sbp_mmdet.stochastic_backprop.masks import Positions
 from sbp_mmdet.stochastic_backprop.step_draws import StepDraws, ThinnedStages
@@ -55,7 +56,8 @@ def gpu_that_is_not_there():
             yield mode
     finally:
         drivers[_CUDA] = before
-        windows._layout.cache_clear(), windows._scales.cache_clear()  # tensors of this mode
+        for made in (windows._layout, windows._scales, sign_bits._bytes_of_bits):
+            made.cache_clear()  # tensors of this mode
 
 
 @torch.no_grad()

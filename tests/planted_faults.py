@@ -90,21 +90,29 @@ FAULTS = {
     'int8 map: threshold': Fault(
         'common.kept_maps:keep', 'base = threshold + (lowest', 'base = (lowest', 'ResNet in training mode', 'int8'
     ),
-    'int8 map: lowest': Fault(
-        'common.kept_maps:keep', 'base = low + 127 * unit', 'base = low + 120 * unit', 'ConvModules', 'int8'
-    ),
+    'int8 map: lowest': Fault('common.kept_maps:keep', 'alpha=127)', 'alpha=120)', 'ConvModules', 'int8'),
     # The fold of norms into layers.
-    'fold: bias of the norm': Fault('common.folding:fold', 'if norm_bias is not None:', 'if False:', 'ConvNeXt'),
+    'fold: bias of the norm': Fault('common.folding:fold', 'if norm_bias is not None:', 'if False:', 'Swin'),
     'fold: weight of the norm': Fault(
         'common.folding:fold', 'weight.to(dtype) if norm_weight is None else', 'weight.to(dtype) if True else', 'Swin'
     ),
-    'unfold: weight of the norm': Fault(
-        'common.folding:unfold', 'else (dw * weight).sum(0)', 'else dw.sum(0)', 'ConvNeXt'
-    ),
+    'unfold: weight of the norm': Fault('common.folding:unfold', 'else (dw * weight).sum(0)', 'else dw.sum(0)', 'Swin'),
     'unfold: bias of the norm': Fault(
-        'common.folding:unfold', 'dw if norm_bias is None else torch.addr', 'dw if True else torch.addr', 'ViT'
+        'common.folding:unfold', 'dw if norm_bias is None else torch.addr', 'dw if True else torch.addr', 'Swin'
     ),
-    'unscale: layer scale': Fault('common.folding:unscale', '+ total * bias', '', 'ConvNeXt'),
+    'MLP: layer scale': Fault('channel_mlp_full:_Sums.gradients', 'total, t.bias2)', 'total, 0 * t.bias2)', 'ConvNeXt'),
+    'MLP: weight behind the layer scale': Fault(
+        'channel_mlp_full:_Sums.__init__', 't.weight2 * t.gamma[:, None]', 't.weight2', 'ConvNeXt'
+    ),
+    'MLP: statistics of the norm': Fault(
+        'channel_mlp_full:_Sums.add', 'mean, rstd, t.norm', 'mean, rstd / 2, t.norm', 'ViT'
+    ),
+    'MLP: hidden layer': Fault(
+        'channel_mlp_full:_Sums.add',
+        'F.gelu(drawn.of(hidden), approximate=approximate)',
+        'F.relu(drawn.of(hidden))',
+        'Swin',
+    ),
     'norm: deviation': Fault('common.folding:normalise_backward', 'dx.mul_(rstd)', 'dx', 'Swin'),
     'fixed norm: epsilon': Fault(
         'common.map_norms:factors_of_fixed',
@@ -112,9 +120,11 @@ FAULTS = {
         '[0.0 for i in fixed]',
         'ResNet with small variances',
     ),
-    'fixed norm: mean': Fault('conv_norm_act:convolve', 'scale, value=-1)', 'scale, value=0)', 'ResNet'),
+    'fixed norm: mean': Fault(
+        'common.map_norms:shifts_of_fixed', 'view(-1), value=-1)', 'view(-1), value=0)', 'ResNet'
+    ),
     'fixed norm: gradient': Fault(
-        'common.map_norms:gradients_of_fixed', '[*map(_centre, normed)], -1)', '[*map(_centre, normed)], 0)', 'ResNet'
+        'common.map_norms:gradients_of_fixed', 'centres, value=-1)', 'centres, value=0)', 'ResNet'
     ),
     # Global response normalisation.
     'GRN: mean of the norms': Fault(
@@ -144,7 +154,7 @@ FAULTS = {
     'FFN: dropout of the output': Fault('ffn:FeedForward.backward', 'if second:', 'if False:', 'FFN with dropout'),
     'FFN: random numbers of another step': Fault('ffn:replayed', 'if state is None:', 'if True:', 'FFN with dropout'),
     # A convolution that runs again.
-    'rerun: bias': Fault('common.rerun_conv:_run', 'bias.to(settings.dtype)', '0 * bias', 'ConvNeXt'),
+    'rerun: bias': Fault('common.rerun_conv:_run', 'cast(bias, s.dtype)', '0 * bias', 'ConvNeXt'),
     'rerun: stored input': Fault(
         'common.rerun_conv:convolve',
         'return conv(x), Conv(Stored(x)',
@@ -179,23 +189,31 @@ FAULTS = {
     ),
     # Window attention.
     'windows: position bias': Fault(
-        'window_attention:_Windows.backward', 'dbias.add(dscores.sum((0, 1),', 'dbias.add(dsoftmax.sum((0, 1),', 'Swin'
+        'window_attention:_Windows.backward', 'dbias.add(dscores.view(', 'dbias.add(dsoftmax.view(', 'Swin'
     ),
-    'windows: scale': Fault('window_attention:_parameter_gradients', 'weight.mul_(scales[:, None])', 'weight', 'Swin'),
+    'windows: scale': Fault(
+        'window_attention:_Windows.backward', 'k, beta=0, alpha=scale', 'k, beta=0, alpha=1', 'Swin'
+    ),
+    'windows: folded scale': Fault(
+        'window_attention:_parameter_gradients', 'weight.mul_(scales[:, None])', 'weight', 'Swin', 'int8'
+    ),
+    'windows: folded padding': Fault(
+        'window_attention:_parameter_gradients', 'if sums.pads is not None:', 'if False:', 'Swin', 'int8'
+    ),
     'windows: padding in the forward pass': Fault(
-        'window_attention:_Windows.run', 'if pads is not None:', 'if False:', 'Swin'
+        'window_attention:_Windows.run', 'if pads is not None and not folded:', 'if False:', 'Swin'
     ),
     'windows: padding in the backward pass': Fault(
-        'window_attention:_parameter_gradients', 'if sums.pads is not None:', 'if False:', 'Swin'
+        'window_attention:_backward', 'g = windows.without_padding_(', 'g = (', 'Swin'
     ),
     'windows: regions': Fault(
         'window_attention:_Windows.run', 'if at_edge and layout.apart is not None:', 'if False:', 'Swin'
     ),
     'windows: keys for queries': Fault(
-        'window_attention:_Windows.backward', '(dscores.mT, self.q)', '(dscores.mT, self.k)', 'Swin'
+        'window_attention:_Windows.backward', 'dscores.mT, q, beta', 'dscores.mT, k, beta', 'Swin'
     ),
     # The chain of residual blocks.
-    'chain: signs': Fault('common.sign_bits:SignBits.pack', 'torch.le(_flat', 'torch.gt(_flat', 'ResNet-50'),
+    'chain: signs': Fault('common.sign_bits:SignBits.pack', '.to(torch.bool)', '.logical_not()', 'ResNet-50'),
     'chain: shortcut in the second run': Fault('residual_block:rerun_output', 'out.add_(x)', 'out', 'ResNet-50'),
     'chain: ReLU in the second run': Fault(
         'residual_block:rerun_output', 'saved.output.relu_(out)', 'out', 'ResNet-50'

@@ -20,7 +20,7 @@ from test_ops_transformer import TOKENS, ffn_tensors, layer, layer_tensors, padd
 from test_ops_transformer import gradients as of_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import sbp_mmdet.ops.channel_mlp as mlp
+import sbp_mmdet.ops.channel_mlp_full as mlp
 from sbp_mmdet.apply import apply_lean
 from sbp_mmdet.ops.common.autograd_function import Form, Sample
 from sbp_mmdet.ops.common.row_sampling import draw
@@ -80,7 +80,7 @@ class _Linear(torch.autograd.Function):
         mean = 0
         if ctx.shared is not None:  # an MLP estimates what is beyond the mean of some rows of each image
             each = len(seen) // len(x)
-            step = max(len(seen) // mlp._ROWS_OF_MEANS, 4)
+            step = max(len(seen) // mlp.ROWS_OF_MEANS, 4)
             step += step % 2 == 0
             some = [i for i in range(len(seen)) if i % each % step == min(step // 2, each - 1)]
             mean = sum(seen[i] for i in some) / len(some)
@@ -186,7 +186,7 @@ def test_sums_of_chances_are_of_whole_numbers():
 def test_estimates(name, sample, means, monkeypatch):
     """Where rows are in the order of the plain layer's, and in one chunk. The norm's weight and gamma get theirs from
     these."""
-    monkeypatch.setattr(mlp, '_ROWS_OF_MEANS', means)
+    monkeypatch.setattr(mlp, 'ROWS_OF_MEANS', means)
     monkeypatch.setattr(ops_cases, 'weight_of', uneven(ops_cases.weight_of))
     case = CASES[name]
     sizes = {} if name == 'norm_linear' or name == 'windows' else dict(gamma=None)
@@ -207,17 +207,18 @@ def test_estimates(name, sample, means, monkeypatch):
     ('name', 'options'), [(n, {}) for n in NAMES] + [(n, dict(chunk=100)) for n in ('mlp', 'grn', 'windows')], ids=str
 )
 def test_exact_on_average(name, options):
-    """Weights from the mean over draws at even distances; all else from each sample."""
+    """Weights from the mean over draws at even distances; all else from each sample, norms of saved inputs too."""
     case = CASES[name]
+    weights = [n for n in WEIGHTS if n != 'norm_weight' or not (name in WHOLE or 'windows' in name)]
     tensors, given = case.inputs()
     exact, several = differentiate(case.plain(), tensors), []
     for at in DRAWS:
         found = differentiate(sampled(name, 0.5, at, given, **options), tensors)
         several.append(found)
-        sure = [n for n in exact if n not in WEIGHTS]
+        sure = [n for n in exact if n not in weights]
         assert_near({n: found[n] for n in sure}, {n: exact[n] for n in sure}, 1e-12)
     for n in exact:
-        assert n not in WEIGHTS or averages_out([found[n] for found in several], exact[n]), n
+        assert n not in weights or averages_out([found[n] for found in several], exact[n]), n
 
 
 @pytest.mark.parametrize('dtype', [FP16, torch.bfloat16], ids=str)

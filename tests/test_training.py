@@ -318,12 +318,13 @@ def test_stored_bytes(family):
 
 @pytest.mark.parametrize(('quarter', 'half'), [(0.25, 0.5)])
 def test_stored_bytes_of_paper_follow_the_ratio(quarter, half):
-    """For each thinned layer and kept position of ConvNeXt x-hat and a deviation; the indices once for a stage."""
+    """For each kept position of ConvNeXt the MLP's input, of a downsampling layer x-hat and a deviation; the indices
+    once for a stage."""
     found = [saved('SBPConvNeXt', dict(preset='sbp', keep_ratio=r), amp=False) for r in (quarter, half)]
     channels, expected = [8, 12, 16], 0
     for i, depth in enumerate([1, 2, 2]):
         kept = (32 // 2**i) ** 2 // 4
-        expected += 2 * kept * depth * (channels[i] + 1) * 4
+        expected += 2 * kept * depth * channels[i] * 4
         expected += 2 * kept * 4 * (channels[i - 1] + 1) * 4 if i else 0
         expected += kept * 8
     assert found[1] - found[0] == expected

@@ -291,16 +291,17 @@ class LeanModule(Mixin):
         Returns:
             Tensor: Output of the part.
         """
-        settings, layer, draws, *_ = self._lean
-        part = self._lean.bound.parts[name]
+        place = self._lean
+        part, layer, draws = place.bound.parts[name], place.layer, place.draws
         if draws is not None and part.thinned:
-            heads = part.by_heads and settings.attention == 'head'
+            attention = place.settings.attention
+            heads = part.by_heads and attention == 'head'
             length = part.length(x)
             options['positions'] = None if heads else draws.positions(layer, length, self.class_tokens)
             if part.by_heads:
-                options.update(mode=settings.attention, heads=draws.heads(layer) if heads else None)
-        form = self.sampled_form()
-        rate = getattr(part.drop, 'drop_prob', 0) if getattr(part.drop, 'training', False) else 0
+                options.update(mode=attention, heads=draws.heads(layer) if heads else None)
+        form, drop = self.sampled_form(), part.drop
+        rate = 0 if drop is None or not drop.training else vars(drop).get('drop_prob', 0)
         if not rate:
             return part(form, x, **options)
         images = None if draws is None else draws.images((*layer, name), len(x))

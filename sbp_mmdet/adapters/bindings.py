@@ -5,6 +5,7 @@ quantisation may replace the parameters later.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,7 @@ from ..ops.attention import AttentionSettings, AttentionTensors, attention
 from ..ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
 from ..ops.channel_mlp_grn import GRNSettings, GRNTensors, grn_mlp
 from ..ops.common.autograd_function import Form
-from ..ops.common.precision import autocast_dtype
+from ..ops.common.precision import autocast_dtype, cast
 from ..ops.common.rerun_conv import convolve
 from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
@@ -27,11 +28,48 @@ __all__ = [
     'LayerNormBinding',
     'NormLinearBinding',
     'PatchNormBinding',
+    'Remembered',
     'SelfAttentionBinding',
+    'affine',
     'mlp_of_ffn',
 ]
 
 Problems = list[tuple[nn.Module, str]]
+
+
+class Remembered:
+    """Settings that are the same from step to step, made anew when what they are made of differs.
+
+    Copies and pickles begin without.
+
+    Args:
+        kind (type): Class of the settings.
+    """
+
+    def __init__(self, kind: type):
+        self.kind, self._made_of, self._made = kind, None, None
+
+    def __reduce__(self):
+        return Remembered, (self.kind,)
+
+    def __call__(self, *made_of):
+        """Return the settings that the class makes of these arguments."""
+        if made_of != self._made_of:
+            self._made_of, self._made = made_of, self.kind(*made_of)
+        return self._made
+
+
+def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias of a module; ``nn.Module`` takes three times as long to find each.
+
+    Args:
+        module (nn.Module): The module.
+    """
+    own = module.__dict__
+    parameters = own['_parameters']
+    weight, bias = parameters.get('weight'), parameters.get('bias')
+    # FSDP keeps the parameters elsewhere and puts views of them into the instance.
+    return own.get('weight') if weight is None else weight, own.get('bias') if bias is None else bias
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,20 +201,23 @@ class ChannelMLPBinding(Binding):
             x = self.conv(x)
         elif self.conv is not None:
             # Cast here, not by autocast inside the convolution, so that its saved input can be shared.
-            x, conv = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype), form.storage)
+            x, conv = convolve(self.conv, cast(x, autocast_dtype(x) or x.dtype), form.storage)
             # If positions are dropped, saving x-hat of the kept ones is cheaper than recomputing the convolution.
             conv = conv if positions is None else None
-        norm = self.norm.weight, self.norm.bias
-        first, second = (self.up.weight.flatten(1), self.up.bias), (self.down.weight.flatten(1), self.down.bias)
+        norm, first, second = affine(self.norm), _matrix(self.up), _matrix(self.down)
         eps, approximate = self.norm.eps, getattr(self.act, 'approximate', 'none')
         if self.grn is not None:
             grn = (self.grn.gamma, self.grn.beta)
             tensors = GRNTensors(x, shortcut, *norm, *first, *grn, *second, self.scale, factor, conv)
             return grn_mlp(GRNSettings(form, eps, self.grn.eps, approximate), tensors)
         activation = self.act if form.implementation == 'reference' else None
-        settings = MLPSettings(form, eps, approximate, activation)
+        settings = self._settings(form, eps, approximate, activation, None, autocast_dtype(x) or x.dtype)
         tensors = MLPTensors(x, shortcut, *norm, *first, *second, self.scale, factor, positions, conv)
         return channel_mlp(settings, tensors)
+
+    @functools.cached_property
+    def _settings(self):
+        return Remembered(MLPSettings)
 
     def reads(self, form: Form):
         """See :meth:`Binding.reads`."""
@@ -199,6 +240,12 @@ class ChannelMLPBinding(Binding):
         if self.conv is not None and [module for module, _ in problems] == [self.conv]:
             return dataclasses.replace(self, recomputes_conv=False), problems
         return (None if problems else self), problems
+
+
+def _matrix(layer):
+    """Return weight and bias of a linear layer or 1x1 convolution."""
+    weight, bias = affine(layer)
+    return weight if weight.dim() == 2 else weight.flatten(1), bias
 
 
 def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:

@@ -23,7 +23,7 @@ from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .bindings import Binding
+from .bindings import Binding, affine
 from .copies import path_of
 from .predicate import EFFICIENTDETS_CONVOLUTION, ROLES, know, unsupported
 
@@ -97,8 +97,9 @@ class ConvNorm:
                 form, stride, padding, dilation, groups, **named, activation=activation, dtype=dtype
             )
             self._settings, self._made_of = made, made_of
-        weight = _standardised(conv) if self._standardises else conv.weight
-        return self._settings, ConvNormTensors(x, weight, conv.bias, *tensors, residual)
+        weight, bias = affine(conv)
+        weight = _standardised(conv) if self._standardises else weight
+        return self._settings, ConvNormTensors(x, weight, bias, *tensors, residual)
 
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Run the operation on (N, C, H, W); see :meth:`inputs`."""
@@ -203,19 +204,27 @@ def _norm_inputs(norm):
         tuple[tuple, tuple]: (norm, eps, momentum, num_groups, process_group), of which the last ones may be missing,
         and (weight, bias, running mean, running variance).
     """
-    if isinstance(norm, FrozenBatchNorm2d):
-        return ('fixed', norm.eps), (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    weight, bias = affine(norm)
     if isinstance(norm, nn.GroupNorm):
-        return ('group', norm.eps, 0.1, norm.num_groups), (norm.weight, norm.bias, None, None)
-    mean, var, momentum, track = norm.running_mean, norm.running_var, norm.momentum or 0.0, norm.track_running_stats
-    train = norm.training or mean is None
-    if norm.training and track and norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
+        return ('group', norm.eps, 0.1, norm.num_groups), (weight, bias, None, None)
+    own, buffers = norm.__dict__, norm.__dict__['_buffers']
+    if isinstance(norm, FrozenBatchNorm2d):
+        weight, bias = buffers['weight'], buffers['bias']
+        return ('fixed', norm.eps), (weight, bias, buffers['running_mean'], buffers['running_var'])
+    mean, var, momentum, track = (
+        buffers['running_mean'],
+        buffers['running_var'],
+        norm.momentum or 0.0,
+        norm.track_running_stats,
+    )
+    train = own['training'] or mean is None
+    if own['training'] and track and buffers['num_batches_tracked'] is not None:
+        buffers['num_batches_tracked'].add_(1)
         if norm.momentum is None:
-            momentum = 1.0 / float(norm.num_batches_tracked)
+            momentum = 1.0 / float(buffers['num_batches_tracked'])
     running = (mean, var) if track or not train else (None, None)
-    group = _process_group(norm) if norm.training else None
-    return ('batch' if train else 'fixed', norm.eps, momentum, 1, group), (norm.weight, norm.bias, *running)
+    group = _process_group(norm) if own['training'] else None
+    return ('batch' if train else 'fixed', norm.eps, momentum, 1, group), (weight, bias, *running)
 
 
 def _process_group(norm):

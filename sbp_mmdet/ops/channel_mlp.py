@@ -15,9 +15,9 @@ So with g = dy and all sums over the kept tokens only (Eq. 5, and Eq. 9 for two 
 which are exact for these tokens, and dshortcut = g everywhere. The reference form runs Algorithm 1 in plain autograd,
 which saves every activation of f for the kept tokens.
 
-**Memory.** The fused form saves x-hat and its reciprocal deviation for the kept tokens, or nothing where the
-convolution that made ``x`` is rerun. The hidden layer, four times as wide, is recomputed in the backward pass, in
-chunks of tokens.
+**Memory.** The fused form saves x-hat and its reciprocal deviation for the kept tokens (in full precision ``x``, see
+:mod:`.channel_mlp_full`), or nothing where the convolution that made ``x`` is rerun. The hidden layer, four times as
+wide, is recomputed in the backward pass, in chunks of tokens.
 """
 
 import dataclasses
@@ -31,17 +31,15 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
+from . import channel_mlp_full as full
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold, unit_statistics, unscale
-from .common.layouts import Chunk, chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
+from .common.layouts import chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
 from .common.precision import Stored, Sum, column_sums, store
 from .common.rerun_conv import Conv
 from .common.row_sampling import draw
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
-
-# Number of rows that means of activations are computed over.
-_ROWS_OF_MEANS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +189,8 @@ def _forward(settings, tensors, needs):
     # The branch of all tokens is computed, so the output is exact; x-hat is saved for the kept ones (Algorithm 1).
     t, keep = tensors, settings.form.kept(tensors.positions)
     _, hidden, anything = _asked(needs)
+    if full.saves_input(settings, t):
+        return full.forward(settings, t, keep, anything, hidden)
     x, xhat, rstd = tokens_of(t.x), None, None
     if hidden and t.conv is None:
         xhat, rstd = normalise(x, settings.eps, settings.dtype)
@@ -228,6 +228,9 @@ def _branch(settings, t, x, xhat):
 def _backward(settings, saved, grad, needs):
     if saved is None:
         return MLPGradients(shortcut=grad)
+    if type(saved) is full.SavedInput:
+        dx, gradients = full.backward(settings, saved, grad, needs)
+        return MLPGradients(dx, grad, *gradients)
     run = _BackwardPass(settings, saved, grad, needs)
     for chunk in run.chunks():
         run.add(chunk)
@@ -272,17 +275,8 @@ class _BackwardPass:
             self._allocate_input_gradient()
 
     def _means(self):
-        """Return means of x-hat and of the hidden layer after the GELU, over some rows of all images.
-
-        With a mean m, the sum of outer products splits into g^T a = g^T (a - m) + (sum of g)^T m. The second term is
-        exact, so a sample of rows has to estimate the first one only, which is smaller: activations after a GELU are
-        far from zero on average. The means must not depend on the draw, or the estimate would be biased.
-        """
-        number, rows = len(self.grad), self.kept
-        # Odd, or the rows would stand in one column of most maps; at most a quarter, or this would cost a product.
-        step = max(number * rows // _ROWS_OF_MEANS, 4) | 1
-        some = Chunk(slice(0, number), slice(min(step // 2, rows - 1), rows, step))
-        xhat, _, hidden = self._activations(some)
+        """Return means of x-hat and of the hidden layer after the GELU, see :func:`.channel_mlp_full.some_rows`."""
+        xhat, _, hidden = self._activations(full.some_rows(len(self.grad), self.kept))
         return [rows.mean(0) for rows in (xhat, F.gelu(hidden, approximate=self.settings.approximate))]
 
     def _allocate_input_gradient(self):
@@ -305,13 +299,13 @@ class _BackwardPass:
         rows, drawn = self._activations(chunk), draw(settings.form.sample, g)
         if sums.outer is not None:
             hidden = F.gelu(drawn.of(rows[-1]), approximate=settings.approximate)
-            sums.outer.add_product(drawn.divided(g), _less(hidden, self.means[1]), self.incoming.unit)
+            sums.outer.add_product(drawn.divided(g), full.less(hidden, self.means[1]), self.incoming.unit)
             del hidden
         if sums.b1 is None:
             return
         dh = self._through_gelu(chunk, g, *rows)
         if sums.w1 is not None:
-            sums.w1.add_product(drawn.divided(dh), _less(drawn.of(rows[0]), self.means[0]))
+            sums.w1.add_product(drawn.divided(dh), full.less(drawn.of(rows[0]), self.means[0]))
 
     def _activations(self, chunk):
         """Recompute x-hat, its reciprocal deviation if it is needed, and the hidden layer of a chunk."""
@@ -339,9 +333,9 @@ class _BackwardPass:
         """Return the gradients of the parameters, from the sums over the rows."""
         t, first = self.t, [None] * 4
         outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
-        outer = _with_mean_(outer, self.incoming.total, self.means[1])
+        outer = full.with_mean_(outer, self.incoming.total, self.means[1])
         if b1 is not None:
-            first = unfold(_with_mean_(w1, b1, self.means[0]), b1, t.weight1, t.norm_weight, t.norm_bias)
+            first = unfold(full.with_mean_(w1, b1, self.means[0]), b1, t.weight1, t.norm_weight, t.norm_bias)
         return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))
 
     def whole_input_gradient(self, shape):
@@ -351,16 +345,6 @@ class _BackwardPass:
             return None if self.dx is None else in_shape(self.dx, shape)
         tokens = put_together(self.dx, self.keep, self.grad.shape[1])
         return laid_out(in_shape(tokens, shape), self.saved.layout)
-
-
-def _less(rows, mean):
-    """Subtract the mean from sampled rows, in place; ``None`` leaves them unchanged."""
-    return rows if mean is None else rows.sub_(mean)
-
-
-def _with_mean_(estimate, total, mean):
-    """Add the exact term of :meth:`_BackwardPass._means` to an estimate, in place."""
-    return estimate if estimate is None or mean is None else estimate.addr_(total, mean.to(total.dtype))
 
 
 _channel_mlp = Operation('ChannelMLP', _forward, _backward, MLPGradients)

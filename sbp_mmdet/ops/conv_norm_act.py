@@ -28,12 +28,13 @@ from .common.map_norms import (
     normalise,
     normalise_backward,
     parts_in_half,
+    shifts_of_fixed,
 )
-from .common.precision import accumulator, multiplied
+from .common.precision import accumulator, cast, multiplied
 
 __all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
 
-aten = torch.ops.aten
+_convolution_backward = torch.ops.aten.convolution_backward.default
 NORMS = ('none', 'fixed', 'batch', 'group')
 # An input with at most this many channels is an image. It is in memory anyway, so eight bits would be a second copy.
 _IMAGE = 4
@@ -184,12 +185,12 @@ def _reference(settings, tensors):
 def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tuple[Tensor, ConvNormSaved]:
     """Run the forward pass of :func:`conv_norm`, see :mod:`sbp_mmdet.ops.common.autograd_function`."""
     s, t = settings, tensors
-    x = t.x.to(s.dtype)
+    x = cast(t.x, s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if _weight_needed(s, needs) else None
-    full = x.dtype == accumulator(x)
-    (factors,) = factors_of_fixed([(s, t)]) if full or any(needs) else (None,)
-    z = convolve(s, t, x, factors)
+    folded = folds(s, t, x)
+    (factors,) = found = factors_of_fixed([(s, t)]) if folded or any(needs) else (None,)
+    z = convolve(s, t, x, factors.column, *shifts_of_fixed([(s, t)], found)) if folded else convolve(s, t, x)
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
         u, statistics, count = normalise(s, t, z)
@@ -211,39 +212,46 @@ def _weight_needed(s, needs):
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
 
 
-def convolve(s, t, x, factors):
+def convolve(s, t, x, column=None, shift=None):
     """Compute the convolution and, if the norm is fixed, the norm: y = k * (conv(x, W) + b - mean) + norm_bias.
-
-    In full precision both are one convolution with the weight k W and the bias k * (b - mean) + norm_bias, where k is
-    ``factors.scale``, norm_weight / sqrt(var + eps) for each channel.
 
     Args:
         s (ConvNormSettings): Settings with a dtype.
         t (ConvNormTensors): Parameters and buffers.
         x (Tensor): Input, shape (N, C, H, W), in the dtype of the settings.
-        factors (Factors | None): Those of a fixed norm; not read in half precision.
+        column (Tensor | None): Factor k of a fixed norm, shape (D, 1, 1, 1). If it is given, both are one convolution
+            with the weight k W. If ``None``, the norm follows the convolution. Default: None.
+        shift (Tensor | None): Bias of that convolution, k * (b - mean) + norm_bias. Default: None.
 
     Returns:
         Tensor: Shape (N, C', H', W').
     """
-    geometry, fixed = (s.stride, s.padding, s.dilation, s.groups), s.norm == 'fixed'
-    # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
-    # pass of its own anyway.
-    half = x.dtype != accumulator(x)
-    if not fixed or half or not _folds(t.weight, x.numel() // (x.shape[1] * s.stride[0] * s.stride[1])):
-        z = F.conv2d(x, t.weight.to(s.dtype), None if t.bias is None else t.bias.to(s.dtype), *geometry)
-        norm = t.running_mean, t.running_var, t.norm_weight, t.norm_bias
-        return F.batch_norm(z, *norm, eps=s.eps) if fixed else z
-    scale = factors.scale
-    before = torch.zeros_like(scale) if t.norm_bias is None else t.norm_bias
-    before = before if t.bias is None else torch.addcmul(before, t.bias, scale)
-    shift = torch.addcmul(before, t.running_mean, scale, value=-1).to(s.dtype)
-    return F.conv2d(x, multiplied(t.weight, scale.view(-1, 1, 1, 1), s.dtype), shift, *geometry)
+    geometry = s.stride, s.padding, s.dilation, s.groups
+    if column is not None:
+        return torch.conv2d(x, multiplied(t.weight, column, s.dtype), cast(shift, s.dtype), *geometry)
+    z = torch.conv2d(x, cast(t.weight, s.dtype), None if t.bias is None else cast(t.bias, s.dtype), *geometry)
+    if s.norm != 'fixed':
+        return z
+    norm = t.norm_weight, t.norm_bias, t.running_mean, t.running_var
+    return torch.batch_norm(z, *norm, False, 0.1, s.eps, z.is_cuda and torch.backends.cudnn.enabled)
 
 
-def _folds(weight, positions):
-    """Return whether it costs less to scale a weight than the map that it makes."""
-    return weight.numel() <= positions * len(weight)
+def folds(s, t, x) -> bool:
+    """Return whether a fixed norm is folded: in full precision, where it costs less to scale the weight than the map.
+
+    In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a pass
+    of its own anyway.
+
+    Args:
+        s (ConvNormSettings): Settings.
+        t (ConvNormTensors): Parameters and buffers.
+        x (Tensor): The input.
+    """
+    if s.norm != 'fixed' or x.dtype is not accumulator(x):
+        return False
+    n, _, height, width = x.shape
+    weight = t.weight.shape
+    return weight.numel() <= n * height * width // (s.stride[0] * s.stride[1]) * weight[0]
 
 
 def _activate(s, t, z, u, statistics):
@@ -259,7 +267,7 @@ def _activate(s, t, z, u, statistics):
         # In eight bits the sum's sign, which is the mask, would not be that of what is read.
         residual = addend(t.residual, storage) if t.residual is not None and storage == 'native' else None
         by_sign = t.residual is None and act is not None and act.by_sign
-        normed = keep(z, storage, (-shift / scale).nan_to_num(0) if by_sign else None)
+        normed = keep(z, storage, (-shift / scale).nan_to_num(0) if by_sign and storage != 'native' else None)
         if t.residual is None or residual is not None:
             normed = normed._replace(scale=scale, shift=shift, activation=act, residual=residual)
             y = u if act is None else act(u, inplace=True)
@@ -285,7 +293,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     if s.activation is not None:  # du = act'(u) dy
         grad = (saved.active or saved.normed).activation_backward(grad)
     if needs.residual:
-        found['residual'] = grad.to(saved.dtypes[1])
+        found['residual'] = cast(grad, saved.dtypes[1])
     if saved.statistics is not None:  # dz = norm'(z) du
         z = saved.normed.before_norm(grad.dtype)
         gradients = normalise_backward(s, saved.tensors, saved.statistics, saved.count, z, grad, needs)
@@ -297,7 +305,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         (parts,) = parts_in_half([saved.factors])
     dx, own = convolve_backward(s, saved.tensors, saved.factors, parts, x, grad, needs)
     found |= gradients_of_fixed([own])[0] if s.norm == 'fixed' else own
-    return ConvNormGradients(**found, x=dx.to(saved.dtypes[0]) if needs.x else None)
+    return ConvNormGradients(**found, x=cast(dx, saved.dtypes[0]) if needs.x else None)
 
 
 def convolve_backward(s, t, factors, parts, x, grad, needs):
@@ -322,16 +330,16 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
         tuple[Tensor | None, FixedGradients | dict]: Gradient of the input, and the gradients of the parameters by name.
         With a fixed norm, the second item holds the sums from which :func:`.gradients_of_fixed` computes them.
     """
-    fixed, grad = factors is not None, grad.to(s.dtype)
+    fixed, grad = factors is not None, cast(grad, s.dtype)
     needs_weight = _weight_needed(s, needs)
     needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
-    factor, rest = parts or (None, factors.scale if fixed else None)
+    factor, column = parts or (None, factors.column if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
-    weight = multiplied(t.weight, rest.view(-1, 1, 1, 1), s.dtype) if fixed else t.weight.to(s.dtype)
-    sums = needs_bias and needs_weight and grad.dtype == accumulator(grad)  # with the weight's gradient, in one pass
-    geometry = s.stride, s.padding, s.dilation, False, [0, 0], s.groups
-    which, sizes = [needs.x, needs_weight, sums], [len(weight)] if sums else None
-    dx, dweight, dbias = aten.convolution_backward.default(rows, x, weight, sizes, *geometry, which)
+    weight = multiplied(t.weight, column, s.dtype) if fixed else cast(t.weight, s.dtype)
+    sums = needs_bias and needs_weight and grad.dtype is accumulator(grad)  # with the weight's gradient, in one pass
+    geometry = s.stride, s.padding, s.dilation, False, (0, 0), s.groups
+    which, sizes = (needs.x, needs_weight, sums), weight.shape[:1] if sums else None
+    dx, dweight, dbias = _convolution_backward(rows, x, weight, sizes, *geometry, which)
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     if fixed:
@@ -339,14 +347,13 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
         if needs.norm_weight:  # a product of two precisions is in the higher one, without a copy
             products = (dweight * t.weight).sum((1, 2, 3), dtype=dbias.dtype)
         if needs.weight:
-            rest = rest.view(-1, 1, 1, 1)
-            dweight = dweight.mul_(rest) if dweight.dtype == rest.dtype else dweight * rest
+            dweight = dweight.mul_(column) if dweight.dtype is column.dtype else dweight * column
         return dx, FixedGradients(t, factors, needs, dweight, products, dbias, factor)
     found = {}
     if needs.weight:
-        found['weight'] = dweight.to(t.weight.dtype)
+        found['weight'] = cast(dweight, t.weight.dtype)
     if needs.bias:
-        found['bias'] = dbias.to(t.bias.dtype)
+        found['bias'] = cast(dbias, t.bias.dtype)
     return dx, found
 
 

@@ -22,9 +22,11 @@ from .common.map_norms import (
     normalise,
     normalise_backward,
     parts_in_half,
+    shifts_of_fixed,
 )
+from .common.precision import cast
 from .common.sign_bits import SignBits
-from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward
+from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward, folds
 
 __all__ = [
     'RELU',
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+_relu_backward = aten.threshold_backward.default
 RELU = Activation('relu')
 
 
@@ -118,14 +121,57 @@ class Layer(NamedTuple):
     Attributes:
         s (ConvNormSettings): Settings.
         t (ConvNormTensors): Parameters and buffers.
-        factors (Factors | None): Those of a fixed norm, see :func:`.factors_of_fixed`.
-        parts (tuple[Tensor, Tensor] | None): Those of the factors, see :func:`.parts_in_half`.
+        norms (FixedNorms): The fixed norms of all layers of the pass.
+        number (int): Number of the layer among them.
+        parts (tuple[Tensor, Tensor] | None): Those of the factors of its fixed norm, see :func:`.parts_in_half`.
     """
 
     s: ConvNormSettings
     t: ConvNormTensors
-    factors: Factors | None
+    norms: 'FixedNorms'
+    number: int
     parts: tuple[Tensor, Tensor] | None
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """Run the convolution, and the norm if it is fixed.
+
+        Args:
+            x (Tensor): Input of the layer.
+        """
+        s, t, norms, number, _ = self
+        return convolve(s, t, x, *norms.folded(number)) if folds(s, t, x) else convolve(s, t, x)
+
+
+class FixedNorms:
+    """Factors and shifts of the fixed norms of all layers in a pass, computed together when the first layer asks.
+
+    Args:
+        layers (list[tuple]): Settings and tensors of each layer.
+    """
+
+    def __init__(self, layers: list[tuple]):
+        self._layers, self._factors, self._shifts = layers, None, None
+
+    def factors(self, number: int) -> Factors | None:
+        """Return the factors of a layer, ``None`` if its norm is of another kind.
+
+        Args:
+            number (int): Number of the layer.
+        """
+        if self._factors is None:
+            self._factors = factors_of_fixed(self._layers)
+        return self._factors[number]
+
+    def folded(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return what the norm of a layer multiplies the convolution's weight by, and the bias of that convolution.
+
+        Args:
+            number (int): Number of the layer.
+        """
+        column = self.factors(number).column
+        if self._shifts is None:
+            self._shifts = shifts_of_fixed(self._layers, self._factors)
+        return column, self._shifts[number]
 
 
 class Members(NamedTuple):
@@ -162,25 +208,21 @@ def pairs_of(block: BlockSettings, t: BlockTensors) -> list[tuple[ConvNormSettin
 def members_of(
     blocks: Sequence[BlockSettings], tensors: Sequence[BlockTensors], backward: bool = False
 ) -> list[Members]:
-    """Return the layers of each block, with the factors of all fixed norms where they are needed.
+    """Return the layers of each block.
 
     Args:
         blocks (Sequence[BlockSettings]): Settings of each block.
         tensors (Sequence[BlockTensors]): Parameters and buffers of each block.
-        backward (bool): Whether they are for a backward pass, which needs the factors in every precision. Default:
-            False.
+        backward (bool): Whether they are for a backward pass. Default: False.
     """
-    dtype = blocks[0].layers[0].dtype
     pairs = [pairs_of(*pair) for pair in zip(blocks, tensors, strict=True)]
     flat = [pair for block in pairs for pair in block]
-    full = dtype in (torch.float32, torch.float64)  # otherwise nothing is folded in the forward pass
-    factors = factors_of_fixed(flat) if full or backward else [None] * len(flat)
-    parts = [None] * len(flat)
-    if dtype == torch.float16 and (fixed := [i for i, found in enumerate(factors) if found]):
-        for i, found in zip(fixed, parts_in_half([factors[i] for i in fixed]), strict=True):
+    norms, parts = FixedNorms(flat), [None] * len(flat)
+    fixed = [i for i, (s, _) in enumerate(flat) if s.norm == 'fixed']
+    if fixed and backward and blocks[0].layers[0].dtype is torch.float16:
+        for i, found in zip(fixed, parts_in_half([norms.factors(i) for i in fixed]), strict=True):
             parts[i] = found
-    layers = (Layer(*pair, *found) for pair, *found in zip(flat, factors, parts, strict=True))
-    found = []
+    layers, found = iter([Layer(*pair, norms, i, parts[i]) for i, pair in enumerate(flat)]), []
     for block, own in zip(blocks, pairs, strict=True):
         own = [next(layers) for _ in own]
         found.append(Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1]))
@@ -206,7 +248,7 @@ def run_block(
     *first, final = members.layers
     for i, member in enumerate(first):
         z, out, layer = _run_layer(member, out)
-        out = F.relu_(out)
+        out = torch.relu_(out)
         layers.append(layer)
         if saves and saves_last and i + 1 == len(first):
             last = _keep_input(member, z, out, layer)
@@ -221,7 +263,7 @@ def run_block(
         _, shortcut, layer = _run_layer(members.shortcut, _pooled(block, x))
         layers.append(layer)
         out = out.add_(shortcut)
-    return F.relu_(out), last, tuple(signs), tuple(layers)
+    return torch.relu_(out), last, tuple(signs), tuple(layers)
 
 
 def rerun_inside(members: Members, saved: KeptBlock, x: Tensor) -> Inside:
@@ -292,8 +334,7 @@ def block_backward(
     if saved.last is not None:
         inputs.append(saved.last.load(x.dtype))
         outputs.append(saved.last)
-    s, t, _, _ = own[-1]
-    outputs.append(None if saved.layers[len(own) - 1].statistics is None else convolve(s, t, inputs[-1], None))
+    outputs.append(None if saved.layers[len(own) - 1].statistics is None else own[-1].convolve(inputs[-1]))
     inner = grad
     for i in reversed(range(len(own))):
         source, z = inputs.pop(), outputs.pop()
@@ -302,7 +343,7 @@ def block_backward(
         inner, gradients = _layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
         found = [gradients, *found]
         if i > 0:
-            inner = aten.threshold_backward.default(inner, source, 0)
+            inner = _relu_backward(inner, source, 0)
         del source, z
     if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, found
@@ -314,7 +355,7 @@ def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
     """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it."""
     pooled, layer, z = _pooled(block, x), saved.layers[-1], None
     if layer.statistics is not None:
-        z = convolve(member.s, member.t, pooled, None)
+        z = member.convolve(pooled)
     grad, found = _layer_backward(member, pooled, z, layer, grad, needs, needs_x)
     if block.pool is not None and needs_x:
         pool = block.pool
@@ -327,9 +368,10 @@ def _keep_input(member, z, r, layer):
     """Save ``r = relu(norm(z))``, the input of a block's last layer. If the norm needs z, r is computed from z."""
     storage = member.s.form.storage
     if layer.statistics is None:
-        return keep(r, storage, positive=True)._replace(activation=RELU)
+        last = keep(r, storage, positive=True)
+        return last if last.values is r else last._replace(activation=RELU)  # eight bits are read as below zero, too
     scale, shift = affine_of_norm(member.s, member.t, layer.statistics, z.shape[1])
-    last = keep(z, storage, (-shift / scale).nan_to_num(0))
+    last = keep(z, storage, None if storage == 'native' else (-shift / scale).nan_to_num(0))
     return last._replace(scale=scale, shift=shift, activation=RELU)
 
 
@@ -350,22 +392,20 @@ def _run_layer(member, x):
         tuple[Tensor, Tensor, KeptLayer]: The convolution's output, that of the norm, and what the layer needs to run
         again.
     """
-    s, t, factors, _ = member
-    z = convolve(s, t, x, factors)
+    s, t, z = member.s, member.t, member.convolve(x)
     if s.norm in ('none', 'fixed'):
         return z, z, _NOTHING
     u, statistics, count = normalise(s, t, z)
-    return z, u.to(z.dtype), KeptLayer(statistics, count)
+    return z, cast(u, z.dtype), KeptLayer(statistics, count)
 
 
 def _rerun_layer(member, x, layer):
     """Recompute convolution and norm with the saved statistics, and return the outputs of both."""
-    s, t, factors, _ = member
-    z = convolve(s, t, x, factors)
+    s, t, z = member.s, member.t, member.convolve(x)
     if layer.statistics is None:
         return z, z
     scale, shift = affine_of_norm(s, t, layer.statistics, z.shape[1])
-    return z, torch.addcmul(shift, z, scale).to(z.dtype)
+    return z, cast(torch.addcmul(shift, z, scale), z.dtype)
 
 
 def _layer_backward(member, x, z, layer, grad, needs, needs_x):
@@ -383,10 +423,10 @@ def _layer_backward(member, x, z, layer, grad, needs, needs_x):
     Returns:
         tuple[Tensor | None, FixedGradients | dict]: See :func:`.convolve_backward`.
     """
-    s, t, factors, parts = member
-    needs = ConvNormGradients(needs_x, *needs, residual=False)
+    s, t, norms, number, parts = member
+    needs = ConvNormGradients(needs_x, *needs, False)
     if layer.statistics is None:
-        return convolve_backward(s, t, factors, parts, x, grad, needs)
+        return convolve_backward(s, t, norms.factors(number), parts, x, grad, needs)
     grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
     dx, found = convolve_backward(s, t, None, None, x, grad, needs)
     return dx, dict(found, norm_weight=weight, norm_bias=bias)

@@ -23,9 +23,9 @@ from .common.autograd_function import in_precision, put_tensors_back, take_tenso
 from .common.handed_maps import hand_on
 from .common.kept_maps import keep, kept
 from .common.map_norms import FixedGradients, gradients_of_fixed
-from .common.precision import no_autocast
+from .common.precision import cast, no_autocast
 from .common.sign_bits import SignBits
-from .conv_norm_act import ConvNormGradients
+from .conv_norm_act import ConvNormGradients, ConvNormTensors
 from .residual_block import (
     RELU,
     BlockSettings,
@@ -97,17 +97,30 @@ def _leaves(tensors):
     return [tensor for layer in found for tensor in layer[1:5]]  # as in _DIFFERENTIABLE
 
 
-def _without_running_statistics(block, t):
-    """Return the tensors of a block without running statistics that the backward pass does not read.
+_READ = len(ConvNormTensors._fields) - 2  # of a layer's tensors all but the maps
 
-    The next forward pass updates them in place, which autograd would report for a saved tensor.
+
+def _flat(blocks, tensors):
+    """Return what the backward pass reads of the tensors of blocks, layer by layer.
+
+    Running statistics that it does not read are left out: the next forward pass updates them in place, which autograd
+    would report for a saved tensor.
     """
+    found = []
+    for pair in zip(blocks, tensors, strict=True):
+        for s, layer in pairs_of(*pair):
+            found += layer[1:7] if s.norm == 'fixed' else (*layer[1:5], None, None)
+    return found
 
-    def strip(s, layer):
-        return layer if s.norm == 'fixed' else layer._replace(running_mean=None, running_var=None)
 
-    layers = tuple(strip(*pair) for pair in zip(block.layers, t.layers, strict=True))
-    return BlockTensors(layers, t.shortcut and strip(block.shortcut, t.shortcut))
+def _unflat(blocks, found):
+    """Reverse :func:`_flat`."""
+    layers = iter([ConvNormTensors(None, *found[i : i + _READ]) for i in range(0, len(found), _READ)])
+    tensors = []
+    for block in blocks:
+        own = tuple([next(layers) for _ in block.layers])
+        tensors.append(BlockTensors(own, block.shortcut and next(layers)))
+    return tensors
 
 
 class _Chain(torch.autograd.Function):
@@ -123,24 +136,25 @@ class _Chain(torch.autograd.Function):
             output = keep(y, blocks[0].layers[0].form.storage, positive=True)._replace(activation=RELU)
         if output.values is not y:
             hand_on(y, output)
-        trained = tuple(_without_running_statistics(*pair) for pair in zip(blocks, tensors, strict=True))[ctx.first :]
         found = []
-        ctx.structure = take_tensors_out((source, saved, output, trained), found)
-        ctx.save_for_backward(*found)
+        ctx.structure = take_tensors_out((source, saved, output), found)
+        ctx.save_for_backward(*found, *_flat(blocks[ctx.first :], tensors[ctx.first :]))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        source, saved, output, tensors = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
-        skipped = sum(len(_DIFFERENTIABLE) * len(needs) for needs in ctx.needs[: ctx.first])
         blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]
+        skipped = sum([len(_DIFFERENTIABLE) * len(own) for own in ctx.needs[: ctx.first]])
+        tensors = iter(ctx.saved_tensors)
+        source, saved, output = put_tensors_back(ctx.structure, tensors)
+        tensors = _unflat(blocks, [*tensors])
         with no_autocast(grad):
-            grad = output.activation_backward(grad.to(blocks[0].layers[0].dtype))
+            grad = output.activation_backward(cast(grad, blocks[0].layers[0].dtype))
             members = members_of(blocks, tensors, backward=True)
             dx, found = _backward(blocks, members, source, saved, grad, needs, ctx.needs_input_grad[2])
             found = _parameter_gradients(found)
-        return None, None, None if dx is None else dx.to(ctx.dtype), *[None] * skipped, *found
+        return None, None, None if dx is None else cast(dx, ctx.dtype), *[None] * skipped, *found
 
 
 def _parameter_gradients(layers):
@@ -162,7 +176,7 @@ def _run(blocks, tensors, x, first):
     form = blocks[0].layers[0].form
     saves_last = not form.minimal and (len(blocks) > 1 or len(blocks[0].layers) > 2)
     for n, (block, members) in enumerate(zip(blocks, members_of(blocks, tensors), strict=True)):
-        given, x = x, x.to(block.layers[0].dtype)
+        given, x = x, cast(x, block.layers[0].dtype)
         if n == first:
             source = kept(given, x, form.storage)
         if n < first:

@@ -7,8 +7,10 @@ relative position:
 
     M = s Q K^T + B,  S = softmax(M),  O = S V.
 
-x-hat and its reciprocal deviation are saved: neither Q, K, V, of three times the channels, nor an attention map. The
-backward pass recomputes some windows at a time, and from the gradient dO of their outputs
+x-hat and its reciprocal deviation are saved: neither Q, K, V, of three times the channels, nor an attention map. In
+full precision x is saved, as large as x-hat, and torch's own norm runs again: then nothing is folded into the first
+layer, which would take a dozen calls. The backward pass recomputes some windows at a time, and from the gradient dO of
+their outputs
 
     dV = S^T dO,  dS = dO V^T,  dM = S * (dS - rowsum(S * dS)),  dQ = s dM K,  dK = s dM^T Q,  dB = sum of dM.
 
@@ -28,11 +30,12 @@ from torch import Tensor
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold
 from .common.layouts import CHUNK, Chunk
-from .common.precision import Stored, Sum, accumulator, column_sums, store
+from .common.precision import Stored, Sum, accumulator, cast, column_sums, store
 from .common.row_sampling import draw
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
+aten = torch.ops.aten
 # Added to the attention map between tokens that only the shift brought into one window, as in every Swin.
 _APART = -100.0
 
@@ -105,13 +108,13 @@ class WindowSaved(NamedTuple):
     """Tensors saved for the backward pass.
 
     Attributes:
-        xhat (Stored): Normalised tokens, shape (N, L, C).
-        rstd (Tensor): Their reciprocal deviation, shape (N, L, 1).
+        xhat (Stored): Normalised tokens, shape (N, L, C); without a deviation, the tokens themselves.
+        rstd (Tensor | None): Their reciprocal deviation, shape (N, L, 1).
         given (WindowTensors): Parameters, index and factor.
     """
 
     xhat: Stored
-    rstd: Tensor
+    rstd: Tensor | None
     given: WindowTensors
 
 
@@ -134,48 +137,110 @@ def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor
     return _window_attention(in_precision(settings, tensors.x), tensors)
 
 
+def _saves_input(settings, t):
+    """Return whether the input is saved: in full precision, where it is not to be rounded to eight bits."""
+    dtype = settings.dtype
+    tensors = t[:8]
+    return (
+        settings.form.storage == 'native'
+        and dtype == accumulator(t.x)
+        and all([x is None or x.dtype == dtype for x in tensors])
+    )
+
+
+def _normalised(settings, t, x):
+    """Return the output of the norm with mean and reciprocal deviation, in full precision."""
+    return torch.native_layer_norm(x, x.shape[2:], t.norm_weight, t.norm_bias, settings.eps)
+
+
 def _forward(settings, tensors, needs):
     t, layout = tensors, _layout(settings.size, settings.window, settings.shift, tensors.x.device)
-    layers = _Layers.folded(settings, t)
-    xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
-    branch = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2])  # in the order of the windows
+    whole, rstd = _saves_input(settings, t), None
+    if whole:
+        layers, xhat = _Layers.plain(settings, t), _normalised(settings, t, t.x)[0]
+    else:
+        layers = _Layers.folded(settings, t)
+        xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
+    bias = cast(t.proj_bias, settings.dtype)
+    branch = _Collected(len(layout.order))  # in the order of the windows
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
-        branch[:, chunk] = F.linear(windows.out(), layers.proj_weight, t.proj_bias.to(settings.dtype))
-    branch = branch.index_select(1, layout.places)
-    out = add_branch(t.x, [(Chunk.whole(branch), branch)], None, t.factor, settings.dtype)
+        branch.put(chunk, F.linear(windows.out(), layers.proj_weight, bias))
+    branch = branch.whole.index_select(1, layout.places)
+    if whole and t.factor is None:
+        out = branch.add_(t.x)
+    else:
+        out = add_branch(t.x, [(Chunk.whole(branch), branch)], None, t.factor, settings.dtype)
     if not any(needs):
         return out, None
-    return out, WindowSaved(store(xhat, settings.form.storage), rstd, t._replace(x=None))
+    stored = Stored(t.x) if whole else store(xhat, settings.form.storage)
+    return out, WindowSaved(stored, rstd, t._replace(x=None))
 
 
 def _backward(settings, saved, grad, needs):
     t, layout = saved.given, _layout(settings.size, settings.window, settings.shift, grad.device)
-    layers, sample = _Layers.folded(settings, t), settings.form.sample
-    xhat = saved.xhat.load(settings.dtype)
+    whole, sample = saved.rstd is None, settings.form.sample
+    if whole:
+        layers, x = _Layers.plain(settings, t), saved.xhat.values
+        xhat, *statistics = _normalised(settings, t, x)
+    else:
+        layers, xhat = _Layers.folded(settings, t), saved.xhat.load(settings.dtype)
     # For each chunk of windows, with g = factor * dy in their order: dO = g W_p, dW_p = g^T O, dW' = d[Q K V]^T x-hat
     # and dx-hat = d[Q K V] W'. Padding sends no gradient to W_p, x-hat and the norm.
-    incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _sums(t, layout)
+    incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _sums(t, layers, layout)
     scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
-    dxhat = xhat.new_empty(len(xhat), len(layout.order), xhat.shape[2]) if needs.x else None
+    dxhat, norm = _Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
-        g = windows.without_padding_(scaled.index_select(1, layout.order[chunk]))
-        dqkv = windows.backward(g @ layers.proj_weight, sums.bias)
-        drawn = draw(sample, g.flatten(0, 1))
-        sums.proj_weight.add_product(drawn.divided(g.flatten(0, 1)), drawn.of(windows.out().flatten(0, 1)))
-        if windows.pads is not None:
+        g = windows.without_padding_(scaled.index_select(1, layout.part(layout.order, chunk)))
+        dqkv = windows.backward(g @ layers.proj_weight, sums.bias, layers.scale)
+        g = g.flatten(0, 1)
+        drawn = draw(sample, g)
+        sums.proj_weight.add_product(drawn.divided(g), drawn.of(windows.out().flatten(0, 1)))
+        if sums.pads is not None and windows.pads is not None:
             sums.pads.add(column_sums((dqkv[:, windows.edge :] * windows.pads).flatten(0, 1)))
-        sums.qkv_bias.add(column_sums(windows.without_padding_(dqkv).flatten(0, 1)))
-        drawn = draw(sample, dqkv.flatten(0, 1))
-        sums.qkv_weight.add_product(drawn.divided(dqkv.flatten(0, 1)), drawn.of(windows.xhat.flatten(0, 1)))
+            windows.without_padding_(dqkv)
+        rows = dqkv.flatten(0, 1)
+        sums.qkv_bias.add(column_sums(rows))
+        drawn = draw(sample, rows)
+        sums.qkv_weight.add_product(drawn.divided(rows), drawn.of(windows.xhat.flatten(0, 1)))
+        if any(norm):
+            dxhat.put(chunk, dqkv @ layers.qkv_weight)
+    dxhat = dxhat.whole.index_select(1, layout.places) if any(norm) else None
+    if whole:
+        dx, *affine = None, None, None
+        if dxhat is not None:
+            given = t.norm_weight, t.norm_bias, norm
+            dx, *affine = aten.native_layer_norm_backward.default(dxhat, x, x.shape[2:], *statistics, *given)
+        found = WindowGradients(None, *affine, sums.qkv_weight.value, sums.qkv_bias.value)
+        found = found._replace(table=_of_table(t, sums), proj_weight=sums.proj_weight.value)
+        dx = dx.add_(grad) if needs.x else None
+    else:
+        found, dx = _parameter_gradients(settings, t, sums), None
         if needs.x:
-            dxhat[:, chunk] = dqkv @ layers.qkv_weight
-    found = _parameter_gradients(settings, t, sums)._replace(proj_bias=incoming.total)
-    if not needs.x:
-        return found
-    dx = normalise_backward(dxhat.index_select(1, layout.places), xhat, saved.rstd)
-    return found._replace(x=grad + dx.to(grad.dtype))
+            dx = normalise_backward(dxhat, xhat, saved.rstd)
+            dx = grad + cast(dx, grad.dtype)
+    return found._replace(x=dx, proj_bias=incoming.total)
+
+
+class _Collected:
+    """Rows of all places, (N, P, ...), from those of chunks. One chunk of all places is not copied.
+
+    Args:
+        places (int): Number of places.
+    """
+
+    def __init__(self, places):
+        self._places, self.whole = places, None
+
+    def put(self, chunk, rows):
+        """Take the rows of a chunk."""
+        if rows.shape[1] == self._places:
+            self.whole = rows
+            return
+        if self.whole is None:
+            self.whole = rows.new_empty(rows.shape[0], self._places, *rows.shape[2:])
+        self.whole[:, chunk] = rows
 
 
 class _Layout(NamedTuple):
@@ -200,6 +265,10 @@ class _Layout(NamedTuple):
     pads: Tensor | None
     apart: Tensor | None
 
+    def part(self, places, chunk):
+        """Return some of the places; slicing all of them would be a call of torch for nothing."""
+        return places if chunk.stop - chunk.start == places.shape[0] else places[chunk]
+
     def chunks(self, settings, images, channels):
         """Return slices of the places: whole windows, about the same number in each."""
         area = settings.window**2
@@ -210,7 +279,9 @@ class _Layout(NamedTuple):
         return [slice(i, min(i + step, len(self.order))) for i in range(0, len(self.order), step)]
 
 
-@functools.lru_cache(maxsize=16)  # two for each stage, which its blocks share: one takes dozens of launches
+@functools.lru_cache(
+    maxsize=64
+)  # two for each stage and size of images; 3 MB for the largest size, and dozens of launches
 def _layout(size, side, shift, device):
     """Return the layout of a map of ``size`` (height, width) in windows with this side and shift."""
     height, width = size
@@ -248,20 +319,27 @@ def _bands(length, side, shift, device):
 class _Layers(NamedTuple):
     """The linear layers in the precision of matrix products.
 
-    The affine part of the norm is folded into the first layer, and the scale into its rows for Q and K.
+    The affine part of the norm may be folded into the first layer, and the scale into its rows for Q and K.
 
     Attributes:
         qkv_weight, qkv_bias (Tensor): W' and b'.
-        padding (Tensor): Q, K and V of a token that is zero.
+        padding (Tensor | None): Q, K and V of a token that is zero. If ``None``, nothing is folded.
         bias (Tensor): B, shape (h, window^2, window^2).
         proj_weight (Tensor): Projection.
+        scale (float): Factor s, where it is not folded. Default: 1.
     """
 
     qkv_weight: Tensor
-    qkv_bias: Tensor
-    padding: Tensor
+    qkv_bias: Tensor | None
+    padding: Tensor | None
     bias: Tensor
     proj_weight: Tensor
+    scale: float = 1.0
+
+    @classmethod
+    def plain(cls, settings, t):
+        """Return the layers with nothing folded."""
+        return cls(t.qkv_weight, t.qkv_bias, None, _bias_of(t), t.proj_weight, settings.scale)
 
     @classmethod
     def folded(cls, settings, t):
@@ -270,8 +348,11 @@ class _Layers(NamedTuple):
         rows = _scales(settings.scale, len(bias), bias.dtype, bias.device)
         weight, padding = t.qkv_weight * rows[:, None], bias * rows
         folded = fold(weight, padding, t.norm_weight, t.norm_bias, settings.dtype)
-        own = t.table.t().index_select(1, t.index.flatten()).view(-1, *t.index.shape)
-        return cls(*folded, padding.to(settings.dtype), own, t.proj_weight.to(settings.dtype))
+        return cls(*folded, padding.to(settings.dtype), _bias_of(t), t.proj_weight.to(settings.dtype))
+
+
+def _bias_of(t):
+    return t.table.t().index_select(1, t.index.view(-1)).view(-1, *t.index.shape)
 
 
 @functools.lru_cache(maxsize=16)
@@ -291,36 +372,45 @@ class _Windows:
 
     Attributes:
         xhat (Tensor): Normalised tokens, shape (N, P', C).
-        q, k, v (Tensor): Q and K, each times the root of the scale, and V, shape (N, n, h, window^2, d).
-        softmax (Tensor): S, shape (N, n, h, window^2, window^2).
+        heads (int): Number of heads h.
+        q, k, v (Tensor): Q and K, each times the root of the scale where it is folded, and V, shape
+            (N n h, window^2, d).
+        softmax (Tensor): S, shape (N n h, window^2, window^2).
         map (Tensor): S in the precision of matrix products.
         edge (int): First place of the windows at the edge.
         pads (Tensor | None): Whether the places from ``edge`` on are padding, bool, (P' - edge, 1).
     """
 
-    def __init__(self, xhat, q, k, v, softmax, edge, pads):
-        self.xhat, self.q, self.k, self.v = xhat, q, k, v
-        self.softmax, self.map = softmax, softmax.to(v.dtype)
+    def __init__(self, xhat, heads, qkv, softmax, edge, pads):
+        self.xhat, self.heads, (self.q, self.k, self.v) = xhat, heads, qkv
+        self.softmax, self.map = softmax, cast(softmax, self.v.dtype)
         self.edge, self.pads = edge, pads
 
     @classmethod
     def run(cls, settings, layers, layout, xhat, chunk):
         """Compute Q, K, V and S of the places ``chunk`` (slice) from x-hat of all tokens."""
-        area, edge = settings.window**2, max(layout.simple - chunk.start, 0)
+        area, heads, edge = settings.window**2, settings.num_heads, max(layout.simple - chunk.start, 0)
         own = slice(max(chunk.start - layout.simple, 0), chunk.stop - layout.simple)  # among places at the edge
         at_edge = own.stop > own.start
-        pads = layout.pads[own] if at_edge and layout.pads is not None else None
-        xhat = xhat.index_select(1, layout.order[chunk])
+        pads = layout.part(layout.pads, own) if at_edge and layout.pads is not None else None
+        xhat = xhat.index_select(1, layout.part(layout.order, chunk))
+        folded = layers.padding is not None
+        if pads is not None and not folded:
+            xhat[:, edge:].masked_fill_(pads, 0)
         qkv = F.linear(xhat, layers.qkv_weight, layers.qkv_bias)
-        if pads is not None:
+        if pads is not None and folded:
             torch.where(pads, layers.padding, qkv[:, edge:], out=qkv[:, edge:])
-        qkv = qkv.unflatten(2, (3, settings.num_heads, -1)).unflatten(1, (-1, area))
         # One copy into the order of the products; otherwise each product would copy its own part.
-        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).contiguous()
-        scores = (q @ k.mT) + layers.bias
+        (images, places, _), head_dim = xhat.shape, xhat.shape[2] // heads
+        number = images * places // area  # of windows; nothing is left to torch to find, for there may be no image
+        qkv = qkv.view(number, area, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
+        qkv = qkv.reshape(3, number * heads, area, head_dim).unbind(0)
+        scores = torch.bmm(qkv[0], qkv[1].mT).view(number, heads, area, area)
+        scores = torch.add(layers.bias, scores, alpha=layers.scale)
         if at_edge and layout.apart is not None:
-            scores[:, edge // area :].add_(layout.apart[own.start // area : own.stop // area], alpha=_APART)
-        return cls(xhat, q, k, v, scores.softmax(-1), edge, pads)
+            apart = layout.apart[own.start // area : own.stop // area]
+            scores.view(images, places // area, heads, area, area)[:, edge // area :].add_(apart, alpha=_APART)
+        return cls(xhat, heads, qkv, scores.softmax(-1).view(number * heads, area, area), edge, pads)
 
     def without_padding_(self, rows):
         """Set rows (N, P', ...) to zero where there is padding, in place."""
@@ -330,36 +420,43 @@ class _Windows:
 
     def out(self):
         """Return O of the windows, shape (N, P', C)."""
-        return (self.map @ self.v).transpose(2, 3).flatten(3).flatten(1, 2)
+        number, area, head_dim = self.v.shape
+        out = torch.bmm(self.map, self.v).view(number // self.heads, self.heads, area, head_dim)
+        return out.transpose(1, 2).reshape(self.xhat.shape)
 
-    def backward(self, grad, dbias):
-        """Return the gradients of scaled Q and K and of V side by side, (N, P', 3 C), and add that of B to a sum.
+    def backward(self, grad, dbias, scale):
+        """Return the gradients of Q, K and V side by side, (N, P', 3 C), and adds that of B to a sum.
 
         Args:
             grad (Tensor): dO, shape (N, P', C).
             dbias (Sum): Sum for dB.
+            scale (float): Factor of Q K^T.
         """
-        images, windows, heads, area, head_dim = self.v.shape
+        q, k, v, heads = self.q, self.k, self.v, self.heads
+        number, area, head_dim = v.shape[0] // heads, *v.shape[1:]
         # dS = dO V^T, dM = S * (dS - rowsum(S * dS)), dB = sum of dM, dQ = dM K, dK = dM^T Q, dV = S^T dO.
-        grad = grad.view(images, windows, area, heads, head_dim).transpose(2, 3).contiguous()
-        dsoftmax = (grad @ self.v.mT).to(self.softmax.dtype)
-        dscores = torch.ops.aten._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
-        dbias.add(dscores.sum((0, 1), dtype=accumulator(dscores)))
-        dscores = dscores.to(grad.dtype)
-        found = grad.new_empty(3, *self.v.shape)
-        products = (dscores, self.k), (dscores.mT, self.q), (self.map.mT, grad)
-        for out, factors in zip(found, products, strict=True):
-            torch.bmm(*(factor.flatten(0, 2) for factor in factors), out=out.flatten(0, 2))
-        return found.permute(1, 2, 4, 0, 3, 5).flatten(3).flatten(1, 2)
+        grad = grad.view(number, area, heads, head_dim).transpose(1, 2).reshape(v.shape)
+        dsoftmax = cast(torch.bmm(grad, v.mT), self.softmax.dtype)
+        dscores = torch._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
+        dbias.add(dscores.view(number, heads, area, area).sum(0, dtype=accumulator(dscores)))
+        dscores = cast(dscores, grad.dtype)
+        found = grad.new_empty(3, *v.shape)
+        dq, dk, dv = found.unbind(0)
+        torch.baddbmm(dq, dscores, k, beta=0, alpha=scale, out=dq)
+        torch.baddbmm(dk, dscores.mT, q, beta=0, alpha=scale, out=dk)
+        torch.bmm(self.map.mT, grad, out=dv)
+        found = found.view(3, number, heads, area, head_dim).permute(1, 3, 0, 2, 4)
+        return found.reshape(*self.xhat.shape[:2], 3 * heads * head_dim)
 
 
-def _sums(t, layout):
+def _sums(t, layers, layout):
     """Return the sums over the windows for the gradients of parameters, in full precision."""
+    column = layers.qkv_bias if t.qkv_bias is None else t.qkv_bias
     return types.SimpleNamespace(
         qkv_weight=Sum(t.qkv_weight),
-        qkv_bias=Sum(t.qkv_weight[:, 0]),
+        qkv_bias=Sum(column),
         # Gradients of padding, which reach the bias of the linear layer but not that of the norm.
-        pads=None if layout.pads is None else Sum(t.qkv_weight[:, 0]),
+        pads=None if layout.pads is None or layers.padding is None else Sum(column),
         bias=Sum(t.table),  # (h, window^2, window^2)
         proj_weight=Sum(t.proj_weight),
     )
@@ -372,11 +469,15 @@ def _parameter_gradients(settings, t, sums):
     *folded, dbias = unfold(weight.mul_(scales[:, None]), bias.mul_(scales), t.qkv_weight, t.norm_weight, t.norm_bias)
     if sums.pads is not None:
         dbias = torch.addcmul(dbias, sums.pads.value, scales)
+    return WindowGradients(None, *folded, dbias, _of_table(t, sums), sums.proj_weight.value)
+
+
+def _of_table(t, sums):
+    bias = sums.bias.value
     table = torch.zeros_like(t.table, dtype=bias.dtype)
     # Entries of the map that share a row of the table are added in their order, as in the backward pass of the module's
     # own lookup. index_add_ would add them atomically on CUDA, in an order that differs from run to run.
-    table.index_put_((t.index.flatten(),), sums.bias.value.flatten(1).t(), accumulate=True)
-    return WindowGradients(None, *folded, dbias, table, sums.proj_weight.value)
+    return table.index_put_((t.index.view(-1),), bias.flatten(1).t(), accumulate=True)
 
 
 _window_attention = Operation('WindowAttention', _forward, _backward, WindowGradients)

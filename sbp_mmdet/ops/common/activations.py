@@ -60,17 +60,20 @@ class Activation:
 
 # Forward pass (activation, x, inplace) and backward pass (activation, grad, x) of each activation, by its name.
 ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
-    'relu': (lambda a, x, inplace: F.relu(x, inplace), lambda a, g, x: aten.threshold_backward(g, x, 0)),
+    'relu': (
+        lambda a, x, inplace: torch.relu_(x) if inplace else torch.relu(x),
+        lambda a, g, x: aten.threshold_backward.default(g, x, 0),
+    ),
     'leaky_relu': (
         lambda a, x, inplace: F.leaky_relu(x, a.slope, inplace),
-        lambda a, g, x: aten.leaky_relu_backward(g, x, a.slope, False),
+        lambda a, g, x: aten.leaky_relu_backward.default(g, x, a.slope, False),
     ),
-    'silu': (lambda a, x, inplace: F.silu(x, inplace), lambda a, g, x: aten.silu_backward(g, x)),
+    'silu': (lambda a, x, inplace: F.silu(x, inplace), lambda a, g, x: aten.silu_backward.default(g, x)),
     # mmcv's Swish, which differs from SiLU in the last bit.
-    'swish': (lambda a, x, inplace: x * torch.sigmoid(x), lambda a, g, x: aten.silu_backward(g, x)),
-    'hardswish': (lambda a, x, inplace: F.hardswish(x, inplace), lambda a, g, x: aten.hardswish_backward(g, x)),
+    'swish': (lambda a, x, inplace: x * torch.sigmoid(x), lambda a, g, x: aten.silu_backward.default(g, x)),
+    'hardswish': (lambda a, x, inplace: F.hardswish(x, inplace), lambda a, g, x: aten.hardswish_backward.default(g, x)),
     'gelu': (
         lambda a, x, inplace: F.gelu(x, approximate=a.approximate),
-        lambda a, g, x: aten.gelu_backward(g, x, approximate=a.approximate),
+        lambda a, g, x: aten.gelu_backward.default(g, x, approximate=a.approximate),
     ),
 }

@@ -12,6 +12,7 @@ Both functions run without gradients and outside of autocast.
 """
 
 import dataclasses
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -148,10 +149,13 @@ class Operation:
     def __init__(self, name: str, forward: Callable, backward: Callable, gradients: type):
         self.forward, self.backward, self.gradients = forward, backward, gradients
         self._function = type(name, (_Function,), {})
+        # With one name, the getter would return no tuple.
+        names = gradients._fields
+        self._leaves = operator.attrgetter(*names) if len(names) > 1 else lambda tensors: (getattr(tensors, names[0]),)
 
     @torch.compiler.disable
     def __call__(self, settings, tensors: NamedTuple) -> Tensor:
-        leaves = [getattr(tensors, name) for name in self.gradients._fields]
+        leaves = self._leaves(tensors)
         if torch.is_grad_enabled():
             for leaf in leaves:
                 if leaf is not None and leaf.requires_grad:
@@ -209,14 +213,15 @@ def take_tensors_out(value: tuple, found: list[Tensor]) -> tuple[type, list]:
     Returns:
         tuple[type, list]: The structure without tensors, for :func:`put_tensors_back`.
     """
-    members = []
-    for member in value:
+    members = [*value]
+    for i, member in enumerate(members):
+        if member is None:
+            continue
         if isinstance(member, Tensor):
             found.append(member)
-            member = _SLOT
+            members[i] = _SLOT
         elif isinstance(member, tuple) and type(member) is not torch.Size:
-            member = take_tensors_out(member, found)
-        members.append(member)
+            members[i] = take_tensors_out(member, found)
     return type(value), members
 
 
@@ -231,11 +236,10 @@ def put_tensors_back(structure: tuple[type, list], tensors: Iterator[Tensor]) ->
         tuple: The nested tuple.
     """
     kind, members = structure
-    found = []
-    for member in members:
+    found = members.copy()
+    for i, member in enumerate(members):
         if member is _SLOT:
-            member = next(tensors)
+            found[i] = next(tensors)
         elif type(member) is tuple:
-            member = put_tensors_back(member, tensors)
-        found.append(member)
+            found[i] = put_tensors_back(member, tensors)
     return tuple.__new__(kind, found)

@@ -118,7 +118,7 @@ def handed_on(x: Tensor) -> tuple | None:
     entry = None if scope is None else scope.entries.get(id(x))
     if entry is None:
         return None
-    if entry.version != x._version or any(tensor._version != version for tensor, version in entry.versions):
+    if entry.version != x._version or any([tensor._version != version for tensor, version in entry.versions]):
         del scope.entries[id(x)]
         return None
     return entry.map
@@ -155,8 +155,10 @@ def is_made_here(x: Tensor) -> bool:
 
 
 def _note_versions(value, found):
-    if isinstance(value, Tensor):
-        found.append((value, value._version))
-    elif isinstance(value, tuple):
-        for member in value:
+    for member in value:
+        if member is None:
+            continue
+        if isinstance(member, Tensor):
+            found.append((member, member._version))
+        elif isinstance(member, tuple):
             _note_versions(member, found)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
-from .layouts import memory_format
-from .precision import accumulator
+from .precision import accumulator, cast
 
 __all__ = ['KeptCat', 'KeptMap', 'add', 'addend', 'keep', 'kept']
 
@@ -44,11 +43,10 @@ class KeptMap(NamedTuple):
     shortcut: 'KeptMap | None' = None
 
     def _steps(self):
-        """Return step and offset of eight bits, broadcastable."""
+        """Return step and offset of eight bits, shape (N, C, B, 1)."""
         if self.unit is None:
             return None, None
-        base = 126.5 * self.unit if self.base is None else self.base
-        return _of_rows(self.unit, self.values), _of_rows(base, self.values)
+        return self.unit, 126.5 * self.unit if self.base is None else self.base
 
     @property
     def depth(self) -> int:
@@ -91,18 +89,16 @@ class KeptMap(NamedTuple):
     def before_activation(self, dtype: torch.dtype) -> Tensor:
         """Return u, which must not be written to."""
         scale, shift = self.scale, self.shift
-        unit, base = self._steps()
-        if scale is None:
-            scale, shift = unit, base
-        elif unit is not None:
-            scale, shift = unit * scale, base * scale + shift
+        if self.unit is not None:
+            unit, base = self._steps()
+            scale, shift = (unit, base) if scale is None else (unit * scale, base * scale + shift)
         u = _affine(self.values, scale, shift, dtype)
         return u if self.residual is None else u.add_(self.residual.load(dtype))
 
     def activation_backward(self, grad: Tensor) -> Tensor:
         """Compute the gradient of u from that of act(u)."""
         if self.activation.name == 'relu' and self.unit is not None and self.scale is None:
-            return aten.threshold_backward(grad, self.values.to(grad.dtype), -127)  # see `keep`, positive
+            return aten.threshold_backward.default(grad, self.values.to(grad.dtype), -127)  # see `keep`, positive
         return self.activation.backward(grad, self.before_activation(grad.dtype))
 
     def load(self, dtype: torch.dtype) -> Tensor:
@@ -146,13 +142,23 @@ class KeptCat(NamedTuple):
 
 
 def _affine(x, scale, shift, dtype):
-    """Compute scale * x + shift in ``dtype``, or return x itself if there is no scale."""
+    """Compute scale * x + shift in ``dtype``; returns x itself if there is nothing to do.
+
+    Scale and shift are broadcastable, or have a row for each group of rows of x.
+    """
     if scale is None:
-        return x.to(dtype)
-    if x.is_cuda or memory_format(x) is torch.channels_last:
-        return torch.addcmul(shift, x, scale).to(dtype)
-    x = x.to(scale.dtype) * scale if x.is_floating_point() else x.to(scale.dtype).mul_(scale)
-    return x.add_(shift).to(dtype)
+        return cast(x, dtype)
+    if scale.shape[2] not in (1, x.shape[2]):
+        x = _affine_of_groups(x.unflatten(2, (scale.shape[2], -1)), scale[..., None], shift[..., None])
+        return cast(x.flatten(2, 3), dtype)
+    return cast(_affine_of_groups(x, scale, shift), dtype)
+
+
+def _affine_of_groups(x, scale, shift):
+    if x.is_cuda or not x.is_contiguous():
+        return torch.addcmul(shift, x, scale)
+    x = cast(x, scale.dtype) * scale if x.is_floating_point() else x.to(scale.dtype).mul_(scale)
+    return x.add_(shift)
 
 
 def _of_rows(x, map):
@@ -201,17 +207,17 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
     if threshold is None:
         # n = round((x - low) / unit) - 127 in [-127, 125], read as n * unit + low + 127 * unit.
-        steps = _scaled(x, _of_rows(rate, x), _of_rows(-127 - low * rate, x)).round_()
-        base = low + 127 * unit
+        steps = _scaled(groups, rate, -127 - low * rate).round_()
+        base = torch.add(low, unit, alpha=127)
     else:
         # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
         # -126; read as n * unit + t + (lowest + 126.5) * unit = t + (k - 1/2) * unit, on the same side of t as x. A
         # threshold below all values is one step away at the most, so that the least of them lies above it.
         threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low - unit, high)
         lowest = ((low - threshold) * rate).floor_()
-        steps = _scaled(x, _of_rows(rate, x), _of_rows(-threshold * rate, x)).ceil_().sub_(_of_rows(lowest + 127, x))
+        steps = _scaled(groups, rate, -threshold * rate).ceil_().sub_((lowest + 127)[..., None])
         base = threshold + (lowest + 126.5) * unit
-    return KeptMap(steps.to(torch.int8), unit, base)
+    return KeptMap(steps.to(torch.int8).flatten(2, 3), unit, base)
 
 
 def _limits(groups):
@@ -222,7 +228,8 @@ def _limits(groups):
 
 
 def _scaled(x, scale, shift):
-    """Compute scale * x + shift in the precision of both, in one pass on a GPU."""
+    """Compute scale * x + shift of groups of rows in the precision of both, in one pass on a GPU."""
+    scale, shift = scale[..., None], shift[..., None]
     return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)
 
 

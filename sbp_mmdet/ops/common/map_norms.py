@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layouts import memory_format
-from .precision import accumulator
+from .precision import accumulator, cast
 
 __all__ = [
     'Factors',
@@ -24,6 +24,7 @@ __all__ = [
     'normalise',
     'normalise_backward',
     'parts_in_half',
+    'shifts_of_fixed',
 ]
 
 aten = torch.ops.aten
@@ -45,15 +46,20 @@ class Statistics(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors of a fixed norm for each channel, in full precision.
+    """Factor and reciprocal deviation of a fixed norm, for each channel, in full precision.
 
     Attributes:
-        scale (Tensor): k = norm_weight * rstd, shape (D,).
-        rstd (Tensor): 1 / sqrt(running_var + eps), shape (D,).
+        column (Tensor): The factor, shape (D, 1, 1, 1), as convolutions' weights are multiplied with it.
+        rstd (Tensor): The reciprocal deviation, shape (D,).
     """
 
-    scale: Tensor
+    column: Tensor
     rstd: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor, shape (D,)."""
+        return self.column.view(-1)
 
 
 class FixedGradients(NamedTuple):
@@ -91,24 +97,54 @@ def factors_of_fixed(layers: Sequence[tuple]) -> list[Factors | None]:
     found = [None] * len(layers)
     if not fixed:
         return found
-    variances = [layers[i][1].running_var for i in fixed]
-    rstd = torch._foreach_add([v.to(accumulator(v)) for v in variances], [layers[i][0].eps for i in fixed])
-    _take_rsqrt(rstd)
-    weights = [layers[i][1].norm_weight for i in fixed]
-    if any(weight is None for weight in weights):
-        scales = [r if w is None else r * w for r, w in zip(rstd, weights, strict=True)]
+    given = [layers[i][1] for i in fixed]
+    variances = _joined([t.running_var for t in given])
+    epsilons = [layers[i][0].eps for i in fixed]
+    if len({*epsilons}) > 1:
+        epsilons = [variances.new_full(t.running_var.shape, eps) for t, eps in zip(given, epsilons, strict=True)]
+        rstd = variances + torch.cat(epsilons)
     else:
-        scales = torch._foreach_mul(rstd, weights)
-    for i, *factors in zip(fixed, scales, rstd, strict=True):
+        rstd = cast(variances, accumulator(variances)) + epsilons[0]
+    rstd = rstd.rsqrt_()
+    scale = rstd
+    if any([t.norm_weight is not None for t in given]):
+        ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
+        scale = rstd * _joined(ones)
+    for i, *factors in zip(fixed, *_apart((scale.view(-1, 1, 1, 1), rstd), given), strict=True):
         found[i] = Factors(*factors)
     return found
 
 
-def _take_rsqrt(tensors):
-    if hasattr(torch, '_foreach_rsqrt_'):
-        return torch._foreach_rsqrt_(tensors)
-    torch._foreach_sqrt_(tensors)  # torch 2.3 and older
-    return torch._foreach_reciprocal_(tensors)
+def shifts_of_fixed(layers: Sequence[tuple], factors: Sequence[Factors | None]) -> list[Tensor | None]:
+    """Return the shifts of the fixed norms among some layers, their convolutions' biases included.
+
+    Args:
+        layers (Sequence[tuple]): Settings and tensors of each layer.
+        factors (Sequence[Factors | None]): What :func:`factors_of_fixed` returned for them.
+    """
+    found = [None] * len(layers)
+    fixed = [i for i, own in enumerate(factors) if own is not None]
+    given = [layers[i][1] for i in fixed]
+    before = _joined([torch.zeros_like(t.running_mean) if t.norm_bias is None else t.norm_bias for t in given])
+    means = _joined([t.running_mean if t.bias is None else t.running_mean - t.bias for t in given])
+    shift = torch.addcmul(before, means, _joined([factors[i].column for i in fixed]).view(-1), value=-1)
+    (shifts,) = _apart((shift,), given)
+    for i, own in zip(fixed, shifts, strict=True):
+        found[i] = own
+    return found
+
+
+def _joined(tensors):
+    """Return numbers for each channel of several layers, one layer behind the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _apart(joined, given):
+    """Reverse :func:`_joined` for several tensors."""
+    if len(given) == 1:
+        return [(x,) for x in joined]
+    sizes = [t.running_var.shape[0] for t in given]
+    return [torch.split_with_sizes(x, sizes) for x in joined]
 
 
 def parts_in_half(factors: Sequence[Factors]) -> list[tuple[Tensor, Tensor]]:
@@ -122,18 +158,19 @@ def parts_in_half(factors: Sequence[Factors]) -> list[tuple[Tensor, Tensor]]:
         factors (Sequence[Factors]): Factors of the norms.
 
     Returns:
-        list[tuple[Tensor, Tensor]]: For each norm, the factors of the gradient and of the weight, shape (D,).
+        list[tuple[Tensor, Tensor]]: Both factors of each norm, shapes (D,) and (D, 1, 1, 1).
     """
-    scales = [f.scale for f in factors]
-    large = torch._foreach_clamp_min(scales, _LEAST_FACTOR)
-    return [*zip(large, torch._foreach_div(scales, large), strict=True)]
+    columns = [f.column for f in factors]
+    large = torch._foreach_clamp_min(columns, _LEAST_FACTOR)
+    rest = torch._foreach_div(columns, large)
+    return [(factor.view(-1), column) for factor, column in zip(large, rest, strict=True)]
 
 
 def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tensor]]:
     """Compute the gradients of the parameters of convolutions with fixed norms.
 
     Args:
-        layers (Sequence[FixedGradients]): Sums of each layer. They are overwritten.
+        layers (Sequence[FixedGradients]): Sums of each layer.
 
     Returns:
         list[dict[str, Tensor]]: For each layer, the needed gradients by name.
@@ -141,22 +178,24 @@ def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tenso
     normed = [layer for layer in layers if layer.needs.norm_weight]
     if normed:
         # dk = sum(W * dW') - mean * sum(dy), and the gradient of the norm's weight is rstd * dk.
-        products = [layer.products for layer in normed]
+        products = _joined([layer.products for layer in normed])
         if normed[0].factor is not None:
-            torch._foreach_div_(products, [layer.factor for layer in normed])
-        torch._foreach_addcmul_(products, [layer.sums for layer in normed], [*map(_centre, normed)], -1)
-        torch._foreach_mul_(products, [layer.factors.rstd for layer in normed])
+            products = products / _joined([layer.factor for layer in normed])
+        sums, centres = _joined([layer.sums for layer in normed]), _joined([*map(_centre, normed)])
+        products = torch.addcmul(products, sums, centres, value=-1).mul_(_joined([f.factors.rstd for f in normed]))
+        (products,) = _apart((products,), [layer.t for layer in normed])
+        products = iter(products)
     found = []
-    for t, factors, needs, weight, products, sums, _ in layers:
+    for t, factors, needs, weight, _, sums, _ in layers:
         own = {}
         if needs.weight:
-            own['weight'] = weight.to(t.weight.dtype)
+            own['weight'] = cast(weight, t.weight.dtype)
         if needs.bias:
-            own['bias'] = (sums * factors.scale).to(t.bias.dtype)
+            own['bias'] = cast(sums * factors.scale, t.bias.dtype)
         if needs.norm_weight:
-            own['norm_weight'] = products.to(t.norm_weight.dtype)
+            own['norm_weight'] = cast(next(products), t.norm_weight.dtype)
         if needs.norm_bias:
-            own['norm_bias'] = sums.to(t.norm_bias.dtype)
+            own['norm_bias'] = cast(sums, t.norm_bias.dtype)
         found.append(own)
     return found
 
@@ -164,7 +203,8 @@ def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tenso
 def _centre(layer):
     """Return running_mean - bias, the mean of the convolution's output without bias, in the precision of the sums."""
     t, dtype = layer.t, layer.sums.dtype
-    return t.running_mean.to(dtype) if t.bias is None else t.running_mean.to(dtype) - t.bias
+    mean = cast(t.running_mean, dtype)
+    return mean if t.bias is None else mean - t.bias
 
 
 # Norms with statistics of the map: batch norm in training mode, SyncBN and group norm.
@@ -192,8 +232,8 @@ def normalise(s, t, z):
         return (_normalise_together_by_kernels if _has_kernels(z) else _normalise_together)(s, t, z)
     if z.numel() == z.shape[1]:
         raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
-    running = t.running_mean, t.running_var
-    out, mean, rstd = torch.native_batch_norm(z, t.norm_weight, t.norm_bias, *running, True, s.momentum, s.eps)
+    norm = t.norm_weight, t.norm_bias, t.running_mean, t.running_var
+    out, mean, rstd = torch.native_batch_norm(z, *norm, True, s.momentum, s.eps)
     return out, Statistics(mean, rstd), None
 
 
@@ -216,13 +256,21 @@ def affine_of_norm(s, t, statistics, channels):
     Returns:
         tuple[Tensor, Tensor]: Scale and shift in full precision, shape (1, D, 1, 1), or (N, D, 1, 1) for group norm.
     """
-    mean, scale = (n.to(accumulator(n)) for n in statistics)
+    mean, scale = statistics
+    mean, scale = cast(mean, accumulator(mean)), cast(scale, accumulator(scale))
     if s.norm == 'group':
         mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in (mean, scale))
     if t.norm_weight is not None:
         scale = scale * t.norm_weight
-    shift = -mean * scale if t.norm_bias is None else t.norm_bias - mean * scale
+    shift = -mean * scale if t.norm_bias is None else _centred(t.norm_bias, mean, scale)
     return scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
+
+
+def _centred(bias, mean, scale):
+    """Compute ``bias - mean * scale``, in one call where all have the same precision."""
+    if bias.dtype is mean.dtype is scale.dtype:
+        return torch.addcmul(bias, mean, scale, value=-1)
+    return bias - mean * scale
 
 
 def normalise_backward(s, t, statistics, count, z, grad, needs):

@@ -1,14 +1,14 @@
 """Convolutions whose output is recomputed in the backward pass, from the input that their weight's gradient needs."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd_function import Operation, gradients_of
-from .precision import Stored, store
+from .precision import Stored, cast, store
 
 __all__ = ['Conv', 'ConvSettings', 'convolve']
 
@@ -28,6 +28,9 @@ class ConvSettings:
     dilation: tuple[int, int]
     groups: int
     dtype: torch.dtype
+
+
+_settings = functools.lru_cache(maxsize=256)(ConvSettings)
 
 
 class Conv(NamedTuple):
@@ -61,7 +64,7 @@ def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple
     Returns:
         tuple[Tensor, Conv]: The output, and the convolution that recomputes it.
     """
-    settings = ConvSettings(conv.stride, conv.padding, conv.dilation, conv.groups, x.dtype)
+    settings = _settings(conv.stride, conv.padding, conv.dilation, conv.groups, x.dtype)
     if storage == 'native':
         return conv(x), Conv(Stored(x), conv.weight, conv.bias, settings)
     with torch.no_grad():
@@ -80,8 +83,9 @@ _Gradients = gradients_of(_Tensors, 'stored')
 
 
 def _run(settings, x, weight, bias):
-    geometry = (settings.stride, settings.padding, settings.dilation, settings.groups)
-    return F.conv2d(x, weight.to(settings.dtype), bias.to(settings.dtype), *geometry)
+    s = settings
+    weight, bias = cast(weight, s.dtype), cast(bias, s.dtype)
+    return torch.conv2d(x, weight, bias, s.stride, s.padding, s.dilation, s.groups)
 
 
 def _forward(settings, tensors, needs):

@@ -1,5 +1,6 @@
 """The signs of a feature map, one bit an element, for ReLUs whose output is recomputed in the backward pass."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 __all__ = ['SignBits']
 
 _BITS = 8
+# Multiplies eight bytes, each 0 or 1, that lie side by side in an integer: the highest byte of the product has their
+# bits, the first byte's lowest. Every other bit of the product goes to a place of its own, so that nothing is carried.
+_GATHER = 0x0102040810204080
 
 
 class SignBits(NamedTuple):
@@ -19,10 +23,9 @@ class SignBits(NamedTuple):
     saved signs keep each recomputed element on its side of zero.
 
     Attributes:
-        packed (Tensor): Bytes, shape (ceil(numel / 8),). A set bit is an element that is zero. Bit i of all bytes
-            belongs to the i-th of eight parts of the map in the order of its memory, so that packing is three
-            contiguous sums, each half as long as the one before.
-        channels_last (bool): Whether channels are the fastest dimension of that order.
+        packed (Tensor): Bytes, shape (ceil(numel / 8),). A set bit is an element that is positive. A byte holds eight
+            elements that lie side by side in memory, the first in its lowest bit.
+        channels_last (bool): Whether channels are the fastest dimension in memory.
     """
 
     packed: Tensor
@@ -39,14 +42,13 @@ class SignBits(NamedTuple):
             SignBits: The signs.
         """
         channels_last = not y.is_contiguous()
-        # Not `y > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step.
-        bits = torch.le(_flat(y, channels_last), 0).view(torch.uint8)
-        if len(bits) % _BITS:
-            bits = F.pad(bits, (0, -len(bits) % _BITS))
-        for number in (4, 2, 1):
-            first, second = bits.view(2, -1)
-            bits = torch.add(first, second, alpha=1 << number)
-        return cls(bits, channels_last)
+        # Not `y > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step. A cast to bool
+        # asks the same as `y != 0`, of which CPUs have no fast kernel.
+        bits = _flat(y, channels_last).to(torch.bool)
+        if rest := -bits.shape[0] % _BITS:
+            bits = F.pad(bits, (0, rest))
+        gathered = bits.view(torch.int64).mul_(_GATHER)
+        return cls(gathered.view(torch.uint8)[_BITS - 1 :: _BITS].contiguous(), channels_last)
 
     def relu_(self, u: Tensor) -> Tensor:
         """Apply the ReLU to a recomputed map in place.
@@ -59,10 +61,18 @@ class SignBits(NamedTuple):
         """
         u = u.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
         flat = _flat(u.clamp_min_(torch.finfo(u.dtype).tiny), self.channels_last)
-        places = torch.arange(_BITS, dtype=torch.uint8, device=u.device)
-        bits = self.packed.bitwise_right_shift(places[:, None]).bitwise_and_(1)
-        flat.masked_fill_(bits.view(torch.bool).view(-1)[: len(flat)], 0)
+        positive = _bytes_of_bits(u.device).index_select(0, self.packed.int()).view(torch.uint8)
+        flat.mul_(
+            positive if positive.shape == flat.shape else positive[: flat.shape[0]]
+        )  # a mask takes ten times longer
         return u
+
+
+@functools.lru_cache(maxsize=8)
+def _bytes_of_bits(device):
+    """Return for each byte its eight bits, as the bytes 0 and 1 of an integer, shape (256,)."""
+    bits = torch.arange(1 << _BITS, device=device)[:, None] >> torch.arange(_BITS, device=device)
+    return bits.bitwise_and_(1).to(torch.uint8).view(torch.int64).flatten()
 
 
 def _flat(x, channels_last):

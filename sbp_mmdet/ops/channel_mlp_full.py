@@ -1,0 +1,254 @@
+"""The channel MLP (:mod:`.channel_mlp`) in full precision, which saves its input, not the normalised one.
+
+Input and x-hat have the same size there, and torch's own norm does in one call each what folding the norm into the
+first layer takes a dozen calls for: so a step costs less where calls, not arithmetic, take its time. In half precision
+x-hat is half as large as the residual stream.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..stochastic_backprop.algorithm1 import take
+from .common.folding import add_branch
+from .common.layouts import Chunk, chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
+from .common.precision import Sum, accumulator
+from .common.row_sampling import draw
+
+__all__ = ['ROWS_OF_MEANS', 'SavedInput', 'backward', 'forward', 'less', 'saves_input', 'some_rows', 'with_mean_']
+
+aten = torch.ops.aten
+_norm_backward = aten.native_layer_norm_backward.default
+# Number of rows that means of activations are computed over.
+ROWS_OF_MEANS = 256
+
+
+class SavedInput(NamedTuple):
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        x (Tensor | None): Input of the kept tokens, shape (N, K, C). If ``None``, the convolution is rerun.
+        keep (Tensor | None): Indices of the kept tokens.
+        given (MLPTensors): Parameters and factor.
+        layout (torch.memory_format | None): Layout of the input, if it is a feature map.
+    """
+
+    x: Tensor | None
+    keep: Tensor | None
+    given: NamedTuple
+    layout: torch.memory_format | None
+
+
+def saves_input(settings, t) -> bool:
+    """Return whether an MLP saves its input: in full precision, where it is not to be rounded to eight bits.
+
+    Args:
+        settings (MLPSettings): Settings with a dtype.
+        t (MLPTensors): Inputs.
+    """
+    if t.conv is None and settings.form.storage != 'native':
+        return False
+    dtype = settings.dtype
+    return dtype == accumulator(t.x) and all([x is None or x.dtype == dtype for x in t[:9]])
+
+
+def forward(settings, t, keep, saves: bool, hidden: bool) -> tuple[Tensor, SavedInput | None]:
+    """Compute the MLP.
+
+    Args:
+        settings (MLPSettings): Settings.
+        t (MLPTensors): Inputs.
+        keep (Tensor | None): Indices of the kept tokens. If ``None``, all.
+        saves (bool): Whether there is a backward pass of the branch.
+        hidden (bool): Whether that needs the hidden layer.
+
+    Returns:
+        tuple[Tensor, SavedInput | None]: Output, and what is saved.
+    """
+    x = tokens_of(t.x)
+    parts = chunks(*x.shape[:2], len(t.weight1), x.device, settings.chunk)
+    if len(parts) == 1 and t.factor is None:
+        out = _add_whole(t, _rows(settings, t, x.reshape(-1, x.shape[2])))
+    else:
+        branch = ((chunk, _rows(settings, t, chunk.rows_of(x))) for chunk in parts)
+        out = add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
+    if not saves:
+        return out, None
+    source = None if t.conv is not None or not hidden else x if keep is None else take(x, keep)
+    conv = t.conv if hidden else None
+    given = t._replace(x=None, shortcut=None, positions=None, conv=conv)
+    return out, SavedInput(source, keep, given, layout_of(t.x))
+
+
+def _rows(settings, t, rows):
+    rows = torch.layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, settings.eps)
+    hidden = aten.gelu_.default(torch.addmm(t.bias1, rows, t.weight1.t()), approximate=settings.approximate)
+    return torch.addmm(t.bias2, hidden, t.weight2.t())
+
+
+def _add_whole(t, rows):
+    """Return the sum of the shortcut and the scaled rows of all tokens, in the layout of the shortcut."""
+    rows = in_shape(rows.view(len(t.shortcut), -1, rows.shape[1]), t.shortcut.shape)
+    if t.gamma is None:
+        return torch.add(t.shortcut, rows)
+    gamma = t.gamma if rows.dim() == 3 else t.gamma.view(-1, 1, 1)
+    return torch.addcmul(t.shortcut, rows, gamma)
+
+
+def backward(settings, saved: SavedInput, grad: Tensor, needs) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Compute the gradients of the input and, in the order of the tensors, of the parameters.
+
+    Args:
+        settings (MLPSettings): Settings.
+        saved (SavedInput): What was saved.
+        grad (Tensor): Gradient of the output.
+        needs (MLPGradients): Which gradients are needed.
+    """
+    t, keep = saved.given, saved.keep
+    run = _Sums(settings, t, needs)
+    tokens = tokens_of(grad)
+    x = saved.x if t.conv is None else take(tokens_of(t.conv.run()), keep)
+    kept = tokens.shape[1] if keep is None else len(keep)
+    parts = chunks(len(tokens), kept, len(t.weight1), grad.device, settings.chunk)
+    if settings.form.sample and run.weights and tokens.numel():
+        run.find_means(x, kept)
+    if len(parts) == 1 and keep is None:
+        dx = run.add(_times_factor(t, tokens, slice(None)).reshape(-1, tokens.shape[2]), _whole_rows(x))
+        dx = None if dx is None else in_shape(dx.view(tokens.shape), grad.shape)
+        return dx, run.gradients()
+    layout = saved.layout if keep is None else None
+    dx = empty_tokens((len(tokens), kept, tokens.shape[2]), layout, grad.dtype, grad.device) if needs.x else None
+    for chunk in parts:
+        part = tokens[chunk.images, chunk.rows]
+        if keep is not None:
+            part = chunk.rows_of(tokens, keep).view(chunk.number, -1, tokens.shape[2])
+        rows = run.add(
+            _times_factor(t, part, chunk.images).reshape(-1, tokens.shape[2]), None if x is None else chunk.rows_of(x)
+        )
+        if needs.x:
+            chunk.put_(dx, rows)
+    if dx is None:
+        return None, run.gradients()
+    dx = put_together(dx, keep, tokens.shape[1])
+    return laid_out(in_shape(dx, grad.shape), saved.layout), run.gradients()
+
+
+def _whole_rows(x):
+    return None if x is None else x.reshape(-1, x.shape[2])
+
+
+def _times_factor(t, part, images):
+    return part if t.factor is None else part * t.factor[images, None, None].to(part.dtype)
+
+
+class _Sums:
+    """Sums over rows for the gradients of parameters.
+
+    Args:
+        settings (MLPSettings): Settings.
+        t (MLPTensors): Parameters.
+        needs (MLPGradients): Which gradients are needed.
+    """
+
+    def __init__(self, settings, t, needs):
+        self.settings, self.t, self.needs = settings, t, needs
+        self.norm = needs.x, needs.norm_weight, needs.norm_bias  # gradients of the norm
+        self.first = any(self.norm) or needs.weight1 or needs.bias1
+        self.outer = needs.weight2 or needs.gamma
+        self.weights = self.outer or needs.weight1
+        self.means = None, None
+        self.w2 = t.weight2 if t.gamma is None else t.weight2 * t.gamma[:, None]
+        kinds = dict(total=t.bias2, outer=t.weight2, w1=t.weight1, b1=t.bias1, nw=t.norm_weight, nb=t.norm_bias)
+        self.sums = {name: Sum(like) for name, like in kinds.items()}
+
+    def find_means(self, x, kept):
+        """Compute means of the first layer's input and of the hidden layer after the GELU, over :func:`some_rows`."""
+        rows = self._normalised(some_rows(len(x), kept).rows_of(x))[0]
+        self.means = rows.mean(0), self._hidden(rows, activates=True).mean(0)
+
+    def _normalised(self, rows):
+        t = self.t
+        return torch.native_layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, self.settings.eps)
+
+    def _hidden(self, rows, activates=False):
+        hidden = torch.addmm(self.t.bias1, rows, self.t.weight1.t())
+        return F.gelu(hidden, approximate=self.settings.approximate) if activates else hidden
+
+    def add(self, grad: Tensor, x: Tensor | None) -> Tensor | None:
+        """Add some rows to the sums.
+
+        Args:
+            grad (Tensor): Gradient of the output, before layer scale, shape (K, C).
+            x (Tensor | None): Input of the norm, shape (K, C). If ``None``, it is not needed.
+
+        Returns:
+            Tensor | None: Gradient of the norm's input, if it is needed.
+        """
+        t, sums, approximate = self.t, self.sums, self.settings.approximate
+        sums['total'].add(grad.sum(0))
+        if not (self.outer or self.first):
+            return None
+        rows, mean, rstd = self._normalised(x)
+        hidden = self._hidden(rows)
+        drawn = draw(self.settings.form.sample, grad)
+        if self.outer:
+            active = F.gelu(drawn.of(hidden), approximate=approximate)
+            sums['outer'].add_product(drawn.divided(grad), less(active, self.means[1]))
+            del active
+        if not self.first:
+            return None
+        dh = torch.mm(grad, self.w2)
+        dh = aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
+        sums['b1'].add(dh.sum(0))
+        if self.needs.weight1:
+            sums['w1'].add_product(drawn.divided(dh), less(drawn.of(rows), self.means[0]))
+        if not any(self.norm):
+            return None
+        dy = torch.mm(dh, t.weight1)
+        dx, nw, nb = _norm_backward(dy, x, x.shape[1:], mean, rstd, t.norm_weight, t.norm_bias, self.norm)
+        for name, part in (('nw', nw), ('nb', nb)):
+            if part is not None:
+                sums[name].add(part)
+        return dx
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
+        t, needs, sums = self.t, self.needs, self.sums
+        total, b1 = sums['total'].value, sums['b1'].value if self.first else None
+        w1 = with_mean_(sums['w1'].value, b1, self.means[0]) if needs.weight1 else None
+        outer = with_mean_(sums['outer'].value, total, self.means[1]) if self.outer else None
+        norm = [sums[name].value if need else None for name, need in zip(('nw', 'nb'), self.norm[1:], strict=True)]
+        if t.gamma is None:
+            return [*norm, w1, b1, outer, total, None]
+        bias2, gamma = total * t.gamma, None
+        if needs.gamma:
+            gamma = torch.addcmul((outer * t.weight2).sum(1), total, t.bias2)
+        return [*norm, w1, b1, outer.mul_(t.gamma[:, None]) if needs.weight2 else None, bias2, gamma]
+
+
+def some_rows(images: int, each: int) -> Chunk:
+    """Return rows over which means of activations are computed, for estimates from a sample.
+
+    With a mean m, the sum of outer products splits into g^T a = g^T (a - m) + (sum of g)^T m. The second term is exact,
+    so a sample of rows has to estimate the first one only, which is smaller: activations after a GELU are far from zero
+    on average. The means must not depend on the draw, or the estimate would be biased.
+
+    Args:
+        images (int): Number of images.
+        each (int): Rows of each image.
+    """
+    # Odd, or the rows would stand in one column of most maps; at most a quarter, or this would cost a product.
+    step = max(images * each // ROWS_OF_MEANS, 4) | 1
+    return Chunk(slice(0, images), slice(min(step // 2, each - 1), each, step))
+
+
+def less(rows, mean):
+    """Subtract the mean from sampled rows, in place; ``None`` leaves them unchanged."""
+    return rows if mean is None else rows.sub_(mean)
+
+
+def with_mean_(estimate, total, mean):
+    """Add the exact term of :func:`some_rows` to an estimate, in place."""
+    return estimate if mean is None else estimate.addr_(total, mean)

@@ -1,0 +1,68 @@
+"""What it costs to issue a step, counted: calls of Python, operations of torch's dispatcher, and autograd's nodes."""
+
+import helpers  # noqa: F401  (puts research/ on the path)
+import pytest
+import torch
+from mmengine.registry import init_default_scope
+from torch import nn
+
+import issue_time  # isort: skip
+
+from sbp_mmdet import apply_lean
+
+# At most so many calls and operations of a step, relative to plain. Plain's own are about 5,000 and 600 in ResNet-50.
+LIMITS = {
+    'ResNet-50': dict(exact=(2.7, 2.02), exact_min=(2.75, 2.45), int8=(2.8, 2.4)),
+    'CSPNeXt': dict(exact=(3.8, 1.67), int8=(4.15, 3.7)),
+    'Swin': dict(exact=(2.2, 0.87), int8=(2.7, 1.5), sampled=(2.65, 1.55), sbp=(2.9, 0.94)),
+    'ConvNeXt': dict(exact=(3.3, 1.25), int8=(4.3, 1.7), sampled=(4.0, 2.2), sbp=(4.6, 1.4)),
+    "DINO's encoder": dict(exact=(2.05, 1.16), int8=(2.05, 1.17), sampled=(2.2, 1.45)),
+}
+
+
+def counted(name, preset):
+    build, run = issue_time.models()[name]
+    torch.manual_seed(0)
+    model = build()
+    model.train()
+    if preset != 'none':
+        apply_lean(model, preset, verify=False)
+    return issue_time.counts(lambda: (model.zero_grad(), run(model))[1])
+
+
+@pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='torch 2.3 and older are issued by other calls')
+@pytest.mark.parametrize('name', LIMITS)
+def test_counts_of_a_step(name):
+    init_default_scope('mmdet')
+    plain = counted(name, 'none')
+    for preset, limits in LIMITS[name].items():
+        found = counted(name, preset)
+        relative = [found[key] / plain[key] for key in ('calls', 'operations')]
+        assert relative[0] <= limits[0] and relative[1] <= limits[1], (preset, relative)
+        assert found['nodes'] <= plain['nodes'], preset
+
+
+def test_what_is_counted():
+    """A product and its backward pass: two operations of them are transposed views."""
+    layer = nn.Linear(2, 3, bias=False)
+    x = torch.ones(1, 2)
+    found = issue_time.counts(lambda: (layer.zero_grad(), layer(x).sum())[1])
+    # t, mm, sum; ones_like, expand, t, mm, t, detach or not.
+    assert 8 <= found['operations'] <= 12
+    assert found['nodes'] == 4  # sum, mm, t, and where the weight's gradient goes
+    assert found['calls'] > 10
+
+
+ROWS = [
+    dict(model='A', preset='none', seconds=0.002, operations=100, ratio=1.0, operations_ratio=1.0),
+    dict(model='A', preset='exact', seconds=0.003, operations=120, ratio=1.5, operations_ratio=1.2),
+    dict(model='B', preset='none', seconds=0.001, operations=10, ratio=1.0, operations_ratio=1.0),
+]
+
+
+def test_table_of_the_page(tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text('before\n<!-- results: issue_time -->\nold\n<!-- end -->\nafter\n')
+    issue_time.write(page, issue_time.table(ROWS))
+    table = '| model | plain | `exact` |\n|---|---|---|\n| A | 2.0 ms (100) | 1.50 (1.20) |\n| B | 1.0 ms (10) |  |'
+    assert page.read_text() == f'before\n<!-- results: issue_time -->\n{table}\n<!-- end -->\nafter\n'
