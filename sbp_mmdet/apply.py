@@ -9,13 +9,14 @@ from torch import nn
 
 from .adapters import LeanModule, Place, release, take_over
 from .adapters.predicate import fairscale_forward
+from .adapters.row_draws import RowDraws
 from .change_plan import modules_to_change, plan_change
 from .checkpointed_parts import give_parts_back, parts_to_checkpoint
 from .checkpointing import Checkpointed, refuse_replays
 from .passes import close_drawing, hand_on_within, open_drawing
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
-from .stochastic_backprop.step_draws import RowDraws, StepDraws, ThinnedStages, TokenDraws
+from .stochastic_backprop.step_draws import StepDraws, ThinnedStages, TokenDraws
 from .surgery import mix_in, mix_out, unwrapped
 from .verify.first_pass import FirstPass, verify_at_first_pass
 

@@ -21,13 +21,13 @@ from test_ops_transformer import gradients as of_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sbp_mmdet.ops.channel_mlp_full as mlp
+from sbp_mmdet.adapters.row_draws import RowDraws
 from sbp_mmdet.apply import apply_lean
 from sbp_mmdet.ops.common.autograd_function import Form, Sample
 from sbp_mmdet.ops.common.row_sampling import draw
 from sbp_mmdet.ops.deformable_encoder_layer import deformable_encoder_layer
 from sbp_mmdet.ops.ffn import FFNSettings, feed_forward
 from sbp_mmdet.stochastic_backprop.masks import positions
-from sbp_mmdet.stochastic_backprop.step_draws import RowDraws
 
 WEIGHTS = ('weight', 'weight1', 'weight2', 'qkv_weight', 'proj_weight', 'norm_weight', 'gamma')
 # In one chunk.

@@ -7,10 +7,9 @@ An adapter is mixed into the class of a module. It says which parts of the modul
         def parts(self):
             return dict(mlp=ChannelMLPBinding(self.norm, self.fc1, self.act, self.fc2, drop=self.drop_path))
 
-The base classes do everything else. In evaluation mode and without gradients, the module runs its own code. So does
-every part with a submodule whose forward may not be bypassed (:mod:`.predicate`), now or in a later step. Kept
-positions, the images that stochastic depth drops, and the form of the operations come from the model's settings.
-Checkpointing of the module itself (``with_cp``) is switched off, because the operations save less.
+The base classes do the rest. In evaluation mode and without gradients, the module runs its own code. So does a part
+with a submodule whose forward may not be bypassed (:mod:`.predicate`), now or in a later step. Kept positions, dropped
+images and the form of the operations follow from the model's settings. The module's own ``with_cp`` is switched off.
 """
 
 import dataclasses
@@ -28,12 +27,13 @@ from ..ops.common.precision import accumulator, autocast_dtype
 from ..ops.common.stochastic_depth import on_images
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
-from ..stochastic_backprop.step_draws import RowDraws, StepDraws, TokenDraws
+from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import Mixin, mix_in, mix_out, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
 from .predicate import derives_plainly, fairscale_forward
+from .row_draws import RowDraws
 
 __all__ = [
     'ADAPTERS',

@@ -1,4 +1,4 @@
-"""The random choices of one training step: the positions, attention heads, images and rows that send gradients.
+"""The random choices of one training step: the positions, attention heads and images that send gradients.
 
 The draws depend only on the seed, the rank, the iteration and the number of the forward pass within the iteration. So a
 resumed run continues the sequence, and several forward passes may precede one backward pass.
@@ -9,7 +9,7 @@ their draws; at its end all draws are discarded.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mmengine.dist import get_rank
@@ -17,37 +17,12 @@ from mmengine.logging import MessageHub
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..ops.common.autograd_function import Sample
-from ..presets import Settings
 from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks, token_positions
 
-__all__ = ['RowDraws', 'StepDraws', 'ThinnedStages', 'TokenDraws']
+if TYPE_CHECKING:
+    from ..presets import Settings
 
-
-class RowDraws:
-    """Draws of the row samples from which the preset ``sampled`` estimates gradients of weights.
-
-    Each module has a draw of its own, so that errors of layers do not add up. It depends on the seed, the rank, the
-    iteration, the module's name, and how often the module ran in this iteration.
-    """
-
-    def __init__(self):
-        self._latest = {}
-
-    @torch.compiler.disable
-    def draw(self, name: str, ratio: float) -> Sample:
-        """Draw the sample of the next run of a module.
-
-        Args:
-            name (str): Name of the module.
-            ratio (float): Share of the rows, in (0, 1].
-
-        Returns:
-            Sample: The sample.
-        """
-        self._latest[name] = found = _next(self._latest.get(name))
-        generator = mask_generator(torch.initial_seed(), get_rank(), *found, f'sample of {name}')
-        return Sample(ratio, generator.initial_seed() / 2**63)  # the seed is a hash, so it is random itself
+__all__ = ['StepDraws', 'ThinnedStages', 'TokenDraws', 'next_pass']
 
 
 class ThinnedStages(NamedTuple):
@@ -62,7 +37,7 @@ class ThinnedStages(NamedTuple):
         num_heads (int | None): Number of attention heads of a block. Default: None.
     """
 
-    settings: Settings
+    settings: 'Settings'
     layers: Mapping[tuple, nn.Module]
     ratios: Mapping[tuple, float]
     stride: int
@@ -143,8 +118,12 @@ class _Pass(NamedTuple):
         return self.drawn[key]
 
 
-def _next(latest):
-    """Return the (iteration, number of the pass in it) that follows ``latest``."""
+def next_pass(latest: tuple | None) -> tuple[int, int]:
+    """Return the (iteration, number of the pass in it) that follows ``latest``.
+
+    Args:
+        latest (tuple | None): The latest pass, which begins with the same two numbers. If ``None``, there is none.
+    """
     iteration = MessageHub.get_current_instance().get_info('iter', 0)
     return iteration, latest[1] + 1 if latest and latest[0] == iteration else 0
 
@@ -158,7 +137,7 @@ class TokenDraws:
         settings (Settings): Settings of the model.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: 'Settings'):
         self._settings, self._latest = settings, None
 
     def ratio(self, layer: tuple | None) -> float:
@@ -180,7 +159,7 @@ class TokenDraws:
         Returns:
             Positions: Kept and dropped tokens.
         """
-        self._latest = _next(self._latest)
+        self._latest = next_pass(self._latest)
         generator = mask_generator(torch.initial_seed(), get_rank(), *self._latest, 'levels')
         return level_positions(sizes, self._settings.keep_ratio, self._settings.sampler, generator, device)
 
@@ -220,7 +199,7 @@ class StepDraws:
         """
         shapes = [x.shape for x in tree_flatten(inputs)[0] if isinstance(x, Tensor)]
         sizes = [*dict.fromkeys(tuple(shape[-2:]) for shape in shapes if len(shape) == 4)]
-        self._latest = (*_next(self._latest), sizes)
+        self._latest = (*next_pass(self._latest), sizes)
         with self.latest_pass():
             yield
 

@@ -1,0 +1,36 @@
+"""The samples of rows of one training step, from which the preset ``sampled`` estimates weight gradients."""
+
+import torch
+from mmengine.dist import get_rank
+
+from ..ops.common.autograd_function import Sample
+from ..stochastic_backprop.masks import mask_generator
+from ..stochastic_backprop.step_draws import next_pass
+
+__all__ = ['RowDraws']
+
+
+class RowDraws:
+    """Draws of the row samples from which the preset ``sampled`` estimates gradients of weights.
+
+    Each module has a draw of its own, so that errors of layers do not add up. It depends on the seed, the rank, the
+    iteration, the module's name, and how often the module ran in this iteration.
+    """
+
+    def __init__(self):
+        self._latest = {}
+
+    @torch.compiler.disable
+    def draw(self, name: str, ratio: float) -> Sample:
+        """Draw the sample of the next run of a module.
+
+        Args:
+            name (str): Name of the module.
+            ratio (float): Share of the rows, in (0, 1].
+
+        Returns:
+            Sample: The sample.
+        """
+        self._latest[name] = found = next_pass(self._latest.get(name))
+        generator = mask_generator(torch.initial_seed(), get_rank(), *found, f'sample of {name}')
+        return Sample(ratio, generator.initial_seed() / 2**63)  # the seed is a hash, so it is random itself
