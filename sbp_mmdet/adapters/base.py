@@ -106,8 +106,7 @@ class Place(NamedTuple):
         name (str): Name of the module in the model. Default: ''.
         phases (RowDraws | None): Draws of the sampled rows. Default: None.
         bound (Bound | None): Operations that are used now. Default: None.
-        own_forward (Any): The instance's forward that fairscale's checkpointing had set. It is restored when the
-            module is released. Default: None.
+        own_forward (Any): The forward that fairscale's checkpointing had set, restored on release. Default: None.
     """
 
     settings: Settings
