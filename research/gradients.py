@@ -23,8 +23,8 @@ from case import parse_name
 from mmengine.config import DictAction
 from mmengine.logging import MessageHub
 from mmengine.utils import ProgressBar
+from plain_detector import build_model, train_batches
 from provenance import describe_machine, output_file, write_json
-from subject import build_model, train_batches
 from torch import Tensor, nn
 
 from sbp_mmdet import apply_lean

@@ -12,8 +12,8 @@ from torch import nn
 
 import gradients  # isort: skip  (helpers puts research/ on the path)
 from gradients import compare, exact_pass, study, study_table
+from plain_detector import build_model, train_batches
 from stand_ins import as_in
-from subject import build_model, train_batches
 
 from sbp_mmdet import apply_lean
 

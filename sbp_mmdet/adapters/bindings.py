@@ -38,9 +38,9 @@ Problems = list[tuple[nn.Module, str]]
 
 
 class Remembered:
-    """Settings that are the same from step to step, made anew when what they are made of differs.
+    """Settings of an operation, kept from step to step and made anew when one of their values changes.
 
-    Copies and pickles begin without.
+    Copies and pickles start empty.
 
     Args:
         kind (type): Class of the settings.

@@ -3,6 +3,12 @@
 Input and x-hat have the same size there, and torch's own norm does in one call each what folding the norm into the
 first layer takes a dozen calls for: so a step costs less where calls, not arithmetic, take its time. In half precision
 x-hat is half as large as the residual stream.
+
+With h = LN(x) W1^T + b1 and g = factor * dy, the backward pass recomputes LN(x) and h of the kept tokens and sums over
+them, in chunks:
+
+    A = g^T GELU(h),  dW2 = diag(gamma) A,  db2 = gamma * sum of g,  dgamma = row sums of A * W2 + b2 * sum of g
+    dh = g diag(gamma) W2 * GELU'(h),  dW1 = dh^T LN(x),  db1 = sum of dh,  dx = LN'(dh W1)
 """
 
 from typing import NamedTuple
@@ -17,7 +23,16 @@ from .common.layouts import Chunk, chunks, empty_tokens, in_shape, laid_out, lay
 from .common.precision import Sum, accumulator
 from .common.row_sampling import draw
 
-__all__ = ['ROWS_OF_MEANS', 'SavedInput', 'backward', 'forward', 'less', 'saves_input', 'some_rows', 'with_mean_']
+__all__ = [
+    'ROWS_OF_MEANS',
+    'SavedInput',
+    'add_mean_term_',
+    'backward',
+    'centre_',
+    'forward',
+    'saves_input',
+    'some_rows',
+]
 
 aten = torch.ops.aten
 _norm_backward = aten.native_layer_norm_backward.default
@@ -105,6 +120,9 @@ def backward(settings, saved: SavedInput, grad: Tensor, needs) -> tuple[Tensor |
         saved (SavedInput): What was saved.
         grad (Tensor): Gradient of the output.
         needs (MLPGradients): Which gradients are needed.
+
+    Returns:
+        tuple[Tensor | None, list[Tensor | None]]: Gradient of ``x``, and those of :meth:`_Sums.gradients`.
     """
     t, keep = saved.given, saved.keep
     run = _Sums(settings, t, needs)
@@ -195,7 +213,7 @@ class _Sums:
         drawn = draw(self.settings.form.sample, grad)
         if self.outer:
             active = F.gelu(drawn.of(hidden), approximate=approximate)
-            sums['outer'].add_product(drawn.divided(grad), less(active, self.means[1]))
+            sums['outer'].add_product(drawn.divided(grad), centre_(active, self.means[1]))
             del active
         if not self.first:
             return None
@@ -203,7 +221,7 @@ class _Sums:
         dh = aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         sums['b1'].add(dh.sum(0))
         if self.needs.weight1:
-            sums['w1'].add_product(drawn.divided(dh), less(drawn.of(rows), self.means[0]))
+            sums['w1'].add_product(drawn.divided(dh), centre_(drawn.of(rows), self.means[0]))
         if not any(self.norm):
             return None
         dy = torch.mm(dh, t.weight1)
@@ -217,8 +235,8 @@ class _Sums:
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
         t, needs, sums = self.t, self.needs, self.sums
         total, b1 = sums['total'].value, sums['b1'].value if self.first else None
-        w1 = with_mean_(sums['w1'].value, b1, self.means[0]) if needs.weight1 else None
-        outer = with_mean_(sums['outer'].value, total, self.means[1]) if self.outer else None
+        w1 = add_mean_term_(sums['w1'].value, b1, self.means[0]) if needs.weight1 else None
+        outer = add_mean_term_(sums['outer'].value, total, self.means[1]) if self.outer else None
         norm = [sums[name].value if need else None for name, need in zip(('nw', 'nb'), self.norm[1:], strict=True)]
         if t.gamma is None:
             return [*norm, w1, b1, outer, total, None]
@@ -244,11 +262,11 @@ def some_rows(images: int, each: int) -> Chunk:
     return Chunk(slice(0, images), slice(min(step // 2, each - 1), each, step))
 
 
-def less(rows, mean):
+def centre_(rows: Tensor, mean: Tensor | None) -> Tensor:
     """Subtract the mean from sampled rows, in place; ``None`` leaves them unchanged."""
     return rows if mean is None else rows.sub_(mean)
 
 
-def with_mean_(estimate, total, mean):
-    """Add the exact term of :func:`some_rows` to an estimate, in place."""
+def add_mean_term_(estimate: Tensor, total: Tensor, mean: Tensor | None) -> Tensor:
+    """Add the exact term (sum of g)^T m of :func:`some_rows` to an estimate, in place; ``None`` leaves it unchanged."""
     return estimate if mean is None else estimate.addr_(total, mean)

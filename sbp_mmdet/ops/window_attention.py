@@ -8,8 +8,8 @@ relative position:
     M = s Q K^T + B,  S = softmax(M),  O = S V.
 
 x-hat and its reciprocal deviation are saved: neither Q, K, V, of three times the channels, nor an attention map. In
-full precision x is saved, as large as x-hat, and torch's own norm runs again: then nothing is folded into the first
-layer, which would take a dozen calls. The backward pass recomputes some windows at a time, and from the gradient dO of
+full precision x is saved, which is as large as x-hat, and torch's own norm is recomputed: folding the norm into the
+first layer would take a dozen calls. The backward pass recomputes some windows at a time, and from the gradient dO of
 their outputs
 
     dV = S^T dO,  dS = dO V^T,  dM = S * (dS - rowsum(S * dS)),  dQ = s dM K,  dK = s dM^T Q,  dB = sum of dM.
@@ -425,7 +425,7 @@ class _Windows:
         return out.transpose(1, 2).reshape(self.xhat.shape)
 
     def backward(self, grad, dbias, scale):
-        """Return the gradients of Q, K and V side by side, (N, P', 3 C), and adds that of B to a sum.
+        """Return the gradients of Q, K and V side by side, (N, P', 3 C), and add that of B to a sum.
 
         Args:
             grad (Tensor): dO, shape (N, P', C).
