@@ -21,6 +21,8 @@ _LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmseg', 'mmpo
 _DECORATORS = ('contextlib', 'mmengine.utils.misc', 'torch.utils._contextlib')
 # Modules whose functions are asked about, and not those that they call in turn.
 _FUNCTIONS = ('torch', 'torch.nn.functional')
+# The planner puts functions in the place of kernels, which compute the same and allocate what CUDA's would.
+_STAND_INS = 'sbp_mmdet.plan.'
 _EVERY_MODULES = '__call__', '_call_impl', '_wrapped_call_impl'
 
 
@@ -123,6 +125,8 @@ class _Search:
         self.functions[module, name] = value
         renamed = module.__name__ in _FUNCTIONS and _plain(getattr(value, '__name__', '')) != _plain(name)
         home = package if isinstance(function, BuiltinFunctionType) else _package(_home(function))
+        if _home(function).startswith(_STAND_INS):
+            return
         if renamed or home not in (*_LIBRARIES, package):
             self._blame(module, name, function)
         elif isinstance(function, FunctionType) and home == package != 'torch':
@@ -147,6 +151,8 @@ def _function_of(member):
 
 
 def _is_written_in(function, kind, name):
+    if _home(function).startswith(_STAND_INS):
+        return True
     if not isinstance(function, FunctionType) or _home(function) != kind.__module__:
         return False
     return kind is nn.Module or function.__qualname__ == f'{kind.__qualname__}.{name}'

@@ -1,15 +1,21 @@
 """Counts agree with the tensors that mmcv's CUDA functions save, summed by hand."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
-from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention, RoIPool
+from mmcv.cnn.bricks.transformer import FFN
+from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention, RoIAlign, RoIPool
 from mmcv.ops.carafe import carafe
 from mmdet.models.losses import FocalLoss
+from mmdet.models.task_modules.assigners import MaxIoUAssigner
 from torch import nn
 
+from sbp_mmdet.library_code import replaced_code
+from sbp_mmdet.plan.cuda_rules import cuda_kernels
 from sbp_mmdet.plan.cuda_storage import cuda_storage
-from sbp_mmdet.plan.detector import measure_detector
+from sbp_mmdet.plan.detector import assignment_on_cpu, measure_detector
 from sbp_mmdet.plan.memory import LiveBytes, saved_bytes
 from sbp_mmdet.plan.variants import load_config, plain
 
@@ -87,6 +93,16 @@ def test_dropout_stores_a_byte_an_element():
     x, layer = torch.randn(100, requires_grad=True), nn.Dropout(0.5)
     assert stored(lambda: layer(x)) == 100 and saved_bytes(lambda: layer(x)) == 100 * FLOAT
     assert stored(lambda: layer.eval()(x)) == 0
+
+
+def test_stand_ins_of_kernels_are_no_foreign_code():
+    """A changed module is counted as it trains, whatever stands in for a kernel of CUDA."""
+    counter, kinds = LiveBytes(), (FocalLoss, nn.Dropout, nn.Conv2d, RoIAlign, FFN, MultiScaleDeformableAttention)
+    with cuda_kernels(counter, False), cuda_storage(counter), assignment_on_cpu(counter):
+        assert {kind: replaced_code(kind) for kind in kinds} == dict.fromkeys(kinds)
+        assert replaced_code(MaxIoUAssigner, 'assign') is None
+    with mock.patch.object(F, 'dropout', lambda x, *_: x):
+        assert replaced_code(nn.Dropout)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from planted_faults import FAULTS, plant
 from verify_models import check_plain, said, trained
 
-from sbp_mmdet.ops import conv_norm_act, residual_block
+from sbp_mmdet.ops import conv_norm_act, residual_layer
 from sbp_mmdet.ops.common import layouts
 from sbp_mmdet.verify import parts_of_inputs
 
@@ -61,6 +61,6 @@ def test_a_wrong_line_of_half_precision_alone(dtype, monkeypatch, caplog):
         dx, found = original(*args)
         return (dx if dx is None or dx.dtype == torch.float32 else 1.12 * dx), found
 
-    monkeypatch.setattr(residual_block, 'convolve_backward', backward)
+    monkeypatch.setattr(residual_layer, 'convolve_backward', backward)
     _, records = said(trained('ResNet'), caplog, amp=dtype)
     assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)

@@ -14,19 +14,13 @@ from torch import Tensor
 from .common.activations import Activation
 from .common.kept_maps import KeptMap, keep
 from .common.map_norms import (
-    Factors,
     FixedGradients,
-    Statistics,
     affine_of_norm,
-    factors_of_fixed,
-    normalise,
-    normalise_backward,
     parts_in_half,
-    shifts_of_fixed,
 )
-from .common.precision import cast
 from .common.sign_bits import SignBits
-from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward, folds
+from .conv_norm_act import ConvNormSettings, ConvNormTensors
+from .residual_layer import FixedNorms, KeptLayer, Layer, layer_backward, rerun_layer, run_layer
 
 __all__ = [
     'RELU',
@@ -87,18 +81,6 @@ class BlockTensors(NamedTuple):
     shortcut: ConvNormTensors | None = None
 
 
-class KeptLayer(NamedTuple):
-    """Statistics that a layer is recomputed with.
-
-    Attributes:
-        statistics (Statistics | None): Mean and reciprocal deviation of a batch norm in training mode or a group norm.
-        count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
-    """
-
-    statistics: Statistics | None
-    count: Tensor | None
-
-
 class KeptBlock(NamedTuple):
     """Tensors that a block saves for the backward pass.
 
@@ -115,65 +97,6 @@ class KeptBlock(NamedTuple):
     layers: tuple[KeptLayer, ...]
 
 
-class Layer(NamedTuple):
-    """A layer in one forward or backward pass.
-
-    Attributes:
-        s (ConvNormSettings): Settings.
-        t (ConvNormTensors): Parameters and buffers.
-        norms (FixedNorms): The fixed norms of all layers of the pass.
-        number (int): Number of the layer among them.
-        parts (tuple[Tensor, Tensor] | None): Those of the factors of its fixed norm, see :func:`.parts_in_half`.
-    """
-
-    s: ConvNormSettings
-    t: ConvNormTensors
-    norms: 'FixedNorms'
-    number: int
-    parts: tuple[Tensor, Tensor] | None
-
-    def convolve(self, x: Tensor) -> Tensor:
-        """Run the convolution, and the norm if it is fixed.
-
-        Args:
-            x (Tensor): Input of the layer.
-        """
-        s, t, norms, number, _ = self
-        return convolve(s, t, x, *norms.folded(number)) if folds(s, t, x) else convolve(s, t, x)
-
-
-class FixedNorms:
-    """Factors and shifts of the fixed norms of all layers in a pass, computed together when the first layer asks.
-
-    Args:
-        layers (list[tuple]): Settings and tensors of each layer.
-    """
-
-    def __init__(self, layers: list[tuple]):
-        self._layers, self._factors, self._shifts = layers, None, None
-
-    def factors(self, number: int) -> Factors | None:
-        """Return the factors of a layer, ``None`` if its norm is of another kind.
-
-        Args:
-            number (int): Number of the layer.
-        """
-        if self._factors is None:
-            self._factors = factors_of_fixed(self._layers)
-        return self._factors[number]
-
-    def folded(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return what the norm of a layer multiplies the convolution's weight by, and the bias of that convolution.
-
-        Args:
-            number (int): Number of the layer.
-        """
-        column = self.factors(number).column
-        if self._shifts is None:
-            self._shifts = shifts_of_fixed(self._layers, self._factors)
-        return column, self._shifts[number]
-
-
 class Members(NamedTuple):
     """The layers of a block in one pass; without a shortcut's layer the block's own input goes past."""
 
@@ -185,13 +108,18 @@ class Inside(NamedTuple):
     """Recomputed maps inside of a block, layer by layer.
 
     Attributes:
-        inputs (list[Tensor]): Inputs of the layers behind the first.
+        inputs (list[Tensor | None]): Inputs of the layers behind the first. ``None`` is to be recomputed.
         outputs (list[Tensor | None]): Outputs of the convolutions of all layers but the last, where the norm has
             statistics of the map.
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor | None]
+
+    def only_last(self) -> 'Inside':
+        """Return the input of the last layer alone, and the output that it was computed from."""
+        others = [None] * (len(self.inputs) - 1)
+        return Inside([*others, self.inputs[-1]], [*others, self.outputs[-1]])
 
 
 def pairs_of(block: BlockSettings, t: BlockTensors) -> list[tuple[ConvNormSettings, ConvNormTensors]]:
@@ -247,7 +175,7 @@ def run_block(
     out, last, signs, layers = x, None, [], []
     *first, final = members.layers
     for i, member in enumerate(first):
-        z, out, layer = _run_layer(member, out)
+        z, out, layer = run_layer(member, out)
         out = torch.relu_(out)
         layers.append(layer)
         if saves and saves_last and i + 1 == len(first):
@@ -255,31 +183,35 @@ def run_block(
         elif saves:
             signs.append(SignBits.pack(out))
         del z
-    _, out, layer = _run_layer(final, out)
+    _, out, layer = run_layer(final, out)
     layers.append(layer)
     if members.shortcut is None:
         out = out.add_(x)
     else:
-        _, shortcut, layer = _run_layer(members.shortcut, _pooled(block, x))
+        _, shortcut, layer = run_layer(members.shortcut, _pooled(block, x))
         layers.append(layer)
         out = out.add_(shortcut)
     return torch.relu_(out), last, tuple(signs), tuple(layers)
 
 
-def rerun_inside(members: Members, saved: KeptBlock, x: Tensor) -> Inside:
+def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | None = None) -> Inside:
     """Recompute the maps inside of a block whose ReLUs have their signs saved.
 
     Args:
         members (Members): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
+        known (Inside | None): Maps that were recomputed before, which stay. If ``None``, there are none. Default: None.
     """
     inside = Inside([], [])
-    for member, signs, layer in zip(members.layers, saved.signs, saved.layers, strict=False):
-        z, out = _rerun_layer(member, x, layer)
-        inside.outputs.append(None if layer.statistics is None else z)
-        x = signs.relu_(out)
+    for i, (member, signs, layer) in enumerate(zip(members.layers, saved.signs, saved.layers, strict=False)):
+        if known is not None and known.inputs[i] is not None:
+            x, z = known.inputs[i], known.outputs[i]
+        else:
+            z, out = rerun_layer(member, x, layer)
+            x, z = signs.relu_(out), None if layer.statistics is None else z
         inside.inputs.append(x)
+        inside.outputs.append(z)
     return inside
 
 
@@ -295,11 +227,11 @@ def rerun_output(block: BlockSettings, members: Members, saved: KeptBlock, x: Te
     """
     number = len(members.layers)
     last = saved.last.load(x.dtype) if last is None else last
-    _, out = _rerun_layer(members.layers[-1], last, saved.layers[number - 1])
+    _, out = rerun_layer(members.layers[-1], last, saved.layers[number - 1])
     if members.shortcut is None:
         out.add_(x)
     else:
-        out.add_(_rerun_layer(members.shortcut, _pooled(block, x), saved.layers[-1])[1])
+        out.add_(rerun_layer(members.shortcut, _pooled(block, x), saved.layers[-1])[1])
     return saved.output.relu_(out)
 
 
@@ -320,16 +252,18 @@ def block_backward(
         members (Members): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
-        inside (Inside | None): The maps inside, which go as they are used. If ``None``, they are recomputed here.
+        inside (Inside | None): Maps inside of the block that are known; the rest are recomputed. If ``None``, none
+            are.
         grad (Tensor): Gradient of the sum.
         needs (Sequence[Sequence[bool]]): For each layer, which parameters need gradients.
         needs_x (bool): Whether the input needs one.
 
     Returns:
-        tuple[Tensor | None, list]: Gradient of the input, and what :func:`_layer_backward` finds for each layer.
+        tuple[Tensor | None, list]: Gradient of the input, and what :func:`layer_backward` finds for each layer.
     """
     own, found = members.layers, []
-    inputs, outputs = rerun_inside(members, saved, x) if inside is None else inside
+    inputs, outputs = rerun_inside(members, saved, x, inside)
+    del inside
     inputs.insert(0, x)
     if saved.last is not None:
         inputs.append(saved.last.load(x.dtype))
@@ -340,7 +274,7 @@ def block_backward(
         source, z = inputs.pop(), outputs.pop()
         if isinstance(z, KeptMap):
             z = None if saved.layers[i].statistics is None else z.before_norm(inner.dtype)
-        inner, gradients = _layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
+        inner, gradients = layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
         found = [gradients, *found]
         if i > 0:
             inner = _relu_backward(inner, source, 0)
@@ -356,7 +290,7 @@ def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
     pooled, layer, z = _pooled(block, x), saved.layers[-1], None
     if layer.statistics is not None:
         z = member.convolve(pooled)
-    grad, found = _layer_backward(member, pooled, z, layer, grad, needs, needs_x)
+    grad, found = layer_backward(member, pooled, z, layer, grad, needs, needs_x)
     if block.pool is not None and needs_x:
         pool = block.pool
         options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
@@ -380,53 +314,3 @@ def _pooled(block, x):
         return x
     pool = block.pool
     return F.avg_pool2d(x, pool.kernel_size, pool.stride, 0, pool.ceil_mode, pool.count_include_pad)
-
-
-_NOTHING = KeptLayer(None, None)
-
-
-def _run_layer(member, x):
-    """Run convolution and norm.
-
-    Returns:
-        tuple[Tensor, Tensor, KeptLayer]: The convolution's output, that of the norm, and what the layer needs to run
-        again.
-    """
-    s, t, z = member.s, member.t, member.convolve(x)
-    if s.norm in ('none', 'fixed'):
-        return z, z, _NOTHING
-    u, statistics, count = normalise(s, t, z)
-    return z, cast(u, z.dtype), KeptLayer(statistics, count)
-
-
-def _rerun_layer(member, x, layer):
-    """Recompute convolution and norm with the saved statistics, and return the outputs of both."""
-    s, t, z = member.s, member.t, member.convolve(x)
-    if layer.statistics is None:
-        return z, z
-    scale, shift = affine_of_norm(s, t, layer.statistics, z.shape[1])
-    return z, cast(torch.addcmul(shift, z, scale), z.dtype)
-
-
-def _layer_backward(member, x, z, layer, grad, needs, needs_x):
-    """Compute the gradients of a layer.
-
-    Args:
-        member (Layer): The layer.
-        x (Tensor): The layer's input.
-        z (Tensor | None): Output of the convolution, which batch statistics and group norm need.
-        layer (KeptLayer): What the layer saved.
-        grad (Tensor): Gradient of the norm's output.
-        needs (list[bool]): Which parameters need gradients.
-        needs_x (bool): Whether the input needs one.
-
-    Returns:
-        tuple[Tensor | None, FixedGradients | dict]: See :func:`.convolve_backward`.
-    """
-    s, t, norms, number, parts = member
-    needs = ConvNormGradients(needs_x, *needs, False)
-    if layer.statistics is None:
-        return convolve_backward(s, t, norms.factors(number), parts, x, grad, needs)
-    grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
-    dx, found = convolve_backward(s, t, None, None, x, grad, needs)
-    return dx, dict(found, norm_weight=weight, norm_bias=bias)

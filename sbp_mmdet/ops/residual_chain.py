@@ -211,6 +211,8 @@ def _backward(blocks, members, source, saved, grad, needs, needs_x):
         if kept_block.last is None:
             inside = rerun_inside(own, kept_block, x)
             last = inside.inputs[-1]
+            if block.shortcut is not None:  # its first maps may be larger than its output, and wait until the end
+                inside = inside.only_last()
         inputs.append(rerun_output(block, own, kept_block, x, last))
         insides.append(inside)
     insides.append(None)
