@@ -359,7 +359,9 @@ def main():
     try:
         height, width = map(int, args.size.split('x'))
         if min(height, width, args.batch) < 1 or args.rounds < 0:
-            raise ValueError(f'--size {args.size}, --batch {args.batch}, --rounds {args.rounds}: too small')
+            raise ValueError(
+                f'--size {args.size} and --batch {args.batch} must be 1 or more, --rounds {args.rounds} 0 or more'
+            )
         if args.cap and not (cuda and args.step):
             raise ValueError(f'--cap {args.cap} needs --step and a GPU; sbp-mmdet plan predicts without one')
         for name in names:

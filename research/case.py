@@ -99,7 +99,7 @@ def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tu
         target = model.get_submodule(module)
     except AttributeError:
         names = [name for name, _ in model.named_modules() if name.count('.') < 2][1:]
-        raise ValueError(f'--module {module}: there is none; the detector has {names}') from None
+        raise ValueError(f'--module {module} does not exist; the detector has {names}') from None
     hooks = [model.backbone.register_forward_pre_hook(note, with_kwargs=True)]
     hooks.append(target.register_forward_pre_hook(stop, with_kwargs=True))
     data = model.data_preprocessor(copy.deepcopy(batch), True)

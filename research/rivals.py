@@ -54,7 +54,9 @@ def _within(enter):
 def _saving_products():
     """Make checkpoints save the results of convolutions and matrix products."""
     if not hasattr(cp, 'create_selective_checkpoint_contexts'):
-        raise ValueError(f'torch {torch.__version__} has no selective checkpointing')
+        raise ValueError(
+            f'torch {torch.__version__} has no selective checkpointing; take another rival, or a newer torch'
+        )
     found = [getattr(torch.ops.aten, name).default for name in _SAVED_BY_CHOICE]
     contexts = functools.partial(cp.create_selective_checkpoint_contexts, found)
     with mock.patch.object(cp, 'checkpoint', functools.partial(cp.checkpoint, context_fn=contexts)):
@@ -64,7 +66,9 @@ def _saving_products():
 def _compile(run, budget=None, backend='inductor'):
     config = importlib.import_module('torch._functorch.config')  # slow, so only where something is compiled
     if budget is not None and not hasattr(config, 'activation_memory_budget'):
-        raise ValueError(f'torch {torch.__version__} has no activation_memory_budget')
+        raise ValueError(
+            f'torch {torch.__version__} has no activation_memory_budget; take another rival, or a newer torch'
+        )
     torch._dynamo.reset()
     inner = torch._dynamo.lookup_backend(backend)
 

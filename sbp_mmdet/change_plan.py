@@ -147,7 +147,7 @@ def _backbone(root, settings, take, bounds):
     defaults = {field.name: field.default for field in dataclasses.fields(SBPConfig)}
     for key in kind.absent:
         if getattr(settings, key) != defaults[key]:
-            raise ValueError(f'{key}={getattr(settings, key)!r} means nothing for {type(root).__name__}; leave it out')
+            raise ValueError(f'{key}={getattr(settings, key)!r} has no effect in {type(root).__name__}; leave it out')
     owner = _owner(root, stages)
     layers = {}
     for i, blocks in enumerate(stages):

@@ -137,12 +137,12 @@ class Settings(SBPConfig):
         if given := [key for key in meaningless if key in cfg]:
             other = "'sbp' or 'sampled'" if given == ['keep_ratio'] else "'sbp'"
             raise ValueError(
-                f"{where}: {', '.join(given)}: not with preset='{preset.name}', which drops no position; leave that "
+                f"{where}: preset='{preset.name}' drops no position, so it takes no {', '.join(given)}; leave that "
                 f'out, or take preset={other}'
             )
         if preset.form is None and 'skip_dropped_images' in cfg:
             raise ValueError(
-                f"{where}: skip_dropped_images means nothing for preset='{preset.name}', whose blocks run their own "
+                f"{where}: skip_dropped_images has no effect with preset='{preset.name}', whose blocks run their own "
                 'code; leave it out'
             )
         return cls(**{**(dict(keep_ratio=0.25) if samples else {}), **cfg, 'preset': preset})

@@ -65,7 +65,7 @@ def test_keys_and_modules_without_positions(config):
     assert few['saved_bytes'] < many['saved_bytes']
     first, exact = measure_module(config, ['none', 'exact'], 'neck', amp='off', rounds=0, **CASE)
     assert exact['error'] < 1e-5 and first['error'] == 0 < exact['saved_bytes']
-    with pytest.raises(ValueError, match='--module nick: there is none; the detector has .*neck'):
+    with pytest.raises(ValueError, match='--module nick does not exist; the detector has .*neck'):
         measure_module(config, ['none'], 'nick', amp='off', rounds=0, **CASE)
 
 
@@ -75,7 +75,8 @@ def test_rivals(config):
     rows = measure_module(config, names, 'backbone.stages.0.0', amp='off', rounds=1, **CASE)
     assert [row.get('error') for row in rows[:3]] == [0, pytest.approx(0, abs=1e-6), 0]
     assert rows[1]['saved_bytes'] < rows[0]['saved_bytes'] == rows[2]['saved_bytes']  # on a CPU nothing moves
-    assert "attention: not with preset='exact'" in rows[-1]['reason'] and 'ratio' not in rows[-1]
+    assert "preset='exact' drops no position, so it takes no attention" in rows[-1]['reason']
+    assert 'ratio' not in rows[-1]
 
 
 def test_what_cannot_run_is_a_row(config, monkeypatch):

@@ -183,7 +183,7 @@ def test_keys_hook_and_back():
     model = nn.ModuleDict(dict(backbone=ToyNet()))
     text = LeanHook('sbp', blocks=[2, 1, 0], keep_ratio=[0.25, 0.5, 0.75]).apply(model)
     assert 'gradients from 0.75 of the positions, preset sbp' in text
-    with pytest.raises(ValueError, match="attention='head' means nothing for ToyNet"):
+    with pytest.raises(ValueError, match="attention='head' has no effect in ToyNet"):
         apply_lean(model, 'sbp', attention='head')
     remove_lean(model)
     assert not any(isinstance(m, LeanModule) for m in model.modules())
