@@ -179,13 +179,14 @@ def draw(results: dict) -> None:
             value = values[detector.name, variant]
             axes.barh(y, value, height * 0.9, color=COLOURS[number])
             right = max(value, detector.published.get(variant, 0))
-            axes.text(right + 0.3, y, f'{value:.1f}', va='center', fontsize=7)
+            note = f' (measured: {detector.published[variant]:g})' if variant in detector.published else ''
+            axes.text(right + 0.3, y, f'{value:.1f}{note}', va='center', fontsize=7)
             if variant in detector.published:
                 axes.barh(y, detector.published[variant], height * 0.9, color='none', edgecolor='black', hatch='////')
     for card in CARDS:
         axes.axvline(card, color='#888888', linewidth=0.8, linestyle=':', zorder=0)
         axes.text(card, -0.62, f'{card} GB', ha='center', fontsize=8, color='#555555')
-    axes.set(ylim=(len(DETECTORS) - 0.5, -0.7), xlim=(0, 1.06 * max(values.values())))
+    axes.set(ylim=(len(DETECTORS) - 0.5, -0.7), xlim=(0, 1.15 * max(values.values())))
     axes.set_xlabel('GB of GPU memory that a training needs')
     axes.set_yticks(range(len(DETECTORS)), [_head(detector).replace(', ', '\n', 1) for detector in DETECTORS])
     axes.tick_params(axis='y', labelsize=8)

@@ -1,7 +1,8 @@
 """Runs the trainings of an experiment with several seeds each, and reports their results.
 
     python research/training_study.py research/experiments/nuclei.py
-    python research/training_study.py research/experiments/coco.py --slurm PARTITION --jobs 2 --write README.md
+    python research/training_study.py research/experiments/coco.py --slurm PARTITION --jobs 2
+    python research/training_study.py research/experiments/coco.py --no-run --write configs/sbp_convnext/README.md
 
 Runs that finished stay in the work directory, and one that was killed goes on from its last checkpoint, so a study that
 was stopped goes on where it was, and a setting or seed can be added. --no-run trains nothing and reports what is there,

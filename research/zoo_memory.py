@@ -85,8 +85,8 @@ class Reason(NamedTuple):
     then: bool = False
 
 
-_SOFTMAX = Reason('torch of then stored the input of softmax, too', then=True)
-_GROUP_NORM = Reason('torch of then (early 2020) made group norm of batch norm and stored another map', then=True)
+_SOFTMAX = Reason('torch of that time stored the input of softmax, too', then=True)
+_GROUP_NORM = Reason('torch of that time (early 2020) made group norm of batch norm and stored another map', then=True)
 _BENCHMARK = Reason("cudnn_benchmark=True: the workspaces of cuDNN's trials are not counted")
 _TWO_IMAGES = Reason('likely measured with two images: twice as much as the same detector with R-50 and two')
 _OF_ANOTHER = Reason('the figure is larger than that of the whole SOLOv2 with larger images')

@@ -118,9 +118,10 @@ def test_sbp_cfg_without_a_preset_is_the_papers_method():
     )
 
 
-def test_a_misspelt_preset():
-    with pytest.raises(ValueError, match=r"preset='exakt' is unknown; did you mean 'exact'\?"):
-        apply_lean(build('stock Swin'), 'exakt')
+@pytest.mark.parametrize(('name', 'near'), [('exakt', 'exact'), ('papers', 'sbp')])
+def test_a_misspelt_preset(name, near):
+    with pytest.raises(ValueError, match=rf"preset='{name}' is unknown; did you mean '{near}'\?"):
+        apply_lean(build('stock Swin'), name)
 
 
 @pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if not preset.thins])

@@ -129,6 +129,18 @@ def test_bad_arguments_of_the_backbone(config, options, message):
         preflight.check_backbone(config)
 
 
+def test_neck_of_another_arch(config):
+    config.merge_from_dict({'model.backbone.arch': 'tiny'})
+    widths = r'\[96, 192, 384, 768\]'
+    with pytest.raises(PreflightError, match=f'model.neck: in_channels=.*4 maps of {widths} .*in_channels={widths}'):
+        preflight.check_backbone(config)
+    config.model.neck.in_channels = [96, 192, 384, 768]
+    preflight.check_backbone(config)
+    config.model.backbone.out_indices = [1, 2, 3]
+    with pytest.raises(PreflightError, match=r'3 maps of \[192, 384, 768\]'):
+        preflight.check_backbone(config)
+
+
 def test_hooks_without_custom_imports(project):
     bare = project.with_name('bare_hook.py')
     hook = "custom_hooks = [dict(type='TargetsInChunksHook')]"

@@ -184,13 +184,26 @@ def test_another_value_is_refused(value):
         LeanHook(verify=value)
 
 
+SHAPES = ROOT / 'configs/sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
+THE_COMMAND = ['verify', str(SHAPES), '--batch', '1', '--size', '64x64']
+
+
+def test_the_command_verifies_what_the_config_trains(capsys):
+    """This config thins its backbone and changes nothing else; with ``preset='none'`` nothing is left to verify."""
+    main(THE_COMMAND)
+    kinds = capsys.readouterr().out
+    assert 'ConvNeXtBlock' in kinds and 'ConvModule' not in kinds
+    with pytest.raises(SystemExit, match='2'):
+        main([*THE_COMMAND, '--cfg-options', 'model.backbone.sbp_cfg.preset=none'])
+    assert "its preset 'none' leaves every operation as it is" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('broken', [False, True])
 def test_the_command(broken, monkeypatch, capsys):
     """A table by kind; status 1 where one disagrees."""
     if broken:
         faulty_forward(operation_in(conv_norm_act), monkeypatch)
-    config = ROOT / 'configs/sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
-    options = ['verify', str(config), '--batch', '1', '--size', '64x64']
+    options = [*THE_COMMAND, '--preset', 'exact']
     with pytest.raises(SystemExit, match='1') if broken else contextlib.nullcontext():
         main(options)
     out = capsys.readouterr().out

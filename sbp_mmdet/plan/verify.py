@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import dataclasses
 
 from mmengine.config import Config, DictAction
 
@@ -16,6 +17,7 @@ from .device import check_device
 from .errors import reason_of
 from .inputs import add_inputs, inputs_of
 from .planner import parse_size
+from .report import changes_of
 from .tables import Column, text_table
 from .variants import plain
 
@@ -27,7 +29,8 @@ def add_verify(verbs) -> None:
     verb = verbs.add_parser('verify', help='compare changed modules with their own code, on this device')
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     choices = [name for name, preset in PRESETS.items() if preset.form is not None]
-    verb.add_argument('--preset', default='exact', choices=choices, help='default: exact')
+    told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
+    verb.add_argument('--preset', choices=choices, help=told)
     verb.add_argument('--device', default='cpu', type=check_device, help="'cpu' or 'cuda' (default: cpu)")
     add_inputs(verb)
     verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
@@ -35,13 +38,13 @@ def add_verify(verbs) -> None:
 
 
 def findings_of(
-    config: Config, preset: str, device: str, batch: int, height: int, width: int, channels: int = 3
+    config: Config, settings: Settings, device: str, batch: int, height: int, width: int, channels: int = 3
 ) -> Findings:
     """Verify a config's model on a synthetic batch.
 
     Args:
         config (Config): Config of a detector.
-        preset (str): Name of the preset.
+        settings (Settings): What to change in it, and how.
         device (str): 'cpu' or 'cuda'.
         batch (int): Number of images.
         height (int): Height of the images, in pixels.
@@ -54,7 +57,6 @@ def findings_of(
     with at_the_first_step():
         case = dict(batch=batch, height=height, width=width, boxes=5, channels=channels, device=device)
         model, wrapper, data = build_training(plain(config), trained=False, **case)
-        settings = Settings.parse(dict(preset=preset), where='--preset')
         report = apply_settings(model, settings)
         run = lambda dry: dry.train_step(copy.deepcopy(data), NoUpdate(wrapper))  # noqa: E731
         return verify_changed(model, report, settings, run)
@@ -63,8 +65,15 @@ def findings_of(
 def _verify(args: argparse.Namespace, config: Config) -> None:
     found = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
     size = found.batch, found.height, found.width, found.channels
+    part, settings = changes_of(config, args.preset)[0]
+    if settings.preset.form is None:
+        raise ValueError(
+            f'{args.config}: its preset {settings.preset.name!r} leaves every operation as it is, so there is nothing '
+            'to verify; name another one, such as --preset exact'
+        )
+    settings = dataclasses.replace(settings, modules=(part,)) if part else settings
     try:
-        findings = findings_of(config, args.preset, args.device, *size)
+        findings = findings_of(config, settings, args.device, *size)
     except ValueError:  # of this package, in a line already
         raise
     except Exception as error:  # whatever a model's own code raises
