@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from .library_code import library_code, replaced_code
 from .ops.common.handed_maps import Scope, scope_is_open
 from .stochastic_backprop.step_draws import StepDraws
-from .surgery import Mixin, mix_in, mix_out, stock_class
+from .surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
 
 __all__ = [
     'Drawing',
@@ -42,14 +42,18 @@ class Drawing(Mixin):
             changed some of them.
     """
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, *args, **kwargs):
+        refuse_tracing(self, args)
+        return self._draw_in_pass(super().forward, args, kwargs)
+
+    @torch.compiler.disable(recursive=False)
+    def _draw_in_pass(self, forward, args, kwargs):
         if not (self.training and torch.is_grad_enabled()):
-            return super().forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         with contextlib.ExitStack() as passes:
             for draws in self.step_draws:
                 passes.enter_context(draws.forward_pass(args, kwargs))
-            return super().forward(*args, **kwargs)
+            return forward(*args, **kwargs)
 
 
 def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
@@ -87,12 +91,16 @@ class HandingOn(Mixin):
     looked at in each pass, so a hook that is registered later counts.
     """
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, *args, **kwargs):
+        refuse_tracing(self, args)
+        return self._hand_on_maps(super().forward, args, kwargs)
+
+    @torch.compiler.disable(recursive=False)
+    def _hand_on_maps(self, forward, args, kwargs):
         if scope_is_open() or not torch.is_grad_enabled() or not is_known_inside(self):
-            return super().forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         with Scope():
-            return super().forward(*args, **kwargs)
+            return forward(*args, **kwargs)
 
 
 def hand_on_within(model: nn.Module) -> None:

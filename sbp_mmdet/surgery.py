@@ -8,6 +8,7 @@ from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from torch import nn
+from torch.fx import Proxy
 
 from .library_code import replaced_code
 
@@ -27,6 +28,7 @@ __all__ = [
     'mix_out',
     'model_hook_class',
     'model_hooks',
+    'refuse_tracing',
     'stock_class',
     'unwrapped',
 ]
@@ -90,6 +92,23 @@ def has_methods_of(obj: object, kind: type, *names: str) -> bool:
         name not in vars(obj) and getattr(type(obj), name) is getattr(kind, name) and not replaced_code(kind, name)
         for name in names
     )
+
+
+def refuse_tracing(module: nn.Module, args) -> None:
+    """Raise if a module is traced by ``torch.fx``, which takes no forward with ``*args``, and no lean one.
+
+    Args:
+        module (nn.Module): The module.
+        args: Positional arguments of its forward pass; of a traced module a proxy of them.
+
+    Raises:
+        ValueError: If it is traced.
+    """
+    if isinstance(args, Proxy) or (args and isinstance(args[0], Proxy)):
+        raise ValueError(
+            f'{type(module).__name__} was changed by LeanHook or apply_lean and cannot be traced by torch.fx. Leave '
+            'out efficient_conv_bn_eval (LeanHook saves the same memory), or trace the model before it is changed'
+        )
 
 
 def _together(kind, fronts, derived=()):

@@ -28,7 +28,7 @@ from ..ops.common.stochastic_depth import on_images
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
-from ..surgery import Mixin, mix_in, mix_out, stock_class
+from ..surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
@@ -158,14 +158,15 @@ class LeanModule(Mixin):
 
     def forward(self, *args, **kwargs):
         """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
-        if args and isinstance(args[0], torch.fx.Proxy):
-            raise ValueError(
-                f'{type(self).__name__} was changed by LeanHook or apply_lean, so torch.fx cannot trace it in training '
-                'mode. Leave out efficient_conv_bn_eval (LeanHook saves the same memory), or trace before the change'
-            )
-        return self.lean_forward(*args, **kwargs) if self.runs_lean() else super().forward(*args, **kwargs)
+        if self.training:
+            refuse_tracing(self, args)
+        found = self._forward_if_lean(args, kwargs)
+        return super().forward(*args, **kwargs) if found is None else found[0]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # operations are no code for a compiler, and what calls them only looks at modules
+    def _forward_if_lean(self, args, kwargs):
+        return (self.lean_forward(*args, **kwargs),) if self.runs_lean() else None
+
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""
         bound = self._lean.bound

@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from mmengine.dist import all_reduce
+from mmengine.dist import all_reduce, get_world_size
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..adapters import LeanModule
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
-from ..stochastic_backprop.step_draws import TokenDraws
+from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import Mixin, mix_in, mix_out
 from .comparison import Side, compare, relative_difference
 from .dry_run import CannotCopy, hookless_copy, without_a_trace
 from .eight_bits import check_eight_bits
-from .fixed_draws import as_reference, with_fixed_draws
+from .fixed_draws import as_reference, dropped_images, with_fixed_draws, with_fixed_images
 from .kinds import described, settings_of
 from .module_run import bridge, floating, storage_of
 from .parts_of_inputs import first_part
@@ -70,12 +70,16 @@ class Findings:
         failed (dict[str, str]): Reason why a module has to run its own code, by its name. Default: empty.
         skipped (str | None): Why the pass did not run to its end. If ``None``, it did. Default: None.
         autocast (bool): Whether autocast was enabled. Default: False.
+        synced (bool): Whether norms were compared without the statistics of other processes. Default: False.
+        silent (list[str]): Names of changed modules that did not run. Default: empty.
     """
 
     kinds: list = dataclasses.field(default_factory=list)
     failed: dict = dataclasses.field(default_factory=dict)
     skipped: str | None = None
     autocast: bool = False
+    synced: bool = False
+    silent: list = dataclasses.field(default_factory=list)
 
     @property
     def compared(self) -> list[Kind]:
@@ -105,6 +109,8 @@ class Findings:
             said += (
                 f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
             )
+        if self.synced:
+            said += '; SyncBN was compared within this process, and not what processes send each other'
         return said
 
 
@@ -143,6 +149,9 @@ def verify_modules(
     for kind in findings.kinds:
         if kind.disagrees:
             findings.failed.update(dict.fromkeys(kind.modules, kind.disagrees))
+    ran = {name for kind in findings.kinds for name in kind.modules}
+    findings.silent = [] if findings.skipped else [name for name in names if name not in ran]
+    findings.synced = get_world_size() > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
     watch.count()
     failed = _all_ranks([name in findings.failed for name in names], device, 'max')
     for name, bad in zip(names, failed, strict=True):
@@ -289,8 +298,7 @@ class _Watch:
                 forward = (dataclasses.replace(side, backward=False) for side in (own, lean))
                 runs = compare(*forward, args, kwargs, devices=self.devices)
             kind.outputs = max(kind.outputs, relative_difference(runs[1].outputs, runs[0].outputs))
-            kind.stored['now'] = runs[1].stored
-            kind.stored.setdefault('before', runs[0].stored)
+            return dict(before=runs[0].stored, now=runs[1].stored)
 
         form = place.settings.preset.form
         slack = 0.0
@@ -298,18 +306,27 @@ class _Watch:
             slack, maps = _EIGHT_BITS, [x for x in floating((args, kwargs)) if x.dim() >= 3 and x.numel()]
             for x in sorted(maps, key=Tensor.numel)[-1:]:
                 check_eight_bits(x)
-        check(side(False), side(True, lambda place: place._replace(draws=None, phases=None)), slack=slack)
+        whole = side(True, lambda place: place._replace(draws=None, phases=None))
+        kind.stored = check(side(False), whole, slack=slack)
         if place.phases is not None:
             # Weight gradients are estimates; the operation was compared without a sample above.
             sampled = side(True, lambda place: place._replace(draws=None))
-            check(side(False), sampled, lambda name: name.startswith('input '))
+            kind.stored['now'] = check(side(False), sampled, lambda name: name.startswith('input '))['now']
         ratio = place.draws is not None and place.draws.ratio(place.layer)
         if ratio and ratio < 1 and form.implementation == 'fused':
             thinned = side(True, with_fixed_draws)
             own = side(True, lambda place: with_fixed_draws(as_reference(place)))
             # Modules that draw their own tokens have no reference form; outputs are compared with their own code.
-            whole = isinstance(place.draws, TokenDraws)
-            check(side(False) if whole else own, thinned, lambda name: not whole, slack)
+            tokens = isinstance(place.draws, TokenDraws)
+            kind.stored['now'] = check(side(False) if tokens else own, thinned, lambda name: not tokens, slack)['now']
+        drops = any(getattr(part.drop, 'drop_prob', 0) for part in place.bound.parts.values())
+        if isinstance(place.draws, StepDraws) and place.settings.skip_dropped_images and drops:
+            check(Side(module, lambda: self._dropping(module, bridged)), side(True, with_fixed_images), slack=slack)
+
+    @contextlib.contextmanager
+    def _dropping(self, module, bridged):
+        with self._as(module, False, bridged, lambda place: place), dropped_images(self.classes[id(module)].place):
+            yield
 
     @staticmethod
     def _on_part(part, own, lean, options):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..adapters import LeanModule, release
 from ..presets import Settings
 from ..stochastic_backprop.step_draws import StepDraws
-from ..surgery import Mixin, mix_in, mix_out
+from ..surgery import Mixin, mix_in, mix_out, refuse_tracing
 from .checks import Findings, verify_modules
 
 __all__ = ['FirstPass', 'conclude', 'verification_off', 'verify_at_first_pass', 'verify_changed']
@@ -36,10 +36,15 @@ def verification_off() -> Iterator[None]:
 class FirstPass(Mixin):
     """Mixin that verifies a changed model before its first pass in training."""
 
-    @torch.compiler.disable
     def forward(self, *args, **kwargs):
-        if _off or not (self.training and torch.is_grad_enabled()):
-            return super().forward(*args, **kwargs)
+        refuse_tracing(self, args)
+        if not _off and self.training and torch.is_grad_enabled():
+            self._verify_first_pass(args, kwargs)
+            return self.forward(*args, **kwargs)  # this class is gone
+        return super().forward(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _verify_first_pass(self, args, kwargs):
         settings, report = vars(self).pop('_verification')
         mix_out(self, FirstPass)
         inputs = _copies((args, kwargs))
@@ -48,7 +53,6 @@ class FirstPass(Mixin):
         if Visualizer._instance_dict and findings.kinds:
             scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
             Visualizer.get_current_instance().add_scalars(scalars, 1)
-        return self.forward(*args, **kwargs)
 
 
 def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
@@ -113,6 +117,12 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
         say(
             f'{who}: a changed module disagrees with its own code, which runs from now on: {line}. The training is '
             f"exact without it. Please report this line, versions and GPU to sbp_mmdet's issue tracker",
+            logging.WARNING,
+        )
+    if findings.silent and findings.kinds:
+        say(
+            f'{who}: {len(findings.silent)} changed modules did not run in the first step, such as '
+            f'{findings.silent[0]}: nothing is saved there, and they were not compared with their own code',
             logging.WARNING,
         )
     for name, reason in findings.failed.items():

@@ -1,6 +1,9 @@
-"""Kept positions and heads that are the same for both sides of a comparison."""
+"""Kept positions, heads and images that are the same for both sides of a comparison."""
 
+import contextlib
 import dataclasses
+import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,7 +11,7 @@ from torch import Tensor
 from ..presets import PRESETS
 from ..stochastic_backprop.masks import Positions
 
-__all__ = ['FixedDraws', 'as_reference', 'with_fixed_draws']
+__all__ = ['FixedDraws', 'FixedImages', 'as_reference', 'dropped_images', 'with_fixed_draws', 'with_fixed_images']
 
 
 class FixedDraws:
@@ -53,6 +56,49 @@ class FixedDraws:
 
     def _layer_device(self):
         return (p.device for p in self._draws.stages.layers[self._layer].parameters())
+
+
+class FixedImages(FixedDraws):
+    """Draws of stochastic depth that drop every other image, and no position."""
+
+    def images(self, branch, number) -> Tensor:
+        """Return that the first, the third, ... image keep the branch."""
+        return torch.arange(number) % 2 == 0
+
+    def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> None:
+        """Return ``None``: all positions are kept."""
+
+    def heads(self, layer) -> None:
+        """Return ``None``: all heads are kept."""
+
+
+def with_fixed_images(place):
+    """Return the place of a changed module with every other image dropped."""
+    return place._replace(draws=FixedImages(place.draws, place.layer), phases=None)
+
+
+@contextlib.contextmanager
+def dropped_images(place) -> Iterator[None]:
+    """Let the stochastic depth of a module's own code drop every other image, within the context.
+
+    Args:
+        place (Place): The place of the module.
+    """
+    drops = [part.drop for part in place.bound.parts.values() if getattr(part.drop, 'drop_prob', 0)]
+    for drop in drops:
+        drop.forward = functools.partial(_drop_every_other, drop)
+    try:
+        yield
+    finally:
+        for drop in drops:
+            vars(drop).pop('forward', None)
+
+
+def _drop_every_other(drop, x):
+    if not drop.training:
+        return x
+    kept = (torch.arange(len(x), device=x.device) % 2 == 0).to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+    return x * kept / (1 - drop.drop_prob)
 
 
 def with_fixed_draws(place):

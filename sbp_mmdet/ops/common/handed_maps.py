@@ -51,6 +51,7 @@ class Scope:
         ...     out = backbone(images)
     """
 
+    @torch.compiler.disable
     def __enter__(self) -> None:
         self._outer = getattr(_thread, 'scope', None)
         _thread.scope = self
@@ -58,12 +59,14 @@ class Scope:
         self.entries: dict[int, _Entry] = {}
         self.made: dict[int, weakref.ref] = {}
 
+    @torch.compiler.disable
     def __exit__(self, *_) -> None:
         _thread.scope = self._outer
         self._outer = None
         self.entries.clear(), self.made.clear()
 
 
+@torch.compiler.disable
 def scope_is_open() -> bool:
     """Return whether layers hand on maps here.
 

@@ -1,0 +1,141 @@
+"""mmengine's own features beside the hook: ``compile`` and ``efficient_conv_bn_eval``."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+from mmcv.cnn import ConvModule
+from mmdet.models.backbones import CSPNeXt, ResNet, SwinTransformer
+from mmdet.models.necks import FPN
+from mmengine.model import BaseModel
+from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
+from mmengine.runner import Runner
+from torch import nn
+from unusual_models import assert_same, image, lean_modules, ordinary
+
+from sbp_mmdet import apply_lean
+
+VERIFIES = True
+
+
+class Detector(BaseModel):
+    """A backbone and a neck with a loss."""
+
+    def __init__(self, backbone, neck=None):
+        super().__init__()
+        self.backbone, self.neck = backbone, neck or nn.Identity()
+
+    def forward(self, inputs, mode='loss'):
+        return dict(loss=sum(out.square().mean() for out in self.neck(self.backbone(inputs))))
+
+
+DETECTORS = {
+    'ResNet': lambda: Detector(ResNet(18, base_channels=8), FPN([8, 16, 32, 64], 8, 5)),
+    'CSPNeXt': lambda: Detector(CSPNeXt(deepen_factor=0.167, widen_factor=0.125)),
+    'Swin': lambda: Detector(
+        SwinTransformer(embed_dims=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1), drop_path_rate=0.0)
+    ),
+}
+
+
+def train(model, folder, hooks=(), steps=3, **cfg):
+    """Trains by mmengine's runner; returns the trained weights and what the log says."""
+    generator, said = torch.Generator().manual_seed(0), []
+    data = [dict(inputs=torch.randn(3, 64, 64, generator=generator, dtype=torch.float64)) for _ in range(2 * steps)]
+    loader = dict(batch_size=2, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=False), dataset=data)
+    runner = Runner(
+        model=model,
+        work_dir=f'{folder}',
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        train_dataloader=loader | dict(collate_fn=lambda b: dict(inputs=torch.stack([d['inputs'] for d in b]))),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+        custom_hooks=[*hooks],
+        default_scope='mmdet',
+        experiment_name=f'{folder.name}_{len(hooks)}_{"_".join(cfg)}',
+        default_hooks=dict(checkpoint=None, logger=None),
+        cfg=cfg,
+    )
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    runner.logger.addHandler(handler)
+    runner._init_model_weights = lambda: None
+    runner.train()
+    return {name: p.detach().clone() for name, p in runner.model.named_parameters()}, said
+
+
+def far_apart(found, expected):
+    return max(float((found[name] - p).norm() / p.norm().clamp_min(1e-3)) for name, p in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='a compiler of before torch 2.4')
+@pytest.mark.parametrize('name', DETECTORS)
+def test_compile_of_the_runner(name, tmp_path):
+    """Lean modules run as they are, and the rest is compiled, without a word of the compiler's."""
+    torch.compiler.reset()
+    model, hook = DETECTORS[name]().double(), dict(type='LeanHook')
+    plain, _ = train(copy.deepcopy(model), tmp_path)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        compiled, said = train(model, tmp_path, [hook], compile=dict(backend='aot_eager'))
+    assert far_apart(compiled, plain) < 1e-6
+    assert any('verified' in line for line in said)
+    assert not [w for w in found if 'ynamo' in f'{w.message}{w.filename}' and 'sbp_mmdet' in f'{w.message}']
+
+
+def bn_eval(model):
+    turn_on_efficient_conv_bn_eval(model, ['backbone'])
+
+
+def resnet(**options):
+    return nn.ModuleDict(dict(backbone=ordinary(ResNet(18, base_channels=8, norm_eval=True, **options))))
+
+
+class OnImages(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model['backbone'](x)
+
+
+def test_efficient_conv_bn_eval_before(caplog):
+    """Its graph runs in the place of the backbone, so that nothing inside of it is lean, and the log says so."""
+    lean = resnet()
+    bn_eval(lean)
+    plain = copy.deepcopy(lean)
+    report = apply_lean(lean)
+    assert 'replaced' in report.left['backbone']
+    assert_same(OnImages(lean), OnImages(plain), image())
+
+
+@pytest.mark.parametrize('training', [False, True])
+@pytest.mark.parametrize('verify', [False, True])
+def test_efficient_conv_bn_eval_after(training, verify):
+    """It is refused in one line, and the training is verified as it would be."""
+    lean = ordinary(ResNet(18, base_channels=8, norm_eval=True))
+    plain = copy.deepcopy(lean)
+    apply_lean(lean, verify=verify)
+    lean.train(training)
+    with pytest.raises(ValueError, match='efficient_conv_bn_eval') as found:
+        turn_on_efficient_conv_bn_eval(nn.ModuleDict(dict(backbone=lean)), 'backbone')
+    assert '\n' not in f'{found.value}'
+    assert ('_verification' in vars(lean)) is verify and 'forward' not in vars(lean)
+    lean.train()
+    assert_same(lean, plain, image())
+
+
+@pytest.mark.parametrize('norm_eval', [False, True])
+def test_efficient_conv_bn_eval_of_a_layer(norm_eval):
+    options = dict(padding=1, norm_cfg=dict(type='BN'), efficient_conv_bn_eval=True)
+    lean = ordinary(nn.Sequential(ConvModule(3, 8, 3, **options), ConvModule(8, 8, 3, **options)))
+    for module in lean.modules():
+        if norm_eval and isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    plain = copy.deepcopy(lean)
+    apply_lean(lean)
+    assert lean_modules(lean)
+    assert_same(lean, plain, image())
