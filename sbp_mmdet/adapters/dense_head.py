@@ -4,6 +4,7 @@ import torch
 from mmdet.models.dense_heads import RPNHead
 from torch import Tensor, nn
 
+from ..ops.common.precision import no_autocast
 from ..ops.common.row_strips import Convolution, StripSettings
 from ..ops.dense_head import DenseHeadTensors, dense_head
 from .base import LeanModule, adapter
@@ -34,8 +35,9 @@ class LeanRPNHead(LeanModule):
             return self.forward_single(x)
         hidden, outputs = self.rpn_conv, (self.rpn_cls, self.rpn_reg)
         geometry = Convolution(hidden.padding, hidden.dilation, hidden.groups)
-        out_weight = torch.cat([conv.weight for conv in outputs])
-        out_bias = torch.cat([_bias_of(conv) for conv in outputs])
+        with no_autocast(x):  # it concatenates only what it knows, on a CPU no fp16
+            out_weight = torch.cat([conv.weight for conv in outputs])
+            out_bias = torch.cat([_bias_of(conv) for conv in outputs])
         tensors = DenseHeadTensors(x, hidden.weight, _bias_of(hidden), out_weight, out_bias)
         out = dense_head(StripSettings(self.form, geometry), tensors)
         # Each output in memory of its own, so that later code may change it in place.

@@ -1,0 +1,114 @@
+"""Models whose parameters have several precisions train as they do plain, as near to full precision as plain code."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from mmengine.logging import MMLogger
+from test_class_patches import FAMILIES
+from torch import nn
+from unusual_models import image
+
+from sbp_mmdet import apply_lean
+
+NORMS = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
+
+
+@pytest.fixture(autouse=True, scope='module')
+def quiet():
+    MMLogger.get_current_instance().setLevel('ERROR')
+    yield
+    MMLogger.get_current_instance().setLevel('INFO')
+
+
+def norms_in_full(model):
+    model.bfloat16()
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            module.float()
+
+
+def layers_in_half(model):
+    model.float()
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            module.bfloat16()
+
+
+def norms_in_double(model):
+    model.float()
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            module.double()
+
+
+def first_children_in_half(model):
+    model.float()
+    children = [*model.children()]
+    for child in children[: len(children) // 2 + 1]:
+        child.bfloat16()
+
+
+def every_other_in_half(model):
+    model.float()
+    for module in [m for m in model.modules() if not [*m.children()]][::2]:
+        module.bfloat16()
+
+
+CHANGES = dict(
+    norms_in_full=norms_in_full,
+    layers_in_half=layers_in_half,
+    norms_in_double=norms_in_double,
+    first_children_in_half=first_children_in_half,
+    every_other_in_half=every_other_in_half,
+    bf16=lambda model: model.bfloat16(),
+    fp16=lambda model: model.half(),
+)
+
+
+def step(model, x, amp):
+    torch.manual_seed(0)
+    with torch.autocast('cpu', torch.bfloat16) if amp else contextlib.nullcontext():
+        outs = model(x)
+    outs = outs if isinstance(outs, (list, tuple)) else [outs]
+    weights = (torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().view_as(out) for out in outs)
+    sum((out.double() * w).sum() for out, w in zip(outs, weights, strict=True)).backward()
+    gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    kinds = {name: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None}
+    return [out.detach().double() for out in outs], gradients, kinds
+
+
+def error(found, expected):
+    pairs = [*zip(found, expected, strict=True)]
+    total = sum(float(b.square().sum()) for _, b in pairs)
+    return (sum(float((a - b).square().sum()) for a, b in pairs) / total) ** 0.5
+
+
+@pytest.mark.parametrize('amp', [False, True], ids=['', 'autocast'])
+@pytest.mark.parametrize('change', CHANGES)
+@pytest.mark.parametrize('family', FAMILIES)
+def test_several_precisions(family, change, amp):
+    plain = FAMILIES[family]()
+    CHANGES[change](plain)
+    full, lean = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    x = image()
+    dtypes = [next(plain.parameters()).dtype, torch.float32]
+    for dtype in dtypes:
+        try:
+            expected = step(plain, x.to(dtype), amp)
+            break
+        except (RuntimeError, ValueError):
+            plain.zero_grad()
+    else:
+        pytest.skip('plain does not run')
+    try:
+        apply_lean(lean, verify=False)
+    except ValueError as refused:
+        assert 'parameters are' in str(refused)
+        return
+    found, exact = step(lean, x.to(dtype), amp), step(full, x.to(dtype).double(), False)
+    assert found[2] == expected[2]
+    assert error(found[0], exact[0]) <= 2 * error(expected[0], exact[0]) + 1e-3
+    ours, plains = (error(run[1].values(), exact[1].values()) for run in (found, expected))
+    assert ours <= 2 * plains + 1e-3
