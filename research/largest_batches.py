@@ -1,7 +1,6 @@
 """The largest batch of five detectors on four sizes of cards, by preset, as ``sbp-mmdet plan --batch max`` says it.
 
     python research/largest_batches.py            # counts what docs/results/largest_batches.json lacks; no GPU
-    python research/document_tables.py            # writes the table of docs/costs.md
 
 A row is a detector with a preset: bytes that are needed by number of images, from which the answers follow. It is on
 disk as soon as it is there. All rows of a run are of one commit.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_project
+from mmdet.structures.bbox import bbox_overlaps
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
@@ -96,6 +97,32 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
     after = runner.model.state_dict()
     assert before.keys() == after.keys() and all(p.grad is None for p in runner.model.parameters())
     assert not runner.optim_wrapper.optimizer.state and runner.iter == 0
+
+
+def test_heads_get_what_a_trained_detector_finds(project, monkeypatch):
+    """Eight proposals lie near each box, though the detector is untrained; afterwards it finds what it finds."""
+    folder, path = project
+    monkeypatch.chdir(folder)
+    config = Config.fromfile(path)
+    config.update(work_dir=str(folder / 'run'), load_from=None)
+    config.custom_hooks = [dict(type='RehearseHook'), dict(type='NoteState')]
+    config.model.train_cfg.rpn_proposal.update(nms_pre=400, max_per_img=400)
+    runner, near = Runner.from_cfg(config), []
+    loss = runner.model.roi_head.loss
+
+    def note(x, proposals, samples):
+        for found, sample in zip(proposals, samples, strict=True):
+            truth = sample.gt_instances.bboxes
+            truth = getattr(truth, 'tensor', truth)
+            overlaps = bbox_overlaps(found.bboxes, truth)
+            near.append((overlaps.amax(1) > 0.5).sum() / len(truth))
+        return loss(x, proposals, samples)
+
+    runner.model.roi_head.loss = note
+    with pytest.raises(KeyboardInterrupt):
+        runner.train()
+    assert len(near) == 4 and min(near[:2]) >= 6 > 3 >= max(near[2:]), near
+    assert 'loss_and_predict' not in vars(runner.model.rpn_head)
 
 
 def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):

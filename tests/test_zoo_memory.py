@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT
 
+from sbp_mmdet.plan.inputs import inputs_of
 from sbp_mmdet.plan.memory import LiveBytes
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
+from sbp_mmdet.plan.variants import load_config, plain
 
 sys.path.append(str(ROOT / 'research'))
 import isolated  # noqa: E402
@@ -22,6 +24,26 @@ import zoo_memory  # noqa: E402
 from provenance import write_json  # noqa: E402
 
 ROWS = json.loads(zoo_memory.RESULTS.read_text())['rows']
+
+
+def test_the_figures_that_lead_the_page():
+    page = (ROOT / 'docs/research/zoo_memory.md').read_text()
+    assert '\n'.join(zoo_memory.leading(ROWS)) in page
+
+
+def test_batches_of_then_had_one_orientation():
+    """Four images of 800 x 1333 with FoveaBox, which today's sampler mixes at the end of an epoch."""
+    config = zoo_memory.with_sampler_of_then(plain(load_config('mmdet::foveabox/fovea_r50_fpn_4xb4-2x_coco.py')))
+    assert inputs_of(config)[:3] == (4, 800, 1333)
+
+
+def test_wrongly_said_to_fit():
+    """Of four configs that were measured with 9, 9, 7 and 30 GiB, one is counted below 8 and has more."""
+    rows = {
+        name: dict(peak=peak * 2**30, measured=measured)
+        for name, peak, measured in (('a', 6, 9), ('b', 9, 9), ('c', 6.2, 7), ('d', 30, 30))
+    }
+    assert '25.0% at 8 GiB, 0.0% at 12 GiB' in zoo_memory.leading(rows)[0]
 
 
 def test_the_planners_margin_keeps_its_word():

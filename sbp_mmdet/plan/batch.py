@@ -14,7 +14,7 @@ from mmengine.logging import MessageHub
 from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
-__all__ = ['as_if_trained', 'at_the_first_step', 'build_batch']
+__all__ = ['as_if_trained', 'at_the_first_step', 'build_batch', 'while_as_if_trained']
 
 # Least and largest side of a box as a share of the image's shorter side, from COCO's small to its large objects.
 _BOX_SIDES = (0.02, 0.6)
@@ -151,11 +151,41 @@ def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
             Default: 8.
         seed (int): Seed of places and sizes of the proposals. Default: 0.
     """
+    for owner, method in _methods_that_find(detector):
+        if method == 'loss_and_predict':
+            _find_near_the_truth(owner, per_box, seed)
+        else:
+            owner.dynamic_k_matching = functools.partial(_assigned, owner.dynamic_k_matching, per_box)
+
+
+def _methods_that_find(detector):
+    """Yield the owners and names of methods whose results depend on how well a detector is trained."""
+    seen = set()
     for module in detector.modules():
-        if isinstance(assigner := getattr(module, 'assigner', None), DynamicSoftLabelAssigner):
-            assigner.dynamic_k_matching = functools.partial(_assigned, assigner.dynamic_k_matching, per_box)
+        assigner = getattr(module, 'assigner', None)
+        if isinstance(assigner, DynamicSoftLabelAssigner) and id(assigner) not in seen:
+            seen.add(id(assigner))
+            yield assigner, 'dynamic_k_matching'
     if hasattr(rpn := getattr(detector, 'rpn_head', None), 'loss_and_predict'):
-        _find_near_the_truth(rpn, per_box, seed)
+        yield rpn, 'loss_and_predict'
+
+
+@contextlib.contextmanager
+def while_as_if_trained(detector: nn.Module) -> Iterator[None]:
+    """Run :func:`as_if_trained`, and give a detector its own methods back at the end.
+
+    Args:
+        detector (nn.Module): The detector.
+    """
+    before = [(owner, method, vars(owner).get(method)) for owner, method in _methods_that_find(detector)]
+    as_if_trained(detector)
+    try:
+        yield
+    finally:
+        for owner, method, own in before:
+            vars(owner).pop(method)
+            if own is not None:  # of the instance, by another hook
+                vars(owner)[method] = own
 
 
 def _assigned(original, per_box, cost, ious, *args):

@@ -65,12 +65,15 @@ class RehearseHook(Hook):
         Raises:
             DoesNotFit: See :class:`RehearseHook`.
         """
+        from .batch import while_as_if_trained  # noqa: PLC0415
         from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
         from .tables import format_gib  # noqa: PLC0415
 
         budget = parse_bytes(self.budget) if self.budget else _memory(runner.model)
         batch, case = largest_batch(runner)
-        with as_before(unwrapped(runner.model)), verification_off():
+        model = unwrapped(runner.model)
+        # An untrained RPN finds next to nothing; in all but the first steps heads get more than that.
+        with as_before(model), verification_off(), while_as_if_trained(model):
             peak = _peak(runner, batch)
         # All processes continue, or all stop: a process that continued alone would wait for the others.
         peak, budget = _of_all_ranks(peak, 'max'), _of_all_ranks(budget, 'min')
