@@ -11,19 +11,20 @@ from sbp_mmdet.ops.common import precision as precision
 # At most so many launches, forward and backward pass together, and bytes that they move, relative to plain. Plain ViT's
 # attention has no flash kernel here and moves its maps, so its bytes say nothing.
 LIMITS = {
-    ('ConvNeXt-B, stage 1', 'fp16'): dict(exact=(104, 0.92), int8=(116, 1.03), sampled=(200, 0.96), sbp=(83, 0.73)),
-    ('ConvNeXt-B, stage 3', 'fp16'): dict(exact=(78, 1.02), int8=(90, 1.13), sampled=(131, 1.07), sbp=(79, 0.81)),
+    ('ConvNeXt-B, stage 1', 'fp16'): dict(exact=(104, 0.92), int8=(116, 1.03), sampled=(198, 0.96), sbp=(83, 0.73)),
+    ('ConvNeXt-B, stage 3', 'fp16'): dict(exact=(78, 1.02), int8=(90, 1.13), sampled=(129, 1.07), sbp=(79, 0.81)),
     ('Swin-B, stage 1, shifted', 'fp16'): dict(
-        exact=(205, 1.0), int8=(228, 1.08), sampled=(451, 1.05), sbp=(193, 0.92)
+        exact=(204, 1.0), int8=(227, 1.08), sampled=(448, 1.05), sbp=(192, 0.92)
     ),
     ('Swin-B, stage 3, shifted', 'fp16'): dict(
-        exact=(142, 1.07), int8=(164, 1.15), sampled=(270, 1.12), sbp=(147, 1.0)
+        exact=(140, 1.05), int8=(162, 1.13), sampled=(266, 1.1), sbp=(145, 0.98)
     ),
-    ('ViT-B', 'fp16'): dict(exact=(107, 1.0), int8=(129, 1.0), sampled=(245, 1.0), sbp=(118, 1.0)),
-    ('ResNet-50, stage 2', 'fp16'): dict(exact=(69, 1.06), int8=(120, 2.0)),
-    ('ResNet-50, stage 2, whole', 'fp16'): dict(exact=(283, 1.39), int8=(361, 1.78)),
-    ('CSPNeXt, BN', 'fp16'): dict(exact=(161, 1.3), int8=(311, 1.85)),
-    ('DINO, encoder layer', 'fp16'): dict(exact=(214, 1.17), int8=(214, 1.17)),
+    ('ViT-B', 'fp16'): dict(exact=(107, 1.0), int8=(129, 1.0), sampled=(243, 1.0), sbp=(118, 1.0)),
+    ('ResNet-50, stage 2', 'fp16'): dict(exact=(69, 1.06), exact_min=(69, 1.06), int8=(119, 1.99)),
+    ('ResNet-50, stage 2, whole', 'fp16'): dict(exact=(257, 1.35), exact_min=(297, 1.42), int8=(341, 1.75)),
+    ('CSPNeXt, BN', 'fp16'): dict(exact=(155, 1.3), exact_min=(155, 1.3), int8=(298, 1.83)),
+    ('CSPNeXt, SyncBN', 'fp16'): dict(exact=(227, 1.28), exact_min=(227, 1.28), int8=(370, 1.76)),
+    ('DINO, encoder layer', 'fp16'): dict(exact=(192, 1.17), int8=(192, 1.17)),
     ('DINO, decoder layer', 'fp16'): dict(exact=(251, 1.32), int8=(259, 1.33)),
 }
 
@@ -47,7 +48,7 @@ def test_launches_and_bytes_of_a_block(block, amp, mode):
         found, own = launched(mode, block, preset, AMP[amp])
         assert found <= limit, (preset, found)
         assert own <= share * moved, (preset, own / moved)
-        assert preset not in ('exact', 'sbp') or found <= 2.25 * plain, (preset, found, plain)
+        assert preset not in ('exact', 'sbp') or found <= 2.1 * plain, (preset, found, plain)
 
 
 def test_what_counts_as_a_launch(mode):

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import take
 from .common.folding import add_branch
 from .common.layouts import Chunk, chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
-from .common.precision import Sum, accumulator
+from .common.precision import Sum, accumulator, cast
 from .common.row_sampling import draw
 
 __all__ = [
@@ -267,6 +267,6 @@ def centre_(rows: Tensor, mean: Tensor | None) -> Tensor:
     return rows if mean is None else rows.sub_(mean)
 
 
-def add_mean_term_(estimate: Tensor, total: Tensor, mean: Tensor | None) -> Tensor:
+def add_mean_term_(estimate: Tensor | None, total: Tensor, mean: Tensor | None) -> Tensor | None:
     """Add the exact term (sum of g)^T m of :func:`some_rows` to an estimate, in place; ``None`` leaves it unchanged."""
-    return estimate if mean is None else estimate.addr_(total, mean)
+    return estimate if estimate is None or mean is None else estimate.addr_(total, cast(mean, total.dtype))

@@ -19,7 +19,7 @@ from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
 from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
-from .common.precision import Sum, add_to, column_sums, promoted
+from .common.precision import Sum, add_to, cast_all, column_sums, promoted
 from .common.row_sampling import draw
 from .deformable_attention import FIXED, DeformableSettings, DeformableTensors, inputs_backward, kernel_inputs, sample
 from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
@@ -133,6 +133,18 @@ def _attention_tensors(t, x):
     return DeformableTensors(x=x, value=x, **shared)
 
 
+_OF_PRODUCTS = tuple(
+    [f'{name}_{kind}' for name in ('offset', 'attention', 'value', 'output') for kind in ('weight', 'bias')]
+    + ['weight1', 'bias1', 'weight2', 'bias2']
+)
+
+
+def _in_precision_of_products(t, dtype):
+    """Return the inputs with all parameters of matrix products in ``dtype``."""
+    given = [getattr(t, name) for name in _OF_PRODUCTS]
+    return t._replace(**dict(zip(_OF_PRODUCTS, cast_all(given, dtype), strict=True)))
+
+
 class _Rows:
     """Computes the layer for rows of x and of the kernel's output, and sums the gradients of parameters over rows."""
 
@@ -207,7 +219,7 @@ class _Rows:
 
 
 def _layer_forward(settings, tensors, needs):
-    s, t, x = settings.attention, tensors, tensors.x
+    s, t, x = settings.attention, _in_precision_of_products(tensors, settings.attention.dtype), tensors.x
     state = random_state(x.device, settings.dropout, *settings.ffn.dropout)
     attention = _attention_tensors(t, x)
     sampled = sample(s, attention, *kernel_inputs(s, attention))
@@ -228,11 +240,11 @@ def _layer_forward(settings, tensors, needs):
     if s.form.storage == 'int8' and sampled.dtype == torch.float32:
         # In sixteen bits: with eight, hidden values close to zero would end up on the other side of the ReLU.
         sampled = sampled.half()
-    return out, EncoderSaved(source, sampled, total, t._replace(x=None), state)
+    return out, EncoderSaved(source, sampled, total, tensors._replace(x=None), state)
 
 
 def _layer_backward(settings, saved, grad, needs):
-    s, t = settings.attention, saved.given
+    s, t = settings.attention, _in_precision_of_products(saved.given, settings.attention.dtype)
     x = saved.x.load() if isinstance(saved.x, Normed) else saved.x
     run, keep = _Rows(settings, t, needs), t.positions and t.positions.keep
     queries = grad.shape[1] if keep is None else len(keep)

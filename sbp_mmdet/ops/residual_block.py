@@ -18,6 +18,7 @@ from .common.map_norms import (
     affine_of_norm,
     parts_in_half,
 )
+from .common.precision import cast_all
 from .common.sign_bits import SignBits
 from .conv_norm_act import ConvNormSettings, ConvNormTensors
 from .residual_layer import FixedNorms, KeptLayer, Layer, layer_backward, rerun_layer, run_layer
@@ -150,6 +151,10 @@ def members_of(
     if fixed and backward and blocks[0].layers[0].dtype is torch.float16:
         for i, found in zip(fixed, parts_in_half([norms.factors(i) for i in fixed]), strict=True):
             parts[i] = found
+    if not backward and flat[0][0].dtype is not flat[0][1].weight.dtype:
+        # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
+        weights = cast_all([t.weight for _, t in flat], flat[0][0].dtype)
+        flat = [(s, t._replace(weight=weight)) for (s, t), weight in zip(flat, weights, strict=True)]
     layers, found = iter([Layer(*pair, norms, i, parts[i]) for i, pair in enumerate(flat)]), []
     for block, own in zip(blocks, pairs, strict=True):
         own = [next(layers) for _ in own]

@@ -82,7 +82,10 @@ def put_together(rows, index, length):
 
 def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
     """Add rows (N, K, C) in place to the tokens (N, L, C) at ``index`` (K,). If it is ``None``, to all in order."""
-    return tokens.add_(rows) if index is None else tokens.index_add_(1, index, rows)
+    if index is None:
+        return tokens.add_(rows)
+    # Not index_add_, which torch names among what CUDA does in any order; here all places are different.
+    return tokens.index_copy_(1, index, tokens.index_select(1, index).add_(rows))
 
 
 # Chunks: intermediate tensors exist for one chunk at a time.

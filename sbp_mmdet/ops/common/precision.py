@@ -19,6 +19,7 @@ __all__ = [
     'add_to',
     'autocast_dtype',
     'cast',
+    'cast_all',
     'column_sums',
     'in_range',
     'multiplied',
@@ -56,6 +57,23 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x`` in ``dtype``. Where it is so already, not even torch is called, which takes ten times as long."""
     return x if x.dtype is dtype else x.to(dtype)
+
+
+def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors in ``dtype``, those that are not so yet by one launch together.
+
+    Args:
+        tensors (Sequence[Tensor]): Tensors on one device.
+        dtype (torch.dtype): Their precision.
+    """
+    found = [x if x.dtype is dtype else torch.empty_like(x, dtype=dtype) for x in tensors]
+    new = [pair for pair in zip(found, tensors, strict=True) if pair[0] is not pair[1]]
+    if new and hasattr(torch, '_foreach_copy_'):  # torch 2.1 and newer
+        torch._foreach_copy_(*map(list, zip(*new, strict=True)))
+    else:
+        for own, x in new:
+            own.copy_(x)
+    return found
 
 
 def no_autocast(x):
