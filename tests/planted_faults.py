@@ -56,7 +56,7 @@ def plant(monkeypatch, fault: Fault) -> None:
                     monkeypatch.setattr(value, pair, faulty)
 
 
-ROUND = ('common.precision:store', '(rows / unit).round_()')
+ROUND = ('common.precision:_rounded', '(rows / unit).round_()')
 FAULTS = {
     # Eight bits.
     'int8: step too large': Fault(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
-from .precision import accumulator, cast
+from .precision import FEW, accumulator, cast
 
 __all__ = ['KeptCat', 'KeptMap', 'add', 'addend', 'keep', 'kept']
 
@@ -222,7 +222,7 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
 
 def _limits(groups):
     """Return the least and the largest value of each group, over the last two dimensions."""
-    if groups.is_cuda:  # one pass, where a CPU's two are faster
+    if groups.is_cuda or groups.numel() < FEW:  # one pass, where a CPU's two are faster
         return groups.flatten(3).aminmax(dim=3)
     return groups.amin((3, 4)), groups.amax((3, 4))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    'FEW',
     'Stored',
     'Sum',
     'accumulate',
@@ -34,6 +35,8 @@ __all__ = [
 _LONGEST_SUM = 8192
 # Number of entries that exist in full precision at a time while a tensor is rounded to eight bits.
 _ROUNDED = 2**22
+# Elements that cost less than a call of torch.
+FEW = 2**14
 _NOTHING = contextlib.nullcontext()
 _HAS_KINDS = hasattr(torch, 'get_autocast_dtype')  # torch 2.4 and newer
 
@@ -257,16 +260,23 @@ def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stor
     """
     if storage == 'native' or not x.numel():
         return Stored(x)
-    scale = _magnitude(x, positions).to(accumulator(x)) / 127
+    scale = cast(_magnitude(x, positions), accumulator(x)) / 127
     divisor = scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    values = torch.empty_like(x, dtype=torch.int8)
-    together = max(_ROUNDED // x[0].numel(), 1)  # images
-    for part, rows, unit in zip(values.split(together), x.split(together), divisor.split(together), strict=True):
-        part.copy_((rows / unit).round_())
+    together = max(_ROUNDED * len(x) // x.numel(), 1)  # images
+    if together >= len(x):
+        values = _rounded(x, divisor).to(torch.int8)
+    else:
+        values = torch.empty_like(x, dtype=torch.int8)
+        for part, rows, unit in zip(values.split(together), x.split(together), divisor.split(together), strict=True):
+            part.copy_(_rounded(rows, unit))
     return Stored(values, scale)
 
 
+def _rounded(rows, unit):
+    return (rows / unit).round_()
+
+
 def _magnitude(x, positions):
-    if x.is_cuda:  # one pass; on a CPU this takes five times as long as the two passes below
+    if x.is_cuda or x.numel() < FEW:  # one pass; on a CPU this takes five times as long as the two passes below
         return torch.linalg.vector_norm(x, torch.inf, positions, keepdim=True)
     return torch.maximum(x.amax(positions, keepdim=True), -x.amin(positions, keepdim=True))
