@@ -81,10 +81,13 @@ def put_together(rows, index, length):
 
 
 def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
-    """Add rows (N, K, C) in place to the tokens (N, L, C) at ``index`` (K,). If it is ``None``, to all in order."""
+    """Add rows (N, K, C) in place to the tokens (N, L, C) at ``index`` (K,), whose places are all different.
+
+    If ``index`` is ``None``, the rows are added to all tokens in order.
+    """
     if index is None:
         return tokens.add_(rows)
-    # Not index_add_, which torch names among what CUDA does in any order; here all places are different.
+    # Not index_add_, which torch names among what CUDA does in any order.
     return tokens.index_copy_(1, index, tokens.index_select(1, index).add_(rows))
 
 
