@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sbp_mmdet.ops.common.sign_bits as sign_bits
 import sbp_mmdet.ops.window_attention as windows
+from sbp_mmdet.ops.window_layout import window_layout
 from sbp_mmdet.stochastic_backprop.masks import Positions
 from sbp_mmdet.stochastic_backprop.step_draws import StepDraws, ThinnedStages
 
@@ -56,7 +57,7 @@ def gpu_that_is_not_there():
             yield mode
     finally:
         drivers[_CUDA] = before
-        for made in (windows._layout, windows._scales, sign_bits._bytes_of_bits):
+        for made in (window_layout, windows._scales, sign_bits._bytes_of_bits):
             made.cache_clear()  # tensors of this mode
 
 

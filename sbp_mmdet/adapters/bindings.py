@@ -20,6 +20,7 @@ from ..ops.common.rerun_conv import convolve
 from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
 from ..stochastic_backprop.masks import Positions
+from .parameters import Remembered, affine
 from .predicate import tensors_in, unsupported
 
 __all__ = [
@@ -28,48 +29,11 @@ __all__ = [
     'LayerNormBinding',
     'NormLinearBinding',
     'PatchNormBinding',
-    'Remembered',
     'SelfAttentionBinding',
-    'affine',
     'mlp_of_ffn',
 ]
 
 Problems = list[tuple[nn.Module, str]]
-
-
-class Remembered:
-    """Settings of an operation, kept from step to step and made anew when one of their values changes.
-
-    Copies and pickles start empty.
-
-    Args:
-        kind (type): Class of the settings.
-    """
-
-    def __init__(self, kind: type):
-        self.kind, self._made_of, self._made = kind, None, None
-
-    def __reduce__(self):
-        return Remembered, (self.kind,)
-
-    def __call__(self, *made_of):
-        """Return the settings that the class makes of these arguments."""
-        if made_of != self._made_of:
-            self._made_of, self._made = made_of, self.kind(*made_of)
-        return self._made
-
-
-def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Return weight and bias of a module; ``nn.Module`` takes three times as long to find each.
-
-    Args:
-        module (nn.Module): The module.
-    """
-    own = module.__dict__
-    parameters = own['_parameters']
-    weight, bias = parameters.get('weight'), parameters.get('bias')
-    # FSDP keeps the parameters elsewhere and puts views of them into the instance.
-    return own.get('weight') if weight is None else weight, own.get('bias') if bias is None else bias
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,8 +23,9 @@ from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .bindings import Binding, affine
+from .bindings import Binding
 from .copies import path_of
+from .parameters import affine
 from .predicate import EFFICIENTDETS_CONVOLUTION, ROLES, know, unsupported
 
 __all__ = ['ConvNorm', 'ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of']

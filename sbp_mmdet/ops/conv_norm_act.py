@@ -201,8 +201,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     else:
         y, normed, active = u if s.activation is None else s.activation(u, inplace=True), None, None
         made_here(y)
-    parameters = t._replace(x=None, residual=None, running_var=None)
-    parameters = parameters if factors else parameters._replace(running_mean=None)
+    parameters = ConvNormTensors(None, *t[1:5], t.running_mean if factors else None)
     dtypes = t.x.dtype, None if t.residual is None else t.residual.dtype
     return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, factors, count)
 
@@ -269,7 +268,7 @@ def _activate(s, t, z, u, statistics):
         by_sign = t.residual is None and act is not None and act.by_sign
         normed = keep(z, storage, (-shift / scale).nan_to_num(0) if by_sign and storage != 'native' else None)
         if t.residual is None or residual is not None:
-            normed = normed._replace(scale=scale, shift=shift, activation=act, residual=residual)
+            normed = KeptMap(normed.values, normed.unit, normed.base, scale, shift, act, residual)
             y = u if act is None else act(u, inplace=True)
             hand_on(y, normed)
             return y, normed, None

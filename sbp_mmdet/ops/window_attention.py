@@ -29,9 +29,10 @@ from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold
-from .common.layouts import CHUNK, Chunk
+from .common.layouts import Chunk
 from .common.precision import Stored, Sum, accumulator, cast, column_sums, store
 from .common.row_sampling import draw
+from .window_layout import window_layout
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -154,7 +155,7 @@ def _normalised(settings, t, x):
 
 
 def _forward(settings, tensors, needs):
-    t, layout = tensors, _layout(settings.size, settings.window, settings.shift, tensors.x.device)
+    t, layout = tensors, window_layout(settings.size, settings.window, settings.shift, tensors.x.device)
     whole, rstd = _saves_input(settings, t), None
     if whole:
         layers, xhat = _Layers.plain(settings, t), _normalised(settings, t, t.x)[0]
@@ -178,7 +179,7 @@ def _forward(settings, tensors, needs):
 
 
 def _backward(settings, saved, grad, needs):
-    t, layout = saved.given, _layout(settings.size, settings.window, settings.shift, grad.device)
+    t, layout = saved.given, window_layout(settings.size, settings.window, settings.shift, grad.device)
     whole, sample = saved.rstd is None, settings.form.sample
     if whole:
         layers, x = _Layers.plain(settings, t), saved.xhat.values
@@ -241,79 +242,6 @@ class _Collected:
         if self.whole is None:
             self.whole = rows.new_empty(rows.shape[0], self._places, *rows.shape[2:])
         self.whole[:, chunk] = rows
-
-
-class _Layout(NamedTuple):
-    """Order of the tokens once the feature map is padded, shifted and cut into windows: P places, window by window.
-
-    Windows at the lower and right edge come last (the last one or two rows and columns), because only these have
-    padding, or parts that do not attend to each other.
-
-    Attributes:
-        order (Tensor): Token of each place, shape (P,); any token where the place is padding.
-        places (Tensor): Place of each token, shape (L,).
-        simple (int): Number of places in windows that are not at the edge.
-        pads (Tensor | None): Whether each of the other places is padding, bool, shape (P - simple, 1). If ``None``,
-            there is no padding.
-        apart (Tensor | None): Pairs of tokens of a window at the edge that do not attend to each other, bool, shape
-            (n, 1, window^2, window^2). If ``None``, all attend to all.
-    """
-
-    order: Tensor
-    places: Tensor
-    simple: int
-    pads: Tensor | None
-    apart: Tensor | None
-
-    def part(self, places, chunk):
-        """Return some of the places; slicing all of them would be a call of torch for nothing."""
-        return places if chunk.stop - chunk.start == places.shape[0] else places[chunk]
-
-    def chunks(self, settings, images, channels):
-        """Return slices of the places: whole windows, about the same number in each."""
-        area = settings.window**2
-        budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
-        most = max(budget // (max(images, 1) * area * max(3 * channels, settings.num_heads * area)), 1)
-        windows = len(self.order) // area
-        step = -(-windows // -(-windows // most)) * area
-        return [slice(i, min(i + step, len(self.order))) for i in range(0, len(self.order), step)]
-
-
-@functools.lru_cache(
-    maxsize=64
-)  # two for each stage and size of images; 3 MB for the largest size, and dozens of launches
-def _layout(size, side, shift, device):
-    """Return the layout of a map of ``size`` (height, width) in windows with this side and shift."""
-    height, width = size
-    tokens = height * width
-    below, right = -height % side, -width % side
-    # Windows before these rows and columns hold neither padding nor tokens from the other side of the map.
-    down, along = (max(n - shift, 0) // side for n in (height, width))
-    simple = down * along * side**2
-
-    def windows_of(x):  # a map
-        windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
-        parts = windows[:down, :along], windows[:down, along:], windows[down:]
-        return torch.cat([part.reshape(-1) for part in parts])
-
-    numbers = torch.arange(tokens, device=device).view(height, width)
-    numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
-    order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
-    places = order.new_empty(tokens + 1)  # the last one stands for padding
-    places[order] = torch.arange(len(order), device=device)
-    pads = (order[simple:, None] == tokens) if below or right else None
-    apart = None
-    if shift:
-        rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
-        regions = windows_of(3 * rows[:, None] + columns)[simple:].view(-1, 1, 1, side * side)
-        apart = regions != regions.mT
-    return _Layout(order.clamp_(max=tokens - 1), places[:-1], simple, pads, apart)
-
-
-def _bands(length, side, shift, device):
-    """Return the number of the part of each token in a row: whole windows, and the two parts of the last one."""
-    i = torch.arange(length, device=device)
-    return (i >= length - side).long() + (i >= length - shift)
 
 
 class _Layers(NamedTuple):

@@ -1,0 +1,93 @@
+"""Order of the tokens of a feature map in shifted windows, for :mod:`.window_attention`."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .common.layouts import CHUNK
+
+__all__ = ['WindowLayout', 'window_layout']
+
+
+class WindowLayout(NamedTuple):
+    """Order of the tokens once the feature map is padded, shifted and cut into windows: P places, window by window.
+
+    Windows at the lower and right edge come last (the last one or two rows and columns), because only these have
+    padding, or parts that do not attend to each other.
+
+    Attributes:
+        order (Tensor): Token of each place, shape (P,); any token where the place is padding.
+        places (Tensor): Place of each token, shape (L,).
+        simple (int): Number of places in windows that are not at the edge.
+        pads (Tensor | None): Whether each of the other places is padding, bool, shape (P - simple, 1). If ``None``,
+            there is no padding.
+        apart (Tensor | None): Pairs of tokens of a window at the edge that do not attend to each other, bool, shape
+            (n, 1, window^2, window^2). If ``None``, all attend to all.
+    """
+
+    order: Tensor
+    places: Tensor
+    simple: int
+    pads: Tensor | None
+    apart: Tensor | None
+
+    def part(self, places, chunk):
+        """Return some of the places; slicing all of them would be a call of torch for nothing."""
+        return places if chunk.stop - chunk.start == places.shape[0] else places[chunk]
+
+    def chunks(self, settings, images, channels):
+        """Return slices of the places: whole windows, about the same number in each."""
+        area = settings.window**2
+        budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
+        most = max(budget // (max(images, 1) * area * max(3 * channels, settings.num_heads * area)), 1)
+        windows = len(self.order) // area
+        step = -(-windows // -(-windows // most)) * area
+        return [slice(i, min(i + step, len(self.order))) for i in range(0, len(self.order), step)]
+
+
+@functools.lru_cache(
+    maxsize=64
+)  # two for each stage and size of images; 3 MB for the largest size, and dozens of launches
+def window_layout(size: tuple[int, int], side: int, shift: int, device: torch.device) -> WindowLayout:
+    """Return the order of the tokens of a map.
+
+    Args:
+        size (tuple[int, int]): Height and width of the map.
+        side (int): Side of a window.
+        shift (int): Number of tokens by which windows are shifted.
+        device (torch.device): Device of the order.
+    """
+    """Return the layout of a map of ``size`` (height, width) in windows with this side and shift."""
+    height, width = size
+    tokens = height * width
+    below, right = -height % side, -width % side
+    # Windows before these rows and columns hold neither padding nor tokens from the other side of the map.
+    down, along = (max(n - shift, 0) // side for n in (height, width))
+    simple = down * along * side**2
+
+    def windows_of(x):  # a map
+        windows = x.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+        parts = windows[:down, :along], windows[:down, along:], windows[down:]
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    numbers = torch.arange(tokens, device=device).view(height, width)
+    numbers = F.pad(numbers, (0, right, 0, below), value=tokens)
+    order = windows_of(numbers.roll((-shift, -shift), (0, 1)))
+    places = order.new_empty(tokens + 1)  # the last one stands for padding
+    places[order] = torch.arange(len(order), device=device)
+    pads = (order[simple:, None] == tokens) if below or right else None
+    apart = None
+    if shift:
+        rows, columns = (_bands(n, side, shift, device) for n in (height + below, width + right))
+        regions = windows_of(3 * rows[:, None] + columns)[simple:].view(-1, 1, 1, side * side)
+        apart = regions != regions.mT
+    return WindowLayout(order.clamp_(max=tokens - 1), places[:-1], simple, pads, apart)
+
+
+def _bands(length, side, shift, device):
+    """Return the number of the part of each token in a row: whole windows, and the two parts of the last one."""
+    i = torch.arange(length, device=device)
+    return (i >= length - side).long() + (i >= length - shift)
