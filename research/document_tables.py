@@ -219,6 +219,12 @@ def _draws(first, column):
     return f'{found["cosine"]["mean"]:.3f}, {found["relative_error"]["mean"]:.2f}', ''
 
 
+def _reserved(first, column):
+    """Return what torch reserves, or has to hold, over what the tensors of a step take at their peak."""
+    row = _results('reserved_memory')['rows'][f'{first}/none']
+    return f'{row[{"needed": "capacity"}.get(column, column)] / row["peak"]:.2f}'
+
+
 def _pipeline(first, column):
     """Return the size of the largest batch of a pipeline, and its pixels relative to those of a real one."""
     row = next(row for row in _results('pipeline_sizes')['rows'] if row['name'] == first)
@@ -233,6 +239,7 @@ TABLES = [
     ('docs/costs.md', 'A whole step: time', _step),
     ('docs/costs.md', 'In fp32', _fp32),
     ('docs/costs.md', 'What else there is', _rival),
+    ('docs/research/zoo_memory.md', 'Gaps between tensors', _reserved),
     ('docs/research/zoo_memory.md', 'Sizes of batches', _pipeline),
     ('README.md', 'Less memory for your config', _in_the_readme),
     ('docs/research/accuracy.md', 'Result', _trained),

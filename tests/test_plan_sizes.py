@@ -1,6 +1,7 @@
 """Predicted sizes of batches agree with those of a real loader with mmdet's own samplers."""
 
 import json
+import time
 
 import cv2
 import numpy as np
@@ -14,6 +15,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 
 from sbp_mmdet.plan.inputs import inputs_of
+from sbp_mmdet.plan.pipeline import data_set_of, samples_of
 
 import pipeline_sizes  # isort: skip  (helpers puts research/ on the path)
 
@@ -46,6 +48,15 @@ class NeverEnds(BaseTransform):
     def transform(self, results):
         while True:
             np.random.rand()
+
+
+@TRANSFORMS.register_module(force=True)
+class Waits(BaseTransform):
+    """Takes no time of its own."""
+
+    def transform(self, results):
+        time.sleep(0.012)
+        return results
 
 
 def coco(folder, shapes, channels=3, boxes=2):
@@ -229,6 +240,13 @@ def test_a_transform_that_does_not_end(pictures, monkeypatch):
     monkeypatch.setattr('sbp_mmdet.plan.pipeline._SECONDS_PER_IMAGE', 0.2)
     with pytest.raises(ValueError, match='no result for image'):
         inputs_of(config_of(pictures, [dict(type='NeverEnds')]))
+
+
+def test_a_busy_machine_gives_the_same_answer(pictures, monkeypatch):
+    """The time limit is of the process: other programs take none of it, nor does waiting."""
+    monkeypatch.setattr('sbp_mmdet.plan.pipeline._SECONDS', 2)
+    config = config_of(pictures, [CHOICE, dict(type='Waits')])
+    assert len(samples_of(data_set_of(config)[0], config).images) >= 256
 
 
 def test_nothing_is_drawn_from_the_training(pictures):

@@ -206,12 +206,12 @@ def _run(dataset, batch) -> Samples:
     total, rng = len(dataset), np.random.default_rng(0)
     told = [_told(dataset, i) for i in range(total)]
     order = np.concatenate([rng.permutation(total) for _ in range(-(-_ROUNDS[-1] // total))])
-    items, seen, done, begun = [], None, 0, time.monotonic()
+    items, seen, done, begun = [], None, 0, time.process_time()
     for end in _ROUNDS:
         for i in order[done:end]:
             items.append(_item(dataset, int(i)))
             _show(len(items), _ROUNDS[-1])
-            if time.monotonic() - begun > _SECONDS:
+            if time.process_time() - begun > _SECONDS:  # of its own time: the answer is the same on a busy machine
                 break
         done = len(items)
         sizes = np.array([size[:2] for item in items for _, size in sorted(item.items())])
