@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from mmcv.cnn import ConvModule
-from mmdet.models.backbones import CSPNeXt, ResNet, SwinTransformer
+from mmdet.models.backbones import CSPNeXt, ResNet
 from mmdet.models.necks import FPN
 from mmengine.model import BaseModel
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
@@ -34,13 +34,10 @@ class Detector(BaseModel):
 DETECTORS = {
     'ResNet': lambda: Detector(ResNet(18, base_channels=8), FPN([8, 16, 32, 64], 8, 5)),
     'CSPNeXt': lambda: Detector(CSPNeXt(deepen_factor=0.167, widen_factor=0.125)),
-    'Swin': lambda: Detector(
-        SwinTransformer(embed_dims=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1), drop_path_rate=0.0)
-    ),
 }
 
 
-def train(model, folder, hooks=(), steps=3, **cfg):
+def train(model, folder, hooks=(), steps=2, **cfg):
     """Trains by mmengine's runner; returns the trained weights and what the log says."""
     generator, said = torch.Generator().manual_seed(0), []
     data = [dict(inputs=torch.randn(3, 64, 64, generator=generator, dtype=torch.float64)) for _ in range(2 * steps)]
@@ -79,7 +76,7 @@ def test_compile_of_the_runner(name, tmp_path):
     plain, _ = train(copy.deepcopy(model), tmp_path)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
-        compiled, said = train(model, tmp_path, [hook], compile=dict(backend='aot_eager'))
+        compiled, said = train(model, tmp_path, [hook], compile=dict(backend='eager'))
     assert far_apart(compiled, plain) < 1e-6
     assert any('verified' in line for line in said)
     assert not [w for w in found if 'ynamo' in f'{w.message}{w.filename}' and 'sbp_mmdet' in f'{w.message}']

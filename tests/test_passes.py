@@ -1,28 +1,14 @@
-"""What is drawn in a forward pass, and what layers hand on in it, is gone when the pass ends."""
+"""Beginning and end of forward passes: what is drawn is gone when they end."""
 
 import copy
-import gc
-import pickle
-import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
-from cases import stored_bytes
-from mmcv.cnn import ConvModule
-from mmdet.models.backbones import CSPNeXt
-from mmdet.models.layers import CSPLayer
 from oracles import relative_error
-from stand_ins import of_module
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from sbp_mmdet import SBPConvNeXt, apply_lean, remove_lean
-from sbp_mmdet.ops.common.activations import Activation
-from sbp_mmdet.ops.common.handed_maps import Scope
-from sbp_mmdet.ops.common.kept_maps import add
 from sbp_mmdet.ops.common.stochastic_depth import on_images
-from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 
 def image(*shape, seed=0, dtype=torch.float64):
@@ -37,258 +23,10 @@ def gradients(model, x, run=None):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def convs(number=3, act=None):
-    layers = [
-        ConvModule(3 if i == 0 else 8, 8, 3, padding=1, norm_cfg=dict(type='BN'), act_cfg=act or dict(type='SiLU'))
-        for i in range(number)
-    ]
-    return nn.Sequential(*layers).double().train()
-
-
 def lean(model, preset='exact', **keys):
     changed = copy.deepcopy(model)
     apply_lean(changed, preset, **keys)
     return changed
-
-
-def stored(model, x):
-    return stored_bytes(lambda: model(x), [x, *model.parameters(), *model.buffers()])
-
-
-# What one layer hands to the next.
-
-
-class Writes(nn.Module):
-    """A user's module that writes to a feature map past autograd."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how = how
-
-    def forward(self, x):
-        if self.how == 'data':
-            x.data.clamp_(max=0.5)
-        elif self.how == 'new data':
-            x.data = x.data.clamp(max=0.5)
-        elif self.how == 'numpy':
-            x.detach().numpy().clip(max=0.5, out=x.detach().numpy())
-        elif self.how == 'dlpack':
-            torch.from_dlpack(x.detach()).data.clamp_(max=0.5)
-        elif self.how == 'view':
-            x.view(-1).data.clamp_(max=0.5)
-        return x
-
-
-HOWS = ['data', 'new data', 'numpy', 'dlpack', 'view']
-
-
-@pytest.mark.parametrize('how', HOWS)
-@pytest.mark.parametrize('place', ['module', 'hook', 'pre-hook', 'forward', 'global hook', 'later'])
-def test_what_is_written_past_autograd_is_seen(how, place):
-    """Wherever a user's code may stand between two layers: gradients are those of torch."""
-    plain, write = convs(), Writes(how)
-    if place == 'module':
-        plain.insert(1, write)
-
-    def interfere(model):
-        if place in ('hook', 'later'):
-            model[0].register_forward_hook(lambda module, args, out: write(out))
-        elif place == 'pre-hook':
-            model[1].register_forward_pre_hook(lambda module, args: (write(args[0]),))
-        elif place == 'forward':
-            own = model[0].forward
-            model[0].forward = lambda x: write(own(x))
-
-    if place != 'later':
-        interfere(plain)
-    changed = lean(plain)
-    if place == 'forward':
-        del changed[0].forward  # a copy of the model would call the original
-        interfere(changed)
-    if place == 'later':
-        gradients(changed, image())
-        gradients(plain, image())
-        interfere(plain), interfere(changed)
-    handle = None
-    if place == 'global hook':
-        handle = nn.modules.module.register_module_forward_hook(
-            lambda module, args, out: write(out) if isinstance(module, ConvModule) else None
-        )
-    try:
-        assert relative_error(gradients(changed, image()), gradients(plain, image())) < 1e-10
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-class Users(nn.Module):
-    """A user's class with layers of torch."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = convs(2), convs(1)
-        self.second[0] = ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN'), act_cfg=dict(type='SiLU')).double()
-
-    def forward(self, x):
-        x = self.first(x)
-        x.data.mul_(2)
-        return self.second(x)
-
-
-def test_a_users_class_ends_what_is_handed_on():
-    plain = Users().train()
-    assert relative_error(gradients(lean(plain), image()), gradients(plain, image())) < 1e-10
-
-
-def test_known_code_hands_on_and_a_hook_ends_it_until_it_is_removed():
-    """Of two layers with SiLU the second reads its input from what the first keeps: one map less is stored."""
-    model, x = lean(convs(2)), image()
-    one_map = 2 * 8 * 32 * 32 * 8
-    least = stored(model, x)
-    hook = model[0].register_forward_hook(lambda *args: None)
-    assert stored(model, x) - least >= one_map
-    hook.remove()
-    assert stored(model, x) == least
-
-
-@pytest.mark.parametrize('how', ['numpy', 'data', 'copy_'])
-@pytest.mark.parametrize('preset', ['exact', 'int8'])
-def test_an_input_buffer_that_is_filled_again(how, preset):
-    plain = convs(1)
-    model, buffer = lean(plain, preset), torch.zeros(2, 3, 32, 32)
-    for step in range(2):
-        images = image(seed=step, dtype=torch.float32)
-        if how == 'numpy':
-            buffer.numpy()[:] = images.numpy()
-        else:
-            (buffer.data if how == 'data' else buffer).copy_(images)
-        with torch.autocast('cpu', torch.bfloat16):
-            found, expected = (gradients(m, buffer, lambda x, m=m: m.float()(x).float()) for m in (model, plain))
-        assert relative_error(found, expected) < 0.02
-
-
-def test_nothing_hangs_on_tensors():
-    model, x = lean(convs()), image()
-    before = set(dir(x))
-    out = model(x)
-    assert set(dir(x)) == before and set(dir(out.detach())) == set(dir(out))
-    assert not vars(out) and not vars(x)
-    assert torch.equal(pickle.loads(pickle.dumps(out.detach())), out)
-
-
-@pytest.mark.parametrize('place', ['forward', 'backbone'])
-def test_an_exception_leaves_nothing(place):
-    """What the layers before it made is freed, and the next pass is as ever."""
-    plain = CSPNeXt('P5', widen_factor=0.125, deepen_factor=0.167).double()
-    plain.train()
-    model, x = lean(plain), image(2, 3, 64, 64)
-    alive = []
-
-    def fail(module, args, out):
-        alive.append(weakref.ref(args[0]))
-        raise KeyboardInterrupt
-
-    hook = model.stage4.register_forward_hook(fail)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            model(x) if place == 'forward' else model.forward(x)
-    hook.remove()
-    gc.collect()
-    assert all(ref() is None for ref in alive)
-    model.load_state_dict(plain.state_dict())
-    assert relative_error(gradients(model, x), gradients(plain, x)) < 1e-10
-
-
-def test_a_checkpoint_of_the_user_within_the_model():
-    """What runs again in the backward pass stores as much as the first run."""
-    plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
-    model, x, found = lean(plain), image(2, 8, 16, 16), []
-    for m in (model, plain):
-        block = m.blocks[1]
-        block.forward = lambda x, own=block.forward: checkpoint(own, x, use_reentrant=False)
-        found.append(gradients(m, x))
-    assert relative_error(*found) < 1e-10
-
-
-@pytest.mark.parametrize('reentrant', [True, False])
-def test_a_checkpoint_around_the_model(reentrant):
-    plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
-    model, x = lean(plain), image(2, 8, 16, 16).requires_grad_()
-    found = gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant))
-    assert relative_error(found, gradients(plain, x)) < 1e-10
-
-
-def test_a_known_block_with_a_checkpoint_of_its_own():
-    """mmdet's with_cp in a block that has no adapter: its convolutions are changed, and run in a checkpoint."""
-    from mmdet.models.layers.csp_layer import ChannelAttention
-
-    class Checkpointing(ChannelAttention):
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    of_module(ChannelAttention.__module__, Checkpointing)
-    block = Checkpointing(8)
-    block.inner = nn.Sequential(*list(convs(3))[1:])
-    plain = nn.Sequential(convs(1)[0], block, *list(convs(2))[1:]).double().train()
-    model = lean(plain)
-    assert relative_error(gradients(model, image()), gradients(plain, image())) < 1e-10
-
-
-def test_two_models_in_turns_and_one_inside_of_another():
-    plain = [convs(3), convs(3, act=dict(type='ReLU'))]
-    models, x = [lean(m) for m in plain], image()
-    for both in (models, plain):
-        both[0][1].register_forward_hook(lambda module, args, out, other=both[1]: out + other(x))
-    for _ in range(2):
-        assert relative_error(gradients(models[0], x), gradients(plain[0], x)) < 1e-10
-        assert relative_error(gradients(models[1], x), gradients(plain[1], x)) < 1e-10
-
-
-def test_a_graph_that_is_kept():
-    """A second backward pass through it, after other passes of the same model."""
-    plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
-    model, x, found = lean(plain), image(2, 8, 16, 16), []
-    for m in (model, plain):
-        loss = m(x).square().sum()
-        m(x + 1)
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-        found.append(torch.cat([p.grad.flatten() for p in m.parameters()]))
-    assert relative_error(*found) < 1e-10
-
-
-@pytest.mark.parametrize('what', ['shortcut', 'x', 'sum'])
-def test_writes_between_a_sum_and_the_next_layer(what):
-    """The sum that the next layer multiplies with is that of the forward pass, whatever was written to since."""
-    first, second = image(4, 4, 1, 1, seed=1), image(4, 4, 1, 1, seed=2).requires_grad_()  # the first one is frozen
-    found = []
-    for run in ('lean', 'plain'):
-        base = image(2, 4, 8, 8, seed=3).requires_grad_() * 1
-        with Scope():
-            if run == 'lean':
-                x = conv_norm(ConvNormSettings(activation=Activation('silu')), ConvNormTensors(base, first))
-                out = add(x, base, 'native')
-            else:
-                x = F.silu(F.conv2d(base, first))
-                out = x + base
-            dict(shortcut=base, x=x, sum=out)[what].detach().mul_(3)
-            out = (
-                conv_norm(ConvNormSettings(), ConvNormTensors(out, second)) if run == 'lean' else F.conv2d(out, second)
-            )
-        found.append(torch.autograd.grad(out.square().sum(), second)[0])
-    assert relative_error(*found) < 1e-12
-
-
-def test_compiled_blocks_with_shortcuts():
-    plain = CSPLayer(8, 8, num_blocks=1, use_cspnext_block=True).double().train()
-    model, x = lean(plain), image(2, 8, 16, 16)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend='eager')
-    for _ in range(2):
-        assert relative_error(gradients(model, x, compiled), gradients(plain, x)) < 1e-10
-
-
-# What is drawn.
 
 
 def backbone(rate=0.0, **options):
@@ -345,7 +83,7 @@ def test_images_may_be_any_argument(how, preset, rate):
 
 def test_images_that_nobody_sees_are_an_error_that_says_so():
     model = lean(Takes('dict').train(), 'sbp')
-    with pytest.raises(ValueError, match='give it the images as an argument'):
+    with pytest.raises(ValueError, match='pass the images to it as an argument'):
         model(type('Batch', (), dict(__getitem__=lambda self, key: image(2, 3, 64, 64)))())
 
 
