@@ -98,6 +98,7 @@ class _InChunks(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx, *grads):
         x, *parameters = ctx.saved_tensors

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from mmcv.cnn import ConvModule
 from oracles import relative_error
 from torch import nn
 
@@ -21,6 +22,14 @@ def gradients(model, x, run=None):
     outs = [outs] if isinstance(outs, torch.Tensor) else outs
     sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).mul(99).sin().view_as(o)).sum() for o in outs).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def convs(number=3, act=None):
+    layers = [
+        ConvModule(3 if i == 0 else 8, 8, 3, padding=1, norm_cfg=dict(type='BN'), act_cfg=act or dict(type='SiLU'))
+        for i in range(number)
+    ]
+    return nn.Sequential(*layers).double().train()
 
 
 def lean(model, preset='exact', **keys):

@@ -77,6 +77,7 @@ class _Sum(torch.autograd.Function):
         return sum(_part(ctx, chunk) for chunk in _chunks(ctx, (pred, *others)))
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx, grad):
         pred, *others = ctx.saved_tensors

@@ -97,6 +97,7 @@ class _Pyramid(torch.autograd.Function):
         return outs
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx, *grads):
         levels = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))

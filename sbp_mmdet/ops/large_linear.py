@@ -51,6 +51,7 @@ class _InputGradient(torch.autograd.Function):
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx, grad):
         (weight,) = ctx.saved_tensors
@@ -70,6 +71,7 @@ class _WeightGradient(torch.autograd.Function):
         return y
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx, grad):
         (x,), (dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes

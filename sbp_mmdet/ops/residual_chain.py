@@ -142,6 +142,7 @@ class _Chain(torch.autograd.Function):
         return y
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx, grad):
         blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]

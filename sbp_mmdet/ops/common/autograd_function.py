@@ -176,6 +176,7 @@ class _Function(torch.autograd.Function):
         return output
 
     @staticmethod
+    @torch.compiler.disable  # a compiled step calls backward too, and would compile this
     @once_differentiable
     def backward(ctx, grad):
         operation = ctx.operation
