@@ -242,6 +242,17 @@ def test_a_transform_that_does_not_end(pictures, monkeypatch):
         inputs_of(config_of(pictures, [dict(type='NeverEnds')]))
 
 
+def test_pasted_objects_need_no_pictures(tmp_path):
+    """Without data, and with the boxes of both images."""
+    config = pipeline_sizes.PIPELINES['large-scale jitter and copy-paste'][2](tmp_path)
+    assert inputs_of(config)[1:3] == (102, 102)
+    folder = pipeline_sizes.pictures(tmp_path, [(102, 102)] * 4)
+    for file in folder.glob('*.png'):
+        file.unlink()
+    config = pipeline_sizes.PIPELINES['large-scale jitter and copy-paste'][2](folder)
+    assert 2 < inputs_of(config).boxes <= 4
+
+
 def test_a_busy_machine_gives_the_same_answer(pictures, monkeypatch):
     """The time limit is of the process: other programs take none of it, nor does waiting."""
     monkeypatch.setattr('sbp_mmdet.plan.pipeline._SECONDS', 2)

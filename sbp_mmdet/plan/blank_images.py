@@ -5,6 +5,7 @@ import copy
 import numpy as np
 from mmcv.transforms import BaseTransform, LoadImageFromFile
 from mmdet.datasets.transforms import (
+    CopyPaste,
     LoadAnnotations,
     LoadMultiChannelImageFromFiles,
     LoadPanopticAnnotations,
@@ -106,6 +107,24 @@ class _Colours(BaseTransform):
         return results
 
 
+class _Pasted(BaseTransform):
+    """Replacement for :class:`CopyPaste`, which works on bitmaps: boxes of the other image come too."""
+
+    def __init__(self, paste):
+        self.paste = paste
+
+    def get_indexes(self, dataset):
+        return self.paste.get_indexes(dataset)
+
+    def transform(self, results):
+        other, number = results['mix_results'][0], self.paste.max_num_pasted
+        for key in ('gt_bboxes', 'gt_bboxes_labels', 'gt_ignore_flags', 'gt_masks'):
+            own = results[key]
+            cat = getattr(type(own), 'cat', np.concatenate)
+            results[key] = cat([own, other[key][:number]])
+        return results
+
+
 def _stand_in(transform, channels):
     """Return the replacement for a transform, or ``None``. Only exact classes have one: a subclass may do more."""
     kind = type(transform)
@@ -115,6 +134,8 @@ def _stand_in(transform, channels):
         return _BlankImage(transform, channels)
     if kind in (LoadAnnotations, LoadPanopticAnnotations):
         return _BlankAnnotations(transform)
+    if kind is CopyPaste:
+        return _Pasted(transform)
     if kind in (PhotoMetricDistortion, YOLOXHSVRandomAug):
         return _Colours(kind is PhotoMetricDistortion)
     return None
