@@ -131,13 +131,11 @@ class LeanModule(Mixin):
         thins_only (bool): Whether it changes nothing if no tokens are dropped. Default: False.
         runs_blocks (bool): Whether it runs blocks that have adapters themselves without calling them. Default: False.
         shares_modules (bool): Whether the modules of :meth:`bypasses` have adapters of their own too. Default: False.
-        hands_on (bool): Whether it hands its saved maps on to the next layer, see :mod:`sbp_mmdet.passes`. Default:
-            False.
+        hands_on (bool): Whether the next layer may use its saved maps, see :mod:`sbp_mmdet.passes`. Default: False.
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it also runs lean when it is frozen and in evaluation mode while the rest of
             the model trains. Default: False.
-        stores_more (bool): Whether it saves more than its input, so that ``preset='exact_min'`` recomputes it as a
-            whole. Default: False.
+        stores_more (bool): Whether it saves more than its input; ``exact_min`` then recomputes it. Default: False.
         separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used. If
             ``False``, the whole module then runs its own code. Default: False.
     """

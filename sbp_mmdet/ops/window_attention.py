@@ -32,7 +32,7 @@ from .common.folding import Incoming, add_branch, fold, normalise, normalise_bac
 from .common.layouts import Chunk
 from .common.precision import Stored, Sum, accumulator, cast, column_sums, store
 from .common.row_sampling import draw
-from .window_layout import window_layout
+from .window_layout import Collected, window_layout
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -163,7 +163,7 @@ def _forward(settings, tensors, needs):
         layers = _Layers.folded(settings, t)
         xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
     bias = cast(t.proj_bias, settings.dtype)
-    branch = _Collected(len(layout.order))  # in the order of the windows
+    branch = Collected(len(layout.order))  # in the order of the windows
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
         branch.put(chunk, F.linear(windows.out(), layers.proj_weight, bias))
@@ -190,7 +190,7 @@ def _backward(settings, saved, grad, needs):
     # and dx-hat = d[Q K V] W'. Padding sends no gradient to W_p, x-hat and the norm.
     incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _sums(t, layers, layout)
     scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
-    dxhat, norm = _Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
+    dxhat, norm = Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
         g = windows.without_padding_(scaled.index_select(1, layout.part(layout.order, chunk)))
@@ -222,26 +222,6 @@ def _backward(settings, saved, grad, needs):
             dx = normalise_backward(dxhat, xhat, saved.rstd)
             dx = grad + cast(dx, grad.dtype)
     return found._replace(x=dx, proj_bias=incoming.total)
-
-
-class _Collected:
-    """Rows of all places, (N, P, ...), from those of chunks. One chunk of all places is not copied.
-
-    Args:
-        places (int): Number of places.
-    """
-
-    def __init__(self, places):
-        self._places, self.whole = places, None
-
-    def put(self, chunk, rows):
-        """Take the rows of a chunk."""
-        if rows.shape[1] == self._places:
-            self.whole = rows
-            return
-        if self.whole is None:
-            self.whole = rows.new_empty(rows.shape[0], self._places, *rows.shape[2:])
-        self.whole[:, chunk] = rows
 
 
 class _Layers(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .common.layouts import CHUNK
 
-__all__ = ['WindowLayout', 'window_layout']
+__all__ = ['Collected', 'WindowLayout', 'window_layout']
 
 
 class WindowLayout(NamedTuple):
@@ -34,12 +34,23 @@ class WindowLayout(NamedTuple):
     pads: Tensor | None
     apart: Tensor | None
 
-    def part(self, places, chunk):
-        """Return some of the places; slicing all of them would be a call of torch for nothing."""
+    def part(self, places: Tensor, chunk: slice) -> Tensor:
+        """Return the places of a chunk; where it has all of them, torch is not called.
+
+        Args:
+            places (Tensor): A number for each place, such as ``order``.
+            chunk (slice): The chunk.
+        """
         return places if chunk.stop - chunk.start == places.shape[0] else places[chunk]
 
-    def chunks(self, settings, images, channels):
-        """Return slices of the places: whole windows, about the same number in each."""
+    def chunks(self, settings, images: int, channels: int) -> list[slice]:
+        """Return slices of the places: whole windows, about the same number in each.
+
+        Args:
+            settings (WindowSettings): Settings of the attention, whose ``chunk`` bounds the numbers of a slice.
+            images (int): Number of images.
+            channels (int): Number of channels.
+        """
         area = settings.window**2
         budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
         most = max(budget // (max(images, 1) * area * max(3 * channels, settings.num_heads * area)), 1)
@@ -48,9 +59,8 @@ class WindowLayout(NamedTuple):
         return [slice(i, min(i + step, len(self.order))) for i in range(0, len(self.order), step)]
 
 
-@functools.lru_cache(
-    maxsize=64
-)  # two for each stage and size of images; 3 MB for the largest size, and dozens of launches
+# Two for each stage and size of images. One takes 3 MB for the largest size, and making it dozens of launches.
+@functools.lru_cache(maxsize=64)
 def window_layout(size: tuple[int, int], side: int, shift: int, device: torch.device) -> WindowLayout:
     """Return the order of the tokens of a map.
 
@@ -91,3 +101,31 @@ def _bands(length, side, shift, device):
     """Return the number of the part of each token in a row: whole windows, and the two parts of the last one."""
     i = torch.arange(length, device=device)
     return (i >= length - side).long() + (i >= length - shift)
+
+
+class Collected:
+    """Rows of all places, (N, P, ...), from those of chunks. One chunk of all places is not copied.
+
+    Args:
+        places (int): Number of places P.
+
+    Attributes:
+        whole (Tensor | None): The rows, ``None`` before the first chunk.
+    """
+
+    def __init__(self, places: int):
+        self._places, self.whole = places, None
+
+    def put(self, chunk: slice, rows: Tensor) -> None:
+        """Take the rows of a chunk.
+
+        Args:
+            chunk (slice): Places of the rows.
+            rows (Tensor): The rows, shape (N, P', ...).
+        """
+        if rows.shape[1] == self._places:
+            self.whole = rows
+            return
+        if self.whole is None:
+            self.whole = rows.new_empty(rows.shape[0], self._places, *rows.shape[2:])
+        self.whole[:, chunk] = rows

@@ -30,7 +30,7 @@ class FixedDraws:
         return self._draws.ratio(layer)
 
     def draws_for(self, layer) -> bool:
-        """Return that something is drawn for the layer."""
+        """Return ``True``: something is drawn for every layer."""
         return True
 
     def images(self, branch, number) -> None:
