@@ -288,5 +288,7 @@ def test_the_ten_pipelines_of_the_study(name, tmp_path):
     """The study draws 2,000 batches of each."""
     row = pipeline_sizes.compare(name, tmp_path, 60)
     assert row['ratio'] >= 0.97, row
-    assert row['ratio'] <= 1.4, row  # of 60 batches the largest is not yet there
+    found = json.loads(pipeline_sizes.RESULTS.read_text())['rows']
+    (of_many,) = (one['real'] for one in found if one['name'] == name)
+    assert row['real'] <= of_many and row['said'] <= 1.25 * of_many, row
     assert row['size'][2] == pipeline_sizes.PIPELINES[name][1]
