@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import shutil
 import warnings
 
 import pytest
@@ -80,6 +81,18 @@ def test_compile_of_the_runner(name, tmp_path):
     assert far_apart(compiled, plain) < 1e-6
     assert any('verified' in line for line in said)
     assert not [w for w in found if 'ynamo' in f'{w.message}{w.filename}' and 'sbp_mmdet' in f'{w.message}']
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='a compiler of before torch 2.4')
+@pytest.mark.skipif(shutil.which('g++') is None, reason='no C++ compiler')
+def test_compile_of_the_runner_with_kernels(tmp_path):
+    """``compile=True``: the step calls backward, so the compiler must leave the operations' backward passes alone."""
+    torch.compiler.reset()
+    model = Detector(ResNet(18, base_channels=8, num_stages=1, strides=(1,), dilations=(1,), out_indices=(0,)))
+    plain, _ = train(copy.deepcopy(model.double()), tmp_path)
+    compiled, _ = train(model, tmp_path, [dict(type='LeanHook')], compile=True)
+    assert far_apart(compiled, plain) < 1e-6
 
 
 def bn_eval(model):
