@@ -11,9 +11,9 @@ from mmdet.models.roi_heads.bbox_heads import ConvFCBBoxHead, Shared4Conv1FCBBox
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.shared_heads import ResLayer as SharedHead
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .ops.common.autograd_function import differentiable_once
 from .ops.common.handed_maps import Scope
 from .ops.common.precision import Sum, accumulator, autocast_dtype
 from .surgery import stock_class
@@ -98,8 +98,7 @@ class _InChunks(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    @torch.compiler.disable
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):
         x, *parameters = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[1]

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from mmdet.models.losses import FocalLoss, QualityFocalLoss, VarifocalLoss
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ..ops.common.autograd_function import differentiable_once
 from ..ops.common.precision import autocast_dtype
 from ..surgery import Mixin, has_methods_of, mix_in
 
@@ -77,8 +77,7 @@ class _Sum(torch.autograd.Function):
         return sum(_part(ctx, chunk) for chunk in _chunks(ctx, (pred, *others)))
 
     @staticmethod
-    @torch.compiler.disable
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad):
         pred, *others = ctx.saved_tensors
         found = torch.empty_like(pred)

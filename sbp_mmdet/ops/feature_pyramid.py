@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .common.autograd_function import in_precision, put_tensors_back, take_tensors_out
+from .common.autograd_function import differentiable_once, in_precision, put_tensors_back, take_tensors_out
 from .common.kept_maps import kept
 from .common.layouts import memory_format
 from .common.precision import Sum, accumulator, no_autocast
@@ -97,8 +96,7 @@ class _Pyramid(torch.autograd.Function):
         return outs
 
     @staticmethod
-    @torch.compiler.disable
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):
         levels = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
         given = next((grad for grad in grads if grad is not None), None)

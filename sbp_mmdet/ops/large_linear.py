@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .common.autograd_function import differentiable_once
 from .common.precision import accumulate, autocast_dtype, column_sums, no_autocast
 
 __all__ = ['large_linear']
@@ -51,8 +51,7 @@ class _InputGradient(torch.autograd.Function):
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
-    @torch.compiler.disable
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad):
         (weight,) = ctx.saved_tensors
         with no_autocast(grad):
@@ -71,8 +70,7 @@ class _WeightGradient(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.compiler.disable
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad):
         (x,), (dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         dweight = dbias = None

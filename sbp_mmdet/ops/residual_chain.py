@@ -17,9 +17,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .common.autograd_function import in_precision, put_tensors_back, take_tensors_out
+from .common.autograd_function import differentiable_once, in_precision, put_tensors_back, take_tensors_out
 from .common.handed_maps import hand_on
 from .common.kept_maps import keep, kept
 from .common.map_norms import FixedGradients, gradients_of_fixed
@@ -142,8 +141,7 @@ class _Chain(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.compiler.disable
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad):
         blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]
         skipped = sum([len(_DIFFERENTIABLE) * len(own) for own in ctx.needs[: ctx.first]])

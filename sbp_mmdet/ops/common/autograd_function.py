@@ -28,6 +28,7 @@ __all__ = [
     'Form',
     'OnHost',
     'Operation',
+    'differentiable_once',
     'Sample',
     'gradients_of',
     'in_precision',
@@ -118,6 +119,30 @@ def in_precision(settings, x: Tensor):
     return dataclasses.replace(settings, dtype=autocast_dtype(x) or x.dtype)
 
 
+def differentiable_once(backward: Callable) -> Callable:
+    """Decorate a backward pass that has no derivative of its own.
+
+    With ``create_graph=True``, differentiating its gradients raises an error, even if the incoming gradient is
+    constant, where a second derivative would be missing without a word. No compiler traces it: a compiled training step
+    calls ``backward`` too.
+
+    Args:
+        backward (Callable): Static method of a ``torch.autograd.Function``.
+
+    Returns:
+        Callable: The decorated method.
+    """
+    once = once_differentiable(backward)
+
+    @torch.compiler.disable
+    def run(ctx, *grads):
+        if torch.is_grad_enabled():
+            grads = [g if g is None or g.requires_grad else g.detach().requires_grad_() for g in grads]
+        return once(ctx, *grads)
+
+    return run
+
+
 class OnHost:
     """Tensor on the CPU that is saved for the backward pass as a plain attribute, past hooks on saved tensors.
 
@@ -176,8 +201,7 @@ class _Function(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.compiler.disable  # a compiled step calls backward too, and would compile this
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad):
         operation = ctx.operation
         needs = operation.gradients(*ctx.needs_input_grad[3:])

@@ -1,0 +1,212 @@
+"""Steps that are not quite forward, backward and update: gradients are those of the plain model in fp64."""
+
+import copy
+import io
+
+import pytest
+import torch
+from mmengine.logging import MMLogger
+from test_class_patches import FAMILIES
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from unusual_models import LoRA, image
+
+from sbp_mmdet import apply_lean, remove_lean
+
+
+@pytest.fixture(autouse=True, scope='module')
+def quiet():
+    MMLogger.get_current_instance().setLevel('ERROR')
+    yield
+    MMLogger.get_current_instance().setLevel('INFO')
+
+
+def outputs(model, x):
+    torch.manual_seed(3)
+    found = model(x)
+    return found if isinstance(found, (list, tuple)) else [found]
+
+
+def loss_of(outs):
+    return sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).cos().view_as(o)).sum() for o in outs)
+
+
+def held(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients(model, x=None):
+    model.zero_grad()
+    loss_of(outputs(model, image() if x is None else x)).backward()
+    return held(model)
+
+
+# What is done in a step, or between two; each returns gradients.
+
+
+def functional_call(model):
+    given = {name: (p.detach() * 1.1).requires_grad_() for name, p in model.named_parameters()}
+    torch.manual_seed(3)
+    found = torch.func.functional_call(model, given, (image(),))
+    loss = loss_of(found if isinstance(found, (list, tuple)) else [found])
+    grads = torch.autograd.grad(loss, [*given.values()], allow_unused=True)
+    return {name: g for name, g in zip(given, grads, strict=True) if g is not None}
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return gradients(torch.load(file, weights_only=False))
+
+
+def copied_and_both_trained(model):
+    gradients(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.05)
+    return gradients(model) | {f'other {name}': g for name, g in gradients(other).items()}
+
+
+def checkpointed_from_outside(model):
+    model.zero_grad()
+    x = image().requires_grad_()
+    loss_of(checkpoint(lambda x: tuple(outputs(model, x)), x, use_reentrant=False)).backward()
+    return held(model) | ({} if x.grad is None else dict(x=x.grad))
+
+
+def validated_in_between(model):
+    gradients(model)
+    model.eval()
+    with torch.inference_mode():
+        model(image())
+    model.train()
+    with torch.no_grad():
+        model(image())
+    return gradients(model)
+
+
+def two_losses(model):
+    model.zero_grad()
+    outs = outputs(model, image())
+    loss_of(outs[:1]).backward(retain_graph=True)
+    loss_of(outs).backward()
+    return held(model)
+
+
+def two_passes(model):
+    model.zero_grad()
+    first, second = outputs(model, image()), outputs(model, 0.5 * image())
+    (loss_of(first) + loss_of(second)).backward()
+    return held(model)
+
+
+def some_gradients(model):
+    x, some = image().requires_grad_(), [*model.parameters()][::3]
+    found = torch.autograd.grad(loss_of(outputs(model, x)), [x, *some], allow_unused=True)
+    return {str(i): g for i, g in enumerate(found) if g is not None}
+
+
+def hooks_on_parameters(model):
+    handles = [p.register_hook(lambda g: 2 * g) for p in model.parameters() if p.requires_grad]
+    found = gradients(model)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def other_parameters(model):
+    gradients(model)
+    for module in model.modules():
+        for name, p in [*module._parameters.items()]:
+            if p is not None:
+                setattr(module, name, nn.Parameter(1.05 * p.detach(), requires_grad=p.requires_grad))
+    return gradients(model)
+
+
+def frozen_and_thawed(model):
+    some = [*model.parameters()][::2]
+    for p in some:
+        p.requires_grad_(False)
+    first = gradients(model)
+    for p in some:
+        p.requires_grad_(True)
+    return gradients(model) | {f'first {name}': g for name, g in first.items()}
+
+
+def other_sizes(model):
+    first = gradients(model, image(96)[:1])
+    return gradients(model, torch.cat([image(), image()])) | {f'first {name}': g for name, g in first.items()}
+
+
+def other_layouts(model):
+    first = gradients(model, image().to(memory_format=torch.channels_last))
+    return gradients(model, image().flip(3).mT) | {f'first {name}': g for name, g in first.items()}
+
+
+def tied(model):
+    seen = {}
+    for module in model.modules():
+        weight = module._parameters.get('weight')
+        if weight is not None:
+            module.weight = seen.setdefault((type(module).__name__, weight.shape), weight)
+    return gradients(model)
+
+
+def lora_in_every_linear_layer(model):
+    torch.manual_seed(0)
+    for module in [*model.modules()]:
+        for name, child in [*module.named_children()]:
+            if type(child).__name__ == 'Linear' and not isinstance(module, (LoRA, nn.MultiheadAttention)):
+                setattr(module, name, LoRA(child).double())
+    return gradients(model)
+
+
+def other_activations(model):
+    for module in [*model.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, (nn.ReLU, nn.GELU, nn.SiLU)):
+                setattr(module, name, nn.Softplus())
+    return gradients(model)
+
+
+STEPS = [functional_call, saved_and_loaded, copied_and_both_trained, checkpointed_from_outside, validated_in_between]
+STEPS += [two_losses, two_passes, some_gradients, hooks_on_parameters, other_parameters, frozen_and_thawed]
+STEPS += [other_sizes, other_layouts, tied, lora_in_every_linear_layer, other_activations]
+
+
+@pytest.mark.parametrize('run', STEPS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize('family', FAMILIES)
+def test_step(family, run):
+    lean = FAMILIES[family]()
+    plain = copy.deepcopy(lean)
+    apply_lean(lean, verify=False)
+    found, expected = run(lean), run(plain)
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (found[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+
+
+@pytest.mark.parametrize('family', ['Swin', 'ResNet', 'ConvNeXt'])
+def test_changed_back_and_forth(family):
+    lean = FAMILIES[family]()
+    plain = copy.deepcopy(lean)
+    for preset in ('int8', 'exact'):
+        apply_lean(lean, preset, verify=False)
+        remove_lean(lean)
+    apply_lean(lean, verify=False)
+    found = gradients(lean)
+    for name, grad in gradients(plain).items():
+        assert (found[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+
+
+@pytest.mark.parametrize('family', ['Swin', 'ResNet', 'ConvModule', 'FFN', 'pyramid'])
+def test_a_second_derivative_is_an_error(family):
+    """Operations have no derivative of their backward pass; silence would be a wrong gradient."""
+    lean = FAMILIES[family]()
+    apply_lean(lean, verify=False)
+    x = image().requires_grad_()
+    (grad,) = torch.autograd.grad(loss_of(outputs(lean, x)), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match='twice'):
+        (grad.square().sum() + loss_of(outputs(lean, x))).backward()
