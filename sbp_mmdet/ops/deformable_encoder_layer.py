@@ -142,6 +142,8 @@ _OF_PRODUCTS = tuple(
 def _in_precision_of_products(t, dtype):
     """Return the inputs with all parameters of matrix products in ``dtype``."""
     given = [getattr(t, name) for name in _OF_PRODUCTS]
+    if all([x.dtype is dtype for x in given]):
+        return t
     return t._replace(**dict(zip(_OF_PRODUCTS, cast_all(given, dtype), strict=True)))
 
 
