@@ -225,6 +225,15 @@ def _reserved(first, column):
     return f'{row[{"needed": "capacity"}.get(column, column)] / row["peak"]:.2f}'
 
 
+def _swin_l(first, column):
+    """Return what was measured of DINO with Swin-L, what is counted, and what the planner says."""
+    row = _results('swin_l_memory')['rows'][f'800x1333, 40 boxes, {first}']
+    needs = row['needs'] / 2**30
+    figures = {'measured, GiB': f'{row["measured"]}', 'counted, GiB': f'{row["peak"] / 2**30:.1f}'}
+    figures |= {'needs, GiB': f'{needs:.1f}', 'error': f'{needs / row["measured"] - 1:+.1%}'}
+    return figures[column]
+
+
 def _pipeline(first, column):
     """Return the size of the largest batch of a pipeline, and its pixels relative to those of a real one."""
     row = next(row for row in _results('pipeline_sizes')['rows'] if row['name'] == first)
@@ -239,6 +248,7 @@ TABLES = [
     ('docs/costs.md', 'A whole step: time', _step),
     ('docs/costs.md', 'In fp32', _fp32),
     ('docs/costs.md', 'What else there is', _rival),
+    ('docs/research/zoo_memory.md', 'Six figures of one card', _swin_l),
     ('docs/research/zoo_memory.md', 'Gaps between tensors', _reserved),
     ('docs/research/zoo_memory.md', 'Sizes of batches', _pipeline),
     ('README.md', 'Less memory for your config', _in_the_readme),
