@@ -317,8 +317,9 @@ def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):
     assert found['rows'][0] == dict(row, fits=False)
     chosen = next(row for row in found['rows'] if row['variant'] == found['answer'])
     assert chosen['fits'] and chosen['need'] <= found['budget'] < row['need']
-    assert f"dict(type='LeanHook', preset='{found['answer'].split('+')[0]}')" in found['lines']
-    assert found['lines'].endswith("backbone', {}).update(sbp_cfg=None, with_cp=False)")
+    name = found['answer'].split('+')[0]  # in a model so small mixed precision alone may be the answer
+    assert (f"dict(type='LeanHook', preset='{name}')" in found['lines']) == (name != 'none')
+    assert "model.setdefault('backbone', {}).update(sbp_cfg=None, with_cp=False)" in found['lines']
 
 
 def test_what_a_config_or_a_preset_changes(tiny, capsys, tmp_path):
