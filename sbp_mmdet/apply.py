@@ -189,6 +189,7 @@ def _carry_out(model, settings, plan, chosen):
         for part, mixin in [*parts_to_checkpoint(model, chosen, settings.preset.checkpoints)]:
             mix_in(part, mixin)
             changed[names[id(part)]] = 'exact, recomputed in the backward pass'
+            left.pop(names[id(part)], None)
     if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
         hand_on_within(model)
     for bound in plan.bounds.values():

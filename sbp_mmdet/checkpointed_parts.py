@@ -1,4 +1,4 @@
-"""The parts of a detector that presets checkpoint: neck, dense heads, heads of RoIs, and layers of transformers."""
+"""The parts of a detector that presets checkpoint: neck, heads, layers of transformers, blocks without an operation."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -11,7 +11,7 @@ from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from mmengine.model import Sequential
 from torch import Tensor, nn
 
-from .adapters import LeanModule
+from .adapters import LeanModule, adapter_of
 from .checkpointing import Checkpointed, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, run_in_chunks, runs_in_chunks
 from .passes import is_known_inside, of_known_library
@@ -82,13 +82,20 @@ def parts_to_checkpoint(
     Args:
         model (nn.Module): The model, changed by its adapters.
         chosen (Mapping[int, nn.Module]): Modules that may be changed, by id.
-        kinds (Collection[str]): Kinds of parts: 'neck', 'dense head', 'RoI head', 'layer' (of a transformer).
+        kinds (Collection[str]): Kinds of parts: 'neck', 'dense head', 'RoI head', 'layer' (of a transformer), 'block'
+            (of a backbone, which runs its own code).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
     """
     parts = [found for detector in detectors(model).values() for found in _parts(detector)]
-    found = [(part, _mixin(part)) for kind, part in parts if kind in kinds]
+    found = []
+    if 'block' in kinds:  # first: a neck that holds a backbone is not recomputed whole, but block by block
+        found += [(block, CheckpointedPart) for block in model.modules() if _is_unchanged_block(block)]
+    blocks = {id(block) for block, _ in found}
+    for kind, part in parts:
+        if kind in kinds and blocks.isdisjoint(map(id, part.modules())):
+            found.append((part, _mixin(part)))
     if 'layer' in kinds:
         found += [(layer, mixin) for layer in model.modules() if (mixin := _mixin_of_layer(layer))]
     taken = set()
@@ -140,6 +147,10 @@ def _mixin_of_layer(layer):
         return CheckpointedLayer if layer.stores_more else None
     known = isinstance(layer, (DetrTransformerEncoderLayer, DetrTransformerDecoderLayer))
     return CheckpointedPart if known else None
+
+
+def _is_unchanged_block(module):
+    return not isinstance(module, LeanModule) and bool((kind := adapter_of(module)) and kind.checkpointed)
 
 
 def _may_run_twice(part):
