@@ -56,7 +56,7 @@ def test_tokens_of_an_encoder_are_dropped():
     report = apply_lean(layers, preset='sbp', sampler='random')
     assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset sbp'}
     assert "preset='sbp', keeps 0.5 of the positions" in f'{layers}'
-    with pytest.raises(ValueError, match='take it out of CheckpointModulesHook'):  # it would draw others
+    with pytest.raises(ValueError, match='remove it from CheckpointModulesHook'):  # it would draw others
         apply_lean(checkpointed(layers), preset='sbp')
     seen = []
     for _ in range(3):

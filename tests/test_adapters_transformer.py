@@ -244,7 +244,7 @@ def stored(module, inputs):
 
 REFUSED = {
     'norm': (lambda m: setattr(m, 'norms', nn.ModuleList([nn.LayerNorm(C), nn.Identity()])), 'Identity'),
-    'three layers': (lambda m: setattr(m, 'ffn', FFN(C, 64, 3)), '3 layers'),
+    'three layers': (lambda m: setattr(m, 'ffn', FFN(C, 64, 3)), '3 linear layers'),
     'hook': (lambda m: m.ffn.layers[1].register_forward_hook(lambda *a: None), 'hooks'),
     'dropout layer': (lambda m: setattr(m, 'ffn', FFN(C, 64, dropout_layer=dict(type='DropPath'))), 'dropout_layer'),
     'no shortcut': (lambda m: setattr(m, 'ffn', FFN(C, 64, add_identity=False)), 'shortcut'),
