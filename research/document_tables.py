@@ -117,11 +117,11 @@ def _time(first, column):
     return '' if row is None else f'{row["ratio"]:.2f}'
 
 
-STEPS = {'ConvNeXt-B': 'step_convnext_b', 'ResNet-50': 'step_r50', 'DINO R-50': 'dino_step'}
+STEPS = {'ConvNeXt-B': 'step_convnext_b', 'ResNet-50': 'step_r50', 'DINO R-50': 'dino_step', 'RTMDet-S': 'rtmdet_step'}
 
 
 def _step(first, column):
-    row = _rows(f'time_{STEPS[column]}')({'cp-transformer': 'none+cp-transformer'}.get(first, first))
+    row = _rows(f'time_{STEPS[column]}')(first)
     return '' if row is None else f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
 
 

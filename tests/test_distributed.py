@@ -34,7 +34,8 @@ def test_options_are_the_mean_of_single_process_ones(results, case, monkeypatch)
     for step in range(STEPS):
         expected = {}
         for rank in range(RANKS):
-            monkeypatch.setattr('sbp_mmdet.stochastic_backprop.step_draws.get_rank', lambda rank=rank: rank)
+            for place in ('stochastic_backprop.step_draws', 'adapters.row_draws'):
+                monkeypatch.setattr(f'sbp_mmdet.{place}.get_rank', lambda rank=rank: rank)
             MessageHub.get_current_instance().update_info('iter', step)
             backbone = build(case)
             torch.manual_seed(SEED)
