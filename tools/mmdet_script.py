@@ -6,6 +6,7 @@ then takes, so every option means what it means in mmdet.
 
 import contextlib
 import importlib.util
+import io
 import os
 import sys
 from argparse import Namespace
@@ -42,7 +43,9 @@ def run(name: str, splits: tuple[str, ...]) -> None:
         sys.exit(f'error: {error}')
     args = script.parse_args()
 
-    from preflight import PreflightError, check_arguments, check_config, load_config  # needs mmdet
+    # onedl-mmdetection prints lines when its data sets are imported, between those that tell about the training.
+    with contextlib.redirect_stdout(io.StringIO()):
+        from preflight import PreflightError, check_arguments, check_config, load_config  # needs mmdet
 
     try:
         config = load_config(args.config, args.cfg_options)
