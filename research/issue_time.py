@@ -81,6 +81,21 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], T
     return found | {"DINO's encoder": (_encoder, _run_encoder())}
 
 
+def build(name: str, preset: str) -> nn.Module:
+    """Build a model in training mode, with weights of seed 0, and change it.
+
+    Args:
+        name (str): A key of :func:`models`.
+        preset (str): Preset; 'none' changes nothing.
+    """
+    torch.manual_seed(0)
+    model = models()[name][0]()
+    model.train()  # mmdet's backbones return nothing here
+    if preset != 'none':
+        apply_lean(model, preset=preset, verify=False)
+    return model
+
+
 def _encoder():
     layer = dict(
         self_attn_cfg=dict(embed_dims=32, num_levels=4, dropout=0.0),
@@ -159,14 +174,10 @@ def measure(name: str, presets: list[str], rounds: int, repeats: int) -> Iterato
         rounds (int): How many times each preset has its turn.
         repeats (int): Steps in a turn.
     """
-    build, run = models()[name]
+    _, run = models()[name]
     steps, rows = {}, {}
     for preset in presets:
-        torch.manual_seed(0)
-        model = build()
-        model.train()
-        if preset != 'none':
-            apply_lean(model, preset=preset, verify=False)
+        model = build(name, preset)
         steps[preset] = lambda model=model: (model.zero_grad(), run(model))[1]
         rows[preset] = dict(model=name, preset=preset, **counts(steps[preset]), seconds=float('inf'))
     gc.collect()

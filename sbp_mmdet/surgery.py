@@ -2,7 +2,7 @@
 
 import copyreg
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mmdet.registry import HOOKS
 from mmengine.hooks import Hook
@@ -25,6 +25,7 @@ __all__ = [
     'has_methods_of',
     'members',
     'mix_in',
+    'mix_into_known',
     'mix_out',
     'model_hook_class',
     'model_hooks',
@@ -92,6 +93,27 @@ def has_methods_of(obj: object, kind: type, *names: str) -> bool:
         name not in vars(obj) and getattr(type(obj), name) is getattr(kind, name) and not replaced_code(kind, name)
         for name in names
     )
+
+
+def mix_into_known(model: nn.Module, mixin: type, is_known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Mix a class into the modules of a model that are known.
+
+    Args:
+        model (nn.Module): The model, changed in place.
+        mixin (type): The class.
+        is_known (Callable[[nn.Module], bool]): Whether a module that does not have the class yet is to get it.
+
+    Returns:
+        dict[str, nn.Module]: All modules that have the class now, by name; the model itself is 'the model'.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, mixin):
+            if not is_known(module):
+                continue
+            mix_in(module, mixin)
+        found[name or 'the model'] = module
+    return found
 
 
 def refuse_tracing(module: nn.Module, args) -> None:

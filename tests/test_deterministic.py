@@ -41,12 +41,7 @@ class Called(TorchDispatchMode):
 
 
 def called(name, preset):
-    build, run = issue_time.models()[name]
-    torch.manual_seed(0)
-    model = build()
-    model.train()
-    if preset != 'none':
-        apply_lean(model, preset, verify=False)
+    model, (_, run) = issue_time.build(name, preset), issue_time.models()[name]
     with Called() as found:
         run(model).backward()
     return found.names

@@ -1,6 +1,5 @@
 """What one layer hands to the next within a forward pass is gone when it ends, and known code alone hands it on."""
 
-import copy
 import gc
 import pickle
 import weakref
@@ -13,41 +12,15 @@ from mmcv.cnn import ConvModule
 from mmdet.models.backbones import CSPNeXt
 from mmdet.models.layers import CSPLayer
 from oracles import relative_error
+from pass_models import convs, gradients, image, lean
 from stand_ins import of_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sbp_mmdet import apply_lean
 from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.common.handed_maps import Scope
 from sbp_mmdet.ops.common.kept_maps import add
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
-
-
-def image(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape or (2, 3, 32, 32), generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def gradients(model, x, run=None):
-    model.zero_grad()
-    outs = (model if run is None else run)(x)
-    outs = [outs] if isinstance(outs, torch.Tensor) else outs
-    sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).mul(99).sin().view_as(o)).sum() for o in outs).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def convs(number=3, act=None):
-    layers = [
-        ConvModule(3 if i == 0 else 8, 8, 3, padding=1, norm_cfg=dict(type='BN'), act_cfg=act or dict(type='SiLU'))
-        for i in range(number)
-    ]
-    return nn.Sequential(*layers).double().train()
-
-
-def lean(model, preset='exact', **keys):
-    changed = copy.deepcopy(model)
-    apply_lean(changed, preset, **keys)
-    return changed
 
 
 def stored(model, x):

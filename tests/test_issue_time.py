@@ -10,7 +10,6 @@ from torch import nn
 
 import issue_time  # isort: skip  (helpers puts research/ on the path)
 
-from sbp_mmdet import apply_lean
 
 # At most so many calls and operations of a step, relative to plain. Plain's own are about 5,000 and 600 in ResNet-50.
 LIMITS = {
@@ -23,12 +22,7 @@ LIMITS = {
 
 
 def counted(name, preset):
-    build, run = issue_time.models()[name]
-    torch.manual_seed(0)
-    model = build()
-    model.train()
-    if preset != 'none':
-        apply_lean(model, preset, verify=False)
+    model, (_, run) = issue_time.build(name, preset), issue_time.models()[name]
     return issue_time.counts(lambda: (model.zero_grad(), run(model))[1])
 
 

@@ -20,7 +20,7 @@ from test_ops_transformer import TOKENS, ffn_tensors, layer, layer_tensors, padd
 from test_ops_transformer import gradients as of_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import sbp_mmdet.ops.channel_mlp_full as mlp
+import sbp_mmdet.ops.common.row_sampling as row_sampling
 from sbp_mmdet.adapters.row_draws import RowDraws
 from sbp_mmdet.apply import apply_lean
 from sbp_mmdet.ops.common.autograd_function import Form, Sample
@@ -80,7 +80,7 @@ class _Linear(torch.autograd.Function):
         mean = 0
         if ctx.shared is not None:  # an MLP estimates what is beyond the mean of some rows of each image
             each = len(seen) // len(x)
-            step = max(len(seen) // mlp.ROWS_OF_MEANS, 4)
+            step = max(len(seen) // row_sampling.ROWS_OF_MEANS, 4)
             step += step % 2 == 0
             some = [i for i in range(len(seen)) if i % each % step == min(step // 2, each - 1)]
             mean = sum(seen[i] for i in some) / len(some)
@@ -186,7 +186,7 @@ def test_sums_of_chances_are_of_whole_numbers():
 def test_estimates(name, sample, means, monkeypatch):
     """Where rows are in the order of the plain layer's, and in one chunk. The norm's weight and gamma get theirs from
     these."""
-    monkeypatch.setattr(mlp, 'ROWS_OF_MEANS', means)
+    monkeypatch.setattr(row_sampling, 'ROWS_OF_MEANS', means)
     monkeypatch.setattr(ops_cases, 'weight_of', uneven(ops_cases.weight_of))
     case = CASES[name]
     sizes = {} if name == 'norm_linear' or name == 'windows' else dict(gamma=None)

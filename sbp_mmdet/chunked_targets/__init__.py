@@ -23,7 +23,6 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
     - Mask2Former holds the masks of a batch as integers of eight bytes, and MaskFormer's losses save ten maps of the
       size of an image for each object and decoder layer. In chunks, masks take a byte, and these losses are
       checkpointed.
-
     - Focal losses of dense heads (also quality and varifocal losses) save some ten maps of all priors and classes. In
       chunks, they save the predictions, and ``pairs`` of a prior and a class exist at a time.
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.common.autograd_function import differentiable_once
 from ..ops.common.precision import autocast_dtype
-from ..surgery import Mixin, has_methods_of, mix_in
+from ..surgery import Mixin, has_methods_of, mix_into_known
 
 __all__ = ['losses_in_chunks']
 
@@ -25,15 +25,12 @@ def losses_in_chunks(model: nn.Module, pairs: int) -> list[str]:
     Returns:
         list[str]: Names of the changed losses.
     """
-    changed = []
-    for name, loss in model.named_modules():
-        if not isinstance(loss, _SumsInChunks):
-            if not any(has_methods_of(loss, kind, 'forward') for kind in _LOSSES):
-                continue
-            mix_in(loss, _SumsInChunks)
+    losses = mix_into_known(
+        model, _SumsInChunks, lambda loss: any(has_methods_of(loss, kind, 'forward') for kind in _LOSSES)
+    )
+    for loss in losses.values():
         loss.pairs_at_a_time = pairs
-        changed.append(name or 'the model')
-    return changed
+    return [*losses]
 
 
 class _SumsInChunks(Mixin):

@@ -7,7 +7,7 @@ from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.structures.mask import BitmapMasks
 from torch import nn
 
-from ..surgery import Mixin, has_methods_of, mix_in
+from ..surgery import Mixin, has_methods_of, mix_into_known
 
 __all__ = ['mask_heads_in_chunks']
 
@@ -22,15 +22,10 @@ def mask_heads_in_chunks(model: nn.Module, number: int) -> list[str]:
     Returns:
         list[str]: Names of the changed heads.
     """
-    changed = []
-    for name, head in model.named_modules():
-        if not isinstance(head, _CropsInChunks):
-            if not has_methods_of(head, FCNMaskHead, 'get_targets'):
-                continue
-            mix_in(head, _CropsInChunks)
+    heads = mix_into_known(model, _CropsInChunks, lambda head: has_methods_of(head, FCNMaskHead, 'get_targets'))
+    for head in heads.values():
         head.masks_at_a_time = number
-        changed.append(name or 'the model')
-    return changed
+    return [*heads]
 
 
 class _CropsInChunks(Mixin):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from ..surgery import Mixin, has_methods_of, mix_in
+from ..surgery import Mixin, has_methods_of, mix_into_known
 
 __all__ = ['query_heads_in_chunks']
 
@@ -27,21 +27,14 @@ def query_heads_in_chunks(model: nn.Module, number: int) -> dict[str, list[str]]
     Returns:
         dict[str, list[str]]: Names of the changed heads, by what was changed.
     """
-    sampled, checkpointed = [], []
-    for name, head in model.named_modules():
-        name = name or 'the model'
-        if isinstance(head, _CheckpointedLosses):
-            checkpointed.append(name)
-        elif has_methods_of(head, MaskFormerHead, '_loss_by_feat_single', '_get_targets_single'):
-            mix_in(head, _CheckpointedLosses)
-            checkpointed.append(name)
-        stock = has_methods_of(head, Mask2FormerHead, 'preprocess_gt', '_loss_by_feat_single', '_get_targets_single')
-        if stock and not isinstance(head, _ByteMasks):
-            mix_in(head, _ByteMasks)
-        if isinstance(head, _ByteMasks):
-            head.masks_at_a_time = number
-            sampled.append(name)
-    return {'sampled masks': sampled, 'checkpointed mask losses': checkpointed}
+    parts = '_loss_by_feat_single', '_get_targets_single'
+    checkpointed = mix_into_known(model, _CheckpointedLosses, lambda head: has_methods_of(head, MaskFormerHead, *parts))
+    sampled = mix_into_known(
+        model, _ByteMasks, lambda head: has_methods_of(head, Mask2FormerHead, 'preprocess_gt', *parts)
+    )
+    for head in sampled.values():
+        head.masks_at_a_time = number
+    return {'sampled masks': [*sampled], 'checkpointed mask losses': [*checkpointed]}
 
 
 class _CheckpointedLosses(Mixin):

@@ -37,7 +37,7 @@ from .common.folding import Incoming, add_branch, fold, normalise, normalise_bac
 from .common.layouts import chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
 from .common.precision import Stored, Sum, column_sums, store
 from .common.rerun_conv import Conv
-from .common.row_sampling import draw
+from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 
 __all__ = ['MLPSettings', 'MLPTensors', 'MLPWeights', 'channel_mlp']
 
@@ -275,8 +275,8 @@ class _BackwardPass:
             self._allocate_input_gradient()
 
     def _means(self):
-        """Return means of x-hat and of the hidden layer after the GELU, see :func:`.channel_mlp_full.some_rows`."""
-        xhat, _, hidden = self._activations(full.some_rows(len(self.grad), self.kept))
+        """Return means of x-hat and of the hidden layer after the GELU, see :func:`.some_rows`."""
+        xhat, _, hidden = self._activations(some_rows(len(self.grad), self.kept))
         return [rows.mean(0) for rows in (xhat, F.gelu(hidden, approximate=self.settings.approximate))]
 
     def _allocate_input_gradient(self):
@@ -299,13 +299,13 @@ class _BackwardPass:
         rows, drawn = self._activations(chunk), draw(settings.form.sample, g)
         if sums.outer is not None:
             hidden = F.gelu(drawn.of(rows[-1]), approximate=settings.approximate)
-            sums.outer.add_product(drawn.divided(g), full.centre_(hidden, self.means[1]), self.incoming.unit)
+            sums.outer.add_product(drawn.divided(g), centre_(hidden, self.means[1]), self.incoming.unit)
             del hidden
         if sums.b1 is None:
             return
         dh = self._through_gelu(chunk, g, *rows)
         if sums.w1 is not None:
-            sums.w1.add_product(drawn.divided(dh), full.centre_(drawn.of(rows[0]), self.means[0]))
+            sums.w1.add_product(drawn.divided(dh), centre_(drawn.of(rows[0]), self.means[0]))
 
     def _activations(self, chunk):
         """Recompute x-hat, its reciprocal deviation if it is needed, and the hidden layer of a chunk."""
@@ -333,9 +333,9 @@ class _BackwardPass:
         """Return the gradients of the parameters, from the sums over the rows."""
         t, first = self.t, [None] * 4
         outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
-        outer = full.add_mean_term_(outer, self.incoming.total, self.means[1])
+        outer = add_mean_term_(outer, self.incoming.total, self.means[1])
         if b1 is not None:
-            first = unfold(full.add_mean_term_(w1, b1, self.means[0]), b1, t.weight1, t.norm_weight, t.norm_bias)
+            first = unfold(add_mean_term_(w1, b1, self.means[0]), b1, t.weight1, t.norm_weight, t.norm_bias)
         return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))
 
     def whole_input_gradient(self, shape):

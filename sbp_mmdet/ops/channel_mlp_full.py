@@ -19,25 +19,14 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
 from .common.folding import add_branch
-from .common.layouts import Chunk, chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
-from .common.precision import Sum, accumulator, cast
-from .common.row_sampling import draw
+from .common.layouts import chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
+from .common.precision import Sum, accumulator
+from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 
-__all__ = [
-    'ROWS_OF_MEANS',
-    'SavedInput',
-    'add_mean_term_',
-    'backward',
-    'centre_',
-    'forward',
-    'saves_input',
-    'some_rows',
-]
+__all__ = ['SavedInput', 'backward', 'forward', 'saves_input']
 
 aten = torch.ops.aten
 _norm_backward = aten.native_layer_norm_backward.default
-# Number of rows that means of activations are computed over.
-ROWS_OF_MEANS = 256
 
 
 class SavedInput(NamedTuple):
@@ -244,29 +233,3 @@ class _Sums:
         if needs.gamma:
             gamma = torch.addcmul((outer * t.weight2).sum(1), total, t.bias2)
         return [*norm, w1, b1, outer.mul_(t.gamma[:, None]) if needs.weight2 else None, bias2, gamma]
-
-
-def some_rows(images: int, each: int) -> Chunk:
-    """Return rows over which means of activations are computed, for estimates from a sample.
-
-    With a mean m, the sum of outer products splits into g^T a = g^T (a - m) + (sum of g)^T m. The second term is exact,
-    so a sample of rows has to estimate the first one only, which is smaller: activations after a GELU are far from zero
-    on average. The means must not depend on the draw, or the estimate would be biased.
-
-    Args:
-        images (int): Number of images.
-        each (int): Rows of each image.
-    """
-    # Odd, or the rows would stand in one column of most maps; at most a quarter, or this would cost a product.
-    step = max(images * each // ROWS_OF_MEANS, 4) | 1
-    return Chunk(slice(0, images), slice(min(step // 2, each - 1), each, step))
-
-
-def centre_(rows: Tensor, mean: Tensor | None) -> Tensor:
-    """Subtract the mean from sampled rows, in place; ``None`` leaves them unchanged."""
-    return rows if mean is None else rows.sub_(mean)
-
-
-def add_mean_term_(estimate: Tensor | None, total: Tensor, mean: Tensor | None) -> Tensor | None:
-    """Add the exact term (sum of g)^T m of :func:`some_rows` to an estimate, in place; ``None`` leaves it unchanged."""
-    return estimate if estimate is None or mean is None else estimate.addr_(total, cast(mean, total.dtype))

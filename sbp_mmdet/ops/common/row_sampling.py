@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from .autograd_function import Sample
-from .precision import accumulator
+from .layouts import Chunk
+from .precision import accumulator, cast
 
-__all__ = ['Drawn', 'draw']
+__all__ = ['ROWS_OF_MEANS', 'Drawn', 'add_mean_term_', 'centre_', 'draw', 'some_rows']
 
 # The chance of a row is proportional to its norm in units of mean norm / _UNITS, plus _LEAST units. Chances are whole
 # numbers, because their sums are the same in every order: so they are deterministic on a GPU, and exact.
 _UNITS, _LEAST = 2**16, 2**13
+# Number of rows that means of activations are computed over.
+ROWS_OF_MEANS = 256
 
 
 class Drawn(NamedTuple):
@@ -71,3 +74,29 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     at = (torch.arange(number, dtype=torch.float64, device=sizes.device) + sample.at) * apart
     index = torch.searchsorted(ends, at.long(), right=True).clamp_(0, rows - 1)
     return Drawn(index, (apart / sizes[index]).to(norms.dtype)[:, None])
+
+
+def some_rows(images: int, each: int) -> Chunk:
+    """Return rows over which means of activations are computed, for estimates from a sample.
+
+    With a mean m, the sum of outer products splits into g^T a = g^T (a - m) + (sum of g)^T m. The second term is exact,
+    so a sample of rows has to estimate the first one only, which is smaller: activations after a GELU are far from zero
+    on average. The means must not depend on the draw, or the estimate would be biased.
+
+    Args:
+        images (int): Number of images.
+        each (int): Rows of each image.
+    """
+    # Odd, or the rows would stand in one column of most maps; at most a quarter, or this would cost a product.
+    step = max(images * each // ROWS_OF_MEANS, 4) | 1
+    return Chunk(slice(0, images), slice(min(step // 2, each - 1), each, step))
+
+
+def centre_(rows: Tensor, mean: Tensor | None) -> Tensor:
+    """Subtract the mean from sampled rows, in place; ``None`` leaves them unchanged."""
+    return rows if mean is None else rows.sub_(mean)
+
+
+def add_mean_term_(estimate: Tensor | None, total: Tensor, mean: Tensor | None) -> Tensor | None:
+    """Add the exact term (sum of g)^T m of :func:`some_rows` to an estimate, in place; ``None`` leaves it unchanged."""
+    return estimate if estimate is None or mean is None else estimate.addr_(total, cast(mean, total.dtype))
