@@ -260,3 +260,13 @@ def test_blocks_that_run_their_own_code_are_recomputed():
         _compare(found, expected)
     assert report.changed['layer1.1'] == 'exact, recomputed in the backward pass' and 'layer1.1' not in report.left
     assert stored['exact_min'] <= stored['with_cp'] < 0.6 * stored['none']
+
+
+def test_a_neck_that_holds_a_backbone_is_recomputed_block_by_block():
+    """DetectoRS' neck runs a second backbone, whose maps would all exist at once in a recomputation of the neck."""
+    detector = _Detector('FPN', 'ATSSHead')
+    backbone = dict(depth=50, base_channels=4, stem_channels=8, frozen_stages=-1, rfp_inplanes=8)
+    neck = dict(in_channels=[16, 32, 64, 128], out_channels=8, num_outs=5, rfp_steps=2, aspp_out_channels=2)
+    detector.neck = MODELS.build(dict(type='RFP', rfp_backbone=dict(type='DetectoRS_ResNet', **backbone), **neck))
+    changed = apply_lean(detector, 'exact_min').changed
+    assert 'neck' not in changed and changed['neck.rfp_modules.0.layer2.1'] == 'exact, recomputed in the backward pass'
