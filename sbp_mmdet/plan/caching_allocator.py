@@ -6,7 +6,7 @@ reserves more than it ever allocates. The rules are those of ``c10/cuda/CUDACach
 settings, for one stream of the GPU.
 """
 
-import bisect
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ['Block', 'CachingAllocator', 'OutOfMemory', 'least_capacity', 'replay']
@@ -43,46 +43,50 @@ class Block:
         """Shorten the block to ``size`` bytes and return the rest, which is free."""
         rest = Block(self.pool, self.address + size, self.size - size, self.mapped)
         rest.previous, rest.next = self, self.next
-        if rest.next:
+        if rest.next is not None:
             rest.next.previous = rest
         self.next, self.size = rest, size
         return rest
 
     def swallow(self) -> None:
         """Merge the next block into this one."""
-        self.size += self.next.size
-        self.next = self.next.next
-        if self.next:
-            self.next.previous = self
-
-    def can_merge(self, other: 'Block | None') -> bool:
-        """Return whether a neighbour is free and mapped like this block."""
-        return other is not None and other.free and other.mapped == self.mapped
+        swallowed = self.next
+        self.size += swallowed.size
+        self.next = following = swallowed.next
+        if following is not None:
+            following.previous = self
 
 
 class _Pool:
     """Cached blocks, sorted by size and address; the first one that is large enough is taken."""
 
+    __slots__ = ('_blocks', '_order', 'expandable', 'granule', 'small')
+
     def __init__(self, small: bool):
         self.small = small
+        # A number for each block: its size, followed by 48 bits of its address. Numbers are compared faster than pairs.
         self._order, self._blocks = [], {}
         self.expandable = None  # the first block of the expandable segment
         self.granule = _SMALL_SEGMENT if small else _LARGE_SEGMENT
 
     def __iter__(self) -> Iterator[Block]:
-        return iter([self._blocks[address] for _, address in self._order])
+        return iter([self._blocks[key] for key in self._order])
 
     def add(self, block: Block) -> None:
-        bisect.insort(self._order, (block.size, block.address))
-        self._blocks[block.address] = block
+        key = block.size << 48 | block.address
+        insort(self._order, key)
+        self._blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        del self._order[bisect.bisect_left(self._order, (block.size, block.address))]
-        del self._blocks[block.address]
+        key = block.size << 48 | block.address
+        del self._order[bisect_left(self._order, key)]
+        del self._blocks[key]
 
-    def best_fit(self, size: int) -> Block | None:
-        i = bisect.bisect_left(self._order, (size, 0))
-        return self._blocks[self._order[i][1]] if i < len(self._order) else None
+    def take(self, size: int) -> Block | None:
+        """Remove and return the first block that is large enough, or return ``None``."""
+        order = self._order
+        i = bisect_left(order, size << 48)
+        return self._blocks.pop(order.pop(i)) if i < len(order) else None
 
 
 class CachingAllocator:
@@ -128,16 +132,16 @@ class CachingAllocator:
             return None
         size = _rounded(nbytes, _ROUNDING)
         pool = self._small if size <= _LARGEST_SMALL else self._large
-        block = pool.best_fit(size)
+        block = pool.take(size)
         if block is None:
             block = self._grow(pool, size) if self.expandable else self._segment(pool, size)
-        pool.remove(block)
         rest = block.size - size
         if rest >= _ROUNDING if pool.small or self.expandable else rest > _LARGEST_WASTE:
             pool.add(block.cut(size))
         block.free = False
         self.allocated += block.size
-        self.most_allocated = max(self.most_allocated, self.allocated)
+        if self.allocated > self.most_allocated:
+            self.most_allocated = self.allocated
         return block
 
     def free(self, block: Block | None) -> None:
@@ -180,7 +184,6 @@ class CachingAllocator:
         self._reserve(nbytes)
         block = Block(pool, self._end, nbytes)
         self._end += nbytes
-        pool.add(block)
         return block
 
     def _reserve(self, nbytes):
@@ -193,17 +196,19 @@ class CachingAllocator:
         self.most_reserved = max(self.most_reserved, self.reserved)
 
     def _cache(self, block):
-        pool = block.pool
-        if block.can_merge(block.previous):
-            block = block.previous
-            if block.mapped:
+        pool, mapped = block.pool, block.mapped
+        previous = block.previous
+        if previous is not None and previous.free and previous.mapped is mapped:
+            block = previous
+            if mapped:
                 pool.remove(block)
             block.swallow()
-        if block.can_merge(block.next):
-            if block.mapped:
-                pool.remove(block.next)
+        following = block.next
+        if following is not None and following.free and following.mapped is mapped:
+            if mapped:
+                pool.remove(following)
             block.swallow()
-        if block.mapped:
+        if mapped:
             pool.add(block)
         return block
 
@@ -213,7 +218,7 @@ class CachingAllocator:
         """Map memory at the first place where free blocks, mapped or not, have ``size`` consecutive bytes."""
         if pool.expandable is None:
             # Addresses cost nothing: the segment of each pool has more of them than any GPU has memory.
-            pool.expandable = Block(pool, 0, 2**60, mapped=False)
+            pool.expandable = Block(pool, 0, 2**48, mapped=False)
         if self.capacity is not None:
             self._make_room(pool, size)
         block = self._place(pool, size)
@@ -221,6 +226,7 @@ class CachingAllocator:
             block = self._map(block, size)
         while block.size < size:
             block = self._map(block.next, size - block.size)
+        pool.remove(block)
         return block
 
     def _make_room(self, pool, size):

@@ -13,15 +13,18 @@ import torch
 import torch.utils.checkpoint
 from mmcv.ops.nms import NMSop
 from mmcv.ops.roi_align import RoIAlignFunction
+from mmdet.models.task_modules.assigners import iou2d_calculator
 from mmdet.structures.mask import BitmapMasks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops.common.layouts import CHUNK
 
 __all__ = ['autocast', 'autocast_rules', 'cuda_kernels', 'full_fp32']
 
 _REDUCED = (torch.bfloat16, torch.float16)
+_MANY_PAIRS = 2**19  # pairs of boxes whose overlaps are computed at a time
 
 # Names of functions that CUDA's autocast runs in fp32.
 _FULL_PRECISION = frozenset(
@@ -124,8 +127,13 @@ def cuda_kernels(counter, compute: bool):
         counter (LiveBytes): The counter of bytes.
         compute (bool): Whether RoIAlign of features is computed. If ``False``, its output is zero, see
             :mod:`.skip_arithmetic`.
+
+    Yields:
+        Callable: Returns whether a function runs whose operations need not be computed: the crop of masks, which are
+        only compared with predictions, and the overlaps of boxes, which are computed in chunks afterwards.
     """
-    nms_forward, crop = NMSop.forward, BitmapMasks.crop_and_resize
+    skipping = []
+    nms_forward, crop, of_boxes = NMSop.forward, BitmapMasks.crop_and_resize, iou2d_calculator.bbox_overlaps
     forward, backward = RoIAlignFunction.forward, RoIAlignFunction.backward
     nothing = types.SimpleNamespace(roi_align_forward=lambda *a, **k: None, roi_align_backward=lambda *a, **k: None)
     # The module is looked up by its name, because mmcv.ops.roi_align is a function.
@@ -140,7 +148,7 @@ def cuda_kernels(counter, compute: bool):
         if (rois[:, 3:] < rois[:, 1:3]).any():  # boxes of untrained detectors, which the CPU's kernel refuses
             with counter.paused():
                 rois = torch.cat([rois[:, :3], rois[:, 1:].view(-1, 2, 2).amax(1)], 1)
-        if not compute and ctx.needs_input_grad[0]:
+        if not compute and (ctx.needs_input_grad[0] or skipping):
             with without_kernel:
                 return forward(ctx, features, rois, *args)
         if features.dtype not in _REDUCED:
@@ -159,10 +167,26 @@ def cuda_kernels(counter, compute: bool):
             grad_input, *rest = backward(ctx, grad.float())
         return grad_input.to(grad.dtype), *rest
 
+    def skipped(function, *args, **kwargs):
+        if not compute:
+            skipping.append(function)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            skipping.clear()
+
+    def overlaps(bboxes1, bboxes2, mode='iou', is_aligned=False):
+        many = bboxes1.dim() == bboxes2.dim() == 2 and len(bboxes1) * len(bboxes2) >= _MANY_PAIRS
+        if compute or is_aligned or not many or bboxes1.requires_grad or bboxes2.requires_grad:
+            return of_boxes(bboxes1, bboxes2, mode, is_aligned)
+        result = skipped(of_boxes, bboxes1, bboxes2, mode)
+        _write_overlaps(of_boxes, result, bboxes1, bboxes2, mode)
+        return result
+
     def crop_and_resize(self, *args, **kwargs):
         on_device = torch.empty(self.masks.nbytes, dtype=torch.uint8)  # CUDA's copy; a CPU shares numpy's memory
         try:
-            return crop(self, *args, **kwargs)
+            return skipped(crop, self, *args, **kwargs)
         finally:
             del on_device
 
@@ -173,5 +197,15 @@ def cuda_kernels(counter, compute: bool):
         mock.patch.object(RoIAlignFunction, 'forward', staticmethod(roi_align)),
         mock.patch.object(RoIAlignFunction, 'backward', staticmethod(roi_align_backward)),
         mock.patch.object(BitmapMasks, 'crop_and_resize', crop_and_resize),
+        mock.patch.object(iou2d_calculator, 'bbox_overlaps', overlaps),
     ):
-        yield
+        yield lambda: bool(skipping)
+
+
+def _write_overlaps(of_boxes, result, bboxes1, bboxes2, mode):
+    """Write overlaps to ``result``, in chunks that stay in a CPU's caches, and without counting them."""
+    chunk = max(_MANY_PAIRS // len(bboxes1), 1)
+    with _disable_current_modes():
+        for start in range(0, len(bboxes2), chunk):
+            columns = slice(start, start + chunk)
+            result[:, columns] = of_boxes(bboxes1, bboxes2[columns], mode)

@@ -88,13 +88,13 @@ def measure_detector(
     with (
         own_crops(),
         at_the_first_step(),
-        cuda_kernels(counter, compute),
+        cuda_kernels(counter, compute) as skipping,
         cuda_storage(counter, bfloat16),
         assignment_on_cpu(counter),
     ):
         model, wrapper, data = build_training(config, **case)
         try:
-            row, held = _count(model, wrapper, data, counter, config, compute)
+            row, held = _count(model, wrapper, data, counter, config, None if compute else skipping)
         finally:
             del model, wrapper, data
             gc.collect()
@@ -321,7 +321,7 @@ def _watch(wrapper, row, model, saved, live, phase):
     return mock.patch.multiple(wrapper, update_params=update_params, step=optimizer_step)
 
 
-def _count(model: nn.Module, wrapper, data, counter, config, compute):
+def _count(model: nn.Module, wrapper, data, counter, config, skipping):
     tracker = PartTracker(model)
     saved = SavedByPart(tracker.current)
     for group in wrapper.optimizer.param_groups:
@@ -330,8 +330,8 @@ def _count(model: nn.Module, wrapper, data, counter, config, compute):
             group['foreach'] = True
     free = _values_do_not_matter(model)
     skip = contextlib.nullcontext()
-    if not compute:
-        skip = SkipArithmetic(lambda: free or counter.phase != 'forward' or tracker.in_network)
+    if skipping:  # otherwise everything is computed
+        skip = SkipArithmetic(lambda: free or counter.phase != 'forward' or tracker.in_network or skipping())
     with skip:  # the first optimizer step makes the states; gradients are freed after each step
         counter.phase = 'optimizer step'
         for p in model.parameters():

@@ -10,9 +10,27 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
-__all__ = ['LiveBytes', 'SavedByPart', 'held_bytes', 'peak_bytes', 'saved_bytes']
+__all__ = ['LiveBytes', 'SavedByPart', 'held_bytes', 'peak_bytes', 'saved_bytes', 'tensors_in']
+
+_expired = torch.UntypedStorage._expired  # StorageWeakRef.expired calls it too, through three functions of Python
+
+
+def tensors_in(*values: object) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operation, a small part of the time of torch's ``tree_flatten``.
+
+    Args:
+        *values (object): Tensors, and lists, tuples and dicts of them. Other values are ignored.
+    """
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
 
 
 class _Packed:
@@ -116,10 +134,11 @@ class LiveBytes(TorchDispatchMode):
         self.phase, self.peaks = None, {}
         self.events = [] if record else None
         self._alive, self._until_look = {True: {}, False: {}}, 0  # small or not: number to reference
-        # Address of a storage -> a weak reference, which prevents that the address is used again, and its bytes.
+        # Address of a storage -> a weak reference, which prevents that the address is used again.
         # torch's own weak references, because before torch 2.2 Python's refer to a wrapper that is freed at once.
         self._known = {}
-        self._upper = 0  # bytes of all known storages, including those that were freed since the last check
+        self._counted = {}  # address of a storage that counts -> its bytes
+        self._upper = 0  # bytes of all counted storages, including those that were freed since the last check
         self._counting = True
 
     @property
@@ -132,10 +151,9 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        for address, (reference, nbytes) in list(self._known.items()):
-            if reference.expired():
-                del self._known[address]
-                self._upper -= nbytes
+        for address in [address for address in self._counted if _expired(address)]:
+            self._upper -= self._counted.pop(address)
+            del self._known[address]
         return self._upper
 
     @contextlib.contextmanager
@@ -148,21 +166,22 @@ class LiveBytes(TorchDispatchMode):
             self._counting = counting
 
     def _see(self, tensors, counting):
-        found = (tensor for leaf in tree_flatten(tensors)[0] if isinstance(leaf, Tensor) for tensor in _dense(leaf))
-        for tensor in found:
-            if (storage := tensor.untyped_storage())._cdata not in self._known:
-                nbytes = storage.nbytes() if counting else 0
-                reference = StorageWeakRef(storage)
-                self._known[storage._cdata] = reference, nbytes
-                self._upper += nbytes
-                if nbytes and self.events is not None:
-                    self._record(reference, nbytes)
+        for tensor in tensors:
+            for part in _dense(tensor):
+                if (address := (storage := part.untyped_storage())._cdata) in self._known:
+                    continue
+                self._known[address] = reference = StorageWeakRef(storage)
+                if counting and (nbytes := storage.nbytes()):
+                    self._counted[address] = nbytes
+                    self._upper += nbytes
+                    if self.events is not None:
+                        self._record(reference, nbytes)
 
     def _record(self, reference, nbytes):
         small = nbytes <= self._SMALL
         self._until_look -= small
         if not small or self._until_look < 0:
-            for number in [number for number, one in self._alive[small].items() if one.expired()]:
+            for number in [number for number, one in self._alive[small].items() if _expired(one.cdata)]:
                 del self._alive[small][number]
                 self.events.append((number, 0))
             if small:
@@ -173,9 +192,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self._see((args, kwargs), counting=False)
+        self._see(tensors_in(args, kwargs), counting=False)
         out = func(*args, **kwargs)
-        self._see(out, self._counting)
+        self._see(tensors_in(out), self._counting)
         if self._upper > (peak := self.peaks.get(self.phase, 0)):
             self.peaks[self.phase] = max(peak, self.live)
         return out
