@@ -3,7 +3,7 @@
     python research/largest_batches.py            # counts what docs/results/largest_batches.json lacks; no GPU
 
 A row is a detector with a preset: bytes that are needed by number of images, from which the answers follow. It is on
-disk as soon as it is there. All rows of a run are of one commit.
+disk as soon as it is there, with its commit.
 """
 
 import logging
@@ -12,13 +12,14 @@ import warnings
 
 from isolated import apart, rows_of, sweep
 from mmengine.logging import MMLogger
-from provenance import CHECKOUT
+from provenance import CHECKOUT, commit
 
 from sbp_mmdet.plan.batch_size import largest_batch, learning_rate
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.planner import needed
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.presets import PRESETS
 
 RESULTS = CHECKOUT / 'docs/results/largest_batches.json'
 _CONVNEXT_B = 'configs/sbp_convnext/cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
@@ -29,7 +30,7 @@ DETECTORS = {
     'DINO R-50': 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py',
     'Cascade Mask R-CNN ConvNeXt-B': _CONVNEXT_B,
 }
-VARIANTS = ('none', 'with_cp', 'exact', 'exact_min', 'int8')
+VARIANTS = ('none', 'with_cp+targets', 'exact', 'exact_min', 'int8')
 CARDS = (8, 11, 16, 24)  # GiB
 _SECONDS = 900  # of one core, at most, for a row
 
@@ -49,7 +50,7 @@ def row_of(key: str) -> dict:
     path = DETECTORS[name]
     config = plain(load_config(path if '::' in path else str(CHECKOUT / path)))
     inputs, counted = inputs_of(config), {}
-    options = {} if variant in ('none', 'with_cp') else dict(skip_dropped_images=False)
+    options = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
     changed = with_variant(config, variant, **options)
 
     def need(images):
@@ -64,6 +65,7 @@ def row_of(key: str) -> dict:
         learning_rate=rates,
         needs=dict(sorted(counted.items())),
         seconds=round(time.process_time() - start, 1),
+        **commit(),
     )
 
 
@@ -71,7 +73,7 @@ def main():
     """Count the rows that the file lacks."""
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
-    wanted = [f'{name}/{variant}' for name in DETECTORS for variant in VARIANTS]
+    wanted = [f'{name}/{variant}' for variant in VARIANTS for name in DETECTORS]
     rows = rows_of(RESULTS)
     sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: apart(row_of, key, seconds=_SECONDS))
 

@@ -22,7 +22,6 @@ from sbp_mmdet.plan.detector import assignment_on_cpu, build_detector, measure_d
 from sbp_mmdet.plan.eight_bit import AdamW8bitStates
 from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
 from sbp_mmdet.plan.variants import NotApplicable, load_config, plain, presets_of, with_variant
-from sbp_mmdet.stochastic_backprop.masks import _of_grid
 
 FLOAT = 4
 STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
@@ -182,7 +181,6 @@ def test_without_arithmetic_the_bytes_are_the_same(atto, variant):
     case = dict(SMALL, height=256, width=300)  # large enough that something is skipped
     found = []
     for compute in (False, True):
-        _of_grid.cache_clear()  # what is kept from pass to pass is made in both
         found.append(measure_detector(config, **case, compute=compute))
     skipped, computed = found
     rois = 20_000  # a kernel that refuses bf16 keeps its boxes in fp32
@@ -218,7 +216,6 @@ def test_what_is_drawn_is_computed(atto, kind, keys, size, monkeypatch):
     case = dict(batch=4 if config.model.backbone.drop_path_rate else 1, height=size[0], width=size[1], boxes=4)
     saved = []
     for compute in (False, True):
-        _of_grid.cache_clear()  # or the second count would take the masks of the first
         saved.append(measure_detector(config, **case, compute=compute)['saved'])
     for part in ('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4'):
         assert saved[0].get(part) == saved[1].get(part), part

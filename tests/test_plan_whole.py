@@ -5,7 +5,6 @@ import pytest
 from sbp_mmdet.plan import skip_arithmetic
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
-from sbp_mmdet.stochastic_backprop.masks import _of_grid
 
 CONFIGS = dict(
     faster='faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',
@@ -52,7 +51,6 @@ def test_what_is_left_out_changes_nothing(name, variant, monkeypatch):
     monkeypatch.setattr(skip_arithmetic, '_LARGE', 2**12)  # images are small here
     config, rows = with_variant(small(name), variant), []
     for compute in (False, True):
-        _of_grid.cache_clear()  # what is kept from pass to pass is made in both
         rows.append(measure_detector(config, **CASE, compute=compute))
     left_out, whole = rows
     # What a norm in evaluation mode keeps on CUDA, two numbers a channel, a CPU's does not.

@@ -23,6 +23,10 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
+from ..ops.common.sign_bits import _bytes_of_bits
+from ..ops.window_attention import _scales
+from ..ops.window_layout import window_layout
+from ..stochastic_backprop.masks import _of_grid
 from ..surgery import mix_out, model_hooks
 from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
@@ -44,6 +48,9 @@ __all__ = [
     'own_crops',
     'timed_step',
 ]
+
+# Functions whose tensors are kept for the next steps.
+_KEPT = (_of_grid, window_layout, _scales, _bytes_of_bits)
 
 
 def measure_detector(
@@ -82,6 +89,8 @@ def measure_detector(
     for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0)):
         if value < least:
             raise ValueError(f'{name}={value} must be {least} or more')
+    for kept in _KEPT:  # or the count would be without what an earlier one made
+        kept.cache_clear()
     counter = LiveBytes(record=True)
     bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
     case = dict(batch=batch, height=height, width=width, boxes=boxes, channels=channels, device='cpu')
