@@ -55,41 +55,6 @@ def _plain(cell):
     return cell.replace('\\*', '').replace('*', '').replace('`', '').strip()
 
 
-# First cell of a row in tables of bytes, to its file docs/results/detector_bytes_*.json.
-DETECTORS = {
-    'ConvNeXt-T': 'convnext_t',
-    'ConvNeXt-B': 'convnext_b',
-    'Swin-T': 'swin_t',
-    'ViT-B': 'vit_b',
-    'ResNet-50': 'r50',
-    'CSPNeXt': 'rtmdet_s',
-    'DINO R-50 in fp32': 'dino_r50_recipe',
-    'R-50 in fp32': 'r50_fp32',
-    'RTMDet-Ins-L': 'rtmdet_ins_l',
-    'YOLOX-L': 'yolox_l',
-    'DINO Swin-L': 'dino_swin_l',
-    'DINO': 'dino_r50',
-    'Mask2Former Swin-L': 'mask2former_swin_l',
-    'Deformable DETR': 'deformable_detr',
-    'Mask2Former R-50': 'mask2former_r50',
-    'MaskFormer R-50': 'maskformer_r50',
-}
-
-
-def _counted(key):
-    """Return the figure of a table of bytes: gigabytes of the plain detector, and presets relative to them."""
-
-    def figure(first, column):
-        detector = next(file for name, file in DETECTORS.items() if name in first)
-        rows = _rows(f'detector_bytes_{detector}')
-        preset, *pieces = re.sub('^cp-transformer', 'none+cp-transformer', column).split(' and ')
-        if preset == 'plain':
-            return f'{rows("none")[key] / 1e9:.2f} GB'
-        return _ratio(rows, preset + ('+cp-heads+cp-rpn+cp-neck' if pieces else ''), key)
-
-    return figure
-
-
 TIMES = {
     'ConvNeXt-B, stage 1': 'convnext_b_stage1',
     'ConvNeXt-B, stage 3': 'convnext_b_stage3',
@@ -123,13 +88,6 @@ STEPS = {'ConvNeXt-B': 'step_convnext_b', 'ResNet-50': 'step_r50', 'DINO R-50': 
 def _step(first, column):
     row = _rows(f'time_{STEPS[column]}')(first)
     return '' if row is None else f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
-
-
-def _fp32(first, column):
-    name, key = first.split(', ')
-    rows = _rows('fp32_convnext' if name == 'ConvNeXt-T' else 'fp32_vit')
-    key = 'backbone' if key == 'stored' else key
-    return f'{rows("none")[key] / 1e9:.2f} GB' if column == 'plain' else _ratio(rows, column, key)
 
 
 def _rival(first, column):
@@ -241,12 +199,8 @@ def _pipeline(first, column):
 
 
 TABLES = [
-    ('docs/costs.md', 'Backbones: stored bytes', _counted('backbone')),
     ('docs/costs.md', 'Blocks: time', _time),
-    ('docs/costs.md', 'Whole detectors: peak', _counted('peak')),
-    ('docs/costs.md', 'Transformer detectors: peak', _counted('peak')),
     ('docs/costs.md', 'A whole step: time', _step),
-    ('docs/costs.md', 'In fp32', _fp32),
     ('docs/costs.md', 'What else there is', _rival),
     ('docs/research/zoo_memory.md', 'Six figures of one card', _swin_l),
     ('docs/research/zoo_memory.md', 'Gaps between tensors', _reserved),

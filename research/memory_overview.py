@@ -1,11 +1,11 @@
-"""README's memory: what a GPU needs for five detectors, by preset, and how far a step lifts a process on this machine.
+"""Memory by detector and preset: what a GPU needs, what a backbone stores, how far a step lifts a process here.
 
     python research/memory_overview.py count      # adds what is missing to docs/results/memory_overview.json; no GPU
     python research/memory_overview.py measure    # the same for resident sets, one process each; Linux
-    python research/memory_overview.py write      # README's two tables and docs/pictures/memory.png from that file
+    python research/memory_overview.py write      # tables of README.md and docs/costs.md, and docs/pictures/memory.png
 
 Counts are those of ``sbp-mmdet plan``, with what CUDA and fragmentation need on top. A row is on disk as soon as it is
-there. All rows of a run are of one commit.
+there, and names the commit of its code.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import json
 import re
 from typing import NamedTuple
 
-from provenance import CHECKOUT, describe_machine, write_json
+from detector_bytes import backbone_bytes
+from provenance import CHECKOUT, commit, describe_machine, write_json
 from resident_memory import measure_lift
 from tables import COLOURS, markdown_table, panels, save_picture
 
@@ -28,20 +29,24 @@ RESULTS = CHECKOUT / 'docs/results/memory_overview.json'
 PICTURE = CHECKOUT / 'docs/pictures/memory.png'
 VARIANTS = {'none': 'plain', 'with_cp': 'checkpointing', 'exact': '`exact`', 'exact_min': '`exact_min`'}
 VARIANTS |= {'int8': '`int8`'}
+SBP = {'sbp': '`sbp`'}  # of the detectors whose backbone or encoder it thins
 CARDS = (8, 12, 16, 24)  # GB
 LIFTED = dict(batch=1, size=(480, 640), boxes=15)
 
 
 class Detector(NamedTuple):
-    """A detector of the table.
+    """A detector of the tables.
 
     Attributes:
-        name (str): Its name in the table.
+        name (str): Its name in the tables.
         config (str): Its config.
         batch (int): Images of a batch.
         size (tuple[int, int]): Height and width of the images in pixels.
-        precision (str): What the config trains in.
-        published (dict[str, float]): GB that the authors of the config measured on a GPU, by variant.
+        precision (str): 'fp16' or 'fp32'.
+        backbone (str): Name of the backbone in the table of stored bytes. Without a row there if empty. Default: ''.
+        sbp (bool): Whether the preset 'sbp' thins layers of it. Default: False.
+        readme (bool): Whether README shows it, and its step is measured. Default: False.
+        published (dict[str, float]): GB that the authors of the config measured on a GPU, by variant. Default: {}.
     """
 
     name: str
@@ -49,49 +54,82 @@ class Detector(NamedTuple):
     batch: int
     size: tuple[int, int]
     precision: str
+    backbone: str = ''
+    sbp: bool = False
+    readme: bool = False
     published: dict[str, float] = {}
 
+    @property
+    def head(self) -> str:
+        """Name, precision and batch."""
+        return f'{self.name}, {self.precision}, {self.batch} x {self.size[0]} x {self.size[1]}'
 
-_PAPER = 'configs/sbp_convnext/cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
+
+_OURS = 'configs/sbp_convnext/'
+_CONVNEXT_B = _OURS + 'cascade-mask-rcnn_convnext-b_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py'
+_CONVNEXT_T = _OURS + 'mask-rcnn_convnext-t_fpn_amp-ms-crop-3x_coco.py'
+_SWIN_T = 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_amp-ms-crop-3x_coco.py'
+_VIT_B = 'configs/sbp_vit/mask-rcnn_vit-b_fpn_amp-ms-crop-3x_coco.py'
+_R50 = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
+_RTMDET_S = 'mmdet::rtmdet/rtmdet_s_8xb32-300e_coco.py'
+_DINO = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
+_DINO_SWIN_L = 'mmdet::dino/dino-5scale_swin-l_8xb2-12e_coco.py'
+_MASK2FORMER = 'mmdet::mask2former/mask2former_'
+_LARGE, _SQUARE, _SMALL = (800, 1344), (1024, 1024), (640, 640)
+_MEASURED_B, _MEASURED_L = {'none': 17.4}, {'none': 49, 'with_cp': 18}  # the paper, and mmdet's authors
 DETECTORS = (
-    Detector('Cascade Mask R-CNN ConvNeXt-B', _PAPER, 2, (800, 1344), 'fp16', {'none': 17.4}),
-    Detector('Mask R-CNN R-50', 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py', 2, (800, 1344), 'fp32'),
-    Detector('RTMDet-S', 'mmdet::rtmdet/rtmdet_s_8xb32-300e_coco.py', 32, (640, 640), 'fp32'),
-    Detector('DINO R-50', 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py', 2, (800, 1344), 'fp32'),
+    Detector('Cascade Mask R-CNN ConvNeXt-B', _CONVNEXT_B, 2, _LARGE, 'fp16', 'ConvNeXt-B', True, True, _MEASURED_B),
+    Detector('Mask R-CNN R-50', _R50, 2, _LARGE, 'fp32', 'ResNet-50', readme=True),
+    Detector('RTMDet-S', _RTMDET_S, 32, _SMALL, 'fp32', 'CSPNeXt-S', readme=True),
+    Detector('DINO R-50', _DINO, 2, _LARGE, 'fp32', sbp=True, readme=True),
+    Detector('DINO-5scale Swin-L', _DINO_SWIN_L, 2, _LARGE, 'fp32', 'Swin-L', readme=True, published=_MEASURED_L),
+    Detector('Mask R-CNN ConvNeXt-T', _CONVNEXT_T, 2, _LARGE, 'fp16', 'ConvNeXt-T', True),
+    Detector('Mask R-CNN ConvNeXt-T', _CONVNEXT_T, 2, _LARGE, 'fp32', 'ConvNeXt-T', True),
+    Detector('Mask R-CNN Swin-T', _SWIN_T, 2, _LARGE, 'fp16', 'Swin-T', True),
+    Detector('Mask R-CNN ViT-B', _VIT_B, 2, _SQUARE, 'fp16', 'ViT-B', True),
+    Detector('Mask R-CNN ViT-B', _VIT_B, 2, _SQUARE, 'fp32', 'ViT-B', True),
+    Detector('Mask R-CNN R-50', _R50, 2, _LARGE, 'fp16', 'ResNet-50'),
+    Detector('RTMDet-S', _RTMDET_S, 32, _SMALL, 'fp16', 'CSPNeXt-S'),
+    Detector('RTMDet-Ins-L', 'mmdet::rtmdet/rtmdet-ins_l_8xb32-300e_coco.py', 32, _SMALL, 'fp32', 'CSPNeXt-L'),
+    Detector('YOLOX-L', 'mmdet::yolox/yolox_l_8xb8-300e_coco.py', 8, _SMALL, 'fp32', 'CSPDarknet-L'),
+    Detector('DINO R-50', _DINO, 2, _LARGE, 'fp16', sbp=True),
+    Detector('Deformable DETR R-50', 'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py', 2, _LARGE, 'fp32'),
+    Detector('Mask2Former R-50', _MASK2FORMER + 'r50_8xb2-lsj-50e_coco.py', 2, _SQUARE, 'fp32'),
+    Detector('MaskFormer R-50', 'mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py', 1, _LARGE, 'fp32'),
     Detector(
-        'DINO-5scale Swin-L',
-        'mmdet::dino/dino-5scale_swin-l_8xb2-12e_coco.py',
-        2,
-        (800, 1344),
+        'Mask2Former Swin-L',
+        _MASK2FORMER + 'swin-l-p4-w12-384-in21k_16xb1-lsj-100e_coco-panoptic.py',
+        1,
+        _SQUARE,
         'fp32',
-        {'none': 49, 'with_cp': 18},
     ),
 )
+_WRAPPERS = {'fp16': 'AmpOptimWrapper', 'fp32': 'OptimWrapper'}
 
 
 def count(detector: Detector, variant: str) -> dict:
     """Count a training step, by the rules of CUDA.
 
     Args:
-        detector (Detector): Detector of the table.
+        detector (Detector): Detector of the tables.
         variant (str): Preset, with pieces behind it.
 
     Returns:
-        dict: ``peak`` and ``needs`` in bytes.
+        dict: ``backbone`` (what it stores for the backward pass), ``peak`` and ``needs`` in bytes.
     """
-    config = plain(load_config(detector.config))
+    config = plain(load_config(detector.config, {'optim_wrapper.type': _WRAPPERS[detector.precision]}))
     keys = dict(skip_dropped_images=False) if PRESETS[variant].form else {}
     height, width = detector.size
     case = dict(batch=detector.batch, height=height, width=width, boxes=crowded(detector.batch))
     row = measure_detector(with_variant(config, variant, **keys), **case)
-    return dict(peak=row['peak'], needs=needed(row))
+    return dict(backbone=backbone_bytes(row), peak=row['peak'], needs=needed(row))
 
 
 def measure(detector: Detector, variant: str) -> dict:
     """Measure how far one step lifts the resident set of a process.
 
     Args:
-        detector (Detector): Detector of the table.
+        detector (Detector): Detector of the tables.
         variant (str): Preset, with pieces behind it.
 
     Returns:
@@ -111,20 +149,21 @@ def fill(kind: str, only: str | None = None) -> None:
         only (str | None): Name of one detector. If ``None``, all of them. Default: None.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else dict(runs=[])
-    machine = describe_machine()
     run = next((run for run in results['runs'] if run['kind'] == kind), None)
     if run is None:
-        results['runs'].append(dict(kind=kind, machine=machine, rows=[]))
-    elif run['machine']['commit'] != machine['commit']:
-        raise SystemExit(f'{RESULTS.name} has rows of commit {run["machine"]["commit"]}; delete that run to begin anew')
-    rows = _rows(results, kind)
+        results['runs'].append(run := dict(kind=kind, rows=[]))
+    run['machine'] = describe_machine()
+    rows = run['rows']
     known = {(row['detector'], row['variant']) for row in rows if 'failed' not in row}
     for detector in DETECTORS:
-        for variant in VARIANTS:
-            if (detector.name, variant) in known or only not in (None, detector.name):
+        name = detector.head if kind == 'count' else detector.name
+        if only not in (None, detector.name) or kind == 'measure' and not detector.readme:
+            continue
+        for variant in VARIANTS | (SBP if detector.sbp and kind == 'count' else {}):
+            if (name, variant) in known:
                 continue
             row = (count if kind == 'count' else measure)(detector, variant)
-            rows.append(dict(detector=detector.name, variant=variant, **row))
+            rows.append(dict(detector=name, variant=variant, **row, commit=commit()))
             write_json(RESULTS, results)
             print(rows[-1], flush=True)
 
@@ -133,33 +172,70 @@ def _rows(results, kind):
     return next((run['rows'] for run in results['runs'] if run['kind'] == kind), [])
 
 
-def tables(results: dict) -> dict[str, str]:
-    """Return README's tables.
+def tables(results: dict) -> dict[tuple[str, str], str]:
+    """Return the tables of the pages.
 
     Args:
         results (dict): Contents of the file of results.
 
     Returns:
-        dict[str, str]: Markdown by 'memory counted' and 'memory measured'. Detectors with all variants have a row.
+        dict[tuple[str, str], str]: Markdown by page and marker. Detectors with all variants have a row.
     """
-    found = {}
-    for kind, unit, key, form in (('count', 1e9, 'needs', '{:.1f}'), ('measure', 1, 'lift', '{:,.0f}')):
-        values = {(row['detector'], row['variant']): row.get(key) for row in _rows(results, kind)}
-        there = [d for d in DETECTORS if all(values.get((d.name, variant)) for variant in VARIANTS)]
-        columns = [Column('', _head if kind == 'count' else lambda detector: detector.name)]
-        for variant, head in VARIANTS.items():
+    shown = [detector for detector in DETECTORS if detector.readme]
+    backbones = [detector for detector in DETECTORS if detector.backbone]
+    needs, lifts = ({k: row.get(key) for k, row in _by_case(results, kind)} for kind, key in _FIGURES.items())
+    stored = {key: row.get('backbone') for key, row in _by_case(results, 'count')}
 
-            def cell(detector, variant=variant, values=values, unit=unit, form=form):
-                return form.format(values[detector.name, variant] / unit)
+    def backbone(detector):
+        return f'{detector.backbone}, {detector.head.split(", ", 1)[1]}'
 
-            columns.append(Column(head, cell))
-        found['memory counted' if kind == 'count' else 'memory measured'] = markdown_table(columns, there)
-    return found
+    return {
+        ('README.md', 'memory counted'): _table(shown, VARIANTS, needs, _gigabytes),
+        ('README.md', 'memory measured'): _table(shown, VARIANTS, lifts, _megabytes, name=lambda d: d.name),
+        ('docs/costs.md', 'memory counted'): _table(DETECTORS, VARIANTS | SBP, needs, _gigabytes),
+        ('docs/costs.md', 'stored'): _table(backbones, VARIANTS | SBP, stored, _relative, name=backbone),
+    }
 
 
-def _head(detector):
-    height, width = detector.size
-    return f'{detector.name}, {detector.precision}, {detector.batch} x {height} x {width}'
+_FIGURES = {'count': 'needs', 'measure': 'lift'}
+
+
+def _by_case(results, kind):
+    """Yield each row of a kind with the detector and the variant that it is of."""
+    return (((row['detector'], row['variant']), row) for row in _rows(results, kind))
+
+
+def _gigabytes(value, plain):
+    return f'{value / 1e9:.1f}'
+
+
+def _megabytes(value, plain):
+    return f'{value:,.0f}'
+
+
+def _relative(value, plain):
+    return f'{value / 1e9:.2f} GB' if value == plain else f'{value / plain:.3f}'
+
+
+def _table(detectors, variants, values, form, name=lambda detector: detector.head):
+    """Return a table with a row for each detector whose variants are all there, and a column for each variant.
+
+    ``values`` are by ``detector.head`` (counted) or ``detector.name`` (measured), and variant.
+    """
+
+    def value(detector, variant):
+        return values.get((detector.head, variant)) or values.get((detector.name, variant))
+
+    there = [detector for detector in detectors if all(value(detector, variant) for variant in VARIANTS)]
+    columns = [Column('', name)]
+    for variant, head in variants.items():
+
+        def cell(detector, variant=variant):
+            found = value(detector, variant)
+            return form(found, value(detector, 'none')) if found else ''
+
+        columns.append(Column(head, cell))
+    return markdown_table(columns, there)
 
 
 def draw(results: dict) -> None:
@@ -170,15 +246,17 @@ def draw(results: dict) -> None:
     """
     from matplotlib.patches import Patch
 
-    values = {(row['detector'], row['variant']): row['needs'] / 1e9 for row in _rows(results, 'count')}
+    shown = [detector for detector in DETECTORS if detector.readme]
+    values = {key: row['needs'] / 1e9 for key, row in _by_case(results, 'count')}
     figure, grid = panels(figsize=(9.6, 5.2))
-    axes, height = grid[0, 0], 0.16
-    for place, detector in enumerate(DETECTORS):
+    axes, height, longest = grid[0, 0], 0.16, 0
+    for place, detector in enumerate(shown):
         for number, variant in enumerate(VARIANTS):
             y = place + (number - 2) * height
-            value = values[detector.name, variant]
+            value = values[detector.head, variant]
             axes.barh(y, value, height * 0.9, color=COLOURS[number])
             right = max(value, detector.published.get(variant, 0))
+            longest = max(longest, right)
             note = f' (measured: {detector.published[variant]:g})' if variant in detector.published else ''
             axes.text(right + 0.3, y, f'{value:.1f}{note}', va='center', fontsize=7)
             if variant in detector.published:
@@ -186,9 +264,9 @@ def draw(results: dict) -> None:
     for card in CARDS:
         axes.axvline(card, color='#888888', linewidth=0.8, linestyle=':', zorder=0)
         axes.text(card, -0.62, f'{card} GB', ha='center', fontsize=8, color='#555555')
-    axes.set(ylim=(len(DETECTORS) - 0.5, -0.7), xlim=(0, 1.15 * max(values.values())))
+    axes.set(ylim=(len(shown) - 0.5, -0.7), xlim=(0, 1.15 * longest))
     axes.set_xlabel('GB of GPU memory that a training needs')
-    axes.set_yticks(range(len(DETECTORS)), [_head(detector).replace(', ', '\n', 1) for detector in DETECTORS])
+    axes.set_yticks(range(len(shown)), [detector.head.replace(', ', '\n', 1) for detector in shown])
     axes.tick_params(axis='y', labelsize=8)
     legend = [
         Patch(color=colour, label=head.strip('`')) for colour, head in zip(COLOURS, VARIANTS.values(), strict=False)
@@ -198,22 +276,22 @@ def draw(results: dict) -> None:
 
 
 def write() -> None:
-    """Write README's tables between their markers, and the picture."""
-    results, page = json.loads(RESULTS.read_text()), CHECKOUT / 'README.md'
-    text = page.read_text()
-    for name, table in tables(results).items():
-        block = re.compile(rf'(<!-- results: {name} -->\n).*?(<!-- end -->)', re.DOTALL)
-        text, n = block.subn(lambda match, table=table: f'{match[1]}{table}\n{match[2]}', text)
+    """Write the tables between their markers, and the picture."""
+    results = json.loads(RESULTS.read_text())
+    for (name, marker), table in tables(results).items():
+        page = CHECKOUT / name
+        block = re.compile(rf'(<!-- results: {marker} -->\n).*?(<!-- end -->)', re.DOTALL)
+        text, n = block.subn(lambda match, table=table: f'{match[1]}{table}\n{match[2]}', page.read_text())
         if not n:
-            raise ValueError(f'{page.name} has no marker <!-- results: {name} -->')
-    page.write_text(text)
+            raise ValueError(f'{name} has no marker <!-- results: {marker} -->')
+        page.write_text(text)
     draw(results)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('action', choices=['count', 'measure', 'write'])
-    parser.add_argument('--only', choices=[detector.name for detector in DETECTORS], help='one detector')
+    parser.add_argument('--only', choices=sorted({detector.name for detector in DETECTORS}), help='one detector')
     args = parser.parse_args()
     write() if args.action == 'write' else fill(args.action, args.only)
 

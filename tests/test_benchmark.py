@@ -12,7 +12,7 @@ from mmengine.config import Config
 from torch import nn
 
 import benchmark  # isort: skip  (helpers puts research/ on the path)
-import draw_stored
+import pictures
 from benchmark import measure_module, measure_steps
 from case import Case, compared, parse_name, ratios, smooth
 from rivals import RIVALS
@@ -34,7 +34,7 @@ def test_a_block_stores_what_the_picture_of_the_design_says(config):
     rows = measure_module(config, PRESETS, 'backbone.stages.0.0', amp='off', rounds=0, **CASE)
     unit = 8 * 16 * 16 * 4  # channels x positions x fp32
     for row in rows:
-        expected = draw_stored.units('exact' if row['preset'] == 'sampled' else row['preset'])
+        expected = pictures.units('exact' if row['preset'] == 'sampled' else row['preset'])
         assert expected <= row['saved_bytes'] / unit <= 1.08 * expected + 0.2, row
 
 
