@@ -191,10 +191,11 @@ def is_known_inside(root: nn.Module) -> bool:
     if found is None or not found.unchanged(root):
         root._inside = None
         inside = [m for m in root.modules() if m is not root]
-        if not all(map(of_known_library, inside)) or any(map(_is_touched, inside)):
+        kinds = {stock_class(kind) for kind in {type(m) for m in inside}}
+        if not all(map(_is_of_known_library, kinds)) or any(map(_is_touched, inside)):
             return False
         states = [(m, type(m), (*m._modules.values(),)) for m in inside]
-        functions = dict.fromkeys(f for m in inside for f in library_code(stock_class(type(m))).functions)
+        functions = set().union(*[library_code(kind).functions for kind in kinds])
         root._inside = _Inside(tuple(states), (*root._modules.values(),), tuple(functions))
     return True
 
@@ -205,7 +206,7 @@ def _is_touched(module):
     if 'forward' in own or own.get('_compiled_call_impl') is not None:
         return True
     hooks = (*own['_forward_hooks'].values(), *own['_forward_pre_hooks'].values())
-    return not all((getattr(hook, '__module__', None) or '').startswith(_WATCHERS) for hook in hooks)
+    return bool(hooks) and not all((getattr(hook, '__module__', None) or '').startswith(_WATCHERS) for hook in hooks)
 
 
 def of_known_library(module: nn.Module) -> bool:
@@ -214,6 +215,9 @@ def of_known_library(module: nn.Module) -> bool:
     Args:
         module (nn.Module): The module.
     """
-    kind = stock_class(type(module))
+    return _is_of_known_library(stock_class(type(module)))
+
+
+def _is_of_known_library(kind):
     known = kind.__module__.partition('.')[0] in _KNOWN or kind.__module__.startswith('torch.nn.')
     return known and not replaced_code(kind)
