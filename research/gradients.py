@@ -124,7 +124,7 @@ def _with(module, preset, keys):
     if preset != 'none':
         # What skip_dropped_images leaves out is a draw of its own; its gradients are the same on average.
         draws = dict(skip_dropped_images=False) if PRESETS[preset].form else {}
-        apply_lean(found, preset=preset, **dict(keys, **draws))
+        apply_lean(found, preset=preset, verify=False, **dict(keys, **draws))
     return found
 
 
@@ -171,7 +171,7 @@ def _of_detector(model, exact, preset, keys, batch):
 def _stages_of(backbone):
     """Map names of blocks to stages, counted from 1, for any family that has an adapter."""
     backbone = copy.deepcopy(backbone)
-    apply_lean(backbone, preset='exact')
+    apply_lean(backbone, preset='exact', verify=False)
     places = ((name, m._lean.layer) for name, m in backbone.named_modules() if isinstance(m, LeanModule))
     return {f'backbone.{name}.': layer[0] + 1 for name, layer in places if layer and isinstance(layer[0], int)}
 
