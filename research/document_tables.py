@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PHOTOGRAPHS = 'gradient_pool_photographs'
 
 
 def _results(name):
@@ -149,20 +148,25 @@ def _interval(values):
     return f'{round(mean, 1) + 0:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})'
 
 
-def _cosines(*files):
-    """Return the figure of a study of gradients, from the file that a head names ('nuclei: backbone') or the first."""
+_UP = [0.25, 0.31, 0.36, 0.42, 0.47, 0.53, 0.58, 0.64, 0.69, 0.75]
+_RATIOS = {'uniform': '', 'increasing': f',keep_ratio={_UP}', 'decreasing': f',keep_ratio={_UP[::-1]}'}
 
-    def figure(first, column):
-        subject, _, column = column.rpartition(': ')
-        file = next((file for file in files if subject and subject in file), files[0])
-        first = re.sub(', the paper.*', '', first)
-        found = _results(file)['results']
-        found = found[first if first in found else f'blocks {first}']
-        value = found['mean layer' if column == 'mean layer' else 'backbone']
-        value = value['norm_ratio' if column.startswith('norm ratio') else 'cosine']
-        return f'{value["mean"]:.3f}', f'{value["mean"]:.3f} ± {value["std"]:.3f}'
 
-    return figure
+def _cosine(first, column):
+    """Return the cosine of a setting of the paper's method, or the norm ratio."""
+    first, words = re.sub(', the default', '', first), ''
+    if first[0].isdigit():
+        words = f',blocks=[{first.replace("-", ", ")}]' if first != '2-2-6-0' else ''
+    elif first.split()[0] in _RATIOS:
+        words = _RATIOS[first.split()[0]]
+    else:
+        sampler, ratio = first.split()
+        words = f',keep_ratio={ratio}' * (ratio != '0.5') + ',sampler=random' * (sampler == 'random')
+    found = _results('gradient_settings')['results']
+    found = found[re.sub(r'=\[(.*)\]', lambda match: f'=({match[1].replace(" ", "")})', f'sbp{words}')]
+    value = found['mean layer' if column == 'mean layer' else 'backbone']
+    value = value['norm_ratio' if column.startswith('norm ratio') else 'cosine']
+    return f'{value["mean"]:.3f} ± {value["std"]:.3f}'
 
 
 def _draws(first, column):
@@ -208,12 +212,11 @@ TABLES = [
     ('README.md', 'Less memory for your config', _in_the_readme),
     ('docs/research/accuracy.md', 'Result', _trained),
     ('docs/research/accuracy.md', 'Without padding', _unpadded),
-    ('docs/research/gradients.md', 'What dropped positions send', _cosines('gradient_nuclei', PHOTOGRAPHS)),
     ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
     ('docs/research/gradients.md', 'The same on photographs, in a Swin and in a ViT', _draws),
-    ('docs/research/gradients.md', 'Keep ratio and sampler', _cosines('gradient_samplers', 'gradient_atto')),
-    ('docs/research/gradients.md', 'One ratio for all blocks', _cosines('gradient_orders')),
-    ('docs/research/gradients.md', 'How many blocks', _cosines('gradient_blocks')),
+    ('docs/research/gradients.md', 'Keep ratio and sampler', _cosine),
+    ('docs/research/gradients.md', 'One ratio for all blocks', _cosine),
+    ('docs/research/gradients.md', 'How many blocks', _cosine),
 ]
 
 
