@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from mmengine.runner import Runner
 
 from sbp_mmdet.plan import rehearse
 from sbp_mmdet.plan.command import main
+from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES
 from sbp_mmdet.plan.rehearse import DoesNotFit, as_before, largest_batch
 
 STATE = {}
@@ -125,10 +127,21 @@ def test_heads_get_what_a_trained_detector_finds(project, monkeypatch):
     assert 'loss_and_predict' not in vars(runner.model.rpn_head)
 
 
+def test_margins_and_gaps_are_those_of_the_planner():
+    """A layer of 4.004 MB and a map of 4 MiB share a segment of 20 MiB; the bias has one of 2 MiB."""
+    layer, optimizer = torch.nn.Linear(1000, 1000), SimpleNamespace(param_groups=[], state={})
+    runner = SimpleNamespace(optim_wrapper=SimpleNamespace(optimizer=optimizer), hooks=[])
+    need = rehearse._most(runner, layer, lambda: torch.ones(2**20))
+    assert need == int(22 * 2**20 + (4_004_000 + 2**22) * MARGIN + WORKSPACES + CONTEXT)
+    more = rehearse._most(runner, layer, lambda: torch.ones(2**20), buckets=10**6)
+    assert more - need == pytest.approx(10**6 * (1 + MARGIN), abs=1)
+
+
 def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):
     """EMA's copy waits beside the model, 9 parts of 10 of what a tiny detector holds."""
     folder, path = project
     monkeypatch.chdir(folder)
+    monkeypatch.setattr('sbp_mmdet.plan.planner.needed', lambda row, **options: row['peak'])
     peaks, most = [], rehearse._peak
     monkeypatch.setattr(rehearse, '_peak', lambda *args: peaks.append(most(*args)) or peaks[-1])
     for hooks in ([], [dict(type='EMAHook')]):

@@ -29,7 +29,7 @@ def _rehearsed(rank, folder):
         peak = None if peaks[rank] is None else peaks[rank] * GB
         with (
             mock.patch.object(rehearse, 'largest_batch', lambda runner: ({}, CASE)),
-            mock.patch.object(rehearse, '_peak', lambda runner, batch, peak=peak: peak),
+            mock.patch.object(rehearse, '_peak', lambda *args, peak=peak: peak),
             mock.patch.object(rehearse, '_advice', lambda *args: ''),
         ):
             try:
@@ -55,9 +55,9 @@ def test_the_buckets_of_distributed_training_count(one_process, monkeypatch):
     """The model steps without its wrapper, which would wait for others; its buckets are as large as gradients."""
     model = nn.Linear(10, 10)
     stepped = []
-    monkeypatch.setattr(rehearse, '_most', lambda runner, model, run, held: stepped.append(model) or 50 + held)
+    monkeypatch.setattr(rehearse, '_most', lambda runner, model, run, held, usual: stepped.append(model) or 50 + held)
     peaks = [
-        rehearse._peak(SimpleNamespace(model=one, optim_wrapper=None), {})
+        rehearse._peak(SimpleNamespace(model=one, optim_wrapper=None), {}, CASE)
         for one in (model, nn.parallel.DistributedDataParallel(model))
     ]
     assert peaks == [50, 50 + 4 * 110] and stepped == [model, model]

@@ -37,7 +37,7 @@ from .eight_bit import AdamW8bitStates
 from .inputs import labels_of, labels_read
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
-from .reserved import reserved_bytes
+from .reserved import pixels_of_usual, reserved_bytes
 from .skip_arithmetic import SkipArithmetic
 
 __all__ = [
@@ -107,8 +107,7 @@ def measure_detector(
         finally:
             del model, wrapper, data
             gc.collect()
-    usual_share = min(1, usual[0] * usual[1] / (height * width)) if usual else 1
-    return dict(row, **reserved_bytes(held, counter.events, usual_share))
+    return dict(row, **reserved_bytes(held, counter.events, pixels_of_usual(usual, height, width)))
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class RehearseHook(Hook):
         model = unwrapped(runner.model)
         # An untrained RPN finds next to nothing; in all but the first steps heads get more than that.
         with as_before(model), verification_off(), while_as_if_trained(model):
-            peak = _peak(runner, batch)
+            peak = _peak(runner, batch, case)
         # All processes continue, or all stop: a process that continued alone would wait for the others.
         peak, budget = _of_all_ranks(peak, 'max'), _of_all_ranks(budget, 'min')
         said = f'{case["batch"]} images of {case["height"]} x {case["width"]} with {case["boxes"]} boxes each'
@@ -113,7 +113,7 @@ def largest_batch(runner) -> tuple[dict, dict]:
 
     Returns:
         tuple[dict, dict]: The batch, and a dict of its ``batch`` (number of images), ``height``, ``width``, ``boxes``
-        (in each image) and ``channels``.
+        (in each image) and ``channels``, and the size of a ``usual`` batch.
 
     Raises:
         ValueError: If the pipeline cannot be run.
@@ -133,6 +133,7 @@ def largest_batch(runner) -> tuple[dict, dict]:
         channels=found.channels,
     )
     case = dict(batch=images, height=found.height, width=found.width, boxes=found.boxes, channels=found.channels)
+    case['usual'] = found.usual
     if found.branches is None:
         return make(images, found.height, found.width, found.boxes, truth=found.truth), case
     parts = {name: make(*part[:4], truth=part.truth) for name, part in found.branches.items()}
@@ -216,17 +217,21 @@ def _of_all_ranks(number: float | None, op: str) -> float | None:
     return None if found.isinf() else int(found)
 
 
-def _peak(runner, batch) -> int | None:
-    """Return the bytes at a training step's peak, with distributed training's buckets, or ``None`` if out of memory."""
+def _peak(runner, batch, case) -> int | None:
+    """Return the bytes that a training step needs, with the buckets of DDP, or ``None`` if out of memory."""
+    from .reserved import pixels_of_usual  # noqa: PLC0415
+
     model, buckets = runner.model, 0
     if isinstance(model, DistributedDataParallel):
         model = model.module
         buckets = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return _most(runner, model, lambda: model.train_step(batch, NoUpdate(runner.optim_wrapper, backward=True)), buckets)
+    usual = pixels_of_usual(case.get('usual'), case['height'], case['width'])
+    step = lambda: model.train_step(batch, NoUpdate(runner.optim_wrapper, backward=True))  # noqa: E731
+    return _most(runner, model, step, buckets, usual)
 
 
 def validation_peak(runner, batch: dict) -> int | None:
-    """Return the bytes at the peak of a validation step in which the detector returns as many objects as it may.
+    """Return the bytes that a validation step needs in which the detector returns as many objects as it may.
 
     Args:
         runner (Runner): A runner with a detector.
@@ -240,7 +245,7 @@ def validation_peak(runner, batch: dict) -> int | None:
     model.eval()
     try:
         with torch.no_grad(), _every_score(model):
-            return _most(runner, model, lambda: model.val_step(batch), 0)
+            return _most(runner, model, lambda: model.val_step(batch))
     finally:
         for module, mode in modes:
             module.training = mode
@@ -267,29 +272,35 @@ def _every_score(model):
             node['score_thr'] = threshold
 
 
-def _most(runner, model, run, held) -> int | None:
-    """Return the bytes at the peak of ``run``, with the optimizer's future states and ``held`` bytes more.
+def _most(runner, model, run, buckets=0, usual_share=1) -> int | None:
+    """Return the bytes that ``run`` needs, with the optimizer's future states, or ``None`` if out of memory.
 
-    Each process runs by itself, because processes that have room would wait for one that has none. Returns ``None`` if
-    out of memory.
+    On a CPU the planner's margins are added, and gaps between tensors. On a GPU only CUDA's context is: what kernels use
+    is measured, and what has no room is out of memory. Each process runs by itself, because processes that have room
+    would wait for one that has none.
     """
     from .detector import held_tensors  # noqa: PLC0415
     from .device import is_out_of_memory  # noqa: PLC0415
     from .memory import LiveBytes  # noqa: PLC0415
+    from .planner import CONTEXT, needed  # noqa: PLC0415
+    from .reserved import reserved_bytes  # noqa: PLC0415
 
-    held += _states(runner.optim_wrapper)
+    states = _states(runner.optim_wrapper)
     try:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
-            room = torch.empty(held, dtype=torch.uint8, device=next(model.parameters()).device)
+            device = next(model.parameters()).device
+            room = torch.empty(sum(states) + buckets, dtype=torch.uint8, device=device)
             run()
             torch.cuda.synchronize()
             del room
-            return torch.cuda.max_memory_allocated()
-        with LiveBytes() as counter:
+            return min(int(torch.cuda.max_memory_allocated() + CONTEXT), _memory(model))
+        with LiveBytes(record=True) as counter:
             run()
         copies = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
-        return held + counter.peak + sum(t.nbytes for one in (model, *copies) for t in held_tensors(one))
+        held = [*states, *(t.nbytes for one in (model, *copies) for t in held_tensors(one))]
+        row = dict(peak=sum(held) + counter.peak, gradients=buckets)
+        return needed(dict(row, **reserved_bytes(held, counter.events, usual_share)), ddp=True)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -300,17 +311,17 @@ def _most(runner, model, run, held) -> int | None:
             torch.cuda.empty_cache()
 
 
-def _states(wrapper) -> int:
-    """Return the bytes of the states that an optimizer will make in its first step."""
+def _states(wrapper) -> list[int]:
+    """Return the bytes of each of the states that an optimizer will make in its first step."""
     optimizers = [one.optimizer for one in wrapper.values()] if hasattr(wrapper, 'values') else [wrapper.optimizer]
-    total = 0
+    found = []
     for optimizer in optimizers:
         size = 1 if '8bit' in type(optimizer).__name__ else None
         for group in optimizer.param_groups:
             copies = 2 if 'betas' in group else bool(group.get('momentum'))
             new = [p for p in group['params'] if p.requires_grad and p not in optimizer.state]
-            total += copies * sum(p.numel() * (size or p.element_size()) for p in new)
-    return total
+            found += [p.numel() * (size or p.element_size()) for p in new for _ in range(copies)]
+    return found
 
 
 def _memory(model):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from .caching_allocator import CachingAllocator, least_capacity, replay
 
-__all__ = ['reserved_bytes', 'scaled']
+__all__ = ['pixels_of_usual', 'reserved_bytes', 'scaled']
 
 # Smaller storages, such as boxes and losses, do not depend on the size of the images.
 _OF_MAPS = 64 * 2**10
@@ -30,6 +30,17 @@ def scaled(
     return [
         (number, nbytes if nbytes < _OF_MAPS or nbytes in fixed else int(nbytes * share)) for number, nbytes in events
     ]
+
+
+def pixels_of_usual(usual: tuple[int, int] | None, height: int, width: int) -> float:
+    """Return the number of pixels of the usual batch relative to the largest one.
+
+    Args:
+        usual (tuple[int, int] | None): Height and width of the usual batch. If ``None``, all batches are of one size.
+        height (int): Height of the largest batch.
+        width (int): Width of the largest batch.
+    """
+    return min(1, usual[0] * usual[1] / (height * width)) if usual else 1
 
 
 def reserved_bytes(held: Sequence[int], events: Sequence[tuple[int, int]], usual_share: float = 1) -> dict[str, int]:
