@@ -4,22 +4,35 @@ import argparse
 import contextlib
 import copy
 import functools
+import gc
 import re
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from mmengine.config import DictAction
 from rivals import RIVALS
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.ops.common.handed_maps import Scope
 from sbp_mmdet.passes import Drawing
-from sbp_mmdet.presets import preset_named
+from sbp_mmdet.plan.device import is_out_of_memory
+from sbp_mmdet.presets import PRESETS, preset_named
 
-__all__ = ['Case', 'capture', 'compared', 'launches', 'parse_name', 'ratios', 'smooth', 'take_turns']
+__all__ = [
+    'OUT_OF_MEMORY',
+    'Case',
+    'capture',
+    'compared',
+    'free_memory',
+    'name_the_base',
+    'of_all_images',
+    'parse_name',
+    'smooth',
+    'tried',
+]
+
+OUT_OF_MEMORY = 'out of memory'
 
 
 class Case:
@@ -51,16 +64,6 @@ class Case:
                     for draws in owner.step_draws:
                         stack.enter_context(draws.forward_pass(torch.empty(images, device='meta')))
             yield
-
-
-def launches(step: Callable[[], object]) -> dict[str, int]:
-    """Count the kernels that a step launches, as ``launches``. Without a GPU the result is empty."""
-    if not torch.cuda.is_available():
-        return {}
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    return dict(launches=sum('LaunchKernel' in event.name() for event in profiler.profiler.kineto_results.events()))
 
 
 def parse_name(name: str) -> tuple[str, dict]:
@@ -139,22 +142,51 @@ def compared(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, fl
     return dict(cosine=dot / norms if norms else 0.0, error=(error / max(exact_square, 1e-300)) ** 0.5)
 
 
-def ratios(times: list[list[float]]) -> list[dict]:
-    """Return each case's median time, and its ratios to the first case, round by round."""
-    rows = []
-    for seconds in zip(*times, strict=True):
-        found = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
-        row = dict(seconds=statistics.median(seconds), ratio=statistics.median(found))
-        rows.append(dict(row, ratio_min=min(found), ratio_max=max(found)))
-    return rows
+def of_all_images(name: str) -> dict:
+    """Return keys under which stochastic depth leaves out no image.
+
+    Draws are then those of the plain model, and bytes those of a step that drops none, as the planner counts them.
+    """
+    return dict(skip_dropped_images=False) if PRESETS[parse_name(name)[0].partition('+')[0]].form else {}
 
 
-def take_turns(cases: list[tuple], rounds: int, seconds: Callable, note: Callable) -> None:
-    """Time cases in turns; after the first and the last round, their rows get the times so far."""
-    times = []
-    for i in range(rounds if cases else 0):
-        times.append([seconds(case, i) for _, case in cases])
-        if i in (0, rounds - 1):
-            for (row, _), found in zip(cases, ratios(times), strict=True):
-                row.update(found)
-                note(row)
+def tried(row: dict, rival: bool, measure: Callable[[], object], note: Callable[[dict], object]) -> bool:
+    """Run something and note its row before and after; return whether it ran.
+
+    If a preset does not apply, a rival fails or memory does not suffice, the row gets the reason. Any other error is
+    noted too and ends the process: after an error of CUDA everything else would fail.
+
+    Args:
+        row (dict): The row, which ``measure`` fills.
+        rival (bool): Whether it is a rival, which may fail for any reason.
+        measure (Callable): Measures.
+        note (Callable): Gets the row.
+    """
+    note(dict(row, state='begun'))
+    free_memory()
+    try:
+        measure()
+        note(row)
+        return True
+    except Exception as error:  # whatever a compiler may raise
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        row['reason'] = OUT_OF_MEMORY if is_out_of_memory(error) else text.partition('.  ')[0][:120]
+        note(row)
+        if not (rival or isinstance(error, ValueError) or is_out_of_memory(error)):
+            raise
+    free_memory()  # here the error is gone, and with it the frames that hold tensors
+    return False
+
+
+def free_memory() -> None:
+    """Give cached memory back to the GPU. Segments of the variant before would count as reserved by the next one."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def name_the_base(cases: list[tuple], names: Sequence[str]) -> None:
+    """Write into rows what their times are compared with, where the first name did not run."""
+    if cases and cases[0][0]['preset'] != names[0]:
+        for row, _ in cases:
+            row['compared_with'] = cases[0][0]['preset']

@@ -43,22 +43,40 @@ def _cell(head, key, form):
     return key, Column(head, cell)
 
 
+def _milliseconds(seconds):
+    return f'{1e3 * seconds:.4g}'
+
+
 _COLUMNS = (
     _cell('stored', 'saved_bytes', format_bytes),
     _cell('ratio', 'saved_ratio', '{:.3f}'.format),
+    _cell('stored, counted', 'counted_stored', format_bytes),
     _cell('peak', 'peak_bytes', format_bytes),
     _cell('ratio', 'peak_ratio', '{:.3f}'.format),
+    _cell('counted', 'counted_peak', format_bytes),
     _cell('reserved', 'reserved', format_bytes),
-    _cell('counted', 'counted', format_bytes),
-    _cell('measured / counted', 'of_counted', '{:.3f}'.format),
+    _cell('by the model', 'replayed', format_bytes),
+    _cell('context', 'context', format_bytes),
+    _cell('needs, counted', 'counted_needs', format_bytes),
+    _cell('cache given back', 'retries', str),
     _cell('seconds', 'seconds', '{:.3g}'.format),
     _cell('time, ratio', 'ratio', '{:.2f}'.format),
     _cell('least and most', 'spread', str),
+    _cell('issued after, ms', 'issue', _milliseconds),
+    _cell('issuing, ratio', 'issue_ratio', '{:.2f}'.format),
+    _cell('kernels, ms', 'busy', _milliseconds),
+    _cell('launches', 'launches', str),
+    _cell('launches, counted', 'counted_launches', str),
+    _cell('moved, counted', 'moved', format_bytes),
+    _cell('compared with', 'compared_with', '`{}`'.format),
     _cell('cosine', 'cosine', '{:.4f}'.format),
     _cell('gradient error', 'error', '{:.1e}'.format),
     _cell('under autocast', 'amp_error', '{:.1e}'.format),
-    _cell('launches', 'launches', str),
     _cell('compiling, s', 'compile_s', '{:.0f}'.format),
+    _cell('kinds', 'kinds', str),
+    _cell('modules', 'modules', str),
+    _cell('outputs', 'outputs', '{:.0e}'.format),
+    _cell('gradients', 'gradients', '{:.0e}'.format),
     _cell('', 'reason', str),
 )
 

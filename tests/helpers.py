@@ -76,13 +76,14 @@ def environment(**variables) -> dict:
     return {**os.environ, **single, **{key: str(value) for key, value in variables.items()}}
 
 
-def run(*command, cwd: Path, check: bool = True, **variables) -> subprocess.CompletedProcess:
+def run(*command, cwd: Path, check: bool = True, seconds: float = 300, **variables) -> subprocess.CompletedProcess:
     """Runs a command to its end and takes its output.
 
     Args:
         *command: Words of the command.
         cwd (Path): Working folder.
         check (bool): Fail the test, showing the output, if the command fails. Default: True.
+        seconds (float): Time that it may take. Default: 300.
         **variables: Environment variables.
 
     Returns:
@@ -90,7 +91,7 @@ def run(*command, cwd: Path, check: bool = True, **variables) -> subprocess.Comp
     """
     words = [str(word) for word in command]
     done = subprocess.run(
-        words, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=300, check=False
+        words, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
     )
     if check and done.returncode:
         raise AssertionError(f'{words} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}')

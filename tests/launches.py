@@ -130,10 +130,11 @@ class Launches(TorchDispatchMode):
         self.number, self.products, self.bytes = {}, [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
+        fake = hasattr(args[0] if args else None, 'fake_mode')
+        if func is torch.ops.aten._local_scalar_dense.default and fake:
             return True  # what mmcv's attention asks of the sizes of its levels, which have no numbers here
         space, name = func._schema.name.split('::')
-        knows_shape = name not in _WITHOUT_SHAPES or (name == 'index' and args[1][0].dtype != torch.bool)
+        knows_shape = not fake or name not in _WITHOUT_SHAPES or (name == 'index' and args[1][0].dtype != torch.bool)
         out = func(*args, **(kwargs or {})) if knows_shape else _WITHOUT_SHAPES[name](*args)
         on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tree_flatten((args, out))[0])
         if on_gpu and space != 'prim' and not func.is_view and name not in _FREE:

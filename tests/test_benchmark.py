@@ -12,11 +12,15 @@ from mmengine.config import Config
 from torch import nn
 
 import benchmark  # isort: skip  (helpers puts research/ on the path)
+import module_runs
 import pictures
-from benchmark import measure_module, measure_steps
-from case import Case, compared, parse_name, ratios, smooth
+import step_runs
+from case import Case, compared, parse_name, smooth
+from module_runs import measure_module
 from rivals import RIVALS
+from step_runs import measure_steps
 from tables import benchmark_table
+from turns import ratios
 
 from sbp_mmdet.plan.variants import plain
 
@@ -90,14 +94,14 @@ def test_what_cannot_run_is_a_row(config, monkeypatch):
         raise RuntimeError('a bug of ours')
 
     for name, wrap in (('compile', fail), ('compile-0.5', need_too_much)):
-        monkeypatch.setitem(benchmark.RIVALS, name, benchmark.RIVALS[name].__class__(name, '', wrap=wrap))
+        monkeypatch.setitem(RIVALS, name, RIVALS[name].__class__(name, '', wrap=wrap))
     noted, names = [], ['none', 'compile', 'compile-0.5']
     case = dict(amp='off', rounds=1, note=lambda row: noted.append(dict(row)), **CASE)
     rows = measure_module(config, names, 'neck', **case)
     assert [row.get('reason') for row in rows] == [None, 'no compiler here', 'out of memory']
     steps = measure_steps(config, ['none', 'compile'], rounds=1, **CASE)
     assert steps[0]['ratio'] == 1 and steps[1]['reason'] == 'no compiler here'
-    monkeypatch.setattr(benchmark, 'Case', wrong)
+    monkeypatch.setattr(module_runs, 'Case', wrong)
     with pytest.raises(TypeError):
         measure_module(config, ['none'], 'neck', **case)
     seen = [(row['preset'], row.get('state') or row.get('reason', 'seconds' in row)) for row in noted]
@@ -107,10 +111,30 @@ def test_what_cannot_run_is_a_row(config, monkeypatch):
     assert 'no compiler here' in benchmark_table(rows)
 
 
+def test_out_of_memory_is_a_row(config, monkeypatch):
+    """Whatever a step has accumulated before is gone, and the next variant that runs is what others are compared
+    with."""
+    bytes_of = module_runs.Runner.bytes
+
+    def need_too_much(self, case, by_allocator):
+        if case.name in ('none', 'with_cp'):
+            self.step(case)
+            raise torch.cuda.OutOfMemoryError
+        return bytes_of(self, case, by_allocator)
+
+    monkeypatch.setattr(module_runs.Runner, 'bytes', need_too_much)
+    names = ['none', 'exact', 'with_cp', 'exact_min', 'int8']
+    rows = measure_module(config, names, 'backbone', amp='off', rounds=2, **CASE)
+    assert [row.get('reason') for row in rows] == ['out of memory', None, 'out of memory', None, None]
+    assert max(rows[i]['error'] for i in (0, 1, 3)) < 1e-5 < rows[4]['error'] < 0.05
+    assert [row.get('compared_with') for row in rows] == [None, 'exact', None, 'exact', 'exact']
+    assert rows[1]['ratio'] == 1 and 'ratio' not in rows[0]
+
+
 def test_steps_leave_the_weights_alone(config, monkeypatch):
     found = []
-    build = benchmark.build_training
-    monkeypatch.setattr(benchmark, 'build_training', lambda *a, **k: found.append(build(*a, **k)) or found[-1])
+    build = step_runs.build_training
+    monkeypatch.setattr(step_runs, 'build_training', lambda *a, **k: found.append(build(*a, **k)) or found[-1])
     rows = measure_steps(config, ['none', 'exact+cp-heads', 'sbp,keep_ratio=0.5', 'none'], rounds=2, **CASE)
     assert all(row['ratio_min'] <= row['ratio'] <= row['ratio_max'] and row['seconds'] > 0 for row in rows)
     (first, wrapper, _), *others = found
@@ -160,7 +184,7 @@ def test_rivals_keep_the_forward_pass():
 
 def test_a_part_runs_alone_with_positions_of_its_backbone(config):
     torch.manual_seed(0)
-    model = benchmark.build_training(config, **CASE)[0]
+    model = step_runs.build_training(config, **CASE)[0]
     case = Case('sbp', model, 'backbone.stages.2.1', {})
     x = torch.randn(1, 32, 4, 4, requires_grad=True)
     with pytest.raises(ValueError, match='call the backbone that it belongs to'):

@@ -8,48 +8,54 @@ import tarfile
 import time
 
 import pytest
-import torch
 from helpers import ROOT, TOOLS, environment, run
 
-import benchmark  # isort: skip  (helpers puts tools/ and research/ on the path)
+import case  # isort: skip  (helpers puts tools/ and research/ on the path)
+import gpu_estimates
 import gpu_parts
 import gpu_report
+import gpu_worker
 from gpu_parts import Part
+from gpu_rows import lines_of, rows_of
+from gpu_trials import Trial
+from memory_overview import DETECTORS
 from tables import append_line
 
 PYTHON = dict(SBP_PYTHON=sys.executable)
-# Stands in for research/benchmark.py: what happens to a preset is its name.
+# Stands in for tools/gpu_worker.py: what happens to a row is the name of its preset.
 WORKER = """
 import json, os, sys, time
 cut = sys.argv.index('--lines')
-file, presets = sys.argv[cut + 1], sys.argv[1:cut]
-open('started', 'a').write(' '.join(presets) + '\\n')
-def note(**row):
+file, rows = sys.argv[cut + 1], sys.argv[1:cut]
+open('started', 'a').write(' '.join(row.split('/')[1] for row in rows) + '\\n')
+def note(**found):
     with open(file, 'a') as lines:
-        lines.write('\\n' + json.dumps(row))
-for preset in presets:
-    note(preset=preset, state='begun')
+        lines.write('\\n' + json.dumps(found))
+for row in rows:
+    preset = row.split('/')[1]
+    note(row=row, preset=preset, state='begun')
     if preset == 'out_of_memory':
-        note(preset=preset, reason='out of memory')
+        note(row=row, preset=preset, reason='out of memory')
         continue
     if preset == 'raises':
-        note(preset=preset, reason='a bug')
+        note(row=row, preset=preset, reason='a bug')
         raise RuntimeError('a bug')
     if preset == 'hangs':
         time.sleep(100)
     if preset == 'killed':
-        open(file, 'a').write('\\n{"preset": "killed", "sec')
+        open(file, 'a').write('\\n{"row": "a trial/killed", "sec')
         os.kill(os.getpid(), 9)
-    note(preset=preset, seconds=0.5)
+    note(row=row, preset=preset, seconds=0.5)
 """
 PRESETS = ('none', 'raises', 'exact', 'out_of_memory', 'hangs', 'int8', 'killed', 'sbp')
 
 
 @pytest.fixture
 def report(monkeypatch, tmp_path):
-    """Runs a report of the parts that it is given, as if typed; returns the lines that processes wrote."""
+    """Runs a report of the parts that it is given, as if typed; returns the presets that each process got."""
     (tmp_path / 'worker.py').write_text(WORKER)
-    monkeypatch.setattr(gpu_report, 'ROOT', tmp_path)
+    for module in (gpu_report, gpu_estimates):
+        monkeypatch.setattr(module, 'ROOT', tmp_path)
 
     def typed(parts, *words):
         monkeypatch.setattr(gpu_parts, 'parts_of_report', lambda rehearse: parts)
@@ -62,21 +68,21 @@ def report(monkeypatch, tmp_path):
     return typed
 
 
-def part(name='part', seconds=3, presets=PRESETS, **more):
-    return Part(name, seconds, ('worker.py {presets} --lines {lines}',), presets, **more)
+def part(name='part', seconds=2, presets=PRESETS, **more):
+    trials = more.pop('trials', (Trial('a trial', '', presets),))
+    return Part(name, seconds, ('worker.py {rows} --lines {lines}',), 'steps', trials, **more)
 
 
 def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tmp_path):
-    parts = [part(), part('beside', 60, ('none', 'exact'), timed=False)]
+    parts = [part()]
     assert report(parts) == [
-        'none exact',
         'none raises exact out_of_memory hangs int8 killed sbp',
         'none exact out_of_memory hangs int8 killed sbp',
         'none int8 killed sbp',
         'none sbp',
     ]
-    rows, begun = gpu_report.rows_of(parts[0], tmp_path / 'out')
-    assert {name: row.get('reason', row.get('seconds')) for name, row in rows.items()} == dict(
+    rows, begun = rows_of(parts[0], tmp_path / 'out')
+    assert {row['preset']: row.get('reason', row.get('seconds')) for row in rows.values()} == dict(
         dict.fromkeys(('none', 'exact', 'int8', 'sbp'), 0.5),
         raises='a bug',
         out_of_memory='out of memory',
@@ -88,44 +94,89 @@ def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tm
     assert report(parts) == []  # what failed would fail again
     with tarfile.open(tmp_path / 'out.tar.gz') as archive:
         assert {'out/report.md', 'out/part.jsonl', 'out/part.log', 'out/states.jsonl'} <= {*archive.getnames()}
-    assert report(parts, '--parts', 'beside') == ['none exact']  # unless it is named
+    assert report([*parts, part('other', presets=('none', 'exact'))], '--parts', 'other') == ['none exact']
+    assert report(parts, '--parts', 'part')[0].startswith('none raises')  # unless it is named
+
+
+def test_each_trial_has_its_baseline(report, tmp_path):
+    """Rows that are missing are measured beside the first row of their own trial that ran."""
+    trials = (Trial('a', '', ('none', 'exact')), Trial('b', '', ('none', 'exact', 'int8')), Trial('c', '', ('none',)))
+    (tmp_path / 'out').mkdir()
+    for row in ('a/none', 'a/exact', 'b/exact', 'c/none'):
+        append_line(tmp_path / 'out/part.jsonl', dict(row=row, preset=row[2:], seconds=0.5))
+    append_line(tmp_path / 'out/part.jsonl', dict(row='b/none', preset='none', reason='out of memory'))
+    assert report([part(trials=trials)]) == ['exact int8']
 
 
 def test_what_was_ended_with_the_report_is_tried_once_more(report, tmp_path):
     """A machine that goes leaves rows, one that was begun, and perhaps half a line."""
     (tmp_path / 'out').mkdir()
     file = tmp_path / 'out/part.jsonl'
-    append_line(file, dict(preset='none', seconds=0.5))
-    append_line(file, dict(preset='exact', state='begun'))
-    file.write_text(file.read_text() + '\n{"preset": "exact", "sec')
+    append_line(file, dict(row='a trial/none', preset='none', seconds=0.5))
+    append_line(file, dict(row='a trial/exact', preset='exact', state='begun'))
+    file.write_text(file.read_text() + '\n{"row": "a trial/exact", "sec')
     assert report([part(presets=('none', 'exact', 'int8'))]) == ['none exact int8']
     for _ in range(2):
-        append_line(file, dict(preset='sbp', state='begun'))
+        append_line(file, dict(row='a trial/sbp', preset='sbp', state='begun'))
     assert report([part(presets=('none', 'exact', 'int8', 'sbp'))]) == []
     assert '| `sbp` |' in (tmp_path / 'out/report.md').read_text()
+
+
+def test_the_end_of_the_report_is_no_fault_of_a_row(report, tmp_path):
+    parts = [part(presets=('none', 'hangs'), seconds=1.5)]
+    report(parts, '--minutes', str(2.5 / 60))
+    assert rows_of(parts[0], tmp_path / 'out')[1]['a trial/hangs'] == 1
+    assert report(parts) == ['none hangs']
+    assert rows_of(parts[0], tmp_path / 'out')[0]['a trial/hangs']['reason'] == 'its process ended: too long'
 
 
 def test_what_the_end_would_cut_is_left_to_the_next_call(report, tmp_path, capsys):
     parts = [part('long', 300, ('none',)), part('short', 2, ('none',))]
     assert report(parts, '--minutes', '1') == ['none']
     assert 'run it again for long\n' in capsys.readouterr().out
+    assert 'Not measured yet: long.' in (tmp_path / 'out/report.md').read_text()
     assert report(parts, '--minutes', '6') == ['none']
 
 
-def test_the_page_compares_with_what_was_counted(report, tmp_path):
+def test_the_page_says_which_estimates_were_wrong(report, tmp_path):
     (tmp_path / 'docs/results').mkdir(parents=True)
-    counted = dict(rows=[dict(variant='none', peak=400), dict(variant='exact', peak=100)])
-    (tmp_path / 'docs/results/detector_bytes_x.json').write_text(json.dumps(counted))
-    steps = part(presets=('none', 'exact'), counted=('x', 'peak', 'peak_bytes'))
+    rows = [dict(detector='D', variant=name, peak=peak, needs=2 * peak) for name, peak in (('none', 4), ('exact', 1))]
+    rows = [dict(row, peak=row['peak'] * 1e9, needs=row['needs'] * 1e9) for row in rows]
+    counted = dict(runs=[dict(kind='measure', rows=[]), dict(kind='count', rows=rows)])
+    (tmp_path / 'docs/results/memory_overview.json').write_text(json.dumps(counted))
+    cpu = dict(rows=[dict(preset='none', ratio=1.0), dict(preset='exact', ratio=0.8)])
+    (tmp_path / 'docs/results/time_t.json').write_text(json.dumps(cpu))
+    trials = (
+        Trial('steps', '', ('none', 'exact'), counted='D', times='t'),
+        Trial('capped', '', ('none',), cap=5, counted='D'),
+    )
     (tmp_path / 'out').mkdir()
-    for name, peak in (('none', 500), ('exact', 110)):
-        append_line(tmp_path / 'out/part.jsonl', dict(preset=name, peak_bytes=peak, launches=7))
-    log = 'x\nFAILED tests/test_a.py::test_b - ValueError\n1 failed, 3 passed in 2s\n'
-    (tmp_path / 'out/test_a.log').write_text(log)
-    report([steps, Part('test_a', 1, ())])
-    page = (tmp_path / 'out/report.md').read_text()
-    assert '| 1.250 |' in page and '| 1.100 |' in page and '| 7 |' in page
+    for row, found in {
+        'steps/none': dict(peak_bytes=4.1e9, reserved=5e9, context=1e9, replayed=4.9e9, ratio=1.0),
+        'steps/exact': dict(peak_bytes=3e9, reserved=3.2e9, context=0.9e9, replayed=3.1e9, ratio=1.2),
+        'capped/none': dict(seconds=1.0),
+    }.items():
+        append_line(tmp_path / 'out/part.jsonl', dict(found, row=row, preset=row.split('/')[1], launches=7))
+    (tmp_path / 'out/test_a.log').write_text(
+        'x\nFAILED tests/test_a.py::test_b - ValueError\n1 failed, 3 passed in 2s\n'
+    )
+    report([part(trials=trials), Part('test_a', 1, ('-c pass',))])
+    page, _, wrong = (tmp_path / 'out/report.md').read_text().partition('## Estimates that were wrong')
     assert '    FAILED tests/test_a.py::test_b - ValueError\n    1 failed, 3 passed in 2s' in page
+    assert '| 4.10 GB | 1.000 | 4.00 GB |' in page and '| 7 |' in page
+    assert '- peak, counted: 1 of 2 were right.' in wrong
+    assert '- reserved, by the model of the allocator: 2 of 2 were right.' in wrong
+    table = [line.strip('| ').split(' | ') for line in wrong.splitlines() if line.startswith('| ')][1:]
+    assert [(what, trial, ratio) for what, trial, *_, ratio in table] == [
+        ('peak, counted', 'steps', '3.00'),
+        ('`needs` of the planner, reserved and context', 'steps', '2.05'),
+        ('time, by a CPU', 'steps', '1.50'),
+        ('fits into the cap: `needs` without context', 'capped', '0.73'),
+        ('`needs` of the planner, reserved and context', 'steps', '0.75'),
+    ]
+    (tmp_path / 'docs/results/memory_overview.json').write_text('{')  # what is missing ends no report
+    report([part(trials=trials)])
+    assert 'counted' not in (tmp_path / 'out/report.md').read_text().partition('time, by a CPU')[0]
 
 
 def test_it_ends_what_it_runs(tmp_path):
@@ -135,7 +186,8 @@ def test_it_ends_what_it_runs(tmp_path):
     )
     code = (
         'import sys, gpu_parts, gpu_report; from pathlib import Path; '
-        'part = gpu_parts.Part("a", 60, ("worker.py none hangs --lines {lines}",), ("none", "hangs")); '
+        'trials = (gpu_parts.Trial("a", "", ("none", "hangs")),); '
+        'part = gpu_parts.Part("a", 60, ("worker.py a/none a/hangs --lines {lines}",), "steps", trials); '
         f'gpu_parts.parts_of_report = lambda rehearse: [part]; gpu_report.ROOT = Path({str(tmp_path)!r}); '
         f'sys.argv = ["tool", "--rehearse", "--out", {str(tmp_path)!r}]; gpu_report.main()'
     )
@@ -153,51 +205,85 @@ def test_it_ends_what_it_runs(tmp_path):
     assert 'reason' not in (tmp_path / 'a.jsonl').read_text()
 
 
-class Understood(Exception):  # noqa: N818
-    """Error that a tool raises once it has read its arguments and would begin to measure."""
-
-
-def test_commands_are_understood(monkeypatch, tmp_path):
-    """Options, presets and configs, as if there were a GPU: up to the measurement. No part outlasts ten minutes, and
-    those of --quick are expected to take ten together."""
-
-    def measure(*args, **kwargs):
-        raise Understood
-
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
-    monkeypatch.setattr(benchmark, 'use_device', str)
-    monkeypatch.setattr(benchmark, 'describe_machine', lambda device: {})
-    load, known = benchmark.load_config, {}
-    monkeypatch.setattr(benchmark, 'load_config', lambda *a: known.get(str(a)) or known.setdefault(str(a), load(*a)))
-    for name in ('measure_module', 'measure_steps'):
-        monkeypatch.setattr(benchmark, name, measure)
-    parts = gpu_parts.parts_of_report(False)
+@pytest.mark.parametrize('rehearse', [True, False])
+def test_parts(rehearse, monkeypatch, tmp_path):
+    """Files, configs, presets and what they are compared with are there. What decides is expected to fit into ten
+    minutes."""
+    load, known, begun = gpu_worker.load_config, {}, []
+    parts = gpu_parts.parts_of_report(rehearse)
     assert len({p.name for p in parts} | {'states'}) == len(parts) + 1
-    assert parts[0].commands[0].startswith('-m sbp_mmdet.plan verify ')
-    assert all(2 * p.seconds < 600 for p in parts)
-    assert sum(p.seconds for p in parts if p.quick and p.timed) < 400
-    for p in (*parts, *gpu_parts.parts_of_report(True)):
-        for command in p.commands:
-            assert (
-                command.startswith(('-m pytest ', '-m sbp_mmdet.plan verify ')) or (ROOT / command.split()[0]).is_file()
-            )
+    first = [p for p in parts[: [p.name for p in parts].index('more_steps')] if p.timed]
+    assert all(p.quick for p in first) and sum(p.seconds * len(p.trials) for p in first) <= 460
+    monkeypatch.setattr(gpu_worker, 'load_config', lambda *a: known.get(str(a)) or known.setdefault(str(a), load(*a)))
+    for kind in gpu_worker.KINDS:
+        monkeypatch.setitem(
+            gpu_worker.KINDS, kind, lambda trial, config, names, *a: begun.append((trial, config, names))
+        )
     for p in parts:
-        if p.presets:
-            words = p.commands[0].replace('{presets}', ' '.join(p.presets)).replace('{lines}', str(tmp_path / 'lines'))
-            monkeypatch.setattr(sys, 'argv', words.split())
-            with pytest.raises(Understood):
-                benchmark.main()
+        for command in p.commands:
+            words = command.split()
+            assert command.startswith('-m pytest ') or (ROOT / words[0]).is_file()
+            assert all((ROOT / word).is_file() for word in words if word.startswith('tests/'))
+        assert len({*p.rows}) == len(p.rows)
+        gpu_worker.measure_part(p, p.rows, float('inf'), 'cpu', pytest.fail)
+    assert [trial for trial, *_ in begun] == [trial for p in parts for trial in p.trials]
+    heads = {detector.head: detector for detector in DETECTORS}
+    issued = {row['model'] for row in json.loads((ROOT / 'docs/results/issue_time.json').read_text())['rows']}
+    for trial, config, names in begun:
+        assert names == [*trial.presets]
+        assert not config or [case.parse_name(name) for name in names if name != 'SyncBN']
+        assert not trial.times or (ROOT / f'docs/results/time_{trial.times}.json').is_file(), trial.times
+        assert not trial.issue or trial.issue in issued
+        if trial.counted and not rehearse:
+            counted = heads[trial.counted]
+            assert (counted.config, counted.batch, counted.size) == (trial.config, trial.batch, trial.size)
 
 
+def test_a_worker_leaves_what_does_not_fit(monkeypatch):
+    """It begins no trial that the end would cut; a detector that cannot be had is a reason, and the others go on."""
+    found = []
+
+    def measure(trial, config, names, device, note):
+        if trial.name == 'b':
+            raise ValueError('no such detector\nmore')
+        for name in names:
+            note(dict(preset=name, seconds=1.0))
+
+    monkeypatch.setitem(gpu_worker.KINDS, 'steps', measure)
+    trials = tuple(Trial(name, '', ('none', 'exact')) for name in 'abc')
+    gpu_worker.measure_part(
+        part(trials=trials), ['a/none', 'b/none', 'b/exact', 'c/exact'], float('inf'), 'cpu', found.append
+    )
+    assert [(row['row'], row.get('reason')) for row in found] == [
+        ('a/none', None),
+        ('b/none', 'no such detector'),
+        ('b/exact', 'no such detector'),
+        ('c/exact', None),
+    ]
+    gpu_worker.measure_part(part(trials=trials), ['a/none'], time.monotonic() + 1, 'cpu', pytest.fail)
+
+
+@pytest.mark.slow
 def test_rehearsal(tmp_path):
-    """Of two parts. `bash tools/gpu_report.sh --rehearse` rehearses all of them."""
-    parts = ['training_exact', 'test_ops_rows']
-    run('bash', TOOLS / 'gpu_report.sh', '--rehearse', '--out', tmp_path, '--parts', *parts, cwd=ROOT, **PYTHON)
-    states = {line['part']: line['state'] for line in gpu_report.lines_of(tmp_path / 'states.jsonl')}
-    assert states == dict.fromkeys(parts, 'done')
+    """All of the quick report in a tiny size."""
+    run('bash', TOOLS / 'gpu_report.sh', '--quick', '--rehearse', '--out', tmp_path, cwd=ROOT, seconds=1200, **PYTHON)
+    parts = [p for p in gpu_parts.parts_of_report(True) if p.quick]
+    states = {line['part']: line['state'] for line in lines_of(tmp_path / 'states.jsonl')}
+    assert states == dict.fromkeys([p.name for p in parts], 'done')
+    for p in parts:
+        rows, begun = rows_of(p, tmp_path)
+        assert [*rows] == [*p.rows] and not begun
+        assert not [row for row in rows.values() if 'reason' in row]
     page = (tmp_path / 'report.md').read_text()
-    assert all(text in page for text in ('tests collected', '    ap: '))
+    assert all(f'**{trial.name}**' in page for p in parts for trial in p.trials)
+    assert page.count('tests collected') == 2 and '- time, by a CPU: ' in page and 'cannot be read' not in page
+
+
+@pytest.mark.slow
+def test_rehearsal_of_a_training(tmp_path):
+    words = ('--rehearse', '--out', tmp_path, '--parts', 'training_exact')
+    run('bash', TOOLS / 'gpu_report.sh', *words, cwd=ROOT, **PYTHON)
+    assert '    ap: ' in (tmp_path / 'report.md').read_text()
 
 
 def test_wheels(tmp_path):

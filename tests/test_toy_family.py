@@ -13,7 +13,7 @@ from mmengine.model import BaseModule
 from oracles import assert_near, gradients, image, relative_error
 from torch import nn
 
-import benchmark  # isort: skip
+import module_runs  # isort: skip
 
 from sbp_mmdet import LeanHook, adapter, apply_lean, remove_lean
 from sbp_mmdet.adapters import ADAPTERS, ChannelMLPBinding, LeanBlock, LeanModule, NormLinearBinding
@@ -221,7 +221,7 @@ def test_the_planner_counts_it(detector):
 
 def test_the_benchmark_measures_it(detector):
     case = dict(batch=1, height=64, width=96, boxes=2, device='cpu')
-    rows = benchmark.measure_module(
+    rows = module_runs.measure_module(
         detector, ['none', 'exact', 'sbp'], 'backbone.levels.0.0', amp='off', rounds=0, **case
     )
     none, exact, paper = rows

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: `sbp-mmdet verify`, smoke, tests, backbones, steps and caps, then rivals and trainings; a page and an archive.
+# On a machine with a GPU: verification, tests, times of modules, profiles, whole steps, caps; a page and an archive.
 #
 #   bash tools/gpu_report.sh --quick [--wheels DIR] [--out DIR] [--archive FILE]    # ten minutes
 #   bash tools/gpu_report.sh [--minutes 25] [--parts NAME ...] [--rehearse] ...     # the long list, as far as it gets

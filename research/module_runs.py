@@ -1,0 +1,199 @@
+"""Stored bytes, gradient errors and times of presets and rivals, for a module of a detector."""
+
+from collections.abc import Sequence
+
+import torch
+from case import OUT_OF_MEMORY, Case, capture, compared, name_the_base, of_all_images, smooth, tried
+from mmengine.config import Config
+from rivals import RIVALS, plain_draws
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from turns import kernels, take_turns, time_step
+
+from sbp_mmdet.plan.batch import at_the_first_step
+from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
+from sbp_mmdet.plan.detector import build_training, own_crops
+from sbp_mmdet.plan.memory import held_bytes, peak_bytes, saved_bytes
+
+__all__ = ['AMP', 'Runner', 'captured', 'measure_module']
+
+AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
+
+
+class Runner:
+    """Runs cases of a module on its input.
+
+    Args:
+        found: Arguments of the module, nested.
+        images (torch.Size): Shape of the images that the backbone gets.
+        device (str): Device of the module.
+        dtype (torch.dtype | None): Precision of autocast. If ``None``, it is off.
+    """
+
+    def __init__(self, found, images, device, dtype):
+        self.images, self.device, self.dtype = images, device, dtype
+        self.from_images = False
+        self.inputs = tree_map(self._leaf, found)
+
+    def _leaf(self, value):
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach().clone()
+        self.from_images |= value.shape == self.images
+        # A block's input is an activation of the block before, and has a gradient; an image has not.
+        return value.requires_grad_(value.is_floating_point() and value.shape != self.images)
+
+    def forward(self, case, fresh=False):
+        args, kwargs = self.inputs
+        if fresh and not self.from_images:  # made anew, it counts where the module keeps it
+            args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.inputs)
+        with case.alone(self.images), autocast(self.device, self.dtype):
+            out = case.run(*args, **kwargs)
+        return tuple(o for o in tree_flatten(out)[0] if isinstance(o, Tensor) and o.requires_grad)
+
+    def step(self, case):
+        outs = self.forward(case)
+        torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+
+    def clear(self, model):
+        """Drop all gradients. Cases share their parameters, so those of a step that failed would go into the next."""
+        model.zero_grad()
+        for leaf in tree_flatten(self.inputs)[0]:
+            if isinstance(leaf, Tensor):
+                leaf.grad = None
+
+    def gradients(self, case, draws=2):
+        found = []
+        for seed in range(draws):
+            torch.manual_seed(seed)
+            outs = self.forward(case)
+            # Small: in fp16 the sum over all positions would overflow.
+            torch.autograd.backward(outs, [smooth(o.shape).to(o) * 0.01 for o in outs])
+            found += [(f'{seed}.{n}', p.grad.float()) for n, p in case.module.named_parameters() if p.grad is not None]
+            self.clear(case.model)
+        return dict(found)
+
+    def bytes(self, case, by_allocator):
+        if by_allocator:
+            self.step(case)  # what the first run makes for good does not count
+            self.clear(case.model)
+            saved, peak = held_bytes(lambda: self.forward(case, fresh=True), self.device)
+        else:
+            inputs = [x for x in tree_flatten(self.inputs)[0] if isinstance(x, Tensor)] if self.from_images else []
+            known = [*case.model.parameters(), *case.model.buffers(), *inputs]
+            saved = saved_bytes(lambda: self.forward(case), known)
+            peak = peak_bytes(lambda: self.step(case), self.device, lambda: self.clear(case.model))
+        self.clear(case.model)
+        return dict(saved_bytes=saved, peak_bytes=peak)
+
+    def times(self, case):
+        found = time_step(lambda: self.step(case), self.device)
+        self.clear(case.model)
+        return found
+
+
+def captured(config: Config, module: str, amp: str, channels_last: bool = False, **case) -> tuple[nn.Module, Runner]:
+    """Build a plain detector, and take the input of a module from a forward pass on smooth images.
+
+    Args:
+        config (Config): A plain detector's.
+        module (str): Name of the submodule.
+        amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
+        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
+        **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
+
+    Returns:
+        tuple[nn.Module, Runner]: The detector, and a runner of its module. To be called within ``own_crops`` and
+        ``at_the_first_step``.
+    """
+    torch.manual_seed(0)
+    model, _, batch = build_training(config, **case)
+    batch['inputs'] = [(smooth((1, *x.shape))[0] * 40 + 128).clamp(0, 255).to(x) for x in batch['inputs']]
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    found, images = capture(model, batch, module, lambda: autocast(case['device'], AMP[amp]))
+    if channels_last:
+        found = tree_map(_channels_last, found)
+    return model, Runner(found, images, case['device'], AMP[amp])
+
+
+def measure_module(
+    config: Config,
+    names: Sequence[str],
+    module: str,
+    *,
+    amp,
+    rounds,
+    channels_last=False,
+    note=lambda row: None,
+    **case,
+):
+    """Measure stored bytes, gradient errors and times of a module, by preset and rival.
+
+    Args:
+        config (Config): A plain detector's.
+        names (Sequence[str]): Of presets, with keys, and rivals; the baseline first.
+        module (str): Name of the submodule.
+        amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
+        rounds (int): Timed rounds; 0: no times.
+        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
+        note (Callable): Gets each row before it is measured, when all but its times is there, and with times after the
+            first and the last round. Default: nothing.
+        **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
+
+    Returns:
+        list[dict]: For each name ``preset`` and ``saved_bytes``, ``peak_bytes``, ``cosine``, ``error``, ``seconds``,
+        ``ratio``, ``ratio_min``, ``ratio_max``, with autocast ``amp_error``, on CUDA ``issue``, ``issue_ratio``,
+        ``launches`` and ``busy``, for compiled rivals ``compile_s``, and ``compared_with`` if that is not the first
+        name; or ``reason``, why it did not run.
+
+    Raises:
+        ValueError: If the module is not there, or the baseline does not apply.
+    """
+    cuda = torch.device(case['device']).type == 'cuda'
+    by_allocator = cuda or any(name in RIVALS for name in names)
+    with own_crops(), at_the_first_step():
+        model, runner = captured(config, module, amp, channels_last, **case)
+    plain_runner = Runner(runner.inputs, runner.images, runner.device, None)
+    plain_runner.inputs = tree_map(_in_fp32, runner.inputs)
+    rows, cases, exact = [], [], []
+
+    def measure(row, name):
+        keys = of_all_images(name)
+        with full_fp32(), plain_draws(name in RIVALS):
+            error = plain_runner.gradients(Case(name, model, module, keys))
+        exact[:] = exact or [error]
+        row.update(compared(exact[0], error))
+        case = Case(name, model, module, {})
+        whole = Case(name, model, module, keys) if keys else case
+        first = runner.times(case)['seconds']
+        row.update(runner.bytes(whole, by_allocator))
+        if case.rival and case.rival.compiled:
+            row['compile_s'] = max(first - runner.times(case)['seconds'], 0.0)
+        elif AMP[amp]:
+            row['amp_error'] = compared(exact[0], runner.gradients(whole))['error']
+        row.update(kernels(lambda: runner.step(case)))
+        runner.clear(model)
+        cases.append((row, case))
+
+    for name in names:
+        rows.append(dict(preset=name))
+        if not tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note):  # noqa: B023
+            runner.clear(model)
+            plain_runner.clear(model)
+            if len(rows) == 1 and rows[0]['reason'] != OUT_OF_MEMORY:
+                reason = rows[0]['reason']
+                raise ValueError(f'{name}, which all others are compared with: {reason}; name another one first')
+    name_the_base(cases, names)
+    take_turns(cases, rounds, lambda case, i: runner.times(case), note, warm_up=cuda)
+    return rows
+
+
+def _in_fp32(x):
+    floats = isinstance(x, Tensor) and x.is_floating_point()
+    return x.detach().float().requires_grad_(x.requires_grad) if floats else x
+
+
+def _channels_last(x):
+    four = isinstance(x, Tensor) and x.dim() == 4
+    return x.contiguous(memory_format=torch.channels_last) if four else x

@@ -1,0 +1,137 @@
+"""Times and peaks of whole training steps, by preset."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from allocator_trace import recorded
+from case import free_memory, name_the_base, of_all_images, parse_name, tried
+from mmengine.config import Config
+from rivals import RIVALS
+from turns import kernels, take_turns
+
+from sbp_mmdet.passes import Drawing
+from sbp_mmdet.plan.batch import at_the_first_step
+from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
+from sbp_mmdet.plan.device import use_device
+from sbp_mmdet.plan.variants import with_variant
+
+__all__ = ['capped', 'measure_steps', 'peaks']
+
+
+def peaks(step: Callable[[], object]) -> dict[str, int]:
+    """Measure what a training step allocates and reserves on a GPU.
+
+    Args:
+        step (Callable): The step. It runs three times: only the second step has all optimizer states from its
+            beginning, and by the third all workspaces of libraries are there.
+
+    Returns:
+        dict[str, int]: In bytes ``peak_bytes`` (allocated in the third step), ``reserved`` (the most in all of them,
+        from an empty cache on), ``replayed`` (the same by the model of the caching allocator, from the allocations
+        that it was asked for) and ``context`` (what the GPU holds besides); and ``retries``, how often the allocator
+        gave its cache back to make room.
+    """
+    free_memory()
+    torch.cuda.reset_peak_memory_stats()
+    retries = torch.cuda.memory_stats().get('num_alloc_retries', 0)
+    with recorded() as replayed:
+        step()
+        step()
+        reserved = torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return dict(
+        peak_bytes=torch.cuda.max_memory_allocated(),
+        reserved=max(reserved, torch.cuda.max_memory_reserved()),
+        retries=torch.cuda.memory_stats().get('num_alloc_retries', 0) - retries,
+        context=total - free - torch.cuda.memory_reserved(),
+        **replayed,
+    )
+
+
+def measure_steps(
+    config: Config, names: Sequence[str], *, rounds: int, cap: int | None = None, note=lambda row: None, **case
+):
+    """Measure whole training steps by preset, on the same batch and the same weights, which stay as they are.
+
+    Args:
+        config (Config): The detector.
+        names (Sequence[str]): Presets and rivals; rivals change the backbone.
+        rounds (int): How often each step is timed.
+        note (Callable): Gets each row as soon as it is measured. Default: nothing is done with it.
+        cap (int | None): Bytes that torch may have of the GPU. Under a cap presets take no turns, because each would
+            pay for the memory that the one before has cached. Default: None, all.
+        **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
+
+    Returns:
+        list[dict]: For each name ``preset``, ``seconds``, ``ratio``, ``ratio_min``, ``ratio_max``, on CUDA also what
+        :func:`peaks` returns, ``launches`` and ``busy``, and ``compared_with`` if that is not the first name; or
+        ``reason``.
+    """
+    rows, ready, shared, cuda = [], [], [], torch.device(case['device']).type == 'cuda'
+
+    def build(name, **more):
+        preset, keys = parse_name(name)
+        torch.manual_seed(0)
+        model, wrapper, batch = build_training(with_variant(config, preset, **{**keys, **more}), **case)
+        if shared:
+            model.load_state_dict(shared[0][0].state_dict(keep_vars=True), assign=True)
+        for group in wrapper.optimizer.param_groups:
+            group['lr'] = 0.0  # the same arithmetic, and all steps of all presets begin at the same weights
+        shared[:] = shared or [(model, wrapper, batch)]
+        if rival := RIVALS.get(name):
+            if rival.change:
+                rival.change(model.backbone)
+            if rival.wrap:
+                model.backbone.forward = rival.wrap(model.backbone.forward)
+        return model
+
+    def step(model, i):
+        torch.manual_seed(i)
+        _, wrapper, batch = shared[0]
+        return dict(seconds=timed_step(model, wrapper, batch))
+
+    def measure(row, name):
+        model = build(name)
+        if cuda:
+            drops = any(isinstance(module, Drawing) for module in model.modules())
+            whole = build(name, **of_all_images(name)) if drops else model
+            row.update(peaks(lambda: step(whole, 0)))
+            del whole
+        step(model, 0)
+        row.update(kernels(lambda: step(model, 0)))
+        if cap:
+            take_turns([(row, model)], rounds, lambda model, i: step(model, i + 1), lambda row: None, warm_up=1)
+            for key in ('ratio', 'ratio_min', 'ratio_max'):  # to itself
+                row.pop(key, None)
+        else:
+            ready.append((row, model))
+
+    with own_crops(), at_the_first_step(), capped(cap, case['device']):
+        for name in names:
+            rows.append(dict(preset=name))
+            if not tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note) and shared:  # noqa: B023
+                shared[0][1].zero_grad()  # what a step that failed has left
+        name_the_base(ready, names)
+        take_turns(ready, rounds, lambda model, i: step(model, i + 1), note, warm_up=cuda)
+    return rows
+
+
+@contextlib.contextmanager
+def capped(cap: int | None, device: str):
+    """Let torch's allocator have no more than ``cap`` bytes of the GPU. CUDA's context is outside of it."""
+    if not cap:
+        yield
+        return
+    device = use_device(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if cap > total:
+        raise ValueError(f'--cap of {cap / 2**30:.2f} GiB is above the {total / 2**30:.2f} GiB of {device}')
+    torch.cuda.set_per_process_memory_fraction(cap / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -1,0 +1,145 @@
+"""Times of steps that take turns on one device: until a step is issued, until it is done, and within its kernels."""
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ['kernels', 'kernels_of', 'profiled', 'ratios', 'take_turns', 'time_step']
+
+_OFTEN = 5.0  # seconds; whoever waits for rows sees that the process goes on
+
+
+def time_step(step: Callable[[], object], device: torch.device | str) -> dict[str, float]:
+    """Run a step once, and time it.
+
+    A GPU works while the CPU issues the next operations. From an idle GPU on, ``issue`` is what the CPU needs until the
+    step returns, and ``seconds`` ends with its last kernel. If both are alike, the GPU waits for the CPU.
+
+    Args:
+        step (Callable): The step. It ran at least once before, so that nothing is made for the first time.
+        device (torch.device | str): Device that it runs on.
+
+    Returns:
+        dict[str, float]: ``seconds``, and on CUDA ``issue``, in seconds.
+    """
+    if torch.device(device).type != 'cuda':
+        start = time.perf_counter()
+        step()
+        return dict(seconds=time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    start = time.perf_counter()
+    step()
+    issue = time.perf_counter() - start
+    end.record()
+    torch.cuda.synchronize(device)
+    return dict(seconds=begin.elapsed_time(end) / 1e3, issue=issue)
+
+
+def ratios(times: list[list[float]]) -> list[dict]:
+    """Return each case's median time, and its ratios to the first case, round by round."""
+    rows = []
+    for seconds in zip(*times, strict=True):
+        found = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
+        row = dict(seconds=statistics.median(seconds), ratio=statistics.median(found))
+        rows.append(dict(row, ratio_min=min(found), ratio_max=max(found)))
+    return rows
+
+
+def take_turns(cases: list[tuple], rounds: int, timed: Callable, note: Callable, warm_up: int = 0) -> None:
+    """Time cases in turns; after the first and the last round, and every few seconds, their rows get the times so far.
+
+    Args:
+        cases (list[tuple]): Row and case of each; ratios are to the first.
+        rounds (int): How often each has its turn.
+        timed (Callable): Runs a case once, and returns what :func:`time_step` does. Gets the case and the round.
+        note (Callable): Gets each row that has new times.
+        warm_up (int): Rounds before them that do not count: on CUDA the allocator's cache settles. Default: 0.
+    """
+    times, noted = [], 0.0
+    with _no_collection():
+        for i in range(-warm_up, rounds) if rounds and cases else ():
+            found = [timed(case, max(i, 0)) for _, case in cases]
+            gc.collect(1)
+            if i < 0:
+                continue
+            times.append(found)
+            if i in (0, rounds - 1) or time.monotonic() > noted + _OFTEN:
+                _note_times(cases, times, note)
+                noted = time.monotonic()
+
+
+def _note_times(cases, times, note):
+    by_key = {key: ratios([[own[key] for own in found] for found in times]) for key in times[0][0]}
+    for number, (row, _) in enumerate(cases):
+        row.update(by_key['seconds'][number])
+        if 'issue' in by_key:
+            issue = by_key['issue'][number]
+            row.update(issue=issue['seconds'], issue_ratio=issue['ratio'])
+        note(row)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector of garbage out of what is timed."""
+    gc.collect()
+    gc.freeze()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+        gc.unfreeze()
+
+
+def profiled(step: Callable[[], object]) -> profile:
+    """Run a step under torch's profiler, to its end on the GPU if there is one."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return profiler
+
+
+def kernels_of(profiler: profile) -> dict[str, list[float]]:
+    """Return the seconds of each kernel, copy and fill that ran on the GPU, by name."""
+    found = {}
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == DeviceType.CUDA and not _is_range(event):
+            found.setdefault(event.name(), []).append(_seconds(event))
+    return found
+
+
+def _is_range(event):
+    """Return whether an event is a range of ``record_function`` that is projected onto the GPU: no kernel."""
+    told = getattr(event, 'is_user_annotation', None)  # torch 2.5 and newer
+    return bool(told and told()) or event.name().startswith(('Optimizer.', 'ProfilerStep', 'autograd::'))
+
+
+def _seconds(event):
+    return event.duration_ns() / 1e9 if hasattr(event, 'duration_ns') else event.duration_us() / 1e6  # torch before 2.4
+
+
+def kernels(step: Callable[[], object]) -> dict[str, float]:
+    """Count the kernels that a step launches, and the seconds that the GPU works on them.
+
+    Returns:
+        dict[str, float]: ``launches`` and ``busy``. Empty without a GPU, or where the profiler sees none of them.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    profiler = profiled(step)
+    number = sum('LaunchKernel' in event.name() for event in profiler.profiler.kineto_results.events())
+    return dict(launches=number, busy=sum(map(sum, kernels_of(profiler).values()))) if number else {}

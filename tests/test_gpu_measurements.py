@@ -1,0 +1,221 @@
+"""What the report of a GPU measures, with stand-ins for the GPU: its clock, its profiler and its allocator."""
+
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import RESEARCH  # noqa: F401  puts research/ on the path
+from launches import Launches
+from torch.autograd import DeviceType
+
+import allocator_trace  # isort: skip
+import step_runs
+import turns
+from sync_bn import measure_sync_bn
+
+from sbp_mmdet.ops.common import map_norms
+from sbp_mmdet.plan.caching_allocator import CachingAllocator
+
+MIB = 2**20
+
+
+class Clock:
+    """A CPU that issues work, and a GPU that does it in turn; both in seconds."""
+
+    def __init__(self):
+        self.now = self.idle_from = 0.0
+
+    def issue(self, issuing, working):
+        self.now += issuing
+        self.idle_from = max(self.idle_from, self.now) + working
+
+    def synchronize(self, device=None):
+        self.now = max(self.now, self.idle_from)
+
+    def event(self, enable_timing):
+        found = types.SimpleNamespace()
+        found.record = lambda: setattr(found, 'at', max(self.now, self.idle_from))
+        found.elapsed_time = lambda other: 1e3 * (other.at - found.at)
+        return found
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(turns, 'time', types.SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: 0.0))
+    monkeypatch.setattr(torch.cuda, 'Event', clock.event)
+    monkeypatch.setattr(torch.cuda, 'synchronize', clock.synchronize)
+    return clock
+
+
+@pytest.mark.parametrize(('working', 'seconds'), [(5.0, 11.0), (0.25, 2.25)], ids=['GPU decides', 'CPU decides'])
+def test_issue_time_and_gpu_time_are_apart(working, seconds, clock):
+    """Two operations, each issued in a second, while the GPU is still busy with what was there before."""
+    clock.issue(0.0, 100.0)
+    found = turns.time_step(lambda: [clock.issue(1.0, working) for _ in range(2)], 'cuda:0')
+    assert found == dict(issue=2.0, seconds=pytest.approx(seconds))
+
+
+def test_times_in_turns(clock):
+    """Rounds of warming up do not count; ratios are to the first case, and issue time has ratios of its own."""
+    rows, noted, calls = [dict(preset='none'), dict(preset='exact')], [], []
+
+    def timed(case, i):
+        calls.append((case, i))
+        cold = 100.0 * (len(calls) <= 2)
+        return dict(seconds=case + cold, issue=2 * case + cold)
+
+    turns.take_turns([(rows[0], 1.0), (rows[1], 3.0)], 3, timed, lambda row: noted.append(dict(row)), warm_up=1)
+    assert calls == [(case, i) for i in (0, 0, 1, 2) for case in (1.0, 3.0)]
+    expected = dict(preset='exact', seconds=3.0, ratio=3.0, ratio_min=3.0, ratio_max=3.0, issue=6.0, issue_ratio=3.0)
+    assert rows[1] == expected and noted[-1] == expected and len(noted) == 4  # after the first and the last round
+
+
+def event(name, nanoseconds, device=DeviceType.CUDA, annotation=False):
+    """An event of the profiler."""
+    return types.SimpleNamespace(
+        name=lambda: name,
+        duration_ns=lambda: nanoseconds,
+        device_type=lambda: device,
+        is_user_annotation=lambda: annotation,
+    )
+
+
+def test_kernels(monkeypatch):
+    """Launches are calls of the CPU; what the GPU works on are kernels, copies and fills, and no ranges around them."""
+    cpu = DeviceType.CPU
+    events = [
+        event('cudaLaunchKernel', 10, cpu),
+        event('cudaLaunchKernelExC', 10, cpu),
+        event('aten::add', 900, cpu),
+        event('add', 300),
+        event('gemm', 200),
+        event('gemm', 400),
+        event('Memcpy DtoD', 50),
+        event('Optimizer.step#AdamW.step', 5000),
+        event('a range', 5000, annotation=True),
+    ]
+    results = types.SimpleNamespace(events=lambda: events)
+    profiler = types.SimpleNamespace(profiler=types.SimpleNamespace(kineto_results=results))
+    monkeypatch.setattr(turns, 'profiled', lambda step: profiler)
+    assert turns.kernels(None) == {}
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    assert turns.kernels(None) == dict(launches=2, busy=pytest.approx(950e-9))
+    del events[:3]  # a profiler that may not look at the GPU
+    assert turns.kernels(None) == {}
+
+
+class Memory:
+    """A GPU's memory, with the functions of torch.cuda that tell of it."""
+
+    def __init__(self, patch, context):
+        self.allocator, self.context, self.trace, self.blocks = CachingAllocator(), context, None, {}
+        functions = dict(
+            current_device=lambda: 0,
+            is_available=lambda: True,
+            synchronize=lambda: None,
+            empty_cache=self.allocator.give_back,
+            reset_peak_memory_stats=self.reset,
+            max_memory_allocated=lambda: self.allocator.most_allocated,
+            max_memory_reserved=lambda: self.allocator.most_reserved,
+            memory_reserved=lambda: self.allocator.reserved,
+            memory_stats=lambda: dict(num_alloc_retries=self.allocator.retries),
+            mem_get_info=lambda: (2**36 - self.allocator.reserved - context, 2**36),
+            memory_snapshot=self.segments,
+        )
+        for name, function in functions.items():
+            patch.setattr(torch.cuda, name, function)
+        patch.setattr(torch.cuda.memory, '_record_memory_history', self.record)
+        patch.setattr(torch.cuda.memory, '_snapshot', lambda: dict(device_traces=[self.trace]))
+
+    def reset(self):
+        self.allocator.most_allocated, self.allocator.most_reserved = self.allocator.allocated, self.allocator.reserved
+
+    def segments(self):
+        blocks = [dict(size=block.size, state='active_allocated') for block in self.blocks.values()]
+        return [dict(device=0, blocks=[*blocks, dict(size=3, state='inactive')]), dict(device=1, blocks=blocks)]
+
+    def record(self, enabled=None, **options):
+        assert enabled is None or options['context'] is None  # stack traces take longer than a step
+        self.trace = [] if enabled else None
+
+    def tell(self, *actions, **entry):
+        if self.trace is not None:
+            self.trace += [dict(entry, action=action) for action in actions]
+
+    def allocate(self, nbytes):
+        block = self.allocator.allocate(nbytes)
+        self.blocks[block.address] = block
+        self.tell('alloc', addr=block.address, size=nbytes)
+        return block
+
+    def free(self, block):
+        del self.blocks[block.address]
+        self.tell('free_requested', 'free_completed', addr=block.address, size=block.size)
+        self.allocator.free(block)
+
+
+def test_peaks_of_a_step(monkeypatch):
+    """Neither what another variant has cached counts as reserved, nor what only the first steps allocate as peak."""
+    memory, steps = Memory(monkeypatch, context=500 * MIB), []
+    weights = memory.allocate(100 * MIB)
+    memory.free(memory.allocate(4000 * MIB))  # another variant's
+
+    def step():
+        steps.append(len(steps))
+        maps = [memory.allocate(n * MIB) for n in (300, 40, 12)]
+        if len(steps) == 1:
+            memory.allocate(200 * MIB)  # states of the optimizer, which stay
+            maps.append(memory.allocate(900 * MIB))  # an algorithm that is tried once
+        for one in maps:
+            memory.free(one)
+
+    found = step_runs.peaks(step)
+    assert steps == [0, 1, 2] and not weights.free
+    assert found == dict(
+        peak_bytes=(100 + 200 + 300 + 40 + 12) * MIB,
+        reserved=(100 + 200 + 300 + 40 + 12 + 900) * MIB,
+        replayed=(100 + 200 + 300 + 40 + 12 + 900) * MIB,
+        context=500 * MIB,
+        retries=0,
+    )
+
+
+def test_a_history_is_replayed():
+    """An address that is used again is another allocation; what was there before the history has no number."""
+    trace = [
+        dict(action='alloc', addr=1, size=12 * MIB),
+        dict(action='free_requested', addr=1, size=12 * MIB),
+        dict(action='free_completed', addr=1, size=12 * MIB),
+        dict(action='free_completed', addr=9, size=5),
+        dict(action='segment_alloc', addr=1, size=20 * MIB),
+        dict(action='alloc', addr=1, size=30 * MIB),
+    ]
+    assert allocator_trace.events_of(trace) == [(0, 12 * MIB), (0, 0), (2, 30 * MIB)]
+    assert allocator_trace.replayed([50 * MIB], trace) == (50 + 12 + 30) * MIB
+
+
+def test_no_replay_of_a_step_that_ran_out_of_memory(monkeypatch):
+    memory = Memory(monkeypatch, context=0)
+    with allocator_trace.recorded() as found:
+        memory.tell('oom')
+    assert found == {} and memory.trace is None
+
+
+def test_sync_bn_of_one_process_is_batch_norm(monkeypatch):
+    options = dict(device='cpu', size=(64, 64), rounds=0)
+    for row in measure_sync_bn(['none', 'SyncBN'], **options):
+        assert max(row['outputs'], row['gradients']) < 1e-5, row
+    assert not dist.is_initialized()
+    together = map_norms._normalise_together
+    monkeypatch.setattr(map_norms, '_normalise_together', lambda s, t, z: together(s, t, z + z.detach()))
+    plain, wrong = measure_sync_bn(['none', 'SyncBN'], **options)
+    assert plain['gradients'] < 1e-5 < 1e-2 < wrong['gradients']
+
+
+def test_launches_are_counted_where_tensors_have_numbers():
+    """There positions are read and statistics are computed; without a GPU both are stood in for."""
+    x = torch.arange(4.0)
+    with Launches():
+        assert x[3].item() == 3 and x[x > 1].tolist() == [2, 3]
