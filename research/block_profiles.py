@@ -17,7 +17,16 @@ _WARM_UP = 3  # passes before the one that counts
 _MOST = 25  # kernels, and operations of the CPU, that a row names
 
 
-def profile_module(config: Config, names: Sequence[str], module: str, *, amp: str, note=lambda row: None, **case):
+def profile_module(
+    config: Config,
+    names: Sequence[str],
+    module: str,
+    *,
+    amp: str,
+    channels_last: bool = False,
+    note=lambda row: None,
+    **case,
+):
     """Profile a forward and backward pass of a module by preset.
 
     Args:
@@ -25,6 +34,7 @@ def profile_module(config: Config, names: Sequence[str], module: str, *, amp: st
         names (Sequence[str]): Presets; the first is what others are compared with.
         module (str): Name of the submodule.
         amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
+        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
         note (Callable): Gets each row. Default: nothing.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
@@ -35,7 +45,7 @@ def profile_module(config: Config, names: Sequence[str], module: str, *, amp: st
         ``reason``.
     """
     with own_crops(), at_the_first_step():
-        model, runner = captured(config, module, amp, **case)
+        model, runner = captured(config, module, amp, channels_last, **case)
     rows = []
 
     def measure(row, name):

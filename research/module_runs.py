@@ -125,6 +125,7 @@ def measure_module(
     amp,
     rounds,
     channels_last=False,
+    profile=True,
     note=lambda row: None,
     **case,
 ):
@@ -137,15 +138,15 @@ def measure_module(
         amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
         rounds (int): Timed rounds; 0: no times.
         channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
-        note (Callable): Gets each row before it is measured, when all but its times is there, and with times after the
-            first and the last round. Default: nothing.
+        profile (bool): Whether kernels are counted on CUDA, after the times: torch's profiler slows down what is
+            launched behind it. Default: True.
+        note (Callable): Gets each row before it is measured, without times, and with them. Default: nothing.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
-        list[dict]: For each name ``preset`` and ``saved_bytes``, ``peak_bytes``, ``cosine``, ``error``, ``seconds``,
-        ``ratio``, ``ratio_min``, ``ratio_max``, with autocast ``amp_error``, on CUDA ``issue``, ``issue_ratio``,
-        ``launches`` and ``busy``, for compiled rivals ``compile_s``, and ``compared_with`` if that is not the first
-        name; or ``reason``, why it did not run.
+        list[dict]: For each name ``preset`` and ``saved_bytes``, ``peak_bytes``, ``cosine``, ``error``, what
+        :func:`turns.take_turns` notes, with autocast ``amp_error``, on CUDA ``launches`` and ``busy``, for compiled
+        rivals ``compile_s``, and ``compared_with`` if that is not the first name; or ``reason``, why it did not run.
 
     Raises:
         ValueError: If the module is not there, or the baseline does not apply.
@@ -172,8 +173,6 @@ def measure_module(
             row['compile_s'] = max(first - runner.times(case)['seconds'], 0.0)
         elif AMP[amp]:
             row['amp_error'] = compared(exact[0], runner.gradients(whole))['error']
-        row.update(kernels(lambda: runner.step(case)))
-        runner.clear(model)
         cases.append((row, case))
 
     for name in names:
@@ -186,6 +185,10 @@ def measure_module(
                 raise ValueError(f'{name}, which all others are compared with: {reason}; name another one first')
     name_the_base(cases, names)
     take_turns(cases, rounds, lambda case, i: runner.times(case), note, warm_up=cuda)
+    for row, own in cases if cuda and profile else ():
+        row.update(kernels(lambda: runner.step(own)))  # noqa: B023
+        runner.clear(model)
+        note(row)
     return rows
 
 

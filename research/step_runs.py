@@ -53,7 +53,14 @@ def peaks(step: Callable[[], object]) -> dict[str, int]:
 
 
 def measure_steps(
-    config: Config, names: Sequence[str], *, rounds: int, cap: int | None = None, note=lambda row: None, **case
+    config: Config,
+    names: Sequence[str],
+    *,
+    rounds: int,
+    cap: int | None = None,
+    profile: bool = True,
+    note=lambda row: None,
+    **case,
 ):
     """Measure whole training steps by preset, on the same batch and the same weights, which stay as they are.
 
@@ -64,6 +71,7 @@ def measure_steps(
         note (Callable): Gets each row as soon as it is measured. Default: nothing is done with it.
         cap (int | None): Bytes that torch may have of the GPU. Under a cap presets take no turns, because each would
             pay for the memory that the one before has cached. Default: None, all.
+        profile (bool): Whether kernels are counted on CUDA, after the times. Default: True.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
@@ -102,7 +110,6 @@ def measure_steps(
             row.update(peaks(lambda: step(whole, 0)))
             del whole
         step(model, 0)
-        row.update(kernels(lambda: step(model, 0)))
         if cap:
             take_turns([(row, model)], rounds, lambda model, i: step(model, i + 1), lambda row: None, warm_up=1)
             for key in ('ratio', 'ratio_min', 'ratio_max'):  # to itself
@@ -117,6 +124,9 @@ def measure_steps(
                 shared[0][1].zero_grad()  # what a step that failed has left
         name_the_base(ready, names)
         take_turns(ready, rounds, lambda model, i: step(model, i + 1), note, warm_up=cuda)
+        for row, model in ready if cuda and profile else ():
+            row.update(kernels(lambda: step(model, 0)))  # noqa: B023
+            note(row)
     return rows
 
 

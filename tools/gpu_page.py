@@ -77,7 +77,7 @@ def _trials(part, out, found):
         add_counted(part, trial, rows)
         found += estimates(part, trial, rows)
         lines += [f'**{trial.name}**', '', benchmark_table([*rows.values()], markdown=True), '']
-        for row in rows.values() if part.kind == 'blocks' else ():
+        for row in rows.values() if part.name == 'blocks' else ():
             lines += _profile(row)
     return lines
 

@@ -47,7 +47,7 @@ def parts_of_report(rehearse: bool) -> list[Part]:
     """Return all parts; for a rehearsal on a CPU, in a tiny size."""
 
     def measured(name, kind, seconds, trials, **more):
-        trials = _rehearsed(trials) if rehearse else trials
+        trials, seconds = (_rehearsed(trials), 150) if rehearse else (trials, seconds)
         command = (
             f'tools/gpu_worker.py {name} --rows {{rows}} --lines {{lines}} --end {{end}}' + ' --rehearse' * rehearse
         )
@@ -65,10 +65,11 @@ def parts_of_report(rehearse: bool) -> list[Part]:
         measured('verify', 'verify', 30, gpu_trials.FAMILIES, timed=False, quick=True),
         *each('first_tests', _FIRST_TESTS),
         measured('modules', 'modules', 30, gpu_trials.MODULES, quick=True),
-        measured('blocks', 'blocks', 15, gpu_trials.BLOCKS, quick=True),
+        measured('blocks', 'profiles', 15, gpu_trials.BLOCKS, quick=True),
         measured('steps', 'steps', 45, gpu_trials.STEPS, quick=True),
         measured('caps', 'steps', 30, gpu_trials.CAPS, quick=True),
         measured('sync_bn', 'sync_bn', 20, gpu_trials.SYNC_BN, quick=True),
+        measured('module_profiles', 'profiles', 20, gpu_trials.PROFILED[: 1 if rehearse else None], quick=True),
         measured('more_steps', 'steps', 60, gpu_trials.MORE_STEPS, quick=True),
         measured('smoke', 'modules', 45, gpu_trials.SMOKE, timed=False, quick=True),
         *each('other_tests', others),

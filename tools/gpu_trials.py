@@ -10,6 +10,7 @@ __all__ = [
     'MORE_CAPS',
     'MORE_MODULES',
     'MORE_STEPS',
+    'PROFILED',
     'RIVALS',
     'SHAPES',
     'SMOKE',
@@ -144,6 +145,7 @@ BLOCKS = (
     Trial('ConvNeXt-B, block of the first stage', CONVNEXT_B, module='backbone.stages.0.1', **_BLOCK),
     Trial('Swin-B, block of the first stage', SWIN_S, module='backbone.stages.0.blocks.1', options=_SWIN_B, **_BLOCK),
 )
+PROFILED = tuple(dataclasses.replace(trial, presets=_EXACT, counted='', times='', issue='') for trial in MODULES)
 _STEP_R50 = Trial(
     'Mask R-CNN R-50, fp32', R50, rounds=15, counted='Mask R-CNN R-50, fp32, 2 x 800 x 1344', times='step_r50'
 )

@@ -53,25 +53,29 @@ def _verify(trial: Trial, config, names, device, note):
 _DIFFERENCES = ('outputs', 'gradients')
 
 
+# The profiler slows down what is launched behind it, so profiles have processes of their own.
+
+
 def _modules(trial: Trial, config, names, device, note):
-    options = dict(amp=trial.amp, rounds=trial.rounds, channels_last=trial.channels_last)
+    options = dict(amp=trial.amp, rounds=trial.rounds, channels_last=trial.channels_last, profile=False)
     measure_module(config, names, trial.module, **options, note=note, **_case(trial, device))
 
 
-def _blocks(trial: Trial, config, names, device, note):
-    profile_module(config, names, trial.module, amp=trial.amp, note=note, **_case(trial, device))
+def _profiles(trial: Trial, config, names, device, note):
+    options = dict(amp=trial.amp, channels_last=trial.channels_last)
+    profile_module(config, names, trial.module, **options, note=note, **_case(trial, device))
 
 
 def _steps(trial: Trial, config, names, device, note):
     cap = trial.cap and trial.cap * 2**30
-    measure_steps(config, names, rounds=trial.rounds, cap=cap, note=note, **_case(trial, device))
+    measure_steps(config, names, rounds=trial.rounds, cap=cap, profile=False, note=note, **_case(trial, device))
 
 
 def _sync_bn(trial: Trial, config, names, device, note):
     measure_sync_bn(names, device=device, size=trial.size, rounds=trial.rounds, note=note)
 
 
-KINDS = dict(verify=_verify, modules=_modules, blocks=_blocks, steps=_steps, sync_bn=_sync_bn)
+KINDS = dict(verify=_verify, modules=_modules, profiles=_profiles, steps=_steps, sync_bn=_sync_bn)
 
 
 def _case(trial, device):
