@@ -5,17 +5,21 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import RESEARCH  # noqa: F401  puts research/ on the path
+from helpers import make_project
 from launches import Launches
+from mmengine.config import Config
 from torch.autograd import DeviceType
 
-import allocator_trace  # isort: skip
+import allocator_trace  # isort: skip  (helpers puts research/ on the path)
+import module_runs
 import step_runs
 import turns
 from sync_bn import measure_sync_bn
 
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.ops.common import map_norms
 from sbp_mmdet.plan.caching_allocator import CachingAllocator
+from sbp_mmdet.plan.variants import plain
 
 MIB = 2**20
 
@@ -219,3 +223,72 @@ def test_launches_are_counted_where_tensors_have_numbers():
     x = torch.arange(4.0)
     with Launches():
         assert x[3].item() == 3 and x[x > 1].tolist() == [2, 3]
+
+
+CASE = dict(batch=1, height=64, width=64, boxes=2, device='cpu')
+
+
+@pytest.fixture
+def called_cuda(monkeypatch, tmp_path):
+    """What is measured on a GPU is measured, of a tiny detector that stays on the CPU; returns its config."""
+    told = types.SimpleNamespace(**vars(torch) | dict(device=lambda name: types.SimpleNamespace(type='cuda')))
+    for module in (module_runs, step_runs):
+        monkeypatch.setattr(module, 'torch', told)
+        monkeypatch.setattr(module, 'kernels', lambda step: step() and {} or dict(launches=7, busy=0.5))
+    config = plain(Config.fromfile(make_project(tmp_path, train=1, val=1)))
+    config.model.backbone.drop_path_rate = 0.4
+    return config
+
+
+@pytest.mark.parametrize('profile', [True, False])
+def test_modules_on_a_gpu(profile, called_cuda):
+    """A round warms up; kernels are counted at last, if at all, since the profiler slows down what comes behind it."""
+    noted, config = [], called_cuda
+    options = dict(amp='off', rounds=1, profile=profile, note=lambda row: noted.append(dict(row)))
+    rows = module_runs.measure_module(config, ['none', 'exact'], 'backbone.stages.0', **options, **CASE)
+    assert all((row.get('launches') == 7) is profile and row['saved_bytes'] and row['seconds'] for row in rows)
+    assert [('seconds' in row, 'launches' in row) for row in noted if 'state' not in row] == [
+        *[(False, False)] * 2,
+        *[(True, False)] * 2,
+        *[(True, True)] * (2 * profile),
+    ]
+
+
+def test_steps_on_a_gpu(called_cuda, monkeypatch):
+    """Bytes are those of a step that drops no image, times those of the step as it is."""
+    memory, variants = Memory(monkeypatch, context=0), []
+    with_variant = step_runs.with_variant
+    monkeypatch.setattr(
+        step_runs, 'with_variant', lambda *args, **keys: variants.append((args[1], keys)) or with_variant(*args, **keys)
+    )
+    timed = step_runs.timed_step
+    monkeypatch.setattr(step_runs, 'timed_step', lambda *args: (memory.free(memory.allocate(MIB)), timed(*args))[1])
+    rows = step_runs.measure_steps(called_cuda, ['none', 'exact'], rounds=1, **CASE)
+    assert variants == [('none', {}), ('exact', {}), ('exact', dict(skip_dropped_images=False))]
+    for row in rows:
+        assert (row['peak_bytes'], row['reserved'], row['replayed']) == (MIB, 2 * MIB, 2 * MIB)
+        assert row['launches'] == 7 and row['ratio'] > 0
+
+
+def test_steps_under_a_cap(called_cuda, monkeypatch):
+    """The device has an index, without which torch refuses it; presets take no turns, and the cap ends with them."""
+    Memory(monkeypatch, context=0)
+    fractions, device = [], torch.device('cuda', 0)
+    monkeypatch.setattr(step_runs, 'use_device', lambda name: device)
+    total = types.SimpleNamespace(total_memory=2**33)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: total)
+    monkeypatch.setattr(torch.cuda, 'set_per_process_memory_fraction', lambda *args: fractions.append(args))
+    timed = step_runs.timed_step
+
+    def need_too_much(model, *args):
+        if not any(isinstance(module, LeanModule) for module in model.modules()):
+            raise torch.cuda.OutOfMemoryError
+        return timed(model, *args)
+
+    monkeypatch.setattr(step_runs, 'timed_step', need_too_much)
+    plain_row, exact = step_runs.measure_steps(called_cuda, ['none', 'exact'], rounds=2, cap=2**31, **CASE)
+    assert fractions == [(0.25, device), (1.0, device)]
+    assert exact.get('seconds', 0) > 0, exact
+    assert plain_row['reason'] == 'out of memory' and 'ratio' not in exact
+    with pytest.raises(ValueError, match='is above the 8.00 GiB'):
+        step_runs.measure_steps(called_cuda, ['none'], rounds=1, cap=2**34, **CASE)
