@@ -275,9 +275,9 @@ def _every_score(model):
 def _most(runner, model, run, buckets=0, usual_share=1) -> int | None:
     """Return the bytes that ``run`` needs, with the optimizer's future states, or ``None`` if out of memory.
 
-    On a CPU the planner's margins are added, and gaps between tensors. On a GPU only CUDA's context is: what kernels use
-    is measured, and what has no room is out of memory. Each process runs by itself, because processes that have room
-    would wait for one that has none.
+    On a CPU the planner's margins are added, and gaps between tensors. On a GPU only CUDA's context is: what kernels
+    use is measured, and what has no room is out of memory. Each process runs by itself, because processes that have
+    room would wait for one that has none.
     """
     from .detector import held_tensors  # noqa: PLC0415
     from .device import is_out_of_memory  # noqa: PLC0415
