@@ -1,11 +1,13 @@
 """The largest batch of five detectors on four sizes of cards, by preset, as ``sbp-mmdet plan --batch max`` says it.
 
-    python research/largest_batches.py            # counts what docs/results/largest_batches.json lacks; no GPU
+    python research/largest_batches.py                 # counts what docs/results/largest_batches.json lacks; no GPU
+    python research/largest_batches.py --only R-50/    # rows whose names contain one of these
 
 A row is a detector with a preset: bytes that are needed by number of images, from which the answers follow. It is on
 disk as soon as it is there, with its commit.
 """
 
+import argparse
 import logging
 import time
 import warnings
@@ -54,14 +56,15 @@ def row_of(key: str) -> dict:
     changed = with_variant(config, variant, **options)
 
     def need(images):
-        case = dict(batch=images, height=inputs.height, width=inputs.width, usual=inputs.usual)
+        case = dict(batch=images, height=inputs.height, width=inputs.width, usual=inputs.usual, expandable=False)
         return needed(measure_detector(changed, **case, boxes=crowded(images)))
 
-    images = {card: largest_batch(need, card * 2**30, counted)[0] for card in CARDS}
-    rates = {card: learning_rate(config, number) for card, number in images.items()}
+    # From the largest card on: the others' answers lie on lines between counts.
+    images = {card: largest_batch(need, card * 2**30, counted)[0] for card in sorted(CARDS, reverse=True)}
+    rates = {card: learning_rate(config, images[card]) for card in CARDS}
     return dict(
         size=[inputs.height, inputs.width],
-        images=images,
+        images={card: images[card] for card in CARDS},
         learning_rate=rates,
         needs=dict(sorted(counted.items())),
         seconds=round(time.process_time() - start, 1),
@@ -71,11 +74,15 @@ def row_of(key: str) -> dict:
 
 def main():
     """Count the rows that the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--only', nargs='+', default=[''], help='count rows whose names contain one of these')
+    only = parser.parse_args().only
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     wanted = [f'{name}/{variant}' for variant in VARIANTS for name in DETECTORS]
     rows = rows_of(RESULTS)
-    sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: apart(row_of, key, seconds=_SECONDS))
+    chosen = [key for key in wanted if key not in rows and any(word in key for word in only)]
+    sweep(RESULTS, chosen, lambda key: apart(row_of, key, seconds=_SECONDS))
 
 
 if __name__ == '__main__':

@@ -321,7 +321,11 @@ def replay(
 
 
 def least_capacity(
-    held: Sequence[int], steps: Sequence[Sequence[tuple[int, int]]], expandable: bool = False, within: float = 0.005
+    held: Sequence[int],
+    steps: Sequence[Sequence[tuple[int, int]]],
+    expandable: bool = False,
+    within: float = 0.005,
+    unlimited: CachingAllocator | None = None,
 ) -> int:
     """Return the least capacity with which steps run, if cached segments are given back when memory runs out.
 
@@ -330,11 +334,13 @@ def least_capacity(
         steps (Sequence[Sequence[tuple[int, int]]]): See :func:`replay`.
         expandable (bool): See :class:`CachingAllocator`. Default: False.
         within (float): Relative error by which the answer may be too large. Default: 0.005.
+        unlimited (CachingAllocator | None): Result of the steps without a limit. If ``None``, they are replayed.
+            Default: None.
 
     Returns:
         int: The capacity, in bytes.
     """
-    unlimited = replay(CachingAllocator(expandable=expandable), held, steps)
+    unlimited = unlimited or replay(CachingAllocator(expandable=expandable), held, steps)
     low, high = unlimited.most_allocated, unlimited.most_reserved
     while high - low > within * low:
         middle = (low + high) // 2

@@ -127,7 +127,7 @@ def _plan_batches(args, config, budget, size):
         told = inputs.boxes if args.boxes is None else args.boxes
         boxes = crowded(images) if told is None else told
         case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=boxes, usual=inputs.usual)
-        case['channels'] = inputs.channels
+        case.update(channels=inputs.channels, expandable=False)
         return count_step(base, variant, case, f'{variant}, {images} images')
 
     try:

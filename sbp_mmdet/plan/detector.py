@@ -62,6 +62,7 @@ def measure_detector(
     boxes: int,
     channels: int = 3,
     usual: tuple[int, int] | None = None,
+    expandable: bool = True,
     compute: bool = False,
 ) -> dict:
     """Count what a training step of a config's model holds on a GPU, by a step on random images on the CPU.
@@ -76,6 +77,7 @@ def measure_detector(
         channels (int): Number of channels of the images. Default: 3.
         usual (tuple[int, int] | None): Height and width of the usual batch, which the memory of the caching allocator
             depends on. If ``None``, all batches are of one size. Default: None.
+        expandable (bool): See :func:`.reserved.reserved_bytes`. Default: True.
         compute (bool): Whether large operations are computed, too. The bytes are the same. Default: False.
 
     Returns:
@@ -107,7 +109,7 @@ def measure_detector(
         finally:
             del model, wrapper, data
             gc.collect()
-    return dict(row, **reserved_bytes(held, counter.events, pixels_of_usual(usual, height, width)))
+    return dict(row, **reserved_bytes(held, counter.events, pixels_of_usual(usual, height, width), expandable))
 
 
 @contextlib.contextmanager

@@ -43,7 +43,9 @@ def pixels_of_usual(usual: tuple[int, int] | None, height: int, width: int) -> f
     return min(1, usual[0] * usual[1] / (height * width)) if usual else 1
 
 
-def reserved_bytes(held: Sequence[int], events: Sequence[tuple[int, int]], usual_share: float = 1) -> dict[str, int]:
+def reserved_bytes(
+    held: Sequence[int], events: Sequence[tuple[int, int]], usual_share: float = 1, expandable: bool = True
+) -> dict[str, int]:
     """Count the bytes that torch's caching allocator reserves over several steps.
 
     Images differ in size from step to step. Steps on usual images, on images of sizes in between, and on the largest
@@ -53,6 +55,7 @@ def reserved_bytes(held: Sequence[int], events: Sequence[tuple[int, int]], usual
         held (Sequence[int]): Bytes of each tensor that is held between steps.
         events (Sequence[tuple[int, int]]): Events of a step on the largest batch.
         usual_share (float): Number of pixels of the usual batch relative to the largest one. Default: 1.
+        expandable (bool): Whether to count with expandable segments, too. Default: True.
 
     Returns:
         dict[str, int]: ``reserved``, bytes on a GPU with enough memory, as ``nvidia-smi`` shows them without the
@@ -62,8 +65,6 @@ def reserved_bytes(held: Sequence[int], events: Sequence[tuple[int, int]], usual
     fixed = frozenset(held)
     shares = dict.fromkeys((usual_share, (1 + 2 * usual_share) / 3, (2 + usual_share) / 3, 1.0))
     steps = [scaled(events, share, fixed) for share in shares] * 2
-    return dict(
-        reserved=replay(CachingAllocator(), held, steps).most_reserved,
-        capacity=least_capacity(held, steps),
-        expandable=least_capacity(held, steps, expandable=True),
-    )
+    unlimited = replay(CachingAllocator(), held, steps)
+    found = dict(reserved=unlimited.most_reserved, capacity=least_capacity(held, steps, unlimited=unlimited))
+    return dict(found, expandable=least_capacity(held, steps, expandable=True)) if expandable else found
