@@ -10,6 +10,8 @@ from verify_models import check_plain, said, trained
 from sbp_mmdet.ops import conv_norm_act, residual_layer
 from sbp_mmdet.ops.common import layouts
 from sbp_mmdet.verify import parts_of_inputs
+from sbp_mmdet.verify.eight_bits import check_eight_bits
+from sbp_mmdet.verify.random_parts import Disagreement
 
 VERIFIES = True
 
@@ -64,3 +66,13 @@ def test_a_wrong_line_of_half_precision_alone(dtype, monkeypatch, caplog):
     monkeypatch.setattr(residual_layer, 'convolve_backward', backward)
     _, records = said(trained('ResNet'), caplog, amp=dtype)
     assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)
+
+
+@pytest.mark.parametrize('shape', [(2, 2048, 4, 4), (2, 512, 5, 4), (1, 64, 40, 40)], ids=str)
+def test_eight_bits_of_maps_with_few_positions(shape, monkeypatch):
+    """In a channel of few positions, the end of the last step is no rare value, and no fault of the rounding."""
+    x = torch.randn(shape)
+    check_eight_bits(x)
+    plant(monkeypatch, FAULTS['int8 map: end of the step'])
+    with pytest.raises(Disagreement, match='int8 output of a ReLU: 1.00 steps off'):
+        check_eight_bits(x)
