@@ -1,15 +1,19 @@
 """Profiler tables of a module by preset: kernels of the GPU, operations of the CPU, and launches."""
 
-import contextlib
+import sys
 from collections.abc import Sequence
 
 from case import Case, of_all_images, tried
 from mmengine.config import Config
 from module_runs import captured
+from provenance import CHECKOUT
 from turns import kernels_of, profiled
 
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import own_crops
+
+sys.path.append(str(CHECKOUT / 'tests'))
+from launches import Launches  # noqa: E402
 
 __all__ = ['profile_module']
 
@@ -80,10 +84,6 @@ def _longest(found):
 
 def _counted(step):
     """Count launches of a step as they are counted without a GPU."""
-    with contextlib.suppress(ImportError):  # it needs pytest
-        from launches import Launches
-
-        with Launches() as found:
-            step()
-        return dict(counted_launches=found.total, moved=found.bytes) if found.total else {}
-    return {}
+    with Launches() as found:
+        step()
+    return dict(counted_launches=found.total, moved=found.bytes) if found.total else {}

@@ -15,7 +15,7 @@ import gpu_parts
 from gpu_parts import ROOT
 from gpu_trials import Trial
 
-sys.path[:0] = [str(ROOT), str(ROOT / 'research'), str(ROOT / 'tests')]
+sys.path[:0] = [str(ROOT), str(ROOT / 'research')]
 from block_profiles import profile_module  # noqa: E402
 from case import tried  # noqa: E402
 from module_runs import measure_module  # noqa: E402
