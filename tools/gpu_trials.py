@@ -49,7 +49,13 @@ _TINY = {
         'model.neck.in_channels': [24, 48, 96, 192],
         **_FEW_FC,
     },
-    DINO: {'model.num_queries': 20, 'model.backbone.base_channels': 8, 'model.neck.in_channels': [64, 128, 256]},
+    DINO: {
+        'model.num_queries': 20,
+        'model.encoder.num_layers': 2,
+        'model.decoder.num_layers': 2,
+        'model.backbone.base_channels': 8,
+        'model.neck.in_channels': [64, 128, 256],
+    },
     VIT.format('t'): _FEW_FC,
 }
 
