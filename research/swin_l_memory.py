@@ -1,25 +1,28 @@
-"""Six measured figures of one card, and which batch explains them: mmdet's DINO-5scale with Swin-L, two images a GPU.
+"""Six measured figures of one card, and which batches explain them: mmdet's DINO-5scale with Swin-L, two images a GPU.
 
-    python research/swin_l_memory.py                 # counts all six into docs/results/swin_l_memory.json; no GPU
-    python research/swin_l_memory.py --size 800x1067 # images of another size
+    python research/swin_l_memory.py     # counts all six into docs/results/swin_l_memory.json; no GPU
 
 The figures stand in mmdet's projects/example_largemodel (pull request 10981), of eight GPUs: with and without mixed
-precision, plain, with a checkpointed backbone, and with a checkpointed encoder too. What is said is what the planner
-says: the least memory within which the allocator goes on, with the buckets of distributed training.
+precision, plain, with a checkpointed backbone, and with a checkpointed encoder too. mmengine logs the most that the
+tensors of a GPU took so far, so a figure is that of the largest batch until then. Counted are two sizes of images; a
+step takes by a line more the more pixels a batch has, and the batch that explains a figure is on that line.
 """
 
-import argparse
 import copy
 import logging
 import time
 import warnings
+from unittest import mock
 
+import numpy as np
 from isolated import apart, sweep
 from mmengine.logging import MMLogger
-from provenance import CHECKOUT
+from provenance import CHECKOUT, commit
 
+from sbp_mmdet.plan import worst_batch
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.planner import needed, parse_size
+from sbp_mmdet.plan.inputs import inputs_of
+from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
 from sbp_mmdet.plan.tables import Column, text_table
 from sbp_mmdet.plan.variants import load_config, plain
 
@@ -33,16 +36,20 @@ MEASURED = {
     'backbone, amp': 25,
     'backbone and encoder, amp': 13,
 }  # GB, as mmengine's log says them: GiB
+SIZES = (800, 1333), (1112, 1333)  # a usual large batch, and the pipeline's largest
+BOXES = 40  # in each image
 _SECONDS = 300
 
 
-def row_of(what: str, size: tuple[int, int], boxes: int) -> dict:
-    """Return what a step needs.
+def row_of(what: str) -> dict:
+    """Return what a step takes, and the batch that takes what was measured.
 
     Args:
         what (str): Key of ``MEASURED``: what is checkpointed, and whether precision is mixed.
-        size (tuple[int, int]): Height and width of the two images.
-        boxes (int): Boxes in each.
+
+    Returns:
+        dict: ``measured`` in GiB; for both sizes ``peak``, ``peaks`` and ``saved`` bytes, and bytes that are ``logged``;
+        and ``pixels``, those of a batch that explains the figure, relative to the first size.
     """
     start = time.process_time()
     config = copy.deepcopy(plain(load_config(CONFIG)))
@@ -51,30 +58,47 @@ def row_of(what: str, size: tuple[int, int], boxes: int) -> dict:
         config.custom_hooks = [dict(type='CheckpointModulesHook', modules=['encoder.layers'])]
     if 'amp' in what:
         config.optim_wrapper.type = 'AmpOptimWrapper'
-    row = measure_detector(config, batch=2, height=size[0], width=size[1], boxes=boxes)
-    found = dict(measured=MEASURED[what], peak=row['peak'], peaks=row['peaks'], saved=row['saved'])
-    return dict(found, needs=needed(row, ddp=True), seconds=round(time.process_time() - start, 1))
+    found = dict(measured=MEASURED[what])
+    for height, width in SIZES:
+        row = measure_detector(config, batch=2, height=height, width=width, boxes=BOXES, expandable=False)
+        tensors = row['peak'] + row['gradients']  # with the buckets of distributed training
+        kept = {key: row[key] for key in ('peak', 'peaks', 'saved')}
+        found[f'{height}x{width}'] = dict(kept, logged=int(tensors * (1 + MARGIN) + WORKSPACES))
+    first, second = (found[f'{height}x{width}']['logged'] for height, width in SIZES)
+    share = (MEASURED[what] * 2**30 - first) / (second - first)
+    pixels = 1 + share * (SIZES[1][0] / SIZES[0][0] - 1)
+    return dict(found, pixels=pixels, seconds=round(time.process_time() - start, 1), **commit())
+
+
+def pixels_of_batches() -> np.ndarray:
+    """Return the pixels of 100,000 batches of the recipe's pipeline relative to the first size, the largest last."""
+    drawn, count = [], worst_batch._pixels
+
+    def note(sizes, config):
+        drawn.append(count(sizes, config))
+        return drawn[-1]
+
+    with mock.patch.object(worst_batch, '_pixels', note):
+        inputs_of(plain(load_config(CONFIG)))
+    height, width = SIZES[0]
+    return np.sort(drawn[0]) / (2 * height * width)
 
 
 def main():
-    """Count all rows of a size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--size', default='800x1333', help='of the images (default: 800x1333)')
-    parser.add_argument('--boxes', type=int, default=40, help='in each image (default: 40)')
-    args = parser.parse_args()
+    """Count all rows."""
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
-    size = parse_size(args.size)
-    names = {f'{args.size}, {args.boxes} boxes, {what}': what for what in MEASURED}
-    rows = sweep(RESULTS, names, lambda name: apart(row_of, names[name], size, args.boxes, seconds=_SECONDS))
+    pixels = pixels_of_batches()
+    more = {str(one_in): pixels[int((1 - 1 / one_in) * (len(pixels) - 1))] for one_in in (10, 100, 1000, 10_000)}
+    rows = sweep(RESULTS, MEASURED, lambda what: apart(row_of, what, seconds=_SECONDS), pixels_of_one_in=more)
     columns = [
-        Column('batch', lambda item: item[0]),
+        Column('what is checkpointed', lambda item: item[0]),
         Column('measured, GiB', lambda item: f'{item[1]["measured"]}'),
-        Column('counted', lambda item: f'{item[1]["peak"] / 2**30:.1f}'),
-        Column('needs', lambda item: f'{item[1]["needs"] / 2**30:.1f}'),
-        Column('error', lambda item: f'{item[1]["needs"] / 2**30 / item[1]["measured"] - 1:+.1%}'),
+        *(Column(f'{h} x {w}', lambda item, key=f'{h}x{w}': f'{item[1][key]["logged"] / 2**30:.1f}') for h, w in SIZES),
+        Column('explained by', lambda item: f'{item[1]["pixels"]:.2f}'),
+        Column('one batch in', lambda item: f'{1 / max((pixels >= item[1]["pixels"]).mean(), 1e-9):,.0f}'),
     ]
-    print(text_table(columns, [(name, row) for name, row in rows.items() if 'peak' in row]))
+    print(text_table(columns, [(name, row) for name, row in rows.items() if 'pixels' in row]))
 
 
 if __name__ == '__main__':

@@ -8,18 +8,19 @@ import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
 from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention, RoIAlign, RoIPool
 from mmcv.ops.carafe import carafe
+from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from mmdet.models.losses import FocalLoss
 from mmdet.models.task_modules.assigners import MaxIoUAssigner
 from torch import nn
 
 from sbp_mmdet.library_code import replaced_code
-from sbp_mmdet.plan.cuda_rules import cuda_kernels
+from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.plan.cuda_storage import cuda_storage
 from sbp_mmdet.plan.detector import assignment_on_cpu, measure_detector
 from sbp_mmdet.plan.memory import LiveBytes, saved_bytes
 from sbp_mmdet.plan.variants import load_config, plain
 
-FLOAT, LONG = 4, 8
+HALF, FLOAT, LONG = 2, 4, 8
 
 
 def stored(fn, exclude=(), **how):
@@ -45,6 +46,34 @@ def test_deformable_attention_stores_values_places_and_weights():
     assert 0 <= found - expected <= 200
     assert saved_bytes(forward, [query, *layer.parameters()]) > 1.8 * expected  # every sampled value
     assert stored(forward, [query, *layer.parameters()], bfloat16=True) > 1.8 * expected
+
+
+def test_an_encoder_layer_in_mixed_precision():
+    """Summed from the lists in ATen/autocast_mode.h: products in half precision, softmax and layer norm in fp32.
+
+    Whoever multiplies an fp32 input casts it anew, so it is stored three times: for values, offsets and weights. The
+    kernel has places and weights in half precision, and the softmax keeps its own result in fp32.
+    """
+    channels, hidden, samples, rows = 32, 64, 4 * 2 * 4, 2 * 80
+    kind = dict(embed_dims=channels, num_heads=4, num_levels=2, num_points=4, dropout=0.0, batch_first=True)
+    layer = DeformableDetrTransformerEncoderLayer(
+        self_attn_cfg=kind, ffn_cfg=dict(embed_dims=channels, feedforward_channels=hidden, ffn_drop=0.0)
+    )
+    # Parameters are cast once in a region of autocast, and products keep the casts.
+    weights = 2 * channels * channels + 3 * channels * samples + 2 * channels * hidden
+    half = 3 * channels + channels + 3 * samples + channels + channels + hidden
+    full = samples + 2 * (channels + 2)  # softmax; inputs, means and deviations of two norms
+    expected = (rows * half + weights) * HALF + rows * full * FLOAT
+    query = torch.randn(2, 80, channels, requires_grad=True)
+    given = dict(reference_points=torch.rand(2, 80, 2, 2), spatial_shapes=torch.tensor([[8, 8], [4, 4]]))
+    given |= dict(query_pos=torch.randn(2, 80, channels), key_padding_mask=None)
+
+    def forward():
+        with autocast('cpu', torch.bfloat16):
+            return layer(query, **given, level_start_index=torch.tensor([0, 64]))
+
+    found = stored(forward, [query, *layer.parameters()])
+    assert 0 <= found - expected <= 200, (found, expected)
 
 
 @pytest.mark.parametrize('kind', [DeformConv2dPack, ModulatedDeformConv2dPack])
