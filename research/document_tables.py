@@ -188,12 +188,20 @@ def _reserved(first, column):
 
 
 def _swin_l(first, column):
-    """Return what was measured of DINO with Swin-L, what is counted, and what the planner says."""
-    row = _results('swin_l_memory')['rows'][f'800x1333, 40 boxes, {first}']
-    needs = row['needs'] / 2**30
-    figures = {'measured, GiB': f'{row["measured"]}', 'counted, GiB': f'{row["peak"] / 2**30:.1f}'}
-    figures |= {'needs, GiB': f'{needs:.1f}', 'error': f'{needs / row["measured"] - 1:+.1%}'}
+    """Return what was measured of DINO with Swin-L, what is counted of two sizes, and the batch that explains it."""
+    found = _results('swin_l_memory')
+    row = found['rows'][first]
+    figures = {'measured, GiB': f'{row["measured"]}', 'batch that explains it': f'{row["pixels"]:.2f}'}
+    figures |= {size.replace('x', ' x '): f'{row[size]["logged"] / 2**30:.1f}' for size in row if size[0].isdigit()}
     return figures[column]
+
+
+def _largest(first, column):
+    """Return the largest batch of a detector with a preset on a card."""
+    name, _, preset = first.rpartition(', ')
+    variant = dict(plain='none', checkpointing='with_cp+targets').get(preset, preset)
+    row = _results('largest_batches')['rows'].get(f'{name}/{variant}', {})
+    return str(row['images'][column.removesuffix(' GiB')]) if 'images' in row else ''
 
 
 def _pipeline(first, column):

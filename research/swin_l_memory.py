@@ -48,8 +48,8 @@ def row_of(what: str) -> dict:
         what (str): Key of ``MEASURED``: what is checkpointed, and whether precision is mixed.
 
     Returns:
-        dict: ``measured`` in GiB; for both sizes ``peak``, ``peaks`` and ``saved`` bytes, and bytes that are ``logged``;
-        and ``pixels``, those of a batch that explains the figure, relative to the first size.
+        dict: ``measured`` in GiB; for both sizes ``peak``, ``peaks`` and ``saved`` bytes, and those that are
+        ``logged``; and ``pixels``, those of a batch that explains the figure, relative to the first size.
     """
     start = time.process_time()
     config = copy.deepcopy(plain(load_config(CONFIG)))
