@@ -4,7 +4,7 @@ caching allocator.
     python research/reserved_memory.py       # counts what docs/results/reserved_memory.json lacks; no GPU
     python research/document_tables.py       # writes the table of docs/research/zoo_memory.md
 
-All rows of a run are of one commit.
+Each row names its commit.
 """
 
 import logging
@@ -13,7 +13,7 @@ import warnings
 
 from isolated import apart, rows_of, sweep
 from mmengine.logging import MMLogger
-from provenance import CHECKOUT
+from provenance import CHECKOUT, commit
 
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import crowded, inputs_of
@@ -55,7 +55,8 @@ def row_of(key: str) -> dict:
     row = measure_detector(with_variant(config, variant, **options), **case, usual=inputs.usual)
     found = {key: row[key] for key in ('peak', 'reserved', 'capacity', 'expandable')}
     size = [inputs.batch, inputs.height, inputs.width]
-    return dict(found, size=size, usual=inputs.usual, seconds=round(time.process_time() - start, 1))
+    seconds = round(time.process_time() - start, 1)
+    return dict(found, size=size, usual=inputs.usual, seconds=seconds, **commit())
 
 
 def main():
