@@ -53,6 +53,18 @@ def test_where_counts_lie_on_a_line_one_image_more_is_not_counted():
     assert set(counted) - before == {22}
 
 
+def test_a_line_is_not_extended_far():
+    """Of one image and two it would say 99: the optimizer's step is most of both."""
+    asked = []
+
+    def need(images):
+        asked.append(images)
+        return max(10 * GB + images * GB // 100, images * GB)
+
+    assert largest_batch(need, 11 * GB)[0] == 11
+    assert asked[:3] == [1, 2, 8] and max(asked) <= 32
+
+
 def test_no_more_than_anybody_asks_for():
     assert largest_batch(lambda images: images, GB) == (LARGEST, LARGEST)
     assert largest_batch(lambda images: 2, 1) == (0, 2)

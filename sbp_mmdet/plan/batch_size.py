@@ -13,6 +13,7 @@ __all__ = ['LARGEST', 'BatchRow', 'largest_batch', 'largest_batches', 'learning_
 
 # Relative error of a need that is extrapolated by one image along a line through counts.
 _LINE_ERRS = 0.01
+_FURTHER = 4  # by which factor a line is extended beyond the counts
 LARGEST = 256  # largest number of images that is counted; a count takes longer the more images there are
 
 
@@ -73,8 +74,8 @@ def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, in
         guess = int(low + (budget - counted[low]) / slope)
         if guess == low and _on_a_line(counted, low) and counted[low] + slope > budget * (1 + _LINE_ERRS):
             return low, counted[low]
-        if not above and guess == low:
-            guess = low + 1
+        if not above:  # one and two images say little of fifty, and a count of fifty takes this machine's memory
+            guess = min(max(guess, low + 1), _FURTHER * low)
         elif above and len(counted) % 2 == 0:
             guess = (low + high) // 2
         count(min(max(guess, low + 1), high - 1))
