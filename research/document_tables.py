@@ -7,6 +7,7 @@ Rows, columns and the marks around a figure (bold ones are significant) stay as 
 """
 
 import argparse
+import importlib
 import json
 import re
 import statistics
@@ -228,6 +229,42 @@ TABLES = [
 ]
 
 
+def _outside(name, report):
+    """Return a table of the results of a tool, as the tool formats it."""
+    return importlib.import_module(report).report(_results(name)['rows'])
+
+
+# Page -> the texts between its marks <!-- results: NAME --> and <!-- end -->, by name.
+REPORTS = {
+    'docs/research/outside_models.md': {
+        'outside_models': lambda: _outside('outside_models', 'outside_models'),
+        'outside_losses': lambda: _outside('outside_losses', 'outside_losses'),
+    }
+}
+
+
+def update_report(text: str, name: str, report: str) -> tuple[str, list[str]]:
+    """Write a text between its marks in a page.
+
+    Args:
+        text (str): The page.
+        name (str): Name in the mark.
+        report (str): The text.
+
+    Returns:
+        tuple[str, list[str]]: The page, and 'NAME: the report' if it changed.
+
+    Raises:
+        ValueError: If the page has no such marks.
+    """
+    start, end = f'<!-- results: {name} -->\n', '\n<!-- end -->'
+    before, found, rest = text.partition(start)
+    own, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f'there are no marks {start.strip()!r} and {end.strip()!r}; correct REPORTS in {__file__}')
+    return ''.join([before, start, report, end, after]), [f'{name}: the report'] if own != report else []
+
+
 def update_table(text: str, heading: str, figure: Callable) -> tuple[str, list[str]]:
     """Write the figures of the first table under a heading.
 
@@ -282,14 +319,22 @@ def update_page(page: Path) -> tuple[str, list[str]]:
         if ROOT / name == page:
             text, found = update_table(text, heading, figure)
             changes += found
+    for name, report in REPORTS.get(str(page.relative_to(ROOT)), {}).items():
+        text, found = update_report(text, name, report())
+        changes += found
     return text, changes
+
+
+def pages() -> set[str]:
+    """Return the names of the pages that have tables of results."""
+    return {*REPORTS, *(name for name, *_ in TABLES)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--check', action='store_true', help='write nothing')
     check, differ = parser.parse_args().check, False
-    for page in sorted({ROOT / name for name, *_ in TABLES}):
+    for page in sorted({ROOT / name for name in pages()}):
         text, changes = update_page(page)
         for change in changes:
             print(f'{page.relative_to(ROOT)}: {change}')

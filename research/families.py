@@ -165,19 +165,26 @@ def _relative(a, b):
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) if a.is_floating_point() and a.numel() else 0.0
 
 
-def count(config: Config, variants: Sequence[str] = VARIANTS, size: tuple[int, int] | None = None) -> dict:
+def count(
+    config: Config,
+    variants: Sequence[str] = VARIANTS,
+    size: tuple[int, int] | None = None,
+    images: int | None = None,
+) -> dict:
     """Count the memory of a step of the recipe's largest batch.
 
     Args:
         config (Config): Config of a detector.
         variants (Sequence[str]): Presets, and ``EVERYTHING``. Default: ``VARIANTS``.
         size (tuple[int, int] | None): Height and width of the images. If ``None``, those of the recipe. Default: None.
+        images (int | None): Most images of the batch. If ``None``, those of the recipe. Default: None.
 
     Returns:
         dict: The batch; ``peaks`` and ``stored`` bytes, and ``seconds``, by variant.
     """
     config, peaks, stored, seconds = plain(config), {}, {}, {}
     inputs = inputs_of(config, size=size)
+    inputs = inputs._replace(batch=min(inputs.batch, images or inputs.batch))
     apply = presets_of(build_detector(config, 'cpu')[0])
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
     for variant in variants:

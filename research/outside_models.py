@@ -4,36 +4,28 @@
     python research/outside_models.py FOLDER --json docs/results/outside_models.json --report   # runs nothing
 
 FOLDER holds the public sources, which are no part of this project: ``mmdet`` (``projects`` and ``configs`` of
-VBTI-development/onedl-mmdetection) and ``mmyolo`` (``mmyolo`` and ``configs`` of open-mmlab/mmyolo). The configs are
-the stock ones. Losses and gradients are compared on small images, in fp64 where a detector knows it; large backbones
-are shrunk for that. Memory is counted under the rules of CUDA, for the size of the recipe. Each detector runs in a
-process of its own. Goes on where the results end; --again NAME runs some anew.
+VBTI-development/onedl-mmdetection), ``mmyolo`` (``mmyolo`` and ``configs`` of open-mmlab/mmyolo) and ``mmrotate``
+(``mmrotate`` and ``configs`` of open-mmlab/mmrotate, branch 1.x). The configs are the stock ones. Losses and gradients
+are compared on small images, in fp64 where a detector knows it; large backbones are shrunk for that. Memory is counted
+under the rules of CUDA, for two images of the recipe's size, in the recipe's precision. Each detector runs in a process
+of its own. Goes on where the results end; --again NAME runs some anew.
 """
 
 import argparse
-import contextlib
-import importlib.util
-import inspect
-import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
-import text_stand_in  # noqa: F401  registers the text encoder
-import torch
 from families import compare, count
 from isolated import apart, rows_of, sweep
-from mmdet.models.layers.transformer import dino_layers
+from outside_sources import sources
 from tables import format_bytes, markdown_table
 
-from sbp_mmdet.plan import detector as plan_detector
 from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import load_config
 from sbp_mmdet.presets import PRESETS
 
 VARIANTS = tuple(name for name in ('none', 'with_cp', 'exact', 'exact_min', 'int8') if name in PRESETS)
+IMAGES = 2  # of a counted batch, or those of the recipe if they are fewer
 SECONDS = 900  # of CPU, for a step of a detector, or its count
 
 
@@ -44,8 +36,7 @@ class Outside(NamedTuple):
         config (str): Path of its config in the folder of sources.
         options (dict): Overrides of the config, for what cannot run here. Default: {}.
         shrunk (dict): Further overrides where losses and gradients are compared. Default: {}.
-        size (tuple[int, int] | None): Height and width of the counted images. If ``None``, those of the recipe.
-            Default: None.
+        size (tuple[int, int]): Height and width of the counted images. Default: (800, 1333).
         step (tuple[int, int]): Height and width of the images of a step. Default: (128, 160).
         double (bool): Whether the detector can train in fp64. Default: True.
     """
@@ -53,7 +44,7 @@ class Outside(NamedTuple):
     config: str
     options: dict = {}
     shrunk: dict = {}
-    size: tuple[int, int] | None = None
+    size: tuple[int, int] = (800, 1333)
     step: tuple[int, int] = (128, 160)
     double: bool = True
 
@@ -79,12 +70,18 @@ def _stock(path, **keys):
     return Outside(f'mmdet/configs/{path}', **keys)
 
 
+def _rotated(path, **keys):
+    return Outside(f'mmrotate/configs/{path}', size=(1024, 1024), **keys)
+
+
 _NO_PADDING = {'model.data_preprocessor.batch_augments': None}  # to 1024 x 1024
 _SWIN = {'model.backbone.depths': [1, 1, 2, 1]}
-_TEXT = {'model.language_model': dict(_delete_=True, type='TextStandIn')}
+TEXT = {'model.language_model': dict(_delete_=True, type='TextStandIn')}
 _QUERIES = {'model.num_queries': 100}  # a step's images have too few tokens for 900
 # Dropout draws other numbers where a map is cut into chunks.
 _SMALL_TEXT = {'model.language_model.depth': 2, 'model.encoder.fusion_layer_cfg.dropout': 0.0, **_QUERIES}
+# mmcv computes the gradient of the IoU of rotated boxes on GPUs alone.
+_NO_ROTATED_IOU = {'model.bbox_head.loss_bbox': dict(_delete_=True, type='GDLoss', loss_type='gwd', loss_weight=2.0)}
 _CO_DETR = 'CO-DETR/configs/codino/co_dino_5scale'
 _EFFICIENT = 'EfficientDet/configs/efficientdet'
 
@@ -93,13 +90,13 @@ MODELS = {
     'Co-DETR R-50, LSJ': _project(f'{_CO_DETR}_r50_lsj_8xb2_1x_coco.py', shrunk=_NO_PADDING, size=(1024, 1024)),
     'Co-DETR Swin-L': _project(f'{_CO_DETR}_swin_l_16xb1_1x_coco.py', shrunk=_SWIN),
     'Grounding DINO Swin-T': _stock(
-        'grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
+        'grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco.py', options=TEXT, shrunk=_SMALL_TEXT
     ),
     'Grounding DINO R-50': _stock(
-        'grounding_dino/grounding_dino_r50_scratch_8xb2_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
+        'grounding_dino/grounding_dino_r50_scratch_8xb2_1x_coco.py', options=TEXT, shrunk=_SMALL_TEXT
     ),
     'MM-Grounding-DINO Swin-T': _stock(
-        'mm_grounding_dino/coco/grounding_dino_swin-t_finetune_16xb4_1x_coco.py', options=_TEXT, shrunk=_SMALL_TEXT
+        'mm_grounding_dino/coco/grounding_dino_swin-t_finetune_16xb4_1x_coco.py', options=TEXT, shrunk=_SMALL_TEXT
     ),
     'ViTDet-B': _project(
         'ViTDet/configs/vitdet_mask-rcnn_vit-b-mae_lsj-100e.py', shrunk=_NO_PADDING, size=(1024, 1024)
@@ -126,86 +123,19 @@ MODELS = {
     'PPYOLOE+-s': _yolo('ppyoloe/ppyoloe_plus_s_fast_8xb8-80e_coco.py'),
     'RTMDet-s, mmyolo': _yolo('rtmdet/rtmdet_s_syncbn_fast_8xb32-300e_coco.py'),
     'YOLOX-s, mmyolo': _yolo('yolox/yolox_s_fast_8xb8-300e_coco.py'),
+    'Rotated RetinaNet R-50': _rotated('rotated_retinanet/rotated-retinanet-rbox-le90_r50_fpn_1x_dota.py'),
+    'Rotated FCOS R-50, KLD': _rotated('rotated_fcos/rotated-fcos-le90_r50_fpn_kld_1x_dota.py'),
+    'RTMDet-R s': _rotated('rotated_rtmdet/rotated_rtmdet_s-3x-dota.py', options=_NO_ROTATED_IOU),
+    'Oriented R-CNN R-50': _rotated('oriented_rcnn/oriented-rcnn-le90_r50_fpn_1x_dota.py'),
+    'RoI Transformer R-50': _rotated('roi_trans/roi-trans-le90_r50_fpn_1x_dota.py'),
+    'S2A-Net R-50': _rotated('s2anet/s2anet-le135_r50_fpn_1x_dota.py'),
 }
-
-
-@contextlib.contextmanager
-def sources(folder: Path, model: Outside) -> Iterator[None]:
-    """Let the sources in a folder be imported and run on a CPU.
-
-    Args:
-        folder (Path): The folder.
-        model (Outside): The detector that is to run.
-    """
-    yolo, captions = model.config.startswith('mmyolo'), 'grounding_dino' in model.config
-    package = types.ModuleType('mmyolo')  # its __init__ refuses newer versions of mmcv
-    package.__path__ = [str(folder / 'mmyolo/mmyolo')]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, mmyolo=package))
-        stack.enter_context(mock.patch.object(sys, 'path', [str(folder / 'mmdet'), *sys.path]))
-        if not torch.cuda.is_available():
-            stack.enter_context(mock.patch.object(torch.Tensor, 'cuda', lambda self, *args, **kwargs: self))
-        if 'prettytable' not in sys.modules and importlib.util.find_spec('prettytable') is None:
-            stack.enter_context(mock.patch.dict(sys.modules, prettytable=mock.MagicMock()))  # mmyolo prints with it
-        if captions:
-            stack.enter_context(_grounding_dino_runs())
-        if captions or yolo:
-            collated = _collated_one_by_one if 'ppyoloe' in model.config else _collated
-            made = _with_captions if captions else collated
-            stack.enter_context(mock.patch.object(plan_detector, 'build_batch', made))
-        if yolo:
-            importlib.import_module('mmyolo.models')
-        yield
-
-
-def _grounding_dino_runs():
-    """Return a context in which Grounding DINO encodes positions as wide as its decoder reads them.
-
-    onedl-mmdetection 3.5.1 widens the encoding for DINO and not the layer of Grounding DINO that reads it.
-    """
-    encode = dino_layers.coordinate_to_encoding
-
-    def narrow(coordinates, num_feats):
-        return encode(coordinates, num_feats=num_feats // 2)
-
-    wide = 'num_feats=query.shape[2])' in inspect.getsource(dino_layers.DinoTransformerDecoder.forward)
-    return mock.patch.object(dino_layers, 'coordinate_to_encoding', narrow if wide else encode)
-
-
-_build_batch = plan_detector.build_batch
-
-
-def _with_captions(batch, height, width, boxes, num_classes, *args, **kwargs):
-    """Build a batch whose samples name their classes, as Grounding DINO's data sets do."""
-    made = _build_batch(batch, height, width, boxes, num_classes, *args, **kwargs)
-    for sample in made['data_samples']:
-        sample.set_metainfo(dict(text=tuple(f'thing{i}' for i in range(num_classes)), custom_entities=True))
-    return made
-
-
-def _collated(*args, **kwargs):
-    """Build a batch as mmyolo collates it: all boxes in one tensor, with the number of their image and their label."""
-    made = _build_batch(*args, **kwargs)
-    rows = []
-    for i, sample in enumerate(made['data_samples']):
-        found = sample.gt_instances
-        rows.append(
-            torch.cat([found.labels.new_full((len(found), 1), i), found.labels[:, None], found.bboxes.tensor], 1)
-        )
-    samples = dict(bboxes_labels=torch.cat(rows), img_metas=[sample.metainfo for sample in made['data_samples']])
-    return dict(inputs=torch.stack(made['inputs']).float(), data_samples=samples)
-
-
-def _collated_one_by_one(*args, **kwargs):
-    """Build a batch as mmyolo collates it for PPYOLOE, whose preprocessor gets a list of images."""
-    made = _collated(*args, **kwargs)
-    return dict(made, inputs=[*made['inputs'].unbind()])
 
 
 def _computed(compute, folder, name, shrunk, *args):
     """Run a function of a detector's config, with its sources at hand."""
     model = MODELS[name]
-    with sources(folder, model):
+    with sources(folder, model.config):
         config = load_config(str(folder / model.config), {**model.options, **(model.shrunk if shrunk else {})})
         return compute(config, *args)
 
@@ -221,7 +151,8 @@ def run(folder: Path, name: str, before: dict) -> dict:
     model = MODELS[name]
     row, plan = (
         before,
-        before.get('plan') or apart(_computed, count, folder, name, False, VARIANTS, model.size, seconds=SECONDS),
+        before.get('plan')
+        or apart(_computed, count, folder, name, False, VARIANTS, model.size, IMAGES, seconds=SECONDS),
     )
     if 'loss_error' not in row:
         for double in (True, False) if model.double else (False,):

@@ -25,7 +25,7 @@ PAGE = """# Costs
 """
 
 
-@pytest.mark.parametrize('page', sorted({name for name, *_ in document_tables.TABLES}))
+@pytest.mark.parametrize('page', sorted(document_tables.pages()))
 def test_page_is_what_the_command_writes(page):
     text, changes = document_tables.update_page(ROOT / page)
     assert changes == [] and text == (ROOT / page).read_text()
@@ -38,6 +38,15 @@ def test_cells_that_differ_are_written():
     assert [change.rpartition(' -> ')[2] for change in changes] == ['2.50', '4.00']
     with pytest.raises(ValueError, match="'Memory'; correct TABLES"):
         document_tables.update_table(PAGE, 'Memory', lambda *cell: '')
+
+
+def test_reports_are_written_between_their_marks():
+    page = '<!-- results: a -->\nold\n<!-- end -->\n<!-- results: b -->\nkept\n<!-- end -->\n'
+    text, changes = document_tables.update_report(page, 'a', 'new')
+    assert text == page.replace('old', 'new') and changes == ['a: the report']
+    assert document_tables.update_report(text, 'a', 'new') == (text, [])
+    with pytest.raises(ValueError, match='correct REPORTS'):
+        document_tables.update_report(page, 'c', '')
 
 
 def test_memory_tables(monkeypatch):

@@ -9,7 +9,7 @@ from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
 from .precision import FEW, accumulator, cast
 
-__all__ = ['KeptCat', 'KeptMap', 'add', 'addend', 'keep', 'kept']
+__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'keep', 'kept']
 
 aten = torch.ops.aten
 
@@ -65,7 +65,7 @@ class KeptMap(NamedTuple):
             return self
 
         def cut(x):
-            if isinstance(x, (KeptMap, KeptCat)):
+            if isinstance(x, _KEPT):
                 return x.rows(start, stop)
             x = _of_rows(x, self.values) if isinstance(x, Tensor) else x
             return x[:, :, start:stop] if isinstance(x, Tensor) and x.shape[2] == height else x
@@ -112,7 +112,7 @@ class KeptCat(NamedTuple):
     """Saved form of a feature map that is the concatenation of others along the channels.
 
     Attributes:
-        maps (tuple[KeptMap | KeptCat, ...]): The saved forms of the others.
+        maps (tuple[KeptMap | KeptCat | KeptProduct, ...]): The saved forms of the others.
     """
 
     maps: tuple
@@ -139,6 +139,44 @@ class KeptCat(NamedTuple):
     def load(self, dtype: torch.dtype) -> Tensor:
         """See :meth:`KeptMap.load`."""
         return torch.cat([map.load(dtype) for map in self.maps], 1)
+
+
+class KeptProduct(NamedTuple):
+    """Saved form of a feature map whose channels are multiplied with a number each.
+
+    Attributes:
+        map (KeptMap | KeptCat | KeptProduct): The saved form of the map without the numbers.
+        factor (Tensor): The numbers, shape (N, C, 1, 1).
+    """
+
+    map: tuple
+    factor: Tensor
+
+    @property
+    def depth(self) -> int:
+        """See :attr:`KeptMap.depth`. It is no single map, so it counts as one more."""
+        return 1 + self.map.depth
+
+    @property
+    def is_exact(self) -> bool:
+        """See :attr:`KeptMap.is_exact`."""
+        return self.map.is_exact
+
+    @property
+    def width(self) -> int:
+        """Number of channels."""
+        return self.map.width
+
+    def rows(self, start: int, stop: int) -> 'KeptProduct':
+        """See :meth:`KeptMap.rows`."""
+        return KeptProduct(self.map.rows(start, stop), self.factor)
+
+    def load(self, dtype: torch.dtype) -> Tensor:
+        """See :meth:`KeptMap.load`."""
+        return self.map.load(dtype) * cast(self.factor, dtype)
+
+
+_KEPT = (KeptMap, KeptCat, KeptProduct)
 
 
 def _affine(x, scale, shift, dtype):
@@ -233,7 +271,7 @@ def _scaled(x, scale, shift):
     return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)
 
 
-def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat:
+def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
     """Return the saved form of a layer's input: the map that the layer in front handed on, or the input itself.
 
     Args:
@@ -242,7 +280,7 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat:
         storage (str): 'native' or 'int8'.
 
     Returns:
-        KeptMap | KeptCat: The saved form.
+        KeptMap | KeptCat | KeptProduct: The saved form.
     """
     map = handed_on(x)
     if map is not None and (storage == 'int8' or map.is_exact):
@@ -263,7 +301,7 @@ def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
     if type(node).__name__ != 'CatBackward0' or x.dim() != 4 or node._saved_dim not in (1, 2**64 - 3):
         return None
     maps = handed_on_by([before for before, _ in node.next_functions])
-    known = ((map, isinstance(map, (KeptMap, KeptCat)) and (storage == 'int8' or map.is_exact)) for map in maps)
+    known = ((map, isinstance(map, _KEPT) and (storage == 'int8' or map.is_exact)) for map in maps)
     maps = [map if is_known else None for map, is_known in known]
     widths = [map.width if map is not None else None for map in maps]
     rest = x.shape[1] - sum(filter(None, widths))

@@ -1,0 +1,161 @@
+"""Runs public sources of other projects from a folder on a CPU: imports, batches as they collate them, stand-ins."""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import text_stand_in  # noqa: F401  registers the text encoder
+import torch
+from mmdet.models.layers.transformer import dino_layers
+from mmengine.structures import InstanceData
+
+from sbp_mmdet.plan import detector as plan_detector
+
+__all__ = ['sources']
+
+_build_batch = plan_detector.build_batch
+_PER_BOX = 8  # proposals near each box, as in the planner
+_SINGLE = torch.float32
+
+
+@contextlib.contextmanager
+def sources(folder: Path, config: str) -> Iterator[None]:
+    """Let the sources in a folder be imported and run on a CPU.
+
+    Args:
+        folder (Path): The folder, see ``outside_models.py``.
+        config (str): Path of the config of the detector that is to run, in the folder.
+    """
+    project = config.partition('/')[0]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, 'path', [str(folder / 'mmdet'), *sys.path]))
+        if not torch.cuda.is_available():
+            stack.enter_context(mock.patch.object(torch.Tensor, 'cuda', lambda self, *args, **kwargs: self))
+        if 'prettytable' not in sys.modules and importlib.util.find_spec('prettytable') is None:
+            stack.enter_context(mock.patch.dict(sys.modules, prettytable=mock.MagicMock()))  # mmyolo prints with it
+        if project != 'mmdet':  # __init__ of the package refuses newer versions of mmcv and mmdet
+            package = types.ModuleType(project)
+            package.__path__ = [str(folder / project / project)]
+            stack.enter_context(mock.patch.dict(sys.modules, {project: package}))
+        made = None
+        if 'grounding_dino' in config:
+            stack.enter_context(_grounding_dino_runs())
+            made = _with_captions
+        elif project == 'mmyolo':
+            made = _collated_one_by_one if 'ppyoloe' in config else _collated
+        elif project == 'mmrotate':
+            importlib.import_module('mmrotate.structures')
+            stack.enter_context(_rotated_boxes_are_found())
+            made = _rotated
+        if made:
+            stack.enter_context(mock.patch.object(plan_detector, 'build_batch', made))
+        if project != 'mmdet':
+            importlib.import_module(f'{project}.models')
+        yield
+
+
+def _grounding_dino_runs():
+    """Return a context in which Grounding DINO encodes positions as wide as its decoder reads them.
+
+    onedl-mmdetection 3.5.1 widens the encoding for DINO and not the layer of Grounding DINO that reads it.
+    """
+    encode = dino_layers.coordinate_to_encoding
+
+    def narrow(coordinates, num_feats):
+        return encode(coordinates, num_feats=num_feats // 2)
+
+    wide = 'num_feats=query.shape[2])' in inspect.getsource(dino_layers.DinoTransformerDecoder.forward)
+    return mock.patch.object(dino_layers, 'coordinate_to_encoding', narrow if wide else encode)
+
+
+def _with_captions(batch, height, width, boxes, num_classes, *args, **kwargs):
+    """Build a batch whose samples name their classes, as Grounding DINO's data sets do."""
+    made = _build_batch(batch, height, width, boxes, num_classes, *args, **kwargs)
+    for sample in made['data_samples']:
+        sample.set_metainfo(dict(text=tuple(f'thing{i}' for i in range(num_classes)), custom_entities=True))
+    return made
+
+
+def _collated(*args, **kwargs):
+    """Build a batch as mmyolo collates it: all boxes in one tensor, with the number of their image and their label."""
+    made = _build_batch(*args, **kwargs)
+    rows = []
+    for i, sample in enumerate(made['data_samples']):
+        found = sample.gt_instances
+        rows.append(
+            torch.cat([found.labels.new_full((len(found), 1), i), found.labels[:, None], found.bboxes.tensor], 1)
+        )
+    samples = dict(bboxes_labels=torch.cat(rows), img_metas=[sample.metainfo for sample in made['data_samples']])
+    return dict(inputs=torch.stack(made['inputs']).float(), data_samples=samples)
+
+
+def _collated_one_by_one(*args, **kwargs):
+    """Build a batch as mmyolo collates it for PPYOLOE, whose preprocessor gets a list of images."""
+    made = _collated(*args, **kwargs)
+    return dict(made, inputs=[*made['inputs'].unbind()])
+
+
+def _rotated(*args, **kwargs):
+    """Build a batch of rotated boxes, as mmrotate's pipelines do."""
+    kind = importlib.import_module('mmrotate.structures').RotatedBoxes
+    made = _build_batch(*args, **kwargs)
+    angles = np.random.default_rng(0)
+    for sample in made['data_samples']:
+        for instances in (sample.gt_instances, sample.ignored_instances):
+            boxes = instances.bboxes.tensor
+            sides = boxes[:, 2:] - boxes[:, :2]
+            turned = torch.from_numpy(angles.uniform(-1.5, 1.5, (len(boxes), 1))).to(boxes)
+            instances.bboxes = kind(torch.cat([(boxes[:, :2] + boxes[:, 2:]) / 2, sides, turned], 1))
+    return made
+
+
+@contextlib.contextmanager
+def _rotated_boxes_are_found():
+    """Let an untrained RPN find rotated objects, and compute overlaps of rotated boxes for detectors in fp64."""
+    overlaps = importlib.import_module('mmrotate.structures.bbox.bbox_overlaps')
+    overlap = overlaps.box_iou_rotated
+
+    def in_single(a, b, *args, **kwargs):  # mmcv's knows no fp64 on a CPU
+        return overlap(a.to(_SINGLE), b.to(_SINGLE), *args, **kwargs).to(a.dtype)
+
+    with (
+        mock.patch.object(overlaps, 'box_iou_rotated', in_single),
+        mock.patch.object(plan_detector, 'as_if_trained', _find_rotated),
+    ):
+        yield
+
+
+def _find_rotated(detector):
+    """Replace the proposals of an untrained RPN, as the planner does, by boxes of which some lie near the truth."""
+    rpn = getattr(detector, 'rpn_head', None)
+    if rpn is None:
+        return
+    original = rpn.loss_and_predict
+
+    def loss_and_predict(x, samples, *args, **kwargs):
+        losses, results = original(x, samples, *args, **kwargs)
+        rng, number = np.random.default_rng(0), (kwargs.get('proposal_cfg') or {}).get('max_per_img')
+        return losses, [
+            _proposals(rng, s.gt_instances.bboxes, number or len(found), s.img_shape[:2], type(found.bboxes))
+            for s, found in zip(samples, results, strict=True)
+        ]
+
+    rpn.loss_and_predict = loss_and_predict
+
+
+def _proposals(rng, truth, number, size, kind):
+    """Return proposals of a type of boxes with the sizes of the true ones; at most half of them are near these."""
+    near = min(_PER_BOX * len(truth), number // 2)
+    boxes = truth.tensor.cpu().numpy()[np.arange(number) % len(truth)].copy()
+    boxes[:near, :2] += rng.uniform(-0.05, 0.05, (near, 2)) * boxes[:near, 2:4]
+    boxes[near:, :2] = rng.uniform(0, 1, (number - near, 2)) * size[::-1]
+    boxes = type(truth)(torch.from_numpy(boxes).to(truth.tensor))
+    boxes = boxes.convert_to('hbox') if kind.__name__ == 'HorizontalBoxes' else boxes
+    return InstanceData(bboxes=boxes, scores=boxes.tensor.new_zeros(number), labels=torch.zeros(number).long())

@@ -1,0 +1,44 @@
+"""Channel attention, and activations that stand by themselves: the layer behind recomputes their output."""
+
+from mmdet.models.layers.se_layer import ChannelAttention, SELayer
+from torch import Tensor, nn
+
+from ..ops.activation import ActivationSettings, ActivationTensors, activate
+from ..ops.channel_gate import GateSettings, GateTensors, gate_channels
+from .base import LeanModule, adapter
+from .conv_module import activation_of
+from .predicate import ROLES
+
+__all__ = ['LeanActivation', 'LeanChannelAttention']
+
+_EFFECTIVE = 'mmyolo.models.layers.yolo_bricks.EffectiveSELayer'
+
+
+@adapter(SELayer, ChannelAttention, _EFFECTIVE)
+class LeanChannelAttention(LeanModule):
+    """Map multiplied with numbers that small layers compute from its mean. These layers run their own code."""
+
+    samples = has_reference = False
+    hands_on = True
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Run the layer on (N, C, H, W)."""
+        own = self._modules
+        mean = self.global_avgpool(x) if 'global_avgpool' in own else x.mean((2, 3), keepdim=True)
+        layers = ('conv1', 'conv2') if 'conv1' in own else ('fc', 'activate' if 'activate' in own else 'act')
+        gate = own[layers[1]](own[layers[0]](mean))
+        return gate_channels(GateSettings(self.form), GateTensors(x, gate))
+
+
+@adapter(*(kind for kind in ROLES['activation'] if kind is not nn.ReLU))
+class LeanActivation(LeanModule):
+    """Activation of a map. A ReLU saves its output, which the layer behind saves anyway, and has no adapter."""
+
+    samples = has_reference = False
+    hands_on = True
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Run the activation on (N, C, H, W)."""
+        if x.dim() != 4 or not x.numel():
+            return super(LeanModule, self).forward(x)
+        return activate(ActivationSettings(self.form, activation_of(self)), ActivationTensors(x))

@@ -1,0 +1,196 @@
+"""Channel attention and activations by themselves train like their own code in fp64, and store no map of their own."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from mmcv.cnn import ConvModule
+from mmcv.cnn.bricks.swish import Swish
+from mmdet.models.layers import InvertedResidual, SELayer
+from mmdet.models.layers.se_layer import ChannelAttention
+from oracles import DEVICE, assert_near, loss_of
+from stand_ins import of_module
+from torch import nn
+
+from sbp_mmdet import apply_lean
+from sbp_mmdet.plan.memory import saved_bytes
+
+of_mmyolo = functools.partial(of_module, 'mmyolo.models.layers.yolo_bricks')
+SIZE = (2, 8, 12, 10)
+
+
+def image(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SIZE, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
+
+
+def conv(act=None, norm=True, width=8, size=3):
+    norm = dict(type='BN') if norm else None
+    return ConvModule(8, width, size, padding=size // 2, norm_cfg=norm, act_cfg=act and dict(type=act))
+
+
+class Held(nn.Module):
+    """A module within which layers hand on their maps."""
+
+    def __init__(self, *held):
+        super().__init__()
+        self.held = nn.Sequential(*held)
+
+    def forward(self, x):
+        return self.held(x)
+
+
+def both(module, preset='exact'):
+    """Returns a module in fp64 and a changed copy, with the report of the change."""
+    torch.manual_seed(0)
+    module = module.double().to(DEVICE).train()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn_like(p) * 0.5)
+    lean = copy.deepcopy(module)
+    return module, lean, apply_lean(lean, preset=preset, verify=False)
+
+
+def results(module):
+    x = image()
+    out = module(x)
+    leaves = dict(module.named_parameters(), input=x)
+    return dict(zip(leaves, torch.autograd.grad(loss_of((out,)), [*leaves.values()]), strict=True), output=out.detach())
+
+
+def maps(module):
+    """Returns the stored bytes in units of a map of the input's size."""
+    x = image()
+    fixed = [x, *module.parameters(), *module.buffers()]
+    return saved_bytes(lambda: module(x), exclude=fixed) / (8 * x.numel())
+
+
+@of_mmyolo
+class EffectiveSELayer(nn.Module):
+    """mmyolo's, by its definition."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.fc, self.activate = ConvModule(channels, channels, 1, act_cfg=None), nn.Hardsigmoid()
+
+    def forward(self, x):
+        return x * self.activate(self.fc(x.mean((2, 3), keepdim=True)))
+
+
+@of_mmyolo
+class Branches(nn.Module):
+    """Sum of two branches behind which an activation stands by itself, as in RepVGG and BiFPN."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.second, self.act, self.last = conv(), conv(size=1), act, conv()
+
+    def forward(self, x):
+        return self.last(self.act(self.first(x) + self.second(x)))
+
+
+@of_mmyolo
+class Apart(nn.Module):
+    """Norm and activation that stand apart from the convolution in front."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.act, self.last = conv(), act, conv()
+
+    def forward(self, x):
+        return self.last(self.act(self.first(x)))
+
+
+class Writes(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+ATTENTIONS = {
+    'SELayer': lambda: SELayer(8, ratio=2, act_cfg=(dict(type='Swish'), dict(type='Sigmoid'))),
+    'ChannelAttention': lambda: ChannelAttention(8),
+    'EffectiveSELayer': lambda: EffectiveSELayer(8),
+}
+ACTIVATIONS = dict(SiLU=nn.SiLU, Swish=Swish, GELU=nn.GELU, Hardswish=nn.Hardswish, LeakyReLU=nn.LeakyReLU)
+
+
+@pytest.mark.parametrize('kind', ATTENTIONS)
+def test_channel_attention_stores_the_map_of_the_layer_in_front(kind):
+    plain, lean, report = both(Held(conv('SiLU'), ATTENTIONS[kind](), conv()))
+    assert_near(results(lean), results(plain), 1e-11)
+    assert 'held.1' in report.changed and {*report.left} <= {'held.1.conv2.activate'}  # a sigmoid of numbers
+    assert maps(plain) > 4.9 and maps(lean) < 2.3  # what the norms of the two convolutions need, and numbers
+
+
+@pytest.mark.parametrize('kind', ATTENTIONS)
+def test_channel_attention_by_itself_is_exact(kind):
+    plain, lean, _ = both(Held(ATTENTIONS[kind](), Writes()))
+    assert_near(results(lean), results(plain), 1e-11)
+
+
+@pytest.mark.parametrize('place', [1, 2])
+def test_maps_that_are_written_to_are_not_handed_on(place):
+    layers = [conv('SiLU'), ATTENTIONS['SELayer'](), conv(norm=False)]
+    layers.insert(place, Writes())
+    plain, lean, _ = both(Held(*layers))
+    assert_near(results(lean), results(plain), 1e-11)
+
+
+def test_a_hook_in_channel_attention_runs():
+    plain, lean, _ = both(Held(conv('SiLU'), ATTENTIONS['SELayer'](), conv()))
+    for model in (plain, lean):
+        model.held[1].global_avgpool.register_forward_hook(lambda module, args, out: 2 * out)
+    assert_near(results(lean), results(plain), 1e-11)
+
+
+def test_derived_channel_attention_keeps_its_code():
+    class Doubled(SELayer):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    plain, lean, report = both(Held(conv('SiLU'), Doubled(8, ratio=2), conv()))
+    assert_near(results(lean), results(plain), 1e-11)
+    assert 'held.1' in report.left
+
+
+def test_inverted_residuals_store_what_their_norms_need():
+    keys = dict(norm_cfg=dict(type='BN'), act_cfg=dict(type='Swish'))
+    se = dict(channels=48, ratio=4, act_cfg=(dict(type='Swish'), dict(type='Sigmoid')))
+    plain, lean, report = both(Held(InvertedResidual(8, 8, 48, se_cfg=se, **keys)))
+    assert_near(results(lean), results(plain), 1e-11)
+    assert (
+        {*report.left} <= {'held.0.se.conv2.activate'} and maps(plain) > 50 and maps(lean) < 13.5
+    )  # two maps of 48 channels, one of 8
+
+
+@pytest.mark.parametrize('inplace', [False, True])
+@pytest.mark.parametrize('act', ACTIVATIONS)
+def test_an_activation_behind_a_sum_stores_the_sum(act, inplace):
+    kind = ACTIVATIONS[act]
+    plain, lean, report = both(Held(Branches(kind(inplace=inplace) if act not in ('GELU', 'Swish') else kind())))
+    assert_near(results(lean), results(plain), 1e-11)
+    assert 'held.0.act' in report.changed
+    assert maps(lean) < 4.1  # three norms, and the sum
+
+
+@pytest.mark.parametrize('act', ACTIVATIONS)
+def test_an_activation_behind_a_norm_stores_nothing(act):
+    plain, lean, _ = both(Held(Apart(ACTIVATIONS[act]())))
+    assert_near(results(lean), results(plain), 1e-11)
+    assert maps(lean) < 2.1 < maps(plain)
+
+
+def test_activations_of_tokens_keep_their_code():
+    layers = nn.Sequential(nn.Linear(10, 10), nn.GELU(), nn.Linear(10, 10))
+    plain, lean, _ = both(Held(layers))
+    assert_near(results(lean), results(plain), 0)
+
+
+def test_eight_bits_are_near():
+    plain, lean, _ = both(Held(conv('SiLU'), ATTENTIONS['SELayer'](), Branches(nn.SiLU())), 'int8')
+    found, expected = results(lean), results(plain)
+    assert torch.equal(found['output'], expected['output'])
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < 0.05 * max(gradient.norm(), 1e-3), name
+    assert maps(lean) < 2.5
