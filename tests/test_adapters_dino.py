@@ -1,6 +1,7 @@
 """A step of a small DINO and of a Mask2Former head has the losses and gradients of the plain model."""
 
 import copy
+import functools
 import inspect
 import types
 from pathlib import Path
@@ -9,15 +10,20 @@ from unittest import mock
 import mmdet
 import pytest
 import torch
+from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.layers.transformer import dino_layers
+from mmdet.models.layers.transformer.dino_layers import CdnQueryGenerator
 from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
 from mmdet.testing import demo_mm_inputs
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.registry import init_default_scope
+from mmengine.structures import InstanceData
 from torch import nn
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.plan.memory import saved_bytes
 
 DINO = {
     'neck.in_channels': [16, 32, 64],
@@ -61,6 +67,46 @@ def test_dino():
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
     assert (found.gradient - expected.gradient).norm() <= 1e-3 * expected.gradient.norm()
     assert found.bytes <= 0.5 * expected.bytes
+
+
+def crowded_queries(boxes):
+    """Returns the mask of DINO's queries for two images, of which one has some boxes and the other one."""
+    generator = CdnQueryGenerator(
+        num_classes=3, embed_dims=16, num_matching_queries=20, group_cfg=dict(num_dn_queries=10)
+    )
+    samples = []
+    for number in (boxes, 1):
+        sample = DetDataSample(metainfo=dict(img_shape=(64, 64)))
+        corners = torch.rand(number, 2) * 30
+        sample.gt_instances = InstanceData(
+            bboxes=torch.cat([corners, corners + 20], 1), labels=torch.zeros(number, dtype=torch.long)
+        )
+        samples.append(sample)
+    return generator(samples)[2]
+
+
+def test_self_attention_of_a_crowded_image_stores_no_map():
+    """Denoising queries are two for each box of the most crowded image; plain attention stores their square."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(MultiheadAttention(16, 4, batch_first=True)).double()
+    lean, stored = copy.deepcopy(plain), {}
+    apply_lean(lean, verify=False)
+    for boxes in (100, 200):
+        mask = crowded_queries(boxes)
+        assert mask.shape == (20 + 2 * boxes,) * 2 and mask.any()
+        x = torch.randn(2, len(mask), 16, dtype=torch.float64, requires_grad=True)
+        found = []
+        for model in (plain, lean):
+            run = functools.partial(model[0], x, attn_mask=mask)
+            stored[model, boxes] = saved_bytes(run, exclude=[mask, *model.parameters()])
+            (model[0](x, attn_mask=mask) ** 2).sum().backward()
+            found.append(torch.cat([x.grad.flatten(), *(p.grad.flatten() for p in model.parameters())]))
+            x.grad = None
+            model.zero_grad()
+        assert (found[1] - found[0]).norm() <= 1e-11 * found[0].norm()
+    assert stored[plain, 200] > 3 * stored[plain, 100]
+    assert stored[lean, 200] < 2.1 * stored[lean, 100]
+    assert 10 * stored[lean, 200] < stored[plain, 200]
 
 
 def detector_step(model, batch):

@@ -12,6 +12,7 @@ from . import (  # noqa: F401  register their adapters
     grounding_dino,
     linear,
     pooling,
+    repvgg,
     resnet,
     resnet_chain,
     swin,

@@ -152,6 +152,11 @@ def _is_a_convolution_alone(layer):
     return None
 
 
+def _is_convolution_and_norm(layer):
+    plain = tuple(layer.order) == ('conv', 'norm', 'act') and not layer.with_explicit_padding
+    return None if plain and layer.with_norm and not layer.with_activation else 'it is not a convolution and a norm'
+
+
 def _averages_without_padding(pool):
     padding = pool.padding if isinstance(pool.padding, tuple) else (pool.padding,)
     return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
@@ -165,6 +170,7 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'convolution that keeps the size': dict.fromkeys(_CONVOLUTIONS, _keeps_the_size),
     'pointwise convolution': dict.fromkeys(_CONVOLUTIONS, _is_pointwise),
     'convolution alone': {ConvModule: _is_a_convolution_alone},
+    'convolution and norm': {ConvModule: _is_convolution_and_norm},
     'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _is_without_plugins),
     'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _pads_zeros),
     'norm of a chain': dict.fromkeys(_NORMS, _has_all_tensors),
@@ -380,6 +386,8 @@ def derives_plainly(kind: type, known: Iterable[type | str]) -> bool:
 
 
 def _is_plain(name: str, value) -> bool:
+    if name == '_abc_impl':  # of every class whose metaclass is ABCMeta, such as mmengine's BaseModule
+        return True
     dunder = name.startswith('__') and name.endswith('__')
     if dunder and name not in ('__call__', '__getattr__', '__getattribute__', '__setattr__', '__iter__', '__len__'):
         return True

@@ -59,9 +59,11 @@ class ConvNormSettings:
         activation (Activation | None): Activation. If ``None``, there is none. Default: None.
         dtype (torch.dtype | None): Precision of the convolution. If ``None``, that of autocast, or of ``x``. Default:
             None.
+        recompute (bool): Whether the backward pass recomputes the convolution for the norm, so that its output is not
+            saved. Without activation and residual only. Default: False.
 
     Raises:
-        ValueError: If ``norm`` is unknown.
+        ValueError: If ``norm`` is unknown, or ``recompute`` is set with an activation.
     """
 
     form: Form = Form()
@@ -76,8 +78,11 @@ class ConvNormSettings:
     process_group: Any = None
     activation: Activation | None = None
     dtype: torch.dtype | None = None
+    recompute: bool = False
 
     def __post_init__(self):
+        if self.recompute and self.activation is not None:
+            raise ValueError(f'recompute={self.recompute} needs activation=None, because the output is not saved')
         if self.norm not in NORMS:
             raise ValueError(f'norm={self.norm!r} is unknown; choose one of {", ".join(NORMS)}')
 
@@ -145,9 +150,9 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
 
     - with the norms 'none' and 'fixed', nothing is saved without an activation, the output for ReLU, and the input of
       the activation for any other activation;
-    - with 'batch' and 'group', the convolution's output and two numbers for each channel are saved. Norm and activation
-      are recomputed. With residuals, the output (or the activation's input) of every third layer is saved too, or of
-      every layer if storage is 'int8'.
+    - with 'batch' and 'group', the convolution's output (unless ``recompute``) and two numbers for each channel are
+      saved. Norm and activation are recomputed. With residuals, the output (or the activation's input) of every third
+      layer is saved too, or of every layer if storage is 'int8'.
 
     With storage 'int8' these maps are rounded to eight bits. The output stays exact. With 'none' and 'fixed' and either
     ReLU or no activation, so do the gradients of ``x``, of the residual and of the biases.
@@ -187,7 +192,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     s, t = settings, tensors
     x = cast(t.x, s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
-    source = kept(t.x, x, storage) if _weight_needed(s, needs) else None
+    source = kept(t.x, x, storage) if _weight_needed(s, needs) or (s.recompute and any(needs)) else None
     folded = folds(s, t, x)
     (factors,) = found = factors_of_fixed([(s, t)]) if folded or any(needs) else (None,)
     z = convolve(s, t, x, factors.column, *shifts_of_fixed([(s, t)], found)) if folded else convolve(s, t, x)
@@ -196,7 +201,9 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
         u, statistics, count = normalise(s, t, z)
     if t.residual is not None:
         u = u.add_(t.residual)
-    if any(needs):
+    if s.recompute:
+        y, normed, active = u, None, None
+    elif any(needs):
         y, normed, active = _activate(s, t, z, u, statistics)
     else:
         y, normed, active = u if s.activation is None else s.activation(u, inplace=True), None, None
@@ -294,7 +301,10 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     if needs.residual:
         found['residual'] = cast(grad, saved.dtypes[1])
     if saved.statistics is not None:  # dz = norm'(z) du
-        z = saved.normed.before_norm(grad.dtype)
+        if saved.normed is None:
+            z = cast(convolve(s, saved.tensors, saved.input.load(s.dtype)), grad.dtype)
+        else:
+            z = saved.normed.before_norm(grad.dtype)
         gradients = normalise_backward(s, saved.tensors, saved.statistics, saved.count, z, grad, needs)
         grad, found['norm_weight'], found['norm_bias'] = gradients
     # Without a gradient of a weight only the input's shape is read, so one number stands for all of its values.
