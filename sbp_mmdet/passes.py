@@ -28,7 +28,10 @@ __all__ = [
 ]
 
 # Packages whose modules write to feature maps through autograd only.
-_KNOWN = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', 'mmseg', 'mmyolo', 'sbp_mmdet')
+_LIBRARIES = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', 'mmseg', 'mmyolo', 'sbp_mmdet')
+# Of mmdet's projects. Other folders of this name are the user's own.
+_PROJECTS = ('AlignDETR', 'CO-DETR', 'DiffusionDet', 'EfficientDet', 'HDINO', 'SparseInst', 'ViTDet')
+_KNOWN = (*(f'{name}.' for name in (*_LIBRARIES, 'torch.nn')), *(f'projects.{name}.' for name in _PROJECTS))
 # Modules whose hooks look at modules, and write to no feature map.
 _WATCHERS = ('torch.distributed.', 'sbp_mmdet.plan.')
 _DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not
@@ -219,5 +222,4 @@ def of_known_library(module: nn.Module) -> bool:
 
 
 def _is_of_known_library(kind):
-    known = kind.__module__.partition('.')[0] in _KNOWN or kind.__module__.startswith('torch.nn.')
-    return known and not replaced_code(kind)
+    return f'{kind.__module__}.'.startswith(_KNOWN) and not replaced_code(kind)

@@ -194,3 +194,19 @@ def test_eight_bits_are_near():
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() < 0.05 * max(gradient.norm(), 1e-3), name
     assert maps(lean) < 2.5
+
+
+@pytest.mark.parametrize('project, is_known', [('EfficientDet', True), ('EfficientDetOfMine', False)])
+def test_layers_of_mmdets_own_projects_hand_on_their_maps(project, is_known):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = conv('SiLU'), conv()
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    of_module(f'projects.{project}.bifpn', Pair)
+    plain, lean, _ = both(Held(Pair()))
+    assert_near(results(lean), results(plain), 1e-11)
+    assert (maps(lean) < 2.1) == is_known

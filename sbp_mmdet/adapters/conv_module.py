@@ -9,7 +9,6 @@ import functools
 import mmcv.cnn
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
 from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
 from mmcv.cnn.bricks.swish import Swish
@@ -88,14 +87,14 @@ class ConvNorm:
         """
         conv, norm, act = self.modules
         options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm)
-        x, padding = _padded(x, conv) if self._adapts else (x, conv.padding)
+        padding, border = _own_padding(x, conv) if self._adapts else (conv.padding, (0, 0, 0, 0))
         activation = None if act is None else activation_of(act)
-        made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype
+        made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype, border
         if made_of != self._made_of:
             form, stride, padding, dilation, groups, *_ = made_of
             named = dict(zip(('norm', 'eps', 'momentum', 'num_groups', 'process_group'), options, strict=False))
             made = ConvNormSettings(
-                form, stride, padding, dilation, groups, **named, activation=activation, dtype=dtype
+                form, stride, padding, dilation, groups, **named, activation=activation, dtype=dtype, border=border
             )
             self._settings, self._made_of = made, made_of
         weight, bias = affine(conv)
@@ -184,8 +183,8 @@ def _pads_itself(conv):
     return kind is Conv2dAdaptivePadding or path_of(kind) == EFFICIENTDETS_CONVOLUTION
 
 
-def _padded(x, conv):
-    """Return a map and the padding of TensorFlow's "same". If opposite sides differ, the map is padded here."""
+def _own_padding(x, conv):
+    """Return padding and border of TensorFlow's "same" for a map; the border is for opposite sides that differ."""
     pads = []
     for size, stride, kernel, dilation in zip(x.shape[2:], conv.stride, conv.kernel_size, conv.dilation, strict=True):
         if stock_class(type(conv)) is Conv2dAdaptivePadding:
@@ -194,8 +193,8 @@ def _padded(x, conv):
             pads.append((-(-size // stride) - 1) * stride + kernel - size)
     (top, left), (bottom, right) = ([pad // 2 for pad in pads], [pad - pad // 2 for pad in pads])
     if (top, left) == (bottom, right):
-        return x, (top, left)
-    return F.pad(x, (left, right, top, bottom)), (0, 0)
+        return (top, left), (0, 0, 0, 0)
+    return (0, 0), (left, right, top, bottom)
 
 
 def _norm_inputs(norm):

@@ -61,6 +61,8 @@ class ConvNormSettings:
             None.
         recompute (bool): Whether the backward pass recomputes the convolution for the norm, so that its output is not
             saved. Without activation and residual only. Default: False.
+        border (tuple[int, int, int, int]): Further zeros on the left, right, upper and lower side of the input, for
+            padding that differs between opposite sides. Default: (0, 0, 0, 0).
 
     Raises:
         ValueError: If ``norm`` is unknown, or ``recompute`` is set with an activation.
@@ -79,6 +81,7 @@ class ConvNormSettings:
     activation: Activation | None = None
     dtype: torch.dtype | None = None
     recompute: bool = False
+    border: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def __post_init__(self):
         if self.recompute and self.activation is not None:
@@ -176,6 +179,7 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
 
 def _reference(settings, tensors):
     x, weight, bias, norm_weight, norm_bias, mean, var, residual = tensors
+    x = _bordered(settings, x)
     x = F.conv2d(x, weight, bias, settings.stride, settings.padding, settings.dilation, settings.groups)
     if settings.norm == 'group':
         x = F.group_norm(x, settings.num_groups, norm_weight, norm_bias, settings.eps)
@@ -193,6 +197,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     x = cast(t.x, s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if _weight_needed(s, needs) or (s.recompute and any(needs)) else None
+    x = _bordered(s, x)
     folded = folds(s, t, x)
     (factors,) = found = factors_of_fixed([(s, t)]) if folded or any(needs) else (None,)
     z = convolve(s, t, x, factors.column, *shifts_of_fixed([(s, t)], found)) if folded else convolve(s, t, x)
@@ -302,19 +307,28 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         found['residual'] = cast(grad, saved.dtypes[1])
     if saved.statistics is not None:  # dz = norm'(z) du
         if saved.normed is None:
-            z = cast(convolve(s, saved.tensors, saved.input.load(s.dtype)), grad.dtype)
+            z = cast(convolve(s, saved.tensors, _bordered(s, saved.input.load(s.dtype))), grad.dtype)
         else:
             z = saved.normed.before_norm(grad.dtype)
         gradients = normalise_backward(s, saved.tensors, saved.statistics, saved.count, z, grad, needs)
         grad, found['norm_weight'], found['norm_bias'] = gradients
-    # Without a gradient of a weight only the input's shape is read, so one number stands for all of its values.
-    x = grad.new_empty(1).expand(saved.shape) if saved.input is None else saved.input.load(s.dtype)
+    if saved.input is None:  # only the input's shape is read, so one number stands for all of its values
+        left, right, top, bottom = s.border
+        *images, height, width = saved.shape
+        x = grad.new_empty(1).expand(*images, height + top + bottom, width + left + right)
+    else:
+        x = _bordered(s, saved.input.load(s.dtype))
     parts = None
     if s.norm == 'fixed' and s.dtype == torch.float16:
         (parts,) = parts_in_half([saved.factors])
     dx, own = convolve_backward(s, saved.tensors, saved.factors, parts, x, grad, needs)
     found |= gradients_of_fixed([own])[0] if s.norm == 'fixed' else own
-    return ConvNormGradients(**found, x=cast(dx, saved.dtypes[0]) if needs.x else None)
+    return ConvNormGradients(**found, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
+
+
+def _bordered(s, x, sign=1):
+    """Add the border to a map, or take it away with the sign -1."""
+    return F.pad(x, [sign * n for n in s.border]) if any(s.border) else x
 
 
 def convolve_backward(s, t, factors, parts, x, grad, needs):
