@@ -148,15 +148,16 @@ def run(folder: Path, name: str, before: dict) -> dict:
         name (str): A key of ``MODELS``.
         before (dict): What was found before.
     """
-    model = MODELS[name]
-    row, plan = (
-        before,
-        before.get('plan')
-        or apart(_computed, count, folder, name, False, VARIANTS, model.size, IMAGES, seconds=SECONDS),
-    )
+    model, plan = MODELS[name], before.get('plan', {})
+    row = before if 'loss_error' in before else {}
+    if 'peaks' not in plan:
+        plan = apart(_computed, count, folder, name, False, VARIANTS, model.size, IMAGES, seconds=SECONDS)
     if 'loss_error' not in row:
         for double in (True, False) if model.double else (False,):
+            why = row.get('untried') or row.get('error')
             row = apart(_computed, compare, folder, name, True, double, model.step, seconds=SECONDS)
+            if why and not double:
+                row['no_fp64'] = why
             if 'loss_error' in row:
                 break
     return dict(row, config=model.config, plan=plan)

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import cv2
 import numpy as np
 import text_stand_in  # noqa: F401  registers the text encoder
 import torch
 from mmdet.models.layers.transformer import dino_layers
 from mmengine.structures import InstanceData
+from mmengine.utils import digit_version
 
 from sbp_mmdet.plan import detector as plan_detector
 
@@ -38,11 +40,12 @@ def sources(folder: Path, config: str) -> Iterator[None]:
         stack.enter_context(mock.patch.object(sys, 'path', [str(folder / 'mmdet'), *sys.path]))
         if not torch.cuda.is_available():
             stack.enter_context(mock.patch.object(torch.Tensor, 'cuda', lambda self, *args, **kwargs: self))
-        if 'prettytable' not in sys.modules and importlib.util.find_spec('prettytable') is None:
-            stack.enter_context(mock.patch.dict(sys.modules, prettytable=mock.MagicMock()))  # mmyolo prints with it
+        for name in ('prettytable', 'torchvision'):  # mmyolo prints with it; one detector of mmrotate turns images
+            if name not in sys.modules and importlib.util.find_spec(name) is None and project != 'mmdet':
+                stack.enter_context(mock.patch.dict(sys.modules, {name: mock.MagicMock()}))
         if project != 'mmdet':  # __init__ of the package refuses newer versions of mmcv and mmdet
             package = types.ModuleType(project)
-            package.__path__ = [str(folder / project / project)]
+            package.__path__, package.digit_version = [str(folder / project / project)], digit_version
             stack.enter_context(mock.patch.dict(sys.modules, {project: package}))
         made = None
         if 'grounding_dino' in config:
@@ -120,12 +123,13 @@ def _rotated(*args, **kwargs):
 def _rotated_boxes_are_found():
     """Let an untrained RPN find rotated objects, and compute overlaps of rotated boxes for detectors in fp64."""
     overlaps = importlib.import_module('mmrotate.structures.bbox.bbox_overlaps')
-    overlap = overlaps.box_iou_rotated
+    overlap, rectangle = overlaps.box_iou_rotated, cv2.minAreaRect
 
     def in_single(a, b, *args, **kwargs):  # mmcv's knows no fp64 on a CPU
         return overlap(a.to(_SINGLE), b.to(_SINGLE), *args, **kwargs).to(a.dtype)
 
     with (
+        mock.patch.object(cv2, 'minAreaRect', lambda points: rectangle(points.astype(np.float32))),
         mock.patch.object(overlaps, 'box_iou_rotated', in_single),
         mock.patch.object(plan_detector, 'as_if_trained', _find_rotated),
     ):
