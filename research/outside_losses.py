@@ -30,7 +30,7 @@ from sbp_mmdet.plan.variants import load_config, plain
 from sbp_mmdet.presets import PRESETS
 
 RUNS = ('none', 'exact', 'last bit changed')
-IMAGES, SIDE, SECONDS = 2, 160, 7200
+IMAGES, SIDE, SECONDS = 2, 96, 3600
 
 
 class Small(NamedTuple):
@@ -41,19 +41,21 @@ class Small(NamedTuple):
 
 
 _R18 = {'model.backbone.depth': 18, 'model.backbone.frozen_stages': -1, 'model.backbone.norm_eval': False}
-_R18 |= {'model.backbone.norm_cfg': dict(type='BN', requires_grad=True)}
-_FEW_RPN, _FEW_ROIS = dict(nms_pre=200, max_per_img=100), dict(num=64)
+_R18 |= {'model.backbone.base_channels': 32, 'model.backbone.norm_cfg': dict(type='BN', requires_grad=True)}
+_FEW_RPN, _FEW_ROIS = dict(nms_pre=100, max_per_img=50), dict(num=32)
 
 MODELS = {
     'Co-DETR': Small(
         'mmdet/projects/CO-DETR/configs/codino/co_dino_5scale_r50_8xb2_1x_coco.py',
         _R18
         | {
-            'model.neck.in_channels': [64, 128, 256, 512],
-            'model.query_head.num_query': 100,
-            'model.query_head.in_channels': 512,
+            'model.neck.in_channels': [32, 64, 128, 256],
+            'model.query_head.num_query': 60,
+            'model.query_head.in_channels': 256,
             'model.query_head.transformer.encoder.num_layers': 2,
             'model.query_head.transformer.decoder.num_layers': 2,
+            'model.query_head.transformer.encoder.transformerlayers.feedforward_channels': 256,
+            'model.query_head.transformer.decoder.transformerlayers.feedforward_channels': 256,
             'model.roi_head.0.bbox_head.fc_out_channels': 128,
             'model.train_cfg.1.rpn_proposal': _FEW_RPN,
             'model.train_cfg.1.rcnn.sampler': _FEW_ROIS,
@@ -91,8 +93,10 @@ MODELS = {
             'model.encoder.fusion_layer_cfg.dropout': 0.0,
             'model.encoder.num_layers': 2,
             'model.decoder.num_layers': 2,
-            'model.neck.in_channels': [128, 256, 512],
-            'model.num_queries': 100,
+            'model.encoder.layer_cfg.ffn_cfg.feedforward_channels': 256,
+            'model.decoder.layer_cfg.ffn_cfg.feedforward_channels': 256,
+            'model.neck.in_channels': [64, 128, 256],
+            'model.num_queries': 60,
         },
     ),
 }  # fmt: skip

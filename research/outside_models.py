@@ -6,9 +6,9 @@
 FOLDER holds the public sources, which are no part of this project: ``mmdet`` (``projects`` and ``configs`` of
 VBTI-development/onedl-mmdetection), ``mmyolo`` (``mmyolo`` and ``configs`` of open-mmlab/mmyolo) and ``mmrotate``
 (``mmrotate`` and ``configs`` of open-mmlab/mmrotate, branch 1.x). The configs are the stock ones. Losses and gradients
-are compared on small images, in fp64 where a detector knows it; large backbones are shrunk for that. Memory is counted
-under the rules of CUDA, for two images of the recipe's size, in the recipe's precision. Each detector runs in a process
-of its own. Goes on where the results end; --again NAME runs some anew.
+are compared on small images, in fp64 where a detector knows it; large backbones and transformers have fewer layers for
+that. Memory is counted under the rules of CUDA, for two images of the recipe's size, in the recipe's precision. Each
+detector runs in a process of its own. Goes on where the results end; --again NAME runs some anew.
 """
 
 import argparse
@@ -75,9 +75,12 @@ def _rotated(path, **keys):
 
 
 _NO_PADDING = {'model.data_preprocessor.batch_augments': None}  # to 1024 x 1024
+_FOUR_BLOCKS = {'model.backbone.depth': 4}
 _SWIN = {'model.backbone.depths': [1, 1, 2, 1]}
 TEXT = {'model.language_model': dict(_delete_=True, type='TextStandIn')}
-_QUERIES = {'model.num_queries': 100}  # a step's images have too few tokens for 900
+_LAYERS = {'model.encoder.num_layers': 2, 'model.decoder.num_layers': 2}
+_QUERIES = {'model.num_queries': 100, **_LAYERS}  # a step's images have too few tokens for 900
+_CO_LAYERS = {f'model.query_head.transformer.{part}.num_layers': 2 for part in ('encoder', 'decoder')}
 # Dropout draws other numbers where a map is cut into chunks.
 _SMALL_TEXT = {'model.language_model.depth': 2, 'model.encoder.fusion_layer_cfg.dropout': 0.0, **_QUERIES}
 # mmcv computes the gradient of the IoU of rotated boxes on GPUs alone.
@@ -86,9 +89,11 @@ _CO_DETR = 'CO-DETR/configs/codino/co_dino_5scale'
 _EFFICIENT = 'EfficientDet/configs/efficientdet'
 
 MODELS = {
-    'Co-DETR R-50': _project(f'{_CO_DETR}_r50_8xb2_1x_coco.py'),
-    'Co-DETR R-50, LSJ': _project(f'{_CO_DETR}_r50_lsj_8xb2_1x_coco.py', shrunk=_NO_PADDING, size=(1024, 1024)),
-    'Co-DETR Swin-L': _project(f'{_CO_DETR}_swin_l_16xb1_1x_coco.py', shrunk=_SWIN),
+    'Co-DETR R-50': _project(f'{_CO_DETR}_r50_8xb2_1x_coco.py', shrunk=_CO_LAYERS),
+    'Co-DETR R-50, LSJ': _project(
+        f'{_CO_DETR}_r50_lsj_8xb2_1x_coco.py', shrunk=_NO_PADDING | _CO_LAYERS, size=(1024, 1024)
+    ),
+    'Co-DETR Swin-L': _project(f'{_CO_DETR}_swin_l_16xb1_1x_coco.py', shrunk=_SWIN | _CO_LAYERS),
     'Grounding DINO Swin-T': _stock(
         'grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco.py', options=TEXT, shrunk=_SMALL_TEXT
     ),
@@ -99,7 +104,9 @@ MODELS = {
         'mm_grounding_dino/coco/grounding_dino_swin-t_finetune_16xb4_1x_coco.py', options=TEXT, shrunk=_SMALL_TEXT
     ),
     'ViTDet-B': _project(
-        'ViTDet/configs/vitdet_mask-rcnn_vit-b-mae_lsj-100e.py', shrunk=_NO_PADDING, size=(1024, 1024)
+        'ViTDet/configs/vitdet_mask-rcnn_vit-b-mae_lsj-100e.py',
+        shrunk=_NO_PADDING | {'model.backbone.depth': 4},
+        size=(1024, 1024),
     ),
     'DiffusionDet R-50': _project(
         'DiffusionDet/configs/diffusiondet_r50_fpn_500-proposals_1-step_crop-ms-480-800-450k_coco.py'

@@ -265,7 +265,8 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
 
 def _modules_of(model, part):
     """Return the names of the modules that a 'cp-' piece checkpoints."""
-    roi = model.get('roi_head') or {}
+    roi = model.get('roi_head')
+    roi = roi if isinstance(roi, dict) else {}  # Co-DETR has a list of them
     if part == 'heads':
         return [f'roi_head.{h}' for h in ('bbox_head', 'mask_head') if roi.get(h)] or (
             ['bbox_head'] if model.get('bbox_head') else []
