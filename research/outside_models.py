@@ -75,12 +75,14 @@ def _rotated(path, **keys):
 
 
 _NO_PADDING = {'model.data_preprocessor.batch_augments': None}  # to 1024 x 1024
-_FOUR_BLOCKS = {'model.backbone.depth': 4}
+_FEW_ROIS = {'model.train_cfg.rcnn.sampler.num': 16}
+_FOUR_BLOCKS = {'model.backbone.depth': 4, **_FEW_ROIS}
 _SWIN = {'model.backbone.depths': [1, 1, 2, 1]}
 TEXT = {'model.language_model': dict(_delete_=True, type='TextStandIn')}
 _LAYERS = {'model.encoder.num_layers': 2, 'model.decoder.num_layers': 2}
 _QUERIES = {'model.num_queries': 100, **_LAYERS}  # a step's images have too few tokens for 900
 _CO_LAYERS = {f'model.query_head.transformer.{part}.num_layers': 2 for part in ('encoder', 'decoder')}
+_CO_LAYERS['model.train_cfg.1.rcnn.sampler.num'] = 16
 # Dropout draws other numbers where a map is cut into chunks.
 _SMALL_TEXT = {'model.language_model.depth': 2, 'model.encoder.fusion_layer_cfg.dropout': 0.0, **_QUERIES}
 # mmcv computes the gradient of the IoU of rotated boxes on GPUs alone.
@@ -133,7 +135,7 @@ MODELS = {
     'Rotated RetinaNet R-50': _rotated('rotated_retinanet/rotated-retinanet-rbox-le90_r50_fpn_1x_dota.py'),
     'Rotated FCOS R-50, KLD': _rotated('rotated_fcos/rotated-fcos-le90_r50_fpn_kld_1x_dota.py'),
     'RTMDet-R s': _rotated('rotated_rtmdet/rotated_rtmdet_s-3x-dota.py', options=_NO_ROTATED_IOU),
-    'Oriented R-CNN R-50': _rotated('oriented_rcnn/oriented-rcnn-le90_r50_fpn_1x_dota.py'),
+    'Oriented R-CNN R-50': _rotated('oriented_rcnn/oriented-rcnn-le90_r50_fpn_1x_dota.py', shrunk=_FEW_ROIS),
     'RoI Transformer R-50': _rotated('roi_trans/roi-trans-le90_r50_fpn_1x_dota.py'),
     'S2A-Net R-50': _rotated('s2anet/s2anet-le135_r50_fpn_1x_dota.py'),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import cv2
+import mmcv
 import numpy as np
 import text_stand_in  # noqa: F401  registers the text encoder
 import torch
@@ -45,7 +46,8 @@ def sources(folder: Path, config: str) -> Iterator[None]:
                 stack.enter_context(mock.patch.dict(sys.modules, {name: mock.MagicMock()}))
         if project != 'mmdet':  # __init__ of the package refuses newer versions of mmcv and mmdet
             package = types.ModuleType(project)
-            package.__path__, package.digit_version = [str(folder / project / project)], digit_version
+            package.__path__ = [str(folder / project / project)]
+            package.digit_version, package.mmcv_version = digit_version, digit_version(mmcv.__version__)
             stack.enter_context(mock.patch.dict(sys.modules, {project: package}))
         made = None
         if 'grounding_dino' in config:
