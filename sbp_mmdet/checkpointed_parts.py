@@ -1,11 +1,14 @@
 """The parts of a detector that presets checkpoint: neck, heads, layers of transformers, blocks without an operation."""
 
+import contextlib
+import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from mmdet.models.dense_heads import DETRHead, RTMDetHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
-from mmdet.models.layers.transformer.detr_layers import DetrTransformerDecoderLayer, DetrTransformerEncoderLayer
 from mmdet.models.necks import DyHead
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from mmengine.model import Sequential
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from .adapters import LeanModule, adapter_of
 from .checkpointing import Checkpointed, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, run_in_chunks, runs_in_chunks
+from .ops.common.autograd_function import Form, without_output
 from .passes import is_known_inside, of_known_library
 from .surgery import Mixin, detectors, mix_out, stock_class
 
@@ -47,14 +51,52 @@ class CheckpointedInChunks(CheckpointedPart):
         return run_in_chunks(super(Checkpointed, self).forward, x, parameters)
 
 
+_thread = threading.local()  # attribute `running`: the layer that runs in its checkpoint, and whether again
+
+
+@functools.cache
+def _recomputed(form):
+    return dataclasses.replace(form, recomputed=True)
+
+
 class CheckpointedLayer(CheckpointedPart):
-    """Changed layer of a transformer that saves only its input, and drops the same images when it is recomputed."""
+    """Changed layer of a transformer that saves only its input, and drops the same images when it is recomputed.
+
+    The recomputation ends at the input of the last part, whose backward pass recomputes the rest itself.
+    """
 
     replays_draws = True
 
     def replayable(self, forward: Callable) -> Callable:
         """See :meth:`.Checkpointed.replayable`."""
-        return forward if self._lean.draws is None else self._lean.draws.in_this_pass(forward)
+        if self._lean.draws is not None:
+            forward = self._lean.draws.in_this_pass(forward)
+        again = False
+
+        def run(*args, **kwargs):
+            nonlocal again
+            outer, _thread.running, again = getattr(_thread, 'running', None), (self, again), True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                _thread.running = outer
+
+        return run
+
+    @property
+    def form(self) -> Form:
+        """Form of the operations."""
+        return super().form if self._running() is None else _recomputed(super().form)
+
+    def run(self, name: str, x: Tensor, **options) -> Tensor:
+        """See :meth:`.LeanModule.run`. In the recomputation nobody reads the output of the last part."""
+        with without_output() if self._running() and name == self.last else contextlib.nullcontext():
+            return super().run(name, x, **options)
+
+    def _running(self):
+        """Return whether the checkpoint of this layer recomputes it now; ``None`` outside of its checkpoint."""
+        layer, again = getattr(_thread, 'running', None) or (None, None)
+        return again if layer is self else None
 
 
 class CheckpointedLevels(Mixin):
@@ -76,8 +118,9 @@ def parts_to_checkpoint(
     """Yield the parts of a model that save less memory if they are checkpointed, with the class to mix in.
 
     All modules inside of them are of known libraries and without hooks, so they may run twice. Parts that are a single
-    operation, such as a feature pyramid, are excluded, because they recompute what is cheap themselves. Layers of
-    transformers are checkpointed if they save more than their input.
+    operation, such as a feature pyramid, are excluded, because they recompute what is cheap themselves. Blocks of
+    transformers are checkpointed if they save more than their input. Layers of DETRs are not: those of encoders save
+    one map, and those of decoders have few tokens.
 
     Args:
         model (nn.Module): The model, changed by its adapters.
@@ -143,10 +186,7 @@ def _mixin(part):
 
 
 def _mixin_of_layer(layer):
-    if isinstance(layer, LeanModule):
-        return CheckpointedLayer if layer.stores_more else None
-    known = isinstance(layer, (DetrTransformerEncoderLayer, DetrTransformerDecoderLayer))
-    return CheckpointedPart if known else None
+    return CheckpointedLayer if isinstance(layer, LeanModule) and layer.last else None
 
 
 def _is_unchanged_block(module):

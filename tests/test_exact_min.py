@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder, DetrTransformerEncoder
+from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 from stand_ins import of_module
@@ -146,13 +146,6 @@ def _vit():
     return model, dict(x=torch.randn(2, 3, 32, 32).double())
 
 
-def _detr():
-    layers = dict(self_attn_cfg=dict(embed_dims=16, num_heads=2, dropout=0.3, batch_first=True))
-    layers |= dict(ffn_cfg=dict(embed_dims=16, feedforward_channels=32, ffn_drop=0.3))
-    query, pos = torch.randn(2, 2, 12, 16).double()
-    return DetrTransformerEncoder(2, layers), dict(query=query, query_pos=pos, key_padding_mask=None)
-
-
 def _deformable():
     attention = dict(embed_dims=16, num_heads=2, num_levels=2, dropout=0.3, batch_first=True)
     layers = dict(self_attn_cfg=attention, ffn_cfg=dict(embed_dims=16, feedforward_channels=32, ffn_drop=0.3))
@@ -165,7 +158,6 @@ def _deformable():
 TRANSFORMERS = {
     'Swin': _swin,
     'ViT': _vit,
-    'DETR, encoder': _detr,
     'Deformable DETR, encoder': _deformable,
 }
 

@@ -135,7 +135,8 @@ class LeanModule(Mixin):
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it also runs lean when it is frozen and in evaluation mode while the rest of
             the model trains. Default: False.
-        stores_more (bool): Whether it saves more than its input; ``exact_min`` then recomputes it. Default: False.
+        last (str | None): Part whose output the forward pass returns, of a layer that saves more than its input.
+            ``exact_min`` recomputes the layer up to the input of this part. Default: None.
         separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used. If
             ``False``, the whole module then runs its own code. Default: False.
     """
@@ -151,7 +152,7 @@ class LeanModule(Mixin):
     hands_on = False
     has_reference = True
     folds_frozen_norms = False
-    stores_more = False
+    last = None
     separable = False
 
     def forward(self, *args, **kwargs):

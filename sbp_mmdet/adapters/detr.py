@@ -341,7 +341,7 @@ class LeanDeformableEncoderLayer(LeanModule):
     With ``sbp``, attention and feed-forward network backpropagate through kept tokens.
     """
 
-    checkpointed = hands_on = stores_more = True
+    checkpointed = hands_on = True
     has_reference = False
 
     def bypasses(self):

@@ -74,7 +74,8 @@ class LeanSwinBlock(LeanBlock):
     """Swin block: window attention with exact gradients, then the channel MLP, which is thinned."""
 
     rounds_up = True
-    separable = stores_more = True
+    separable = True
+    last = 'mlp'
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

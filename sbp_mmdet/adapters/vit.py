@@ -19,7 +19,8 @@ class LeanViTBlock(LeanBlock):
     from_end = True
     class_tokens = True
     absent = ('downsample',)
-    separable = stores_more = True
+    separable = True
+    last = 'mlp'
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

@@ -18,6 +18,7 @@ The output is always exact. Gradients flow through (section 4, "How to apply SBP
 If nothing is dropped, x-hat is saved and the attention is recomputed in the backward pass. Otherwise x-hat (of kept
 tokens; of all for 'query' and 'head'), O and the log-sum-exp of the rows of M (of kept tokens or heads) are saved, and
 one product recomputes Q, K and V. With keep ratio r, the backward attention takes r^2, r and r of the exact arithmetic.
+In a layer that is recomputed as a whole, all of these are saved for a moment.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.flash import attend, attend_backward
+from .common.flash import attend, attend_backward, to_heads, to_rows
 from .common.folding import add_branch, fold, normalise, normalise_backward, unfold, unscale
 from .common.layouts import Chunk, add_rows_
 from .common.precision import Stored, accumulate, column_sums, in_range, store
@@ -105,10 +106,11 @@ class AttentionSaved(NamedTuple):
     Attributes:
         xhat (Stored | None): Normalised tokens, shape (N, K, C).
         rstd (Tensor | None): Their reciprocal deviation, shape (N, K, 1).
-        out (Stored | None): O, shape (N, K, C), where tokens or heads are dropped.
-        lse (Tensor | None): Log-sum-exp of the rows of M, shape (N, K, h), where tokens or heads are dropped.
+        out (Stored | None): O, shape (N, K, C), where tokens or heads are dropped or the layer is recomputed.
+        lse (Tensor | None): Log-sum-exp of the rows of M, shape (N, K, h), where O is saved.
         keep (Tensor | None): Indices of the kept tokens.
         given (AttentionTensors): Parameters, factor and heads.
+        qkv (Tensor | None): Q, K and V, shape (N, L, 3 C). If ``None``, they are recomputed.
     """
 
     xhat: Stored | None
@@ -117,6 +119,7 @@ class AttentionSaved(NamedTuple):
     lse: Tensor | None
     keep: Tensor | None
     given: AttentionTensors
+    qkv: Tensor | None
 
 
 def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
@@ -154,13 +157,13 @@ def _forward(settings, tensors, needs):
     xhat, rstd = normalise(t.x, settings.eps, dtype)
     qkv = F.linear(xhat, *_qkv_layer(settings, t))
     head_dim = t.proj_weight.shape[1] // settings.num_heads
-    out, lse = attend(*(_to_heads(rows, head_dim) for rows in qkv.chunk(3, -1)))
-    out = _to_rows(out)
+    out, lse = attend(*(to_heads(rows, head_dim) for rows in qkv.chunk(3, -1)))
+    out = to_rows(out)
     branch = F.linear(out, t.proj_weight.to(dtype), t.proj_bias.to(dtype))
     y = add_branch(t.x, [(Chunk.whole(branch), branch)], t.gamma, t.factor, dtype)
 
     storage, seen = settings.form.storage, _seen(settings, kept)
-    runs_again = kept is None and t.heads is None
+    runs_again = kept is None and t.heads is None and not settings.form.recomputed
     behind, with_output = _asked(needs)
     stored_xhat = stored_out = stored_lse = None
     if behind or (runs_again and with_output):
@@ -171,7 +174,8 @@ def _forward(settings, tensors, needs):
         stored_lse = take(lse.transpose(1, 2), kept)
         stored_lse = stored_lse if t.heads is None else stored_lse.index_select(2, t.heads)
     rstd = take(rstd, seen) if needs.x else None
-    return y, AttentionSaved(stored_xhat, rstd, stored_out, stored_lse, kept, t._replace(x=None, positions=None))
+    given, qkv = t._replace(x=None, positions=None), qkv if settings.form.recomputed else None
+    return y, AttentionSaved(stored_xhat, rstd, stored_out, stored_lse, kept, given, qkv)
 
 
 def _asked(needs):
@@ -213,16 +217,6 @@ def _qkv_layer(settings, t, channels=None):
     return (weight, bias) if channels is None else (weight[channels], bias[channels])
 
 
-def _to_heads(rows, head_dim):
-    """Return rows (N, L, h d) as heads (N, h, L, d), a view."""
-    return rows.unflatten(2, (-1, head_dim)).transpose(1, 2)
-
-
-def _to_rows(heads):
-    """Return heads (N, h, L, d) as rows (N, L, h d)."""
-    return heads.transpose(1, 2).flatten(2)
-
-
 def _backward(settings, saved, grad, needs):
     t = saved.given
     # g = factor * dy, of the tokens whose branch sends gradients.
@@ -237,10 +231,10 @@ def _backward(settings, saved, grad, needs):
     # dO = (gamma * g) W_p. The kernel computes dM = S * (dO V^T - rowsum(dO * O)) entry by entry, and from it
     # dQ = dM K / sqrt(d), dK = dM^T Q / sqrt(d) and dV = S^T dO, for the queries, keys and heads that it is given.
     g = incoming if t.gamma is None else incoming * t.gamma
-    g = _to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
+    g = to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
     del incoming
-    parts = attend_backward(g, q, k, v, _to_heads(out, q.shape[-1]), lse)
-    dq, dk, dv = (_to_rows(part) for part in parts)
+    parts = attend_backward(g, q, k, v, to_heads(out, q.shape[-1]), lse)
+    dq, dk, dv = (to_rows(part) for part in parts)
     del q, k, v, out, parts, g
     queries = saved.keep if settings.mode == 'query' else None
     layer = _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
@@ -258,13 +252,16 @@ def _activations(settings, saved, xhat, weight, bias):
     if xhat is None:
         return None, None, None, out, None
     c, head_dim = len(weight) // 3, saved.given.proj_weight.shape[1] // settings.num_heads
-    q = F.linear(take(xhat, saved.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
-    kv = F.linear(xhat, weight[c:], bias[c:])
-    q, k, v = (_to_heads(rows, head_dim) for rows in (q, *kv.chunk(2, -1)))
+    if saved.qkv is None:
+        q = F.linear(take(xhat, saved.keep if settings.mode == 'query' else None), weight[:c], bias[:c])
+        rows = q, *F.linear(xhat, weight[c:], bias[c:]).chunk(2, -1)
+    else:
+        rows = saved.qkv.chunk(3, -1)
+    q, k, v = (to_heads(part, head_dim) for part in rows)
     if out is not None:
         return q, k, v, out, saved.lse.transpose(1, 2)
     out, lse = attend(q, k, v)
-    return q, k, v, _to_rows(out), lse
+    return q, k, v, to_rows(out), lse
 
 
 def _product(drawn, a, b):

@@ -187,23 +187,35 @@ def _reference(settings, tensors):
 
 def _forward(settings, tensors, needs):
     # The branch of all tokens is computed, so the output is exact; x-hat is saved for the kept ones (Algorithm 1).
+    t = tensors
+    if full.saves_input(settings, t):
+        return full.forward(settings, t), _save(settings, t, needs)
+    normalised = _normalised(settings, t, needs)
+    out = add_branch(t.shortcut, _branch(settings, t, tokens_of(t.x), normalised[0]), t.gamma, t.factor, settings.dtype)
+    return out, _save(settings, t, needs, normalised)
+
+
+def _normalised(settings, t, needs):
+    """Return x-hat and its reciprocal deviation, if they are saved."""
+    saves = _asked(needs)[1] and t.conv is None
+    return normalise(tokens_of(t.x), settings.eps, settings.dtype) if saves else (None, None)
+
+
+def _save(settings, tensors, needs, normalised=None):
     t, keep = tensors, settings.form.kept(tensors.positions)
     _, hidden, anything = _asked(needs)
-    if full.saves_input(settings, t):
-        return full.forward(settings, t, keep, anything, hidden)
-    x, xhat, rstd = tokens_of(t.x), None, None
-    if hidden and t.conv is None:
-        xhat, rstd = normalise(x, settings.eps, settings.dtype)
-    out = add_branch(t.shortcut, _branch(settings, t, x, xhat), t.gamma, t.factor, settings.dtype)
     if not anything:
-        return out, None
+        return None
+    if full.saves_input(settings, t):
+        return full.save(t, keep, hidden)
+    xhat, rstd = normalised or _normalised(settings, t, needs)
     stored = None
     if xhat is not None:
         if keep is not None:
             xhat, rstd = take(xhat, keep), take(rstd, keep)
         stored, rstd = store(xhat, settings.form.storage), rstd if needs.x else None
     given = t._replace(x=None, shortcut=None, positions=None, conv=t.conv if hidden else None)
-    return out, MLPSaved(stored, rstd, keep, given, layout_of(t.x))
+    return MLPSaved(stored, rstd, keep, given, layout_of(t.x))
 
 
 def _asked(needs):
@@ -347,4 +359,4 @@ class _BackwardPass:
         return laid_out(in_shape(tokens, shape), self.saved.layout)
 
 
-_channel_mlp = Operation('ChannelMLP', _forward, _backward, MLPGradients)
+_channel_mlp = Operation('ChannelMLP', _forward, _backward, MLPGradients, _save)

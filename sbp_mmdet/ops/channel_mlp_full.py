@@ -23,7 +23,7 @@ from .common.layouts import chunks, empty_tokens, in_shape, laid_out, layout_of,
 from .common.precision import Sum, accumulator
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 
-__all__ = ['SavedInput', 'backward', 'forward', 'saves_input']
+__all__ = ['SavedInput', 'backward', 'forward', 'save', 'saves_input']
 
 aten = torch.ops.aten
 _norm_backward = aten.native_layer_norm_backward.default
@@ -58,32 +58,37 @@ def saves_input(settings, t) -> bool:
     return dtype == accumulator(t.x) and all([x is None or x.dtype == dtype for x in t[:9]])
 
 
-def forward(settings, t, keep, saves: bool, hidden: bool) -> tuple[Tensor, SavedInput | None]:
+def forward(settings, t) -> Tensor:
     """Compute the MLP.
 
     Args:
         settings (MLPSettings): Settings.
         t (MLPTensors): Inputs.
-        keep (Tensor | None): Indices of the kept tokens. If ``None``, all.
-        saves (bool): Whether there is a backward pass of the branch.
-        hidden (bool): Whether that needs the hidden layer.
 
     Returns:
-        tuple[Tensor, SavedInput | None]: Output, and what is saved.
+        Tensor: Output, of the shape and layout of the shortcut.
     """
     x = tokens_of(t.x)
     parts = chunks(*x.shape[:2], len(t.weight1), x.device, settings.chunk)
     if len(parts) == 1 and t.factor is None:
-        out = _add_whole(t, _rows(settings, t, x.reshape(-1, x.shape[2])))
-    else:
-        branch = ((chunk, _rows(settings, t, chunk.rows_of(x))) for chunk in parts)
-        out = add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
-    if not saves:
-        return out, None
+        return _add_whole(t, _rows(settings, t, x.reshape(-1, x.shape[2])))
+    branch = ((chunk, _rows(settings, t, chunk.rows_of(x))) for chunk in parts)
+    return add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
+
+
+def save(t, keep: Tensor | None, hidden: bool) -> SavedInput:
+    """Return what is saved for the backward pass.
+
+    Args:
+        t (MLPTensors): Inputs.
+        keep (Tensor | None): Indices of the kept tokens. If ``None``, all.
+        hidden (bool): Whether the backward pass needs the hidden layer.
+    """
+    x = tokens_of(t.x)
     source = None if t.conv is not None or not hidden else x if keep is None else take(x, keep)
     conv = t.conv if hidden else None
     given = t._replace(x=None, shortcut=None, positions=None, conv=conv)
-    return out, SavedInput(source, keep, given, layout_of(t.x))
+    return SavedInput(source, keep, given, layout_of(t.x))
 
 
 def _rows(settings, t, rows):

@@ -6,7 +6,8 @@ Values are sampled at places that are computed from the queries. For a query q w
     out = sum over levels and points of weights * V[places] for each head,   y = out W_p^T + b_p.
 
 The queries, the input of the values V and the output of the sampling kernel are saved. Values, places and weights are
-recomputed for the backward pass of the kernel.
+recomputed for the backward pass of the kernel. The input of the values is not saved if it is the output of an encoder
+whose last layer saves what it can be recomputed from.
 """
 
 import dataclasses
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.handed_maps import handed_on
 from .common.layouts import CHUNK
+from .common.normed import Normed
 from .common.precision import Stored, accumulate, column_sums, promoted, store
 
 __all__ = [
@@ -98,10 +101,12 @@ class DeformableSaved(NamedTuple):
     Attributes:
         given (DeformableTensors): The inputs.
         sampled (Stored): Output of the sampling kernel, shape (N, Q, C).
+        value (Normed | None): What computes the input of the values. If ``None``, that is among the inputs.
     """
 
     given: DeformableTensors
     sampled: Stored
+    value: Normed | None
 
 
 def deformable_attention(settings: DeformableSettings, tensors: DeformableTensors) -> Tensor:
@@ -356,11 +361,14 @@ def _attention_forward(settings, tensors, needs):
     s, t = settings, tensors
     sampled = sample(s, t, *kernel_inputs(s, t))
     out = F.linear(sampled, t.output_weight.to(s.dtype), t.output_bias.to(s.dtype))
-    return out, DeformableSaved(t, store(sampled, s.form.storage))
+    value = handed_on(t.value)  # an encoder's output, which its last layer saves as the sum in front of its last norm
+    value = value if isinstance(value, Normed) else None
+    return out, DeformableSaved(t if value is None else t._replace(value=None), store(sampled, s.form.storage), value)
 
 
 def _attention_backward(settings, saved, grad, needs):
-    s, (t, sampled) = settings, saved
+    s, (t, sampled, value) = settings, saved
+    t = t if value is None else t._replace(value=value.load())
     rows, found = grad.flatten(0, 1), {}
     if needs.output_bias:
         found['output_bias'] = column_sums(rows)

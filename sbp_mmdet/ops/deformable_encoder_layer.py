@@ -2,7 +2,8 @@
 
 The output of the sampling kernel of the attention A and the sum in front of LN2 are saved, and x unless it is the
 output of such a layer: then x is LN2 of the sum that the layer before has saved. Everything in between is recomputed in
-chunks of rows, at the cost of one product of the FFN and three and a half small ones.
+chunks of rows, at the cost of one product of the FFN and three and a half small ones. With ``form.minimal`` the kernel
+runs again as well, so that a layer saves one map.
 
 With ``positions`` the operation is Algorithm 1 (section 3.4) with A and FFN as its f: dropped tokens get gradients
 through shortcuts and norms, but neither as queries of A nor as rows of the FFN. They are saved for the norms.
@@ -19,9 +20,17 @@ from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
 from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
+from .common.normed import Normed, norm
 from .common.precision import Sum, add_to, cast_all, column_sums, promoted
 from .common.row_sampling import draw
-from .deformable_attention import FIXED, DeformableSettings, DeformableTensors, inputs_backward, kernel_inputs, sample
+from .deformable_attention import (
+    FIXED,
+    DeformableSettings,
+    DeformableTensors,
+    inputs_backward,
+    kernel_inputs,
+    sample,
+)
 from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
 
 __all__ = ['EncoderSettings', 'EncoderTensors', 'deformable_encoder_layer']
@@ -60,40 +69,19 @@ layer norms, shape (C,); ``weight1``, ``bias1``, ``weight2``, ``bias2`` as in :c
 EncoderGradients = gradients_of(EncoderTensors, *FIXED, 'positions')
 
 
-class Normed(NamedTuple):
-    """Output of a layer norm, recomputed from the norm's input.
-
-    Attributes:
-        x (Tensor): Input of the norm.
-        weight, bias (Tensor): Affine part.
-        eps (float): Added to the variance.
-        dtype (torch.dtype): Precision of the output.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor
-    eps: float
-    dtype: torch.dtype
-
-    def load(self) -> Tensor:
-        """Compute the output."""
-        return _norm(self.x, self.weight, self.bias, self.eps)[0].to(self.dtype)
-
-
 class EncoderSaved(NamedTuple):
     """Tensors saved for the backward pass.
 
     Attributes:
         x (Tensor | Normed): Input, or the norm that computes it.
-        sampled (Tensor): Output of the sampling kernel, shape (N, L, C).
+        sampled (Tensor | None): Output of the sampling kernel, shape (N, L, C). If ``None``, it is recomputed.
         sum (Tensor): Sum in front of the second norm, shape (N, L, C).
         given (EncoderTensors): The other inputs.
         state (OnHost | None): State of the generator before dropout. If ``None``, there is no dropout.
     """
 
     x: Tensor | Normed
-    sampled: Tensor
+    sampled: Tensor | None
     sum: Tensor
     given: EncoderTensors
     state: OnHost | None
@@ -112,12 +100,6 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
     attention = in_precision(settings.attention, tensors.x)
     ffn = dataclasses.replace(settings.ffn, dtype=attention.dtype)
     return _encoder_layer(dataclasses.replace(settings, attention=attention, ffn=ffn), tensors)
-
-
-def _norm(x, weight, bias, eps):
-    """Compute a layer norm in the higher precision of input and weight: output, mean, reciprocal deviation."""
-    x = x.to(promoted(x.dtype, weight.dtype))
-    return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _norm_backward(grad, x, statistics, weight, bias):
@@ -180,9 +162,9 @@ class _Rows:
     def forward(self, x, sampled):
         """Compute the sum in front of the second norm, and the output."""
         t, eps = self.t, self.s.eps
-        y = _norm(self.first(x, sampled)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
+        y = norm(self.first(x, sampled)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
         total = y + self.ffn.forward(y)
-        return total, _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
+        return total, norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
     def backward(self, x, sampled, total, grad, kept):
         """Compute the gradients of rows of x, without the path through the attention, and of the kernel's output.
@@ -196,8 +178,8 @@ class _Rows:
         """
         t, eps, sums = self.t, self.s.eps, self.sums
         before, factor = self.first(x, sampled)
-        y, *statistics = _norm(before, t.norm1_weight, t.norm1_bias, eps[0])
-        second = _norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
+        y, *statistics = norm(before, t.norm1_weight, t.norm1_bias, eps[0])
+        second = norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
         grad = self._norm_backward('norm2', grad, total, second)
         if kept:
             grad = grad.add_(self.ffn.backward(y, grad))
@@ -239,7 +221,9 @@ def _layer_forward(settings, tensors, needs):
     source = handed_on(x)
     source = source if isinstance(source, Normed) else x
     hand_on(out, Normed(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
-    if s.form.storage == 'int8' and sampled.dtype == torch.float32:
+    if s.form.minimal:
+        sampled = None
+    elif s.form.storage == 'int8' and sampled.dtype == torch.float32:
         # In sixteen bits: with eight, hidden values close to zero would end up on the other side of the ReLU.
         sampled = sampled.half()
     return out, EncoderSaved(source, sampled, total, tensors._replace(x=None), state)
@@ -248,17 +232,23 @@ def _layer_forward(settings, tensors, needs):
 def _layer_backward(settings, saved, grad, needs):
     s, t = settings.attention, _in_precision_of_products(saved.given, settings.attention.dtype)
     x = saved.x.load() if isinstance(saved.x, Normed) else saved.x
+    attention, sampled = _attention_tensors(t, x), saved.sampled
+    if sampled is None:
+        sampled = sample(s, attention, *kernel_inputs(s, attention))
     run, keep = _Rows(settings, t, needs), t.positions and t.positions.keep
     queries = grad.shape[1] if keep is None else len(keep)
-    dx, dsampled = torch.empty_like(grad), grad.new_empty(len(grad), queries, grad.shape[2], dtype=s.dtype)
+    dx, dsampled = torch.empty_like(grad), sampled
+    if saved.sampled is not None or keep is not None:  # otherwise each row's gradient takes the place of the row
+        dsampled = grad.new_empty(len(grad), queries, grad.shape[2], dtype=s.dtype)
     with replayed(x.device, saved.state):
         for index, kept, chunk in run.chunks(x):
-            tensors = (x, saved.sampled, saved.sum, grad)
+            tensors = (x, sampled, saved.sum, grad)
             rows = run.backward(*(chunk.rows_of(i, index) for i in tensors), kept)
             chunk.put_(dx, rows[0], index)
             if kept:
                 chunk.put_(dsampled, rows[1])
-    inputs = _attention_backward(s, _attention_tensors(t, x), keep, dsampled, dict(needs._asdict(), value=needs.x))
+    del sampled
+    inputs = _attention_backward(s, attention, keep, dsampled, dict(needs._asdict(), value=needs.x))
     if needs.x:
         dx.add_(inputs.pop('value'))
         inputs['x'] = add_rows_(dx, keep, inputs['x'])

@@ -211,7 +211,7 @@ class FeedForward:
             sums['weight2'].add_product(drawn.divided(grad), scaled_(act(drawn.of(hidden)), own))
         if not (needs_rows or 'weight1' in sums or 'bias1' in sums):
             return None
-        grad = act.backward(scaled_(grad @ self.w2, factor), hidden)
+        grad = act.backward(scaled_(grad @ self.w2, factor), hidden, inplace=True)
         del hidden, factor
         if 'bias1' in sums:
             sums['bias1'].add(column_sums(grad))

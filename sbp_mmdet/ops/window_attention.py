@@ -112,11 +112,13 @@ class WindowSaved(NamedTuple):
         xhat (Stored): Normalised tokens, shape (N, L, C); without a deviation, the tokens themselves.
         rstd (Tensor | None): Their reciprocal deviation, shape (N, L, 1).
         given (WindowTensors): Parameters, index and factor.
+        qkv (tuple[Tensor, ...]): Q, K and V of each chunk of windows. If empty, they are recomputed.
     """
 
     xhat: Stored
     rstd: Tensor | None
     given: WindowTensors
+    qkv: tuple[Tensor, ...] = ()
 
 
 def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor:
@@ -163,9 +165,11 @@ def _forward(settings, tensors, needs):
         layers = _Layers.folded(settings, t)
         xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
     bias = cast(t.proj_bias, settings.dtype)
-    branch = Collected(len(layout.order))  # in the order of the windows
+    branch, known = Collected(len(layout.order)), []  # in the order of the windows
     for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
         windows = _Windows.run(settings, layers, layout, xhat, chunk)
+        if settings.form.recomputed:
+            known.append(windows.qkv)
         branch.put(chunk, F.linear(windows.out(), layers.proj_weight, bias))
     branch = branch.whole.index_select(1, layout.places)
     if whole and t.factor is None:
@@ -175,7 +179,7 @@ def _forward(settings, tensors, needs):
     if not any(needs):
         return out, None
     stored = Stored(t.x) if whole else store(xhat, settings.form.storage)
-    return out, WindowSaved(stored, rstd, t._replace(x=None))
+    return out, WindowSaved(stored, rstd, t._replace(x=None), tuple(known))
 
 
 def _backward(settings, saved, grad, needs):
@@ -191,8 +195,8 @@ def _backward(settings, saved, grad, needs):
     incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _sums(t, layers, layout)
     scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
     dxhat, norm = Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
-    for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
-        windows = _Windows.run(settings, layers, layout, xhat, chunk)
+    for i, chunk in enumerate(layout.chunks(settings, len(xhat), xhat.shape[2])):
+        windows = _Windows.run(settings, layers, layout, xhat, chunk, *saved.qkv[i : i + 1])
         g = windows.without_padding_(scaled.index_select(1, layout.part(layout.order, chunk)))
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias, layers.scale)
         g = g.flatten(0, 1)
@@ -281,8 +285,8 @@ class _Windows:
     Attributes:
         xhat (Tensor): Normalised tokens, shape (N, P', C).
         heads (int): Number of heads h.
-        q, k, v (Tensor): Q and K, each times the root of the scale where it is folded, and V, shape
-            (N n h, window^2, d).
+        qkv (Tensor): Q and K, each times the root of the scale where it is folded, and V, shape
+            (3, N n h, window^2, d).
         softmax (Tensor): S, shape (N n h, window^2, window^2).
         map (Tensor): S in the precision of matrix products.
         edge (int): First place of the windows at the edge.
@@ -290,13 +294,13 @@ class _Windows:
     """
 
     def __init__(self, xhat, heads, qkv, softmax, edge, pads):
-        self.xhat, self.heads, (self.q, self.k, self.v) = xhat, heads, qkv
-        self.softmax, self.map = softmax, cast(softmax, self.v.dtype)
+        self.xhat, self.heads, self.qkv = xhat, heads, qkv
+        self.softmax, self.map = softmax, cast(softmax, qkv.dtype)
         self.edge, self.pads = edge, pads
 
     @classmethod
-    def run(cls, settings, layers, layout, xhat, chunk):
-        """Compute Q, K, V and S of the places ``chunk`` (slice) from x-hat of all tokens."""
+    def run(cls, settings, layers, layout, xhat, chunk, qkv=None):
+        """Compute Q, K, V and S of the places ``chunk`` (slice) from x-hat of all tokens; Q, K and V may be known."""
         area, heads, edge = settings.window**2, settings.num_heads, max(layout.simple - chunk.start, 0)
         own = slice(max(chunk.start - layout.simple, 0), chunk.stop - layout.simple)  # among places at the edge
         at_edge = own.stop > own.start
@@ -305,14 +309,15 @@ class _Windows:
         folded = layers.padding is not None
         if pads is not None and not folded:
             xhat[:, edge:].masked_fill_(pads, 0)
-        qkv = F.linear(xhat, layers.qkv_weight, layers.qkv_bias)
-        if pads is not None and folded:
-            torch.where(pads, layers.padding, qkv[:, edge:], out=qkv[:, edge:])
-        # One copy into the order of the products; otherwise each product would copy its own part.
         (images, places, _), head_dim = xhat.shape, xhat.shape[2] // heads
         number = images * places // area  # of windows; nothing is left to torch to find, for there may be no image
-        qkv = qkv.view(number, area, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
-        qkv = qkv.reshape(3, number * heads, area, head_dim).unbind(0)
+        if qkv is None:
+            qkv = F.linear(xhat, layers.qkv_weight, layers.qkv_bias)
+            if pads is not None and folded:
+                torch.where(pads, layers.padding, qkv[:, edge:], out=qkv[:, edge:])
+            # One copy into the order of the products; otherwise each product would copy its own part.
+            qkv = qkv.view(number, area, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
+            qkv = qkv.reshape(3, number * heads, area, head_dim)
         scores = torch.bmm(qkv[0], qkv[1].mT).view(number, heads, area, area)
         scores = torch.add(layers.bias, scores, alpha=layers.scale)
         if at_edge and layout.apart is not None:
@@ -328,8 +333,8 @@ class _Windows:
 
     def out(self):
         """Return O of the windows, shape (N, P', C)."""
-        number, area, head_dim = self.v.shape
-        out = torch.bmm(self.map, self.v).view(number // self.heads, self.heads, area, head_dim)
+        _, number, area, head_dim = self.qkv.shape
+        out = torch.bmm(self.map, self.qkv[2]).view(number // self.heads, self.heads, area, head_dim)
         return out.transpose(1, 2).reshape(self.xhat.shape)
 
     def backward(self, grad, dbias, scale):
@@ -340,7 +345,7 @@ class _Windows:
             dbias (Sum): Sum for dB.
             scale (float): Factor of Q K^T.
         """
-        q, k, v, heads = self.q, self.k, self.v, self.heads
+        (q, k, v), heads = self.qkv.unbind(0), self.heads
         number, area, head_dim = v.shape[0] // heads, *v.shape[1:]
         # dS = dO V^T, dM = S * (dS - rowsum(S * dS)), dB = sum of dM, dQ = dM K, dK = dM^T Q, dV = S^T dO.
         grad = grad.view(number, area, heads, head_dim).transpose(1, 2).reshape(v.shape)

@@ -53,8 +53,19 @@ class Activation:
         """
         return ACTIVATIONS[self.name][0](self, x, inplace)
 
-    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Compute the gradient of the input ``x`` from that of the output."""
+    def backward(self, grad: Tensor, x: Tensor, inplace: bool = False) -> Tensor:
+        """Compute the gradient of the input ``x`` from that of the output.
+
+        Args:
+            grad (Tensor): Gradient of the output.
+            x (Tensor): The input.
+            inplace (bool): Whether ``grad`` may be overwritten, as ReLU does it. Default: False.
+
+        Returns:
+            Tensor: The gradient, of the same shape.
+        """
+        if inplace and self.name == 'relu':
+            return aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad)
         return ACTIVATIONS[self.name][1](self, grad, x)
 
 

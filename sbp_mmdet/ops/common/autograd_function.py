@@ -4,15 +4,18 @@ An operation is written as
 
 - a frozen dataclass of settings, which the two functions share;
 - ``forward(settings, tensors, needs) -> output, saved`` and ``backward(settings, saved, grad, needs) -> gradients``;
+- if the output may be left out where the operation is recomputed, ``save(settings, tensors, needs) -> saved``;
 - the NamedTuples ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves, and the NamedTuple
   ``gradients`` of the tensors that get a gradient (:func:`gradients_of`). ``needs`` has the same fields as
   ``gradients`` and says for each whether it is needed. Gradients that are not needed are ignored.
 
-Both functions run without gradients and outside of autocast.
+The functions run without gradients and outside of autocast.
 """
 
+import contextlib
 import dataclasses
 import operator
+import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -34,6 +37,7 @@ __all__ = [
     'in_precision',
     'put_tensors_back',
     'take_tensors_out',
+    'without_output',
 ]
 
 _CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'))
@@ -64,6 +68,8 @@ class Form:
             see :func:`.row_sampling.draw`. If ``None``, weight gradients are exact. Default: None.
         minimal (bool): Whether operations save no more than their input where the rest can be recomputed. Default:
             False.
+        recomputed (bool): Whether the operation runs within a checkpoint of its layer. Then nothing of it waits for the
+            backward pass, so it also saves what would otherwise be recomputed once more. Default: False.
 
     Raises:
         ValueError: If a value is unknown, or the reference does not have it.
@@ -73,6 +79,7 @@ class Form:
     storage: str = 'native'
     sample: Sample | None = None
     minimal: bool = False
+    recomputed: bool = False
 
     def __post_init__(self):
         if self.sample and self.implementation != 'fused':
@@ -143,6 +150,23 @@ def differentiable_once(backward: Callable) -> Callable:
     return run
 
 
+_thread = threading.local()  # attribute `without_output`
+
+
+@contextlib.contextmanager
+def without_output() -> Iterator[None]:
+    """Let operations leave out their output within the context, if they can: they save the same tensors.
+
+    The output then has the shape of the input, and no values. It is for the last operation of a layer that a checkpoint
+    recomputes: the recomputation looks for saved tensors, and its output is not used.
+    """
+    before, _thread.without_output = getattr(_thread, 'without_output', False), True
+    try:
+        yield
+    finally:
+        _thread.without_output = before
+
+
 class OnHost:
     """Tensor on the CPU that is saved for the backward pass as a plain attribute, past hooks on saved tensors.
 
@@ -165,14 +189,16 @@ class Operation:
         forward (Callable): Forward pass, see this module. Its output is one tensor; ``saved`` may be ``None``.
         backward (Callable): Backward pass, see this module.
         gradients (type): NamedTuple of the gradients, see :func:`gradients_of`.
+        save (Callable | None): Returns what ``forward`` saves, see :func:`without_output`. If ``None``, the output is
+            always computed. Default: None.
 
     Example:
         >>> _square = Operation('Square', forward, backward, SquareGradients)
         >>> y = _square(SquareSettings(), SquareTensors(x))
     """
 
-    def __init__(self, name: str, forward: Callable, backward: Callable, gradients: type):
-        self.forward, self.backward, self.gradients = forward, backward, gradients
+    def __init__(self, name: str, forward: Callable, backward: Callable, gradients: type, save: Callable | None = None):
+        self.forward, self.backward, self.gradients, self.save = forward, backward, gradients, save
         self._function = type(name, (_Function,), {})
         # With one name, the getter would return no tuple.
         names = gradients._fields
@@ -194,7 +220,10 @@ class _Function(torch.autograd.Function):
     def forward(ctx, operation, settings, tensors, *leaves):
         needs = operation.gradients(*ctx.needs_input_grad[3:])
         with no_autocast(tensors.x):
-            output, saved = operation.forward(settings, tensors, needs)
+            if operation.save is not None and getattr(_thread, 'without_output', False):
+                output, saved = tensors.x.new_empty(1).expand_as(tensors.x), operation.save(settings, tensors, needs)
+            else:
+                output, saved = operation.forward(settings, tensors, needs)
         found = []
         ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out((saved,), found)
         ctx.save_for_backward(*found)

@@ -17,13 +17,28 @@ from torch import Tensor
 
 from .precision import accumulator
 
-__all__ = ['attend', 'attend_backward']
+__all__ = ['attend', 'attend_backward', 'to_heads', 'to_rows']
 
 _HALF = (torch.float16, torch.bfloat16)
 # CUDA's memory-efficient kernel reads rows of statistics in blocks of this many numbers.
 _ALIGN = 32
 # Number of entries of the attention map that exist at a time if no kernel supports the input.
 _MAP = 2**24
+
+
+def to_heads(rows: Tensor, head_dim: int) -> Tensor:
+    """Return rows (N, L, h d) as heads (N, h, L, d), a view.
+
+    Args:
+        rows (Tensor): The rows.
+        head_dim (int): Width d of a head.
+    """
+    return rows.unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+
+def to_rows(heads: Tensor) -> Tensor:
+    """Return heads (N, h, L, d) as rows (N, L, h d)."""
+    return heads.transpose(1, 2).flatten(2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
