@@ -73,12 +73,9 @@ _PRODUCTS = ('mm', 'addmm', 'addmm_', 'bmm', 'baddbmm')
 
 def _bytes(tensors) -> int:
     """Returns the bytes of tensors on a GPU, as they lie in memory."""
-    found = 0
-    for x in tensors:
-        if isinstance(x, Tensor) and x.is_cuda:
-            sizes = [n for n, stride in zip(x.shape, x.stride(), strict=True) if stride]
-            found += math.prod(sizes) * x.element_size()
-    return found
+    found = [x for x in tensors if isinstance(x, Tensor) and x.is_cuda]
+    sizes = [[n for n, stride in zip(x.shape, x.stride(), strict=True) if stride] for x in found]
+    return sum(math.prod(size) * x.element_size() for size, x in zip(sizes, found, strict=True))
 
 
 def _moved(name: str, args, kwargs, out) -> int:
@@ -91,7 +88,8 @@ def _moved(name: str, args, kwargs, out) -> int:
             for gradient, tensors in ((dx, (weight, dx)), (dweight, (x, dweight)), (dbias, (dbias,)))
             if gradient is not None
         )
-    return _bytes(tree_flatten((args, kwargs or {}))[0]) + _bytes(tree_flatten(out)[0])
+    read = args, {key: value for key, value in (kwargs or {}).items() if key != 'grad_input'}  # which is written
+    return _bytes(tree_flatten(read)[0]) + _bytes(tree_flatten(out)[0])
 
 
 def _copied(*tensors):
