@@ -184,8 +184,9 @@ def _draws(first, column):
 
 def _reserved(first, column):
     """Return what torch reserves, or has to hold, over what the tensors of a step take at their peak."""
-    row = _results('reserved_memory')['rows'][f'{first}/none']
-    return f'{row[{"needed": "capacity"}.get(column, column)] / row["peak"]:.2f}'
+    kind, _, preset = column.partition(' with ')
+    row = _results('reserved_memory')['rows'].get(f'{first}/{preset or "none"}', {})
+    return f'{row[{"needed": "capacity"}.get(kind, kind)] / row["peak"]:.2f}' if 'peak' in row else ''
 
 
 def _swin_l(first, column):
