@@ -102,7 +102,7 @@ class HandingOn(Mixin):
     def _hand_on_maps(self, forward, args, kwargs):
         if scope_is_open() or not torch.is_grad_enabled() or not is_known_inside(self):
             return forward(*args, **kwargs)
-        with Scope():
+        with Scope(self._inside.code):
             return forward(*args, **kwargs)
 
 
@@ -144,15 +144,15 @@ class _Inside(NamedTuple):
     Copies and pickles of the module begin without.
 
     Attributes:
-        modules (tuple[tuple[nn.Module, type, tuple]]): Each module with its class and children; the outermost, whose
+        modules (tuple[tuple[nn.Module, type, dict]]): Each module with its class and children; the outermost, whose
             own hooks run before and after its forward pass, is not among them.
-        children (tuple): Children of the outermost module.
-        functions (tuple): Functions that their classes reach, see :class:`.LibraryCode`.
+        children (dict): Children of the outermost module.
+        code (dict[int, LibraryCode]): The code of their classes by its id.
     """
 
     modules: tuple = ()
-    children: tuple = ()
-    functions: tuple = ()
+    children: dict | None = None
+    code: dict | None = None
 
     def __reduce_ex__(self, protocol):
         return _Inside, ()
@@ -163,18 +163,18 @@ class _Inside(NamedTuple):
         Args:
             root (nn.Module): The outermost module.
         """
-        if not self.modules or self.children != (*root._modules.values(),):
+        if not self.modules or self.children != root._modules:
             return False
-        for owner, name, function in self.functions:
-            if getattr(owner, name, None) is not function:
+        for code in self.code.values():
+            if not code.holds():
                 return False
         for module, kind, children in self.modules:
             own = module.__dict__
             if (
                 type(module) is not kind
-                or (*own['_modules'].values(),) != children
+                or own['_modules'] != children
                 or 'forward' in own
-                or own.get('_compiled_call_impl') is not None
+                or ('_compiled_call_impl' in own and own['_compiled_call_impl'] is not None)
                 or ((own['_forward_hooks'] or own['_forward_pre_hooks']) and _is_touched(module))
             ):
                 return False
@@ -197,9 +197,12 @@ def is_known_inside(root: nn.Module) -> bool:
         kinds = {stock_class(kind) for kind in {type(m) for m in inside}}
         if not all(map(_is_of_known_library, kinds)) or any(map(_is_touched, inside)):
             return False
-        states = [(m, type(m), (*m._modules.values(),)) for m in inside]
-        functions = set().union(*[library_code(kind).functions for kind in kinds])
-        root._inside = _Inside(tuple(states), (*root._modules.values(),), tuple(functions))
+        kinds = {stock_class(kind) for kind in {type(m) for m in inside}}
+        if not all(map(_is_of_known_library, kinds)) or any(map(_is_touched, inside)):
+            return False
+        states = [(m, type(m), dict(m._modules)) for m in inside]
+        code = {id(code): code for code in map(library_code, kinds)}
+        root._inside = _Inside(tuple(states), dict(root._modules), code)
     return True
 
 

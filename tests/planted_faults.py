@@ -240,6 +240,47 @@ FAULTS = {
         'ResNet-50 in training mode',
         'int8',
     ),
+    # CSP layers.
+    'CSP: shortcut in the second run': Fault(
+        'csp_backward:CSPBackward._inputs', 'x = out if not adds else', 'x = out if True else', 'CSP layer'
+    ),
+    'CSP: gradient of the shortcut': Fault(
+        'csp_backward:CSPBackward._blocks_backward', 'grad.add_(past) if adds else grad', 'grad', 'CSP layer'
+    ),
+    'CSP: activation in front of a layer': Fault(
+        'csp_backward:CSPBackward._blocks_backward', 'self.members[i - 1].s.activation(below)', 'below', 'CSP layer'
+    ),
+    'CSP: order of the halves': Fault(
+        'csp_backward:CSPBackward._whole_backward',
+        'torch.cat((whole, self._output(0)), 1)',
+        'torch.cat((self._output(0), whole), 1)',
+        'CSP layer',
+    ),
+    'CSP: gradient of the halves': Fault(
+        'csp_backward:CSPBackward._whole_backward', 'grad, past = grad', 'past, grad = grad', 'CSP layer'
+    ),
+    'CSP: input of the last layer': Fault(
+        'csp_backward:CSPBackward._whole_backward', 'whole if gate is None else whole * gate', 'whole', 'CSP layer'
+    ),
+    'CSP: mean of the attention': Fault(
+        'csp_backward:CSPBackward._attention_backward', '.add_(dpooled', '.add_(0 * dpooled', 'CSP layer'
+    ),
+    'CSP: norms computed together': Fault(
+        'residual_layer:affines_of_norms',
+        'cast(rstd, accumulator(rstd)) * torch.cat',
+        'rstd + 0 * torch.cat',
+        'CSP layer',
+    ),
+    'CSP: recomputed convolution': Fault(
+        'csp_backward:CSPBackward._inputs', 'x if i == start else', 'x if True else', 'CSP layer', 'exact_min'
+    ),
+    'CSP: threshold in eight bits': Fault(
+        'csp_layer:_Forward._layer',
+        '(-shift / scale).nan_to_num(0)',
+        '(1 - shift / scale).nan_to_num(0)',
+        'CSP layer with LeakyReLU',
+        'int8',
+    ),
     # Fusion of image and text, and attention with decomposed positions.
     'decomposed: shortcut': Fault(
         'decomposed_attention:_backward',

@@ -8,7 +8,7 @@ from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.transformer import FFN
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones import ResNet
-from mmdet.models.layers import DeformableDetrTransformerEncoder
+from mmdet.models.layers import CSPLayer, DeformableDetrTransformerEncoder
 from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
 from mmengine.logging import MMLogger
 from oracles import image
@@ -118,6 +118,13 @@ def conv_modules():
     return nn.Sequential(*(nn.Sequential(ConvModule(n, 16, 3, **options)) for n in (3, 16)), Several())
 
 
+def csp_layer(**options):
+    torch.manual_seed(1)
+    options = dict(dict(use_cspnext_block=True, channel_attention=True, act_cfg=dict(type='SiLU')), **options)
+    layer = CSPLayer(16, 16, num_blocks=2, **options)
+    return nn.Sequential(nn.Conv2d(3, 16, 4, stride=4), layer, Several())
+
+
 class Several(nn.Module):
     """A model with several outputs."""
 
@@ -143,6 +150,8 @@ MODELS = {
     'ResNet-50': lambda: resnet(50),
     'ResNet-50 in training mode': lambda: resnet(50, norm_eval=False),
     'ConvModules': conv_modules,
+    'CSP layer': csp_layer,
+    'CSP layer with LeakyReLU': lambda: csp_layer(act_cfg=dict(type='LeakyReLU')),
     'encoder': encoder,
     'encoder with dropout': lambda: encoder(0.1),
     'attention': Attends,

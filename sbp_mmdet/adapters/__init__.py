@@ -5,6 +5,7 @@ from . import (  # noqa: F401  register their adapters
     codetr,
     conv_module,
     convnext,
+    csp,
     dense_head,
     detr,
     feature_pyramid,

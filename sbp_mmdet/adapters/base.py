@@ -204,6 +204,10 @@ class LeanModule(Mixin):
         """Yield other modules that :meth:`lean_forward` bypasses, with their roles, see :mod:`.predicate`."""
         return ()
 
+    def watches(self) -> Iterable[nn.Module]:
+        """Return modules that :meth:`parts` does not bypass now, but would if they changed."""
+        return ()
+
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """Return why a module is unsupported, apart from the reasons of :mod:`.predicate`.
@@ -240,11 +244,7 @@ class LeanModule(Mixin):
 
     @classmethod
     def is_stock(cls, module: nn.Module) -> bool:
-        """Return whether the forward pass of a module's class is known.
-
-        Args:
-            module (nn.Module): The module.
-        """
+        """Return whether the forward pass of the class of ``module`` is known."""
         return not cls.stock or derives_plainly(stock_class(type(module)), cls.stock)
 
     def extra_repr(self) -> str:

@@ -80,6 +80,7 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         reason = '; '.join(f'{name}: {problem}' if name else problem for name, problem in told)
         return Bound({}, reason, [], BypassedModules(module, asked), [], False)
     used += [] if mixin.shares_modules else [inside for inside, _ in bypasses]
+    asked += mixin.watches(module)
     return Bound(parts, None, left, BypassedModules(module, asked), used, False)
 
 

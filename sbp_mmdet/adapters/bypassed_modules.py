@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from ..library_code import library_code
+from ..ops.common.handed_maps import code_seen
 from ..surgery import foreign_classes, stock_class
 from .predicate import GLOBAL_HOOKS, is_hooked_globally
 
@@ -26,53 +27,63 @@ class BypassedModules:
             parents += [m for m in root.modules() if m is not root and inside.keys() & set(map(id, m.children()))]
         self.modules = tuple(inside.values())
         self._children = tuple((parent, dict(parent._modules)) for parent in parents)
-        self._root = foreign_classes(type(root)), len(root.__dict__)  # a new attribute may hide a method of the class
+        self._kind, self._root = type(root), (foreign_classes(type(root)), len(root.__dict__))
         self._states = tuple(map(_state, self.modules))
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
-        self._functions = tuple({place: place for kind in kinds for place in library_code(kind).functions})
+        self._code = tuple((id(code), code) for code in map(library_code, kinds))
 
     def __getstate__(self):
         return {}  # a copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew
 
     def __setstate__(self, state):
-        self.modules, self._root = (), None
+        self.modules, self._kind, self._root = (), None, None
 
     def unchanged(self, root: nn.Module) -> bool:
         """Return whether submodules, their classes and code, hooks, padding modes and precision are unchanged.
 
-        This runs in each step, so it calls no other function unless a class has changed.
+        This runs in each step, so it calls no other function unless a class has changed. Functions of libraries are
+        looked at once in a scope, see :mod:`..passes`.
 
         Args:
             root (nn.Module): The changed module.
         """
-        if (
-            self._root != (foreign_classes(type(root)), len(root.__dict__))
-            or any(GLOBAL_HOOKS) != self._hooked_globally
-        ):
+        kinds, length = self._root or (None, None)
+        # A new attribute may hide a method of the class.
+        if length != len(root.__dict__) or (self._kind is not type(root) and kinds != foreign_classes(type(root))):
             return False
-        for owner, name, function in self._functions:
-            if getattr(owner, name, None) is not function:
-                return False
+        if any(GLOBAL_HOOKS) != self._hooked_globally:
+            return False
+        seen = code_seen()
+        for key, code in self._code:
+            if key not in seen:
+                if not code.holds():
+                    return False
+                seen.add(key)
         for parent, children in self._children:
             if parent._modules != children:
                 return False
         for module, kind, length, touched, dtype, padding in self._states:
             own = module.__dict__
-            if len(own) != length or touched != bool(
-                own['_forward_hooks']
+            if len(own) != length or touched != (
+                True
+                if own['_forward_hooks']
                 or own['_forward_pre_hooks']
                 or own['_backward_hooks']
                 or own['_backward_pre_hooks']
                 or 'forward' in own
-                or own.get('_compiled_call_impl') is not None
+                or ('_compiled_call_impl' in own and own['_compiled_call_impl'] is not None)
+                else False
             ):
                 return False
             if type(module) is not kind and foreign_classes(type(module)) != foreign_classes(kind):
                 return False
-            weight = own['_parameters'].get('weight')
-            weight = own.get('weight') if weight is None else weight
-            if dtype is not (None if weight is None else weight.dtype) or padding != own.get('padding_mode'):
+            parameters = own['_parameters']
+            weight = parameters['weight'] if 'weight' in parameters else None
+            weight = own['weight'] if weight is None and 'weight' in own else weight
+            if dtype is not (None if weight is None else weight.dtype):
+                return False
+            if padding != (own['padding_mode'] if 'padding_mode' in own else None):
                 return False
         return True
 

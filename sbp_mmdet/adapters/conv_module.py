@@ -5,6 +5,7 @@ Their outputs depend on neighbouring positions, so no positions are dropped: no 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import mmcv.cnn
 import torch
@@ -27,7 +28,15 @@ from .copies import path_of
 from .parameters import affine
 from .predicate import EFFICIENTDETS_CONVOLUTION, ROLES, know, unsupported
 
-__all__ = ['ConvNorm', 'ConvNormActBinding', 'LeanConv', 'LeanConvModule', 'LeanSequence', 'activation_of']
+__all__ = [
+    'ConvNorm',
+    'ConvNormActBinding',
+    'LeanConv',
+    'LeanConvModule',
+    'LeanSequence',
+    'activation_of',
+    'count_batches',
+]
 
 for _role in ('norm of a map', 'norm of a chain'):
     know(_role, FrozenBatchNorm2d)
@@ -66,29 +75,33 @@ class ConvNorm:
         self.modules = conv, norm, act
         self._adapts = _pads_itself(conv)
         self._standardises = stock_class(type(conv)) in (ConvAWS2d, ConvWS2d)
+        self._activation = act and stock_class(type(act)) not in (nn.LeakyReLU, nn.GELU) and activation_of(act)
         self._made_of = self._settings = None
 
     def __reduce__(self):
         return ConvNorm, self.modules
 
-    def inputs(self, form: Form, x: Tensor | None, dtype: torch.dtype, residual: Tensor | None = None):
+    def inputs(
+        self, form: Form, x: Tensor | None, dtype: torch.dtype, residual: Tensor | None = None, counts: bool = True
+    ):
         """Return settings and tensors of :func:`.conv_norm`.
-
-        The number of batches that a batch norm in training mode has tracked is increased, as its own code does.
 
         Args:
             form (Form): Form of the operation.
             x (Tensor | None): Input. If ``None``, the padding must not depend on its size.
             dtype (torch.dtype): Precision of the convolution.
             residual (Tensor | None): See :class:`.ConvNormTensors`. Default: None.
+            counts (bool): Whether to call :func:`count_batches` for the norm, too. Default: True.
 
         Returns:
             tuple[ConvNormSettings, ConvNormTensors]: Settings and tensors.
         """
         conv, norm, act = self.modules
+        if counts and norm is not None:
+            count_batches([norm])
         options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm)
         padding, border = _own_padding(x, conv) if self._adapts else (conv.padding, (0, 0, 0, 0))
-        activation = None if act is None else activation_of(act)
+        activation = self._activation or (None if act is None else activation_of(act))
         made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype, border
         if made_of != self._made_of:
             form, stride, padding, dilation, groups, *_ = made_of
@@ -197,33 +210,46 @@ def _own_padding(x, conv):
     return (0, 0), (left, right, top, bottom)
 
 
+def count_batches(norms: Sequence[nn.Module]) -> None:
+    """Increase the number of batches that batch norms in training mode have tracked, as their own code does.
+
+    Args:
+        norms (Sequence[nn.Module]): Norms of any kind.
+    """
+    counters = []
+    for norm in norms:
+        own = norm.__dict__
+        buffers = own['_buffers']
+        if own['training'] and 'num_batches_tracked' in buffers and own['track_running_stats']:
+            counters.append(buffers['num_batches_tracked'])
+    counters = [n for n in counters if n is not None]
+    if len(counters) == 1:
+        counters[0].add_(1)
+    elif counters:
+        torch._foreach_add_(counters, 1)
+
+
 def _norm_inputs(norm):
-    """Return the settings of a norm for :class:`.ConvNormSettings`, and its tensors; count a batch as the module does.
+    """Return the settings of a norm for :class:`.ConvNormSettings`, and its tensors.
 
     Returns:
         tuple[tuple, tuple]: (norm, eps, momentum, num_groups, process_group), of which the last ones may be missing,
         and (weight, bias, running mean, running variance).
     """
     weight, bias = affine(norm)
-    if isinstance(norm, nn.GroupNorm):
+    own = norm.__dict__
+    buffers = own['_buffers']
+    if 'running_mean' not in buffers:
         return ('group', norm.eps, 0.1, norm.num_groups), (weight, bias, None, None)
-    own, buffers = norm.__dict__, norm.__dict__['_buffers']
-    if isinstance(norm, FrozenBatchNorm2d):
-        weight, bias = buffers['weight'], buffers['bias']
-        return ('fixed', norm.eps), (weight, bias, buffers['running_mean'], buffers['running_var'])
-    mean, var, momentum, track = (
-        buffers['running_mean'],
-        buffers['running_var'],
-        norm.momentum or 0.0,
-        norm.track_running_stats,
-    )
-    train = own['training'] or mean is None
-    if own['training'] and track and buffers['num_batches_tracked'] is not None:
-        buffers['num_batches_tracked'].add_(1)
-        if norm.momentum is None:
-            momentum = 1.0 / float(buffers['num_batches_tracked'])
+    mean, var = buffers['running_mean'], buffers['running_var']
+    if 'momentum' not in own:  # mmdet's FrozenBatchNorm2d
+        return ('fixed', norm.eps), (buffers['weight'], buffers['bias'], mean, var)
+    training, momentum, track = own['training'], norm.momentum or 0.0, norm.track_running_stats
+    train = training or mean is None
+    if training and track and norm.momentum is None and buffers['num_batches_tracked'] is not None:
+        momentum = 1.0 / float(buffers['num_batches_tracked'])
     running = (mean, var) if track or not train else (None, None)
-    group = _process_group(norm) if own['training'] else None
+    group = _process_group(norm) if training and 'process_group' in own else None
     return ('batch' if train else 'fixed', norm.eps, momentum, 1, group), (weight, bias, *running)
 
 

@@ -37,7 +37,7 @@ _MODULES = {
     for project in ('mmpretrain', 'mmseg', 'mmpose')
     for file, names in _BACKBONES.items()
 } | {
-    'mmpose.models.utils.csp_layer': ('mmdet.models.layers.csp_layer', _CSP),
+    'mmpose.models.utils.csp_layer': ('mmdet.models.layers.csp_layer', (*_CSP, 'CSPLayer', 'ChannelAttention')),
     'mmpretrain.models.backbones.cspnet': ('mmdet.models.layers.csp_layer', _CSP[:1]),
     'mmpose.models.utils.transformer': ('mmdet.models.layers.transformer.utils', _PATCHES),
     'mmseg.models.utils.embed': ('mmdet.models.layers.transformer.utils', _PATCHES),

@@ -35,6 +35,11 @@ def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """
     own = module.__dict__
     parameters = own['_parameters']
-    weight, bias = parameters.get('weight'), parameters.get('bias')
+    weight = parameters['weight'] if 'weight' in parameters else None
+    bias = parameters['bias'] if 'bias' in parameters else None
     # FSDP keeps the parameters elsewhere and puts views of them into the instance.
-    return own.get('weight') if weight is None else weight, own.get('bias') if bias is None else bias
+    if weight is None and 'weight' in own:
+        weight = own['weight']
+    if bias is None and 'bias' in own:
+        bias = own['bias']
+    return weight, bias

@@ -1,13 +1,11 @@
-"""Blocks and stems that call convolutions, norms and activations one by one: ResNet, its relatives, HRNet, CSP."""
+"""Blocks and stems that call convolutions, norms and activations one by one: ResNet, its relatives, HRNet."""
 
 from collections.abc import Callable
 
 import torch
-from mmdet.models.backbones import darknet, hrnet, regnet, res2net, resnest, resnet, resnext
-from mmdet.models.layers import csp_layer
+from mmdet.models.backbones import hrnet, regnet, res2net, resnest, resnet, resnext
 from torch import Tensor, nn
 
-from ..ops.common.kept_maps import add
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
@@ -16,7 +14,7 @@ from .copies import odd_copy, original
 from .pooling import ConvPoolBinding
 from .predicate import unsupported
 
-__all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanShortcutBlock', 'LeanSplitAttention']
+__all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanSplitAttention']
 
 
 class _Convolutional(LeanModule):
@@ -174,16 +172,6 @@ class LeanSplitAttention(_Convolutional):
         attention = self.fc2(self.layer('fc1', gap))
         attention = self.rsoftmax(attention).view(len(x), self.radix, -1, 1, 1)
         return (attention * splits).sum(1).contiguous()
-
-
-@adapter(darknet.ResBlock, csp_layer.DarknetBottleneck, csp_layer.CSPNeXtBlock)
-class LeanShortcutBlock(_Convolutional):
-    """CSP block: two ``ConvModule``, which have their own adapter, and a shortcut."""
-
-    def lean_forward(self, x: Tensor) -> Tensor:
-        """Run the block on (N, C, H, W)."""
-        out = self.conv2(self.conv1(x))
-        return add(out, x, self.form.storage) if getattr(self, 'add_identity', True) else out
 
 
 @adapter(

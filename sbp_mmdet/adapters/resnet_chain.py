@@ -1,8 +1,8 @@
-"""Stages of ResNets, whose residual blocks run as chains, see :mod:`sbp_mmdet.ops.residual_chain`."""
+"""Stages of ResNets and Darknets, whose blocks run as chains, see :mod:`sbp_mmdet.ops.residual_chain`."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mmengine.model
 from mmdet.models.backbones import resnet
@@ -15,11 +15,13 @@ from ..ops.common.precision import autocast_dtype
 from ..ops.residual_block import AveragePool, BlockSettings, BlockTensors
 from ..ops.residual_chain import residual_chain
 from ..surgery import stock_class
+from . import csp
 from .base import adapter
 from .bindings import Binding
 from .conv_module import ConvNorm, LeanSequence
 from .copies import original
-from .predicate import unsupported
+from .csp import CSPBinding
+from .predicate import ROLES, unsupported
 
 __all__ = ['LeanStage', 'may_chain']
 
@@ -37,7 +39,16 @@ class _ChainBinding(Binding):
     """
 
     blocks: tuple[nn.Module, ...]
-    shares_modules = True
+    shares_modules = is_worthwhile = True
+
+    @staticmethod
+    def is_full(blocks: Sequence[nn.Module]) -> bool:
+        """Return whether blocks are as many as a chain may have.
+
+        Args:
+            blocks (Sequence[nn.Module]): One block or more.
+        """
+        return len(blocks) == _LONGEST or _number_of_layers(blocks[0]) == 2
 
     def __call__(self, form: Form, x: Tensor):
         """Run the blocks on (N, C, H, W)."""
@@ -71,22 +82,39 @@ class _ChainBinding(Binding):
         return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role))]
 
 
+_CHAINS = _ChainBinding, CSPBinding
+_BLOCKS = {kind for role in ('residual block', 'CSP block', 'layer of a CSP block') for kind in ROLES[role]}
+
+
+def _kind_of_chain(block):
+    """Return the class of the chains that a block can be part of, or ``None``."""
+    return _ChainBinding if may_chain(block) else CSPBinding if csp.may_chain(block) else None
+
+
 @adapter(ResLayer, nn.Sequential, mmengine.model.Sequential)
 class LeanStage(LeanSequence):
-    """Sequence of layers. Residual blocks in it run as chains; blocks that cannot be chained run one by one."""
+    """Sequence of layers. Residual or CSP blocks in it run as chains; blocks that cannot be chained run one by one."""
 
     runs_blocks = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`. A chain has the name of its first block."""
-        found, chain = LeanSequence.parts(self), []
+        found, chain, kind = LeanSequence.parts(self), [], None
         for name, block in [*self._modules.items(), (None, None)]:
-            chained = block is not None and may_chain(block)
-            if chain and (not chained or len(chain) == _LONGEST or _number_of_layers(chain[0][1]) == 2):
-                found[chain[0][0]] = _ChainBinding(tuple(block for _, block in chain))
+            own = None if block is None else _kind_of_chain(block)
+            if chain and (own is not kind or kind.is_full([block for _, block in chain])):
+                part = kind(tuple(block for _, block in chain))
+                found |= {chain[0][0]: part} if part.is_worthwhile else {}
                 chain = []
-            chain += [(name, block)] if chained else []
+            chain, kind = [*chain, (name, block)] if own else [], own
         return found
+
+    def watches(self):
+        """See :meth:`.LeanModule.watches`."""
+        blocks = (
+            block for block in self.children() if not _kind_of_chain(block) and stock_class(type(block)) in _BLOCKS
+        )
+        return [inside for block in blocks for inside in block.modules()]
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the members one after the other."""
@@ -95,18 +123,19 @@ class LeanStage(LeanSequence):
             part = self.part(name)
             if inside:
                 inside -= 1
-            elif part is None or (isinstance(part, _ChainBinding) and not x.numel()):
+            elif part is None or (isinstance(part, _CHAINS) and not x.numel()):
                 x = module(x)
             else:
                 x = part(self.form, x)
-                inside = len(part.blocks) - 1 if isinstance(part, _ChainBinding) else part.length_behind
+                inside = len(part.blocks) - 1 if isinstance(part, _CHAINS) else part.length_behind
         return x
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
-        blocks = any(not unsupported(block, 'residual block') for block in module.children())
-        return cls.is_stock(module) and (blocks or LeanSequence.applies_to.__func__(cls, module))
+        roles = 'residual block', 'CSP block'
+        blocks = any(not unsupported(block, role) for block in module.children() for role in roles)
+        return cls.is_stock(module) and (blocks or bool(cls.parts(module)))
 
 
 def may_chain(block: nn.Module) -> bool:

@@ -32,7 +32,16 @@ from .common.map_norms import (
 )
 from .common.precision import accumulator, cast, multiplied
 
-__all__ = ['ConvNormSettings', 'ConvNormTensors', 'conv_norm']
+__all__ = [
+    'ConvNormGradients',
+    'ConvNormSettings',
+    'ConvNormTensors',
+    'conv_norm',
+    'convolve',
+    'convolve_backward',
+    'folds',
+    'weight_needed',
+]
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 NORMS = ('none', 'fixed', 'batch', 'group')
@@ -196,7 +205,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     s, t = settings, tensors
     x = cast(t.x, s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
-    source = kept(t.x, x, storage) if _weight_needed(s, needs) or (s.recompute and any(needs)) else None
+    source = kept(t.x, x, storage) if weight_needed(s, needs) or (s.recompute and any(needs)) else None
     x = _bordered(s, x)
     folded = folds(s, t, x)
     (factors,) = found = factors_of_fixed([(s, t)]) if folded or any(needs) else (None,)
@@ -218,8 +227,13 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, factors, count)
 
 
-def _weight_needed(s, needs):
-    """Return whether the convolution's weight, folded or not, needs a gradient."""
+def weight_needed(s, needs) -> bool:
+    """Return whether the convolution's weight, folded or not, needs a gradient.
+
+    Args:
+        s (ConvNormSettings): Settings.
+        needs (ConvNormGradients): Which gradients are needed.
+    """
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
 
 
@@ -354,7 +368,7 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
         With a fixed norm, the second item holds the sums from which :func:`.gradients_of_fixed` computes them.
     """
     fixed, grad = factors is not None, cast(grad, s.dtype)
-    needs_weight = _weight_needed(s, needs)
+    needs_weight = weight_needed(s, needs)
     needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
     factor, column = parts or (None, factors.column if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)

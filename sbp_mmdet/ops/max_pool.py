@@ -106,26 +106,33 @@ def _forward(settings, tensors, needs):
     out = out.relu_() if settings.relu else out
     if not needs.x:
         return out, None
-    # An index is row * W + column of the map; H * W is below 2^31.
-    rows = indices.to(torch.int32)
-    columns = rows.remainder(x.shape[3])
-    rows = rows.sub_(columns).floor_divide_(x.shape[3])
-    places = _within(rows, 2, settings).mul_(settings.kernel[1]).add_(_within(columns, 3, settings)).to(torch.uint8)
+    # An index is row * W + column of the map, and H * W is below 2^31.
+    indices, width, across = indices.to(torch.int32), x.shape[3], settings.kernel[1]
+    rows = indices.floor_divide(width)
+    if settings.dilation == (1, 1):
+        # With p and q the first row and column of the window, and column = index - row * W, the place is
+        # (row - p) * across + column - q = index - row * (W - across) - (p * across + q).
+        places = indices.sub_(rows.mul_(width - across)).sub_(_firsts(settings, indices, across, torch.int32))
+    else:
+        columns, (down, right) = indices.sub_(rows * width), settings.dilation
+        rows.sub_(_first(settings, rows, 0, 1, torch.int32).view(-1, 1)).floor_divide_(down)
+        columns.sub_(_first(settings, rows, 1, 1, torch.int32)).floor_divide_(right)
+        places = rows.mul_(across).add_(columns)
+    places = places.to(torch.uint8)
     if settings.relu:
         places.masked_fill_(out <= 0, _NOWHERE)
     return out, PoolSaved(places, x.shape, memory_format(x))
 
 
-def _within(positions, dim, s):
-    """Turn rows (``dim`` 2) or columns (3) of the map into rows or columns of their windows, in place."""
-    return positions.sub_(_starts(positions, dim, s)).floor_divide_(s.dilation[dim - 2])
+def _first(s, windows, i, by, dtype):
+    """Return the first row (i = 0) or column (i = 1) of each window, multiplied by a number."""
+    start, step = -s.padding[i] * by, s.stride[i] * by
+    return torch.arange(start, start + windows.shape[2 + i] * step, step, device=windows.device, dtype=dtype)
 
 
-def _starts(windows, dim, s):
-    """Return the first row or column of each window, broadcastable."""
-    i, count = dim - 2, windows.shape[dim]
-    starts = torch.arange(count, device=windows.device, dtype=torch.int32).mul_(s.stride[i]).sub_(s.padding[i])
-    return starts.view(-1, 1) if dim == 2 else starts
+def _firsts(s, windows, width, dtype):
+    """Return row * width + column of the first place of each window, shape (H', W')."""
+    return _first(s, windows, 0, width, dtype).view(-1, 1) + _first(s, windows, 1, 1, dtype)
 
 
 def _backward(settings, saved, grad, needs):
@@ -133,11 +140,13 @@ def _backward(settings, saved, grad, needs):
     if settings.relu:
         stopped = places == _NOWHERE
         grad, places = grad.masked_fill(stopped, 0), places.masked_fill(stopped, 0)
-    (_, across), (down, right) = settings.kernel, settings.dilation
-    rows = places.to(torch.int32).floor_divide_(across)
-    columns = places.to(torch.int32).remainder_(across).mul_(right).add_(_starts(places, 3, settings))
-    rows.mul_(down).add_(_starts(places, 2, settings))
-    indices = rows.mul_(saved.shape[3]).add_(columns).long()
+    (_, across), (down, right), width = settings.kernel, settings.dilation, saved.shape[3]
+    # With place = i * across + j, the index is that of the first place + i * down * W + j * right.
+    places = places.to(torch.int32)
+    rows = places.floor_divide(across)
+    places = places if right == 1 else places.mul_(right)
+    places = places.add_(rows, alpha=down * width - right * across)
+    indices = places + _firsts(settings, places, width, torch.int64)
     # The backward pass reads the shape and the layout of the input, and none of its values.
     like = torch.empty(saved.shape, dtype=grad.dtype, device=grad.device, memory_format=saved.layout)
     return PoolGradients(aten.max_pool2d_with_indices_backward(grad, like, *_geometry(settings), indices))

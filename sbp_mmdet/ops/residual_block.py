@@ -13,15 +13,10 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.kept_maps import KeptMap, keep
-from .common.map_norms import (
-    FixedGradients,
-    affine_of_norm,
-    parts_in_half,
-)
-from .common.precision import cast_all
+from .common.map_norms import FixedGradients, affine_of_norm
 from .common.sign_bits import SignBits
 from .conv_norm_act import ConvNormSettings, ConvNormTensors
-from .residual_layer import FixedNorms, KeptLayer, Layer, layer_backward, rerun_layer, run_layer
+from .residual_layer import KeptLayer, Layer, layer_backward, layers_of_pass, rerun_layer, run_layer
 
 __all__ = [
     'RELU',
@@ -145,17 +140,7 @@ def members_of(
         backward (bool): Whether they are for a backward pass. Default: False.
     """
     pairs = [pairs_of(*pair) for pair in zip(blocks, tensors, strict=True)]
-    flat = [pair for block in pairs for pair in block]
-    norms, parts = FixedNorms(flat), [None] * len(flat)
-    fixed = [i for i, (s, _) in enumerate(flat) if s.norm == 'fixed']
-    if fixed and backward and blocks[0].layers[0].dtype is torch.float16:
-        for i, found in zip(fixed, parts_in_half([norms.factors(i) for i in fixed]), strict=True):
-            parts[i] = found
-    if not backward and flat[0][0].dtype is not flat[0][1].weight.dtype:
-        # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
-        weights = cast_all([t.weight for _, t in flat], flat[0][0].dtype)
-        flat = [(s, t._replace(weight=weight)) for (s, t), weight in zip(flat, weights, strict=True)]
-    layers, found = iter([Layer(*pair, norms, i, parts[i]) for i, pair in enumerate(flat)]), []
+    layers, found = iter(layers_of_pass([pair for block in pairs for pair in block], backward)), []
     for block, own in zip(blocks, pairs, strict=True):
         own = [next(layers) for _ in own]
         found.append(Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1]))

@@ -18,10 +18,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .common.autograd_function import differentiable_once, in_precision, put_tensors_back, take_tensors_out
+from .common.autograd_function import (
+    apply_function,
+    differentiable_once,
+    in_precision,
+    put_tensors_back,
+    take_tensors_out,
+)
 from .common.handed_maps import hand_on
 from .common.kept_maps import keep, kept
-from .common.map_norms import FixedGradients, gradients_of_fixed
 from .common.precision import cast, no_autocast
 from .common.sign_bits import SignBits
 from .conv_norm_act import ConvNormGradients, ConvNormTensors
@@ -37,6 +42,7 @@ from .residual_block import (
     rerun_output,
     run_block,
 )
+from .residual_layer import parameter_gradients
 
 __all__ = ['residual_chain']
 
@@ -82,7 +88,7 @@ def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence
 
 @torch.compiler.disable
 def _apply(*args):
-    return _Chain.apply(*args)
+    return apply_function(_Chain, *args)
 
 
 def _in_precision(block, x):
@@ -152,16 +158,8 @@ class _Chain(torch.autograd.Function):
             grad = output.activation_backward(cast(grad, blocks[0].layers[0].dtype))
             members = members_of(blocks, tensors, backward=True)
             dx, found = _backward(blocks, members, source, saved, grad, needs, ctx.needs_input_grad[2])
-            found = _parameter_gradients(found)
+            found = parameter_gradients(found)
         return None, None, None if dx is None else cast(dx, ctx.dtype), *[None] * skipped, *found
-
-
-def _parameter_gradients(layers):
-    """Return the gradients of all parameters, layer by layer, from what :func:`.block_backward` has found."""
-    fixed = [i for i, layer in enumerate(layers) if isinstance(layer, FixedGradients)]
-    for i, found in zip(fixed, gradients_of_fixed([layers[i] for i in fixed]), strict=True):
-        layers[i] = found
-    return [layer.get(name) for layer in layers for name in _DIFFERENTIABLE]
 
 
 def _run(blocks, tensors, x, first):

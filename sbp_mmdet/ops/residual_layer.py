@@ -1,24 +1,40 @@
 """A layer of a residual block, convolution and norm, in a chain: see :mod:`.residual_block`."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .common.kept_maps import affine
 from .common.map_norms import (
     Factors,
     FixedGradients,
     Statistics,
     affine_of_norm,
+    centred,
     factors_of_fixed,
+    gradients_of_fixed,
     normalise,
     normalise_backward,
+    parts_in_half,
     shifts_of_fixed,
 )
-from .common.precision import cast
+from .common.precision import accumulator, cast, cast_all
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward, folds
 
-__all__ = ['FixedNorms', 'KeptLayer', 'Layer', 'layer_backward', 'rerun_layer', 'run_layer']
+__all__ = [
+    'FixedNorms',
+    'KeptLayer',
+    'Layer',
+    'affines_of_norms',
+    'layer_backward',
+    'layers_of_pass',
+    'parameter_gradients',
+    'renormalise',
+    'rerun_layer',
+    'run_layer',
+]
 
 
 class KeptLayer(NamedTuple):
@@ -57,7 +73,7 @@ class Layer(NamedTuple):
             x (Tensor): Input of the layer.
         """
         s, t, norms, number, _ = self
-        return convolve(s, t, x, *norms.folded(number)) if folds(s, t, x) else convolve(s, t, x)
+        return convolve(s, t, x, *norms.folded(number)) if s.norm == 'fixed' and folds(s, t, x) else convolve(s, t, x)
 
 
 class FixedNorms:
@@ -92,6 +108,25 @@ class FixedNorms:
         return column, self._shifts[number]
 
 
+def layers_of_pass(pairs: Sequence[tuple[ConvNormSettings, ConvNormTensors]], backward: bool = False) -> list[Layer]:
+    """Return the layers of a forward or backward pass.
+
+    Args:
+        pairs (Sequence[tuple[ConvNormSettings, ConvNormTensors]]): Settings and tensors of each layer.
+        backward (bool): Whether it is a backward pass. Default: False.
+    """
+    norms, parts, dtype = FixedNorms(pairs), [None] * len(pairs), pairs[0][0].dtype
+    if backward and dtype is torch.float16:
+        fixed = [i for i, (s, _) in enumerate(pairs) if s.norm == 'fixed']
+        for i, found in zip(fixed, parts_in_half([norms.factors(i) for i in fixed]) if fixed else (), strict=True):
+            parts[i] = found
+    if not backward and dtype is not pairs[0][1].weight.dtype:
+        # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
+        weights = cast_all([t.weight for _, t in pairs], dtype)
+        pairs = [(s, t._replace(weight=weight)) for (s, t), weight in zip(pairs, weights, strict=True)]
+    return [Layer(s, t, norms, i, parts[i]) for i, (s, t) in enumerate(pairs)]
+
+
 _NOTHING = KeptLayer(None, None)
 
 
@@ -121,11 +156,10 @@ def rerun_layer(member: Layer, x: Tensor, layer: KeptLayer) -> tuple[Tensor, Ten
         x (Tensor): Input of the layer, shape (N, C, H, W).
         layer (KeptLayer): What the layer saved.
     """
-    s, t, z = member.s, member.t, member.convolve(x)
+    z = member.convolve(x)
     if layer.statistics is None:
         return z, z
-    scale, shift = affine_of_norm(s, t, layer.statistics, z.shape[1])
-    return z, cast(torch.addcmul(shift, z, scale), z.dtype)
+    return z, renormalise(member, layer, z)
 
 
 def layer_backward(
@@ -152,3 +186,59 @@ def layer_backward(
     grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
     dx, found = convolve_backward(s, t, None, None, x, grad, needs)
     return dx, dict(found, norm_weight=weight, norm_bias=bias)
+
+
+_PARAMETERS = ConvNormGradients._fields[1:-1]
+
+
+def parameter_gradients(layers: list[FixedGradients | dict]) -> list[Tensor | None]:
+    """Return the gradients of weight, bias, norm weight and norm bias of each layer, one layer after the other.
+
+    Args:
+        layers (list[FixedGradients | dict]): What :func:`layer_backward` has found for each layer.
+    """
+    fixed = [i for i, layer in enumerate(layers) if isinstance(layer, FixedGradients)]
+    for i, found in zip(fixed, gradients_of_fixed([layers[i] for i in fixed]), strict=True):
+        layers[i] = found
+    return [layer.get(name) for layer in layers for name in _PARAMETERS]
+
+
+def renormalise(member: Layer, layer: KeptLayer, z: Tensor) -> Tensor:
+    """Run a norm with statistics of the map again.
+
+    Args:
+        member (Layer): The layer.
+        layer (KeptLayer): What the layer saved.
+        z (Tensor): Output of the convolution.
+    """
+    s, t = member.s, member.t
+    if z.is_cuda and s.norm == 'batch':  # one pass over the map, whatever its precision
+        return torch.batch_norm_elemt(z, t.norm_weight, t.norm_bias, *layer.statistics, s.eps)
+    return affine(z, *affine_of_norm(s, t, layer.statistics, z.shape[1]), z.dtype)
+
+
+def affines_of_norms(members: list[Layer], layers: list[KeptLayer]) -> list[tuple[Tensor, Tensor] | None]:
+    """Return :func:`.affine_of_norm` of each layer, ``None`` if its norm has no statistics of the map.
+
+    Args:
+        members (list[Layer]): The layers.
+        layers (list[KeptLayer]): What each layer saved.
+    """
+    found, batch = [None] * len(members), []
+    for i, (member, layer) in enumerate(zip(members, layers, strict=True)):
+        if layer.statistics is None:
+            continue
+        if member.s.norm == 'group':
+            found[i] = affine_of_norm(member.s, member.t, layer.statistics, member.t.weight.shape[0])
+        else:
+            batch.append(i)
+    if batch:  # numbers for each channel of all layers in the same few calls
+        statistics, tensors = ([of[i] for i in batch] for of in (layers, members))
+        mean, rstd = (torch.cat([x.statistics[n] for x in statistics]) for n in (0, 1))
+        scale = cast(rstd, accumulator(rstd)) * torch.cat([x.t.norm_weight for x in tensors])
+        shift = centred(torch.cat([x.t.norm_bias for x in tensors]), cast(mean, accumulator(mean)), scale)
+        sizes = [x.statistics.mean.shape[0] for x in statistics]
+        parts = (torch.split_with_sizes(x.view(1, -1, 1, 1), sizes, 1) for x in (scale, shift))
+        for i, *numbers in zip(batch, *parts, strict=True):
+            found[i] = numbers
+    return found

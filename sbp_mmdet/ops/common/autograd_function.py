@@ -31,6 +31,7 @@ __all__ = [
     'Form',
     'OnHost',
     'Operation',
+    'apply_function',
     'differentiable_once',
     'Sample',
     'gradients_of',
@@ -126,6 +127,21 @@ def in_precision(settings, x: Tensor):
     return dataclasses.replace(settings, dtype=autocast_dtype(x) or x.dtype)
 
 
+def apply_function(function: type[torch.autograd.Function], *args):
+    """Call an autograd function, as its method ``apply`` does.
+
+    That method looks at every tensor for transforms of ``torch.func`` that have ended, which takes longer than all else
+    in functions of many parameters. They cannot run such a function in any case.
+
+    Args:
+        function (type[torch.autograd.Function]): The function.
+        *args: Its arguments.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # raises an error
+    return super(torch.autograd.Function, function).apply(*args)
+
+
 def differentiable_once(backward: Callable) -> Callable:
     """Decorate a backward pass that has no derivative of its own.
 
@@ -210,7 +226,7 @@ class Operation:
         if torch.is_grad_enabled():
             for leaf in leaves:
                 if leaf is not None and leaf.requires_grad:
-                    return self._function.apply(self, settings, tensors, *leaves)
+                    return apply_function(self._function, self, settings, tensors, *leaves)
         with torch.no_grad(), no_autocast(tensors.x):
             return self.forward(settings, tensors, self.gradients(*[False] * len(leaves)))[0]
 

@@ -14,14 +14,14 @@ registered maps. It ends when the module returns or raises, and nothing is ever 
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-__all__ = ['Scope', 'hand_on', 'handed_on', 'handed_on_by', 'is_made_here', 'made_here', 'scope_is_open']
+__all__ = ['Scope', 'code_seen', 'hand_on', 'handed_on', 'handed_on_by', 'is_made_here', 'made_here', 'scope_is_open']
 
 _thread = threading.local()  # attribute `scope`: the innermost scope that is open in this thread
 _TOP_HOOKS = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None)  # torch 2.8 and newer
@@ -46,10 +46,16 @@ class _Entry(NamedTuple):
 class Scope:
     """Context manager within which layers of this thread hand on maps. An inner scope sees no maps of an outer one.
 
+    Args:
+        code (Iterable[int]): Ids of code that was found unchanged, see :func:`code_seen`. Default: none.
+
     Example:
         >>> with Scope():
         ...     out = backbone(images)
     """
+
+    def __init__(self, code: Iterable[int] = ()):
+        self.code = {*code}
 
     @torch.compiler.disable
     def __enter__(self) -> None:
@@ -74,6 +80,12 @@ def scope_is_open() -> bool:
     finds no scope, and has to save as many tensors as the first run.
     """
     return _scope() is not None
+
+
+def code_seen() -> set[int]:
+    """Return the ids of the code that was found unchanged in this forward pass: that of the open scope, or none."""
+    scope = getattr(_thread, 'scope', None)
+    return set() if scope is None else scope.code
 
 
 def _scope():

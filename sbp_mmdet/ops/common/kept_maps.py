@@ -9,7 +9,7 @@ from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
 from .precision import FEW, accumulator, cast
 
-__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'keep', 'kept']
+__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ class KeptMap(NamedTuple):
 
     def before_norm(self, dtype: torch.dtype) -> Tensor:
         """Return z, which must not be written to."""
-        return _affine(self.values, *self._steps(), dtype)
+        return affine(self.values, *self._steps(), dtype)
 
     def before_activation(self, dtype: torch.dtype) -> Tensor:
         """Return u, which must not be written to."""
@@ -92,7 +92,7 @@ class KeptMap(NamedTuple):
         if self.unit is not None:
             unit, base = self._steps()
             scale, shift = (unit, base) if scale is None else (unit * scale, base * scale + shift)
-        u = _affine(self.values, scale, shift, dtype)
+        u = affine(self.values, scale, shift, dtype)
         return u if self.residual is None else u.add_(self.residual.load(dtype))
 
     def activation_backward(self, grad: Tensor) -> Tensor:
@@ -179,10 +179,14 @@ class KeptProduct(NamedTuple):
 _KEPT = (KeptMap, KeptCat, KeptProduct)
 
 
-def _affine(x, scale, shift, dtype):
-    """Compute scale * x + shift in ``dtype``; returns x itself if there is nothing to do.
+def affine(x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Compute scale * x + shift in ``dtype``; x itself is returned if there is nothing to do.
 
-    Scale and shift are broadcastable, or have a row for each group of rows of x.
+    Args:
+        x (Tensor): Shape (N, C, H, W).
+        scale (Tensor | None): Broadcastable, or with a row for each group of rows of x. If ``None``, 1.
+        shift (Tensor | None): The same. If ``None``, 0.
+        dtype (torch.dtype): Precision of the result.
     """
     if scale is None:
         return cast(x, dtype)
@@ -193,7 +197,7 @@ def _affine(x, scale, shift, dtype):
 
 
 def _affine_of_groups(x, scale, shift):
-    if x.is_cuda or not x.is_contiguous():
+    if x.is_cuda or x.numel() < FEW or not x.is_contiguous():
         return torch.addcmul(shift, x, scale)
     x = cast(x, scale.dtype) * scale if x.is_floating_point() else x.to(scale.dtype).mul_(scale)
     return x.add_(shift)

@@ -19,6 +19,7 @@ __all__ = [
     'FixedGradients',
     'Statistics',
     'affine_of_norm',
+    'centred',
     'factors_of_fixed',
     'gradients_of_fixed',
     'normalise',
@@ -262,11 +263,11 @@ def affine_of_norm(s, t, statistics, channels):
         mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in (mean, scale))
     if t.norm_weight is not None:
         scale = scale * t.norm_weight
-    shift = -mean * scale if t.norm_bias is None else _centred(t.norm_bias, mean, scale)
+    shift = -mean * scale if t.norm_bias is None else centred(t.norm_bias, mean, scale)
     return scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
 
 
-def _centred(bias, mean, scale):
+def centred(bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Compute ``bias - mean * scale``, in one call where all have the same precision."""
     if bias.dtype is mean.dtype is scale.dtype:
         return torch.addcmul(bias, mean, scale, value=-1)

@@ -1,0 +1,206 @@
+"""CSP layers and their blocks, run as one operation, see :mod:`sbp_mmdet.ops.csp_layer`."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from mmcv.cnn import ConvModule
+from mmdet.models.backbones import darknet
+from mmdet.models.layers import csp_layer as mmdets
+from torch import Tensor, nn
+
+from ..ops.common.autograd_function import Form
+from ..ops.common.kept_maps import add
+from ..ops.common.precision import autocast_dtype
+from ..ops.csp_layer import CSPSettings, csp_layer
+from ..presets import Settings
+from ..surgery import stock_class
+from .base import LeanModule, adapter
+from .bindings import Binding
+from .conv_module import ConvNorm, count_batches
+from .copies import odd_copy
+from .parameters import Remembered, affine
+from .predicate import unsupported
+
+_LONGEST = 8
+__all__ = ['CSPBinding', 'LeanCSPLayer', 'LeanShortcutBlock', 'may_chain']
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CSPBinding(Binding):
+    """Consecutive CSP blocks, or a CSP layer with its blocks. A ``ConvModule`` is a block of one layer.
+
+    Attributes:
+        blocks (tuple[nn.Module, ...]): Blocks that :func:`may_chain` has approved of.
+        layer (nn.Module | None): The CSP layer. If ``None``, there are the blocks alone. Default: None.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    layer: nn.Module | None = None
+    shares_modules = True
+
+    @staticmethod
+    def is_full(blocks: Sequence[nn.Module]) -> bool:
+        """Return whether blocks are as many as a chain may have: their inputs exist together in the backward pass.
+
+        Args:
+            blocks (Sequence[nn.Module]): One block or more.
+        """
+        return len(blocks) == _LONGEST
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether there is more to it than one layer, which has an adapter of its own."""
+        return not (len(self.blocks) == 1 and isinstance(self.blocks[0], ConvModule))
+
+    def __call__(self, form: Form, x: Tensor):
+        """Run the layer or the blocks on (N, C, H, W)."""
+        layers, norms, settings, sizes, adds = self._made
+        dtype = autocast_dtype(x) or x.dtype
+        count_batches(norms)
+        own, tensors = zip(*[layer.inputs(form, None, dtype, counts=False) for layer in layers], strict=True)
+        fc = getattr(getattr(self.layer, 'attention', None), 'fc', None)
+        gate = None if fc is None else affine(fc)
+        return csp_layer(settings(own, sizes, adds, self.layer is not None), x, tensors, gate)
+
+    @functools.cached_property
+    def _made(self):
+        """Layers, norms, cached settings, number of layers of each block, and whether each block adds its input."""
+        blocks = [[conv for layer in _layers(block) for conv in _convolutions(layer)] for block in self.blocks]
+        found = [conv for block in blocks for conv in block]
+        if self.layer is not None:
+            found = [self.layer.short_conv, self.layer.main_conv, *found, self.layer.final_conv]
+        layers = [ConvNorm(conv.conv, conv.norm, conv.activate) for conv in found]
+        adds = tuple(_adds(block) for block in self.blocks)
+        return layers, [conv.norm for conv in found], Remembered(CSPSettings), tuple(map(len, blocks)), adds
+
+    def reads(self, form: Form):
+        """See :meth:`.Binding.reads`."""
+        if self.layer is not None:
+            yield from _reads_of_layer(self.layer)
+        for block in self.blocks:
+            yield from _reads(block)
+
+    def problems(self, form: Form, root: nn.Module):
+        """See :meth:`.Binding.problems`. Norms may be in another precision than convolutions."""
+        return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role, called=m is root))]
+
+
+def may_chain(block: nn.Module, called: bool = False) -> bool:
+    """Return whether an operation computes exactly what the forward pass of a CSP block computes.
+
+    Args:
+        block (nn.Module): Any module.
+        called (bool): Whether the block itself is called, so that hooks on it run in any case. Default: False.
+    """
+    return not any(unsupported(m, role, called=called and m is block) for m, role in _reads(block))
+
+
+def _reads(block) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules of a block that are bypassed, with their roles, up to the first unsupported container."""
+    if isinstance(block, ConvModule):
+        yield from _reads_of(block)
+        return
+    yield block, 'CSP block'
+    if not unsupported(block, 'CSP block', called=True):
+        for layer in _layers(block):
+            yield from _reads_of(layer)
+
+
+def _reads_of(layer):
+    if stock_class(type(layer)) is not ConvModule:
+        yield layer, 'depthwise separable layer'
+        if unsupported(layer, 'depthwise separable layer'):
+            return
+    for conv in _convolutions(layer):
+        yield conv, 'layer of a CSP block'
+        if not unsupported(conv, 'layer of a CSP block'):
+            yield from ((conv.conv, 'convolution of a chain'), (conv.norm, 'norm of a chain'))
+            yield conv.activate, 'activation'
+
+
+def _reads_of_layer(layer):
+    """Yield the modules of a CSP layer that are bypassed, without those of its blocks."""
+    for conv in (layer.short_conv, layer.main_conv, layer.final_conv):
+        yield from _reads_of(conv)
+    yield layer.blocks, 'list of layers'
+    if layer.channel_attention:
+        yield layer.attention, 'channel attention'
+        if not unsupported(layer.attention, 'channel attention'):
+            yield layer.attention.global_avgpool, 'mean of a map'
+            yield from ((layer.attention.fc, 'pointwise with bias'), (layer.attention.act, 'hard sigmoid'))
+
+
+def _is_known(layer):
+    """Return whether an operation computes exactly what the forward pass of a CSP layer computes."""
+    return all(map(may_chain, layer.blocks)) and not any(unsupported(*read) for read in _reads_of_layer(layer))
+
+
+def _layers(block):
+    return (block,) if isinstance(block, ConvModule) else (block.conv1, block.conv2)
+
+
+def _adds(block):
+    """Return whether a block adds its input to its output; Darknet's ``ResBlock`` always does."""
+    return not isinstance(block, ConvModule) and getattr(block, 'add_identity', True)
+
+
+def _convolutions(layer):
+    """Return the ``ConvModule`` of a layer."""
+    return (layer,) if isinstance(layer, ConvModule) else (layer.depthwise_conv, layer.pointwise_conv)
+
+
+class _CSP(LeanModule):
+    """Base class of adapters of modules that run as one operation, or else call their layers one by one."""
+
+    samples = has_reference = False
+    folds_frozen_norms = separable = hands_on = True
+
+    def lean_forward(self, x: Tensor) -> Tensor:
+        """Run the module on (N, C, H, W)."""
+        part = self.part('whole')
+        return part(self.form, x) if part is not None and x.numel() else self.one_by_one(x)
+
+    def one_by_one(self, x: Tensor) -> Tensor:
+        """Call the layers one after the other, each of which has an adapter of its own."""
+        return super(LeanModule, self).forward(x)
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`."""
+        return odd_copy(module)
+
+
+@adapter(mmdets.CSPLayer)
+class LeanCSPLayer(_CSP):
+    """CSP layer: convolutions side by side, of which one is followed by blocks, and one behind."""
+
+    runs_blocks = True
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(whole=CSPBinding(tuple(self.blocks), self)) if _is_known(self) else {}
+
+    def watches(self):
+        """See :meth:`.LeanModule.watches`."""
+        return () if _is_known(self) else self.modules()
+
+
+@adapter(darknet.ResBlock, mmdets.DarknetBottleneck, mmdets.CSPNeXtBlock)
+class LeanShortcutBlock(_CSP):
+    """CSP block: two layers and a shortcut."""
+
+    checkpointed = True
+
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(whole=CSPBinding((self,))) if may_chain(self, called=True) else {}
+
+    def watches(self):
+        """See :meth:`.LeanModule.watches`."""
+        return () if may_chain(self, called=True) else self.modules()
+
+    def one_by_one(self, x: Tensor) -> Tensor:
+        """See :meth:`_CSP.one_by_one`."""
+        out = self.conv2(self.conv1(x))
+        return add(out, x, self.form.storage) if _adds(self) else out

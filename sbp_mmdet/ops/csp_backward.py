@@ -1,0 +1,209 @@
+"""Backward pass of :mod:`.csp_layer`."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .common.kept_maps import KeptCat, KeptMap, affine
+from .common.map_norms import Statistics
+from .common.precision import cast
+from .conv_norm_act import ConvNormTensors
+from .residual_layer import (
+    KeptLayer,
+    affines_of_norms,
+    layer_backward,
+    layers_of_pass,
+    parameter_gradients,
+    renormalise,
+    rerun_layer,
+)
+
+__all__ = ['CSPBackward', 'CSPSaved']
+
+aten = torch.ops.aten
+
+
+class CSPSaved(NamedTuple):
+    """Tensors saved for the backward pass, apart from parameters.
+
+    Attributes:
+        source (KeptMap | KeptCat | None): Input of the first layers. ``None`` if nothing needs it.
+        pooled, gate (Tensor | None): Mean of the concatenated maps, and input of the hard sigmoid, shape (N, C, 1, 1).
+    """
+
+    source: KeptMap | KeptCat | None
+    pooled: Tensor | None = None
+    gate: Tensor | None = None
+
+
+def _unflat(found):
+    """Return tensors, maps and statistics of each layer from one list, in which each layer has twelve entries."""
+    tensors, maps, layers = [], [], []
+    for i in range(0, len(found), 12):
+        tensors.append(ConvNormTensors(None, *found[i : i + 6]))
+        maps.append(None if found[i + 6] is None else KeptMap(*found[i + 6 : i + 9]))
+        statistics = None if found[i + 9] is None else Statistics(*found[i + 9 : i + 11])
+        layers.append(KeptLayer(statistics, found[i + 11]))
+    return tensors, maps, layers
+
+
+class CSPBackward:
+    """Backward pass.
+
+    Args:
+        settings (CSPSettings): Settings.
+        saved (CSPSaved): What was saved.
+        flat (list): For each layer parameters and buffers, map and statistics, of which each may be ``None``.
+        gate (tuple): Parameters of the attention's layer.
+        shape (torch.Size): Shape of the input.
+        needs (list): Which parameters of each layer need gradients.
+        others (Sequence[bool]): Whether the input and the parameters of the attention's layer need gradients.
+    """
+
+    def __init__(self, settings, saved, flat, gate, shape, needs, others):
+        tensors, self.maps, self.layers = _unflat(flat)
+        self.settings, self.saved, self.gate, self.shape = settings, saved, gate, shape
+        self.members = layers_of_pass([*zip(settings.layers, tensors, strict=True)], backward=True)
+        self.dtype, self.needs, self.needs_gate = settings.layers[0].dtype, needs, others[1:]
+        self.found = [{}] * len(needs)
+        self.affines = None  # of all norms, if they are needed
+        # Whether the input of each layer needs a gradient.
+        self.before, first, needed = [], 2 if settings.whole else 1, others[0]
+        for i, own in enumerate(needs):
+            self.before.append(others[0] if i < first else needed)
+            needed = needed or any(own[1:5])
+        if any(self.needs_gate):
+            self.before[-1] = True
+
+    def run(self, grad: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return the gradients of the input and, in their order, of all parameters."""
+        grad, source, dgate = cast(grad, self.dtype), self.saved.source, (None, None)
+        x = grad.new_empty(1).expand(self.shape) if source is None else source.load(self.dtype)
+        if self.settings.whole:
+            dx, dgate = self._whole_backward(x, grad)
+        else:
+            inputs, _ = self._inputs(x)
+            dx = self._blocks_backward(inputs, grad)
+        return dx, [*dgate, *parameter_gradients(self.found)]
+
+    def _whole_backward(self, x, grad):
+        last, dgate = len(self.members) - 1, (None, None)
+        for i in (0, 1):
+            if self.maps[i] is None:
+                self._recompute(i, x)
+        inputs, whole = self._inputs(self._output(1))
+        whole = torch.cat((whole, self._output(0)), 1)
+        gate = None if self.saved.gate is None else F.hardsigmoid(self.saved.gate)
+        grad = self._activation_backward(last, grad)
+        grad = self._layer_backward(last, whole if gate is None else whole * gate, grad)
+        if gate is not None and grad is not None:
+            grad, dgate = self._attention_backward(whole, gate, grad)
+        del whole
+        if grad is None:
+            return None, dgate
+        width = self.members[0].t.weight.shape[0]
+        grad, past = grad.split_with_sizes((grad.shape[1] - width, width), 1)
+        dx = self._blocks_backward(inputs, grad)
+        if dx is not None:
+            dx = self._layer_backward(1, x, self._activation_backward(1, dx))
+        past = self._layer_backward(0, x, self._activation_backward(0, past))
+        return dx if past is None else past if dx is None else dx.add_(past), dgate
+
+    def _attention_backward(self, x, gate, grad):
+        """Compute the gradients of the attention's input x and parameters from that of x * gate."""
+        weight, bias = self.gate
+        dgate = aten.hardsigmoid_backward.default((grad * x).sum((2, 3), keepdim=True), self.saved.gate)
+        geometry = (1, 1), (0, 0), (1, 1), False, (0, 0), 1
+        dpooled, *found = aten.convolution_backward.default(
+            dgate, self.saved.pooled, cast(weight, dgate.dtype), weight.shape[:1], *geometry, (True, *self.needs_gate)
+        )
+        found = [None if g is None else cast(g, p.dtype) for g, p in zip(found, self.gate, strict=True)]
+        return grad.mul_(gate).add_(dpooled, alpha=1 / (x.shape[2] * x.shape[3])), found
+
+    def _blocks(self):
+        """Return the first layer of each block, the one behind its last, and whether it adds its input."""
+        found, start = [], 2 if self.settings.whole else 0
+        for layers, adds in zip(self.settings.blocks, self.settings.adds, strict=True):
+            found.append((start, start + layers, adds))
+            start += layers
+        return found
+
+    def _inputs(self, x):
+        """Return the inputs of all blocks, and the output of the last one if it is read.
+
+        Outputs of convolutions that were not saved are recomputed, and stay until the end.
+        """
+        inputs, blocks = [], self._blocks()
+        for start, stop, adds in blocks:
+            inputs.append(x)
+            for i in range(start, stop):
+                if self.maps[i] is None:
+                    self._recompute(i, x if i == start else self._output(i - 1))
+            if self.settings.whole or stop < len(self.members):
+                out = self._output(stop - 1)
+                x = out if not adds else out.add_(x) if self._is_new(stop - 1) else out + x
+        return inputs, x
+
+    def _blocks_backward(self, inputs, grad):
+        """Return the gradient of the first block's input, or ``None`` if it is not needed."""
+        for start, stop, adds in reversed(self._blocks()):
+            x, past = inputs.pop(), grad
+            grad = self._activation_backward(stop - 1, grad)
+            for i in reversed(range(start, stop)):
+                below = self._input(i - 1) if i > start else None
+                source = x if below is None else self.members[i - 1].s.activation(below)
+                grad = self._layer_backward(i, source, grad)
+                if grad is None:
+                    return None
+                if below is not None:
+                    grad = self.members[i - 1].s.activation.backward(grad, below)
+            grad = grad.add_(past) if adds else grad
+        return grad
+
+    def _activation_backward(self, i, grad):
+        return self.members[i].s.activation.backward(grad, self._input(i))
+
+    def _layer_backward(self, i, x, grad):
+        """Compute the gradients of convolution and norm; return that of the input x, or ``None`` if it is not needed.
+
+        Args:
+            i (int): Number of the layer.
+            x (Tensor): Input of the layer.
+            grad (Tensor): Gradient of the norm's output.
+        """
+        needs, layer = self.needs[i][1:5], self.layers[i]
+        if not (self.before[i] or any(needs)):
+            return None
+        z = None if layer.statistics is None else self.maps[i].before_norm(self.dtype)
+        dx, self.found[i] = layer_backward(self.members[i], x, z, layer, grad, needs, self.before[i])
+        return dx
+
+    def _recompute(self, i, x):
+        """Recompute the output of a layer's convolution."""
+        z, u = rerun_layer(self.members[i], x, self.layers[i])
+        self.maps[i] = KeptMap(u if self.layers[i].statistics is None else z)
+
+    def _input(self, i):
+        """Return the input of a layer's activation, which must not be written to unless :meth:`_is_new`."""
+        map, member, layer = self.maps[i], self.members[i], self.layers[i]
+        if map.unit is None and layer.statistics is None:
+            return cast(map.values, self.dtype)
+        if map.unit is None and map.values.is_cuda and member.s.norm == 'batch':
+            return renormalise(member, layer, map.values)
+        if self.affines is None:
+            self.affines = affines_of_norms(self.members, self.layers)
+        norm = self.affines[i]
+        if map.unit is None:
+            return affine(map.values, *norm, self.dtype)
+        map = map if norm is None else map._replace(scale=norm[0], shift=norm[1])
+        return map.before_activation(self.dtype)
+
+    def _is_new(self, i):
+        """Return whether the input of a layer's activation is no saved tensor."""
+        return self.layers[i].statistics is not None or self.maps[i].unit is not None
+
+    def _output(self, i):
+        """Return the output of a layer, which may be written to if :meth:`_is_new`."""
+        return self.members[i].s.activation(self._input(i), inplace=self._is_new(i))

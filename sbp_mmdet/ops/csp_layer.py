@@ -1,0 +1,234 @@
+"""A CSP layer, or blocks of it alone, as one autograd node, which saves one feature map for each convolution or fewer.
+
+A layer is act(norm(conv(x))). A block is x + layers(x), or layers(x) alone. A CSP layer is
+
+    y = final(p),   p = a * c or c,   c = cat(blocks(main(x)), short(x)),   a = hardsigmoid(fc(mean(c)))
+
+with the mean over positions. Of each layer the node saves the convolution's output z and the statistics of its norm, or
+the activation's input u if the norm has no statistics of the map. From them the backward pass recomputes u and act(u),
+once each, and thereby c, p and the inputs of all blocks.
+
+With ``form.minimal``, z is saved of dense convolutions larger than 1x1 alone, and recomputed by pointwise and depthwise
+ones, which are a small part of the work.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .common.autograd_function import apply_function, differentiable_once, put_tensors_back, take_tensors_out
+from .common.handed_maps import hand_on, made_here
+from .common.kept_maps import DEEPEST, keep, kept
+from .common.map_norms import affine_of_norm
+from .common.precision import cast, no_autocast
+from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, weight_needed
+from .csp_backward import CSPBackward, CSPSaved
+from .residual_layer import layers_of_pass, run_layer
+
+__all__ = ['CSPSettings', 'csp_layer']
+
+_SMOOTH = 'silu', 'swish', 'gelu'
+
+
+@dataclasses.dataclass(frozen=True)
+class CSPSettings:
+    """Settings of :func:`csp_layer`.
+
+    Attributes:
+        layers (tuple[ConvNormSettings, ...]): Settings of all layers, each with an activation and a precision: with
+            ``whole`` those of short, main, the blocks and final, otherwise those of the blocks.
+        blocks (tuple[int, ...]): Number of layers of each block.
+        adds (tuple[bool, ...]): Whether each block adds its input to its output.
+        whole (bool): Whether it is a CSP layer. Default: False.
+    """
+
+    layers: tuple[ConvNormSettings, ...]
+    blocks: tuple[int, ...]
+    adds: tuple[bool, ...]
+    whole: bool = False
+
+
+def csp_layer(
+    settings: CSPSettings,
+    x: Tensor,
+    tensors: Sequence[ConvNormTensors],
+    gate: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Run a CSP layer, or blocks one after the other.
+
+    Args:
+        settings (CSPSettings): Settings.
+        x (Tensor): Input, shape (N, C, H, W).
+        tensors (Sequence[ConvNormTensors]): Parameters and buffers of each layer, without feature maps.
+        gate (tuple[Tensor, Tensor] | None): Weight and bias of the channel attention's layer, shapes (C, C, 1, 1) and
+            (C,). If ``None``, there is no attention. Default: None.
+
+    Returns:
+        Tensor: Output of the last layer, or of the last block.
+
+    Example:
+        >>> y = csp_layer(CSPSettings((short, main, first, second, final), (2,), (True,), whole=True), x, tensors)
+    """
+    gate = gate or (None, None)
+    leaves = [x, *gate, *[tensor for t in tensors for tensor in t[1:5]]]
+    if torch.is_grad_enabled():
+        for leaf in leaves:
+            if leaf is not None and leaf.requires_grad:
+                return _apply(settings, tensors, *leaves)
+    with torch.no_grad(), no_autocast(x):
+        y = _Forward(settings, layers_of_pass([*zip(settings.layers, tensors, strict=True)]), None).run(x, gate)
+        made_here(y)
+        return y
+
+
+@torch.compiler.disable
+def _apply(*args):
+    return apply_function(_Node, *args)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, settings, tensors, *leaves):
+        needs = ctx.needs_input_grad[5:]
+        ctx.needs = [ConvNormGradients(None, *needs[i : i + 4], False) for i in range(0, len(needs), 4)]
+        with no_autocast(leaves[0]):
+            run = _Forward(settings, layers_of_pass([*zip(settings.layers, tensors, strict=True)]), ctx.needs)
+            y = run.run(leaves[0], leaves[1:3])
+        found = []
+        ctx.settings, ctx.dtype, ctx.shape = settings, leaves[0].dtype, leaves[0].shape
+        ctx.structure = take_tensors_out(run.saved, found)
+        ctx.save_for_backward(*found, *leaves[1:3], *run.flat(tensors))
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad):
+        tensors = iter(ctx.saved_tensors)
+        saved = put_tensors_back(ctx.structure, tensors)
+        gate = next(tensors), next(tensors)
+        with no_autocast(grad):
+            run = CSPBackward(ctx.settings, saved, [*tensors], gate, ctx.shape, ctx.needs, ctx.needs_input_grad[2:5])
+            dx, found = run.run(grad)
+        return None, None, None if dx is None else cast(dx, ctx.dtype), *found
+
+
+def _saves_output(settings, number, weight):
+    """Return whether the output of a layer's convolution is saved, and not recomputed, with ``form.minimal``.
+
+    The last one serves the next layer. Where the derivative of an activation jumps, a recomputed input may lie on the
+    other side.
+    """
+    s = settings.layers[number]
+    if number == len(settings.layers) - 1 or s.activation.name not in _SMOOTH:
+        return True
+    return weight.shape[2:].numel() > 1 and weight.shape[1] > 1
+
+
+class _Forward:
+    """Forward pass.
+
+    Args:
+        settings (CSPSettings): Settings.
+        members (list[Layer]): The layers.
+        needs (list | None): Which parameters of each layer need gradients. If ``None``, nothing is saved.
+
+    Attributes:
+        saved (CSPSaved): What is saved, apart from maps.
+        maps (list[KeptMap | None]): The saved output of each layer's convolution, or the input of its activation.
+        layers (list[KeptLayer]): Statistics of each layer's norm.
+    """
+
+    def __init__(self, settings, members, needs):
+        self.settings, self.members, self.needs, self.saved = settings, members, needs, None
+        self.maps, self.layers = [None] * len(members), [None] * len(members)
+        self.minimal = settings.layers[0].form.minimal
+
+    def run(self, x: Tensor, gate) -> Tensor:
+        """Return the output."""
+        s, given, x = self.settings, x, cast(x, self.settings.layers[0].dtype)
+        form = s.layers[0].form
+        source = kept(given, x, form.storage) if self._needs_source() else None
+        if not s.whole:
+            y = self._blocks(x, 0)
+            self.saved = CSPSaved(source)
+            if self.needs is not None:
+                self._hand_on(y, source)
+            return y
+        short = self._layer(0, x)
+        both = torch.cat((self._blocks(self._layer(1, x), 2), short), 1)
+        del short
+        pooled = inside = None
+        if gate[0] is not None:
+            pooled = both.mean((2, 3), keepdim=True)
+            inside = torch.conv2d(pooled, *[cast(p, both.dtype) for p in gate])
+            both = both * F.hardsigmoid(inside)
+        self.saved = CSPSaved(source, pooled, inside)
+        y = self._layer(len(self.members) - 1, both)
+        if self.needs is not None:
+            self._hand_on(y, source)
+        return y
+
+    def _needs_source(self):
+        s = self.settings
+        if self.needs is None or s.layers[0].form.minimal or not s.whole:
+            return self.needs is not None
+        return any([weight_needed(*pair) for pair in zip(s.layers[:2], self.needs[:2], strict=True)])
+
+    def _layer(self, i, x):
+        member = self.members[i]
+        act, storage = member.s.activation, member.s.form.storage
+        z, u, self.layers[i] = run_layer(member, x)
+        statistics = self.layers[i].statistics
+        if self.needs is None or (self.minimal and not _saves_output(self.settings, i, member.t.weight)):
+            return act(u, inplace=True)
+        if statistics is None:
+            if act.name == 'relu':  # its output has the signs
+                u = act(u, inplace=True)
+                self.maps[i] = keep(u, storage, positive=True)
+                return u
+            self.maps[i] = keep(u, storage, 0 if act.by_sign else None)
+            return act(u)
+        threshold = None
+        if act.by_sign and storage != 'native':
+            scale, shift = affine_of_norm(member.s, member.t, statistics, z.shape[1])
+            threshold = (-shift / scale).nan_to_num(0)
+        self.maps[i] = keep(z, storage, threshold)
+        return act(u, inplace=True)
+
+    def _blocks(self, x, i):
+        for number, adds in zip(self.settings.blocks, self.settings.adds, strict=True):
+            given = x
+            for _ in range(number):
+                x = self._layer(i, x)
+                i += 1
+            if adds:
+                free = self.maps[i - 1] is None or self.maps[i - 1].values is not x
+                x = x.add_(given) if free else x + given
+        return x
+
+    def _hand_on(self, y, source):
+        """Let the next layer use what is saved of the output."""
+        adds = not self.settings.whole and self.settings.adds[-1]
+        map, last = self.maps[-1], self.members[-1]
+        if adds and (len(self.settings.blocks) > 1 or source.depth >= DEEPEST):
+            return
+        map = map._replace(activation=last.s.activation, shortcut=source if adds else None)
+        statistics = self.layers[-1].statistics
+        if statistics is not None:
+            scale, shift = affine_of_norm(last.s, last.t, statistics, map.width)
+            map = map._replace(scale=scale, shift=shift)
+        if map.values is not y:
+            hand_on(y, map)
+
+    def flat(self, tensors):
+        """Return what the backward pass reads of each layer, for :class:`.CSPBackward`."""
+        found = []
+        for member, t, map, layer in zip(self.members, tensors, self.maps, self.layers, strict=True):
+            # Running statistics that are not read are left out: the next forward pass updates them in place.
+            found += t[1:7] if member.s.norm == 'fixed' else (*t[1:5], None, None)
+            found += (None, None, None) if map is None else map[:3]
+            found += (*(layer.statistics or (None, None)), layer.count)
+        return found
