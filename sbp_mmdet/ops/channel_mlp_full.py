@@ -20,7 +20,7 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import take
 from .common.folding import add_branch
 from .common.layouts import chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
-from .common.precision import Sum, accumulator
+from .common.precision import accumulate, accumulator, zeros_for
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 
 __all__ = ['SavedInput', 'backward', 'forward', 'save', 'saves_input']
@@ -172,8 +172,7 @@ class _Sums:
         self.weights = self.outer or needs.weight1
         self.means = None, None
         self.w2 = t.weight2 if t.gamma is None else t.weight2 * t.gamma[:, None]
-        kinds = dict(total=t.bias2, outer=t.weight2, w1=t.weight1, b1=t.bias1, nw=t.norm_weight, nb=t.norm_bias)
-        self.sums = {name: Sum(like) for name, like in kinds.items()}
+        self.sums = {}  # by the name of the parameter whose gradient follows from it
 
     def find_means(self, x, kept):
         """Compute means of the first layer's input and of the hidden layer after the GELU, over :func:`some_rows`."""
@@ -199,7 +198,7 @@ class _Sums:
             Tensor | None: Gradient of the norm's input, if it is needed.
         """
         t, sums, approximate = self.t, self.sums, self.settings.approximate
-        sums['total'].add(grad.sum(0))
+        self._add('bias2', grad.sum(0))
         if not (self.outer or self.first):
             return None
         rows, mean, rstd = self._normalised(x)
@@ -207,31 +206,39 @@ class _Sums:
         drawn = draw(self.settings.form.sample, grad)
         if self.outer:
             active = F.gelu(drawn.of(hidden), approximate=approximate)
-            sums['outer'].add_product(drawn.divided(grad), centre_(active, self.means[1]))
+            sums['weight2'] = accumulate(sums.get('weight2'), drawn.divided(grad), centre_(active, self.means[1]))
             del active
         if not self.first:
             return None
         dh = torch.mm(grad, self.w2)
         dh = aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
-        sums['b1'].add(dh.sum(0))
+        self._add('bias1', dh.sum(0))
         if self.needs.weight1:
-            sums['w1'].add_product(drawn.divided(dh), centre_(drawn.of(rows), self.means[0]))
+            sums['weight1'] = accumulate(sums.get('weight1'), drawn.divided(dh), centre_(drawn.of(rows), self.means[0]))
         if not any(self.norm):
             return None
         dy = torch.mm(dh, t.weight1)
         dx, nw, nb = _norm_backward(dy, x, x.shape[1:], mean, rstd, t.norm_weight, t.norm_bias, self.norm)
-        for name, part in (('nw', nw), ('nb', nb)):
+        for name, part in (('norm_weight', nw), ('norm_bias', nb)):
             if part is not None:
-                sums[name].add(part)
+                self._add(name, part)
         return dx
+
+    def _add(self, name, part):
+        total = self.sums.get(name)
+        self.sums[name] = part if total is None else total.add_(part)
+
+    def _sum(self, name):
+        total = self.sums.get(name)
+        return zeros_for(getattr(self.t, name)) if total is None else total
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
-        t, needs, sums = self.t, self.needs, self.sums
-        total, b1 = sums['total'].value, sums['b1'].value if self.first else None
-        w1 = add_mean_term_(sums['w1'].value, b1, self.means[0]) if needs.weight1 else None
-        outer = add_mean_term_(sums['outer'].value, total, self.means[1]) if self.outer else None
-        norm = [sums[name].value if need else None for name, need in zip(('nw', 'nb'), self.norm[1:], strict=True)]
+        t, needs = self.t, self.needs
+        total, b1 = self._sum('bias2'), self._sum('bias1') if self.first else None
+        w1 = add_mean_term_(self._sum('weight1'), b1, self.means[0]) if needs.weight1 else None
+        outer = add_mean_term_(self._sum('weight2'), total, self.means[1]) if self.outer else None
+        norm = [self._sum(name) if getattr(needs, name) else None for name in ('norm_weight', 'norm_bias')]
         if t.gamma is None:
             return [*norm, w1, b1, outer, total, None]
         bias2, gamma = total * t.gamma, None

@@ -158,6 +158,8 @@ def chunks(images: int, each: int, width: int, device: torch.device, elements: i
         list[Chunk]: All rows in order.
     """
     most = max(elements // width, 1) if elements else max(CHUNK.get(device.type, CHUNK['cuda']) // width, _ROWS)
+    if 0 < images * each <= most:
+        return [Chunk(slice(0, images), slice(0, each))]
     if each <= most:
         return [Chunk(part, slice(0, each)) for part in _cut(images, most // max(each, 1)) if each]
     return [Chunk(slice(i, i + 1), part) for i in range(images) for part in _cut(each, most)]
