@@ -121,14 +121,13 @@ def hand_on_within(model: nn.Module) -> None:
 
 
 def _scopes(module, depth) -> Iterator[nn.Module]:
-    """Yield the outermost known modules with several layers that hand on or were changed, and some below them.
+    """Yield the outermost known modules with several layers that hand on, and some below them.
 
     Where a part becomes unknown later, those around it open no scope any more, and those beside it still do.
     """
     inside = [*module.modules()]
     handing = [m for m in inside if getattr(m, 'hands_on', False) or isinstance(m, nn.Conv2d)]
-    changed = sum(['_lean' in vars(m) for m in inside])  # several of them look at their code once in a scope
-    if changed < 2 and (len(handing) < 2 or not any([getattr(m, 'hands_on', False) for m in handing])):
+    if len(handing) < 2 or not any([getattr(m, 'hands_on', False) for m in handing]):
         return
     known = of_known_library(module) and is_known_inside(module)
     if known and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):

@@ -32,6 +32,7 @@ class BypassedModules:
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
         self._code = tuple((id(code), code) for code in map(library_code, kinds))
+        self._functions = tuple({place: place for _, code in self._code for place in code.functions})
 
     def __getstate__(self):
         return {}  # a copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew
@@ -55,11 +56,16 @@ class BypassedModules:
         if any(GLOBAL_HOOKS) != self._hooked_globally:
             return False
         seen = code_seen()
-        for key, code in self._code:
-            if key not in seen:
-                if not code.holds():
+        if seen is None:
+            for owner, name, function in self._functions:
+                if getattr(owner, name, None) is not function:
                     return False
-                seen.add(key)
+        else:
+            for key, code in self._code:
+                if key not in seen:
+                    if not code.holds():
+                        return False
+                    seen.add(key)
         for parent, children in self._children:
             if parent._modules != children:
                 return False

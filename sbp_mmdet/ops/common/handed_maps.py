@@ -82,10 +82,10 @@ def scope_is_open() -> bool:
     return _scope() is not None
 
 
-def code_seen() -> set[int]:
-    """Return the ids of the code that was found unchanged in this forward pass: that of the open scope, or none."""
+def code_seen() -> set[int] | None:
+    """Return the ids of the code that was found unchanged within the open scope, or ``None`` if there is none."""
     scope = getattr(_thread, 'scope', None)
-    return set() if scope is None else scope.code
+    return None if scope is None else scope.code
 
 
 def _scope():
