@@ -197,9 +197,6 @@ def is_known_inside(root: nn.Module) -> bool:
         kinds = {stock_class(kind) for kind in {type(m) for m in inside}}
         if not all(map(_is_of_known_library, kinds)) or any(map(_is_touched, inside)):
             return False
-        kinds = {stock_class(kind) for kind in {type(m) for m in inside}}
-        if not all(map(_is_of_known_library, kinds)) or any(map(_is_touched, inside)):
-            return False
         states = [(m, type(m), dict(m._modules)) for m in inside]
         code = {id(code): code for code in map(library_code, kinds)}
         root._inside = _Inside(tuple(states), dict(root._modules), code)
