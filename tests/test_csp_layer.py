@@ -31,6 +31,7 @@ LAYERS = {
     'ReLU, eval': dict(act_cfg=dict(type='ReLU'), norm_eval=True),
     'Hardswish, eval': dict(act_cfg=dict(type='HSwish'), norm_eval=True),
     'one block': dict(NEXT, num_blocks=1),
+    'seven blocks': dict(NEXT, num_blocks=7),
 }
 
 
@@ -82,7 +83,7 @@ def test_gradients_are_those_of_the_layers_own_code(name, needs_x, preset):
 @pytest.mark.parametrize('norm_eval', [True, False])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_a_stage_of_darknet(norm_eval, preset):
-    plain = stage(norm_eval, blocks=10)  # longer than a chain
+    plain = stage(norm_eval, blocks=14)  # longer than a chain
     lean = changed(plain, preset)
     assert nodes(lean) == 2
     plain.load_state_dict(lean.state_dict())
@@ -124,9 +125,12 @@ def test_stored_bytes(name, preset):
     assert STORED[name, preset] - 1 < maps < STORED[name, preset] + 0.05
 
 
-def test_a_darknet_stage_stores_its_convolutions_and_its_output():
-    lean, x = changed(stage(blocks=3)).float(), image((64, 64)).float()
-    assert saved_bytes(lean, x) < (1 + 3 * 1.5 + 1 + 0.01) * x.nbytes / 2  # sixteen channels, at a quarter of the size
+@pytest.mark.parametrize('blocks', [1, 2, 8])
+def test_a_stage_of_darknet_stores_its_convolutions_and_few_sums(blocks):
+    """Sixteen channels, at a quarter of the size. Two sums are read from what they are sums of by the layer behind."""
+    lean = changed(nn.Sequential(stage(blocks=blocks), ConvModule(16, 16, 1, norm_cfg=BN).double())).float()
+    x = image((64, 64)).float()
+    assert saved_bytes(lean, x) < (1 + 1.5 * blocks + blocks // 4 + 1 + 0.05) * x.nbytes / 2
 
 
 FROZEN = {

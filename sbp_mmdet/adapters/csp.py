@@ -22,7 +22,7 @@ from .copies import odd_copy
 from .parameters import Remembered, affine
 from .predicate import unsupported
 
-_LONGEST = 8
+_LONGEST = 12  # members of a chain, each of which is freed when all have had their gradients
 __all__ = ['CSPBinding', 'LeanCSPLayer', 'LeanShortcutBlock', 'may_chain']
 
 
@@ -41,7 +41,7 @@ class CSPBinding(Binding):
 
     @staticmethod
     def is_full(blocks: Sequence[nn.Module]) -> bool:
-        """Return whether blocks are as many as a chain may have: their inputs exist together in the backward pass.
+        """Return whether blocks are as many as a chain may have.
 
         Args:
             blocks (Sequence[nn.Module]): One block or more.

@@ -20,7 +20,9 @@ from .residual_layer import (
     rerun_layer,
 )
 
-__all__ = ['CSPBackward', 'CSPSaved']
+__all__ = ['GROUP', 'CSPBackward', 'CSPSaved']
+
+GROUP = 4  # blocks whose inputs exist together in the backward pass; their output is saved
 
 aten = torch.ops.aten
 
@@ -30,10 +32,12 @@ class CSPSaved(NamedTuple):
 
     Attributes:
         source (KeptMap | KeptCat | None): Input of the first layers. ``None`` if nothing needs it.
+        sums (tuple[KeptMap, ...]): Outputs of every fourth block, apart from the last block.
         pooled, gate (Tensor | None): Mean of the concatenated maps, and input of the hard sigmoid, shape (N, C, 1, 1).
     """
 
     source: KeptMap | KeptCat | None
+    sums: tuple[KeptMap, ...]
     pooled: Tensor | None = None
     gate: Tensor | None = None
 
@@ -79,21 +83,26 @@ class CSPBackward:
 
     def run(self, grad: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of the input and, in their order, of all parameters."""
-        grad, source, dgate = cast(grad, self.dtype), self.saved.source, (None, None)
-        x = grad.new_empty(1).expand(self.shape) if source is None else source.load(self.dtype)
+        grad, dgate = cast(grad, self.dtype), (None, None)
         if self.settings.whole:
-            dx, dgate = self._whole_backward(x, grad)
+            dx, dgate = self._whole_backward(grad)
         else:
-            inputs, _ = self._inputs(x)
-            dx = self._blocks_backward(inputs, grad)
+            dx = self._blocks_backward(None, grad)
         return dx, [*dgate, *parameter_gradients(self.found)]
 
-    def _whole_backward(self, x, grad):
+    def _source(self, like):
+        """Return the input of the first layers, or one number for all of it if its values are not read."""
+        source = self.saved.source
+        return like.new_empty(1).expand(self.shape) if source is None else source.load(self.dtype)
+
+    def _whole_backward(self, grad):
         last, dgate = len(self.members) - 1, (None, None)
-        for i in (0, 1):
-            if self.maps[i] is None:
-                self._recompute(i, x)
-        inputs, whole = self._inputs(self._output(1))
+        missing = [i for i in (0, 1) if self.maps[i] is None]
+        x = self._source(grad) if missing else None
+        for i in missing:
+            self._recompute(i, x)
+        del x
+        last_groups, whole = self._inputs(len(self.saved.sums), grad)
         whole = torch.cat((whole, self._output(0)), 1)
         gate = None if self.saved.gate is None else F.hardsigmoid(self.saved.gate)
         grad = self._activation_backward(last, grad)
@@ -105,7 +114,7 @@ class CSPBackward:
             return None, dgate
         width = self.members[0].t.weight.shape[0]
         grad, past = grad.split_with_sizes((grad.shape[1] - width, width), 1)
-        dx = self._blocks_backward(inputs, grad)
+        dx, x = self._blocks_backward(last_groups, grad), self._source(grad)
         if dx is not None:
             dx = self._layer_backward(1, x, self._activation_backward(1, dx))
         past = self._layer_backward(0, x, self._activation_backward(0, past))
@@ -130,30 +139,47 @@ class CSPBackward:
             start += layers
         return found
 
-    def _inputs(self, x):
-        """Return the inputs of all blocks, and the output of the last one if it is read.
+    def _inputs(self, group, like):
+        """Return the inputs of a group of blocks, and the output of the last block if there is a CSP layer around it.
 
-        Outputs of convolutions that were not saved are recomputed, and stay until the end.
+        Outputs of convolutions that were not saved are recomputed, and stay until their gradients are there.
+
+        Args:
+            group (int): Number of the group. All but the first begin at a saved sum.
+            like (Tensor): Any tensor of the same device.
         """
+        if group:
+            x = self.saved.sums[group - 1].load(self.dtype)
+        else:
+            x = self._output(1) if self.settings.whole else self._source(like)
         inputs, blocks = [], self._blocks()
-        for start, stop, adds in blocks:
+        for start, stop, adds in blocks[group * GROUP : (group + 1) * GROUP]:
             inputs.append(x)
             for i in range(start, stop):
                 if self.maps[i] is None:
                     self._recompute(i, x if i == start else self._output(i - 1))
-            if self.settings.whole or stop < len(self.members):
+            within = len(inputs) < GROUP and stop < len(self.members)
+            if within or (self.settings.whole and stop == len(self.members) - 1):
                 out = self._output(stop - 1)
                 x = out if not adds else out.add_(x) if self._is_new(stop - 1) else out + x
         return inputs, x
 
     def _blocks_backward(self, inputs, grad):
-        """Return the gradient of the first block's input, or ``None`` if it is not needed."""
-        for start, stop, adds in reversed(self._blocks()):
-            x, past = inputs.pop(), grad
+        """Return the gradient of the first block's input, or ``None`` if it is not needed.
+
+        Args:
+            inputs (list[Tensor] | None): Inputs of the last group. If ``None``, they are recomputed.
+            grad (Tensor): Gradient of the last block's output.
+        """
+        blocks = self._blocks()
+        for n in reversed(range(len(blocks))):
+            start, stop, adds = blocks[n]
+            inputs = inputs or self._inputs(n // GROUP, grad)[0]
+            given, past = inputs.pop(), grad
             grad = self._activation_backward(stop - 1, grad)
             for i in reversed(range(start, stop)):
                 below = self._input(i - 1) if i > start else None
-                source = x if below is None else self.members[i - 1].s.activation(below)
+                source = given if below is None else self.members[i - 1].s.activation(below)
                 grad = self._layer_backward(i, source, grad)
                 if grad is None:
                     return None

@@ -25,7 +25,7 @@ from .common.kept_maps import DEEPEST, keep, kept
 from .common.map_norms import affine_of_norm
 from .common.precision import cast, no_autocast
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, weight_needed
-from .csp_backward import CSPBackward, CSPSaved
+from .csp_backward import GROUP, CSPBackward, CSPSaved
 from .residual_layer import layers_of_pass, run_layer
 
 __all__ = ['CSPSettings', 'csp_layer']
@@ -144,7 +144,7 @@ class _Forward:
     def __init__(self, settings, members, needs):
         self.settings, self.members, self.needs, self.saved = settings, members, needs, None
         self.maps, self.layers = [None] * len(members), [None] * len(members)
-        self.minimal = settings.layers[0].form.minimal
+        self.sums, self.minimal = [], settings.layers[0].form.minimal
 
     def run(self, x: Tensor, gate) -> Tensor:
         """Return the output."""
@@ -153,7 +153,7 @@ class _Forward:
         source = kept(given, x, form.storage) if self._needs_source() else None
         if not s.whole:
             y = self._blocks(x, 0)
-            self.saved = CSPSaved(source)
+            self.saved = CSPSaved(source, tuple(self.sums))
             if self.needs is not None:
                 self._hand_on(y, source)
             return y
@@ -165,7 +165,7 @@ class _Forward:
             pooled = both.mean((2, 3), keepdim=True)
             inside = torch.conv2d(pooled, *[cast(p, both.dtype) for p in gate])
             both = both * F.hardsigmoid(inside)
-        self.saved = CSPSaved(source, pooled, inside)
+        self.saved = CSPSaved(source, tuple(self.sums), pooled, inside)
         y = self._layer(len(self.members) - 1, both)
         if self.needs is not None:
             self._hand_on(y, source)
@@ -199,7 +199,9 @@ class _Forward:
         return act(u, inplace=True)
 
     def _blocks(self, x, i):
-        for number, adds in zip(self.settings.blocks, self.settings.adds, strict=True):
+        for n, (number, adds) in enumerate(zip(self.settings.blocks, self.settings.adds, strict=True)):
+            if n and n % GROUP == 0 and self.needs is not None:
+                self.sums.append(keep(x, self.members[i].s.form.storage))
             given = x
             for _ in range(number):
                 x = self._layer(i, x)
@@ -210,18 +212,31 @@ class _Forward:
         return x
 
     def _hand_on(self, y, source):
-        """Let the next layer use what is saved of the output."""
-        adds = not self.settings.whole and self.settings.adds[-1]
-        map, last = self.maps[-1], self.members[-1]
-        if adds and (len(self.settings.blocks) > 1 or source.depth >= DEEPEST):
+        """Let the next layer use what is saved of the output, if that is at most as many maps as may be added up."""
+        map, i = self._output_map(len(self.members) - 1), len(self.members) - 1
+        adds, sizes = [*self.settings.adds], [*self.settings.blocks]
+        terms = [map]
+        while not self.settings.whole and adds.pop():
+            i -= sizes.pop()
+            if len(sizes) % GROUP == 0:
+                terms.append(self.sums[-1] if sizes else source)
+                break
+            terms.append(self._output_map(i))
+        if None in terms or sum([term.depth for term in terms]) > DEEPEST:
             return
-        map = map._replace(activation=last.s.activation, shortcut=source if adds else None)
-        statistics = self.layers[-1].statistics
-        if statistics is not None:
-            scale, shift = affine_of_norm(last.s, last.t, statistics, map.width)
-            map = map._replace(scale=scale, shift=shift)
-        if map.values is not y:
+        map = terms.pop()
+        while terms:
+            map = terms.pop()._replace(shortcut=map)
+        if getattr(map, 'values', None) is not y:
             hand_on(y, map)
+
+    def _output_map(self, i):
+        """Return the saved form of a layer's output, or ``None`` if it is recomputed."""
+        map, member, statistics = self.maps[i], self.members[i], self.layers[i].statistics
+        if map is None or statistics is None:
+            return map and map._replace(activation=member.s.activation)
+        scale, shift = affine_of_norm(member.s, member.t, statistics, map.width)
+        return map._replace(scale=scale, shift=shift, activation=member.s.activation)
 
     def flat(self, tensors):
         """Return what the backward pass reads of each layer, for :class:`.CSPBackward`."""
