@@ -157,11 +157,7 @@ def _is_a_convolution_alone(layer):
 
 def _is_a_whole_layer(layer):
     whole = layer.with_norm and layer.with_activation and tuple(layer.order) == ('conv', 'norm', 'act')
-    return (
-        None
-        if whole and not layer.with_explicit_padding
-        else 'it is not convolution, norm and activation in this order'
-    )
+    return None if whole and not layer.with_explicit_padding else 'it is not convolution, norm, activation'
 
 
 def _is_convolution_and_norm(layer):
