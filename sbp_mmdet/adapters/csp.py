@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from mmcv.cnn import ConvModule
+from mmcv.cnn import ConvModule, DepthwiseSeparableConvModule
 from mmdet.models.backbones import darknet
 from mmdet.models.layers import csp_layer as mmdets
 from torch import Tensor, nn
@@ -20,10 +20,29 @@ from .bindings import Binding
 from .conv_module import ConvNorm, count_batches
 from .copies import odd_copy
 from .parameters import Remembered, affine
-from .predicate import unsupported
+from .predicate import ROLES, unsupported
 
 _LONGEST = 12  # members of a chain, each of which is freed when all have had their gradients
 __all__ = ['CSPBinding', 'LeanCSPLayer', 'LeanShortcutBlock', 'may_chain']
+
+
+def _anything(module: nn.Module) -> None:
+    """Accept every setting."""
+
+
+def _is_a_whole_layer(layer):
+    whole = layer.with_norm and layer.with_activation and tuple(layer.order) == ('conv', 'norm', 'act')
+    return None if whole and not layer.with_explicit_padding else 'it is not convolution, norm, activation'
+
+
+ROLES['CSP block'] = dict.fromkeys((darknet.ResBlock, mmdets.DarknetBottleneck, mmdets.CSPNeXtBlock), odd_copy)
+ROLES['layer of a CSP block'] = {ConvModule: _is_a_whole_layer}
+ROLES['depthwise separable layer'] = {DepthwiseSeparableConvModule: _anything}
+ROLES['attention of a CSP layer'] = {mmdets.ChannelAttention: _anything}
+ROLES['mean of a map'] = {
+    nn.AdaptiveAvgPool2d: lambda m: None if m.output_size == 1 else f'its size is {m.output_size}'
+}
+ROLES['hard sigmoid'] = {nn.Hardsigmoid: _anything}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,8 +144,8 @@ def _reads_of_layer(layer):
         yield from _reads_of(conv)
     yield layer.blocks, 'list of layers'
     if layer.channel_attention:
-        yield layer.attention, 'channel attention'
-        if not unsupported(layer.attention, 'channel attention'):
+        yield layer.attention, 'attention of a CSP layer'
+        if not unsupported(layer.attention, 'attention of a CSP layer'):
             yield layer.attention.global_avgpool, 'mean of a map'
             yield from ((layer.attention.fc, 'pointwise with bias'), (layer.attention.act, 'hard sigmoid'))
 

@@ -21,7 +21,6 @@ import torch
 from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
 from mmcv.cnn.bricks.conv_module import ConvModule
 from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
-from mmcv.cnn.bricks.depthwise_separable_conv_module import DepthwiseSeparableConvModule
 from mmcv.cnn.bricks.drop import Dropout, DropPath
 from mmcv.cnn.bricks.scale import LayerScale
 from mmcv.cnn.bricks.swish import Swish
@@ -30,9 +29,7 @@ from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
 from mmcv.cnn.bricks.wrappers import Linear as MMCVLinear
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones import resnext
-from mmdet.models.backbones.darknet import ResBlock
 from mmdet.models.backbones.resnet import BasicBlock, Bottleneck
-from mmdet.models.layers import csp_layer
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoderLayer
 from mmengine.model import Sequential
 from mmengine.model.utils import _BatchNormXd
@@ -115,7 +112,6 @@ def _is_over_last_dimension(softmax):
     return None if softmax.dim == -1 else f'its dim is {softmax.dim}'
 
 
-_ZERO = 0, (0,), (0, 0)
 _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, Swish, nn.Hardswish, nn.GELU)
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
 _LINEARS = (nn.Linear, MMCVLinear)
@@ -151,13 +147,9 @@ def _keeps_the_size(conv):
 
 
 def _is_a_convolution_alone(layer):
-    more = layer.with_norm or layer.with_activation or layer.with_explicit_padding
-    return 'it has a norm, an activation or a padding layer' if more else None
-
-
-def _is_a_whole_layer(layer):
-    whole = layer.with_norm and layer.with_activation and tuple(layer.order) == ('conv', 'norm', 'act')
-    return None if whole and not layer.with_explicit_padding else 'it is not convolution, norm, activation'
+    if layer.with_norm or layer.with_activation or layer.with_explicit_padding:
+        return 'it has a norm, an activation or a padding layer'
+    return None
 
 
 def _is_convolution_and_norm(layer):
@@ -166,7 +158,8 @@ def _is_convolution_and_norm(layer):
 
 
 def _averages_without_padding(pool):
-    return 'it pads, or divides by a number of its own' if pool.divisor_override or pool.padding not in _ZERO else None
+    padding = pool.padding if isinstance(pool.padding, tuple) else (pool.padding,)
+    return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
 
 
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.
@@ -183,12 +176,6 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'norm of a chain': dict.fromkeys(_NORMS, _has_all_tensors),
     'shortcut of a chain': {nn.Sequential: _is_pool_and_layer},
     'average pool': {nn.AvgPool2d: _averages_without_padding},
-    'CSP block': dict.fromkeys((ResBlock, csp_layer.DarknetBottleneck, csp_layer.CSPNeXtBlock), odd_copy),
-    'layer of a CSP block': {ConvModule: _is_a_whole_layer},
-    'depthwise separable layer': {DepthwiseSeparableConvModule: _any},
-    'channel attention': {csp_layer.ChannelAttention: _any},
-    'mean of a map': {nn.AdaptiveAvgPool2d: lambda m: None if m.output_size == 1 else f'its size is {m.output_size}'},
-    'hard sigmoid': {nn.Hardsigmoid: _any},
     'ReLU': {nn.ReLU: _any},
     'activation': dict.fromkeys(_ACTIVATIONS, _any),
     'GELU': {nn.GELU: _any},
