@@ -216,6 +216,7 @@ TABLES = [
     ('docs/costs.md', 'Blocks: time', _time),
     ('docs/costs.md', 'A whole step: time', _step),
     ('docs/costs.md', 'What else there is', _rival),
+    ('docs/costs.md', 'The largest batch', _largest),
     ('docs/research/zoo_memory.md', 'Six figures of one card', _swin_l),
     ('docs/research/zoo_memory.md', 'Gaps between tensors', _reserved),
     ('docs/research/zoo_memory.md', 'Sizes of batches', _pipeline),
