@@ -247,6 +247,18 @@ def test_vitdet_blocks_draw_stochastic_depth_as_their_own_code():
     assert_near(*found, TOLERANCE)
 
 
+@pytest.mark.parametrize('chunk', [1, 2**24])
+@pytest.mark.parametrize('drop_path', [0.0, 0.4])
+def test_vitdet_blocks_keep_the_layout_of_their_map(monkeypatch, chunk, drop_path):
+    """mmcv's RoIAlign reads maps as if they were contiguous, so another layout would train wrongly."""
+    monkeypatch.setitem(layouts.CHUNK, torch.device(DEVICE).type, chunk)
+    plain = Blocks(filled(Block(drop_path=drop_path, window=4)), filled(Block(drop_path=drop_path), seed=1))
+    lean = copy.deepcopy(plain)
+    apply_lean(lean, verify=False, skip_dropped_images=False)
+    for x in (drawn(3, 16, 6, 7).permute(0, 2, 3, 1), drawn(3, 6, 7, 16)):
+        assert lean(x).stride() == plain(x).stride() == x.stride()
+
+
 @pytest.mark.parametrize('part', ['attn', 'mlp'])
 @pytest.mark.parametrize('window', [0, 4])
 def test_a_part_of_a_vitdet_block_that_is_unknown_runs_its_own_code(part, window):

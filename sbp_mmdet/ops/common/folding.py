@@ -113,7 +113,10 @@ def add_branch(shortcut, branch, gamma, factor, dtype):
     kinds = [dtype] + ([] if gamma is None else [gamma.dtype])  # the factor is in full precision, and a scalar
     dtype = promoted(shortcut.dtype, *kinds)
     tokens = tokens_of(shortcut)
-    out = empty_tokens(tokens.shape, layout_of(shortcut), dtype, shortcut.device)
+    if shortcut.dim() == 3:  # tokens may be a view of a map (N, C, H, W), and mmcv's RoIAlign reads no other layout
+        out = torch.empty_like(tokens, dtype=dtype)
+    else:
+        out = empty_tokens(tokens.shape, layout_of(shortcut), dtype, shortcut.device)
     for chunk, rows in branch:
         own, place = tokens[chunk.images, chunk.rows], out[chunk.images, chunk.rows]
         rows = rows.view(own.shape)
