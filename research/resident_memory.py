@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from mmdet.testing import demo_mm_inputs
 from mmengine.logging import MessageHub
+from mmengine.runner import set_random_seed
 from provenance import describe_machine, output_file, write_json
 
 from sbp_mmdet.plan.detector import build_detector
@@ -42,6 +43,7 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
     libc = ctypes.CDLL('libc.so.6')
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         libc.mallopt(option, 1 << 16)
+    set_random_seed(0)  # all variants have the same weights, and so the same proposals and dropped images
     model, _ = build_detector(with_variant(plain(load_config(config)), variant), torch.device('cpu'))
     MessageHub.get_current_instance().update_info('iter', 0)
     _step(model, batch, (256, 256), 2)
