@@ -44,7 +44,10 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         libc.mallopt(option, 1 << 16)
     set_random_seed(0)  # all variants have the same weights, and so the same proposals and dropped images
-    model, _ = build_detector(with_variant(plain(load_config(config)), variant), torch.device('cpu'))
+    changed = with_variant(plain(load_config(config)), variant)
+    if changed.model.backbone.get('drop_path_rate'):
+        changed.model.backbone.drop_path_rate = 0.0  # one image would be dropped by other blocks in each variant
+    model, _ = build_detector(changed, torch.device('cpu'))
     MessageHub.get_current_instance().update_info('iter', 0)
     _step(model, batch, (256, 256), 2)
     model.zero_grad(set_to_none=False)
