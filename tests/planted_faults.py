@@ -146,7 +146,10 @@ FAULTS = {
     # Feed-forward networks.
     'FFN: activation': Fault('ffn:FeedForward.backward', 'act(drawn.of(hidden))', 'drawn.of(hidden)', 'FFN'),
     'FFN: derivative': Fault(
-        'ffn:FeedForward.backward', 'act.backward(scaled_(grad @ self.w2, factor), hidden)', 'grad @ self.w2', 'FFN'
+        'ffn:FeedForward.backward',
+        'act.backward(scaled_(grad @ self.w2, factor), hidden, inplace=True)',
+        'grad @ self.w2',
+        'FFN',
     ),
     'FFN: dropout of the hidden layer': Fault(
         'ffn:FeedForward.backward', 'scaled_(grad @ self.w2, factor)', 'grad @ self.w2', 'FFN with dropout'
