@@ -84,8 +84,10 @@ def save(t, keep: Tensor | None, hidden: bool) -> SavedInput:
         keep (Tensor | None): Indices of the kept tokens. If ``None``, all.
         hidden (bool): Whether the backward pass needs the hidden layer.
     """
-    x = tokens_of(t.x)
-    source = None if t.conv is not None or not hidden else x if keep is None else take(x, keep)
+    source = None
+    if t.conv is None and hidden:
+        x = tokens_of(t.x)
+        source = x if keep is None else take(x, keep)
     conv = t.conv if hidden else None
     given = t._replace(x=None, shortcut=None, positions=None, conv=conv)
     return SavedInput(source, keep, given, layout_of(t.x))
