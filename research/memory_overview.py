@@ -183,21 +183,26 @@ def tables(results: dict) -> dict[tuple[str, str], str]:
     """
     shown = [detector for detector in DETECTORS if detector.readme]
     backbones = [detector for detector in DETECTORS if detector.backbone]
-    needs, lifts = ({k: row.get(key) for k, row in _by_case(results, kind)} for kind, key in _FIGURES.items())
-    stored = {key: row.get('backbone') for key, row in _by_case(results, 'count')}
+    counts, lifts = dict(_by_case(results, 'count')), dict(_by_case(results, 'measure'))
+
+    def needs(detector, variant):
+        return counts.get((detector.head, variant), {}).get('needs')
+
+    def stored(detector, variant):
+        return counts.get((detector.head, variant), {}).get('backbone')
+
+    def lift(detector, variant):
+        return lifts.get((detector.name, variant), {}).get('lift')
 
     def backbone(detector):
         return f'{detector.backbone}, {detector.head.split(", ", 1)[1]}'
 
     return {
         ('README.md', 'memory counted'): _table(shown, VARIANTS, needs, _gigabytes),
-        ('README.md', 'memory measured'): _table(shown, VARIANTS, lifts, _megabytes, name=lambda d: d.name),
+        ('README.md', 'memory measured'): _table(shown, VARIANTS, lift, _megabytes, name=lambda d: d.name),
         ('docs/costs.md', 'memory counted'): _table(DETECTORS, VARIANTS | SBP, needs, _gigabytes),
         ('docs/costs.md', 'stored'): _table(backbones, VARIANTS | SBP, stored, _relative, name=backbone),
     }
-
-
-_FIGURES = {'count': 'needs', 'measure': 'lift'}
 
 
 def _by_case(results, kind):
@@ -217,15 +222,11 @@ def _relative(value, plain):
     return f'{value / 1e9:.2f} GB' if value == plain else f'{value / plain:.3f}'
 
 
-def _table(detectors, variants, values, form, name=lambda detector: detector.head):
+def _table(detectors, variants, value, form, name=lambda detector: detector.head):
     """Return a table with a row for each detector whose variants are all there, and a column for each variant.
 
-    ``values`` are by ``detector.head`` (counted) or ``detector.name`` (measured), and variant.
+    ``value`` returns the figure of a detector and a variant, or ``None``.
     """
-
-    def value(detector, variant):
-        return values.get((detector.head, variant)) or values.get((detector.name, variant))
-
     there = [detector for detector in detectors if all(value(detector, variant) for variant in VARIANTS)]
     columns = [Column('', name)]
     for variant, head in variants.items():

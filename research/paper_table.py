@@ -30,10 +30,11 @@ def means(results: Mapping) -> dict[str, dict]:
 
 
 def paper_table(experiment: Experiment, measured: Mapping, folder: Path | None = None, short: bool = False) -> str:
-    """Return a table of the paper's figures and the measured ones. Cells that were not measured stay empty."""
+    """Return a table of the paper's figures and the measured ones, without columns in which nothing was measured."""
     paper = {label: dict(zip(experiment.heads, experiment.paper.get(label, ()))) for label in experiment.labels}  # noqa: B905
     if short:
-        return markdown_table(*_short(experiment, paper, measured, folder))
+        columns, labels = _short(experiment, paper, measured, folder)
+        return markdown_table(_filled(columns, labels), labels)
     details = (*DETAILS, *(name.replace('box', 'mask') for name in DETAILS))
     names = ['memory', *(details if 'box AP' in experiment.heads else experiment.heads[1:])]
     columns = [Column('', lambda row: row['label']), Column('', lambda row: row['source'])]
@@ -47,9 +48,14 @@ def paper_table(experiment: Experiment, measured: Mapping, folder: Path | None =
             name: f'{here[name] - value:+.{_digits(name)}f}' for name, value in paper[label].items() if name in here
         }
         for head, values in (('paper', paper[label]), ('here', here), ('difference', both)):
-            if values or head == 'here':
+            if values:
                 records.append(dict(label=label if head == 'paper' else '', source=head, values=values))
-    return (text_table if folder is None else markdown_table)(columns, records)
+    return (text_table if folder is None else markdown_table)(_filled(columns, records), records)
+
+
+def _filled(columns, records):
+    """Return the columns that are not empty, and the first."""
+    return [columns[0], *[column for column in columns[1:] if any(column.cell(record) for record in records)]]
 
 
 def _short(experiment, paper, measured, folder):

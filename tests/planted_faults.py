@@ -245,7 +245,10 @@ FAULTS = {
     ),
     # CSP layers.
     'CSP: shortcut in the second run': Fault(
-        'csp_backward:CSPBackward._inputs', 'x = out if not adds else', 'x = out if True else', 'CSP layer'
+        'csp_backward:CSPBackward._inputs',
+        'out.add_(past) if self._is_new(stop - 1) else out + past',
+        'out',
+        'CSP layer',
     ),
     'CSP: gradient of the shortcut': Fault(
         'csp_backward:CSPBackward._blocks_backward', 'grad.add_(past) if adds else grad', 'grad', 'CSP layer'
@@ -255,8 +258,8 @@ FAULTS = {
     ),
     'CSP: order of the halves': Fault(
         'csp_backward:CSPBackward._whole_backward',
-        'torch.cat((whole, self._output(0)), 1)',
-        'torch.cat((self._output(0), whole), 1)',
+        'torch.cat((self._output(last - 1) if out is None else out, self._output(0)), 1)',
+        'torch.cat((self._output(0), self._output(last - 1) if out is None else out), 1)',
         'CSP layer',
     ),
     'CSP: gradient of the halves': Fault(
@@ -275,7 +278,11 @@ FAULTS = {
         'CSP layer',
     ),
     'CSP: recomputed convolution': Fault(
-        'csp_backward:CSPBackward._inputs', 'x if i == start else', 'x if True else', 'CSP layer', 'exact_min'
+        'csp_backward:CSPBackward._inputs',
+        'self._output(i - 1) if i > start',
+        'self._output(start - 1) if i > start',
+        'CSP layer',
+        'exact_min',
     ),
     'CSP: threshold in eight bits': Fault(
         'csp_layer:_Forward._layer',

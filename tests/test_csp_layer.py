@@ -25,6 +25,7 @@ LAYERS = {
     'Darknet, eval': dict(norm_eval=True),
     'depthwise': dict(use_depthwise=True),
     'no shortcut': dict(add_identity=False),
+    'no shortcut, nine blocks': dict(add_identity=False, num_blocks=9),
     'group norm': dict(norm_cfg=GN),
     'LeakyReLU': dict(act_cfg=dict(type='LeakyReLU', negative_slope=0.1)),
     'ReLU': dict(act_cfg=dict(type='ReLU')),
@@ -85,7 +86,7 @@ def test_gradients_are_those_of_the_layers_own_code(name, needs_x, preset):
 def test_a_stage_of_darknet(norm_eval, preset):
     plain = stage(norm_eval, blocks=14)  # longer than a chain
     lean = changed(plain, preset)
-    assert nodes(lean) == 2
+    assert nodes(lean) == 3  # with the layer in front
     plain.load_state_dict(lean.state_dict())
     assert_plain(lean, plain, image())
 
@@ -99,21 +100,14 @@ def test_a_block_alone(kind):
     assert_plain(lean, plain, image())
 
 
-def test_consecutive_layers():
-    plain = ordinary(nn.Sequential(*(ConvModule(8, 8, 3, stride, 1, norm_cfg=BN) for stride in (2, 1, 1))))
-    lean = changed(plain)
-    assert nodes(lean) == 1
-    plain.load_state_dict(lean.state_dict())
-    assert_plain(lean, plain, image())
-
-
 # Bytes in maps of eight channels: of a layer with two blocks of two or three convolutions of eight channels, a layer of
 # eight channels on each side, and one of sixteen behind.
 STORED = {
     ('CSPNeXt', 'exact'): 10, ('CSPNeXt, attention', 'exact'): 10, ('CSPNeXt, eval', 'exact'): 10,
     ('CSPNeXt, attention', 'exact_min'): 4, ('CSPNeXt, eval', 'exact_min'): 4,
     ('Darknet', 'exact'): 8, ('Darknet', 'exact_min'): 4, ('depthwise', 'exact_min'): 2,
-    ('LeakyReLU', 'exact_min'): 8, ('CSPNeXt, attention', 'int8'): 10 / 4 + 1, ('Darknet', 'int8'): 8 / 4 + 1,
+    ('no shortcut, nine blocks', 'exact'): 22, ('LeakyReLU', 'exact_min'): 8,
+    ('CSPNeXt, attention', 'int8'): 10 / 4 + 1, ('Darknet', 'int8'): 8 / 4 + 1,
 }  # fmt: skip
 
 

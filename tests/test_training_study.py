@@ -135,7 +135,7 @@ def test_paper(study, tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ['here', '41.5', '40.0'] in lines and ['difference', '-4.7', '-1.7'] in lines
     text = page.read_text()
-    assert '| plain | 8.0 |  | 46.2 | 41.5 | 41.7 | 40.0 |' in text and 'old' not in text
+    assert '| plain | 8.0 | 46.2 | 41.5 | 41.7 | 40.0 |' in text and 'old' not in text
     assert f'| [other]({os.path.relpath(CONFIG, tmp_path)}) |' in text and '| other | here |' not in text
     done = study('--no-run', '--labels', 'plain', '--write', tmp_path / 'e.py', file='table.py')
     assert done.returncode == 1 and 'has no marker' in done.stderr

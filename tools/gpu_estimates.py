@@ -56,11 +56,7 @@ def _counted(trial: Trial) -> dict[str, dict]:
     """Return the counted rows of a trial's detector by preset."""
     runs = [run for run in _results('memory_overview').get('runs', ()) if run.get('kind') == 'count']
     rows = [row for run in runs for row in run.get('rows', ())]
-    found = {}
-    # As in the pages: rows by the name alone are older, and of the precision of the detector's config.
-    for name in (trial.counted.partition(',')[0], trial.counted) if trial.counted else ():
-        found |= {row['variant']: row for row in rows if row.get('detector') == name}
-    return found
+    return {row['variant']: row for row in rows if trial.counted and row.get('detector') == trial.counted}
 
 
 def add_counted(part: Part, trial: Trial, rows: dict[str, dict]) -> None:

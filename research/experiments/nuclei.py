@@ -5,6 +5,7 @@ options = {'train_cfg.max_epochs': 12, 'param_scheduler.1.T_max': 12, 'default_h
 settings = dict(
     none=None,
     exact=dict(preset='exact'),
+    exact_min=dict(preset='exact_min'),
     int8=dict(preset='int8'),
     sampled=dict(preset='sampled'),
     eighth=dict(preset='sampled', keep_ratio=0.125),

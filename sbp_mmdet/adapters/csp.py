@@ -20,14 +20,11 @@ from .bindings import Binding
 from .conv_module import ConvNorm, count_batches
 from .copies import odd_copy
 from .parameters import Remembered, affine
-from .predicate import ROLES, unsupported
+from .predicate import ROLES, any_setting, unsupported
 
-_LONGEST = 12  # members of a chain, each of which is freed when all have had their gradients
 __all__ = ['CSPBinding', 'LeanCSPLayer', 'LeanShortcutBlock', 'may_chain']
 
-
-def _anything(module: nn.Module) -> None:
-    """Accept every setting."""
+_LONGEST = 12  # blocks of a chain, whose saved maps are freed when all have had their gradients
 
 
 def _is_a_whole_layer(layer):
@@ -37,17 +34,17 @@ def _is_a_whole_layer(layer):
 
 ROLES['CSP block'] = dict.fromkeys((darknet.ResBlock, mmdets.DarknetBottleneck, mmdets.CSPNeXtBlock), odd_copy)
 ROLES['layer of a CSP block'] = {ConvModule: _is_a_whole_layer}
-ROLES['depthwise separable layer'] = {DepthwiseSeparableConvModule: _anything}
-ROLES['attention of a CSP layer'] = {mmdets.ChannelAttention: _anything}
+ROLES['depthwise separable layer'] = {DepthwiseSeparableConvModule: any_setting}
+ROLES['attention of a CSP layer'] = {mmdets.ChannelAttention: any_setting}
 ROLES['mean of a map'] = {
     nn.AdaptiveAvgPool2d: lambda m: None if m.output_size == 1 else f'its size is {m.output_size}'
 }
-ROLES['hard sigmoid'] = {nn.Hardsigmoid: _anything}
+ROLES['hard sigmoid'] = {nn.Hardsigmoid: any_setting}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CSPBinding(Binding):
-    """Consecutive CSP blocks, or a CSP layer with its blocks. A ``ConvModule`` is a block of one layer.
+    """Consecutive CSP blocks, or a CSP layer with its blocks.
 
     Attributes:
         blocks (tuple[nn.Module, ...]): Blocks that :func:`may_chain` has approved of.
@@ -67,11 +64,6 @@ class CSPBinding(Binding):
         """
         return len(blocks) == _LONGEST
 
-    @property
-    def is_worthwhile(self) -> bool:
-        """Whether there is more to it than one layer, which has an adapter of its own."""
-        return not (len(self.blocks) == 1 and isinstance(self.blocks[0], ConvModule))
-
     def __call__(self, form: Form, x: Tensor):
         """Run the layer or the blocks on (N, C, H, W)."""
         layers, norms, settings, sizes, adds = self._made
@@ -85,7 +77,9 @@ class CSPBinding(Binding):
     @functools.cached_property
     def _made(self):
         """Layers, norms, cached settings, number of layers of each block, and whether each block adds its input."""
-        blocks = [[conv for layer in _layers(block) for conv in _convolutions(layer)] for block in self.blocks]
+        blocks = [
+            [conv for layer in (block.conv1, block.conv2) for conv in _convolutions(layer)] for block in self.blocks
+        ]
         found = [conv for block in blocks for conv in block]
         if self.layer is not None:
             found = [self.layer.short_conv, self.layer.main_conv, *found, self.layer.final_conv]
@@ -117,13 +111,10 @@ def may_chain(block: nn.Module, called: bool = False) -> bool:
 
 def _reads(block) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules of a block that are bypassed, with their roles, up to the first unsupported container."""
-    if isinstance(block, ConvModule):
-        yield from _reads_of(block)
-        return
     yield block, 'CSP block'
     if not unsupported(block, 'CSP block', called=True):
-        for layer in _layers(block):
-            yield from _reads_of(layer)
+        yield from _reads_of(block.conv1)
+        yield from _reads_of(block.conv2)
 
 
 def _reads_of(layer):
@@ -155,13 +146,9 @@ def _is_known(layer):
     return all(map(may_chain, layer.blocks)) and not any(unsupported(*read) for read in _reads_of_layer(layer))
 
 
-def _layers(block):
-    return (block,) if isinstance(block, ConvModule) else (block.conv1, block.conv2)
-
-
 def _adds(block):
     """Return whether a block adds its input to its output; Darknet's ``ResBlock`` always does."""
-    return not isinstance(block, ConvModule) and getattr(block, 'add_identity', True)
+    return getattr(block, 'add_identity', True)
 
 
 def _convolutions(layer):

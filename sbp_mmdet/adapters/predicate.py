@@ -46,6 +46,7 @@ __all__ = [
     'GLOBAL_HOOKS',
     'PLAIN_TENSORS',
     'ROLES',
+    'any_setting',
     'ask_once',
     'derives_plainly',
     'fairscale_forward',
@@ -61,7 +62,7 @@ __all__ = [
 Check = Callable[[nn.Module], str | None]
 
 
-def _any(module: nn.Module) -> None:
+def any_setting(module: nn.Module) -> None:
     """Accept every setting."""
 
 
@@ -165,8 +166,8 @@ def _averages_without_padding(pool):
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.
 ROLES: dict[str, dict[type | str, Check]] = {
     'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros)
-    | {EFFICIENTDETS_CONVOLUTION: _any},
-    'norm of a map': dict.fromkeys(_NORMS, _any),
+    | {EFFICIENTDETS_CONVOLUTION: any_setting},
+    'norm of a map': dict.fromkeys(_NORMS, any_setting),
     'convolution that keeps the size': dict.fromkeys(_CONVOLUTIONS, _keeps_the_size),
     'pointwise convolution': dict.fromkeys(_CONVOLUTIONS, _is_pointwise),
     'convolution alone': {ConvModule: _is_a_convolution_alone},
@@ -176,48 +177,49 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'norm of a chain': dict.fromkeys(_NORMS, _has_all_tensors),
     'shortcut of a chain': {nn.Sequential: _is_pool_and_layer},
     'average pool': {nn.AvgPool2d: _averages_without_padding},
-    'ReLU': {nn.ReLU: _any},
-    'activation': dict.fromkeys(_ACTIVATIONS, _any),
-    'GELU': {nn.GELU: _any},
+    'ReLU': {nn.ReLU: any_setting},
+    'activation': dict.fromkeys(_ACTIVATIONS, any_setting),
+    'GELU': {nn.GELU: any_setting},
     # A convolution in front of a norm, which the backward pass recomputes.
     'recomputed convolution': dict.fromkeys(_CONVOLUTIONS, _pads_zeros_and_has_bias),
-    'linear': dict.fromkeys(_LINEARS, _any),
+    'linear': dict.fromkeys(_LINEARS, any_setting),
     'linear with bias': dict.fromkeys(_LINEARS, _has_bias),
     'pointwise with bias': dict.fromkeys(_LINEARS, _has_bias)
     | dict.fromkeys(_CONVOLUTIONS, lambda conv: _is_pointwise(conv) or _has_bias(conv)),
-    'linear or 2x2 convolution': dict.fromkeys(_LINEARS, _any) | dict.fromkeys(_CONVOLUTIONS, _is_patchwise),
+    'linear or 2x2 convolution': dict.fromkeys(_LINEARS, any_setting) | dict.fromkeys(_CONVOLUTIONS, _is_patchwise),
     'layer norm': dict.fromkeys(_LAYER_NORMS, _normalises_channels),
     'affine layer norm': dict.fromkeys(_LAYER_NORMS, _has_affine_part),
-    'GRN': dict.fromkeys(('sbp_mmdet.models.layers.GRN', 'mmpretrain.models.utils.norm.GRN'), _any),
-    'dropout of rate 0': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing) | {nn.Identity: _any},
-    'dropout': dict.fromkeys((nn.Dropout, Dropout, nn.Identity), _any),
-    'stochastic depth': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing) | {nn.Identity: _any, DropPath: _any},
-    'layer scale': dict.fromkeys(_SCALES, _scales_last_dimension) | {nn.Identity: _any},
-    'identity': {nn.Identity: _any},
+    'GRN': dict.fromkeys(('sbp_mmdet.models.layers.GRN', 'mmpretrain.models.utils.norm.GRN'), any_setting),
+    'dropout of rate 0': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing) | {nn.Identity: any_setting},
+    'dropout': dict.fromkeys((nn.Dropout, Dropout, nn.Identity), any_setting),
+    'stochastic depth': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing)
+    | {nn.Identity: any_setting, DropPath: any_setting},
+    'layer scale': dict.fromkeys(_SCALES, _scales_last_dimension) | {nn.Identity: any_setting},
+    'identity': {nn.Identity: any_setting},
     'softmax': {nn.Softmax: _is_over_last_dimension},
-    'patches': {nn.Unfold: _any},
-    'list of layers': dict.fromkeys((nn.Sequential, Sequential), _any),
-    'holder': dict.fromkeys(('sbp_mmdet.models.vit.Holder',), _any),
-    'FFN': {FFN: _any},
-    'encoder layer': {DetrTransformerEncoderLayer: _any},
-    'multi-head attention': {nn.MultiheadAttention: _any},
-    'multi-head attention of mmcv': {MultiheadAttention: _any},
-    'deformable attention': {MultiScaleDeformableAttention: _any},
+    'patches': {nn.Unfold: any_setting},
+    'list of layers': dict.fromkeys((nn.Sequential, Sequential), any_setting),
+    'holder': dict.fromkeys(('sbp_mmdet.models.vit.Holder',), any_setting),
+    'FFN': {FFN: any_setting},
+    'encoder layer': {DetrTransformerEncoderLayer: any_setting},
+    'multi-head attention': {nn.MultiheadAttention: any_setting},
+    'multi-head attention of mmcv': {MultiheadAttention: any_setting},
+    'deformable attention': {MultiScaleDeformableAttention: any_setting},
     'shifted-window attention': dict.fromkeys(
-        ('mmdet.models.backbones.swin.ShiftWindowMSA', 'mmpretrain.models.utils.attention.ShiftWindowMSA'), _any
+        ('mmdet.models.backbones.swin.ShiftWindowMSA', 'mmpretrain.models.utils.attention.ShiftWindowMSA'), any_setting
     ),
     'window attention': dict.fromkeys(
-        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), _any
+        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), any_setting
     ),
-    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), _any),
+    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), any_setting),
 }
 _RECOMPUTABLE_MODULES = (
     *(*_LINEARS, nn.modules.linear.NonDynamicallyQuantizableLinear, *_CONVOLUTIONS, nn.LayerNorm, DropPath, Dropout),
     *(nn.Dropout, nn.Identity, nn.Sequential, Sequential, nn.ModuleList, nn.MultiheadAttention, Swish),
 )
 # Modules that may be called twice, by checkpointing: a second call leaves the same state behind as one call.
-ROLES['recomputable'] = dict.fromkeys((*_RECOMPUTABLE_MODULES, *_ACTIVATIONS), _any) | {
-    getattr(nn, name): _any for name in torch.nn.modules.activation.__all__
+ROLES['recomputable'] = dict.fromkeys((*_RECOMPUTABLE_MODULES, *_ACTIVATIONS), any_setting) | {
+    getattr(nn, name): any_setting for name in torch.nn.modules.activation.__all__
 }
 
 GLOBAL_HOOKS = (

@@ -39,7 +39,7 @@ class _ChainBinding(Binding):
     """
 
     blocks: tuple[nn.Module, ...]
-    shares_modules = is_worthwhile = True
+    shares_modules = True
 
     @staticmethod
     def is_full(blocks: Sequence[nn.Module]) -> bool:
@@ -83,7 +83,7 @@ class _ChainBinding(Binding):
 
 
 _CHAINS = _ChainBinding, CSPBinding
-_BLOCKS = {kind for role in ('residual block', 'CSP block', 'layer of a CSP block') for kind in ROLES[role]}
+_BLOCKS = {kind for role in ('residual block', 'CSP block') for kind in ROLES[role]}
 
 
 def _kind_of_chain(block):
@@ -103,8 +103,7 @@ class LeanStage(LeanSequence):
         for name, block in [*self._modules.items(), (None, None)]:
             own = None if block is None else _kind_of_chain(block)
             if chain and (own is not kind or kind.is_full([block for _, block in chain])):
-                part = kind(tuple(block for _, block in chain))
-                found |= {chain[0][0]: part} if part.is_worthwhile else {}
+                found[chain[0][0]] = kind(tuple(block for _, block in chain))
                 chain = []
             chain, kind = [*chain, (name, block)] if own else [], own
         return found

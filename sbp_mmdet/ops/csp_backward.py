@@ -32,12 +32,13 @@ class CSPSaved(NamedTuple):
 
     Attributes:
         source (KeptMap | KeptCat | None): Input of the first layers. ``None`` if nothing needs it.
-        sums (tuple[KeptMap, ...]): Outputs of every fourth block, apart from the last block.
+        sums (tuple[KeptMap | None, ...]): Outputs of every fourth block, apart from the last block. ``None`` where the
+            block adds nothing and the map of its last layer is saved.
         pooled, gate (Tensor | None): Mean of the concatenated maps, and input of the hard sigmoid, shape (N, C, 1, 1).
     """
 
     source: KeptMap | KeptCat | None
-    sums: tuple[KeptMap, ...]
+    sums: tuple[KeptMap | None, ...]
     pooled: Tensor | None = None
     gate: Tensor | None = None
 
@@ -102,8 +103,9 @@ class CSPBackward:
         for i in missing:
             self._recompute(i, x)
         del x
-        last_groups, whole = self._inputs(len(self.saved.sums), grad)
-        whole = torch.cat((whole, self._output(0)), 1)
+        last_groups, out = self._inputs(len(self.saved.sums), grad)
+        whole = torch.cat((self._output(last - 1) if out is None else out, self._output(0)), 1)
+        del out
         gate = None if self.saved.gate is None else F.hardsigmoid(self.saved.gate)
         grad = self._activation_backward(last, grad)
         grad = self._layer_backward(last, whole if gate is None else whole * gate, grad)
@@ -122,7 +124,7 @@ class CSPBackward:
 
     def _attention_backward(self, x, gate, grad):
         """Compute the gradients of the attention's input x and parameters from that of x * gate."""
-        weight, bias = self.gate
+        weight = self.gate[0]
         dgate = aten.hardsigmoid_backward.default((grad * x).sum((2, 3), keepdim=True), self.saved.gate)
         geometry = (1, 1), (0, 0), (1, 1), False, (0, 0), 1
         dpooled, *found = aten.convolution_backward.default(
@@ -142,33 +144,39 @@ class CSPBackward:
     def _inputs(self, group, like):
         """Return the inputs of a group of blocks, and the output of the last block if there is a CSP layer around it.
 
-        Outputs of convolutions that were not saved are recomputed, and stay until their gradients are there.
+        ``None`` stands for the output of the layer in front, which is recomputed when it is needed. Outputs of
+        convolutions that were not saved are recomputed, and stay until their gradients are there.
 
         Args:
             group (int): Number of the group. All but the first begin at a saved sum.
             like (Tensor): Any tensor of the same device.
         """
+        x, inputs, blocks = None, [], self._blocks()
         if group:
-            x = self.saved.sums[group - 1].load(self.dtype)
-        else:
-            x = self._output(1) if self.settings.whole else self._source(like)
-        inputs, blocks = [], self._blocks()
+            saved = self.saved.sums[group - 1]
+            x = saved and saved.load(self.dtype)
+        elif not self.settings.whole:
+            x = self._source(like)
         for start, stop, adds in blocks[group * GROUP : (group + 1) * GROUP]:
             inputs.append(x)
             for i in range(start, stop):
                 if self.maps[i] is None:
-                    self._recompute(i, x if i == start else self._output(i - 1))
+                    self._recompute(i, self._output(i - 1) if i > start or x is None else x)
             within = len(inputs) < GROUP and stop < len(self.members)
-            if within or (self.settings.whole and stop == len(self.members) - 1):
+            if not adds:
+                x = None
+            elif within or (self.settings.whole and stop == len(self.members) - 1):
+                inputs[-1] = past = self._output(start - 1) if x is None else x
                 out = self._output(stop - 1)
-                x = out if not adds else out.add_(x) if self._is_new(stop - 1) else out + x
+                x = out.add_(past) if self._is_new(stop - 1) else out + past
         return inputs, x
 
     def _blocks_backward(self, inputs, grad):
         """Return the gradient of the first block's input, or ``None`` if it is not needed.
 
         Args:
-            inputs (list[Tensor] | None): Inputs of the last group. If ``None``, they are recomputed.
+            inputs (list[Tensor | None] | None): Inputs of the last group, see :meth:`_inputs`. If ``None``, they are
+                recomputed.
             grad (Tensor): Gradient of the last block's output.
         """
         blocks = self._blocks()
@@ -176,6 +184,7 @@ class CSPBackward:
             start, stop, adds = blocks[n]
             inputs = inputs or self._inputs(n // GROUP, grad)[0]
             given, past = inputs.pop(), grad
+            given = self._output(start - 1) if given is None else given
             grad = self._activation_backward(stop - 1, grad)
             for i in reversed(range(start, stop)):
                 below = self._input(i - 1) if i > start else None
@@ -194,6 +203,8 @@ class CSPBackward:
     def _layer_backward(self, i, x, grad):
         """Compute the gradients of convolution and norm; return that of the input x, or ``None`` if it is not needed.
 
+        This is the last use of the layer's saved map, which is freed.
+
         Args:
             i (int): Number of the layer.
             x (Tensor): Input of the layer.
@@ -203,6 +214,7 @@ class CSPBackward:
         if not (self.before[i] or any(needs)):
             return None
         z = None if layer.statistics is None else self.maps[i].before_norm(self.dtype)
+        self.maps[i] = None
         dx, self.found[i] = layer_backward(self.members[i], x, z, layer, grad, needs, self.before[i])
         return dx
 

@@ -19,7 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import apply_function, differentiable_once, put_tensors_back, take_tensors_out
+from .common.autograd_function import (
+    apply_function,
+    differentiable_once,
+    put_tensors_back,
+    saved_tensors_of,
+    take_tensors_out,
+)
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import DEEPEST, keep, kept
 from .common.map_norms import affine_of_norm
@@ -106,7 +112,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, grad):
-        tensors = iter(ctx.saved_tensors)
+        tensors = iter(saved_tensors_of(ctx))
         saved = put_tensors_back(ctx.structure, tensors)
         gate = next(tensors), next(tensors)
         with no_autocast(grad):
@@ -201,7 +207,9 @@ class _Forward:
     def _blocks(self, x, i):
         for n, (number, adds) in enumerate(zip(self.settings.blocks, self.settings.adds, strict=True)):
             if n and n % GROUP == 0 and self.needs is not None:
-                self.sums.append(keep(x, self.members[i].s.form.storage))
+                # The output of a block without a shortcut is that of its last layer.
+                is_saved = not self.settings.adds[n - 1] and self.maps[i - 1] is not None
+                self.sums.append(None if is_saved else keep(x, self.members[i].s.form.storage))
             given = x
             for _ in range(number):
                 x = self._layer(i, x)
@@ -218,10 +226,10 @@ class _Forward:
         terms = [map]
         while not self.settings.whole and adds.pop():
             i -= sizes.pop()
-            if len(sizes) % GROUP == 0:
-                terms.append(self.sums[-1] if sizes else source)
+            saved = len(sizes) % GROUP == 0 and (self.sums[-1] if sizes else source)
+            terms.append(saved or self._output_map(i))
+            if saved:
                 break
-            terms.append(self._output_map(i))
         if None in terms or sum([term.depth for term in terms]) > DEEPEST:
             return
         map = terms.pop()

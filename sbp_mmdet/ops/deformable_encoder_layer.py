@@ -221,11 +221,8 @@ def _layer_forward(settings, tensors, needs):
     source = handed_on(x)
     source = source if isinstance(source, Normed) else x
     hand_on(out, Normed(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
-    if s.form.minimal:
-        sampled = None
-    elif s.form.storage == 'int8' and sampled.dtype == torch.float32:
-        # In sixteen bits: with eight, hidden values close to zero would end up on the other side of the ReLU.
-        sampled = sampled.half()
+    # Rounded to eight bits, hidden values close to zero would end up on the other side of the ReLU.
+    sampled = None if s.form.minimal or s.form.storage == 'int8' else sampled
     return out, EncoderSaved(source, sampled, total, tensors._replace(x=None), state)
 
 

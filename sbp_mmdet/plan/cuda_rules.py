@@ -132,23 +132,36 @@ def cuda_kernels(counter, compute: bool):
         Callable: Returns whether a function runs whose operations need not be computed: the crop of masks, which are
         only compared with predictions, and the overlaps of boxes, which are computed in chunks afterwards.
     """
-    skipping = []
-    nms_forward, crop, of_boxes = NMSop.forward, BitmapMasks.crop_and_resize, iou2d_calculator.bbox_overlaps
-    forward, backward = RoIAlignFunction.forward, RoIAlignFunction.backward
-    nothing = types.SimpleNamespace(roi_align_forward=lambda *a, **k: None, roi_align_backward=lambda *a, **k: None)
-    # The module is looked up by its name, because mmcv.ops.roi_align is a function.
-    without_kernel = mock.patch.object(sys.modules[RoIAlignFunction.__module__], 'ext_module', nothing)
+    nms_forward, unneeded = NMSop.forward, _Unneeded(compute)
 
     def nms_in_full(ctx, boxes, scores, *args):
         with counter.paused():
             boxes, scores = _full(boxes), _full(scores)
         return nms_forward(ctx, boxes, scores, *args)
 
+    with (
+        _rules_in_replays(),
+        mock.patch.dict(CHUNK, cpu=CHUNK['cuda']),
+        mock.patch.object(NMSop, 'forward', staticmethod(nms_in_full)),
+        _roi_align(counter, compute, unneeded),
+        unneeded.crops_and_overlaps(),
+    ):
+        yield lambda: unneeded.runs
+
+
+@contextlib.contextmanager
+def _roi_align(counter, compute, unneeded):
+    """Make mmcv's RoIAlign take what it takes on CUDA, within the context, see :func:`cuda_kernels`."""
+    forward, backward = RoIAlignFunction.forward, RoIAlignFunction.backward
+    nothing = types.SimpleNamespace(roi_align_forward=lambda *a, **k: None, roi_align_backward=lambda *a, **k: None)
+    # The module is looked up by its name, because mmcv.ops.roi_align is a function.
+    without_kernel = mock.patch.object(sys.modules[RoIAlignFunction.__module__], 'ext_module', nothing)
+
     def roi_align(ctx, features, rois, *args):
         if (rois[:, 3:] < rois[:, 1:3]).any():  # boxes of untrained detectors, which the CPU's kernel refuses
             with counter.paused():
                 rois = torch.cat([rois[:, :3], rois[:, 1:].view(-1, 2, 2).amax(1)], 1)
-        if not compute and (ctx.needs_input_grad[0] or skipping):
+        if not compute and (ctx.needs_input_grad[0] or unneeded.runs):
             with without_kernel:
                 return forward(ctx, features, rois, *args)
         if features.dtype not in _REDUCED:
@@ -167,39 +180,58 @@ def cuda_kernels(counter, compute: bool):
             grad_input, *rest = backward(ctx, grad.float())
         return grad_input.to(grad.dtype), *rest
 
-    def skipped(function, *args, **kwargs):
-        if not compute:
-            skipping.append(function)
+    with (
+        mock.patch.object(RoIAlignFunction, 'forward', staticmethod(roi_align)),
+        mock.patch.object(RoIAlignFunction, 'backward', staticmethod(roi_align_backward)),
+    ):
+        yield
+
+
+class _Unneeded:
+    """Functions of mmdet whose operations need not be computed.
+
+    Args:
+        compute (bool): Whether they are computed nevertheless.
+
+    Attributes:
+        runs (bool): Whether one of them runs.
+    """
+
+    def __init__(self, compute: bool):
+        self._compute, self.runs = compute, False
+
+    @contextlib.contextmanager
+    def crops_and_overlaps(self):
+        """Run the crop of masks and the overlaps of many boxes by :meth:`_run`, within the context."""
+        crop, of_boxes = BitmapMasks.crop_and_resize, iou2d_calculator.bbox_overlaps
+
+        def crop_and_resize(masks, *args, **kwargs):
+            on_device = torch.empty(masks.masks.nbytes, dtype=torch.uint8)  # CUDA's copy; a CPU shares numpy's memory
+            try:
+                return self._run(crop, masks, *args, **kwargs)
+            finally:
+                del on_device
+
+        def overlaps(bboxes1, bboxes2, mode='iou', is_aligned=False):
+            many = bboxes1.dim() == bboxes2.dim() == 2 and len(bboxes1) * len(bboxes2) >= _MANY_PAIRS
+            if self._compute or is_aligned or not many or bboxes1.requires_grad or bboxes2.requires_grad:
+                return of_boxes(bboxes1, bboxes2, mode, is_aligned)
+            result = self._run(of_boxes, bboxes1, bboxes2, mode)
+            _write_overlaps(of_boxes, result, bboxes1, bboxes2, mode)
+            return result
+
+        with (
+            mock.patch.object(BitmapMasks, 'crop_and_resize', crop_and_resize),
+            mock.patch.object(iou2d_calculator, 'bbox_overlaps', overlaps),
+        ):
+            yield
+
+    def _run(self, function, *args, **kwargs):
+        self.runs = not self._compute
         try:
             return function(*args, **kwargs)
         finally:
-            skipping.clear()
-
-    def overlaps(bboxes1, bboxes2, mode='iou', is_aligned=False):
-        many = bboxes1.dim() == bboxes2.dim() == 2 and len(bboxes1) * len(bboxes2) >= _MANY_PAIRS
-        if compute or is_aligned or not many or bboxes1.requires_grad or bboxes2.requires_grad:
-            return of_boxes(bboxes1, bboxes2, mode, is_aligned)
-        result = skipped(of_boxes, bboxes1, bboxes2, mode)
-        _write_overlaps(of_boxes, result, bboxes1, bboxes2, mode)
-        return result
-
-    def crop_and_resize(self, *args, **kwargs):
-        on_device = torch.empty(self.masks.nbytes, dtype=torch.uint8)  # CUDA's copy; a CPU shares numpy's memory
-        try:
-            return skipped(crop, self, *args, **kwargs)
-        finally:
-            del on_device
-
-    with (
-        _rules_in_replays(),
-        mock.patch.dict(CHUNK, cpu=CHUNK['cuda']),
-        mock.patch.object(NMSop, 'forward', staticmethod(nms_in_full)),
-        mock.patch.object(RoIAlignFunction, 'forward', staticmethod(roi_align)),
-        mock.patch.object(RoIAlignFunction, 'backward', staticmethod(roi_align_backward)),
-        mock.patch.object(BitmapMasks, 'crop_and_resize', crop_and_resize),
-        mock.patch.object(iou2d_calculator, 'bbox_overlaps', overlaps),
-    ):
-        yield lambda: bool(skipping)
+            self.runs = False
 
 
 def _write_overlaps(of_boxes, result, bboxes1, bboxes2, mode):

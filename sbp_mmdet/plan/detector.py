@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -23,10 +24,6 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
-from ..ops.common.sign_bits import _bytes_of_bits
-from ..ops.window_attention import _scales
-from ..ops.window_layout import window_layout
-from ..stochastic_backprop.masks import _of_grid
 from ..surgery import mix_out, model_hooks
 from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
@@ -48,9 +45,6 @@ __all__ = [
     'own_crops',
     'timed_step',
 ]
-
-# Functions whose tensors are kept for the next steps.
-_KEPT = (_of_grid, window_layout, _scales, _bytes_of_bits)
 
 
 def measure_detector(
@@ -91,8 +85,7 @@ def measure_detector(
     for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0)):
         if value < least:
             raise ValueError(f'{name}={value} must be {least} or more')
-    for kept in _KEPT:  # or the count would be without what an earlier one made
-        kept.cache_clear()
+    _clear_caches()
     counter = LiveBytes(record=True)
     bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
     case = dict(batch=batch, height=height, width=width, boxes=boxes, channels=channels, device='cpu')
@@ -110,6 +103,15 @@ def measure_detector(
             del model, wrapper, data
             gc.collect()
     return dict(row, **reserved_bytes(held, counter.events, pixels_of_usual(usual, height, width), expandable))
+
+
+def _clear_caches():
+    """Clear the caches of all operations: a count would be without the tensors that an earlier one left there."""
+    rooms = tuple(f'{__package__.rpartition(".")[0]}.{room}.' for room in ('ops', 'stochastic_backprop'))
+    for module in [module for name, module in sys.modules.items() if name.startswith(rooms)]:
+        for function in vars(module).values():
+            if hasattr(function, 'cache_clear'):
+                function.cache_clear()
 
 
 @contextlib.contextmanager

@@ -49,7 +49,13 @@ class SkipArithmetic(TorchDispatchMode):
 
 
 class _Kind(NamedTuple):
-    """What an operation's schema says."""
+    """Properties of an operation, read from its schema.
+
+    Attributes:
+        view (bool): Whether it returns a view of an input.
+        in_place (bool): Whether it writes to an input, or to ``out``.
+        factory (bool): Whether it makes a tensor from a shape.
+    """
 
     view: bool
     in_place: bool

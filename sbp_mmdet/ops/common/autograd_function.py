@@ -37,6 +37,7 @@ __all__ = [
     'gradients_of',
     'in_precision',
     'put_tensors_back',
+    'saved_tensors_of',
     'take_tensors_out',
     'without_output',
 ]
@@ -254,6 +255,19 @@ class _Function(torch.autograd.Function):
         with no_autocast(grad):
             gradients = operation.backward(ctx.settings, saved, grad, needs)
         return None, None, None, *[g if needed else None for g, needed in zip(gradients, needs, strict=True)]
+
+
+def saved_tensors_of(ctx) -> tuple[Tensor, ...]:
+    """Return what a node saved, in its backward pass. A tensor is freed as soon as the caller drops it.
+
+    Where the graph is retained, the node keeps its tensors.
+
+    Args:
+        ctx: Context of the node.
+    """
+    found = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()
+    return found
 
 
 def gradients_of(tensors: type, *others: str) -> type:
