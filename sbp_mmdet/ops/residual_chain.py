@@ -23,6 +23,7 @@ from .common.autograd_function import (
     differentiable_once,
     in_precision,
     put_tensors_back,
+    saved_tensors_of,
     take_tensors_out,
 )
 from .common.handed_maps import hand_on
@@ -151,13 +152,14 @@ class _Chain(torch.autograd.Function):
     def backward(ctx, grad):
         blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]
         skipped = sum([len(_DIFFERENTIABLE) * len(own) for own in ctx.needs[: ctx.first]])
-        tensors = iter(ctx.saved_tensors)
+        tensors = iter(saved_tensors_of(ctx))
         source, saved, output = put_tensors_back(ctx.structure, tensors)
-        tensors = _unflat(blocks, [*tensors])
+        saved, tensors = [*saved], _unflat(blocks, [*tensors])
         with no_autocast(grad):
-            grad = output.activation_backward(cast(grad, blocks[0].layers[0].dtype))
             members = members_of(blocks, tensors, backward=True)
-            dx, found = _backward(blocks, members, source, saved, grad, needs, ctx.needs_input_grad[2])
+            grads = [output.activation_backward(cast(grad, blocks[0].layers[0].dtype))]
+            del output
+            dx, found = _backward(blocks, members, source, saved, grads, needs, ctx.needs_input_grad[2])
             found = parameter_gradients(found)
         return None, None, None if dx is None else cast(dx, ctx.dtype), *[None] * skipped, *found
 
@@ -185,15 +187,15 @@ def _run(blocks, tensors, x, first):
     return x, source, tuple(saved)
 
 
-def _backward(blocks, members, source, saved, grad, needs, needs_x):
-    """Run the backward pass of the blocks.
+def _backward(blocks, members, source, saved, grads, needs, needs_x):
+    """Run the backward pass of the blocks. What is in a list is freed as soon as it was used.
 
     Args:
         blocks (Sequence[BlockSettings]): Settings of the blocks.
         members (list[Members]): Layers of the blocks.
         source (KeptMap): Input of the first block.
-        saved (tuple[KeptBlock, ...]): What the blocks saved.
-        grad (Tensor): Gradient of the last ReLU's input.
+        saved (list[KeptBlock]): What the blocks saved. It is emptied.
+        grads (list[Tensor]): Gradient of the last ReLU's input. It is emptied.
         needs (list[list[list[bool]]]): For each layer of each block, which parameters need gradients.
         needs_x (bool): Whether the input needs one.
 
@@ -202,6 +204,7 @@ def _backward(blocks, members, source, saved, grad, needs, needs_x):
         each layer.
     """
     # Forwards: the inputs of all blocks. Backwards: each block is done, and its input freed.
+    grad = grads.pop()
     inputs, insides = [source.load(grad.dtype)], []
     for block, own, kept_block in zip(blocks[:-1], members[:-1], saved[:-1], strict=True):
         x, inside, last = inputs[-1], None, None
@@ -217,7 +220,7 @@ def _backward(blocks, members, source, saved, grad, needs, needs_x):
     for n in reversed(range(len(blocks))):
         x, inside = inputs.pop(), insides.pop()
         needed = needs[n], needs_x or n > 0
-        grad, own = block_backward(blocks[n], members[n], saved[n], x, inside, grad, *needed)
+        grad, own = block_backward(blocks[n], members[n], saved.pop(), x, inside, grad, *needed)
         # x is the output of the previous block's last ReLU, so it is positive where that passes the gradient.
         grad = aten.threshold_backward.default(grad, x, 0) if n > 0 else grad
         found = [*own, *found]
