@@ -250,11 +250,13 @@ def test_transformers_exact_on_average(kind, chunk, rate, numbers):
     reference = places(numbers, TOKENS).detach()
 
     def run(sample):
-        ffn = FFNSettings(dropout=(rate, rate), chunk=chunk, sample=sample)
+        ffn = FFNSettings(dropout=(rate, rate), chunk=chunk, form=Form(sample=sample))
         if kind == 'ffn':
             return of_leaves(lambda: feed_forward(ffn, ffn_tensors(module, x)), leaves)
         tensors = layer_tensors(module, x, pos, reference, padding(numbers == 4))
-        settings = dataclasses.replace(settings_of(rate), ffn=ffn)
+        settings = settings_of(rate)
+        attention = dataclasses.replace(settings.attention, form=ffn.form)
+        settings = dataclasses.replace(settings, ffn=ffn, attention=attention)
         return of_leaves(lambda: deformable_encoder_layer(settings, tensors), leaves)
 
     exact, parts = run(None), [run(Sample(0.3, at)) for at in DRAWS]

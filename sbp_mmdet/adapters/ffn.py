@@ -104,7 +104,7 @@ def modules_of_ffn(ffn):
 def ffn_settings(ffn, form):
     """Return the settings of :func:`.feed_forward` for an ``FFN`` in its present mode."""
     rates = rate_of(ffn.layers[0][2]), rate_of(ffn.layers[2])
-    return FFNSettings(activation_of(ffn.layers[0][1]), rates, sample=form.sample)
+    return FFNSettings(activation_of(ffn.layers[0][1]), rates, form=form)
 
 
 def ffn_weights(ffn):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.folding import normalise, normalise_backward
-from .common.layouts import CHUNK
+from .common.layouts import elements_at_a_time
 from .common.precision import Stored, accumulator, store
 
 __all__ = ['DecomposedSettings', 'DecomposedTensors', 'decomposed_attention', 'into_windows', 'out_of_windows']
@@ -113,7 +113,7 @@ def _groups(s, x):
     """Yield the images and rows of the map that are computed at a time: whole images, or rows of windows of one."""
     n, height, width, channels = x.shape
     side = s.window or max(height, width)
-    tokens = (s.chunk or CHUNK.get(x.device.type, CHUNK['cuda'])) // (3 * (channels + 2 * side * s.num_heads))
+    tokens = (s.chunk or elements_at_a_time(x.device, s.form)) // (3 * (channels + 2 * side * s.num_heads))
     each, bands = (s.window, -(-height // s.window)) if s.window else (height, 1)
     together = max(tokens // (each * -(-width // side) * side), 1)
     if together >= bands:

@@ -42,8 +42,8 @@ class EncoderSettings:
 
     Attributes:
         attention (DeformableSettings): Settings of the attention; its form and dtype hold for the layer.
-        ffn (FFNSettings): Settings of the feed-forward network; its chunk and sample hold for the layer, its dtype is
-            not used. Default: ReLU without dropout.
+        ffn (FFNSettings): Settings of the feed-forward network; its chunk holds for the layer, its form and dtype
+            are not used. Default: ReLU without dropout.
         dropout (float): Dropout rate after the attention. Default: 0.
         eps (tuple[float, float]): Added to the variances of the two norms. Default: 1e-5.
     """
@@ -150,7 +150,7 @@ class _Rows:
         keep, drop = self.t.positions[:2] if self.t.positions else (None, None)
         for index, kept in ((keep, True),) if drop is None else ((keep, True), (drop, False)):
             each = x.shape[1] if index is None else len(index)
-            for chunk in chunks(len(x), each, self.ffn.width, x.device, self.s.ffn.chunk):
+            for chunk in chunks(len(x), each, self.ffn.width, x.device, self.s.ffn.chunk, self.s.attention.form):
                 yield index, kept, chunk
 
     def first(self, x, sampled):
@@ -191,7 +191,7 @@ class _Rows:
         out = grad.to(self.dtype)  # gradient of the attention's output, through the shortcut's sum and dropout
         out = out if factor is None else out * factor
         sums['output_bias'].add(column_sums(out))
-        drawn = draw(self.s.ffn.sample, out)
+        drawn = draw(self.s.attention.form.sample, out)
         sums['output_weight'].add_product(drawn.divided(out), drawn.of(sampled).to(self.dtype))
         return grad, out @ self.output[0]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.autograd_function import OnHost, Operation, Sample, gradients_of, in_precision
+from .common.autograd_function import Form, OnHost, Operation, gradients_of, in_precision
 from .common.layouts import chunks
 from .common.precision import Sum, column_sums
 from .common.row_sampling import draw
@@ -44,14 +44,15 @@ class FFNSettings:
             device. Default: None.
         dtype (torch.dtype | None): Precision of matrix products. If ``None``, that of autocast, or of ``x``. Default:
             None.
-        sample (Sample | None): Rows from which gradients of weights are estimated. If ``None``, all. Default: None.
+        form (Form): Which rows gradients of weights are estimated from, and whether chunks are small. Default: all
+            rows, in large chunks.
     """
 
     activation: Activation = Activation('relu')
     dropout: tuple[float, float] = (0.0, 0.0)
     chunk: int | None = None
     dtype: torch.dtype | None = None
-    sample: Sample | None = None
+    form: Form = Form()
 
 
 class FFNTensors(NamedTuple):
@@ -203,7 +204,7 @@ class FeedForward:
         grad = grad.to(dtype)
         if second:
             grad = grad * dropout_factor(grad, second)
-        drawn = draw(self.settings.sample, grad)
+        drawn = draw(self.settings.form.sample, grad)
         if 'bias2' in sums:
             sums['bias2'].add(column_sums(grad))
         if 'weight2' in sums:
@@ -237,7 +238,7 @@ def feed_forward(settings: FFNSettings, tensors: FFNTensors) -> Tensor:
 
 
 def _chunks(settings, x, run):
-    return chunks(*x.shape[:2], run.width, x.device, settings.chunk)
+    return chunks(*x.shape[:2], run.width, x.device, settings.chunk, settings.form)
 
 
 def _forward(settings, tensors, needs):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.layouts import CHUNK
+from .common.layouts import elements_at_a_time
 
 __all__ = ['Collected', 'WindowLayout', 'window_layout']
 
@@ -52,7 +52,7 @@ class WindowLayout(NamedTuple):
             channels (int): Number of channels.
         """
         area = settings.window**2
-        budget = settings.chunk or CHUNK.get(self.order.device.type, CHUNK['cuda'])
+        budget = settings.chunk or elements_at_a_time(self.order.device, settings.form)
         most = max(budget // (max(images, 1) * area * max(3 * channels, settings.num_heads * area)), 1)
         windows = len(self.order) // area
         step = -(-windows // -(-windows // most)) * area

@@ -96,6 +96,11 @@ class Form:
                     f'write {name}={known[0]!r} for the reference'
                 )
 
+    @property
+    def small_chunks(self) -> bool:
+        """Whether attention and transformer layers compute less at a time, because memory comes first."""
+        return self.minimal or self.storage == 'int8'
+
     def kept(self, positions: Positions | None) -> Tensor | None:
         """Return the indices of the positions that send gradients.
 

@@ -13,6 +13,7 @@ __all__ = [
     'Chunk',
     'add_rows_',
     'chunks',
+    'elements_at_a_time',
     'empty_tokens',
     'in_shape',
     'laid_out',
@@ -27,6 +28,7 @@ __all__ = [
 # the encoder of DINO (46 million), and two images in ConvNeXt's other stages, are one chunk. The number does not depend
 # on the memory that is free, because sums would be rounded differently from run to run.
 CHUNK = {'cpu': 2**20, 'cuda': 44 * 2**20}
+_LEAST = CHUNK['cpu']  # below it, launches cost more than what they save is worth
 # Least number of rows of a chunk by default. A product of fewer rows spends its time on reading weights.
 _ROWS = 640
 # Chunks of an image's rows are multiples of this number, as the tiles of a GPU's matrix products are.
@@ -141,7 +143,21 @@ def _range(part):
     return range(part.start, part.stop, part.step or 1)
 
 
-def chunks(images: int, each: int, width: int, device: torch.device, elements: int | None = None) -> list[Chunk]:
+def elements_at_a_time(device: torch.device, form=None) -> int:
+    """Return how many elements of an operation's largest tensor exist at a time.
+
+    Args:
+        device (torch.device): Device of the tensors.
+        form (Form | None): Form of the operation. With ``form.small_chunks`` it is a half on a GPU. If ``None``, it
+            is as much as the device is fastest with. Default: None.
+    """
+    most = CHUNK.get(device.type, CHUNK['cuda'])
+    return max(most // 2, min(most, _LEAST)) if form is not None and form.small_chunks else most
+
+
+def chunks(
+    images: int, each: int, width: int, device: torch.device, elements: int | None = None, form=None
+) -> list[Chunk]:
     """Cut rows into chunks of about the same size, because a short one costs a GPU as many launches as a long one.
 
     A chunk is some whole images, or some rows of one image.
@@ -152,12 +168,13 @@ def chunks(images: int, each: int, width: int, device: torch.device, elements: i
         width (int): Elements of the largest tensor for each row.
         device (torch.device): Device of the tensors.
         elements (int | None): Elements of the largest tensor that may exist at a time; a chunk has at least one row. If
-            ``None``, the device decides, and a chunk has at least 640 rows. Default: None.
+            ``None``, :func:`elements_at_a_time` decides, and a chunk has at least 640 rows. Default: None.
+        form (Form | None): See :func:`elements_at_a_time`. Default: None.
 
     Returns:
         list[Chunk]: All rows in order.
     """
-    most = max(elements // width, 1) if elements else max(CHUNK.get(device.type, CHUNK['cuda']) // width, _ROWS)
+    most = max(elements // width, 1) if elements else max(elements_at_a_time(device, form) // width, _ROWS)
     if 0 < images * each <= most:
         return [Chunk(slice(0, images), slice(0, each))]
     if each <= most:
