@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from .adapters import LeanModule, adapter_of
 from .checkpointing import Checkpointed, run_checkpointed
-from .chunked_heads import computes_rois_one_by_one, run_in_chunks, runs_in_chunks
+from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
 from .ops.common.autograd_function import Form, without_output
+from .ops.roi_chunks import run_in_chunks
 from .passes import is_known_inside, of_known_library
 from .surgery import Mixin, detectors, mix_out, stock_class
 

@@ -12,6 +12,7 @@ from . import (  # noqa: F401  register their adapters
     ffn,
     grounding_dino,
     linear,
+    mask_head,
     pooling,
     repvgg,
     resnet,
