@@ -1,4 +1,4 @@
-"""The parts of a detector that presets checkpoint: neck, heads, layers of transformers, blocks without an operation."""
+"""The parts of a detector that presets checkpoint: stem, neck, heads, layers of transformers, blocks that run as is."""
 
 import contextlib
 import dataclasses
@@ -126,8 +126,8 @@ def parts_to_checkpoint(
     Args:
         model (nn.Module): The model, changed by its adapters.
         chosen (Mapping[int, nn.Module]): Modules that may be changed, by id.
-        kinds (Collection[str]): Kinds of parts: 'neck', 'dense head', 'RoI head', 'layer' (of a transformer), 'block'
-            (of a backbone, which runs its own code).
+        kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'RoI head', 'layer'
+            (of a transformer), 'block' (of a backbone, which runs its own code).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
@@ -151,6 +151,9 @@ def parts_to_checkpoint(
 
 
 def _parts(detector):
+    stem = getattr(getattr(detector, 'backbone', None), 'stem', None)
+    if isinstance(stem, nn.Module):  # its maps are the largest, and its input is the image
+        yield 'stem', stem
     if isinstance(neck := getattr(detector, 'neck', None), nn.Module):
         yield from (('neck', piece) for piece in _pieces(neck))
     for child in detector.children():

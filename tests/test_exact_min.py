@@ -1,6 +1,7 @@
 """``preset='exact_min'`` recomputes neck and heads, too, with the gradients of the plain model."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -105,6 +106,30 @@ def test_necks_of_several_parts_are_recomputed_part_by_part():
     (stored, *expected), (least_stored, *found) = _step(plain), _step(least)
     _compare(found, expected)
     assert least_stored < 0.3 * stored
+
+
+@pytest.mark.parametrize('kind', ['CSPNeXt', 'CSPDarknet'])
+def test_the_stem_of_a_csp_network_is_recomputed(kind):
+    """Its maps are stored no more; batch norms count a step once."""
+    model = _detector('FPN', 'ATSSHead')
+    torch.manual_seed(1)
+    model.backbone = MODELS.build(dict(type=kind, deepen_factor=0.167, widen_factor=0.125, out_indices=(2, 3, 4)))
+    model.neck = MODELS.build(dict(NECKS['FPN'], in_channels=[32, 64, 128]))
+    model.forward = types.MethodType(_run_from_the_backbone, model)
+    plain, least = model.double(), copy.deepcopy(model)
+    least.forward = types.MethodType(_run_from_the_backbone, least)
+    assert 'backbone.stem' in apply_lean(least, 'exact_min').changed
+    _compare(_step(least)[1:], _step(plain)[1:])
+    saved, x = SavedByPart(), torch.randn(2, 3, 32, 48).double()
+    with saved.hooks():
+        out = least.backbone.stem(x)
+    assert out.requires_grad
+    assert sum(saved.count([x, *least.parameters(), *least.buffers()]).values()) == 0
+
+
+def _run_from_the_backbone(model, images):
+    maps = model.neck(model.backbone(images))
+    return sum(out.square().sum() for outs in model.bbox_head(maps) if outs[0] is not None for out in outs)
 
 
 def test_a_hook_runs_once_whenever_it_comes():
