@@ -258,7 +258,9 @@ def _meaning(settings, ratio, module, mixin):
         return f'stores less, gradients of weights from {float(settings.keep_ratio):.4g} of the rows{off}'
     if preset.form.implementation == 'reference':
         return f'exact, in plain autograd{off}'
-    return f'exact, stores less{" in eight bits" if preset.form.storage == "int8" else ""}{off}'
+    if preset.form.storage == 'int8':
+        return f'stores less, in eight bits; gradients up to 2 % off{off}'
+    return f'exact, stores less{off}'
 
 
 def _untouched(model, changed, left, chosen, preset):

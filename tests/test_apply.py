@@ -69,7 +69,7 @@ def test_report():
 def test_reports_of_presets():
     found = {name: apply_lean(build('stock Swin'), name).changed for name in PRESETS}
     assert found['none'] == {}
-    assert set(found['int8'].values()) == {'exact, stores less in eight bits'}
+    assert set(found['int8'].values()) == {'stores less, in eight bits; gradients up to 2 % off'}
     assert set(found['reference'].values()) == {
         'exact, in plain autograd',
         'gradients from 0.5 of the positions, preset reference',

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -244,7 +245,7 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     page = capsys.readouterr().out
     assert 'fits into 8.00 GiB with exact. Train with this config:\n\n_base_ = ' in page and "preset='sbp'" not in page
     assert '2 images of 800 x 1333 with 60 boxes each (size: of the pipeline; sizes of images: COCO' in page
-    assert 'one in a thousand reaches' in page and 'a usual one is 800 x 1' in page
+    assert '1 batch in 1,000 is as large as' in page and 'a usual one is 800 x 1' in page
     # A step may drop no image.
     assert dict(type='LeanHook', preset='exact', skip_dropped_images=False) in planning.hooks[2]
     with pytest.raises(SystemExit) as stopped:
@@ -266,12 +267,22 @@ def test_what_is_printed(planning, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'line', ["custom_hooks = [dict(type='LeanHook')]", 'model = dict(backbone=dict(with_cp=True))']
+    ('base', 'line', 'gradients'),
+    [
+        (FRCNN, "custom_hooks = [dict(type='LeanHook', preset='exact_min')]", 'exact'),
+        (FRCNN, "custom_hooks = [dict(type='LeanHook', preset='int8')]", 'int8'),
+        (FRCNN, 'model = dict(backbone=dict(with_cp=True))', 'exact'),
+        (OURS, 'model = dict(backbone=dict(sbp_cfg=dict(keep_ratio=0.3)))', 'sbp, keep ratio 0.3'),
+    ],
 )
-def test_what_is_counted_is_the_plain_model(planning, capsys, tmp_path, line):
-    (tmp_path / 'child.py').write_text(f"_base_ = '{FRCNN}'\n{line}\n")
+def test_a_config_with_a_preset_of_its_own_is_counted_as_it_is(planning, capsys, tmp_path, base, line, gradients):
+    (tmp_path / 'child.py').write_text(f"_base_ = '{base}'\n{line}\n")
     command.main(['plan', str(tmp_path / 'child.py'), '--budget', '80GiB'])
-    assert 'It fits into 80.00 GiB without its LeanHook, sbp_cfg and with_cp.' in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert 'It fits into 80.00 GiB as it is.' in page and 'Add to' not in page
+    assert re.search(rf'as it is +{gradients} ', page)
+    (hooks,) = planning.hooks
+    assert all(hook.get('skip_dropped_images', False) is False for hook in hooks)
 
 
 def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
@@ -310,7 +321,7 @@ def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):
     case = ['plan', tiny, '--batch', '2', '--size', '128x160', '--boxes', '5', '--json', '--budget']
     command.main([*case, '8GiB'])
     fits = json.loads(capsys.readouterr().out)
-    assert (fits['answer'], fits['lines']) == ('none', '') and fits['inputs']['width'] == 160
+    assert (fits['answer'], fits['lines']) == ('as it is', '') and fits['inputs']['width'] == 160
     (row,) = fits['rows']
     command.main([*case, f'{row["need"] / 1e3 - 100:.0f}kB'])
     found = json.loads(capsys.readouterr().out)

@@ -235,7 +235,7 @@ def test_counters_of_modules_are_put_back():
     [
         (
             "train_dataloader = dict(dataset=dict(ann_file='gone.json'))",
-            'cannot be rehearsed here: FileNotFoundError',
+            'gone.json does not exist, and a rehearsal needs the data',
         ),
         (
             "train_dataloader = dict(dataset=dict(pipeline=[dict(type='Gone')]))",

@@ -112,7 +112,7 @@ def test_config_without_custom_imports(project):
     done = run('python', TOOLS / 'test.py', 'bare.py', 'none.pth', cwd=project.parent, check=False)
     assert done.returncode == 1 and 'Traceback' not in done.stderr
     assert 'uses SBPConvNeXt but does not import it' in done.stderr
-    assert "custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)" in done.stderr
+    assert "custom_imports = dict(imports=['mmdet.models', 'sbp_mmdet'], allow_failed_imports=False)" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_hooks_without_custom_imports(project):
     done = run('python', TOOLS / 'test.py', bare.name, 'none.pth', cwd=project.parent, check=False)
     assert done.returncode == 1 and 'Traceback' not in done.stderr
     assert 'custom_hooks has TargetsInChunksHook, but its custom_imports is' in done.stderr
-    assert "add to the config: custom_imports = dict(imports=['sbp_mmdet']" in done.stderr
+    assert "write in the config: custom_imports = dict(imports=['mmdet.models', 'sbp_mmdet']" in done.stderr
 
 
 SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 4))
@@ -179,6 +179,36 @@ def test_hooks_that_the_backbone_refuses(config, backbone, hook, message):
         return preflight.check_config(config, ('train',))
     with pytest.raises(PreflightError, match=f'{config.filename}, custom_hooks, {message}'):
         preflight.check_config(config, ('train',))
+
+
+def test_a_misspelt_hook(config):
+    config.custom_hooks = [dict(type='LeanHok', preset='exact')]
+    with pytest.raises(PreflightError, match="custom_hooks has 'LeanHok'; did you mean 'LeanHook'"):
+        preflight.check_config(config, ('train',))
+
+
+def test_a_config_that_imports_the_package_and_does_not_use_it(config, recwarn):
+    preflight.check_config(config, ('train',))
+    assert not [w for w in recwarn if 'training is plain' in str(w.message)]
+    config.model.backbone, config.model.neck.in_channels = SWIN, [8, 16, 32, 64]
+    config.custom_hook = [dict(type='LeanHook')]
+    with pytest.warns(UserWarning, match="training is plain; 'custom_hook' is no key of mmengine"):
+        preflight.check_config(config, ('train',))
+    config.custom_hooks = config.pop('custom_hook')
+    recwarn.clear()
+    preflight.check_config(config, ('train',))
+    assert not [w for w in recwarn if 'training is plain' in str(w.message)]
+
+
+def test_more_classes_than_the_data_have(config):
+    config.model.roi_head.mask_head.num_classes = 80
+    with pytest.warns(UserWarning, match=r'mask_head: num_classes=80, but metainfo .* names \d+ class'):
+        preflight.check_config(config, ('train',))
+
+
+def test_a_config_of_a_package_is_no_file():
+    with pytest.raises(PreflightError, match="takes a file; write one that inherits from it: _base_ = 'mmdet::a/b.py'"):
+        preflight.load_config('mmdet::a/b.py')
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ Nothing here imports sbp_mmdet: whether the config does is one of the checks.
 
 import contextlib
 import copy
+import difflib
 import inspect
 import json
 import mmap
 import re
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +34,6 @@ __all__ = [
 
 _KEYS = ('images', 'annotations', 'categories')
 _TEST_KEYS = ('images', 'categories')  # the test sets of COCO come without annotations
-_CUSTOM_IMPORTS = "custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)"
 _OWN_HOOKS = ('LeanHook', 'SBPHook', 'CheckpointModulesHook', 'TargetsInChunksHook')
 _REMEDY = 'give the path of a COCO-format file in ann_file (it is joined to data_root)'
 # Up to here a file is parsed (a second for this size); beyond, its ends and its keys are looked at.
@@ -52,6 +53,10 @@ def load_config(path: str, options: dict | None = None) -> Config:
     Raises:
         PreflightError: If there is no such file, or it cannot be read with these overrides.
     """
+    if '::' in path:
+        raise PreflightError(
+            f'config {path}: this script takes a file; write one that inherits from it: _base_ = {path!r}'
+        )
     if not Path(path).is_file():
         raise PreflightError(f'config file {path} does not exist (working folder: {Path.cwd()}); check the path')
     try:
@@ -90,6 +95,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
     """
     check_backbone(config)
     _check_hooks(config)
+    _warn_if_unused(config)
     if 'train' in splits:
         _check_optimizer(config.get('optim_wrapper') or {})
     for split in splits:
@@ -100,7 +106,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
                 classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
                 names = check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
                 if split == 'train' and classes:
-                    _check_num_classes(config, len(set(classes) & set(names)))
+                    _check_num_classes(config, len(set(classes) & set(names)), len(classes))
         _check_imagenet(config, split)
         evaluators = config.get(f'{split}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
@@ -109,8 +115,11 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
                 check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
 
 
-def _check_num_classes(config, labels):
-    """Find heads with fewer classes than the training data has labels: on a GPU an assertion that names nothing."""
+def _check_num_classes(config, labels, known):
+    """Find heads with fewer classes than the training data has labels: on a GPU an assertion that names nothing.
+
+    With more classes than metainfo names a training runs, but the evaluation ends in an IndexError.
+    """
     model = config.model.get('detector') or config.model
     roi_head = model.get('roi_head') or {}
     heads = {
@@ -124,6 +133,12 @@ def _check_num_classes(config, labels):
                 raise PreflightError(
                     f'model.{name}: num_classes={number}, but the training data have {labels} classes; set '
                     f'num_classes={labels} in every head of the model'
+                )
+            if isinstance(number, int) and number > known:
+                warnings.warn(
+                    f'model.{name}: num_classes={number}, but metainfo of the training data names {known} classes; an '
+                    f'evaluation may fail: set num_classes={known} in every head of the model',
+                    stacklevel=2,
                 )
 
 
@@ -166,8 +181,7 @@ def check_backbone(config: Config) -> None:
         if MODELS.get(name) is None:
             raise PreflightError(
                 f'{config.filename} uses {name} but does not import it: its custom_imports is '
-                f"{config.get('custom_imports')}; add to the config: {_CUSTOM_IMPORTS} (a child's custom_imports "
-                "replaces its parent's; list every module that you need)"
+                f'{config.get("custom_imports")}; write in the config: {_with_our_import(config)}'
             )
         arguments = {key: value for key, value in node.items() if key not in ('type', 'init_cfg', '_scope_')}
         try:
@@ -203,11 +217,14 @@ def _check_hooks(config):
     for hook in config.get('custom_hooks') or []:
         name = str(hook.get('type')).rpartition('.')[2]
         if name not in _OWN_HOOKS:
+            near = difflib.get_close_matches(name, _OWN_HOOKS, n=1, cutoff=0.75)
+            if near and HOOKS.get(name) is None:
+                raise PreflightError(f'{config.filename}: custom_hooks has {name!r}; did you mean {near[0]!r}?')
             continue
         if HOOKS.get(name) is None:
             raise PreflightError(
                 f'{config.filename}: custom_hooks has {name}, but its custom_imports is '
-                f'{config.get("custom_imports")}; add to the config: {_CUSTOM_IMPORTS}'
+                f'{config.get("custom_imports")}; write in the config: {_with_our_import(config)}'
             )
         try:
             hook = HOOKS.build({key: value for key, value in hook.items() if key != 'priority'})
@@ -215,6 +232,31 @@ def _check_hooks(config):
                 hook.apply(detector)
         except (TypeError, ValueError) as error:
             raise PreflightError(f'{config.filename}, custom_hooks, {name}: {error}') from error
+
+
+def _with_our_import(config):
+    """Return a line that imports this package beside what the config imports. A config's list replaces its parent's."""
+    names = (config.get('custom_imports') or {}).get('imports') or []
+    names = [names] if isinstance(names, str) else [*names]
+    return f'custom_imports = dict(imports={[*names, "sbp_mmdet"]}, allow_failed_imports=False)'
+
+
+def _warn_if_unused(config):
+    """Warn of a config that imports this package and uses nothing of it, for example because a key is misspelt."""
+    names = (config.get('custom_imports') or {}).get('imports') or []
+    ours = [*_dicts(config.get('model')), *(config.get('custom_hooks') or []), *_dicts(config.get('optim_wrapper'))]
+    kinds = [node.get('type') for node in ours]
+    kinds = [getattr(kind, '__name__', str(kind).rpartition('.')[2]) for kind in kinds]
+    used = any(kind in (*_OWN_HOOKS, 'RehearseHook') or kind.startswith('SBP') or '8bit' in kind for kind in kinds)
+    if 'sbp_mmdet' not in names or used:
+        return
+    near = difflib.get_close_matches('custom_hooks', [key for key in config if key != 'custom_hooks'], n=1, cutoff=0.8)
+    hint = f'; {near[0]!r} is no key of mmengine, did you mean custom_hooks?' if near else ''
+    warnings.warn(
+        f'{config.filename} imports sbp_mmdet, but has no LeanHook in custom_hooks and no backbone of it, so training '
+        f'is plain{hint}',
+        stacklevel=2,
+    )
 
 
 def on_meta(config: Config) -> torch.nn.Module | None:

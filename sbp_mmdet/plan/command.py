@@ -26,7 +26,7 @@ from .counts import count_step, end_progress, presets_for, rows_of
 from .errors import reason_of
 from .inputs import add_inputs, crowded, inputs_of, labels_of
 from .pipeline import CannotRun
-from .planner import CONTEXT, MARGIN, WORKSPACES, answer, parse_bytes, parse_size
+from .planner import CONTEXT, MARGIN, OWN, WORKSPACES, answer, parse_bytes, parse_size
 from .rehearse import DoesNotFit, RehearseHook
 from .report import add_report
 from .snippet import snippet, where_to
@@ -110,7 +110,10 @@ def _plan(args, config):
     finally:
         end_progress()
     found = answer(rows)
-    lines = '' if found is None or found.variant == 'none' else snippet(config, found.variant)
+    unchanged = found is None or found.variant == OWN
+    if found is not None and found.variant == 'none':
+        unchanged = is_plain(config) and not needs_missing(config)
+    lines = '' if unchanged else snippet(config, found.variant)
     if args.json:
         _print_json(args, budget, inputs, rows, found, lines)
     else:
@@ -195,7 +198,7 @@ def _page(args, config, inputs, budget, rows, found, lines):
     usual = ''
     if inputs.usual:
         rare, middle = (f'{height} x {width}' for height, width in (inputs.rare, inputs.usual))
-        usual = f'; one in a thousand reaches {rare}, a usual one is {middle}'
+        usual = f'; 1 batch in 1,000 is as large as {rare}, a usual one is {middle}'
     cuda = f'gaps between tensors, {MARGIN:.0%} and {format_gib(WORKSPACES + CONTEXT)} for CUDA'
     note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
@@ -207,11 +210,11 @@ def _page(args, config, inputs, budget, rows, found, lines):
         adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
         more = ' --adamw8bit,' if adam and not args.adamw8bit else ''
         end = f'Nothing fits into {format_gib(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
-    elif found.variant == 'none':
-        how = 'as it is' if is_plain(config) else 'without its LeanHook, sbp_cfg and with_cp'
-        end = f'It fits into {format_gib(budget)} {how}.'
+    elif not lines:
+        end = f'It fits into {format_gib(budget)} as it is.'
     else:
-        end = f'It fits into {format_gib(budget)} with {found.variant}. {where_to(config)}\n\n{lines}'
+        how = '' if found.variant == 'none' else f' with {found.variant}'
+        end = f'It fits into {format_gib(budget)}{how}. {where_to(config)}\n\n{lines}'
     return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, found, budget)}'
 
 
@@ -240,7 +243,7 @@ def _with_expandable_segments(rows, found, budget):
     row = next((row for row in before if not row.fits and row.expandable <= budget), None)
     if row is None:
         return ''
-    name = 'the config as it is' if row.variant == 'none' else row.variant
+    name = 'the config as it is' if row.variant in ('none', OWN) else row.variant
     return (
         f'\n\nWith PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, {name} needs '
         f'{format_gib(row.expandable)}, which fits too: torch then loses less to gaps between tensors.'
@@ -294,6 +297,11 @@ def _rehearse(args, config):
         raise ValueError(f'{args.config}: {_missing(config)}')
     if args.budget:
         parse_bytes(args.budget)
+    if name_of(config.optim_wrapper) == 'AmpOptimWrapper' and not torch.cuda.is_available():
+        raise ValueError(
+            f'{args.config}: optim_wrapper: AmpOptimWrapper (mixed precision) needs a GPU, and none is there; rehearse '
+            'on the GPU, or in fp32: --cfg-options optim_wrapper.type=OptimWrapper'
+        )
     config.log_level = 'ERROR'  # stdout has the answer alone
     with tempfile.TemporaryDirectory() as folder:
         config.work_dir = folder
@@ -305,6 +313,11 @@ def _rehearse(args, config):
             raise SystemExit(str(error)) from None
         except CannotRun as error:
             raise CannotRun(f'{args.config}: {error}') from error
+        except FileNotFoundError as error:
+            raise SystemExit(
+                f'{args.config}: {error.filename or error} does not exist, and a rehearsal needs the data; correct '
+                'data_root and ann_file of train_dataloader'
+            ) from error
         except Exception as error:  # whatever a config, its data and its model may raise
             raise SystemExit(f'{args.config}: it cannot be rehearsed here: {reason_of(error)}') from error
 

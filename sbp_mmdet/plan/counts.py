@@ -6,8 +6,8 @@ from mmengine.config import Config
 
 from ..presets import PRESETS
 from .detector import build_detector, measure_detector
-from .planner import Row, most_counts, plan
-from .variants import plain, presets_of, with_variant
+from .planner import OWN, Row, most_counts, plan
+from .variants import dropping_no_image, own_gradients, plain, presets_of, with_variant
 
 __all__ = ['count_step', 'end_progress', 'presets_for', 'rows_of']
 
@@ -31,9 +31,9 @@ def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
     def measure(variant):
         looked.append(variant)
         bar = '#' * len(looked) + '.' * (most_counts(presets) - len(looked))
-        return count_step(base, variant, case, f'[{bar}] {variant}')
+        return count_step(config if variant == OWN else base, variant, case, f'[{bar}] {variant}')
 
-    return plan(base, budget, measure, presets, **options)
+    return plan(base, budget, measure, presets, own=own_gradients(config), **options)
 
 
 def presets_for(base: Config) -> list[str]:
@@ -46,7 +46,7 @@ def count_step(base: Config, variant: str, case: dict, progress: str) -> dict:
     """Count a training step of a variant.
 
     Args:
-        base (Config): A plain config, see :func:`.variants.plain`.
+        base (Config): A plain config, see :func:`.variants.plain`; for the variant 'as it is' any config.
         variant (str): The variant.
         case (dict): Arguments of :func:`.detector.measure_detector`.
         progress (str): Line for stderr.
@@ -57,8 +57,11 @@ def count_step(base: Config, variant: str, case: dict, progress: str) -> dict:
     if sys.stderr.isatty():
         print(f'\r{progress:<80}', end='', file=sys.stderr, flush=True)
     else:
-        print(f'counts {progress.split("] ")[-1]}', file=sys.stderr, flush=True)
+        name = progress.split('] ')[-1]
+        print(f'counts {"plain training" if name == "none" else name}', file=sys.stderr, flush=True)
     # Stochastic depth drops images at random; the count is of a step that drops none.
+    if variant == OWN:
+        return measure_detector(dropping_no_image(base), **case)
     worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
     return measure_detector(with_variant(base, variant, **worst), **case)
 

@@ -13,6 +13,7 @@ __all__ = [
     'CONTEXT',
     'MARGIN',
     'ORDER',
+    'OWN',
     'WORKSPACES',
     'Row',
     'answer',
@@ -29,6 +30,8 @@ MARGIN = 0.08
 WORKSPACES = 384 * 2**20
 # Estimate of CUDA's context, which is not part of those figures.
 CONTEXT = 0.6e9
+
+OWN = 'as it is'  # name of the variant of a config with its own preset or checkpoints, which is no plain model
 
 # Presets in the order in which they are tried: each costs more time or exactness than the one before.
 ORDER = ('exact', 'exact_min', 'int8', 'sbp')
@@ -125,37 +128,43 @@ def plan(
     measure: Callable[[str], dict],
     presets: Collection[str],
     *,
+    own: str | None = None,
     ddp: bool = False,
     eight_bit: bool = False,
 ) -> list[Row]:
     """Count variants of a config until it is known which of them fit.
 
-    If the config fits without changes, nothing else is counted. Otherwise checkpointing is counted, and each preset
-    with the pieces that make it fit, the cheapest first. Mixed precision follows the exact presets if the config has
-    none.
+    If the config fits as it is, or its plain model does, nothing else is counted. Otherwise checkpointing is counted,
+    and each preset with the pieces that make it fit, the cheapest first. Mixed precision follows the exact presets if
+    the config has none.
 
     Args:
         config (Config): A plain config, see :func:`.variants.plain`.
         budget (int): Memory of the GPU, in bytes.
         measure (Callable): Returns the result of ``measure_detector`` for a variant.
         presets (Collection[str]): Presets that apply to the model.
+        own (str | None): Gradients of the config's own preset, which is counted first, as the variant :data:`OWN`. If
+            ``None``, it has none. Default: None.
         ddp (bool): See :func:`needed`. Default: False.
         eight_bit (bool): Whether to consider 8-bit optimizer states, too. Default: False.
 
     Returns:
-        list[Row]: 'none' and 'with_cp', then for each preset the variant that fits, or the smallest one.
+        list[Row]: :data:`OWN`, if there is one, 'none' and 'with_cp', then for each preset the variant that fits, or
+        the smallest one.
     """
 
     def look(variant):
         name, *pieces = variant.split('+')
-        gradients, row = PRESETS[name].gradients, measure(variant)
+        gradients, row = own if variant == OWN else PRESETS[name].gradients, measure(variant)
         need, expandable = (needed(row, ddp, held_by) for held_by in ('capacity', 'expandable'))
         gradients = f'{gradients}, fp16' if 'amp' in pieces else gradients
         return Row(variant, gradients, need, need <= budget, row['peak'], row['reserved'], expandable)
 
-    rows = [look('none')]
-    if rows[0].fits:
-        return rows
+    rows = []
+    for variant in ('none',) if own is None else (OWN, 'none'):
+        rows.append(look(variant))
+        if rows[-1].fits:
+            return rows
     if 'with_cp' in presets:
         rows.append(look('with_cp'))
     for name in ORDER:
@@ -169,7 +178,7 @@ def plan(
 
 def most_counts(presets: Collection[str]) -> int:
     """Return the largest number of variants that :func:`plan` counts."""
-    return 4 + sum(len(_LADDERS[name]) for name in ORDER if name in presets)
+    return 5 + sum(len(_LADDERS[name]) for name in ORDER if name in presets)
 
 
 def _in_half(config, look, presets):

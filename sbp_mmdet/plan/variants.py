@@ -15,7 +15,7 @@ from torch import nn
 
 from ..apply import apply_lean, remove_lean
 from ..hooks import LeanHook
-from ..presets import PRESETS, preset_named
+from ..presets import PRESETS, Settings, preset_named
 from .transforms import name_of
 
 __all__ = [
@@ -23,12 +23,14 @@ __all__ = [
     'PLAIN',
     'STANDS_IN',
     'NotApplicable',
+    'dropping_no_image',
     'everything_checkpointed',
     'imports_of',
     'is_lean',
     'is_plain',
     'load_config',
     'needs_missing',
+    'own_gradients',
     'plain',
     'presets_of',
     'with_variant',
@@ -87,7 +89,9 @@ def load_config(path: str, options: dict | None = None) -> Config:
             importlib.import_module(name)
         except ImportError as error:
             if not name.startswith('mmpretrain'):
-                raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {error}') from error
+                remedy = '; run this from the folder of your project, with PYTHONPATH=. in front'
+                remedy = remedy if getattr(error, 'name', None) == name.partition('.')[0] else ''
+                raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {error}{remedy}') from error
     return config
 
 
@@ -156,7 +160,53 @@ def is_lean(hook: dict) -> bool:
 def is_plain(config: Config) -> bool:
     """Return whether a config names no preset and no checkpointed blocks, so that :func:`plain` is the same model."""
     backbone = config.model.get('backbone') or {}
-    return not any(map(is_lean, config.get('custom_hooks') or [])) and not any(backbone.get(key) for key in PLAIN)
+    return not _lean(config) and not any(backbone.get(key) for key in PLAIN)
+
+
+def own_gradients(config: Config) -> str | None:
+    """Return what the gradients of a config's own preset are, or ``None`` if it trains the plain model.
+
+    Args:
+        config (Config): Config of a detector.
+
+    Returns:
+        str | None: Gradients of the preset, see :class:`.presets.Preset`, with the keep ratio if positions are dropped.
+
+    Raises:
+        ValueError: If the settings of its hook or backbone are invalid.
+    """
+    if is_plain(config):
+        return None
+    found = [('LeanHook', {k: v for k, v in hook.items() if k not in ('type', 'priority')}) for hook in _lean(config)]
+    if given := (config.model.get('backbone') or {}).get('sbp_cfg'):
+        found.append(('sbp_cfg', given))
+    for where, keys in found:
+        settings = Settings.parse(keys, where, 'exact' if where == 'LeanHook' else 'sbp')
+        gradients = settings.preset.gradients
+        if gradients != 'exact':
+            return f'{gradients}, keep ratio {settings.keep_ratio}' if settings.preset.thins else gradients
+    return 'exact'
+
+
+def dropping_no_image(config: Config) -> Config:
+    """Return a copy of a config with its own preset, whose steps drop no image by stochastic depth.
+
+    Args:
+        config (Config): Config of a detector. A backbone of ``STANDS_IN`` is replaced by that of this package.
+    """
+    changed = copy.deepcopy(config)
+    changed.custom_hooks = changed.get('custom_hooks') or []
+    backbone = changed.model.get('backbone') or {}
+    backbone.update(type=STANDS_IN.get(backbone.get('type'), backbone.get('type')))
+    given = backbone.get('sbp_cfg')
+    for keys in [*_lean(changed), *([given] if given else [])]:
+        if preset_named(keys.get('preset', 'sbp' if keys is given else 'exact')).form:
+            keys['skip_dropped_images'] = False
+    return changed
+
+
+def _lean(config):
+    return [hook for hook in config.get('custom_hooks') or [] if is_lean(hook)]
 
 
 def presets_of(model: nn.Module) -> dict[str, str | None]:
