@@ -7,7 +7,8 @@ from helpers import needs_fp16
 from oracles import relative_error
 
 from sbp_mmdet.ops.common import folding, layouts, precision
-from sbp_mmdet.ops.common.layouts import Chunk, chunks
+from sbp_mmdet.ops.common.autograd_function import Form
+from sbp_mmdet.ops.common.layouts import CHUNK, Chunk, chunks, elements_at_a_time
 
 
 def normal(*shape, seed=0):
@@ -126,6 +127,16 @@ def test_a_chunk_of_a_wide_layer_has_enough_rows_for_its_products():
     (one, two), few = chunks(1, 1280, 2**14, torch.device('cpu')), chunks(1, 1280, 2**14, torch.device('cpu'), 2**16)
     assert one.rows == slice(0, 640) and two.rows == slice(640, 1280)
     assert all(chunk.rows.stop - chunk.rows.start == 4 for chunk in few)  # who says how many, gets that
+
+
+@pytest.mark.parametrize('form', [Form(minimal=True), Form(storage='int8')])
+def test_presets_that_put_memory_first_compute_half_as_much_at_a_time(form, monkeypatch):
+    cpu, cuda = torch.device('cpu'), torch.device('cuda')
+    monkeypatch.setitem(CHUNK, 'cuda', 2**26)
+    assert elements_at_a_time(cuda) == elements_at_a_time(cuda, Form()) == 2**26
+    assert elements_at_a_time(cuda, form) == 2**25
+    assert elements_at_a_time(cpu, form) == CHUNK['cpu']  # small enough as it is
+    assert len(chunks(1, 2**16, 2**10, cuda, form=form)) == 2 * len(chunks(1, 2**16, 2**10, cuda, form=Form())) == 2
 
 
 def test_a_chunk_of_every_other_row():

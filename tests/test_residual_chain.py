@@ -12,6 +12,7 @@ from mmdet.models.layers import ResLayer
 from torch import nn
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.plan.memory import peak_bytes
 
 BN, GN = dict(type='BN'), dict(type='GN', num_groups=4)
 # Block, arguments of the stage, whether batch norms are in evaluation mode.
@@ -132,6 +133,18 @@ def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, prese
     found, most = saved_bytes(lean, x), saved_bytes(plain, x)
     out = run(plain, x)
     assert found - out.nbytes <= most + blocks * 3 * out.nbytes / 32
+
+
+def test_what_was_used_is_freed():
+    """The first block, of stride 2, has the largest maps. What later blocks saved is not there any more at its peak."""
+    lean, x = pair(blocks=3, width=16)[0].float(), torch.randn(8, 16, 28, 28)
+
+    def run():
+        lean.zero_grad()
+        lean(x.clone().requires_grad_()).square().mean().backward()
+
+    run()
+    assert peak_bytes(run) <= 7.3 * x.nbytes
 
 
 @pytest.mark.parametrize('name', ['Bottleneck', 'Bottleneck, batch statistics', 'BasicBlock'])
