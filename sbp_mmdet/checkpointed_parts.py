@@ -15,6 +15,7 @@ from mmengine.model import Sequential
 from torch import Tensor, nn
 
 from .adapters import LeanModule, adapter_of
+from .adapters.resnet_chain import may_chain
 from .checkpointing import Checkpointed, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
 from .ops.common.autograd_function import Form, without_output
@@ -127,7 +128,8 @@ def parts_to_checkpoint(
         model (nn.Module): The model, changed by its adapters.
         chosen (Mapping[int, nn.Module]): Modules that may be changed, by id.
         kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'RoI head', 'layer'
-            (of a transformer), 'block' (of a backbone, which runs its own code).
+            (of a transformer), 'block' (of backbone or neck, which runs its own code), 'layered block' (of a backbone,
+            which calls layers that save a map each).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
@@ -142,6 +144,8 @@ def parts_to_checkpoint(
             found.append((part, _mixin(part)))
     if 'layer' in kinds:
         found += [(layer, mixin) for layer in model.modules() if (mixin := _mixin_of_layer(layer))]
+    if 'layered block' in kinds:  # last: those in a head are recomputed with it
+        found += [(block, CheckpointedPart) for block in model.modules() if _calls_its_layers(block)]
     taken = set()
     for part, mixin in found:
         trains = any(p.requires_grad for p in part.parameters())
@@ -155,7 +159,7 @@ def _parts(detector):
     if isinstance(stem, nn.Module):  # its maps are the largest, and its input is the image
         yield 'stem', stem
     if isinstance(neck := getattr(detector, 'neck', None), nn.Module):
-        yield from (('neck', piece) for piece in _pieces(neck))
+        yield from _pieces(neck)
     for child in detector.children():
         if isinstance(child, BaseDenseHead):
             yield 'dense head', child
@@ -169,12 +173,13 @@ def _parts(detector):
 def _pieces(neck):
     """Yield the parts of a neck that run one after the other, so that one of them is recomputed at a time."""
     kind = stock_class(type(neck))
-    inside = neck.dyhead_blocks if kind is DyHead else neck if kind in (nn.Sequential, Sequential) else None
-    if inside is None:
-        yield neck
-    else:
-        for piece in inside:
+    if kind is DyHead:
+        yield from (('block', block) for block in neck.dyhead_blocks)
+    elif kind in (nn.Sequential, Sequential):
+        for piece in neck:
             yield from _pieces(piece)
+    else:
+        yield 'neck', neck
 
 
 def _mixin(part):
@@ -195,6 +200,11 @@ def _mixin_of_layer(layer):
 
 def _is_unchanged_block(module):
     return not isinstance(module, LeanModule) and bool((kind := adapter_of(module)) and kind.checkpointed)
+
+
+def _calls_its_layers(module):
+    """Return whether a module is a block that calls its layers one by one, and is no part of a chain."""
+    return isinstance(module, LeanModule) and module.calls_layers and not may_chain(module)
 
 
 def _may_run_twice(part):

@@ -126,6 +126,8 @@ class LeanModule(Mixin):
         callers (tuple[str, ...]): Methods that call the forward pass and are not called by it. An instance may replace
             them, for example by another loss, and still run lean. Default: ().
         checkpointed (bool): Whether it is a block, which ``preset='with_cp'`` checkpoints. Default: False.
+        calls_layers (bool): Whether it is a block whose layers save a map each. ``exact_min`` recomputes it as a whole
+            where no larger operation does. Default: False.
         class_tokens (bool): Whether class tokens, which are always kept, may precede those of the map. Default: False.
         samples (bool): Whether it estimates weight gradients from a sample if the preset does. Default: True.
         thins_only (bool): Whether it changes nothing if no tokens are dropped. Default: False.
@@ -143,6 +145,7 @@ class LeanModule(Mixin):
 
     stock = ()
     checkpointed = False
+    calls_layers = False
     callers = ()
     class_tokens = False
     samples = True

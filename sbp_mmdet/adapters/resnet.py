@@ -20,7 +20,7 @@ __all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanSplitAtte
 class _Convolutional(LeanModule):
     """Base class of adapters of modules that call convolutions, norms and activations one by one."""
 
-    checkpointed = True
+    checkpointed = calls_layers = True
     samples = has_reference = False
     folds_frozen_norms = separable = hands_on = True
 
@@ -155,7 +155,7 @@ class LeanSplitBottleneck(_Convolutional):
 class LeanSplitAttention(_Convolutional):
     """Split attention of ResNeSt: a convolution, and attention between groups of its channels."""
 
-    checkpointed = False
+    checkpointed = calls_layers = False
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -180,7 +180,7 @@ class LeanSplitAttention(_Convolutional):
 class LeanResNet(_Convolutional):
     """Backbone whose stem of one convolution is changed. Stages and deep stems have adapters of their own."""
 
-    checkpointed = False
+    checkpointed = calls_layers = False
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -213,7 +213,7 @@ def _pools(backbone):
 class LeanHRNet(_Convolutional):
     """HRNet, of which the stem of two convolutions is changed. Its stages have adapters of their own."""
 
-    checkpointed = False
+    checkpointed = calls_layers = False
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
