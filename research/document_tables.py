@@ -62,7 +62,7 @@ TIMES = {
     'Swin-T, stage 1': 'swin_t_stage1',
     'Swin-T, stage 3': 'swin_t_stage3',
     'ViT-B, 196 tokens': 'vit_b_224',
-    'ResNet-50': 'r50',
+    'ResNet-50': 'r50_chain',
     'ResNet-50, 800 x 1344': 'r50_large',
     'ResNet-50, bf16': 'r50_bf16',
     'ResNet-101': 'r101',
@@ -85,8 +85,12 @@ def _time(first, column):
 STEPS = {'ConvNeXt-B': 'step_convnext_b', 'ResNet-50': 'step_r50', 'DINO R-50': 'dino_step', 'RTMDet-S': 'rtmdet_step'}
 
 
+EVERYTHING = ('with_cp+cp-heads+cp-rpn+cp-neck', 'with_cp+cp-transformer+cp-neck')
+
+
 def _step(first, column):
-    row = _rows(f'time_{STEPS[column]}')(first)
+    rows = _rows(f'time_{STEPS[column]}')
+    row = next(filter(None, map(rows, EVERYTHING)), None) if first == 'everything checkpointed' else rows(first)
     return '' if row is None else f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
 
 

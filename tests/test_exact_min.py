@@ -283,6 +283,7 @@ def test_only_what_modules_names():
     [
         ('retinanet/retinanet_r50_fpn_1x_coco.py', 'with_cp+targets+cp-heads+cp-neck'),
         ('mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py', 'with_cp+targets+cp-heads+cp-rpn+cp-neck'),
+        ('rpn/rpn_r50_fpn_1x_coco.py', 'with_cp+targets+cp-rpn+cp-neck'),
         ('detr/detr_r50_8xb2-150e_coco.py', 'with_cp+targets+cp-heads+cp-neck+cp-transformer'),
     ],
 )

@@ -11,6 +11,8 @@ from cases import stored_bytes
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones import CSPNeXt
 from mmdet.models.layers import CSPLayer
+from mmdet.models.necks import FPN
+from mmengine.registry import init_default_scope
 from oracles import relative_error
 from pass_models import convs, gradients, image, lean
 from stand_ins import of_module
@@ -201,6 +203,32 @@ def test_a_known_block_with_a_checkpoint_of_its_own():
     plain = nn.Sequential(convs(1)[0], block, *list(convs(2))[1:]).double().train()
     model = lean(plain)
     assert relative_error(gradients(model, image()), gradients(plain, image())) < 1e-10
+
+
+class Pyramid(nn.Module):
+    """A pyramid of two maps of one size, a layer on each, and one that sees the first of them and a coordinate."""
+
+    def __init__(self):
+        super().__init__()
+        init_default_scope('mmdet')
+        self.first, self.last = convs(1)[0], ConvModule(9, 8, 1, act_cfg=dict(type='SiLU'))
+        self.neck = FPN([8, 8], 8, num_outs=2)
+        self.layers = nn.ModuleList(ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN')) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        p, q = self.neck((x, x.flip(3)))
+        coordinate = torch.linspace(-1, 1, p.shape[3], dtype=p.dtype).expand_as(p[:, :1])
+        return self.layers[0](p) + self.layers[1](q), self.last(torch.cat([p, coordinate], 1))
+
+
+@pytest.mark.parametrize(('preset', 'most'), [('exact', 1e-10), ('exact_min', 1e-10), ('int8', 0.01)])
+def test_outputs_of_one_node_are_told_apart(preset, most):
+    """The levels of a feature pyramid are outputs of one node of the graph."""
+    of_module(CSPLayer.__module__, Pyramid)
+    plain = Pyramid().double().train()
+    model = lean(plain, preset)
+    assert relative_error(gradients(model, image()), gradients(plain, image())) < most
 
 
 def test_two_models_in_turns_and_one_inside_of_another():

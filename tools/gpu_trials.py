@@ -131,7 +131,7 @@ FAMILIES = (
     Trial('ViT', VIT.format('t'), **_VERIFIED),
     Trial('ConvNeXt V2', CONVNEXT_V2, **_VERIFIED),
 )
-_R50 = dict(counted='Mask R-CNN R-50, fp16, 2 x 800 x 1344', times='r50_chain_large', issue='ResNet-50')
+_R50 = dict(counted='Mask R-CNN R-50, fp16, 2 x 800 x 1344', times='r50_large', issue='ResNet-50')
 _B = dict(counted='Cascade Mask R-CNN ConvNeXt-B, fp16, 2 x 800 x 1344', times='convnext_b_backbone', issue='ConvNeXt')
 _ENCODER = dict(module='encoder', times='dino_encoder', issue="DINO's encoder")
 MODULES = (
@@ -185,7 +185,7 @@ SMOKE = (
 )
 MORE_MODULES = (
     Trial('ViT-B, fp16', VIT.format('b'), _ALL, size=(1024, 1024)),
-    Trial('R-50, fp32', R50, amp='off', counted='Mask R-CNN R-50, fp32, 2 x 800 x 1344', times='r50_chain_large'),
+    Trial('R-50, fp32', R50, amp='off', counted='Mask R-CNN R-50, fp32, 2 x 800 x 1344', times='r50_large'),
     Trial('ConvNeXt-B, bf16', CONVNEXT_B, _ALL, amp='bf16', **_B),
     Trial('ConvNeXt-B, fp16, channels last', CONVNEXT_B, _ALL, channels_last=True, **_B),
 )

@@ -324,7 +324,10 @@ def _modules_of(model, part):
     if part == 'transformer':
         return [f'{path}.layers' for path in _TRANSFORMERS if _lookup(model, path).get('num_layers')]
     name = 'neck' if part == 'neck' else 'rpn_head'
-    return [name] if model.get(name) else []
+    if not model.get(name):
+        return []
+    alone = name == 'rpn_head' and roi == {}  # mmdet's detector RPN calls its head bbox_head
+    return ['bbox_head' if alone else name]
 
 
 def _lookup(model, path):

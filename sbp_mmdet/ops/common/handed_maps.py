@@ -139,19 +139,20 @@ def handed_on(x: Tensor) -> tuple | None:
     return entry.map
 
 
-def handed_on_by(nodes: Sequence) -> list[tuple | None]:
-    """Return how the outputs of nodes of autograd's graph are recomputed, as :func:`handed_on` does for a tensor.
+def handed_on_by(edges: Sequence[tuple]) -> list[tuple | None]:
+    """Return how outputs of nodes of autograd's graph are recomputed, as :func:`handed_on` does for a tensor.
 
     Args:
-        nodes (Sequence): ``grad_fn`` of each output, or ``None`` for an output without one.
+        edges (Sequence[tuple]): For each output its node, or ``None`` if it has none, and its number among the outputs
+            of this node: ``next_functions`` of the node behind.
 
     Returns:
         list[tuple | None]: The map of each output, or ``None`` if there is none.
     """
     scope = _scope()
     outputs = [entry.output() for entry in scope.entries.values()] if scope is not None else ()
-    made_by = {id(y.grad_fn): y for y in outputs if y is not None and y.grad_fn is not None}
-    found = (None if node is None else made_by.get(id(node)) for node in nodes)
+    made_by = {(id(y.grad_fn), y.output_nr): y for y in outputs if y is not None and y.grad_fn is not None}
+    found = (None if node is None else made_by.get((id(node), number)) for node, number in edges)
     return [None if y is None else handed_on(y) for y in found]
 
 

@@ -304,7 +304,7 @@ def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
     node = x.grad_fn
     if type(node).__name__ != 'CatBackward0' or x.dim() != 4 or node._saved_dim not in (1, 2**64 - 3):
         return None
-    maps = handed_on_by([before for before, _ in node.next_functions])
+    maps = handed_on_by(node.next_functions)
     known = ((map, isinstance(map, _KEPT) and (storage == 'int8' or map.is_exact)) for map in maps)
     maps = [map if is_known else None for map, is_known in known]
     widths = [map.width if map is not None else None for map in maps]
