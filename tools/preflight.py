@@ -236,19 +236,22 @@ def _check_hooks(config):
 
 def _with_our_import(config):
     """Return a line that imports this package beside what the config imports. A config's list replaces its parent's."""
+    return f'custom_imports = dict(imports={[*_imported(config), "sbp_mmdet"]}, allow_failed_imports=False)'
+
+
+def _imported(config):
+    """Return the names of the modules that a config imports."""
     names = (config.get('custom_imports') or {}).get('imports') or []
-    names = [names] if isinstance(names, str) else [*names]
-    return f'custom_imports = dict(imports={[*names, "sbp_mmdet"]}, allow_failed_imports=False)'
+    return [names] if isinstance(names, str) else [*names]
 
 
 def _warn_if_unused(config):
     """Warn of a config that imports this package and uses nothing of it, for example because a key is misspelt."""
-    names = (config.get('custom_imports') or {}).get('imports') or []
     ours = [*_dicts(config.get('model')), *(config.get('custom_hooks') or []), *_dicts(config.get('optim_wrapper'))]
     kinds = [node.get('type') for node in ours]
     kinds = [getattr(kind, '__name__', str(kind).rpartition('.')[2]) for kind in kinds]
     used = any(kind in (*_OWN_HOOKS, 'RehearseHook') or kind.startswith('SBP') or '8bit' in kind for kind in kinds)
-    if 'sbp_mmdet' not in names or used:
+    if 'sbp_mmdet' not in _imported(config) or used:
         return
     near = difflib.get_close_matches('custom_hooks', [key for key in config if key != 'custom_hooks'], n=1, cutoff=0.8)
     hint = f'; {near[0]!r} is no key of mmengine, did you mean custom_hooks?' if near else ''

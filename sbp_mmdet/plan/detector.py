@@ -109,9 +109,8 @@ def _clear_caches():
     """Clear the caches of all operations: a count would be without the tensors that an earlier one left there."""
     rooms = tuple(f'{__package__.rpartition(".")[0]}.{room}.' for room in ('ops', 'stochastic_backprop'))
     for module in [module for name, module in sys.modules.items() if name.startswith(rooms)]:
-        for function in vars(module).values():
-            if hasattr(function, 'cache_clear'):
-                function.cache_clear()
+        for function in [value for value in vars(module).values() if hasattr(value, 'cache_clear')]:
+            function.cache_clear()
 
 
 @contextlib.contextmanager

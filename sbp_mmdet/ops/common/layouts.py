@@ -28,7 +28,7 @@ __all__ = [
 # the encoder of DINO (46 million), and two images in ConvNeXt's other stages, are one chunk. The number does not depend
 # on the memory that is free, because sums would be rounded differently from run to run.
 CHUNK = {'cpu': 2**20, 'cuda': 44 * 2**20}
-_LEAST = CHUNK['cpu']  # below it, launches cost more than what they save is worth
+_LEAST = CHUNK['cpu']  # a smaller chunk would save little memory for its launches
 # Least number of rows of a chunk by default. A product of fewer rows spends its time on reading weights.
 _ROWS = 640
 # Chunks of an image's rows are multiples of this number, as the tiles of a GPU's matrix products are.
