@@ -329,3 +329,28 @@ def test_eight_bits_store_less_and_are_near():
     assert distance(found[1], expected[1]) < 0.03
     x = x.float()
     assert saved_bytes(rounded.float(), x) < 0.6 * saved_bytes(exact.float(), x)
+
+
+class Head(nn.Module):
+    """Calls its blocks one by one, as Double-Head's box head does."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+@pytest.mark.parametrize('norm_eval', [True, False])
+def test_a_block_outside_of_a_stage_is_a_chain_by_itself(norm_eval, preset):
+    plain = Head(stage(norm_eval=norm_eval, blocks=3))
+    lean, shapes = copy.deepcopy(plain), []
+    apply_lean(lean, preset)
+    lean.blocks[1].register_forward_hook(lambda block, args, out: shapes.append(out.shape))
+    assert_plain(lean, plain)
+    assert len(shapes) == 1  # the block is called, so a hook on it runs
+    assert saved_bytes(lean, image()) < 0.5 * saved_bytes(plain, image())

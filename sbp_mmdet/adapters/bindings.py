@@ -47,6 +47,8 @@ class Binding:
         thinned (bool): Whether the operation can drop positions (it has an argument ``positions``). Default: False.
         by_heads (bool): Whether the operation can drop attention heads. Default: False.
         shares_modules (bool): Whether its modules have adapters of their own too. Default: False.
+        one_precision (bool): Whether all parameters must be in one precision, since weights of several modules are
+            folded. Default: True.
     """
 
     drop = None
@@ -54,6 +56,7 @@ class Binding:
     thinned = False
     by_heads = False
     shares_modules = False
+    one_precision = True
 
     def __call__(self, form: Form, x: Tensor, **options) -> Tensor:
         """Run the operation."""
@@ -90,7 +93,7 @@ class Binding:
         """
         asked = list({id(module): (module, role) for module, role in self.reads(form)}.values())
         found = [(m, problem) for m, role in asked if (problem := unsupported(m, role, called=m is root))]
-        return found or _mixed_precision([module for module, _ in asked])
+        return found or (_mixed_precision([module for module, _ in asked]) if self.one_precision else [])
 
     @property
     def scale(self) -> Tensor | None:

@@ -33,9 +33,9 @@ __all__ = [
     'ConvNormActBinding',
     'LeanConv',
     'LeanConvModule',
-    'LeanSequence',
     'activation_of',
     'count_batches',
+    'layers_of',
 ]
 
 for _role in ('norm of a map', 'norm of a chain'):
@@ -133,6 +133,7 @@ class ConvNormActBinding(Binding):
     norm: nn.Module | None = None
     act: nn.Module | None = None
     fused: tuple[str, ...] = ('conv', 'norm', 'act')
+    one_precision = False
 
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None):
         """Run the layer on (N, C, H, W); ``residual`` has the shape of the output."""
@@ -176,10 +177,6 @@ class ConvNormActBinding(Binding):
         fused = tuple(name for name in self.fused if getattr(self, name) not in wrong)
         usable = dataclasses.replace(self, fused=fused) if 'conv' in fused else None
         return usable, list(wrong.items())
-
-    def problems(self, form: Form, root: nn.Module):
-        """See :meth:`.Binding.problems`. Norms may be in another precision than convolutions."""
-        return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role, called=m is root))]
 
 
 def _standardised(conv):
@@ -305,38 +302,6 @@ class LeanConvModule(LeanModule):
         if tuple(module.order) != ('conv', 'norm', 'act'):
             return f'its layers stand in the order {module.order}'
         return None
-
-
-class LeanSequence(LeanModule):
-    """Base class of adapters of sequences, in which convolutions followed by a norm or an activation are operations.
-
-    Other members run their own code.
-    """
-
-    samples = has_reference = False
-    folds_frozen_norms = separable = hands_on = True
-
-    def parts(self):
-        """See :meth:`.LeanModule.parts`. A part has the name of its convolution."""
-        return layers_of(self)
-
-    def lean_forward(self, x: Tensor) -> Tensor:
-        """Run the members one after the other."""
-        inside = 0  # number of following members that the latest operation has computed
-        for name, module in self._modules.items():
-            if inside:
-                inside -= 1
-            elif layer := self.part(name):
-                x = layer(self.form, x)
-                inside = layer.length_behind
-            else:
-                x = module(x)
-        return x
-
-    @classmethod
-    def applies_to(cls, module: nn.Module) -> bool:
-        """See :meth:`.LeanModule.applies_to`."""
-        return cls.is_stock(module) and bool(layers_of(module))
 
 
 def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:

@@ -54,6 +54,7 @@ class CSPBinding(Binding):
     blocks: tuple[nn.Module, ...]
     layer: nn.Module | None = None
     shares_modules = True
+    one_precision = False
 
     @staticmethod
     def is_full(blocks: Sequence[nn.Module]) -> bool:
@@ -93,10 +94,6 @@ class CSPBinding(Binding):
             yield from _reads_of_layer(self.layer)
         for block in self.blocks:
             yield from _reads(block)
-
-    def problems(self, form: Form, root: nn.Module):
-        """See :meth:`.Binding.problems`. Norms may be in another precision than convolutions."""
-        return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role, called=m is root))]
 
 
 def may_chain(block: nn.Module, called: bool = False) -> bool:

@@ -13,6 +13,7 @@ from .conv_module import ConvNormActBinding
 from .copies import odd_copy, original
 from .pooling import ConvPoolBinding
 from .predicate import unsupported
+from .resnet_chain import ResidualChainBinding, may_chain
 
 __all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanSplitAttention']
 
@@ -86,14 +87,21 @@ def _ends(block):
 
 @adapter(resnet.Bottleneck, resnext.Bottleneck)
 class LeanBottleneck(_Convolutional):
-    """Bottleneck of ResNet, ResNeXt and RegNet: three convolutions."""
+    """Bottleneck of ResNet, ResNeXt and RegNet: three convolutions.
+
+    It is called where it is no member of a :class:`.LeanStage`, for example in a head, and is a chain by itself there.
+    """
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        return _ends(self) | dict(conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
+        layers = _ends(self) | dict(conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
+        return layers | (dict(block=ResidualChainBinding((self,))) if may_chain(self, called=True) else {})
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
+        block = self.part('block')
+        if block is not None and x.numel():
+            return block(self.form, x)
         return _bottleneck(self, x, lambda x: self.layer('conv2', x))
 
 

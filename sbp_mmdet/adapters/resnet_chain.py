@@ -16,14 +16,14 @@ from ..ops.residual_block import AveragePool, BlockSettings, BlockTensors
 from ..ops.residual_chain import residual_chain
 from ..surgery import stock_class
 from . import csp
-from .base import adapter
+from .base import LeanModule, adapter
 from .bindings import Binding
-from .conv_module import ConvNorm, LeanSequence
+from .conv_module import ConvNorm, layers_of
 from .copies import original
 from .csp import CSPBinding
 from .predicate import ROLES, unsupported
 
-__all__ = ['LeanStage', 'may_chain']
+__all__ = ['LeanStage', 'ResidualChainBinding', 'may_chain']
 
 # Blocks of a chain: their inputs exist at the same time in the backward pass. Of blocks of two convolutions a chain
 # saves nothing: their inputs are no larger than those of their last convolutions.
@@ -31,8 +31,8 @@ _LONGEST = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _ChainBinding(Binding):
-    """Consecutive residual blocks, run as one chain.
+class ResidualChainBinding(Binding):
+    """Consecutive residual blocks, or one, run as one chain.
 
     Attributes:
         blocks (tuple[nn.Module, ...]): Blocks that :func:`may_chain` has approved of.
@@ -40,6 +40,7 @@ class _ChainBinding(Binding):
 
     blocks: tuple[nn.Module, ...]
     shares_modules = True
+    one_precision = False
 
     @staticmethod
     def is_full(blocks: Sequence[nn.Module]) -> bool:
@@ -77,29 +78,29 @@ class _ChainBinding(Binding):
         for block in self.blocks:
             yield from _reads(block)
 
-    def problems(self, form: Form, root: nn.Module):
-        """See :meth:`.Binding.problems`."""
-        return [(m, problem) for m, role in self.reads(form) if (problem := unsupported(m, role))]
 
-
-_CHAINS = _ChainBinding, CSPBinding
+_CHAINS = ResidualChainBinding, CSPBinding
 _BLOCKS = {kind for role in ('residual block', 'CSP block') for kind in ROLES[role]}
 
 
 def _kind_of_chain(block):
     """Return the class of the chains that a block can be part of, or ``None``."""
-    return _ChainBinding if may_chain(block) else CSPBinding if csp.may_chain(block) else None
+    return ResidualChainBinding if may_chain(block) else CSPBinding if csp.may_chain(block) else None
 
 
 @adapter(ResLayer, nn.Sequential, mmengine.model.Sequential)
-class LeanStage(LeanSequence):
-    """Sequence of layers. Residual or CSP blocks in it run as chains; blocks that cannot be chained run one by one."""
+class LeanStage(LeanModule):
+    """Sequence of layers, in which convolutions followed by a norm or an activation are operations.
 
-    runs_blocks = True
+    Residual or CSP blocks in it run as chains. Other members run their own code, one by one.
+    """
+
+    samples = has_reference = False
+    folds_frozen_norms = separable = hands_on = runs_blocks = True
 
     def parts(self):
-        """See :meth:`.LeanModule.parts`. A chain has the name of its first block."""
-        found, chain, kind = LeanSequence.parts(self), [], None
+        """See :meth:`.LeanModule.parts`. A chain has the name of its first block, a layer that of its convolution."""
+        found, chain, kind = layers_of(self), [], None
         for name, block in [*self._modules.items(), (None, None)]:
             own = None if block is None else _kind_of_chain(block)
             if chain and (own is not kind or kind.is_full([block for _, block in chain])):
@@ -137,19 +138,20 @@ class LeanStage(LeanSequence):
         return cls.is_stock(module) and (blocks or bool(cls.parts(module)))
 
 
-def may_chain(block: nn.Module) -> bool:
+def may_chain(block: nn.Module, called: bool = False) -> bool:
     """Return whether a block can be part of a chain, because a chain computes exactly what its forward computes.
 
     Args:
-        block (nn.Module): A member of a stage.
+        block (nn.Module): A residual block.
+        called (bool): Whether the block itself is called, so that hooks on it run in any case. Default: False.
     """
-    return not any(unsupported(module, role) for module, role in _reads(block))
+    return not any(unsupported(module, role, called and module is block) for module, role in _reads(block))
 
 
 def _reads(block) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules of a block that a chain bypasses, with their roles, up to the first unsupported container."""
     yield block, 'residual block'
-    if unsupported(block, 'residual block'):
+    if unsupported(block, 'residual block', called=True):
         return
     for conv, norm in _layers(block):
         yield from ((conv, 'convolution of a chain'), (norm, 'norm of a chain'))
