@@ -15,6 +15,7 @@ from mmengine.model import Sequential
 from torch import Tensor, nn
 
 from .adapters import LeanModule, adapter_of
+from .adapters.resnet import LeanSplitAttention
 from .adapters.resnet_chain import may_chain
 from .checkpointing import Checkpointed, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
@@ -129,7 +130,7 @@ def parts_to_checkpoint(
         chosen (Mapping[int, nn.Module]): Modules that may be changed, by id.
         kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'RoI head', 'layer'
             (of a transformer), 'block' (of backbone or neck, which runs its own code), 'layered block' (of a backbone,
-            which calls layers that save a map each).
+            which calls layers that save a map each), 'mixed block' (such a block with layers that run their own code).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
@@ -144,8 +145,10 @@ def parts_to_checkpoint(
             found.append((part, _mixin(part)))
     if 'layer' in kinds:
         found += [(layer, mixin) for layer in model.modules() if (mixin := _mixin_of_layer(layer))]
-    if 'layered block' in kinds:  # last: those in a head are recomputed with it
-        found += [(block, CheckpointedPart) for block in model.modules() if _calls_its_layers(block)]
+    if chooses := [
+        _LAYERED[kind] for kind in kinds if kind in _LAYERED
+    ]:  # last: those in a head are recomputed with it
+        found += [(block, CheckpointedPart) for block in model.modules() if any(choose(block) for choose in chooses)]
     taken = set()
     for part, mixin in found:
         trains = any(p.requires_grad for p in part.parameters())
@@ -205,6 +208,19 @@ def _is_unchanged_block(module):
 def _calls_its_layers(module):
     """Return whether a module is a block that calls its layers one by one, and is no part of a chain."""
     return isinstance(module, LeanModule) and module.calls_layers and not may_chain(module)
+
+
+def _is_mixed(module):
+    """Return whether such a block has code that is no operation of this package, and saves its maps as floats."""
+    if not _calls_its_layers(module):
+        return False
+    lean = [inside for inside in module.modules() if isinstance(inside, LeanModule)]
+    bypassed = {*lean, *(layer for inside in lean for layer in inside._lean.bound.used)}
+    own_code = any(layer._parameters and layer not in bypassed for layer in module.modules())
+    return own_code or any(isinstance(inside, LeanSplitAttention) for inside in lean)
+
+
+_LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}
 
 
 def _may_run_twice(part):

@@ -50,7 +50,7 @@ PRESETS = {
             'like exact, with stored feature maps rounded to eight bits',
             'int8',
             Form(storage='int8'),
-            checkpoints=('RoI head', 'block'),
+            checkpoints=('RoI head', 'block', 'mixed block'),
         ),
         Preset('sampled', 'like exact, with weight gradients from a sample of the positions', 'sampled', Form()),
         Preset('sbp', "the paper's method: backpropagates through half of the positions", 'sbp', Form(), thins=True),

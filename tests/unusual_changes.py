@@ -1,6 +1,7 @@
 """Table of changes that users make to models: the model, the change, and what the report has to name."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize, spectral_norm, weight_norm
 from torch.nn.utils.parametrizations import weight_norm as parametrized_weight_norm
@@ -11,6 +12,7 @@ from unusual_models import (
     DoubledNorm,
     DoubledNorm2d,
     DoubledSwinBlock,
+    DoubledWeight,
     Doubling,
     LoRA,
     PaddedBottleneck,
@@ -84,6 +86,31 @@ def as_class(name, kind):
 def circular(conv):
     conv.padding_mode = 'circular'
     conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
+
+
+def settings(**values):
+    """Returns a function that sets attributes of a module."""
+
+    def change(module):
+        for name, value in values.items():
+            assert getattr(module, name) != value
+            setattr(module, name, value)
+
+    return change
+
+
+def doubled_weight(module):
+    module.weight = DoubledWeight(module.weight.detach())
+
+
+def without_bias(module):
+    module.bias = None
+
+
+def own_forward_for_an_attribute(module):
+    """Sets a forward and deletes an attribute, so that there are as many as before."""
+    del module.approximate
+    module.forward = lambda x: CALLS.append('own') or F.gelu(1.5 * x)
 
 
 def own_forward(module):
@@ -245,6 +272,39 @@ BEFORE = {
     'Mish behind a convolution': ('ConvModule', put('0.activate', lambda m: nn.Mish()), '0.activate'),
     'tanh GELU': ('ConvNeXt', put('stages.1.0.act', lambda m: nn.GELU('tanh')), ''),
     'instance norm': ('ConvModule', put('1.gn', lambda m: nn.InstanceNorm2d(8, affine=True)), '1.gn'),
+    'weight of a class with another product': ('ViT', on('blocks.0.attn.proj', doubled_weight), 'blocks.0.attn.proj'),
+    'such a weight in Swin': ('Swin', on(f'{BLOCK}.attn.w_msa.qkv', doubled_weight), f'{BLOCK}.attn.w_msa.qkv'),
+    'such a weight in a bottleneck': ('ResNet', on('layer2.1.conv2', doubled_weight), 'layer2.1.conv2'),
+    'rate of a dropout': ('Swin', on(f'{BLOCK}.ffn.layers.2', settings(p=0.3)), f'{BLOCK}.ffn.layers.2'),
+    'rate of a dropout of attention': (
+        'Swin',
+        on(f'{BLOCK}.attn.w_msa.attn_drop', settings(p=0.3)),
+        f'{BLOCK}.attn.w_msa.attn_drop',
+    ),
+    'dimension of a softmax': (
+        'Swin',
+        on(f'{BLOCK}.attn.w_msa.softmax', settings(dim=-2)),
+        f'{BLOCK}.attn.w_msa.softmax',
+    ),
+    'FFN without shortcut': ('Swin', on(f'{BLOCK}.ffn', settings(add_identity=False)), ''),
+    'layer without activation': ('ConvModule', on('0', settings(with_activation=False)), ''),
+    'layer without norm': ('ConvModule', on('1', settings(with_norm=False)), ''),
+    'order of a layer': ('ConvModule', on('1', settings(order=('norm', 'conv', 'act'))), '1'),
+    'padding by name, set in place': ('ResNet', on('layer1.1.conv2', settings(padding='same')), 'layer1.1.conv2'),
+    'bias that goes': ('ConvNeXt', on('stages.1.0.pointwise_conv1', without_bias), 'stages.1.0'),
+    'CSP layer without attention': ('CSP layer', on('1', settings(channel_attention=False)), ''),
+    'CSP block without shortcut': ('CSP layer', on('1.blocks.0', settings(add_identity=False)), ''),
+    'layer of a CSP block without activation': (
+        'CSP layer',
+        on('1.blocks.1.conv2', settings(with_activation=False)),
+        '',
+    ),
+    'interpolation of a pyramid': (
+        'FPN',
+        on('neck', settings(upsample_cfg=dict(mode='bilinear', align_corners=False))),
+        '',
+    ),
+    'a forward instead of an attribute': ('ViT', on('blocks.2.act', own_forward_for_an_attribute), 'blocks.2.act'),
     'a parameter of another class': ('ViT', on('blocks.0.attn.proj', wrapped_weight), 'blocks.0.attn.proj'),
     'dropout in an FFN': ('Swin', put(f'{BLOCK}.ffn.layers.2', lambda m: nn.Dropout(0.0)), ''),
 }

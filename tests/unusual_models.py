@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.nn.functional as F
 from cases import build
 from conv_models import ordinary
 from mmcv.cnn import ConvModule
@@ -11,6 +12,8 @@ from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmdet.models.backbones import ResNet, ResNetV1d
 from mmdet.models.backbones.resnet import Bottleneck
 from mmdet.models.backbones.swin import SwinBlock
+from mmdet.models.layers import CSPLayer
+from mmdet.models.necks import FPN
 from test_adapters_transformer import LAYERS
 from torch import nn
 
@@ -50,6 +53,18 @@ class Doubling(nn.Module):
 
     def forward(self, weight):
         return 2 * weight
+
+
+class DoubledWeight(nn.Parameter):
+    """A parameter that counts twice as a weight, as an adapter or a quantised tensor computes another product."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (F.linear, F.conv2d, torch.conv2d):
+            x, weight, *others = (a.as_subclass(torch.Tensor) if isinstance(a, cls) else a for a in args)
+            return function(x, 2 * weight, *others, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
 
 class StochasticDepth(nn.Module):
@@ -158,6 +173,21 @@ def conv_module(**options):
     return ordinary(nn.Sequential(ConvModule(3, 8, 3, **options), ConvModule(8, 8, 3, **options)))
 
 
+def csp_layer():
+    return ordinary(nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), CSPLayer(16, 16, 0.5, 2, channel_attention=True)))
+
+
+class Pyramid(nn.Module):
+    """A feature pyramid on three maps of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.neck = FPN([3, 3, 3], 4, 3)
+
+    def forward(self, x):
+        return self.neck(tuple(x[..., ::step, ::step].contiguous() for step in (1, 2, 4)))
+
+
 def tokens(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -209,6 +239,8 @@ MODELS = {
     'ResNet': resnet,
     'deep stem': deep,
     'ConvModule': conv_module,
+    'CSP layer': csp_layer,
+    'FPN': lambda: ordinary(Pyramid()),
     'FFN': ffn,
     'attention': attention,
     'deformable': deformable,

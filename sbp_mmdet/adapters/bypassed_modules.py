@@ -1,7 +1,13 @@
 """State of the modules that a changed module bypasses, to find out in each step whether they have changed since."""
 
-from collections.abc import Iterable
+import copy
+import enum
+import itertools
+import operator
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ..library_code import library_code
@@ -27,7 +33,7 @@ class BypassedModules:
             parents += [m for m in root.modules() if m is not root and inside.keys() & set(map(id, m.children()))]
         self.modules = tuple(inside.values())
         self._children = tuple((parent, dict(parent._modules)) for parent in parents)
-        self._kind, self._root = type(root), (foreign_classes(type(root)), len(root.__dict__))
+        self._kind, self._root = type(root), (foreign_classes(type(root)), len(root.__dict__), *_settings(root))
         self._states = tuple(map(_state, self.modules))
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
@@ -41,7 +47,7 @@ class BypassedModules:
         self.modules, self._kind, self._root = (), None, None
 
     def unchanged(self, root: nn.Module) -> bool:
-        """Return whether submodules, their classes and code, hooks, padding modes and precision are unchanged.
+        """Return whether submodules, their classes and code, hooks, settings and the kind of parameters are unchanged.
 
         This runs in each step, so it calls no other function unless a class has changed. Functions of libraries are
         looked at once in a scope, see :mod:`..passes`.
@@ -49,9 +55,16 @@ class BypassedModules:
         Args:
             root (nn.Module): The changed module.
         """
-        kinds, length = self._root or (None, None)
+        if self._root is None:
+            return False
+        kinds, length, settings, values = self._root
         # A new attribute may hide a method of the class.
         if length != len(root.__dict__) or (self._kind is not type(root) and kinds != foreign_classes(type(root))):
+            return False
+        try:
+            if settings(root.__dict__) != values:
+                return False
+        except KeyError:
             return False
         if any(GLOBAL_HOOKS) != self._hooked_globally:
             return False
@@ -69,42 +82,75 @@ class BypassedModules:
         for parent, children in self._children:
             if parent._modules != children:
                 return False
-        for module, kind, length, touched, dtype, padding in self._states:
+        for module, kind, length, dtype, kinds, settings, values in self._states:
             own = module.__dict__
-            if len(own) != length or touched != (
-                True
-                if own['_forward_hooks']
-                or own['_forward_pre_hooks']
-                or own['_backward_hooks']
-                or own['_backward_pre_hooks']
-                or 'forward' in own
-                or ('_compiled_call_impl' in own and own['_compiled_call_impl'] is not None)
-                else False
-            ):
+            try:
+                if len(own) != length or settings(own) != values:
+                    return False
+            except KeyError:  # another attribute stands in the place of one that was deleted
                 return False
             if type(module) is not kind and foreign_classes(type(module)) != foreign_classes(kind):
                 return False
             parameters = own['_parameters']
             weight = parameters['weight'] if 'weight' in parameters else None
             weight = own['weight'] if weight is None and 'weight' in own else weight
-            if dtype is not (None if weight is None else weight.dtype):
-                return False
-            if padding != (own['padding_mode'] if 'padding_mode' in own else None):
+            if dtype is not (None if weight is None else weight.dtype) or kinds != [*map(type, parameters.values())]:
                 return False
         return True
 
 
-def _state(module):
-    """Return the state of a module that :meth:`BypassedModules.unchanged` compares.
+class _State(NamedTuple):
+    """State of a module that :meth:`BypassedModules.unchanged` compares.
 
-    Returns:
-        tuple: The module, its class, its number of attributes, whether it has hooks or a forward of its own, the
-        precision of its weight, and its padding mode.
+    Attributes:
+        module (nn.Module): The module.
+        kind (type): Its class.
+        length (int): Number of its attributes. One more may be a forward of the instance, or hide another method.
+        dtype (torch.dtype | None): Precision of its weight.
+        kinds (list[type]): Classes of its parameters, in their order.
+        settings (Callable): Takes the module's ``__dict__`` and returns its hooks and the values of its settings.
+        values (tuple): These values.
     """
-    own = module.__dict__
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    touched = bool(hooks) or 'forward' in own or own.get('_compiled_call_impl') is not None
-    weight = module._parameters.get('weight')
+
+    module: nn.Module
+    kind: type
+    length: int
+    dtype: torch.dtype | None
+    kinds: list[type]
+    settings: Callable[[dict], tuple]
+    values: tuple
+
+
+def _state(module):
+    own, weight = module.__dict__, module._parameters.get('weight')
     weight = own.get('weight') if weight is None else weight
     dtype = None if weight is None else weight.dtype
-    return module, type(module), len(own), touched, dtype, own.get('padding_mode')
+    kinds = [*map(type, module._parameters.values())]
+    return _State(module, type(module), len(own), dtype, kinds, *_settings(module))
+
+
+def _settings(module):
+    """Return a function that gives the hooks of a module and its settings, and what it gives now.
+
+    Settings are all attributes whose values are numbers, strings and the like, or collections of these, since any of
+    them may decide what the module computes.
+    """
+    own = module.__dict__
+    names = [name for name, value in own.items() if name not in _NO_SETTINGS and _is_setting(value)]
+    if '_compiled_call_impl' in own:
+        names.append('_compiled_call_impl')
+    values = [dict(own[name]) for name in _HOOKS], [copy.deepcopy(own[name]) for name in names]
+    return operator.itemgetter(*_HOOKS, *names), tuple(itertools.chain(*values))
+
+
+def _is_setting(value):
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(map(_is_setting, value))
+    return isinstance(value, _VALUES)
+
+
+_HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
+_NO_SETTINGS = frozenset(vars(nn.Module()))  # attributes of every module, and whether it is in training
+_VALUES = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device, enum.Enum)

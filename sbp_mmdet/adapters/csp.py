@@ -71,7 +71,7 @@ class CSPBinding(Binding):
         dtype = autocast_dtype(x) or x.dtype
         count_batches(norms)
         own, tensors = zip(*[layer.inputs(form, None, dtype, counts=False) for layer in layers], strict=True)
-        fc = getattr(getattr(self.layer, 'attention', None), 'fc', None)
+        fc = self.layer.attention.fc if getattr(self.layer, 'channel_attention', False) else None
         gate = None if fc is None else affine(fc)
         return csp_layer(settings(own, sizes, adds, self.layer is not None), x, tensors, gate)
 
