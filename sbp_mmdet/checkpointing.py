@@ -116,7 +116,8 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     Returns:
         The result of the method.
     """
-    if not torch.is_grad_enabled():
+    # torch.utils.checkpoint refuses transforms such as torch.func.vjp.
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return forward(*args, **kwargs)
     # torch.utils.checkpoint saves tensors that are arguments, but not tensors inside of lists, so lists are flattened.
     leaves, structure = tree_flatten((args, kwargs))

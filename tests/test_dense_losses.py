@@ -112,3 +112,18 @@ def test_maps_of_all_priors_do_not_exist_at_a_time():
             loss(pred, (label, torch.rand(2**14)), avg_factor=9).backward()
         peaks.append(counter.peak / (4 * pred.numel()))
     assert peaks[0] > 5 and peaks[1] < 2.5
+
+
+def test_a_weight_that_is_broadcast_over_all_priors_runs_the_losses_own_code():
+    torch.manual_seed(0)
+    pred, labels, scores = torch.randn(40, 3, dtype=torch.float64), torch.arange(40) % 4, torch.rand(40).double()
+    weight = torch.rand(40, 1).double()  # times 40 losses: a matrix
+    lean = nn.ModuleList([QualityFocalLoss()])
+    losses_in_chunks(lean, 12)
+    found = []
+    for loss in (QualityFocalLoss(), lean[0]):
+        x = pred.clone().requires_grad_()
+        value = loss(x, (labels, scores), weight, avg_factor=7)
+        value.backward()
+        found.append((value.detach(), x.grad))
+    torch.testing.assert_close(found[1], found[0])

@@ -221,7 +221,7 @@ def test_branches(pictures):
 
 
 def test_a_batch_has_an_image(pictures):
-    with pytest.raises(ValueError, match='a batch of 0 images: there must be 1 or more'):
+    with pytest.raises(ValueError, match='batch size 0 must be a whole number of 1 or more'):
         inputs_of(config_of(pictures, [RESIZE], batch=0))
 
 

@@ -188,6 +188,27 @@ def test_step(family, run):
         assert (found[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
 
 
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+@pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ViT'])
+def test_transforms_of_functions_run_the_own_code(family, preset):
+    """torch.func's transforms refuse operations with a backward pass of their own, and checkpoints."""
+    model = FAMILIES[family]()
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad(loss_of(outputs(model, image())), [*parameters.values()], allow_unused=True)
+    apply_lean(model, preset, verify=False)
+
+    def run(parameters):
+        found = torch.func.functional_call(model, parameters, (image(),))
+        return loss_of(found if isinstance(found, (list, tuple)) else [found])
+
+    torch.manual_seed(3)
+    loss, backward = torch.func.vjp(run, parameters)
+    found = backward(torch.ones_like(loss))[0]
+    for (name, g), grad in zip(found.items(), expected, strict=True):
+        grad = torch.zeros_like(g) if grad is None else grad
+        assert (g - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+
+
 @pytest.mark.parametrize('family', ['Swin', 'ResNet', 'ConvNeXt'])
 def test_changed_back_and_forth(family):
     lean = FAMILIES[family]()

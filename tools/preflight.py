@@ -34,7 +34,7 @@ __all__ = [
 
 _KEYS = ('images', 'annotations', 'categories')
 _TEST_KEYS = ('images', 'categories')  # the test sets of COCO come without annotations
-_OWN_HOOKS = ('LeanHook', 'SBPHook', 'CheckpointModulesHook', 'TargetsInChunksHook')
+_OWN_HOOKS = ('LeanHook', 'CheckpointModulesHook', 'TargetsInChunksHook')
 _REMEDY = 'give the path of a COCO-format file in ann_file (it is joined to data_root)'
 # Up to here a file is parsed (a second for this size); beyond, its ends and its keys are looked at.
 _PARSE_BYTES = 50_000_000

@@ -172,7 +172,8 @@ class LeanModule(Mixin):
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""
         bound = self._lean.bound
-        if bound.reference or not torch.is_grad_enabled():
+        # Transforms such as torch.func.vjp refuse operations with a backward pass of their own.
+        if bound.reference or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return False
         if not self.training:
             frozen = self.folds_frozen_norms and not any(p.requires_grad for p in self.parameters())

@@ -49,7 +49,7 @@ class _SumsInChunks(Mixin):
         adds_up = (reduction_override or self.reduction, avg_factor is not None) in (('sum', False), ('mean', True))
         given = [*targets, weight, avg_factor]
         constant = not any(isinstance(x, Tensor) and x.requires_grad for x in given)
-        apart = all(isinstance(x, Tensor) and len(x) == len(pred) for x in [*targets, *given[-2:-1]] if x is not None)
+        apart = all(_has_a_row_for_each(pred, x) for x in [*targets, *given[-2:-1]] if x is not None)
         trains = torch.is_grad_enabled() and pred.requires_grad and pred.dim() == 2
         if not (trains and adds_up and constant and apart and len(pred) > rows):
             return super().forward(pred, target, weight, **options)
@@ -59,6 +59,11 @@ class _SumsInChunks(Mixin):
             return own(pred, tuple(targets) if isinstance(target, (tuple, list)) else targets[0], weight, **options)
 
         return _sum_up(part, rows, pred, weight, *targets)
+
+
+def _has_a_row_for_each(pred, x):
+    """Return whether a target or weight belongs to priors one by one; other shapes may be broadcast over all priors."""
+    return isinstance(x, Tensor) and len(x) == len(pred) and (x.dim() == 1 or x.shape == pred.shape)
 
 
 @torch.compiler.disable

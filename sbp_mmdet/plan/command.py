@@ -16,14 +16,14 @@ import sys
 import tempfile
 
 import torch
-from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
 from .batch_size import largest_batches
 from .check import check
+from .config_checks import ConfigOptions, problem_of_imports
 from .counts import count_step, end_progress, presets_for, rows_of
-from .errors import reason_of
+from .errors import problem_of_data, reason_of
 from .inputs import add_inputs, crowded, inputs_of, labels_of
 from .pipeline import CannotRun
 from .planner import CONTEXT, MARGIN, OWN, WORKSPACES, answer, parse_bytes, parse_size
@@ -63,6 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with quiet:
             config = load_config(args.config, args.cfg_options)
+            if problem := problem_of_imports(config):
+                print(f'warning: {args.config}: {problem}', file=sys.stderr)
             args.run(args, config)
     except ValueError as error:
         instead = isinstance(error, CannotRun) and hasattr(args, 'size')
@@ -81,7 +83,7 @@ def _add_plan(verbs):
     verb.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
     verb.add_argument('--json', action='store_true', help='print the answer for scripts')
     verb.add_argument('--verbose', action='store_true', help='also what is allocated, and what torch reserves')
-    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_plan)
 
 
@@ -103,6 +105,10 @@ def _plan(args, config):
     args.boxes = crowded(inputs.batch) if told is None else told
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes, usual=inputs.usual)
     case['channels'] = inputs.channels
+    if budget < WORKSPACES + CONTEXT and not args.json:
+        raise SystemExit(
+            f'Nothing fits into {format_gib(budget)}: CUDA takes {format_gib(WORKSPACES + CONTEXT)} with any model.'
+        )
     try:
         rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
@@ -204,9 +210,7 @@ def _page(args, config, inputs, budget, rows, found, lines):
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
     note += _of_the_run(config)
-    if found is None and budget < WORKSPACES + CONTEXT:
-        end = f'Nothing fits into {format_gib(budget)}: CUDA takes {format_gib(WORKSPACES + CONTEXT)} with any model.'
-    elif found is None:
+    if found is None:
         adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
         more = ' --adamw8bit,' if adam and not args.adamw8bit else ''
         end = f'Nothing fits into {format_gib(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
@@ -262,7 +266,7 @@ def _add_rehearse(verbs):
     verb = verbs.add_parser('rehearse', help='one step on the largest batch of the data set')
     verb.add_argument('config', help='config file, with its data in place')
     verb.add_argument('--budget', help="memory that may be used: 8GiB (default: all of this machine's GPU)")
-    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_rehearse)
 
 
@@ -314,11 +318,15 @@ def _rehearse(args, config):
         except CannotRun as error:
             raise CannotRun(f'{args.config}: {error}') from error
         except FileNotFoundError as error:
+            if (weights := config.get('load_from')) and str(weights) in str(error):
+                raise SystemExit(f'{args.config}: load_from={weights!r} does not exist; correct it') from error
             raise SystemExit(
                 f'{args.config}: {error.filename or error} does not exist, and a rehearsal needs the data; correct '
                 'data_root and ann_file of train_dataloader'
             ) from error
         except Exception as error:  # whatever a config, its data and its model may raise
+            if 'at least one array' in str(error):
+                raise SystemExit(f'{args.config}: {problem_of_data("its data set cannot be built", error)}') from error
             raise SystemExit(f'{args.config}: it cannot be rehearsed here: {reason_of(error)}') from error
 
 

@@ -3,7 +3,7 @@
 import traceback
 from pathlib import Path
 
-__all__ = ['reason_of']
+__all__ = ['problem_of_data', 'reason_of']
 
 
 def reason_of(error: Exception) -> str:
@@ -16,6 +16,25 @@ def reason_of(error: Exception) -> str:
         str: Class, first 200 characters of the message, and the innermost file and line outside of torch.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if 'torch' not in Path(f.filename).parts]
-    text = ' '.join(str(error).split())[:200]
+    text = _short(error)
     where = f'{Path(frames[-1].filename).name}, line {frames[-1].lineno}'
     return f'{type(error).__name__}{text and ": "}{text} ({where})'
+
+
+def problem_of_data(what: str, error: Exception) -> str:
+    """Return an error of a data set in one line.
+
+    Args:
+        what (str): What failed, such as 'its train pipeline cannot be run'.
+        error (Exception): The error that was raised.
+
+    Returns:
+        str: The line; for a data set without images with what to look at.
+    """
+    if isinstance(error, ValueError) and 'at least one array' in str(error):  # mmengine's, of a list of no images
+        return f'{what} here: it has no image; look at ann_file, at the classes in metainfo and at filter_cfg'
+    return f'{what} here ({type(error).__name__}: {_short(error)})'
+
+
+def _short(error):
+    return ' '.join(str(error).split())[:200]

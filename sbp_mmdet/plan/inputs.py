@@ -116,8 +116,10 @@ def inputs_of(
         known = 'batch_size' in loader
         notes.append('batch: of train_dataloader' if known else f'batch: not in the config, so {DEFAULT_BATCH}')
     channels = ((config.model.get('detector') or config.model).get('backbone') or {}).get('in_channels') or 3
-    if batch < 1:
-        raise ValueError(f'a batch of {batch} images: there must be 1 or more')
+    if not isinstance(batch, int) or batch < 1:
+        raise ValueError(
+            f'batch size {batch!r} must be a whole number of 1 or more; set --batch or train_dataloader.batch_size'
+        )
     case = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels)
     if size is None and not loader.get('dataset'):
         notes.append("size: not in the config, so COCO's")

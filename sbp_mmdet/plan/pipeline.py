@@ -25,6 +25,7 @@ from mmengine.registry import init_default_scope
 from mmengine.utils import import_modules_from_strings
 
 from .blank_images import NO_BOXES, as_array, blank_copy, rectangle
+from .errors import problem_of_data
 from .transforms import name_of
 
 __all__ = ['CannotRun', 'Samples', 'data_set_of', 'samples_of']
@@ -105,11 +106,11 @@ def data_set_of(config: Config) -> tuple[object, str]:
         except (OSError, ImportError):  # files are missing, or a package that reads other data sets than COCO
             pass
         except Exception as error:
-            raise CannotRun(_line('its train data set cannot be built', error)) from error
+            raise CannotRun(problem_of_data('its train data set cannot be built', error)) from error
         try:
             return DATASETS.build(_with_photographs(cfg)), "COCO's, because the annotations are not on this machine"
         except Exception as error:
-            raise CannotRun(_line('its train pipeline cannot be built', error)) from error
+            raise CannotRun(problem_of_data('its train pipeline cannot be built', error)) from error
 
 
 def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequence[str] = ()) -> Samples:
@@ -143,14 +144,7 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequenc
         except Exception as error:  # a transform may need the pictures: they are read if they are on this machine
             with contextlib.suppress(Exception):
                 return _run(copied(blank=False), batch)
-            raise CannotRun(_line('its train pipeline cannot be run', error)) from error
-
-
-def _line(what, error):
-    text = ' '.join(str(error).split())[:200]
-    if isinstance(error, ValueError) and 'at least one array' in text:  # mmengine's, of a list of no images
-        return f'{what} here: it has no image; look at ann_file, at the classes in metainfo and at filter_cfg'
-    return f'{what} here ({type(error).__name__}: {text})'
+            raise CannotRun(problem_of_data('its train pipeline cannot be run', error)) from error
 
 
 # --- Without the data -------------------------------------------------------------------------------------------------

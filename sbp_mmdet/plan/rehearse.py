@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from mmdet.registry import HOOKS
+from mmengine.config import Config
 from mmengine.dist import all_reduce, get_world_size
 from mmengine.hooks import EMAHook, Hook
 from torch import nn
@@ -122,6 +123,7 @@ def largest_batch(runner) -> tuple[dict, dict]:
     from .inputs import inputs_of, labels_of  # noqa: PLC0415
 
     loader = runner.train_dataloader
+    refuse_more_classes(runner.cfg, loader.dataset)
     images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size
     found = inputs_of(runner.cfg, images, dataset=loader.dataset, processes=get_world_size())
     classes, masks = labels_of(runner.cfg)
@@ -139,6 +141,35 @@ def largest_batch(runner) -> tuple[dict, dict]:
     parts = {name: make(*part[:4], truth=part.truth) for name, part in found.branches.items()}
     keys = 'inputs', 'data_samples'
     return {key: {name: part[key] for name, part in parts.items()} for key in keys}, case
+
+
+def refuse_more_classes(config: Config, dataset) -> None:
+    """Refuse a data set that has more classes than a head of the model, which on a GPU is an assertion without a name.
+
+    Args:
+        config (Config): The config.
+        dataset: A data set, or a wrapper of data sets.
+
+    Raises:
+        CannotRun: If labels of the data set are none of a head's classes.
+    """
+    from .pipeline import CannotRun  # noqa: PLC0415
+
+    inner = [*(getattr(dataset, 'datasets', None) or [getattr(dataset, 'dataset', None)])]
+    for one in filter(None, inner):
+        refuse_more_classes(config, one)
+    classes = len(getattr(dataset, 'cat2label', ()))  # those of metainfo that the annotations have
+    roi_head = config.model.get('roi_head') or {}
+    heads = {'bbox_head': config.model.get('bbox_head')}
+    heads |= {f'roi_head.{name}': roi_head.get(name) for name in ('bbox_head', 'mask_head')}
+    for name, found in heads.items():
+        for head in found if isinstance(found, (list, tuple)) else [found or {}]:
+            number = head.get('num_classes')
+            if isinstance(number, int) and number < classes:
+                raise CannotRun(
+                    f'model.{name}: num_classes={number}, but the training data have {classes} classes; set '
+                    f'num_classes={classes} in every head of the model'
+                )
 
 
 def largest_validation(runner) -> tuple[dict, str] | None:

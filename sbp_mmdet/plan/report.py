@@ -2,13 +2,14 @@
 
 import argparse
 
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 
 from ..apply import apply_settings
 from ..hooks import LeanHook
 from ..presets import PRESETS, Settings
 from ..report import thinned_line
 from ..surgery import model_hooks
+from .config_checks import ConfigOptions
 from .detector import build_detector
 from .errors import reason_of
 from .variants import plain
@@ -22,7 +23,7 @@ def add_report(verbs) -> None:
     verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
     verb.add_argument('--preset', choices=[*PRESETS], help=told)
-    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_report)
 
 

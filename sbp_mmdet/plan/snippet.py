@@ -5,7 +5,8 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from .variants import PLAIN, STANDS_IN, imports_of, is_lean, needs_missing, piece_change
+from .config_checks import imports_of
+from .variants import PLAIN, STANDS_IN, is_lean, needs_missing, piece_change
 
 __all__ = ['snippet', 'where_to']
 

@@ -16,6 +16,7 @@ from torch import nn
 from ..apply import apply_lean, remove_lean
 from ..hooks import LeanHook
 from ..presets import PRESETS, Settings, preset_named
+from .config_checks import check_config, imports_of
 from .transforms import name_of
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     'NotApplicable',
     'dropping_no_image',
     'everything_checkpointed',
-    'imports_of',
     'is_lean',
     'is_plain',
     'load_config',
@@ -68,7 +68,7 @@ def load_config(path: str, options: dict | None = None) -> Config:
 
     Raises:
         ValueError: If the file or a package that it inherits from is missing, if it has no model or no
-            ``optim_wrapper``, or if an import fails.
+            ``optim_wrapper``, if an import fails, or for a mistake that :func:`.config_checks.check_config` finds.
     """
     file = _of_package(path) if '::' in str(path) else Path(path)
     if file.is_dir():
@@ -92,13 +92,11 @@ def load_config(path: str, options: dict | None = None) -> Config:
                 remedy = '; run this from the folder of your project, with PYTHONPATH=. in front'
                 remedy = remedy if getattr(error, 'name', None) == name.partition('.')[0] else ''
                 raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {error}{remedy}') from error
+    try:
+        check_config(config)
+    except (TypeError, ValueError) as error:  # mmengine raises a TypeError for an unknown argument of a hook
+        raise ValueError(f'{path}: {error}') from error
     return config
-
-
-def imports_of(config: Config) -> list[str]:
-    """Return the names of the modules in ``custom_imports`` of a config."""
-    found = (config.get('custom_imports') or {}).get('imports') or []
-    return [found] if isinstance(found, str) else found
 
 
 def needs_missing(config: Config) -> bool:

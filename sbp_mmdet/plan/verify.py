@@ -4,7 +4,7 @@ import argparse
 import copy
 import dataclasses
 
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 
 from ..apply import apply_settings
 from ..presets import PRESETS, Settings
@@ -12,6 +12,7 @@ from ..verify.checks import Findings
 from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verify_changed
 from .batch import at_the_first_step
+from .config_checks import ConfigOptions
 from .detector import build_training
 from .device import check_device
 from .errors import reason_of
@@ -33,7 +34,7 @@ def add_verify(verbs) -> None:
     verb.add_argument('--preset', choices=choices, help=told)
     verb.add_argument('--device', default='cpu', type=check_device, help="'cpu' or 'cuda' (default: cpu)")
     add_inputs(verb)
-    verb.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
+    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_verify)
 
 

@@ -1,0 +1,99 @@
+"""Checks of a config for mistakes that mmengine would find later, in a traceback, or not at all."""
+
+import argparse
+import itertools
+
+from mmdet.registry import HOOKS, MODELS
+from mmengine.config import Config, DictAction
+
+from ..hooks import LeanHook
+from ..surgery import model_hooks
+
+__all__ = ['ConfigOptions', 'check_config', 'imports_of', 'problem_of_imports']
+
+_LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
+_DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
+
+
+class ConfigOptions(DictAction):
+    """Action of ``--cfg-options``: values that are no KEY=VALUE end in a message instead of a traceback."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        """Parse the values, see :class:`argparse.Action`."""
+        for value in values:
+            if '=' not in value:
+                raise argparse.ArgumentError(self, f'{value!r} must be KEY=VALUE, for example model.backbone.depth=101')
+        super().__call__(parser, namespace, values, option_string)
+
+
+def imports_of(config: Config) -> list[str]:
+    """Return the names of the modules in ``custom_imports`` of a config."""
+    found = (config.get('custom_imports') or {}).get('imports') or []
+    return [found] if isinstance(found, str) else found
+
+
+def check_config(config: Config) -> None:
+    """Check the kinds of values of a config, and its hooks.
+
+    Args:
+        config (Config): A config whose modules in ``custom_imports`` were imported.
+
+    Raises:
+        ValueError: For the first mistake; the message names the value and the remedy.
+    """
+    for key in _DICTS:
+        if config.get(key) is not None and not isinstance(config[key], dict):
+            raise ValueError(f'{key}={config[key]!r} must be a dict')
+    hooks = config.get('custom_hooks') or []
+    if not isinstance(hooks, (list, tuple)):
+        raise ValueError(f"custom_hooks={hooks!r} must be a list of dicts, for example [dict(type='LeanHook')]")
+    for hook in hooks:
+        if not isinstance(hook, dict) or 'type' not in hook:
+            raise ValueError(f"custom_hooks: {hook!r} must be a dict with a type, for example dict(type='LeanHook')")
+    _check_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
+
+
+def problem_of_imports(config: Config) -> str | None:
+    """Return what is wrong with a config that names classes of this package and does not import it.
+
+    A training would not know these classes. Modules that the config imports may import this package in turn, except
+    those of mmdet and its relatives.
+
+    Args:
+        config (Config): A config that :func:`check_config` has approved of.
+
+    Returns:
+        str | None: The problem with its remedy, or ``None``.
+    """
+    hooks = config.get('custom_hooks') or []
+    named = [(HOOKS, hook['type']) for hook in hooks] + [(MODELS, (config.model.get('backbone') or {}).get('type'))]
+    ours = [kind for registry, kind in named if isinstance(kind, str) and _is_ours(registry.get(kind))]
+    imports = [*imports_of(config)]
+    if not ours or any(name.partition('.')[0] not in _LIBRARIES for name in imports):
+        return None
+    return (
+        f'the config uses {ours[0]} and does not import sbp_mmdet, so a training would not find it; write in '
+        f'it: custom_imports = dict(imports={[*imports, "sbp_mmdet"]}, allow_failed_imports=False)'
+    )
+
+
+def _is_ours(kind):
+    return getattr(kind, '__module__', '').partition('.')[0] == 'sbp_mmdet'
+
+
+def _check_changes(config, hooks):
+    """Refuse two changes of one part of the model."""
+    parts = [hook.settings.modules or ('',) for hook in hooks]
+    if (config.model.get('backbone') or {}).get('sbp_cfg') is not None and any('' in names for names in parts):
+        raise ValueError(
+            'the backbone has an sbp_cfg of its own, and LeanHook would change it too; write sbp_cfg=None there, or '
+            "name the other parts of the model in the hook: modules=['neck', ...]"
+        )
+    for first, second in itertools.combinations(parts, 2):
+        for a, b in itertools.product(first, second):
+            if not a or not b or f'{a}.'.startswith(f'{b}.') or f'{b}.'.startswith(f'{a}.'):
+                both = max(a, b, key=len) or 'the whole model'
+                raise ValueError(
+                    f'custom_hooks has two LeanHooks, and both change {both}; remove one, or give them different '
+                    'modules=[...]'
+                )

@@ -1,0 +1,121 @@
+"""Mistakes in a config end in a line that names the value and the remedy, before anything is built."""
+
+import re
+
+import pytest
+from helpers import CONFIGS
+from mmengine.config import Config
+
+from sbp_mmdet.plan import command
+from sbp_mmdet.plan.config_checks import check_config
+from sbp_mmdet.plan.pipeline import CannotRun
+from sbp_mmdet.plan.rehearse import refuse_more_classes
+
+FRCNN = """
+_base_ = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
+custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
+"""
+OURS = f"""
+_base_ = {str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py')!r}
+"""
+MISTAKES = {
+    'hooks that are no list': (FRCNN, "custom_hooks = dict(type='LeanHook')", 'custom_hooks=.*must be a list of dicts'),
+    'a hook without type': (FRCNN, "custom_hooks = [dict(preset='exact')]", 'must be a dict with a type'),
+    'an unknown key of a hook': (
+        FRCNN,
+        "custom_hooks = [dict(type='CheckpointModulesHook', module='neck')]",
+        "CheckpointModulesHook.*'module'",
+    ),
+    'a strategy by name': (FRCNN, "strategy = 'FSDPStrategy'", "strategy='FSDPStrategy' must be a dict"),
+    'two hooks for all': (
+        FRCNN,
+        "custom_hooks = [dict(type='LeanHook'), dict(type='LeanHook', preset='int8')]",
+        'two LeanHooks, and both change the whole model',
+    ),
+    'two hooks for one part': (
+        FRCNN,
+        "custom_hooks = [dict(type='LeanHook', modules=[part]) for part in ('backbone', 'backbone.layer2')]",
+        'two LeanHooks, and both change backbone.layer2',
+    ),
+    'a hook beside sbp_cfg': (OURS, "custom_hooks = [dict(type='LeanHook')]", 'an sbp_cfg of its own.*sbp_cfg=None'),
+}
+
+
+@pytest.mark.parametrize('verb', ['report', 'plan', 'rehearse', 'verify'])
+@pytest.mark.parametrize('name', MISTAKES)
+def test_a_mistake(name, verb, tmp_path, capsys):
+    base, line, message = MISTAKES[name]
+    path = tmp_path / 'mistaken.py'
+    path.write_text(base + line)
+    with pytest.raises(SystemExit) as stopped:
+        command.main([verb, str(path), *(['--budget', '8GiB'] if verb == 'plan' else [])])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert 'mistaken.py' in said and re.search(message, said), said
+
+
+@pytest.mark.parametrize(
+    ('base', 'line', 'message'),
+    [
+        (
+            FRCNN,
+            "custom_imports = None\ncustom_hooks = [dict(type='LeanHook')]",
+            r"uses LeanHook and does not import sbp_mmdet.*imports=\['sbp_mmdet'\]",
+        ),
+        (
+            OURS,
+            "custom_imports = dict(_delete_=True, imports=['mmdet.models'])",
+            r"uses SBPConvNeXt and.*imports=\['mmdet.models', 'sbp_mmdet'\]",
+        ),
+        (FRCNN, "custom_hooks = [dict(type='LeanHook')]", None),
+    ],
+)
+def test_a_missing_import_is_a_warning(base, line, message, tmp_path, capsys):
+    (tmp_path / 'child.py').write_text(base + line)
+    command.main(['report', str(tmp_path / 'child.py')])
+    said = capsys.readouterr().err
+    assert re.search(message, said) if message else 'warning' not in said
+
+
+def test_parts_that_do_not_meet_are_two_changes():
+    config = Config(dict(model=dict(), custom_imports=dict(imports='sbp_mmdet')))
+    config.custom_hooks = [
+        dict(type='LeanHook', modules=['neck']),
+        dict(type='LeanHook', modules=['neck2', 'backbone']),
+    ]
+    check_config(config)
+
+
+@pytest.mark.parametrize('verb', ['report', 'plan'])
+def test_overrides_are_pairs(verb, capsys):
+    with pytest.raises(SystemExit):
+        command.main([verb, 'config.py', '--cfg-options', 'batch'])
+    assert "'batch' must be KEY=VALUE" in capsys.readouterr().err
+
+
+class Data:
+    """A data set with three classes."""
+
+    cat2label = {3: 0, 7: 1, 8: 2}
+
+
+class Repeated:
+    dataset = Data()
+
+
+class Joined:
+    datasets = [Repeated(), Data()]
+
+
+@pytest.mark.parametrize('dataset', [Data(), Repeated(), Joined()])
+def test_classes_of_the_data_are_those_of_the_heads(dataset):
+    heads = [dict(num_classes=3), dict(num_classes=2)]
+    for model in (dict(bbox_head=dict(num_classes=3)), dict(roi_head=dict(bbox_head=heads[0])), dict()):
+        refuse_more_classes(Config(dict(model=model)), dataset)
+    for model in (
+        dict(bbox_head=heads[1]),
+        dict(roi_head=dict(bbox_head=heads)),
+        dict(roi_head=dict(mask_head=heads[1])),
+    ):
+        with pytest.raises(CannotRun, match='num_classes=2, but the training data have 3 classes'):
+            refuse_more_classes(Config(dict(model=model)), dataset)
