@@ -136,6 +136,13 @@ def test_counts_are_of_the_pieces_that_a_gpu_would_cut():
     assert peak() == own
 
 
+def test_code_that_moves_a_tensor_to_the_gpu_itself_is_counted():
+    """As Co-DETR's head does."""
+    with cuda_kernels(LiveBytes(), compute=False):
+        x = torch.arange(3)
+        assert x.cuda() is x and x.cuda(0, non_blocking=True) is x
+
+
 def test_names_of_parts():
     for name, part in {
         'backbone.downsample_layers.0.1': 'stem',

@@ -121,7 +121,8 @@ def cuda_kernels(counter, compute: bool):
 
     Non-maximum suppression and RoIAlign do not support reduced precision on a CPU: they run in fp32 while the counter
     is paused, and return the precision of CUDA's kernels. Boxes whose corners are in the wrong order are corrected.
-    Masks are copied to the device. This package's operations work in chunks of the size that they have on CUDA.
+    Masks are copied to the device. This package's operations work in chunks of the size that they have on CUDA. Code
+    that moves a tensor to the GPU by ``.cuda()`` gets the tensor itself.
 
     Args:
         counter (LiveBytes): The counter of bytes.
@@ -143,6 +144,7 @@ def cuda_kernels(counter, compute: bool):
         _rules_in_replays(),
         mock.patch.dict(CHUNK, cpu=CHUNK['cuda']),
         mock.patch.object(NMSop, 'forward', staticmethod(nms_in_full)),
+        mock.patch.object(Tensor, 'cuda', lambda tensor, *args, **kwargs: tensor),
         _roi_align(counter, compute, unneeded),
         unneeded.crops_and_overlaps(),
     ):
