@@ -244,6 +244,7 @@ def _outside(name, report):
 REPORTS = {
     'docs/research/outside_models.md': {
         'outside_models': lambda: _outside('outside_models', 'outside_models'),
+        'outside_losses': lambda: _outside('outside_losses', 'outside_losses'),
     }
 }
 

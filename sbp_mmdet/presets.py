@@ -136,9 +136,10 @@ class Settings(SBPConfig):
         meaningless = () if preset.thins else [key for key in _SBP_KEYS if not (samples and key == 'keep_ratio')]
         if given := [key for key in meaningless if key in cfg]:
             other = "'sbp' or 'sampled'" if given == ['keep_ratio'] else "'sbp'"
+            inherited = f" (if it is inherited: {where}=dict(_delete_=True, preset='{preset.name}'))"
             raise ValueError(
                 f"{where}: preset='{preset.name}' drops no position, so it takes no {', '.join(given)}; leave that "
-                f'out, or take preset={other}'
+                f'out{inherited if where == "sbp_cfg" else ""}, or take preset={other}'
             )
         if preset.form is None and 'skip_dropped_images' in cfg:
             raise ValueError(
