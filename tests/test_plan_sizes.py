@@ -195,6 +195,18 @@ def test_masks_need_not_be_bitmaps(pictures):
     assert found.masks and max(found[1:3]) <= 60
 
 
+def test_polygons_in_larger_images(pictures):
+    """As in YOLACT's pipeline: a transform that mmdet implements for bitmaps alone."""
+    load = [LOAD[0], dict(type='LoadAnnotations', with_bbox=True, with_mask=True)]
+    steps = [
+        dict(type='Expand', mean=[0, 0, 0], ratio_range=(2, 3), prob=1),
+        dict(type='RandomCrop', crop_size=(60, 60)),
+    ]
+    config = config_of(pictures, steps, load)
+    found, real = inputs_of(config), largest_real(config, 100)
+    assert found.masks and 0.97 * real <= 2 * found.height * found.width <= 1.25 * real
+
+
 def test_files_that_are_larger_than_their_annotations_say(pictures, tmp_path):
     content = json.loads((pictures / 'a.json').read_text())
     for image in content['images']:

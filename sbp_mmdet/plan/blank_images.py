@@ -6,6 +6,7 @@ import numpy as np
 from mmcv.transforms import BaseTransform, LoadImageFromFile
 from mmdet.datasets.transforms import (
     CopyPaste,
+    Expand,
     LoadAnnotations,
     LoadMultiChannelImageFromFiles,
     LoadPanopticAnnotations,
@@ -13,6 +14,7 @@ from mmdet.datasets.transforms import (
     PhotoMetricDistortion,
     YOLOXHSVRandomAug,
 )
+from mmdet.structures.mask import PolygonMasks
 from mmengine.dataset import Compose
 
 __all__ = ['NO_BOXES', 'as_array', 'blank_copy', 'rectangle']
@@ -125,6 +127,27 @@ class _Pasted(BaseTransform):
         return results
 
 
+class _Expanded(BaseTransform):
+    """Replacement for :class:`Expand`, which mmdet implements for bitmaps but not for polygons."""
+
+    def __init__(self, expand):
+        self.expand = expand
+
+    def transform(self, results):
+        masks = results.get('gt_masks')
+        if isinstance(masks, PolygonMasks):
+            results['gt_masks'] = _MovedPolygons(masks.masks, masks.height, masks.width)
+        return self.expand(results)
+
+
+class _MovedPolygons(PolygonMasks):
+    """Polygons that can be moved into a larger image."""
+
+    def expand(self, expanded_h, expanded_w, top, left):
+        moved = [[np.asarray(p) + np.resize([left, top], len(p)) for p in polygons] for polygons in self.masks]
+        return PolygonMasks(moved, expanded_h, expanded_w)
+
+
 def _stand_in(transform, channels):
     """Return the replacement for a transform, or ``None``. Only exact classes have one: a subclass may do more."""
     kind = type(transform)
@@ -136,6 +159,8 @@ def _stand_in(transform, channels):
         return _BlankAnnotations(transform)
     if kind is CopyPaste:
         return _Pasted(transform)
+    if kind is Expand:
+        return _Expanded(transform)
     if kind in (PhotoMetricDistortion, YOLOXHSVRandomAug):
         return _Colours(kind is PhotoMetricDistortion)
     return None
