@@ -75,7 +75,7 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
         refuse_replays(model)
         return report
     except BaseException:
-        _put_back(model, before)
+        _put_back(before)
         raise
 
 
@@ -91,7 +91,7 @@ def _state_of(model):
     ]
 
 
-def _put_back(model, before):
+def _put_back(before):
     """Restore the state that :func:`_state_of` has returned."""
     for module, kind, attributes in before:
         module.__class__ = kind

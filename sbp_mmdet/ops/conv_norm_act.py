@@ -69,7 +69,7 @@ class ConvNormSettings:
         dtype (torch.dtype | None): Precision of the convolution. If ``None``, that of autocast, or of ``x``. Default:
             None.
         recompute (bool): Whether the backward pass recomputes the convolution for the norm, so that its output is not
-            saved. Without activation and residual only. Default: False.
+            saved. Only without an activation. Default: False.
         border (tuple[int, int, int, int]): Further zeros on the left, right, upper and lower side of the input, for
             padding that differs between opposite sides. Default: (0, 0, 0, 0).
 

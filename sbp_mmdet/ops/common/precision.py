@@ -71,11 +71,8 @@ def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """
     found = [x if x.dtype is dtype else torch.empty_like(x, dtype=dtype) for x in tensors]
     new = [pair for pair in zip(found, tensors, strict=True) if pair[0] is not pair[1]]
-    if new and hasattr(torch, '_foreach_copy_'):  # torch 2.1 and newer
+    if new:
         torch._foreach_copy_(*map(list, zip(*new, strict=True)))
-    else:
-        for own, x in new:
-            own.copy_(x)
     return found
 
 
