@@ -12,7 +12,7 @@ from .adapters.predicate import fairscale_forward
 from .adapters.row_draws import RowDraws
 from .change_plan import modules_to_change, plan_change
 from .checkpointed_parts import give_parts_back, parts_to_checkpoint
-from .checkpointing import Checkpointed, refuse_replays
+from .checkpointing import Checkpointed, mix_out_checkpoint, refuse_replays
 from .passes import close_drawing, hand_on_within, open_drawing
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
@@ -80,7 +80,7 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
 
 
 # Attributes that this package sets on changed modules, and the forward of fairscale that it may remove.
-_ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'forward')
+_ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'has_run', 'forward')
 
 
 def _state_of(model):
@@ -115,7 +115,7 @@ def _restore(model, modules):
         if isinstance(module, FirstPass):
             mix_out(module, FirstPass)
             vars(module).pop('_verification', None)
-        mix_out(module, _CheckpointedBlock)
+        mix_out_checkpoint(module, _CheckpointedBlock)
         release(module)
         give_parts_back(module)
     close_drawing(model, draws_of(model))

@@ -113,7 +113,7 @@ class CheckpointModulesHook(ModelHook):
             return
         self._looked = True
         found = members(unwrapped(runner.model), self.modules)
-        if silent := [name for name, module in found if not getattr(module, '_has_run', False)]:
+        if silent := [name for name, module in found if not getattr(module, 'has_run', False)]:
             runner.logger.warning(
                 f'CheckpointModulesHook: {", ".join(silent)} did not run in the first step, so checkpointing saves '
                 'nothing there; name the submodules whose forward the model calls'
