@@ -83,16 +83,11 @@ def csp_layer(
     if torch.is_grad_enabled():
         for leaf in leaves:
             if leaf is not None and leaf.requires_grad:
-                return _apply(settings, tensors, *leaves)
+                return apply_function(_Node, settings, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
         y = _Forward(settings, layers_of_pass([*zip(settings.layers, tensors, strict=True)]), None).run(x, gate)
         made_here(y)
         return y
-
-
-@torch.compiler.disable
-def _apply(*args):
-    return apply_function(_Node, *args)
 
 
 class _Node(torch.autograd.Function):

@@ -82,14 +82,9 @@ def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence
     blocks, tensors = tuple(blocks), tuple(tensors)
     leaves = [x, *_leaves(tensors)]
     if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
-        return _apply(blocks, tensors, *leaves)
+        return apply_function(_Chain, blocks, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
         return _run(blocks, tensors, x, first=len(blocks))[0]
-
-
-@torch.compiler.disable
-def _apply(*args):
-    return apply_function(_Chain, *args)
 
 
 def _in_precision(block, x):

@@ -133,6 +133,7 @@ def in_precision(settings, x: Tensor):
     return dataclasses.replace(settings, dtype=autocast_dtype(x) or x.dtype)
 
 
+@torch.compiler.disable
 def apply_function(function: type[torch.autograd.Function], *args):
     """Call an autograd function, as its method ``apply`` does.
 
