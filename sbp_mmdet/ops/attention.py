@@ -32,7 +32,7 @@ from ..stochastic_backprop.algorithm1 import take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.flash import attend, attend_backward, to_heads, to_rows
-from .common.folding import add_branch, fold, normalise, normalise_backward, unfold, unscale
+from .common.folding import add_branch, bias_or_zeros, fold, normalise, normalise_backward, unfold, unscale
 from .common.layouts import Chunk, add_rows_
 from .common.precision import Stored, accumulate, column_sums, in_range, store
 from .common.row_sampling import draw
@@ -212,7 +212,7 @@ def _among_all(part, channels, dim, like):
 
 def _qkv_layer(settings, t, channels=None):
     """Return W' and b' of Q, K and V, or of some of their channels."""
-    bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
+    bias = bias_or_zeros(t.qkv_weight, t.qkv_bias)
     weight, bias = fold(t.qkv_weight, bias, t.norm_weight, t.norm_bias, settings.dtype)
     return (weight, bias) if channels is None else (weight[channels], bias[channels])
 

@@ -28,7 +28,7 @@ from .common.autograd_function import (
 )
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import DEEPEST, keep, kept
-from .common.map_norms import affine_of_norm
+from .common.map_norms import affine_of_norm, zero_of
 from .common.precision import cast, no_autocast
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, weight_needed
 from .csp_backward import GROUP, CSPBackward, CSPSaved
@@ -195,7 +195,7 @@ class _Forward:
         threshold = None
         if act.by_sign and storage != 'native':
             scale, shift = affine_of_norm(member.s, member.t, statistics, z.shape[1])
-            threshold = (-shift / scale).nan_to_num(0)
+            threshold = zero_of(scale, shift)
         self.maps[i] = keep(z, storage, threshold)
         return act(u, inplace=True)
 

@@ -13,6 +13,7 @@ from .precision import Sum, accumulator, multiplied, promoted
 __all__ = [
     'Incoming',
     'add_branch',
+    'bias_or_zeros',
     'fold',
     'normalise',
     'normalise_backward',
@@ -211,6 +212,16 @@ def fold(weight, bias, norm_weight, norm_bias, dtype):
         bias = torch.addmv(bias.to(kind), weight.to(kind), norm_bias.to(kind))
     weight = weight.to(dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
     return weight, bias.to(dtype)
+
+
+def bias_or_zeros(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the bias of a linear layer or a convolution, or zeros if it has none.
+
+    Args:
+        weight (Tensor): Weight, shape (D, ...).
+        bias (Tensor | None): Bias, shape (D,), or ``None``.
+    """
+    return weight.new_zeros(len(weight)) if bias is None else bias
 
 
 def unfold(dw, db, weight, norm_weight, norm_bias):

@@ -22,6 +22,7 @@ __all__ = [
     'cast',
     'cast_all',
     'column_sums',
+    'in_full_precision',
     'in_range',
     'multiplied',
     'no_autocast',
@@ -95,6 +96,17 @@ def zeros_for(parameter):
 def accumulator(x):
     """Return the precision of sums over many positions: fp64 for fp64, otherwise fp32."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def in_full_precision(dtype: torch.dtype, x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether an operation computes in full precision, without casting a tensor.
+
+    Args:
+        dtype (torch.dtype): Precision of the operation.
+        x (Tensor): Its input.
+        tensors (Sequence[Tensor | None]): Its tensors; ``None`` stands for one that it does not have.
+    """
+    return dtype == accumulator(x) and all([t is None or t.dtype == dtype for t in tensors])
 
 
 @functools.cache
