@@ -157,7 +157,7 @@ class _CheckpointedBlock(Checkpointed):
 
 def _carry_out(model, settings, plan, chosen):
     changed, left = {}, dict(plan.left)
-    phases = RowDraws() if settings.preset.gradients == 'sampled' else None
+    row_draws = RowDraws() if settings.preset.gradients == 'sampled' else None
     names = {id(module): name for name, module in model.named_modules()}
 
     frozen = _frozen_in_training(model)
@@ -167,7 +167,7 @@ def _carry_out(model, settings, plan, chosen):
         if settings.preset.form is None:
             mix_in(module, _CheckpointedBlock)
         else:
-            take_over(module, mixin, place._replace(name=name, phases=phases, bound=plan.bounds[id(module)]))
+            take_over(module, mixin, place._replace(name=name, row_draws=row_draws, bound=plan.bounds[id(module)]))
         parameters = _nearest_parameters(model, name)
         trains = not parameters or any(id(p) not in frozen for p in parameters)
         (changed if trains else left)[name] = meaning if trains else 'frozen'

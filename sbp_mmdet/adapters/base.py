@@ -92,7 +92,7 @@ class Place(NamedTuple):
             ``None``, no positions are dropped by stage. Default: None.
         draws (StepDraws | TokenDraws | None): Draws of its backbone, or draws of its own. Default: None.
         name (str): Name of the module in the model. Default: ''.
-        phases (RowDraws | None): Draws of the sampled rows. Default: None.
+        row_draws (RowDraws | None): Draws of the sampled rows. Default: None.
         bound (Bound | None): Operations that are used now. Default: None.
         own_forward (Any): The forward that fairscale's checkpointing had set, restored on release. Default: None.
     """
@@ -101,7 +101,7 @@ class Place(NamedTuple):
     layer: tuple | None = None
     draws: StepDraws | TokenDraws | None = None
     name: str = ''
-    phases: RowDraws | None = None
+    row_draws: RowDraws | None = None
     bound: Bound | None = None
     own_forward: Any = None
 
@@ -254,9 +254,9 @@ class LeanModule(Mixin):
     def sampled_form(self) -> Form:
         """Return the form of the operations; with the preset ``sampled``, a new sample of the rows is drawn."""
         place = self._lean
-        if place.phases is None:
+        if place.row_draws is None:
             return self.form
-        return dataclasses.replace(self.form, sample=place.phases.draw(place.name, float(place.settings.keep_ratio)))
+        return dataclasses.replace(self.form, sample=place.row_draws.draw(place.name, float(place.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
         """Return the rates of stochastic depth by the names of the parts that have it."""
