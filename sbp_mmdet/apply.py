@@ -13,7 +13,7 @@ from .adapters.row_draws import RowDraws
 from .change_plan import modules_to_change, plan_change
 from .checkpointed_parts import give_parts_back, parts_to_checkpoint
 from .checkpointing import Checkpointed, mix_out_checkpoint, refuse_replays
-from .passes import close_drawing, hand_on_within, open_drawing
+from .passes import attach_draws, detach_draws, hand_on_within
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.step_draws import StepDraws, ThinnedStages, TokenDraws
@@ -118,7 +118,7 @@ def _restore(model, modules):
         mix_out_checkpoint(module, _CheckpointedBlock)
         release(module)
         give_parts_back(module)
-    close_drawing(model, draws_of(model))
+    detach_draws(model, draws_of(model))
     hand_on_within(model)
 
 
@@ -180,7 +180,7 @@ def _carry_out(model, settings, plan, chosen):
             if settings.preset.form or mixin.checkpointed:
                 change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module, mixin))
         if settings.preset.form is not None and draws.stages.draws():
-            open_drawing(owner, draws)
+            attach_draws(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=TokenDraws(settings) if ratio else None)
