@@ -179,7 +179,7 @@ def _carry_out(model, settings, plan, chosen):
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
                 change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module, mixin))
-        if settings.preset.form is not None and draws.stages.draws():
+        if settings.preset.form is not None and draws.stages.any_random():
             attach_draws(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)

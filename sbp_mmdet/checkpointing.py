@@ -224,7 +224,7 @@ def refuse_replays(model: nn.Module) -> None:
             place = vars(layer).get('_lean')
             if layer is module and module.replays_draws:
                 continue
-            if place is not None and place.draws is not None and place.draws.draws_for(place.layer):
+            if place is not None and place.draws is not None and place.draws.is_random(place.layer):
                 raise ValueError(
                     f"{outer} is checkpointed, but {inner} inside of it, with preset='{place.settings.preset.name}', "
                     'drops positions or images. It stores less than the checkpoint: remove it from '

@@ -59,14 +59,18 @@ class ThinnedStages(NamedTuple):
             for branch, rate in layer.drop_rates().items()
         }
 
-    def draws_for(self, key: tuple) -> bool:
-        """Return whether something is drawn for a layer in training, so that a checkpoint cannot recompute it."""
-        leaves_out = self.settings.skip_dropped_images and self.layers[key].drop_rates()
-        return key in self.keep_ratios() or bool(leaves_out)
+    def is_random(self, layer: tuple) -> bool:
+        """Return whether something is drawn for a layer in training, so that a checkpoint cannot recompute it.
 
-    def draws(self) -> bool:
+        Args:
+            layer (tuple): A key of :attr:`layers`.
+        """
+        leaves_out = self.settings.skip_dropped_images and self.layers[layer].drop_rates()
+        return layer in self.keep_ratios() or bool(leaves_out)
+
+    def any_random(self) -> bool:
         """Return whether something is drawn for any layer."""
-        return any(map(self.draws_for, self.layers))
+        return any(map(self.is_random, self.layers))
 
     def device(self, key: tuple) -> torch.device:
         """Return the device of a layer's parameters, where its positions are needed."""
@@ -144,8 +148,8 @@ class TokenDraws:
         """Return the keep ratio of a layer."""
         return self._settings.keep_ratio
 
-    def draws_for(self, layer: tuple | None) -> bool:
-        """See :meth:`ThinnedStages.draws_for`."""
+    def is_random(self, layer: tuple | None) -> bool:
+        """See :meth:`ThinnedStages.is_random`."""
         return True
 
     @torch.compiler.disable
@@ -185,9 +189,9 @@ class StepDraws:
         """Return the keep ratio of a layer, or ``None`` if it keeps all positions."""
         return self.stages.keep_ratios().get(layer)
 
-    def draws_for(self, layer: tuple) -> bool:
-        """See :meth:`ThinnedStages.draws_for`."""
-        return self.stages.draws_for(layer)
+    def is_random(self, layer: tuple) -> bool:
+        """See :meth:`ThinnedStages.is_random`."""
+        return self.stages.is_random(layer)
 
     @contextlib.contextmanager
     def forward_pass(self, *inputs) -> Iterator[None]:

@@ -29,7 +29,7 @@ class FixedDraws:
         """Return the keep ratio of the layer."""
         return self._draws.ratio(layer)
 
-    def draws_for(self, layer) -> bool:
+    def is_random(self, layer) -> bool:
         """Return ``True``: something is drawn for every layer."""
         return True
 
