@@ -23,7 +23,7 @@ _DECORATORS = ('contextlib', 'mmengine.utils.misc', 'torch.utils._contextlib')
 _FUNCTIONS = ('torch', 'torch.nn.functional')
 # The planner puts functions in the place of kernels, which compute the same and allocate what CUDA's would.
 _STAND_INS = 'sbp_mmdet.plan.'
-_EVERY_MODULES = '__call__', '_call_impl', '_wrapped_call_impl'
+_CALL_METHODS = '__call__', '_call_impl', '_wrapped_call_impl'
 
 
 class LibraryCode(NamedTuple):
@@ -82,7 +82,7 @@ class _Search:
         self.kind, self.functions, self.replaced, self._seen = kind, {}, None, set()
 
     def run(self, method) -> LibraryCode:
-        for name in (method, *_EVERY_MODULES):
+        for name in (method, *_CALL_METHODS):
             self._look_in_class(name)
         return LibraryCode(tuple((*place, value) for place, value in self.functions.items()), self.replaced)
 
@@ -90,7 +90,7 @@ class _Search:
         """Look at a method or property, and at those of base classes, which ``super()`` finds."""
         for owner in self.kind.__mro__[:-1]:
             member = vars(owner).get(name)
-            if isinstance(member, classmethod) or (owner is nn.Module and name not in _EVERY_MODULES):
+            if isinstance(member, classmethod) or (owner is nn.Module and name not in _CALL_METHODS):
                 continue
             function = _function_of(member)
             if not _is_function(function) or (owner, name) in self._seen:

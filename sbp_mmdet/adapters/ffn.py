@@ -14,7 +14,7 @@ from .base import LeanModule, adapter
 from .bindings import Binding, Problems
 from .conv_module import activation_of
 
-__all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'odd_ffn', 'rate_of', 'recomputed']
+__all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
 
 
 def rate_of(dropout: nn.Module) -> float:
@@ -67,7 +67,7 @@ class _FFNBinding(Binding):
 
     def usable(self, form: Form, root: nn.Module):
         """See :meth:`.Binding.usable`. Layers of other kinds are recomputed in the backward pass, if allowed."""
-        problems = odd_ffn(self.ffn) or self.problems(form, root)
+        problems = problem_of_ffn(self.ffn) or self.problems(form, root)
         if not problems:
             return self, []
         again = _RecomputedBinding(self.ffn.layers)
@@ -93,7 +93,7 @@ class _RecomputedBinding(Binding):
         yield from ((module, 'recomputable') for module in self.module.modules())
 
 
-def odd_ffn(ffn: FFN) -> Problems:
+def problem_of_ffn(ffn: FFN) -> Problems:
     """Return the network and why its layers are unsupported, as a list with one pair, or an empty list.
 
     Args:
@@ -111,7 +111,7 @@ def modules_of_ffn(ffn: FFN) -> Iterator[tuple[nn.Module, str]]:
         ffn (FFN): The network.
     """
     yield ffn.layers, 'list of layers'
-    if odd_ffn(ffn):
+    if problem_of_ffn(ffn):
         return
     hidden, down, second = ffn.layers
     up, act, first = hidden

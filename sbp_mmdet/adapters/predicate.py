@@ -39,7 +39,7 @@ from torch.nn.modules import module as torch_module
 
 from ..library_code import replaced_code
 from ..surgery import stock_class
-from .copies import odd_copy, original, path_of
+from .copies import original, path_of, problem_of_copy
 
 __all__ = [
     'EFFICIENTDETS_CONVOLUTION',
@@ -127,7 +127,7 @@ _SCALES = (LayerScale, 'sbp_mmdet.models.vit.LayerScale', 'mmpretrain.models.uti
 
 
 def _is_without_plugins(block):
-    return 'it has plugins' if getattr(block, 'with_plugins', False) else odd_copy(block)
+    return 'it has plugins' if getattr(block, 'with_plugins', False) else problem_of_copy(block)
 
 
 def _has_all_tensors(norm):

@@ -85,7 +85,7 @@ _BLOCKS = {kind for role in ('residual block', 'CSP block') for kind in ROLES[ro
 
 def _kind_of_chain(block):
     """Return the class of the chains that a block can be part of, or ``None``."""
-    return ResidualChainBinding if may_chain(block) else CSPBinding if csp.may_chain(block) else None
+    return ResidualChainBinding if may_chain(block) else CSPBinding if csp.is_known_block(block) else None
 
 
 @adapter(ResLayer, nn.Sequential, mmengine.model.Sequential)

@@ -136,7 +136,7 @@ def backward(settings, saved: SavedInput, grad: Tensor, needs) -> tuple[Tensor |
     for chunk in parts:
         part = tokens[chunk.images, chunk.rows]
         if keep is not None:
-            part = chunk.rows_of(tokens, keep).view(chunk.number, -1, tokens.shape[2])
+            part = chunk.rows_of(tokens, keep).view(chunk.num_images, -1, tokens.shape[2])
         rows = run.add(
             _times_factor(t, part, chunk.images).reshape(-1, tokens.shape[2]), None if x is None else chunk.rows_of(x)
         )

@@ -65,7 +65,7 @@ class Incoming:
         """
         part = self.grad[chunk.images, chunk.rows]
         if index is not None:
-            part = chunk.rows_of(self.grad, index).view(chunk.number, -1, self.grad.shape[2])
+            part = chunk.rows_of(self.grad, index).view(chunk.num_images, -1, self.grad.shape[2])
         self._add(part, chunk)
         as_it_is = part.is_contiguous() or not part.is_cuda  # a CPU's products read columns as fast as rows
         if self._by is None and part.dtype == self.dtype and as_it_is:

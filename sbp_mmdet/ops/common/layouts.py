@@ -113,8 +113,8 @@ class Chunk(NamedTuple):
         return cls(slice(0, len(x)), slice(0, x.shape[1]))
 
     @property
-    def number(self) -> int:
-        """Number of images."""
+    def num_images(self) -> int:
+        """Number of images in the chunk."""
         return len(_range(self.images))
 
     def rows_of(self, x: Tensor, index: Tensor | None = None) -> Tensor:
@@ -126,7 +126,7 @@ class Chunk(NamedTuple):
         """
         if index is None:
             return x[self.images, self.rows].reshape(-1, x.shape[2])
-        if self.number == 1:  # with a dimension for images, a CPU takes nine times as long
+        if self.num_images == 1:  # with a dimension for images, a CPU takes nine times as long
             return x[self.images.start].index_select(0, index[self.rows])
         return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
 
@@ -136,7 +136,7 @@ class Chunk(NamedTuple):
         if index is None:
             place.copy_(rows.view(place.shape))
         else:
-            place.index_copy_(1, index[self.rows], rows.view(self.number, -1, x.shape[2]))
+            place.index_copy_(1, index[self.rows], rows.view(self.num_images, -1, x.shape[2]))
 
 
 def _range(part):
