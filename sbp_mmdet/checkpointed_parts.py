@@ -93,7 +93,7 @@ class CheckpointedLayer(CheckpointedPart):
         return super().form if self._running() is None else _recomputed(super().form)
 
     def run(self, name: str, x: Tensor, **options) -> Tensor:
-        """See :meth:`.LeanModule.run`. In the recomputation nobody reads the output of the last part."""
+        """See :meth:`.LeanModule.run`. The recomputation leaves out the output of the last part, which is not used."""
         with without_output() if self._running() and name == self.last else contextlib.nullcontext():
             return super().run(name, x, **options)
 

@@ -1,9 +1,9 @@
 """Whether a class runs the code that its library defines, or somebody has put another function in its place.
 
-``nn.LayerNorm.forward = mine`` leaves no trace in any instance, but in the function: its global names are those of the
-module that it was written in, and not of the one that defines the class. The same is asked of all that the method
-reaches: methods and properties of the class (``Conv2d._conv_forward``, ``Bottleneck.norm1``), functions of its library,
-and ``torch.nn.functional``.
+``nn.LayerNorm.forward = mine`` changes no instance. But a function's ``__globals__`` are those of the module that it
+was written in, so a replaced method is recognised by the globals of another module. All functions that a method reaches
+by name are checked: methods and properties of the class (``Conv2d._conv_forward``, ``Bottleneck.norm1``), functions of
+its library, and those of ``torch.nn.functional``.
 """
 
 import functools
@@ -15,14 +15,15 @@ from torch import nn
 
 __all__ = ['LibraryCode', 'library_code', 'replaced_code']
 
-# Packages that are written for one another: a function of one may stand in a module of another.
+# Packages that build on one another: a class of one may use functions of another.
 _LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmseg', 'mmpose', 'mmrotate', 'mmyolo', 'sbp_mmdet')
-# Modules whose decorators stand in the text of classes.
+# Modules whose decorators these packages use. The function that is checked is the one inside.
 _DECORATORS = ('contextlib', 'mmengine.utils.misc', 'torch.utils._contextlib')
-# Modules whose functions are asked about, and not those that they call in turn.
+# Modules whose functions are checked, but not the functions that these call.
 _FUNCTIONS = ('torch', 'torch.nn.functional')
-# The planner puts functions in the place of kernels, which compute the same and allocate what CUDA's would.
+# The planner replaces kernels by functions that compute the same and allocate what CUDA's would.
 _STAND_INS = 'sbp_mmdet.plan.'
+# Methods of every module that lead to its forward.
 _CALL_METHODS = '__call__', '_call_impl', '_wrapped_call_impl'
 
 

@@ -29,10 +29,10 @@ __all__ = [
 
 # Packages whose modules write to feature maps through autograd only.
 _LIBRARIES = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', 'mmseg', 'mmyolo', 'sbp_mmdet')
-# Of mmdet's projects. Other folders of this name are the user's own.
+# Folders in mmdet's `projects/`. A folder of another name there is the user's own.
 _PROJECTS = ('AlignDETR', 'CO-DETR', 'DiffusionDet', 'EfficientDet', 'HDINO', 'SparseInst', 'ViTDet')
 _KNOWN = (*(f'{name}.' for name in (*_LIBRARIES, 'torch.nn')), *(f'projects.{name}.' for name in _PROJECTS))
-# Modules whose hooks look at modules, and write to no feature map.
+# Modules whose hooks only observe, so that feature maps are handed on in spite of them.
 _WATCHERS = ('torch.distributed.', 'sbp_mmdet.plan.')
 _DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not
 

@@ -125,8 +125,9 @@ class LeanModule(Mixin):
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it also runs lean when it is frozen and in evaluation mode while the rest of
             the model trains. Default: False.
-        last (str | None): Part whose output the forward pass returns, of a layer that saves more than its input.
-            ``exact_min`` recomputes the layer up to the input of this part. Default: None.
+        last (str | None): Name of the part that computes the output. With ``exact_min`` a layer that has one is
+            recomputed up to the input of this part, which saves more than checkpointing the whole. If ``None``, the
+            layer saves its input only. Default: None.
         separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used. If
             ``False``, the whole module then runs its own code. Default: False.
     """

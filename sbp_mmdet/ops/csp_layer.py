@@ -119,8 +119,8 @@ class _Node(torch.autograd.Function):
 def _saves_output(settings, number, weight):
     """Return whether the output of a layer's convolution is saved, and not recomputed, with ``form.minimal``.
 
-    The last one serves the next layer. Where the derivative of an activation jumps, a recomputed input may lie on the
-    other side.
+    The output of the last layer is saved, because the next layer reads it. So are inputs of activations whose
+    derivative jumps: a recomputed value may lie on the other side of the jump.
     """
     s = settings.layers[number]
     if number == len(settings.layers) - 1 or s.activation.name not in _SMOOTH:
@@ -129,7 +129,7 @@ def _saves_output(settings, number, weight):
 
 
 class _Forward:
-    """Forward pass.
+    """Forward pass of :func:`csp_layer`, with what it saves.
 
     Args:
         settings (CSPSettings): Settings.

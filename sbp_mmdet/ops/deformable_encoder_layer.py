@@ -130,7 +130,7 @@ def _in_precision_of_products(t, dtype):
 
 
 class _Rows:
-    """Computes the layer for rows of x and of the kernel's output, and sums the gradients of parameters over rows."""
+    """The layer on rows of x and of the kernel's output, with sums of its parameters' gradients over the rows."""
 
     def __init__(self, settings, t, needs=None):
         self.s, self.t, self.needs = settings, t, needs

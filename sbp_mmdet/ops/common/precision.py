@@ -59,7 +59,14 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in ``dtype``. Where it is so already, not even torch is called, which takes ten times as long."""
+    """Return ``x`` in ``dtype``.
+
+    If it has this precision already, torch is not called: its check takes ten times as long.
+
+    Args:
+        x (Tensor): The tensor.
+        dtype (torch.dtype): The precision.
+    """
     return x if x.dtype is dtype else x.to(dtype)
 
 
