@@ -255,12 +255,7 @@ class StepDraws:
         ratios = self._of_pass('ratios', self.stages.keep_ratios)
         if layer not in ratios:
             return None
-        self._refuse_replay(layer)
-        if self._open is None:
-            raise ValueError(
-                f'layer {layer} is thinned, and all layers of a forward pass drop the same positions of the image; '
-                'call the backbone that it belongs to, not the layer alone'
-            )
+        self._refuse_outside(layer, 'positions')
         ratio, stage = ratios[layer], layer[0]
         device = self.stages.device(layer)
         size = self._size(layer, length, class_tokens)
@@ -281,9 +276,7 @@ class StepDraws:
         ratios = self._of_pass('ratios', self.stages.keep_ratios)
         if layer not in ratios:
             return None
-        self._refuse_replay(layer)
-        if self._open is None:
-            raise ValueError(f'layer {layer} drops attention heads in passes of its backbone; call that, not the layer')
+        self._refuse_outside(layer, 'attention heads')
         return self._open.once('heads', lambda: self._heads(ratios))[layer]
 
     @torch.compiler.disable
@@ -327,6 +320,15 @@ class StepDraws:
             f'layer {layer} has a map of {length} positions, but {height * width} were expected; correct how maps '
             f'shrink in its adapter (stride={self.stages.stride}, rounds_up={self.stages.rounds_up})'
         )
+
+    def _refuse_outside(self, layer, what):
+        """Raise an error if a layer that drops something runs outside of a pass, or a checkpoint recomputes it."""
+        self._refuse_replay(layer)
+        if self._open is None:
+            raise ValueError(
+                f'layer {layer} drops {what}, and the backbone draws them once for a forward pass; call the backbone, '
+                'not the layer alone'
+            )
 
     def _refuse_replay(self, layer):
         # A forward pass inside of a backward pass is a checkpoint's recomputation. It would need the draws of the first
