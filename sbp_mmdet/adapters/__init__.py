@@ -33,7 +33,7 @@ from .bindings import (
 )
 from .bound import Bound, bind
 from .changes import modules_bypassed_in, release, take_over
-from .predicate import know
+from .roles import know
 from .swin import WindowAttentionBinding
 
 __all__ = [

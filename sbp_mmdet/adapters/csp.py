@@ -20,7 +20,8 @@ from .bindings import Binding
 from .conv_module import ConvNorm, count_batches
 from .copies import problem_of_copy
 from .parameters import Remembered, affine
-from .predicate import ROLES, any_setting, unsupported
+from .predicate import unsupported
+from .roles import ROLES, any_setting
 
 __all__ = ['CSPBinding', 'LeanCSPLayer', 'LeanShortcutBlock', 'is_known_block']
 

@@ -21,7 +21,8 @@ from .bindings import Binding
 from .conv_module import ConvNorm, layers_of
 from .copies import original
 from .csp import CSPBinding
-from .predicate import ROLES, unsupported
+from .predicate import unsupported
+from .roles import ROLES
 
 __all__ = ['LeanStage', 'ResidualChainBinding', 'may_chain']
 
