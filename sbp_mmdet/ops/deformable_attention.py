@@ -122,7 +122,7 @@ def deformable_attention(settings: DeformableSettings, tensors: DeformableTensor
     return _attention(in_precision(settings, tensors.x), tensors)
 
 
-def kernel_inputs(s, t):
+def kernel_inputs(s: DeformableSettings, t: DeformableTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the inputs of the sampling kernel.
 
     Args:
@@ -166,8 +166,12 @@ def _in_maps(s, t, offsets):
     return offsets / s.num_points * t.reference_points[:, :, None, :, None, 2:] * 0.5
 
 
-def has_kernel(value):
-    """Check whether mmcv's CUDA kernel runs; it divides by the number of images."""
+def has_kernel(value: Tensor) -> bool:
+    """Check whether mmcv's CUDA kernel runs; it divides by the number of images.
+
+    Args:
+        value (Tensor): Values, see :func:`kernel_inputs`.
+    """
     return value.is_cuda and len(value) > 0
 
 
@@ -196,7 +200,7 @@ def _parts(value, places, weights):
             yield where, part, [x[where] for x in (value, places, weights)]
 
 
-def run_kernel(s, t, value, places, weights):
+def run_kernel(s: DeformableSettings, t: DeformableTensors, value: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """Run the sampling kernel.
 
     Args:
@@ -253,7 +257,9 @@ _PARAMETERS = tuple(f'{name}_{kind}' for name in ('offset', 'attention', 'value'
 _INPUTS = tuple(name for name in DeformableGradients._fields if not name.startswith('output'))
 
 
-def inputs_backward(s, t, grad, needs):
+def inputs_backward(
+    s: DeformableSettings, t: DeformableTensors, grad: Tensor, needs: dict[str, bool]
+) -> dict[str, Tensor]:
     """Compute the gradients of the inputs from that of the kernel's output, some images at a time.
 
     Args:

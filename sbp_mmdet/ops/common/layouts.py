@@ -64,18 +64,34 @@ def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
 
 
-def empty_tokens(shape, layout, dtype, device):
-    """Return unwritten tokens (N, L, C) that :func:`in_shape` turns into a map of this layout without a copy."""
+def empty_tokens(
+    shape: tuple[int, ...], layout: torch.memory_format | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return unwritten tokens that :func:`in_shape` turns into a map of some layout without a copy.
+
+    Args:
+        shape (tuple[int, ...]): Shape (N, L, C).
+        layout (torch.memory_format | None): The layout, see :func:`layout_of`.
+        dtype (torch.dtype): Precision of the tokens.
+        device (torch.device): Their device.
+    """
     n, length, channels = shape
     if layout == torch.contiguous_format:
         return torch.empty(n, channels, length, dtype=dtype, device=device).transpose(1, 2)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def put_together(rows, index, length):
-    """Return tokens (N, L, C) with the rows (N, K, C) at the places ``index`` (K,) and zeros elsewhere.
+def put_together(rows: Tensor, index: Tensor | None, length: int) -> Tensor:
+    """Return tokens with rows at some places and zeros elsewhere.
 
-    If ``index`` is ``None``, the rows are all tokens in order and are returned unchanged.
+    Args:
+        rows (Tensor): The rows, shape (N, K, C).
+        index (Tensor | None): Their places, shape (K,). If ``None``, the rows are all tokens in order and are returned
+            unchanged.
+        length (int): Number of tokens L.
+
+    Returns:
+        Tensor: Shape (N, L, C).
     """
     if index is None:
         return rows
