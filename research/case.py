@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.ops.common.handed_maps import Scope
-from sbp_mmdet.passes import Drawing
+from sbp_mmdet.passes import DrawsInPasses
 from sbp_mmdet.plan.device import is_out_of_memory
 from sbp_mmdet.presets import PRESETS, preset_named
 
@@ -60,7 +60,7 @@ class Case:
         with contextlib.ExitStack() as stack:
             stack.enter_context(Scope())
             for owner in self.model.modules():
-                if isinstance(owner, Drawing) and owner not in inside:
+                if isinstance(owner, DrawsInPasses) and owner not in inside:
                     for draws in owner.step_draws:
                         stack.enter_context(draws.forward_pass(torch.empty(images, device='meta')))
             yield

@@ -10,7 +10,7 @@ from mmengine.config import Config
 from rivals import RIVALS
 from turns import kernels, take_turns
 
-from sbp_mmdet.passes import Drawing
+from sbp_mmdet.passes import DrawsInPasses
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
 from sbp_mmdet.plan.device import use_device
@@ -105,7 +105,7 @@ def measure_steps(
     def measure(row, name):
         model = build(name)
         if cuda:
-            drops = any(isinstance(module, Drawing) for module in model.modules())
+            drops = any(isinstance(module, DrawsInPasses) for module in model.modules())
             whole = build(name, **of_all_images(name)) if drops else model
             row.update(peaks(lambda: step(whole, 0)))
             del whole

@@ -12,8 +12,8 @@ from .adapters.predicate import fairscale_forward
 from .adapters.row_draws import RowDraws
 from .change_plan import modules_to_change, plan_change
 from .checkpointed_parts import give_parts_back, parts_to_checkpoint
-from .checkpointing import Checkpointed, refuse_replays
-from .passes import close_drawing, hand_on_within, open_drawing
+from .checkpointing import Checkpointed, mix_out_checkpoint, refuse_replays
+from .passes import attach_draws, detach_draws, hand_on_within
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.step_draws import StepDraws, ThinnedStages, TokenDraws
@@ -75,12 +75,12 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
         refuse_replays(model)
         return report
     except BaseException:
-        _put_back(model, before)
+        _put_back(before)
         raise
 
 
 # Attributes that this package sets on changed modules, and the forward of fairscale that it may remove.
-_ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'forward')
+_ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'has_run', 'forward')
 
 
 def _state_of(model):
@@ -91,7 +91,7 @@ def _state_of(model):
     ]
 
 
-def _put_back(model, before):
+def _put_back(before):
     """Restore the state that :func:`_state_of` has returned."""
     for module, kind, attributes in before:
         module.__class__ = kind
@@ -115,10 +115,10 @@ def _restore(model, modules):
         if isinstance(module, FirstPass):
             mix_out(module, FirstPass)
             vars(module).pop('_verification', None)
-        mix_out(module, _CheckpointedBlock)
+        mix_out_checkpoint(module, _CheckpointedBlock)
         release(module)
         give_parts_back(module)
-    close_drawing(model, draws_of(model))
+    detach_draws(model, draws_of(model))
     hand_on_within(model)
 
 
@@ -157,7 +157,7 @@ class _CheckpointedBlock(Checkpointed):
 
 def _carry_out(model, settings, plan, chosen):
     changed, left = {}, dict(plan.left)
-    phases = RowDraws() if settings.preset.gradients == 'sampled' else None
+    row_draws = RowDraws() if settings.preset.gradients == 'sampled' else None
     names = {id(module): name for name, module in model.named_modules()}
 
     frozen = _frozen_in_training(model)
@@ -167,7 +167,7 @@ def _carry_out(model, settings, plan, chosen):
         if settings.preset.form is None:
             mix_in(module, _CheckpointedBlock)
         else:
-            take_over(module, mixin, place._replace(name=name, phases=phases, bound=plan.bounds[id(module)]))
+            take_over(module, mixin, place._replace(name=name, row_draws=row_draws, bound=plan.bounds[id(module)]))
         parameters = _nearest_parameters(model, name)
         trains = not parameters or any(id(p) not in frozen for p in parameters)
         (changed if trains else left)[name] = meaning if trains else 'frozen'
@@ -179,8 +179,8 @@ def _carry_out(model, settings, plan, chosen):
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
                 change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module, mixin))
-        if settings.preset.form is not None and draws.stages.draws():
-            open_drawing(owner, draws)
+        if settings.preset.form is not None and draws.stages.any_random():
+            attach_draws(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=TokenDraws(settings) if ratio else None)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from .adapters import LeanModule, adapter_of
 from .adapters.resnet import LeanSplitAttention
 from .adapters.resnet_chain import may_chain
-from .checkpointing import Checkpointed, run_checkpointed
+from .checkpointing import Checkpointed, mix_out_checkpoint, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
 from .ops.common.autograd_function import Form, without_output
 from .ops.roi_chunks import run_in_chunks
 from .passes import is_known_inside, of_known_library
-from .surgery import Mixin, detectors, mix_out, stock_class
+from .surgery import Mixin, detectors, stock_class
 
 __all__ = [
     'CheckpointedInChunks',
@@ -49,7 +49,8 @@ class CheckpointedInChunks(CheckpointedPart):
         """Run the head on maps of RoIs, shape (number of RoIs, C, H, W)."""
         if not (torch.is_grad_enabled() and self.checkpoints_now() and runs_in_chunks(self, x)):
             return super().forward(x)
-        self._has_run = True
+        if not self.has_run:
+            self.has_run = True
         parameters = [p for p in self.parameters() if p.requires_grad]
         return run_in_chunks(super(Checkpointed, self).forward, x, parameters)
 
@@ -92,7 +93,7 @@ class CheckpointedLayer(CheckpointedPart):
         return super().form if self._running() is None else _recomputed(super().form)
 
     def run(self, name: str, x: Tensor, **options) -> Tensor:
-        """See :meth:`.LeanModule.run`. In the recomputation nobody reads the output of the last part."""
+        """See :meth:`.LeanModule.run`. The recomputation leaves out the output of the last part, which is not used."""
         with without_output() if self._running() and name == self.last else contextlib.nullcontext():
             return super().run(name, x, **options)
 
@@ -233,4 +234,4 @@ def give_parts_back(module: nn.Module) -> None:
     Args:
         module (nn.Module): The module; changed in place.
     """
-    mix_out(module, (CheckpointedPart, CheckpointedLevels))
+    mix_out_checkpoint(module, (CheckpointedPart, CheckpointedLevels))

@@ -12,7 +12,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .ops.common.handed_maps import Scope
 from .surgery import Mixin, members, mix_in, mix_out
 
-__all__ = ['Checkpointed', 'checkpoint_modules', 'keep_buffers', 'refuse_replays', 'run_checkpointed']
+__all__ = [
+    'Checkpointed',
+    'checkpoint_modules',
+    'keep_buffers',
+    'mix_out_checkpoint',
+    'refuse_replays',
+    'run_checkpointed',
+]
 
 # Norms that never read a buffer that they change: in training mode they normalise with the statistics of the batch, in
 # evaluation mode they change nothing.
@@ -74,13 +81,20 @@ def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[
 
 
 class Checkpointed(Mixin):
-    """A module whose forward pass saves its inputs only, see :func:`run_checkpointed`."""
+    """A module whose forward pass saves its inputs only, see :func:`run_checkpointed`.
+
+    Attributes:
+        replays_draws (bool): Whether a recomputation finds the draws of the first run. Default: False.
+        has_run (bool): Whether the forward pass has run. Default: False.
+    """
 
     outermost = True  # classes that are mixed in later are recomputed, too
-    replays_draws = False  # whether a recomputation finds the draws of the first run
+    replays_draws = False
+    has_run = False
 
     def forward(self, *args, **kwargs):
-        self._has_run = True
+        if not self.has_run:
+            self.has_run = True
         if not self.checkpoints_now():
             return super().forward(*args, **kwargs)
         return run_checkpointed(self, self.replayable(super().forward), args, kwargs)
@@ -99,6 +113,19 @@ class Checkpointed(Mixin):
     def checkpoints_now(self) -> bool:
         """Return whether this forward pass saves its inputs only."""
         return self.training
+
+
+def mix_out_checkpoint(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> None:
+    """Remove a class that checkpoints a module, with the attribute that it has set. Others are left unchanged.
+
+    Args:
+        module (nn.Module): The module, changed in place.
+        mixin (type[Mixin] | tuple[type[Mixin], ...]): The class, or several.
+    """
+    was_checkpointed = isinstance(module, Checkpointed)
+    mix_out(module, mixin)
+    if was_checkpointed and not isinstance(module, Checkpointed):
+        vars(module).pop('has_run', None)
 
 
 def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
@@ -176,7 +203,7 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
         refuse_replays(model)
     except ValueError:
         for module in new:
-            mix_out(module, Checkpointed)
+            mix_out_checkpoint(module, Checkpointed)
         raise
     return [name for name, _ in found]
 
@@ -197,7 +224,7 @@ def refuse_replays(model: nn.Module) -> None:
             place = vars(layer).get('_lean')
             if layer is module and module.replays_draws:
                 continue
-            if place is not None and place.draws is not None and place.draws.draws_for(place.layer):
+            if place is not None and place.draws is not None and place.draws.is_random(place.layer):
                 raise ValueError(
                     f"{outer} is checkpointed, but {inner} inside of it, with preset='{place.settings.preset.name}', "
                     'drops positions or images. It stores less than the checkpoint: remove it from '

@@ -23,7 +23,7 @@ def _register(kind: type[ModelHook]) -> type[ModelHook]:
 
 @_register
 class LeanHook(SignsOfLife, ModelHook):
-    """Trains a detector in less memory, by changing its modules in place; see :func:`.apply.apply_lean`.
+    """Hook that trains a detector in less memory, by changing its modules in place; see :func:`.apply.apply_lean`.
 
     Unless ``modules`` restricts the change, training targets are computed in chunks as well, see
     :func:`.chunked_targets.targets_in_chunks`. When training begins, the log lists what was changed, what was left
@@ -84,7 +84,7 @@ class LeanHook(SignsOfLife, ModelHook):
 
 @_register
 class CheckpointModulesHook(ModelHook):
-    """Checkpoints submodules of the model, see :func:`checkpoint_modules`.
+    """Hook that checkpoints submodules of the model, see :func:`.checkpointing.checkpoint_modules`.
 
     Args:
         modules (Sequence[str]): Names of submodules, such as 'neck', 'rpn_head', 'roi_head.bbox_head',
@@ -113,7 +113,7 @@ class CheckpointModulesHook(ModelHook):
             return
         self._looked = True
         found = members(unwrapped(runner.model), self.modules)
-        if silent := [name for name, module in found if not getattr(module, '_has_run', False)]:
+        if silent := [name for name, module in found if not getattr(module, 'has_run', False)]:
             runner.logger.warning(
                 f'CheckpointModulesHook: {", ".join(silent)} did not run in the first step, so checkpointing saves '
                 'nothing there; name the submodules whose forward the model calls'
@@ -122,7 +122,7 @@ class CheckpointModulesHook(ModelHook):
 
 @_register
 class TargetsInChunksHook(ModelHook):
-    """Computes training targets in chunks, see :func:`.chunked_targets.targets_in_chunks`.
+    """Hook that computes training targets in chunks, see :func:`.chunked_targets.targets_in_chunks`.
 
     Args:
         masks (int): Number of masks that are cropped or sampled at a time. Default: 4.

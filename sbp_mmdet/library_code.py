@@ -1,9 +1,9 @@
 """Whether a class runs the code that its library defines, or somebody has put another function in its place.
 
-``nn.LayerNorm.forward = mine`` leaves no trace in any instance, but in the function: its global names are those of the
-module that it was written in, and not of the one that defines the class. The same is asked of all that the method
-reaches: methods and properties of the class (``Conv2d._conv_forward``, ``Bottleneck.norm1``), functions of its library,
-and ``torch.nn.functional``.
+``nn.LayerNorm.forward = mine`` changes no instance. But a function's ``__globals__`` are those of the module that it
+was written in, so a replaced method is recognised by the globals of another module. All functions that a method reaches
+by name are checked: methods and properties of the class (``Conv2d._conv_forward``, ``Bottleneck.norm1``), functions of
+its library, and those of ``torch.nn.functional``.
 """
 
 import functools
@@ -15,15 +15,16 @@ from torch import nn
 
 __all__ = ['LibraryCode', 'library_code', 'replaced_code']
 
-# Packages that are written for one another: a function of one may stand in a module of another.
+# Packages that build on one another: a class of one may use functions of another.
 _LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmseg', 'mmpose', 'mmrotate', 'mmyolo', 'sbp_mmdet')
-# Modules whose decorators stand in the text of classes.
+# Modules whose decorators these packages use. The function that is checked is the one inside.
 _DECORATORS = ('contextlib', 'mmengine.utils.misc', 'torch.utils._contextlib')
-# Modules whose functions are asked about, and not those that they call in turn.
+# Modules whose functions are checked, but not the functions that these call.
 _FUNCTIONS = ('torch', 'torch.nn.functional')
-# The planner puts functions in the place of kernels, which compute the same and allocate what CUDA's would.
+# The planner replaces kernels by functions that compute the same and allocate what CUDA's would.
 _STAND_INS = 'sbp_mmdet.plan.'
-_EVERY_MODULES = '__call__', '_call_impl', '_wrapped_call_impl'
+# Methods of every module that lead to its forward.
+_CALL_METHODS = '__call__', '_call_impl', '_wrapped_call_impl'
 
 
 class LibraryCode(NamedTuple):
@@ -82,7 +83,7 @@ class _Search:
         self.kind, self.functions, self.replaced, self._seen = kind, {}, None, set()
 
     def run(self, method) -> LibraryCode:
-        for name in (method, *_EVERY_MODULES):
+        for name in (method, *_CALL_METHODS):
             self._look_in_class(name)
         return LibraryCode(tuple((*place, value) for place, value in self.functions.items()), self.replaced)
 
@@ -90,7 +91,7 @@ class _Search:
         """Look at a method or property, and at those of base classes, which ``super()`` finds."""
         for owner in self.kind.__mro__[:-1]:
             member = vars(owner).get(name)
-            if isinstance(member, classmethod) or (owner is nn.Module and name not in _EVERY_MODULES):
+            if isinstance(member, classmethod) or (owner is nn.Module and name not in _CALL_METHODS):
                 continue
             function = _function_of(member)
             if not _is_function(function) or (owner, name) in self._seen:

@@ -18,26 +18,26 @@ from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
 
 __all__ = [
-    'Drawing',
+    'DrawsInPasses',
     'HandingOn',
-    'close_drawing',
+    'attach_draws',
+    'detach_draws',
     'hand_on_within',
     'is_known_inside',
     'of_known_library',
-    'open_drawing',
 ]
 
 # Packages whose modules write to feature maps through autograd only.
 _LIBRARIES = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', 'mmseg', 'mmyolo', 'sbp_mmdet')
-# Of mmdet's projects. Other folders of this name are the user's own.
+# Folders in mmdet's `projects/`. A folder of another name there is the user's own.
 _PROJECTS = ('AlignDETR', 'CO-DETR', 'DiffusionDet', 'EfficientDet', 'HDINO', 'SparseInst', 'ViTDet')
 _KNOWN = (*(f'{name}.' for name in (*_LIBRARIES, 'torch.nn')), *(f'projects.{name}.' for name in _PROJECTS))
-# Modules whose hooks look at modules, and write to no feature map.
+# Modules whose hooks only observe, so that feature maps are handed on in spite of them.
 _WATCHERS = ('torch.distributed.', 'sbp_mmdet.plan.')
 _DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not
 
 
-class Drawing(Mixin):
+class DrawsInPasses(Mixin):
     """Mixin of a backbone whose layers draw in its forward passes.
 
     Attributes:
@@ -59,31 +59,31 @@ class Drawing(Mixin):
             return forward(*args, **kwargs)
 
 
-def open_drawing(owner: nn.Module, draws: StepDraws) -> None:
+def attach_draws(owner: nn.Module, draws: StepDraws) -> None:
     """Make a backbone open a forward pass of some draws in each call in training.
 
     Args:
         owner (nn.Module): The module that holds all layers; changed in place.
         draws (StepDraws): Draws of its layers.
     """
-    if not isinstance(owner, Drawing):
-        mix_in(owner, Drawing)
+    if not isinstance(owner, DrawsInPasses):
+        mix_in(owner, DrawsInPasses)
         owner.step_draws = []
     owner.step_draws.append(draws)
 
 
-def close_drawing(model: nn.Module, used: list[StepDraws]) -> None:
-    """Undo :func:`open_drawing`, except for draws that are still used.
+def detach_draws(model: nn.Module, used: list[StepDraws]) -> None:
+    """Undo :func:`attach_draws`, except for draws that are still used.
 
     Args:
         model (nn.Module): A model.
         used (list[StepDraws]): Draws of the layers that are changed now.
     """
     for module in model.modules():
-        if isinstance(module, Drawing):
+        if isinstance(module, DrawsInPasses):
             module.step_draws = [draws for draws in module.step_draws if draws in used]
             if not module.step_draws:
-                mix_out(module, Drawing)
+                mix_out(module, DrawsInPasses)
                 del module.step_draws
 
 

@@ -52,7 +52,7 @@ PRESETS = {
             Form(storage='int8'),
             checkpoints=('RoI head', 'block', 'mixed block'),
         ),
-        Preset('sampled', 'like exact, with weight gradients from a sample of the positions', 'sampled', Form()),
+        Preset('sampled', 'like exact, with weight gradients from a sample of the rows', 'sampled', Form()),
         Preset('sbp', "the paper's method: backpropagates through half of the positions", 'sbp', Form(), thins=True),
         Preset('none', 'plain modules', 'exact'),
         Preset('with_cp', 'checkpointing of every block', 'exact'),
@@ -88,8 +88,8 @@ class Settings(SBPConfig):
 
     Args:
         preset (Preset): The preset.
-        keep_ratio (float | Sequence[float]): See :class:`.SBPConfig`. With 'sampled' the share of positions that weight
-            gradients are computed from, below 1, 0.25 by default. Default: 0.5.
+        keep_ratio (float | Sequence[float]): See :class:`.SBPConfig`. Default: 0.5. With 'sampled', the share of the
+            rows that weight gradients are computed from, one number below 1. Default: 0.25.
         skip_dropped_images (bool): Whether a branch is not run at all on the images that stochastic depth drops. The
             gradients are the same as with a factor of zero, in less time and memory. Default: True.
         modules (Sequence[str] | None): Names of submodules to change. If ``None``, the whole model is changed.

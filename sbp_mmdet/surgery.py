@@ -117,7 +117,7 @@ def mix_into_known(model: nn.Module, mixin: type, is_known: Callable[[nn.Module]
 
 
 def refuse_tracing(module: nn.Module, args) -> None:
-    """Raise if a module is traced by ``torch.fx``, which takes no forward with ``*args``, and no lean one.
+    """Raise an error if ``torch.fx`` traces a module: it supports neither a forward with ``*args`` nor lean operations.
 
     Args:
         module (nn.Module): The module.

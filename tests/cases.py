@@ -140,7 +140,7 @@ def draws_of(model: nn.Module):
 def kept_masks(model: nn.Module, x) -> dict:
     """Returns the mask (height, width) of each layer in the latest pass of the model."""
     draws, found = draws_of(model), {}
-    with draws.latest_pass() if draws.stages.draws() else contextlib.nullcontext():
+    with draws.latest_pass() if draws.stages.any_random() else contextlib.nullcontext():
         for layer in draws.stages.keep_ratios():
             size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
             found[layer] = torch.zeros(size, dtype=torch.bool)
@@ -194,7 +194,7 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
     rates, ratios = draws.stages.rates(), draws.stages.keep_ratios()
     sizes = draws.stages.sizes(*x.shape[-2:])
     settings = draws.stages.settings
-    with draws.latest_pass() if draws.stages.draws() else contextlib.nullcontext():
+    with draws.latest_pass() if draws.stages.any_random() else contextlib.nullcontext():
         for layer, module in draws.stages.layers.items():
             twin, kept = plain.get_submodule(names[id(module)]), None
             if layer in ratios:

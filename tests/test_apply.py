@@ -285,7 +285,7 @@ def test_beside_a_backbone_with_settings_of_its_own():
 def test_a_layer_alone_has_no_pass():
     model, x = build('SBPConvNeXt', dict(preset='sbp')), image(2, 64, 64)
     model.forward(x)  # past the hooks of the module: a pass all the same
-    with pytest.raises(ValueError, match='call the backbone that it belongs to'):
+    with pytest.raises(ValueError, match='call the backbone, not the layer'):
         model.stages[0][0](torch.randn(2, model.stages[0][0].norm.weight.numel(), 16, 16, dtype=x.dtype))
 
 

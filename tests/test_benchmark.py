@@ -187,7 +187,7 @@ def test_a_part_runs_alone_with_positions_of_its_backbone(config):
     model = step_runs.build_training(config, **CASE)[0]
     case = Case('sbp', model, 'backbone.stages.2.1', {})
     x = torch.randn(1, 32, 4, 4, requires_grad=True)
-    with pytest.raises(ValueError, match='call the backbone that it belongs to'):
+    with pytest.raises(ValueError, match='call the backbone, not the layer'):
         case.run(x)
     with case.alone(torch.Size((1, 3, 64, 64))):
         case.run(x).sum().backward()

@@ -20,7 +20,7 @@ from unusual_models import CALLS, MODELS, assert_same, image, lean_modules, ordi
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import ADAPTERS, LeanModule
-from sbp_mmdet.adapters.predicate import ROLES
+from sbp_mmdet.adapters.roles import ROLES
 from sbp_mmdet.chunked_targets.assigners import assigners_in_chunks
 from sbp_mmdet.library_code import replaced_code
 from sbp_mmdet.models import vit

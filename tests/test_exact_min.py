@@ -108,6 +108,17 @@ def test_necks_of_several_parts_are_recomputed_part_by_part():
     assert least_stored < 0.3 * stored
 
 
+@pytest.mark.parametrize(('neck', 'head'), CASES)
+def test_removal_leaves_no_attribute_behind(neck, head):
+    model = _detector(neck, head)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    apply_lean(model, 'exact_min', modules=['neck', 'bbox_head'])
+    _step(model)
+    assert any(set(vars(module)) - before[name] for name, module in model.named_modules())
+    remove_lean(model)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
 @pytest.mark.parametrize('kind', ['CSPNeXt', 'CSPDarknet'])
 def test_the_stem_of_a_csp_network_is_recomputed(kind):
     """Its maps are stored no more; batch norms count a step once."""

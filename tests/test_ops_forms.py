@@ -29,7 +29,7 @@ from ops_cases import (
 )
 from oracles import assert_near, relative_error
 
-from sbp_mmdet.ops.attention import _with_map
+from sbp_mmdet.ops.attention_reference import _with_map
 from sbp_mmdet.ops.common import precision as precision
 from sbp_mmdet.ops.common.flash import attend
 from sbp_mmdet.ops.common.precision import store

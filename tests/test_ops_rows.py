@@ -143,7 +143,7 @@ def test_a_chunk_of_every_other_row():
     """Rows 1 and 4 of images 0 and 2 of three images with five rows each, which no slice of all rows holds."""
     some = Chunk(slice(0, 3, 2), slice(1, 5, 3))
     x = torch.arange(15).view(3, 5, 1)
-    assert some.number == 2
+    assert some.num_images == 2
     assert some.rows_of(x).flatten().tolist() == [1, 4, 11, 14]
     backwards = torch.arange(5).flip(0)
     assert some.rows_of(x, backwards).flatten().tolist() == [3, 0, 13, 10]

@@ -265,16 +265,16 @@ def test_transformers_exact_on_average(kind, chunk, rate, numbers):
         assert averages_out(found, e) if rough else max(relative_error(f, e) for f in found) < 1e-12, name
 
 
-def test_phases(monkeypatch):
+def test_row_draws(monkeypatch):
     """Each quarter as often as another, by module, pass and iteration; a run that goes on draws as it would have."""
     iteration = [0]
     monkeypatch.setattr(MessageHub, 'get_info', lambda *args: iteration[0])
     drawn = {}
     for iteration[0] in range(100):
-        phases = RowDraws()
+        row_draws = RowDraws()
         for number in range(2):
             for name in ('a', 'b'):
-                drawn[iteration[0], number, name] = phases.draw(name, 0.25).at
+                drawn[iteration[0], number, name] = row_draws.draw(name, 0.25).at
     counts = torch.tensor([*drawn.values()]).mul(4).long().bincount(minlength=4)
     assert len(counts) == 4 and (counts > 60).all()
     apart = [[v for k, v in drawn.items() if k[1:] == key] for key in ((0, 'a'), (0, 'b'), (1, 'a'))]

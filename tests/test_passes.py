@@ -106,13 +106,13 @@ def test_nothing_is_left_when_it_is_removed(model):
 
 def test_a_layer_alone_is_refused_and_an_open_pass_ends_with_an_exception():
     model, x = lean(backbone(), 'sbp'), image(2, 3, 64, 64)
-    with pytest.raises(ValueError, match='call the backbone that it belongs to'):
+    with pytest.raises(ValueError, match='call the backbone, not the layer'):
         model.stages[0][0](image(2, 8, 16, 16))
     hook = model.stages[1].register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(x)
     hook.remove()
-    with pytest.raises(ValueError, match='call the backbone that it belongs to'):
+    with pytest.raises(ValueError, match='call the backbone, not the layer'):
         model.stages[0][0](image(2, 8, 16, 16))
     assert gradients(model, x).any()
 

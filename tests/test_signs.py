@@ -130,7 +130,7 @@ def test_the_block_in_the_log(caplog):
     [
         ('ResNet', 'exact', False, None),
         ('SBPConvNeXt', 'exact', True, None),
-        ('stock Swin', 'none', False, "LeanHook changes nothing: preset='none'"),
+        ('stock Swin', 'none', False, "LeanHook changes nothing: preset='none'; remove the hook or"),
     ],
 )
 def test_poor_choices(name, preset, amp, message, caplog):

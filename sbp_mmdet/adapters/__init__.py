@@ -21,17 +21,7 @@ from . import (  # noqa: F401  register their adapters
     vit,
     vitdet,
 )
-from .base import (
-    ADAPTERS,
-    LeanBlock,
-    LeanModule,
-    Place,
-    adapter,
-    adapter_of,
-    bypassed_modules,
-    release,
-    take_over,
-)
+from .base import ADAPTERS, LeanBlock, LeanModule, Place, adapter, adapter_of
 from .bindings import (
     Binding,
     ChannelMLPBinding,
@@ -42,7 +32,8 @@ from .bindings import (
     mlp_of_ffn,
 )
 from .bound import Bound, bind
-from .predicate import know
+from .changes import modules_bypassed_in, release, take_over
+from .roles import know
 from .swin import WindowAttentionBinding
 
 __all__ = [
@@ -61,9 +52,9 @@ __all__ = [
     'adapter',
     'adapter_of',
     'bind',
-    'bypassed_modules',
     'know',
     'mlp_of_ffn',
+    'modules_bypassed_in',
     'release',
     'take_over',
 ]

@@ -23,31 +23,19 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
-from ..ops.common.precision import accumulator, autocast_dtype
-from ..ops.common.stochastic_depth import on_images
+from ..ops.common.precision import accumulator
+from ..ops.common.stochastic_depth import drawn_factor, on_images
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
-from ..surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
+from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
-from .predicate import derives_plainly, fairscale_forward
+from .predicate import derives_plainly
 from .row_draws import RowDraws
 
-__all__ = [
-    'ADAPTERS',
-    'Bound',
-    'LeanBlock',
-    'LeanModule',
-    'Place',
-    'adapter',
-    'adapter_of',
-    'bind',
-    'bypassed_modules',
-    'release',
-    'take_over',
-]
+__all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'Place', 'adapter', 'adapter_of']
 
 # Adapter of each known class, by the class's module and name.
 ADAPTERS: dict[str, type['LeanModule']] = {}
@@ -104,7 +92,7 @@ class Place(NamedTuple):
             ``None``, no positions are dropped by stage. Default: None.
         draws (StepDraws | TokenDraws | None): Draws of its backbone, or draws of its own. Default: None.
         name (str): Name of the module in the model. Default: ''.
-        phases (RowDraws | None): Draws of the sampled rows. Default: None.
+        row_draws (RowDraws | None): Draws of the sampled rows. Default: None.
         bound (Bound | None): Operations that are used now. Default: None.
         own_forward (Any): The forward that fairscale's checkpointing had set, restored on release. Default: None.
     """
@@ -113,7 +101,7 @@ class Place(NamedTuple):
     layer: tuple | None = None
     draws: StepDraws | TokenDraws | None = None
     name: str = ''
-    phases: RowDraws | None = None
+    row_draws: RowDraws | None = None
     bound: Bound | None = None
     own_forward: Any = None
 
@@ -137,8 +125,9 @@ class LeanModule(Mixin):
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it also runs lean when it is frozen and in evaluation mode while the rest of
             the model trains. Default: False.
-        last (str | None): Part whose output the forward pass returns, of a layer that saves more than its input.
-            ``exact_min`` recomputes the layer up to the input of this part. Default: None.
+        last (str | None): Name of the part that computes the output. With ``exact_min`` a layer that has one is
+            recomputed up to the input of this part, which saves more than checkpointing the whole. If ``None``, the
+            layer saves its input only. Default: None.
         separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used. If
             ``False``, the whole module then runs its own code. Default: False.
     """
@@ -266,9 +255,9 @@ class LeanModule(Mixin):
     def sampled_form(self) -> Form:
         """Return the form of the operations; with the preset ``sampled``, a new sample of the rows is drawn."""
         place = self._lean
-        if place.phases is None:
+        if place.row_draws is None:
             return self.form
-        return dataclasses.replace(self.form, sample=place.phases.draw(place.name, float(place.settings.keep_ratio)))
+        return dataclasses.replace(self.form, sample=place.row_draws.draw(place.name, float(place.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
         """Return the rates of stochastic depth by the names of the parts that have it."""
@@ -309,7 +298,7 @@ class LeanModule(Mixin):
             return part(form, x, **options)
         images = None if draws is None else draws.images((*layer, name), len(x))
         if images is None:
-            return part(form, x, factor=_drawn_factor(part, x, rate), **options)
+            return part(form, x, factor=drawn_factor(drop, x, part.scale, rate), **options)
 
         def on_some(x):
             return part(form, x, factor=x.new_full((len(x),), 1 / (1 - rate), dtype=accumulator(x)), **options)
@@ -355,50 +344,3 @@ class LeanBlock(LeanModule):
             are never thinned.
         """
         return {}
-
-
-def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
-    """Mix an adapter into a module, so that it trains lean.
-
-    Args:
-        module (nn.Module): The module; changed in place.
-        mixin (type[LeanModule]): The adapter.
-        place (Place): State of the changed module.
-    """
-    if place.settings.preset.form.implementation == 'fused' and (forward := fairscale_forward(module)):
-        del module.forward
-        place = place._replace(own_forward=forward)
-    mix_in(module, mixin)
-    module._lean = place
-
-
-def release(module: nn.Module) -> None:
-    """Reverse :func:`take_over`. A module that was not changed is left unchanged.
-
-    Args:
-        module (nn.Module): The module; changed in place.
-    """
-    if isinstance(module, LeanModule):
-        mix_out(module, LeanModule)
-        place = vars(module).pop('_lean')
-        if place.own_forward is not None:
-            module.forward = place.own_forward
-
-
-def bypassed_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that changed modules of a model bypass. Hooks on one of them switch its operation off.
-
-    Args:
-        model (nn.Module): A model, changed or not.
-    """
-    places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
-    return {inside for place in places for inside in place.bound.bypassed.modules}
-
-
-def _drawn_factor(part, x, rate):
-    """Return stochastic depth as a factor for each image, with random numbers in the plain branch's precision."""
-    dtype = autocast_dtype(x) or x.dtype
-    if part.scale is not None:
-        dtype = torch.promote_types(dtype, part.scale.dtype)
-    kept = part.drop(x.new_ones(len(x), *[1] * (x.dim() - 1), dtype=dtype)).flatten() != 0
-    return kept.to(accumulator(x)) / (1 - rate)

@@ -7,7 +7,7 @@ from ..ops.activation import ActivationSettings, ActivationTensors, activate
 from ..ops.channel_gate import GateSettings, GateTensors, gate_channels
 from .base import LeanModule, adapter
 from .conv_module import activation_of
-from .predicate import ROLES
+from .roles import ROLES
 
 __all__ = ['LeanActivation', 'LeanChannelAttention']
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .detr import images_first, modules_of_encoder_layer, odd_encoder_ffn, run_encoder_layer
+from .detr import images_first, modules_of_encoder_layer, problem_of_encoder_ffn, run_encoder_layer
 
 __all__ = ['LeanTransformerLayer']
 
@@ -64,4 +64,4 @@ class LeanTransformerLayer(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        return odd_encoder_ffn(module.ffns[0])
+        return problem_of_encoder_ffn(module.ffns[0])

@@ -26,7 +26,8 @@ from .base import LeanModule, adapter
 from .bindings import Binding
 from .copies import path_of
 from .parameters import affine
-from .predicate import EFFICIENTDETS_CONVOLUTION, ROLES, know, unsupported
+from .predicate import unsupported
+from .roles import EFFICIENTDETS_CONVOLUTION, ROLES, know
 
 __all__ = [
     'ConvNorm',

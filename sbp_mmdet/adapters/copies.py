@@ -18,7 +18,7 @@ from torch import nn
 
 from ..surgery import stock_class
 
-__all__ = ['COPIES', 'odd_copy', 'original', 'path_of']
+__all__ = ['COPIES', 'original', 'path_of', 'problem_of_copy']
 
 _BACKBONES = {
     'resnet': ('BasicBlock', 'Bottleneck', 'ResNet', 'ResNetV1d'),
@@ -77,7 +77,7 @@ def original(kind: type) -> type:
     return stock if code and code == _code_of(stock) else kind
 
 
-def odd_copy(module: nn.Module) -> str | None:
+def problem_of_copy(module: nn.Module) -> str | None:
     """Return why a module of another project does more than the forward of the original, or ``None``.
 
     Args:

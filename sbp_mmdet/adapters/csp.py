@@ -18,11 +18,12 @@ from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .bindings import Binding
 from .conv_module import ConvNorm, count_batches
-from .copies import odd_copy
+from .copies import problem_of_copy
 from .parameters import Remembered, affine
-from .predicate import ROLES, any_setting, unsupported
+from .predicate import unsupported
+from .roles import ROLES, any_setting
 
-__all__ = ['CSPBinding', 'LeanCSPLayer', 'LeanShortcutBlock', 'may_chain']
+__all__ = ['CSPBinding', 'LeanCSPLayer', 'LeanShortcutBlock', 'is_known_block']
 
 _LONGEST = 12  # blocks of a chain, whose saved maps are freed when all have had their gradients
 
@@ -32,7 +33,7 @@ def _is_a_whole_layer(layer):
     return None if whole and not layer.with_explicit_padding else 'it is not convolution, norm, activation'
 
 
-ROLES['CSP block'] = dict.fromkeys((darknet.ResBlock, mmdets.DarknetBottleneck, mmdets.CSPNeXtBlock), odd_copy)
+ROLES['CSP block'] = dict.fromkeys((darknet.ResBlock, mmdets.DarknetBottleneck, mmdets.CSPNeXtBlock), problem_of_copy)
 ROLES['layer of a CSP block'] = {ConvModule: _is_a_whole_layer}
 ROLES['depthwise separable layer'] = {DepthwiseSeparableConvModule: any_setting}
 ROLES['attention of a CSP layer'] = {mmdets.ChannelAttention: any_setting}
@@ -47,7 +48,7 @@ class CSPBinding(Binding):
     """Consecutive CSP blocks, or a CSP layer with its blocks.
 
     Attributes:
-        blocks (tuple[nn.Module, ...]): Blocks that :func:`may_chain` has approved of.
+        blocks (tuple[nn.Module, ...]): Blocks that :func:`is_known_block` has approved of.
         layer (nn.Module | None): The CSP layer. If ``None``, there are the blocks alone. Default: None.
     """
 
@@ -96,7 +97,7 @@ class CSPBinding(Binding):
             yield from _reads(block)
 
 
-def may_chain(block: nn.Module, called: bool = False) -> bool:
+def is_known_block(block: nn.Module, called: bool = False) -> bool:
     """Return whether an operation computes exactly what the forward pass of a CSP block computes.
 
     Args:
@@ -140,7 +141,7 @@ def _reads_of_layer(layer):
 
 def _is_known(layer):
     """Return whether an operation computes exactly what the forward pass of a CSP layer computes."""
-    return all(map(may_chain, layer.blocks)) and not any(unsupported(*read) for read in _reads_of_layer(layer))
+    return all(map(is_known_block, layer.blocks)) and not any(unsupported(*read) for read in _reads_of_layer(layer))
 
 
 def _adds(block):
@@ -171,7 +172,7 @@ class _CSP(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        return odd_copy(module)
+        return problem_of_copy(module)
 
 
 @adapter(mmdets.CSPLayer)
@@ -197,11 +198,11 @@ class LeanShortcutBlock(_CSP):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        return dict(whole=CSPBinding((self,))) if may_chain(self, called=True) else {}
+        return dict(whole=CSPBinding((self,))) if is_known_block(self, called=True) else {}
 
     def watches(self):
         """See :meth:`.LeanModule.watches`."""
-        return () if may_chain(self, called=True) else self.modules()
+        return () if is_known_block(self, called=True) else self.modules()
 
     def one_by_one(self, x: Tensor) -> Tensor:
         """See :meth:`_CSP.one_by_one`."""

@@ -4,6 +4,7 @@ import torch
 from mmdet.models.dense_heads import RPNHead
 from torch import Tensor, nn
 
+from ..ops.common.folding import bias_or_zeros
 from ..ops.common.precision import no_autocast
 from ..ops.common.row_strips import Convolution, StripSettings
 from ..ops.dense_head import DenseHeadTensors, dense_head
@@ -37,8 +38,9 @@ class LeanRPNHead(LeanModule):
         geometry = Convolution(hidden.padding, hidden.dilation, hidden.groups)
         with no_autocast(x):  # it concatenates only what it knows, on a CPU no fp16
             out_weight = torch.cat([conv.weight for conv in outputs])
-            out_bias = torch.cat([_bias_of(conv) for conv in outputs])
-        tensors = DenseHeadTensors(x, hidden.weight, _bias_of(hidden), out_weight, out_bias)
+            out_bias = torch.cat([bias_or_zeros(conv.weight, conv.bias) for conv in outputs])
+        bias = bias_or_zeros(hidden.weight, hidden.bias)
+        tensors = DenseHeadTensors(x, hidden.weight, bias, out_weight, out_bias)
         out = dense_head(StripSettings(self.form, geometry), tensors)
         # Each output in memory of its own, so that later code may change it in place.
         return [part.clone() for part in out.split([len(conv.weight) for conv in outputs], 1)]
@@ -47,7 +49,3 @@ class LeanRPNHead(LeanModule):
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`. With several hidden convolutions each has an adapter of its own."""
         return getattr(module, 'num_convs', None) == 1
-
-
-def _bias_of(conv):
-    return conv.weight.new_zeros(len(conv.weight)) if conv.bias is None else conv.bias

@@ -30,7 +30,7 @@ from ..stochastic_backprop.algorithm1 import sbp
 from ..stochastic_backprop.masks import Positions
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .ffn import ffn_settings, ffn_weights, modules_of_ffn, odd_ffn, rate_of, recomputed
+from .ffn import ffn_settings, ffn_weights, modules_of_ffn, problem_of_ffn, rate_of, recomputed
 from .predicate import unsupported
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     'attention_weights',
     'images_first',
     'modules_of_encoder_layer',
-    'odd_encoder_ffn',
+    'problem_of_encoder_ffn',
     'run_encoder_layer',
 ]
 
@@ -323,13 +323,13 @@ def modules_of_encoder_layer(attention: nn.Module, ffn: nn.Module, norms: Iterab
     yield from ((norm, 'affine layer norm') for norm in norms)
 
 
-def odd_encoder_ffn(ffn: nn.Module) -> str | None:
+def problem_of_encoder_ffn(ffn: nn.Module) -> str | None:
     """Return why :func:`run_encoder_layer` does not support a feed-forward network, or ``None``.
 
     Args:
         ffn (nn.Module): The feed-forward network.
     """
-    if isinstance(ffn, FFN) and (problems := odd_ffn(ffn)):
+    if isinstance(ffn, FFN) and (problems := problem_of_ffn(ffn)):
         return problems[0][1]
     return None if getattr(ffn, 'add_identity', True) else 'its feed-forward network has no shortcut'
 
@@ -364,4 +364,4 @@ class LeanDeformableEncoderLayer(LeanModule):
         """See :meth:`.LeanModule.refusal`."""
         if not getattr(module.self_attn, 'batch_first', True):
             return 'its tokens stand in front of its images (batch_first=False)'
-        return odd_encoder_ffn(module.ffn)
+        return problem_of_encoder_ffn(module.ffn)

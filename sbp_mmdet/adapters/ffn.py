@@ -1,5 +1,8 @@
 """mmcv's feed-forward network (``FFN``), alone and as a part of transformer layers."""
 
+import dataclasses
+from collections.abc import Callable, Iterator
+
 import torch.utils.checkpoint as cp
 from mmcv.cnn.bricks.transformer import FFN
 from torch import Tensor, nn
@@ -8,23 +11,30 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..ops.common.autograd_function import Form
 from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from .base import LeanModule, adapter
-from .bindings import Binding
+from .bindings import Binding, Problems
 from .conv_module import activation_of
 
-__all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'odd_ffn', 'rate_of', 'recomputed']
+__all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
 
 
-def rate_of(dropout):
-    """Return the rate of a dropout layer: 0 in evaluation mode, and for other layers such as identity."""
+def rate_of(dropout: nn.Module) -> float:
+    """Return the rate of a dropout layer: 0 in evaluation mode, and for other layers such as identity.
+
+    Args:
+        dropout (nn.Module): The layer.
+    """
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
-def recomputed(run, *args):
+def recomputed(run: Callable, *args):
     """Run a function and recompute it in the backward pass, by ``torch.utils.checkpoint``.
 
     Args:
         run (Callable): The function. It may use modules with parameters.
         *args: Arguments of the function: tensors, other values, and lists, tuples and dicts of them.
+
+    Returns:
+        The result of the function.
     """
     leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but not those inside of lists
     # The recomputation gets new tensor objects, and torch's attention checks whether query, key and value are the same.
@@ -37,15 +47,15 @@ def recomputed(run, *args):
     return cp.checkpoint(run_with, *different.values(), use_reentrant=False)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _FFNBinding(Binding):
     """``drop(linear(drop(act(linear(x)))))``: the layers of an ``FFN`` without residual connection and layer scale.
 
-    Args:
+    Attributes:
         ffn (FFN): The network.
     """
 
-    def __init__(self, ffn: FFN):
-        object.__setattr__(self, 'ffn', ffn)
+    ffn: FFN
 
     def __call__(self, form: Form, x: Tensor):
         """Run the operation on tokens (N, L, C)."""
@@ -57,22 +67,22 @@ class _FFNBinding(Binding):
 
     def usable(self, form: Form, root: nn.Module):
         """See :meth:`.Binding.usable`. Layers of other kinds are recomputed in the backward pass, if allowed."""
-        problems = odd_ffn(self.ffn) or self.problems(form, root)
+        problems = problem_of_ffn(self.ffn) or self.problems(form, root)
         if not problems:
             return self, []
         again = _RecomputedBinding(self.ffn.layers)
         return (again, []) if not again.problems(form, root) else (None, problems)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _RecomputedBinding(Binding):
     """A module that is called, and called again in the backward pass.
 
-    Args:
+    Attributes:
         module (nn.Module): The module.
     """
 
-    def __init__(self, module: nn.Module):
-        object.__setattr__(self, 'module', module)
+    module: nn.Module
 
     def __call__(self, form: Form, x: Tensor):
         """Run the module."""
@@ -83,17 +93,25 @@ class _RecomputedBinding(Binding):
         yield from ((module, 'recomputable') for module in self.module.modules())
 
 
-def odd_ffn(ffn):
-    """Return the network and why its layers are unsupported, as a list with one pair, or an empty list."""
+def problem_of_ffn(ffn: FFN) -> Problems:
+    """Return the network and why its layers are unsupported, as a list with one pair, or an empty list.
+
+    Args:
+        ffn (FFN): The network.
+    """
     if ffn.num_fcs != 2 or len(ffn.layers) != 3 or len(ffn.layers[0]) != 3:
         return [(ffn, f'its FFN has {ffn.num_fcs} linear layers; only 2 are supported')]
     return []
 
 
-def modules_of_ffn(ffn):
-    """Yield the modules that the operation bypasses, with their roles."""
+def modules_of_ffn(ffn: FFN) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules that the operation bypasses, with their roles, see :mod:`.predicate`.
+
+    Args:
+        ffn (FFN): The network.
+    """
     yield ffn.layers, 'list of layers'
-    if odd_ffn(ffn):
+    if problem_of_ffn(ffn):
         return
     hidden, down, second = ffn.layers
     up, act, first = hidden
@@ -101,14 +119,23 @@ def modules_of_ffn(ffn):
     yield from ((down, 'linear with bias'), (second, 'dropout'))
 
 
-def ffn_settings(ffn, form):
-    """Return the settings of :func:`.feed_forward` for an ``FFN`` in its present mode."""
+def ffn_settings(ffn: FFN, form: Form) -> FFNSettings:
+    """Return the settings of :func:`.feed_forward` for an ``FFN`` in its present mode.
+
+    Args:
+        ffn (FFN): The network.
+        form (Form): Form of the operation.
+    """
     rates = rate_of(ffn.layers[0][2]), rate_of(ffn.layers[2])
     return FFNSettings(activation_of(ffn.layers[0][1]), rates, form=form)
 
 
-def ffn_weights(ffn):
-    """Return the parameters of an ``FFN`` by the field names of :class:`.FFNTensors`."""
+def ffn_weights(ffn: FFN) -> dict[str, Tensor]:
+    """Return the parameters of an ``FFN`` by the field names of :class:`.FFNTensors`.
+
+    Args:
+        ffn (FFN): The network.
+    """
     first, second = ffn.layers[0][0], ffn.layers[1]
     return dict(weight1=first.weight, bias1=first.bias, weight2=second.weight, bias2=second.bias)
 

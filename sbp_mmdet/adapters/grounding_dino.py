@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..ops.bi_attention import LIMIT, BiAttentionSettings, BiAttentionTensors, bi_attention
 from .base import LeanModule, adapter
-from .predicate import ROLES
+from .roles import ROLES
 
 __all__ = ['LeanFusion']
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ..ops.large_linear import large_linear
 from .base import LeanModule, adapter
-from .predicate import ROLES
+from .roles import ROLES
 
 __all__ = ['LeanLinear']
 

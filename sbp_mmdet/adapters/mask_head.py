@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..ops.roi_chunks import ROIS, run_in_chunks
 from .base import LeanModule, adapter
-from .predicate import ROLES, any_setting
+from .roles import ROLES, any_setting
 
 __all__ = ['LeanMaskHead']
 

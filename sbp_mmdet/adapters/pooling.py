@@ -14,7 +14,8 @@ from ..presets import Settings
 from .base import LeanModule, adapter
 from .bindings import Binding
 from .conv_module import ConvNormActBinding
-from .predicate import ROLES, unsupported
+from .predicate import unsupported
+from .roles import ROLES
 
 __all__ = ['ConvPoolBinding', 'LeanMaxPool', 'LeanVGG']
 

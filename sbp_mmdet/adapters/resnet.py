@@ -10,7 +10,7 @@ from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .conv_module import ConvNormActBinding
-from .copies import odd_copy, original
+from .copies import original, problem_of_copy
 from .pooling import ConvPoolBinding
 from .predicate import unsupported
 from .resnet_chain import ResidualChainBinding, may_chain
@@ -42,7 +42,7 @@ class _Convolutional(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        return odd_copy(module)
+        return problem_of_copy(module)
 
 
 def _shortcut(block, x):

@@ -21,7 +21,8 @@ from .bindings import Binding
 from .conv_module import ConvNorm, layers_of
 from .copies import original
 from .csp import CSPBinding
-from .predicate import ROLES, unsupported
+from .predicate import unsupported
+from .roles import ROLES
 
 __all__ = ['LeanStage', 'ResidualChainBinding', 'may_chain']
 
@@ -85,7 +86,7 @@ _BLOCKS = {kind for role in ('residual block', 'CSP block') for kind in ROLES[ro
 
 def _kind_of_chain(block):
     """Return the class of the chains that a block can be part of, or ``None``."""
-    return ResidualChainBinding if may_chain(block) else CSPBinding if csp.may_chain(block) else None
+    return ResidualChainBinding if may_chain(block) else CSPBinding if csp.is_known_block(block) else None
 
 
 @adapter(ResLayer, nn.Sequential, mmengine.model.Sequential)

@@ -17,7 +17,7 @@ from ..ops.decomposed_attention import (
 )
 from .base import LeanBlock, LeanModule, adapter
 from .bindings import Binding, ChannelMLPBinding, LayerNormBinding
-from .predicate import ROLES, know
+from .roles import ROLES, know
 
 __all__ = ['DecomposedAttentionBinding', 'LeanLN2d', 'LeanViTDetBlock']
 

@@ -6,7 +6,7 @@ import torch
 from mmdet.models.losses import FocalLoss, QualityFocalLoss, VarifocalLoss
 from torch import Tensor, nn
 
-from ..ops.common.autograd_function import differentiable_once
+from ..ops.common.autograd_function import apply_function, differentiable_once
 from ..ops.common.precision import autocast_dtype
 from ..surgery import Mixin, has_methods_of, mix_into_known
 
@@ -58,17 +58,12 @@ class _SumsInChunks(Mixin):
         def part(pred, weight, *targets):
             return own(pred, tuple(targets) if isinstance(target, (tuple, list)) else targets[0], weight, **options)
 
-        return _sum_up(part, rows, pred, weight, *targets)
+        return apply_function(_Sum, part, rows, pred, weight, *targets)
 
 
 def _has_a_row_for_each(pred, x):
     """Return whether a target or weight belongs to priors one by one; other shapes may be broadcast over all priors."""
     return isinstance(x, Tensor) and len(x) == len(pred) and (x.dim() == 1 or x.shape == pred.shape)
-
-
-@torch.compiler.disable
-def _sum_up(*args):
-    return _Sum.apply(*args)
 
 
 class _Sum(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import take
 from .common.folding import add_branch
 from .common.layouts import chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
-from .common.precision import accumulate, accumulator, zeros_for
+from .common.precision import accumulate, in_full_precision, zeros_for
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 
 __all__ = ['SavedInput', 'backward', 'forward', 'save', 'saves_input']
@@ -54,8 +54,7 @@ def saves_input(settings, t) -> bool:
     """
     if t.conv is None and settings.form.storage != 'native':
         return False
-    dtype = settings.dtype
-    return dtype == accumulator(t.x) and all([x is None or x.dtype == dtype for x in t[:9]])
+    return in_full_precision(settings.dtype, t.x, t[:9])
 
 
 def forward(settings, t) -> Tensor:
@@ -137,7 +136,7 @@ def backward(settings, saved: SavedInput, grad: Tensor, needs) -> tuple[Tensor |
     for chunk in parts:
         part = tokens[chunk.images, chunk.rows]
         if keep is not None:
-            part = chunk.rows_of(tokens, keep).view(chunk.number, -1, tokens.shape[2])
+            part = chunk.rows_of(tokens, keep).view(chunk.num_images, -1, tokens.shape[2])
         rows = run.add(
             _times_factor(t, part, chunk.images).reshape(-1, tokens.shape[2]), None if x is None else chunk.rows_of(x)
         )

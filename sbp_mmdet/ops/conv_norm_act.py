@@ -29,6 +29,7 @@ from .common.map_norms import (
     normalise_backward,
     parts_in_half,
     shifts_of_fixed,
+    zero_of,
 )
 from .common.precision import accumulator, cast, multiplied
 
@@ -69,7 +70,7 @@ class ConvNormSettings:
         dtype (torch.dtype | None): Precision of the convolution. If ``None``, that of autocast, or of ``x``. Default:
             None.
         recompute (bool): Whether the backward pass recomputes the convolution for the norm, so that its output is not
-            saved. Without activation and residual only. Default: False.
+            saved. Only without an activation. Default: False.
         border (tuple[int, int, int, int]): Further zeros on the left, right, upper and lower side of the input, for
             padding that differs between opposite sides. Default: (0, 0, 0, 0).
 
@@ -292,7 +293,7 @@ def _activate(s, t, z, u, statistics):
         # In eight bits the sum's sign, which is the mask, would not be that of what is read.
         residual = addend(t.residual, storage) if t.residual is not None and storage == 'native' else None
         by_sign = t.residual is None and act is not None and act.by_sign
-        normed = keep(z, storage, (-shift / scale).nan_to_num(0) if by_sign and storage != 'native' else None)
+        normed = keep(z, storage, zero_of(scale, shift) if by_sign and storage != 'native' else None)
         if t.residual is None or residual is not None:
             normed = KeptMap(normed.values, normed.unit, normed.base, scale, shift, act, residual)
             y = u if act is None else act(u, inplace=True)

@@ -55,7 +55,7 @@ def _unflat(found):
 
 
 class CSPBackward:
-    """Backward pass.
+    """Backward pass of :func:`.csp_layer`; each call makes one object.
 
     Args:
         settings (CSPSettings): Settings.

@@ -28,7 +28,7 @@ from .common.autograd_function import (
 )
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import DEEPEST, keep, kept
-from .common.map_norms import affine_of_norm
+from .common.map_norms import affine_of_norm, zero_of
 from .common.precision import cast, no_autocast
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, weight_needed
 from .csp_backward import GROUP, CSPBackward, CSPSaved
@@ -83,16 +83,11 @@ def csp_layer(
     if torch.is_grad_enabled():
         for leaf in leaves:
             if leaf is not None and leaf.requires_grad:
-                return _apply(settings, tensors, *leaves)
+                return apply_function(_Node, settings, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
         y = _Forward(settings, layers_of_pass([*zip(settings.layers, tensors, strict=True)]), None).run(x, gate)
         made_here(y)
         return y
-
-
-@torch.compiler.disable
-def _apply(*args):
-    return apply_function(_Node, *args)
 
 
 class _Node(torch.autograd.Function):
@@ -124,8 +119,8 @@ class _Node(torch.autograd.Function):
 def _saves_output(settings, number, weight):
     """Return whether the output of a layer's convolution is saved, and not recomputed, with ``form.minimal``.
 
-    The last one serves the next layer. Where the derivative of an activation jumps, a recomputed input may lie on the
-    other side.
+    The output of the last layer is saved, because the next layer reads it. So are inputs of activations whose
+    derivative jumps: a recomputed value may lie on the other side of the jump.
     """
     s = settings.layers[number]
     if number == len(settings.layers) - 1 or s.activation.name not in _SMOOTH:
@@ -134,7 +129,7 @@ def _saves_output(settings, number, weight):
 
 
 class _Forward:
-    """Forward pass.
+    """Forward pass of :func:`csp_layer`, with what it saves.
 
     Args:
         settings (CSPSettings): Settings.
@@ -200,7 +195,7 @@ class _Forward:
         threshold = None
         if act.by_sign and storage != 'native':
             scale, shift = affine_of_norm(member.s, member.t, statistics, z.shape[1])
-            threshold = (-shift / scale).nan_to_num(0)
+            threshold = zero_of(scale, shift)
         self.maps[i] = keep(z, storage, threshold)
         return act(u, inplace=True)
 

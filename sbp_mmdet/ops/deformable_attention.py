@@ -31,7 +31,7 @@ __all__ = [
     'deformable_attention',
     'inputs_backward',
     'kernel_inputs',
-    'sample',
+    'run_kernel',
 ]
 
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -100,12 +100,12 @@ class DeformableSaved(NamedTuple):
 
     Attributes:
         given (DeformableTensors): The inputs.
-        sampled (Stored): Output of the sampling kernel, shape (N, Q, C).
+        attended (Stored): Output of the sampling kernel, shape (N, Q, C).
         value (Normed | None): What computes the input of the values. If ``None``, that is among the inputs.
     """
 
     given: DeformableTensors
-    sampled: Stored
+    attended: Stored
     value: Normed | None
 
 
@@ -122,7 +122,7 @@ def deformable_attention(settings: DeformableSettings, tensors: DeformableTensor
     return _attention(in_precision(settings, tensors.x), tensors)
 
 
-def kernel_inputs(s, t):
+def kernel_inputs(s: DeformableSettings, t: DeformableTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the inputs of the sampling kernel.
 
     Args:
@@ -166,8 +166,12 @@ def _in_maps(s, t, offsets):
     return offsets / s.num_points * t.reference_points[:, :, None, :, None, 2:] * 0.5
 
 
-def has_kernel(value):
-    """Check whether mmcv's CUDA kernel runs; it divides by the number of images."""
+def has_kernel(value: Tensor) -> bool:
+    """Check whether mmcv's CUDA kernel runs; it divides by the number of images.
+
+    Args:
+        value (Tensor): Values, see :func:`kernel_inputs`.
+    """
     return value.is_cuda and len(value) > 0
 
 
@@ -196,7 +200,7 @@ def _parts(value, places, weights):
             yield where, part, [x[where] for x in (value, places, weights)]
 
 
-def sample(s, t, value, places, weights):
+def run_kernel(s: DeformableSettings, t: DeformableTensors, value: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """Run the sampling kernel.
 
     Args:
@@ -223,7 +227,7 @@ def sample(s, t, value, places, weights):
     return out
 
 
-def _sample_backward(s, t, grad, value, places, weights):
+def _kernel_backward(s, t, grad, value, places, weights):
     """Return the gradients of values, places and weights from that of the kernel's output."""
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
@@ -253,7 +257,9 @@ _PARAMETERS = tuple(f'{name}_{kind}' for name in ('offset', 'attention', 'value'
 _INPUTS = tuple(name for name in DeformableGradients._fields if not name.startswith('output'))
 
 
-def inputs_backward(s, t, grad, needs):
+def inputs_backward(
+    s: DeformableSettings, t: DeformableTensors, grad: Tensor, needs: dict[str, bool]
+) -> dict[str, Tensor]:
     """Compute the gradients of the inputs from that of the kernel's output, some images at a time.
 
     Args:
@@ -290,7 +296,7 @@ def _images_backward(s, t, grad, asked):
     """Compute the gradients of :func:`inputs_backward` for some images."""
     inputs = kernel_inputs(s, t)
     weights = inputs[2]
-    dvalue, dplaces, dweights = _sample_backward(s, t, grad, *inputs)
+    dvalue, dplaces, dweights = _kernel_backward(s, t, grad, *inputs)
     del inputs
     found = dict(_value_backward(s, t, dvalue.flatten(2), asked))
     dplaces = dplaces.to(promoted(s.dtype, t.reference_points.dtype))
@@ -359,21 +365,21 @@ def _points_backward(s, t, grad):
 
 def _attention_forward(settings, tensors, needs):
     s, t = settings, tensors
-    sampled = sample(s, t, *kernel_inputs(s, t))
-    out = F.linear(sampled, t.output_weight.to(s.dtype), t.output_bias.to(s.dtype))
+    attended = run_kernel(s, t, *kernel_inputs(s, t))
+    out = F.linear(attended, t.output_weight.to(s.dtype), t.output_bias.to(s.dtype))
     value = handed_on(t.value)  # an encoder's output, which its last layer saves as the sum in front of its last norm
     value = value if isinstance(value, Normed) else None
-    return out, DeformableSaved(t if value is None else t._replace(value=None), store(sampled, s.form.storage), value)
+    return out, DeformableSaved(t if value is None else t._replace(value=None), store(attended, s.form.storage), value)
 
 
 def _attention_backward(settings, saved, grad, needs):
-    s, (t, sampled, value) = settings, saved
+    s, (t, attended, value) = settings, saved
     t = t if value is None else t._replace(value=value.load())
     rows, found = grad.flatten(0, 1), {}
     if needs.output_bias:
         found['output_bias'] = column_sums(rows)
     if needs.output_weight:
-        found['output_weight'] = accumulate(None, rows, sampled.load(s.dtype).flatten(0, 1))
+        found['output_weight'] = accumulate(None, rows, attended.load(s.dtype).flatten(0, 1))
     grad = grad @ t.output_weight.to(grad.dtype)
     return DeformableGradients(**found, **inputs_backward(s, t, grad, needs._asdict()))
 

@@ -29,7 +29,7 @@ from .deformable_attention import (
     DeformableTensors,
     inputs_backward,
     kernel_inputs,
-    sample,
+    run_kernel,
 )
 from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
 
@@ -74,14 +74,14 @@ class EncoderSaved(NamedTuple):
 
     Attributes:
         x (Tensor | Normed): Input, or the norm that computes it.
-        sampled (Tensor | None): Output of the sampling kernel, shape (N, L, C). If ``None``, it is recomputed.
+        attended (Tensor | None): Output of the sampling kernel, shape (N, L, C). If ``None``, it is recomputed.
         sum (Tensor): Sum in front of the second norm, shape (N, L, C).
         given (EncoderTensors): The other inputs.
         state (OnHost | None): State of the generator before dropout. If ``None``, there is no dropout.
     """
 
     x: Tensor | Normed
-    sampled: Tensor | None
+    attended: Tensor | None
     sum: Tensor
     given: EncoderTensors
     state: OnHost | None
@@ -130,7 +130,7 @@ def _in_precision_of_products(t, dtype):
 
 
 class _Rows:
-    """Computes the layer for rows of x and of the kernel's output, and sums the gradients of parameters over rows."""
+    """The layer on rows of x and of the kernel's output, with sums of its parameters' gradients over the rows."""
 
     def __init__(self, settings, t, needs=None):
         self.s, self.t, self.needs = settings, t, needs
@@ -153,31 +153,31 @@ class _Rows:
             for chunk in chunks(len(x), each, self.ffn.width, x.device, self.s.ffn.chunk, self.s.attention.form):
                 yield index, kept, chunk
 
-    def first(self, x, sampled):
+    def first(self, x, attended):
         """Compute the sum in front of the first norm, and the factor of dropout after the attention."""
-        out = torch.addmm(self.output[1], sampled.to(self.dtype), self.output[0].t())
+        out = torch.addmm(self.output[1], attended.to(self.dtype), self.output[0].t())
         factor = dropout_factor(out, self.s.dropout)
         return x + scaled_(out, factor), factor
 
-    def forward(self, x, sampled):
+    def forward(self, x, attended):
         """Compute the sum in front of the second norm, and the output."""
         t, eps = self.t, self.s.eps
-        y = norm(self.first(x, sampled)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
+        y = norm(self.first(x, attended)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
         total = y + self.ffn.forward(y)
         return total, norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
-    def backward(self, x, sampled, total, grad, kept):
+    def backward(self, x, attended, total, grad, kept):
         """Compute the gradients of rows of x, without the path through the attention, and of the kernel's output.
 
         Args:
             x (Tensor): Rows of the input.
-            sampled (Tensor): Rows of the sampling kernel's output.
+            attended (Tensor): Rows of the sampling kernel's output.
             total (Tensor): Rows of the sum in front of the second norm.
             grad (Tensor): Gradient of the output.
             kept (bool): Whether the rows are kept. If not, the second gradient is ``None``.
         """
         t, eps, sums = self.t, self.s.eps, self.sums
-        before, factor = self.first(x, sampled)
+        before, factor = self.first(x, attended)
         y, *statistics = norm(before, t.norm1_weight, t.norm1_bias, eps[0])
         second = norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
         grad = self._norm_backward('norm2', grad, total, second)
@@ -192,7 +192,7 @@ class _Rows:
         out = out if factor is None else out * factor
         sums['output_bias'].add(column_sums(out))
         drawn = draw(self.s.attention.form.sample, out)
-        sums['output_weight'].add_product(drawn.divided(out), drawn.of(sampled).to(self.dtype))
+        sums['output_weight'].add_product(drawn.divided(out), drawn.of(attended).to(self.dtype))
         return grad, out @ self.output[0]
 
     def _norm_backward(self, name, grad, x, statistics):
@@ -206,46 +206,46 @@ def _layer_forward(settings, tensors, needs):
     s, t, x = settings.attention, _in_precision_of_products(tensors, settings.attention.dtype), tensors.x
     state = random_state(x.device, settings.dropout, *settings.ffn.dropout)
     attention = _attention_tensors(t, x)
-    sampled = sample(s, attention, *kernel_inputs(s, attention))
+    attended = run_kernel(s, attention, *kernel_inputs(s, attention))
     run, total, out = _Rows(settings, t), None, None
     for index, _, chunk in run.chunks(x):
-        rows = run.forward(chunk.rows_of(x, index), chunk.rows_of(sampled, index))
+        rows = run.forward(chunk.rows_of(x, index), chunk.rows_of(attended, index))
         if out is None:
             total, out = (x.new_empty(x.shape, dtype=r.dtype) for r in rows)
         chunk.put_(total, rows[0], index)
         chunk.put_(out, rows[1], index)
     if out is None:  # a batch without images has no chunks
-        total, out = (rows.view(x.shape) for rows in run.forward(x.flatten(0, 1), sampled.flatten(0, 1)))
+        total, out = (rows.view(x.shape) for rows in run.forward(x.flatten(0, 1), attended.flatten(0, 1)))
     if not any(needs):
         return out, None
     source = handed_on(x)
     source = source if isinstance(source, Normed) else x
     hand_on(out, Normed(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
     # Rounded to eight bits, hidden values close to zero would end up on the other side of the ReLU.
-    sampled = None if s.form.minimal or s.form.storage == 'int8' else sampled
-    return out, EncoderSaved(source, sampled, total, tensors._replace(x=None), state)
+    attended = None if s.form.minimal or s.form.storage == 'int8' else attended
+    return out, EncoderSaved(source, attended, total, tensors._replace(x=None), state)
 
 
 def _layer_backward(settings, saved, grad, needs):
     s, t = settings.attention, _in_precision_of_products(saved.given, settings.attention.dtype)
     x = saved.x.load() if isinstance(saved.x, Normed) else saved.x
-    attention, sampled = _attention_tensors(t, x), saved.sampled
-    if sampled is None:
-        sampled = sample(s, attention, *kernel_inputs(s, attention))
+    attention, attended = _attention_tensors(t, x), saved.attended
+    if attended is None:
+        attended = run_kernel(s, attention, *kernel_inputs(s, attention))
     run, keep = _Rows(settings, t, needs), t.positions and t.positions.keep
     queries = grad.shape[1] if keep is None else len(keep)
-    dx, dsampled = torch.empty_like(grad), sampled
-    if saved.sampled is not None or keep is not None:  # otherwise each row's gradient takes the place of the row
-        dsampled = grad.new_empty(len(grad), queries, grad.shape[2], dtype=s.dtype)
+    dx, dattended = torch.empty_like(grad), attended
+    if saved.attended is not None or keep is not None:  # otherwise each row's gradient takes the place of the row
+        dattended = grad.new_empty(len(grad), queries, grad.shape[2], dtype=s.dtype)
     with replayed(x.device, saved.state):
         for index, kept, chunk in run.chunks(x):
-            tensors = (x, sampled, saved.sum, grad)
+            tensors = (x, attended, saved.sum, grad)
             rows = run.backward(*(chunk.rows_of(i, index) for i in tensors), kept)
             chunk.put_(dx, rows[0], index)
             if kept:
-                chunk.put_(dsampled, rows[1])
-    del sampled
-    inputs = _attention_backward(s, attention, keep, dsampled, dict(needs._asdict(), value=needs.x))
+                chunk.put_(dattended, rows[1])
+    del attended
+    inputs = _attention_backward(s, attention, keep, dattended, dict(needs._asdict(), value=needs.x))
     if needs.x:
         dx.add_(inputs.pop('value'))
         inputs['x'] = add_rows_(dx, keep, inputs['x'])

@@ -98,7 +98,7 @@ def _forward(s, t, needs):
     else:
         shape = x.shape[0], len(out_weight), *x.shape[2:]
         out = torch.empty(shape, dtype=s.dtype, device=x.device, memory_format=memory_format(x))
-        for strip in _strips(s, t, x.shape, x.device):
+        for strip in _strips(t, x.shape, x.device):
             y = F.relu_(s.conv.run(s.conv.reads(strip, height).of(x), weight, bias, strip, height))
             signs.append(SignBits.pack(y))
             strip.of(out).copy_(F.conv2d(y, out_weight, out_bias))
@@ -107,7 +107,7 @@ def _forward(s, t, needs):
     return out, saved
 
 
-def _strips(s, t, shape, device):
+def _strips(t, shape, device):
     return cut_into_strips((shape[0], max(shape[1], len(t.weight)), *shape[2:]), device)
 
 
@@ -117,7 +117,7 @@ def _backward(s, saved, grad, needs):
     weight, bias, out_weight = (p.to(s.dtype) for p in (t.weight, t.bias, t.out_weight))
     sums = {name: Sum(getattr(t, name)) for name in _Gradients._fields[1:]}
     inner = needs.x or needs.weight or needs.bias
-    strips = _strips(s, t, saved.shape, grad.device)
+    strips = _strips(t, saved.shape, grad.device)
     dx = zeros_in(saved.shape, grad, saved.layout) if needs.x and len(strips) > 1 else None
     for i, strip in enumerate(strips):
         halo = s.conv.reads(strip, height)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.folding import fold, normalise, normalise_backward, unfold
+from .common.folding import bias_or_zeros, fold, normalise, normalise_backward, unfold
 from .common.layouts import in_shape, laid_out, layout_of, memory_format, put_together, tokens_of
 from .common.precision import Stored, accumulate, column_sums, store
 from .common.row_sampling import draw
@@ -207,7 +207,7 @@ def _matrix(weight):
 def _layer(t):
     """Return weight, bias and affine part for :func:`fold`; the affine part is repeated for each pixel of a patch."""
     pixels = t.weight[0, 0].numel()
-    bias = t.weight.new_zeros(len(t.weight)) if t.bias is None else t.bias
+    bias = bias_or_zeros(t.weight, t.bias)
     return _matrix(t.weight), bias, *(None if p is None else p.repeat(pixels) for p in (t.norm_weight, t.norm_bias))
 
 

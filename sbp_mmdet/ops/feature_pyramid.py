@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import differentiable_once, in_precision, put_tensors_back, take_tensors_out
+from .common.autograd_function import (
+    apply_function,
+    differentiable_once,
+    in_precision,
+    put_tensors_back,
+    take_tensors_out,
+)
 from .common.kept_maps import kept
 from .common.layouts import memory_format
 from .common.precision import Sum, accumulator, no_autocast
@@ -58,14 +64,9 @@ def feature_pyramid(settings: StripSettings, levels: Sequence[LevelTensors]) -> 
     s = in_precision(settings, levels[0].x)
     leaves = [tensor for level in levels for tensor in level]
     if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
-        return _apply(s, *leaves)
+        return apply_function(_Pyramid, s, *leaves)
     with torch.no_grad(), no_autocast(levels[0].x):
         return _run(s, levels)
-
-
-@torch.compiler.disable
-def _apply(*args):
-    return _Pyramid.apply(*args)
 
 
 class _Level(NamedTuple):

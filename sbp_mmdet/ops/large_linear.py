@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import differentiable_once
+from .common.autograd_function import apply_function, differentiable_once
 from .common.precision import accumulate, autocast_dtype, column_sums, no_autocast
 
 __all__ = ['large_linear']
@@ -30,14 +30,9 @@ def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """
     dtype, shape = autocast_dtype(x) or x.dtype, x.shape[:-1]
     x = x.reshape(-1, x.shape[-1])
-    y = _apply(_InputGradient, x, weight.detach(), None if bias is None else bias.detach(), dtype)
-    y = _apply(_WeightGradient, y, x.detach(), weight, bias, dtype)
+    y = apply_function(_InputGradient, x, weight.detach(), None if bias is None else bias.detach(), dtype)
+    y = apply_function(_WeightGradient, y, x.detach(), weight, bias, dtype)
     return y if len(shape) == 1 else y.view(*shape, -1)
-
-
-@torch.compiler.disable
-def _apply(function, *args):
-    return function.apply(*args)
 
 
 class _InputGradient(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.kept_maps import KeptMap, keep
-from .common.map_norms import FixedGradients, affine_of_norm
+from .common.map_norms import FixedGradients, affine_of_norm, zero_of
 from .common.sign_bits import SignBits
 from .conv_norm_act import ConvNormSettings, ConvNormTensors
 from .residual_layer import KeptLayer, Layer, layer_backward, layers_of_pass, rerun_layer, run_layer
@@ -295,7 +295,7 @@ def _keep_input(member, z, r, layer):
         last = keep(r, storage, positive=True)
         return last if last.values is r else last._replace(activation=RELU)  # eight bits are read as below zero, too
     scale, shift = affine_of_norm(member.s, member.t, layer.statistics, z.shape[1])
-    last = keep(z, storage, None if storage == 'native' else (-shift / scale).nan_to_num(0))
+    last = keep(z, storage, None if storage == 'native' else zero_of(scale, shift))
     return last._replace(scale=scale, shift=shift, activation=RELU)
 
 

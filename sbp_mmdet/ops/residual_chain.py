@@ -30,7 +30,7 @@ from .common.handed_maps import hand_on
 from .common.kept_maps import keep, kept
 from .common.precision import cast, no_autocast
 from .common.sign_bits import SignBits
-from .conv_norm_act import ConvNormGradients, ConvNormTensors
+from .conv_norm_act import ConvNormTensors
 from .residual_block import (
     RELU,
     BlockSettings,
@@ -43,12 +43,11 @@ from .residual_block import (
     rerun_output,
     run_block,
 )
-from .residual_layer import parameter_gradients
+from .residual_layer import PARAMETERS, parameter_gradients
 
 __all__ = ['residual_chain']
 
 aten = torch.ops.aten
-_DIFFERENTIABLE = ConvNormGradients._fields[1:-1]  # parameters of a layer: weight, bias, norm_weight, norm_bias
 
 
 def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence[BlockTensors]) -> Tensor:
@@ -82,14 +81,9 @@ def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence
     blocks, tensors = tuple(blocks), tuple(tensors)
     leaves = [x, *_leaves(tensors)]
     if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
-        return _apply(blocks, tensors, *leaves)
+        return apply_function(_Chain, blocks, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
         return _run(blocks, tensors, x, first=len(blocks))[0]
-
-
-@torch.compiler.disable
-def _apply(*args):
-    return apply_function(_Chain, *args)
 
 
 def _in_precision(block, x):
@@ -100,7 +94,7 @@ def _in_precision(block, x):
 def _leaves(tensors):
     """Return the tensors that may need gradients, layer by layer."""
     found = [layer for t in tensors for layer in (*t.layers, t.shortcut) if layer is not None]
-    return [tensor for layer in found for tensor in layer[1:5]]  # as in _DIFFERENTIABLE
+    return [tensor for layer in found for tensor in layer[1:5]]  # as in PARAMETERS
 
 
 _READ = len(ConvNormTensors._fields) - 2  # of a layer's tensors all but the maps
@@ -135,7 +129,7 @@ class _Chain(torch.autograd.Function):
         x, needs = leaves[0], iter(ctx.needs_input_grad[3:])
         ctx.blocks, ctx.dtype, ctx.needs = blocks, x.dtype, []
         for pair in zip(blocks, tensors, strict=True):
-            ctx.needs.append([[next(needs) for _ in _DIFFERENTIABLE] for _ in pairs_of(*pair)])
+            ctx.needs.append([[next(needs) for _ in PARAMETERS] for _ in pairs_of(*pair)])
         ctx.first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in ctx.needs].index(True)
         with no_autocast(x):
             y, source, saved = _run(blocks, tensors, x, ctx.first)
@@ -151,7 +145,7 @@ class _Chain(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad):
         blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]
-        skipped = sum([len(_DIFFERENTIABLE) * len(own) for own in ctx.needs[: ctx.first]])
+        skipped = sum([len(PARAMETERS) * len(own) for own in ctx.needs[: ctx.first]])
         tensors = iter(saved_tensors_of(ctx))
         source, saved, output = put_tensors_back(ctx.structure, tensors)
         saved, tensors = [*saved], _unflat(blocks, [*tensors])

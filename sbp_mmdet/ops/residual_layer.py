@@ -24,6 +24,7 @@ from .common.precision import accumulator, cast, cast_all
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward, folds
 
 __all__ = [
+    'PARAMETERS',
     'FixedNorms',
     'KeptLayer',
     'Layer',
@@ -188,7 +189,8 @@ def layer_backward(
     return dx, dict(found, norm_weight=weight, norm_bias=bias)
 
 
-_PARAMETERS = ConvNormGradients._fields[1:-1]
+# Parameters of a layer: weight, bias, norm_weight, norm_bias.
+PARAMETERS = ConvNormGradients._fields[1:-1]
 
 
 def parameter_gradients(layers: list[FixedGradients | dict]) -> list[Tensor | None]:
@@ -200,7 +202,7 @@ def parameter_gradients(layers: list[FixedGradients | dict]) -> list[Tensor | No
     fixed = [i for i, layer in enumerate(layers) if isinstance(layer, FixedGradients)]
     for i, found in zip(fixed, gradients_of_fixed([layers[i] for i in fixed]), strict=True):
         layers[i] = found
-    return [layer.get(name) for layer in layers for name in _PARAMETERS]
+    return [layer.get(name) for layer in layers for name in PARAMETERS]
 
 
 def renormalise(member: Layer, layer: KeptLayer, z: Tensor) -> Tensor:

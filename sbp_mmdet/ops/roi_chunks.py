@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .common.autograd_function import differentiable_once
+from .common.autograd_function import apply_function, differentiable_once
 from .common.handed_maps import Scope
 from .common.precision import Sum, accumulator, autocast_dtype
 
@@ -29,13 +29,8 @@ def run_in_chunks(forward: Callable, x: Tensor, parameters: Sequence[nn.Paramete
     Example:
         >>> masks = run_in_chunks(head, x, [*head.parameters()])
     """
-    found = _run_all(forward, x, parameters)
+    found = apply_function(_InChunks, forward, x, *parameters)
     return found[0] if len(found) == 1 else found
-
-
-@torch.compiler.disable
-def _run_all(forward, x, parameters):
-    return _InChunks.apply(forward, x, *parameters)
 
 
 class _InChunks(torch.autograd.Function):

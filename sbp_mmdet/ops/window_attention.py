@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold
+from .common.folding import Incoming, add_branch, bias_or_zeros, fold, normalise, normalise_backward, unfold
 from .common.layouts import Chunk
-from .common.precision import Stored, Sum, accumulator, cast, column_sums, store
+from .common.precision import Stored, Sum, accumulator, cast, column_sums, in_full_precision, store
 from .common.row_sampling import draw
 from .window_layout import Collected, window_layout
 
@@ -142,13 +142,7 @@ def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor
 
 def _saves_input(settings, t):
     """Return whether the input is saved: in full precision, where it is not to be rounded to eight bits."""
-    dtype = settings.dtype
-    tensors = t[:8]
-    return (
-        settings.form.storage == 'native'
-        and dtype == accumulator(t.x)
-        and all([x is None or x.dtype == dtype for x in tensors])
-    )
+    return settings.form.storage == 'native' and in_full_precision(settings.dtype, t.x, t[:8])
 
 
 def _normalised(settings, t, x):
@@ -256,7 +250,7 @@ class _Layers(NamedTuple):
     @classmethod
     def folded(cls, settings, t):
         """Fold norm and scale into the layers of :class:`WindowTensors`."""
-        bias = t.qkv_weight.new_zeros(len(t.qkv_weight)) if t.qkv_bias is None else t.qkv_bias
+        bias = bias_or_zeros(t.qkv_weight, t.qkv_bias)
         rows = _scales(settings.scale, len(bias), bias.dtype, bias.device)
         weight, padding = t.qkv_weight * rows[:, None], bias * rows
         folded = fold(weight, padding, t.norm_weight, t.norm_bias, settings.dtype)

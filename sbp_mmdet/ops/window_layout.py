@@ -70,7 +70,6 @@ def window_layout(size: tuple[int, int], side: int, shift: int, device: torch.de
         shift (int): Number of tokens by which windows are shifted.
         device (torch.device): Device of the order.
     """
-    """Return the layout of a map of ``size`` (height, width) in windows with this side and shift."""
     height, width = size
     tokens = height * width
     below, right = -height % side, -width % side

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..adapters import bypassed_modules
+from ..adapters import modules_bypassed_in
 
 __all__ = ['PartTracker', 'part_of']
 
@@ -65,7 +65,7 @@ class PartTracker:
 
     def __init__(self, model: nn.Module):
         self._stack, self._running, self._handles, self._wrapped = [], [], [], []
-        bypassed = bypassed_modules(model)
+        bypassed = modules_bypassed_in(model)
         for name, module in model.named_modules():
             # Hooks on modules that a lean module bypasses would make it run their own code.
             if name and module not in bypassed:

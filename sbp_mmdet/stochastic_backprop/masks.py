@@ -109,7 +109,7 @@ def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: 
         Tensor: bool, shape (height, width), True where the gradient is kept.
 
     Raises:
-        ValueError: For an unknown sampler or a ratio that cannot be honoured.
+        ValueError: If the sampler is unknown or the ratio cannot be honoured.
     """
     fraction = parse_keep_ratio(ratio)
     p, q = fraction.numerator, fraction.denominator

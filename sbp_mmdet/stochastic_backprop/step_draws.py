@@ -59,14 +59,18 @@ class ThinnedStages(NamedTuple):
             for branch, rate in layer.drop_rates().items()
         }
 
-    def draws_for(self, key: tuple) -> bool:
-        """Return whether something is drawn for a layer in training, so that a checkpoint cannot recompute it."""
-        leaves_out = self.settings.skip_dropped_images and self.layers[key].drop_rates()
-        return key in self.keep_ratios() or bool(leaves_out)
+    def is_random(self, layer: tuple) -> bool:
+        """Return whether something is drawn for a layer in training, so that a checkpoint cannot recompute it.
 
-    def draws(self) -> bool:
+        Args:
+            layer (tuple): A key of :attr:`layers`.
+        """
+        leaves_out = self.settings.skip_dropped_images and self.layers[layer].drop_rates()
+        return layer in self.keep_ratios() or bool(leaves_out)
+
+    def any_random(self) -> bool:
         """Return whether something is drawn for any layer."""
-        return any(map(self.draws_for, self.layers))
+        return any(map(self.is_random, self.layers))
 
     def device(self, key: tuple) -> torch.device:
         """Return the device of a layer's parameters, where its positions are needed."""
@@ -144,8 +148,8 @@ class TokenDraws:
         """Return the keep ratio of a layer."""
         return self._settings.keep_ratio
 
-    def draws_for(self, layer: tuple | None) -> bool:
-        """See :meth:`ThinnedStages.draws_for`."""
+    def is_random(self, layer: tuple | None) -> bool:
+        """See :meth:`ThinnedStages.is_random`."""
         return True
 
     @torch.compiler.disable
@@ -185,9 +189,9 @@ class StepDraws:
         """Return the keep ratio of a layer, or ``None`` if it keeps all positions."""
         return self.stages.keep_ratios().get(layer)
 
-    def draws_for(self, layer: tuple) -> bool:
-        """See :meth:`ThinnedStages.draws_for`."""
-        return self.stages.draws_for(layer)
+    def is_random(self, layer: tuple) -> bool:
+        """See :meth:`ThinnedStages.is_random`."""
+        return self.stages.is_random(layer)
 
     @contextlib.contextmanager
     def forward_pass(self, *inputs) -> Iterator[None]:
@@ -251,12 +255,7 @@ class StepDraws:
         ratios = self._of_pass('ratios', self.stages.keep_ratios)
         if layer not in ratios:
             return None
-        self._refuse_replay(layer)
-        if self._open is None:
-            raise ValueError(
-                f'layer {layer} is thinned, and all layers of a forward pass drop the same positions of the image; '
-                'call the backbone that it belongs to, not the layer alone'
-            )
+        self._refuse_outside(layer, 'positions')
         ratio, stage = ratios[layer], layer[0]
         device = self.stages.device(layer)
         size = self._size(layer, length, class_tokens)
@@ -277,9 +276,7 @@ class StepDraws:
         ratios = self._of_pass('ratios', self.stages.keep_ratios)
         if layer not in ratios:
             return None
-        self._refuse_replay(layer)
-        if self._open is None:
-            raise ValueError(f'layer {layer} drops attention heads in passes of its backbone; call that, not the layer')
+        self._refuse_outside(layer, 'attention heads')
         return self._open.once('heads', lambda: self._heads(ratios))[layer]
 
     @torch.compiler.disable
@@ -323,6 +320,15 @@ class StepDraws:
             f'layer {layer} has a map of {length} positions, but {height * width} were expected; correct how maps '
             f'shrink in its adapter (stride={self.stages.stride}, rounds_up={self.stages.rounds_up})'
         )
+
+    def _refuse_outside(self, layer, what):
+        """Raise an error if a layer that drops something runs outside of a pass, or a checkpoint recomputes it."""
+        self._refuse_replay(layer)
+        if self._open is None:
+            raise ValueError(
+                f'layer {layer} drops {what}, and the backbone draws them once for a forward pass; call the backbone, '
+                'not the layer alone'
+            )
 
     def _refuse_replay(self, layer):
         # A forward pass inside of a backward pass is a checkpoint's recomputation. It would need the draws of the first

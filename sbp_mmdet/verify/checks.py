@@ -306,9 +306,9 @@ class _Watch:
             slack, maps = _EIGHT_BITS, [x for x in floating((args, kwargs)) if x.dim() >= 3 and x.numel()]
             for x in sorted(maps, key=Tensor.numel)[-1:]:
                 check_eight_bits(x)
-        whole = side(True, lambda place: place._replace(draws=None, phases=None))
+        whole = side(True, lambda place: place._replace(draws=None, row_draws=None))
         kind.stored = check(side(False), whole, slack=slack)
-        if place.phases is not None:
+        if place.row_draws is not None:
             # Weight gradients are estimates; the operation was compared without a sample above.
             sampled = side(True, lambda place: place._replace(draws=None))
             kind.stored['now'] = check(side(False), sampled, lambda name: name.startswith('input '))['now']

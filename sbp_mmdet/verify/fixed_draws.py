@@ -29,7 +29,7 @@ class FixedDraws:
         """Return the keep ratio of the layer."""
         return self._draws.ratio(layer)
 
-    def draws_for(self, layer) -> bool:
+    def is_random(self, layer) -> bool:
         """Return ``True``: something is drawn for every layer."""
         return True
 
@@ -74,7 +74,7 @@ class FixedImages(FixedDraws):
 
 def with_fixed_images(place):
     """Return the place of a changed module with every other image dropped."""
-    return place._replace(draws=FixedImages(place.draws, place.layer), phases=None)
+    return place._replace(draws=FixedImages(place.draws, place.layer), row_draws=None)
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def with_fixed_draws(place):
     """Return the place of a changed module with :class:`FixedDraws` and without a sample of the rows."""
     ratio = place.draws is not None and place.draws.ratio(place.layer)
     draws = FixedDraws(place.draws, place.layer) if ratio and ratio < 1 else None
-    return place._replace(draws=draws, phases=None)
+    return place._replace(draws=draws, row_draws=None)
 
 
 def as_reference(place):

@@ -59,7 +59,7 @@ class Activation:
         Args:
             grad (Tensor): Gradient of the output.
             x (Tensor): The input.
-            inplace (bool): Whether ``grad`` may be overwritten, as ReLU does it. Default: False.
+            inplace (bool): Whether ``grad`` may be overwritten; only ReLU does so. Default: False.
 
         Returns:
             Tensor: The gradient, of the same shape.

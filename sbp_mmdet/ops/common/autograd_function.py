@@ -133,6 +133,7 @@ def in_precision(settings, x: Tensor):
     return dataclasses.replace(settings, dtype=autocast_dtype(x) or x.dtype)
 
 
+@torch.compiler.disable
 def apply_function(function: type[torch.autograd.Function], *args):
     """Call an autograd function, as its method ``apply`` does.
 
@@ -151,9 +152,9 @@ def apply_function(function: type[torch.autograd.Function], *args):
 def differentiable_once(backward: Callable) -> Callable:
     """Decorate a backward pass that has no derivative of its own.
 
-    With ``create_graph=True``, differentiating its gradients raises an error, even if the incoming gradient is
-    constant, where a second derivative would be missing without a word. No compiler traces it: a compiled training step
-    calls ``backward`` too.
+    With ``create_graph=True``, differentiating its gradients raises an error, also where the incoming gradient is
+    constant; torch's own decorator would silently return no second derivative there. Compilers skip the method, because
+    a compiled training step calls ``backward`` too.
 
     Args:
         backward (Callable): Static method of a ``torch.autograd.Function``.

@@ -4,6 +4,8 @@ Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :class:`
 :func:`unfold`, :func:`unscale`.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from .precision import Sum, accumulator, multiplied, promoted
 __all__ = [
     'Incoming',
     'add_branch',
+    'bias_or_zeros',
     'fold',
     'normalise',
     'normalise_backward',
@@ -64,7 +67,7 @@ class Incoming:
         """
         part = self.grad[chunk.images, chunk.rows]
         if index is not None:
-            part = chunk.rows_of(self.grad, index).view(chunk.number, -1, self.grad.shape[2])
+            part = chunk.rows_of(self.grad, index).view(chunk.num_images, -1, self.grad.shape[2])
         self._add(part, chunk)
         as_it_is = part.is_contiguous() or not part.is_cuda  # a CPU's products read columns as fast as rows
         if self._by is None and part.dtype == self.dtype and as_it_is:
@@ -87,17 +90,31 @@ class Incoming:
         return self._total.value
 
     def second(self, weight: Tensor) -> Tensor:
-        """Return the second layer's weight (C, D) in the form that :meth:`behind` is multiplied by."""
+        """Return the second layer's weight in the form that :meth:`behind` is multiplied by.
+
+        Args:
+            weight (Tensor): Shape (C, D).
+        """
         if self.gamma is None or self.unit is not None:
             return weight.to(self.dtype)
         return multiplied(weight, self.gamma[:, None], self.dtype)
 
     def behind(self, rows: Tensor) -> Tensor:
-        """Return the rows whose product with :meth:`second` is the gradient of the second layer's input."""
+        """Return the rows whose product with :meth:`second` is the gradient of the second layer's input.
+
+        Args:
+            rows (Tensor): Result of :meth:`rows`, shape (K, C).
+        """
         return rows if self.unit is None else multiplied(rows, self._behind, self.dtype)
 
 
-def add_branch(shortcut, branch, gamma, factor, dtype):
+def add_branch(
+    shortcut: Tensor,
+    branch: Iterable[tuple[Chunk, Tensor]],
+    gamma: Tensor | None,
+    factor: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return ``shortcut + factor * gamma * branch``, laid out like the shortcut, in the dtype of torch's own sum.
 
     Args:
@@ -137,7 +154,7 @@ def _addcmul(*operands_and_out):
         torch.addcmul(*operands, out=out)
 
 
-def normalise(x, eps, dtype):
+def normalise(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x-hat = (x - mean) * rstd in ``dtype``, and rstd = 1 / sqrt(var + eps), shape (..., 1), in full precision.
 
     Args:
@@ -156,12 +173,22 @@ def normalise(x, eps, dtype):
     return xhat.to(dtype).view(x.shape), rstd.view(*x.shape[:-1], 1)
 
 
-def unit_statistics(rstd):
-    """Return zeros and ones in the shape of ``rstd``: the means and reciprocal deviations of x-hat itself."""
+def unit_statistics(rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the means and the reciprocal deviations of x-hat itself, which are zeros and ones.
+
+    Args:
+        rstd (Tensor): Reciprocal deviations of x, whose shape they have.
+    """
     return torch.zeros_like(rstd), torch.ones_like(rstd)
 
 
-def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
+def normalise_backward(
+    grad: Tensor,
+    xhat: Tensor,
+    rstd: Tensor,
+    out: Tensor | None = None,
+    statistics: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Compute the gradient of a norm's input from that of x-hat.
 
         dx = rstd * (dx-hat - mean(dx-hat) - x-hat * mean(dx-hat * x-hat)),   means over the channels
@@ -175,6 +202,9 @@ def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
         out (Tensor | None): Where the result is written, of any strides. If ``None``, a new tensor. Default: None.
         statistics (tuple[Tensor, Tensor] | None): :func:`unit_statistics` of as many rows or more, to share between
             calls. If ``None``, they are made here. Default: None.
+
+    Returns:
+        Tensor: Gradient of the norm's input, (..., C).
     """
     out = torch.empty_like(grad) if out is None else out
     dtype = grad.dtype
@@ -192,7 +222,9 @@ def normalise_backward(grad, xhat, rstd, out=None, statistics=None):
     return torch.mul(dx, rstd, out=out) if out.is_cuda else out.copy_(dx.mul_(rstd))
 
 
-def fold(weight, bias, norm_weight, norm_bias, dtype):
+def fold(
+    weight: Tensor, bias: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Fold the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln.
 
     Args:
@@ -213,7 +245,19 @@ def fold(weight, bias, norm_weight, norm_bias, dtype):
     return weight, bias.to(dtype)
 
 
-def unfold(dw, db, weight, norm_weight, norm_bias):
+def bias_or_zeros(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the bias of a linear layer or a convolution, or zeros if it has none.
+
+    Args:
+        weight (Tensor): Weight, shape (D, ...).
+        bias (Tensor | None): Bias, shape (D,), or ``None``.
+    """
+    return weight.new_zeros(len(weight)) if bias is None else bias
+
+
+def unfold(
+    dw: Tensor | None, db: Tensor, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """Compute the gradients of (w_ln, b_ln, W, b) from those of :func:`fold`'s W' and b'.
 
     With W' = W diag(w_ln) and b' = b + W b_ln: dw_ln = sum over rows of dW' * W, db_ln = W^T db',
@@ -237,7 +281,9 @@ def unfold(dw, db, weight, norm_weight, norm_bias):
     return dnw, dnb, dw if norm_bias is None else torch.addr(dw, db, norm_bias.to(db.dtype)), db
 
 
-def unscale(outer, total, weight, bias, gamma):
+def unscale(
+    outer: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor, gamma: Tensor | None
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Compute the gradients of (W2, b2, gamma) of ``y = gamma * (W2 h + b2)``.
 
     With A = g^T h and s the sum of g over all rows: dW2 = diag(gamma) A, db2 = gamma s, dgamma = sum_d A W2 + s b2.
@@ -245,7 +291,7 @@ def unscale(outer, total, weight, bias, gamma):
     Args:
         outer (Tensor | None): A. If ``None``, only the bias has a gradient.
         total (Tensor): s.
-        weight (Tensor): W2, shape (C, D).
+        weight (Tensor | None): W2, shape (C, D). It is not read if ``gamma`` is ``None``.
         bias (Tensor): b2, shape (C,).
         gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
 

@@ -64,18 +64,34 @@ def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
 
 
-def empty_tokens(shape, layout, dtype, device):
-    """Return unwritten tokens (N, L, C) that :func:`in_shape` turns into a map of this layout without a copy."""
+def empty_tokens(
+    shape: tuple[int, ...], layout: torch.memory_format | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return unwritten tokens that :func:`in_shape` turns into a map of some layout without a copy.
+
+    Args:
+        shape (tuple[int, ...]): Shape (N, L, C).
+        layout (torch.memory_format | None): The layout, see :func:`layout_of`.
+        dtype (torch.dtype): Precision of the tokens.
+        device (torch.device): Their device.
+    """
     n, length, channels = shape
     if layout == torch.contiguous_format:
         return torch.empty(n, channels, length, dtype=dtype, device=device).transpose(1, 2)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def put_together(rows, index, length):
-    """Return tokens (N, L, C) with the rows (N, K, C) at the places ``index`` (K,) and zeros elsewhere.
+def put_together(rows: Tensor, index: Tensor | None, length: int) -> Tensor:
+    """Return tokens with rows at some places and zeros elsewhere.
 
-    If ``index`` is ``None``, the rows are all tokens in order and are returned unchanged.
+    Args:
+        rows (Tensor): The rows, shape (N, K, C).
+        index (Tensor | None): Their places, shape (K,). If ``None``, the rows are all tokens in order and are returned
+            unchanged.
+        length (int): Number of tokens L.
+
+    Returns:
+        Tensor: Shape (N, L, C).
     """
     if index is None:
         return rows
@@ -113,8 +129,8 @@ class Chunk(NamedTuple):
         return cls(slice(0, len(x)), slice(0, x.shape[1]))
 
     @property
-    def number(self) -> int:
-        """Number of images."""
+    def num_images(self) -> int:
+        """Number of images in the chunk."""
         return len(_range(self.images))
 
     def rows_of(self, x: Tensor, index: Tensor | None = None) -> Tensor:
@@ -126,7 +142,7 @@ class Chunk(NamedTuple):
         """
         if index is None:
             return x[self.images, self.rows].reshape(-1, x.shape[2])
-        if self.number == 1:  # with a dimension for images, a CPU takes nine times as long
+        if self.num_images == 1:  # with a dimension for images, a CPU takes nine times as long
             return x[self.images.start].index_select(0, index[self.rows])
         return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
 
@@ -136,7 +152,7 @@ class Chunk(NamedTuple):
         if index is None:
             place.copy_(rows.view(place.shape))
         else:
-            place.index_copy_(1, index[self.rows], rows.view(self.number, -1, x.shape[2]))
+            place.index_copy_(1, index[self.rows], rows.view(self.num_images, -1, x.shape[2]))
 
 
 def _range(part):

@@ -26,6 +26,7 @@ __all__ = [
     'normalise_backward',
     'parts_in_half',
     'shifts_of_fixed',
+    'zero_of',
 ]
 
 aten = torch.ops.aten
@@ -244,9 +245,7 @@ def _for_group_norm(z):
 
 
 def affine_of_norm(s, t, statistics, channels):
-    """Return the norm as an affine map, norm(z) = scale * z + shift.
-
-    scale = norm_weight * rstd and shift = norm_bias - mean * scale.
+    """Return scale = norm_weight * rstd and shift = norm_bias - mean * scale of norm(z) = scale * z + shift.
 
     Args:
         s (ConvNormSettings): Settings.
@@ -265,6 +264,16 @@ def affine_of_norm(s, t, statistics, channels):
         scale = scale * t.norm_weight
     shift = -mean * scale if t.norm_bias is None else centred(t.norm_bias, mean, scale)
     return scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
+
+
+def zero_of(scale: Tensor, shift: Tensor) -> Tensor:
+    """Return the input for which a norm is zero; where its scale is 0, a largest number, or 0 if its shift is 0 too.
+
+    Args:
+        scale (Tensor): Scale of the norm, see :func:`affine_of_norm`.
+        shift (Tensor): Its shift.
+    """
+    return (-shift / scale).nan_to_num(0)
 
 
 def centred(bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ __all__ = [
     'cast',
     'cast_all',
     'column_sums',
+    'in_full_precision',
     'in_range',
     'multiplied',
     'no_autocast',
@@ -58,7 +59,14 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in ``dtype``. Where it is so already, not even torch is called, which takes ten times as long."""
+    """Return ``x`` in ``dtype``.
+
+    If it has this precision already, torch is not called: its check takes ten times as long.
+
+    Args:
+        x (Tensor): The tensor.
+        dtype (torch.dtype): The precision.
+    """
     return x if x.dtype is dtype else x.to(dtype)
 
 
@@ -71,38 +79,69 @@ def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """
     found = [x if x.dtype is dtype else torch.empty_like(x, dtype=dtype) for x in tensors]
     new = [pair for pair in zip(found, tensors, strict=True) if pair[0] is not pair[1]]
-    if new and hasattr(torch, '_foreach_copy_'):  # torch 2.1 and newer
+    if new:
         torch._foreach_copy_(*map(list, zip(*new, strict=True)))
-    else:
-        for own, x in new:
-            own.copy_(x)
     return found
 
 
-def no_autocast(x):
-    """Return a context manager that disables autocast on the device of ``x``, if it is enabled."""
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Return a context manager that disables autocast on the device of ``x``, if it is enabled.
+
+    Args:
+        x (Tensor): A tensor on the device.
+    """
     off = x.dtype != torch.float64 and autocast_dtype(x) is None
     return _NOTHING if off else torch.autocast(x.device.type, enabled=False)
 
 
-def column_sums(rows):
-    """Sum rows (K, C) over the rows, in full precision; the result has shape (C,)."""
+def column_sums(rows: Tensor) -> Tensor:
+    """Sum rows over the rows, in full precision.
+
+    Args:
+        rows (Tensor): Shape (K, C).
+
+    Returns:
+        Tensor: Shape (C,).
+    """
     return rows.sum(0, dtype=accumulator(rows))
 
 
-def zeros_for(parameter):
-    """Return zeros in the shape of a parameter, in full precision, to sum its gradient in."""
+def zeros_for(parameter: Tensor) -> Tensor:
+    """Return zeros in the shape of a parameter, in full precision, to sum its gradient in.
+
+    Args:
+        parameter (Tensor): The parameter.
+    """
     return torch.zeros_like(parameter, dtype=accumulator(parameter))
 
 
-def accumulator(x):
-    """Return the precision of sums over many positions: fp64 for fp64, otherwise fp32."""
+def accumulator(x: Tensor) -> torch.dtype:
+    """Return the precision of sums over many positions: fp64 for fp64, otherwise fp32.
+
+    Args:
+        x (Tensor): What is summed.
+    """
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
+def in_full_precision(dtype: torch.dtype, x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether an operation computes in full precision, without casting a tensor.
+
+    Args:
+        dtype (torch.dtype): Precision of the operation.
+        x (Tensor): Its input.
+        tensors (Sequence[Tensor | None]): Its tensors; ``None`` stands for one that it does not have.
+    """
+    return dtype == accumulator(x) and all([t is None or t.dtype == dtype for t in tensors])
+
+
 @functools.cache
-def promoted(*dtypes):
-    """Return the precision of a sum of tensors in these precisions."""
+def promoted(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the precision of a sum of tensors in these precisions.
+
+    Args:
+        *dtypes (torch.dtype): The precisions, at least one.
+    """
     return functools.reduce(torch.promote_types, dtypes)
 
 
@@ -117,11 +156,15 @@ class Sum:
         self.like, self._total = like, None
 
     def add(self, part: Tensor) -> None:
-        """Add a tensor in full precision that nothing else uses: later terms may be added to it in place."""
+        """Add a tensor.
+
+        Args:
+            part (Tensor): The tensor, in full precision. Nothing else may use it: later terms may be added in place.
+        """
         self._total = part if self._total is None else self._total.add_(part)
 
     def add_product(self, a: Tensor, b: Tensor, unit: Tensor | None = None) -> None:
-        """Add a product, see :func:`accumulate`."""
+        """Add a product; the arguments are those of :func:`accumulate`."""
         self._total = accumulate(self._total, a, b, unit)
 
     @property
@@ -150,7 +193,7 @@ def add_to(sums: Sequence[Sum], parts: Sequence[Tensor]) -> None:
         torch._foreach_add_([total.value for total in sums], parts)
 
 
-def accumulate(total, a, b, unit=None):
+def accumulate(total: Tensor | None, a: Tensor, b: Tensor, unit: Tensor | None = None) -> Tensor:
     """Compute ``total + unit * (a^T b)`` in full precision, in place unless ``total`` is ``None``.
 
     Args:
@@ -179,8 +222,14 @@ def _add_product(total, product, unit, full):
     return total.add_(product) if unit is None else total.addcmul_(product, unit[:, None])
 
 
-def multiplied(a, b, dtype):
-    """Compute the product of a and b in ``dtype`` in one pass, in the layout of a."""
+def multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the product of ``a`` and ``b`` in ``dtype`` in one pass, in the layout of ``a``.
+
+    Args:
+        a (Tensor): First factor, of the shape of the product.
+        b (Tensor): Second factor, which can be broadcast to that shape.
+        dtype (torch.dtype): Precision of the product.
+    """
     if a.dtype == b.dtype == dtype and a.dim() > 1 and a.is_contiguous():
         return torch.mul(a, b)  # its layout is that of a
     return torch.mul(a, b, out=torch.empty_like(a, dtype=dtype))
@@ -199,7 +248,7 @@ def _sums_in_full(device, dtype):
     return True
 
 
-def in_range(g, gamma, dtype):
+def in_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return the rows g for the product A = g^T GELU(h) in ``dtype``, and the factor of each row of A.
 
     In fp16, a small gamma keeps the gradients of plain code in range, but A is computed without gamma. So each channel
@@ -232,11 +281,20 @@ class Stored(NamedTuple):
     scale: Tensor | None = None
 
     def part(self, images: slice, rows: slice) -> 'Stored':
-        """Return some rows of some images of tokens (N, K, ...)."""
+        """Return some rows of some images of tokens (N, K, ...).
+
+        Args:
+            images (slice): The images.
+            rows (slice): The rows of each.
+        """
         return Stored(self.values[images, rows], None if self.scale is None else self.scale[images])
 
     def load(self, dtype: torch.dtype) -> Tensor:
-        """Return the tensor in ``dtype``."""
+        """Return the tensor.
+
+        Args:
+            dtype (torch.dtype): Its precision.
+        """
         if self.scale is None:
             return cast(self.values, dtype)
         return multiplied(self.values, self.scale, dtype)

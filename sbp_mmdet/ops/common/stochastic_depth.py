@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ['on_images']
+from .precision import accumulator, autocast_dtype
+
+__all__ = ['drawn_factor', 'on_images']
 
 
 @torch.compiler.disable
@@ -45,6 +47,25 @@ def on_images(
     for i, part in zip(kept, out.split([runs[i][1] for i in kept]), strict=True):
         parts[i] = part
     return torch.cat(parts)
+
+
+def drawn_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) -> Tensor:
+    """Draw stochastic depth as a factor for each image, with random numbers in the precision of the plain branch.
+
+    Args:
+        drop (nn.Module): The module of stochastic depth, in training mode, which draws.
+        x (Tensor): Input of the branch, shape (N, ...).
+        scale (Tensor | None): Layer scale of the branch, which may raise its precision. If ``None``, there is none.
+        rate (float): Rate at which images are dropped, less than 1.
+
+    Returns:
+        Tensor: 0 for a dropped image and 1 / (1 - rate) for a kept one, in full precision, shape (N,).
+    """
+    dtype = autocast_dtype(x) or x.dtype
+    if scale is not None:
+        dtype = torch.promote_types(dtype, scale.dtype)
+    kept = drop(x.new_ones(len(x), *[1] * (x.dim() - 1), dtype=dtype)).flatten() != 0
+    return kept.to(accumulator(x)) / (1 - rate)
 
 
 class _PassBy(torch.autograd.Function):

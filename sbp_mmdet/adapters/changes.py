@@ -1,0 +1,47 @@
+"""Change of single modules: an adapter is mixed in, and removed again."""
+
+from torch import nn
+
+from ..surgery import mix_in, mix_out
+from .base import LeanModule, Place
+from .predicate import fairscale_forward
+
+__all__ = ['modules_bypassed_in', 'release', 'take_over']
+
+
+def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
+    """Mix an adapter into a module, so that it trains lean.
+
+    Args:
+        module (nn.Module): The module; changed in place.
+        mixin (type[LeanModule]): The adapter.
+        place (Place): State of the changed module.
+    """
+    if place.settings.preset.form.implementation == 'fused' and (forward := fairscale_forward(module)):
+        del module.forward
+        place = place._replace(own_forward=forward)
+    mix_in(module, mixin)
+    module._lean = place
+
+
+def release(module: nn.Module) -> None:
+    """Reverse :func:`take_over`. A module that was not changed is left unchanged.
+
+    Args:
+        module (nn.Module): The module; changed in place.
+    """
+    if isinstance(module, LeanModule):
+        mix_out(module, LeanModule)
+        place = vars(module).pop('_lean')
+        if place.own_forward is not None:
+            module.forward = place.own_forward
+
+
+def modules_bypassed_in(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that changed modules of a model bypass. Hooks on one of them switch its operation off.
+
+    Args:
+        model (nn.Module): A model, changed or not.
+    """
+    places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
+    return {inside for place in places for inside in place.bound.bypassed.modules}

@@ -1,0 +1,205 @@
+"""Roles of modules in operations: which classes are known in a role, and which of their settings.
+
+See :mod:`.predicate`, which asks. Adapters of further families add roles of their own.
+"""
+
+from collections.abc import Callable
+
+import torch
+from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
+from mmcv.cnn.bricks.conv_module import ConvModule
+from mmcv.cnn.bricks.conv_ws import ConvAWS2d, ConvWS2d
+from mmcv.cnn.bricks.drop import Dropout, DropPath
+from mmcv.cnn.bricks.scale import LayerScale
+from mmcv.cnn.bricks.swish import Swish
+from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
+from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
+from mmcv.cnn.bricks.wrappers import Linear as MMCVLinear
+from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones import resnext
+from mmdet.models.backbones.resnet import BasicBlock, Bottleneck
+from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoderLayer
+from mmengine.model import Sequential
+from mmengine.model.utils import _BatchNormXd
+from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
+from torch import nn
+
+from .copies import problem_of_copy
+
+__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'any_setting', 'know']
+
+Check = Callable[[nn.Module], str | None]
+
+
+def any_setting(module: nn.Module) -> None:
+    """Accept every setting."""
+
+
+def _pads_zeros(conv):
+    if conv.padding_mode != 'zeros':
+        return f'its padding_mode is {conv.padding_mode!r}, and only zero padding is supported'
+    return f'its padding is {conv.padding!r}, and numbers are needed' if isinstance(conv.padding, str) else None
+
+
+def _has_bias(module):
+    return 'it has no bias' if module.bias is None else None
+
+
+def _pads_zeros_and_has_bias(conv):
+    return _pads_zeros(conv) or _has_bias(conv)
+
+
+def _is_pointwise(conv):
+    geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
+    return None if geometry == ((1, 1), (1, 1), (0, 0), 1) else 'it is no 1x1 convolution'
+
+
+def _is_patchwise(conv):
+    geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
+    return None if geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1) else 'it is no 2x2 convolution of stride 2'
+
+
+def _normalises_channels(norm):
+    return None if len(norm.normalized_shape) == 1 else f'it normalises over {len(norm.normalized_shape)} dimensions'
+
+
+def _has_affine_part(norm):
+    if norm.weight is None or norm.bias is None:
+        return 'it has no weight or no bias'
+    return _normalises_channels(norm)
+
+
+def _drops_nothing(dropout):
+    return f'it drops {dropout.p:g} of the values; set its rate to 0 (drop_rate, attn_drop_rate)' if dropout.p else None
+
+
+def _scales_last_dimension(scale):
+    last = getattr(scale, 'data_format', 'channels_last') == 'channels_last'
+    return None if last else f'its data_format is {scale.data_format!r}'
+
+
+def _is_over_last_dimension(softmax):
+    return None if softmax.dim == -1 else f'its dim is {softmax.dim}'
+
+
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, Swish, nn.Hardswish, nn.GELU)
+_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
+_LINEARS = (nn.Linear, MMCVLinear)
+EFFICIENTDETS_CONVOLUTION = 'projects.EfficientDet.efficientdet.utils.Conv2dSamePadding'
+_CONVOLUTIONS = (nn.Conv2d, MMCVConv2d)
+_LAYER_NORMS = (
+    nn.LayerNorm,
+    'sbp_mmdet.models.layers.LayerNorm2d',
+    'mmpretrain.models.utils.norm.LayerNorm2d',
+)
+_SCALES = (LayerScale, 'sbp_mmdet.models.vit.LayerScale', 'mmpretrain.models.utils.layer_scale.LayerScale')
+
+
+def _is_without_plugins(block):
+    return 'it has plugins' if getattr(block, 'with_plugins', False) else problem_of_copy(block)
+
+
+def _has_all_tensors(norm):
+    tensors = (norm.weight, norm.bias, getattr(norm, 'running_mean', norm.weight))
+    return 'it has no weight, bias or running statistics' if any(tensor is None for tensor in tensors) else None
+
+
+def _is_pool_and_layer(sequence):
+    return None if len(sequence) in (2, 3) else f'it has {len(sequence)} members'
+
+
+def _keeps_the_size(conv):
+    if wrong := _pads_zeros(conv):
+        return wrong
+    sizes = zip(conv.padding, conv.dilation, conv.kernel_size, strict=True)
+    same = conv.stride == (1, 1) and all(2 * padding == dilation * (size - 1) for padding, dilation, size in sizes)
+    return None if same else 'its output has another size than its input'
+
+
+def _is_a_convolution_alone(layer):
+    if layer.with_norm or layer.with_activation or layer.with_explicit_padding:
+        return 'it has a norm, an activation or a padding layer'
+    return None
+
+
+def _is_convolution_and_norm(layer):
+    plain = tuple(layer.order) == ('conv', 'norm', 'act') and not layer.with_explicit_padding
+    return None if plain and layer.with_norm and not layer.with_activation else 'it is not a convolution and a norm'
+
+
+def _averages_without_padding(pool):
+    padding = pool.padding if isinstance(pool.padding, tuple) else (pool.padding,)
+    return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
+
+
+# Role of a module in an operation -> classes that are known in this role -> check of their settings.
+ROLES: dict[str, dict[type | str, Check]] = {
+    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros)
+    | {EFFICIENTDETS_CONVOLUTION: any_setting},
+    'norm of a map': dict.fromkeys(_NORMS, any_setting),
+    'convolution that keeps the size': dict.fromkeys(_CONVOLUTIONS, _keeps_the_size),
+    'pointwise convolution': dict.fromkeys(_CONVOLUTIONS, _is_pointwise),
+    'convolution alone': {ConvModule: _is_a_convolution_alone},
+    'convolution and norm': {ConvModule: _is_convolution_and_norm},
+    'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _is_without_plugins),
+    'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _pads_zeros),
+    'norm of a chain': dict.fromkeys(_NORMS, _has_all_tensors),
+    'shortcut of a chain': {nn.Sequential: _is_pool_and_layer},
+    'average pool': {nn.AvgPool2d: _averages_without_padding},
+    'ReLU': {nn.ReLU: any_setting},
+    'activation': dict.fromkeys(_ACTIVATIONS, any_setting),
+    'GELU': {nn.GELU: any_setting},
+    # A convolution in front of a norm, which the backward pass recomputes.
+    'recomputed convolution': dict.fromkeys(_CONVOLUTIONS, _pads_zeros_and_has_bias),
+    'linear': dict.fromkeys(_LINEARS, any_setting),
+    'linear with bias': dict.fromkeys(_LINEARS, _has_bias),
+    'pointwise with bias': dict.fromkeys(_LINEARS, _has_bias)
+    | dict.fromkeys(_CONVOLUTIONS, lambda conv: _is_pointwise(conv) or _has_bias(conv)),
+    'linear or 2x2 convolution': dict.fromkeys(_LINEARS, any_setting) | dict.fromkeys(_CONVOLUTIONS, _is_patchwise),
+    'layer norm': dict.fromkeys(_LAYER_NORMS, _normalises_channels),
+    'affine layer norm': dict.fromkeys(_LAYER_NORMS, _has_affine_part),
+    'GRN': dict.fromkeys(('sbp_mmdet.models.layers.GRN', 'mmpretrain.models.utils.norm.GRN'), any_setting),
+    'dropout of rate 0': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing) | {nn.Identity: any_setting},
+    'dropout': dict.fromkeys((nn.Dropout, Dropout, nn.Identity), any_setting),
+    'stochastic depth': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing)
+    | {nn.Identity: any_setting, DropPath: any_setting},
+    'layer scale': dict.fromkeys(_SCALES, _scales_last_dimension) | {nn.Identity: any_setting},
+    'identity': {nn.Identity: any_setting},
+    'softmax': {nn.Softmax: _is_over_last_dimension},
+    'patches': {nn.Unfold: any_setting},
+    'list of layers': dict.fromkeys((nn.Sequential, Sequential), any_setting),
+    'holder': dict.fromkeys(('sbp_mmdet.models.vit.Holder',), any_setting),
+    'FFN': {FFN: any_setting},
+    'encoder layer': {DetrTransformerEncoderLayer: any_setting},
+    'multi-head attention': {nn.MultiheadAttention: any_setting},
+    'multi-head attention of mmcv': {MultiheadAttention: any_setting},
+    'deformable attention': {MultiScaleDeformableAttention: any_setting},
+    'shifted-window attention': dict.fromkeys(
+        ('mmdet.models.backbones.swin.ShiftWindowMSA', 'mmpretrain.models.utils.attention.ShiftWindowMSA'), any_setting
+    ),
+    'window attention': dict.fromkeys(
+        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), any_setting
+    ),
+    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), any_setting),
+}
+_RECOMPUTABLE_MODULES = (
+    *(*_LINEARS, nn.modules.linear.NonDynamicallyQuantizableLinear, *_CONVOLUTIONS, nn.LayerNorm, DropPath, Dropout),
+    *(nn.Dropout, nn.Identity, nn.Sequential, Sequential, nn.ModuleList, nn.MultiheadAttention, Swish),
+)
+# Modules that may be called twice, by checkpointing: a second call leaves the same state behind as one call.
+ROLES['recomputable'] = dict.fromkeys((*_RECOMPUTABLE_MODULES, *_ACTIVATIONS), any_setting) | {
+    getattr(nn, name): any_setting for name in torch.nn.modules.activation.__all__
+}
+
+
+def know(role: str, *kinds: type | str) -> None:
+    """Add classes to a role of :data:`ROLES`: their forward computes exactly what that of the role's classes computes.
+
+    Args:
+        role (str): A key of :data:`ROLES`.
+        *kinds (type | str): The classes, or strings of their modules and names.
+
+    Example:
+        >>> know('layer norm', MyLayerNorm)
+    """
+    ROLES[role].update(dict.fromkeys(kinds, next(iter(ROLES[role].values()))))
