@@ -10,7 +10,6 @@ from provenance import CHECKOUT
 from turns import kernels_of, profiled
 
 from sbp_mmdet.plan.batch import at_the_first_step
-from sbp_mmdet.plan.detector import own_crops
 
 sys.path.append(str(CHECKOUT / 'tests'))
 from launches import Launches  # noqa: E402
@@ -48,7 +47,7 @@ def profile_module(
         `tests/launches.py`. Kernels and operations are lists of name, number and seconds, the longest first. Or
         ``reason``.
     """
-    with own_crops(), at_the_first_step():
+    with at_the_first_step():
         model, runner = captured(config, module, amp, channels_last, **case)
     rows = []
 

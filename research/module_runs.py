@@ -12,7 +12,7 @@ from turns import kernels, take_turns, time_step
 
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
-from sbp_mmdet.plan.detector import build_training, own_crops
+from sbp_mmdet.plan.detector import build_training
 from sbp_mmdet.plan.memory import held_bytes, peak_bytes, saved_bytes
 
 __all__ = ['AMP', 'Runner', 'captured', 'measure_module']
@@ -103,7 +103,7 @@ def captured(config: Config, module: str, amp: str, channels_last: bool = False,
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
-        tuple[nn.Module, Runner]: The detector, and a runner of its module. To be called within ``own_crops`` and
+        tuple[nn.Module, Runner]: The detector, and a runner of its module. Both are to be used within
         ``at_the_first_step``.
     """
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def measure_module(
     """
     cuda = torch.device(case['device']).type == 'cuda'
     by_allocator = cuda or any(name in RIVALS for name in names)
-    with own_crops(), at_the_first_step():
+    with at_the_first_step():
         model, runner = captured(config, module, amp, channels_last, **case)
     plain_runner = Runner(runner.inputs, runner.images, runner.device, None)
     plain_runner.inputs = tree_map(_in_fp32, runner.inputs)

@@ -1,6 +1,8 @@
 """Times and peaks of whole training steps, by preset."""
 
 import contextlib
+import copy
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,15 +10,16 @@ from allocator_trace import recorded
 from case import free_memory, name_the_base, of_all_images, parse_name, tried
 from mmengine.config import Config
 from rivals import RIVALS
+from torch import nn
 from turns import kernels, take_turns
 
 from sbp_mmdet.passes import Drawing
 from sbp_mmdet.plan.batch import at_the_first_step
-from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
+from sbp_mmdet.plan.detector import build_training
 from sbp_mmdet.plan.device import use_device
 from sbp_mmdet.plan.variants import with_variant
 
-__all__ = ['capped', 'measure_steps', 'peaks']
+__all__ = ['capped', 'measure_steps', 'peaks', 'timed_step']
 
 
 def peaks(step: Callable[[], object]) -> dict[str, int]:
@@ -50,6 +53,30 @@ def peaks(step: Callable[[], object]) -> dict[str, int]:
         context=total - free - torch.cuda.memory_reserved(),
         **replayed,
     )
+
+
+def timed_step(model: nn.Module, wrapper, data: dict) -> float:
+    """Run a training step: forward pass, backward pass, optimizer step.
+
+    Args:
+        model (nn.Module): The detector in training mode.
+        wrapper (OptimWrapper): Optimizer wrapper of its parameters.
+        data (dict): A batch, which is not changed.
+
+    Returns:
+        float: Duration in seconds.
+    """
+    batch = copy.deepcopy(data)  # a detector's data preprocessor changes it
+    if not next(model.parameters()).is_cuda:
+        start = time.perf_counter()
+        model.train_step(batch, wrapper)
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    model.train_step(batch, wrapper)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def measure_steps(
@@ -117,7 +144,7 @@ def measure_steps(
         else:
             ready.append((row, model))
 
-    with own_crops(), at_the_first_step(), capped(cap, case['device']):
+    with at_the_first_step(), capped(cap, case['device']):
         for name in names:
             rows.append(dict(preset=name))
             if not tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note) and shared:  # noqa: B023
