@@ -380,7 +380,7 @@ class _Watch:
                 stored = kind.stored.get('before' if key == 'with_cp' else key)
                 if stored is None:
                     continue
-                found = [(x, stored.inputs) for x in [inputs]] + [(x, stored.outputs) for x in [outputs]]
+                found = [(inputs, stored.inputs), (outputs, stored.outputs)]
                 kept = [tensors[i] for tensors, which in found for i in which if i < len(tensors)]
                 inside = stored.inside
                 if key == 'with_cp' and kind.checkpointed:

@@ -29,10 +29,6 @@ class FixedDraws:
         """Return the keep ratio of the layer."""
         return self._draws.ratio(layer)
 
-    def draws_for(self, layer) -> bool:
-        """Return ``True``: something is drawn for every layer."""
-        return True
-
     def images(self, branch, number) -> None:
         """Return ``None``: no images are skipped, and the module draws its stochastic depth itself."""
 
@@ -62,7 +58,7 @@ class FixedImages(FixedDraws):
     """Draws of stochastic depth that drop every other image, and no position."""
 
     def images(self, branch, number) -> Tensor:
-        """Return that the first, the third, ... image keep the branch."""
+        """Return a mask that keeps every other image, beginning with the first."""
         return torch.arange(number) % 2 == 0
 
     def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> None:
