@@ -21,7 +21,7 @@ from mmengine.runner import Runner
 
 from .batch_size import largest_batches
 from .check import check
-from .config_checks import ConfigOptions, problem_of_imports
+from .config_checks import add_config, problem_of_imports
 from .counts import count_step, end_progress, presets_for, rows_of
 from .errors import problem_of_data, reason_of
 from .inputs import add_inputs, crowded, inputs_of, labels_of
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _add_plan(verbs):
     verb = verbs.add_parser('plan', help='which variant fits into a GPU')
-    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    add_config(verb)
     verb.add_argument('--budget', help="memory of the GPU: 8GiB, 7.5GB (default: this machine's GPU)")
     add_inputs(verb, largest=True)
     verb.add_argument(
@@ -83,7 +83,6 @@ def _add_plan(verbs):
     verb.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
     verb.add_argument('--json', action='store_true', help='print the answer for scripts')
     verb.add_argument('--verbose', action='store_true', help='also what is allocated, and what torch reserves')
-    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_plan)
 
 
@@ -264,9 +263,8 @@ def _budget(text):
 
 def _add_rehearse(verbs):
     verb = verbs.add_parser('rehearse', help='one step on the largest batch of the data set')
-    verb.add_argument('config', help='config file, with its data in place')
+    add_config(verb, 'config file, with its data in place')
     verb.add_argument('--budget', help="memory that may be used: 8GiB (default: all of this machine's GPU)")
-    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_rehearse)
 
 

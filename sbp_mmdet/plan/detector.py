@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from mmdet.models.dense_heads import EmbeddingRPNHead
 from mmdet.models.task_modules.assigners import HungarianAssigner, MaxIoUAssigner
-from mmdet.registry import HOOKS, MODELS
+from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.hooks import EMAHook
 from mmengine.optim import build_optim_wrapper
@@ -20,7 +20,7 @@ from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
 from ..models.weights import quiet
-from ..surgery import mix_out, model_hooks
+from ..surgery import hook_class, mix_out, model_hooks
 from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
 from .cuda_rules import autocast_rules, cuda_kernels
@@ -285,8 +285,7 @@ def averaged_bytes(config: Config, model: nn.Module) -> int:
         config (Config): Config of a detector.
         model (nn.Module): The model of the config. A copy has its parameters and its buffers.
     """
-    kinds = [hook['type'] for hook in config.get('custom_hooks') or []]
-    kinds = [HOOKS.get(kind) if isinstance(kind, str) else kind for kind in kinds]
+    kinds = [hook_class(hook) for hook in config.get('custom_hooks') or []]
     copies = sum(isinstance(kind, type) and issubclass(kind, EMAHook) for kind in kinds)
     return copies * _bytes([*model.parameters(), *model.buffers()])
 

@@ -7,8 +7,9 @@ from mmdet.engine.hooks import YOLOXModeSwitchHook
 from mmdet.registry import HOOKS
 from mmengine.config import Config
 
+from ..surgery import hook_arguments, hook_class
 from .pipeline import data_set_of, samples_of
-from .transforms import innermost_of, name_of, transforms_of
+from .transforms import channels_of, innermost_of, name_of, transforms_of
 from .worst_batch import Batch, batches_of
 
 __all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'crowded', 'inputs_of', 'labels_of', 'labels_read']
@@ -115,12 +116,11 @@ def inputs_of(
         batch = loader.get('batch_size', DEFAULT_BATCH)
         known = 'batch_size' in loader
         notes.append('batch: of train_dataloader' if known else f'batch: not in the config, so {DEFAULT_BATCH}')
-    channels = ((config.model.get('detector') or config.model).get('backbone') or {}).get('in_channels') or 3
     if not isinstance(batch, int) or batch < 1:
         raise ValueError(
             f'batch size {batch!r} must be a whole number of 1 or more; set --batch or train_dataloader.batch_size'
         )
-    case = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels)
+    case = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels_of(config))
     if size is None and not loader.get('dataset'):
         notes.append("size: not in the config, so COCO's")
     elif size is None:
@@ -151,12 +151,12 @@ def _later(config):
     """Return what hooks change in the last epochs: a pipeline in the place of the first, or transforms to skip."""
     found = []
     for hook in config.get('custom_hooks') or []:
-        kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
+        kind = hook_class(hook)
         if hook.get('switch_pipeline'):
             found.append((list(hook['switch_pipeline']), ()))
         elif isinstance(kind, type) and issubclass(kind, YOLOXModeSwitchHook):
-            own = {key: value for key, value in hook.items() if key != 'priority'}  # the runner's
-            found.append((None, HOOKS.build(own).skip_type_keys))
+            own = HOOKS.build(dict(hook_arguments(hook), type=hook['type']))
+            found.append((None, own.skip_type_keys))
     return found
 
 

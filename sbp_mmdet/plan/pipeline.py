@@ -24,9 +24,10 @@ from mmengine.dataset import BaseDataset
 from mmengine.registry import init_default_scope
 from mmengine.utils import import_modules_from_strings
 
+from ..verify.dry_run import restored_random_states
 from .blank_images import NO_BOXES, as_array, blank_copy, rectangle
 from .errors import problem_of_data
-from .transforms import name_of
+from .transforms import channels_of, name_of
 
 __all__ = ['CannotRun', 'Samples', 'data_set_of', 'samples_of']
 
@@ -129,8 +130,7 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequenc
     Raises:
         CannotRun: If a transform raises an error.
     """
-    backbone = (config.model.get('detector') or config.model).get('backbone') or {}
-    channels = backbone.get('in_channels') or 3
+    channels = channels_of(config)
 
     def copied(blank):
         made = blank_copy(dataset, channels, step, blank)
@@ -324,12 +324,9 @@ def _time_limit(i) -> Iterator[None]:
 @contextlib.contextmanager
 def _own_draws() -> Iterator[None]:
     """Seed all random generators within the context, and restore their states at its end."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(0), np.random.seed(0), torch.random.default_generator.manual_seed(0)
-    try:
+    with restored_random_states():
+        random.seed(0), np.random.seed(0), torch.random.default_generator.manual_seed(0)
         yield
-    finally:
-        random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
 
 
 @contextlib.contextmanager

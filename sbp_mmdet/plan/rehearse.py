@@ -9,10 +9,8 @@ import copy
 import functools
 import gc
 import math
-import random
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from mmdet.registry import HOOKS
 from mmengine.config import Config
@@ -23,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..apply import draws_of
 from ..surgery import unwrapped
-from ..verify.dry_run import NoUpdate
+from ..verify.dry_run import NoUpdate, restored_random_states
 from ..verify.first_pass import verification_off
 
 __all__ = ['DoesNotFit', 'RehearseHook', 'as_before']
@@ -206,18 +204,15 @@ def as_before(model: nn.Module) -> Iterator[None]:
     Args:
         model (nn.Module): The model in training mode, not wrapped.
     """
-    cuda = torch.cuda.is_available()
-    numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda and torch.cuda.get_rng_state()
+    devices = [torch.device('cuda')] if torch.cuda.is_available() else []
     buffers = [(buffer, buffer.detach().cpu().clone()) for buffer in model.buffers()]
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     counters = [(module, _counters(module)) for module in model.modules()]
     passes = [(draws, dict(vars(draws))) for draws in draws_of(model)]
     try:
-        yield
+        with restored_random_states(devices):
+            yield
     finally:
-        random.setstate(numbers[0]), np.random.set_state(numbers[1]), torch.set_rng_state(numbers[2])
-        if cuda:
-            torch.cuda.set_rng_state(numbers[3])
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

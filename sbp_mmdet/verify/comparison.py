@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..ops.common.precision import autocast_dtype
-from .dry_run import random_state
+from .dry_run import random_state_restorer
 from .module_run import Run, cotangent, floating, norm, run_module
 from .random_parts import Disagreement, RandomParts, check_derivative
 
@@ -101,7 +101,7 @@ def run_both(
     Raises:
         Disagreement: If the changed module raises where its own code does not.
     """
-    put_back = random_state(devices)
+    put_back = random_state_restorer(devices)
     if expected is None:
         expected = own.run(args, kwargs, dtype)
     put_back()
@@ -146,7 +146,7 @@ def compare(
     """
     outputs, gradients = tolerance_of(lean.module, (args, kwargs), dtype)
     bars = dict(outputs=outputs, gradients=gradients + slack)
-    put_back = random_state(devices)
+    put_back = random_state_restorer(devices)
     runs = run_both(own, lean, args, kwargs, devices, dtype, expected)
     off = _beyond(runs, only, bars)
     if slack and (longer := _longer(runs, only, off, gradients, slack)):
@@ -227,7 +227,7 @@ class _Exactly:
         Raises:
             Disagreement: If the sides differ on all of these arguments.
         """
-        suspects, put_back = None, random_state(self.devices)
+        suspects, put_back = None, random_state_restorer(self.devices)
         for attempt in range(_ATTEMPTS):
             put_back()
             runs = run_both(self.own, self.lean, args, kwargs, self.devices, self.dtype)
