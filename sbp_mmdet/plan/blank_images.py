@@ -86,7 +86,7 @@ class _BlankAnnotations(BaseTransform):
         return results
 
 
-class _Facts(BaseTransform):
+class _ShapeAndBoxes(BaseTransform):
     """Replacement for the transform that packs tensors, which returns the image's shape and its boxes instead."""
 
     def transform(self, results):
@@ -173,7 +173,7 @@ def _replaced(node, channels, blank):
     if isinstance(node, dict):
         return {key: _replaced(value, channels, blank) for key, value in node.items()}
     if type(node) is PackDetInputs:
-        return _Facts()
+        return _ShapeAndBoxes()
     if blank and (found := _stand_in(node, channels)):
         return found
     if isinstance(node, BaseTransform) or type(node).__name__ == 'Compose':

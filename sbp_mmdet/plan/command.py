@@ -32,7 +32,7 @@ from .report import add_report
 from .snippet import snippet, where_to
 from .tables import Column, format_gib, text_table
 from .transforms import name_of
-from .variants import STANDS_IN, is_plain, load_config, needs_missing, plain
+from .variants import STANDS_IN, is_plain, load_config, needs_mmpretrain, plain
 from .verify import add_verify
 
 __all__ = ['main']
@@ -117,7 +117,7 @@ def _plan(args, config):
     found = answer(rows)
     unchanged = found is None or found.variant == OWN
     if found is not None and found.variant == 'none':
-        unchanged = is_plain(config) and not needs_missing(config)
+        unchanged = is_plain(config) and not needs_mmpretrain(config)
     lines = '' if unchanged else snippet(config, found.variant)
     if args.json:
         _print_json(args, budget, inputs, rows, found, lines)
@@ -227,7 +227,7 @@ def _of_the_run(config):
     if config.get('val_dataloader') and config.get('val_cfg'):
         masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
-    if needs_missing(config):
+    if needs_mmpretrain(config):
         lines.append(f'The config {_missing(config)}; counts and lines are for that.')
     return ''.join(f'\n{line}' for line in lines)
 
@@ -295,7 +295,7 @@ class _Runner(Runner):
 
 def _rehearse(args, config):
     _refuse_strategies(args, config)
-    if needs_missing(config):
+    if needs_mmpretrain(config):
         raise ValueError(f'{args.config}: {_missing(config)}')
     if args.budget:
         parse_bytes(args.budget)

@@ -135,29 +135,29 @@ def _of_pipeline(config, case, dataset, processes):
     if dataset is None:
         dataset, whose = data_set_of(config)
     samples = [samples_of(dataset, config, step, case.batch, skip) for step, skip in [(None, ()), *_later(config)]]
-    first, *later = [batches_of(one, config, case.batch, processes) for one in samples]
-    most = max([first, *later], key=lambda found: found.main.height * found.main.width)
-    main = most.main
-    boxes = max(found.main.boxes for found in (first, *later)) if samples[0].groups else None
+    batches = [batches_of(one, config, case.batch, processes) for one in samples]
+    first, most_pixels = batches[0], max(batches, key=lambda one: one.main.height * one.main.width)
+    main, branches = most_pixels.main, most_pixels.largest
+    boxes = max(one.main.boxes for one in batches) if samples[0].groups else None
     case = case._replace(
         height=main.height, width=main.width, usual=first.usual, rare=first.rare, boxes=boxes,
         channels=samples[0].channels,
-        truth=main.truth if samples[0].groups else None, branches=None if '' in most.largest else most.largest,
+        truth=main.truth if samples[0].groups else None, branches=None if '' in branches else branches,
     )  # fmt: skip
     return case, f'size: of the pipeline; sizes of images: {whose}'
 
 
 def _later(config):
     """Return what hooks change in the last epochs: a pipeline in the place of the first, or transforms to skip."""
-    found = []
+    changes = []
     for hook in config.get('custom_hooks') or []:
         kind = hook_class(hook)
         if hook.get('switch_pipeline'):
-            found.append((list(hook['switch_pipeline']), ()))
+            changes.append((list(hook['switch_pipeline']), ()))
         elif isinstance(kind, type) and issubclass(kind, YOLOXModeSwitchHook):
             own = HOOKS.build(dict(hook_arguments(hook), type=hook['type']))
-            found.append((None, own.skip_type_keys))
-    return found
+            changes.append((None, own.skip_type_keys))
+    return changes
 
 
 def labels_read(config: Config) -> tuple[bool, bool]:
@@ -173,13 +173,17 @@ def labels_read(config: Config) -> tuple[bool, bool]:
 
 
 def labels_of(config: Config) -> tuple[int, bool]:
-    """Return the number of classes of a config's model, and whether the model is trained with a mask for each box."""
-    found = []
+    """Return the smallest number of classes of a model's heads, and whether it is trained with a mask for each box.
+
+    Args:
+        config (Config): Config of a detector.
+    """
+    numbers = []
 
     def look(node):
         if isinstance(node, dict):
             if isinstance(node.get('num_classes'), int):
-                found.append(node['num_classes'])
+                numbers.append(node['num_classes'])
             node = list(node.values())
         if isinstance(node, (list, tuple)):
             for item in node:
@@ -189,4 +193,4 @@ def labels_of(config: Config) -> tuple[int, bool]:
     roi_head = config.model.get('roi_head')
     masks = (roi_head.get('mask_head') if isinstance(roi_head, dict) else None) or config.model.get('mask_head')
     masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')
-    return min(found, default=1), bool(masks)
+    return min(numbers, default=1), bool(masks)

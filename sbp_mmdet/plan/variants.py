@@ -29,7 +29,7 @@ __all__ = [
     'is_lean',
     'is_plain',
     'load_config',
-    'needs_missing',
+    'needs_mmpretrain',
     'own_gradients',
     'piece_change',
     'plain',
@@ -100,7 +100,7 @@ def load_config(path: str, options: dict | None = None) -> Config:
     return config
 
 
-def needs_missing(config: Config) -> bool:
+def needs_mmpretrain(config: Config) -> bool:
     """Return whether a config's backbone is of mmpretrain, which is not installed; ``STANDS_IN`` names ours."""
     kind = (config.model.get('backbone') or {}).get('type')
     return isinstance(kind, str) and kind in STANDS_IN and importlib.util.find_spec('mmpretrain') is None

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..presets import PRESETS
 from ..stochastic_backprop.masks import Positions
 
-__all__ = ['FixedDraws', 'FixedImages', 'as_reference', 'dropped_images', 'with_fixed_draws', 'with_fixed_images']
+__all__ = ['as_reference', 'dropped_images', 'with_fixed_draws', 'with_fixed_images']
 
 
 class FixedDraws:
