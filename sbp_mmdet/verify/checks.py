@@ -41,7 +41,7 @@ class Kind:
         disagrees (str | None): How they differ, or the error of the changed module. If ``None``, they agree. Default:
             None.
         skipped (str | None): Why they were not compared. If ``None``, they were. Default: None.
-        stored (dict[str, Stored]): Tensors that autograd saves in one module, ``now`` and ``before`` the change.
+        stored (dict[str, SavedTensors]): Tensors that autograd saves in one module, ``now`` and ``before`` the change.
             Default: empty.
         checkpointed (bool): Whether ``preset='with_cp'`` checkpoints such a module. Default: False.
         bytes (dict[str, int]): Bytes that all modules of the kind save: ``now``, ``before``, and ``with_cp``, without
