@@ -33,12 +33,12 @@ def profile_module(
     """Profile a forward and backward pass of a module by preset.
 
     Args:
-        config (Config): A plain detector's.
-        names (Sequence[str]): Presets; the first is what others are compared with.
+        config (Config): Config of a plain detector.
+        names (Sequence[str]): Names of presets, the baseline first.
         module (str): Name of the submodule.
-        amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
-        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
-        note (Callable): Gets each row. Default: nothing.
+        amp (str): Precision of autocast: 'off', 'bf16' or 'fp16'.
+        channels_last (bool): Whether input and weights are stored as (N, H, W, C). Default: False.
+        note (Callable): Is called with each row. Default: does nothing.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:

@@ -96,14 +96,14 @@ def captured(config: Config, module: str, amp: str, channels_last: bool = False,
     """Build a plain detector, and take the input of a module from a forward pass on smooth images.
 
     Args:
-        config (Config): A plain detector's.
+        config (Config): Config of a plain detector.
         module (str): Name of the submodule.
-        amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
-        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
+        amp (str): Precision of autocast: 'off', 'bf16' or 'fp16'.
+        channels_last (bool): Whether input and weights are stored as (N, H, W, C). Default: False.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
-        tuple[nn.Module, Runner]: The detector, and a runner of its module. Both are to be used within
+        tuple[nn.Module, Runner]: The detector, and a runner of its module. To be called within
         ``at_the_first_step``.
     """
     torch.manual_seed(0)
@@ -132,15 +132,16 @@ def measure_module(
     """Measure stored bytes, gradient errors and times of a module, by preset and rival.
 
     Args:
-        config (Config): A plain detector's.
-        names (Sequence[str]): Of presets, with keys, and rivals; the baseline first.
+        config (Config): Config of a plain detector.
+        names (Sequence[str]): Names of presets (with keys) and rivals, the baseline first.
         module (str): Name of the submodule.
-        amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
-        rounds (int): Timed rounds; 0: no times.
-        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
+        amp (str): Precision of autocast: 'off', 'bf16' or 'fp16'.
+        rounds (int): Number of timed rounds. If 0, nothing is timed.
+        channels_last (bool): Whether input and weights are stored as (N, H, W, C). Default: False.
         profile (bool): Whether kernels are counted on CUDA, after the times: torch's profiler slows down what is
             launched behind it. Default: True.
-        note (Callable): Gets each row before it is measured, without times, and with them. Default: nothing.
+        note (Callable): Is called with each row before it is measured, without times, and with times. Default: does
+            nothing.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:

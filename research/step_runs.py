@@ -92,12 +92,12 @@ def measure_steps(
     """Measure whole training steps by preset, on the same batch and the same weights, which stay as they are.
 
     Args:
-        config (Config): The detector.
-        names (Sequence[str]): Presets and rivals; rivals change the backbone.
-        rounds (int): How often each step is timed.
-        note (Callable): Gets each row as soon as it is measured. Default: nothing is done with it.
-        cap (int | None): Bytes that torch may have of the GPU. Under a cap presets take no turns, because each would
-            pay for the memory that the one before has cached. Default: None, all.
+        config (Config): Config of the detector.
+        names (Sequence[str]): Names of presets (with keys) and rivals, which change the backbone.
+        rounds (int): Number of timed rounds of each step.
+        note (Callable): Is called with each row as soon as it is measured. Default: does nothing.
+        cap (int | None): Bytes of the GPU that torch may allocate. Under a cap presets take no turns, because each
+            would pay for the memory that the one before has cached. If ``None``, all. Default: None.
         profile (bool): Whether kernels are counted on CUDA, after the times. Default: True.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 

@@ -44,7 +44,9 @@ def hookless_copy(model: nn.Module) -> nn.Module:
             may refer to the original.
     """
     if nn.modules.module._has_any_global_hook():
-        raise CannotCopy('hooks are registered for all modules')
+        raise CannotCopy(
+            'hooks are registered for all modules; remove them for the first step (register_module_forward_hook)'
+        )
     memo = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -55,7 +57,7 @@ def hookless_copy(model: nn.Module) -> nn.Module:
         _check_forward(name, module)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, 'full_tensor') or hasattr(parameter, '_sharded'):
-            raise CannotCopy(f'{name} is sharded')
+            raise CannotCopy(f'{name} is sharded; run sbp-mmdet verify CONFIG on one GPU')
         memo[id(parameter)] = parameter
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
