@@ -35,12 +35,10 @@ from sbp_mmdet.plan.device import check_device, use_device
 from sbp_mmdet.plan.variants import load_config, plain
 from sbp_mmdet.presets import PRESETS
 
-__all__ = ['keep_freed_memory']
-
 DEFAULT = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'sbp']
 
 
-def keep_freed_memory() -> None:
+def _keep_freed_memory() -> None:
     """Keep freed memory in this process, as CUDA's allocator does.
 
     By default glibc returns large blocks to the system, which fills them with zeros when they are requested again: a
@@ -98,7 +96,7 @@ def main():
             parse_name(name)
         args.device = str(use_device(args.device))
         if not cuda:
-            keep_freed_memory()
+            _keep_freed_memory()
         case = dict(batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
         config = plain(load_config(args.config, args.cfg_options))
         note = functools.partial(append_line, args.lines) if args.lines else lambda row: None

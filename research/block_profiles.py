@@ -10,7 +10,6 @@ from provenance import CHECKOUT
 from turns import kernels_of, profiled
 
 from sbp_mmdet.plan.batch import at_the_first_step
-from sbp_mmdet.plan.detector import own_crops
 
 sys.path.append(str(CHECKOUT / 'tests'))
 from launches import Launches  # noqa: E402
@@ -34,12 +33,12 @@ def profile_module(
     """Profile a forward and backward pass of a module by preset.
 
     Args:
-        config (Config): A plain detector's.
-        names (Sequence[str]): Presets; the first is what others are compared with.
+        config (Config): Config of a plain detector.
+        names (Sequence[str]): Names of presets, the baseline first.
         module (str): Name of the submodule.
-        amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
-        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
-        note (Callable): Gets each row. Default: nothing.
+        amp (str): Precision of autocast: 'off', 'bf16' or 'fp16'.
+        channels_last (bool): Whether input and weights are stored as (N, H, W, C). Default: False.
+        note (Callable): Is called with each row. Default: does nothing.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
@@ -48,7 +47,7 @@ def profile_module(
         `tests/launches.py`. Kernels and operations are lists of name, number and seconds, the longest first. Or
         ``reason``.
     """
-    with own_crops(), at_the_first_step():
+    with at_the_first_step():
         model, runner = captured(config, module, amp, channels_last, **case)
     rows = []
 

@@ -160,7 +160,7 @@ def tried(row: dict, rival: bool, measure: Callable[[], object], note: Callable[
         row (dict): The row, which ``measure`` fills.
         rival (bool): Whether it is a rival, which may fail for any reason.
         measure (Callable): Measures.
-        note (Callable): Gets the row.
+        note (Callable): Is called with the row.
     """
     note(dict(row, state='begun'))
     free_memory()

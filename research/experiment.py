@@ -25,18 +25,18 @@ class Experiment:
     """Trainings to run and compare: settings of one config, whole configs, or both.
 
     Attributes:
-        name (str): Of the experiment.
+        name (str): Name of the experiment.
         config (str): Config file, or ``mmdet::FAMILY/NAME.py``. Default: ''.
-        settings (Mapping): Label to what replaces the backbone's ``sbp_cfg``, or where it has none to what
-            ``LeanHook`` is given; None is plain. Default: none.
+        settings (Mapping): Label to the value that replaces the backbone's ``sbp_cfg``, or to the keys of ``LeanHook``
+            if the backbone has none. A value of ``None`` means the plain model. Default: none.
         configs (Mapping): Label to a config of its own, trained as it is. Default: none.
         options (Mapping): ``--cfg-options`` of all trainings: schedule, data. Default: none.
-        seeds (Sequence[int]): The same for each label: same start, same order of images. Default: 0.
+        seeds (Sequence[int]): Seeds of each label: labels share the start and the order of images. Default: 0.
         compare (Mapping): Label to the label that it is compared with. Default: each with the first one.
-        gpus (int): For each training; 0 is one process without a launcher. Default: 0.
-        heads (Sequence[str]): What the paper reports: 'memory' (GB), 'box AP', ... in percent. Default: nothing.
+        gpus (int): Number of GPUs of each training. If 0, one process runs without a launcher. Default: 0.
+        heads (Sequence[str]): Columns that the paper reports: 'memory' (GB), 'box AP', ... in percent. Default: none.
         paper (Mapping): Label to the paper's values, in the order of ``heads``. Default: none.
-        folder (Path): Configs' names are relative to it. Default: the working folder.
+        folder (Path): Folder that names of configs are relative to. Default: the working folder.
     """
 
     name: str

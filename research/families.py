@@ -31,7 +31,7 @@ from torch import nn
 
 from sbp_mmdet.hooks import LeanHook
 from sbp_mmdet.plan.batch import at_the_first_step
-from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector, own_crops
+from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector
 from sbp_mmdet.plan.inputs import crowded, inputs_of
 from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import everything_checkpointed, load_config, plain, presets_of, with_variant
@@ -131,7 +131,7 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
     """
     row = dict(fp64=double, size=size)
     try:
-        with own_crops(), at_the_first_step():
+        with at_the_first_step():
             torch.manual_seed(0)
             if double:
                 _compute_in_double()
@@ -143,7 +143,7 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
             losses, gradients = step(model, batch)
     except Exception as error:
         return dict(row, untried=reason_of(error))
-    with own_crops(), at_the_first_step():
+    with at_the_first_step():
         moved = dict(model.named_buffers()).items()
         stock = {name: value.clone() for name, value in moved}
         for name, value in moved:

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.plan.cuda_rules import full_fp32
-from sbp_mmdet.plan.detector import own_crops
 from sbp_mmdet.plan.device import check_device
 from sbp_mmdet.plan.tables import Column, text_table
 from sbp_mmdet.plan.variants import load_config
@@ -71,9 +70,8 @@ def _backward(model, batch, seed):
     torch.manual_seed(seed)
     hook = model.backbone.register_forward_pre_hook(lambda module, args: torch.manual_seed(seed) and None)
     try:
-        with own_crops():
-            data = model.data_preprocessor(copy.deepcopy(batch), True)
-            loss, _ = model.parse_losses(model(**data, mode='loss'))
+        data = model.data_preprocessor(copy.deepcopy(batch), True)
+        loss, _ = model.parse_losses(model(**data, mode='loss'))
     finally:
         hook.remove()
     loss.backward()

@@ -12,7 +12,7 @@ from turns import kernels, take_turns, time_step
 
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
-from sbp_mmdet.plan.detector import build_training, own_crops
+from sbp_mmdet.plan.detector import build_training
 from sbp_mmdet.plan.memory import held_bytes, peak_bytes, saved_bytes
 
 __all__ = ['AMP', 'Runner', 'captured', 'measure_module']
@@ -96,14 +96,14 @@ def captured(config: Config, module: str, amp: str, channels_last: bool = False,
     """Build a plain detector, and take the input of a module from a forward pass on smooth images.
 
     Args:
-        config (Config): A plain detector's.
+        config (Config): Config of a plain detector.
         module (str): Name of the submodule.
-        amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
-        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
+        amp (str): Precision of autocast: 'off', 'bf16' or 'fp16'.
+        channels_last (bool): Whether input and weights are stored as (N, H, W, C). Default: False.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
-        tuple[nn.Module, Runner]: The detector, and a runner of its module. To be called within ``own_crops`` and
+        tuple[nn.Module, Runner]: The detector, and a runner of its module. To be called within
         ``at_the_first_step``.
     """
     torch.manual_seed(0)
@@ -115,6 +115,51 @@ def captured(config: Config, module: str, amp: str, channels_last: bool = False,
     if channels_last:
         found = tree_map(_channels_last, found)
     return model, Runner(found, images, case['device'], AMP[amp])
+
+
+class _Measured:
+    """Module of a detector that is measured by preset and rival, one after the other.
+
+    Args:
+        model (nn.Module): The detector.
+        module (str): Name of the submodule.
+        runner (Runner): Runner of the module.
+        amp (str): Precision of autocast: 'off', 'bf16' or 'fp16'.
+        by_allocator (bool): Whether bytes are those that the allocator holds.
+
+    Attributes:
+        cases (list[tuple[dict, Case]]): Row and case of each preset and rival that ran.
+    """
+
+    def __init__(self, model, module, runner, amp, by_allocator):
+        self._model, self._module, self._runner = model, module, runner
+        self._amp, self._by_allocator = AMP[amp], by_allocator
+        self._plain_runner = Runner(runner.inputs, runner.images, runner.device, None)
+        self._plain_runner.inputs = tree_map(_in_fp32, runner.inputs)
+        self._exact, self.cases = None, []
+
+    def measure(self, row, name):
+        """Measure everything but the times in turns, and write it to the row."""
+        runner, keys = self._runner, of_all_images(name)
+        with full_fp32(), plain_draws(name in RIVALS):
+            error = self._plain_runner.gradients(Case(name, self._model, self._module, keys))
+        if self._exact is None:
+            self._exact = error
+        row.update(compared(self._exact, error))
+        case = Case(name, self._model, self._module, {})
+        whole = Case(name, self._model, self._module, keys) if keys else case
+        first = runner.times(case)['seconds']
+        row.update(runner.bytes(whole, self._by_allocator))
+        if case.rival and case.rival.compiled:
+            row['compile_s'] = max(first - runner.times(case)['seconds'], 0.0)
+        elif self._amp:
+            row['amp_error'] = compared(self._exact, runner.gradients(whole))['error']
+        self.cases.append((row, case))
+
+    def clear(self):
+        """Drop the gradients that a case that failed has left."""
+        self._runner.clear(self._model)
+        self._plain_runner.clear(self._model)
 
 
 def measure_module(
@@ -132,15 +177,16 @@ def measure_module(
     """Measure stored bytes, gradient errors and times of a module, by preset and rival.
 
     Args:
-        config (Config): A plain detector's.
-        names (Sequence[str]): Of presets, with keys, and rivals; the baseline first.
+        config (Config): Config of a plain detector.
+        names (Sequence[str]): Names of presets (with keys) and rivals, the baseline first.
         module (str): Name of the submodule.
-        amp (str): Of autocast: 'off', 'bf16' or 'fp16'.
-        rounds (int): Timed rounds; 0: no times.
-        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
+        amp (str): Precision of autocast: 'off', 'bf16' or 'fp16'.
+        rounds (int): Number of timed rounds. If 0, nothing is timed.
+        channels_last (bool): Whether input and weights are stored as (N, H, W, C). Default: False.
         profile (bool): Whether kernels are counted on CUDA, after the times: torch's profiler slows down what is
             launched behind it. Default: True.
-        note (Callable): Gets each row before it is measured, without times, and with them. Default: nothing.
+        note (Callable): Is called with each row before it is measured, without times, and with times. Default: does
+            nothing.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
@@ -153,39 +199,19 @@ def measure_module(
     """
     cuda = torch.device(case['device']).type == 'cuda'
     by_allocator = cuda or any(name in RIVALS for name in names)
-    with own_crops(), at_the_first_step():
+    with at_the_first_step():
         model, runner = captured(config, module, amp, channels_last, **case)
-    plain_runner = Runner(runner.inputs, runner.images, runner.device, None)
-    plain_runner.inputs = tree_map(_in_fp32, runner.inputs)
-    rows, cases, exact = [], [], []
-
-    def measure(row, name):
-        keys = of_all_images(name)
-        with full_fp32(), plain_draws(name in RIVALS):
-            error = plain_runner.gradients(Case(name, model, module, keys))
-        exact[:] = exact or [error]
-        row.update(compared(exact[0], error))
-        case = Case(name, model, module, {})
-        whole = Case(name, model, module, keys) if keys else case
-        first = runner.times(case)['seconds']
-        row.update(runner.bytes(whole, by_allocator))
-        if case.rival and case.rival.compiled:
-            row['compile_s'] = max(first - runner.times(case)['seconds'], 0.0)
-        elif AMP[amp]:
-            row['amp_error'] = compared(exact[0], runner.gradients(whole))['error']
-        cases.append((row, case))
-
+    measured, rows = _Measured(model, module, runner, amp, by_allocator), []
     for name in names:
         rows.append(dict(preset=name))
-        if not tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note):  # noqa: B023
-            runner.clear(model)
-            plain_runner.clear(model)
+        if not tried(rows[-1], name in RIVALS, lambda: measured.measure(rows[-1], name), note):  # noqa: B023
+            measured.clear()
             if len(rows) == 1 and rows[0]['reason'] != OUT_OF_MEMORY:
                 reason = rows[0]['reason']
                 raise ValueError(f'{name}, which all others are compared with: {reason}; name another one first')
-    name_the_base(cases, names)
-    take_turns(cases, rounds, lambda case, i: runner.times(case), note, warm_up=cuda)
-    for row, own in cases if cuda and profile else ():
+    name_the_base(measured.cases, names)
+    take_turns(measured.cases, rounds, lambda case, i: runner.times(case), note, warm_up=cuda)
+    for row, own in measured.cases if cuda and profile else ():
         row.update(kernels(lambda: runner.step(own)))  # noqa: B023
         runner.clear(model)
         note(row)

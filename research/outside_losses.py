@@ -24,7 +24,7 @@ from tables import markdown_table
 
 from sbp_mmdet.hooks import LeanHook
 from sbp_mmdet.plan.batch import at_the_first_step
-from sbp_mmdet.plan.detector import build_detector, own_crops
+from sbp_mmdet.plan.detector import build_detector
 from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import load_config, plain
 from sbp_mmdet.presets import PRESETS
@@ -146,7 +146,7 @@ def train(folder: Path, data: Path, name: str, run: str, steps: int) -> dict:
         dict: ``losses``, one for each step, and what was changed, if anything.
     """
     small, losses, row = MODELS[name], [], {}
-    with sources(folder, small.config), own_crops(), at_the_first_step():
+    with sources(folder, small.config), at_the_first_step():
         config: Config = plain(load_config(str(folder / small.config), small.options))
         _with_one_class(config.model)
         config.optim_wrapper = dict(

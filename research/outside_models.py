@@ -195,9 +195,13 @@ def report(rows: dict[str, dict]) -> str:
         *(Column(f'`{variant}`', share('peaks', variant)) for variant in others),
         Column('plain stored', lambda row: _bytes(row, 'stored')),
         *(Column(f'`{variant}` ', share('stored', variant)) for variant in others),
-        Column('what stopped it here', lambda row: (row.get('untried') or row.get('error') or row.get('plan', {}).get('error') or '')[:90]),
+        Column('what stopped it here', _obstacle),
     ]
     return markdown_table(columns, [dict(rows[name], name=name) for name in MODELS if name in rows])
+
+
+def _obstacle(row):
+    return (row.get('untried') or row.get('error') or row.get('plan', {}).get('error') or '')[:90]
 
 
 def _bytes(row, key):

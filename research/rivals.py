@@ -21,12 +21,12 @@ class Rival:
     """Alternative way to store less.
 
     Attributes:
-        name (str): What tools call it.
+        name (str): Name on the command line.
         meaning (str): One line for --help.
         preset (str): The preset that it runs on. Default: 'none'.
         wrap (Callable | None): Forward pass -> forward pass. Default: None.
         change (Callable | None): Changes a module in place. Default: None.
-        compiled (bool): By ``torch.compile``. Default: False.
+        compiled (bool): Whether ``torch.compile`` compiles it. Default: False.
     """
 
     name: str

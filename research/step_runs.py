@@ -1,6 +1,8 @@
 """Times and peaks of whole training steps, by preset."""
 
 import contextlib
+import copy
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,15 +10,16 @@ from allocator_trace import recorded
 from case import free_memory, name_the_base, of_all_images, parse_name, tried
 from mmengine.config import Config
 from rivals import RIVALS
+from torch import nn
 from turns import kernels, take_turns
 
 from sbp_mmdet.passes import DrawsInPasses
 from sbp_mmdet.plan.batch import at_the_first_step
-from sbp_mmdet.plan.detector import build_training, own_crops, timed_step
+from sbp_mmdet.plan.detector import build_training
 from sbp_mmdet.plan.device import use_device
 from sbp_mmdet.plan.variants import with_variant
 
-__all__ = ['capped', 'measure_steps', 'peaks']
+__all__ = ['capped', 'measure_steps', 'peaks', 'timed_step']
 
 
 def peaks(step: Callable[[], object]) -> dict[str, int]:
@@ -52,6 +55,70 @@ def peaks(step: Callable[[], object]) -> dict[str, int]:
     )
 
 
+def timed_step(model: nn.Module, wrapper, data: dict) -> float:
+    """Run a training step: forward pass, backward pass, optimizer step.
+
+    Args:
+        model (nn.Module): The detector in training mode.
+        wrapper (OptimWrapper): Optimizer wrapper of its parameters.
+        data (dict): A batch, which is not changed.
+
+    Returns:
+        float: Duration in seconds.
+    """
+    batch = copy.deepcopy(data)  # a detector's data preprocessor changes it
+    if not next(model.parameters()).is_cuda:
+        start = time.perf_counter()
+        model.train_step(batch, wrapper)
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    model.train_step(batch, wrapper)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+class _Steps:
+    """Training steps of a detector by preset. All models share weights, optimizer wrapper and batch of the first.
+
+    Args:
+        config (Config): Config of the detector.
+        case (dict): Arguments of :func:`build_training`.
+    """
+
+    def __init__(self, config, case):
+        self._config, self._case, self._shared = config, case, None
+
+    def build(self, name, **more):
+        """Return the model with a preset or a rival, with more keys of the preset."""
+        preset, keys = parse_name(name)
+        torch.manual_seed(0)
+        model, wrapper, batch = build_training(with_variant(self._config, preset, **{**keys, **more}), **self._case)
+        if self._shared:
+            model.load_state_dict(self._shared[0].state_dict(keep_vars=True), assign=True)
+        for group in wrapper.optimizer.param_groups:
+            group['lr'] = 0.0  # the same arithmetic, and all steps of all presets begin at the same weights
+        self._shared = self._shared or (model, wrapper, batch)
+        if rival := RIVALS.get(name):
+            if rival.change:
+                rival.change(model.backbone)
+            if rival.wrap:
+                model.backbone.forward = rival.wrap(model.backbone.forward)
+        return model
+
+    def run(self, model, i):
+        """Run a step with the i-th seed, and return its time."""
+        torch.manual_seed(i)
+        _, wrapper, batch = self._shared
+        return dict(seconds=timed_step(model, wrapper, batch))
+
+    def clear(self):
+        """Drop the gradients that a step that failed has left."""
+        if self._shared:
+            self._shared[1].zero_grad()
+
+
 def measure_steps(
     config: Config,
     names: Sequence[str],
@@ -65,12 +132,12 @@ def measure_steps(
     """Measure whole training steps by preset, on the same batch and the same weights, which stay as they are.
 
     Args:
-        config (Config): The detector.
-        names (Sequence[str]): Presets and rivals; rivals change the backbone.
-        rounds (int): How often each step is timed.
-        note (Callable): Gets each row as soon as it is measured. Default: nothing is done with it.
-        cap (int | None): Bytes that torch may have of the GPU. Under a cap presets take no turns, because each would
-            pay for the memory that the one before has cached. Default: None, all.
+        config (Config): Config of the detector.
+        names (Sequence[str]): Names of presets (with keys) and rivals, which change the backbone.
+        rounds (int): Number of timed rounds of each step.
+        note (Callable): Is called with each row as soon as it is measured. Default: does nothing.
+        cap (int | None): Bytes of the GPU that torch may allocate. Under a cap presets take no turns, because each
+            would pay for the memory that the one before has cached. If ``None``, all. Default: None.
         profile (bool): Whether kernels are counted on CUDA, after the times. Default: True.
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
@@ -79,53 +146,32 @@ def measure_steps(
         :func:`peaks` returns, ``launches`` and ``busy``, and ``compared_with`` if that is not the first name; or
         ``reason``.
     """
-    rows, ready, shared, cuda = [], [], [], torch.device(case['device']).type == 'cuda'
-
-    def build(name, **more):
-        preset, keys = parse_name(name)
-        torch.manual_seed(0)
-        model, wrapper, batch = build_training(with_variant(config, preset, **{**keys, **more}), **case)
-        if shared:
-            model.load_state_dict(shared[0][0].state_dict(keep_vars=True), assign=True)
-        for group in wrapper.optimizer.param_groups:
-            group['lr'] = 0.0  # the same arithmetic, and all steps of all presets begin at the same weights
-        shared[:] = shared or [(model, wrapper, batch)]
-        if rival := RIVALS.get(name):
-            if rival.change:
-                rival.change(model.backbone)
-            if rival.wrap:
-                model.backbone.forward = rival.wrap(model.backbone.forward)
-        return model
-
-    def step(model, i):
-        torch.manual_seed(i)
-        _, wrapper, batch = shared[0]
-        return dict(seconds=timed_step(model, wrapper, batch))
+    rows, ready, steps, cuda = [], [], _Steps(config, case), torch.device(case['device']).type == 'cuda'
 
     def measure(row, name):
-        model = build(name)
+        model = steps.build(name)
         if cuda:
             drops = any(isinstance(module, DrawsInPasses) for module in model.modules())
-            whole = build(name, **of_all_images(name)) if drops else model
-            row.update(peaks(lambda: step(whole, 0)))
+            whole = steps.build(name, **of_all_images(name)) if drops else model
+            row.update(peaks(lambda: steps.run(whole, 0)))
             del whole
-        step(model, 0)
+        steps.run(model, 0)
         if cap:
-            take_turns([(row, model)], rounds, lambda model, i: step(model, i + 1), lambda row: None, warm_up=1)
+            take_turns([(row, model)], rounds, lambda model, i: steps.run(model, i + 1), lambda row: None, warm_up=1)
             for key in ('ratio', 'ratio_min', 'ratio_max'):  # to itself
                 row.pop(key, None)
         else:
             ready.append((row, model))
 
-    with own_crops(), at_the_first_step(), capped(cap, case['device']):
+    with at_the_first_step(), capped(cap, case['device']):
         for name in names:
             rows.append(dict(preset=name))
-            if not tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note) and shared:  # noqa: B023
-                shared[0][1].zero_grad()  # what a step that failed has left
+            if not tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note):  # noqa: B023
+                steps.clear()
         name_the_base(ready, names)
-        take_turns(ready, rounds, lambda model, i: step(model, i + 1), note, warm_up=cuda)
+        take_turns(ready, rounds, lambda model, i: steps.run(model, i + 1), note, warm_up=cuda)
         for row, model in ready if cuda and profile else ():
-            row.update(kernels(lambda: step(model, 0)))  # noqa: B023
+            row.update(kernels(lambda: steps.run(model, 0)))  # noqa: B023
             note(row)
     return rows
 

@@ -27,8 +27,8 @@ def measure_sync_bn(names: Sequence[str], *, device: str, size: tuple[int, int],
         names (Sequence[str]): 'none' (batch norm) and 'SyncBN', or one of them.
         device (str): 'cpu' or 'cuda:N'.
         size (tuple[int, int]): Height and width of the images in pixels; maps have an eighth of it.
-        rounds (int): Timed rounds.
-        note (Callable): Gets each row. Default: nothing.
+        rounds (int): Number of timed rounds.
+        note (Callable): Is called with each row. Default: does nothing.
 
     Returns:
         list[dict]: For each name ``preset``, ``outputs`` and ``gradients`` (relative differences from torch's own

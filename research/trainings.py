@@ -113,7 +113,7 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
     """Train with ``threads`` CPU threads (if `None`, as the environment has it), unless the folder has a result.
 
     Returns:
-        dict: Of :func:`look`; it also stands in ``result.json`` in the folder.
+        dict: Result of :func:`look`; it also stands in ``result.json`` in the folder.
 
     Raises:
         RuntimeError: If the training fails, or ends without AP; names the log. If another process trains in the folder.

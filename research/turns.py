@@ -58,10 +58,10 @@ def take_turns(cases: list[tuple], rounds: int, timed: Callable, note: Callable,
 
     Args:
         cases (list[tuple]): Row and case of each; ratios are to the first.
-        rounds (int): How often each has its turn.
-        timed (Callable): Runs a case once, and returns what :func:`time_step` does. Gets the case and the round.
-        note (Callable): Gets each row that has new times.
-        warm_up (int): Rounds before them that do not count: on CUDA the allocator's cache settles. Default: 0.
+        rounds (int): Number of turns of each case.
+        timed (Callable): Runs a case once, given the case and the round. Returns a result of :func:`time_step`.
+        note (Callable): Is called with each row that has new times.
+        warm_up (int): Number of rounds before them that do not count, in which CUDA's allocator settles. Default: 0.
     """
     times, noted = [], 0.0
     with _no_collection():

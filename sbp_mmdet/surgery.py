@@ -23,6 +23,8 @@ __all__ = [
     'detectors',
     'foreign_classes',
     'has_methods_of',
+    'hook_arguments',
+    'hook_class',
     'members',
     'mix_in',
     'mix_into_known',
@@ -280,6 +282,25 @@ class ModelHook(Hook):
         runner.logger.info(f'{type(self).__name__}: {self.apply(unwrapped(runner.model))}')
 
 
+def hook_class(cfg: dict) -> type | None:
+    """Return the class of a hook, or ``None`` if none is registered under its name.
+
+    Args:
+        cfg (dict): A member of a config's ``custom_hooks``.
+    """
+    kind = cfg['type']
+    return HOOKS.get(kind) if isinstance(kind, str) else kind
+
+
+def hook_arguments(cfg: dict) -> dict:
+    """Return the arguments of a hook's class: a config without its type and without its priority for the runner.
+
+    Args:
+        cfg (dict): A member of a config's ``custom_hooks``.
+    """
+    return {key: value for key, value in cfg.items() if key not in ('type', 'priority')}
+
+
 def model_hook_class(cfg: dict) -> type[ModelHook] | None:
     """Return the class of a hook that changes the model.
 
@@ -292,8 +313,7 @@ def model_hook_class(cfg: dict) -> type[ModelHook] | None:
     Raises:
         ValueError: If no such hook is registered.
     """
-    kind = cfg['type']
-    kind = HOOKS.get(kind) if isinstance(kind, str) else kind
+    kind = hook_class(cfg)
     if kind is None:
         raise ValueError(f'custom_hooks: no hook is registered as {cfg["type"]!r}; name its module in custom_imports')
     return kind if isinstance(kind, type) and issubclass(kind, ModelHook) else None
@@ -313,4 +333,4 @@ def model_hooks(custom_hooks: Iterable[dict] | None) -> Iterator[ModelHook]:
     """
     for cfg in custom_hooks or []:
         if model_hook_class(cfg):
-            yield HOOKS.build({key: value for key, value in cfg.items() if key != 'priority'})  # the runner's business
+            yield HOOKS.build(dict(hook_arguments(cfg), type=cfg['type']))

@@ -94,7 +94,7 @@ def test_a_config_of_a_package_is_inherited(tmp_path, path):
 
 
 def test_where_mmpretrain_is_installed_nothing_is_put_in_its_place(monkeypatch):
-    monkeypatch.setattr(module, 'needs_missing', lambda config: False)
+    monkeypatch.setattr(module, 'needs_mmpretrain', lambda config: False)
     assert 'SBPConvNeXt' not in (lines := snippet(load_config(STOCK_T), 'exact')) and "'mmpretrain.models'" in lines
 
 

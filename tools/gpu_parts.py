@@ -9,7 +9,7 @@ from gpu_trials import Trial
 __all__ = ['ROOT', 'Part', 'parts_of_report']
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of the operations that have branches of their own on a GPU.
+# Tests of the operations that have branches of their own on a GPU.
 _FIRST_TESTS = ('test_ops_flash', 'test_ops_conv_norm', 'test_residual_chain', 'test_autocast')
 _OTHER_TESTS = ('test_ops*.py', 'test_training.py', 'test_models*.py', 'test_adapters_*.py')
 
@@ -19,14 +19,15 @@ class Part:
     """Part of the report. It has either trials or commands.
 
     Attributes:
-        name (str): Of its files and its section.
-        seconds (float): That it should take; with trials, each of them. It is cut after twice as many without a row.
-        commands (tuple[str, ...]): For python; {out} is the folder of the report, {lines} the file of its rows, {rows}
-            those that are not there yet, {end} when the report ends, on the clock of ``time.monotonic``.
-        kind (str): What is measured of the trials: see `tools/gpu_worker.py`. Default: ''.
-        trials (tuple[Trial, ...]): What is measured. Default: none.
-        timed (bool): It runs alone. Default: True.
-        quick (bool): Of the report of ten minutes. Default: False.
+        name (str): Name of its files and its section.
+        seconds (float): Expected duration; with trials, of each of them. A part is stopped after twice as many seconds
+            without a row.
+        commands (tuple[str, ...]): Arguments of python; {out} is the folder of the report, {lines} the file of its
+            rows, {rows} those that are not there yet, {end} when the report ends, on the clock of ``time.monotonic``.
+        kind (str): Measurement of the trials, see `tools/gpu_worker.py`. Default: ''.
+        trials (tuple[Trial, ...]): Trials that are measured. Default: none.
+        timed (bool): Whether it runs alone, because it measures time. Default: True.
+        quick (bool): Whether it belongs to the report of ten minutes. Default: False.
     """
 
     name: str

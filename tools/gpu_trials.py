@@ -73,8 +73,8 @@ class Trial:
         batch (int): Number of images. Default: 2.
         size (tuple[int, int]): Height and width of the images in pixels. Default: (800, 1344).
         boxes (int): Number of boxes in an image. Default: 60.
-        rounds (int): Timed rounds. Default: 20.
-        channels_last (bool): Input and weights as (N, H, W, C) in memory. Default: False.
+        rounds (int): Number of timed rounds. Default: 20.
+        channels_last (bool): Whether input and weights are stored as (N, H, W, C). Default: False.
         cap (int | None): GiB that torch may have. If ``None``, all of the GPU. Default: None.
         options (dict): Overrides of the config.
         counted (str): Its detector in docs/results/memory_overview.json. Default: none.

@@ -91,7 +91,7 @@ def measure_part(part: gpu_parts.Part, wanted: Sequence[str], end: float, device
         wanted (Sequence[str]): Names of the rows. The first of each trial is what the others are compared with.
         end (float): Time of ``time.monotonic`` after which no trial may last.
         device (str): 'cpu' or 'cuda:N'.
-        write (Callable): Gets each row, with its name as ``row``.
+        write (Callable): Is called with each row, whose name is its ``row``.
     """
     for trial in part.trials:
         names = [preset for preset, row in zip(trial.presets, trial.rows, strict=True) if row in wanted]

@@ -16,9 +16,7 @@ from types import ModuleType
 __all__ = [
     'check_start',
     'checkpoint_options',
-    'cpu_rank_options',
     'find_script',
-    'join_cpu_ranks',
     'let_threads_sleep',
     'run',
     'toolbox_of',
@@ -58,9 +56,9 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     except PreflightError as error:
         sys.exit(f'error: {error}')
     options = checkpoint_options(config) if name == 'train.py' else {}
-    cpu_ranks = args.launcher != 'none' and join_cpu_ranks(config, args.launcher)
+    cpu_ranks = args.launcher != 'none' and _join_cpu_ranks(config, args.launcher)
     if cpu_ranks:
-        options.update(cpu_rank_options(config))
+        options.update(_cpu_rank_options(config))
     args.cfg_options = {**(args.cfg_options or {}), **options} or None
     script.parse_args = lambda: args
     script.main()
@@ -207,7 +205,7 @@ def checkpoint_options(config) -> dict:
     return options
 
 
-def join_cpu_ranks(config, launcher: str) -> bool:
+def _join_cpu_ranks(config, launcher: str) -> bool:
     """Start distributed CPU processes over gloo where there is no accelerator, for trying things out.
 
     mmengine's own start sets a CUDA device in every process; with the process group already there, it leaves it alone.
@@ -230,12 +228,12 @@ def join_cpu_ranks(config, launcher: str) -> bool:
         stack.callback(setattr, torch.cuda, 'set_device', set_device)
         torch.cuda.set_device = lambda device: None
         init_dist(launcher, **{**(config.get('env_cfg') or {}).get('dist_cfg', {}), 'backend': 'gloo'})
-    words = ' '.join(f'{key}={value}' for key, value in cpu_rank_options(config).items())
+    words = ' '.join(f'{key}={value}' for key, value in _cpu_rank_options(config).items())
     _say(f'no GPU here: CPU ranks, as if with --cfg-options {words}')
     return True
 
 
-def cpu_rank_options(config) -> dict:
+def _cpu_rank_options(config) -> dict:
     """Return config options for gloo, and for a DistributedDataParallel without device."""
     options = {'env_cfg.dist_cfg.backend': 'gloo', 'model_wrapper_cfg.device_ids': None}
     if 'model_wrapper_cfg' not in config:  # then mmengine would have made this one

@@ -63,29 +63,7 @@ def build_batch(
             bboxes = (np.resize(shares, (boxes, 4)) * (width, height, width, height)).astype(np.float32)
         else:
             bboxes = _random_boxes(rng, boxes, height, width)
-        instances = InstanceData(
-            bboxes=HorizontalBoxes(torch.from_numpy(bboxes)),
-            labels=torch.from_numpy(rng.integers(0, num_classes, boxes)),
-        )
-        if with_masks:
-            instances.masks = BitmapMasks(_ellipses(bboxes, height, width), height, width)
-        sample = DetDataSample(
-            metainfo=dict(
-                img_id=i,
-                img_path=f'{i}.jpg',
-                ori_shape=(height, width),
-                img_shape=(height, width),
-                pad_shape=(height, width),
-                scale_factor=(1.0, 1.0),
-                flip=False,
-                flip_direction=None,
-                homography_matrix=np.eye(3, dtype=np.float32),
-            )
-        )
-        sample.gt_instances = instances
-        sample.ignored_instances = InstanceData(
-            bboxes=HorizontalBoxes(torch.zeros(0, 4)), labels=torch.zeros(0, dtype=torch.long)
-        )
+        sample = _sample(rng, i, bboxes, (height, width), num_classes, with_masks)
         if proposals:
             sample.proposals = _proposals(rng, bboxes, proposals, height, width)
         if semantic:
@@ -93,6 +71,33 @@ def build_batch(
             sample.gt_sem_seg = PixelData(sem_seg=stripes.expand(1, height, width).clone())
         samples.append(sample)
     return dict(inputs=inputs, data_samples=samples)
+
+
+def _sample(rng, number, bboxes, size, num_classes, with_masks) -> DetDataSample:
+    """Return the ground truth of the image with this number in the batch."""
+    sample = DetDataSample(
+        metainfo=dict(
+            img_id=number,
+            img_path=f'{number}.jpg',
+            ori_shape=size,
+            img_shape=size,
+            pad_shape=size,
+            scale_factor=(1.0, 1.0),
+            flip=False,
+            flip_direction=None,
+            homography_matrix=np.eye(3, dtype=np.float32),
+        )
+    )
+    sample.gt_instances = InstanceData(
+        bboxes=HorizontalBoxes(torch.from_numpy(bboxes)),
+        labels=torch.from_numpy(rng.integers(0, num_classes, len(bboxes))),
+    )
+    if with_masks:
+        sample.gt_instances.masks = BitmapMasks(_ellipses(bboxes, *size), *size)
+    sample.ignored_instances = InstanceData(
+        bboxes=HorizontalBoxes(torch.zeros(0, 4)), labels=torch.zeros(0, dtype=torch.long)
+    )
+    return sample
 
 
 def _random_boxes(rng, number, height, width):

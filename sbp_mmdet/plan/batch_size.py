@@ -76,7 +76,7 @@ def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, in
             return low, counted[low]
         if not above:  # one and two images say little of fifty, and a count of fifty takes this machine's memory
             guess = min(max(guess, low + 1), _FURTHER * low)
-        elif above and len(counted) % 2 == 0:
+        elif len(counted) % 2 == 0:
             guess = (low + high) // 2
         count(min(max(guess, low + 1), high - 1))
 

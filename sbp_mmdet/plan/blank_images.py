@@ -1,6 +1,7 @@
 """Pipelines on blank images: transforms that read files are replaced, so that the files are not needed."""
 
 import copy
+from collections.abc import Sequence
 
 import numpy as np
 from mmcv.transforms import BaseTransform, LoadImageFromFile
@@ -24,14 +25,22 @@ NO_BOXES = np.zeros((0, 4))
 _REFETCHES = 15
 
 
-def rectangle(box) -> list:
-    """Return the polygon of a box in COCO's format."""
+def rectangle(box: Sequence[float]) -> list[list[float]]:
+    """Return the polygon of a box in COCO's format.
+
+    Args:
+        box (Sequence[float]): Left, upper, right and lower side of the box.
+    """
     x, y, x2, y2 = box
     return [[x, y, x2, y, x2, y2, x, y2]]
 
 
 def as_array(boxes) -> np.ndarray:
-    """Return boxes of any kind as an array with a row for each."""
+    """Return boxes of any kind as an array with a row for each.
+
+    Args:
+        boxes (BaseBoxes | Tensor | np.ndarray | Sequence): The boxes.
+    """
     return np.asarray(getattr(boxes, 'tensor', boxes), np.float32).reshape(len(boxes), -1) if len(boxes) else NO_BOXES
 
 
@@ -86,7 +95,7 @@ class _BlankAnnotations(BaseTransform):
         return results
 
 
-class _Facts(BaseTransform):
+class _ShapeAndBoxes(BaseTransform):
     """Replacement for the transform that packs tensors, which returns the image's shape and its boxes instead."""
 
     def transform(self, results):
@@ -173,7 +182,7 @@ def _replaced(node, channels, blank):
     if isinstance(node, dict):
         return {key: _replaced(value, channels, blank) for key, value in node.items()}
     if type(node) is PackDetInputs:
-        return _Facts()
+        return _ShapeAndBoxes()
     if blank and (found := _stand_in(node, channels)):
         return found
     if isinstance(node, BaseTransform) or type(node).__name__ == 'Compose':
@@ -187,7 +196,7 @@ def _replaced(node, channels, blank):
     return node
 
 
-def blank_copy(dataset, channels, step, blank):
+def blank_copy(dataset, channels: int, step: list | None, blank: bool):
     """Copy a data set with a pipeline whose images are blank. The annotations are shared.
 
     Args:

@@ -21,7 +21,7 @@ from mmengine.runner import Runner
 
 from .batch_size import largest_batches
 from .check import check
-from .config_checks import ConfigOptions, problem_of_imports
+from .config_checks import add_config, problem_of_imports
 from .counts import count_step, end_progress, presets_for, rows_of
 from .errors import problem_of_data, reason_of
 from .inputs import add_inputs, crowded, inputs_of, labels_of
@@ -32,7 +32,7 @@ from .report import add_report
 from .snippet import snippet, where_to
 from .tables import Column, format_gib, text_table
 from .transforms import name_of
-from .variants import STANDS_IN, is_plain, load_config, needs_missing, plain
+from .variants import STANDS_IN, is_plain, load_config, needs_mmpretrain, plain
 from .verify import add_verify
 
 __all__ = ['main']
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _add_plan(verbs):
     verb = verbs.add_parser('plan', help='which variant fits into a GPU')
-    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    add_config(verb)
     verb.add_argument('--budget', help="memory of the GPU: 8GiB, 7.5GB (default: this machine's GPU)")
     add_inputs(verb, largest=True)
     verb.add_argument(
@@ -83,7 +83,6 @@ def _add_plan(verbs):
     verb.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
     verb.add_argument('--json', action='store_true', help='print the answer for scripts')
     verb.add_argument('--verbose', action='store_true', help='also what is allocated, and what torch reserves')
-    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_plan)
 
 
@@ -118,7 +117,7 @@ def _plan(args, config):
     found = answer(rows)
     unchanged = found is None or found.variant == OWN
     if found is not None and found.variant == 'none':
-        unchanged = is_plain(config) and not needs_missing(config)
+        unchanged = is_plain(config) and not needs_mmpretrain(config)
     lines = '' if unchanged else snippet(config, found.variant)
     if args.json:
         _print_json(args, budget, inputs, rows, found, lines)
@@ -228,7 +227,7 @@ def _of_the_run(config):
     if config.get('val_dataloader') and config.get('val_cfg'):
         masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
-    if needs_missing(config):
+    if needs_mmpretrain(config):
         lines.append(f'The config {_missing(config)}; counts and lines are for that.')
     return ''.join(f'\n{line}' for line in lines)
 
@@ -264,9 +263,8 @@ def _budget(text):
 
 def _add_rehearse(verbs):
     verb = verbs.add_parser('rehearse', help='one step on the largest batch of the data set')
-    verb.add_argument('config', help='config file, with its data in place')
+    add_config(verb, 'config file, with its data in place')
     verb.add_argument('--budget', help="memory that may be used: 8GiB (default: all of this machine's GPU)")
-    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_rehearse)
 
 
@@ -297,7 +295,7 @@ class _Runner(Runner):
 
 def _rehearse(args, config):
     _refuse_strategies(args, config)
-    if needs_missing(config):
+    if needs_mmpretrain(config):
         raise ValueError(f'{args.config}: {_missing(config)}')
     if args.budget:
         parse_bytes(args.budget)

@@ -9,7 +9,7 @@ from mmengine.config import Config, DictAction
 from ..hooks import LeanHook
 from ..surgery import model_hooks
 
-__all__ = ['ConfigOptions', 'check_config', 'imports_of', 'problem_of_imports']
+__all__ = ['add_config', 'check_config', 'imports_of', 'problem_of_imports']
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
@@ -24,6 +24,17 @@ class ConfigOptions(DictAction):
             if '=' not in value:
                 raise argparse.ArgumentError(self, f'{value!r} must be KEY=VALUE, for example model.backbone.depth=101')
         super().__call__(parser, namespace, values, option_string)
+
+
+def add_config(verb: argparse.ArgumentParser, what: str = 'config file, or mmdet::FAMILY/NAME.py') -> None:
+    """Add the arguments ``config`` and ``--cfg-options`` to a parser.
+
+    Args:
+        verb (argparse.ArgumentParser): The parser of a subcommand.
+        what (str): Help of ``config``. Default: that of a config whose data are not needed.
+    """
+    verb.add_argument('config', help=what)
+    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
 
 
 def imports_of(config: Config) -> list[str]:

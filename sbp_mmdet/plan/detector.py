@@ -6,25 +6,21 @@ A step runs on the CPU with the tensors that it would make on CUDA, and these ar
 import contextlib
 import copy
 import gc
-import logging
 import sys
-import time
-from collections.abc import Callable
 from unittest import mock
 
 import torch
 from mmdet.models.dense_heads import EmbeddingRPNHead
 from mmdet.models.task_modules.assigners import HungarianAssigner, MaxIoUAssigner
-from mmdet.registry import HOOKS, MODELS
-from mmdet.structures.mask import BitmapMasks
+from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.hooks import EMAHook
-from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from torch import Tensor, nn
 
-from ..surgery import mix_out, model_hooks
+from ..models.weights import quiet
+from ..surgery import hook_class, mix_out, model_hooks
 from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
 from .cuda_rules import autocast_rules, cuda_kernels
@@ -41,9 +37,8 @@ __all__ = [
     'assignment_on_cpu',
     'build_detector',
     'build_training',
+    'held_tensors',
     'measure_detector',
-    'own_crops',
-    'timed_step',
 ]
 
 
@@ -90,7 +85,6 @@ def measure_detector(
     bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
     case = dict(batch=batch, height=height, width=width, boxes=boxes, channels=channels, device='cpu')
     with (
-        own_crops(),
         at_the_first_step(),
         cuda_kernels(counter, compute) as skipping,
         cuda_storage(counter, bfloat16),
@@ -136,18 +130,6 @@ def assignment_on_cpu(counter: LiveBytes):
         yield
 
 
-def own_crops(crop: Callable | None = None):
-    """Return a context manager that restores ``BitmapMasks.crop_and_resize`` at its end, whatever hooks set there.
-
-    Args:
-        crop (Callable | None): Method to set at the beginning. If ``None``, the present one. Default: None.
-
-    Returns:
-        A context manager.
-    """
-    return mock.patch.object(BitmapMasks, 'crop_and_resize', crop or BitmapMasks.crop_and_resize)
-
-
 def build_training(
     config: Config,
     *,
@@ -159,7 +141,7 @@ def build_training(
     channels: int = 3,
     trained: bool = True,
 ) -> tuple:
-    """Build model, optimizer wrapper and batch of a training step. To be called within :func:`own_crops`.
+    """Build model, optimizer wrapper and batch of a training step.
 
     Args:
         config (Config): See :func:`measure_detector`.
@@ -222,13 +204,8 @@ def build_detector(config: Config, device: str):
                 cfg.pop(key, None)
         if cfg.optimizer.type == 'AdamW8bit':
             cfg.optimizer.type = AdamW8bitStates
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # optimizer wrapper constructors log the name of every parameter
-    try:
+    with quiet():  # optimizer wrapper constructors log the name of every parameter
         wrapper = build_optim_wrapper(model, cfg)
-    finally:
-        logger.setLevel(level)
     return model, wrapper
 
 
@@ -308,8 +285,7 @@ def averaged_bytes(config: Config, model: nn.Module) -> int:
         config (Config): Config of a detector.
         model (nn.Module): The model of the config. A copy has its parameters and its buffers.
     """
-    kinds = [hook['type'] for hook in config.get('custom_hooks') or []]
-    kinds = [HOOKS.get(kind) if isinstance(kind, str) else kind for kind in kinds]
+    kinds = [hook_class(hook) for hook in config.get('custom_hooks') or []]
     copies = sum(isinstance(kind, type) and issubclass(kind, EMAHook) for kind in kinds)
     return copies * _bytes([*model.parameters(), *model.buffers()])
 
@@ -375,27 +351,3 @@ def _values_do_not_matter(model: nn.Module) -> bool:
     """Return whether exactly one prediction is assigned to each box, so that the bytes do not depend on which it is."""
     assigners = [module.assigner for module in model.modules() if hasattr(module, 'assigner')]
     return bool(assigners) and all(type(assigner) is HungarianAssigner for assigner in assigners)
-
-
-def timed_step(model: nn.Module, wrapper, data: dict) -> float:
-    """Run a training step: forward pass, backward pass, optimizer step.
-
-    Args:
-        model (nn.Module): The detector in training mode.
-        wrapper (OptimWrapper): Optimizer wrapper of its parameters.
-        data (dict): A batch, which is not changed.
-
-    Returns:
-        float: Duration in seconds.
-    """
-    batch = copy.deepcopy(data)  # a detector's data preprocessor changes it
-    if not next(model.parameters()).is_cuda:
-        start = time.perf_counter()
-        model.train_step(batch, wrapper)
-        return time.perf_counter() - start
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    model.train_step(batch, wrapper)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3

@@ -7,8 +7,9 @@ from mmdet.engine.hooks import YOLOXModeSwitchHook
 from mmdet.registry import HOOKS
 from mmengine.config import Config
 
+from ..surgery import hook_arguments, hook_class
 from .pipeline import data_set_of, samples_of
-from .transforms import innermost_of, name_of, transforms_of
+from .transforms import channels_of, innermost_of, name_of, transforms_of
 from .worst_batch import Batch, batches_of
 
 __all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'crowded', 'inputs_of', 'labels_of', 'labels_read']
@@ -115,12 +116,11 @@ def inputs_of(
         batch = loader.get('batch_size', DEFAULT_BATCH)
         known = 'batch_size' in loader
         notes.append('batch: of train_dataloader' if known else f'batch: not in the config, so {DEFAULT_BATCH}')
-    channels = ((config.model.get('detector') or config.model).get('backbone') or {}).get('in_channels') or 3
     if not isinstance(batch, int) or batch < 1:
         raise ValueError(
             f'batch size {batch!r} must be a whole number of 1 or more; set --batch or train_dataloader.batch_size'
         )
-    case = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels)
+    case = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels_of(config))
     if size is None and not loader.get('dataset'):
         notes.append("size: not in the config, so COCO's")
     elif size is None:
@@ -135,29 +135,29 @@ def _of_pipeline(config, case, dataset, processes):
     if dataset is None:
         dataset, whose = data_set_of(config)
     samples = [samples_of(dataset, config, step, case.batch, skip) for step, skip in [(None, ()), *_later(config)]]
-    first, *later = [batches_of(one, config, case.batch, processes) for one in samples]
-    most = max([first, *later], key=lambda found: found.main.height * found.main.width)
-    main = most.main
-    boxes = max(found.main.boxes for found in (first, *later)) if samples[0].groups else None
+    batches = [batches_of(one, config, case.batch, processes) for one in samples]
+    first, most_pixels = batches[0], max(batches, key=lambda one: one.main.height * one.main.width)
+    main, branches = most_pixels.main, most_pixels.largest
+    boxes = max(one.main.boxes for one in batches) if samples[0].groups else None
     case = case._replace(
         height=main.height, width=main.width, usual=first.usual, rare=first.rare, boxes=boxes,
         channels=samples[0].channels,
-        truth=main.truth if samples[0].groups else None, branches=None if '' in most.largest else most.largest,
+        truth=main.truth if samples[0].groups else None, branches=None if '' in branches else branches,
     )  # fmt: skip
     return case, f'size: of the pipeline; sizes of images: {whose}'
 
 
 def _later(config):
     """Return what hooks change in the last epochs: a pipeline in the place of the first, or transforms to skip."""
-    found = []
+    changes = []
     for hook in config.get('custom_hooks') or []:
-        kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
+        kind = hook_class(hook)
         if hook.get('switch_pipeline'):
-            found.append((list(hook['switch_pipeline']), ()))
+            changes.append((list(hook['switch_pipeline']), ()))
         elif isinstance(kind, type) and issubclass(kind, YOLOXModeSwitchHook):
-            own = {key: value for key, value in hook.items() if key != 'priority'}  # the runner's
-            found.append((None, HOOKS.build(own).skip_type_keys))
-    return found
+            own = HOOKS.build(dict(hook_arguments(hook), type=hook['type']))
+            changes.append((None, own.skip_type_keys))
+    return changes
 
 
 def labels_read(config: Config) -> tuple[bool, bool]:
@@ -173,13 +173,17 @@ def labels_read(config: Config) -> tuple[bool, bool]:
 
 
 def labels_of(config: Config) -> tuple[int, bool]:
-    """Return the number of classes of a config's model, and whether the model is trained with a mask for each box."""
-    found = []
+    """Return the smallest number of classes of a model's heads, and whether it is trained with a mask for each box.
+
+    Args:
+        config (Config): Config of a detector.
+    """
+    numbers = []
 
     def look(node):
         if isinstance(node, dict):
             if isinstance(node.get('num_classes'), int):
-                found.append(node['num_classes'])
+                numbers.append(node['num_classes'])
             node = list(node.values())
         if isinstance(node, (list, tuple)):
             for item in node:
@@ -189,4 +193,4 @@ def labels_of(config: Config) -> tuple[int, bool]:
     roi_head = config.model.get('roi_head')
     masks = (roi_head.get('mask_head') if isinstance(roi_head, dict) else None) or config.model.get('mask_head')
     masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')
-    return min(found, default=1), bool(masks)
+    return min(numbers, default=1), bool(masks)

@@ -57,14 +57,14 @@ class PartTracker:
     """Tracker of the part of a detector that is running.
 
     Args:
-        model (nn.Module): The detector. Hooks are registered on its modules until :meth:`remove`.
+        model (nn.Module): The detector. Its modules get hooks and its heads wrapped methods, which stay.
 
     Attributes:
         in_network (bool): Whether the forward pass of a submodule is running that is no loss.
     """
 
     def __init__(self, model: nn.Module):
-        self._stack, self._running, self._handles, self._wrapped = [], [], [], []
+        self._stack, self._running = [], []
         bypassed = modules_bypassed_in(model)
         for name, module in model.named_modules():
             # Hooks on modules that a lean module bypasses would make it run their own code.
@@ -83,13 +83,6 @@ class PartTracker:
     def in_network(self) -> bool:
         return bool(self._running) and not any(self._running)
 
-    def remove(self) -> None:
-        """Remove the hooks and the wrapped methods."""
-        for handle in self._handles:
-            handle.remove()
-        for module, method, previous in reversed(self._wrapped):
-            delattr(module, method) if previous is None else setattr(module, method, previous)
-
     def _watch(self, module, part, is_loss):
         # Functions of this file, not partial ones: changed modules recognise hooks that change no feature map by that.
         def enter(module, inputs):
@@ -100,8 +93,8 @@ class PartTracker:
             self._stack.pop()
             self._running.pop()
 
-        self._handles.append(module.register_forward_pre_hook(enter))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
 
     def _wrap(self, module, method, part):
         original = getattr(module, method)
@@ -114,5 +107,4 @@ class PartTracker:
             finally:
                 self._stack.pop()
 
-        self._wrapped.append((module, method, module.__dict__.get(method)))
         setattr(module, method, run)

@@ -24,9 +24,10 @@ from mmengine.dataset import BaseDataset
 from mmengine.registry import init_default_scope
 from mmengine.utils import import_modules_from_strings
 
+from ..verify.dry_run import restored_random_states
 from .blank_images import NO_BOXES, as_array, blank_copy, rectangle
 from .errors import problem_of_data
-from .transforms import name_of
+from .transforms import channels_of, name_of
 
 __all__ = ['CannotRun', 'Samples', 'data_set_of', 'samples_of']
 
@@ -108,7 +109,8 @@ def data_set_of(config: Config) -> tuple[object, str]:
         except Exception as error:
             raise CannotRun(problem_of_data('its train data set cannot be built', error)) from error
         try:
-            return DATASETS.build(_with_photographs(cfg)), "COCO's, because the annotations are not on this machine"
+            dataset = DATASETS.build(_with_coco_sized_images(cfg))
+            return dataset, "COCO's, because the annotations are not on this machine"
         except Exception as error:
             raise CannotRun(problem_of_data('its train pipeline cannot be built', error)) from error
 
@@ -129,14 +131,13 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequenc
     Raises:
         CannotRun: If a transform raises an error.
     """
-    backbone = (config.model.get('detector') or config.model).get('backbone') or {}
-    channels = backbone.get('in_channels') or 3
+    channels = channels_of(config)
 
     def copied(blank):
-        made = blank_copy(dataset, channels, step, blank)
-        if skip and hasattr(made, 'update_skip_type_keys'):
-            made.update_skip_type_keys(skip)
-        return made
+        blanks = blank_copy(dataset, channels, step, blank)
+        if skip and hasattr(blanks, 'update_skip_type_keys'):
+            blanks.update_skip_type_keys(skip)
+        return blanks
 
     with _own_draws(), _quiet():
         try:
@@ -150,7 +151,7 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequenc
 # --- Without the data -------------------------------------------------------------------------------------------------
 
 
-class _Photographs(BaseDataset):
+class _CocoSizedImages(BaseDataset):
     """Data set of images of COCO's sizes, with boxes."""
 
     def load_data_list(self):
@@ -165,21 +166,21 @@ class _Photographs(BaseDataset):
         instances = [
             dict(bbox=box, bbox_label=0, ignore_flag=0, mask=rectangle(box)) for box in np.round(boxes, 1).tolist()
         ]
-        told = dict(img_id=i, img_path=f'{i}.jpg', seg_map_path=None, segments_info=[], instances=instances)
-        return dict(told, height=height, width=width)
+        info = dict(img_id=i, img_path=f'{i}.jpg', seg_map_path=None, segments_info=[], instances=instances)
+        return dict(info, height=height, width=width)
 
     def get_cat_ids(self, idx):
         return [0]
 
 
-def _with_photographs(cfg):
-    """Return the config of a data set, wrappers included, with photographs for its images."""
+def _with_coco_sized_images(cfg):
+    """Return the config of a data set, wrappers included, with blank images of COCO's sizes."""
     if parts := cfg.get('datasets'):
-        return dict(cfg, datasets=[_with_photographs(part) for part in parts])
+        return dict(cfg, datasets=[_with_coco_sized_images(part) for part in parts])
     if inner := cfg.get('dataset'):
-        return dict(cfg, dataset=_with_photographs(inner))
+        return dict(cfg, dataset=_with_coco_sized_images(inner))
     steps = [_readable(step) for step in cfg.get('pipeline') or [] if not _is_of_files(step)]
-    return dict(type=_Photographs, pipeline=steps)
+    return dict(type=_CocoSizedImages, pipeline=steps)
 
 
 def _is_of_files(step):
@@ -198,7 +199,7 @@ def _readable(step):
 
 def _run(dataset, batch) -> Samples:
     total, rng = len(dataset), np.random.default_rng(0)
-    told = [_told(dataset, i) for i in range(total)]
+    infos = [_info_of(dataset, i) for i in range(total)]
     order = np.concatenate([rng.permutation(total) for _ in range(-(-_ROUNDS[-1] // total))])
     items, seen, done, begun = [], None, 0, time.process_time()
     for end in _ROUNDS:
@@ -209,27 +210,27 @@ def _run(dataset, batch) -> Samples:
                 break
         done = len(items)
         sizes = np.array([size[:2] for item in items for _, size in sorted(item.items())])
-        bounds = _bounds(items, [told[i] for i in order[:done]])
+        bounds = _bounds(items, [infos[i] for i in order[:done]])
         if done < end or bounds == seen and done >= min(total, _ROUNDS[1]) or _is_one(sizes):
             break
         seen = bounds
     # The largest images may not be among the samples, so they are added; once, if all sizes are the same.
     times = 1 if _is_one(sizes) else _TIMES
-    extreme = [i for i in _extremes(told, batch) for _ in range(times)] if done < total else []
+    extreme = [i for i in _extremes(infos, batch) for _ in range(times)] if done < total else []
     items += [_item(dataset, i) for i in extreme]
     _show(0, 0)
     images = np.concatenate([order[:done], np.array(extreme, int)])[: len(items)]
     weight = np.where(np.arange(len(items)) < done, 1 / done, 1 / times / total)
     branches = tuple(sorted({branch for item in items for branch in item}))
     truth = [[_shares(*item[branch]) if branch in item else NO_BOXES for branch in branches] for item in items]
-    facts = np.array([[(*item.get(branch, (0, 0, 0))[:3],) for branch in branches] for item in items])
+    shapes = np.array([[(*item.get(branch, (0, 0, 0))[:3],) for branch in branches] for item in items])
     boxes = np.array([[len(one) for one in row] for row in truth])
-    high = sum(width < height for height, width, *_ in told)
-    made, told = _is_made(dataset), np.array([told[i] for i in images])
+    high = sum(width < height for height, width, *_ in infos)
+    without_data, sampled = _is_without_data(dataset), np.array([infos[i] for i in images])
     return Samples(
-        branches, facts[..., :2], boxes, truth, int(facts[..., 2].max()), images,
-        told[:, 1] < told[:, 0], told[:, 3], weight / weight.sum(), COCO_IMAGES if made else total,
-        None if made else (total - high, high),
+        branches, shapes[..., :2], boxes, truth, int(shapes[..., 2].max()), images,
+        sampled[:, 1] < sampled[:, 0], sampled[:, 3], weight / weight.sum(), COCO_IMAGES if without_data else total,
+        None if without_data else (total - high, high),
     )  # fmt: skip
 
 
@@ -242,13 +243,13 @@ def _is_one(sizes):
     return (sizes == sizes[0]).all()
 
 
-def _is_made(dataset):
+def _is_without_data(dataset):
     while inner := getattr(dataset, 'datasets', None) or getattr(dataset, 'dataset', None):
         dataset = inner[0] if isinstance(inner, list) else inner
-    return isinstance(dataset, _Photographs)
+    return isinstance(dataset, _CocoSizedImages)
 
 
-def _told(dataset, i):
+def _info_of(dataset, i):
     """Return height, width, number of boxes and source of an image by its annotations; unknown sizes are 0."""
     info = dataset.get_data_info(i)
     info = info if isinstance(info, dict) else {}
@@ -261,26 +262,25 @@ def _told(dataset, i):
     )
 
 
-def _bounds(items, told):
+def _bounds(items, infos):
     """Return the largest height and width of each branch, source and orientation (landscape or portrait)."""
     most = {}
-    for item, (height, width, _, source) in zip(items, told, strict=True):
+    for item, (height, width, _, source) in zip(items, infos, strict=True):
         for branch, (h, w, *_) in item.items():
             key = branch, source, width < height
             most[key] = tuple(map(max, most.get(key, (0, 0)), (h, w)))
     return most
 
 
-def _extremes(told, batch):
+def _extremes(infos, batch):
     """Return the indices of the largest and most elongated images of each group, and of the most crowded images."""
-    told = np.array(told, float)
-    height, width, boxes, source = told.T
-    found = list(np.argsort(-boxes, kind='stable')[: min(batch, 32)])
+    height, width, boxes, source = np.array(infos, float).T
+    chosen = list(np.argsort(-boxes, kind='stable')[: min(batch, 32)])
     for group in {*zip(source, width < height, strict=True)}:
         inside = np.flatnonzero((source == group[0]) & ((width < height) == group[1]))
         h, w = height[inside], np.maximum(width[inside], 1)
-        found += [inside[score.argmax()] for score in (h, w, h * w, h / w, w / np.maximum(h, 1))]
-    return [int(i) for i in dict.fromkeys(found)]
+        chosen += [inside[score.argmax()] for score in (h, w, h * w, h / w, w / np.maximum(h, 1))]
+    return [int(i) for i in dict.fromkeys(chosen)]
 
 
 def _item(dataset, i):
@@ -292,10 +292,10 @@ def _item(dataset, i):
     inputs, samples = data['inputs'], data.get('data_samples')
     many = inputs if isinstance(inputs, dict) else {'': inputs}
     others = samples if isinstance(inputs, dict) else {'': samples}
-    return {branch: _facts(value, others[branch]) for branch, value in many.items() if value is not None}
+    return {branch: _shape_and_boxes(value, others[branch]) for branch, value in many.items() if value is not None}
 
 
-def _facts(inputs, sample):
+def _shape_and_boxes(inputs, sample):
     if isinstance(inputs, torch.Tensor):  # packed by the user's own transform
         channels, height, width = inputs.shape[-3:]
         truth = getattr(getattr(sample, 'gt_instances', None), 'bboxes', ())
@@ -324,12 +324,9 @@ def _time_limit(i) -> Iterator[None]:
 @contextlib.contextmanager
 def _own_draws() -> Iterator[None]:
     """Seed all random generators within the context, and restore their states at its end."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(0), np.random.seed(0), torch.random.default_generator.manual_seed(0)
-    try:
+    with restored_random_states():
+        random.seed(0), np.random.seed(0), torch.random.default_generator.manual_seed(0)
         yield
-    finally:
-        random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
 
 
 @contextlib.contextmanager

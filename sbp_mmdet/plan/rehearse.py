@@ -9,10 +9,8 @@ import copy
 import functools
 import gc
 import math
-import random
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from mmdet.registry import HOOKS
 from mmengine.config import Config
@@ -23,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..apply import draws_of
 from ..surgery import unwrapped
-from ..verify.dry_run import NoUpdate
+from ..verify.dry_run import NoUpdate, restored_random_states
 from ..verify.first_pass import verification_off
 
-__all__ = ['DoesNotFit', 'RehearseHook', 'as_before']
+__all__ = ['DoesNotFit', 'RehearseHook', 'as_before', 'largest_batch', 'refuse_more_classes']
 
 
 _DIGITS = 1.001  # a budget is given with few digits, so a need that exceeds it by less than this still fits
@@ -78,32 +76,32 @@ class RehearseHook(Hook):
             peak = _peak(runner, batch, case)
         # All processes continue, or all stop: a process that continued alone would wait for the others.
         peak, budget = _of_all_ranks(peak, 'max'), _of_all_ranks(budget, 'min')
-        said = f'{case["batch"]} images of {case["height"]} x {case["width"]} with {case["boxes"]} boxes each'
+        size = f'{case["batch"]} images of {case["height"]} x {case["width"]} with {case["boxes"]} boxes each'
         if peak is None or (budget and peak > budget * _DIGITS):
             needs = 'more than the GPU has' if peak is None else format_gib(peak)
             raise DoesNotFit(
-                f'RehearseHook: the largest batch of this data set, {said}, needs {needs}'
+                f'RehearseHook: the largest batch of this data set, {size}, needs {needs}'
                 f'{f"; {format_gib(budget)} may be used" if budget else ""}. {_advice(runner, budget, case)}'
             )
-        fits = f'RehearseHook: the largest batch, {said}, needs {format_gib(peak)}'
-        fits += ': it fits' if budget else ' here; no budget was given'
+        message = f'RehearseHook: the largest batch, {size}, needs {format_gib(peak)}'
+        message += ': it fits' if budget else ' here; no budget was given'
         with as_before(unwrapped(runner.model)):
-            found = largest_validation(runner) if budget else None
-            peak = validation_peak(runner, found[0]) if found else 0
-        if found:
-            peak, case = _of_all_ranks(peak, 'max'), found[1]
+            validation = largest_validation(runner) if budget else None
+            peak = validation_peak(runner, validation[0]) if validation else 0
+        if validation:
+            peak, images = _of_all_ranks(peak, 'max'), validation[1]
             if peak is None or peak > budget * _DIGITS:
                 needs = 'more than the GPU has' if peak is None else format_gib(peak)
                 raise DoesNotFit(
-                    f'RehearseHook: training fits, but validation on {case} needs {needs}; {format_gib(budget)} may be '
-                    'used. Masks are pasted into images of their full size: validate on smaller images, or with fewer '
-                    'detections (max_per_img in test_cfg)'
+                    f'RehearseHook: training fits, but validation on {images} needs {needs}; {format_gib(budget)} may '
+                    'be used. Masks are pasted into images of their full size: validate on smaller images, or with '
+                    'fewer detections (max_per_img in test_cfg)'
                 )
-            fits += f'; validation on {case} needs {format_gib(peak)}'
+            message += f'; validation on {images} needs {format_gib(peak)}'
         if self.stop:
-            print(fits)
+            print(message)
             raise SystemExit(0)
-        runner.logger.info(fits)
+        runner.logger.info(message)
 
 
 def largest_batch(runner) -> tuple[dict, dict]:
@@ -125,20 +123,20 @@ def largest_batch(runner) -> tuple[dict, dict]:
     loader = runner.train_dataloader
     refuse_more_classes(runner.cfg, loader.dataset)
     images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size
-    found = inputs_of(runner.cfg, images, dataset=loader.dataset, processes=get_world_size())
+    inputs = inputs_of(runner.cfg, images, dataset=loader.dataset, processes=get_world_size())
     classes, masks = labels_of(runner.cfg)
     make = functools.partial(
         build_batch,
         num_classes=classes,
-        with_masks=masks or found.masks,
-        semantic=found.semantic,
-        channels=found.channels,
+        with_masks=masks or inputs.masks,
+        semantic=inputs.semantic,
+        channels=inputs.channels,
     )
-    case = dict(batch=images, height=found.height, width=found.width, boxes=found.boxes, channels=found.channels)
-    case['usual'] = found.usual
-    if found.branches is None:
-        return make(images, found.height, found.width, found.boxes, truth=found.truth), case
-    parts = {name: make(*part[:4], truth=part.truth) for name, part in found.branches.items()}
+    case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=inputs.boxes, channels=inputs.channels)
+    case['usual'] = inputs.usual
+    if inputs.branches is None:
+        return make(images, inputs.height, inputs.width, inputs.boxes, truth=inputs.truth), case
+    parts = {name: make(*part[:4], truth=part.truth) for name, part in inputs.branches.items()}
     keys = 'inputs', 'data_samples'
     return {key: {name: part[key] for name, part in parts.items()} for key in keys}, case
 
@@ -159,8 +157,9 @@ def refuse_more_classes(config: Config, dataset) -> None:
     for one in filter(None, inner):
         refuse_more_classes(config, one)
     classes = len(getattr(dataset, 'cat2label', ()))  # those of metainfo that the annotations have
-    roi_head = config.model.get('roi_head') or {}
-    heads = {'bbox_head': config.model.get('bbox_head')}
+    model = config.model.get('detector') or config.model
+    roi_head = model.get('roi_head') or {}
+    heads = {'bbox_head': model.get('bbox_head')}
     heads |= {f'roi_head.{name}': roi_head.get(name) for name in ('bbox_head', 'mask_head')}
     for name, found in heads.items():
         for head in found if isinstance(found, (list, tuple)) else [found or {}]:
@@ -206,18 +205,15 @@ def as_before(model: nn.Module) -> Iterator[None]:
     Args:
         model (nn.Module): The model in training mode, not wrapped.
     """
-    cuda = torch.cuda.is_available()
-    numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda and torch.cuda.get_rng_state()
+    devices = [torch.device('cuda')] if torch.cuda.is_available() else []
     buffers = [(buffer, buffer.detach().cpu().clone()) for buffer in model.buffers()]
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     counters = [(module, _counters(module)) for module in model.modules()]
     passes = [(draws, dict(vars(draws))) for draws in draws_of(model)]
     try:
-        yield
+        with restored_random_states(devices):
+            yield
     finally:
-        random.setstate(numbers[0]), np.random.set_state(numbers[1]), torch.set_rng_state(numbers[2])
-        if cuda:
-            torch.cuda.set_rng_state(numbers[3])
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

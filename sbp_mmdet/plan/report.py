@@ -9,7 +9,7 @@ from ..hooks import LeanHook
 from ..presets import PRESETS, Settings
 from ..report import thinned_line
 from ..surgery import model_hooks
-from .config_checks import ConfigOptions
+from .config_checks import add_config
 from .detector import build_detector
 from .errors import reason_of
 from .variants import plain
@@ -20,10 +20,9 @@ __all__ = ['add_report', 'changes_of']
 def add_report(verbs) -> None:
     """Add the subcommand ``report`` to a parser."""
     verb = verbs.add_parser('report', help='what a config or a preset changes in the model')
-    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    add_config(verb)
     told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
     verb.add_argument('--preset', choices=[*PRESETS], help=told)
-    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_report)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from mmengine.config import Config
 
 from .config_checks import imports_of
-from .variants import PLAIN, STANDS_IN, is_lean, needs_missing, piece_change
+from .variants import PLAIN, STANDS_IN, is_lean, needs_mmpretrain, piece_change
 
 __all__ = ['snippet', 'where_to']
 
@@ -30,7 +30,7 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
     style = _Style(config)
     hooks = [] if name == 'none' else [dict(type=style.kind('LeanHook'), preset=name)]
     hooks += [dict(hook, type=style.kind(hook['type'])) for hook in change['custom_hooks']]
-    missing = needs_missing(config)
+    missing = needs_mmpretrain(config)
     lines = [*style.head]
     imports = [one for one in imports_of(config) if not (missing and one.startswith('mmpretrain'))]
     if hooks and style.lazy:

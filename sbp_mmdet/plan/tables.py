@@ -1,4 +1,7 @@
-"""Tables for a terminal. A table is data: columns, each with a head and what it says of a record, and records."""
+"""Tables for a terminal.
+
+A table consists of columns, each with a heading and a function that formats a cell, and of records.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple

@@ -1,8 +1,10 @@
-"""The transforms in a config, read without building them."""
+"""What a config says about its transforms and images, read without building them."""
 
 from collections.abc import Iterable, Iterator
 
-__all__ = ['innermost_of', 'name_of', 'transforms_of']
+from mmengine.config import Config
+
+__all__ = ['channels_of', 'innermost_of', 'name_of', 'transforms_of']
 
 
 def transforms_of(dataset: dict | None) -> Iterator[dict]:
@@ -36,6 +38,15 @@ def innermost_of(steps: Iterable) -> Iterator[dict]:
         inner = [value for value in step.values() if isinstance(value, (dict, list, tuple))]
         held = [item for value in inner for item in _flat(value) if isinstance(item, dict) and 'type' in item]
         yield from innermost_of(held) if held else [step]
+
+
+def channels_of(config: Config) -> int:
+    """Return the number of channels of the images that a config's backbone takes: 3 unless it says otherwise.
+
+    Args:
+        config (Config): Config of a detector, or of a model that holds one.
+    """
+    return ((config.model.get('detector') or config.model).get('backbone') or {}).get('in_channels') or 3
 
 
 def _flat(value):

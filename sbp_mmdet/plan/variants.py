@@ -9,13 +9,13 @@ import difflib
 import importlib.util
 from pathlib import Path
 
-from mmdet.registry import HOOKS
 from mmengine.config import Config
 from torch import nn
 
 from ..apply import apply_lean, remove_lean
 from ..hooks import LeanHook
 from ..presets import PRESETS, Settings, preset_named
+from ..surgery import hook_arguments, hook_class
 from .config_checks import check_config, imports_of
 from .transforms import name_of
 
@@ -29,8 +29,9 @@ __all__ = [
     'is_lean',
     'is_plain',
     'load_config',
-    'needs_missing',
+    'needs_mmpretrain',
     'own_gradients',
+    'piece_change',
     'plain',
     'presets_of',
     'with_variant',
@@ -99,7 +100,7 @@ def load_config(path: str, options: dict | None = None) -> Config:
     return config
 
 
-def needs_missing(config: Config) -> bool:
+def needs_mmpretrain(config: Config) -> bool:
     """Return whether a config's backbone is of mmpretrain, which is not installed; ``STANDS_IN`` names ours."""
     kind = (config.model.get('backbone') or {}).get('type')
     return isinstance(kind, str) and kind in STANDS_IN and importlib.util.find_spec('mmpretrain') is None
@@ -151,7 +152,7 @@ PLAIN = dict(sbp_cfg=None, with_cp=False)
 
 def is_lean(hook: dict) -> bool:
     """Return whether an entry of ``custom_hooks`` is a :class:`.hooks.LeanHook`."""
-    kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
+    kind = hook_class(hook)
     return isinstance(kind, type) and issubclass(kind, LeanHook)
 
 
@@ -175,7 +176,7 @@ def own_gradients(config: Config) -> str | None:
     """
     if is_plain(config):
         return None
-    found = [('LeanHook', {k: v for k, v in hook.items() if k not in ('type', 'priority')}) for hook in _lean(config)]
+    found = [('LeanHook', hook_arguments(hook)) for hook in _lean(config)]
     if given := (config.model.get('backbone') or {}).get('sbp_cfg'):
         found.append(('sbp_cfg', given))
     for where, keys in found:

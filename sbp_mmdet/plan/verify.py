@@ -12,7 +12,7 @@ from ..verify.checks import Findings
 from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verify_changed
 from .batch import at_the_first_step
-from .config_checks import ConfigOptions
+from .config_checks import add_config
 from .detector import build_training
 from .device import check_device
 from .errors import reason_of
@@ -28,13 +28,12 @@ __all__ = ['add_verify', 'findings_of']
 def add_verify(verbs) -> None:
     """Add the subcommand ``verify`` to a parser."""
     verb = verbs.add_parser('verify', help='compare changed modules with their own code, on this device')
-    verb.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
+    add_config(verb)
     choices = [name for name, preset in PRESETS.items() if preset.form is not None]
     told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
     verb.add_argument('--preset', choices=choices, help=told)
     verb.add_argument('--device', default='cpu', type=check_device, help="'cpu' or 'cuda' (default: cpu)")
     add_inputs(verb)
-    verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
     verb.set_defaults(run=_verify)
 
 

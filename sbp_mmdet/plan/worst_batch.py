@@ -14,10 +14,10 @@ from mmengine.config import Config
 from .pipeline import Samples
 from .transforms import name_of
 
-__all__ = ['DRAWS', 'Batch', 'Batches', 'batches_of']
+__all__ = ['Batch', 'Batches', 'batches_of']
 
 # Number of batches that are drawn. A training on COCO, 12 epochs of two images on each of eight GPUs, has 88,000.
-DRAWS = 100_000
+_DRAWS = 100_000
 _GROUPING = ('AspectRatioBatchSampler', 'MultiDataAspectRatioBatchSampler', 'TrackAspectRatioBatchSampler')
 # Number of batches that are drawn with each sample, even a rare one: an epoch contains all images.
 _OF_EACH = 8
@@ -75,7 +75,7 @@ def batches_of(samples: Samples, config: Config, batch: int, processes: int = 1)
     rng = np.random.default_rng(0)
     drawn, every = [], []
     groups = list(_groups(samples, config, batch))
-    draws = max(1000, min(DRAWS, _MOST_NUMBERS // (batch * len(samples.branches))))
+    draws = max(1000, min(_DRAWS, _MOST_NUMBERS // (batch * len(samples.branches))))
     if (samples.sizes == samples.sizes[0]).all():
         draws = 1
     shares = np.array([samples.weight[np.concatenate([inside for inside, _ in group])].sum() for group in groups])

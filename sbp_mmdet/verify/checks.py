@@ -41,7 +41,7 @@ class Kind:
         disagrees (str | None): How they differ, or the error of the changed module. If ``None``, they agree. Default:
             None.
         skipped (str | None): Why they were not compared. If ``None``, they were. Default: None.
-        stored (dict[str, Stored]): Tensors that autograd saves in one module, ``now`` and ``before`` the change.
+        stored (dict[str, SavedTensors]): Tensors that autograd saves in one module, ``now`` and ``before`` the change.
             Default: empty.
         checkpointed (bool): Whether ``preset='with_cp'`` checkpoints such a module. Default: False.
         bytes (dict[str, int]): Bytes that all modules of the kind save: ``now``, ``before``, and ``with_cp``, without
@@ -380,7 +380,7 @@ class _Watch:
                 stored = kind.stored.get('before' if key == 'with_cp' else key)
                 if stored is None:
                     continue
-                found = [(x, stored.inputs) for x in [inputs]] + [(x, stored.outputs) for x in [outputs]]
+                found = [(inputs, stored.inputs), (outputs, stored.outputs)]
                 kept = [tensors[i] for tensors, which in found for i in which if i < len(tensors)]
                 inside = stored.inside
                 if key == 'with_cp' and kind.checkpointed:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..ops.common.precision import autocast_dtype
-from .dry_run import random_state
+from .dry_run import random_state_restorer
 from .module_run import Run, cotangent, floating, norm, run_module
 from .random_parts import Disagreement, RandomParts, check_derivative
 
-__all__ = ['Side', 'compare', 'relative_difference', 'run_both', 'tolerance_of']
+__all__ = ['Side', 'compare', 'relative_difference']
 
 # Relative differences of outputs and of gradients that count as rounding in any module. Those of gradients are larger,
 # because a rounded number may lie on the other side of a ReLU's zero.
@@ -54,7 +54,7 @@ class Side:
             return run_module(self.module, args, kwargs, cotangent, dtype, backward=self.backward)
 
 
-def tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) -> tuple[float, float]:
+def _tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) -> tuple[float, float]:
     """Return the relative differences of outputs and of gradients that rounding explains.
 
     Args:
@@ -75,7 +75,7 @@ def relative_difference(found: dict, expected: dict) -> float:
     return off / total if total else off
 
 
-def run_both(
+def _run_both(
     own: Side,
     lean: Side,
     args: tuple,
@@ -101,7 +101,7 @@ def run_both(
     Raises:
         Disagreement: If the changed module raises where its own code does not.
     """
-    put_back = random_state(devices)
+    put_back = random_state_restorer(devices)
     if expected is None:
         expected = own.run(args, kwargs, dtype)
     put_back()
@@ -144,10 +144,10 @@ def compare(
     Raises:
         Disagreement: If they differ. The message has the names of tensors and their relative differences.
     """
-    outputs, gradients = tolerance_of(lean.module, (args, kwargs), dtype)
+    outputs, gradients = _tolerance_of(lean.module, (args, kwargs), dtype)
     bars = dict(outputs=outputs, gradients=gradients + slack)
-    put_back = random_state(devices)
-    runs = run_both(own, lean, args, kwargs, devices, dtype, expected)
+    put_back = random_state_restorer(devices)
+    runs = _run_both(own, lean, args, kwargs, devices, dtype, expected)
     off = _beyond(runs, only, bars)
     if slack and (longer := _longer(runs, only, off, gradients, slack)):
         raise Disagreement(_told(longer))
@@ -155,8 +155,8 @@ def compare(
         return runs
     random = RandomParts(lean.module)
     with random.off():
-        exactly = _Exactly(own, lean, devices, slack, only, bars, dtype)
-        errors = exactly.compare(args, kwargs)
+        precise = _PreciseComparison(own, lean, devices, slack, only, bars, dtype)
+        errors = precise.compare(args, kwargs)
     off = {key: value for key, value in off.items() if not value <= bars[key[0]] + (1 + _MULTIPLE) * errors.get(key, 0)}
     if not random or not off:
         return runs
@@ -200,7 +200,7 @@ def _along(found, expected) -> float:
     return float(torch.sum(found.double().div(size) * expected.double().div(size))) - 1
 
 
-class _Exactly:
+class _PreciseComparison:
     """Comparison that measures differences against the rounding error of the module's own code.
 
     Args:
@@ -227,10 +227,10 @@ class _Exactly:
         Raises:
             Disagreement: If the sides differ on all of these arguments.
         """
-        suspects, put_back = None, random_state(self.devices)
+        suspects, put_back = None, random_state_restorer(self.devices)
         for attempt in range(_ATTEMPTS):
             put_back()
-            runs = run_both(self.own, self.lean, args, kwargs, self.devices, self.dtype)
+            runs = _run_both(self.own, self.lean, args, kwargs, self.devices, self.dtype)
             off = _beyond(runs, self.options['only'], self.bars)
             if off:
                 put_back()

@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import torch
@@ -13,7 +13,14 @@ from mmengine.logging import MessageHub
 from mmengine.model.utils import _BatchNormXd
 from torch import Tensor, nn
 
-__all__ = ['CannotCopy', 'NoUpdate', 'hookless_copy', 'random_state', 'without_a_trace']
+__all__ = [
+    'CannotCopy',
+    'NoUpdate',
+    'hookless_copy',
+    'random_state_restorer',
+    'restored_random_states',
+    'without_a_trace',
+]
 
 
 class CannotCopy(Exception):
@@ -37,7 +44,9 @@ def hookless_copy(model: nn.Module) -> nn.Module:
             may refer to the original.
     """
     if nn.modules.module._has_any_global_hook():
-        raise CannotCopy('hooks are registered for all modules')
+        raise CannotCopy(
+            'hooks are registered for all modules; remove them for the first step (register_module_forward_hook)'
+        )
     memo = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -48,7 +57,7 @@ def hookless_copy(model: nn.Module) -> nn.Module:
         _check_forward(name, module)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, 'full_tensor') or hasattr(parameter, '_sharded'):
-            raise CannotCopy(f'{name} is sharded')
+            raise CannotCopy(f'{name} is sharded; run sbp-mmdet verify CONFIG on one GPU')
         memo[id(parameter)] = parameter
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
@@ -102,26 +111,38 @@ def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
         devices (set[torch.device]): Devices of the model.
     """
     hub = MessageHub.get_current_instance()
-    info, numbers = dict(hub.runtime_info), (random.getstate(), np.random.get_state())
-    benchmark = torch.backends.cudnn.benchmark
+    info, benchmark = dict(hub.runtime_info), torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
-    put_back = random_state(devices)
     try:
-        yield
+        with restored_random_states(devices):
+            yield
     finally:
-        put_back()
         torch.backends.cudnn.benchmark = benchmark
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])
         hub.runtime_info.clear()
         hub.runtime_info.update(info)
 
 
-def random_state(devices: set[torch.device]) -> functools.partial:
+@contextlib.contextmanager
+def restored_random_states(devices: Collection[torch.device] = ()) -> Iterator[None]:
+    """Restore the random states of Python, NumPy and torch at the end of the context.
+
+    Args:
+        devices (Collection[torch.device]): Devices besides the CPU. Default: none.
+    """
+    python, numpy, put_back = random.getstate(), np.random.get_state(), random_state_restorer(devices)
+    try:
+        yield
+    finally:
+        put_back()
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def random_state_restorer(devices: Collection[torch.device]) -> functools.partial:
     """Return a function that restores the present random states of torch.
 
     Args:
-        devices (set[torch.device]): Devices besides the CPU.
+        devices (Collection[torch.device]): Devices besides the CPU.
 
     Returns:
         functools.partial: The function, which may be called several times.

@@ -49,7 +49,7 @@ class FirstPass(Mixin):
         mix_out(self, FirstPass)
         inputs = _copies((args, kwargs))
         findings = verify_changed(self, report, settings, lambda model: model(*inputs[0], **inputs[1]))
-        conclude(self, report, settings, findings, type(self).__name__, print_to_log)
+        conclude(self, report, settings, findings, type(self).__name__, _print_to_log)
         if Visualizer._instance_dict and findings.kinds:
             scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
             Visualizer.get_current_instance().add_scalars(scalars, 1)
@@ -151,7 +151,7 @@ def _fall_back(module):
     release(module)
 
 
-def print_to_log(message: str, level: int) -> None:
+def _print_to_log(message: str, level: int) -> None:
     """Log a message with mmengine's current logger.
 
     Args:

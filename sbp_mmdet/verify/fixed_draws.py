@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..adapters import Place
 from ..presets import PRESETS
 from ..stochastic_backprop.masks import Positions
+from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 
-__all__ = ['FixedDraws', 'FixedImages', 'as_reference', 'dropped_images', 'with_fixed_draws', 'with_fixed_images']
+__all__ = ['as_reference', 'dropped_images', 'with_fixed_draws', 'with_fixed_images']
 
 
 class FixedDraws:
@@ -22,16 +24,12 @@ class FixedDraws:
         layer (tuple | None): Layer of the compared module.
     """
 
-    def __init__(self, draws, layer):
+    def __init__(self, draws: StepDraws | TokenDraws, layer: tuple | None):
         self._draws, self._layer = draws, layer
 
     def ratio(self, layer) -> float:
         """Return the keep ratio of the layer."""
         return self._draws.ratio(layer)
-
-    def is_random(self, layer) -> bool:
-        """Return ``True``: something is drawn for every layer."""
-        return True
 
     def images(self, branch, number) -> None:
         """Return ``None``: no images are skipped, and the module draws its stochastic depth itself."""
@@ -62,7 +60,7 @@ class FixedImages(FixedDraws):
     """Draws of stochastic depth that drop every other image, and no position."""
 
     def images(self, branch, number) -> Tensor:
-        """Return that the first, the third, ... image keep the branch."""
+        """Return a mask that keeps every other image, beginning with the first."""
         return torch.arange(number) % 2 == 0
 
     def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> None:
@@ -72,13 +70,17 @@ class FixedImages(FixedDraws):
         """Return ``None``: all heads are kept."""
 
 
-def with_fixed_images(place):
-    """Return the place of a changed module with every other image dropped."""
+def with_fixed_images(place: Place) -> Place:
+    """Return the place of a changed module with every other image dropped.
+
+    Args:
+        place (Place): The place of the module.
+    """
     return place._replace(draws=FixedImages(place.draws, place.layer), row_draws=None)
 
 
 @contextlib.contextmanager
-def dropped_images(place) -> Iterator[None]:
+def dropped_images(place: Place) -> Iterator[None]:
     """Let the stochastic depth of a module's own code drop every other image, within the context.
 
     Args:
@@ -101,13 +103,21 @@ def _drop_every_other(drop, x):
     return x * kept / (1 - drop.drop_prob)
 
 
-def with_fixed_draws(place):
-    """Return the place of a changed module with :class:`FixedDraws` and without a sample of the rows."""
+def with_fixed_draws(place: Place) -> Place:
+    """Return the place of a changed module with :class:`FixedDraws` and without a sample of the rows.
+
+    Args:
+        place (Place): The place of the module.
+    """
     ratio = place.draws is not None and place.draws.ratio(place.layer)
     draws = FixedDraws(place.draws, place.layer) if ratio and ratio < 1 else None
     return place._replace(draws=draws, row_draws=None)
 
 
-def as_reference(place):
-    """Return the place of a changed module with the preset ``reference``, Algorithm 1 in plain autograd."""
+def as_reference(place: Place) -> Place:
+    """Return the place of a changed module with the preset ``reference``, Algorithm 1 in plain autograd.
+
+    Args:
+        place (Place): The place of the module.
+    """
     return place._replace(settings=dataclasses.replace(place.settings, preset=PRESETS['reference']))

@@ -1,14 +1,24 @@
 """Kinds of modules: modules of one kind have the same settings and shapes, and one of them is compared for all."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+
+from ..adapters import Place
 
 __all__ = ['described', 'settings_of']
 
 
-def settings_of(module, place):
-    """Return the settings that distinguish modules of a class, without weights, names and rates of stochastic depth."""
+def settings_of(module: nn.Module, place: Place) -> tuple:
+    """Return the settings that distinguish modules of a class, without weights, names and rates of stochastic depth.
+
+    Args:
+        module (nn.Module): A changed module.
+        place (Place): Its place, with its preset and keep ratio.
+
+    Returns:
+        tuple: Settings of the module and of all modules inside it, as a hashable value.
+    """
     found = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
     for m in module.modules():
         own = [
@@ -30,7 +40,11 @@ def _is_plain(value):
 
 
 def described(tree) -> tuple:
-    """Return shapes, precisions and layouts of nested arguments, as a hashable value."""
+    """Return shapes, precisions and layouts of nested arguments, as a hashable value.
+
+    Args:
+        tree: Arguments of a module, nested.
+    """
     leaves, structure = tree_flatten(tree)
     found = []
     for leaf in leaves:

@@ -1,6 +1,7 @@
 """One forward and backward pass of a module, with outputs, gradients and saved bytes for a comparison."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,14 +13,14 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..ops.common.precision import accumulator
 
-__all__ = ['Run', 'Stored', 'bridge', 'cotangent', 'floating', 'norm', 'run_module', 'storage_of']
+__all__ = ['Run', 'SavedTensors', 'bridge', 'cotangent', 'floating', 'norm', 'run_module', 'storage_of']
 
 
 _AT_A_TIME = 2**18
 _MOVED = 0.1  # scale of the noise that is added to constant parameters
 
 
-class Stored(NamedTuple):
+class SavedTensors(NamedTuple):
     """Tensors that autograd saves in a module's forward pass.
 
     Attributes:
@@ -39,12 +40,12 @@ class Run(NamedTuple):
     Attributes:
         outputs (dict[str, Tensor]): Floating-point outputs, and buffers after the pass.
         gradients (dict[str, Tensor | None]): Gradients of floating-point inputs and of parameters.
-        stored (Stored): Tensors that autograd saved.
+        stored (SavedTensors): Tensors that autograd saved.
     """
 
     outputs: dict
     gradients: dict
-    stored: Stored
+    stored: SavedTensors
 
 
 def floating(tree) -> list[Tensor]:
@@ -121,59 +122,78 @@ def run_module(
     Returns:
         Run: The results.
     """
-    leaves, shift = {}, shift or {}
+    return _Pass(module, dtype, shift or {}).run(args, kwargs, cotangent, backward)
 
-    def leaf(tensor):
-        if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
-            return tensor
-        if id(tensor) not in leaves:
-            own = shifted(f'input {len(leaves)}', cast(tensor.detach())).requires_grad_()
-            leaves[id(tensor)] = own, own.clone()  # modules may change their input in place, which a leaf forbids
-        return leaves[id(tensor)][1]
 
-    def cast(tensor):
-        return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+class _Pass:
+    """One pass of a module on copies of its inputs, parameters and buffers, see :func:`run_module`.
 
-    def shifted(name, tensor):
-        return tensor + shift[name] if shift.get(name) is not None else tensor.detach()
+    Args:
+        module (nn.Module): The module.
+        dtype (torch.dtype | None): Precision of the pass. If ``None``, that of its inputs and of the present autocast.
+        shift (dict[str, Tensor]): Tensors that are added to inputs and parameters, by the name of their gradient.
+    """
 
-    parameters = {
-        name: nn.Parameter(shifted(name, cast(_moved(p.detach()))), requires_grad=p.requires_grad)
-        for name, p in module.named_parameters()
-    }
-    buffers = {name: cast(_moved(buffer.detach(), positive=True)).clone() for name, buffer in module.named_buffers()}
-    off = contextlib.nullcontext()
-    if dtype:
-        devices = {p.device.type for p in parameters.values()} | {t.device.type for t in floating((args, kwargs))}
-        off = torch.autocast(next(iter(devices), 'cpu'), enabled=False)
-    saved = {}
+    def __init__(self, module, dtype, shift):
+        self._module, self._dtype, self._shift = module, dtype, shift
+        self._inputs = {}  # id of an argument -> the leaf in its place, and the copy of it that the module gets
+        self._parameters = {
+            name: nn.Parameter(self._shifted(name, self._cast(_moved(p.detach()))), requires_grad=p.requires_grad)
+            for name, p in module.named_parameters()
+        }
+        self._buffers = {
+            name: self._cast(_moved(buffer.detach(), positive=True)).clone() for name, buffer in module.named_buffers()
+        }
 
-    def forward_and_backward():
-        inputs = tree_map(leaf, (args, kwargs))
+    def run(self, args, kwargs, cotangent, backward) -> Run:
+        """Run the pass; it can run once."""
+        off = contextlib.nullcontext()
+        if self._dtype:
+            devices = {t.device.type for t in (*self._parameters.values(), *floating((args, kwargs)))}
+            off = torch.autocast(next(iter(devices), 'cpu'), enabled=False)
+        with torch.enable_grad(), off, _without_weight_cache():
+            tensors = {f'module.{name}': t for name, t in (self._parameters | self._buffers).items()}
+            step = functools.partial(self._forward_and_backward, args, kwargs, cotangent, backward)
+            return functional_call(_Calls(self._module), tensors, (step,))
+
+    def _forward_and_backward(self, args, kwargs, cotangent, backward):
+        inputs, saved = tree_map(self._copied, (args, kwargs)), {}
 
         def pack(tensor):
             saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
-            outs = floating(module(*inputs[0], **inputs[1]))
-        own = [*parameters.values(), *buffers.values()]
-        stored = _stored(saved, [passed for _, passed in leaves.values()], outs, own)
-        wanted = {f'input {i}': x for i, (x, _) in enumerate(leaves.values())}
-        wanted |= {name: p for name, p in parameters.items() if p.requires_grad}
+            outs = floating(self._module(*inputs[0], **inputs[1]))
+        own = [*self._parameters.values(), *self._buffers.values()]
+        stored = _stored(saved, [passed for _, passed in self._inputs.values()], outs, own)
+        wanted = {f'input {i}': x for i, (x, _) in enumerate(self._inputs.values())}
+        wanted |= {name: p for name, p in self._parameters.items() if p.requires_grad}
         wanted = wanted if backward else {}
-        found = [(i, o) for i, o in enumerate(outs) if o.requires_grad]
+        with_graph = [(i, o) for i, o in enumerate(outs) if o.requires_grad]
         gradients = [None] * len(wanted)
-        if found and wanted:
-            cotangents = [cotangent(i, o.detach()) for i, o in found]
-            gradients = torch.autograd.grad([o for _, o in found], [*wanted.values()], cotangents, allow_unused=True)
+        if with_graph and wanted:
+            cotangents = [cotangent(i, o.detach()) for i, o in with_graph]
+            outputs = [o for _, o in with_graph]
+            gradients = torch.autograd.grad(outputs, [*wanted.values()], cotangents, allow_unused=True)
         results = {f'output {i}': o.detach() for i, o in enumerate(outs)}
-        results |= {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        results |= {name: buffer for name, buffer in self._buffers.items() if buffer.is_floating_point()}
         return Run(results, dict(zip(wanted, gradients, strict=True)), stored)
 
-    with torch.enable_grad(), off, _without_weight_cache():
-        tensors = {f'module.{name}': t for name, t in (parameters | buffers).items()}
-        return functional_call(_Calls(module), tensors, (forward_and_backward,))
+    def _copied(self, tensor):
+        if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+            return tensor
+        if id(tensor) not in self._inputs:
+            leaf = self._shifted(f'input {len(self._inputs)}', self._cast(tensor.detach())).requires_grad_()
+            # Modules may change their input in place, which a leaf forbids.
+            self._inputs[id(tensor)] = leaf, leaf.clone()
+        return self._inputs[id(tensor)][1]
+
+    def _cast(self, tensor):
+        return tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
+
+    def _shifted(self, name, tensor):
+        return tensor + self._shift[name] if self._shift.get(name) is not None else tensor.detach()
 
 
 def _moved(tensor, positive=False):
@@ -209,7 +229,7 @@ def _stored(saved, inputs, outputs, own):
     inside = sum(
         n for address, n in saved.items() if address not in known and address not in ins and address not in outs
     )
-    return Stored(
+    return SavedTensors(
         inside,
         frozenset(i for address, i in ins.items() if address in saved),
         frozenset(i for address, i in outs.items() if address in saved and address not in ins),
@@ -227,7 +247,7 @@ def _without_weight_cache():
         torch.set_autocast_cache_enabled(before)
 
 
-class Bridged(torch.autograd.Function):
+class _Bridged(torch.autograd.Function):
     """Autograd function that runs a function without a graph and gives its inputs synthetic gradients.
 
     The gradients are linear in those of the outputs. It replaces a module inside of another one, so that both sides of
@@ -249,7 +269,7 @@ class Bridged(torch.autograd.Function):
 
 
 def bridge(run: Callable, args: tuple, kwargs: dict):
-    """Run ``run(*args, **kwargs)`` in :class:`Bridged`.
+    """Run ``run(*args, **kwargs)`` in :class:`_Bridged`.
 
     Args:
         run (Callable): The function.
@@ -267,7 +287,7 @@ def bridge(run: Callable, args: tuple, kwargs: dict):
         found.append(spec)
         return flat
 
-    return tree_unflatten([*Bridged.apply(flat_run, structure, *leaves)], found[0])
+    return tree_unflatten([*_Bridged.apply(flat_run, structure, *leaves)], found[0])
 
 
 def _is_float(x):
