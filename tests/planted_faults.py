@@ -82,8 +82,8 @@ FAULTS = {
     ),
     'int8 map: half of the steps': Fault(
         'common.kept_maps:keep',
-        '(x / unit.clamp_min(torch.finfo(full).tiny)).ceil_()',
-        '(x / unit.clamp_min(torch.finfo(full).tiny) / 2).ceil_().mul_(2)',
+        '(x[part] / scale[part]).ceil_()',
+        '(x[part] / scale[part] / 2).ceil_().mul_(2)',
         'ResNet',
         'int8',
     ),
@@ -173,7 +173,10 @@ FAULTS = {
     ),
     # Deformable attention.
     'deformable: output': Fault(
-        'deformable_attention:_attention_backward', 'sampled.load(s.dtype)', 'sampled.load(s.dtype).relu()', 'attention'
+        'deformable_attention:_attention_backward',
+        'attended.load(s.dtype)',
+        'attended.load(s.dtype).relu()',
+        'attention',
     ),
     'deformable: padding': Fault(
         'deformable_attention:kernel_inputs', 't.key_padding_mask is not None', 'False', 'padded attention'
@@ -238,8 +241,8 @@ FAULTS = {
     ),
     'chain: layer kept in eight bits': Fault(
         'residual_block:_keep_input',
-        '(-shift / scale).nan_to_num(0)',
-        '(shift / scale).nan_to_num(0)',
+        '_replace(scale=scale, shift=shift,',
+        '_replace(scale=scale, shift=-shift,',
         'ResNet-50 in training mode',
         'int8',
     ),
@@ -286,8 +289,8 @@ FAULTS = {
     ),
     'CSP: threshold in eight bits': Fault(
         'csp_layer:_Forward._layer',
-        '(-shift / scale).nan_to_num(0)',
-        '(1 - shift / scale).nan_to_num(0)',
+        'zero_of(scale, shift)',
+        '1 + zero_of(scale, shift)',
         'CSP layer with LeakyReLU',
         'int8',
     ),

@@ -107,6 +107,6 @@ def _reason(mixin, module, settings, running):
     own = ('forward',) if running or fairscale_forward(module) else ()
     if is_replaced(module, but=(*own, *mixin.callers)):
         return 'its forward pass was replaced'
-    if running and not mixin.applies_to(module):
+    if running and not mixin.separable and not mixin.applies_to(module):
         return 'settings of the module have changed to others than the operation computes'
     return replaced_code(stock_class(type(module))) or mixin.refusal(module, settings)

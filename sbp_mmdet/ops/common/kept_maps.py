@@ -16,7 +16,7 @@ aten = torch.ops.aten
 DEEPEST = 3  # largest number of maps that are added up in the backward pass; a sum of more maps is saved itself
 
 _LEAST_POSITIONS = 16  # in maps with fewer positions, the scales take as many bytes as eight bits save
-_PART = 2**23  # most elements that are rounded at a time: their copy in full precision takes 32 MB
+_PART = 2**24  # most elements that are rounded at a time: their copy in full precision takes 64 MB
 _GROUP = 32  # least number of positions that share a scale: neighbours are alike, so their steps are finer
 
 
