@@ -82,8 +82,8 @@ FAULTS = {
     ),
     'int8 map: half of the steps': Fault(
         'common.kept_maps:keep',
-        '(x[part] / scale[part]).ceil_()',
-        '(x[part] / scale[part] / 2).ceil_().mul_(2)',
+        '(x / scale).ceil_()',
+        '(x / scale / 2).ceil_().mul_(2)',
         'ResNet',
         'int8',
     ),

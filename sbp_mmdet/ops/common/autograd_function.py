@@ -135,7 +135,7 @@ def in_precision(settings, x: Tensor):
 
 @torch.compiler.disable
 def apply_function(function: type[torch.autograd.Function], *args):
-    """Call an autograd function, as its method ``apply`` does.
+    """Call an autograd function, as its method ``apply`` does, and let compilers skip it.
 
     That method looks at every tensor for transforms of ``torch.func`` that have ended, which takes longer than all else
     in functions of many parameters. They cannot run such a function in any case.
@@ -144,6 +144,10 @@ def apply_function(function: type[torch.autograd.Function], *args):
         function (type[torch.autograd.Function]): The function.
         *args: Its arguments.
     """
+    return _apply(function, *args)
+
+
+def _apply(function, *args):
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # raises an error
     return super(torch.autograd.Function, function).apply(*args)
@@ -233,7 +237,7 @@ class Operation:
         if torch.is_grad_enabled():
             for leaf in leaves:
                 if leaf is not None and leaf.requires_grad:
-                    return apply_function(self._function, self, settings, tensors, *leaves)
+                    return _apply(self._function, self, settings, tensors, *leaves)  # skipped by compilers already
         with torch.no_grad(), no_autocast(tensors.x):
             return self.forward(settings, tensors, self.gradients(*[False] * len(leaves)))[0]
 

@@ -244,40 +244,40 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         # (0, max] has 252 steps, which are kept as -126 ... 125 and read as (n + 126.5) * unit, the middle of each.
         unit = x.amax((2, 3), keepdim=True).to(full) / 252
         scale = unit.clamp_min(torch.finfo(full).tiny)
-        return KeptMap(_in_parts(x, lambda part: (x[part] / scale[part]).ceil_().sub_(127)), unit)
+        return KeptMap(_in_parts(lambda x, scale: (x / scale).ceil_().sub_(127), x, scale), unit)
     groups = x.unflatten(2, (_groups(x), -1))
     low, high = (limit[..., None].to(full) for limit in _limits(groups))
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
     if threshold is None:
         # n = round((x - low) / unit) - 127 in [-127, 125], read as n * unit + low + 127 * unit.
-        shift = -127 - low * rate
-        steps = _in_parts(groups, lambda part: _scaled(groups[part], rate[part], shift[part]).round_())
+        steps = _in_parts(lambda *part: _scaled(*part).round_(), groups, rate, -127 - low * rate)
         base = torch.add(low, unit, alpha=127)
     else:
         # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
         # -126; read as n * unit + t + (lowest + 126.5) * unit = t + (k - 1/2) * unit, on the same side of t as x. A
         # threshold below all values is one step away at the most, so that the least of them lies above it.
         threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low - unit, high)
-        shift = -threshold * rate
         lowest = ((low - threshold) * rate).floor_()
         first = (lowest + 127)[..., None]
-        steps = _in_parts(groups, lambda part: _scaled(groups[part], rate[part], shift[part]).ceil_().sub_(first[part]))
+        steps = _in_parts(
+            lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, rate, -threshold * rate, first
+        )
         base = threshold + (lowest + 126.5) * unit
     return KeptMap(steps.flatten(2, 3), unit, base)
 
 
-def _in_parts(x, compute):
-    """Return ``compute`` of all images and channels as eight-bit integers, a part of a large map at a time."""
+def _in_parts(compute, x, *numbers):
+    """Return ``compute(x, *numbers)`` as eight-bit integers, for some images and channels of a large map at a time."""
     if x.numel() <= _PART:
-        return compute(...).to(torch.int8)
+        return compute(x, *numbers).to(torch.int8)
     out = torch.empty_like(x, dtype=torch.int8)
     channels = max(_PART // max(x[0, 0].numel(), 1), 1)
     images = max(_PART // x[0].numel(), 1)
     for n in range(0, len(x), images):
         for c in range(0, x.shape[1], channels):
             part = slice(n, n + images), slice(c, c + channels)
-            out[part].copy_(compute(part))
+            out[part].copy_(compute(*(tensor[part] for tensor in (x, *numbers))))
     return out
 
 
