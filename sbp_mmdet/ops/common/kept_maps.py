@@ -259,10 +259,8 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         # threshold below all values is one step away at the most, so that the least of them lies above it.
         threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low - unit, high)
         lowest = ((low - threshold) * rate).floor_()
-        first = (lowest + 127)[..., None]
-        steps = _in_parts(
-            lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, rate, -threshold * rate, first
-        )
+        numbers = rate, -threshold * rate, (lowest + 127)[..., None]
+        steps = _in_parts(lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, *numbers)
         base = threshold + (lowest + 126.5) * unit
     return KeptMap(steps.flatten(2, 3), unit, base)
 
