@@ -84,6 +84,8 @@ def test_parts_that_do_not_meet_are_two_changes():
         dict(type='LeanHook', modules=['neck2', 'backbone']),
     ]
     check_config(config)
+    config.custom_hooks = [dict(type='LeanHook'), dict(type='LeanHook', preset='none')]
+    check_config(config)
 
 
 @pytest.mark.parametrize('verb', ['report', 'plan'])

@@ -23,7 +23,7 @@ from .batch_size import largest_batches
 from .check import check
 from .config_checks import add_config, problem_of_imports
 from .counts import count_step, end_progress, presets_for, rows_of
-from .errors import problem_of_data, reason_of
+from .errors import reason_of
 from .inputs import add_inputs, crowded, inputs_of, labels_of
 from .pipeline import CannotRun
 from .planner import CONTEXT, MARGIN, OWN, WORKSPACES, answer, parse_bytes, parse_size
@@ -323,8 +323,6 @@ def _rehearse(args, config):
                 'data_root and ann_file of train_dataloader'
             ) from error
         except Exception as error:  # whatever a config, its data and its model may raise
-            if 'at least one array' in str(error):
-                raise SystemExit(f'{args.config}: {problem_of_data("its data set cannot be built", error)}') from error
             raise SystemExit(f'{args.config}: it cannot be rehearsed here: {reason_of(error)}') from error
 
 

@@ -94,7 +94,7 @@ def _is_ours(kind):
 
 def _check_changes(config, hooks):
     """Refuse two changes of one part of the model."""
-    parts = [hook.settings.modules or ('',) for hook in hooks]
+    parts = [hook.settings.modules or ('',) for hook in hooks if hook.settings.preset.name != 'none']
     if (config.model.get('backbone') or {}).get('sbp_cfg') is not None and any('' in names for names in parts):
         raise ValueError(
             'the backbone has an sbp_cfg of its own, and LeanHook would change it too; write sbp_cfg=None there, or '

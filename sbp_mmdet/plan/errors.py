@@ -13,8 +13,11 @@ def reason_of(error: Exception) -> str:
         error (Exception): An error that was raised.
 
     Returns:
-        str: Class, first 200 characters of the message, and the innermost file and line outside of torch.
+        str: Class, first 200 characters of the message, and the innermost file and line outside of torch; for a data
+        set without images what to look at.
     """
+    if _says_no_images(error):
+        return f'its data set {_NO_IMAGES}'
     frames = [f for f in traceback.extract_tb(error.__traceback__) if 'torch' not in Path(f.filename).parts]
     text = _short(error)
     where = f'{Path(frames[-1].filename).name}, line {frames[-1].lineno}'
@@ -31,9 +34,16 @@ def problem_of_data(what: str, error: Exception) -> str:
     Returns:
         str: The line; for a data set without images with what to look at.
     """
-    if isinstance(error, ValueError) and 'at least one array' in str(error):  # mmengine's, of a list of no images
-        return f'{what} here: it has no image; look at ann_file, at the classes in metainfo and at filter_cfg'
+    if _says_no_images(error):
+        return f'{what} here: it {_NO_IMAGES}'
     return f'{what} here ({type(error).__name__}: {_short(error)})'
+
+
+_NO_IMAGES = 'has no image; look at ann_file, at the classes in metainfo and at filter_cfg'
+
+
+def _says_no_images(error):
+    return isinstance(error, ValueError) and 'at least one array' in str(error)  # mmengine's, of a list of no images
 
 
 def _short(error):
