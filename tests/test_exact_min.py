@@ -174,6 +174,17 @@ def test_blocks_that_are_no_part_of_a_chain_are_recomputed(name):
     _compare(_step(least)[1:], _step(plain)[1:])
 
 
+@pytest.mark.parametrize('name', UNCHAINED)
+def test_int8_recomputes_blocks_with_code_of_their_own(name):
+    """A plugin saves maps as floats; layers of other blocks save them in eight bits, which is less than an input."""
+    model = nn.Module()
+    model.backbone = MODELS.build(UNCHAINED[name])
+    changed = apply_lean(model.double().train(), 'int8').changed
+    recomputed = {name for name, meaning in changed.items() if 'recomputed' in meaning}
+    blocks = {name for name, module in model.named_modules() if hasattr(module, 'with_plugins')}
+    assert recomputed == (blocks if name == 'context block' else set())
+
+
 def _run_from_the_backbone(model, images):
     maps = model.neck(model.backbone(images))
     return sum(out.square().sum() for outs in model.bbox_head(maps) if outs[0] is not None for out in outs)
