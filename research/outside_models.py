@@ -26,7 +26,7 @@ from sbp_mmdet.presets import PRESETS
 
 VARIANTS = tuple(name for name in ('none', 'with_cp', 'exact', 'exact_min', 'int8') if name in PRESETS)
 IMAGES = 2  # of a counted batch, or those of the recipe if they are fewer
-SECONDS = 900  # of CPU, for a step of a detector, or its count
+SECONDS = 1800  # of CPU, for a step of a detector, or its count
 
 
 class Outside(NamedTuple):

@@ -25,6 +25,7 @@ __all__ = ['sources']
 
 _build_batch = plan_detector.build_batch
 _PER_BOX = 8  # proposals near each box, as in the planner
+_PRIORS = 10_000  # whose distances to all boxes are computed at once
 _SINGLE = torch.float32
 
 
@@ -127,15 +128,33 @@ def _rotated_boxes_are_found():
     overlaps = importlib.import_module('mmrotate.structures.bbox.bbox_overlaps')
     overlap, rectangle = overlaps.box_iou_rotated, cv2.minAreaRect
 
-    def in_single(a, b, *args, **kwargs):  # mmcv's knows no fp64 on a CPU
-        return overlap(a.to(_SINGLE), b.to(_SINGLE), *args, **kwargs).to(a.dtype)
+    def near_pairs(a, b, mode='iou', aligned=False, **kwargs):  # mmcv's takes all pairs and knows no fp64 on a CPU
+        first, second = a.to(_SINGLE), b.to(_SINGLE)
+        if aligned:
+            return overlap(first, second, mode, aligned=True, **kwargs).to(a.dtype)
+        rows, columns = _pairs_that_may_overlap(first.numpy(force=True), second.numpy(force=True))
+        found = a.new_zeros(len(a), len(b))
+        found[rows, columns] = overlap(first[rows], second[columns], mode, aligned=True, **kwargs).to(a.dtype)
+        return found
 
     with (
         mock.patch.object(cv2, 'minAreaRect', lambda points: rectangle(points.astype(np.float32))),
-        mock.patch.object(overlaps, 'box_iou_rotated', in_single),
+        mock.patch.object(overlaps, 'box_iou_rotated', near_pairs),
         mock.patch.object(plan_detector, 'as_if_trained', _find_rotated),
     ):
         yield
+
+
+def _pairs_that_may_overlap(a, b):
+    """Return the indices of those rotated boxes whose enclosing circles meet; all others have no overlap."""
+    pairs = []
+    for start in range(0, len(a) or 1, _PRIORS):
+        part = a[start : start + _PRIORS]
+        apart = np.linalg.norm(part[:, None, :2] - b[None, :, :2], axis=2)
+        reach = np.linalg.norm(part[:, 2:4], axis=1)[:, None] + np.linalg.norm(b[:, 2:4], axis=1)
+        rows, columns = np.nonzero(apart <= reach / 2)
+        pairs.append((rows + start, columns))
+    return tuple(torch.from_numpy(np.concatenate(found)) for found in zip(*pairs, strict=True))
 
 
 def _find_rotated(detector):
