@@ -112,7 +112,8 @@ ATTENTIONS = {
     'ChannelAttention': lambda: ChannelAttention(8),
     'EffectiveSELayer': lambda: EffectiveSELayer(8),
 }
-ACTIVATIONS = dict(SiLU=nn.SiLU, Swish=Swish, GELU=nn.GELU, Hardswish=nn.Hardswish, LeakyReLU=nn.LeakyReLU)
+_CLASSES = (nn.SiLU, Swish, nn.GELU, nn.Hardswish, nn.ReLU6, nn.LeakyReLU)
+ACTIVATIONS = {kind.__name__: kind for kind in _CLASSES}
 
 
 @pytest.mark.parametrize('kind', ATTENTIONS)

@@ -47,9 +47,13 @@ def operation_in(module):
     return next(value for value in vars(module).values() if isinstance(value, Operation))
 
 
+@pytest.mark.parametrize('preset', ['exact', 'exact_min', 'int8'])
 @pytest.mark.parametrize('name', MODELS)
-def test_no_false_alarm(name, caplog):
-    _, records = said(trained(name), caplog)
+def test_no_false_alarm(name, preset, caplog):
+    if preset == 'int8' and name.startswith('CSP layer'):
+        # A depthwise convolution and its norm undo the scale of the norm in front, whose gradient nearly cancels.
+        pytest.skip('of this gradient eight bits leave noise on maps of a few hundred positions')
+    _, records = said(trained(name), caplog, preset=preset)
     assert [r.levelname for r in records] == ['INFO']
     assert 'against their own code' in records[0].message and 'not be compared' not in records[0].message
 

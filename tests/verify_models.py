@@ -118,6 +118,12 @@ def conv_modules():
     return nn.Sequential(*(nn.Sequential(ConvModule(n, 16, 3, **options)) for n in (3, 16)), Several())
 
 
+def biased_conv_modules():
+    torch.manual_seed(1)
+    options = dict(padding=1, bias=True, norm_cfg=dict(type='BN'), act_cfg=dict(type='ReLU6'))
+    return nn.Sequential(ConvModule(3, 16, 3, **options), ConvModule(16, 16, 3, **options), Several())
+
+
 def csp_layer(**options):
     torch.manual_seed(1)
     options = dict(dict(use_cspnext_block=True, channel_attention=True, act_cfg=dict(type='SiLU')), **options)
@@ -150,6 +156,7 @@ MODELS = {
     'ResNet-50': lambda: resnet(50),
     'ResNet-50 in training mode': lambda: resnet(50, norm_eval=False),
     'ConvModules': conv_modules,
+    'ConvModules with biases in front of batch norms': biased_conv_modules,
     'CSP layer': csp_layer,
     'CSP layer with LeakyReLU': lambda: csp_layer(act_cfg=dict(type='LeakyReLU')),
     'encoder': encoder,

@@ -44,6 +44,7 @@ for _role in ('norm of a map', 'norm of a chain'):
 _activation = functools.cache(Activation)
 _ACTIVATIONS = {
     nn.ReLU: lambda m: _activation('relu'),
+    nn.ReLU6: lambda m: _activation('relu6'),
     nn.LeakyReLU: lambda m: _activation('leaky_relu', slope=m.negative_slope),
     nn.SiLU: lambda m: _activation('silu'),
     Swish: lambda m: _activation('swish'),

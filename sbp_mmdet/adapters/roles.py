@@ -82,7 +82,7 @@ def _is_over_last_dimension(softmax):
     return None if softmax.dim == -1 else f'its dim is {softmax.dim}'
 
 
-_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, Swish, nn.Hardswish, nn.GELU)
+_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.SiLU, Swish, nn.Hardswish, nn.GELU)
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
 _LINEARS = (nn.Linear, MMCVLinear)
 EFFICIENTDETS_CONVOLUTION = 'projects.EfficientDet.efficientdet.utils.Conv2dSamePadding'

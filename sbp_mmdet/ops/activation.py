@@ -72,7 +72,7 @@ def _forward(settings, tensors, needs):
     map = handed_on(x)
     linear = isinstance(map, KeptMap) and map.activation is None and map.shortcut is None
     if not linear or (storage == 'native' and not map.is_exact):
-        map = keep(x, storage, threshold=0 if act.by_sign else None)
+        map = keep(x, storage, threshold=0 if act.jumps_at_zero else None)
     map = map._replace(activation=act)
     hand_on(y, map)
     return y, ActivationSaved(map)

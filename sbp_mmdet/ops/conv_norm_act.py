@@ -292,8 +292,8 @@ def _activate(s, t, z, u, statistics):
         scale, shift = affine_of_norm(s, t, statistics, z.shape[1])
         # In eight bits the sum's sign, which is the mask, would not be that of what is read.
         residual = addend(t.residual, storage) if t.residual is not None and storage == 'native' else None
-        by_sign = t.residual is None and act is not None and act.by_sign
-        normed = keep(z, storage, zero_of(scale, shift) if by_sign and storage != 'native' else None)
+        keeps_sign = t.residual is None and act is not None and act.jumps_at_zero
+        normed = keep(z, storage, zero_of(scale, shift) if keeps_sign and storage != 'native' else None)
         if t.residual is None or residual is not None:
             normed = KeptMap(normed.values, normed.unit, normed.base, scale, shift, act, residual)
             y = u if act is None else act(u, inplace=True)
@@ -301,14 +301,15 @@ def _activate(s, t, z, u, statistics):
             return y, normed, None
     if act is None:
         return u, normed, None
-    if act.name == 'relu':  # its output has the signs, and the next layer needs it
+    if act.name in ('relu', 'relu6'):  # the derivative follows from the output, which the next layer needs
         y = act(u, inplace=True)
-        active = keep(y, storage, positive=True)._replace(activation=act)
+        # Rounding would move values over 6, where ReLU6's derivative jumps too.
+        active = keep(y, storage if act.name == 'relu' else 'native', positive=True)._replace(activation=act)
         if active.values is y:
             return y, normed, active
     else:
         y = act(u)
-        active = keep(u, storage, threshold=0 if act.by_sign else None)._replace(activation=act)
+        active = keep(u, storage, threshold=0 if act.jumps_at_zero else None)._replace(activation=act)
     hand_on(y, active)
     return y, normed, active
 
@@ -370,7 +371,9 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
     """
     fixed, grad = factors is not None, cast(grad, s.dtype)
     needs_weight = weight_needed(s, needs)
-    needs_bias = needs.bias or (fixed and (needs.norm_weight or needs.norm_bias))
+    # A batch norm subtracts the mean, and so the bias. With statistics of several processes this holds for their sum.
+    is_subtracted = s.norm == 'batch' and s.process_group is None
+    needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
     factor, column = parts or (None, factors.column if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
     weight = multiplied(t.weight, column, s.dtype) if fixed else cast(t.weight, s.dtype)
@@ -391,7 +394,7 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
     if needs.weight:
         found['weight'] = cast(dweight, t.weight.dtype)
     if needs.bias:
-        found['bias'] = cast(dbias, t.bias.dtype)
+        found['bias'] = torch.zeros_like(t.bias) if is_subtracted else cast(dbias, t.bias.dtype)
     return dx, found
 
 

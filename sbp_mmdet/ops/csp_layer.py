@@ -190,10 +190,10 @@ class _Forward:
                 u = act(u, inplace=True)
                 self.maps[i] = keep(u, storage, positive=True)
                 return u
-            self.maps[i] = keep(u, storage, 0 if act.by_sign else None)
+            self.maps[i] = keep(u, storage, 0 if act.jumps_at_zero else None)
             return act(u)
         threshold = None
-        if act.by_sign and storage != 'native':
+        if act.jumps_at_zero and storage != 'native':
             scale, shift = affine_of_norm(member.s, member.t, statistics, z.shape[1])
             threshold = zero_of(scale, shift)
         self.maps[i] = keep(z, storage, threshold)

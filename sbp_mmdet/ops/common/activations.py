@@ -37,9 +37,9 @@ class Activation:
             raise ValueError(f'activation {self.name!r} is unknown; choose one of {", ".join(ACTIVATIONS)}')
 
     @property
-    def by_sign(self) -> bool:
-        """Whether the derivative depends on the sign of the input alone."""
-        return self.name in ('relu', 'leaky_relu')
+    def jumps_at_zero(self) -> bool:
+        """Whether the derivative jumps where the input is zero, so that a rounded input has to keep its sign."""
+        return self.name in ('relu', 'relu6', 'leaky_relu')
 
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
         """Compute the function.
@@ -75,6 +75,7 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
         lambda a, x, inplace: torch.relu_(x) if inplace else torch.relu(x),
         lambda a, g, x: aten.threshold_backward.default(g, x, 0),
     ),
+    'relu6': (lambda a, x, inplace: F.relu6(x, inplace), lambda a, g, x: aten.hardtanh_backward.default(g, x, 0, 6)),
     'leaky_relu': (
         lambda a, x, inplace: F.leaky_relu(x, a.slope, inplace),
         lambda a, g, x: aten.leaky_relu_backward.default(g, x, a.slope, False),

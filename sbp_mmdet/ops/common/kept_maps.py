@@ -98,7 +98,7 @@ class KeptMap(NamedTuple):
 
     def activation_backward(self, grad: Tensor) -> Tensor:
         """Compute the gradient of u from that of act(u)."""
-        if self.activation.name == 'relu' and self.unit is not None and self.scale is None:
+        if self.activation.name == 'relu' and self.unit is not None and self.base is None and self.scale is None:
             return aten.threshold_backward.default(grad, self.values.to(grad.dtype), -127)  # see `keep`, positive
         return self.activation.backward(grad, self.before_activation(grad.dtype))
 
