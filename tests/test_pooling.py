@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from mmcv.cnn import VGG
+from mmcv.cnn import VGG, MaxPool2d
 from mmdet.models.backbones import SSDVGG
 from mmdet.models.layers import DynamicConv
 from oracles import DEVICE, assert_near, loss_of
@@ -78,11 +78,12 @@ class Attends(Held):
         return self.held(x, x, x)[0]
 
 
+@pytest.mark.parametrize('kind', [nn.MaxPool2d, MaxPool2d], ids=['torch', 'mmcv'])
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize('name', POOLS)
-def test_pools_store_a_byte_a_window(name, layout):
+def test_pools_store_a_byte_a_window(name, layout, kind):
     x = drawn(2, 3, 17, 22).detach().contiguous(memory_format=layout).requires_grad_()
-    pool = Sequence(nn.MaxPool2d(**POOLS[name]))
+    pool = Sequence(kind(**POOLS[name]))
     report, _ = assert_exact(pool, x)
     assert [*report.changed] == ['layers.0']
     lean = copy.deepcopy(pool)

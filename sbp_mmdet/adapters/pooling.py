@@ -27,7 +27,8 @@ def _fits_in_bytes(pool):
     return None if height * width <= LARGEST_WINDOW else f'its windows have more than {LARGEST_WINDOW} positions'
 
 
-ROLES['max pool'] = {nn.MaxPool2d: _fits_in_bytes}
+_POOLS = (nn.MaxPool2d, mmcv.cnn.MaxPool2d)
+ROLES['max pool'] = dict.fromkeys(_POOLS, _fits_in_bytes)
 
 
 def _pooled(form, pool, x, relu=False):
@@ -35,7 +36,7 @@ def _pooled(form, pool, x, relu=False):
     return max_pool(PoolSettings(form, *geometry, pool.ceil_mode, relu), PoolTensors(x))
 
 
-@adapter(nn.MaxPool2d)
+@adapter(*_POOLS)
 class LeanMaxPool(LeanModule):
     """Max pooling that saves the place of each maximum in its window, in one byte."""
 
