@@ -8,6 +8,7 @@ from torch import Tensor
 from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
 from .precision import FEW, accumulator, cast
+from .uncompiled import uncompiled
 
 __all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
 
@@ -352,7 +353,7 @@ def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
     return out
 
 
-@torch.compiler.disable
+@uncompiled
 def _hand_on_sum(out, x, shortcut, storage):
     first, second = handed_on(x), addend(shortcut, storage)
     if first is not None and second is not None and first.depth == 1 and out.dtype == x.dtype:
