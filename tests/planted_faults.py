@@ -160,8 +160,8 @@ FAULTS = {
     'rerun: bias': Fault('common.rerun_conv:_run', 'cast(bias, s.dtype)', '0 * bias', 'ConvNeXt'),
     'rerun: stored input': Fault(
         'common.rerun_conv:convolve',
-        'return conv(x), Conv(Stored(x)',
-        'return conv(x), Conv(Stored(x.relu())',
+        'return out, Conv(Stored(x)',
+        'return out, Conv(Stored(x.relu())',
         'ConvNeXt',
     ),
     'rerun: gradient of the input': Fault(

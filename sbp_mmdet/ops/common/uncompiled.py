@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 
 try:
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback, skip_code
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._dynamo.eval_frame import skip_code
 except ImportError:  # old versions of torch
     get_eval_frame_callback = None
 
