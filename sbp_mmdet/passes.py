@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .library_code import library_code, replaced_code
+from .library_code import Functions, library_code, replaced_code
 from .ops.common.handed_maps import Scope, scope_is_open
 from .ops.common.uncompiled import uncompiled
 from .stochastic_backprop.step_draws import StepDraws
@@ -151,6 +151,7 @@ class _Inside(NamedTuple):
         inside (list[dict]): Their children.
         children (dict): Children of the outermost module.
         code (dict[int, LibraryCode]): The code of their classes by its id.
+        functions (Functions | None): All functions of that code.
     """
 
     modules: Sequence[nn.Module] = ()
@@ -158,6 +159,7 @@ class _Inside(NamedTuple):
     inside: Sequence[dict] = ()
     children: dict | None = None
     code: dict | None = None
+    functions: Functions | None = None
 
     def __reduce_ex__(self, protocol):
         return _Inside, ()
@@ -170,9 +172,8 @@ class _Inside(NamedTuple):
         """
         if not self.modules or self.children != root._modules:
             return False
-        for code in self.code.values():
-            if not code.holds():
-                return False
+        if not self.functions.hold():
+            return False
         owns = [*map(vars, self.modules)]
         if [*map(type, self.modules)] != self.kinds or [own['_modules'] for own in owns] != self.inside:
             return False
@@ -204,7 +205,8 @@ def is_known_inside(root: nn.Module) -> bool:
             return False
         code = {id(code): code for code in map(library_code, kinds)}
         children = [dict(m._modules) for m in inside]
-        root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code)
+        functions = Functions({place: None for one in code.values() for place in one.places})
+        root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code, functions)
     return True
 
 
