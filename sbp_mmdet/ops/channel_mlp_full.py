@@ -138,13 +138,14 @@ def backward(settings, saved: SavedInput, grad: Tensor, needs) -> tuple[Tensor |
     run = _Sums(settings, t, needs)
     parts = _chunks(settings, t, grad, keep)
     x = saved.x if t.conv is None else t.conv.run()
-    if len(parts) == 1 and keep is None and t.factor is None and not settings.form.sample:
-        dx = run.add(rows_of(grad), None if x is None else rows_of(x))
+    if len(parts) == 1 and keep is None and t.factor is None:
+        rows = None if x is None else rows_of(x)
+        dx = run.add(rows_of(grad), rows, grad.shape[0])
         return None if dx is None else from_rows(dx, grad.shape), run.gradients()
     tokens, x = tokens_of(grad), x if t.conv is None else take(tokens_of(x), keep)
     kept = tokens.shape[1] if keep is None else len(keep)
     if settings.form.sample and run.weights and tokens.numel():
-        run.find_means(x, kept)
+        run.find_means(*run.activations(some_rows(len(x), kept).rows_of(x)))
     layout = saved.layout if keep is None else None
     dx = empty_tokens((len(tokens), kept, tokens.shape[2]), layout, grad.dtype, grad.device) if needs.x else None
     for chunk in parts:
@@ -186,25 +187,26 @@ class _Sums:
         self.w2 = t.weight2 if t.gamma is None else t.weight2 * self.gamma
         self.sums = {}  # by the name of the parameter whose gradient follows from it
 
-    def find_means(self, x, kept):
-        """Compute means of the first layer's input and of the hidden layer after the GELU, over :func:`some_rows`."""
-        rows = self._normalised(some_rows(len(x), kept).rows_of(x))[0]
-        self.means = rows.mean(0), self._hidden(rows, activates=True).mean(0)
-
-    def _normalised(self, rows):
+    def activations(self, rows):
+        """Compute the first layer's input and output for some rows, and the statistics of the norm."""
         t = self.t
-        return torch.native_layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, self.settings.eps)
+        rows, *statistics = torch.native_layer_norm(
+            rows, rows.shape[1:], t.norm_weight, t.norm_bias, self.settings.eps
+        )
+        return rows, F.linear(rows, t.weight1, t.bias1), *statistics
 
-    def _hidden(self, rows, activates=False):
-        hidden = F.linear(rows, self.t.weight1, self.t.bias1)
-        return F.gelu(hidden, approximate=self.settings.approximate) if activates else hidden
+    def find_means(self, rows, hidden, *_):
+        """Compute means of the first layer's input and of the hidden layer after the GELU, over :func:`some_rows`."""
+        self.means = rows.mean(0), F.gelu(hidden, approximate=self.settings.approximate).mean(0)
 
-    def add(self, grad: Tensor, x: Tensor | None) -> Tensor | None:
+    def add(self, grad: Tensor, x: Tensor | None, images: int | None = None) -> Tensor | None:
         """Add some rows to the sums.
 
         Args:
             grad (Tensor): Gradient of the output, before layer scale, shape (K, C).
             x (Tensor | None): Input of the norm, shape (K, C). If ``None``, it is not needed.
+            images (int | None): Number of images, if these are all of their rows, which means are then computed over.
+                If ``None``, they are some, and :meth:`find_means` was called. Default: None.
 
         Returns:
             Tensor | None: Gradient of the norm's input, if it is needed.
@@ -213,8 +215,10 @@ class _Sums:
         self._add('bias2', grad.sum(0))
         if not (self.outer or self.first):
             return None
-        rows, mean, rstd = self._normalised(x)
-        hidden = self._hidden(rows)
+        rows, hidden, mean, rstd = self.activations(x)
+        if self.settings.form.sample and images and self.weights:
+            chunk = some_rows(images, x.shape[0] // images)
+            self.find_means(*[chunk.rows_of(part.view(images, -1, part.shape[1])) for part in (rows, hidden)])
         drawn = draw(self.settings.form.sample, grad)
         if self.outer:
             active = F.gelu(drawn.of(hidden), approximate=approximate)
