@@ -30,7 +30,8 @@ class BypassedModules:
         inside = {id(module): module for module in modules if module is not root}
         parents = [root]
         if inside:
-            parents += [m for m in root.modules() if m is not root and inside.keys() & set(map(id, m.children()))]
+            keys = inside.keys()
+            parents += [m for m in root.modules() if m is not root and not keys.isdisjoint(map(id, m._modules.values()))]
         self.modules = tuple(inside.values())
         self._parents, self._children = parents, [dict(parent._modules) for parent in parents]
         self._kind, self._root = type(root), (foreign_classes(type(root)), len(root.__dict__), *_settings(root))
@@ -149,14 +150,26 @@ def _settings(module):
     them may decide what the module computes.
     """
     own = module.__dict__
-    names = [name for name, value in own.items() if name not in _NO_SETTINGS and _is_setting(value)]
+    names = [
+        name
+        for name, value in own.items()
+        if name not in _NO_SETTINGS and (type(value) in _PLAIN or _is_setting(value))
+    ]
     if '_compiled_call_impl' in own:
         names.append('_compiled_call_impl')
-    values = [dict(own[name]) for name in _HOOKS], [copy.deepcopy(own[name]) for name in names]
+    values = [dict(own[name]) for name in _HOOKS], [
+        own[name] if type(own[name]) in _PLAIN else _copied(own[name]) for name in names
+    ]
     return operator.itemgetter(*_HOOKS, *names), tuple(itertools.chain(*values))
 
 
+def _copied(value):
+    return value if type(value) is tuple and _PLAIN.issuperset(map(type, value)) else copy.deepcopy(value)
+
+
 def _is_setting(value):
+    if type(value) is tuple and _PLAIN.issuperset(map(type, value)):
+        return True
     if isinstance(value, dict):
         value = (*value, *value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
@@ -166,4 +179,5 @@ def _is_setting(value):
 
 _HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 _NO_SETTINGS = frozenset(vars(nn.Module()))  # attributes of every module, and whether it is in training
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))  # never changed in place
 _VALUES = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device, enum.Enum)
