@@ -31,7 +31,9 @@ class BypassedModules:
         parents = [root]
         if inside:
             keys = inside.keys()
-            parents += [m for m in root.modules() if m is not root and not keys.isdisjoint(map(id, m._modules.values()))]
+            parents += [
+                m for m in root.modules() if m is not root and not keys.isdisjoint(map(id, m._modules.values()))
+            ]
         self.modules = tuple(inside.values())
         self._parents, self._children = parents, [dict(parent._modules) for parent in parents]
         self._kind, self._root = type(root), (foreign_classes(type(root)), len(root.__dict__), *_settings(root))
@@ -157,9 +159,10 @@ def _settings(module):
     ]
     if '_compiled_call_impl' in own:
         names.append('_compiled_call_impl')
-    values = [dict(own[name]) for name in _HOOKS], [
-        own[name] if type(own[name]) in _PLAIN else _copied(own[name]) for name in names
-    ]
+    values = (
+        [dict(own[name]) for name in _HOOKS],
+        [own[name] if type(own[name]) in _PLAIN else _copied(own[name]) for name in names],
+    )
     return operator.itemgetter(*_HOOKS, *names), tuple(itertools.chain(*values))
 
 

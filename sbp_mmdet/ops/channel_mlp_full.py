@@ -190,9 +190,7 @@ class _Sums:
     def activations(self, rows):
         """Compute the first layer's input and output for some rows, and the statistics of the norm."""
         t = self.t
-        rows, *statistics = torch.native_layer_norm(
-            rows, rows.shape[1:], t.norm_weight, t.norm_bias, self.settings.eps
-        )
+        rows, *statistics = torch.native_layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, self.settings.eps)
         return rows, F.linear(rows, t.weight1, t.bias1), *statistics
 
     def find_means(self, rows, hidden, *_):

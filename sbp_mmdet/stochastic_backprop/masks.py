@@ -92,7 +92,7 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: st
 
 
 def draw_seed(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '') -> int:
-    """Return the seed of :func:`mask_generator`, given the same arguments: a hash below 2**63, so it is random itself."""
+    """Return the seed of :func:`mask_generator` of the same arguments: a hash, so it is random itself, below 2**63."""
     digest = hashlib.blake2b(f'{seed}/{rank}/{step}/{repeat}{purpose}'.encode(), digest_size=8).digest()
     return int.from_bytes(digest, 'little') >> 1
 

@@ -296,7 +296,7 @@ def _in_parts(compute, x, *numbers):
 
 
 def _limits(groups, dtype):
-    """Return the least and the largest value of each group in ``dtype``, of the groups' shape with ones for positions."""
+    """Return the least and the largest value of each group in ``dtype``, with ones in the place of positions."""
     if groups.is_cuda or groups.numel() < FEW:  # one pass, where a CPU's two are faster
         limits = groups.flatten(3).aminmax(dim=3, keepdim=True)
         limits = limits if groups.dim() == 4 else [limit.unsqueeze(4) for limit in limits]
