@@ -102,7 +102,7 @@ FAULTS = {
     ),
     'MLP: layer scale': Fault('channel_mlp_full:_Sums.gradients', 'total, t.bias2)', 'total, 0 * t.bias2)', 'ConvNeXt'),
     'MLP: weight behind the layer scale': Fault(
-        'channel_mlp_full:_Sums.__init__', 't.weight2 * t.gamma[:, None]', 't.weight2', 'ConvNeXt'
+        'channel_mlp_full:_Sums.__init__', 't.weight2 * self.gamma', 't.weight2', 'ConvNeXt'
     ),
     'MLP: statistics of the norm': Fault(
         'channel_mlp_full:_Sums.add', 'mean, rstd, t.norm', 'mean, rstd / 2, t.norm', 'ViT'
