@@ -46,9 +46,15 @@ class _Buffer:
         return now is not self.tensor or now._version != self.version
 
 
-def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    for part in module.modules():
-        yield from (_Buffer(part, name) for name, tensor in part._buffers.items() if tensor is not None)
+def _buffers(module: nn.Module) -> list[_Buffer]:
+    modules = {module: None}  # nn.Module.modules makes a generator for each level
+    left = [module]
+    for part in left:
+        new = [child for child in part._modules.values() if child is not None and child not in modules]
+        modules.update(dict.fromkeys(new))
+        left += new
+    found = ((part, name) for part in modules for name, tensor in part._buffers.items() if tensor is not None)
+    return [_Buffer(*place) for place in found]
 
 
 @contextlib.contextmanager
@@ -66,7 +72,7 @@ def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[
         >>> with keep_buffers(model):
         ...     model(images)  # running statistics stay as they are
     """
-    before, copies = list(_buffers(module)), {}
+    before, copies = _buffers(module), {}
     start = {(id(b.module), b.name): b.value for b in values}
     for buffer in before:
         if id(buffer.tensor) not in copies:  # several modules may share one
@@ -147,12 +153,14 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return forward(*args, **kwargs)
     # torch.utils.checkpoint saves tensors that are arguments, but not tensors inside of lists, so lists are flattened.
-    leaves, structure = tree_flatten((args, kwargs))
+    leaves, structure = args, None
+    if kwargs or any([isinstance(value, (tuple, list, dict)) and not _is_size(value) for value in args]):
+        leaves, structure = tree_flatten((args, kwargs))
     started = None
 
     def run(*leaves):
         nonlocal started
-        args, kwargs = tree_unflatten(leaves, structure)
+        args, kwargs = (leaves, {}) if structure is None else tree_unflatten(leaves, structure)
         if started is not None:
             with keep_buffers(module, started), Scope():  # a scope of its own, in which no outer maps are handed on
                 return forward(*args, **kwargs)
@@ -165,6 +173,11 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
         return out
 
     return cp.checkpoint(run, *leaves, use_reentrant=False)
+
+
+def _is_size(value):
+    """Return whether a container is the size of a map, so that there is no tensor in it."""
+    return type(value) in (tuple, torch.Size) and all([type(member) is int for member in value])
 
 
 def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:

@@ -7,7 +7,10 @@ its library, and those of ``torch.nn.functional``.
 """
 
 import functools
+import itertools
+import operator
 import sys
+from collections.abc import Iterable
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import NamedTuple
 
@@ -27,23 +30,38 @@ _STAND_INS = 'sbp_mmdet.plan.'
 _CALL_METHODS = '__call__', '_call_impl', '_wrapped_call_impl'
 
 
+class Functions:
+    """Functions and the places where they stood.
+
+    Args:
+        places (Iterable[tuple]): For each a class or module, a name in it, and what stood there.
+    """
+
+    def __init__(self, places: Iterable[tuple]):
+        self._owners, self._names, self._values = [*zip(*places, strict=True)] or ((), (), ())
+
+    def hold(self) -> bool:
+        """Return whether the same functions stand there now."""
+        now = map(getattr, self._owners, self._names, itertools.repeat(None))
+        return not any(map(operator.is_not, now, self._values))
+
+
 class LibraryCode(NamedTuple):
     """The functions that a method of a class reaches.
 
     Attributes:
-        functions (tuple[tuple]): A class or module, a name in it, and what stood there.
+        places (tuple[tuple]): A class or module, a name in it, and what stood there.
+        functions (Functions): The same.
         replaced (str | None): Which of them is not the library's. If ``None``, all are.
     """
 
-    functions: tuple
+    places: tuple
+    functions: Functions
     replaced: str | None
 
     def holds(self) -> bool:
         """Return whether the same functions stand there now."""
-        for owner, name, value in self.functions:
-            if getattr(owner, name, None) is not value:
-                return False
-        return True
+        return self.functions.hold()
 
 
 _found: dict[tuple[type, str], LibraryCode] = {}
@@ -85,7 +103,8 @@ class _Search:
     def run(self, method) -> LibraryCode:
         for name in (method, *_CALL_METHODS):
             self._look_in_class(name)
-        return LibraryCode(tuple((*place, value) for place, value in self.functions.items()), self.replaced)
+        places = tuple((*place, value) for place, value in self.functions.items())
+        return LibraryCode(places, Functions(places), self.replaced)
 
     def _look_in_class(self, name):
         """Look at a method or property, and at those of base classes, which ``super()`` finds."""

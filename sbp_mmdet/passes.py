@@ -5,15 +5,16 @@ like ``module(x)``, and a pass ends with the call even if an error is raised.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .library_code import library_code, replaced_code
+from .library_code import Functions, library_code, replaced_code
 from .ops.common.handed_maps import Scope, scope_is_open
+from .ops.common.uncompiled import uncompiled
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
 
@@ -144,15 +145,21 @@ class _Inside(NamedTuple):
     Copies and pickles of the module begin without.
 
     Attributes:
-        modules (tuple[tuple[nn.Module, type, dict]]): Each module with its class and children; the outermost, whose
-            own hooks run before and after its forward pass, is not among them.
+        modules (list[nn.Module]): The modules; the outermost, whose own hooks run before and after its forward pass,
+            is not among them.
+        kinds (list[type]): Their classes.
+        inside (list[dict]): Their children.
         children (dict): Children of the outermost module.
         code (dict[int, LibraryCode]): The code of their classes by its id.
+        functions (Functions | None): All functions of that code.
     """
 
-    modules: tuple = ()
+    modules: Sequence[nn.Module] = ()
+    kinds: Sequence[type] = ()
+    inside: Sequence[dict] = ()
     children: dict | None = None
     code: dict | None = None
+    functions: Functions | None = None
 
     def __reduce_ex__(self, protocol):
         return _Inside, ()
@@ -165,23 +172,22 @@ class _Inside(NamedTuple):
         """
         if not self.modules or self.children != root._modules:
             return False
-        for code in self.code.values():
-            if not code.holds():
-                return False
-        for module, kind, children in self.modules:
-            own = module.__dict__
-            if (
-                type(module) is not kind
-                or own['_modules'] != children
-                or 'forward' in own
-                or ('_compiled_call_impl' in own and own['_compiled_call_impl'] is not None)
-                or ((own['_forward_hooks'] or own['_forward_pre_hooks']) and _is_touched(module))
-            ):
-                return False
-        return True
+        if not self.functions.hold():
+            return False
+        owns = [*map(vars, self.modules)]
+        if [*map(type, self.modules)] != self.kinds or [own['_modules'] for own in owns] != self.inside:
+            return False
+        looked_at = [
+            'forward' in own
+            or own['_forward_hooks']
+            or own['_forward_pre_hooks']
+            or ('_compiled_call_impl' in own and own['_compiled_call_impl'] is not None)
+            for own in owns
+        ]
+        return not any(looked_at) or not any(map(_is_touched, self.modules))
 
 
-@torch.compiler.disable
+@uncompiled
 def is_known_inside(root: nn.Module) -> bool:
     """Return whether all modules inside of a module are of known libraries and run nothing else.
 
@@ -197,9 +203,10 @@ def is_known_inside(root: nn.Module) -> bool:
         kinds = {stock_class(kind) for kind in {type(m) for m in inside}}
         if not all(map(_is_of_known_library, kinds)) or any(map(_is_touched, inside)):
             return False
-        states = [(m, type(m), dict(m._modules)) for m in inside]
         code = {id(code): code for code in map(library_code, kinds)}
-        root._inside = _Inside(tuple(states), dict(root._modules), code)
+        children = [dict(m._modules) for m in inside]
+        functions = Functions({place: None for one in code.values() for place in one.places})
+        root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code, functions)
     return True
 
 

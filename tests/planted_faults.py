@@ -102,7 +102,7 @@ FAULTS = {
     ),
     'MLP: layer scale': Fault('channel_mlp_full:_Sums.gradients', 'total, t.bias2)', 'total, 0 * t.bias2)', 'ConvNeXt'),
     'MLP: weight behind the layer scale': Fault(
-        'channel_mlp_full:_Sums.__init__', 't.weight2 * t.gamma[:, None]', 't.weight2', 'ConvNeXt'
+        'channel_mlp_full:_Sums.__init__', 't.weight2 * self.gamma', 't.weight2', 'ConvNeXt'
     ),
     'MLP: statistics of the norm': Fault(
         'channel_mlp_full:_Sums.add', 'mean, rstd, t.norm', 'mean, rstd / 2, t.norm', 'ViT'
@@ -160,8 +160,8 @@ FAULTS = {
     'rerun: bias': Fault('common.rerun_conv:_run', 'cast(bias, s.dtype)', '0 * bias', 'ConvNeXt'),
     'rerun: stored input': Fault(
         'common.rerun_conv:convolve',
-        'return conv(x), Conv(Stored(x)',
-        'return conv(x), Conv(Stored(x.relu())',
+        'return out, Conv(Stored(x)',
+        'return out, Conv(Stored(x.relu())',
         'ConvNeXt',
     ),
     'rerun: gradient of the input': Fault(

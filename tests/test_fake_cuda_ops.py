@@ -115,7 +115,7 @@ def test_norm_of_a_convolution(precision, layout, mode):
     for form in FORMS[0], FORMS[2]:
 
         def f(x, **t):
-            out, rerun = convolve(conv, x, form.storage)  # noqa: B023
+            out, rerun = convolve(conv, (conv.weight, conv.bias), x, form.storage)  # noqa: B023
             return layer_norm(NormSettings(form), NormTensors(out, **t, conv=rerun))  # noqa: B023
 
         check(f, dict(x=x, weight=torch.empty(8, device='cuda'), bias=torch.empty(8, device='cuda')), dtype)

@@ -147,7 +147,7 @@ def test_convolution_of_a_rounded_input():
     """Output, input's and bias's gradient are exact; the weight's is that of the rounded input."""
     conv = torch.nn.Conv2d(6, 6, 7, padding=3, groups=6).double()
     x = torch.randn(2, 6, 9, 8, dtype=torch.float64, requires_grad=True)
-    out, rerun = convolve(conv, x, 'int8')
+    out, rerun = convolve(conv, (conv.weight, conv.bias), x, 'int8')
     grad, leaves = torch.randn_like(out), [x, conv.weight, conv.bias]
     actual = torch.autograd.grad(out, leaves, grad)
     exact = torch.autograd.grad(conv(x), leaves, grad)
@@ -158,7 +158,7 @@ def test_convolution_of_a_rounded_input():
     assert relative_error(actual[1], exact[1]) > 1e-5
     assert relative_error(rerun.run(), conv(rounded(x, (2, 3)))) < 1e-12
     with torch.autocast('cpu', torch.bfloat16):
-        half_out, _ = convolve(conv.float(), x.bfloat16(), 'int8')
+        half_out, _ = convolve(conv.float(), (conv.weight, conv.bias), x.bfloat16(), 'int8')
     half_grad = torch.autograd.grad(half_out, conv.weight, grad.bfloat16())[0]
     assert half_grad.dtype == torch.float32 and relative_error(half_grad, exact[1]) < 0.03
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..ops.common.autograd_function import Form
 from ..ops.common.precision import accumulator
 from ..ops.common.stochastic_depth import drawn_factor, on_images
+from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
@@ -154,7 +155,7 @@ class LeanModule(Mixin):
         found = self._forward_if_lean(args, kwargs)
         return super().forward(*args, **kwargs) if found is None else found[0]
 
-    @torch.compiler.disable  # operations are no code for a compiler, and what calls them only looks at modules
+    @uncompiled  # operations are no code for a compiler, and what calls them only looks at modules
     def _forward_if_lean(self, args, kwargs):
         return (self.lean_forward(*args, **kwargs),) if self.runs_lean() else None
 

@@ -163,22 +163,23 @@ class ChannelMLPBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor, positions: Positions | None = None, factor: Tensor | None = None):
         """Run the operation on a map (N, C, H, W) or on tokens (N, L, C)."""
-        shortcut, conv = x, None
+        shortcut, conv, dtype = x, None, autocast_dtype(x) or x.dtype
         if self.conv is not None and not self.recomputes_conv:
             x = self.conv(x)
+            dtype = autocast_dtype(x) or x.dtype
         elif self.conv is not None:
             # Cast here, not by autocast inside the convolution, so that its saved input can be shared.
-            x, conv = convolve(self.conv, cast(x, autocast_dtype(x) or x.dtype), form.storage)
+            x, conv = convolve(self.conv, affine(self.conv), cast(x, dtype), form.storage)
             # If positions are dropped, saving x-hat of the kept ones is cheaper than recomputing the convolution.
             conv = conv if positions is None else None
         norm, first, second = affine(self.norm), _matrix(self.up), _matrix(self.down)
-        eps, approximate = self.norm.eps, getattr(self.act, 'approximate', 'none')
+        eps, approximate = self.norm.eps, vars(self.act).get('approximate', 'none')
         if self.grn is not None:
             grn = (self.grn.gamma, self.grn.beta)
             tensors = GRNTensors(x, shortcut, *norm, *first, *grn, *second, self.scale, factor, conv)
             return grn_mlp(GRNSettings(form, eps, self.grn.eps, approximate), tensors)
         activation = self.act if form.implementation == 'reference' else None
-        settings = self._settings(form, eps, approximate, activation, None, autocast_dtype(x) or x.dtype)
+        settings = self._settings(form, eps, approximate, activation, None, dtype)
         tensors = MLPTensors(x, shortcut, *norm, *first, *second, self.scale, factor, positions, conv)
         return channel_mlp(settings, tensors)
 
@@ -372,7 +373,7 @@ class PatchNormBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the operation on images (N, C, H, W)."""
-        out, again = convolve(self.conv, x.to(autocast_dtype(x) or x.dtype))
+        out, again = convolve(self.conv, affine(self.conv), cast(x, autocast_dtype(x) or x.dtype))
         if self.channels_last:
             out = out.contiguous(memory_format=torch.channels_last)
         settings = NormSettings(form, self.norm.eps)

@@ -4,13 +4,13 @@ import copy
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..library_code import library_code
+from ..library_code import Functions, library_code
 from ..ops.common.handed_maps import code_seen
 from ..surgery import foreign_classes, stock_class
 from .predicate import GLOBAL_HOOKS, is_hooked_globally
@@ -30,15 +30,18 @@ class BypassedModules:
         inside = {id(module): module for module in modules if module is not root}
         parents = [root]
         if inside:
-            parents += [m for m in root.modules() if m is not root and inside.keys() & set(map(id, m.children()))]
+            keys = inside.keys()
+            parents += [
+                m for m in root.modules() if m is not root and not keys.isdisjoint(map(id, m._modules.values()))
+            ]
         self.modules = tuple(inside.values())
-        self._children = tuple((parent, dict(parent._modules)) for parent in parents)
+        self._parents, self._children = parents, [dict(parent._modules) for parent in parents]
         self._kind, self._root = type(root), (foreign_classes(type(root)), len(root.__dict__), *_settings(root))
-        self._states = tuple(map(_state, self.modules))
+        self._state = _State.of(self.modules)
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
         self._code = tuple((id(code), code) for code in map(library_code, kinds))
-        self._functions = tuple({place: place for _, code in self._code for place in code.functions})
+        self._functions = Functions({place: None for _, code in self._code for place in code.places})
 
     def __getstate__(self):
         return {}  # a copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew
@@ -49,8 +52,8 @@ class BypassedModules:
     def unchanged(self, root: nn.Module) -> bool:
         """Return whether submodules, their classes and code, hooks, settings and the kind of parameters are unchanged.
 
-        This runs in each step, so it calls no other function unless a class has changed. Functions of libraries are
-        looked at once in a scope, see :mod:`..passes`.
+        This runs in each step, so what can be compared by one call is compared by one, not module by module. Functions
+        of libraries are looked at once in a scope, see :mod:`..passes`.
 
         Args:
             root (nn.Module): The changed module.
@@ -70,63 +73,76 @@ class BypassedModules:
             return False
         seen = code_seen()
         if seen is None:
-            for owner, name, function in self._functions:
-                if getattr(owner, name, None) is not function:
-                    return False
+            if not self._functions.hold():
+                return False
         else:
             for key, code in self._code:
                 if key not in seen:
                     if not code.holds():
                         return False
                     seen.add(key)
-        for parent, children in self._children:
-            if parent._modules != children:
-                return False
-        for module, kind, length, dtype, kinds, settings, values in self._states:
-            own = module.__dict__
-            try:
-                if len(own) != length or settings(own) != values:
-                    return False
-            except KeyError:  # another attribute stands in the place of one that was deleted
-                return False
-            if type(module) is not kind and foreign_classes(type(module)) != foreign_classes(kind):
-                return False
-            parameters = own['_parameters']
-            weight = parameters['weight'] if 'weight' in parameters else None
-            weight = own['weight'] if weight is None and 'weight' in own else weight
-            if dtype is not (None if weight is None else weight.dtype) or kinds != [*map(type, parameters.values())]:
-                return False
-        return True
+        if [parent._modules for parent in self._parents] != self._children:
+            return False
+        return not self.modules or self._state.holds(self.modules)
 
 
 class _State(NamedTuple):
-    """State of a module that :meth:`BypassedModules.unchanged` compares.
+    """State of modules that :meth:`BypassedModules.unchanged` compares, one item for each module.
 
     Attributes:
-        module (nn.Module): The module.
-        kind (type): Its class.
-        length (int): Number of its attributes. One more may be a forward of the instance, or hide another method.
-        dtype (torch.dtype | None): Precision of its weight.
-        kinds (list[type]): Classes of its parameters, in their order.
-        settings (Callable): Takes the module's ``__dict__`` and returns its hooks and the values of its settings.
-        values (tuple): These values.
+        kinds (list[type]): Classes.
+        lengths (list[int]): Numbers of attributes. One more may be a forward of the instance, or hide another method.
+        settings (list[Callable]): Functions of a module's ``__dict__``, which return its hooks and its settings.
+        values (list[tuple]): What they return.
+        numbers (list[int]): Numbers of parameters.
+        parameters (list[type]): Classes of all parameters.
+        dtypes (list[torch.dtype]): Precision of all parameters.
+        views (list[tuple[int, torch.dtype]]): Indices of modules that have a tensor in the place of their weight, as
+            FSDP puts it there, and its precision.
     """
 
-    module: nn.Module
-    kind: type
-    length: int
-    dtype: torch.dtype | None
     kinds: list[type]
-    settings: Callable[[dict], tuple]
-    values: tuple
+    lengths: list[int]
+    settings: list[Callable[[dict], tuple]]
+    values: list[tuple]
+    numbers: list[int]
+    parameters: list[type]
+    dtypes: list[torch.dtype]
+    views: list[tuple[int, torch.dtype]]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> '_State':
+        """Return the state of modules now."""
+        owns = [*map(vars, modules)]
+        views = [(i, own['weight'].dtype) for i, own in enumerate(owns) if isinstance(own.get('weight'), torch.Tensor)]
+        settings, values = [*zip(*map(_settings, modules), strict=True)] or ((), ())
+        read = _parameters(owns)
+        return cls([*map(type, modules)], [*map(len, owns)], [*settings], [*values], *read, views)
+
+    def holds(self, modules: Sequence[nn.Module]) -> bool:
+        """Return whether modules still have this state."""
+        owns = [*map(vars, modules)]
+        if [*map(len, owns)] != self.lengths:
+            return False
+        try:
+            if [settings(own) for settings, own in zip(self.settings, owns, strict=True)] != self.values:
+                return False
+            for i, dtype in self.views:
+                if owns[i]['weight'].dtype is not dtype:
+                    return False
+        except KeyError:  # another attribute stands in the place of one that was deleted
+            return False
+        kinds = [*map(type, modules)]
+        if kinds != self.kinds and [*map(foreign_classes, kinds)] != [*map(foreign_classes, self.kinds)]:
+            return False
+        return _parameters(owns) == (self.numbers, self.parameters, self.dtypes)
 
 
-def _state(module):
-    own, weight = module.__dict__, module._parameters.get('weight')
-    weight = own.get('weight') if weight is None else weight
-    dtype = None if weight is None else weight.dtype
-    kinds = [*map(type, module._parameters.values())]
-    return _State(module, type(module), len(own), dtype, kinds, *_settings(module))
+def _parameters(owns):
+    """Return the numbers of parameters of modules, given their attributes, and the parameters' classes and dtypes."""
+    given = [own['_parameters'] for own in owns]
+    every = [parameter for parameters in given for parameter in parameters.values()]
+    return [*map(len, given)], [*map(type, every)], [p.dtype for p in every if p is not None]
 
 
 def _settings(module):
@@ -136,14 +152,27 @@ def _settings(module):
     them may decide what the module computes.
     """
     own = module.__dict__
-    names = [name for name, value in own.items() if name not in _NO_SETTINGS and _is_setting(value)]
+    names = [
+        name
+        for name, value in own.items()
+        if name not in _NO_SETTINGS and (type(value) in _PLAIN or _is_setting(value))
+    ]
     if '_compiled_call_impl' in own:
         names.append('_compiled_call_impl')
-    values = [dict(own[name]) for name in _HOOKS], [copy.deepcopy(own[name]) for name in names]
+    values = (
+        [dict(own[name]) for name in _HOOKS],
+        [own[name] if type(own[name]) in _PLAIN else _copied(own[name]) for name in names],
+    )
     return operator.itemgetter(*_HOOKS, *names), tuple(itertools.chain(*values))
 
 
+def _copied(value):
+    return value if type(value) is tuple and _PLAIN.issuperset(map(type, value)) else copy.deepcopy(value)
+
+
 def _is_setting(value):
+    if type(value) is tuple and _PLAIN.issuperset(map(type, value)):
+        return True
     if isinstance(value, dict):
         value = (*value, *value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
@@ -153,4 +182,5 @@ def _is_setting(value):
 
 _HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 _NO_SETTINGS = frozenset(vars(nn.Module()))  # attributes of every module, and whether it is in training
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))  # never changed in place
 _VALUES = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device, enum.Enum)

@@ -4,7 +4,8 @@ import torch
 from mmengine.dist import get_rank
 
 from ..ops.common.autograd_function import Sample
-from ..stochastic_backprop.masks import mask_generator
+from ..ops.common.uncompiled import uncompiled
+from ..stochastic_backprop.masks import draw_seed
 from ..stochastic_backprop.step_draws import next_pass
 
 __all__ = ['RowDraws']
@@ -20,7 +21,7 @@ class RowDraws:
     def __init__(self):
         self._latest = {}
 
-    @torch.compiler.disable
+    @uncompiled
     def draw(self, name: str, ratio: float) -> Sample:
         """Draw the sample of the next run of a module.
 
@@ -32,5 +33,4 @@ class RowDraws:
             Sample: The sample.
         """
         self._latest[name] = found = next_pass(self._latest.get(name))
-        generator = mask_generator(torch.initial_seed(), get_rank(), *found, f'sample of {name}')
-        return Sample(ratio, generator.initial_seed() / 2**63)  # the seed is a hash, so it is random itself
+        return Sample(ratio, draw_seed(torch.initial_seed(), get_rank(), *found, f'sample of {name}') / 2**63)

@@ -189,7 +189,7 @@ def _forward(settings, tensors, needs):
     # The branch of all tokens is computed, so the output is exact; x-hat is saved for the kept ones (Algorithm 1).
     t = tensors
     if full.saves_input(settings, t):
-        return full.forward(settings, t), _save(settings, t, needs)
+        return full.forward(settings, t), _save_input(settings, t, needs)
     normalised = _normalised(settings, t, needs)
     out = add_branch(t.shortcut, _branch(settings, t, tokens_of(t.x), normalised[0]), t.gamma, t.factor, settings.dtype)
     return out, _save(settings, t, needs, normalised)
@@ -202,12 +202,13 @@ def _normalised(settings, t, needs):
 
 
 def _save(settings, tensors, needs, normalised=None):
-    t, keep = tensors, settings.form.kept(tensors.positions)
+    t = tensors
+    if full.saves_input(settings, t):
+        return _save_input(settings, t, needs)
+    keep = settings.form.kept(t.positions)
     _, hidden, anything = _asked(needs)
     if not anything:
         return None
-    if full.saves_input(settings, t):
-        return full.save(t, keep, hidden)
     xhat, rstd = normalised or _normalised(settings, t, needs)
     stored = None
     if xhat is not None:
@@ -216,6 +217,11 @@ def _save(settings, tensors, needs, normalised=None):
         stored, rstd = store(xhat, settings.form.storage), rstd if needs.x else None
     given = t._replace(x=None, shortcut=None, positions=None, conv=t.conv if hidden else None)
     return MLPSaved(stored, rstd, keep, given, layout_of(t.x))
+
+
+def _save_input(settings, t, needs):
+    _, hidden, anything = _asked(needs)
+    return full.save(t, settings.form.kept(t.positions), hidden) if anything else None
 
 
 def _asked(needs):

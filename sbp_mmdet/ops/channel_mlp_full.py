@@ -19,7 +19,17 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
 from .common.folding import add_branch
-from .common.layouts import chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
+from .common.layouts import (
+    chunks,
+    empty_tokens,
+    from_rows,
+    in_shape,
+    laid_out,
+    layout_of,
+    put_together,
+    rows_of,
+    tokens_of,
+)
 from .common.precision import accumulate, in_full_precision, zeros_for
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 
@@ -67,10 +77,10 @@ def forward(settings, t) -> Tensor:
     Returns:
         Tensor: Output, of the shape and layout of the shortcut.
     """
-    x = tokens_of(t.x)
-    parts = chunks(*x.shape[:2], len(t.weight1), x.device, settings.chunk)
+    parts = _chunks(settings, t, t.x)
     if len(parts) == 1 and t.factor is None:
-        return _add_whole(t, _rows(settings, t, x.reshape(-1, x.shape[2])))
+        return _add_whole(t, _rows(settings, t, rows_of(t.x)))
+    x = tokens_of(t.x)
     branch = ((chunk, _rows(settings, t, chunk.rows_of(x))) for chunk in parts)
     return add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
 
@@ -87,20 +97,25 @@ def save(t, keep: Tensor | None, hidden: bool) -> SavedInput:
     if t.conv is None and hidden:
         x = tokens_of(t.x)
         source = x if keep is None else take(x, keep)
-    conv = t.conv if hidden else None
-    given = t._replace(x=None, shortcut=None, positions=None, conv=conv)
+    given = type(t)(None, None, *t[2:10], None, t.conv if hidden else None)
     return SavedInput(source, keep, given, layout_of(t.x))
+
+
+def _chunks(settings, t, x, keep=None):
+    """Return the chunks of the positions of a map or of tokens, or of those that are kept."""
+    length = x.shape[1] if x.dim() == 3 else x.shape[2] * x.shape[3]
+    return chunks(x.shape[0], length if keep is None else len(keep), t.weight1.shape[0], x.device, settings.chunk)
 
 
 def _rows(settings, t, rows):
     rows = torch.layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, settings.eps)
-    hidden = aten.gelu_.default(torch.addmm(t.bias1, rows, t.weight1.t()), approximate=settings.approximate)
-    return torch.addmm(t.bias2, hidden, t.weight2.t())
+    hidden = aten.gelu_.default(F.linear(rows, t.weight1, t.bias1), approximate=settings.approximate)
+    return F.linear(hidden, t.weight2, t.bias2)
 
 
 def _add_whole(t, rows):
     """Return the sum of the shortcut and the scaled rows of all tokens, in the layout of the shortcut."""
-    rows = in_shape(rows.view(len(t.shortcut), -1, rows.shape[1]), t.shortcut.shape)
+    rows = from_rows(rows, t.shortcut.shape)
     if t.gamma is None:
         return torch.add(t.shortcut, rows)
     gamma = t.gamma if rows.dim() == 3 else t.gamma.view(-1, 1, 1)
@@ -121,16 +136,16 @@ def backward(settings, saved: SavedInput, grad: Tensor, needs) -> tuple[Tensor |
     """
     t, keep = saved.given, saved.keep
     run = _Sums(settings, t, needs)
-    tokens = tokens_of(grad)
-    x = saved.x if t.conv is None else take(tokens_of(t.conv.run()), keep)
+    parts = _chunks(settings, t, grad, keep)
+    x = saved.x if t.conv is None else t.conv.run()
+    if len(parts) == 1 and keep is None and t.factor is None:
+        rows = None if x is None else rows_of(x)
+        dx = run.add(rows_of(grad), rows, grad.shape[0])
+        return None if dx is None else from_rows(dx, grad.shape), run.gradients()
+    tokens, x = tokens_of(grad), x if t.conv is None else take(tokens_of(x), keep)
     kept = tokens.shape[1] if keep is None else len(keep)
-    parts = chunks(len(tokens), kept, len(t.weight1), grad.device, settings.chunk)
     if settings.form.sample and run.weights and tokens.numel():
-        run.find_means(x, kept)
-    if len(parts) == 1 and keep is None:
-        dx = run.add(_times_factor(t, tokens, slice(None)).reshape(-1, tokens.shape[2]), _whole_rows(x))
-        dx = None if dx is None else in_shape(dx.view(tokens.shape), grad.shape)
-        return dx, run.gradients()
+        run.find_means(*run.activations(some_rows(len(x), kept).rows_of(x)))
     layout = saved.layout if keep is None else None
     dx = empty_tokens((len(tokens), kept, tokens.shape[2]), layout, grad.dtype, grad.device) if needs.x else None
     for chunk in parts:
@@ -146,10 +161,6 @@ def backward(settings, saved: SavedInput, grad: Tensor, needs) -> tuple[Tensor |
         return None, run.gradients()
     dx = put_together(dx, keep, tokens.shape[1])
     return laid_out(in_shape(dx, grad.shape), saved.layout), run.gradients()
-
-
-def _whole_rows(x):
-    return None if x is None else x.reshape(-1, x.shape[2])
 
 
 def _times_factor(t, part, images):
@@ -172,28 +183,28 @@ class _Sums:
         self.outer = needs.weight2 or needs.gamma
         self.weights = self.outer or needs.weight1
         self.means = None, None
-        self.w2 = t.weight2 if t.gamma is None else t.weight2 * t.gamma[:, None]
+        self.gamma = None if t.gamma is None else t.gamma.unsqueeze(1)
+        self.w2 = t.weight2 if t.gamma is None else t.weight2 * self.gamma
         self.sums = {}  # by the name of the parameter whose gradient follows from it
 
-    def find_means(self, x, kept):
-        """Compute means of the first layer's input and of the hidden layer after the GELU, over :func:`some_rows`."""
-        rows = self._normalised(some_rows(len(x), kept).rows_of(x))[0]
-        self.means = rows.mean(0), self._hidden(rows, activates=True).mean(0)
-
-    def _normalised(self, rows):
+    def activations(self, rows):
+        """Compute the first layer's input and output for some rows, and the statistics of the norm."""
         t = self.t
-        return torch.native_layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, self.settings.eps)
+        rows, *statistics = torch.native_layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, self.settings.eps)
+        return rows, F.linear(rows, t.weight1, t.bias1), *statistics
 
-    def _hidden(self, rows, activates=False):
-        hidden = torch.addmm(self.t.bias1, rows, self.t.weight1.t())
-        return F.gelu(hidden, approximate=self.settings.approximate) if activates else hidden
+    def find_means(self, rows, hidden, *_):
+        """Compute means of the first layer's input and of the hidden layer after the GELU, over :func:`some_rows`."""
+        self.means = rows.mean(0), F.gelu(hidden, approximate=self.settings.approximate).mean(0)
 
-    def add(self, grad: Tensor, x: Tensor | None) -> Tensor | None:
+    def add(self, grad: Tensor, x: Tensor | None, images: int | None = None) -> Tensor | None:
         """Add some rows to the sums.
 
         Args:
             grad (Tensor): Gradient of the output, before layer scale, shape (K, C).
             x (Tensor | None): Input of the norm, shape (K, C). If ``None``, it is not needed.
+            images (int | None): Number of images, if these are all of their rows, which means are then computed over.
+                If ``None``, they are some, and :meth:`find_means` was called. Default: None.
 
         Returns:
             Tensor | None: Gradient of the norm's input, if it is needed.
@@ -202,8 +213,10 @@ class _Sums:
         self._add('bias2', grad.sum(0))
         if not (self.outer or self.first):
             return None
-        rows, mean, rstd = self._normalised(x)
-        hidden = self._hidden(rows)
+        rows, hidden, mean, rstd = self.activations(x)
+        if self.settings.form.sample and images and self.weights:
+            chunk = some_rows(images, x.shape[0] // images)
+            self.find_means(*[chunk.rows_of(part.view(images, -1, part.shape[1])) for part in (rows, hidden)])
         drawn = draw(self.settings.form.sample, grad)
         if self.outer:
             active = F.gelu(drawn.of(hidden), approximate=approximate)
@@ -245,4 +258,4 @@ class _Sums:
         bias2, gamma = total * t.gamma, None
         if needs.gamma:
             gamma = torch.addcmul((outer * t.weight2).sum(1), total, t.bias2)
-        return [*norm, w1, b1, outer.mul_(t.gamma[:, None]) if needs.weight2 else None, bias2, gamma]
+        return [*norm, w1, b1, outer.mul_(self.gamma) if needs.weight2 else None, bias2, gamma]

@@ -21,6 +21,7 @@ from torch import Tensor
 __all__ = [
     'SAMPLERS',
     'Positions',
+    'draw_seed',
     'grid_positions',
     'level_positions',
     'mask_generator',
@@ -87,8 +88,13 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: st
     Returns:
         torch.Generator: The generator.
     """
+    return torch.Generator('cpu').manual_seed(draw_seed(seed, rank, step, repeat, purpose))
+
+
+def draw_seed(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '') -> int:
+    """Return the seed of :func:`mask_generator` of the same arguments: a hash, so it is random itself, below 2**63."""
     digest = hashlib.blake2b(f'{seed}/{rank}/{step}/{repeat}{purpose}'.encode(), digest_size=8).digest()
-    return torch.Generator('cpu').manual_seed(int.from_bytes(digest, 'little') >> 1)
+    return int.from_bytes(digest, 'little') >> 1
 
 
 def sample_mask(height: int, width: int, ratio: float, sampler: str, generator: torch.Generator) -> Tensor:

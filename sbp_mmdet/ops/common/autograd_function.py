@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ...stochastic_backprop.masks import Positions
 from .precision import autocast_dtype, no_autocast
+from .uncompiled import uncompiled
 
 __all__ = [
     'Form',
@@ -133,7 +134,7 @@ def in_precision(settings, x: Tensor):
     return dataclasses.replace(settings, dtype=autocast_dtype(x) or x.dtype)
 
 
-@torch.compiler.disable
+@uncompiled
 def apply_function(function: type[torch.autograd.Function], *args):
     """Call an autograd function, as its method ``apply`` does, and let compilers skip it.
 
@@ -168,11 +169,11 @@ def differentiable_once(backward: Callable) -> Callable:
     """
     once = once_differentiable(backward)
 
-    @torch.compiler.disable
+    @uncompiled
     def run(ctx, *grads):
-        if torch.is_grad_enabled():
-            grads = [g if g is None or g.requires_grad else g.detach().requires_grad_() for g in grads]
-        return once(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        return once(ctx, *[g if g is None or g.requires_grad else g.detach().requires_grad_() for g in grads])
 
     return run
 
@@ -231,7 +232,7 @@ class Operation:
         names = gradients._fields
         self._leaves = operator.attrgetter(*names) if len(names) > 1 else lambda tensors: (getattr(tensors, names[0]),)
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, settings, tensors: NamedTuple) -> Tensor:
         leaves = self._leaves(tensors)
         if torch.is_grad_enabled():

@@ -21,6 +21,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from .uncompiled import uncompiled
+
 __all__ = ['Scope', 'code_seen', 'hand_on', 'handed_on', 'handed_on_by', 'is_made_here', 'made_here', 'scope_is_open']
 
 _thread = threading.local()  # attribute `scope`: the innermost scope that is open in this thread
@@ -57,7 +59,7 @@ class Scope:
     def __init__(self, code: Iterable[int] = ()):
         self.code = {*code}
 
-    @torch.compiler.disable
+    @uncompiled
     def __enter__(self) -> None:
         self._outer = getattr(_thread, 'scope', None)
         _thread.scope = self
@@ -65,14 +67,14 @@ class Scope:
         self.entries: dict[int, _Entry] = {}
         self.made: dict[int, weakref.ref] = {}
 
-    @torch.compiler.disable
+    @uncompiled
     def __exit__(self, *_) -> None:
         _thread.scope = self._outer
         self._outer = None
         self.entries.clear(), self.made.clear()
 
 
-@torch.compiler.disable
+@uncompiled
 def scope_is_open() -> bool:
     """Return whether layers hand on maps here.
 

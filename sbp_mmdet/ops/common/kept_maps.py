@@ -8,6 +8,7 @@ from torch import Tensor
 from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
 from .precision import FEW, accumulator, cast
+from .uncompiled import uncompiled
 
 __all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
 
@@ -92,7 +93,7 @@ class KeptMap(NamedTuple):
         scale, shift = self.scale, self.shift
         if self.unit is not None:
             unit, base = self._steps()
-            scale, shift = (unit, base) if scale is None else (unit * scale, base * scale + shift)
+            scale, shift = (unit, base) if scale is None else (unit * scale, torch.addcmul(shift, base, scale))
         u = affine(self.values, scale, shift, dtype)
         return u if self.residual is None else u.add_(self.residual.load(dtype))
 
@@ -192,8 +193,10 @@ def affine(x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.d
     if scale is None:
         return cast(x, dtype)
     if scale.shape[2] not in (1, x.shape[2]):
-        x = _affine_of_groups(x.unflatten(2, (scale.shape[2], -1)), scale[..., None], shift[..., None])
-        return cast(x.flatten(2, 3), dtype)
+        rows = _in_groups(x, scale.shape[2])
+        if rows.dim() == 5:
+            scale, shift = scale.unsqueeze(4), shift.unsqueeze(4)
+        return cast(_affine_of_groups(rows, scale, shift).reshape(x.shape), dtype)
     return cast(_affine_of_groups(x, scale, shift), dtype)
 
 
@@ -245,8 +248,8 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         unit = x.amax((2, 3), keepdim=True).to(full) / 252
         scale = unit.clamp_min(torch.finfo(full).tiny)
         return KeptMap(_in_parts(lambda x, scale: (x / scale).ceil_().sub_(127), x, scale), unit)
-    groups = x.unflatten(2, (_groups(x), -1))
-    low, high = (limit[..., None].to(full) for limit in _limits(groups))
+    groups = _in_groups(x, _groups(x))
+    low, high = _limits(groups, full)
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
     if threshold is None:
@@ -257,12 +260,25 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
         # -126; read as n * unit + t + (lowest + 126.5) * unit = t + (k - 1/2) * unit, on the same side of t as x. A
         # threshold below all values is one step away at the most, so that the least of them lies above it.
-        threshold = torch.as_tensor(threshold, dtype=full, device=x.device).clamp(low - unit, high)
+        threshold = torch.as_tensor(threshold, dtype=full, device=x.device)
+        if threshold.dim() == 4 < low.dim():
+            threshold = threshold.unsqueeze(4)
+        threshold = threshold.clamp(low - unit, high)
         lowest = ((low - threshold) * rate).floor_()
-        numbers = rate, -threshold * rate, (lowest + 127)[..., None]
+        numbers = rate, -threshold * rate, lowest + 127
         steps = _in_parts(lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, *numbers)
         base = threshold + (lowest + 126.5) * unit
-    return KeptMap(steps.flatten(2, 3), unit, base)
+    if unit.dim() == 5:
+        unit, base = unit.squeeze(4), base.squeeze(4)
+    return KeptMap(steps.reshape(x.shape), unit, base)
+
+
+def _in_groups(x, number):
+    """Return a map as groups of rows, shape (N, C, B, positions), or (N, C, B, H / B, W) if it is not contiguous."""
+    n, channels, height, width = x.shape
+    if x.is_contiguous():
+        return x.view(n, channels, number, height // number * width)
+    return x.view(n, channels, number, height // number, width)
 
 
 def _in_parts(compute, x, *numbers):
@@ -279,16 +295,19 @@ def _in_parts(compute, x, *numbers):
     return out
 
 
-def _limits(groups):
-    """Return the least and the largest value of each group, over the last two dimensions."""
+def _limits(groups, dtype):
+    """Return the least and the largest value of each group in ``dtype``, with ones in the place of positions."""
     if groups.is_cuda or groups.numel() < FEW:  # one pass, where a CPU's two are faster
-        return groups.flatten(3).aminmax(dim=3)
-    return groups.amin((3, 4)), groups.amax((3, 4))
+        limits = groups.flatten(3).aminmax(dim=3, keepdim=True)
+        limits = limits if groups.dim() == 4 else [limit.unsqueeze(4) for limit in limits]
+    else:
+        positions = tuple(range(3, groups.dim()))
+        limits = groups.amin(positions, keepdim=True), groups.amax(positions, keepdim=True)
+    return [cast(limit, dtype) for limit in limits]
 
 
 def _scaled(x, scale, shift):
     """Compute scale * x + shift of groups of rows in the precision of both, in one pass on a GPU."""
-    scale, shift = scale[..., None], shift[..., None]
     return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)
 
 
@@ -352,7 +371,7 @@ def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
     return out
 
 
-@torch.compiler.disable
+@uncompiled
 def _hand_on_sum(out, x, shortcut, storage):
     first, second = handed_on(x), addend(shortcut, storage)
     if first is not None and second is not None and first.depth == 1 and out.dtype == x.dtype:

@@ -15,11 +15,13 @@ __all__ = [
     'chunks',
     'elements_at_a_time',
     'empty_tokens',
+    'from_rows',
     'in_shape',
     'laid_out',
     'layout_of',
     'memory_format',
     'put_together',
+    'rows_of',
     'tokens_of',
 ]
 
@@ -61,7 +63,22 @@ def tokens_of(x: Tensor) -> Tensor:
 
 def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return tokens as a feature map or tokens of this shape, without a copy: the inverse of :func:`tokens_of`."""
-    return tokens if len(shape) == 3 else tokens.transpose(1, 2).unflatten(2, shape[2:])
+    if len(shape) == 3:
+        return tokens
+    return tokens.transpose(1, 2).view(tokens.shape[0], tokens.shape[2], *shape[2:])
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return all positions of a feature map or of tokens as rows (N * L, C), a view where they are laid out so."""
+    return x.reshape(-1, x.shape[2]) if x.dim() == 3 else x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def from_rows(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return contiguous rows as a feature map or tokens of this shape, as a view: the inverse of :func:`rows_of`."""
+    if len(shape) == 3:
+        return rows.view(shape)
+    n, channels, height, width = shape
+    return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
 
 
 def empty_tokens(

@@ -52,11 +52,14 @@ class Conv(NamedTuple):
         return _run(self.settings, self.input.load(self.settings.dtype), self.weight, self.bias)
 
 
-def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple[Tensor, Conv]:
+def convolve(
+    conv: torch.nn.Conv2d, parameters: tuple[Tensor, Tensor], x: Tensor, storage: str = 'native'
+) -> tuple[Tensor, Conv]:
     """Run a convolution whose output can be recomputed.
 
     Args:
-        conv (torch.nn.Conv2d): The module.
+        conv (torch.nn.Conv2d): The module, whose settings are read.
+        parameters (tuple[Tensor, Tensor]): Its weight and bias.
         x (Tensor): Input, shape (N, C, H, W), in the precision of the convolution, so that autograd and the result
             share one saved tensor.
         storage (str): How ``x`` is saved, 'native' or 'int8', see :class:`.autograd_function.Form`. Default: 'native'.
@@ -64,12 +67,14 @@ def convolve(conv: torch.nn.Conv2d, x: Tensor, storage: str = 'native') -> tuple
     Returns:
         tuple[Tensor, Conv]: The output, and the convolution that recomputes it.
     """
-    settings = _settings(conv.stride, conv.padding, conv.dilation, conv.groups, x.dtype)
-    if storage == 'native':
-        return conv(x), Conv(Stored(x), conv.weight, conv.bias, settings)
+    own, (weight, bias) = conv.__dict__, parameters
+    s = _settings(own['stride'], own['padding'], own['dilation'], own['groups'], x.dtype)
+    if storage == 'native':  # not by calling the module, which calls five functions
+        out = torch.conv2d(x, weight, bias, s.stride, s.padding, s.dilation, s.groups)
+        return out, Conv(Stored(x), weight, bias, s)
     with torch.no_grad():
-        rerun = Conv(store(x, storage, (2, 3)), conv.weight, conv.bias, settings)
-    return _convolution(settings, _Tensors(x, conv.weight, conv.bias, rerun.input)), rerun
+        rerun = Conv(store(x, storage, (2, 3)), weight, bias, s)
+    return _convolution(s, _Tensors(x, weight, bias, rerun.input)), rerun
 
 
 class _Tensors(NamedTuple):

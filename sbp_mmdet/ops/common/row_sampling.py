@@ -31,11 +31,14 @@ class Drawn(NamedTuple):
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the drawn rows of ``rows``, shape (K, ...)."""
-        return rows if self.index is None else rows[self.index]
+        return rows if self.index is None else rows.index_select(0, self.index)
 
     def divided(self, rows: Tensor) -> Tensor:
         """Return the drawn rows times their factors: one side of the estimated product."""
-        return rows if self.index is None else rows[self.index].mul_(self.factor)
+        return rows if self.index is None else rows.index_select(0, self.index).mul_(self.factor)
+
+
+_ALL = Drawn(None, None)
 
 
 def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
@@ -57,11 +60,11 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
         Drawn: Indices and factors of the drawn rows.
     """
     if sample is None or not len(parts[0]):
-        return Drawn(None, None)
+        return _ALL
     rows = len(parts[0])
     number = max(round(sample.ratio * rows), 1)
-    norms, *others = (torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts)
-    norms = sum(others, norms)
+    norms, *others = [torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts]
+    norms = sum(others, norms) if others else norms
     mean = norms.mean(dtype=torch.float64).clamp_min(torch.finfo(norms.dtype).tiny)
     sizes = (norms / mean).mul_(_UNITS).long().add_(_LEAST)
     most = (_UNITS + _LEAST) * rows // number  # about the distance between draws: a larger row is sure to be drawn
@@ -73,7 +76,7 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     apart = ends[-1] * (mean / mean) / number  # NaN where a row is not finite
     at = (torch.arange(number, dtype=torch.float64, device=sizes.device) + sample.at) * apart
     index = torch.searchsorted(ends, at.long(), right=True).clamp_(0, rows - 1)
-    return Drawn(index, (apart / sizes[index]).to(norms.dtype)[:, None])
+    return Drawn(index, (apart / sizes.index_select(0, index)).to(norms.dtype).unsqueeze(1))
 
 
 def some_rows(images: int, each: int) -> Chunk:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .precision import accumulator, autocast_dtype
+from .uncompiled import uncompiled
 
 __all__ = ['drawn_factor', 'on_images']
 
 
-@torch.compiler.disable
+@uncompiled
 def on_images(
     block: Callable[[Tensor], Tensor], x: Tensor, images: Tensor, parameters: Iterable[nn.Parameter]
 ) -> Tensor:
@@ -77,7 +78,7 @@ class _PassBy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @torch.compiler.disable
+    @uncompiled
     def backward(ctx, grad):
         needed = zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
         return grad, *(torch.zeros_like(p) if needs else None for p, needs in needed)
