@@ -5,6 +5,7 @@ The oracle is the plain model of the same weights. By hand, its blocks send grad
 """
 
 import contextlib
+import copy
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from mmcv.cnn.bricks import DropPath
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones import SwinTransformer
 from mmengine.model import BaseModule
-from oracles import DEVICE, gradients, image
+from oracles import DEVICE, compute_gradients, random_images
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -91,8 +92,8 @@ class StockViT(BaseModule):
         return (x,)
 
 
-def in_place(kind, **fixed):
-    """Returns a user's plain model, changed by apply_lean."""
+def get_builder(kind, **fixed):
+    """Return a function that builds a user's model and changes it with :func:`sbp_mmdet.apply_lean`."""
 
     def make(sbp_cfg=None, **options):
         model = kind(**fixed | options)
@@ -103,6 +104,13 @@ def in_place(kind, **fixed):
     return make
 
 
+def make_lean_copy(model: nn.Module, preset: str = 'exact', **keys) -> nn.Module:
+    """Return a copy of a model after :func:`sbp_mmdet.apply_lean`, without verification unless ``verify`` is given."""
+    lean = copy.deepcopy(model)
+    apply_lean(lean, preset, **dict(verify=False) | keys)
+    return lean
+
+
 # Family to what builds its small model; those of this package take sbp_cfg themselves.
 FAMILIES = {
     'SBPConvNeXt': lambda sbp_cfg=None, **options: SBPConvNeXt(sbp_cfg=sbp_cfg, **CONVNEXT | options),
@@ -110,9 +118,9 @@ FAMILIES = {
         sbp_cfg=sbp_cfg, **SWIN | dict(drop_path_rate=0.0) | options
     ),
     'SBPViT': lambda sbp_cfg=None, **options: SBPViT(sbp_cfg=sbp_cfg, **VIT | options),
-    'stock ConvNeXt': in_place(SBPConvNeXt, **CONVNEXT),
-    'stock Swin': in_place(SwinTransformer, **SWIN | dict(drop_path_rate=0.0)),
-    'stock ViT': in_place(StockViT),
+    'stock ConvNeXt': get_builder(SBPConvNeXt, **CONVNEXT),
+    'stock Swin': get_builder(SwinTransformer, **SWIN | dict(drop_path_rate=0.0)),
+    'stock ViT': get_builder(StockViT),
 }
 OWN = [name for name in FAMILIES if name.startswith('SBP')]
 LEAN = [name for name, preset in PRESETS.items() if preset.form is not None]
@@ -132,14 +140,14 @@ def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed
     return model.to(DEVICE)
 
 
-def draws_of(model: nn.Module):
+def get_draws(model: nn.Module):
     """Returns the draws of a changed model's passes."""
     return next(m._lean.draws for m in model.modules() if isinstance(m, LeanModule) and m._lean.draws is not None)
 
 
-def kept_masks(model: nn.Module, x) -> dict:
+def get_kept_masks(model: nn.Module, x) -> dict:
     """Returns the mask (height, width) of each layer in the latest pass of the model."""
-    draws, found = draws_of(model), {}
+    draws, found = get_draws(model), {}
     with draws.latest_pass() if draws.stages.any_random() else contextlib.nullcontext():
         for layer in draws.stages.keep_ratios():
             size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
@@ -148,7 +156,7 @@ def kept_masks(model: nn.Module, x) -> dict:
     return found
 
 
-def stored_bytes(run, known) -> int:
+def count_stored_bytes(run, known) -> int:
     """Returns the bytes that autograd saves in a forward pass, without known tensors such as parameters and images."""
     if DEVICE != 'cpu':
         pytest.skip('bytes are counted on a CPU')
@@ -167,6 +175,12 @@ def stored_bytes(run, known) -> int:
     return sum(found.values())
 
 
+def count_model_bytes(model, *args, **kwargs) -> int:
+    """Return the bytes that a model saves in a forward pass, without its inputs, parameters and buffers."""
+    inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+    return count_stored_bytes(lambda: model(*args, **kwargs), [*inputs, *model.parameters(), *model.buffers()])
+
+
 class Largest(TorchDispatchMode):
     """Mode that records the size of the largest tensor that an operation made."""
 
@@ -178,7 +192,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
+def build_oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
     """The plain model of the same weights, which sends gradients as the latest pass of a lean one should have.
 
     Args:
@@ -190,7 +204,7 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
     plain = build(family, dtype=next(lean.parameters()).dtype, **options)
     plain.load_state_dict(lean.state_dict())
     names = {id(module): name for name, module in lean.named_modules()}
-    draws, prefix = draws_of(lean), getattr(lean, 'prefix', 0)
+    draws, prefix = get_draws(lean), getattr(lean, 'prefix', 0)
     rates, ratios = draws.stages.rates(), draws.stages.keep_ratios()
     sizes = draws.stages.sizes(*x.shape[-2:])
     settings = draws.stages.settings
@@ -217,17 +231,17 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
     return plain
 
 
-def expected_gradients(family, lean, x, **options):
+def compute_expected_gradients(family, lean, x, **options):
     """Returns the gradients of the oracle, after the lean model has run."""
-    return gradients(oracle(family, lean, x, **options), x)
+    return compute_gradients(build_oracle(family, lean, x, **options), x)
 
 
-def lean_and_expected(family, sbp_cfg, x=None, **options):
+def compute_lean_and_expected(family, sbp_cfg, x=None, **options):
     """Returns a lean model's gradients and the expected ones."""
-    x = image(3, 64, 96) if x is None else x
+    x = random_images(3, 64, 96) if x is None else x
     lean = build(family, sbp_cfg, **options)
-    found = gradients(lean, x)
-    return found, expected_gradients(family, lean, x, **options)
+    found = compute_gradients(lean, x)
+    return found, compute_expected_gradients(family, lean, x, **options)
 
 
 class _Kept:
@@ -293,6 +307,6 @@ def _shrink(layer, kept):
     layer.forward = of_tokens if hasattr(layer, 'reduction') else of_map
 
 
-def on_meta(kind, *args, **options):
+def build_on_meta(kind, *args, **options):
     with torch.device('meta'):
         return kind(*args, **options)

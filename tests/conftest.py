@@ -8,7 +8,7 @@ import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
 from mmengine.logging import MessageHub, MMLogger
-from oracles import DEVICE, on_device
+from oracles import DEVICE, move_to_device
 
 from sbp_mmdet.ops.common.autograd_function import Operation
 from sbp_mmdet.plan.cuda_rules import full_fp32
@@ -47,7 +47,7 @@ def operations_on_the_device(monkeypatch):
     call = Operation.__call__
 
     def moved(self, settings, tensors):
-        return call(self, settings, on_device(tensors)).to(tensors.x.device)
+        return call(self, settings, move_to_device(tensors)).to(tensors.x.device)
 
     monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(moved))
     with full_fp32():

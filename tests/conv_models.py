@@ -50,7 +50,7 @@ BACKBONES = {
 }
 
 
-def ordinary(model):
+def randomize_norms(model):
     """Returns the model in fp64 and training mode, with random values in norms instead of zeros and ones."""
     torch.manual_seed(0)
     for module in model.modules():
@@ -62,13 +62,13 @@ def ordinary(model):
     return model
 
 
-def build(cfg):
-    """Builds a module of mmdet in the state of :func:`ordinary`."""
+def build_module(cfg):
+    """Builds a module of mmdet in the state of :func:`randomize_norms`."""
     init_default_scope('mmdet')
-    return ordinary(MODELS.build(copy.deepcopy(cfg)))
+    return randomize_norms(MODELS.build(copy.deepcopy(cfg)))
 
 
-def step(model, *inputs, **options):
+def run_step(model, *inputs, **options):
     """Returns outputs, gradients, buffers and stored bytes (without parameters and inputs) of a training step."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *inputs)}
     seen = {}
@@ -88,27 +88,27 @@ def step(model, *inputs, **options):
     return [o.detach() for o in outs], grads, dict(model.named_buffers()), stored
 
 
-def flat(grads):
+def flatten_gradients(grads):
     """Returns all gradients as one vector."""
     return torch.cat([g.flatten() for g in grads.values()])
 
 
-def relative(a, b):
+def relative_distance(a, b):
     """Returns the norm of the difference of two sets of gradients, relative to that of the second."""
-    return ((flat(a) - flat(b)).norm() / flat(b).norm()).item()
+    return ((flatten_gradients(a) - flatten_gradients(b)).norm() / flatten_gradients(b).norm()).item()
 
 
 def assert_same(found, expected):
-    """Asserts that two results of :func:`step` in fp64 agree, apart from rounding and stored bytes."""
+    """Asserts that two results of :func:`run_step` in fp64 agree, apart from rounding and stored bytes."""
     outs, grads, buffers, _ = found
     torch.testing.assert_close(outs, expected[0], rtol=1e-10, atol=1e-10)
     assert grads.keys() == expected[1].keys()
-    assert relative(grads, expected[1]) < 1e-11
+    assert relative_distance(grads, expected[1]) < 1e-11
     for name, values in buffers.items():
         assert torch.equal(values, expected[2][name]), name
 
 
-def detector(config, **options):
+def build_detector(config, **options):
     """Returns a detector of mmdet's configs with few channels, and a batch of two images with objects."""
     init_default_scope('mmdet')
     MessageHub.get_current_instance().update_info('iter', 0)
@@ -118,7 +118,7 @@ def detector(config, **options):
     for part in ('backbone', 'neck'):
         cfg[part].pop('init_cfg', None)
     torch.manual_seed(0)
-    model = ordinary(MODELS.build(cfg)).float()
+    model = randomize_norms(MODELS.build(cfg)).float()
     batch = demo_mm_inputs(2, [[3, 128, 128]] * 2, num_classes=2, with_mask=True)
     return model, model.data_preprocessor(batch, True)
 

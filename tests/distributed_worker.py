@@ -2,7 +2,7 @@
 OUT``.
 
 For each case and step the gradients of a backbone in a distributed wrapper and the masks that it used go to
-``OUT/{case}-{rank}.pt``. The images of a rank and step are those of :func:`images`.
+``OUT/{case}-{rank}.pt``. The images of a rank and step are those of :func:`make_images`.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import kept_masks
+from cases import get_kept_masks
 from mmdet.models.backbones import SwinTransformer
 from mmdet.models.backbones.swin import SwinBlock
 from mmengine.logging import MessageHub
 from mmengine.model import MMDistributedDataParallel
-from oracles import image, loss_of, small_backbone
+from oracles import build_backbone, compute_loss, random_images
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -79,11 +79,11 @@ class Detector(nn.Module):
         return self.backbone(x)
 
 
-def build(case: str) -> nn.Module:
+def build_case(case: str) -> nn.Module:
     """Returns the backbone of a case: this package's, or mmdet's Swin changed in place."""
     sbp_cfg, arguments, _ = CASES[case]
     if 'in place' not in case:
-        return small_backbone(sbp_cfg, **arguments)
+        return build_backbone(sbp_cfg, **arguments)
     backbone = SwinTransformer(**arguments).double()
     backbone.train()  # gives nothing back
     generator = torch.Generator().manual_seed(0)
@@ -94,12 +94,12 @@ def build(case: str) -> nn.Module:
     return backbone
 
 
-def images(rank: int, step: int) -> torch.Tensor:
+def make_images(rank: int, step: int) -> torch.Tensor:
     """Returns the images of a rank and a step."""
-    return image(1, *SIZE, seed=100 * rank + step)
+    return random_images(1, *SIZE, seed=100 * rank + step)
 
 
-def wrap(model: Detector, how: dict | str) -> nn.Module:
+def wrap_model(model: Detector, how: dict | str) -> nn.Module:
     """Wraps a model as a case asks for; wrappers that shard parameters have the block as their unit."""
     if how == 'FSDP':
         policy = ModuleWrapPolicy({ConvNeXtBlock, SwinBlock})
@@ -115,7 +115,7 @@ def wrap(model: Detector, how: dict | str) -> nn.Module:
     return MMDistributedDataParallel(model, device_ids=None, **how)
 
 
-def full_gradients(model: nn.Module) -> dict:
+def gather_gradients(model: nn.Module) -> dict:
     """Returns the gradients of the backbone by name, gathered if the wrapper shards them."""
     sharded = isinstance(model, FullyShardedDataParallel)
     whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True) if sharded else contextlib.nullcontext()
@@ -135,9 +135,9 @@ def run_case(case: str, rank: int) -> list[dict]:
         case (str): Of :data:`CASES`.
         rank (int): Of this process.
     """
-    backbone, how = build(case), CASES[case][2]
+    backbone, how = build_case(case), CASES[case][2]
     detector = Detector(backbone, 'find_unused_parameters' in how)
-    model = wrap(detector, how)
+    model = wrap_model(detector, how)
     torch.manual_seed(SEED)  # as mmengine does before the training
     micro_steps = 2 if 'accumulate' in case else 1
     results = []
@@ -150,12 +150,12 @@ def run_case(case: str, rank: int) -> list[dict]:
             MessageHub.get_current_instance().update_info('iter', iteration)
             last = micro == micro_steps - 1
             with contextlib.nullcontext() if last else model.no_sync():
-                x = images(rank, iteration)
-                loss_of(model(x)).backward()
-            masks.append(kept_masks(backbone, x))
+                x = make_images(rank, iteration)
+                compute_loss(model(x)).backward()
+            masks.append(get_kept_masks(backbone, x))
             iteration += 1
         unused = None if detector.unused is None else detector.unused.weight.grad
-        results.append(dict(grads=full_gradients(model), masks=masks, unused=unused))
+        results.append(dict(grads=gather_gradients(model), masks=masks, unused=unused))
     return results
 
 

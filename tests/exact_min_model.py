@@ -64,7 +64,7 @@ class Detector(nn.Module):
         return sum(out.float().square().mean() if out.dtype is torch.bfloat16 else out.square().mean() for out in outs)
 
 
-def build(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detector:
+def build_detector(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detector:
     """Returns a detector in fp64 with weights that look trained."""
     model = Detector(depth, unused)
     torch.manual_seed(0)
@@ -80,24 +80,24 @@ def build(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detect
     return model
 
 
-def images(number: int) -> torch.Tensor:
+def make_images(number: int) -> torch.Tensor:
     """Returns two images; the RoI heads get 98 RoIs of each, more than a chunk."""
     return torch.randn(2, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
 
 
-def gradients(model: nn.Module, numbers, sync=None) -> dict[str, torch.Tensor]:
+def accumulate_gradients(model: nn.Module, numbers, sync=None) -> dict[str, torch.Tensor]:
     """Returns the gradients that some passes accumulate by name; only the last pass synchronises."""
     model.zero_grad()
     numbers = [*numbers]
     for number in numbers:
         last = number == numbers[-1]
         with contextlib.nullcontext() if last or sync is None else sync():
-            model(images(number)).backward()
+            model(make_images(number)).backward()
     named = ((name.removeprefix('module.'), p.grad) for name, p in model.named_parameters())
     return {name: grad.clone() for name, grad in named if grad is not None}
 
 
-def numbers_of(case: str, rank: int, step: int) -> range:
+def get_image_numbers(case: str, rank: int, step: int) -> range:
     """Returns the numbers of the images that a rank gets in a step."""
     passes = CASES[case][2]
     start = 100 * rank + passes * step
@@ -110,8 +110,10 @@ def main(out: str) -> None:
     dist.init_process_group('gloo')
     rank = dist.get_rank()
     for case, (preset, how, _) in CASES.items():
-        model = MMDistributedDataParallel(build(preset, unused='unused' in case), device_ids=None, **how)
-        found = [gradients(model, numbers_of(case, rank, step), model.no_sync) for step in range(STEPS)]
+        model = MMDistributedDataParallel(build_detector(preset, unused='unused' in case), device_ids=None, **how)
+        found = [
+            accumulate_gradients(model, get_image_numbers(case, rank, step), model.no_sync) for step in range(STEPS)
+        ]
         torch.save(found, Path(out) / f'{case}-{rank}.pt')
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that ends in the ordinary way

@@ -22,7 +22,7 @@ from sbp_mmdet.ops.window_layout import window_layout
 from sbp_mmdet.stochastic_backprop.masks import Positions
 from sbp_mmdet.stochastic_backprop.step_draws import StepDraws, ThinnedStages
 
-__all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu', 'unset_fake_temporarily']
+__all__ = ['backward', 'simulate_gpu', 'copy_to_gpu', 'move_to_gpu', 'unset_fake_temporarily']
 
 unset_fake_temporarily = getattr(fake_tensor, 'unset_fake_temporarily', None)  # torch 2.1, which has none, skips these
 # Shape of the result of a kernel that torch knows for CUDA alone.
@@ -32,7 +32,7 @@ _CUDA = 1  # in c10's list of kinds of devices
 
 
 @contextlib.contextmanager
-def gpu_that_is_not_there():
+def simulate_gpu():
     """FakeTensorMode, in which autograd and autocast accept tensors with device='cuda', and draws have numbers.
 
     torch's own way to that (``_ensureCUDADeviceGuardSet``) replaces a driver that finds no device; a torch without CUDA
@@ -139,33 +139,33 @@ class _Numbers:
             return int(self.tensor[index])
 
 
-def to_gpu(mode: FakeTensorMode, tree):
+def copy_to_gpu(mode: FakeTensorMode, tree):
     """Tensors of the CPU as those of the GPU that is not there, however deep they lie in tuples and dicts; with the
     same strides, and as leaves that need a gradient if these do. Numbers that are read on the host stay on it.
 
     Args:
-        mode (FakeTensorMode): Of :func:`gpu_that_is_not_there`.
+        mode (FakeTensorMode): Of :func:`simulate_gpu`.
         tree: Tensors, :class:`Positions` or containers of them.
     """
     if isinstance(tree, Positions):
-        return Positions(*(to_gpu(mode, found) for found in tree))
+        return Positions(*(copy_to_gpu(mode, found) for found in tree))
     if isinstance(tree, Tensor):
         found = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device='cuda')
         return found.requires_grad_(tree.requires_grad)
     if isinstance(tree, dict):
-        return {key: to_gpu(mode, value) for key, value in tree.items()}
+        return {key: copy_to_gpu(mode, value) for key, value in tree.items()}
     if hasattr(tree, '_fields'):
-        return type(tree)(*(to_gpu(mode, value) for value in tree))
+        return type(tree)(*(copy_to_gpu(mode, value) for value in tree))
     return tree
 
 
-def put_on_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
+def move_to_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
     """Moves parameters and buffers of a module to the fake GPU, in place."""
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is not None:
-                part._parameters[name] = nn.Parameter(to_gpu(mode, p), p.requires_grad)
-        part._buffers = to_gpu(mode, part._buffers)
+                part._parameters[name] = nn.Parameter(copy_to_gpu(mode, p), p.requires_grad)
+        part._buffers = copy_to_gpu(mode, part._buffers)
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def _drawing_on_cpu(mode):
         def drawn(*args):
             with unset_fake_temporarily():
                 found = draw(*args)
-            return to_gpu(mode, found) if moves else found
+            return copy_to_gpu(mode, found) if moves else found
 
         return drawn
 

@@ -65,7 +65,7 @@ def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> 
     return config
 
 
-def environment(**variables) -> dict:
+def make_environment(**variables) -> dict:
     """The environment of a process that is to run on one CPU core, with this python first in PATH.
 
     Args:
@@ -91,7 +91,7 @@ def run(*command, cwd: Path, check: bool = True, seconds: float = 300, **variabl
     """
     words = [str(word) for word in command]
     done = subprocess.run(
-        words, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
+        words, cwd=cwd, env=make_environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
     )
     if check and done.returncode:
         raise AssertionError(f'{words} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}')

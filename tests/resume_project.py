@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from helpers import make_project
 
-__all__ = ['make_resume_project', 'masks', 'weights']
+__all__ = ['make_resume_project', 'read_masks', 'read_weights']
 
 EPOCHS = 3
 CONFIG = """
@@ -100,7 +100,7 @@ def make_resume_project(folder: Path, train: int = 8) -> str:
     return 'resume.py'
 
 
-def masks(work_dir: Path) -> dict:
+def read_masks(work_dir: Path) -> dict:
     """Returns the digest of the mask by (rank, iteration); an iteration that ran twice must have the same one."""
     drawn = {}
     for line in (work_dir / 'masks.txt').read_text().splitlines():
@@ -109,7 +109,7 @@ def masks(work_dir: Path) -> dict:
     return drawn
 
 
-def weights(work_dir: Path) -> dict:
+def read_weights(work_dir: Path) -> dict:
     """Returns weights and optimizer state at the end of the training."""
     saved = torch.load(work_dir / f'epoch_{EPOCHS}.pth', weights_only=False, map_location='cpu')
     moments = {

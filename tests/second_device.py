@@ -49,7 +49,7 @@ def _run(func, args, kwargs):
     elsewhere = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
     here = [leaf for leaf in leaves if type(leaf) is not Elsewhere and isinstance(leaf, Tensor) and leaf.dim()]
     there = bool(elsewhere)
-    if elsewhere and here and func not in _COPIES and not _indexes(func, args, here):
+    if elsewhere and here and func not in _COPIES and not _are_indices(func, args, here):
         raise RuntimeError(f'{func} mixes tensors of the second device with those of the CPU')
     if (device := kwargs.get('device')) is not None:
         there = torch.device(device).type == 'meta'
@@ -68,7 +68,7 @@ def _run(func, args, kwargs):
     return tree_map_only(Tensor, wrapped, out)
 
 
-def _indexes(func, args, here):
+def _are_indices(func, args, here):
     """Returns whether all tensors on the host are indices, which CUDA accepts from there."""
     indices = [id(index) for index in args[1] or []] if func in _INDEXED else []
     return bool(indices) and isinstance(args[0], Elsewhere) and all(id(leaf) in indices for leaf in here)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import stored_bytes
+from cases import count_stored_bytes
 from helpers import make_project
 from mmdet.models.layers import DeformableDetrTransformerEncoder
 from mmdet.models.necks import FPN
@@ -89,8 +89,8 @@ def test_stores_the_inputs_only(nets):
     known = [x, *lean.parameters(), *lean.buffers()]
     # The second input of the neck, its outputs as the heads' inputs, and what square and sin need.
     positions, inner = 2 * 8 * 8, 2 * 6 * 6
-    assert stored_bytes(lambda: lean(x), known) == (positions * (3 + 4 + 4) + inner * (4 + 4)) * FLOAT
-    assert stored_bytes(lambda: plain(x), known) > 2 * stored_bytes(lambda: lean(x), known)
+    assert count_stored_bytes(lambda: lean(x), known) == (positions * (3 + 4 + 4) + inner * (4 + 4)) * FLOAT
+    assert count_stored_bytes(lambda: plain(x), known) > 2 * count_stored_bytes(lambda: lean(x), known)
 
 
 def test_evaluation_stays_plain(nets):
@@ -265,7 +265,7 @@ def test_the_order_of_the_hooks_makes_no_difference(modules, preset):
         x = torch.randn(1, 12, 16, requires_grad=True)
         places = dict(spatial_shapes=torch.tensor([[3, 4]]), level_start_index=torch.tensor([0]))
         places |= dict(valid_ratios=torch.ones(1, 1, 2), key_padding_mask=None, query_pos=None)
-        stored = stored_bytes(lambda: net.encoder(query=x, **places), [x, *net.parameters()])  # noqa: B023
+        stored = count_stored_bytes(lambda: net.encoder(query=x, **places), [x, *net.parameters()])  # noqa: B023
         net.encoder(query=x, **places).sin().sum().backward()
         found[order] = report, stored, [x.grad, *(p.grad for p in net.parameters())]
     first, second = found.values()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cases import Largest, stored_bytes
+from cases import Largest, count_stored_bytes
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.registry import MODELS
 from mmdet.structures.mask import BitmapMasks, PolygonMasks
@@ -154,7 +154,7 @@ def test_losses_of_maskformer_run_again():
 
     def losses():
         leaves = [t.clone().requires_grad_() for t in (scores, masks)]
-        stored = stored_bytes(lambda: head._loss_by_feat_single(*leaves, truth, [{}] * 2), leaves)
+        stored = count_stored_bytes(lambda: head._loss_by_feat_single(*leaves, truth, [{}] * 2), leaves)
         calls.clear()
         found = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
         return [*found, *torch.autograd.grad(sum(found), leaves)], stored

@@ -16,7 +16,7 @@ from mmdet.models.task_modules.assigners import BboxOverlaps2D, SimOTAAssigner
 from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
 from torch import nn
-from unusual_models import CALLS, MODELS, assert_same, image, lean_modules, ordinary
+from unusual_models import CALLS, MODELS, assert_same, find_lean_modules, ordinary, random_images
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import ADAPTERS, LeanModule
@@ -141,7 +141,7 @@ def test_patched_before(patch):
         assert 'was replaced' in str(error)
         return
     assert any('was replaced' in reason for reason in report.left.values()), report
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
 
 
 def test_patched_between_steps_and_back(patch, monkeypatch):
@@ -151,14 +151,14 @@ def test_patched_between_steps_and_back(patch, monkeypatch):
     plain = copy.deepcopy(lean)
     before = apply_lean(lean, verify=False)
     assert not any('was replaced' in reason for reason in before.left.values())
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
     apply()
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
     undo()
-    parts = [set(lean.get_submodule(name)._lean.bound.parts) for name in lean_modules(lean)]
+    parts = [set(lean.get_submodule(name)._lean.bound.parts) for name in find_lean_modules(lean)]
     monkeypatch.setattr(LeanModule, 'runs_lean', lambda module: ran.append(module) or own(module))
-    assert_same(lean, plain, image())
-    now = [set(lean.get_submodule(name)._lean.bound.parts) for name in lean_modules(lean)]
+    assert_same(lean, plain, random_images())
+    now = [set(lean.get_submodule(name)._lean.bound.parts) for name in find_lean_modules(lean)]
     assert sum(map(len, now)) >= sum(map(len, parts))
     assert ran and not any(module._lean.bound.reason for module in ran)
 

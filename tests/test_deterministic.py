@@ -40,7 +40,7 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def called(name, preset):
+def get_calls(name, preset):
     model, (_, run) = issue_time.build(name, preset), issue_time.models()[name]
     with Called() as found:
         run(model).backward()
@@ -50,11 +50,11 @@ def called(name, preset):
 @pytest.mark.parametrize('name', issue_time.models())
 def test_nothing_is_called_whose_order_differs_from_run_to_run(name):
     init_default_scope('mmdet')
-    plain = called(name, 'none')
+    plain = get_calls(name, 'none')
     presets = ['exact', 'exact_min', 'int8']
     presets += ['sampled', 'sbp'] if name in ('Swin', 'ConvNeXt', "DINO's encoder") else []
     for preset in presets:
-        new = called(name, preset) - plain
+        new = get_calls(name, preset) - plain
         assert not new & NONDETERMINISTIC, preset
 
 

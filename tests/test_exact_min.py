@@ -8,7 +8,7 @@ import torch
 from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
-from stand_ins import of_module
+from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
@@ -210,7 +210,7 @@ def test_a_head_of_ones_own_is_left_alone():
         def forward_single(self, x, scale, stride):
             return super().forward_single(2 * x, scale, stride)
 
-    of_module('my_project', Head)
+    define_in_module('my_project', Head)
     model.bbox_head.__class__ = Head
     plain = copy.deepcopy(model)
     assert 'bbox_head' not in apply_lean(model, 'exact_min').changed

@@ -45,17 +45,17 @@ class Net(nn.Module):
         return low.square().mean() + self.necks[1](self.stumbles(high)).square().mean()
 
 
-def live_tensors():
+def count_live_tensors():
     gc.collect()
     return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
 
 
-def hooks(model):
+def count_hooks(model):
     kinds = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
-def trained(model):
+def train(model):
     """Trains a model; returns its parameters, and the number of tensors and hooks that were left behind."""
     rng, optimizer = random.Random(0), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     counts = None
@@ -72,10 +72,10 @@ def trained(model):
         except (KeyboardInterrupt, MemoryError, ZeroDivisionError, RuntimeError):
             assert where is not None
         if step == 1:
-            counts = live_tensors(), hooks(model)
+            counts = count_live_tensors(), count_hooks(model)
     model.stumbles.where = None
     optimizer.zero_grad()
-    return dict(model.named_parameters()), (live_tensors() - counts[0], hooks(model) - counts[1])
+    return dict(model.named_parameters()), (count_live_tensors() - counts[0], count_hooks(model) - counts[1])
 
 
 @pytest.fixture(scope='module')
@@ -83,7 +83,7 @@ def plain():
     """Returns a plain model and the result of its training."""
     torch.manual_seed(0)
     model = Net().double().train()
-    return model, *trained(copy.deepcopy(model))
+    return model, *train(copy.deepcopy(model))
 
 
 @pytest.mark.parametrize('preset', ['exact', 'int8', 'sbp'])
@@ -91,7 +91,7 @@ def test_nothing_stays_behind(preset, plain):
     model, expected, counts = plain
     lean = copy.deepcopy(model)
     apply_lean(lean, preset)
-    found, changed_counts = trained(lean)
+    found, changed_counts = train(lean)
     assert changed_counts == counts
     if preset == 'exact':
         for name, parameter in found.items():  # absolutely: in front of a batch norm, gradients of biases are rounding

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import FAMILIES, build
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
+from fake_cuda import backward, move_to_gpu, simulate_gpu, unset_fake_temporarily
 
 from sbp_mmdet.presets import PRESETS
 
@@ -13,14 +13,14 @@ LAYOUTS = {'nchw': torch.contiguous_format, 'nhwc': torch.channels_last}
 
 @pytest.fixture(scope='module')
 def mode():
-    with gpu_that_is_not_there() as mode:
+    with simulate_gpu() as mode:
         yield mode
 
 
 def on_gpu(mode, family, sbp_cfg, **options):
     with unset_fake_temporarily():
         model = build(family, sbp_cfg, dtype=torch.float32, **options)
-    put_on_gpu(mode, model)
+    move_to_gpu(mode, model)
     return model
 
 

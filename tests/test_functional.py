@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import DEVICE, relative_error, where_sbp
+from oracles import DEVICE, apply_sbp, relative_error
 from torch import nn
 
 from sbp_mmdet import sbp
@@ -50,7 +50,7 @@ def setting(kind):
 @pytest.mark.parametrize('mask', MASKS.values(), ids=MASKS.keys())
 def test_equals_the_definition(kind, mask):
     f, x, weight = setting(kind)
-    expected = where_sbp(f, x, mask[:, None])
+    expected = apply_sbp(f, x, mask[:, None])
     actual = sbp(f, x, positions(mask.view(3, 4)))
     assert relative_error(actual, expected) < 1e-14
     inputs = [x, *f.parameters()]
@@ -76,7 +76,7 @@ def test_autocast_weights_get_gradients():
     the pass with gradients comes first."""
     f, x, weight = setting(Tokens)
     f, x, mask = f.float(), x.detach().float(), MASKS['half']
-    expected = torch.autograd.grad(where_sbp(f, x, mask[:, None]), list(f.parameters()), weight.float())
+    expected = torch.autograd.grad(apply_sbp(f, x, mask[:, None]), list(f.parameters()), weight.float())
     modes = []
     f.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
     with torch.autocast(x.device.type, torch.bfloat16):

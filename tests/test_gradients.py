@@ -13,7 +13,7 @@ from torch import nn
 import gradients  # isort: skip  (helpers puts research/ on the path)
 from gradients import compare, exact_pass, study, study_table
 from plain_detector import build_model, train_batches
-from stand_ins import as_in
+from stand_ins import copy_into_module
 
 from sbp_mmdet import apply_lean
 
@@ -60,7 +60,7 @@ def test_study(model, batches, whole, monkeypatch):
         for module in model.modules():
             if getattr(module, 'with_activation', False):
                 module.activate = nn.GELU()
-        soft = as_in('torch.nn.functional', lambda x, inplace=False: torch.nn.functional.softplus(x), 'relu')
+        soft = copy_into_module('torch.nn.functional', lambda x, inplace=False: torch.nn.functional.softplus(x), 'relu')
         monkeypatch.setattr(torch.nn.functional, 'relu', soft)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = ['exact', 'with_cp', 'sbp'] if not whole else ['exact']

@@ -21,7 +21,7 @@ LIMITS = {
 }
 
 
-def counted(name, preset):
+def count_calls(name, preset):
     model, (_, run) = issue_time.build(name, preset), issue_time.models()[name]
     return issue_time.counts(lambda: (model.zero_grad(), run(model))[1])
 
@@ -30,9 +30,9 @@ def counted(name, preset):
 @pytest.mark.parametrize('name', LIMITS)
 def test_counts_of_a_step(name):
     init_default_scope('mmdet')
-    plain = counted(name, 'none')
+    plain = count_calls(name, 'none')
     for preset, limits in LIMITS[name].items():
-        found = counted(name, preset)
+        found = count_calls(name, preset)
         relative = [found[key] / plain[key] for key in ('calls', 'operations')]
         assert relative[0] <= limits[0] and relative[1] <= limits[1], (preset, relative)
         assert found['nodes'] <= plain['nodes'], preset

@@ -14,7 +14,7 @@ from mmengine.model import BaseModel
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.runner import Runner
 from torch import nn
-from unusual_models import assert_same, image, lean_modules, ordinary
+from unusual_models import assert_same, find_lean_modules, ordinary, random_images
 
 from sbp_mmdet import apply_lean
 
@@ -63,7 +63,7 @@ def train(model, folder, hooks=(), steps=2, **cfg):
     return {name: p.detach().clone() for name, p in runner.model.named_parameters()}, said
 
 
-def far_apart(found, expected):
+def largest_difference(found, expected):
     return max(float((found[name] - p).norm() / p.norm().clamp_min(1e-3)) for name, p in expected.items())
 
 
@@ -78,7 +78,7 @@ def test_compile_of_the_runner(name, tmp_path):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         compiled, said = train(model, tmp_path, [hook], compile=dict(backend='eager'))
-    assert far_apart(compiled, plain) < 1e-6
+    assert largest_difference(compiled, plain) < 1e-6
     assert any('verified' in line for line in said)
     assert not [w for w in found if 'ynamo' in f'{w.message}{w.filename}' and 'sbp_mmdet' in f'{w.message}']
 
@@ -92,7 +92,7 @@ def test_compile_of_the_runner_with_kernels(tmp_path):
     model = Detector(ResNet(18, base_channels=8, num_stages=1, strides=(1,), dilations=(1,), out_indices=(0,)))
     plain, _ = train(copy.deepcopy(model.double()), tmp_path)
     compiled, _ = train(model, tmp_path, [dict(type='LeanHook')], compile=True)
-    assert far_apart(compiled, plain) < 1e-6
+    assert largest_difference(compiled, plain) < 1e-6
 
 
 def bn_eval(model):
@@ -119,7 +119,7 @@ def test_efficient_conv_bn_eval_before(caplog):
     plain = copy.deepcopy(lean)
     report = apply_lean(lean)
     assert 'replaced' in report.left['backbone']
-    assert_same(OnImages(lean), OnImages(plain), image())
+    assert_same(OnImages(lean), OnImages(plain), random_images())
 
 
 @pytest.mark.parametrize('training', [False, True])
@@ -135,7 +135,7 @@ def test_efficient_conv_bn_eval_after(training, verify):
     assert '\n' not in f'{found.value}'
     assert ('_verification' in vars(lean)) is verify and 'forward' not in vars(lean)
     lean.train()
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
 
 
 @pytest.mark.parametrize('norm_eval', [False, True])
@@ -147,5 +147,5 @@ def test_efficient_conv_bn_eval_of_a_layer(norm_eval):
             module.eval()
     plain = copy.deepcopy(lean)
     apply_lean(lean)
-    assert lean_modules(lean)
-    assert_same(lean, plain, image())
+    assert find_lean_modules(lean)
+    assert_same(lean, plain, random_images())

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import VIT, build, on_meta
-from oracles import assert_near, gradients, image, relative_error
+from cases import VIT, build, build_on_meta
+from oracles import assert_near, compute_gradients, random_images, relative_error
 from torch import nn
 
 from sbp_mmdet import SBPViT
@@ -13,7 +13,7 @@ from sbp_mmdet import SBPViT
 @pytest.mark.parametrize('layer_scale', [0.0, 1.0])
 def test_the_plain_vit_is_torchs_encoder(layer_scale):
     options = dict(out_type='avg_featmap', layer_scale_init_value=layer_scale, register_tokens=0)
-    model, x = build('SBPViT', **options), image(2)
+    model, x = build('SBPViT', **options), random_images(2)
     channels, heads, hidden = (VIT['arch'][key] for key in ('embed_dims', 'num_heads', 'feedforward_channels'))
     tokens = F.conv2d(x, model.patch_embed.proj.weight, model.patch_embed.proj.bias, stride=16).flatten(2).mT
     tokens = torch.cat([model.cls_token.expand(2, -1, -1), tokens], 1) + model.pos_embed
@@ -55,7 +55,7 @@ def timm_shapes(c, depth, grid=14, **more):
     [('tiny', 192, 12, 5.5), ('small', 384, 12, 21.7), ('base', 768, 12, 85.8), ('large', 1024, 24, 303.3)],
 )
 def test_state_dict_is_timms(arch, channels, depth, millions):
-    backbone = on_meta(SBPViT, arch, out_type='cls_token', sbp_cfg=dict(preset='sbp'))
+    backbone = build_on_meta(SBPViT, arch, out_type='cls_token', sbp_cfg=dict(preset='sbp'))
     assert {name: tuple(p.shape) for name, p in backbone.state_dict().items()} == timm_shapes(channels, depth)
     assert sum(p.numel() for p in backbone.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
     assert backbone.keep_ratios().keys() == {(0, i) for i in range(depth // 3, depth)}  # the paper's 8 of 12
@@ -63,7 +63,7 @@ def test_state_dict_is_timms(arch, channels, depth, millions):
 
 
 def test_registers_and_layer_scale_have_dinov2s_names():
-    backbone = on_meta(SBPViT, 'tiny', register_tokens=4, layer_scale_init_value=1e-5, out_indices=(2,))
+    backbone = build_on_meta(SBPViT, 'tiny', register_tokens=4, layer_scale_init_value=1e-5, out_indices=(2,))
     more = {f'blocks.{i}.ls{j}.gamma': (192,) for i in range(12) for j in (1, 2)}
     found = {name: tuple(p.shape) for name, p in backbone.state_dict().items()}
     assert found == timm_shapes(192, 12, reg_token=(1, 4, 192), **more)
@@ -73,7 +73,7 @@ def test_position_embeddings_of_other_sizes():
     source, other = build('SBPViT', img_size=64), build('SBPViT', img_size=96, seed=1)
     other.load_state_dict(source.state_dict())
     assert torch.equal(other.pos_embed[:, 0], source.pos_embed[:, 0])
-    x = image(1, 96, 96)
+    x = random_images(1, 96, 96)
     for got, want in zip(other(x), source(x), strict=True):  # interpolated once, when loaded or when used
         assert relative_error(got, want) < 1e-12
     state = source.state_dict()
@@ -86,9 +86,9 @@ def test_position_embeddings_of_other_sizes():
 
 
 def test_scales_of_vit():
-    outs = build('SBPViT', dict(preset='sbp'))(image(2, 70, 93))  # 5 x 6 patches
+    outs = build('SBPViT', dict(preset='sbp'))(random_images(2, 70, 93))  # 5 x 6 patches
     assert [tuple(out.shape) for out in outs] == [(2, 3, 20, 24), (2, 6, 10, 12), (2, 12, 5, 6), (2, 12, 3, 3)]
-    outs = build('SBPViT', dict(preset='sbp'), out_indices=(1, 3))(image(1, 64, 64))
+    outs = build('SBPViT', dict(preset='sbp'), out_indices=(1, 3))(random_images(1, 64, 64))
     assert [tuple(out.shape) for out in outs] == [(1, 6, 8, 8), (1, 12, 2, 2)]
 
 
@@ -106,10 +106,14 @@ def test_scales_of_vit():
     ids=str,
 )
 def test_forms_of_vit(preset, options):
-    lean, plain, x = build('SBPViT', dict(preset=preset), **options), build('SBPViT', **options), image(2, 64, 70)
+    lean, plain, x = (
+        build('SBPViT', dict(preset=preset), **options),
+        build('SBPViT', **options),
+        random_images(2, 64, 70),
+    )
     for a, b in zip(lean(x), plain(x), strict=True):
         assert relative_error(a, b) < 1e-12
-    found, expected = gradients(lean, x), gradients(plain, x)
+    found, expected = compute_gradients(lean, x), compute_gradients(plain, x)
     last = 'norm.weight', 'norm.bias'  # which come before what is dropped
     chosen = expected if preset == 'exact' else last
     assert_near({n: found[n] for n in chosen}, {n: expected[n] for n in chosen}, 1e-10)

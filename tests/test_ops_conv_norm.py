@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from fake_cuda import backward, gpu_that_is_not_there
+from fake_cuda import backward, simulate_gpu
 from helpers import FP16
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
@@ -73,7 +73,7 @@ class Layer(nn.Module):
         return conv_norm(settings, ConvNormTensors(x, conv.weight, conv.bias, *affine, *running, residual))
 
 
-def pair(storage, dtype=torch.float64, **options):
+def build_stock_and_lean(storage, dtype=torch.float64, **options):
     """Returns a stock layer and the same layer by the operation."""
     torch.manual_seed(0)
     stock = Layer(**options).to(dtype)
@@ -83,7 +83,7 @@ def pair(storage, dtype=torch.float64, **options):
     return stock, lean
 
 
-def run(layer, x, *residual):
+def run_step(layer, x, *residual):
     """Returns output and gradients by name, for a loss with a different gradient at each entry."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, *residual)]
     layer.zero_grad()
@@ -95,8 +95,8 @@ def run(layer, x, *residual):
     return out.detach(), {name: t.grad for name, t in named}
 
 
-def same(stock, lean, *inputs, tolerance=1e-10):
-    (out, grads), (lean_out, lean_grads) = run(stock, *inputs), run(lean, *inputs)
+def assert_same(stock, lean, *inputs, tolerance=1e-10):
+    (out, grads), (lean_out, lean_grads) = run_step(stock, *inputs), run_step(lean, *inputs)
     torch.testing.assert_close(lean_out, out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lean_grads, grads, rtol=tolerance, atol=tolerance)
     for a, b in zip(lean.buffers(), stock.buffers(), strict=True):
@@ -104,7 +104,7 @@ def same(stock, lean, *inputs, tolerance=1e-10):
             assert torch.equal(a, b)
 
 
-def image(requires_grad=True, size=9, channels=8, dtype=torch.float64, n=3):
+def random_map(requires_grad=True, size=9, channels=8, dtype=torch.float64, n=3):
     x = torch.randn(n, channels, size, size, dtype=dtype, generator=torch.Generator().manual_seed(1))
     return x.requires_grad_(requires_grad)
 
@@ -114,8 +114,8 @@ def image(requires_grad=True, size=9, channels=8, dtype=torch.float64, n=3):
 @pytest.mark.parametrize('residual', [False, True])
 def test_gradients_are_those_of_stock_modules(norm, act, residual):
     for storage in ('native', 'reference'):
-        stock, lean = pair(storage, norm=norm, act=act, padding=1)
-        same(stock, lean, image(), *[image()] * residual)
+        stock, lean = build_stock_and_lean(storage, norm=norm, act=act, padding=1)
+        assert_same(stock, lean, random_map(), *[random_map()] * residual)
 
 
 @pytest.mark.parametrize('norm', NORMS)
@@ -126,9 +126,9 @@ def test_geometry_and_frozen_parts(norm, kind, frozen):
         frozen = frozen.replace('norm', '')
     # A norm is folded into the weight or, where that is larger than the map, scales the map.
     for act, layout, size in (('relu', torch.channels_last, 9), ('silu', torch.contiguous_format, 4)):
-        stock, lean = pair('native', norm=norm, act=act, frozen=frozen, **KINDS[kind])
-        x = image(size=size).detach().contiguous(memory_format=layout)
-        same(stock, lean, x.requires_grad_(frozen != 'x'))
+        stock, lean = build_stock_and_lean('native', norm=norm, act=act, frozen=frozen, **KINDS[kind])
+        x = random_map(size=size).detach().contiguous(memory_format=layout)
+        assert_same(stock, lean, x.requires_grad_(frozen != 'x'))
 
 
 def test_every_activation_is_compared():
@@ -142,21 +142,23 @@ def test_every_activation_is_compared():
 @pytest.mark.parametrize('act', ['relu', 'swish', 'hardswish', 'gelu'])
 def test_half_precision_is_as_near_as_that_of_stock_modules(norm, dtype, autocast, storage, act):
     """Distance to fp64 of all gradients together."""
-    stock, lean = pair(storage, norm=norm, act=act, padding=1, bias=norm == 'none')
-    x = image(size=4 if act == 'swish' else 9)
-    _, expected = run(stock, x)
+    stock, lean = build_stock_and_lean(storage, norm=norm, act=act, padding=1, bias=norm == 'none')
+    x = random_map(size=4 if act == 'swish' else 9)
+    _, expected = run_step(stock, x)
     errors = []
     for layer in (stock, lean):
         layer.to(torch.float32 if autocast else dtype)
         with torch.autocast('cpu', dtype, enabled=autocast):
-            out, grads = run(layer, x.detach().to(torch.float32 if autocast else dtype).requires_grad_())
+            out, grads = run_step(layer, x.detach().to(torch.float32 if autocast else dtype).requires_grad_())
         assert all(g.dtype == (torch.float32 if autocast else dtype) for g in grads.values())
         assert out.dtype == dtype
-        errors.append(relative(*(torch.cat([g.flatten() for g in found.values()]) for found in (grads, expected))))
+        errors.append(
+            relative_distance(*(torch.cat([g.flatten() for g in found.values()]) for found in (grads, expected)))
+        )
     assert errors[1] < 1.5 * errors[0] + (0.03 if storage == 'int8' else 0.001)
 
 
-def relative(a, b):
+def relative_distance(a, b):
     return ((a.double() - b).norm() / b.norm()).item()
 
 
@@ -169,7 +171,7 @@ class Chain(nn.Sequential):
         with Scope():
             return self.run(x)
 
-    def run(self, x):
+    def run_step(self, x):
         for layer in self:
             if self.residual == 'before activation':
                 x = layer(x, x)
@@ -181,7 +183,7 @@ class Chain(nn.Sequential):
         return x
 
 
-def chains(storage, number=6, residual=None, **options):
+def build_chains(storage, number=6, residual=None, **options):
     torch.manual_seed(0)
     stock = Chain(*(Layer(padding=1, **options) for _ in range(number))).double()
     stock.residual = residual
@@ -191,7 +193,7 @@ def chains(storage, number=6, residual=None, **options):
     return stock, lean
 
 
-def stored_maps(model, x):
+def count_stored_maps(model, x):
     """Returns the number of maps of x's size that are stored between the passes."""
     parameters = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     seen = {}
@@ -228,31 +230,31 @@ def stored_maps(model, x):
     ],
 )
 def test_every_map_is_stored_once(options, plain, exact, int8):
-    x = image(size=128, n=1)
+    x = random_map(size=128, n=1)
     for storage, number, unit, more in (('native', exact, 1, 0.01), ('int8', int8, 1 / 8, 0.14)):
-        stock, lean = chains(storage, **options)
+        stock, lean = build_chains(storage, **options)
         if storage == 'native':
-            same(stock, lean, x, tolerance=1e-9)
+            assert_same(stock, lean, x, tolerance=1e-9)
         least, most = number * unit, number * unit * (1 + more) + 0.01
-        assert least <= stored_maps(lean, x) <= most  # with numbers a channel, and steps in fp64
+        assert least <= count_stored_maps(lean, x) <= most  # with numbers a channel, and steps in fp64
     if options.get('frozen') is None:
-        assert stored_maps(stock, x) == pytest.approx(plain, rel=0.02)
+        assert count_stored_maps(stock, x) == pytest.approx(plain, rel=0.02)
 
 
 @pytest.mark.parametrize('norm', NORMS)
 @pytest.mark.parametrize('act', MODULES)
 def test_eight_bits(norm, act):
     """The forward pass is exact; so are input gradients where no rounded number enters them."""
-    x = image(size=24)
-    stock, lean = chains('int8', 3, norm=norm, act=act)
-    (out, grads), (lean_out, lean_grads) = run(stock, x), run(lean, x)
+    x = random_map(size=24)
+    stock, lean = build_chains('int8', 3, norm=norm, act=act)
+    (out, grads), (lean_out, lean_grads) = run_step(stock, x), run_step(lean, x)
     torch.testing.assert_close(lean_out, out, rtol=1e-10, atol=1e-10)
     exact = norm in ('none', 'fixed') and act in ('relu', 'leaky_relu', None)
     for name, grad in grads.items():
         if grad.norm() < 1e-9:  # of a convolution's bias in front of a norm
             continue
         is_bias = name == '0' or name.endswith('norm.bias') or (norm == 'none' and name.endswith('conv.bias'))
-        assert relative(lean_grads[name], grad) < (1e-10 if exact and is_bias else 0.1), name
+        assert relative_distance(lean_grads[name], grad) < (1e-10 if exact and is_bias else 0.1), name
 
 
 def test_eight_bits_keep_signs_where_a_threshold_lies_just_below_a_group_of_rows():
@@ -292,7 +294,7 @@ def test_what_is_not_finite_is_read_as_such(value):
 
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 def test_what_was_written_to_is_not_handed_on(storage):
-    stock, lean = chains(storage, 2, norm='batch', act='silu')
+    stock, lean = build_chains(storage, 2, norm='batch', act='silu')
 
     def run_changed(chain, x):
         with Scope():
@@ -302,30 +304,30 @@ def test_what_was_written_to_is_not_handed_on(storage):
 
     grads = []
     for chain in (stock, lean):
-        loss = run_changed(chain, image()).square().sum()
+        loss = run_changed(chain, random_map()).square().sum()
         grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*chain.parameters()])]))
-    assert relative(grads[1], grads[0]) < (1e-10 if storage == 'native' else 0.02)
+    assert relative_distance(grads[1], grads[0]) < (1e-10 if storage == 'native' else 0.02)
 
 
 def test_what_torch_has_stored_is_not_rounded():
-    _, lean = pair('int8', norm='fixed', act='relu', padding=1)
+    _, lean = build_stock_and_lean('int8', norm='fixed', act='relu', padding=1)
     before = nn.Sequential(nn.ReLU(), lean)
-    x = image(size=32)
-    assert stored_maps(before, x) == pytest.approx(1 + 1 / 8, rel=0.05)
-    stock = nn.Sequential(nn.ReLU(), pair('int8', norm='fixed', act='relu', padding=1)[0])
-    (_, grads), (_, lean_grads) = run(stock, x), run(before, x)
-    assert relative(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
+    x = random_map(size=32)
+    assert count_stored_maps(before, x) == pytest.approx(1 + 1 / 8, rel=0.05)
+    stock = nn.Sequential(nn.ReLU(), build_stock_and_lean('int8', norm='fixed', act='relu', padding=1)[0])
+    (_, grads), (_, lean_grads) = run_step(stock, x), run_step(before, x)
+    assert relative_distance(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
 
 
 def test_one_layer_may_store_exactly_and_the_next_in_eight_bits():
     """A layer that stores exactly reads nothing rounded; one that rounds may read what is exact."""
-    x = image(size=16)
+    x = random_map(size=16)
     for first, second in (('native', 'int8'), ('int8', 'native')):
-        stock, lean = chains(first, 2, norm='fixed', act='silu')
+        stock, lean = build_chains(first, 2, norm='fixed', act='silu')
         for chain, storage in ((stock, None), (lean, second)):
             chain[1].storage, chain[1].name, chain[1].act = storage, 'relu', nn.ReLU()
-        (_, grads), (_, lean_grads) = run(stock, x), run(lean, x)
-        assert relative(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
+        (_, grads), (_, lean_grads) = run_step(stock, x), run_step(lean, x)
+        assert relative_distance(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
 
 
 def test_refusals():
@@ -333,9 +335,9 @@ def test_refusals():
         ConvNormSettings(norm='layer')
     with pytest.raises(ValueError, match="activation 'mish' is unknown; choose one of relu"):
         Activation('mish')
-    _, lean = pair('native', norm='batch')
+    _, lean = build_stock_and_lean('native', norm='batch')
     with pytest.raises(ValueError, match='more than 1 value per channel'):
-        lean(image(size=3, n=1))
+        lean(random_map(size=3, n=1))
 
 
 @pytest.mark.parametrize('norm', NORMS)
@@ -343,7 +345,7 @@ def test_refusals():
 @pytest.mark.parametrize('dtype', [None, torch.float16])
 def test_what_a_gpu_would_refuse(norm, storage, dtype):
     """CUDA's branches, in both layouts, under autocast: gradients have device, type and shape of their tensors."""
-    with gpu_that_is_not_there():
+    with simulate_gpu():
         for act, layout in itertools.product(('relu', 'silu'), (torch.contiguous_format, torch.channels_last)):
             x = torch.randn(2, 8, 7, 9, device='cuda').contiguous(memory_format=layout)
             leaves = dict(x=x, weight=torch.randn(8, 8, 3, 3, device='cuda'), residual=torch.randn_like(x))

@@ -25,7 +25,7 @@ ALL = ('exact', 'exact_min', 'int8', 'sampled', 'sbp', 'none', 'with_cp', 'refer
 GB = 10**9
 
 
-def _row(peak, gradients, gaps=0):
+def _count_of_variant(peak, gradients, gaps=0):
     """Returns the counts of a variant; with expandable segments there are no gaps."""
     return dict(peak=peak, gradients=gradients, reserved=2 * peak, capacity=peak + gaps, expandable=peak)
 
@@ -51,33 +51,33 @@ def test_budgets_and_sizes():
 
 
 def test_need_is_the_peak_with_margin_and_context():
-    row = _row(GB, GB // 2)
+    row = _count_of_variant(GB, GB // 2)
     assert needed(row) == 1_700_000_000 and needed(row, ddp=True) == 2_250_000_000
-    row = _row(GB, 0, gaps=GB // 10)  # the margin is one of what is allocated
+    row = _count_of_variant(GB, 0, gaps=GB // 10)  # the margin is one of what is allocated
     assert needed(row) == 1_800_000_000 and needed(row, held_by='expandable') == 1_700_000_000
 
 
-def planned(budget, peaks, path=FRCNN, presets=ALL, **options):
+def run_plan(budget, peaks, path=FRCNN, presets=ALL, **options):
     """Returns (variant -> fits), the measured variants and the rows; variants without a peak need 9 GB."""
     seen = []
 
     def measure(variant):
         seen.append(variant)
-        return _row(int(peaks.get(variant, 9) * GB), GB)
+        return _count_of_variant(int(peaks.get(variant, 9) * GB), GB)
 
     rows = plan(plain(load_config(path)), int(budget * GB), measure, presets, **options)
     return {row.variant: row.fits for row in rows}, seen, rows
 
 
 def test_a_config_that_fits_is_all_there_is():
-    assert planned(5, dict(none=4))[:2] == ({'none': True}, ['none'])  # 4 GB + 10 % + 0.6 GB
-    assert not planned(5, dict(none=4), ddp=True)[0]['none']
+    assert run_plan(5, dict(none=4))[:2] == ({'none': True}, ['none'])  # 4 GB + 10 % + 0.6 GB
+    assert not run_plan(5, dict(none=4), ddp=True)[0]['none']
 
 
 def test_for_each_preset_the_cheapest_that_fits():
     most = '+cp-heads+cp-rpn+cp-neck'
     peaks = {'exact_min': 4, 'int8' + most: 4, 'sbp' + most: 5.5}
-    found, seen, rows = planned(6, peaks)
+    found, seen, rows = run_plan(6, peaks)
     assert [*found.items()] == [
         ('none', False),
         ('with_cp', False),
@@ -93,14 +93,14 @@ def test_for_each_preset_the_cheapest_that_fits():
 
 
 def test_with_cp_is_the_answer_where_nothing_else_is_exact():
-    assert answer(planned(6, {'with_cp': 1, 'int8': 2})[2]).variant == 'with_cp'
-    assert answer(planned(6, {'with_cp': 1, 'exact_min': 2})[2]).variant == 'exact_min'
-    assert answer(planned(6, {'int8': 2})[2]).variant == 'int8'
-    assert answer(planned(6, {})[2]) is None
+    assert answer(run_plan(6, {'with_cp': 1, 'int8': 2})[2]).variant == 'with_cp'
+    assert answer(run_plan(6, {'with_cp': 1, 'exact_min': 2})[2]).variant == 'exact_min'
+    assert answer(run_plan(6, {'int8': 2})[2]).variant == 'int8'
+    assert answer(run_plan(6, {})[2]) is None
 
 
 def test_presets_that_do_not_apply_are_left_out():
-    assert [*planned(20, dict(none=30, exact=4, int8=3), presets=('none', 'exact', 'int8'))[0]] == [
+    assert [*run_plan(20, dict(none=30, exact=4, int8=3), presets=('none', 'exact', 'int8'))[0]] == [
         *('none', 'exact', 'none+amp', 'int8')
     ]
 
@@ -116,14 +116,14 @@ def test_presets_that_do_not_apply_are_left_out():
 )
 def test_a_config_in_full_precision_is_counted_in_mixed_precision(peaks, shown):
     exact = ('none', 'exact', 'exact_min')
-    found, _, rows = planned(6, peaks, presets=exact)
+    found, _, rows = run_plan(6, peaks, presets=exact)
     assert [*found][3:] == [shown] and rows[-1].gradients == 'exact, fp16'
     assert found[shown] == (answer(rows) is not None)
-    assert [*planned(6, peaks, STOCK_T, exact)[0]] == [*exact]  # it is in mixed precision
+    assert [*run_plan(6, peaks, STOCK_T, exact)[0]] == [*exact]  # it is in mixed precision
 
 
 def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
-    found, _, rows = planned(6, {'int8+cp-heads': 4}, presets=('none', 'int8'))
+    found, _, rows = run_plan(6, {'int8+cp-heads': 4}, presets=('none', 'int8'))
     assert found['int8+cp-heads'] and answer(rows).variant == 'int8+cp-heads'
 
 
@@ -138,10 +138,10 @@ def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
 )
 def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
     presets = ('none', 'exact_min')
-    found, seen, _ = planned(3, {last: 8}, path, presets, eight_bit=eight_bit)
+    found, seen, _ = run_plan(3, {last: 8}, path, presets, eight_bit=eight_bit)
     assert [*found] == ['none', last, 'none+amp'] and len(seen) == len(set(seen))
     # Pieces may cost more than they save.
-    found = planned(3, {'exact_min': 4}, path, presets, eight_bit=eight_bit)[0]
+    found = run_plan(3, {'exact_min': 4}, path, presets, eight_bit=eight_bit)[0]
     assert [*found] == ['none', 'exact_min', 'none+amp']
 
 
@@ -183,7 +183,7 @@ def planning(monkeypatch):
     def measure(config, **case):
         hooks.append([dict(hook) for hook in config.custom_hooks])
         name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
-        return _row(int(peaks.get(name, 20) * GB), 0)
+        return _count_of_variant(int(peaks.get(name, 20) * GB), 0)
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
     monkeypatch.setattr(counts, 'build_detector', lambda config, device: (None, None))
@@ -226,7 +226,7 @@ def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):
 
     def measure(config, **case):
         name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
-        return _row(int(peaks.get(name, 20) * GB), 0, gaps=GB if name == 'none' else 0)
+        return _count_of_variant(int(peaks.get(name, 20) * GB), 0, gaps=GB if name == 'none' else 0)
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
     command.main(['plan', FRCNN, '--budget', '5.5GB', '--verbose'])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import environment
+from helpers import make_environment
 from mmdet.models import RetinaNet
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -107,8 +107,8 @@ def test_json_is_json_whatever_others_print(tmp_path):
     (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\ncustom_imports = dict(imports=['loud'])\n")
     words = ['-W', 'ignore', '-m', 'sbp_mmdet.plan', 'plan', 'a.py', '--budget', '80GiB', '--batch', '1', '--json']
     words += ['--size', '64x64', '--boxes', '2']
-    path = f'{tmp_path}:{environment()["PYTHONPATH"]}' if 'PYTHONPATH' in environment() else str(tmp_path)
-    variables = environment(PYTHONPATH=path)
+    path = f'{tmp_path}:{make_environment()["PYTHONPATH"]}' if 'PYTHONPATH' in make_environment() else str(tmp_path)
+    variables = make_environment(PYTHONPATH=path)
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert json.loads(done.stdout)['answer'] == 'none', done.stderr
     assert 'loud' in done.stderr

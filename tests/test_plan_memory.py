@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from mmcv.cnn import ConvModule
-from ops_cases import fused_mlp, mlp_inputs
+from ops_cases import get_fused_mlp, mlp_inputs
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -125,7 +125,7 @@ def test_counts_are_of_the_pieces_that_a_gpu_would_cut():
     def peak():
         tensors, _ = mlp_inputs(n=1, c=8, d=512, height=64, width=64, dtype=torch.float32)
         leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-        out = fused_mlp()(**leaves)
+        out = get_fused_mlp()(**leaves)
         return peak_bytes(lambda: out.sum().backward())
 
     own = peak()

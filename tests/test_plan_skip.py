@@ -48,7 +48,7 @@ def test_each_result_is_a_tensor_of_its_own():
     assert not second.any()
 
 
-def counted(run, compute):
+def measure_peak(run, compute):
     """Return the result, and the peak in bytes."""
     counter = LiveBytes()
     with cuda_kernels(counter, compute) as skipping:
@@ -64,7 +64,9 @@ def test_assignment_is_computed_in_chunks():
     anchors = InstanceData(priors=torch.cat([corners, corners + torch.rand(30_000, 2) * 80], 1))
     truth = InstanceData(bboxes=anchors.priors[:40] + torch.rand(40, 4), labels=torch.arange(40))
     assigner = MaxIoUAssigner(pos_iou_thr=0.7, neg_iou_thr=0.3, min_pos_iou=0.3)
-    (plain, peak), (chunks, same) = (counted(lambda: assigner.assign(anchors, truth), how) for how in (True, False))
+    (plain, peak), (chunks, same) = (
+        measure_peak(lambda: assigner.assign(anchors, truth), how) for how in (True, False)
+    )
     assert peak == same > 40 * 30_000 * 4
     assert torch.equal(plain.max_overlaps, chunks.max_overlaps) and plain.max_overlaps.unique().numel() > 100
     assert torch.equal(plain.gt_inds, chunks.gt_inds) and (plain.gt_inds > 0).sum() >= 40
@@ -77,7 +79,7 @@ def test_crops_of_masks_are_not_computed():
     def run():
         return masks.crop_and_resize(boxes, (28, 28), device='cpu', inds=of_mask).masks
 
-    (plain, peak), (nothing, same) = (counted(run, compute) for compute in (True, False))
+    (plain, peak), (nothing, same) = (measure_peak(run, compute) for compute in (True, False))
     assert peak == same > 8 * 400 * 500 * 4 and plain.shape == nothing.shape
     assert plain.all() and not nothing.any()
 

@@ -9,7 +9,7 @@ from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
-from stand_ins import of_module
+from stand_ins import define_in_module
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -109,7 +109,7 @@ class _EncoderAndAttention(nn.Module):
         return self.cross_attn(query[:, :3], value=memory, reference_points=points, **maps).square().sum()
 
 
-of_module('mmdet.test', _EncoderAndAttention)  # code of a known library hands maps on
+define_in_module('mmdet.test', _EncoderAndAttention)  # code of a known library hands maps on
 
 
 def test_layers_of_an_encoder_save_one_map_each_and_its_output_is_saved_once():

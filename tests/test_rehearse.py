@@ -50,7 +50,7 @@ def project(tmp_path_factory):
     return folder, make_project(folder)
 
 
-def trained(project, monkeypatch, *hooks):
+def train_and_get_state(project, monkeypatch, *hooks):
     """Returns the state at the first iteration of a run with these hooks."""
     folder, path = project
     monkeypatch.chdir(folder)
@@ -65,8 +65,8 @@ def trained(project, monkeypatch, *hooks):
 
 
 def test_the_run_goes_on_as_if_nothing_had_been(project, monkeypatch):
-    without = trained(project, monkeypatch)
-    rehearsed = trained(project, monkeypatch, dict(type='RehearseHook', budget='8GiB'))
+    without = train_and_get_state(project, monkeypatch)
+    rehearsed = train_and_get_state(project, monkeypatch, dict(type='RehearseHook', budget='8GiB'))
     for key in ('numbers', 'images', 'gradients', 'optimizer'):
         assert rehearsed[key] == without[key], key
     for key in ('weights', 'after'):  # the second with what the step drew

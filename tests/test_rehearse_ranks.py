@@ -14,7 +14,7 @@ CASE = dict(batch=2, height=64, width=96, boxes=3)
 GB = 2**30
 
 
-def _rehearsed(rank, folder):
+def _rehearse(rank, folder):
     """Returns peak and budget of each process, and the messages of both."""
     dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
     said = []
@@ -41,7 +41,7 @@ def _rehearsed(rank, folder):
 
 
 def test_all_processes_go_on_or_all_stop(tmp_path):
-    mp.spawn(_rehearsed, (str(tmp_path),), nprocs=2)
+    mp.spawn(_rehearse, (str(tmp_path),), nprocs=2)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import TOOLS, run
-from resume_project import EPOCHS, make_resume_project, masks, weights
+from resume_project import EPOCHS, make_resume_project, read_masks, read_weights
 
 
 @pytest.fixture(scope='module')
@@ -44,9 +44,9 @@ def test_killed_in_mid_epoch_and_in_mid_write(folder, whole):
     _, log = train(folder, 'killed', '--resume')
     assert 'resumed epoch: 1, iter: 4' in log
     assert {path.name for path in work_dir.glob('*.pth*')} == {f'epoch_{i}.pth' for i in range(1, EPOCHS + 1)}
-    assert masks(work_dir) == masks(whole)
-    assert len(set(masks(whole).values())) == 4 * EPOCHS
-    expected, found = weights(whole), weights(work_dir)
+    assert read_masks(work_dir) == read_masks(whole)
+    assert len(set(read_masks(whole).values())) == 4 * EPOCHS
+    expected, found = read_weights(whole), read_weights(work_dir)
     assert expected.keys() == found.keys()
     assert not [name for name in expected if not torch.equal(expected[name], found[name])]
 

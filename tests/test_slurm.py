@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from helpers import ROOT, TOOLS, run
-from resume_project import EPOCHS, make_resume_project, masks, weights
+from resume_project import EPOCHS, make_resume_project, read_masks, read_weights
 
 os.environ['PATH'] += os.pathsep + '/usr/sbin'
 PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'srun', 'sbatch', 'scancel', 'scontrol', 'squeue')
@@ -61,10 +61,10 @@ def test_train(trained, slurm, project):
     nodes = run('srun', '--nodes=2', '--ntasks=2', '--gres=gpu:1', 'printenv', 'SLURMD_NODENAME', cwd=project, **slurm)
     assert sorted(nodes.stdout.split()) == ['node1', 'node2']
     assert f'Epoch(train) [{EPOCHS}][2/2]' in log  # 8 images, 2 ranks with 2 of them each
-    drawn = masks(project / 'whole')
+    drawn = read_masks(project / 'whole')
     assert set(drawn) == {(rank, step) for rank in range(2) for step in range(2 * EPOCHS)}
     assert len(set(drawn.values())) == len(drawn)  # each rank and step has its own
-    assert all(torch.isfinite(value).all() for value in weights(project / 'whole').values())
+    assert all(torch.isfinite(value).all() for value in read_weights(project / 'whole').values())
 
 
 def test_test(trained, slurm, project):
@@ -118,7 +118,7 @@ def test_requeued_and_cancelled_job_ends_like_a_whole_one(trained, slurm, projec
 
     done = run('bash', TOOLS / 'slurm_train.sh', 'test', 'job', 'resume.py', 'killed', cwd=project, **variables)
     assert 'resumed epoch: 2, iter: 4' in done.stdout + done.stderr
-    assert masks(work_dir) == masks(project / 'whole')
-    expected, found = weights(project / 'whole'), weights(work_dir)
+    assert read_masks(work_dir) == read_masks(project / 'whole')
+    expected, found = read_weights(project / 'whole'), read_weights(work_dir)
     assert expected.keys() == found.keys()
     assert not [name for name in expected if not torch.equal(expected[name], found[name])]

@@ -35,19 +35,21 @@ def batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, runni
 
 
 def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
-    return wide(weight) * (input - wide(mean)) * wide(invstd) + wide(bias)
+    return as_matrix(weight) * (input - as_matrix(mean)) * as_matrix(invstd) + as_matrix(bias)
 
 
 def batch_norm_backward_reduce(grad_out, input, mean, invstd, weight, input_g, weight_g, bias_g):
-    sums, products = grad_out.sum(DIMS), (grad_out * (input - wide(mean))).sum(DIMS)
+    sums, products = grad_out.sum(DIMS), (grad_out * (input - as_matrix(mean))).sum(DIMS)
     return sums, products, products * invstd, sums.clone()
 
 
 def batch_norm_backward_elemt(grad_out, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
     assert count.dtype == torch.int32
     number = count.sum()
-    centred = grad_out - wide(sum_dy) / number
-    return (centred - (input - wide(mean)) * wide(invstd**2 * sum_dy_xmu) / number) * wide(invstd * weight)
+    centred = grad_out - as_matrix(sum_dy) / number
+    return (centred - (input - as_matrix(mean)) * as_matrix(invstd**2 * sum_dy_xmu) / number) * as_matrix(
+        invstd * weight
+    )
 
 
 KERNELS = (
@@ -59,7 +61,7 @@ KERNELS = (
 )
 
 
-def wide(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     return x.view(1, -1, 1, 1)
 
 
@@ -86,7 +88,7 @@ class Processes:
         x.copy_(sum(every))
 
 
-def run(maps, weight, norm, momentum=0.1):
+def run_processes(maps, weight, norm, momentum=0.1):
     """Returns outputs, gradients of each process, and running statistics, with the first batch in thread 0."""
     processes, found = Processes(), {}
     settings = ConvNormSettings(norm='batch', process_group='both', momentum=momentum)
@@ -113,11 +115,11 @@ def test_kernels_compute_what_is_written_out(sizes, monkeypatch):
     torch.manual_seed(0)
     maps = [torch.randn(n, 3, 5, 4, dtype=torch.float64) for n in sizes]
     weight, norm = torch.randn(6, 3, 1, 1, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
-    wanted = run(maps, weight, norm)
+    wanted = run_processes(maps, weight, norm)
     monkeypatch.setattr(map_norms, '_has_kernels', lambda z: True)
     for kernel in KERNELS:
         monkeypatch.setattr(torch, kernel.__name__, kernel)
-    found = run(maps, weight, norm)
+    found = run_processes(maps, weight, norm)
     for rank in range(2):
         torch.testing.assert_close(found[rank], wanted[rank])
     z = F.conv2d(torch.cat(maps), weight)

@@ -16,7 +16,7 @@ from mmengine.logging import MMLogger
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
-from unusual_changes import BEFORE, BLOCK, hook
+from unusual_changes import BEFORE, BLOCK, add_hook
 from unusual_models import (
     CALLS,
     MODELS,
@@ -26,12 +26,12 @@ from unusual_models import (
     StochasticDepth,
     Tokens,
     assert_same,
-    call_noted,
+    build_resnet,
     conv_module,
-    image,
-    lean_modules,
-    resnet,
-    step,
+    find_lean_modules,
+    note_call,
+    random_images,
+    run_step,
 )
 
 from sbp_mmdet import LeanHook, adapter, apply_lean, remove_lean
@@ -70,9 +70,9 @@ def test_changed_before(name):
     else:
         plain = copy.deepcopy(stock)
     report = apply_lean(stock, verify=False)
-    assert lean_modules(stock), 'the rest is lean'
-    assert_same(stock, plain, image())
-    assert_same(stock, plain, image())
+    assert find_lean_modules(stock), 'the rest is lean'
+    assert_same(stock, plain, random_images())
+    assert_same(stock, plain, random_images())
     assert not named or named in report.left, report
     assert report.left.keys().isdisjoint(report.changed)
 
@@ -87,26 +87,26 @@ def test_changed_after_a_step(name):
     lean, plain = MODELS[family](), MODELS[family]()
     plain.load_state_dict(lean.state_dict())
     apply_lean(lean, verify=False)
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
     if family == 'ResNet' or family == 'deep stem':
         plain.load_state_dict(lean.state_dict())
     for model in (lean, plain):
         torch.manual_seed(0)
         change(model)
     plain.load_state_dict(lean.state_dict())
-    assert_same(lean, plain, image())
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
+    assert_same(lean, plain, random_images())
 
 
 def test_a_hook_that_goes_leaves_the_module_lean():
     lean = MODELS['Swin']()
     apply_lean(lean, verify=False)
     norm = lean.get_submodule(f'{BLOCK}.norm1')
-    handle = norm.register_forward_hook(call_noted)
-    step(lean, image())
+    handle = norm.register_forward_hook(note_call)
+    run_step(lean, random_images())
     assert set(lean.get_submodule(BLOCK)._lean.bound.parts) == {'mlp'}
     handle.remove()
-    step(lean, image())
+    run_step(lean, random_images())
     assert set(lean.get_submodule(BLOCK)._lean.bound.parts) == {'attention', 'mlp'}
 
 
@@ -119,11 +119,11 @@ def test_hooks_of_every_module(family):
     names = {id(m): name for model in (lean, plain) for name, m in model.named_modules()}
     handle = register_module_forward_hook(lambda module, args, out: CALLS.append(names[id(module)]))
     try:
-        assert_same(lean, plain, image())
+        assert_same(lean, plain, random_images())
     finally:
         handle.remove()
     plain.load_state_dict(lean.state_dict())
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
 
 
 @pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ResNet'])
@@ -135,15 +135,17 @@ def test_compiled_blocks(family):
     name = dict(Swin=f'{BLOCK}.ffn', ConvNeXt='stages.0.0.act', ResNet='layer1.0.relu')[family]
     apply_lean(lean, verify=False)
     lean.get_submodule(name).compile(backend='eager')
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
 
 
 def test_plugins_run_their_own_code():
-    lean = resnet(plugins=[PLUGIN])
+    lean = build_resnet(plugins=[PLUGIN])
     plain = copy.deepcopy(lean)
-    assert any(name.startswith('layer2.0.') for name in apply_lean(lean, verify=False).changed) or lean_modules(lean)
-    hook('layer2.0.context_block')(lean), hook('layer2.0.context_block')(plain)
-    assert_same(lean, plain, image())
+    assert any(name.startswith('layer2.0.') for name in apply_lean(lean, verify=False).changed) or find_lean_modules(
+        lean
+    )
+    add_hook('layer2.0.context_block')(lean), add_hook('layer2.0.context_block')(plain)
+    assert_same(lean, plain, random_images())
 
 
 class FlatBlock(nn.Module):
@@ -169,7 +171,7 @@ def test_an_adapter_of_somebody_is_asked_too():
         model.conv = nn.Conv2d(1, 1, 1)
         report = apply_lean(model, verify=False)
         assert 'StochasticDepth' in report.left['layers.0']
-        assert_same(model, copy.deepcopy(model), image())
+        assert_same(model, copy.deepcopy(model), random_images())
     finally:
         del ADAPTERS[f'{__name__}.FlatBlock']
 
@@ -184,7 +186,7 @@ def test_norms_in_full_precision(family):
     for module in lean.modules():
         if isinstance(module, nn.LayerNorm):
             module.float()
-    plain, x = copy.deepcopy(lean), image().bfloat16()
+    plain, x = copy.deepcopy(lean), random_images().bfloat16()
     report = apply_lean(lean, verify=False)
     found = []
     for model in (plain, lean):
@@ -256,9 +258,9 @@ def test_parametrized_after_the_change_and_back():
     copied = copy.deepcopy(model)
     remove_lean(model)
     remove_lean(copied)
-    assert not lean_modules(model) and not lean_modules(copied)
+    assert not find_lean_modules(model) and not find_lean_modules(copied)
     plain = copy.deepcopy(model)
-    assert_same(model, plain, image())
+    assert_same(model, plain, random_images())
     parametrize.remove_parametrizations(conv, 'weight')
     assert type(conv) is nn.Conv2d
 

@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 from helpers import ROOT
-from oracles import image
-from verify_models import MODELS, check_fallback, check_plain, said, trained
+from oracles import random_images
+from verify_models import MODELS, apply_and_get_log, assert_fallback, assert_plain_training, build_in_training
 
 from sbp_mmdet import LeanHook, apply_lean
 from sbp_mmdet.adapters import LeanModule
@@ -49,7 +49,7 @@ def operation_in(module):
 
 @pytest.mark.parametrize('name', MODELS)
 def test_no_false_alarm(name, caplog):
-    _, records = said(trained(name), caplog)
+    _, records = apply_and_get_log(build_in_training(name), caplog)
     assert [r.levelname for r in records] == ['INFO']
     assert 'against their own code' in records[0].message and 'not be compared' not in records[0].message
 
@@ -79,7 +79,7 @@ def faulty_gradient(operation, monkeypatch, number):
 def test_a_fault_in_the_forward_pass(case, monkeypatch, caplog):
     module, name = OPERATIONS[case]
     faulty_forward(operation_in(module), monkeypatch)
-    check_fallback(name, caplog)
+    assert_fallback(name, caplog)
 
 
 FIELDS = [
@@ -104,12 +104,12 @@ def test_a_fault_in_a_gradient(case, number, monkeypatch, caplog):
         return operation.gradients(*found)
 
     monkeypatch.setattr(operation, 'backward', backward)
-    model = trained(name)
+    model = build_in_training(name)
     plain = copy.deepcopy(model)
-    report, records = said(model, caplog)
+    report, records = apply_and_get_log(model, caplog)
     if not seen:
         pytest.skip('this model does not ask for it')
-    check_plain(model, plain, report, records)
+    assert_plain_training(model, plain, report, records)
 
 
 def test_a_fault_that_raises(monkeypatch, caplog):
@@ -117,8 +117,8 @@ def test_a_fault_that_raises(monkeypatch, caplog):
         raise RuntimeError('no kernel image')
 
     monkeypatch.setattr(operation_in(layer_norm), 'forward', broken)
-    model = trained('Swin')
-    report, records = said(model, caplog)
+    model = build_in_training('Swin')
+    report, records = apply_and_get_log(model, caplog)
     assert any('no kernel image' in r.message for r in records if r.levelname == 'WARNING')
     failed = [name for name, reason in report.left.items() if 'no kernel image' in reason]
     assert failed and not any(isinstance(model.get_submodule(name), LeanModule) for name in failed)
@@ -126,16 +126,16 @@ def test_a_fault_that_raises(monkeypatch, caplog):
 
 def test_raise_stops(monkeypatch):
     faulty_forward(operation_in(layer_norm), monkeypatch)
-    model = trained('Swin')
+    model = build_in_training('Swin')
     apply_lean(model, verify='raise')
     with pytest.raises(RuntimeError, match="verify='raise'.*patch_embed.*modules="):
-        model(image(2, 64, 64, dtype=torch.float32))
+        model(random_images(2, 64, 64, dtype=torch.float32))
 
 
 def test_a_dropout_mask_that_is_not_the_forward_passes(monkeypatch, caplog):
     """Chunk by chunk the draws are no longer the plain module's: the derivative of the forward pass tells."""
     monkeypatch.setattr(deformable_encoder_layer, 'replayed', lambda device, state: contextlib.nullcontext())
-    check_fallback('encoder with dropout', caplog)
+    assert_fallback('encoder with dropout', caplog)
 
 
 TRAININGS = [
@@ -153,7 +153,7 @@ def test_training_is_bit_for_bit_that_without(name, preset, amp):
     found = []
     for verify in (False, 'raise'):
         torch.manual_seed(3)
-        model = trained(name)
+        model = build_in_training(name)
         kept = []
         next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d)).register_forward_hook(
             lambda module, args, out, kept=kept: kept.append(out.shape)
@@ -164,7 +164,7 @@ def test_training_is_bit_for_bit_that_without(name, preset, amp):
         scaler = torch.amp.GradScaler('cpu', enabled=amp is not None, growth_interval=2)
         for step in range(10):
             with torch.autocast('cpu', amp or torch.bfloat16, enabled=amp is not None):
-                outs = model(image(2, 64, 64, dtype=torch.float32, seed=step))
+                outs = model(random_images(2, 64, 64, dtype=torch.float32, seed=step))
             scaler.scale(sum(out.float().square().mean() for out in outs)).backward()
             if step % 2:
                 scaler.step(optimizer)

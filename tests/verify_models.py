@@ -11,7 +11,7 @@ from mmdet.models.backbones import ResNet
 from mmdet.models.layers import CSPLayer, DeformableDetrTransformerEncoder
 from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
 from mmengine.logging import MMLogger
-from oracles import image
+from oracles import random_images
 from test_adapters_outside import Block, Blocks
 from torch import nn
 
@@ -132,7 +132,7 @@ class Several(nn.Module):
         return (x,)
 
 
-def with_small_variances(model):
+def shrink_variances(model):
     model.layer2[1].bn1.running_var.fill_(1e-4)
     return model
 
@@ -146,7 +146,7 @@ MODELS = {
     'ResNet': resnet,
     'ResNet in training mode': lambda: resnet(norm_eval=False),
     'ResNet with group norm': lambda: resnet(norm_cfg=dict(type='GN', num_groups=4)),
-    'ResNet with small variances': lambda: with_small_variances(resnet()),
+    'ResNet with small variances': lambda: shrink_variances(resnet()),
     'ResNet-50': lambda: resnet(50),
     'ResNet-50 in training mode': lambda: resnet(50, norm_eval=False),
     'ConvModules': conv_modules,
@@ -162,48 +162,48 @@ MODELS = {
 }
 
 
-def said(model, caplog, amp=None, **keys):
+def apply_and_get_log(model, caplog, amp=None, **keys):
     logger = MMLogger.get_current_instance()
     monitored = [*logger.handlers]
     logger.addHandler(caplog.handler)
     try:
         report = apply_lean(model, **keys)
         with torch.autocast('cpu', amp or torch.bfloat16, enabled=amp is not None):
-            outs = model(image(2, 64, 96, dtype=torch.float32))
+            outs = model(random_images(2, 64, 96, dtype=torch.float32))
         sum(out.float().square().mean() for out in outs).backward()
     finally:
         logger.handlers[:] = monitored
     return report, [r for r in caplog.records if 'verif' in r.message or 'disagrees' in r.message]
 
 
-def trained(name):
+def build_in_training(name):
     model = MODELS[name]().float()
     model.train()
     return model
 
 
-def check_fallback(name, caplog, **keys):
-    model = trained(name)
+def assert_fallback(name, caplog, **keys):
+    model = build_in_training(name)
     plain = copy.deepcopy(model)
-    report, records = said(model, caplog, **keys)
-    check_plain(model, plain, report, records)
+    report, records = apply_and_get_log(model, caplog, **keys)
+    assert_plain_training(model, plain, report, records)
 
 
-def check_plain(model, plain, report, records, tolerance=2e-3):
+def assert_plain_training(model, plain, report, records, tolerance=2e-3):
     """Asserts a warning with figures, that failed modules run their own code, and that all gradients are exact."""
     assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)
     failed = [name for name, reason in report.left.items() if 'verification' in reason]
     assert failed and not set(failed) & set(report.changed)
     assert not any(isinstance(model.get_submodule(name), LeanModule) for name in failed)
     plain.load_state_dict(model.state_dict())
-    found, expected = gradients(model), gradients(plain)
+    found, expected = get_gradients(model), get_gradients(plain)
     for name, grad in expected.items():
         assert grad is None or (found[name] - grad).norm() <= tolerance * grad.norm().clamp_min(1e-3), name
 
 
-def gradients(model):
+def get_gradients(model):
     torch.manual_seed(5)
-    outs = model(image(2, 64, 96, dtype=torch.float32))
+    outs = model(random_images(2, 64, 96, dtype=torch.float32))
     loss = sum(out.float().square().mean() for out in outs)
     wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return dict(zip(wanted, torch.autograd.grad(loss, [*wanted.values()], allow_unused=True), strict=True))
