@@ -128,7 +128,7 @@ THIN = [name for name, preset in PRESETS.items() if preset.thins]
 
 
 def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed=0, **options) -> nn.Module:
-    """Returns a small model in training mode with random values in all parameters."""
+    """Return a small model in training mode with random values in all parameters."""
     model = FAMILIES[family](sbp_cfg, **options).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -141,12 +141,12 @@ def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed
 
 
 def get_draws(model: nn.Module):
-    """Returns the draws of a changed model's passes."""
+    """Return the draws of a changed model's passes."""
     return next(m._lean.draws for m in model.modules() if isinstance(m, LeanModule) and m._lean.draws is not None)
 
 
 def get_kept_masks(model: nn.Module, x) -> dict:
-    """Returns the mask (height, width) of each layer in the latest pass of the model."""
+    """Return the mask (height, width) of each layer in the latest pass of the model."""
     draws, found = get_draws(model), {}
     with draws.latest_pass() if draws.stages.any_random() else contextlib.nullcontext():
         for layer in draws.stages.keep_ratios():
@@ -157,7 +157,7 @@ def get_kept_masks(model: nn.Module, x) -> dict:
 
 
 def count_stored_bytes(run, known) -> int:
-    """Returns the bytes that autograd saves in a forward pass, without known tensors such as parameters and images."""
+    """Return the bytes that autograd saves in a forward pass, without known tensors such as parameters and images."""
     if DEVICE != 'cpu':
         pytest.skip('bytes are counted on a CPU')
     seen = {t.untyped_storage().data_ptr() for t in known}
@@ -193,13 +193,13 @@ class Largest(TorchDispatchMode):
 
 
 def build_oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
-    """The plain model of the same weights, which sends gradients as the latest pass of a lean one should have.
+    """Return the plain model with these weights, which sends the gradients that the last pass of ``lean`` should send.
 
     Args:
         family (str): Key of ``FAMILIES``.
         lean (nn.Module): The changed model, after a forward pass.
         x (Tensor): The images of this pass.
-        **options: The model was built with.
+        **options: Arguments with which the model was built.
     """
     plain = build(family, dtype=next(lean.parameters()).dtype, **options)
     plain.load_state_dict(lean.state_dict())
@@ -232,12 +232,12 @@ def build_oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
 
 
 def compute_expected_gradients(family, lean, x, **options):
-    """Returns the gradients of the oracle, after the lean model has run."""
+    """Return the gradients of the oracle, after the lean model has run."""
     return compute_gradients(build_oracle(family, lean, x, **options), x)
 
 
 def compute_lean_and_expected(family, sbp_cfg, x=None, **options):
-    """Returns a lean model's gradients and the expected ones."""
+    """Return the gradients of a lean model, and those of its oracle."""
     x = random_images(3, 64, 96) if x is None else x
     lean = build(family, sbp_cfg, **options)
     found = compute_gradients(lean, x)
@@ -245,7 +245,7 @@ def compute_lean_and_expected(family, sbp_cfg, x=None, **options):
 
 
 class _Kept:
-    """Kept positions of a layer."""
+    """Mask of the kept positions of a layer."""
 
     def __init__(self, positions, size, prefix):
         keep, self.size = positions.keep, size
@@ -253,18 +253,19 @@ class _Kept:
         self.mask[keep] = True
 
     def where(self, y):
-        """Of tokens (N, L, C) or maps (N, C, H, W)."""
+        """Detach the dropped positions of tokens (N, L, C) or feature maps (N, C, H, W)."""
         mask = self.mask.view(self.size) if y.dim() == 4 else self.mask[:, None]
         return torch.where(mask, y, y.detach())
 
 
 def _end_branch(drop, factor, kept):
+    """Multiply a branch by its stochastic depth factor, and detach its dropped positions."""
     inner = drop.forward if factor is None else lambda y: y * factor.view(-1, *[1] * (y.dim() - 1))
     drop.forward = inner if kept is None else lambda y: inner(kept.where(y))
 
 
 def _attend(block, proj, kept, mode, heads):
-    """The appendix's equations: entries of the attention's map, or heads, that send nothing."""
+    """Detach dropped entries of the attention map, or dropped heads, as in the appendix of the paper."""
 
     def attend(q, k, v, **_):
         scores = q @ k.mT / q.shape[-1] ** 0.5
@@ -295,6 +296,7 @@ def _attend(block, proj, kept, mode, heads):
 
 
 def _shrink(layer, kept):
+    """Detach the dropped positions of a downsampling layer's output."""
     inner = layer.forward
 
     def of_map(x):
@@ -308,5 +310,6 @@ def _shrink(layer, kept):
 
 
 def build_on_meta(kind, *args, **options):
+    """Build a module on the device 'meta', without memory for its parameters."""
     with torch.device('meta'):
         return kind(*args, **options)

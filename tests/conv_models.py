@@ -51,7 +51,7 @@ BACKBONES = {
 
 
 def randomize_norms(model):
-    """Returns the model in fp64 and training mode, with random values in norms instead of zeros and ones."""
+    """Return the model in fp64 and training mode, with random values in norms instead of zeros and ones."""
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.GroupNorm):
@@ -63,13 +63,13 @@ def randomize_norms(model):
 
 
 def build_module(cfg):
-    """Builds a module of mmdet in the state of :func:`randomize_norms`."""
+    """Build a module of mmdet in the state of :func:`randomize_norms`."""
     init_default_scope('mmdet')
     return randomize_norms(MODELS.build(copy.deepcopy(cfg)))
 
 
 def run_step(model, *inputs, **options):
-    """Returns outputs, gradients, buffers and stored bytes (without parameters and inputs) of a training step."""
+    """Return outputs, gradients, buffers and stored bytes (without parameters and inputs) of a training step."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *inputs)}
     seen = {}
 
@@ -89,17 +89,17 @@ def run_step(model, *inputs, **options):
 
 
 def flatten_gradients(grads):
-    """Returns all gradients as one vector."""
+    """Return all gradients as one vector."""
     return torch.cat([g.flatten() for g in grads.values()])
 
 
 def relative_distance(a, b):
-    """Returns the norm of the difference of two sets of gradients, relative to that of the second."""
+    """Return the norm of the difference between two sets of gradients, relative to the norm of the second."""
     return ((flatten_gradients(a) - flatten_gradients(b)).norm() / flatten_gradients(b).norm()).item()
 
 
 def assert_same(found, expected):
-    """Asserts that two results of :func:`run_step` in fp64 agree, apart from rounding and stored bytes."""
+    """Assert that two results of :func:`run_step` in fp64 agree, apart from rounding and stored bytes."""
     outs, grads, buffers, _ = found
     torch.testing.assert_close(outs, expected[0], rtol=1e-10, atol=1e-10)
     assert grads.keys() == expected[1].keys()
@@ -109,7 +109,7 @@ def assert_same(found, expected):
 
 
 def build_detector(config, **options):
-    """Returns a detector of mmdet's configs with few channels, and a batch of two images with objects."""
+    """Return a small detector with one of mmdet's configs, and a batch of two images with objects."""
     init_default_scope('mmdet')
     MessageHub.get_current_instance().update_info('iter', 0)
     cfg = Config.fromfile(CONFIGS / config)

@@ -80,7 +80,7 @@ class Detector(nn.Module):
 
 
 def build_case(case: str) -> nn.Module:
-    """Returns the backbone of a case: this package's, or mmdet's Swin changed in place."""
+    """Return the backbone of a case: this package's, or mmdet's Swin changed in place."""
     sbp_cfg, arguments, _ = CASES[case]
     if 'in place' not in case:
         return build_backbone(sbp_cfg, **arguments)
@@ -95,12 +95,12 @@ def build_case(case: str) -> nn.Module:
 
 
 def make_images(rank: int, step: int) -> torch.Tensor:
-    """Returns the images of a rank and a step."""
+    """Return the images of a rank and a step."""
     return random_images(1, *SIZE, seed=100 * rank + step)
 
 
 def wrap_model(model: Detector, how: dict | str) -> nn.Module:
-    """Wraps a model as a case asks for; wrappers that shard parameters have the block as their unit."""
+    """Wrap a model as a case requires. Wrappers that shard parameters use the block as their unit."""
     if how == 'FSDP':
         policy = ModuleWrapPolicy({ConvNeXtBlock, SwinBlock})
         return FullyShardedDataParallel(
@@ -116,7 +116,7 @@ def wrap_model(model: Detector, how: dict | str) -> nn.Module:
 
 
 def gather_gradients(model: nn.Module) -> dict:
-    """Returns the gradients of the backbone by name, gathered if the wrapper shards them."""
+    """Return the gradients of the backbone by name, gathered if the wrapper shards them."""
     sharded = isinstance(model, FullyShardedDataParallel)
     whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True) if sharded else contextlib.nullcontext()
     with whole:
@@ -129,11 +129,11 @@ def gather_gradients(model: nn.Module) -> dict:
 
 
 def run_case(case: str, rank: int) -> list[dict]:
-    """Gradients and masks of each step of a case.
+    """Return the gradients and masks of each step of a case.
 
     Args:
-        case (str): Of :data:`CASES`.
-        rank (int): Of this process.
+        case (str): Key of :data:`CASES`.
+        rank (int): Rank of this process.
     """
     backbone, how = build_case(case), CASES[case][2]
     detector = Detector(backbone, 'find_unused_parameters' in how)
@@ -160,7 +160,7 @@ def run_case(case: str, rank: int) -> list[dict]:
 
 
 def main(out: str) -> None:
-    """Runs all cases and writes their results."""
+    """Run all cases and write their results."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     rank = dist.get_rank()

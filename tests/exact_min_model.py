@@ -33,10 +33,10 @@ EXTRACTOR = dict(type='SingleRoIExtractor', roi_layer=dict(type='RoIAlign', outp
 
 
 class Detector(nn.Module):
-    """ResNet, FPN, a dense head level by level, box and mask head on pieces of the finest map; a sum of squares.
+    """Detector of a ResNet, an FPN, a dense head, and a box and a mask head; its loss is a sum of squares.
 
     Args:
-        depth (int): Of the ResNet.
+        depth (int): Depth of the ResNet.
         unused (bool): Whether there is a layer that no loss depends on. Default: False.
     """
 
@@ -65,7 +65,7 @@ class Detector(nn.Module):
 
 
 def build_detector(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detector:
-    """Returns a detector in fp64 with weights that look trained."""
+    """Return a detector in fp64 with weights that look trained."""
     model = Detector(depth, unused)
     torch.manual_seed(0)
     for p in (p for name, p in model.named_parameters() if 'unused' not in name):  # the same weights with such a layer
@@ -81,12 +81,12 @@ def build_detector(preset: str = 'none', depth: int = 50, unused: bool = False) 
 
 
 def make_images(number: int) -> torch.Tensor:
-    """Returns two images; the RoI heads get 98 RoIs of each, more than a chunk."""
+    """Return two images. The RoI heads get 98 RoIs of each, which is more than a chunk."""
     return torch.randn(2, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
 
 
 def accumulate_gradients(model: nn.Module, numbers, sync=None) -> dict[str, torch.Tensor]:
-    """Returns the gradients that some passes accumulate by name; only the last pass synchronises."""
+    """Return the gradients by name that several passes accumulate. Only the last pass synchronises them."""
     model.zero_grad()
     numbers = [*numbers]
     for number in numbers:
@@ -98,14 +98,14 @@ def accumulate_gradients(model: nn.Module, numbers, sync=None) -> dict[str, torc
 
 
 def get_image_numbers(case: str, rank: int, step: int) -> range:
-    """Returns the numbers of the images that a rank gets in a step."""
+    """Return the numbers of the images that a rank gets in a step."""
     passes = CASES[case][2]
     start = 100 * rank + passes * step
     return range(start, start + passes)
 
 
 def main(out: str) -> None:
-    """Runs all cases and writes their results."""
+    """Run all cases and write their results."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     rank = dist.get_rank()

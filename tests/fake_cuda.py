@@ -33,10 +33,10 @@ _CUDA = 1  # in c10's list of kinds of devices
 
 @contextlib.contextmanager
 def simulate_gpu():
-    """FakeTensorMode, in which autograd and autocast accept tensors with device='cuda', and draws have numbers.
+    """Open a FakeTensorMode in which autograd and autocast accept tensors with device='cuda', and draws have values.
 
-    torch's own way to that (``_ensureCUDADeviceGuardSet``) replaces a driver that finds no device; a torch without CUDA
-    has no driver. So it gets one that finds none.
+    torch's own function for this (``_ensureCUDADeviceGuardSet``) replaces a driver that finds no device. A torch
+    that was built without CUDA has no driver, so it gets one that finds no device.
     """
     if sys.platform != 'linux' or not hasattr(torch._C, '_ensureCUDADeviceGuardSet'):
         import pytest  # not above: the report of a GPU counts launches where pytest may be missing
@@ -67,7 +67,7 @@ def simulate_gpu():
 
 @torch.no_grad()
 def backward(outputs: list[Tensor]) -> dict[Tensor, Tensor]:
-    """Runs the backward pass node by node, without autograd's engine.
+    """Run the backward pass node by node, without autograd's engine.
 
     Args:
         outputs (list[Tensor]): What the gradients come in at.
@@ -104,9 +104,8 @@ def backward(outputs: list[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def _edges(node, grads):
-    """Returns the nodes that the gradients of a node's inputs go to, with the gradients, or ``None`` if there are
-    none.
-    """
+    """Return the nodes that receive the gradients of a node's inputs, with these gradients, or ``None`` if there are
+    none."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if grads is None:
         return [(edge, None) for edge in edges]
@@ -140,11 +139,13 @@ class _Numbers:
 
 
 def copy_to_gpu(mode: FakeTensorMode, tree):
-    """Tensors of the CPU as those of the GPU that is not there, however deep they lie in tuples and dicts; with the
-    same strides, and as leaves that need a gradient if these do. Numbers that are read on the host stay on it.
+    """Return fake GPU tensors for CPU tensors in nested tuples and dicts.
+
+    They have the same strides, and are leaves that require a gradient if the originals do. Numbers that are read on the
+    host stay there.
 
     Args:
-        mode (FakeTensorMode): Of :func:`simulate_gpu`.
+        mode (FakeTensorMode): Result of :func:`simulate_gpu`.
         tree: Tensors, :class:`Positions` or containers of them.
     """
     if isinstance(tree, Positions):
@@ -160,7 +161,7 @@ def copy_to_gpu(mode: FakeTensorMode, tree):
 
 
 def move_to_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
-    """Moves parameters and buffers of a module to the fake GPU, in place."""
+    """Move parameters and buffers of a module to the fake GPU, in place."""
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is not None:
@@ -170,7 +171,7 @@ def move_to_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_cpu(mode):
-    """Backbones draw with numbers, as ever on the CPU; positions and heads go to the GPU that is not there."""
+    """Make backbones draw on the CPU, as always, and move the drawn positions and heads to the fake GPU."""
 
     def on_cpu(draw, moves):
         def drawn(*args):

@@ -55,7 +55,7 @@ _SEVERAL = dict(
 
 
 def _channels(x, number):
-    """Returns numbers for each channel of a map."""
+    """Return random values for each channel of a map."""
     return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(number))
 
 
@@ -72,14 +72,14 @@ _PRODUCTS = ('mm', 'addmm', 'addmm_', 'bmm', 'baddbmm')
 
 
 def _count_bytes(tensors) -> int:
-    """Returns the bytes of tensors on a GPU, as they lie in memory."""
+    """Return the bytes that tensors occupy in the memory of a GPU."""
     found = [x for x in tensors if isinstance(x, Tensor) and x.is_cuda]
     sizes = [[n for n, stride in zip(x.shape, x.stride(), strict=True) if stride] for x in found]
     return sum(math.prod(size) * x.element_size() for size, x in zip(sizes, found, strict=True))
 
 
 def _count_moved_bytes(name: str, args, kwargs, out) -> int:
-    """Returns the bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes."""
     if name in ('convolution_backward', 'convolution_backward_overrideable'):
         grad, x, weight = args[:3]
         dx, dweight, dbias = out
@@ -93,7 +93,7 @@ def _count_moved_bytes(name: str, args, kwargs, out) -> int:
 
 
 def _count_copies(*tensors):
-    """Returns the number of tensors that are not contiguous, which a kernel copies first."""
+    """Return the number of tensors that are not contiguous, which a kernel has to copy first."""
     return sum(not x.is_contiguous() for x in tensors)
 
 
@@ -108,14 +108,14 @@ class Factor(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Rows, or columns, lie one after another, and each begins at a multiple of 16 bytes, as the fast kernels of
-        cuBLAS want it."""
+        """Whether each row (or column) is contiguous and starts at a multiple of 16 bytes, as cuBLAS's fast kernels
+        require."""
         ends = [s for s, n in zip(self.strides, self.shape, strict=True) if n > 1]
         return 1 in ends and all(n * self.itemsize % 16 == 0 for n in (*ends, self.offset) if n != 1)
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches and notes matrix products while it is entered.
+    """Context manager that counts kernel launches and records matrix products.
 
     Attributes:
         number (dict[str, int]): Launches by operation.
@@ -152,7 +152,7 @@ class Launches(TorchDispatchMode):
 
 
 def _size_of_stage(stage):
-    """Returns number, height and width of the maps of a stage."""
+    """Return number, height and width of the maps of a stage."""
     return IMAGES[0], IMAGES[2] // 4 >> stage, IMAGES[3] // 4 >> stage
 
 
@@ -213,7 +213,7 @@ def _change(model, keys):
 
 
 def _build_dino_layer(decodes):
-    """Returns a layer of DINO with the four levels of an image and 900 queries of the decoder."""
+    """Return a layer of DINO with the four levels of an image and 900 queries of the decoder."""
 
     def build(keys):
         attention = dict(embed_dims=256, num_levels=4, dropout=0.0)
@@ -251,7 +251,7 @@ def _build_dino_layer(decodes):
 
 
 class _Kernel:
-    """Deformable attention's kernel as one launch, which reads and writes what CUDA's kernel does."""
+    """Replacement of the kernel of deformable attention: one launch that reads and writes as much as CUDA's."""
 
     @staticmethod
     def ms_deform_attn_forward(value, shapes, starts, places, weights, im2col_step):
@@ -287,7 +287,7 @@ class _Group:
 
 @contextlib.contextmanager
 def _simulate_two_processes():
-    """Context in which two processes seem to run, whose collective operations are one launch each."""
+    """Simulate a group of two processes, in which each collective operation is one launch."""
 
     def gather(outputs, own, *args, **kwargs):
         torch._foreach_zero_(outputs)
@@ -323,13 +323,13 @@ BLOCKS = {
 
 
 def count_block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> tuple[Launches, Launches]:
-    """Launches of a block's forward and backward pass.
+    """Count the launches of a block's forward and backward pass.
 
     Args:
-        mode: Of :func:`fake_cuda.simulate_gpu`, which is entered.
-        name (str): Of ``BLOCKS``.
-        preset (str): 'none' or another.
-        dtype (torch.dtype | None): Of autocast; None: it is off.
+        mode (FakeTensorMode): Result of :func:`fake_cuda.simulate_gpu`, entered.
+        name (str): Key of ``BLOCKS``.
+        preset (str): 'none' or another preset.
+        dtype (torch.dtype | None): Data type of autocast. If ``None``, autocast is off.
     """
     with unset_fake_temporarily():
         keys = dict(preset=preset)
@@ -362,7 +362,7 @@ def count_block_launches(mode, name: str, preset: str, dtype: torch.dtype | None
 
 
 def count_all_blocks(mode) -> list[dict]:
-    """Returns a row for each block, precision and preset."""
+    """Return a row for each block, precision and preset."""
     rows = []
     for name, amp in itertools.product(BLOCKS, ('bf16', 'fp16')):
         for preset in ('none', 'exact', 'exact_min', 'int8', 'sampled', 'sbp'):
@@ -385,7 +385,7 @@ def count_all_blocks(mode) -> list[dict]:
 
 
 def format_table(rows: list[dict]) -> str:
-    """Returns launches of both passes and bytes relative to plain, with a row for each block and precision."""
+    """Return launches of both passes and bytes relative to plain, with a row for each block and precision."""
     presets = list(dict.fromkeys(row['preset'] for row in rows))
     cells = {(r['block'], r['amp'], r['preset']): f'{r["launches"]} ({r["relative"]:.2f})' for r in rows}
     lines = ['| block | ' + ' | '.join(presets) + ' |', '|---|' + '---|' * len(presets)]

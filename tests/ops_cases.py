@@ -26,7 +26,7 @@ KINDS = st.sampled_from(['empty', 'full', 'few', 'half', 'half', None])
 
 
 def seeded_normal(seed, dtype):
-    """Returns a function that makes tensors of normal numbers."""
+    """Return a function that makes tensors of normal numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, mean=0.0, std=1.0):
@@ -38,7 +38,10 @@ def seeded_normal(seed, dtype):
 def mlp_inputs(
     seed=0, n=2, c=8, d=20, height=HEIGHT, width=WIDTH, *, affine=True, gamma=1.0, dtype=torch.float64, half=None
 ):
-    """Tensors of channel_mlp by name, and the convolution that their x comes from; ``half``: what that one runs in."""
+    """Return the tensors of channel_mlp by name, and the convolution that computes their x.
+
+    ``half`` is the data type in which the convolution runs. If ``None``, it runs in ``dtype``.
+    """
     normal, kind = seeded_normal(seed, dtype), half or dtype
     conv = ops.Conv(
         store(normal(n, c, height, width, std=2.0).to(kind), 'native'),
@@ -91,7 +94,7 @@ def norm_inputs(**sizes):
 def attention_inputs(
     seed=0, n=2, c=12, height=HEIGHT, width=WIDTH, *, prefix=1, dtype=torch.float64, bias=True, affine=True, gamma=1.0
 ):
-    """Returns the tensors of an attention layer with three heads, on ``prefix`` tokens in front of those of a map."""
+    """Return the tensors of an attention layer with three heads, on ``prefix`` tokens in front of those of a map."""
     normal = seeded_normal(seed, dtype)
     return dict(
         x=normal(n, prefix + height * width, c),
@@ -162,7 +165,7 @@ def plain_norm_linear(x, norm_weight, norm_bias, weight, bias, mask=None):
 def plain_attention(
     x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, gamma, *, mode, keep=None, **options
 ):
-    """Computes the appendix's equations literally; dropped entries of the map are detached one by one."""
+    """Compute the appendix's equations literally: dropped entries of the attention map are detached."""
     (_, tokens, c), heads, factor = x.shape, options.get('heads'), options.get('factor')
     kept = torch.ones(tokens, dtype=torch.bool)
     if keep is not None:
@@ -186,7 +189,7 @@ def plain_attention(
 
 
 def build_window_attention(shift, bias=True):
-    """Returns mmdet's attention in windows."""
+    """Return mmdet's attention in windows."""
     drop = dict(type='DropPath', drop_prob=0)
     return ShiftWindowMSA(4 * HEADS, HEADS, WINDOW, shift, qkv_bias=bias, dropout_layer=drop)
 
@@ -197,7 +200,7 @@ INDEX = build_window_attention(0).w_msa.relative_position_index
 def plain_windows(
     x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, table, *, size, shift, factor=None, **_
 ):
-    """Runs mmdet's module with these tensors in place of its parameters."""
+    """Run mmdet's module with these tensors in place of its parameters."""
     state = {'qkv.weight': qkv_weight, 'qkv.bias': qkv_bias, 'proj.weight': proj_weight, 'proj.bias': proj_bias}
     state |= {'relative_position_bias_table': table}
     state = {f'w_msa.{name}': t for name, t in state.items() if t is not None}
@@ -210,7 +213,7 @@ def plain_windows(
 
 
 def make_mask(kind, height=HEIGHT, width=WIDTH, seed=0):
-    """Returns a mask by its name, or ``None`` if all positions are kept."""
+    """Return a mask by its name, or ``None`` if all positions are kept."""
     if kind is None:
         return None
     share = {'empty': 0.0, 'full': 1.1, 'few': 0.2, 'half': 0.5}[kind]
@@ -237,14 +240,15 @@ def kept_heads(kind):
 
 
 class Case(NamedTuple):
-    """A row of the table.
+    """Operation under test, with its inputs and its definition.
 
     Attributes:
-        inputs (Callable): Sizes and so on to tensors by name, and to what the operation is given beside them.
-        run (Callable): Form and options to the operation, as a function of named tensors.
-        plain (Callable): Options to the definition, as a function of named tensors.
-        kept (Callable | None): Name of what is kept to options of operation and definition; None: keeps all.
-        reference (bool): Has a reference form.
+        inputs (Callable): Maps sizes and other options to the named tensors, and to more arguments of the operation.
+        run (Callable): Maps a form and options to the operation, as a function of named tensors.
+        plain (Callable): Maps options to the definition, as a function of named tensors.
+        kept (Callable | None): Maps a kind of mask to options of operation and definition. If ``None``, all positions
+            are kept.
+        reference (bool): Whether the operation has a reference form.
     """
 
     inputs: Callable
@@ -255,18 +259,18 @@ class Case(NamedTuple):
 
     @property
     def kinds(self):
-        """Names of what may be kept."""
+        """Kinds of masks that the operation supports."""
         return [None] if self.kept is None else [None, 'half', 'few', 'full'] + ['empty'] * (self.kept != kept_heads)
 
     def both(self, kind=None, form=Form(), given=None, **options):  # noqa: B008
-        """Returns operation and definition, as functions of named tensors."""
+        """Return operation and definition, as functions of named tensors."""
         own, truth = (dict(), dict()) if kind is None else self.kept(kind)
         truth |= {name: value for name, value in options.items() if name in ('factor', 'approximate')}
         return self.run(form, **own, **options, **(given or {})), self.plain(**truth)
 
 
 def wrap_operation(run, settings, tensors, **fixed):
-    """Returns an operation as a function of form and options, which returns a function of named tensors."""
+    """Return an operation as a function of form and options, which returns a function of named tensors."""
 
     def of_form(form=Form(), **options):  # noqa: B008
         options = fixed | options
@@ -332,7 +336,7 @@ TAKES_FACTOR = [name for name in CASES if name.split()[0] not in ('downsample', 
 
 
 def get_fused_mlp(positions=None, conv=None, **options):
-    """Returns channel_mlp in the fused form, as a function of named tensors."""
+    """Return channel_mlp in the fused form, as a function of named tensors."""
     return channel_mlp(Form(), positions=positions, conv=conv, **options)
 
 
@@ -340,12 +344,12 @@ def get_fused_mlp(positions=None, conv=None, **options):
 
 
 def output_gradient(out):
-    """Returns a gradient with a different weight for each entry."""
+    """Return a gradient with a different weight for each entry."""
     return torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape).to(out.dtype)
 
 
 def differentiate(f, tensors, trainable=None):
-    """Returns the output of f(**tensors) and the gradients of the trainable tensors."""
+    """Return the output of f(**tensors) and the gradients of the trainable tensors."""
     trainable = [name for name, t in tensors.items() if t is not None and (trainable is None or name in trainable)]
     leaves = {name: t if t is None else t.detach().requires_grad_(name in trainable) for name, t in tensors.items()}
     out = f(**leaves)
@@ -366,12 +370,12 @@ def run_under_autocast(f, dtype):
 
 
 def run_after_autocast_convolution(f, dtype):
-    """Runs f under autocast, on an x that a convolution under autocast made."""
+    """Run f under autocast, on an x in half precision, as a convolution under autocast returns it."""
     return run_under_autocast(lambda x, **tensors: f(x=x.to(dtype), **tensors), dtype)
 
 
 def count_stored_bytes_of(f, tensors, trainable=None, given=None):
-    """Returns the bytes that f saves for the backward pass, without parameters and tensors that are saved anyway."""
+    """Return the bytes that f saves for the backward pass, without parameters and tensors that are saved anyway."""
     leaves = {
         n: t if t is None else t.detach().requires_grad_(trainable is None or n in trainable)
         for n, t in tensors.items()

@@ -85,14 +85,14 @@ class TroubleHook(Hook):
 
 
 def make_resume_project(folder: Path, train: int = 8) -> str:
-    """Writes the project.
+    """Write the project.
 
     Args:
-        folder (Path): Where to; to be in ``PYTHONPATH`` of the training.
-        train (int): Training images, two of them a batch. Default: 8.
+        folder (Path): Folder to write to, which has to be in the ``PYTHONPATH`` of the training run.
+        train (int): Number of training images, with two per batch. Default: 8.
 
     Returns:
-        str: Name of the config, in ``folder``.
+        str: Name of the config in ``folder``.
     """
     make_project(folder, train=train)
     (folder / 'resume.py').write_text(CONFIG.format(epochs=EPOCHS))
@@ -101,7 +101,7 @@ def make_resume_project(folder: Path, train: int = 8) -> str:
 
 
 def read_masks(work_dir: Path) -> dict:
-    """Returns the digest of the mask by (rank, iteration); an iteration that ran twice must have the same one."""
+    """Return the digest of the mask by (rank, iteration), and assert that repeated iterations have the same one."""
     drawn = {}
     for line in (work_dir / 'masks.txt').read_text().splitlines():
         rank, step, digest = line.split()
@@ -110,7 +110,7 @@ def read_masks(work_dir: Path) -> dict:
 
 
 def read_weights(work_dir: Path) -> dict:
-    """Returns weights and optimizer state at the end of the training."""
+    """Return weights and optimizer state at the end of the training."""
     saved = torch.load(work_dir / f'epoch_{EPOCHS}.pth', weights_only=False, map_location='cpu')
     moments = {
         f'{index}.{name}': value

@@ -6,7 +6,7 @@ __all__ = ['copy_into_module', 'define_in_module']
 
 
 def define_in_module(module: str, *kinds: type, name: str | None = None) -> type:
-    """Makes classes look as if a module had defined them: by their names, and by the global names of their functions.
+    """Make classes look as if a module had defined them: by their names, and by the global names of their functions.
 
     Args:
         module (str): Name of the module.
@@ -25,7 +25,7 @@ def define_in_module(module: str, *kinds: type, name: str | None = None) -> type
 
 
 def copy_into_module(module: str, function: types.FunctionType, name: str) -> types.FunctionType:
-    """Returns a function that looks as if a module had defined it.
+    """Return a function that looks as if a module had defined it.
 
     Args:
         module (str): Name of the module.

@@ -166,7 +166,7 @@ def test_checkpointing_of_the_module_is_off_and_said_so():
 
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_checkpoints_around_lean_modules(preset):
-    """Statistics are updated once, and nothing more is stored than what the checkpoints store."""
+    """Statistics are updated once, and nothing is stored beyond the inputs of the checkpoints."""
     stock = randomize_norms(Row(conv_module(), conv_module(act_cfg=dict(type='SiLU')), BasicBlock(8, 8)))
     around = copy.deepcopy(stock)
     apply_lean(around, preset)
@@ -179,7 +179,7 @@ def test_checkpoints_around_lean_modules(preset):
 
 
 def test_copies_and_pickles_are_lean_and_independent():
-    """As EMA copies a model."""
+    """EMA makes such copies."""
     lean = randomize_norms(Row(conv_module()))
     apply_lean(lean)
     expected = run_step(lean, image())
@@ -190,7 +190,7 @@ def test_copies_and_pickles_are_lean_and_independent():
 
 
 def test_two_outputs_of_one_layer_and_a_shared_layer():
-    """A head that runs on several maps, and maps that several layers read."""
+    """A head runs on several maps, and several layers read the same map."""
 
     class Fork(Row):
         def forward(self, x):
@@ -222,7 +222,7 @@ class Called(TorchFunctionMode):
 
 
 def test_frozen_stages_fold_their_norms_while_the_rest_trains():
-    """They are in evaluation mode; a real evaluation runs the modules' own code."""
+    """Frozen stages are in evaluation mode. In an evaluation of the whole model, all modules run their own code."""
     stock = build_module(dict(type='ResNet', depth=18, base_channels=16, frozen_stages=2, norm_eval=True))
     lean = copy.deepcopy(stock)
     apply_lean(lean)
@@ -255,7 +255,7 @@ def test_reference_is_plain_and_with_cp_checkpoints_blocks():
 
 @pytest.mark.parametrize('name', DETECTORS)
 def test_whole_detectors(name):
-    """Norms in training mode: the losses are the same to the bit, and so are the samples that they are made of."""
+    """With norms in training mode, the losses and the samples that they are computed from are bitwise the same."""
     config, options, most = DETECTORS[name]
     stock, batch = build_detector(config, **options)
     lean, rounded = copy.deepcopy(stock), copy.deepcopy(stock)

@@ -45,7 +45,7 @@ def checkpointed(layers):
 
 
 def test_tokens_of_an_encoder_are_dropped():
-    """The same ones in all of its layers, others in the next pass; without a backbone that drops any."""
+    """All layers drop the same tokens, and the next pass drops others, even if no backbone drops positions."""
     layers = randomize(nn.ModuleList(deformable_encoder(0.0) for _ in range(2)))
     sizes = [[2, 3], [16, 24], [4, 6], [8, 12]]
     starts = torch.tensor([0, 6, 390, 414])
@@ -74,7 +74,8 @@ def test_tokens_of_an_encoder_are_dropped():
 
 
 def algorithm_1(encoder, query, query_pos, key_padding_mask, kept):
-    """Stock layers, whose functions send gradients from kept tokens; with dropout these run on kept tokens first."""
+    """Run stock layers whose functions backpropagate through kept tokens; with dropout, they run on the kept tokens
+    first."""
     dropout = encoder.layers[0].ffn.layers[0][2].p
 
     def merged(f, rows):
@@ -98,7 +99,7 @@ def algorithm_1(encoder, query, query_pos, key_padding_mask, kept):
 @pytest.mark.parametrize('rate', [0.0, 0.1])
 @pytest.mark.parametrize('kind', [DetrTransformerEncoder, DABDetrTransformerEncoder])
 def test_a_plain_encoder_drops_tokens(kind, rate):
-    """The same ones in all of its layers, as Algorithm 1 says; a decoder beside it drops none."""
+    """All layers drop the same tokens, as in Algorithm 1; a decoder in the same model drops none."""
     cfg = dict(self_attn_cfg=attention(), ffn_cfg=feed())
     decoder = get_decoder_builder(DetrTransformerDecoderLayer)()
     model = randomize(nn.ModuleDict(dict(encoder=kind(2, cfg), decoder=nn.ModuleList([decoder]))))

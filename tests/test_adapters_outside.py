@@ -22,7 +22,7 @@ TOLERANCE = 1e-11
 
 
 def randomize(module, seed=0, scale=0.4):
-    """Fills all parameters with random values."""
+    """Fill all parameters with random values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -36,7 +36,7 @@ def random_tensor(*shape, seed=0):
 
 
 def run_step(module, inputs, *args, **kwargs):
-    """Returns outputs of a module, and gradients of inputs and parameters, by name."""
+    """Return outputs of a module, and gradients of inputs and parameters, by name."""
     outs = module(*inputs, *args, **kwargs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     leaves = {f'input {i}': x for i, x in enumerate(inputs)} | dict(module.named_parameters())
@@ -45,7 +45,7 @@ def run_step(module, inputs, *args, **kwargs):
 
 
 def assert_lean_is_exact(module, inputs, *args, **kwargs):
-    """Asserts that a changed copy of a module agrees with it, stores less, and leaves nothing unchanged."""
+    """Assert that a changed copy of a module agrees with it, stores less, and leaves nothing unchanged."""
     lean = copy.deepcopy(module)
     report = apply_lean(lean, verify=False)
     assert_near(run_step(lean, inputs, *args, **kwargs), run_step(module, inputs, *args, **kwargs), TOLERANCE)
@@ -166,7 +166,7 @@ class Attention(nn.Module):
             self.rel_pos_h, self.rel_pos_w = (nn.Parameter(torch.zeros(2 * n - 1, width // heads)) for n in size)
 
     def bias(self, table, query, n):
-        """Computes the product of each query with the embedding of each distance, in a loop over pairs of positions."""
+        """Compute the product of each query with the embedding of each distance, in a loop over pairs of positions."""
         if len(table) != 2 * n - 1:
             table = F.interpolate(table.t()[None], size=2 * n - 1, mode='linear')[0].t()
         return torch.stack([query[i] @ table[[i - k + n - 1 for k in range(n)]].t() for i in range(n)])

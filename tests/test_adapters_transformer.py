@@ -32,7 +32,7 @@ def attention(rate=0.0, **options):
 
 
 def plain(**options):
-    """Returns the arguments of layers without deformable attention."""
+    """Return the arguments of layers without deformable attention."""
     return dict(self_attn_cfg=dict(attention(), **options), ffn_cfg=feed())
 
 
@@ -157,7 +157,7 @@ LAYERS = {
 
 
 def randomize(module):
-    """Returns a module in fp64 and training mode with weights that look trained."""
+    """Return a module in fp64 and training mode with weights that look trained."""
     torch.manual_seed(0)
     for p in module.parameters():
         p.data.normal_(0, 0.3)
@@ -170,7 +170,7 @@ def randomize(module):
 
 
 def run_step(module, inputs, seed=3):
-    """Returns output and gradients of inputs and parameters."""
+    """Return output and gradients of inputs and parameters."""
     torch.manual_seed(seed)
     leaves = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
     leaves += [p for p in module.parameters() if p.requires_grad]

@@ -20,7 +20,7 @@ of_mmyolo = functools.partial(define_in_module, 'mmyolo.models.layers.yolo_brick
 
 @of_mmyolo
 class RepVGGBlock(nn.Module):
-    """mmyolo's, by its definition."""
+    """RepVGG block of mmyolo, by its definition."""
 
     def __init__(self, channels, out=None, alpha=False, act=nn.ReLU, norm='BN'):
         super().__init__()
@@ -39,7 +39,7 @@ class RepVGGBlock(nn.Module):
 
 @of_mmyolo
 class DarknetBottleneck(MMDetBottleneck):
-    """mmyolo's derives from mmdet's, and makes other convolutions."""
+    """Darknet bottleneck of mmyolo, which derives from mmdet's and has other convolutions."""
 
     def __init__(self, channels):
         super().__init__(channels, channels)

@@ -35,7 +35,7 @@ class Detector(nn.Module):
 
 
 def backward(model, x):
-    """Returns gradients by ``backward()``, which reentrant checkpoints need."""
+    """Return gradients by ``backward()``, which reentrant checkpoints need."""
     model.zero_grad()
     torch.manual_seed(0)
     compute_loss(model(x)).backward()
@@ -200,7 +200,7 @@ def test_a_backbone_of_one_stage():
 
 
 def test_frozen_stages_are_named():
-    """mmdet freezes when training begins, which is after the hook has said what it did."""
+    """mmdet freezes stages when training begins, after the hook has reported the change."""
     report = apply_lean(SwinTransformer(**SWIN, frozen_stages=3), 'sbp')
     frozen = {name for name, reason in report.left.items() if reason == 'frozen'}
     assert {'patch_embed', 'stages.0.blocks.0', 'stages.1.blocks.0', 'stages.2.blocks.1'} <= frozen
@@ -295,7 +295,7 @@ def around_the_backbone(model, reentrant):
 
 
 def around_the_call(model, reentrant):
-    """Checkpoints a call of the module, so that its hooks run again, too."""
+    """Checkpoint a call of the module, so that its hooks run again, too."""
     return lambda x: cp.checkpoint(lambda x: tuple(model(x)), x, use_reentrant=reentrant)
 
 
@@ -319,7 +319,7 @@ DRAWING = pytest.mark.parametrize(
 @pytest.mark.parametrize('order', [1, -1])
 @DRAWING
 def test_a_checkpoint_of_our_own_around_a_thinned_part_is_refused_at_once(order, cfg, options):
-    """By whichever comes second; what came first stays."""
+    """The second of the two calls is refused; the effects of the first remain."""
     model = build('stock Swin', **options)
     first, second = [lambda: apply_lean(model, **cfg), lambda: checkpoint_modules(model, ['stages'])][::order]
     first()
@@ -346,7 +346,7 @@ def test_a_foreign_checkpoint_around_a_thinned_part_is_refused(foreign, reentran
 @pytest.mark.parametrize('reentrant', [True, False])
 @pytest.mark.parametrize('options', [{}, dict(drop_path_rate=0.9)], ids=str)
 def test_exact_layers_may_run_again(foreign, reentrant, options):
-    """Without images that are left out, nothing is drawn; two passes, which both run again."""
+    """If no images are left out, nothing is drawn. Here two passes are recomputed."""
     found = []
     for change in (None, foreign):
         model = build('stock Swin', dict(preset='exact', skip_dropped_images=False), **options)
@@ -360,7 +360,7 @@ def test_exact_layers_may_run_again(foreign, reentrant, options):
 
 @pytest.mark.parametrize('order', [1, -1])
 def test_a_checkpoint_stays_in_front(order):
-    """Whichever hook comes first, what is lean runs again inside of it."""
+    """In whichever order the hooks come, lean modules are recomputed inside of the checkpoint."""
     model = build('stock Swin')
     changes = [lambda: apply_lean(model), lambda: checkpoint_modules(model, ['stages.3.blocks.0'])]
     for change in changes[::order]:
@@ -369,7 +369,7 @@ def test_a_checkpoint_stays_in_front(order):
 
 
 def test_a_confined_plugin_leaves_checkpoints_alone():
-    """What the message of a refusal says."""
+    """This is the remedy that the error message suggests."""
     model, x = build('stock Swin'), random_images(2, 64, 64)
     apply_lean(model, 'sbp', modules=['stages.1', 'stages.2', 'stages.3'])
     checkpoint_modules(model, ['stages.0'])

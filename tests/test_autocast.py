@@ -30,7 +30,7 @@ KIND = 'cuda' if DEVICE == 'cuda' else 'cpu'
 
 
 def build_with_inputs(name, seed=0):
-    """Returns a plain module in fp32 with random parameters, and its inputs."""
+    """Return a plain module in fp32 with random parameters, and its inputs."""
     torch.manual_seed(seed)
     if name in BACKBONES:
         images = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(seed))
@@ -44,8 +44,10 @@ def build_with_inputs(name, seed=0):
 
 
 def remove_kinks(module):
-    """Without ReLU: of so few tokens one number that rounding turns over would change the gradient by 5 %. Nor dropout,
-    which draws other numbers in fp64."""
+    """Replace ReLUs and remove dropout.
+
+    With so few tokens, one flipped ReLU would change the gradient by 5 %, and dropout draws other numbers in fp64.
+    """
     for m in module.modules():
         for name, child in m.named_children():
             if isinstance(child, nn.ReLU):
@@ -61,7 +63,7 @@ def run_module(module, inputs):
 
 
 def run_step(module, inputs, dtype):
-    """Returns the gradients of all parameters as one vector, and the outputs likewise, in fp64."""
+    """Return the gradients of all parameters as one vector, and the outputs likewise, in fp64."""
     with torch.autocast(KIND, dtype, enabled=dtype is not None):
         outs = run_module(module, inputs)
     # Not the mean of squares: behind a norm it would be the same for all inputs.
@@ -77,9 +79,10 @@ def run_step(module, inputs, dtype):
     [pytest.param(*case, marks=needs_fp16 if case[2] == 'fp16' else ()) for case in CASES],
 )
 def test_gradients(name, preset, precision):
-    """Not much further from fp64 than those of the plain module under autocast; eight bits lose something more. The
-    forward pass of convolutions is as near as the plain one: else other ReLUs would be off than in the plain module,
-    which changes gradients by many times what is rounded.
+    """The gradients are hardly further from fp64 than plain ones under autocast; those of eight bits are somewhat further.
+
+    The forward pass of convolutions has to be as near as the plain one. Otherwise other ReLUs would flip than in the
+    plain module, which changes gradients by many times the rounding error.
     """
     dtype = DTYPES[precision]
     errors = []  # of gradients and outputs; lean, plain, size

@@ -34,7 +34,7 @@ def config(tmp_path_factory):
 
 
 def test_a_block_stores_what_the_picture_of_the_design_says(config):
-    """In feature maps of the block's input; masks and deviations take a little more."""
+    """The picture counts feature maps of the block's input; masks and deviations take a little more."""
     rows = measure_module(config, PRESETS, 'backbone.stages.0.0', amp='off', rounds=0, **CASE)
     unit = 8 * 16 * 16 * 4  # channels x positions x fp32
     for row in rows:
@@ -43,7 +43,8 @@ def test_a_block_stores_what_the_picture_of_the_design_says(config):
 
 
 def test_gradients_of_a_backbone(config):
-    """Exact presets are exact while stochastic depth drops images, others are as far off as they say."""
+    """Exact presets are exact while stochastic depth drops images; the errors of the others are in their documented
+    range."""
     config = copy.deepcopy(config)
     config.model.backbone.drop_path_rate = 0.4
     rows = measure_module(config, PRESETS, 'backbone', amp='bf16', rounds=2, **CASE)
@@ -62,7 +63,7 @@ def test_gradients_of_a_backbone(config):
 
 
 def test_keys_and_modules_without_positions(config):
-    """Any submodule of a detector."""
+    """The benchmark accepts any submodule of a detector."""
     few, many = measure_module(
         config, ['sbp,keep_ratio=0.25', 'sbp,keep_ratio=0.75'], 'backbone', amp='off', rounds=0, **CASE
     )
@@ -112,8 +113,7 @@ def test_what_cannot_run_is_a_row(config, monkeypatch):
 
 
 def test_out_of_memory_is_a_row(config, monkeypatch):
-    """Whatever a step has accumulated before is gone, and the next variant that runs is what others are compared
-    with."""
+    """Accumulated gradients are freed, and the next variant that runs is the baseline of the others."""
     bytes_of = module_runs.Runner.bytes
 
     def need_too_much(self, case, by_allocator):

@@ -42,7 +42,7 @@ class Held(nn.Module):
 
 
 def build_plain_and_lean(module, preset='exact'):
-    """Returns a module in fp64 and a changed copy, with the report of the change."""
+    """Return a module in fp64, a changed copy, and the report of the change."""
     torch.manual_seed(0)
     module = module.double().to(DEVICE).train()
     with torch.no_grad():
@@ -62,7 +62,7 @@ def run_step(module):
 
 
 def count_stored_maps(module):
-    """Returns the stored bytes in units of a map of the input's size."""
+    """Return the stored bytes in units of a map of the input's size."""
     x = random_images()
     fixed = [x, *module.parameters(), *module.buffers()]
     return saved_bytes(lambda: module(x), exclude=fixed) / (8 * x.numel())
@@ -70,7 +70,7 @@ def count_stored_maps(module):
 
 @of_mmyolo
 class EffectiveSELayer(nn.Module):
-    """mmyolo's, by its definition."""
+    """Channel attention of mmyolo, by its definition."""
 
     def __init__(self, channels):
         super().__init__()

@@ -100,7 +100,7 @@ def test_evaluation_stays_plain(nets):
 
 
 def test_a_copy_runs_its_own_parameters(nets):
-    """As EMA makes one."""
+    """EMA makes such copies."""
     lean = nets[1]
     other = copy.deepcopy(lean)
     for p in other.parameters():
@@ -139,7 +139,7 @@ def test_what_is_never_called_is_refused_or_warned_of(nets, caplog):
 
 
 def test_in_mmengines_runner(tmp_path, monkeypatch):
-    """Two steps of the quick start's detector."""
+    """The runner trains the detector of the quick start for two steps."""
     config = Config.fromfile(make_project(tmp_path, train=4, size=64))
     monkeypatch.chdir(tmp_path)
     config.merge_from_dict(dict(work_dir='out', train_cfg=dict(max_epochs=1), launcher='none'))
@@ -180,7 +180,8 @@ class Counting(nn.Module):
 
 
 def twice(norm):
-    """A norm that runs twice in each pass, so that one run changes statistics that the other's graph saved."""
+    """Return a network whose norm runs twice in each pass: each run changes statistics that the graph of the other
+    saved."""
     return nn.Sequential(norm, nn.Conv1d(6, 6, 1), norm)
 
 
@@ -205,7 +206,7 @@ BUFFERS = {
 
 @pytest.mark.parametrize('kind', BUFFERS)
 def test_buffers_are_as_after_one_run(kind):
-    """And the recomputation begins with those that the first run began with."""
+    """The recomputation also begins with the buffers with which the first run began."""
     torch.manual_seed(0)
     plain = nn.ModuleDict(dict(neck=BUFFERS[kind]())).train()
     if kind == 'batch norm in evaluation mode':

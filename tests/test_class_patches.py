@@ -35,7 +35,7 @@ def quiet():
 
 
 def doubled(function):
-    """Returns a function that doubles and records the original one, with its name and module, as decorators do."""
+    """Return a function that doubles and records the original one, with its name and module, as decorators do."""
 
     @functools.wraps(function)
     def patched(*args, **kwargs):
@@ -51,7 +51,7 @@ def first_doubled(function):
 
 
 def soft(norm):
-    """Returns another norm behind a property."""
+    """Return another norm behind a property."""
     return property(lambda block: nn.Sequential(norm.fget(block), nn.Softplus()))
 
 
@@ -145,7 +145,7 @@ def test_patched_before(patch):
 
 
 def test_patched_between_steps_and_back(patch, monkeypatch):
-    """Afterwards all that is called runs lean again: chains, or the modules that they bypass."""
+    """After the patch is removed, all called modules are lean again: chains, or the modules that they bypass."""
     (apply, undo, family), ran, own = patch, [], LeanModule.runs_lean
     lean = FAMILIES[family]()
     plain = copy.deepcopy(lean)

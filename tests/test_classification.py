@@ -39,7 +39,7 @@ optim_wrapper = dict(optimizer=dict(type='AdamW', lr=4e-3), paramwise_cfg=dict(c
 
 @pytest.fixture
 def load(monkeypatch, tmp_path):
-    """Reads a config with made-up stand-ins for mmpretrain's parts."""
+    """Read a config with made-up stand-ins for mmpretrain's parts."""
     own = Config._get_cfg_path
 
     def path_of(cfg_path, filename):
@@ -122,7 +122,7 @@ print('loss', loss.item(), type(model.backbone).__name__, type(model.head).__nam
 @pytest.mark.slow
 @pytest.mark.parametrize('name', [f'{prefix}{name}' for name in NAMES for prefix in ('', 'sbp-')])
 def test_with_mmpretrain(name):
-    """Where it is installed, with or without torchvision: the config as it is, but for sizes."""
+    """Where mmpretrain is installed, with or without torchvision, the config is unchanged except for sizes."""
     words = [sys.executable, '-c', WITH_MMPRETRAIN, str(FOLDER / f'{name}_in1k.py')]
     found = subprocess.run([sys.executable, '-c', 'import mmpretrain.version'], env=make_environment(), check=False)
     if found.returncode:

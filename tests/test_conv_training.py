@@ -21,7 +21,7 @@ from sbp_mmdet import apply_lean
 
 
 def train(folder, lean, iterations, resume=False):
-    """Returns parameters and statistics, also of EMA, after a training that accumulates gradients, one image a pass."""
+    """Train with accumulated gradients and EMA; return all parameters and statistics."""
     model, batch = build_detector('yolox/yolox_tiny_8xb8-300e_coco.py')
     model.data_preprocessor = MODELS.build(dict(type='DetDataPreprocessor'))
     images = [{key: batch[key][i : i + 1] for key in ('inputs', 'data_samples')} for i in (0, 1)]
@@ -102,12 +102,12 @@ def _rank(rank, folder):
 
 
 def test_two_ranks_with_sync_bn_and_unused_parameters(tmp_path):
-    """The same as batch norm over all images in one process; one rank has more of them."""
+    """The result is that of batch norm over all images in one process; one rank has more images."""
     mp.spawn(_rank, (str(tmp_path),), nprocs=2)
 
 
 def test_student_and_teacher():
-    """The losses are the stock ones to the bit; the teacher, which is frozen, stays as it is."""
+    """The losses are bitwise those of the stock model; the frozen teacher is unchanged."""
     stock, batch = build_detector('fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py', **FCOS | TRAINED)
     for sample in batch['data_samples']:
         sample.set_metainfo(dict(homography_matrix=np.eye(3, dtype=np.float32), ori_shape=(128, 128)))

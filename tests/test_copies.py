@@ -18,7 +18,7 @@ NARROW = dict(base_channels=8, stem_channels=8, norm_eval=False)
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """Returns a function that writes a module of mmdet under another name, with changes, and imports it."""
+    """Return a function that writes a module of mmdet under another name, with changes, and imports it."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source, name, *changes):

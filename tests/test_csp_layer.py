@@ -43,7 +43,7 @@ def build_layer(norm_eval=False, num_blocks=2, **options):
 
 
 def build_stage(norm_eval=False, blocks=3):
-    """Returns a stage of Darknet: a layer of stride 2 and blocks."""
+    """Return a stage of Darknet: a layer of stride 2 and blocks."""
     norm, act = dict(type='BN'), dict(type='LeakyReLU', negative_slope=0.1)
     model = randomize_norms(Darknet.make_conv_res_block(8, 16, blocks, norm_cfg=norm, act_cfg=act))
     return model.apply(lambda m: m.eval() if norm_eval and isinstance(m, nn.BatchNorm2d) else m)
@@ -54,7 +54,7 @@ def random_map(size=(9, 14), number=2):
 
 
 def count_saving_nodes(model):
-    """Returns how many nodes of autograd's graph save tensors of a forward pass."""
+    """Return how many nodes of autograd's graph save tensors of a forward pass."""
     seen, left = set(), [model(random_map()).grad_fn]
     while left:
         node = left.pop()
@@ -108,7 +108,10 @@ STORED = {
 
 @pytest.mark.parametrize(('name', 'preset'), STORED)
 def test_stored_bytes(name, preset):
-    """Each convolution's output at most, and statistics; ``exact_min``: those of dense 3x3, and the last one."""
+    """At most the outputs of all convolutions and statistics are stored.
+
+    ``exact_min`` stores the outputs of dense 3x3 convolutions and of the last convolution.
+    """
     lean, x = make_lean_copy(build_layer(**LAYERS[name]), preset).float(), random_map((32, 32)).float()
     maps = count_stored_bytes(lean, x) / x.nbytes
     assert STORED[name, preset] - 1 < maps < STORED[name, preset] + 0.05
@@ -116,7 +119,7 @@ def test_stored_bytes(name, preset):
 
 @pytest.mark.parametrize('blocks', [1, 2, 8])
 def test_a_stage_of_darknet_stores_its_convolutions_and_few_sums(blocks):
-    """Sixteen channels, at a quarter of the size. Two sums are read from what they are sums of by the layer behind."""
+    """Maps have sixteen channels at a quarter of the size. The next layer adds two of the sums again."""
     lean = make_lean_copy(
         nn.Sequential(build_stage(blocks=blocks), ConvModule(16, 16, 1, norm_cfg=BN).double())
     ).float()
@@ -183,7 +186,7 @@ def test_a_second_derivative_is_an_error():
 @pytest.mark.parametrize('norm_eval', [True, False])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_autocast(norm_eval, preset):
-    """Errors are those of the plain model in this precision."""
+    """The errors are not larger than those of the plain model in this precision."""
     plain = build_layer(norm_eval, channel_attention=True, **NEXT)
     exact = compute_gradients(copy.deepcopy(plain), random_map())[1]
 

@@ -87,7 +87,7 @@ def test_a_loss_of_ones_own_is_left_alone():
 
 
 def test_half_precision_and_scaled_losses():
-    """The recomputed chunks run under the same autocast, and a scaled gradient comes in before the cast."""
+    """The recomputed chunks run under the same autocast, and a scaled gradient arrives before the cast."""
     own, chunked = FocalLoss(), FocalLoss()
     losses_in_chunks(chunked, 7 * CLASSES)
     found = []

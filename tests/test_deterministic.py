@@ -27,7 +27,8 @@ NONDETERMINISTIC = {
 
 
 class Called(TorchDispatchMode):
-    """Notes which operations are called while it is entered, with floating point numbers alone for cumulative sums."""
+    """Context manager that records the called operations; cumulative sums count only if they sum floating point
+    numbers."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +61,7 @@ def test_nothing_is_called_whose_order_differs_from_run_to_run(name):
 
 @pytest.mark.parametrize('preset', ['exact', 'int8', 'sampled', 'sbp'])
 def test_two_runs_give_the_same_gradients(preset):
-    """Bit for bit, on a CPU."""
+    """The gradients of two runs on a CPU are bitwise equal."""
     init_default_scope('mmdet')
 
     def gradients():

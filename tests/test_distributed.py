@@ -14,7 +14,7 @@ OPTIONS = [case for case in CASES if any(word in case for word in ('sampled', 's
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
-    """Runs the worker; returns the steps of each rank for each case."""
+    """Run the worker and return the steps of each rank by case."""
     out = tmp_path_factory.mktemp('ranks')
     command = ('python', '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={RANKS}')
     run(*command, ROOT / 'tests/distributed_worker.py', out, cwd=out, PYTHONPATH=ROOT)
@@ -22,7 +22,7 @@ def results(tmp_path_factory):
 
 
 def compute_expected_gradients(case, rank, iteration, masks):
-    """Computes gradients by the definition of SBP in plain autograd."""
+    """Compute gradients by the definition of SBP in plain autograd."""
     parameters = dict(build_backbone(CASES[case][0], **CASES[case][1]).named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     loss = compute_loss(run_convnext_oracle(parameters, make_images(rank, iteration), SMALL['depths'], masks))
@@ -68,7 +68,7 @@ def test_gradients_are_the_mean_of_single_process_ones(results, case):
 
 
 def get_stage_masks(masks):
-    """Returns the masks of one forward pass by stage, after checking that all layers of a stage share one."""
+    """Return the masks of one forward pass by stage, after checking that all layers of a stage share one."""
     by_stage = {}
     for (stage, _), mask in masks.items():
         assert torch.equal(by_stage.setdefault(stage, mask), mask)
@@ -90,7 +90,7 @@ def test_every_rank_and_step_has_its_own_masks(results):
 
 
 def test_all_implementations_draw_the_same_masks(results):
-    """They depend on seed, rank and step and on nothing else: not on wrapper or implementation."""
+    """Masks depend on seed, rank and step only, not on the wrapper or the implementation."""
     sharded = ['FSDP'] if 'FSDP' in CASES else []
     for case in ['reference', 'skip', 'static_graph', 'find_unused_parameters', *sharded]:
         for rank in range(RANKS):

@@ -35,7 +35,7 @@ def _read(name):
 
 
 def _find_anchors(text):
-    """Returns the anchors of the headings of a page, as Git hosts make them."""
+    """Return the anchors of the headings of a page, as Git hosts make them."""
     heads = re.findall(r'^#+ (.+)$', FENCE.sub('', text), re.MULTILINE)
     return {re.sub(r'[^\w\- ]', '', head.lower()).replace(' ', '-') for head in heads}
 
@@ -84,7 +84,7 @@ def test_examples(name, tmp_path):
 
 @pytest.mark.parametrize('page', FOR_USERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands(page, monkeypatch):
-    """Blocks of shell are shell, name files that are there, and sbp-mmdet takes what they give it."""
+    """Shell blocks are valid, refer to existing files, and give valid arguments to sbp-mmdet."""
     monkeypatch.setattr(command, 'load_config', lambda *args: 1 / 0)
     for block in re.findall(r'^```bash\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE):
         assert subprocess.run(['bash', '-n'], input=block, text=True, check=False).returncode == 0, block
@@ -97,7 +97,7 @@ def test_commands(page, monkeypatch):
 
 
 def test_lines_of_the_planner():
-    """Recipes beside a call of the planner are the lines that it prints for 'exact'."""
+    """Recipes next to a call of the planner are the lines that it prints for 'exact'."""
     asked = re.findall(r'^sbp-mmdet plan (mmdet::\S+) --budget', _read('docs/usage.md'), re.M)
     assert asked
     for config in asked:
@@ -115,7 +115,7 @@ def test_line_in_the_log(tmp_path):
 
 
 def _build_and_change(cfg):
-    """Returns the detector of a config after its hooks have run, and their messages."""
+    """Return the detector of a config after its hooks have changed it, and the messages of the hooks."""
     init_default_scope('mmdet')
     cfg.model.backbone.init_cfg, said = None, []
     model = MODELS.build(cfg.model)
@@ -154,7 +154,7 @@ def test_example_of_a_family():
     ids=lambda kind: kind.__name__,
 )
 def test_docstrings_of_registered_classes(kind):
-    """Each argument with its default, and an example that builds."""
+    """A docstring has each argument with its default, and an example that builds."""
     for name, parameter in inspect.signature(kind).parameters.items():
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             assert re.search(rf'^        (\w+, )?{name}\b.* \(.+\): ', kind.__doc__, re.M), name

@@ -12,7 +12,7 @@ RANDOM = dict(preset='sbp', sampler='random')
 
 
 def draw_masks(model, x=None):
-    """Returns the masks of one training pass."""
+    """Return the masks of one training pass."""
     x = random_images(1, 64, 64) if x is None else x
     model(x)
     return get_kept_masks(model, x)
@@ -23,7 +23,7 @@ def are_equal(a, b):
 
 
 def draw_sequence(model, iteration, steps=range(5)):
-    """Returns the first stage's masks of some training steps."""
+    """Return the first stage's masks of some training steps."""
     found = []
     for step in steps:
         iteration(step)
@@ -33,7 +33,7 @@ def draw_sequence(model, iteration, steps=range(5)):
 
 @pytest.fixture(name='calls')
 def fixture_calls(monkeypatch):
-    """Counts the draws of masks."""
+    """Count the draws of masks."""
     found, stage_masks = [], draws.stage_masks
     monkeypatch.setattr(draws, 'stage_masks', lambda *args, **kw: found.append(args) or stage_masks(*args, **kw))
     return found
@@ -43,7 +43,8 @@ def fixture_calls(monkeypatch):
 @pytest.mark.parametrize('sampler', ['grid', 'random'])
 @pytest.mark.parametrize('size', [(64, 64), (70, 93), (36, 37)], ids=str)
 def test_same_positions_across_layers(family, sampler, size, calls):
-    """All layers of a stage, also across the stages: a kept position is a kept patch of the stage before."""
+    """All layers of a stage drop the same positions, and a kept position of a stage is a kept patch of the stage
+    before."""
     model, x = build(family, dict(preset='sbp', sampler=sampler)), random_images(1, *size)
     model(x)
     assert len(calls) == 1
@@ -108,7 +109,7 @@ def test_nothing_is_drawn_without_need(calls):
 
 
 def test_frozen_stages_need_no_masks(calls):
-    """The deepest stage that is thinned and not frozen is where the mask is drawn."""
+    """The mask is drawn at the deepest stage that is thinned and not frozen."""
     cfg = dict(preset='sbp', blocks=(1, 2, 0, 0), downsample=False)
     assert draw_masks(build('SBPConvNeXt', cfg, frozen_stages=1)).keys() == {(1, 0), (1, 1)}
     assert len(calls[0][0]) == 2

@@ -34,7 +34,7 @@ HEADS = {
 
 
 class _Detector(nn.Module):
-    """A pyramid of maps, a neck and a dense head, whose loss is the sum of squares of the outputs."""
+    """Detector with a feature pyramid, a neck and a dense head, whose loss is the sum of squares of the outputs."""
 
     def __init__(self, neck, head):
         super().__init__()
@@ -58,7 +58,7 @@ def _detector(neck, head):
 
 
 def _step(model):
-    """Returns stored bytes, gradients and buffers after a step."""
+    """Return stored bytes, gradients and buffers after a step."""
     saved = SavedByPart(lambda: '')
     with saved.hooks():
         loss = model(torch.linspace(-1, 1, 2 * 3 * 32 * 48, dtype=torch.float64).view(2, 3, 32, 48))
@@ -121,7 +121,7 @@ def test_removal_leaves_no_attribute_behind(neck, head):
 
 @pytest.mark.parametrize('kind', ['CSPNeXt', 'CSPDarknet'])
 def test_the_stem_of_a_csp_network_is_recomputed(kind):
-    """Its maps are stored no more; batch norms count a step once."""
+    """Its maps are no longer stored, and batch norms count a step once."""
     model = _detector('FPN', 'ATSSHead')
     torch.manual_seed(1)
     model.backbone = MODELS.build(dict(type=kind, deepen_factor=0.167, widen_factor=0.125, out_indices=(2, 3, 4)))
@@ -176,7 +176,8 @@ def test_blocks_that_are_no_part_of_a_chain_are_recomputed(name):
 
 @pytest.mark.parametrize('name', UNCHAINED)
 def test_int8_recomputes_blocks_with_code_of_their_own(name):
-    """A plugin saves maps as floats; layers of other blocks save them in eight bits, which is less than an input."""
+    """A plugin saves maps as floats. Layers of other blocks save them in eight bits, which is less than an input in
+    floats."""
     model = nn.Module()
     model.backbone = MODELS.build(UNCHAINED[name])
     changed = apply_lean(model.double().train(), 'int8').changed
@@ -246,7 +247,7 @@ TRANSFORMERS = {
 
 
 class _Wrapped(nn.Module):
-    """A module that a detector calls by its name, with a loss that is the sum of squares of its outputs."""
+    """Module that a detector calls by its name, with the sum of squares of its outputs as loss."""
 
     def __init__(self, part):
         super().__init__()
@@ -314,7 +315,7 @@ def test_what_checkpoints_of_everything_are(config, expected):
 
 
 def test_blocks_that_run_their_own_code_are_recomputed():
-    """DetectoRS' bottlenecks have a forward pass of their own, so they save their inputs, as with ``with_cp``."""
+    """DetectoRS' bottlenecks run their own code, so they save their inputs as with ``with_cp``."""
     init_default_scope('mmdet')
     torch.manual_seed(0)
     keys = dict(depth=50, base_channels=4, stem_channels=8, num_stages=2, strides=(1, 2), dilations=(1, 1))
@@ -339,7 +340,8 @@ def test_blocks_that_run_their_own_code_are_recomputed():
 
 
 def test_a_neck_that_holds_a_backbone_is_recomputed_block_by_block():
-    """DetectoRS' neck runs a second backbone, whose maps would all exist at once in a recomputation of the neck."""
+    """DetectoRS' neck contains a second backbone. If it were recomputed as a whole, all of its maps would exist at
+    once."""
     detector = _Detector('FPN', 'ATSSHead')
     backbone = dict(depth=50, base_channels=4, stem_channels=8, frozen_stages=-1, rfp_inplanes=8)
     neck = dict(in_channels=[16, 32, 64, 128], out_channels=8, num_outs=5, rfp_steps=2, aspp_out_channels=2)

@@ -43,7 +43,7 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize('case', CASES)
 def test_two_ranks_give_the_mean_of_single_processes(results, case):
-    """The single processes are plain ones; for eight bits, whose rounding depends on nothing else, of that preset."""
+    """The single processes are plain. For eight bits they use that preset too, whose rounding is deterministic."""
     single = build_detector('int8' if CASES[case][0] == 'int8' else 'none')
     for step in range(STEPS):
         alone = [accumulate_gradients(single, get_image_numbers(case, rank, step)) for rank in range(RANKS)]
@@ -130,7 +130,8 @@ def test_bf16_is_as_near_to_the_truth_as_the_plain_model(preset, depth):
 
 @pytest.mark.skipif(not hasattr(torch, 'amp') or not hasattr(torch.amp, 'GradScaler'), reason='torch 2.2 and older')
 def test_scaled_losses():
-    """A power of two changes no digit; a step whose gradients overflow is skipped, and the next one is not."""
+    """Scaling by a power of two changes no digit. A step with overflowing gradients is skipped, and the next one is
+    not."""
     model = build_detector('exact_min').float()
     model(make_images(0).float()).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -15,7 +15,7 @@ STEPS = 200
 
 
 class Stumbles(nn.Module):
-    """A module that raises in its forward or backward pass when it is told to."""
+    """Module that raises an error in its forward or backward pass on request."""
 
     where = None
 
@@ -56,7 +56,7 @@ def count_hooks(model):
 
 
 def train(model):
-    """Trains a model; returns its parameters, and the number of tensors and hooks that were left behind."""
+    """Train a model; return its parameters, and how many tensors and hooks were left behind."""
     rng, optimizer = random.Random(0), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     counts = None
     for step in range(STEPS):
@@ -80,7 +80,7 @@ def train(model):
 
 @pytest.fixture(scope='module')
 def plain():
-    """Returns a plain model and the result of its training."""
+    """Return a plain model and the result of its training."""
     torch.manual_seed(0)
     model = Net().double().train()
     return model, *train(copy.deepcopy(model))

@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize(('family', 'preset', 'precision'), CASES)
 def test_every_preset_on_a_gpu(family, preset, precision, mode):
-    """Forward and backward pass of the backbone, images of odd sizes, both layouts, with stochastic depth."""
+    """The backbone runs forward and backward on images of odd sizes, in both layouts, with stochastic depth."""
     dtype = PRECISIONS[precision]
     model = on_gpu(mode, family, dict(preset=preset), drop_path_rate=0.5)
     for layout in LAYOUTS.values() if 'ConvNeXt' in family else [torch.contiguous_format]:
@@ -55,7 +55,7 @@ def test_every_preset_on_a_gpu(family, preset, precision, mode):
 
 
 def test_what_a_gpu_would_refuse_is_refused(mode):
-    """The tests above would fail where a tensor stays on the CPU."""
+    """The tests above would fail if a tensor stayed on the CPU."""
     model = on_gpu(mode, 'SBPConvNeXt', dict(preset='exact'))
     model.stages[0][0].gamma = torch.nn.Parameter(torch.empty(8))
     with pytest.raises(RuntimeError, match='device'):

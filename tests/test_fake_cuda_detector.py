@@ -42,7 +42,7 @@ def mode(monkeypatch):
 
 
 def build_detector(hooks):
-    """Returns mmdet's Mask R-CNN with a small ConvNeXt, changed by a config's hooks."""
+    """Return mmdet's Mask R-CNN with a small ConvNeXt, changed by a config's hooks."""
     init_default_scope('mmdet')
     config = Config.fromfile(Path(mmdet.__file__).parent / '.mim/configs/_base_/models/mask-rcnn_r50_fpn.py').model
     config.backbone = dict(type='SBPConvNeXt', drop_path_rate=0.5, **CONVNEXT)
@@ -54,7 +54,7 @@ def build_detector(hooks):
 
 
 def compute_losses(model, images, rois):
-    """Computes the losses of all networks with given targets."""
+    """Compute the losses of all networks with given targets."""
     maps = model.extract_feat(images)
     found = [F.binary_cross_entropy_with_logits(s, s.detach().sigmoid()) for s in model.rpn_head(maps)[0]]
     found += [F.l1_loss(deltas, torch.zeros_like(deltas)) for deltas in model.rpn_head(maps)[1]]

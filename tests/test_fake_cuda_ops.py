@@ -33,13 +33,13 @@ def mode():
 
 
 def compute_on_cpu(f, *args, **options):
-    """Returns the result of ``f`` with numbers, on the CPU."""
+    """Return the result of ``f`` with numbers, on the CPU."""
     with unset_fake_temporarily():
         return f(*args, **options)
 
 
 def assert_gradients_match(f, tensors, dtype):
-    """Asserts that under autocast each gradient has the device, type and shape of its tensor."""
+    """Assert that under autocast each gradient has the device, type and shape of its tensor."""
     leaves = {n: t if t is None else t.detach().requires_grad_() for n, t in tensors.items()}
     with torch.autocast('cuda', dtype, enabled=dtype is not None):
         out = f(**leaves)
@@ -52,7 +52,8 @@ def assert_gradients_match(f, tensors, dtype):
 
 
 def make_inputs(case, layout, dtype, **sizes):
-    """Maps in that layout. What a convolution made is in half precision where autocast is on."""
+    """Return the tensors of a case with maps in a layout. Under autocast, outputs of convolutions are in half
+    precision."""
     tensors, given = case.inputs(dtype=torch.float32, **sizes)
     for name in ('x', 'shortcut'):
         if name in tensors and tensors[name].dim() == 4:
@@ -67,7 +68,7 @@ def make_inputs(case, layout, dtype, **sizes):
 
 
 def get_kept(case, kind, form):
-    """Returns the kept positions of a case for a kind, or ``None`` if they do not go together."""
+    """Return the kept positions of a case, or ``None`` if the case does not support the kind of mask."""
     if kind is None:
         return {}
     if case.kept is kept_heads:
@@ -77,7 +78,7 @@ def get_kept(case, kind, form):
 
 
 def list_combinations(name):
-    """Yields forms, kept positions, sizes of tensors and options."""
+    """Yield forms, kept positions, sizes of tensors and options."""
     case = CASES[name]
     forms = [form for form in FORMS if case.reference or form.implementation == 'fused']
     for form, kind in itertools.product(forms, (None, 'half') if case.kept else (None,)):
@@ -136,7 +137,7 @@ def test_max_pool(relu, layout, mode):
 @pytest.mark.parametrize('ampere', [True, False], ids=['ampere', 'before'])
 @pytest.mark.parametrize('name', ['qkv', 'query', 'head'])
 def test_attention_kernels(name, ampere, precision, mode, monkeypatch):
-    """Flash and memory-efficient, for heads of 8; the operations above had heads of 4, for which none fits."""
+    """Flash and memory-efficient kernels support heads of 8 channels; the heads of 4 above are too small for them."""
     monkeypatch.setattr(flash, '_ampere', lambda index: ampere)
     for form, kept, sizes, options in compute_on_cpu(lambda: list(list_combinations(name))):
         tensors = copy_to_gpu(mode, compute_on_cpu(make_inputs, CASES[name], 'nchw', None, c=24, **sizes)[0])
@@ -147,7 +148,7 @@ def test_attention_kernels(name, ampere, precision, mode, monkeypatch):
 
 
 def test_a_tensor_that_stays_on_the_cpu_is_seen(mode):
-    """Guards the tests above."""
+    """The tests above would fail if a tensor stayed on the CPU."""
     tensors = copy_to_gpu(mode, compute_on_cpu(make_inputs, CASES['downsample'], 'nchw', None)[0])
     found = compute_on_cpu(lambda: get_positions(make_mask('half')))
     keep = Positions(*(mode.from_tensor(index) for index in found[:2]))
@@ -156,7 +157,7 @@ def test_a_tensor_that_stays_on_the_cpu_is_seen(mode):
 
 
 def test_how_many_combinations_ran():
-    """So that a condition that leaves out too much is seen."""
+    """This test fails if a condition skips too many combinations."""
     if len(RAN) < len(CASES) + 1:
         pytest.skip('counted when all tests of this file ran')
     print(RAN)

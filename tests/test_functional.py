@@ -18,7 +18,7 @@ MASKS = {name: mask.to(DEVICE) for name, mask in MASKS.items()}
 
 
 class Tokens(nn.Sequential):
-    """A position-wise network on tokens: (N, L, 6) to (N, L, 5)."""
+    """Position-wise network on tokens, from (N, L, 6) to (N, L, 5)."""
 
     shape = (2, 12, 6)
 
@@ -27,7 +27,7 @@ class Tokens(nn.Sequential):
 
 
 class Patches(nn.Module):
-    """A 2x2 convolution of stride 2 on patches: (N, L, 4, 6) to (N, L, 7)."""
+    """Convolution with kernel and stride 2 on patches, from (N, L, 4, 6) to (N, L, 7)."""
 
     shape = (2, 12, 4, 6)
 
@@ -72,8 +72,10 @@ def test_gradient_of_the_input_is_zero_where_dropped():
 
 
 def test_autocast_weights_get_gradients():
-    """A cache of cast weights that is filled inside no_grad cuts them off, on versions of torch that fill it there:
-    the pass with gradients comes first."""
+    """Algorithm 1 has to run the pass with gradients first.
+
+    Some versions of torch fill the cache of cast weights even inside of no_grad, which cuts weights off from gradients.
+    """
     f, x, weight = setting(Tokens)
     f, x, mask = f.float(), x.detach().float(), MASKS['half']
     expected = torch.autograd.grad(apply_sbp(f, x, mask[:, None]), list(f.parameters()), weight.float())

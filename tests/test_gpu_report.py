@@ -52,7 +52,8 @@ PRESETS = ('none', 'raises', 'exact', 'out_of_memory', 'hangs', 'int8', 'killed'
 
 @pytest.fixture
 def report(monkeypatch, tmp_path):
-    """Runs a report of the parts that it is given, as if typed; returns the presets that each process got."""
+    """Return a function that runs a report of given parts, as on the command line, and returns the presets of each
+    process."""
     (tmp_path / 'worker.py').write_text(WORKER)
     for module in (gpu_report, gpu_estimates):
         monkeypatch.setattr(module, 'ROOT', tmp_path)
@@ -99,7 +100,7 @@ def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tm
 
 
 def test_each_trial_has_its_baseline(report, tmp_path):
-    """Rows that are missing are measured beside the first row of their own trial that ran."""
+    """Missing rows are measured together with the first row of their own trial that ran."""
     trials = (Trial('a', '', ('none', 'exact')), Trial('b', '', ('none', 'exact', 'int8')), Trial('c', '', ('none',)))
     (tmp_path / 'out').mkdir()
     for row in ('a/none', 'a/exact', 'b/exact', 'c/none'):
@@ -109,7 +110,7 @@ def test_each_trial_has_its_baseline(report, tmp_path):
 
 
 def test_what_was_ended_with_the_report_is_tried_once_more(report, tmp_path):
-    """A machine that goes leaves rows, one that was begun, and perhaps half a line."""
+    """A machine that disappears leaves finished rows, an unfinished one, and perhaps half a line."""
     (tmp_path / 'out').mkdir()
     file = tmp_path / 'out/part.jsonl'
     append_line(file, dict(row='a trial/none', preset='none', seconds=0.5))
@@ -180,7 +181,7 @@ def test_the_page_says_which_estimates_were_wrong(report, tmp_path):
 
 
 def test_it_ends_what_it_runs(tmp_path):
-    """By SIGTERM, as Slurm sends it: what measures would keep the GPU. Nothing is to blame."""
+    """On SIGTERM, which Slurm sends, the report stops the measuring process, which would otherwise keep the GPU."""
     (tmp_path / 'worker.py').write_text(
         WORKER.replace('time.sleep(100)', 'print(os.getpid(), flush=True); time.sleep(100)')
     )
@@ -207,8 +208,7 @@ def test_it_ends_what_it_runs(tmp_path):
 
 @pytest.mark.parametrize('rehearse', [True, False])
 def test_parts(rehearse, monkeypatch, tmp_path):
-    """Files, configs, presets and what they are compared with are there. What decides is expected to fit into ten
-    minutes."""
+    """Files, configs, presets and baselines exist, and the most important parts should fit into ten minutes."""
     load, known, begun = gpu_worker.load_config, {}, []
     parts = gpu_parts.parts_of_report(rehearse)
     assert len({p.name for p in parts} | {'states'}) == len(parts) + 1
@@ -240,7 +240,7 @@ def test_parts(rehearse, monkeypatch, tmp_path):
 
 
 def test_a_worker_leaves_what_does_not_fit(monkeypatch):
-    """It begins no trial that the end would cut; a detector that cannot be had is a reason, and the others go on."""
+    """A worker begins no trial that the deadline would cut. If a detector cannot be built, the others still run."""
     found = []
 
     def measure(trial, config, names, device, note):
@@ -265,7 +265,7 @@ def test_a_worker_leaves_what_does_not_fit(monkeypatch):
 
 @pytest.mark.slow
 def test_rehearsal(tmp_path):
-    """All of the quick report in a tiny size."""
+    """The whole quick report runs with tiny sizes."""
     words = ('--quick', '--rehearse', '--minutes', '20', '--out', tmp_path)
     run('bash', TOOLS / 'gpu_report.sh', *words, cwd=ROOT, seconds=1200, **PYTHON)
     parts = [p for p in gpu_parts.parts_of_report(True) if p.quick]
@@ -288,7 +288,7 @@ def test_rehearsal_of_a_training(tmp_path):
 
 
 def test_wheels(tmp_path):
-    """A folder without any is named; so is an environment that lacks what the report needs."""
+    """An empty folder is reported, and so is an environment that lacks a package that the report needs."""
     options = dict(cwd=ROOT, check=False, **PYTHON)
     done = run('bash', TOOLS / 'gpu_report.sh', '--wheels', tmp_path, '--out', tmp_path / 'out', **options)
     assert done.returncode == 2 and f'--wheels {tmp_path}/wheels: there are no wheels' in done.stderr

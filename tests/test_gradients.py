@@ -54,7 +54,7 @@ def test_exact_pass_is_that_of_a_training_step(model, batches):
 
 @pytest.mark.parametrize('whole', [False, True])
 def test_study(model, batches, whole, monkeypatch):
-    """Exact presets are exact, the paper's is as short as the share that it keeps, and the model stays plain."""
+    """Exact presets are exact, the paper's gradient is as short as its keep ratio says, and the model stays plain."""
     if whole:  # heads without kinks: on each CPU rounding puts other numbers on the other side of a ReLU's
         model = copy.deepcopy(model)
         for module in model.modules():
@@ -104,7 +104,7 @@ def test_compare_by_hand():
 
 
 def test_starts(project, tmp_path):
-    """A checkpoint of a detector, one of a backbone, and none."""
+    """The study starts from a checkpoint of a detector, from one of a backbone, or without any."""
     _, config = project
     model = build_model(config, seed=4)
     assert model.training

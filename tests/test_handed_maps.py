@@ -26,7 +26,7 @@ from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_
 
 
 class Writes(nn.Module):
-    """A user's module that writes to a feature map past autograd."""
+    """User's module that writes to a feature map without autograd's knowledge."""
 
     def __init__(self, how):
         super().__init__()
@@ -52,7 +52,7 @@ HOWS = ['data', 'new data', 'numpy', 'dlpack', 'view']
 @pytest.mark.parametrize('how', HOWS)
 @pytest.mark.parametrize('place', ['module', 'hook', 'pre-hook', 'forward', 'global hook', 'later'])
 def test_what_is_written_past_autograd_is_seen(how, place):
-    """Wherever a user's code may stand between two layers: gradients are those of torch."""
+    """User code between two layers may write to the map; the gradients are those of torch."""
     plain, write = build_convs(), Writes(how)
     if place == 'module':
         plain.insert(1, write)
@@ -116,7 +116,8 @@ def test_a_users_class_ends_what_is_handed_on():
 
 
 def test_known_code_hands_on_and_a_hook_ends_it_until_it_is_removed():
-    """Of two layers with SiLU the second reads its input from what the first keeps: one map less is stored."""
+    """The second of two layers with SiLU reads its input from the map that the first one saves, so one map less is
+    stored."""
     model, x = make_lean_copy(build_convs(2)), random_images()
     one_map = 2 * 8 * 32 * 32 * 8
     least = count_model_bytes(model, x)
@@ -155,7 +156,7 @@ def test_nothing_hangs_on_tensors():
 
 @pytest.mark.parametrize('place', ['forward', 'backbone'])
 def test_an_exception_leaves_nothing(place):
-    """What the layers before it made is freed, and the next pass is as ever."""
+    """The maps of earlier layers are freed, and the next pass works as usual."""
     plain = CSPNeXt('P5', widen_factor=0.125, deepen_factor=0.167).double()
     plain.train()
     model, x = make_lean_copy(plain), random_images(2, 3, 64, 64)
@@ -177,7 +178,7 @@ def test_an_exception_leaves_nothing(place):
 
 
 def test_a_checkpoint_of_the_user_within_the_model():
-    """What runs again in the backward pass stores as much as the first run."""
+    """The recomputation in the backward pass stores as much as the first run."""
     plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
     model, x, found = make_lean_copy(plain), random_images(2, 8, 16, 16), []
     for m in (model, plain):
@@ -196,7 +197,7 @@ def test_a_checkpoint_around_the_model(reentrant):
 
 
 def test_a_known_block_with_a_checkpoint_of_its_own():
-    """mmdet's with_cp in a block that has no adapter: its convolutions are changed, and run in a checkpoint."""
+    """A block without an adapter uses mmdet's with_cp; its convolutions are changed and run in a checkpoint."""
     from mmdet.models.layers.csp_layer import ChannelAttention
 
     class Checkpointing(ChannelAttention):
@@ -212,7 +213,7 @@ def test_a_known_block_with_a_checkpoint_of_its_own():
 
 
 class Pyramid(nn.Module):
-    """A pyramid of two maps of one size, a layer on each, and one that sees the first of them and a coordinate."""
+    """Pyramid of two maps of equal size with a layer on each, and a layer on the first map and a coordinate."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +249,7 @@ def test_two_models_in_turns_and_one_inside_of_another():
 
 
 def test_a_graph_that_is_kept():
-    """A second backward pass through it, after other passes of the same model."""
+    """A second backward pass through the same graph follows other passes of the same model."""
     plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
     model, x, found = make_lean_copy(plain), random_images(2, 8, 16, 16), []
     for m in (model, plain):
@@ -262,7 +263,7 @@ def test_a_graph_that_is_kept():
 
 @pytest.mark.parametrize('what', ['shortcut', 'x', 'sum'])
 def test_writes_between_a_sum_and_the_next_layer(what):
-    """The sum that the next layer multiplies with is that of the forward pass, whatever was written to since."""
+    """The next layer uses the sum of the forward pass, even if it was written to afterwards."""
     first, second = (
         random_images(4, 4, 1, 1, seed=1),
         random_images(4, 4, 1, 1, seed=2).requires_grad_(),

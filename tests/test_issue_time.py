@@ -39,7 +39,7 @@ def test_counts_of_a_step(name):
 
 
 def test_what_is_counted():
-    """A product and its backward pass: two operations of them are transposed views."""
+    """A product and its backward pass are counted; two of their operations are transposed views."""
     layer = nn.Linear(2, 3, bias=False)
     x = torch.ones(1, 2)
     found = issue_time.counts(lambda: (layer.zero_grad(), layer(x).sum())[1])

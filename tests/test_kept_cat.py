@@ -17,10 +17,10 @@ ACTS = dict(SiLU={}, LeakyReLU=dict(negative_slope=0.1), ReLU={})
 
 
 class Elan(nn.Module):
-    """Four convolutions side by side and one behind.
+    """Block of four parallel convolutions and one that follows their concatenation.
 
     Args:
-        touched (str): What is written to in place: 'part' before the concatenation, 'late' a part behind it, 'whole'.
+        touched (str): Map that is written to in place: 'part' before the concatenation, 'late' after it, or 'whole'.
     """
 
     def __init__(self, act='SiLU', touched='', upsampled=False, frozen=False):
@@ -72,7 +72,7 @@ def run_step(module, x):
 
 
 def assert_exact_and_count(module, channels=4, **keys):
-    """Asserts that the changed module is exact; returns what it stores, in maps of one channel."""
+    """Assert that the changed module is exact, and return how many maps of one channel it stores."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, channels, 6, 10, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
     lean = copy.deepcopy(module)

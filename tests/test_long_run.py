@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def count_live_bytes():
-    """Returns the bytes of all tensors that the garbage collector can reach."""
+    """Return the bytes of all tensors that the garbage collector can reach."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -39,7 +39,7 @@ def read_resident_bytes():
 
 @pytest.mark.skipif(not STATM.exists(), reason='the resident size is read from /proc, which Linux has')
 def test_300_steps_do_not_grow(iteration):
-    """Presets in turn, with images of changing size."""
+    """Presets take turns, with images of changing size."""
     backbones = [build_backbone(cfg, dtype=torch.float32) for cfg in SETTINGS.values()]
     optimizers = [torch.optim.AdamW(backbone.parameters(), lr=1e-4) for backbone in backbones]
     sizes = [(64, 64), (64, 96), (72, 40)]
@@ -65,7 +65,7 @@ def get_parameters(backbone):
 
 @needs_fp16
 def test_overflow_steps_are_skipped_and_the_masks_go_on(iteration):
-    """fp16 with a loss scale that is far too large at first: it halves until the gradients are finite."""
+    """In fp16 with a much too large loss scale, the scale is halved until the gradients are finite."""
     settings = dict(preset='sbp', sampler='random')
     backbone = build_backbone(settings, dtype=torch.float32)
     optimizer = torch.optim.SGD(backbone.parameters(), lr=1e-6)

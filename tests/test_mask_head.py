@@ -34,7 +34,7 @@ def test_gradients_are_those_of_the_heads_own_code(name, number, frozen):
 
 
 def count_stored_bytes(head, x):
-    """Returns bytes that are saved for the backward pass, without parameters and the input."""
+    """Return the bytes that are saved for the backward pass, without parameters and the input."""
     saved = SavedByPart()
     with saved.hooks():
         out = head(x.clone().requires_grad_())  # noqa: F841  keeps the graph
@@ -42,7 +42,8 @@ def count_stored_bytes(head, x):
 
 
 def test_stored_bytes():
-    """Plain stores x, an output of each convolution, and that of the upsampling with four times as many places."""
+    """The plain head stores x, the output of each convolution, and that of the upsampling with four times as many
+    positions."""
     plain, x = build_head('mask').float(), random_maps('mask').float()
     assert count_stored_bytes(plain, x) / x.nbytes == 1 + 2 + 4
     assert count_stored_bytes(make_lean_copy(plain), x) / x.nbytes == 1 + 2

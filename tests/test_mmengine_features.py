@@ -39,7 +39,7 @@ DETECTORS = {
 
 
 def train(model, folder, hooks=(), steps=2, **cfg):
-    """Trains by mmengine's runner; returns the trained weights and what the log says."""
+    """Train with mmengine's runner; return the trained weights and the log."""
     generator, said = torch.Generator().manual_seed(0), []
     data = [dict(inputs=torch.randn(3, 64, 64, generator=generator, dtype=torch.float64)) for _ in range(2 * steps)]
     loader = dict(batch_size=2, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=False), dataset=data)
@@ -71,7 +71,7 @@ def largest_difference(found, expected):
 @pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='a compiler of before torch 2.4')
 @pytest.mark.parametrize('name', DETECTORS)
 def test_compile_of_the_runner(name, tmp_path):
-    """Lean modules run as they are, and the rest is compiled, without a word of the compiler's."""
+    """Lean modules run as usual and the rest is compiled, without warnings of the compiler."""
     torch.compiler.reset()
     model, hook = DETECTORS[name]().double(), dict(type='LeanHook')
     plain, _ = train(copy.deepcopy(model), tmp_path)
@@ -113,7 +113,7 @@ class OnImages(nn.Module):
 
 
 def test_efficient_conv_bn_eval_before(caplog):
-    """Its graph runs in the place of the backbone, so that nothing inside of it is lean, and the log says so."""
+    """Its graph replaces the backbone, so nothing in it is lean, and the log says so."""
     lean = resnet()
     bn_eval(lean)
     plain = copy.deepcopy(lean)
@@ -125,7 +125,7 @@ def test_efficient_conv_bn_eval_before(caplog):
 @pytest.mark.parametrize('training', [False, True])
 @pytest.mark.parametrize('verify', [False, True])
 def test_efficient_conv_bn_eval_after(training, verify):
-    """It is refused in one line, and the training is verified as it would be."""
+    """It is switched off with one line in the log, and the training is verified as usual."""
     lean = ordinary(ResNet(18, base_channels=8, norm_eval=True))
     plain = copy.deepcopy(lean)
     apply_lean(lean, verify=verify)

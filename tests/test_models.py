@@ -74,7 +74,7 @@ def test_layer_depths_are_mmpretrains():
 
 
 class Detector(nn.Module):
-    """A backbone and a layer behind it, for the optimizer constructor."""
+    """Detector of a backbone and one further layer, for the optimizer constructor."""
 
     def __init__(self, backbone):
         super().__init__()
@@ -83,7 +83,7 @@ class Detector(nn.Module):
 
 @pytest.mark.parametrize('frozen_stages', [0, 2])
 def test_layer_wise_decay_is_that_of_convnext(frozen_stages):
-    """mmdet's constructor goes by the name of the class and those of the parameters."""
+    """mmdet's constructor recognises the name of the class and those of the parameters."""
     sbp = build_on_meta(SBPConvNeXt, 'tiny', out_indices=[0, 1, 2, 3], sbp_cfg=LEAN, frozen_stages=frozen_stages)
     twin = type('ConvNeXt', (nn.Module,), {})()
     for name, child in sbp.named_children():
@@ -122,7 +122,7 @@ def test_out_indices(out_indices, stages):
 
 @pytest.mark.parametrize('preset', [None, 'exact', 'sbp', 'reference'])
 def test_classification_with_convnext(preset):
-    """gap_before_final_norm: the average over all positions, then the norm."""
+    """With gap_before_final_norm, the average over all positions comes before the norm."""
     backbone = build('SBPConvNeXt', preset and dict(preset=preset), gap_before_final_norm=True, out_indices=-1)
     inner = []
     backbone.stages[3].register_forward_hook(lambda module, args, out: inner.append(out))
@@ -225,7 +225,7 @@ def test_swin_on_meta():
 
 @pytest.mark.parametrize('family', OWN)
 def test_checkpoints_load_across_settings(family, tmp_path):
-    """A checkpoint of a run with SBP loads in one without, and the other way round."""
+    """A checkpoint with SBP loads into a model without it, and vice versa."""
     trained, plain, x = build(family, LEAN), build(family, seed=1), random_images(1)
     torch.save(trained.state_dict(), tmp_path / 'checkpoint.pth')
     assert relative_error(plain(x)[0], trained(x)[0]) > 0.1
@@ -302,7 +302,7 @@ def test_bad_values(kind, options, message):
 
 
 class Classifier(BaseModel):
-    """A classifier that trains like mmpretrain's ImageClassifier, without its augmentations."""
+    """Classifier that trains like mmpretrain's ImageClassifier, without its augmentations."""
 
     def __init__(self, backbone, channels, classes):
         super().__init__()
@@ -314,7 +314,7 @@ class Classifier(BaseModel):
 
 
 def render_squares(number=64, size=32):
-    """Returns images of squares in three colours on noise."""
+    """Return images of squares in three colours on a noisy background."""
     generator = torch.Generator().manual_seed(0)
     images = 0.3 * torch.randn(number, 3, size, size, generator=generator)
     labels = torch.arange(number) % 3
@@ -358,7 +358,7 @@ def test_a_classifier_learns_in_mmengines_runner(backbone, preset, tmp_path):
 @pytest.mark.parametrize('preset', ['none', 'exact', 'sbp'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_maps_of_one_image_are_contiguous(family, preset):
-    """mmcv's RoIAlign reads any other layout as if it were, and says nothing; tokens of one image look like one."""
+    """mmcv's RoIAlign silently reads any map as contiguous; the tokens of one image look contiguous."""
     model = build(family, dict(preset=preset))
     for _ in range(2):
         assert all(out.is_contiguous() for out in model(random_images(1, 64, 96)))

@@ -39,7 +39,7 @@ def test_the_plain_vit_is_torchs_encoder(layer_scale):
 
 
 def timm_shapes(c, depth, grid=14, **more):
-    """Returns timm's parameter names and shapes, written by hand."""
+    """Return the names and shapes of timm's parameters, written by hand."""
     block = {
         'norm1.weight': (c,), 'norm1.bias': (c,), 'norm2.weight': (c,), 'norm2.bias': (c,),
         'attn.qkv.weight': (3 * c, c), 'attn.qkv.bias': (3 * c,), 'attn.proj.weight': (c, c), 'attn.proj.bias': (c,),
@@ -137,7 +137,7 @@ def wide(height, width, **options):
 
 
 def test_positions_that_are_no_square():
-    """8 x 32 patches are as many as 16 x 16."""
+    """A file with 8 x 32 patches has as many as one with 16 x 16."""
     source, patches = wide(8, 32), torch.randn(1, 256, 8)
     state = dict(source.state_dict(), pos_embed=patches)  # without a position of the class token
     source.load_state_dict(state)

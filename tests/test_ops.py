@@ -56,7 +56,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(('name', 'form', 'kind'), KEPT)
 def test_values_and_gradients(name, form, kind):
-    """Of everything that has one, with stochastic depth. In fp64 the operation is the definition."""
+    """In fp64, each operation agrees with its definition, with stochastic depth where it supports it."""
     case = CASES[name]
     tensors, given = case.inputs()
     options = dict(factor=torch.tensor([1.6, 0.0], dtype=torch.float64)) if name in TAKES_FACTOR else {}
@@ -120,7 +120,7 @@ def test_downsample_of_any_shape(seed, shape, kind, dtype):
 
 @pytest.mark.parametrize(('name', 'form', 'kind'), [(n, f, k) for n, f, k in KEPT if k in (None, 'half')])
 def test_frozen_parameters(name, form, kind):
-    """Gradients for those who ask, and no more stored than for all."""
+    """Only trainable parameters get gradients, and not more is stored than if all are trainable."""
     case = CASES[name]
     tensors, given = case.inputs()
     f, _ = case.both(kind, form, given)
@@ -144,8 +144,10 @@ HALF += [(name, dict(n=8, c=48)) for name in ('qkv', 'query', 'head', 'windows',
 @pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 @pytest.mark.parametrize(('name', 'sizes'), HALF, ids=str)
 def test_half_precision(name, sizes, dtype):
-    """Not much further from fp64 than plain torch under autocast is. Squared errors are summed over enough entries that
-    their ratio is a property of the arithmetic and not of a draw."""
+    """The result is not much further from fp64 than plain torch under autocast.
+
+    Squared errors are summed over so many entries that their ratio depends on the arithmetic, not on a single draw.
+    """
     case, sums = CASES[name], {}
     kind = 'half' if case.kept else None
     for seed in range(6):
@@ -167,7 +169,7 @@ def test_half_precision(name, sizes, dtype):
 @needs_fp16
 @pytest.mark.parametrize(('gradient', 'gamma'), [(7e4, 1e-6), (200.0, 0.01), (1.0, 1.0), (1e-6, 1.0)])
 def test_fp16_keeps_the_range_of_the_plain_block(gradient, gamma):
-    """Loss scaling makes the block's gradient large, a small layer scale makes the branch's small again."""
+    """Loss scaling makes the gradient of the block large; a small layer scale makes that of the branch small again."""
     tensors, _ = mlp_inputs(n=1, height=64, width=64, affine=False, dtype=torch.float32)
     tensors['gamma'] = torch.full((8,), gamma)
 
@@ -200,7 +202,7 @@ ON_MAPS.remove('mlp of tokens')
     ('name', 'kind'), [(name, kind) for name in ON_MAPS for kind in (None, 'half') if CASES[name].kept or kind is None]
 )
 def test_layouts(name, kind):
-    """Values and gradients do not depend on the layout of maps, nor on that of the gradient that comes in."""
+    """Values and gradients depend neither on the layout of maps nor on that of the incoming gradient."""
     case = CASES[name]
     tensors, given = case.inputs()
     f, _ = case.both(kind, FUSED, given)
@@ -225,7 +227,8 @@ def test_layouts(name, kind):
 
 @pytest.mark.parametrize('name', CASES)
 def test_graph(name):
-    """Without gradients nothing is saved; twice the same graph, and once more a new one; no second derivative."""
+    """Without gradients nothing is saved. The same graph works twice, a new one once more, and there is no second
+    derivative."""
     case = CASES[name]
     tensors, given = case.inputs()
     f, plain = case.both('half' if case.kept else None, FUSED, given)
@@ -251,7 +254,8 @@ def test_graph(name):
 
 @pytest.mark.parametrize('dtype', [torch.float64, pytest.param(torch.float16, marks=needs_fp16), torch.bfloat16])
 def test_a_hidden_channel_of_grn_that_is_zero(dtype):
-    """Or nearly so, at all positions: the derivative of the norm at zero is zero, and 1 / G leaves no range."""
+    """A channel may be zero, or nearly zero, at all positions: the derivative of the norm at zero is zero, and 1 / G is
+    finite."""
     tensors, _ = CASES['grn'].inputs(dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     tensors['bias1'][:3] = torch.tensor([-40.0, -8.0, -5.0])
     tensors['weight1'][:3] *= 0.1
@@ -274,7 +278,7 @@ def test_windows_of_maps_of_any_size(size, shift, chunk):
 
 
 def test_attention_is_that_of_torchs_module():
-    """The forward pass is the whole one, whatever is dropped."""
+    """The forward pass uses all tokens and heads, whatever the backward pass drops."""
     tensors, _ = CASES['qkv'].inputs(c=48)
     x, nw, nb, w, b, wp, bp, gamma = tensors.values()
     module = torch.nn.MultiheadAttention(48, 3, batch_first=True, dtype=torch.float64)

@@ -37,7 +37,7 @@ FROZEN = ['', 'conv', 'norm', 'conv norm', 'x', 'all but x', 'no affine']
 
 
 class Layer(nn.Module):
-    """Convolution, norm, residual and activation, by stock modules or by the operation."""
+    """Convolution, norm, residual and activation, computed by stock modules or by the operation."""
 
     def __init__(self, norm='batch', act='relu', bias=False, frozen='', storage=None, channels=8, kernel=3, **geometry):
         super().__init__()
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 def build_stock_and_lean(storage, dtype=torch.float64, **options):
-    """Returns a stock layer and the same layer by the operation."""
+    """Return a stock layer, and the same layer computed by the operation."""
     torch.manual_seed(0)
     stock = Layer(**options).to(dtype)
     lean = copy.deepcopy(stock)
@@ -84,7 +84,7 @@ def build_stock_and_lean(storage, dtype=torch.float64, **options):
 
 
 def run_step(layer, x, *residual):
-    """Returns output and gradients by name, for a loss with a different gradient at each entry."""
+    """Return output and gradients by name, for a loss with a different gradient at each entry."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, *residual)]
     layer.zero_grad()
     out = layer(*inputs)
@@ -141,7 +141,7 @@ def test_every_activation_is_compared():
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 @pytest.mark.parametrize('act', ['relu', 'swish', 'hardswish', 'gelu'])
 def test_half_precision_is_as_near_as_that_of_stock_modules(norm, dtype, autocast, storage, act):
-    """Distance to fp64 of all gradients together."""
+    """The distance to fp64 is computed over all gradients together."""
     stock, lean = build_stock_and_lean(storage, norm=norm, act=act, padding=1, bias=norm == 'none')
     x = random_map(size=4 if act == 'swish' else 9)
     _, expected = run_step(stock, x)
@@ -163,7 +163,7 @@ def relative_distance(a, b):
 
 
 class Chain(nn.Sequential):
-    """Layers one after the other, optionally with residual connections in every second place."""
+    """Consecutive layers, optionally with a residual connection around every second layer."""
 
     residual = None
 
@@ -194,7 +194,7 @@ def build_chains(storage, number=6, residual=None, **options):
 
 
 def count_stored_maps(model, x):
-    """Returns the number of maps of x's size that are stored between the passes."""
+    """Return how many maps of the size of x are stored between the passes."""
     parameters = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     seen = {}
 
@@ -244,7 +244,7 @@ def test_every_map_is_stored_once(options, plain, exact, int8):
 @pytest.mark.parametrize('norm', NORMS)
 @pytest.mark.parametrize('act', MODULES)
 def test_eight_bits(norm, act):
-    """The forward pass is exact; so are input gradients where no rounded number enters them."""
+    """The forward pass is exact, and so are input gradients that use no rounded number."""
     x = random_map(size=24)
     stock, lean = build_chains('int8', 3, norm=norm, act=act)
     (out, grads), (lean_out, lean_grads) = run_step(stock, x), run_step(lean, x)
@@ -320,7 +320,7 @@ def test_what_torch_has_stored_is_not_rounded():
 
 
 def test_one_layer_may_store_exactly_and_the_next_in_eight_bits():
-    """A layer that stores exactly reads nothing rounded; one that rounds may read what is exact."""
+    """A layer that stores exactly reads no rounded map; a layer that rounds may read an exact one."""
     x = random_map(size=16)
     for first, second in (('native', 'int8'), ('int8', 'native')):
         stock, lean = build_chains(first, 2, norm='fixed', act='silu')
@@ -344,7 +344,8 @@ def test_refusals():
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 @pytest.mark.parametrize('dtype', [None, torch.float16])
 def test_what_a_gpu_would_refuse(norm, storage, dtype):
-    """CUDA's branches, in both layouts, under autocast: gradients have device, type and shape of their tensors."""
+    """In CUDA's branches, in both layouts and under autocast, gradients have the device, type and shape of their
+    tensors."""
     with simulate_gpu():
         for act, layout in itertools.product(('relu', 'silu'), (torch.contiguous_format, torch.channels_last)):
             x = torch.randn(2, 8, 7, 9, device='cuda').contiguous(memory_format=layout)
@@ -371,7 +372,7 @@ def test_what_a_gpu_would_refuse(norm, storage, dtype):
 @pytest.mark.parametrize('channels', ['all', 'half'])
 @pytest.mark.parametrize('magnitude', [1e-3, 1.0, 300.0])
 def test_small_factors_of_a_fixed_norm_in_fp16(k, channels, kernel, residual, magnitude):
-    """As where residual branches begin at zero: gradients are finite where plain code's are, and as near to fp64's."""
+    """Residual branches may begin at zero: gradients are finite where those of plain code are, and as near to fp64."""
     torch.manual_seed(0)
     stock = Layer('fixed', 'relu', channels=8, kernel=kernel, padding=kernel // 2).double()
     stock.norm.weight.data[:: 1 if channels == 'all' else 2] = k

@@ -40,7 +40,7 @@ INT8 = Form(storage='int8')
 
 
 def draw_positions(kind, height, width, seed=0):
-    """Returns random positions, of which at least one is kept."""
+    """Return random positions, of which at least one is kept."""
     if kind == 'grid':
         mask = sample_mask(height, width, 0.5, 'grid', torch.Generator().manual_seed(seed))
     else:
@@ -50,13 +50,13 @@ def draw_positions(kind, height, width, seed=0):
 
 
 def round_to_int8(x, dims):
-    """Rounds to 255 steps for each image and channel."""
+    """Round to 255 steps for each image and channel."""
     step = x.abs().amax(dims, keepdim=True) / 127
     return torch.where(step > 0, (x / step).round() * step, x)
 
 
 def run_oracle(name, tensors, keep, form, factor=None):
-    """Returns output and gradients in fp64, by autograd of a sum over the kept rows."""
+    """Return output and gradients in fp64, computed by autograd through the kept rows."""
     t = {n: v if v is None else v.detach().double().requires_grad_() for n, v in tensors.items()}
     mlp = name.startswith('mlp')
     out = plain_mlp(**t, factor=factor) if mlp else plain_norm_linear(**t)
@@ -133,7 +133,7 @@ def test_gradients(name, seed, shape, kind, storage, single, affine, chunk, agai
 
 @pytest.mark.parametrize('name', [name for name in CASES if 'convolution' not in name])  # these do not store x-hat
 def test_int8_is_near(name):
-    """The output is exact, and gradients are within a few hundredths."""
+    """The output is exact, and the gradients are off by a few hundredths at most."""
     case = CASES[name]
     for kind in case.kinds[:2]:
         tensors, _ = case.inputs(c=24)
@@ -144,7 +144,7 @@ def test_int8_is_near(name):
 
 
 def test_convolution_of_a_rounded_input():
-    """Output, input's and bias's gradient are exact; the weight's is that of the rounded input."""
+    """Output and gradients of input and bias are exact; the gradient of the weight is that of the rounded input."""
     conv = torch.nn.Conv2d(6, 6, 7, padding=3, groups=6).double()
     x = torch.randn(2, 6, 9, 8, dtype=torch.float64, requires_grad=True)
     out, rerun = convolve(conv, x, 'int8')
@@ -181,8 +181,10 @@ def test_norm_of_a_rounded_input(dtype):
 
 
 def test_rounding(monkeypatch):
-    """To the nearest of 255 steps of each image and channel, whether images are taken together or one by one; zeros
-    stay zeros; what is not finite is not hidden."""
+    """Values are rounded to the nearest of 255 steps of their image and channel.
+
+    Images may be rounded together or one by one. Zeros stay zeros, and values that are not finite stay so.
+    """
     x = torch.randn(3, 5, 3, 4, dtype=torch.float64) * torch.tensor([1e-6, 1.0, 1e4, 0.0, 1.0])[:, None, None]
     x[0, 4, 1, 1], x[1, 4, 0, 0] = torch.inf, torch.nan
     loaded, finite = store(x, 'int8', (2, 3)).load(torch.float64), slice(0, 4)
@@ -245,8 +247,10 @@ def test_stored_bytes(name, rows, given, extra, storage, dtype):
 
 
 def test_stored_bytes_where_less_is_needed():
-    """Where the convolution runs again, of an MLP and a norm nothing but indices; a norm under autocast stores x-hat in
-    reduced precision; frozen parameters save x-hat, or its deviation."""
+    """An MLP or a norm whose convolution is recomputed stores only indices.
+
+    A norm under autocast stores x-hat in reduced precision, and with frozen parameters x-hat or its deviation.
+    """
     tensors, conv = mlp_inputs()
     given = dict(conv=conv)
     assert count_stored_bytes_of(get_fused_mlp(conv=conv), tensors, given=given) == 0

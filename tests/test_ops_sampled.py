@@ -43,7 +43,7 @@ def run_sampled(name, ratio, at, given, **options):
 
 
 def draw_by_definition(sample, *parts):
-    """Returns the indices of the drawn rows, and the divisor of each."""
+    """Return the indices of the drawn rows, and the divisor of each."""
     rows = zip(*(part.tolist() for part in parts), strict=True)
     norms = [sum(math.hypot(*row) for row in several) for several in rows]
     mean = sum(norms) / len(norms)
@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
 
 
 def make_uneven(weight_of):
-    """Returns gradients of outputs in which a few rows carry most of the sum."""
+    """Return a function that makes gradients of outputs in which a few rows contribute most of the sum."""
 
     def weights(out):
         positions = [1 if i == (1 if out.dim() == 4 else out.dim() - 1) else n for i, n in enumerate(out.shape)]
@@ -101,7 +101,7 @@ def make_uneven(weight_of):
 
 
 def is_unbiased(several, exact):
-    """Returns whether single estimates are rough and their mean is close."""
+    """Return whether single estimates have large errors and their mean has a small one."""
     each = sum(relative_error(found, exact) for found in several) / len(several)
     return each > 0.05 and relative_error(sum(several) / len(several), exact) < 0.2 * each
 
@@ -114,8 +114,10 @@ def rows_of_many_sizes(number=40):
 
 @pytest.mark.parametrize('ratio', [0.5, 0.3, 0.1])
 def test_the_mean_over_all_draws_is_exact(ratio):
-    """The integral over where draws begin. Each draw moves up the rows with it, so the same rows at both ends of an
-    interval are the rows of all of it."""
+    """The mean is the integral over the start of the draws.
+
+    Each draw moves up the rows with the start, so if both ends of an interval draw the same rows, all of it does.
+    """
     rows, seen = rows_of_many_sizes()
 
     def mean(low, high, at_low, at_high):
@@ -130,7 +132,7 @@ def test_the_mean_over_all_draws_is_exact(ratio):
 
 
 def test_large_rows_are_drawn_more_often():
-    """The error is below that of rows that are all as likely."""
+    """The error is smaller than with uniform probabilities."""
     rows, seen = rows_of_many_sizes(400)
     exact = rows.t() @ seen
     found = [d.divided(rows).t() @ d.of(seen) for d in (draw(Sample(0.25, at), rows) for at in DRAWS)]
@@ -141,7 +143,7 @@ def test_large_rows_are_drawn_more_often():
 
 @pytest.mark.parametrize('ratio', [0.1, 0.25, 0.5])
 def test_no_draw_is_wasted(ratio):
-    """Of rows with large norms, which carry most, each is drawn, and hardly any row twice."""
+    """Rows with large norms, which contribute most, are always drawn, and hardly any row is drawn twice."""
     rows, _ = rows_of_many_sizes(400)
     number = round(ratio * 400)
     largest = rows.norm(dim=1).topk(number // 4).indices
@@ -167,7 +169,7 @@ def test_rows_at_the_edges():
 
 
 def test_sums_of_chances_are_of_whole_numbers():
-    """CUDA sums floating point numbers along a dimension in any order; torch refuses it to deterministic runs."""
+    """CUDA sums floating point numbers along a dimension in any order, which torch refuses in deterministic mode."""
     kinds = []
 
     class Log(TorchDispatchMode):
@@ -184,8 +186,8 @@ def test_sums_of_chances_are_of_whole_numbers():
 @pytest.mark.parametrize('name', [*WHOLE, 'norm_linear', 'grn', 'qkv', 'windows'])
 @pytest.mark.parametrize(('sample', 'means'), [(Sample(0.25, 0.4), 10), (Sample(0.7, 0.95), 100)], ids=str)
 def test_estimates(name, sample, means, monkeypatch):
-    """Where rows are in the order of the plain layer's, and in one chunk. The norm's weight and gamma get theirs from
-    these."""
+    """Rows are in the order of the plain layer's, in one chunk. Norm weights and gamma are estimated from these
+    estimates."""
     monkeypatch.setattr(row_sampling, 'ROWS_OF_MEANS', means)
     monkeypatch.setattr(ops_cases, 'output_gradient', make_uneven(ops_cases.output_gradient))
     case = CASES[name]
@@ -207,7 +209,8 @@ def test_estimates(name, sample, means, monkeypatch):
     ('name', 'options'), [(n, {}) for n in NAMES] + [(n, dict(chunk=100)) for n in ('mlp', 'grn', 'windows')], ids=str
 )
 def test_exact_on_average(name, options):
-    """Weights from the mean over draws at even distances; all else from each sample, norms of saved inputs too."""
+    """Weight gradients are compared in the mean over equidistant draws, all others for each sample, also with saved
+    inputs."""
     case = CASES[name]
     weights = [n for n in WEIGHTS if n != 'norm_weight' or not (name in WHOLE or 'windows' in name)]
     tensors, given = case.inputs()
@@ -223,7 +226,7 @@ def test_exact_on_average(name, options):
 
 @pytest.mark.parametrize('dtype', [FP16, torch.bfloat16], ids=str)
 def test_half_precision_on_average(dtype):
-    """In fp16 with layer scale gradients of outputs are scaled, and the mean's part is not."""
+    """In fp16 with layer scale, gradients of outputs are scaled, and the part of the mean is not."""
     tensors, given = CASES['mlp'].inputs()
     tensors = cast_tensors(tensors, torch.float32)
     exact = differentiate(run_under_autocast(CASES['mlp'].run(Form(), **given), dtype), tensors)
@@ -266,7 +269,7 @@ def test_transformers_exact_on_average(kind, chunk, rate, numbers):
 
 
 def test_row_draws(monkeypatch):
-    """Each quarter as often as another, by module, pass and iteration; a run that goes on draws as it would have."""
+    """Each quarter is equally likely. Draws follow from module, pass and iteration, so a resumed run repeats them."""
     iteration = [0]
     monkeypatch.setattr(MessageHub, 'get_info', lambda *args: iteration[0])
     drawn = {}
@@ -285,7 +288,7 @@ def test_row_draws(monkeypatch):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_models(family):
-    """Over many passes the mean comes near; gradients of biases and of the image are exact in each."""
+    """The mean over many passes is close; the gradients of biases and of the image are exact in each pass."""
     lean, x = build(family, dict(preset='sampled', keep_ratio=0.5)), random_images(1, 64, 64)
     plain = build(family)
     plain.load_state_dict(lean.state_dict())
@@ -319,7 +322,7 @@ def test_what_cannot_be_honoured():
 
 @pytest.mark.parametrize('name', ['mlp', 'mlp of tokens', 'qkv'])
 def test_no_images(name):
-    """As where stochastic depth drops all of a batch."""
+    """Stochastic depth may drop all images of a batch."""
     tensors, given = CASES[name].inputs(n=0)
     found = differentiate(run_sampled(name, 0.25, 0.4, given), tensors)
     assert all(not gradient.abs().sum() for gradient in found.values())

@@ -26,7 +26,7 @@ TOKENS = 42
 
 
 def randomize(module, std=0.3, dtype=torch.float64):
-    """Gives a module weights that look trained: no zeros, and norms that are no identities."""
+    """Fill a module with weights that look trained: no zeros, and no norms that are identities."""
     for name, p in module.named_parameters():
         p.data.normal_(0, std / max(p.shape[-1], 1) ** 0.5 if p.dim() > 1 else 0.1)
         if 'norms' in name and name.endswith('weight'):
@@ -37,7 +37,7 @@ def randomize(module, std=0.3, dtype=torch.float64):
 
 
 def compute_gradients(run, leaves, seed=0, zeros=False):
-    """Output and gradients of all leaves; random numbers from a seed. ``zeros``: for leaves that are not reached."""
+    """Return output and gradients of all leaves. ``zeros``: leaves without a gradient have a gradient of zeros."""
     torch.manual_seed(seed)
     out = run()
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
@@ -93,7 +93,7 @@ def test_dropout_in_chunks_replays_its_masks_and_leaves_the_generator_alone():
 
 
 def test_replayed_masks_are_those_of_the_forward_pass():
-    """A number that was left out has no gradient: the last bias counts the others."""
+    """A dropped number has no gradient; the gradient of the last bias counts the others."""
     module = randomize(FFN(8, 32, add_identity=False))
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     out = feed_forward(FFNSettings(dropout=(0.5, 0.5), chunk=64), ffn_tensors(module, x))
@@ -112,7 +112,7 @@ def test_masks_are_replayed_whatever_the_strides_of_the_gradient_are(chunk):
 
 
 def test_no_images():
-    """Gradients of parameters are zero."""
+    """The gradients of parameters are zero."""
     module, x = layer(0.2), torch.zeros(0, TOKENS, 16, dtype=torch.float64, requires_grad=True)
     reference = torch.zeros(0, TOKENS, 4, 2, dtype=torch.float64, requires_grad=True)
     leaves = dict(module.named_parameters(), x=x, reference=reference)
@@ -205,7 +205,7 @@ def settings_of(dropout=0.0, act='relu', chunk=None, storage='native'):
     ids=['', 'chunks', 'gelu', 'dropout', 'images'],
 )
 def test_two_encoder_layers(numbers, mask, options, monkeypatch):
-    """The second of which reads its input from what the first one stored."""
+    """The second layer reads its input from the tensor that the first one saved."""
     if 'images' in options:  # one at a time
         monkeypatch.setattr(deformable_module, '_AT_A_TIME', 1)
     rate, act = options.get('dropout', 0.0), options.get('act', 'relu')
@@ -230,8 +230,10 @@ def test_two_encoder_layers(numbers, mask, options, monkeypatch):
 
 
 def run_thinned_oracle(module, x, pos, given, kept, rate):
-    """Algorithm 1 in plain autograd: gradients of both branches from kept tokens. Dropout is drawn for those
-    of the first image, for those of the second, then for the others."""
+    """Run Algorithm 1 in plain autograd: both branches backpropagate through the kept tokens.
+
+    Dropout is drawn for the kept tokens of the first image, then for those of the second, then for the others.
+    """
     attention, ffn = module.self_attn, module.ffn.layers
     factors = [x.new_ones(2, TOKENS, width) for width in (16, 32, 16)]
     for index in (kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]):
@@ -287,8 +289,11 @@ def test_frozen_parts(frozen):
 
 @pytest.mark.parametrize('storage, share', [('native', 0.13), ('int8', 0.07)])
 def test_stored_bytes_beside_cuda(storage, share):
-    """An inner layer, which reads its input from what the one before stored. CUDA's plain layer stores input, query,
-    values, places, half as many weights, the kernel's output, two sums, y and eight maps of hidden numbers."""
+    """An inner layer reads its input from the tensor that the layer before saved.
+
+    CUDA's plain layer stores input, query, values, places, half as many weights, the kernel's output, two sums, y and
+    eight maps of hidden numbers.
+    """
     modules = [layer(channels=32, hidden=256, dtype=torch.float32) for _ in range(3)]
     for module in modules:  # as many numbers of places as channels in the models that people train
         assert module.self_attn.sampling_offsets.out_features == 64
@@ -309,7 +314,7 @@ def test_stored_bytes_beside_cuda(storage, share):
 
 
 def test_eight_bits():
-    """Gradients of a layer as after training, each parameter's against fp32's own."""
+    """The layer has weights as after training; the gradient of each parameter is compared with that in fp32."""
     module = layer(channels=32, hidden=256, dtype=torch.float32)
     x, pos = (torch.randn(2, TOKENS, 32, requires_grad=True) for _ in range(2))
     leaves = dict(module.named_parameters(), x=x, pos=pos)

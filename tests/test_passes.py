@@ -22,7 +22,7 @@ def backbone(rate=0.0, **options):
 
 @pytest.mark.parametrize(('preset', 'rate', 'sampler'), [('exact', 0.5, 'grid'), ('sbp', 0.0, 'random')])
 def test_a_call_past_the_hooks_is_a_pass_of_its_own(preset, rate, sampler):
-    """``backbone.forward(x)``, as wrappers call it: with new draws, which are those of ``backbone(x)``."""
+    """Wrappers call ``backbone.forward(x)``. It draws anew, and draws the same as ``backbone(x)`` would."""
     found = []
     for call in ('__call__', 'forward'):
         torch.manual_seed(7)
@@ -73,7 +73,7 @@ def test_images_that_nobody_sees_are_an_error_that_says_so():
 
 @pytest.mark.parametrize(('preset', 'rate'), [('exact', 0.5), ('sbp', 0.0)])
 def test_a_default_device(preset, rate):
-    """Draws are made on the CPU, whatever device new tensors have by default."""
+    """Draws are made on the CPU, whatever the default device of new tensors is."""
     model, x = make_lean_copy(backbone(rate), preset), random_images(2, 3, 64, 64)
     torch.manual_seed(3)
     expected = model(x)[0]
@@ -119,7 +119,7 @@ def test_a_layer_alone_is_refused_and_an_open_pass_ends_with_an_exception():
 
 
 def test_a_pass_inside_of_a_pass():
-    """The outer one goes on with its own draws."""
+    """The outer pass continues with its own draws."""
     model, x = make_lean_copy(backbone(), 'sbp', sampler='random'), random_images(1, 3, 64, 64)
     torch.manual_seed(2)
     alone = compute_gradients(model, x)
@@ -138,7 +138,7 @@ def test_a_pass_inside_of_a_pass():
 
 @pytest.mark.parametrize('passes', [1, 2])
 def test_copies_draw_for_themselves(passes):
-    """A copy that runs, as the first step's check does, leaves the draws of the model as they were."""
+    """A copy that runs, as in the verification of the first step, does not affect the draws of the model."""
     found = []
     for check in (False, True):
         torch.manual_seed(5)

@@ -54,7 +54,7 @@ def test_where_counts_lie_on_a_line_one_image_more_is_not_counted():
 
 
 def test_a_line_is_not_extended_far():
-    """Of one image and two it would say 99: the optimizer's step is most of both."""
+    """A line through one and two images predicts 99, because the optimizer's step dominates both."""
     asked = []
 
     def need(images):

@@ -26,13 +26,13 @@ GB = 10**9
 
 
 def _count_of_variant(peak, gradients, gaps=0):
-    """Returns the counts of a variant; with expandable segments there are no gaps."""
+    """Return the counts of a variant. With expandable segments there are no gaps."""
     return dict(peak=peak, gradients=gradients, reserved=2 * peak, capacity=peak + gaps, expandable=peak)
 
 
 @pytest.fixture(autouse=True)
 def round_numbers(monkeypatch):
-    """Sets the margin to 10 % and all other memory to 0.6 GB."""
+    """Set the margin to 10 % and all other memory to 0.6 GB."""
     for name, value in dict(MARGIN=0.1, WORKSPACES=10**8, CONTEXT=5 * 10**8).items():
         monkeypatch.setattr(planner, name, value)
 
@@ -58,7 +58,7 @@ def test_need_is_the_peak_with_margin_and_context():
 
 
 def run_plan(budget, peaks, path=FRCNN, presets=ALL, **options):
-    """Returns (variant -> fits), the measured variants and the rows; variants without a peak need 9 GB."""
+    """Return (variant -> fits), the measured variants and the rows; variants without a peak need 9 GB."""
     seen = []
 
     def measure(variant):
@@ -177,7 +177,7 @@ def test_where_the_pipeline_cannot_be_run_a_size_will_do(tmp_path, capsys):
 
 @pytest.fixture
 def planning(monkeypatch):
-    """Replaces measurements by given peaks, and records the hooks of the measured configs."""
+    """Replace measurements by given peaks, and record the hooks of the measured configs."""
     peaks, hooks = {}, []
 
     def measure(config, **case):
@@ -199,7 +199,7 @@ def test_what_is_not_counted_is_said(planning, capsys):
 
 
 def test_what_the_run_needs_beside_its_steps(planning, capsys):
-    """Validation, and a package that is missing."""
+    """The answer mentions validation, and a missing package."""
     planning.peaks.update(none=1)
     pages = []
     for path, option in ((FRCNN, []), (FRCNN, ['--cfg-options', 'val_cfg=None']), (STOCK_T, [])):
@@ -221,7 +221,7 @@ def test_images_without_boxes_have_none(planning, capsys, monkeypatch):
 
 
 def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):
-    """The config needs 5 GB, 1.1 GB more with gaps: it fits into 6 GB with one line in the environment."""
+    """The config needs 5 GB, and 1.1 GB more with gaps, so one line in the environment makes it fit into 6 GB."""
     peaks = dict(none=4, exact=2)
 
     def measure(config, **case):

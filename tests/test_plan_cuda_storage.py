@@ -125,7 +125,7 @@ def test_dropout_stores_a_byte_an_element():
 
 
 def test_stand_ins_of_kernels_are_no_foreign_code():
-    """A changed module is counted as it trains, whatever stands in for a kernel of CUDA."""
+    """A changed module is counted in its changed form, even while CUDA's kernels are replaced."""
     counter, kinds = LiveBytes(), (FocalLoss, nn.Dropout, nn.Conv2d, RoIAlign, FFN, MultiScaleDeformableAttention)
     with cuda_kernels(counter, False), cuda_storage(counter), assignment_on_cpu(counter):
         assert {kind: replaced_code(kind) for kind in kinds} == dict.fromkeys(kinds)

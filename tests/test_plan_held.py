@@ -20,7 +20,7 @@ CASE = dict(batch=1, height=64, width=64, boxes=2)
 
 @MODELS.register_module(force=True)
 class WithTeacher(RetinaNet):
-    """A detector that keeps a teacher outside of the tree of modules, as mmdet's distillation does."""
+    """Detector that keeps a teacher outside of the tree of modules, as in mmdet's distillation."""
 
     def __init__(self, teacher: dict, **kwargs):
         super().__init__(**kwargs)

@@ -26,7 +26,7 @@ ATEN = torch.ops.aten
     ],
 )
 def test_remembered_results_are_those_of_their_arguments(operation, arguments):
-    """Twice each, of maps and of transposed maps, in turns: what is remembered of one is not the other's."""
+    """Maps and transposed maps take turns; the cached result of one is not used for the other."""
     for x in (torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE).t(), torch.ones(SIDE, SIDE, dtype=torch.half)) * 2:
         x = [x, x] if 'foreach' in str(operation) else x
         for more in arguments:
@@ -85,7 +85,7 @@ def test_crops_of_masks_are_not_computed():
 
 
 def test_a_network_counts_alike_the_second_time():
-    """Its results are remembered from the first time."""
+    """The second count uses the cached results of the first."""
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3, stride=2))
     x, peaks = torch.ones(1, 3, SIDE, SIDE), []
     for _ in range(2):

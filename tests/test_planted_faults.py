@@ -47,7 +47,7 @@ def test_a_wrong_line(name, least, monkeypatch, caplog):
     ],
 )
 def test_a_wrong_line_in_half_precision(name, amp, monkeypatch, caplog):
-    """Rounding turns ReLUs there, which hides a small error: both sides are compared in full precision too."""
+    """Rounding flips ReLUs, which hides a small error, so both sides are also compared in full precision."""
     model = build_in_training(FAULTS[name].model)
     plain = copy.deepcopy(model)
     plant(monkeypatch, FAULTS[name])
@@ -56,7 +56,8 @@ def test_a_wrong_line_in_half_precision(name, amp, monkeypatch, caplog):
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 def test_a_wrong_line_of_half_precision_alone(dtype, monkeypatch, caplog):
-    """What full precision does not run is seen by the length of gradients, in which turned ReLUs hardly show."""
+    """The comparison in full precision misses it, but the norm of gradients shows it, which flipped ReLUs hardly
+    change."""
     original = conv_norm_act.convolve_backward
 
     def backward(*args):
@@ -70,7 +71,7 @@ def test_a_wrong_line_of_half_precision_alone(dtype, monkeypatch, caplog):
 
 @pytest.mark.parametrize('shape', [(2, 2048, 4, 4), (2, 512, 5, 4), (1, 64, 40, 40)], ids=str)
 def test_eight_bits_of_maps_with_few_positions(shape, monkeypatch):
-    """In a channel of few positions, the end of the last step is no rare value, and no fault of the rounding."""
+    """In a channel of few positions, values at the end of the last step are common and do not indicate a fault."""
     x = torch.randn(shape)
     check_eight_bits(x)
     plant(monkeypatch, FAULTS['int8 map: end of the step'])

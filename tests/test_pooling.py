@@ -43,7 +43,7 @@ def run_step(module, *inputs):
 
 
 def assert_exact(module, *inputs):
-    """Asserts that a changed copy of a module is exact; returns its report and the share that it stores."""
+    """Assert that a changed copy of a module is exact; return its report and the ratio of stored bytes."""
     module.double().to(DEVICE).train()
     lean = copy.deepcopy(module)
     report = apply_lean(lean, verify=False)
@@ -138,7 +138,8 @@ def test_a_layer_of_vgg_with_a_hook_runs_its_own_code():
 
 
 class Conv2dSamePadding(nn.Conv2d):
-    """Of EfficientDet, by its definition: as many windows as strides fit in, centred, the odd row at the end."""
+    """Convolution of EfficientDet by its definition: ceil(size / stride) windows, centred, with an odd row of padding
+    at the end."""
 
     def forward(self, x):
         windows = [-(-n // s) for n, s in zip(x.shape[2:], self.stride, strict=True)]

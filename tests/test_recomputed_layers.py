@@ -36,7 +36,7 @@ def _backbone(name):
 
 
 class _Products(TorchDispatchMode):
-    """Multiplications of matrix products, and the operators that compute attention, which it counts apart."""
+    """Mode that counts matrix products, and separately the operators that compute attention."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ LAYERS, TOKENS, WIDTH = 4, 20, 16
 
 
 class _EncoderAndAttention(nn.Module):
-    """An encoder, and attention to its output from some queries, as in a decoder."""
+    """Encoder, and attention of some queries to its output, as in a decoder."""
 
     def __init__(self):
         super().__init__()

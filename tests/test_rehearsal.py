@@ -60,7 +60,7 @@ PIPELINE = [
 
 
 def make_config(label, path):
-    """Writes the paper's config in a small size."""
+    """Write the paper's config in a small size."""
     config = load_config(str(RESEARCH / 'experiments' / COCO.configs[label]))
     options = copy.deepcopy(SMALL)
     for split in ('train', 'val', 'test'):
@@ -74,7 +74,7 @@ def make_config(label, path):
 
 
 def make_coco(folder):
-    """Shapes that are called COCO's first classes, where COCO's config looks for COCO."""
+    """Write shapes as a data set with COCO's first classes, in the folder where COCO's config expects COCO."""
     make_set(folder / 'made', train=8, val=2, size=64)
     for split in ('train', 'val'):
         source = folder / f'made/annotations/instances_{split}.json'
@@ -112,7 +112,7 @@ def run(project, *args, **variables):
 
 
 def assert_resumes_after_kill(project, labels, *args, **variables):
-    """Asserts that the first call ends with the killed training and the second call resumes it."""
+    """Assert that the first call reports the killed training run and that the second call resumes it."""
     first = run(project, '--labels', *labels, *args, **variables)
     assert first.returncode == 1 and f'{labels[1]}, seed 0: a training failed' in first.stderr, first.stderr[-3000:]
     second = run(project, '--labels', *labels, *args, **variables)
@@ -124,7 +124,7 @@ def assert_resumes_after_kill(project, labels, *args, **variables):
 
 
 def assert_ended_run_is_evaluated(project, name):
-    """Asserts that a training that was killed in its last evaluation is evaluated when it is resumed."""
+    """Assert that a training run that was killed in its last evaluation is evaluated when it is resumed."""
     folder = project / 'work_dirs/coco' / name
     known = json.loads((folder / 'result.json').read_text())
     (folder / 'result.json').unlink()

@@ -51,7 +51,7 @@ def project(tmp_path_factory):
 
 
 def train_and_get_state(project, monkeypatch, *hooks):
-    """Returns the state at the first iteration of a run with these hooks."""
+    """Return the state at the first iteration of a run with these hooks."""
     folder, path = project
     monkeypatch.chdir(folder)
     config = Config.fromfile(path)
@@ -102,7 +102,8 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
 
 
 def test_heads_get_what_a_trained_detector_finds(project, monkeypatch):
-    """Eight proposals lie near each box, though the detector is untrained; afterwards it finds what it finds."""
+    """Eight proposals lie near each box although the detector is untrained; afterwards its own proposals are used
+    again."""
     folder, path = project
     monkeypatch.chdir(folder)
     config = Config.fromfile(path)
@@ -138,7 +139,7 @@ def test_margins_and_gaps_are_those_of_the_planner():
 
 
 def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):
-    """EMA's copy waits beside the model, 9 parts of 10 of what a tiny detector holds."""
+    """EMA's copy of the model is 90 % of the memory of a tiny detector."""
     folder, path = project
     monkeypatch.chdir(folder)
     monkeypatch.setattr('sbp_mmdet.plan.planner.needed', lambda row, **options: row['peak'])
@@ -156,7 +157,7 @@ def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):
 
 
 def test_a_budget_is_said_in_few_digits(project, monkeypatch):
-    """A batch that needs a few bytes more than a budget of four digits is not refused."""
+    """A batch that needs a few bytes more than the rounded budget is accepted."""
     folder, path = project
     monkeypatch.chdir(folder)
     for peak, ends in ((8_004_000, KeyboardInterrupt), (8_012_000, DoesNotFit)):
@@ -171,7 +172,7 @@ def test_a_budget_is_said_in_few_digits(project, monkeypatch):
 
 
 def test_validation_is_rehearsed_too(project, monkeypatch):
-    """With as many detections as it may have; thresholds and modes are put back."""
+    """The validation step has the largest possible number of detections; thresholds and modes are restored."""
     folder, path = project
     monkeypatch.chdir(folder)
     config = Config.fromfile(path)
@@ -254,7 +255,7 @@ def test_what_cannot_be_rehearsed_is_a_line(project, monkeypatch, line, said):
 
 
 def test_the_command(project, monkeypatch, capfd):
-    """Its answer is a line: what mmengine's runner tells of itself would hide it."""
+    """The answer is one line, without the output of mmengine's runner."""
     folder, path = project
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as caught:

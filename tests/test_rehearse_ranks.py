@@ -15,7 +15,7 @@ GB = 2**30
 
 
 def _rehearse(rank, folder):
-    """Returns peak and budget of each process, and the messages of both."""
+    """Return peak and budget of each process, and the messages of both."""
     dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
     said = []
     runner = SimpleNamespace(model=nn.Linear(1, 1), logger=SimpleNamespace(info=said.append))
@@ -52,7 +52,7 @@ def one_process(tmp_path):
 
 
 def test_the_buckets_of_distributed_training_count(one_process, monkeypatch):
-    """The model steps without its wrapper, which would wait for others; its buckets are as large as gradients."""
+    """The model runs without its wrapper, which would wait for other ranks; the buckets are as large as gradients."""
     model = nn.Linear(10, 10)
     stepped = []
     monkeypatch.setattr(rehearse, '_most', lambda runner, model, run, held, usual: stepped.append(model) or 50 + held)

@@ -31,7 +31,7 @@ STAGES = {
 
 
 def build_stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8, width=8):
-    """Returns a stage with norms that look trained; it is longer than a chain."""
+    """Return a stage with norms that look trained; it is longer than a chain."""
     torch.manual_seed(0)
     model = ResLayer(block, 16, width, blocks, **{'stride': 2, 'norm_cfg': BN, **(options or {})})
     for module in model.modules():
@@ -50,7 +50,7 @@ def random_map(size=(17, 22), channels=16):
 
 
 def compute_gradients(model, x, run=None, needs_x=True):
-    """Returns output and gradients of input and parameters."""
+    """Return output and gradients of input and parameters."""
     x = x.clone().requires_grad_(needs_x)
     model.zero_grad()
     out = (run or model)(x)
@@ -60,7 +60,7 @@ def compute_gradients(model, x, run=None, needs_x=True):
 
 
 def largest_difference(found, expected):
-    """Returns the largest relative difference of a gradient."""
+    """Return the largest relative difference of a gradient."""
     assert found.keys() == expected.keys()
     return max(((found[name] - g).norm() / g.norm()).item() for name, g in expected.items())
 
@@ -105,7 +105,7 @@ def test_stored_bytes(block, norm_eval, preset, most):
     *itertools.product(['exact_min'], [resnet.Bottleneck, resnet.BasicBlock], [1, 2, 7]),
 ])  # fmt: skip
 def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, preset):
-    """Signs take one bit in 32: the bound is by their share."""
+    """The bound allows for signs, which take one bit in 32."""
     lean, plain = (model.float() for model in build_lean_and_plain(block, None, blocks=blocks, preset=preset))
     x, run = random_map((32, 32)).float(), type(plain).forward
 
@@ -121,7 +121,7 @@ def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, prese
 
 
 def test_what_was_used_is_freed():
-    """The first block, of stride 2, has the largest maps. What later blocks saved is not there any more at its peak."""
+    """The first block, of stride 2, has the largest maps; at its peak, the maps of later blocks have been freed."""
     lean, x = build_lean_and_plain(blocks=3, width=16)[0].float(), torch.randn(8, 16, 28, 28)
 
     def run():
@@ -135,7 +135,7 @@ def test_what_was_used_is_freed():
 @pytest.mark.parametrize('name', ['Bottleneck', 'Bottleneck, batch statistics', 'BasicBlock'])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_a_convolution_that_answers_differently_the_second_time(name, preset, monkeypatch):
-    """The error of the gradients is in proportion to that of the convolutions: no ReLU changes its side."""
+    """The error of the gradients is proportional to that of the convolutions, because no ReLU flips."""
     lean, plain = build_lean_and_plain(*STAGES[name], preset=preset)
     own, noise = torch.conv2d, torch.Generator().manual_seed(2)
 
@@ -210,7 +210,7 @@ def test_channels_last():
 
 @pytest.mark.parametrize('norm_eval', [True, False])
 def test_autocast(norm_eval):
-    """Errors are those of the plain model in this precision."""
+    """The errors are not larger than those of the plain model in this precision."""
     lean, plain = build_lean_and_plain(resnet.Bottleneck, None, norm_eval, blocks=4, width=16)
     x, exact = random_map(), compute_gradients(copy.deepcopy(plain), random_map())[1]
 
@@ -317,7 +317,7 @@ def test_eight_bits_store_less_and_are_near():
 
 
 class Head(nn.Module):
-    """Calls its blocks one by one, as Double-Head's box head does."""
+    """Head that calls its blocks one by one, as in Double-Head."""
 
     def __init__(self, blocks):
         super().__init__()

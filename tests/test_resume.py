@@ -29,7 +29,7 @@ def whole(folder):
 
 
 def test_killed_in_mid_epoch_and_in_mid_write(folder, whole):
-    """SIGKILL in the second epoch; resumed, and killed in the middle of writing its checkpoint; resumed again."""
+    """The run is killed by SIGKILL in the second epoch, then while it writes its checkpoint, and resumed each time."""
     work_dir = folder / 'killed'
     killed, _ = train(folder, 'killed', KILL_AFTER_ITERATION_0=6)
     assert killed.returncode == -9
@@ -52,7 +52,7 @@ def test_killed_in_mid_epoch_and_in_mid_write(folder, whole):
 
 
 def test_resume_from_a_damaged_checkpoint(folder, whole):
-    """As mmengine's own way of writing leaves it: the last checkpoint, written a second time, and killed at that."""
+    """mmengine leaves such a file if the run is killed while it writes the last checkpoint again."""
     work_dir = folder / 'damaged'
     shutil.copytree(whole, work_dir)
     (work_dir / 'epoch_3.pth').unlink()

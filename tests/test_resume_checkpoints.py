@@ -100,7 +100,7 @@ class Evil:
     ids=lambda evil: f'{evil.call[0].__name__}-{evil.call[1][-1]}',
 )
 def test_what_mmengine_does_not_store_is_refused(tmp_path, read, evil):
-    """getattr is what an attack would need, and what pickle uses for the methods of the log history."""
+    """pickle uses getattr for the methods of the log history, and an attack would need it."""
     if isinstance(evil.call[1][0], type(os)):
         evil.call = (getattr, (Evil(__import__, 'os'), 'system'))
     torch.save(dict(a=evil), tmp_path / 'evil.pth')
@@ -264,7 +264,7 @@ def rename_as_in_mmpretrain(name):
 
 @pytest.mark.parametrize('change', ['size', 'names', 'module'])
 def test_checkpoint_that_the_model_makes_its_own(config, change, capsys):
-    """With the hooks of a real loading, of which nothing is said twice; resuming has none for the optimizer."""
+    """Loading runs with its real hooks and reports nothing twice; resuming has no hooks for the optimizer."""
     state = save_vit(config).state_dict()
     if change == 'size':
         config.model.backbone.img_size = 128
@@ -339,7 +339,7 @@ def test_training_writes_whole_checkpoints(config, capsys):
 
 
 def check_and_get_resume(config, work_dir, resume=None):
-    """Returns the value of ``--resume`` after the check."""
+    """Check the start of a run, and return the value of ``--resume`` afterwards."""
     args = SimpleNamespace(resume=resume, work_dir=str(work_dir), config='tiny.py')
     mmdet_script.check_start(config, args)
     return args.resume

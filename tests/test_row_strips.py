@@ -44,7 +44,7 @@ def random_maps(height=19, width=WIDE, number=1):
 
 
 def compute_gradients(model, inputs, needs=(True, True, True), layout=torch.contiguous_format):
-    """Returns outputs and gradients of inputs and parameters."""
+    """Return outputs and gradients of inputs and parameters."""
     inputs = [x.clone(memory_format=layout).requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
     model.zero_grad()
     outs = model(inputs)
@@ -67,7 +67,7 @@ def assert_plain(lean, plain, inputs, **options):
 
 @pytest.fixture(params=['exact', 'exact_min'])
 def preset(request):
-    """Yields the presets with which the hidden map or only its signs are stored."""
+    """Yield the presets with which the hidden map or only its signs are stored."""
     return request.param
 
 
@@ -124,7 +124,7 @@ def test_outputs_that_nobody_uses(preset):
 
 
 def test_autocast(preset):
-    """Errors are those of the plain modules in this precision."""
+    """The errors are not larger than those of the plain modules in this precision."""
     plain, inputs = build_heads(), random_maps(33, 64)
     exact = compute_gradients(plain, inputs)[1]
 
@@ -139,7 +139,7 @@ def test_autocast(preset):
 
 
 def test_a_convolution_that_answers_differently_the_second_time(preset, monkeypatch):
-    """No ReLU changes its side."""
+    """No ReLU flips."""
     plain = build_heads()
     lean, own, noise = make_lean_copy(plain, preset), F.conv2d, torch.Generator().manual_seed(2)
 
@@ -155,7 +155,8 @@ def test_a_convolution_that_answers_differently_the_second_time(preset, monkeypa
 
 
 def test_stored_bytes(preset):
-    """Of the maps of 4, 4 and 6 channels (laterals, pyramid, hidden) no lateral, and of hidden ones signs."""
+    """Of the maps of 4, 4 and 6 channels (laterals, pyramid, hidden), no lateral is stored, and of hidden maps the
+    signs."""
     plain, inputs = build_heads(), random_maps(32, 64)
     everything = count_model_bytes(plain, inputs)
     most = dict(exact=0.74, exact_min=0.4)[preset]
@@ -164,7 +165,7 @@ def test_stored_bytes(preset):
 
 
 def test_a_loss_of_the_instances_own_does_not_matter():
-    """It calls the forward pass, and is not called by it."""
+    """The loss calls the forward pass, not the other way round."""
     plain, inputs = build_heads(), random_maps(32, 64)
     lean = make_lean_copy(plain)
     before = count_model_bytes(lean, inputs)

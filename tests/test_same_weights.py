@@ -65,7 +65,7 @@ class Copies(TorchDispatchMode):
 
 
 def run_channels_last(name, preset):
-    """Returns gradients and the number of copies of a step in channels last."""
+    """Return the gradients of a step in channels-last layout, and the number of copies into another layout."""
     model = build_model(name, preset, torch.float64).to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x.contiguous(memory_format=torch.channels_last).requires_grad_()

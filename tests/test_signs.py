@@ -31,7 +31,7 @@ def build_with_images(name):
 @pytest.mark.parametrize('name', MODELS)
 @pytest.mark.parametrize('amp', [False, True], ids=['fp32', 'bf16'])
 def test_counts_are_those_of_whole_passes(name, amp):
-    """Autograd's hooks over the whole model are the oracle: each storage once, parts that stay as they are included."""
+    """Autograd's hooks over the whole model, unchanged parts included, are the oracle; each storage counts once."""
     model, x = build_with_images(name)
 
     def run():
@@ -79,7 +79,7 @@ def _step(model, batch, wrapper):
 
 
 class Runner(types.SimpleNamespace):
-    """A runner with the attributes that hooks read."""
+    """Runner with the attributes that hooks read."""
 
     def __init__(self, model):
         super().__init__(model=model, logger=logging.getLogger('signs'), iter=0, visualizer=self, scalars={}, hooks=[])
@@ -91,7 +91,7 @@ class Runner(types.SimpleNamespace):
 
 
 def train_and_get_log(hook, model, caplog, steps=2, amp=False):
-    """Returns the log of a training of some steps by level, and its scalars."""
+    """Return the log of a training run of some steps by level, and its scalars."""
     runner = Runner(model)
     with caplog.at_level(logging.INFO, 'signs'):
         hook.before_run(runner)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope='module')
 def slurm(tmp_path_factory):
-    """Returns the environment of a launch, and a project with a blank in its path."""
+    """Return the environment for a launch, and a project with a space in its path."""
     folder = tmp_path_factory.mktemp('slurm')
     script = ROOT / 'tests/slurm_cluster.sh'
     run('bash', script, 'up', folder / 'cluster', '2', cwd=folder)
@@ -49,7 +49,7 @@ def free_port():
 
 @pytest.fixture(scope='module')
 def trained(slurm, project):
-    """Runs a whole training by slurm_train.sh."""
+    """Run a complete training run with slurm_train.sh."""
     arguments = ('test', 'my job', 'resume.py', 'whole')
     return run('bash', TOOLS / 'slurm_train.sh', *arguments, cwd=project, PORT=free_port(), **slurm)
 
@@ -82,7 +82,7 @@ def wait_for(condition, what, seconds=120):
 
 
 def test_requeued_and_cancelled_job_ends_like_a_whole_one(trained, slurm, project):
-    """Killed by requeue in the second epoch, by scancel in the third, each time with the first new step done."""
+    """The job is killed by a requeue in the second epoch and by scancel in the third, each time after one new step."""
     trouble = dict(HANG_AFTER_ITERATION_0=3, HANG_AFTER_ITERATION_1=5)
     variables = dict(slurm, PORT=free_port(), PY_ARGS='--resume')
     script = project / 'job.sh'

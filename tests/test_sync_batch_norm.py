@@ -66,7 +66,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 class Processes:
-    """A replacement of torch.distributed for two threads."""
+    """Replacement of torch.distributed for two threads."""
 
     def __init__(self):
         self.barrier, self.given = threading.Barrier(2, timeout=30), {}
@@ -89,7 +89,7 @@ class Processes:
 
 
 def run_processes(maps, weight, norm, momentum=0.1):
-    """Returns outputs, gradients of each process, and running statistics, with the first batch in thread 0."""
+    """Return outputs, the gradients of each process, and running statistics. Thread 0 gets the first batch."""
     processes, found = Processes(), {}
     settings = ConvNormSettings(norm='batch', process_group='both', momentum=momentum)
 

@@ -40,7 +40,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
 
 
 def test_an_old_file_is_never_half_written(tmp_path):
-    """What another name of the old file shows is what a call would read that begins while this one writes."""
+    """A hard link to the old file shows what another process would read during the write."""
     file, old = tmp_path / 'new/out.json', tmp_path / 'old'
     write_json(file, dict(a=1))
     os.link(file, old)
@@ -78,7 +78,7 @@ def git(folder, *words):
 
 @pytest.mark.skipif(not shutil.which('git'), reason='no git')
 def test_commit(tmp_path, monkeypatch):
-    """Of the checkout that holds the package: not of any other one around it, and whether files differ from it."""
+    """The commit is that of the checkout that contains the package, and it is marked if files differ from it."""
     file = tmp_path / 'tables.py'
     file.write_text('1')
     (tmp_path / 'other').write_text('1')
@@ -106,7 +106,7 @@ def test_commit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('file', RESULTS, ids=lambda file: file.stem)
 def test_every_result_says_where_it_comes_from(file):
-    """Files of the time before commits were written say that they have none."""
+    """Files that are older than this rule say that they have no commit."""
     found = json.loads(file.read_text())
     for one in found.get('runs', [found]):
         assert set(one['machine']) == KEYS

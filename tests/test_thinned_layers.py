@@ -113,7 +113,7 @@ WAYS = [
 
 @pytest.fixture
 def skip_weights(monkeypatch):
-    """Skips initialisation, so that networks of full size are built quickly."""
+    """Skip the initialisation of weights, so that networks of full size are built quickly."""
     for name in ('kaiming_uniform_', 'trunc_normal_', 'uniform_'):
         monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
 

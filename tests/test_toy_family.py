@@ -59,7 +59,7 @@ class ToyShrink(nn.Module):
 
 @MODELS.register_module()
 class ToyNet(BaseModule):
-    """A backbone of three levels of two blocks, each of which halves its map."""
+    """Backbone of three levels with two blocks each; every level halves its map."""
 
     def __init__(self, widths=WIDTHS, rate=0.0, init_cfg=None):
         super().__init__(init_cfg)
@@ -75,7 +75,7 @@ class ToyNet(BaseModule):
 
 
 def register():
-    """Registers everything that a new family needs."""
+    """Register everything that a new family needs."""
 
     @adapter(ToyBlock)
     class LeanToyBlock(LeanBlock):
@@ -135,7 +135,7 @@ def test_report():
 
 @pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if preset.gradients in ('exact', 'sbp')])
 def test_gradients(preset):
-    """Of the definition: exact, or kept positions alone."""
+    """Gradients are exact, or those of the kept positions only."""
     x, lean = random_images(2, 36, 44), toy(preset)
     found, plain = compute_gradients(lean, x), toy()
     if preset in ('none', 'with_cp'):
@@ -202,7 +202,7 @@ def test_what_may_be_registered():
 
 @pytest.fixture(scope='module')
 def detector():
-    """Returns a stock detector with the toy backbone."""
+    """Return a stock detector with the toy backbone."""
     config = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
     config.model.backbone = dict(type='ToyNet')
     config.model.neck.update(in_channels=WIDTHS, start_level=0)

@@ -49,12 +49,12 @@ WITH_KEYS = [
 
 
 def drop_sampled_weights(preset, *found):
-    """Returns gradients without the weights that 'sampled' estimates."""
+    """Return gradients without those of the weights that 'sampled' estimates."""
     return [{n: g for n, g in grads.items() if preset != 'sampled' or n.endswith(('bias', 'image'))} for grads in found]
 
 
 def draw_as_plain(preset):
-    """Returns settings with which stochastic depth drops the same images as in the plain model."""
+    """Return settings with which stochastic depth drops the same images as the plain model."""
     return dict(preset=preset, **(dict(skip_dropped_images=False) if PRESETS[preset].form else {}))
 
 
@@ -67,7 +67,7 @@ def cosine_similarity(found, expected):
 @pytest.mark.parametrize('preset', [name for name in PRESETS if name != 'none'])
 @pytest.mark.parametrize('size', [SMALL, ODD], ids=['even', 'odd'])
 def test_values_are_the_plain_ones(family, preset, size):
-    """In training, with equal random numbers for stochastic depth; the masks take none of these."""
+    """In training, random numbers for stochastic depth are the same, because masks draw none of them."""
     x, outs = random_images(*size), []
     for cfg in (None, draw_as_plain(preset)):
         model = build(family, cfg, **DEPTH)
@@ -110,7 +110,7 @@ def test_keys_of_the_definition(family, cfg):
 @EACH_FAMILY
 @pytest.mark.parametrize('preset', THIN)
 def test_thinned_gradients_differ_from_the_plain_ones(family, preset):
-    """Guards the tests above: masks are no formality."""
+    """The tests above would be meaningless if masks had no effect."""
     x = F.interpolate(random_images(2, 8, 12), (64, 96), mode='bicubic')  # smooth, as photographs are
     plain, found = compute_gradients(build(family), x), compute_gradients(build(family, dict(preset=preset)), x)
     assert relative_error(found['image'], plain['image']) > 0.01
@@ -136,7 +136,7 @@ def test_evaluation_and_passes_without_gradients_are_plain(family, preset):
 @EACH_PRESET
 @pytest.mark.parametrize('together', [True, False], ids=['one backward', 'accumulated'])
 def test_two_passes(family, preset, together):
-    """Two images of a semi-supervised step, or of an accumulated one: each sends by its own draws."""
+    """Two passes precede a backward pass, as in a semi-supervised or accumulated step; each uses its own draws."""
     lean, xs = build(family, dict(preset=preset), **DEPTH), [random_images(*SMALL, seed=seed) for seed in (0, 1)]
     expected, losses = None, []
     for x in xs:
@@ -160,7 +160,7 @@ def test_two_passes(family, preset, together):
 
 
 def compute_scaled_gradients(model, x, dtype):
-    """Returns gradients under autocast, with a gradient scaler if the range is small."""
+    """Return gradients under autocast, with a gradient scaler if the range is small."""
     kind = 'cuda' if x.is_cuda else 'cpu'
     with torch.autocast(kind, dtype):
         outs = model(x)
@@ -177,7 +177,8 @@ def compute_scaled_gradients(model, x, dtype):
 @EACH_PRESET
 @pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 def test_autocast(family, preset, dtype):
-    """As near to the definition as the plain model under autocast is to the plain one, but for what eight bits lose."""
+    """Gradients are as near to the definition as plain ones under autocast are to plain ones, except those of eight
+    bits."""
     x = random_images(*SMALL, dtype=torch.float32)
     lean, plain = (build(family, cfg, dtype=torch.float32, **DEPTH) for cfg in (dict(preset=preset), None))
     found = compute_scaled_gradients(lean, x, dtype)
@@ -230,7 +231,7 @@ FROZEN = {
 @pytest.mark.parametrize('family', FROZEN)
 @pytest.mark.parametrize('preset', ['exact', 'sbp', 'reference'])
 def test_frozen_stages(family, preset):
-    """Frozen parameters get no gradient, draw no positions, and the others get what they should."""
+    """Frozen parameters get no gradient and draw no positions, and the others get the right gradients."""
     options, x = FROZEN[family] | DEPTH, random_images(*SMALL)
     lean = build(family, dict(preset=preset), **options)
     found = compute_gradients(lean, x)
@@ -244,7 +245,7 @@ def test_frozen_stages(family, preset):
 @EACH_FAMILY
 @EACH_PRESET
 def test_copies(family, preset):
-    """As EMA and checkpoints of a whole model make them, before a pass and after one."""
+    """EMA and checkpoints of whole models make such copies, before a pass or after one."""
     x = random_images(*SMALL)
     lean = build(family, dict(preset=preset), **DEPTH)
     kinds = {type(m).__name__ for m in build(family, **DEPTH).modules()}
@@ -284,7 +285,7 @@ def run_eval(model):
 @EACH_FAMILY
 @EACH_PRESET
 def test_where_all_images_are_dropped_gradients_are_zeros(family, preset):
-    """Optimizers and distributed training need one of every parameter."""
+    """Optimizers and distributed training need a gradient for every parameter."""
     lean, missed = build(family, dict(preset=preset), drop_path_rate=0.95), 0
     for seed in range(4):
         torch.manual_seed(seed)
@@ -305,7 +306,7 @@ def count_family_bytes(family, cfg, amp=True, **options):
 
 @EACH_FAMILY
 def test_stored_bytes(family):
-    """In the order that presets promise; and left-out images are not stored."""
+    """The order of presets is the documented one, and left-out images are not stored."""
     found = {name: count_family_bytes(family, dict(preset=name)) for name in PRESETS}
     assert found['int8'] < found['exact'] < 0.7 * found['none'] and found['with_cp'] < 0.7 * found['none']
     assert found['sbp'] < min(found['reference'], 0.7 * found['none'])
@@ -322,8 +323,7 @@ def test_stored_bytes(family):
 
 @pytest.mark.parametrize(('quarter', 'half'), [(0.25, 0.5)])
 def test_stored_bytes_of_paper_follow_the_ratio(quarter, half):
-    """For each kept position of ConvNeXt the MLP's input, of a downsampling layer x-hat and a deviation; the indices
-    once for a stage."""
+    """ConvNeXt stores its MLP's input, a downsampling layer x-hat and a deviation, each at kept positions only."""
     found = [count_family_bytes('SBPConvNeXt', dict(preset='sbp', keep_ratio=r), amp=False) for r in (quarter, half)]
     channels, expected = [8, 12, 16], 0
     for i, depth in enumerate([1, 2, 2]):
@@ -354,7 +354,7 @@ def test_whole_backbone_against_finite_differences(family):
 
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
-    """Under autocast too, where the first block of a stage gets half precision; and its factor is not rounded."""
+    """This includes autocast, where the first block of a stage gets half precision and its factor is not rounded."""
     x, dropped, factors, mlp = random_images(64, 32, 32, dtype=torch.float32), [], [], channel_mlp
     monkeypatch.setattr('sbp_mmdet.adapters.bindings.channel_mlp', lambda s, t: factors.append(t.factor) or mlp(s, t))
     for cfg in (None, draw_as_plain(preset)):
@@ -385,7 +385,7 @@ def test_compiled(family, preset, iteration):
 
 @pytest.mark.slow
 def test_distributed_data_parallel(tmp_path):
-    """One process of gloo: every parameter gets its gradient, although images are left out."""
+    """In one gloo process, every parameter gets its gradient although images are left out."""
     x, found = random_images(2, 64, 64), []
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:

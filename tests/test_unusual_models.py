@@ -82,7 +82,7 @@ AFTER = {name: case for name, case in BEFORE.items() if 'subclass' not in name}
 
 @pytest.mark.parametrize('name', AFTER)
 def test_changed_after_a_step(name):
-    """What comes later is seen in the next step."""
+    """The next step takes later changes into account."""
     family, change, _ = AFTER[name]
     lean, plain = MODELS[family](), MODELS[family]()
     plain.load_state_dict(lean.state_dict())
@@ -112,7 +112,7 @@ def test_a_hook_that_goes_leaves_the_module_lean():
 
 @pytest.mark.parametrize('family', MODELS)
 def test_hooks_of_every_module(family):
-    """Profilers and trackers register them; nothing may be hidden from them."""
+    """Profilers and trackers register such hooks, which have to see every module."""
     lean, plain = MODELS[family](), MODELS[family]()
     plain.load_state_dict(lean.state_dict())
     apply_lean(lean, verify=False)
@@ -128,7 +128,7 @@ def test_hooks_of_every_module(family):
 
 @pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ResNet'])
 def test_compiled_blocks(family):
-    """A compiled block is one whose call is not that of its class."""
+    """The call of a compiled block is not that of its class."""
     torch._dynamo.reset()
     lean, plain = MODELS[family](), MODELS[family]()
     plain.load_state_dict(lean.state_dict())
@@ -181,7 +181,8 @@ def test_an_adapter_of_somebody_is_asked_too():
 
 @pytest.mark.parametrize('family', ['ConvNeXt', 'Swin', 'ViT'])
 def test_norms_in_full_precision(family):
-    """A model in bf16 whose layer norms stay in fp32, under autocast: own code for what folds them."""
+    """A model is in bf16, its layer norms are in fp32, and autocast is on: modules that would fold norms run their own
+    code."""
     lean = MODELS[family]().bfloat16()
     for module in lean.modules():
         if isinstance(module, nn.LayerNorm):
@@ -298,7 +299,7 @@ def test_tracing_in_training_mode_is_an_error_that_says_what_to_do():
 
 
 def test_modules_of_deformable_detr_are_asked_one_by_one():
-    """The layer is refused, and its parts are changed alone."""
+    """The layer is unsupported, and its parts are changed individually."""
     layer = Deformable().double().train()
     layer.layer.norms[0] = DoubledNorm(layer.layer.norms[0].normalized_shape).double()
     report = apply_lean(layer, verify=False)

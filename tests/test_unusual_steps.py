@@ -193,7 +193,7 @@ def test_step(family, run):
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 @pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ViT'])
 def test_transforms_of_functions_run_the_own_code(family, preset):
-    """torch.func's transforms refuse operations with a backward pass of their own, and checkpoints."""
+    """torch.func's transforms support neither custom autograd functions nor checkpoints."""
     model = FAMILIES[family]()
     parameters = dict(model.named_parameters())
     expected = torch.autograd.grad(
@@ -228,7 +228,7 @@ def test_changed_back_and_forth(family):
 
 @pytest.mark.parametrize('family', ['Swin', 'ResNet', 'ConvModule', 'FFN', 'pyramid'])
 def test_a_second_derivative_is_an_error(family):
-    """Operations have no derivative of their backward pass; silence would be a wrong gradient."""
+    """The backward passes of operations have no derivative; without an error, the gradient would be silently wrong."""
     lean = FAMILIES[family]()
     apply_lean(lean, verify=False)
     x = random_images().requires_grad_()

@@ -133,7 +133,8 @@ def test_raise_stops(monkeypatch):
 
 
 def test_a_dropout_mask_that_is_not_the_forward_passes(monkeypatch, caplog):
-    """Chunk by chunk the draws are no longer the plain module's: the derivative of the forward pass tells."""
+    """Chunks draw other numbers than the plain module, so the backward pass is compared with the derivative of the
+    forward."""
     monkeypatch.setattr(deformable_encoder_layer, 'replayed', lambda device, state: contextlib.nullcontext())
     assert_fallback('encoder with dropout', caplog)
 
@@ -149,7 +150,7 @@ TRAININGS = [
 
 @pytest.mark.parametrize(('name', 'preset', 'amp'), TRAININGS)
 def test_training_is_bit_for_bit_that_without(name, preset, amp):
-    """Ten steps with accumulation, a moving average, a hook that keeps features, autocast and a gradient scaler."""
+    """Ten steps use accumulation, a moving average, a hook that keeps features, autocast and a gradient scaler."""
     found = []
     for verify in (False, 'raise'):
         torch.manual_seed(3)
@@ -189,7 +190,7 @@ THE_COMMAND = ['verify', str(SHAPES), '--batch', '1', '--size', '64x64']
 
 
 def test_the_command_verifies_what_the_config_trains(capsys):
-    """This config thins its backbone and changes nothing else; with ``preset='none'`` nothing is left to verify."""
+    """This config only thins its backbone; with ``preset='none'`` there is nothing to verify."""
     main(THE_COMMAND)
     kinds = capsys.readouterr().out
     assert 'ConvNeXtBlock' in kinds and 'ConvModule' not in kinds
@@ -200,7 +201,7 @@ def test_the_command_verifies_what_the_config_trains(capsys):
 
 @pytest.mark.parametrize('broken', [False, True])
 def test_the_command(broken, monkeypatch, capsys):
-    """A table by kind; status 1 where one disagrees."""
+    """The command prints a table by kind of module, and its exit status is 1 if one disagrees."""
     if broken:
         faulty_forward(operation_in(conv_norm_act), monkeypatch)
     options = [*THE_COMMAND, '--preset', 'exact']

@@ -78,7 +78,7 @@ def test_what_all_images_do_has_no_dropped_ones(log, monkeypatch):
 
 
 def test_dropping_leaves_nothing_behind():
-    """The draws of the step are those of a step without verification."""
+    """The draws of the step are the same as without verification."""
     first, _ = build_thinned('stock ConvNeXt', 'exact')
     second = copy.deepcopy(first)
     second_report = apply_lean(second, 'exact', verify=False)

@@ -49,7 +49,7 @@ NAMES = {layout: dict(zip(PLACES, names, strict=True)) for layout, names in NAME
 
 
 def build_backbone(**options) -> SBPConvNeXt:
-    """Returns a backbone with random values in all parameters."""
+    """Return a backbone with random values in all parameters."""
     model = SBPConvNeXt(arch=ARCH, gap_before_final_norm=False, **{'out_indices': [0, 3], **options})
     for p in model.parameters():
         nn.init.normal_(p)
@@ -57,7 +57,7 @@ def build_backbone(**options) -> SBPConvNeXt:
 
 
 def convert_to_layout(model: SBPConvNeXt, layout: str) -> dict:
-    """Returns the weights of a model and of a classifier under the names of a layout."""
+    """Return the weights of a model and of a classifier under the names of a layout."""
     names, file = NAMES[layout], {}
 
     def put(name, module):

@@ -31,7 +31,7 @@ from sbp_mmdet.models.layers import LayerNorm2d
 
 
 def replace_module(name, make):
-    """Returns a change that replaces a module; ``make`` gets the old one."""
+    """Return a change that replaces a module by ``make(module)``."""
 
     def change(model):
         parent, _, child = name.rpartition('.')
@@ -89,7 +89,7 @@ def circular(conv):
 
 
 def set_attributes(**values):
-    """Returns a function that sets attributes of a module."""
+    """Return a function that sets attributes of a module."""
 
     def change(module):
         for name, value in values.items():
@@ -108,7 +108,7 @@ def without_bias(module):
 
 
 def own_forward_for_an_attribute(module):
-    """Sets a forward and deletes an attribute, so that there are as many as before."""
+    """Set a forward on the instance and delete an attribute, so that the number of attributes is unchanged."""
     del module.approximate
     module.forward = lambda x: CALLS.append('own') or F.gelu(1.5 * x)
 
@@ -124,7 +124,7 @@ def own_helper(module):
 
 
 def wrapped_weight(module):
-    """Replaces a weight by a parameter of another class, as quantisation does."""
+    """Replace a weight by a parameter of another class, as quantisation does."""
 
     class Quantised(nn.Parameter):
         pass

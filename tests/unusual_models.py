@@ -56,7 +56,7 @@ class Doubling(nn.Module):
 
 
 class DoubledWeight(nn.Parameter):
-    """A parameter that counts twice as a weight, as an adapter or a quantised tensor computes another product."""
+    """Parameter that counts twice as a weight, like an adapter or quantised tensor that computes another product."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -251,7 +251,7 @@ MODELS = {
 
 
 def run_step(model, x):
-    """Returns outputs, gradients of images and parameters, and how often the user's code ran."""
+    """Return outputs, gradients of images and parameters, and how often the user's code ran."""
     CALLS.clear()
     torch.manual_seed(3)
     x = x.clone().requires_grad_()

@@ -40,7 +40,7 @@ def encoder(dropout=0.0):
 
 
 class Tokens(torch.nn.Module):
-    """A model that feeds an encoder of one level from an image."""
+    """Model that feeds an encoder of one level with an image."""
 
     def __init__(self, encoder):
         super().__init__()
@@ -89,7 +89,7 @@ class Fused(Tokens):
 
 
 class OnTokens(Tokens):
-    """A model of a module on tokens, one after the other or as a map."""
+    """Model that applies a module to tokens or to a map."""
 
     def __init__(self, encoder, as_map=False):
         super().__init__(encoder)
@@ -163,6 +163,7 @@ MODELS = {
 
 
 def apply_and_get_log(model, caplog, amp=None, **keys):
+    """Apply a preset and run one step; return the report and the log records of the verification."""
     logger = MMLogger.get_current_instance()
     monitored = [*logger.handlers]
     logger.addHandler(caplog.handler)
@@ -177,6 +178,7 @@ def apply_and_get_log(model, caplog, amp=None, **keys):
 
 
 def build_in_training(name):
+    """Build a model of ``MODELS`` in fp32 and training mode."""
     model = MODELS[name]().float()
     model.train()
     return model
@@ -190,7 +192,7 @@ def assert_fallback(name, caplog, **keys):
 
 
 def assert_plain_training(model, plain, report, records, tolerance=2e-3):
-    """Asserts a warning with figures, that failed modules run their own code, and that all gradients are exact."""
+    """Assert that a warning has figures, that failed modules run their own code, and that all gradients are exact."""
     assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)
     failed = [name for name, reason in report.left.items() if 'verification' in reason]
     assert failed and not set(failed) & set(report.changed)

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def train_net(preset: str, verify: bool, rank: int) -> tuple[dict, list[str]]:
-    """Returns weights, their moving average and statistics after ten steps, and what was logged."""
+    """Return weights, their moving average and statistics after ten steps, and the log."""
     torch.manual_seed(0)
     model = Net()
     said = []
