@@ -79,7 +79,7 @@ def run_step(module, inputs, dtype):
     [pytest.param(*case, marks=needs_fp16 if case[2] == 'fp16' else ()) for case in CASES],
 )
 def test_gradients(name, preset, precision):
-    """The gradients are hardly further from fp64 than plain ones under autocast; those of eight bits are somewhat further.
+    """The gradients are hardly further from fp64 than plain ones under autocast; those of eight bits somewhat.
 
     The forward pass of convolutions has to be as near as the plain one. Otherwise other ReLUs would flip than in the
     plain module, which changes gradients by many times the rounding error.
