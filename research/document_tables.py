@@ -43,7 +43,7 @@ def _ratio(rows, variant, key, form='.3f'):
 
 
 def _whole(heads):
-    """Yield the heads of columns; one without a measure takes that of its left neighbour ('stored: A | B')."""
+    """Yield complete column heads: a head without a measure gets that of its left neighbour ('stored: A | B')."""
     measure = ''
     for head in heads:
         before, colon, _ = head.partition(': ')
@@ -125,7 +125,7 @@ def _trained(first, column):
 
 
 def _unpadded(first, column):
-    """Return the same for checkpoints evaluated without padding; seeds without a partner have no difference."""
+    """Return the same figures for evaluations without padding. Seeds without a partner have no difference."""
     subject, _, column = column.rpartition(': ')
     results = _results('nuclei_unpadded')['results'][subject]
     ends = {name: {seed: run['ap']['box AP'] for seed, run in runs.items()} for name, runs in results.items()}
@@ -187,14 +187,14 @@ def _draws(first, column):
 
 
 def _reserved(first, column):
-    """Return what torch reserves, or has to hold, over what the tensors of a step take at their peak."""
+    """Return the memory that torch reserves, or needs, relative to the tensors at the peak of a step."""
     kind, _, preset = column.partition(' with ')
     row = _results('reserved_memory')['rows'].get(f'{first}/{preset or "none"}', {})
     return f'{row[{"needed": "capacity"}.get(kind, kind)] / row["peak"]:.2f}' if 'peak' in row else ''
 
 
 def _swin_l(first, column):
-    """Return what was measured of DINO with Swin-L, what is counted of two sizes, and the batch that explains it."""
+    """Return the measured memory of DINO with Swin-L, the counts for two sizes, and the batch that explains it."""
     found = _results('swin_l_memory')
     row = found['rows'][first]
     figures = {'measured, GiB': f'{row["measured"]}', 'batch that explains it': f'{row["pixels"]:.2f}'}
@@ -236,7 +236,7 @@ TABLES = [
 
 
 def _outside(name, report):
-    """Return a table of the results of a tool, as the tool formats it."""
+    """Return the table of a script's results, formatted by that script."""
     return importlib.import_module(report).report(_results(name)['rows'])
 
 
@@ -318,7 +318,7 @@ def update_page(page: Path) -> tuple[str, list[str]]:
         page (Path): The page.
 
     Returns:
-        tuple[str, list[str]]: As of :func:`update_table`.
+        tuple[str, list[str]]: The text of the page, and its changes, see :func:`update_table`.
     """
     text, changes = page.read_text(), []
     for name, heading, figure in TABLES:

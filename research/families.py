@@ -21,8 +21,8 @@ from pathlib import Path
 import mmdet
 import numpy as np
 import torch
-from case import compared
-from isolated import apart, reason_of, rows_of, sweep
+from case import compare_gradients
+from isolated import reason_of, rows_of, run_apart, sweep
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from provenance import commit
@@ -70,7 +70,8 @@ def step(model: BaseModel, batch: dict) -> tuple[dict[str, float], dict]:
 
 
 def settle(model: BaseModel, batch: dict) -> None:
-    """Initialise batch-norm statistics from one batch; otherwise random weights overflow in evaluation mode."""
+    """Initialise the statistics of batch norms from one batch, because random weights overflow in evaluation mode
+    otherwise."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     before = [(norm, norm.training, norm.momentum) for norm in norms]
     for norm in norms:
@@ -82,7 +83,7 @@ def settle(model: BaseModel, batch: dict) -> None:
 
 
 def _double(model, batch):
-    """Put a detector and what it gets into fp64."""
+    """Convert a detector and its inputs to fp64."""
     model.double()
     samples = batch['data_samples']
     if isinstance(samples, dict):  # mmyolo's
@@ -104,7 +105,7 @@ def _double(model, batch):
 
 
 def _compute_in_double():
-    """Let constants, casts and assignments in a detector's code have fp64, for the rest of this process."""
+    """Make constants, casts and assignments in a detector's code use fp64, for the rest of this process."""
     torch.float32 = torch.float64
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
@@ -155,7 +156,7 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
     row['left'] = [line.partition(': ')[2] for line in said.splitlines() if line.startswith('left alone')]
     row['losses'] = losses
     row['loss_error'] = max(abs(found[name] - value) / max(abs(value), 1e-3) for name, value in losses.items())
-    row['gradient_error'] = compared(gradients, lean)['error']
+    row['gradient_error'] = compare_gradients(gradients, lean)['error']
     row['same_parameters'] = gradients.keys() == lean.keys()
     row['buffer_error'] = max((_relative(value, stock[name]) for name, value in model.named_buffers()), default=0.0)
     return row
@@ -205,25 +206,25 @@ def _loaded(compute, path, *args):
 
 
 def run(path: Path, before: dict) -> dict:
-    """Compute what an earlier run did not: the planner's answer and the two steps, each in a process of its own."""
-    plan = before['plan'] if is_counted(before) else apart(_loaded, count, path, seconds=SECONDS)
+    """Compute what an earlier run did not: the planner's counts and the comparison, each in a process of its own."""
+    plan = before['plan'] if is_counted(before) else run_apart(_loaded, count, path, seconds=SECONDS)
     if 'loss_error' in before or 'untried' in before:
         return dict(before, plan=plan)
     for case in ((True, SIZES[0]), (False, SIZES[0]), (False, SIZES[1])):
-        row = dict(config=path.name, **apart(_loaded, compare, path, *case, seconds=SECONDS))
+        row = dict(config=path.name, **run_apart(_loaded, compare, path, *case, seconds=SECONDS))
         if 'loss_error' in row:
             break
     return dict(row, plan=plan)
 
 
 def is_counted(row: dict) -> bool:
-    """Return whether a row has a count of today's variants, or says why there is none."""
+    """Return whether a row has counts of the current variants, or the reason why it has none."""
     plan = row.get('plan', {})
     return 'error' in plan or plan.get('variants') == [*VARIANTS]
 
 
 def report(rows: dict[str, dict]) -> str:
-    """Format how many families get an answer and train alike, and the table of all."""
+    """Format the number of families that can be planned and that train alike, and the table of all families."""
     plans = [row['plan'] for row in rows.values() if 'peaks' in row.get('plan', {})]
     counted = [name for name in VARIANTS if any(name in found['peaks'] for found in plans)]
     slowest = max((seconds for found in plans for seconds in found['seconds'].values()), default=0)

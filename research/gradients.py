@@ -35,7 +35,7 @@ from sbp_mmdet.plan.tables import Column, text_table
 from sbp_mmdet.plan.variants import load_config
 from sbp_mmdet.presets import PRESETS
 
-__all__ = ['compare', 'exact_pass', 'study', 'study_table']
+__all__ = ['compare', 'exact_pass', 'run_study', 'study_table']
 
 DEFAULT = ['int8', 'sampled', 'sbp']
 MEASURES = {'cosine': 'cosine', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
@@ -63,9 +63,9 @@ class ExactPass(NamedTuple):
 
 
 def _backward(model, batch, seed):
-    """Return the loss; gradients stay in the parameters.
+    """Run forward and backward pass, and return the loss. The gradients stay in the parameters.
 
-    The seed is set again in front of the backbone, so that a backbone that runs alone draws the same numbers.
+    The seed is set again before the backbone, so that a backbone that runs alone draws the same numbers.
     """
     torch.manual_seed(seed)
     hook = model.backbone.register_forward_pre_hook(lambda module, args: torch.manual_seed(seed) and None)
@@ -137,7 +137,7 @@ def _mean_gradient(draws, run):
 
 
 def _of_backbone(model, exact, preset, keys):
-    """Return gradients of the backbone alone under a preset, for the inputs and output gradients of an exact pass."""
+    """Return gradients of the backbone alone with a preset, for the inputs and output gradients of an exact pass."""
     backbone = _with(model.backbone, preset, keys)
     torch.manual_seed(exact.seed)
     outputs = backbone(exact.images)
@@ -175,12 +175,12 @@ def _stages_of(backbone):
 
 
 def compare(exact: Mapping, found: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
-    """Compare gradients s with exact ones e; parameters that s lacks have gradient 0.
+    """Compare estimated gradients s with exact gradients e. A parameter without a gradient in s has the gradient 0.
 
     Returns:
-        dict: 'network', its children such as 'backbone', 'stage 1' ... to ``cosine`` <e, s> / (|e| |s|),
-        ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|; a number that would need a division by 0 is None.
-        'mean layer' is the mean over the backbone's parameters, where each counts the same.
+        dict: For 'network', its children such as 'backbone', and 'stage 1' etc., the measures ``cosine``
+        <e, s> / (|e| |s|), ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|, or ``None`` for a division by
+        0. 'mean layer' is the mean over the backbone's parameters, in which each counts the same.
     """
     sums, layers = {}, []
     for name, e in exact.items():
@@ -212,17 +212,17 @@ def _measures(product, exact, estimated, difference):
 
 
 @full_fp32()
-def study(
+def run_study(
     model: nn.Module, settings: Mapping, batches: Iterable[dict], seed=0, whole=False, done=lambda: None, draws=1
 ) -> dict:
-    """Compare presets with exact gradients; of several ``draws`` the mean gradient.
+    """Compare presets with exact gradients. With several ``draws``, their mean gradient is compared.
 
     Returns:
-        dict: Label to part to measure to ``mean``, ``std`` and ``values``, one for each batch.
+        dict: By label, part and measure: ``mean``, ``std`` and ``values``, one for each batch.
 
     Raises:
-        ValueError: For a setting that cannot be applied; or if the control fails: the plain backbone alone has to give
-            the detector's gradients.
+        ValueError: If a setting cannot be applied, or if the control fails: the plain backbone alone has to give the
+            detector's gradients.
     """
     target = model if whole else model.backbone
     for label, (preset, keys) in settings.items():
@@ -309,7 +309,7 @@ def main():
         model = build_model(config, args.checkpoint, args.device, args.seed)
         batches = list(train_batches(config, args.batches, args.seed))
         bar = ProgressBar(len(batches) * (1 + len(settings)))
-        results = study(model, settings, batches, args.seed, args.whole, bar.update, args.draws)
+        results = run_study(model, settings, batches, args.seed, args.whole, bar.update, args.draws)
     except ValueError as error:
         parser.error(str(error))
     case = dict(config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name)

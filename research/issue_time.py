@@ -71,7 +71,7 @@ _CONFIGS = {
 
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]]:
-    """Return the models by name: what builds each, and what runs it and sums its output."""
+    """Return by name the functions that build each model, and those that run it and sum its output."""
     images = torch.randn(1, 3, 64, 64)
 
     def run(model):
@@ -120,7 +120,7 @@ def _run_encoder():
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations while it is entered."""
+    """Mode that counts operations."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +201,7 @@ _RATIOS = dict(ratio='seconds', calls_ratio='calls', operations_ratio='operation
 
 
 def table(rows: list[dict]) -> str:
-    """Format a line for each model: time relative to plain, and operations relative to plain in brackets."""
+    """Format a line for each model: time relative to plain, and in brackets operations relative to plain."""
     presets = [preset for preset in dict.fromkeys(row['preset'] for row in rows) if preset != 'none']
     cells = {(row['model'], row['preset']): row for row in rows}
     lines = ['| model | plain | ' + ' | '.join(f'`{preset}`' for preset in presets) + ' |']

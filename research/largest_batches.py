@@ -12,7 +12,7 @@ import logging
 import time
 import warnings
 
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
 
@@ -82,7 +82,7 @@ def main():
     wanted = [f'{name}/{variant}' for variant in VARIANTS for name in DETECTORS]
     rows = rows_of(RESULTS)
     chosen = [key for key in wanted if key not in rows and any(word in key for word in only)]
-    sweep(RESULTS, chosen, lambda key: apart(row_of, key, seconds=_SECONDS))
+    sweep(RESULTS, chosen, lambda key: run_apart(row_of, key, seconds=_SECONDS))
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 from outside_models import TEXT
@@ -214,7 +214,7 @@ def main():
     names = [f'{name}, {run}' for name in args.only for run in RUNS]
 
     def compute(label):
-        return apart(train, args.folder, args.data, *label.split(', '), args.steps, seconds=SECONDS)
+        return run_apart(train, args.folder, args.data, *label.split(', '), args.steps, seconds=SECONDS)
 
     there = rows_of(args.json)
     rows = sweep(args.json, [name for name in names if 'losses' not in there.get(name, {})], compute)

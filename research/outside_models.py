@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from families import compare, count
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from outside_sources import sources
 from tables import format_bytes, markdown_table
 
@@ -142,7 +142,7 @@ MODELS = {
 
 
 def _computed(compute, folder, name, shrunk, *args):
-    """Run a function of a detector's config, with its sources at hand."""
+    """Run a function with a detector's config while its sources can be imported."""
     model = MODELS[name]
     with sources(folder, model.config):
         config = load_config(str(folder / model.config), {**model.options, **(model.shrunk if shrunk else {})})
@@ -160,11 +160,11 @@ def run(folder: Path, name: str, before: dict) -> dict:
     model, plan = MODELS[name], before.get('plan', {})
     row = before if 'loss_error' in before else {}
     if 'peaks' not in plan:
-        plan = apart(_computed, count, folder, name, False, VARIANTS, model.size, IMAGES, seconds=SECONDS)
+        plan = run_apart(_computed, count, folder, name, False, VARIANTS, model.size, IMAGES, seconds=SECONDS)
     if 'loss_error' not in row:
         for double in (True, False) if model.double else (False,):
             why = row.get('untried') or row.get('error')
-            row = apart(_computed, compare, folder, name, True, double, model.step, seconds=SECONDS)
+            row = run_apart(_computed, compare, folder, name, True, double, model.step, seconds=SECONDS)
             if why and not double:
                 row['no_fp64'] = why
             if 'loss_error' in row:

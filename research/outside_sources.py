@@ -31,11 +31,11 @@ _SINGLE = torch.float32
 
 @contextlib.contextmanager
 def sources(folder: Path, config: str) -> Iterator[None]:
-    """Let the sources in a folder be imported and run on a CPU.
+    """Make the sources in a folder importable, and let them run on a CPU, within the context.
 
     Args:
         folder (Path): The folder, see ``outside_models.py``.
-        config (str): Path of the config of the detector that is to run, in the folder.
+        config (str): Path of the detector's config in the folder.
     """
     project = config.partition('/')[0]
     with contextlib.ExitStack() as stack:
@@ -68,9 +68,9 @@ def sources(folder: Path, config: str) -> Iterator[None]:
 
 
 def _grounding_dino_runs():
-    """Return a context in which Grounding DINO encodes positions as wide as its decoder reads them.
+    """Make Grounding DINO encode positions with the width that its decoder expects, within the context.
 
-    onedl-mmdetection 3.5.1 widens the encoding for DINO and not the layer of Grounding DINO that reads it.
+    onedl-mmdetection 3.5.1 widens the encoding for DINO, but not the layer of Grounding DINO that reads it.
     """
     encode = dino_layers.coordinate_to_encoding
 
@@ -124,7 +124,7 @@ def _rotated(*args, **kwargs):
 
 @contextlib.contextmanager
 def _rotated_boxes_are_found():
-    """Let an untrained RPN find rotated objects, and compute overlaps of rotated boxes for detectors in fp64."""
+    """Make an untrained RPN find rotated objects, and compute overlaps of rotated boxes for detectors in fp64."""
     overlaps = importlib.import_module('mmrotate.structures.bbox.bbox_overlaps')
     overlap, rectangle = overlaps.box_iou_rotated, cv2.minAreaRect
 
@@ -158,7 +158,7 @@ def _pairs_that_may_overlap(a, b):
 
 
 def _find_rotated(detector):
-    """Replace the proposals of an untrained RPN, as the planner does, by boxes of which some lie near the truth."""
+    """Replace the proposals of an untrained RPN by boxes near and far from the ground truth, as the planner does."""
     rpn = getattr(detector, 'rpn_head', None)
     if rpn is None:
         return
@@ -176,7 +176,7 @@ def _find_rotated(detector):
 
 
 def _proposals(rng, truth, number, size, kind):
-    """Return proposals of a type of boxes with the sizes of the true ones; at most half of them are near these."""
+    """Return proposals of a type of boxes with the sizes of the true boxes, at most half of them near true boxes."""
     near = min(_PER_BOX * len(truth), number // 2)
     boxes = truth.tensor.cpu().numpy()[np.arange(number) % len(truth)].copy()
     boxes[:near, :2] += rng.uniform(-0.05, 0.05, (near, 2)) * boxes[:near, 2:4]

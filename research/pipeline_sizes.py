@@ -40,17 +40,17 @@ FLIP = dict(type='RandomFlip', prob=0.5)
 
 @TRANSFORMS.register_module(force=True)
 class Enlarge(BaseTransform):
-    """Transform of a user, which mmdet does not know: enlarges one image in four."""
+    """Transform that mmdet does not know, like a user's: it enlarges one image in four."""
 
     def transform(self, results: dict) -> dict:
-        """Enlarge the image, or not."""
+        """Enlarge the image, with a probability of one in four."""
         if np.random.rand() < 0.25:
             results['img'] = cv2.resize(results['img'], None, fx=1.5, fy=1.5)
             results['img_shape'] = results['img'].shape[:2]
         return results
 
 
-def pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 3, boxes: int = 2) -> Path:
+def write_pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 3, boxes: int = 2) -> Path:
     """Write pictures with rectangles, as COCO and as VOC have them.
 
     Args:
@@ -94,7 +94,7 @@ def config_of(
     """Return a config with a data loader, as COCO's recipes have it.
 
     Args:
-        folder (Path): Folder of :func:`pictures`.
+        folder (Path): Folder of :func:`write_pictures`.
         steps (list[dict]): Transforms between those that load and those that pack.
         load (list[dict]): Transforms that load. Default: of image and boxes.
         last (list[dict]): Transforms that pack.
@@ -182,14 +182,14 @@ PIPELINES: dict[str, tuple[list, int, Callable]] = {
 }
 
 
-def said(found: Inputs) -> int:
-    """Return the pixels of the largest batch by the planner, in all branches."""
+def get_planned_pixels(found: Inputs) -> int:
+    """Return the pixels of the planner's largest batch, summed over its branches."""
     parts = found.branches.values() if found.branches else [(found.batch, found.height, found.width)]
     return sum(images * height * width for images, height, width, *_ in parts)
 
 
 def largest_real(config: Config, batches: int) -> int:
-    """Return the pixels of the largest of so many batches of the real loader, padded to one size in each branch."""
+    """Return the pixels of the largest of several batches of the real loader, padded to one size in each branch."""
     init_default_scope('mmdet')
     np.random.seed(7), torch.manual_seed(7)
     loader, most, seen, epoch = Runner.build_dataloader(config.train_dataloader, seed=7), 0, 0, 0
@@ -208,17 +208,17 @@ def largest_real(config: Config, batches: int) -> int:
 
 
 def compare(name: str, folder: Path, batches: int) -> dict:
-    """Return what the planner says of a pipeline, and what its loader gave.
+    """Compare the planner's largest batch of a pipeline with the batches of its loader.
 
     Args:
         name (str): Key of ``PIPELINES``.
         folder (Path): Empty folder.
-        batches (int): Batches of the loader.
+        batches (int): Number of batches of the loader.
     """
     shapes, channels, make = PIPELINES[name]
-    config = make(pictures(folder, shapes, channels))
+    config = make(write_pictures(folder, shapes, channels))
     found = inputs_of(config)
-    pixels, real = said(found), largest_real(config, batches)
+    pixels, real = get_planned_pixels(found), largest_real(config, batches)
     size = [found.height, found.width, found.channels]
     return dict(name=name, size=size, said=pixels, real=real, ratio=pixels / real, batches=batches)
 

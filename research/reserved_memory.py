@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
 
@@ -37,14 +37,14 @@ _SECONDS = 300  # of one core, at most, for a row
 
 
 def row_of(key: str) -> dict:
-    """Return what is allocated and reserved.
+    """Count the allocated and the reserved memory of a detector with a preset.
 
     Args:
-        key (str): Detector and preset, '/' between them.
+        key (str): Detector and preset, separated by '/'.
 
     Returns:
-        dict: ``size`` of the largest images and of ``usual`` ones, and bytes: ``peak`` of the tensors, and what
-        :func:`sbp_mmdet.plan.reserved.reserved_bytes` says.
+        dict: ``size`` of the largest and of ``usual`` images; in bytes, ``peak`` of the tensors and the results of
+        :func:`sbp_mmdet.plan.reserved.reserved_bytes`.
     """
     start = time.process_time()
     name, variant = key.split('/')
@@ -65,7 +65,7 @@ def main():
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     rows = rows_of(RESULTS)
     wanted = [f'{name}/{variant}' for name in DETECTORS for variant in VARIANTS]
-    sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: apart(row_of, key, seconds=_SECONDS))
+    sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: run_apart(row_of, key, seconds=_SECONDS))
 
 
 if __name__ == '__main__':

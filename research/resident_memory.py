@@ -31,14 +31,14 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt: large blocks come by mm
 
 
 def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
-    """Return how far a step lifts the resident set of this process, in MB.
+    """Return by how much a step raises the resident set of this process, in MB.
 
     Args:
         config (str): Config file, or ``mmdet::FAMILY/NAME.py``.
-        variant (str): A preset and pieces, such as 'exact+cp-heads'.
+        variant (str): Preset and pieces, such as 'exact+cp-heads'.
         batch (int): Number of images.
-        size (tuple[int, int]): Height and width of the images in pixels.
-        boxes (int): Boxes of each image.
+        size (tuple[int, int]): Height and width of the images, in pixels.
+        boxes (int): Number of boxes in each image.
     """
     libc = ctypes.CDLL('libc.so.6')
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
@@ -60,7 +60,7 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
 
 
 def measure_lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
-    """Run :func:`lift` in a process of its own. Takes and returns the same.
+    """Run :func:`lift` in a process of its own, with the same arguments and result.
 
     Raises:
         RuntimeError: If that process fails.

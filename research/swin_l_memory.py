@@ -15,7 +15,7 @@ import warnings
 from unittest import mock
 
 import numpy as np
-from isolated import apart, sweep
+from isolated import run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
 
@@ -42,14 +42,14 @@ _SECONDS = 300
 
 
 def row_of(what: str) -> dict:
-    """Return what a step takes, and the batch that takes what was measured.
+    """Count a step, and return the batch size that explains the measured memory.
 
     Args:
-        what (str): Key of ``MEASURED``: what is checkpointed, and whether precision is mixed.
+        what (str): Key of ``MEASURED``: the checkpointed parts, and whether precision is mixed.
 
     Returns:
         dict: ``measured`` in GiB; for both sizes ``peak``, ``peaks`` and ``saved`` bytes, and those that are
-        ``logged``; and ``pixels``, those of a batch that explains the figure, relative to the first size.
+        ``logged``; and ``pixels`` of the batch that explains the measurement, relative to the first size.
     """
     start = time.process_time()
     config = copy.deepcopy(plain(load_config(CONFIG)))
@@ -90,7 +90,7 @@ def main():
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     pixels = pixels_of_batches()
     more = {str(one_in): pixels[int((1 - 1 / one_in) * (len(pixels) - 1))] for one_in in (10, 100, 1000, 10_000)}
-    rows = sweep(RESULTS, MEASURED, lambda what: apart(row_of, what, seconds=_SECONDS), pixels_of_one_in=more)
+    rows = sweep(RESULTS, MEASURED, lambda what: run_apart(row_of, what, seconds=_SECONDS), pixels_of_one_in=more)
     columns = [
         Column('what is checkpointed', lambda item: item[0]),
         Column('measured, GiB', lambda item: f'{item[1]["measured"]}'),

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import yaml
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from tables import markdown_table, panels, save_picture
@@ -39,7 +39,7 @@ PICTURE = _HERE / 'docs/pictures/zoo_memory.png'
 _SECONDS = 200  # at most, for one config
 
 
-def measured() -> dict[str, float]:
+def read_published() -> dict[str, float]:
     """Return configs with a published figure: the first of each family, then the second ones, and so on."""
     root = Path(mmdet.__file__).parent / '.mim'
     families = []
@@ -73,10 +73,10 @@ def count(name: str) -> dict:
 
 
 def with_sampler_of_then(config: Config) -> Config:
-    """Let no batch have images of both orientations.
+    """Make batches contain images of one orientation only, as the sampler of mmdet 2 did.
 
-    mmdet 2, with which most figures were measured, filled each group of images up with images of the group. mmdet 3
-    lets what remains of both at the end of an epoch share a batch, which is larger than any other.
+    Most published figures were measured with mmdet 2, which filled each group of images up with images of the group. In
+    mmdet 3, the images that remain of both groups at the end of an epoch share a batch, which is larger than any other.
 
     Args:
         config (Config): A config, changed in place.
@@ -87,12 +87,12 @@ def with_sampler_of_then(config: Config) -> Config:
 
 
 class Reason(NamedTuple):
-    """Reason why the published figure of a family cannot be what is counted.
+    """Reason why the published figure of a family cannot be compared with the count.
 
     Attributes:
-        text (str): For the reader.
-        boxes (int | None): Boxes of its crowded images, where COCO's are not meant.
-        then (bool): Measured with a torch whose functions stored more, see :func:`torch_of_then`.
+        text (str): Text for the reader.
+        boxes (int | None): Number of boxes of its crowded images, if the data set is not COCO.
+        then (bool): Whether it was measured with a torch whose functions stored more, see :func:`torch_of_then`.
     """
 
     text: str
@@ -136,7 +136,7 @@ def reason_of(name: str) -> Reason | None:
 
 @contextlib.contextmanager
 def torch_of_then():
-    """Let softmax store its input and group norm the normalised map, as before torch 1.11."""
+    """Make softmax store its input, and group norm the normalised map, as before torch 1.11, within the context."""
 
     def keeping(function, kept):
         def run(x, *args, **kwargs):
@@ -155,9 +155,9 @@ def torch_of_then():
 
 
 def margin(rows: dict[str, dict]) -> tuple[float, float]:
-    """Share and bytes on top of a count that make the median relative error least, of families with even numbers.
+    """Fit the margin: the share and the constant, in bytes, that minimise the median relative error of the counts.
 
-    Kernels take workspaces: some whatever the model, some as large as its maps.
+    It is fitted on families with even numbers. Kernels use workspaces, some of constant size and some as large as maps.
     """
     counted, found = _pairs(rows, fitted=True)
     grid = ((share / 100, add * 2**20) for share in range(0, 21) for add in range(0, 1025, 32))
@@ -166,7 +166,7 @@ def margin(rows: dict[str, dict]) -> tuple[float, float]:
 
 def _pairs(rows, fitted):
     """Return counted and measured bytes of the families that the margin is fitted on, or of the others."""
-    families = sorted({name.split('/')[0] for name in measured()})
+    families = sorted({name.split('/')[0] for name in read_published()})
     chosen = [
         (row['peak'], row['measured'] * 2**30)
         for name, row in rows.items()
@@ -183,9 +183,10 @@ CARDS = (8, 12, 16, 24)  # GiB
 
 
 def leading(rows: dict[str, dict]) -> list[str]:
-    """Format what matters most: the median error, and how many configs would be said to fit a card and do not.
+    """Format the main results: the median error, and how many configs would wrongly be said to fit a card.
 
-    Counts include the margin. The planner adds CUDA's context and gaps between tensors, which the figures are without.
+    Counts include the margin. The planner also adds CUDA's context and gaps between tensors, which published figures
+    lack.
     """
     lines = []
     for name, chosen in (
@@ -274,11 +275,13 @@ def main():
     args = parser.parse_args()
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
-    rows, figures = rows_of(RESULTS), measured()
+    rows, figures = rows_of(RESULTS), read_published()
     chosen = [name for name in figures if not args.only or any(word in name for word in args.only)]
     if not args.report:
         chosen = [name for name in chosen if args.again or name not in rows]
-        rows = sweep(RESULTS, chosen, lambda name: dict(measured=figures[name], **apart(count, name, seconds=_SECONDS)))
+        rows = sweep(
+            RESULTS, chosen, lambda name: dict(measured=figures[name], **run_apart(count, name, seconds=_SECONDS))
+        )
     print(*leading(rows), '', report(rows), sep='\n')
     picture(rows, PICTURE)
 

@@ -15,12 +15,12 @@ import benchmark  # isort: skip  (helpers puts research/ on the path)
 import module_runs
 import pictures
 import step_runs
-from case import Case, compared, parse_name, smooth
+from case import Case, compare_gradients, make_smooth_noise, parse_name
 from module_runs import measure_module
 from rivals import RIVALS
 from step_runs import measure_steps
 from tables import benchmark_table
-from turns import ratios
+from turns import compute_ratios
 
 from sbp_mmdet.plan.variants import plain
 
@@ -143,14 +143,14 @@ def test_steps_leave_the_weights_alone(config, monkeypatch):
 
 
 def test_ratios_are_those_of_each_round():
-    first, second = ratios([[1.0, 2.0], [2.0, 2.0], [4.0, 12.0]])
+    first, second = compute_ratios([[1.0, 2.0], [2.0, 2.0], [4.0, 12.0]])
     assert first == dict(seconds=2.0, ratio=1.0, ratio_min=1.0, ratio_max=1.0)
     assert second == dict(seconds=2.0, ratio=2.0, ratio_min=1.0, ratio_max=3.0)
 
 
 def test_compared():
     exact, found = dict(a=torch.tensor([3.0, 0]), b=torch.zeros(2)), dict(a=torch.tensor([3.0, 4]))
-    assert compared(exact, found) == pytest.approx(dict(cosine=9 / 15, error=4 / 3))
+    assert compare_gradients(exact, found) == pytest.approx(dict(cosine=9 / 15, error=4 / 3))
 
 
 def test_names():
@@ -166,7 +166,7 @@ def test_names():
 
 def test_smooth_neighbours_are_alike():
     for shape, axis in (((2, 3, 40, 40), 3), ((2, 90, 5), 1)):
-        x = smooth(shape)
+        x = make_smooth_noise(shape)
         assert x.shape == shape
         assert (x.diff(dim=axis).std() / x.std()).item() < 0.6
 

@@ -102,12 +102,12 @@ def test_kernels(monkeypatch):
     ]
     results = types.SimpleNamespace(events=lambda: events)
     profiler = types.SimpleNamespace(profiler=types.SimpleNamespace(kineto_results=results))
-    monkeypatch.setattr(turns, 'profiled', lambda step: profiler)
-    assert turns.kernels(None) == {}
+    monkeypatch.setattr(turns, 'profile_step', lambda step: profiler)
+    assert turns.count_kernels(None) == {}
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    assert turns.kernels(None) == dict(launches=2, busy=pytest.approx(950e-9))
+    assert turns.count_kernels(None) == dict(launches=2, busy=pytest.approx(950e-9))
     del events[:3]  # a profiler that may not look at the GPU
-    assert turns.kernels(None) == {}
+    assert turns.count_kernels(None) == {}
 
 
 class Memory:
@@ -176,7 +176,7 @@ def test_peaks_of_a_step(monkeypatch):
         for one in maps:
             memory.free(one)
 
-    found = step_runs.peaks(step)
+    found = step_runs.measure_peaks(step)
     assert steps == [0, 1, 2] and not weights.free
     assert found == dict(
         peak_bytes=(100 + 200 + 300 + 40 + 12) * MIB,
@@ -198,12 +198,12 @@ def test_a_history_is_replayed():
         dict(action='alloc', addr=1, size=30 * MIB),
     ]
     assert allocator_trace.events_of(trace) == [(0, 12 * MIB), (0, 0), (2, 30 * MIB)]
-    assert allocator_trace.replayed([50 * MIB], trace) == (50 + 12 + 30) * MIB
+    assert allocator_trace.replay_history([50 * MIB], trace) == (50 + 12 + 30) * MIB
 
 
 def test_no_replay_of_a_step_that_ran_out_of_memory(monkeypatch):
     memory = Memory(monkeypatch, context=0)
-    with allocator_trace.recorded() as found:
+    with allocator_trace.record_and_replay() as found:
         memory.tell('oom')
     assert found == {} and memory.trace is None
 
@@ -235,7 +235,7 @@ def called_cuda(monkeypatch, tmp_path):
     told = types.SimpleNamespace(**vars(torch) | dict(device=lambda name: types.SimpleNamespace(type='cuda')))
     for module in (module_runs, step_runs):
         monkeypatch.setattr(module, 'torch', told)
-        monkeypatch.setattr(module, 'kernels', lambda step: step() and {} or dict(launches=7, busy=0.5))
+        monkeypatch.setattr(module, 'count_kernels', lambda step: step() and {} or dict(launches=7, busy=0.5))
     config = plain(Config.fromfile(make_project(tmp_path, train=1, val=1)))
     config.model.backbone.drop_path_rate = 0.4
     return config
@@ -262,8 +262,10 @@ def test_steps_on_a_gpu(called_cuda, monkeypatch):
     monkeypatch.setattr(
         step_runs, 'with_variant', lambda *args, **keys: variants.append((args[1], keys)) or with_variant(*args, **keys)
     )
-    timed = step_runs.timed_step
-    monkeypatch.setattr(step_runs, 'timed_step', lambda *args: (memory.free(memory.allocate(MIB)), timed(*args))[1])
+    timed = step_runs.time_training_step
+    monkeypatch.setattr(
+        step_runs, 'time_training_step', lambda *args: (memory.free(memory.allocate(MIB)), timed(*args))[1]
+    )
     rows = step_runs.measure_steps(called_cuda, ['none', 'exact'], rounds=1, **CASE)
     assert variants == [('none', {}), ('exact', {}), ('exact', dict(skip_dropped_images=False))]
     for row in rows:
@@ -280,14 +282,14 @@ def test_steps_under_a_cap(called_cuda, monkeypatch):
     total = types.SimpleNamespace(total_memory=2**33)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: total)
     monkeypatch.setattr(torch.cuda, 'set_per_process_memory_fraction', lambda *args: fractions.append(args))
-    timed = step_runs.timed_step
+    timed = step_runs.time_training_step
 
     def need_too_much(model, *args):
         if not any(isinstance(module, LeanModule) for module in model.modules()):
             raise torch.cuda.OutOfMemoryError
         return timed(model, *args)
 
-    monkeypatch.setattr(step_runs, 'timed_step', need_too_much)
+    monkeypatch.setattr(step_runs, 'time_training_step', need_too_much)
     plain_row, exact = step_runs.measure_steps(called_cuda, ['none', 'exact'], rounds=2, cap=2**31, **CASE)
     assert fractions == [(0.25, device), (1.0, device)]
     assert exact.get('seconds', 0) > 0, exact

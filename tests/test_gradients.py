@@ -11,7 +11,7 @@ from mmengine.config import Config
 from torch import nn
 
 import gradients  # isort: skip  (helpers puts research/ on the path)
-from gradients import compare, exact_pass, study, study_table
+from gradients import compare, exact_pass, run_study, study_table
 from plain_detector import build_model, train_batches
 from stand_ins import copy_into_module
 
@@ -65,7 +65,7 @@ def test_study(model, batches, whole, monkeypatch):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = ['exact', 'with_cp', 'sbp'] if not whole else ['exact']
     keys = dict(modules=['backbone', 'neck', 'roi_head']) if whole else {}  # RPN's operation has a ReLU of its own
-    found = study(model, {name: (name, keys) for name in names}, batches, whole=whole)
+    found = run_study(model, {name: (name, keys) for name in names}, batches, whole=whole)
     for name in names:
         row = found[name]['backbone']
         assert len(row['cosine']['values']) == len(batches)
@@ -87,10 +87,10 @@ def test_another_forward_pass_is_refused(model, batches, monkeypatch):
 
     monkeypatch.setattr(gradients, 'apply_lean', spoil)
     with pytest.raises(ValueError, match='the forward pass differs from the plain one by'):
-        study(model, {'exact': ('exact', {})}, batches[:1])
+        run_study(model, {'exact': ('exact', {})}, batches[:1])
     monkeypatch.undo()
     with pytest.raises(ValueError, match="'mine': .*keep_ratio=7"):
-        study(model, {'mine': ('sbp', dict(keep_ratio=7))}, batches[:1])
+        run_study(model, {'mine': ('sbp', dict(keep_ratio=7))}, batches[:1])
 
 
 def test_compare_by_hand():

@@ -258,7 +258,7 @@ def test_pasted_objects_need_no_pictures(tmp_path):
     """The pipeline runs without data and with the boxes of both images."""
     config = pipeline_sizes.PIPELINES['large-scale jitter and copy-paste'][2](tmp_path)
     assert inputs_of(config)[1:3] == (102, 102)
-    folder = pipeline_sizes.pictures(tmp_path, [(102, 102)] * 4)
+    folder = pipeline_sizes.write_pictures(tmp_path, [(102, 102)] * 4)
     for file in folder.glob('*.png'):
         file.unlink()
     config = pipeline_sizes.PIPELINES['large-scale jitter and copy-paste'][2](folder)

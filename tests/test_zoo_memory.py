@@ -94,7 +94,7 @@ def test_torch_of_then_stored_more():
 
 
 def test_figures_are_mmdets():
-    figures = zoo_memory.measured()
+    figures = zoo_memory.read_published()
     assert len(figures) > 400 and all(figures[name] == row['measured'] for name, row in ROWS.items() if name in figures)
 
 
@@ -120,7 +120,7 @@ def _spin():
 )
 def test_a_case_apart(compute, found, tmp_path):
     """A crash ends only its own process. A killed count is repeated the next time, and other rows are kept."""
-    assert isolated.apart(compute, seconds=1) == found
+    assert isolated.run_apart(compute, seconds=1) == found
     file = tmp_path / 'rows.json'
     write_json(file, dict(rows=dict(before=dict(peak=2))))
     isolated.sweep(file, ['now'], lambda name: found)

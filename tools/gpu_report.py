@@ -27,7 +27,7 @@ _NO_TIME = 'no time left'
 
 
 def run_part(part: Part, out: Path, end: float, rehearse: bool) -> None:
-    """Run a part until each of its rows is there, none came, or too little time is left."""
+    """Run a part until all of its rows exist, no new row comes, or too little time is left."""
     from tables import append_line  # noqa: PLC0415  it takes torch with it
 
     while (start := time.monotonic()) + part.seconds < end:
@@ -67,7 +67,7 @@ def _run(part, out, words, end, rehearse):
 
 
 def _wait(process, lines, seconds, end):
-    """Wait for a process as long as it goes on: for ``seconds`` from its start, and from each line that it writes."""
+    """Wait for a process: at most ``seconds`` from its start and from each line that it writes."""
     last, size = time.monotonic(), None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):

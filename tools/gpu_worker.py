@@ -17,7 +17,7 @@ from gpu_trials import Trial
 
 sys.path[:0] = [str(ROOT), str(ROOT / 'research')]
 from block_profiles import profile_module  # noqa: E402
-from case import tried  # noqa: E402
+from case import try_and_note  # noqa: E402
 from module_runs import measure_module  # noqa: E402
 from provenance import describe_machine  # noqa: E402
 from step_runs import measure_steps  # noqa: E402
@@ -47,7 +47,7 @@ def _verify(trial: Trial, config, names, device, note):
 
     for name in names:
         row = dict(preset=name)
-        tried(row, False, lambda: measure(row), note)  # noqa: B023
+        try_and_note(row, False, lambda: measure(row), note)  # noqa: B023
 
 
 _DIFFERENCES = ('outputs', 'gradients')

@@ -234,7 +234,7 @@ def _join_cpu_ranks(config, launcher: str) -> bool:
 
 
 def _cpu_rank_options(config) -> dict:
-    """Return config options for gloo, and for a DistributedDataParallel without device."""
+    """Return config options for gloo, and for DistributedDataParallel without a device."""
     options = {'env_cfg.dist_cfg.backend': 'gloo', 'model_wrapper_cfg.device_ids': None}
     if 'model_wrapper_cfg' not in config:  # then mmengine would have made this one
         options['model_wrapper_cfg.type'] = 'MMDistributedDataParallel'
