@@ -147,13 +147,13 @@ def get_draws(model: nn.Module):
 
 def get_kept_masks(model: nn.Module, x) -> dict:
     """Return the mask (height, width) of each layer in the latest pass of the model."""
-    draws, found = get_draws(model), {}
+    draws, masks = get_draws(model), {}
     with draws.latest_pass() if draws.stages.any_random() else contextlib.nullcontext():
         for layer in draws.stages.keep_ratios():
             size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
-            found[layer] = torch.zeros(size, dtype=torch.bool)
-            found[layer].view(-1)[draws.positions(layer, found[layer].numel()).keep.cpu()] = True
-    return found
+            masks[layer] = torch.zeros(size, dtype=torch.bool)
+            masks[layer].view(-1)[draws.positions(layer, masks[layer].numel()).keep.cpu()] = True
+    return masks
 
 
 def count_stored_bytes(run, known) -> int:
@@ -161,18 +161,18 @@ def count_stored_bytes(run, known) -> int:
     if DEVICE != 'cpu':
         pytest.skip('bytes are counted on a CPU')
     seen = {t.untyped_storage().data_ptr() for t in known}
-    found = {}
+    nbytes = {}
 
     def pack(t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
-            found[storage.data_ptr()] = storage.nbytes()
+            nbytes[storage.data_ptr()] = storage.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = run()
     del out
-    return sum(found.values())
+    return sum(nbytes.values())
 
 
 def count_model_bytes(model, *args, **kwargs) -> int:
@@ -240,8 +240,8 @@ def compute_lean_and_expected(family, sbp_cfg, x=None, **options):
     """Return the gradients of a lean model, and those of its oracle."""
     x = random_images(3, 64, 96) if x is None else x
     lean = build(family, sbp_cfg, **options)
-    found = compute_gradients(lean, x)
-    return found, compute_expected_gradients(family, lean, x, **options)
+    actual = compute_gradients(lean, x)
+    return actual, compute_expected_gradients(family, lean, x, **options)
 
 
 class _Kept:

@@ -85,10 +85,10 @@ def in_fp64(monkeypatch):
         return dict(data, inputs=data['inputs'].double())
 
     def choose(self, scores, deltas, **kwargs):
-        found = predict(self, [s.float() for s in scores], [d.float() for d in deltas], **kwargs)
-        for proposals in found:
+        results = predict(self, [s.float() for s in scores], [d.float() for d in deltas], **kwargs)
+        for proposals in results:
             proposals.bboxes = proposals.bboxes.double()
-        return found
+        return results
 
     monkeypatch.setattr(DetDataPreprocessor, 'forward', double_images)
     monkeypatch.setattr(RPNHead, 'predict_by_feat', choose)

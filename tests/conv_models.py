@@ -98,9 +98,9 @@ def relative_distance(a, b):
     return ((flatten_gradients(a) - flatten_gradients(b)).norm() / flatten_gradients(b).norm()).item()
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     """Assert that two results of :func:`run_step` in fp64 agree, apart from rounding and stored bytes."""
-    outs, grads, buffers, _ = found
+    outs, grads, buffers, _ = actual
     torch.testing.assert_close(outs, expected[0], rtol=1e-10, atol=1e-10)
     assert grads.keys() == expected[1].keys()
     assert relative_distance(grads, expected[1]) < 1e-11

@@ -120,12 +120,12 @@ def gather_gradients(model: nn.Module) -> dict:
     sharded = isinstance(model, FullyShardedDataParallel)
     whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True) if sharded else contextlib.nullcontext()
     with whole:
-        found = {}
+        gradients = {}
         for name, p in model.named_parameters():
             if 'backbone.' in name and p.grad is not None:
                 grad = p.grad.full_tensor() if hasattr(p.grad, 'full_tensor') else p.grad
-                found[name.replace('_fsdp_wrapped_module.', '').split('backbone.')[1]] = grad.clone()
-        return found
+                gradients[name.replace('_fsdp_wrapped_module.', '').split('backbone.')[1]] = grad.clone()
+        return gradients
 
 
 def run_case(case: str, rank: int) -> list[dict]:

@@ -111,10 +111,10 @@ def main(out: str) -> None:
     rank = dist.get_rank()
     for case, (preset, how, _) in CASES.items():
         model = MMDistributedDataParallel(build_detector(preset, unused='unused' in case), device_ids=None, **how)
-        found = [
+        gradients = [
             accumulate_gradients(model, get_image_numbers(case, rank, step), model.no_sync) for step in range(STEPS)
         ]
-        torch.save(found, Path(out) / f'{case}-{rank}.pt')
+        torch.save(gradients, Path(out) / f'{case}-{rank}.pt')
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that ends in the ordinary way
 

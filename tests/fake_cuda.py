@@ -110,13 +110,13 @@ def _edges(node, grads):
     if grads is None:
         return [(edge, None) for edge in edges]
     if hasattr(node, 'apply'):  # a function in Python, which has inputs that are no tensors
-        found = node.apply(*grads)
-        found = [grad for grad, needed in zip(found, node.needs_input_grad, strict=True) if needed]
+        gradients = node.apply(*grads)
+        gradients = [grad for grad, needed in zip(gradients, node.needs_input_grad, strict=True) if needed]
     else:
-        found = node(*grads)
-        found = found if isinstance(found, tuple) else [found]
-        found = [grad for grad, edge in zip(found, node.next_functions, strict=True) if edge[0] is not None]
-    return list(zip(edges, found, strict=True))
+        gradients = node(*grads)
+        gradients = gradients if isinstance(gradients, tuple) else [gradients]
+        gradients = [grad for grad, edge in zip(gradients, node.next_functions, strict=True) if edge[0] is not None]
+    return list(zip(edges, gradients, strict=True))
 
 
 def _add(incoming, node, number, grad):
@@ -149,10 +149,10 @@ def copy_to_gpu(mode: FakeTensorMode, tree):
         tree: Tensors, :class:`Positions` or containers of them.
     """
     if isinstance(tree, Positions):
-        return Positions(*(copy_to_gpu(mode, found) for found in tree))
+        return Positions(*(copy_to_gpu(mode, tensor) for tensor in tree))
     if isinstance(tree, Tensor):
-        found = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device='cuda')
-        return found.requires_grad_(tree.requires_grad)
+        tensor = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device='cuda')
+        return tensor.requires_grad_(tree.requires_grad)
     if isinstance(tree, dict):
         return {key: copy_to_gpu(mode, value) for key, value in tree.items()}
     if hasattr(tree, '_fields'):
@@ -176,8 +176,8 @@ def _drawing_on_cpu(mode):
     def on_cpu(draw, moves):
         def drawn(*args):
             with unset_fake_temporarily():
-                found = draw(*args)
-            return copy_to_gpu(mode, found) if moves else found
+                drawn_values = draw(*args)
+            return copy_to_gpu(mode, drawn_values) if moves else drawn_values
 
         return drawn
 

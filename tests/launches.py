@@ -73,9 +73,9 @@ _PRODUCTS = ('mm', 'addmm', 'addmm_', 'bmm', 'baddbmm')
 
 def _count_bytes(tensors) -> int:
     """Return the bytes that tensors occupy in the memory of a GPU."""
-    found = [x for x in tensors if isinstance(x, Tensor) and x.is_cuda]
-    sizes = [[n for n, stride in zip(x.shape, x.stride(), strict=True) if stride] for x in found]
-    return sum(math.prod(size) * x.element_size() for size, x in zip(sizes, found, strict=True))
+    on_gpu = [x for x in tensors if isinstance(x, Tensor) and x.is_cuda]
+    sizes = [[n for n, stride in zip(x.shape, x.stride(), strict=True) if stride] for x in on_gpu]
+    return sum(math.prod(size) * x.element_size() for size, x in zip(sizes, on_gpu, strict=True))
 
 
 def _count_moved_bytes(name: str, args, kwargs, out) -> int:

@@ -35,9 +35,9 @@ def test_backbones(name):
     apply_lean(lean)
     apply_lean(rounded, 'int8')
     x = torch.randn(2, 3, 96, 96, dtype=torch.float64)
-    expected, found, eight = run_step(stock, x), run_step(lean, x), run_step(rounded, x)
-    assert_same(found, expected)
-    assert found[3] <= exact * expected[3]
+    expected, actual, eight = run_step(stock, x), run_step(lean, x), run_step(rounded, x)
+    assert_same(actual, expected)
+    assert actual[3] <= exact * expected[3]
     assert eight[3] <= int8 * expected[3]
     torch.testing.assert_close(eight[0], expected[0], rtol=1e-10, atol=1e-10)
     assert relative_distance(eight[1], expected[1]) < 0.05
@@ -172,10 +172,10 @@ def test_checkpoints_around_lean_modules(preset):
     apply_lean(around, preset)
     checkpoint_modules(around, ['layers'])
     x = image()
-    expected, found = run_step(stock, x), run_step(around, x)
-    assert relative_distance(found[1], expected[1]) < (1e-11 if preset == 'exact' else 0.05)
-    assert all(torch.equal(found[2][name], values) for name, values in expected[2].items())
-    assert found[3] < 0.6 * expected[3]
+    expected, actual = run_step(stock, x), run_step(around, x)
+    assert relative_distance(actual[1], expected[1]) < (1e-11 if preset == 'exact' else 0.05)
+    assert all(torch.equal(actual[2][name], values) for name, values in expected[2].items())
+    assert actual[3] < 0.6 * expected[3]
 
 
 def test_copies_and_pickles_are_lean_and_independent():
@@ -230,12 +230,12 @@ def test_frozen_stages_fold_their_norms_while_the_rest_trains():
     assert_same(run_step(lean, x), run_step(stock, x))
     for frozen in (lean.layer1, lean.layer2):
         x = x.new_zeros(2, frozen[0].conv1.in_channels, 64, 64)
-        with Called() as found:
+        with Called() as called:
             frozen(x)
-            assert nn.functional.batch_norm not in found.functions
+            assert nn.functional.batch_norm not in called.functions
             with torch.no_grad():
                 frozen(x)
-            assert nn.functional.batch_norm in found.functions
+            assert nn.functional.batch_norm in called.functions
 
 
 def test_reference_is_plain_and_with_cp_checkpoints_blocks():
@@ -248,9 +248,9 @@ def test_reference_is_plain_and_with_cp_checkpoints_blocks():
             continue
         apply_lean(other, preset)
         x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-        expected, found = run_step(stock, x), run_step(other, x)
-        assert_same(found, expected)
-        assert found[3] < 0.9 * expected[3]
+        expected, actual = run_step(stock, x), run_step(other, x)
+        assert_same(actual, expected)
+        assert actual[3] < 0.9 * expected[3]
 
 
 @pytest.mark.parametrize('name', DETECTORS)
@@ -273,8 +273,8 @@ def test_whole_detectors(name):
             losses = self.model(**copy.deepcopy(batch), mode='loss')
             return sum(sum(v) if isinstance(v, list) else v for k, v in losses.items() if 'loss' in k)
 
-    expected, found, eight = (run_step(Loss(model)) for model in (stock, lean, rounded))
-    assert found[0] == eight[0] == expected[0]
-    assert relative_distance(found[1], expected[1]) < 1e-3
+    expected, actual, eight = (run_step(Loss(model)) for model in (stock, lean, rounded))
+    assert actual[0] == eight[0] == expected[0]
+    assert relative_distance(actual[1], expected[1]) < 1e-3
     assert relative_distance(eight[1], expected[1]) < 0.1
-    assert found[3] < most * expected[3] and eight[3] < 0.85 * found[3]
+    assert actual[3] < most * expected[3] and eight[3] < 0.85 * actual[3]

@@ -62,11 +62,11 @@ def test_dino():
     batch = model.data_preprocessor(demo_mm_inputs(2, [[3, 96, 128], [3, 128, 96]], num_classes=2), True)
     expected = detector_step(model, batch)
     report = apply_lean(model, preset='exact')
-    found = detector_step(model, batch)
+    actual = detector_step(model, batch)
     assert {name for name in report.changed if name.startswith('encoder')} == {'encoder.layers.0', 'encoder.layers.1'}
-    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
-    assert (found.gradient - expected.gradient).norm() <= 1e-3 * expected.gradient.norm()
-    assert found.bytes <= 0.5 * expected.bytes
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert (actual.gradient - expected.gradient).norm() <= 1e-3 * expected.gradient.norm()
+    assert actual.bytes <= 0.5 * expected.bytes
 
 
 def crowded_queries(boxes):
@@ -176,12 +176,12 @@ def test_mask2former():
     report = apply_lean(lean, preset='exact')
     kinds = {name.split('.')[1] for name in report.changed}
     assert kinds == {'pixel_decoder', 'transformer_decoder'}
-    found = []
+    results = []
     for model in (plain, lean):
         outs = model(**given)
         weights = [torch.linspace(-1, 1, o.numel()).view(o.shape).to(o) for o in outs]
         gradients = torch.autograd.grad(outs, [*model.parameters()], weights, allow_unused=True)
-        found.append(outs + [g for g in gradients if g is not None])
+        results.append(outs + [g for g in gradients if g is not None])
     assert all(map(torch.equal, plain.masks, lean.masks))
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * b.abs().max().item())

@@ -60,11 +60,11 @@ def test_tokens_of_an_encoder_are_dropped():
         apply_lean(checkpointed(layers), preset='sbp')
     seen = []
     for _ in range(3):
-        found = [run_step(layer, inputs) for layer in layers]
-        for a, b in zip(found, expected, strict=True):
+        actual = [run_step(layer, inputs) for layer in layers]
+        for a, b in zip(actual, expected, strict=True):
             assert torch.allclose(a[0], b[0]) and not torch.allclose(a[1], b[1])
         # A query's own points get a gradient where it is kept, and from nowhere else.
-        kept = [gradients[3].abs().sum((0, 2, 3)) > 0 for gradients in found]
+        kept = [gradients[3].abs().sum((0, 2, 3)) > 0 for gradients in actual]
         maps = [m.unflatten(0, size) for m, size in zip(kept[0].tensor_split(starts[1:]), sizes, strict=True)]
         assert torch.equal(*kept) and maps[0].sum() == 3
         for shallow, deep in ((3, 2), (2, 0), (1, 3)):  # a kept token is a kept patch of the level below
@@ -116,13 +116,13 @@ def test_a_plain_encoder_drops_tokens(kind, rate):
     draws, seen = model.encoder._lean.draws, []
     draw, draws.positions = draws.positions, lambda *a: seen.append(draw(*a)) or seen[-1]
     for number in range(2):
-        found = run_step(model.encoder, inputs)
+        result = run_step(model.encoder, inputs)
         kept = torch.zeros(TOKENS, dtype=torch.bool)
         kept[seen[-1].keep] = True
         assert len(seen) == number + 1 and kept.sum() == TOKENS // 4
         oracle = copy.deepcopy(stock.encoder)
         oracle.forward = functools.partial(algorithm_1, oracle, kept=kept)
-        assert_same(found, run_step(oracle, inputs))
+        assert_same(result, run_step(oracle, inputs))
     assert not torch.equal(seen[0].keep, seen[1].keep)
     evaluated = [m.eval().encoder(**inputs) for m in (model, stock)]
     assert torch.equal(*evaluated)

@@ -80,9 +80,9 @@ def decoder_inputs():
 
 
 def deformable_inputs(numbers):
-    found = decoder_inputs()
-    del found['cross_attn_mask'], found['key'], found['key_pos']
-    return found | levels(numbers, QUERIES)
+    inputs = decoder_inputs()
+    del inputs['cross_attn_mask'], inputs['key'], inputs['key_pos']
+    return inputs | levels(numbers, QUERIES)
 
 
 def conditional_inputs(is_first):
@@ -91,8 +91,8 @@ def conditional_inputs(is_first):
 
 
 def encoder_inputs(numbers=None):
-    found = dict(query=tokens(TOKENS), query_pos=tokens(TOKENS), key_padding_mask=padding())
-    return found | (levels(numbers, TOKENS) if numbers else {})
+    inputs = dict(query=tokens(TOKENS), query_pos=tokens(TOKENS), key_padding_mask=padding())
+    return inputs | (levels(numbers, TOKENS) if numbers else {})
 
 
 def deformable_encoder(rate):
@@ -179,8 +179,8 @@ def run_step(module, inputs, seed=3):
     return [out, *torch.autograd.grad(out, leaves, weight, allow_unused=True)]
 
 
-def assert_same(found, expected, tolerance=1e-10):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(actual, expected, tolerance=1e-10):
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
         assert a is None or (a - b).abs().max() <= tolerance * max(b.abs().max(), 1)
 
@@ -209,9 +209,9 @@ def test_eight_bits(name):
     inputs = {k: _float(v) for k, v in inputs.items()}
     expected = run_step(module, inputs)
     apply_lean(module, preset='int8')
-    found = run_step(module, inputs)
+    actual = run_step(module, inputs)
     total = sum(e.square().sum() for e in expected[1:] if e is not None)
-    error = sum((f - e).square().sum() for f, e in zip(found[1:], expected[1:], strict=True) if e is not None)
+    error = sum((f - e).square().sum() for f, e in zip(actual[1:], expected[1:], strict=True) if e is not None)
     assert (error / total) ** 0.5 < 0.01
 
 

@@ -67,8 +67,8 @@ def run_step(model):
     x = random_images()
     out = model(x)
     leaves = dict((name, p) for name, p in model.named_parameters() if p.requires_grad) | dict(input=x)
-    found = dict(zip(leaves, torch.autograd.grad(compute_loss((out,)), [*leaves.values()]), strict=True))
-    return found | dict(model.named_buffers(), output=out.detach())
+    gradients = dict(zip(leaves, torch.autograd.grad(compute_loss((out,)), [*leaves.values()]), strict=True))
+    return gradients | dict(model.named_buffers(), output=out.detach())
 
 
 def count_stored_maps(model):

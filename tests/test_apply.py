@@ -391,8 +391,8 @@ def test_export_and_tracing_run_the_plain_code(family):
     model.eval()
     with torch.no_grad():
         traced = torch.jit.trace(model, random_images(1, 64, 64), check_trace=False)
-    found, expected = (f(random_images(1, 64, 64, seed=1)) for f in (traced, model))
-    torch.testing.assert_close(list(found), list(expected))
+    actual, expected = (f(random_images(1, 64, 64, seed=1)) for f in (traced, model))
+    torch.testing.assert_close(list(actual), list(expected))
 
 
 def test_a_backbone_that_takes_sbp_cfg_can_be_changed_from_outside():

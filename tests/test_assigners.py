@@ -58,10 +58,10 @@ def test_same_assignment_in_less_memory(cfg, boxes, masks, monkeypatch):
     targets_in_chunks(head)  # twice is once
     assert type(head.assigner).__name__ == cfg['type']
     with Largest() as after:
-        found = copy.deepcopy(head).assigner.assign(predicted, gts)
+        actual = copy.deepcopy(head).assigner.assign(predicted, gts)
     for key in ('gt_inds', 'max_overlaps', 'labels'):
-        assert torch.equal(getattr(found, key), getattr(expected, key)), key
-    assert found.num_gts == expected.num_gts == boxes
+        assert torch.equal(getattr(actual, key), getattr(expected, key)), key
+    assert actual.num_gts == expected.num_gts == boxes
     if boxes == 12:
         assert expected.gt_inds.max() > 0
         assert masks or after.most < 0.5 * before.most
@@ -127,11 +127,11 @@ def test_a_crowd_is_assigned_the_same_in_less_memory(name):
     head = model(dict(type=name.split()[0], **options))
     expected, before = assign(head.assigner)
     assert 'overlaps in the model' in targets_in_chunks(head, pairs=20_000)
-    found, after = assign(head.assigner)
+    actual, after = assign(head.assigner)
     assert expected.gt_inds.max() > 0
     for key, value in vars(expected).items():
         if isinstance(value, torch.Tensor):
-            assert torch.equal(getattr(found, key), value), key
+            assert torch.equal(getattr(actual, key), value), key
     assert after < 0.85 * before
 
 
@@ -179,8 +179,8 @@ def test_a_calculator_of_ones_own_stays_as_it_is(kind):
     assert (
         'no training targets in chunks' in said and f'rpn_head.assigner (iou_calculator is a {kind.__name__})' in said
     )
-    found = head.rpn_head.assigner.assign(predicted, truth)
-    assert torch.equal(found.gt_inds, expected.gt_inds) and type(head.rpn_head.assigner.iou_calculator) is kind
+    actual = head.rpn_head.assigner.assign(predicted, truth)
+    assert torch.equal(actual.gt_inds, expected.gt_inds) and type(head.rpn_head.assigner.iou_calculator) is kind
 
 
 def test_assigners_are_found_under_any_name_and_the_log_names_their_heads():

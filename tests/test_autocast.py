@@ -117,8 +117,8 @@ def test_on_a_gpu_that_is_not_there(name, preset, dtype):
         inputs = copy_to_gpu(mode, inputs)
         with torch.autocast('cuda', dtype):
             outs = run_module(module, inputs)
-        found = backward(outs)
+        gradients = backward(outs)
         for key, p in module.named_parameters():
             if p.requires_grad:
-                grad = found[p]
+                grad = gradients[p]
                 assert grad.is_cuda and grad.dtype == p.dtype and grad.shape == p.shape, key

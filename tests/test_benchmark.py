@@ -149,8 +149,8 @@ def test_ratios_are_those_of_each_round():
 
 
 def test_compared():
-    exact, found = dict(a=torch.tensor([3.0, 0]), b=torch.zeros(2)), dict(a=torch.tensor([3.0, 4]))
-    assert compare_gradients(exact, found) == pytest.approx(dict(cosine=9 / 15, error=4 / 3))
+    exact, gradients = dict(a=torch.tensor([3.0, 0]), b=torch.zeros(2)), dict(a=torch.tensor([3.0, 4]))
+    assert compare_gradients(exact, gradients) == pytest.approx(dict(cosine=9 / 15, error=4 / 3))
 
 
 def test_names():
@@ -215,6 +215,6 @@ def test_command_line(tmp_path):
     config, out = make_project(tmp_path, train=1, val=1), tmp_path / 'new/out.json'
     words = ('--presets', 'none', 'exact', '--size', '64x64', '--rounds', '1', '--json', out)
     done = run('python', RESEARCH / 'benchmark.py', config, *words, cwd=tmp_path, PYTHONPATH=ROOT)
-    found = json.loads(out.read_text())
-    assert [row['preset'] for row in found['rows']] == ['none', 'exact'] and 'exact' in done.stdout
-    assert found['case']['module'] == 'backbone' and found['machine']['command'].startswith('python research/')
+    results = json.loads(out.read_text())
+    assert [row['preset'] for row in results['rows']] == ['none', 'exact'] and 'exact' in done.stdout
+    assert results['case']['module'] == 'backbone' and results['machine']['command'].startswith('python research/')

@@ -199,10 +199,10 @@ def test_eight_bits_are_near():
     plain, lean, _ = build_plain_and_lean(
         Held(build_conv('SiLU'), ATTENTIONS['SELayer'](), Branches(nn.SiLU())), 'int8'
     )
-    found, expected = run_step(lean), run_step(plain)
-    assert torch.equal(found['output'], expected['output'])
+    actual, expected = run_step(lean), run_step(plain)
+    assert torch.equal(actual['output'], expected['output'])
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() < 0.05 * max(gradient.norm(), 1e-3), name
+        assert (actual[name] - gradient).norm() < 0.05 * max(gradient.norm(), 1e-3), name
     assert count_stored_maps(lean) < 2.5
 
 

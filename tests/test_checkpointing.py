@@ -73,10 +73,10 @@ def two_steps(net, x):
 def test_gradients_and_running_statistics_are_those_without(nets):
     plain, lean = nets
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    expected, found = two_steps(plain, x), two_steps(lean, x)
-    assert expected.keys() == found.keys()
+    expected, actual = two_steps(plain, x), two_steps(lean, x)
+    assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(actual[name], gradient), name
     for name, buffer in plain.state_dict().items():
         assert torch.equal(lean.state_dict()[name], buffer), name
     assert lean.heads[0][1].num_batches_tracked == 2
@@ -220,8 +220,8 @@ def test_buffers_are_as_after_one_run(kind):
             net.neck(net.neck(x)).sin().sum().backward()
     for (name, p), q in zip(plain.named_parameters(), lean.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0, equal_nan=True, msg=name)
-    for (name, expected), found in zip(plain.named_buffers(), lean.buffers(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=name)
+    for (name, expected), actual in zip(plain.named_buffers(), lean.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=name)
     if kind != 'counter':  # which replaces one
         assert [buffer.data_ptr() for buffer in lean.buffers()] == places  # EMA and DDP hold on to them
 
@@ -281,8 +281,8 @@ def test_distributed_with_gradients_in_the_buckets(nets, tmp_path):
     try:
         net = DistributedDataParallel(lean, gradient_as_bucket_view=True)
         x = torch.randn(2, 3, 8, 8)
-        expected, found = two_steps(plain, x), two_steps(net, x)
+        expected, actual = two_steps(plain, x), two_steps(net, x)
     finally:
         dist.destroy_process_group()
     for name, gradient in expected.items():
-        assert torch.equal(found[f'module.{name}'], gradient), name
+        assert torch.equal(actual[f'module.{name}'], gradient), name

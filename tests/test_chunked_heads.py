@@ -53,17 +53,17 @@ def run_step(head, x, needs_x=True):
     head.zero_grad()
     outs = as_list(head(x))
     sum(out.sin().sum() for out in outs).backward()
-    found = {name: p.grad for name, p in head.named_parameters()}
-    return [out.detach() for out in outs], found | dict(x=x.grad)
+    gradients = {name: p.grad for name, p in head.named_parameters()}
+    return [out.detach() for out in outs], gradients | dict(x=x.grad)
 
 
-def assert_same(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
-    assert found[1].keys() == expected[1].keys()
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert actual[1].keys() == expected[1].keys()
     for name, own in expected[1].items():
-        assert (found[1][name] is None) == (own is None), name
+        assert (actual[1][name] is None) == (own is None), name
         if own is not None:
-            assert (found[1][name] - own).norm() <= 1e-11 * own.norm().clamp_min(1), name
+            assert (actual[1][name] - own).norm() <= 1e-11 * own.norm().clamp_min(1), name
 
 
 def make_chunked_copy(head):
@@ -135,8 +135,8 @@ def test_autocast_gives_gradients_of_the_same_precision():
     plain, name = build_head('mask').float(), 'mask'
     lean, x = make_chunked_copy(plain), random_maps(name).float()
     with torch.autocast('cpu', torch.bfloat16):
-        (expected, own), (found, ours) = run_step(plain, x), run_step(lean, x)
-    assert [out.dtype for out in found] == [out.dtype for out in expected]
+        (expected, own), (actual, ours) = run_step(plain, x), run_step(lean, x)
+    assert [out.dtype for out in actual] == [out.dtype for out in expected]
     for key, gradient in own.items():
         assert ours[key].dtype == gradient.dtype
         assert (ours[key] - gradient).norm() < 0.02 * gradient.norm(), key

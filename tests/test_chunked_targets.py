@@ -117,14 +117,14 @@ def test_masks_of_mask2former_take_a_byte(semantic):
         leaves = [t.clone().requires_grad_() for t in (scores, masks)]
         with Largest() as largest:
             truth = head.preprocess_gt(given, maps)
-            found = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
-        return [*found, *torch.autograd.grad(sum(found), leaves)], [t.masks for t in truth], largest.most
+            actual = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
+        return [*actual, *torch.autograd.grad(sum(actual), leaves)], [t.masks for t in truth], largest.most
 
     expected, whole, before = losses()
     targets_in_chunks(head, masks=2)
     targets_in_chunks(head, masks=2)  # twice is once
-    found, bits, after = losses()
-    for a, b in zip(found, expected, strict=True):
+    actual, bits, after = losses()
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert all(
         t.dtype == torch.bool and torch.equal(t.as_subclass(torch.Tensor), w.bool())
@@ -156,17 +156,17 @@ def test_losses_of_maskformer_run_again():
         leaves = [t.clone().requires_grad_() for t in (scores, masks)]
         stored = count_stored_bytes(lambda: head._loss_by_feat_single(*leaves, truth, [{}] * 2), leaves)
         calls.clear()
-        found = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
-        return [*found, *torch.autograd.grad(sum(found), leaves)], stored
+        actual = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
+        return [*actual, *torch.autograd.grad(sum(actual), leaves)], stored
 
     calls = []
     expected, before = losses()
     assert len(calls) == 2
     for _ in range(2):  # twice is once
         assert 'mask losses in the model' in targets_in_chunks(head)
-    found, after = losses()
+    actual, after = losses()
     assert len(calls) == 2  # one for each image
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
     maps = truth[0].masks.numel() * FLOAT
     assert before > 8 * maps and after < maps

@@ -124,8 +124,8 @@ print('loss', loss.item(), type(model.backbone).__name__, type(model.head).__nam
 def test_with_mmpretrain(name):
     """Where mmpretrain is installed, with or without torchvision, the config is unchanged except for sizes."""
     words = [sys.executable, '-c', WITH_MMPRETRAIN, str(FOLDER / f'{name}_in1k.py')]
-    found = subprocess.run([sys.executable, '-c', 'import mmpretrain.version'], env=make_environment(), check=False)
-    if found.returncode:
+    process = subprocess.run([sys.executable, '-c', 'import mmpretrain.version'], env=make_environment(), check=False)
+    if process.returncode:
         pytest.skip('mmpretrain is not installed')
     done = subprocess.run(words, env=make_environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and 'LinearClsHead' in done.stdout, done.stderr[-2000:]

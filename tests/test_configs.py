@@ -145,8 +145,8 @@ def test_config_steps_and_predicts(name):
     data = model.data_preprocessor(batch(classes, hasattr(model, 'roi_head')), training=False)
     with torch.no_grad():
         (result,) = model.eval()(**data, mode='predict')
-    found = result.pred_instances
-    assert found.masks.shape[1:] == (64, 96) if hasattr(model, 'roi_head') else len(found.bboxes) > 0
+    predictions = result.pred_instances
+    assert predictions.masks.shape[1:] == (64, 96) if hasattr(model, 'roi_head') else len(predictions.bboxes) > 0
 
 
 @pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT + VIT)

@@ -29,7 +29,7 @@ def train(folder, lean, iterations, resume=False):
     runner = Runner(
         model,
         str(folder),
-        torch.utils.data.DataLoader(images, collate_fn=lambda found: found[0]),
+        torch.utils.data.DataLoader(images, collate_fn=lambda batch: batch[0]),
         train_cfg=dict(by_epoch=False, max_iters=iterations),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=1e-3, momentum=0.9), accumulative_counts=2),
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=4, by_epoch=False)),
@@ -95,8 +95,8 @@ def _rank(rank, folder):
     for _ in range(2):  # accumulated
         Unused(whole)(x).backward()
         wrapped([x[:2], x[2:]][rank]).backward()
-    found, expected = (flatten_gradients({n: p.grad for n, p in m.named_parameters()}) for m in (lean, whole))
-    torch.testing.assert_close(2 * found, expected, rtol=1e-9, atol=1e-9)
+    actual, expected = (flatten_gradients({n: p.grad for n, p in m.named_parameters()}) for m in (lean, whole))
+    torch.testing.assert_close(2 * actual, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(dict(lean.named_buffers()), dict(whole.named_buffers()), rtol=1e-10, atol=1e-10)
     dist.destroy_process_group()
 
@@ -124,6 +124,6 @@ def test_student_and_teacher():
         total = sum(sum(v) if isinstance(v, list) else v for key, v in losses.items() if 'loss' in key)
         total.backward()
         results.append((total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (expected, grads), (found, lean_grads) = results
-    assert found == expected and lean_grads.keys() == grads.keys() and all('student' in name for name in grads)
+    (expected, grads), (actual, lean_grads) = results
+    assert actual == expected and lean_grads.keys() == grads.keys() and all('student' in name for name in grads)
     assert relative_distance(lean_grads, grads) < 1e-3

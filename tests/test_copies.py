@@ -51,8 +51,8 @@ SHIFTED_PROPERTY = ('getattr(self, self.norm1_name)', 'getattr(self, self.norm1_
 
 def run_step(module, x):
     outs, leaves = module(x), {'input': x, **{n: p for n, p in module.named_parameters() if p.requires_grad}}
-    found = torch.autograd.grad(compute_loss(outs), [*leaves.values()])
-    return {f'output {i}': o.detach() for i, o in enumerate(outs)} | dict(zip(leaves, found, strict=True))
+    gradients = torch.autograd.grad(compute_loss(outs), [*leaves.values()])
+    return {f'output {i}': o.detach() for i, o in enumerate(outs)} | dict(zip(leaves, gradients, strict=True))
 
 
 def assert_exact(module, size=64):

@@ -164,16 +164,16 @@ def test_two_passes_a_retained_graph_and_a_checkpoint(preset):
     def twice(model, x):
         return torch.cat([model(x).flatten(), model(second).flatten()])
 
-    found, expected = (compute_gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
-    assert largest_difference(found[1], expected[1]) < 1e-11
+    actual, expected = (compute_gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
+    assert largest_difference(actual[1], expected[1]) < 1e-11
     out = lean(first).sin().sum()
     for _ in range(2):
         lean.zero_grad()
         out.backward(retain_graph=True)
         once = {name: p.grad.clone() for name, p in lean.named_parameters()}
     assert largest_difference(once, compute_gradients(plain, first, needs_x=False)[1]) < 1e-11
-    found = compute_gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
-    assert largest_difference(found[1], compute_gradients(plain, first)[1]) < 1e-11
+    actual = compute_gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
+    assert largest_difference(actual[1], compute_gradients(plain, first)[1]) < 1e-11
 
 
 def test_a_second_derivative_is_an_error():
@@ -193,9 +193,9 @@ def test_autocast(norm_eval, preset):
     def error(model):
         model = model.float()
         with torch.autocast('cpu', torch.bfloat16):
-            found = compute_gradients(model, random_map().float())[1]
-        assert all(g.dtype == torch.float32 for g in found.values())
-        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
+            gradients = compute_gradients(model, random_map().float())[1]
+        assert all(g.dtype == torch.float32 for g in gradients.values())
+        return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
 
     assert error(make_lean_copy(plain, preset)) < 1.3 * error(plain)
 
@@ -221,12 +221,12 @@ def test_a_frozen_layer_saves_nothing(attention):
 
 def test_eight_bits_are_near():
     plain = build_layer(channel_attention=True, **NEXT)
-    found, expected = (
+    actual, expected = (
         compute_gradients(make_lean_copy(plain, 'int8'), random_map()),
         compute_gradients(plain, random_map()),
     )
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
-    assert largest_difference(found[1], expected[1]) < 0.1
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert largest_difference(actual[1], expected[1]) < 0.1
 
 
 def _hook(model):

@@ -43,9 +43,9 @@ class Called(TorchDispatchMode):
 
 def get_calls(name, preset):
     model, (_, run) = issue_time.build(name, preset), issue_time.models()[name]
-    with Called() as found:
+    with Called() as called:
         run(model).backward()
-    return found.names
+    return called.names
 
 
 @pytest.mark.parametrize('name', issue_time.models())

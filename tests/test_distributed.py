@@ -39,9 +39,9 @@ def test_options_are_the_mean_of_single_process_ones(results, case, monkeypatch)
             MessageHub.get_current_instance().update_info('iter', step)
             backbone = build_case(case)
             torch.manual_seed(SEED)
-            found = compute_gradients(backbone, make_images(rank, step))
-            found.pop('image')
-            expected = {name: expected.get(name, 0) + grad / RANKS for name, grad in found.items()}
+            actual = compute_gradients(backbone, make_images(rank, step))
+            actual.pop('image')
+            expected = {name: expected.get(name, 0) + grad / RANKS for name, grad in actual.items()}
         for rank in range(RANKS):
             assert_near(results[case][rank][step]['grads'], expected, 1e-11)
 

@@ -24,19 +24,19 @@ def are_equal(a, b):
 
 def draw_sequence(model, iteration, steps=range(5)):
     """Return the first stage's masks of some training steps."""
-    found = []
+    masks = []
     for step in steps:
         iteration(step)
-        found.append(next(iter(draw_masks(model).values())))
-    return torch.stack(found)
+        masks.append(next(iter(draw_masks(model).values())))
+    return torch.stack(masks)
 
 
 @pytest.fixture(name='calls')
 def fixture_calls(monkeypatch):
     """Count the draws of masks."""
-    found, stage_masks = [], draws.stage_masks
-    monkeypatch.setattr(draws, 'stage_masks', lambda *args, **kw: found.append(args) or stage_masks(*args, **kw))
-    return found
+    calls, stage_masks = [], draws.stage_masks
+    monkeypatch.setattr(draws, 'stage_masks', lambda *args, **kw: calls.append(args) or stage_masks(*args, **kw))
+    return calls
 
 
 @pytest.mark.parametrize('family', ['SBPConvNeXt', 'SBPSwinTransformer'])
@@ -48,13 +48,13 @@ def test_same_positions_across_layers(family, sampler, size, calls):
     model, x = build(family, dict(preset='sbp', sampler=sampler)), random_images(1, *size)
     model(x)
     assert len(calls) == 1
-    found = get_kept_masks(model, x)
-    assert {stage for stage, _ in found} == {0, 1, 2}
-    for (stage, _), mask in found.items():
-        assert torch.equal(mask, found[stage, 0])
+    masks = get_kept_masks(model, x)
+    assert {stage for stage, _ in masks} == {0, 1, 2}
+    for (stage, _), mask in masks.items():
+        assert torch.equal(mask, masks[stage, 0])
         if stage:
-            height, width = (n // 2 for n in found[stage - 1, 0].shape)  # of whole patches
-            patches = found[stage - 1, 0][: 2 * height, : 2 * width].unflatten(0, (height, 2)).unflatten(2, (width, 2))
+            height, width = (n // 2 for n in masks[stage - 1, 0].shape)  # of whole patches
+            patches = masks[stage - 1, 0][: 2 * height, : 2 * width].unflatten(0, (height, 2)).unflatten(2, (width, 2))
             mask = mask[:height, :width]
             assert torch.equal(patches.all(3).all(1), mask) and torch.equal(patches.any(3).any(1), mask)
 
@@ -75,19 +75,19 @@ def test_all_tokens_of_a_vit_and_all_blocks_of_a_stage_share_their_positions(fam
 
 def test_ratio_of_each_block():
     ratios = [0.25, 1, 0.5, 0.75, 0.125]
-    found = draw_masks(build('SBPConvNeXt', dict(preset='sbp', keep_ratio=ratios)), random_images(1, 256, 256))
-    kept = {key: mask.double().mean().item() for key, mask in found.items()}
+    masks = draw_masks(build('SBPConvNeXt', dict(preset='sbp', keep_ratio=ratios)), random_images(1, 256, 256))
+    kept = {key: mask.double().mean().item() for key, mask in masks.items()}
     assert kept == {(0, 0): 0.25, (1, 1): 0.5, (2, 0): 0.75, (2, 1): 0.125, (2, 'downsample'): 0.75}
 
 
 def test_masks_by_hand(iteration):
     iteration(5)
-    found = draw_masks(
+    masks = draw_masks(
         build('SBPSwinTransformer', RANDOM | dict(blocks=[1, 1, 0, 0], downsample=False)), random_images(1, 36, 20)
     )
     base = sample_mask(5, 3, 0.5, 'random', mask_generator(torch.initial_seed(), 0, 5))
-    assert torch.equal(found[1, 0], base)
-    assert torch.equal(found[0, 0], base.repeat_interleave(2, 0).repeat_interleave(2, 1)[:9, :5])
+    assert torch.equal(masks[1, 0], base)
+    assert torch.equal(masks[0, 0], base.repeat_interleave(2, 0).repeat_interleave(2, 1)[:9, :5])
 
 
 def test_nothing_is_drawn_without_need(calls):

@@ -67,8 +67,8 @@ def _step(model):
     return stored, {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
 
 
-def _compare(found, expected):
-    for ours, own in zip(found, expected, strict=True):
+def _compare(actual, expected):
+    for ours, own in zip(actual, expected, strict=True):
         assert ours.keys() == own.keys()
         for name, tensor in own.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-11, atol=1e-11, msg=lambda text, n=name: n + text)
@@ -84,8 +84,8 @@ def test_gradients_are_plain_and_less_is_stored(neck, head):
     apply_lean(exact, 'exact', modules=['neck', 'bbox_head'])
     report = apply_lean(least, 'exact_min', modules=['neck', 'bbox_head'])
     assert report.changed.keys() & {'neck', 'bbox_head'}
-    (_, *expected), (stored, *_), (least_stored, *found) = map(_step, (plain, exact, least))
-    _compare(found, expected)
+    (_, *expected), (stored, *_), (least_stored, *actual) = map(_step, (plain, exact, least))
+    _compare(actual, expected)
     assert least_stored < stored
     remove_lean(least)
     assert [type(m) for m in least.modules()] == [type(m) for m in plain.modules()]
@@ -103,8 +103,8 @@ def test_necks_of_several_parts_are_recomputed_part_by_part():
     least = copy.deepcopy(plain)
     changed = apply_lean(least, 'exact_min').changed
     assert {'neck.1.dyhead_blocks.0', 'neck.1.dyhead_blocks.1'} < changed.keys() and 'neck' not in changed
-    (stored, *expected), (least_stored, *found) = _step(plain), _step(least)
-    _compare(found, expected)
+    (stored, *expected), (least_stored, *actual) = _step(plain), _step(least)
+    _compare(actual, expected)
     assert least_stored < 0.3 * stored
 
 
@@ -165,8 +165,8 @@ def test_blocks_that_are_no_part_of_a_chain_are_recomputed(name):
     apply_lean(exact, 'exact')
     changed = apply_lean(least, 'exact_min').changed
     assert changed['backbone.layer3.1'] == 'exact, recomputed in the backward pass'
-    (_, *expected), (stored, *_), (least_stored, *found) = map(_step, (plain, exact, least))
-    _compare(found, expected)
+    (_, *expected), (stored, *_), (least_stored, *actual) = map(_step, (plain, exact, least))
+    _compare(actual, expected)
     assert least_stored < 0.7 * stored
     for detector in (plain, least):  # a hook that comes later runs once
         detector.backbone.layer3[1].conv1.register_forward_hook(lambda module, args, out: out * 0.5)
@@ -276,8 +276,8 @@ def test_layers_of_transformers_store_their_input(name):
     model = _Wrapped(part).double().train()
     exact, least = copy.deepcopy(model), copy.deepcopy(model)
     apply_lean(exact, 'exact'), apply_lean(least, 'exact_min')
-    (_, expected), (stored, _), (least_stored, found) = (_run(m, inputs) for m in (model, exact, least))
-    _compare([found], [expected])
+    (_, expected), (stored, _), (least_stored, actual) = (_run(m, inputs) for m in (model, exact, least))
+    _compare([actual], [expected])
     assert least_stored < stored
 
 
@@ -332,9 +332,9 @@ def test_blocks_that_run_their_own_code_are_recomputed():
             )
         stored[preset] = sum(saved.count([*model.parameters(), *model.buffers()]).values())
         loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
-        expected = expected or found
-        _compare(found, expected)
+        actual = {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
+        expected = expected or actual
+        _compare(actual, expected)
     assert report.changed['layer1.1'] == 'exact, recomputed in the backward pass' and 'layer1.1' not in report.left
     assert stored['exact_min'] <= stored['with_cp'] < 0.6 * stored['none']
 

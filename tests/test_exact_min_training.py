@@ -16,10 +16,10 @@ RANKS = 2
 DEPTHS = (18, 50)
 
 
-def assert_near(found, expected, most=1e-11):
-    assert found.keys() == expected.keys()
+def assert_near(actual, expected, most=1e-11):
+    assert actual.keys() == expected.keys()
     for name, own in expected.items():
-        assert (found[name] - own).norm() <= most * own.norm().clamp_min(1e-3), name
+        assert (actual[name] - own).norm() <= most * own.norm().clamp_min(1e-3), name
 
 
 @pytest.mark.parametrize('depth', DEPTHS)
@@ -47,7 +47,7 @@ def test_two_ranks_give_the_mean_of_single_processes(results, case):
     single = build_detector('int8' if CASES[case][0] == 'int8' else 'none')
     for step in range(STEPS):
         alone = [accumulate_gradients(single, get_image_numbers(case, rank, step)) for rank in range(RANKS)]
-        expected = {name: sum(found[name] for found in alone) / RANKS for name in alone[0]}
+        expected = {name: sum(actual[name] for actual in alone) / RANKS for name in alone[0]}
         for rank in range(RANKS):
             assert_near(results[case][rank][step], expected)
 
@@ -121,9 +121,9 @@ def test_bf16_is_as_near_to_the_truth_as_the_plain_model(preset, depth):
         model = build_detector(preset, depth).float()
         with torch.autocast('cpu', torch.bfloat16):
             model(make_images(0).float()).backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert found.keys() == truth.keys() and all(g.dtype == torch.float32 for g in found.values())
-        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in truth.items()]).mean()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == truth.keys() and all(g.dtype == torch.float32 for g in gradients.values())
+        return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in truth.items()]).mean()
 
     assert error(preset) < 1.3 * error('none')
 
@@ -141,14 +141,14 @@ def test_scaled_losses():
         optimizer.zero_grad()
         scaler.scale(model(factor * make_images(0).float())).backward()
         scaler.unscale_(optimizer)
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        actual = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         scaler.step(optimizer), scaler.update()
-        return found
+        return actual
 
     before = copy.deepcopy(model.state_dict())
     step(float('inf'))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert scaler.get_scale() == 2.0**9
-    found = step(1)
-    assert all(torch.equal(found[name], own) for name, own in expected.items())
+    actual = step(1)
+    assert all(torch.equal(actual[name], own) for name, own in expected.items())
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

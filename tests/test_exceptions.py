@@ -91,8 +91,8 @@ def test_nothing_stays_behind(preset, plain):
     model, expected, counts = plain
     lean = copy.deepcopy(model)
     apply_lean(lean, preset)
-    found, changed_counts = train(lean)
+    actual, changed_counts = train(lean)
     assert changed_counts == counts
     if preset == 'exact':
-        for name, parameter in found.items():  # absolutely: in front of a batch norm, gradients of biases are rounding
+        for name, parameter in actual.items():  # absolutely: in front of a batch norm, gradients of biases are rounding
             torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-9, msg=name)

@@ -49,9 +49,9 @@ def test_every_preset_on_a_gpu(family, preset, precision, mode):
         with torch.autocast('cuda', dtype, enabled=dtype is not None):
             outs = model(x)
         assert all(out.is_cuda for out in outs)
-        found = backward(list(outs))
-        assert set(found) == set(model.parameters())
-        assert all(grad.dtype == torch.float32 and grad.is_cuda for grad in found.values())
+        gradients = backward(list(outs))
+        assert set(gradients) == set(model.parameters())
+        assert all(grad.dtype == torch.float32 and grad.is_cuda for grad in gradients.values())
 
 
 def test_what_a_gpu_would_refuse_is_refused(mode):

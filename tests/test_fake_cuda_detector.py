@@ -85,9 +85,9 @@ def test_a_step(hooks, dtype, mode):
     images = torch.empty(2, 3, 75, 101, device='cuda')
     rois = torch.empty(9, 5, device='cuda')
     with torch.autocast('cuda', dtype):
-        found = compute_losses(model, images, rois)
-    assert all(loss.dtype == torch.float32 and loss.is_cuda for loss in found)
-    gradients = backward([torch.stack(found).sum()])
+        losses = compute_losses(model, images, rois)
+    assert all(loss.dtype == torch.float32 and loss.is_cuda for loss in losses)
+    gradients = backward([torch.stack(losses).sum()])
     assert set(gradients) == set(trained)
     for p, grad in gradients.items():
         assert grad.is_cuda and grad.dtype == p.dtype

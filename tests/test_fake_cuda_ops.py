@@ -44,10 +44,10 @@ def assert_gradients_match(f, tensors, dtype):
     with torch.autocast('cuda', dtype, enabled=dtype is not None):
         out = f(**leaves)
     assert out.is_cuda
-    found = backward([out])
+    gradients = backward([out])
     for name, tensor in leaves.items():
         if tensor is not None:
-            grad = found[tensor]
+            grad = gradients[tensor]
             assert grad.is_cuda and grad.dtype == tensor.dtype and grad.shape == tensor.shape, name
 
 

@@ -57,8 +57,8 @@ def clock(monkeypatch):
 def test_issue_time_and_gpu_time_are_apart(working, seconds, clock):
     """Two operations are issued in a second each, while the GPU is still busy with earlier work."""
     clock.issue(0.0, 100.0)
-    found = turns.time_step(lambda: [clock.issue(1.0, working) for _ in range(2)], 'cuda:0')
-    assert found == dict(issue=2.0, seconds=pytest.approx(seconds))
+    times = turns.time_step(lambda: [clock.issue(1.0, working) for _ in range(2)], 'cuda:0')
+    assert times == dict(issue=2.0, seconds=pytest.approx(seconds))
 
 
 def test_times_in_turns(clock):
@@ -176,9 +176,9 @@ def test_peaks_of_a_step(monkeypatch):
         for one in maps:
             memory.free(one)
 
-    found = step_runs.measure_peaks(step)
+    peaks = step_runs.measure_peaks(step)
     assert steps == [0, 1, 2] and not weights.free
-    assert found == dict(
+    assert peaks == dict(
         peak_bytes=(100 + 200 + 300 + 40 + 12) * MIB,
         reserved=(100 + 200 + 300 + 40 + 12 + 900) * MIB,
         replayed=(100 + 200 + 300 + 40 + 12 + 900) * MIB,

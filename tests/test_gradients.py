@@ -65,14 +65,14 @@ def test_study(model, batches, whole, monkeypatch):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = ['exact', 'with_cp', 'sbp'] if not whole else ['exact']
     keys = dict(modules=['backbone', 'neck', 'roi_head']) if whole else {}  # RPN's operation has a ReLU of its own
-    found = run_study(model, {name: (name, keys) for name in names}, batches, whole=whole)
+    study = run_study(model, {name: (name, keys) for name in names}, batches, whole=whole)
     for name in names:
-        row = found[name]['backbone']
+        row = study[name]['backbone']
         assert len(row['cosine']['values']) == len(batches)
         exact = name != 'sbp'
         assert (row['relative_error']['mean'] < 1e-4) == exact
     if not whole:
-        paper = found['sbp']
+        paper = study['sbp']
         assert 0.3 < paper['backbone']['cosine']['mean'] < 0.95 and paper['backbone']['norm_ratio']['mean'] < 1
         assert paper['stage 4']['cosine']['mean'] > 0.999 > paper['stage 1']['cosine']['mean']  # stage 4 is not thinned
         assert paper['neck']['relative_error']['mean'] == 0
@@ -95,8 +95,8 @@ def test_another_forward_pass_is_refused(model, batches, monkeypatch):
 
 def test_compare_by_hand():
     exact = {'backbone.a': torch.tensor([3.0, 4]), 'backbone.b': torch.tensor([2.0]), 'neck.c': torch.zeros(2)}
-    found = {'backbone.a': torch.tensor([3.0, 0]), 'backbone.b': torch.tensor([2.0])}
-    rows = compare(exact, found, {'backbone.a': 1})
+    estimated = {'backbone.a': torch.tensor([3.0, 0]), 'backbone.b': torch.tensor([2.0])}
+    rows = compare(exact, estimated, {'backbone.a': 1})
     assert rows['stage 1'] == pytest.approx(dict(cosine=0.6, relative_error=0.8, norm_ratio=0.6))
     assert rows['backbone']['relative_error'] == pytest.approx((16 / 29) ** 0.5)
     assert rows['mean layer']['cosine'] == pytest.approx(0.8)
@@ -128,9 +128,9 @@ def test_command_line(project, monkeypatch, tmp_path, capsys):
     words = ['--presets', 'sbp,keep_ratio=0.25', '--batches', '2', '--json', str(out)]
     monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words, '--cfg-options', root])
     gradients.main()
-    found = json.loads(out.read_text())
+    results = json.loads(out.read_text())
     assert 'mean ± standard deviation' in capsys.readouterr().out
-    assert study_table(found).splitlines()[1].count(' ± ') == 9
+    assert study_table(results).splitlines()[1].count(' ± ') == 9
     for words, message in ((['--batches', '0'], '--batches 0'), (['--presets', 'fused'], "preset='fused'")):
         monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words])
         with pytest.raises(SystemExit):

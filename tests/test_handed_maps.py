@@ -139,10 +139,10 @@ def test_an_input_buffer_that_is_filled_again(how, preset):
         else:
             (buffer.data if how == 'data' else buffer).copy_(images)
         with torch.autocast('cpu', torch.bfloat16):
-            found, expected = (
+            actual, expected = (
                 compute_gradients(m, buffer, lambda x, m=m: m.float()(x).float()) for m in (model, plain)
             )
-        assert relative_error(found, expected) < 0.02
+        assert relative_error(actual, expected) < 0.02
 
 
 def test_nothing_hangs_on_tensors():
@@ -192,8 +192,8 @@ def test_a_checkpoint_of_the_user_within_the_model():
 def test_a_checkpoint_around_the_model(reentrant):
     plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
     model, x = make_lean_copy(plain), random_images(2, 8, 16, 16).requires_grad_()
-    found = compute_gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant))
-    assert relative_error(found, compute_gradients(plain, x)) < 1e-10
+    gradients = compute_gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant))
+    assert relative_error(gradients, compute_gradients(plain, x)) < 1e-10
 
 
 def test_a_known_block_with_a_checkpoint_of_its_own():
@@ -268,7 +268,7 @@ def test_writes_between_a_sum_and_the_next_layer(what):
         random_images(4, 4, 1, 1, seed=1),
         random_images(4, 4, 1, 1, seed=2).requires_grad_(),
     )  # the first one is frozen
-    found = []
+    gradients = []
     for run in ('lean', 'plain'):
         base = random_images(2, 4, 8, 8, seed=3).requires_grad_() * 1
         with Scope():
@@ -282,8 +282,8 @@ def test_writes_between_a_sum_and_the_next_layer(what):
             out = (
                 conv_norm(ConvNormSettings(), ConvNormTensors(out, second)) if run == 'lean' else F.conv2d(out, second)
             )
-        found.append(torch.autograd.grad(out.square().sum(), second)[0])
-    assert relative_error(*found) < 1e-12
+        gradients.append(torch.autograd.grad(out.square().sum(), second)[0])
+    assert relative_error(*gradients) < 1e-12
 
 
 def test_compiled_blocks_with_shortcuts():

@@ -45,10 +45,10 @@ def count_launches(mode, *case):
 def test_launches_and_bytes_of_a_block(block, amp, mode):
     plain, moved = count_launches(mode, block, 'none', AMP[amp])
     for preset, (limit, share) in LIMITS[block, amp].items():
-        found, own = count_launches(mode, block, preset, AMP[amp])
-        assert found <= limit, (preset, found)
+        counts, own = count_launches(mode, block, preset, AMP[amp])
+        assert counts <= limit, (preset, counts)
         assert own <= share * moved, (preset, own / moved)
-        assert preset not in ('exact', 'sbp') or found <= 2.1 * plain, (preset, found, plain)
+        assert preset not in ('exact', 'sbp') or counts <= 2.1 * plain, (preset, counts, plain)
 
 
 def test_what_counts_as_a_launch(mode):

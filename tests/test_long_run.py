@@ -118,5 +118,5 @@ def test_nan_in_the_loss_of_one_image_stays_in_its_step_and_image(settings, iter
     assert poisoned[0].isnan().any() and torch.equal(poisoned[1], expected[1])
     for step in (1, 2):
         iteration(step)
-        found, expected = compute_gradients(backbone, x), compute_gradients(clean, x)
-        assert all(torch.equal(found[name], expected[name]) and found[name].isfinite().all() for name in expected)
+        actual, expected = compute_gradients(backbone, x), compute_gradients(clean, x)
+        assert all(torch.equal(actual[name], expected[name]) and actual[name].isfinite().all() for name in expected)

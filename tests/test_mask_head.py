@@ -53,8 +53,8 @@ def test_autocast():
     plain, x = build_head('mask').float(), random_maps('mask').float()
     lean = make_lean_copy(plain)
     with torch.autocast('cpu', torch.bfloat16):
-        (expected, own), (found, ours) = run_step(plain, x), run_step(lean, x)
-    assert torch.equal(found[0], expected[0])
+        (expected, own), (actual, ours) = run_step(plain, x), run_step(lean, x)
+    assert torch.equal(actual[0], expected[0])
     for name, grad in own.items():
         assert ours[name].dtype == grad.dtype == torch.float32
         assert (ours[name] - grad).norm() <= 0.02 * grad.norm(), name
@@ -76,9 +76,9 @@ def test_hooks_run_once(part, late):
         run_step(lean, random_maps('mask'))
         for model in (plain, lean):
             model.get_submodule(part).register_forward_hook(hook)
-    found = run_step(lean, random_maps('mask'))
+    result = run_step(lean, random_maps('mask'))
     assert calls == [NUMBER]
-    assert_same(found, run_step(plain, random_maps('mask')))
+    assert_same(result, run_step(plain, random_maps('mask')))
 
 
 class _Half(nn.ConvTranspose2d):

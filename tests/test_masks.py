@@ -204,5 +204,5 @@ def test_positions_of_tokens():
     """The leading tokens are always kept."""
     before = positions(torch.eye(4).bool())
     assert token_positions(before, 0) is before
-    found = token_positions(before, 2)
-    assert found.keep.tolist() == [0, 1, *(before.keep + 2).tolist()] and torch.equal(found.drop, before.drop + 2)
+    tokens = token_positions(before, 2)
+    assert tokens.keep.tolist() == [0, 1, *(before.keep + 2).tolist()] and torch.equal(tokens.drop, before.drop + 2)

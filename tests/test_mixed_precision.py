@@ -79,8 +79,8 @@ def run_step(model, x, amp):
     return [out.detach().double() for out in outs], gradients, kinds
 
 
-def relative_distance(found, expected):
-    pairs = [*zip(found, expected, strict=True)]
+def relative_distance(actual, expected):
+    pairs = [*zip(actual, expected, strict=True)]
     total = sum(float(b.square().sum()) for _, b in pairs)
     return (sum(float((a - b).square().sum()) for a, b in pairs) / total) ** 0.5
 
@@ -107,8 +107,8 @@ def test_several_precisions(family, change, amp):
     except ValueError as refused:
         assert 'parameters are' in str(refused)
         return
-    found, exact = run_step(lean, x.to(dtype), amp), run_step(full, x.to(dtype).double(), False)
-    assert found[2] == expected[2]
-    assert relative_distance(found[0], exact[0]) <= 2 * relative_distance(expected[0], exact[0]) + 1e-3
-    ours, plains = (relative_distance(run[1].values(), exact[1].values()) for run in (found, expected))
+    actual, exact = run_step(lean, x.to(dtype), amp), run_step(full, x.to(dtype).double(), False)
+    assert actual[2] == expected[2]
+    assert relative_distance(actual[0], exact[0]) <= 2 * relative_distance(expected[0], exact[0]) + 1e-3
+    ours, plains = (relative_distance(run[1].values(), exact[1].values()) for run in (actual, expected))
     assert ours <= 2 * plains + 1e-3

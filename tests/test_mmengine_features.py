@@ -63,8 +63,8 @@ def train(model, folder, hooks=(), steps=2, **cfg):
     return {name: p.detach().clone() for name, p in runner.model.named_parameters()}, said
 
 
-def largest_difference(found, expected):
-    return max(float((found[name] - p).norm() / p.norm().clamp_min(1e-3)) for name, p in expected.items())
+def largest_difference(actual, expected):
+    return max(float((actual[name] - p).norm() / p.norm().clamp_min(1e-3)) for name, p in expected.items())
 
 
 @pytest.mark.slow
@@ -75,12 +75,12 @@ def test_compile_of_the_runner(name, tmp_path):
     torch.compiler.reset()
     model, hook = DETECTORS[name]().double(), dict(type='LeanHook')
     plain, _ = train(copy.deepcopy(model), tmp_path)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         compiled, said = train(model, tmp_path, [hook], compile=dict(backend='eager'))
     assert largest_difference(compiled, plain) < 1e-6
     assert any('verified' in line for line in said)
-    assert not [w for w in found if 'ynamo' in f'{w.message}{w.filename}' and 'sbp_mmdet' in f'{w.message}']
+    assert not [w for w in caught if 'ynamo' in f'{w.message}{w.filename}' and 'sbp_mmdet' in f'{w.message}']
 
 
 @pytest.mark.slow

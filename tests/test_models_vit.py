@@ -45,9 +45,9 @@ def timm_shapes(c, depth, grid=14, **more):
         'attn.qkv.weight': (3 * c, c), 'attn.qkv.bias': (3 * c,), 'attn.proj.weight': (c, c), 'attn.proj.bias': (c,),
         'mlp.fc1.weight': (4 * c, c), 'mlp.fc1.bias': (4 * c,), 'mlp.fc2.weight': (c, 4 * c), 'mlp.fc2.bias': (c,),
     }  # fmt: skip
-    found = {f'blocks.{i}.{name}': shape for i in range(depth) for name, shape in block.items()}
-    found |= {'norm.weight': (c,), 'norm.bias': (c,), 'cls_token': (1, 1, c), 'pos_embed': (1, 1 + grid**2, c)}
-    return found | {'patch_embed.proj.weight': (c, 3, 16, 16), 'patch_embed.proj.bias': (c,)} | more
+    shapes = {f'blocks.{i}.{name}': shape for i in range(depth) for name, shape in block.items()}
+    shapes |= {'norm.weight': (c,), 'norm.bias': (c,), 'cls_token': (1, 1, c), 'pos_embed': (1, 1 + grid**2, c)}
+    return shapes | {'patch_embed.proj.weight': (c, 3, 16, 16), 'patch_embed.proj.bias': (c,)} | more
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_state_dict_is_timms(arch, channels, depth, millions):
 def test_registers_and_layer_scale_have_dinov2s_names():
     backbone = build_on_meta(SBPViT, 'tiny', register_tokens=4, layer_scale_init_value=1e-5, out_indices=(2,))
     more = {f'blocks.{i}.ls{j}.gamma': (192,) for i in range(12) for j in (1, 2)}
-    found = {name: tuple(p.shape) for name, p in backbone.state_dict().items()}
-    assert found == timm_shapes(192, 12, reg_token=(1, 4, 192), **more)
+    shapes = {name: tuple(p.shape) for name, p in backbone.state_dict().items()}
+    assert shapes == timm_shapes(192, 12, reg_token=(1, 4, 192), **more)
 
 
 def test_position_embeddings_of_other_sizes():
@@ -113,10 +113,10 @@ def test_forms_of_vit(preset, options):
     )
     for a, b in zip(lean(x), plain(x), strict=True):
         assert relative_error(a, b) < 1e-12
-    found, expected = compute_gradients(lean, x), compute_gradients(plain, x)
+    actual, expected = compute_gradients(lean, x), compute_gradients(plain, x)
     last = 'norm.weight', 'norm.bias'  # which come before what is dropped
     chosen = expected if preset == 'exact' else last
-    assert_near({n: found[n] for n in chosen}, {n: expected[n] for n in chosen}, 1e-10)
+    assert_near({n: actual[n] for n in chosen}, {n: expected[n] for n in chosen}, 1e-10)
 
 
 def test_layer_depths_of_vit():

@@ -264,8 +264,8 @@ def test_a_hidden_channel_of_grn_that_is_zero(dtype):
         assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
         return
     for loss_scale in (1.0, 64.0, 256.0):
-        found = differentiate(lambda **t: loss_scale * run_under_autocast(f, dtype)(**t), tensors)  # noqa: B023
-        assert all(value.isfinite().all() for value in found.values())
+        gradients = differentiate(lambda **t: loss_scale * run_under_autocast(f, dtype)(**t), tensors)  # noqa: B023
+        assert all(value.isfinite().all() for value in gradients.values())
 
 
 @pytest.mark.parametrize('size', [(6, 9), (7, 8), (3, 3), (2, 4), (10, 5)], ids=str)

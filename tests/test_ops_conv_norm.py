@@ -153,7 +153,7 @@ def test_half_precision_is_as_near_as_that_of_stock_modules(norm, dtype, autocas
         assert all(g.dtype == (torch.float32 if autocast else dtype) for g in grads.values())
         assert out.dtype == dtype
         errors.append(
-            relative_distance(*(torch.cat([g.flatten() for g in found.values()]) for found in (grads, expected)))
+            relative_distance(*(torch.cat([g.flatten() for g in actual.values()]) for actual in (grads, expected)))
         )
     assert errors[1] < 1.5 * errors[0] + (0.03 if storage == 'int8' else 0.001)
 
@@ -205,9 +205,9 @@ def count_stored_maps(model, x):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = model(x)
-    found = sum(size for place, (size, _) in seen.items() if place not in parameters)
+    nbytes = sum(size for place, (size, _) in seen.items() if place not in parameters)
     del out
-    return found / x.untyped_storage().nbytes()
+    return nbytes / x.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize(
@@ -361,9 +361,9 @@ def test_what_a_gpu_would_refuse(norm, storage, dtype):
             with torch.autocast('cuda', dtype, enabled=dtype is not None):
                 out = conv_norm(settings, ConvNormTensors(**leaves, **running))
             assert out.is_cuda
-            found = backward([out])
+            gradients = backward([out])
             for name, t in leaves.items():
-                assert found[t].is_cuda and found[t].dtype == t.dtype and found[t].shape == t.shape, name
+                assert gradients[t].is_cuda and gradients[t].dtype == t.dtype and gradients[t].shape == t.shape, name
 
 
 @pytest.mark.parametrize('kernel', [1, 3])

@@ -36,10 +36,10 @@ def test_a_batch_without_images(name, kind, form):
     case = CASES[name]
     tensors, given = case.inputs(n=0)
     lean, _ = case.both(kind, FORMS[form], given)
-    found = differentiate(lean, tensors)
-    assert found.pop('out').shape[0] == 0
+    gradients = differentiate(lean, tensors)
+    assert gradients.pop('out').shape[0] == 0
     for key, tensor in tensors.items():
-        assert tensor is None or torch.equal(found[key], torch.zeros_like(tensor)), key
+        assert tensor is None or torch.equal(gradients[key], torch.zeros_like(tensor)), key
 
 
 @pytest.mark.parametrize('name, kind', NAMES)
@@ -59,8 +59,8 @@ def test_another_default_device(name, kind):
         return [out.detach(), *(t.grad for t in leaves.values() if t is not None)]
 
     with default_device('meta'):
-        found = gradients(lean)
-    for a, b in zip(found, gradients(plain), strict=True):
+        actual = gradients(lean)
+    for a, b in zip(actual, gradients(plain), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -99,12 +99,12 @@ def test_norms_in_fp32_in_a_model_in_half_precision(name, dtype):
     apart = {n for n in tensors if n.startswith('norm') or (name == 'layer_norm' and n != 'x')}
     mixed = {n: t if t is None else t.to(torch.float32 if n in apart else dtype) for n, t in tensors.items()}
     lean, plain = case.both(None, given=given)
-    found = differentiate(lean, mixed)
+    actual = differentiate(lean, mixed)
     expected = differentiate(plain, {n: t if t is None else t.double() for n, t in mixed.items()})
     for key, truth in expected.items():
         if truth is not None:
-            assert key == 'out' or found[key].dtype == mixed[key].dtype
-            assert (found[key] - truth).norm() < (0.01 if dtype is torch.float16 else 0.05) * truth.norm(), key
+            assert key == 'out' or actual[key].dtype == mixed[key].dtype
+            assert (actual[key] - truth).norm() < (0.01 if dtype is torch.float16 else 0.05) * truth.norm(), key
 
 
 class Called(TorchDispatchMode):

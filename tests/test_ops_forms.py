@@ -90,8 +90,8 @@ def run_oracle(name, tensors, keep, form, factor=None):
     if mlp:
         total = total + (rows * sends * t['bias2'] * (1 if t['gamma'] is None else t['gamma'])).sum()
     asked = {n: v for n, v in t.items() if v is not None and n not in ('x', 'shortcut')}
-    dxhat, *found = torch.autograd.grad(total, [xhat, *asked.values()])
-    grads = dict.fromkeys(tensors) | dict(zip(asked, found, strict=True)) | dict(out=out.detach())
+    dxhat, *gradients = torch.autograd.grad(total, [xhat, *asked.values()])
+    grads = dict.fromkeys(tensors) | dict(zip(asked, gradients, strict=True)) | dict(out=out.detach())
     dx = rstd * (dxhat - dxhat.mean(-1, keepdim=True) - xhat * (dxhat * xhat).mean(-1, keepdim=True))
     if name == 'downsample':
         dx = F.fold(dx.permute(0, 3, 2, 1).flatten(1, 2), t['x'].shape[2:], 2, stride=2)

@@ -41,13 +41,13 @@ def test_gradients_are_those_of_multiplying_by_zero(pattern):
     def branch(x, weight):
         return torch.einsum('nchw,cd->ndhw', x, weight).tanh()
 
-    def found(x, weight):
+    def compute_actual(x, weight):
         return on_images(lambda x: x + 2 * branch(x, weight), x, images, [weight])
 
-    def expected(x, weight):
+    def compute_expected(x, weight):
         return x + 2 * branch(x, weight) * images.view(-1, 1, 1, 1)
 
-    assert_near(differentiate(found, tensors), differentiate(expected, tensors), 1e-12)
+    assert_near(differentiate(compute_actual, tensors), differentiate(compute_expected, tensors), 1e-12)
 
 
 def test_images_that_pass_by_keep_their_precision():

@@ -108,15 +108,15 @@ def numbers_of(chunk, each):
 @pytest.mark.parametrize('each', [0, 1, 3, 7, 8, 9, 23, 24, 25])
 def test_chunks(images, each):
     """Chunks contain all rows once and in order, at most 8 at a time, of about equal size, as views for any strides."""
-    found = chunks(images, each, 4, torch.device('cpu'), 8 * 4)
+    parts = chunks(images, each, 4, torch.device('cpu'), 8 * 4)
     tokens = torch.arange(images * each * 2).view(images, 2, each).transpose(1, 2)
     whole = tokens.reshape(-1, 2)
-    places = [numbers_of(chunk, each) for chunk in found]
+    places = [numbers_of(chunk, each) for chunk in parts]
     assert sum(places, []) == list(range(images * each))
-    sizes = [len(chunk.rows_of(tokens)) for chunk in found]
+    sizes = [len(chunk.rows_of(tokens)) for chunk in parts]
     assert all(size <= 8 for size in sizes) and (not sizes or max(sizes) - min(sizes) <= max(each, len(sizes)))
     copy = torch.zeros_like(whole).view(images, each, 2)
-    for chunk, place in zip(found, places, strict=True):
+    for chunk, place in zip(parts, places, strict=True):
         assert torch.equal(chunk.rows_of(tokens), whole[place])
         assert torch.equal(chunk.rows_of(tokens.flip(1), torch.arange(each).flip(0)), whole[place])
         chunk.put_(copy, whole[place])

@@ -56,8 +56,8 @@ def draw_by_definition(sample, *parts):
     rest, left = sum(size for row, size in enumerate(sizes) if row not in large), number - len(large)
     sizes = [rest // left if row in large else size for row, size in enumerate(sizes)]
     ends = [*itertools.accumulate(sizes)]
-    found = [bisect.bisect_right(ends, math.floor((i + sample.at) * ends[-1] / number)) for i in range(number)]
-    return found, [number * sizes[row] / ends[-1] for row in found]
+    indices = [bisect.bisect_right(ends, math.floor((i + sample.at) * ends[-1] / number)) for i in range(number)]
+    return indices, [number * sizes[row] / ends[-1] for row in indices]
 
 
 class _Linear(torch.autograd.Function):
@@ -239,8 +239,8 @@ def test_half_precision_on_average(dtype):
 def test_frozen_parts(trainable):
     tensors, given = CASES['mlp'].inputs()
     run = run_sampled('mlp', 0.5, 0.4, given)
-    found, all_of_them = differentiate(run, tensors, [trainable]), differentiate(run, tensors)
-    assert_near({trainable: found[trainable]}, {trainable: all_of_them[trainable]}, 1e-12)
+    gradients, all_of_them = differentiate(run, tensors, [trainable]), differentiate(run, tensors)
+    assert_near({trainable: gradients[trainable]}, {trainable: all_of_them[trainable]}, 1e-12)
 
 
 @pytest.mark.parametrize('chunk', [None, 400])
@@ -292,16 +292,16 @@ def test_models(family):
     lean, x = build(family, dict(preset='sampled', keep_ratio=0.5)), random_images(1, 64, 64)
     plain = build(family)
     plain.load_state_dict(lean.state_dict())
-    exact, found = compute_gradients(plain, x), [compute_gradients(lean, x) for _ in range(16)]
-    assert relative_error(found[0]['image'], exact['image']) < 1e-9
+    exact, gradients = compute_gradients(plain, x), [compute_gradients(lean, x) for _ in range(16)]
+    assert relative_error(gradients[0]['image'], exact['image']) < 1e-9
     biases = [n for n in exact if n.endswith('bias')]
-    assert biases and all(relative_error(found[0][n], exact[n]) < 1e-9 for n in biases)
+    assert biases and all(relative_error(gradients[0][n], exact[n]) < 1e-9 for n in biases)
 
     def error(several):
         total = sum((sum(g[n] for g in several) / len(several) - e).square().sum() for n, e in exact.items())
         return (total / sum(e.square().sum() for e in exact.values())).sqrt()
 
-    assert 0.05 < error(found[:1]) and error(found) < 0.5 * error(found[:1])
+    assert 0.05 < error(gradients[:1]) and error(gradients) < 0.5 * error(gradients[:1])
 
 
 def test_what_cannot_be_honoured():
@@ -324,5 +324,5 @@ def test_what_cannot_be_honoured():
 def test_no_images(name):
     """Stochastic depth may drop all images of a batch."""
     tensors, given = CASES[name].inputs(n=0)
-    found = differentiate(run_sampled(name, 0.25, 0.4, given), tensors)
-    assert all(not gradient.abs().sum() for gradient in found.values())
+    gradients = differentiate(run_sampled(name, 0.25, 0.4, given), tensors)
+    assert all(not gradient.abs().sum() for gradient in gradients.values())

@@ -45,8 +45,8 @@ def compute_gradients(run, leaves, seed=0, zeros=False):
     return [out, *torch.autograd.grad(out, list(leaves.values()), weight, materialize_grads=zeros)]
 
 
-def assert_same(found, expected, tolerance=1e-10):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(actual, expected, tolerance=1e-10):
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() <= tolerance * max(b.abs().max(), 1)
 
 
@@ -67,8 +67,8 @@ def test_ffn(chunk, act, frozen):
         module.layers[1].bias.requires_grad_()
     leaves = dict(module.named_parameters(), x=x)
     settings = FFNSettings(activation=Activation(act.lower()), chunk=chunk)
-    found = compute_gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
-    assert_same(found, compute_gradients(lambda: module(x), leaves))
+    gradients = compute_gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
+    assert_same(gradients, compute_gradients(lambda: module(x), leaves))
 
 
 @pytest.mark.parametrize('rates', [(0.1, 0.3), (0.5, 0.0), (0.0, 0.5)])
@@ -78,8 +78,8 @@ def test_ffn_draws_dropout_as_torch_does_and_replays_it(rates):
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     leaves = dict(module.named_parameters(), x=x)
     settings = FFNSettings(dropout=rates)
-    found = compute_gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
-    assert_same(found, compute_gradients(lambda: module(x), leaves))
+    gradients = compute_gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
+    assert_same(gradients, compute_gradients(lambda: module(x), leaves))
 
 
 def test_dropout_in_chunks_replays_its_masks_and_leaves_the_generator_alone():
@@ -130,15 +130,15 @@ def test_no_images():
 
 
 def attention_weights(module):
-    found = {}
+    weights = {}
     for name, layer in (
         ('offset', module.sampling_offsets),
         ('attention', module.attention_weights),
         ('value', module.value_proj),
         ('output', module.output_proj),
     ):
-        found |= {f'{name}_weight': layer.weight, f'{name}_bias': layer.bias}
-    return found
+        weights |= {f'{name}_weight': layer.weight, f'{name}_bias': layer.bias}
+    return weights
 
 
 def places(numbers, queries, dtype=torch.float64):
@@ -262,12 +262,12 @@ def test_dropped_tokens_send_nothing(numbers, mask, number, rate, chunk):
     kept = torch.randperm(TOKENS) < number
     positions = Positions(*(mask.nonzero()[:, 0] for mask in (kept, ~kept)))
     tensors = layer_tensors(module, x, pos, reference, padding(mask))._replace(positions=positions)
-    found = compute_gradients(lambda: deformable_encoder_layer(settings_of(rate, chunk=chunk), tensors), leaves)
+    gradients = compute_gradients(lambda: deformable_encoder_layer(settings_of(rate, chunk=chunk), tensors), leaves)
     given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
     module.self_attn.dropout.p = 0.0  # the factors stand for it
     given['key_padding_mask'] = padding(mask)
     assert_same(
-        found, compute_gradients(lambda: run_thinned_oracle(module, x, pos, given, kept, rate), leaves, zeros=True)
+        gradients, compute_gradients(lambda: run_thinned_oracle(module, x, pos, given, kept, rate), leaves, zeros=True)
     )
 
 
@@ -283,8 +283,8 @@ def test_frozen_parts(frozen):
     leaves = dict(module.named_parameters(), x=x, pos=pos)
     tensors = layer_tensors(module, x, pos, reference, None)
     given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
-    found = compute_gradients(lambda: deformable_encoder_layer(settings_of(), tensors), leaves)
-    assert_same(found, compute_gradients(lambda: module(x, pos, None, **given), leaves))
+    gradients = compute_gradients(lambda: deformable_encoder_layer(settings_of(), tensors), leaves)
+    assert_same(gradients, compute_gradients(lambda: module(x, pos, None, **given), leaves))
 
 
 @pytest.mark.parametrize('storage, share', [('native', 0.13), ('int8', 0.07)])
@@ -369,8 +369,8 @@ class Kernel:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (value, places, weights)]
             out = multi_scale_deform_attn.multi_scale_deformable_attn_pytorch(leaves[0], shapes, *leaves[1:])
-        for place, found in zip(grads, torch.autograd.grad(out, leaves, grad), strict=True):
-            place.copy_(found)
+        for place, gradients in zip(grads, torch.autograd.grad(out, leaves, grad), strict=True):
+            place.copy_(gradients)
 
     @staticmethod
     def _check(*tensors):

@@ -23,14 +23,16 @@ def backbone(rate=0.0, **options):
 @pytest.mark.parametrize(('preset', 'rate', 'sampler'), [('exact', 0.5, 'grid'), ('sbp', 0.0, 'random')])
 def test_a_call_past_the_hooks_is_a_pass_of_its_own(preset, rate, sampler):
     """Wrappers call ``backbone.forward(x)``. It draws anew, and draws the same as ``backbone(x)`` would."""
-    found = []
+    gradients = []
     for call in ('__call__', 'forward'):
         torch.manual_seed(7)
         model = make_lean_copy(backbone(rate), preset, **(dict(sampler=sampler) if preset == 'sbp' else {}))
         torch.manual_seed(7)
-        found.append([compute_gradients(model, random_images(4, 3, 64, 64), getattr(model, call)) for _ in range(4)])
-    assert all(map(torch.equal, *found))
-    assert len({g.abs().sum().item() for g in found[0]}) == 4
+        gradients.append(
+            [compute_gradients(model, random_images(4, 3, 64, 64), getattr(model, call)) for _ in range(4)]
+        )
+    assert all(map(torch.equal, *gradients))
+    assert len({g.abs().sum().item() for g in gradients[0]}) == 4
 
 
 class Takes(nn.Module):
@@ -57,12 +59,12 @@ class Takes(nn.Module):
 @pytest.mark.parametrize(('preset', 'rate'), [('exact', 0.0), ('exact', 0.5), ('sbp', 0.0)])
 def test_images_may_be_any_argument(how, preset, rate):
     model, x = make_lean_copy(Takes(how, rate=rate).train(), preset), random_images(2, 3, 64, 64)
-    found = compute_gradients(model, x, lambda x: model(*model.given(x)))
-    assert found.isfinite().all() and found.any()
+    gradients = compute_gradients(model, x, lambda x: model(*model.given(x)))
+    assert gradients.isfinite().all() and gradients.any()
     if preset == 'exact' and not rate:
         plain = Takes(how).train()
         plain.load_state_dict(model.state_dict())
-        assert relative_error(found, compute_gradients(plain, x, lambda x: plain(*plain.given(x)))) < 1e-10
+        assert relative_error(gradients, compute_gradients(plain, x, lambda x: plain(*plain.given(x)))) < 1e-10
 
 
 def test_images_that_nobody_sees_are_an_error_that_says_so():
@@ -81,10 +83,10 @@ def test_a_default_device(preset, rate):
     torch.set_default_device('meta')
     try:
         torch.manual_seed(3)
-        found = other(x)[0]
+        actual = other(x)[0]
     finally:
         torch.set_default_device(None)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize('preset', ['exact', 'int8', 'sampled'])

@@ -77,8 +77,8 @@ def test_a_config_that_fits_is_all_there_is():
 def test_for_each_preset_the_cheapest_that_fits():
     most = '+cp-heads+cp-rpn+cp-neck'
     peaks = {'exact_min': 4, 'int8' + most: 4, 'sbp' + most: 5.5}
-    found, seen, rows = run_plan(6, peaks)
-    assert [*found.items()] == [
+    fits, seen, rows = run_plan(6, peaks)
+    assert [*fits.items()] == [
         ('none', False),
         ('with_cp', False),
         ('exact', False),
@@ -116,15 +116,15 @@ def test_presets_that_do_not_apply_are_left_out():
 )
 def test_a_config_in_full_precision_is_counted_in_mixed_precision(peaks, shown):
     exact = ('none', 'exact', 'exact_min')
-    found, _, rows = run_plan(6, peaks, presets=exact)
-    assert [*found][3:] == [shown] and rows[-1].gradients == 'exact, fp16'
-    assert found[shown] == (answer(rows) is not None)
+    fits, _, rows = run_plan(6, peaks, presets=exact)
+    assert [*fits][3:] == [shown] and rows[-1].gradients == 'exact, fp16'
+    assert fits[shown] == (answer(rows) is not None)
     assert [*run_plan(6, peaks, STOCK_T, exact)[0]] == [*exact]  # it is in mixed precision
 
 
 def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
-    found, _, rows = run_plan(6, {'int8+cp-heads': 4}, presets=('none', 'int8'))
-    assert found['int8+cp-heads'] and answer(rows).variant == 'int8+cp-heads'
+    fits, _, rows = run_plan(6, {'int8+cp-heads': 4}, presets=('none', 'int8'))
+    assert fits['int8+cp-heads'] and answer(rows).variant == 'int8+cp-heads'
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
 )
 def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
     presets = ('none', 'exact_min')
-    found, seen, _ = run_plan(3, {last: 8}, path, presets, eight_bit=eight_bit)
-    assert [*found] == ['none', last, 'none+amp'] and len(seen) == len(set(seen))
+    fits, seen, _ = run_plan(3, {last: 8}, path, presets, eight_bit=eight_bit)
+    assert [*fits] == ['none', last, 'none+amp'] and len(seen) == len(set(seen))
     # Pieces may cost more than they save.
-    found = run_plan(3, {'exact_min': 4}, path, presets, eight_bit=eight_bit)[0]
-    assert [*found] == ['none', 'exact_min', 'none+amp']
+    fits = run_plan(3, {'exact_min': 4}, path, presets, eight_bit=eight_bit)[0]
+    assert [*fits] == ['none', 'exact_min', 'none+amp']
 
 
 @pytest.mark.parametrize(
@@ -323,13 +323,13 @@ def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):
     assert (fits['answer'], fits['lines']) == ('as it is', '') and fits['inputs']['width'] == 160
     (row,) = fits['rows']
     command.main([*case, f'{row["need"] / 1e3 - 100:.0f}kB'])
-    found = json.loads(capsys.readouterr().out)
-    assert found['rows'][0] == dict(row, fits=False)
-    chosen = next(row for row in found['rows'] if row['variant'] == found['answer'])
-    assert chosen['fits'] and chosen['need'] <= found['budget'] < row['need']
-    name = found['answer'].split('+')[0]  # in a model so small mixed precision alone may be the answer
-    assert (f"dict(type='LeanHook', preset='{name}')" in found['lines']) == (name != 'none')
-    assert "model.setdefault('backbone', {}).update(sbp_cfg=None, with_cp=False)" in found['lines']
+    results = json.loads(capsys.readouterr().out)
+    assert results['rows'][0] == dict(row, fits=False)
+    chosen = next(row for row in results['rows'] if row['variant'] == results['answer'])
+    assert chosen['fits'] and chosen['need'] <= results['budget'] < row['need']
+    name = results['answer'].split('+')[0]  # in a model so small mixed precision alone may be the answer
+    assert (f"dict(type='LeanHook', preset='{name}')" in results['lines']) == (name != 'none')
+    assert "model.setdefault('backbone', {}).update(sbp_cfg=None, with_cp=False)" in results['lines']
 
 
 def test_what_a_config_or_a_preset_changes(tiny, capsys, tmp_path):

@@ -42,8 +42,8 @@ def test_deformable_attention_stores_values_places_and_weights():
     # Values, places, weights as softmax and as the kernel keep them (one storage), and what the output layer reads;
     # the offsets are divided by sizes (2 levels of 2 whole numbers).
     expected = rows * (32 + 2 * samples + samples + 32) * FLOAT
-    found = count_stored_bytes(forward, [query, *layer.parameters()])
-    assert 0 <= found - expected <= 200
+    actual = count_stored_bytes(forward, [query, *layer.parameters()])
+    assert 0 <= actual - expected <= 200
     assert saved_bytes(forward, [query, *layer.parameters()]) > 1.8 * expected  # every sampled value
     assert count_stored_bytes(forward, [query, *layer.parameters()], bfloat16=True) > 1.8 * expected
 
@@ -72,8 +72,8 @@ def test_an_encoder_layer_in_mixed_precision():
         with autocast('cpu', torch.bfloat16):
             return layer(query, **given, level_start_index=torch.tensor([0, 64]))
 
-    found = count_stored_bytes(forward, [query, *layer.parameters()])
-    assert 0 <= found - expected <= 200, (found, expected)
+    actual = count_stored_bytes(forward, [query, *layer.parameters()])
+    assert 0 <= actual - expected <= 200, (actual, expected)
 
 
 @pytest.mark.parametrize('kind', [DeformConv2dPack, ModulatedDeformConv2dPack])

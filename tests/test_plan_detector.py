@@ -268,9 +268,9 @@ def test_a_config_that_is_not_ours():
 def test_plain_is_the_detector_without_this_package():
     config = load_config('mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py')
     config.custom_hooks = [dict(type='EMAHook'), dict(type='LeanHook', preset='sbp')]
-    found = plain(config)
-    assert (found.model.backbone.type, found.model.backbone.arch) == ('SBPConvNeXt', 'tiny')
-    assert found.custom_hooks == [dict(type='EMAHook')] and len(config.custom_hooks) == 2
+    changed = plain(config)
+    assert (changed.model.backbone.type, changed.model.backbone.arch) == ('SBPConvNeXt', 'tiny')
+    assert changed.custom_hooks == [dict(type='EMAHook')] and len(config.custom_hooks) == 2
     config = load_config(STOCK)
     config.model.backbone.with_cp = True
     assert plain(config).model.backbone.with_cp is False and config.model.backbone.with_cp is True
@@ -287,10 +287,10 @@ def test_presets_that_apply_are_tried_on_the_model(atto):
     for config, thinned in ((atto, True), (stock, False)):
         model, _ = build_detector(config, 'cpu')
         before = look(model)
-        found = presets_of(model)
+        reasons = presets_of(model)
         assert look(model) == before
-        assert {name for name, reason in found.items() if reason} == (set() if thinned else {*THINNING, 'sampled'})
-        assert thinned or 'drops positions' in found['sbp']
+        assert {name for name, reason in reasons.items() if reason} == (set() if thinned else {*THINNING, 'sampled'})
+        assert thinned or 'drops positions' in reasons['sbp']
 
 
 def test_bad_input_is_named(atto, tmp_path):
@@ -322,8 +322,8 @@ def test_a_trained_head_assigns_eight_predictions_to_a_box():
     head = nn.Module()
     head.assigner = DynamicSoftLabelAssigner()
     for number in (1, 8):
-        found = head.assigner.dynamic_k_matching(cost, torch.zeros(100, 5), 5, torch.ones(100, dtype=torch.bool))
-        assert found[1].bincount(minlength=5).tolist() == [number] * 5
+        assigned = head.assigner.dynamic_k_matching(cost, torch.zeros(100, 5), 5, torch.ones(100, dtype=torch.bool))
+        assert assigned[1].bincount(minlength=5).tolist() == [number] * 5
         as_if_trained(head)
 
 

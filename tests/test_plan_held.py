@@ -51,16 +51,16 @@ def weights(config):
 def test_a_teacher_outside_of_the_tree_counts(retina, alone):
     config = Config(retina.to_dict())
     config.model = dict(config.model, type='WithTeacher', teacher=config.model)
-    found = measure_detector(config, **CASE)
-    assert found['peak'] - alone['peak'] == pytest.approx(weights(retina), rel=1e-3)
+    row = measure_detector(config, **CASE)
+    assert row['peak'] - alone['peak'] == pytest.approx(weights(retina), rel=1e-3)
 
 
 @pytest.mark.parametrize('hooks', [1, 2])
 def test_averaged_copies_count(retina, alone, hooks):
     config = Config(retina.to_dict())
     config.custom_hooks = [dict(type='EMAHook', ema_type='ExpMomentumEMA')] * hooks
-    found = measure_detector(config, **CASE)
-    assert found['peak'] - alone['peak'] == pytest.approx(hooks * weights(retina), rel=1e-3)
+    row = measure_detector(config, **CASE)
+    assert row['peak'] - alone['peak'] == pytest.approx(hooks * weights(retina), rel=1e-3)
 
 
 @pytest.mark.parametrize('verb', ['plan', 'rehearse'])

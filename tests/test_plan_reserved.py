@@ -39,7 +39,7 @@ def test_images_of_one_size_and_of_several():
     """A map has 40 MiB, the parameters 60. Smaller maps come first, and their segments are useless later."""
     events = [(0, 40 * MIB), (0, 0)]
     assert reserved_bytes([60 * MIB], events) == dict.fromkeys(('reserved', 'capacity', 'expandable'), 100 * MIB)
-    found = reserved_bytes([60 * MIB], events, usual_share=0.25)
-    assert found['reserved'] == (60 + 10 + 20 + 30 + 40) * MIB
+    reserved = reserved_bytes([60 * MIB], events, usual_share=0.25)
+    assert reserved['reserved'] == (60 + 10 + 20 + 30 + 40) * MIB
     # The smaller segments are given back where there is no room for them.
-    assert found['capacity'] == pytest.approx(100 * MIB, rel=0.01) == found['expandable']
+    assert reserved['capacity'] == pytest.approx(100 * MIB, rel=0.01) == reserved['expandable']

@@ -128,12 +128,12 @@ CASES = {
 @pytest.mark.parametrize('name', CASES)
 def test_as_large_as_those_of_the_loader(pictures, name):
     config = config_of(pictures, CASES[name])
-    found = inputs_of(config)
+    inputs = inputs_of(config)
     real = largest_real(config, 100)
-    assert 0.97 * real <= 2 * found.height * found.width <= 1.25 * real, (found[:3], real / 2)
-    pixels = [height * width for height, width in ((found.height, found.width), found.rare, found.usual)]
+    assert 0.97 * real <= 2 * inputs.height * inputs.width <= 1.25 * real, (inputs[:3], real / 2)
+    pixels = [height * width for height, width in ((inputs.height, inputs.width), inputs.rare, inputs.usual)]
     assert pixels == sorted(pixels, reverse=True)
-    assert found.boxes >= 3 or name == 'jitter and crop'
+    assert inputs.boxes >= 3 or name == 'jitter and crop'
 
 
 def test_sizes_behind_the_switch_of_the_last_epochs(pictures):
@@ -178,8 +178,8 @@ def test_wrappers_in_wrappers_need_no_data(tmp_path):
     one = config.train_dataloader.dataset
     both = dict(type='ConcatDataset', datasets=[dict(type='RepeatDataset', times=2, dataset=one), one])
     config.train_dataloader.dataset = dict(type='RepeatDataset', times=3, dataset=both)
-    found = inputs_of(config)
-    assert found[1:3] == (133, 133) and "COCO's" in found.source
+    inputs = inputs_of(config)
+    assert inputs[1:3] == (133, 133) and "COCO's" in inputs.source
 
 
 def test_channels_are_those_of_the_pictures(tmp_path):
@@ -191,8 +191,8 @@ def test_channels_are_those_of_the_pictures(tmp_path):
 
 def test_masks_need_not_be_bitmaps(pictures):
     load = [LOAD[0], dict(type='LoadAnnotations', with_bbox=True, with_mask=True)]
-    found = inputs_of(config_of(pictures, [CHOICE, CROP], load))
-    assert found.masks and max(found[1:3]) <= 60
+    inputs = inputs_of(config_of(pictures, [CHOICE, CROP], load))
+    assert inputs.masks and max(inputs[1:3]) <= 60
 
 
 def test_polygons_in_larger_images(pictures):
@@ -203,8 +203,8 @@ def test_polygons_in_larger_images(pictures):
         dict(type='RandomCrop', crop_size=(60, 60)),
     ]
     config = config_of(pictures, steps, load)
-    found, real = inputs_of(config), largest_real(config, 100)
-    assert found.masks and 0.97 * real <= 2 * found.height * found.width <= 1.25 * real
+    inputs, real = inputs_of(config), largest_real(config, 100)
+    assert inputs.masks and 0.97 * real <= 2 * inputs.height * inputs.width <= 1.25 * real
 
 
 def test_files_that_are_larger_than_their_annotations_say(pictures, tmp_path):
@@ -276,9 +276,9 @@ def test_nothing_is_drawn_from_the_training(pictures):
     np.random.seed(5), torch.manual_seed(5)
     expected = np.random.rand(), torch.rand(1)
     np.random.seed(5), torch.manual_seed(5)
-    found = inputs_of(config_of(pictures, [CHOICE]))
+    actual = inputs_of(config_of(pictures, [CHOICE]))
     assert (np.random.rand(), torch.rand(1)) == expected
-    assert str(inputs_of(config_of(pictures, [CHOICE]))) == str(found), 'another answer to the same question'
+    assert str(inputs_of(config_of(pictures, [CHOICE]))) == str(actual), 'another answer to the same question'
 
 
 def test_what_the_preprocessor_makes_of_batches(tmp_path):
@@ -300,7 +300,7 @@ def test_the_ten_pipelines_of_the_study(name, tmp_path):
     """The study draws 2,000 batches of each."""
     row = pipeline_sizes.compare(name, tmp_path, 60)
     assert row['ratio'] >= 0.97, row
-    found = json.loads(pipeline_sizes.RESULTS.read_text())['rows']
-    (of_many,) = (one['real'] for one in found if one['name'] == name)
+    results = json.loads(pipeline_sizes.RESULTS.read_text())['rows']
+    (of_many,) = (one['real'] for one in results if one['name'] == name)
     assert row['real'] <= of_many and row['said'] <= 1.25 * of_many, row
     assert row['size'][2] == pipeline_sizes.PIPELINES[name][1]

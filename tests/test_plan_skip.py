@@ -31,9 +31,9 @@ def test_remembered_results_are_those_of_their_arguments(operation, arguments):
         x = [x, x] if 'foreach' in str(operation) else x
         for more in arguments:
             with SkipArithmetic(lambda: True):
-                found = operation(x, *more)
+                actual = operation(x, *more)
             expected = operation(x, *more)
-            pairs = zip(found, expected, strict=True) if isinstance(found, (list, tuple)) else [(found, expected)]
+            pairs = zip(actual, expected, strict=True) if isinstance(actual, (list, tuple)) else [(actual, expected)]
             for one, other in pairs:
                 assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
                 assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()

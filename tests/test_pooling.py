@@ -38,8 +38,8 @@ def run_step(module, *inputs):
     leaves = {f'input {i}': x for i, x in enumerate(inputs)} | {
         n: p for n, p in module.named_parameters() if p.requires_grad
     }
-    found = torch.autograd.grad(compute_loss(outs), [*leaves.values()])
-    return {f'output {i}': o.detach() for i, o in enumerate(outs)} | dict(zip(leaves, found, strict=True))
+    gradients = torch.autograd.grad(compute_loss(outs), [*leaves.values()])
+    return {f'output {i}': o.detach() for i, o in enumerate(outs)} | dict(zip(leaves, gradients, strict=True))
 
 
 def assert_exact(module, *inputs):

@@ -81,10 +81,10 @@ def test_mixed_precision_is_that_of_exact(name):
     model, images = _backbone(name)
     exact, least = copy.deepcopy(model), copy.deepcopy(model)
     apply_lean(exact, 'exact', verify=False), apply_lean(least, 'exact_min', verify=False)
-    expected, found = _gradients(exact, images, True), _gradients(least, images, True)
-    assert found.keys() == expected.keys()
+    expected, actual = _gradients(exact, images, True), _gradients(least, images, True)
+    assert actual.keys() == expected.keys()
     for key, own in expected.items():
-        assert (found[key] - own).norm() <= 0.01 * own.norm() + 1e-6, key
+        assert (actual[key] - own).norm() <= 0.01 * own.norm() + 1e-6, key
 
 
 LAYERS, TOKENS, WIDTH = 4, 20, 16
@@ -119,15 +119,15 @@ def test_layers_of_an_encoder_save_one_map_each_and_its_output_is_saved_once():
     least = copy.deepcopy(plain)
     apply_lean(least, 'exact_min', verify=False)
     maps = dict(spatial_shapes=torch.tensor([[4, 4], [2, 2]]), level_start_index=torch.tensor([0, 16]))
-    query, found = torch.randn(2, TOKENS, WIDTH).double(), []
+    query, actual = torch.randn(2, TOKENS, WIDTH).double(), []
     for model in (plain, least):
         saved, own = SavedByPart(lambda: ''), query.clone().requires_grad_()
         with saved.hooks():
             loss = model(own, maps)
         stored = sum(saved.count([*model.parameters()]).values())
         loss.backward()
-        found.append(({name: p.grad for name, p in model.named_parameters()} | dict(query=own.grad), stored))
-    (expected, _), (gradients, stored) = found
+        actual.append(({name: p.grad for name, p in model.named_parameters()} | dict(query=own.grad), stored))
+    (expected, _), (gradients, stored) = actual
     for name, own in expected.items():
         torch.testing.assert_close(gradients[name], own, rtol=1e-11, atol=1e-11)
     one = query.numel() * 8  # the input, the sum of each layer; then what three queries save, less than a map

@@ -134,10 +134,10 @@ def assert_ended_run_is_evaluated(project, name):
     scalars.write_text(''.join(lines[:-1]))
     done = run(project, '--labels', name.rpartition('-')[0])
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((folder / 'result.json').read_text())
-    assert found['loss'] == known['loss'] and found['curve'][:2] == known['curve'][:2]
-    assert found['ap'] == pytest.approx(known['ap'], abs=1e-3)
-    assert found['curve'][2]['step'] == known['curve'][2]['step']
+    results = json.loads((folder / 'result.json').read_text())
+    assert results['loss'] == known['loss'] and results['curve'][:2] == known['curve'][:2]
+    assert results['ap'] == pytest.approx(known['ap'], abs=1e-3)
+    assert results['curve'][2]['step'] == known['curve'][2]['step']
 
 
 def test_torchrun(project):

@@ -209,8 +209,8 @@ def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):
     runner._train_loop = runner.build_train_loop(runner._train_loop)
     batch, case = largest_batch(runner)
     file = folder / config.train_dataloader.dataset.data_root / config.train_dataloader.dataset.ann_file
-    found = json.loads(file.read_text())
-    numbers = sorted(sum(a['image_id'] == i['id'] for a in found['annotations']) for i in found['images'])
+    results = json.loads(file.read_text())
+    numbers = sorted(sum(a['image_id'] == i['id'] for a in results['annotations']) for i in results['images'])
     assert case['boxes'] == -(-sum(numbers[-2:]) // 2) and case['batch'] == 2
     assert {len(sample.gt_instances) for sample in batch['data_samples']} == {case['boxes']}
 

@@ -55,21 +55,21 @@ def compute_gradients(model, x, run=None, needs_x=True):
     model.zero_grad()
     out = (run or model)(x)
     out.sin().sum().backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return out.detach(), found | ({'x': x.grad} if needs_x else {})
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), gradients | ({'x': x.grad} if needs_x else {})
 
 
-def largest_difference(found, expected):
+def largest_difference(actual, expected):
     """Return the largest relative difference of a gradient."""
-    assert found.keys() == expected.keys()
-    return max(((found[name] - g).norm() / g.norm()).item() for name, g in expected.items())
+    assert actual.keys() == expected.keys()
+    return max(((actual[name] - g).norm() / g.norm()).item() for name, g in expected.items())
 
 
 def assert_plain(lean, plain, x=None, most=1e-11, **options):
     x = random_map() if x is None else x
-    found, expected = compute_gradients(lean, x, **options), compute_gradients(plain, x, **options)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
-    assert largest_difference(found[1], expected[1]) < most
+    actual, expected = compute_gradients(lean, x, **options), compute_gradients(plain, x, **options)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert largest_difference(actual[1], expected[1]) < most
     for name, buffer in plain.named_buffers():
         assert torch.equal(buffer, lean.get_buffer(name)), name
 
@@ -115,9 +115,9 @@ def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, prese
         return x
 
     plain.forward = checkpointed
-    found, most = count_model_bytes(lean, x), count_model_bytes(plain, x)
+    counts, most = count_model_bytes(lean, x), count_model_bytes(plain, x)
     out = run(plain, x)
-    assert found - out.nbytes <= most + blocks * 3 * out.nbytes / 32
+    assert counts - out.nbytes <= most + blocks * 3 * out.nbytes / 32
 
 
 def test_what_was_used_is_freed():
@@ -147,9 +147,9 @@ def test_a_convolution_that_answers_differently_the_second_time(name, preset, mo
 
     expected = compute_gradients(plain, random_map((64, 64)))
     monkeypatch.setattr(torch, 'conv2d', other)  # which the chain calls, and the module's own code does not
-    found = compute_gradients(lean, random_map((64, 64)))
-    assert torch.equal(found[0].gt(0), expected[0].gt(0))
-    assert 0 < largest_difference(found[1], expected[1]) < 3e-4
+    actual = compute_gradients(lean, random_map((64, 64)))
+    assert torch.equal(actual[0].gt(0), expected[0].gt(0))
+    assert 0 < largest_difference(actual[1], expected[1]) < 3e-4
 
 
 def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
@@ -160,8 +160,8 @@ def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
         for layout in (torch.contiguous_format, torch.channels_last):
             y = F.relu(u.contiguous(memory_format=layout))
             for again in (u.clone(), u.contiguous(memory_format=torch.channels_last)):
-                found = SignBits.pack(y).relu_(again)
-                assert torch.equal(found.gt(0), y.gt(0)) and torch.allclose(found, y, atol=1e-37)
+                result = SignBits.pack(y).relu_(again)
+                assert torch.equal(result.gt(0), y.gt(0)) and torch.allclose(result, y, atol=1e-37)
                 flipped = SignBits.pack(y).relu_(-again)
                 assert torch.equal(flipped.gt(0), y.gt(0))
     nan = torch.tensor([1.0, -1.0, torch.nan, 0.0]).view(1, 4, 1, 1)
@@ -217,9 +217,9 @@ def test_autocast(norm_eval):
     def error(model):
         model = model.float()
         with torch.autocast('cpu', torch.bfloat16):
-            found = compute_gradients(model, x.float())[1]
-        assert all(g.dtype == torch.float32 for g in found.values())
-        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
+            gradients = compute_gradients(model, x.float())[1]
+        assert all(g.dtype == torch.float32 for g in gradients.values())
+        return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
 
     assert error(lean) < 1.3 * error(plain)
 
@@ -232,8 +232,8 @@ def test_two_passes_a_retained_graph_and_a_checkpoint(norm_eval):
     def twice(model, x):
         return torch.cat([model(x).flatten(), model(second).flatten()])
 
-    found, expected = (compute_gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
-    assert largest_difference(found[1], expected[1]) < 1e-11
+    actual, expected = (compute_gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
+    assert largest_difference(actual[1], expected[1]) < 1e-11
     out = lean(first).sin().sum()
     for _ in range(2):
         lean.zero_grad()
@@ -241,8 +241,8 @@ def test_two_passes_a_retained_graph_and_a_checkpoint(norm_eval):
         once = {name: p.grad.clone() for name, p in lean.named_parameters()}
     expected = compute_gradients(plain, first, needs_x=False)[1]
     assert largest_difference(once, expected) < 1e-11
-    found = compute_gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
-    assert largest_difference(found[1], compute_gradients(plain, first)[1]) < 1e-11
+    actual = compute_gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
+    assert largest_difference(actual[1], compute_gradients(plain, first)[1]) < 1e-11
 
 
 def _hook(block):
@@ -309,9 +309,9 @@ def test_eight_bits_store_less_and_are_near():
     apply_lean(exact)
     apply_lean(rounded, 'int8')
     x = random_map((32, 32))
-    found, expected = compute_gradients(rounded, x), compute_gradients(plain, x)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
-    assert largest_difference(found[1], expected[1]) < 0.03
+    actual, expected = compute_gradients(rounded, x), compute_gradients(plain, x)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert largest_difference(actual[1], expected[1]) < 0.03
     x = x.float()
     assert count_model_bytes(rounded.float(), x) < 0.6 * count_model_bytes(exact.float(), x)
 

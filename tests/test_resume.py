@@ -46,9 +46,9 @@ def test_killed_in_mid_epoch_and_in_mid_write(folder, whole):
     assert {path.name for path in work_dir.glob('*.pth*')} == {f'epoch_{i}.pth' for i in range(1, EPOCHS + 1)}
     assert read_masks(work_dir) == read_masks(whole)
     assert len(set(read_masks(whole).values())) == 4 * EPOCHS
-    expected, found = read_weights(whole), read_weights(work_dir)
-    assert expected.keys() == found.keys()
-    assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+    expected, actual = read_weights(whole), read_weights(work_dir)
+    assert expected.keys() == actual.keys()
+    assert not [name for name in expected if not torch.equal(expected[name], actual[name])]
 
 
 def test_resume_from_a_damaged_checkpoint(folder, whole):

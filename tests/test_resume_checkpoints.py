@@ -71,12 +71,12 @@ def test_what_mmengine_stores_is_loaded_weights_only(tmp_path, read):
         hub.update_info(str(kind), kind(1))
     hub.update_info('palette', np.arange(6, dtype=np.uint8).reshape(2, 3))
     torch.save(dict(message_hub=hub.state_dict(), meta=dict(classes=('a', 'b'))), tmp_path / 'a.pth')
-    found = read(tmp_path / 'a.pth')['message_hub']
-    history = found['log_scalars']['train/loss']
+    content = read(tmp_path / 'a.pth')['message_hub']
+    history = content['log_scalars']['train/loss']
     assert isinstance(history, HistoryBuffer) and history.data[0].tolist() == [3, 1, 2]
     assert (history.min(), history.statistics('mean'), history.current()) == (1, 2, 2)
-    assert found['runtime_info']['palette'].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert all(type(found['runtime_info'][str(kind)]) is kind for kind in kinds)
+    assert content['runtime_info']['palette'].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert all(type(content['runtime_info'][str(kind)]) is kind for kind in kinds)
 
 
 class Evil:

@@ -49,20 +49,20 @@ def compute_gradients(model, inputs, needs=(True, True, True), layout=torch.cont
     model.zero_grad()
     outs = model(inputs)
     sum(out.mul_(2).sin().sum() for out in outs).backward()  # others may work on an output in place
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return [out.detach() for out in outs], found | {i: x.grad for i, x in enumerate(inputs) if x.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [out.detach() for out in outs], gradients | {i: x.grad for i, x in enumerate(inputs) if x.grad is not None}
 
 
-def largest_difference(found, expected):
-    assert found.keys() == expected.keys()
-    return max(((found[name] - g).norm() / g.norm().clamp_min(1e-300)).item() for name, g in expected.items())
+def largest_difference(actual, expected):
+    assert actual.keys() == expected.keys()
+    return max(((actual[name] - g).norm() / g.norm().clamp_min(1e-300)).item() for name, g in expected.items())
 
 
 def assert_plain(lean, plain, inputs, **options):
-    found, expected = compute_gradients(lean, inputs, **options), compute_gradients(plain, inputs, **options)
-    for out, other in zip(found[0], expected[0], strict=True):
+    actual, expected = compute_gradients(lean, inputs, **options), compute_gradients(plain, inputs, **options)
+    for out, other in zip(actual[0], expected[0], strict=True):
         torch.testing.assert_close(out, other, rtol=1e-11, atol=1e-11)
-    assert largest_difference(found[1], expected[1]) < 1e-11
+    assert largest_difference(actual[1], expected[1]) < 1e-11
 
 
 @pytest.fixture(params=['exact', 'exact_min'])
@@ -131,9 +131,9 @@ def test_autocast(preset):
     def error(model):
         model = model.float()
         with torch.autocast('cpu', torch.bfloat16):
-            found = compute_gradients(model, [x.float() for x in inputs])[1]
-        assert all(g.dtype == torch.float32 for g in found.values())
-        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
+            gradients = compute_gradients(model, [x.float() for x in inputs])[1]
+        assert all(g.dtype == torch.float32 for g in gradients.values())
+        return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
 
     assert error(make_lean_copy(plain, preset)) < 1.3 * error(copy.deepcopy(plain))
 
@@ -175,10 +175,10 @@ def test_a_loss_of_the_instances_own_does_not_matter():
 
 def test_eight_bits_are_near():
     plain = build_heads()
-    expected, found = (
+    expected, actual = (
         compute_gradients(model, random_maps(40, 64)) for model in (plain, make_lean_copy(plain, 'int8'))
     )
-    assert largest_difference(found[1], expected[1]) < 0.03
+    assert largest_difference(actual[1], expected[1]) < 0.03
 
 
 class _Other(RPNHead):

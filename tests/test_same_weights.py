@@ -77,6 +77,6 @@ def run_channels_last(name, preset):
 @pytest.mark.parametrize('name', ['ResNet', 'CSPNeXt', 'ConvNeXt'])
 def test_channels_last(name):
     expected, number = run_channels_last(name, 'none')
-    found, own = run_channels_last(name, 'exact')
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    actual, own = run_channels_last(name, 'exact')
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     assert own <= number

@@ -119,6 +119,6 @@ def test_requeued_and_cancelled_job_ends_like_a_whole_one(trained, slurm, projec
     done = run('bash', TOOLS / 'slurm_train.sh', 'test', 'job', 'resume.py', 'killed', cwd=project, **variables)
     assert 'resumed epoch: 2, iter: 4' in done.stdout + done.stderr
     assert read_masks(work_dir) == read_masks(project / 'whole')
-    expected, found = read_weights(project / 'whole'), read_weights(work_dir)
-    assert expected.keys() == found.keys()
-    assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+    expected, actual = read_weights(project / 'whole'), read_weights(work_dir)
+    assert expected.keys() == actual.keys()
+    assert not [name for name in expected if not torch.equal(expected[name], actual[name])]

@@ -90,7 +90,7 @@ class Processes:
 
 def run_processes(maps, weight, norm, momentum=0.1):
     """Return outputs, the gradients of each process, and running statistics. Thread 0 gets the first batch."""
-    processes, found = Processes(), {}
+    processes, results = Processes(), {}
     settings = ConvNormSettings(norm='batch', process_group='both', momentum=momentum)
 
     def process(rank):
@@ -99,15 +99,15 @@ def run_processes(maps, weight, norm, momentum=0.1):
         running = torch.zeros_like(norm[0]), torch.ones_like(norm[0])
         y = conv_norm(settings, ConvNormTensors(x, parameters[0], None, *parameters[1:], *running))
         (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
-        found[rank] = [y.detach(), x.grad, *(p.grad for p in parameters), *running]
+        results[rank] = [y.detach(), x.grad, *(p.grad for p in parameters), *running]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(map_norms, 'dist', processes)
         threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
         [thread.start() for thread in threads]
         [thread.join(60) for thread in threads]
-    assert len(found) == 2
-    return found
+    assert len(results) == 2
+    return results
 
 
 @pytest.mark.parametrize('sizes', [(2, 3), (0, 3), (3, 0)], ids=str)
@@ -119,11 +119,13 @@ def test_kernels_compute_what_is_written_out(sizes, monkeypatch):
     monkeypatch.setattr(map_norms, '_has_kernels', lambda z: True)
     for kernel in KERNELS:
         monkeypatch.setattr(torch, kernel.__name__, kernel)
-    found = run_processes(maps, weight, norm)
+    results = run_processes(maps, weight, norm)
     for rank in range(2):
-        torch.testing.assert_close(found[rank], wanted[rank])
+        torch.testing.assert_close(results[rank], wanted[rank])
     z = F.conv2d(torch.cat(maps), weight)
-    torch.testing.assert_close(torch.cat([found[0][0], found[1][0]]), F.batch_norm(z, None, None, *norm, training=True))
+    torch.testing.assert_close(
+        torch.cat([results[0][0], results[1][0]]), F.batch_norm(z, None, None, *norm, training=True)
+    )
 
 
 @pytest.mark.parametrize('kernel', KERNELS, ids=lambda kernel: kernel.__name__)

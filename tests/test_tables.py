@@ -66,9 +66,9 @@ def test_paths(text, expected):
 
 def test_machine(monkeypatch):
     monkeypatch.setattr(sys, 'argv', [str(ROOT / 'tools/x.py'), '--size', 'a b'])
-    found = describe_machine()
-    assert set(found) == KEYS
-    assert found['command'] == "python tools/x.py --size 'a b'" and found['sbp_mmdet'] == __version__
+    machine = describe_machine()
+    assert set(machine) == KEYS
+    assert machine['command'] == "python tools/x.py --size 'a b'" and machine['sbp_mmdet'] == __version__
 
 
 def git(folder, *words):
@@ -107,8 +107,8 @@ def test_commit(tmp_path, monkeypatch):
 @pytest.mark.parametrize('file', RESULTS, ids=lambda file: file.stem)
 def test_every_result_says_where_it_comes_from(file):
     """Files that are older than this rule say that they have no commit."""
-    found = json.loads(file.read_text())
-    for one in found.get('runs', [found]):
+    results = json.loads(file.read_text())
+    for one in results.get('runs', [results]):
         assert set(one['machine']) == KEYS
         assert one['machine']['commit'] is None or re.fullmatch('[0-9a-f]{40}', one['machine']['commit'])
 

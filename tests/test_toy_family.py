@@ -137,12 +137,12 @@ def test_report():
 def test_gradients(preset):
     """Gradients are exact, or those of the kept positions only."""
     x, lean = random_images(2, 36, 44), toy(preset)
-    found, plain = compute_gradients(lean, x), toy()
+    gradients, plain = compute_gradients(lean, x), toy()
     if preset in ('none', 'with_cp'):
         torch.manual_seed(0)
-        found = compute_gradients(lean, x)
+        gradients = compute_gradients(lean, x)
         torch.manual_seed(0)
-        return assert_near(found, compute_gradients(plain, x), 1e-12)
+        return assert_near(gradients, compute_gradients(plain, x), 1e-12)
     masks, draws = get_kept_masks(lean, x), get_draws(lean)
     with draws.latest_pass():
         images = {(i, j): draws.images((i, j, 'mlp'), 2) for i in range(3) for j in range(2)}
@@ -155,16 +155,16 @@ def test_gradients(preset):
     if PRESETS[preset].thins:
         project, mask = plain.shrinks[0].project, masks[1, 'downsample'].flatten()[:, None]
         plain.shrinks[0].project = lambda tokens: torch.where(mask, (y := project(tokens)), y.detach())
-    assert_near(found, compute_gradients(plain, x), 1e-10)
+    assert_near(gradients, compute_gradients(plain, x), 1e-10)
 
 
 @pytest.mark.parametrize('preset', ['int8', 'sampled'])
 def test_gradients_come_near(preset):
     x = F.interpolate(random_images(2, 6, 8), (36, 48), mode='bicubic')
     exact = compute_gradients(ToyNet().double().train(), x) and compute_gradients(toy('exact'), x)
-    found = compute_gradients(toy(preset), x)
-    assert found.keys() == exact.keys() and all(g.isfinite().all() for g in found.values())
-    errors = [relative_error(found[name], grad) for name, grad in exact.items()]
+    gradients = compute_gradients(toy(preset), x)
+    assert gradients.keys() == exact.keys() and all(g.isfinite().all() for g in gradients.values())
+    errors = [relative_error(gradients[name], grad) for name, grad in exact.items()]
     assert 1e-9 < max(errors) and (preset == 'sampled' or max(errors) < 0.1)
 
 
@@ -174,9 +174,11 @@ def test_stored_bytes():
         apply_lean(model, preset)
         return count_stored_bytes(lambda: model(x), [x, *model.parameters()])
 
-    found = {name: stored(name) for name in PRESETS}
-    assert found['int8'] < found['exact'] < 0.5 * found['none'] and found['sbp'] < found['reference'] < found['none']
-    assert found['with_cp'] < 0.5 * found['none']
+    nbytes = {name: stored(name) for name in PRESETS}
+    assert (
+        nbytes['int8'] < nbytes['exact'] < 0.5 * nbytes['none'] and nbytes['sbp'] < nbytes['reference'] < nbytes['none']
+    )
+    assert nbytes['with_cp'] < 0.5 * nbytes['none']
 
 
 def test_keys_hook_and_back():

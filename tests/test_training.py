@@ -48,9 +48,11 @@ WITH_KEYS = [
 ]
 
 
-def drop_sampled_weights(preset, *found):
+def drop_sampled_weights(preset, *gradients):
     """Return gradients without those of the weights that 'sampled' estimates."""
-    return [{n: g for n, g in grads.items() if preset != 'sampled' or n.endswith(('bias', 'image'))} for grads in found]
+    return [
+        {n: g for n, g in grads.items() if preset != 'sampled' or n.endswith(('bias', 'image'))} for grads in gradients
+    ]
 
 
 def draw_as_plain(preset):
@@ -58,8 +60,8 @@ def draw_as_plain(preset):
     return dict(preset=preset, **(dict(skip_dropped_images=False) if PRESETS[preset].form else {}))
 
 
-def cosine_similarity(found, expected):
-    a, b = (torch.cat([g.double().flatten() for g in grads.values()]) for grads in (found, expected))
+def cosine_similarity(actual, expected):
+    a, b = (torch.cat([g.double().flatten() for g in grads.values()]) for grads in (actual, expected))
     return F.cosine_similarity(a, b, 0).item()
 
 
@@ -73,20 +75,20 @@ def test_values_are_the_plain_ones(family, preset, size):
         model = build(family, cfg, **DEPTH)
         torch.manual_seed(3)
         outs.append((model(x), torch.get_rng_state()))
-    for found, expected in zip(outs[1][0], outs[0][0], strict=True):
-        assert found.requires_grad and relative_error(found, expected) < 1e-12
+    for actual, expected in zip(outs[1][0], outs[0][0], strict=True):
+        assert actual.requires_grad and relative_error(actual, expected) < 1e-12
     assert torch.equal(outs[0][1], outs[1][1])
 
 
 @EACH_FAMILY
 @pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if preset.gradients == 'exact'])
 def test_exact_gradients_are_the_plain_ones(family, preset):
-    found, x = [], random_images(*ODD)
+    gradients, x = [], random_images(*ODD)
     for cfg in (None, draw_as_plain(preset)):
         model = build(family, cfg, **DEPTH)
         torch.manual_seed(3)
-        found.append(compute_gradients(model, x))
-    assert_near(found[1], found[0], 1e-10)
+        gradients.append(compute_gradients(model, x))
+    assert_near(gradients[1], gradients[0], 1e-10)
 
 
 @EACH_FAMILY
@@ -94,17 +96,17 @@ def test_exact_gradients_are_the_plain_ones(family, preset):
 @pytest.mark.parametrize('size', [SMALL, ODD], ids=['even', 'odd'])
 def test_gradients_are_those_of_the_definition(family, preset, size):
     """Images that stochastic depth drops are left out, which is the default."""
-    found, expected = compute_lean_and_expected(family, dict(preset=preset), random_images(*size), **DEPTH)
+    actual, expected = compute_lean_and_expected(family, dict(preset=preset), random_images(*size), **DEPTH)
     if preset == 'int8':
-        assert cosine_similarity(found, expected) > 0.998 and relative_error(found['image'], expected['image']) > 1e-6
+        assert cosine_similarity(actual, expected) > 0.998 and relative_error(actual['image'], expected['image']) > 1e-6
         return
-    assert_near(*drop_sampled_weights(preset, found, expected), 1e-10)
+    assert_near(*drop_sampled_weights(preset, actual, expected), 1e-10)
 
 
 @pytest.mark.parametrize(('family', 'cfg'), WITH_KEYS)
 def test_keys_of_the_definition(family, cfg):
-    found, expected = compute_lean_and_expected(family, cfg, **DEPTH)
-    assert_near(found, expected, 1e-10)
+    actual, expected = compute_lean_and_expected(family, cfg, **DEPTH)
+    assert_near(actual, expected, 1e-10)
 
 
 @EACH_FAMILY
@@ -112,8 +114,8 @@ def test_keys_of_the_definition(family, cfg):
 def test_thinned_gradients_differ_from_the_plain_ones(family, preset):
     """The tests above would be meaningless if masks had no effect."""
     x = F.interpolate(random_images(2, 8, 12), (64, 96), mode='bicubic')  # smooth, as photographs are
-    plain, found = compute_gradients(build(family), x), compute_gradients(build(family, dict(preset=preset)), x)
-    assert relative_error(found['image'], plain['image']) > 0.01
+    plain, gradients = compute_gradients(build(family), x), compute_gradients(build(family, dict(preset=preset)), x)
+    assert relative_error(gradients['image'], plain['image']) > 0.01
 
 
 @EACH_FAMILY
@@ -149,14 +151,14 @@ def test_two_passes(family, preset, together):
         expected = own if expected is None else {name: expected[name] + g for name, g in own.items()}
     if together:
         sum(losses).backward()
-    found = {name: p.grad for name, p in lean.named_parameters()}
+    actual = {name: p.grad for name, p in lean.named_parameters()}
     if expected is None:  # the same in one pass after the other
         again = build(family, dict(preset=preset), **DEPTH)
         for x in xs:
             compute_loss(again(x)).backward()
         expected = {name: p.grad for name, p in again.named_parameters()}
     expected.pop('image', None)
-    assert_near(found, expected, 1e-10)
+    assert_near(actual, expected, 1e-10)
 
 
 def compute_scaled_gradients(model, x, dtype):
@@ -210,11 +212,11 @@ def test_a_model_that_is_bf16_throughout(family, preset):
 @EACH_FAMILY
 @EACH_PRESET
 def test_channels_last(family, preset):
-    last, x, found = dict(memory_format=torch.channels_last), random_images(*ODD), []
+    last, x, gradients = dict(memory_format=torch.channels_last), random_images(*ODD), []
     for options in ({}, last):
         model = build(family, dict(preset=preset)).to(**options)
-        found.append(compute_gradients(model, x.contiguous(**options)))
-    assert_near(found[1], found[0], 1e-10)
+        gradients.append(compute_gradients(model, x.contiguous(**options)))
+    assert_near(gradients[1], gradients[0], 1e-10)
     if 'ConvNeXt' in family:
         assert all(out.is_contiguous(**last) for out in model(x.contiguous(**last)))
 
@@ -234,12 +236,12 @@ def test_frozen_stages(family, preset):
     """Frozen parameters get no gradient and draw no positions, and the others get the right gradients."""
     options, x = FROZEN[family] | DEPTH, random_images(*SMALL)
     lean = build(family, dict(preset=preset), **options)
-    found = compute_gradients(lean, x)
+    gradients = compute_gradients(lean, x)
     frozen = [name for name, p in lean.named_parameters() if not p.requires_grad]
-    assert frozen and not {*frozen} & found.keys()
+    assert frozen and not {*frozen} & gradients.keys()
     layers, ratios = get_draws(lean).stages.layers, get_draws(lean).stages.keep_ratios()
     assert bool(ratios) == (preset != 'exact') and all(layers[key].training for key in ratios)
-    assert_near(found, compute_expected_gradients(family, lean, x, **options), 1e-10)
+    assert_near(gradients, compute_expected_gradients(family, lean, x, **options), 1e-10)
 
 
 @EACH_FAMILY
@@ -307,13 +309,13 @@ def count_family_bytes(family, cfg, amp=True, **options):
 @EACH_FAMILY
 def test_stored_bytes(family):
     """The order of presets is the documented one, and left-out images are not stored."""
-    found = {name: count_family_bytes(family, dict(preset=name)) for name in PRESETS}
-    assert found['int8'] < found['exact'] < 0.7 * found['none'] and found['with_cp'] < 0.7 * found['none']
-    assert found['sbp'] < min(found['reference'], 0.7 * found['none'])
+    counts = {name: count_family_bytes(family, dict(preset=name)) for name in PRESETS}
+    assert counts['int8'] < counts['exact'] < 0.7 * counts['none'] and counts['with_cp'] < 0.7 * counts['none']
+    assert counts['sbp'] < min(counts['reference'], 0.7 * counts['none'])
     if 'ViT' not in family:  # whose reference writes the attention's map out
-        assert found['reference'] < found['none']
+        assert counts['reference'] < counts['none']
     if 'ConvNeXt' in family:
-        assert found['exact'] < found['with_cp']
+        assert counts['exact'] < counts['with_cp']
     less, whole = (
         count_family_bytes(family, dict(preset='exact', skip_dropped_images=skips), drop_path_rate=0.8)
         for skips in (True, False)
@@ -324,14 +326,14 @@ def test_stored_bytes(family):
 @pytest.mark.parametrize(('quarter', 'half'), [(0.25, 0.5)])
 def test_stored_bytes_of_paper_follow_the_ratio(quarter, half):
     """ConvNeXt stores its MLP's input, a downsampling layer x-hat and a deviation, each at kept positions only."""
-    found = [count_family_bytes('SBPConvNeXt', dict(preset='sbp', keep_ratio=r), amp=False) for r in (quarter, half)]
+    actual = [count_family_bytes('SBPConvNeXt', dict(preset='sbp', keep_ratio=r), amp=False) for r in (quarter, half)]
     channels, expected = [8, 12, 16], 0
     for i, depth in enumerate([1, 2, 2]):
         kept = (32 // 2**i) ** 2 // 4
         expected += 2 * kept * depth * channels[i] * 4
         expected += 2 * kept * 4 * (channels[i - 1] + 1) * 4 if i else 0
         expected += kept * 8
-    assert found[1] - found[0] == expected
+    assert actual[1] - actual[0] == expected
 
 
 @pytest.mark.parametrize('family', OWN)
@@ -386,13 +388,13 @@ def test_compiled(family, preset, iteration):
 @pytest.mark.slow
 def test_distributed_data_parallel(tmp_path):
     """In one gloo process, every parameter gets its gradient although images are left out."""
-    x, found = random_images(2, 64, 64), []
+    x, gradients = random_images(2, 64, 64), []
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:
         for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
             model = build('stock Swin', dict(preset='sbp'), drop_path_rate=0.9)
             compute_loss(wrap(model)(x)).backward()
-            found.append({name: p.grad for name, p in model.named_parameters()})
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
     finally:
         torch.distributed.destroy_process_group()
-    assert_near(found[1], found[0], 1e-12)
+    assert_near(gradients[1], gradients[0], 1e-12)

@@ -365,9 +365,9 @@ def test_logs_of_a_training_that_was_resumed(tmp_path):
         folder = tmp_path / f'{i}/vis_data'
         folder.mkdir(parents=True)
         (folder / 'scalars.json').write_text('\n'.join(map(json.dumps, part)))
-    found = read_log(tmp_path)
-    assert [point['step'] for point in found['curve']] == [3, 6, 8]
-    assert found['loss'] == [[0, 0.0], [1, 1.0], [2, 2.0], [3, 3.0], [4, 4.0], [5, 0.5], [6, 6.0], [8, 8.0]]
+    log = read_log(tmp_path)
+    assert [point['step'] for point in log['curve']] == [3, 6, 8]
+    assert log['loss'] == [[0, 0.0], [1, 1.0], [2, 2.0], [3, 3.0], [4, 4.0], [5, 0.5], [6, 6.0], [8, 8.0]]
     assert read_log(tmp_path / 'none') is None
 
 

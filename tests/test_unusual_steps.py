@@ -23,8 +23,8 @@ def quiet():
 
 def run_model(model, x):
     torch.manual_seed(3)
-    found = model(x)
-    return found if isinstance(found, (list, tuple)) else [found]
+    outs = model(x)
+    return outs if isinstance(outs, (list, tuple)) else [outs]
 
 
 def compute_loss(outs):
@@ -47,8 +47,8 @@ def compute_gradients(model, x=None):
 def functional_call(model):
     given = {name: (p.detach() * 1.1).requires_grad_() for name, p in model.named_parameters()}
     torch.manual_seed(3)
-    found = torch.func.functional_call(model, given, (random_images(),))
-    loss = compute_loss(found if isinstance(found, (list, tuple)) else [found])
+    outs = torch.func.functional_call(model, given, (random_images(),))
+    loss = compute_loss(outs if isinstance(outs, (list, tuple)) else [outs])
     grads = torch.autograd.grad(loss, [*given.values()], allow_unused=True)
     return {name: g for name, g in zip(given, grads, strict=True) if g is not None}
 
@@ -104,16 +104,16 @@ def two_passes(model):
 
 def some_gradients(model):
     x, some = random_images().requires_grad_(), [*model.parameters()][::3]
-    found = torch.autograd.grad(compute_loss(run_model(model, x)), [x, *some], allow_unused=True)
-    return {str(i): g for i, g in enumerate(found) if g is not None}
+    gradients = torch.autograd.grad(compute_loss(run_model(model, x)), [x, *some], allow_unused=True)
+    return {str(i): g for i, g in enumerate(gradients) if g is not None}
 
 
 def hooks_on_parameters(model):
     handles = [p.register_hook(lambda g: 2 * g) for p in model.parameters() if p.requires_grad]
-    found = compute_gradients(model)
+    gradients = compute_gradients(model)
     for handle in handles:
         handle.remove()
-    return found
+    return gradients
 
 
 def other_parameters(model):
@@ -184,10 +184,10 @@ def test_step(family, run):
     lean = FAMILIES[family]()
     plain = copy.deepcopy(lean)
     apply_lean(lean, verify=False)
-    found, expected = run(lean), run(plain)
-    assert found.keys() == expected.keys()
+    actual, expected = run(lean), run(plain)
+    assert actual.keys() == expected.keys()
     for name, grad in expected.items():
-        assert (found[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+        assert (actual[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
 
 
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
@@ -202,13 +202,13 @@ def test_transforms_of_functions_run_the_own_code(family, preset):
     apply_lean(model, preset, verify=False)
 
     def run(parameters):
-        found = torch.func.functional_call(model, parameters, (random_images(),))
-        return compute_loss(found if isinstance(found, (list, tuple)) else [found])
+        actual = torch.func.functional_call(model, parameters, (random_images(),))
+        return compute_loss(actual if isinstance(actual, (list, tuple)) else [actual])
 
     torch.manual_seed(3)
     loss, backward = torch.func.vjp(run, parameters)
-    found = backward(torch.ones_like(loss))[0]
-    for (name, g), grad in zip(found.items(), expected, strict=True):
+    actual = backward(torch.ones_like(loss))[0]
+    for (name, g), grad in zip(actual.items(), expected, strict=True):
         grad = torch.zeros_like(g) if grad is None else grad
         assert (g - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
 
@@ -221,9 +221,9 @@ def test_changed_back_and_forth(family):
         apply_lean(lean, preset, verify=False)
         remove_lean(lean)
     apply_lean(lean, verify=False)
-    found = compute_gradients(lean)
+    gradients = compute_gradients(lean)
     for name, grad in compute_gradients(plain).items():
-        assert (found[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+        assert (gradients[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
 
 
 @pytest.mark.parametrize('family', ['Swin', 'ResNet', 'ConvModule', 'FFN', 'pyramid'])

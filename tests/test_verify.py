@@ -68,9 +68,9 @@ def faulty_gradient(operation, monkeypatch, number):
     original = operation.backward
 
     def backward(*args):
-        found = [*original(*args)]
-        found[number] = None if found[number] is None else found[number] * 1.2
-        return operation.gradients(*found)
+        gradients = [*original(*args)]
+        gradients[number] = None if gradients[number] is None else gradients[number] * 1.2
+        return operation.gradients(*gradients)
 
     monkeypatch.setattr(operation, 'backward', backward)
 
@@ -97,11 +97,11 @@ def test_a_fault_in_a_gradient(case, number, monkeypatch, caplog):
     original, seen = operation.backward, []
 
     def backward(*args):
-        found = [*original(*args)]
-        if args[3][number] and float(found[number].abs().max()):
+        gradients = [*original(*args)]
+        if args[3][number] and float(gradients[number].abs().max()):
             seen.append(1)
-            found[number] = found[number] * 1.2
-        return operation.gradients(*found)
+            gradients[number] = gradients[number] * 1.2
+        return operation.gradients(*gradients)
 
     monkeypatch.setattr(operation, 'backward', backward)
     model = build_in_training(name)

@@ -35,9 +35,9 @@ def replace_module(name, make):
 
     def change(model):
         parent, _, child = name.rpartition('.')
-        found = make(model.get_submodule(name)).to(torch.float64)
-        found.train()
-        setattr(model.get_submodule(parent), child, found)
+        module = make(model.get_submodule(name)).to(torch.float64)
+        module.train()
+        setattr(model.get_submodule(parent), child, module)
 
     return change
 

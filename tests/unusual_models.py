@@ -259,9 +259,9 @@ def run_step(model, x):
     outs = outs if isinstance(outs, (list, tuple)) else [outs]
     loss = sum((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).cos().view_as(out)).sum() for out in outs)
     wanted = dict(images=x, **{name: p for name, p in model.named_parameters() if p.requires_grad})
-    found = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+    gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    return [out.detach() for out in outs], dict(zip(wanted, found, strict=True)), sorted(CALLS), buffers
+    return [out.detach() for out in outs], dict(zip(wanted, gradients, strict=True)), sorted(CALLS), buffers
 
 
 def assert_same(lean, plain, x):

@@ -198,9 +198,9 @@ def assert_plain_training(model, plain, report, records, tolerance=2e-3):
     assert failed and not set(failed) & set(report.changed)
     assert not any(isinstance(model.get_submodule(name), LeanModule) for name in failed)
     plain.load_state_dict(model.state_dict())
-    found, expected = get_gradients(model), get_gradients(plain)
+    actual, expected = get_gradients(model), get_gradients(plain)
     for name, grad in expected.items():
-        assert grad is None or (found[name] - grad).norm() <= tolerance * grad.norm().clamp_min(1e-3), name
+        assert grad is None or (actual[name] - grad).norm() <= tolerance * grad.norm().clamp_min(1e-3), name
 
 
 def get_gradients(model):
