@@ -1,9 +1,9 @@
 """Writes the figures of docs/results into the tables of the documents.
 
-    python research/document_tables.py           rewrites the cells that differ
-    python research/document_tables.py --check   names them, and fails if there are any
+    python research/document_tables.py           updates cells that differ
+    python research/document_tables.py --check   lists cells that differ, and fails if there are any
 
-Rows, columns and the marks around a figure (bold ones are significant) stay as they are in the page.
+Rows, columns and the markup of a figure (significant ones are bold) are those of the page.
 """
 
 import argparse

@@ -4,10 +4,10 @@ and counts its presets beside checkpoints of blocks and of everything.
     python research/families.py --json docs/results/families.json
     python research/families.py --json docs/results/families.json --report   # runs nothing: the table
 
-Small random images, the same weights, batch and random numbers for both. In fp64; in fp32, where rounding at the kinks
-of ReLUs moves gradients by a percent, only where a detector knows no fp64. Each family runs in a process of its own.
-Goes on where the results end; --again FAMILY runs some anew. Counts of other variants than today's are made anew too;
-comparisons of the two steps stay. Each count names its commit.
+Both steps have the same small random images, weights and random numbers. They run in fp64, or in fp32 if a detector
+does not support fp64; in fp32, rounding at the kinks of ReLUs changes gradients by one percent. Each family runs in a
+process of its own. Existing results are kept; --again FAMILY repeats some. Counts of other variants than the current
+ones are repeated too, comparisons of the two steps are not. Each count names its commit.
 """
 
 import argparse
@@ -254,10 +254,10 @@ def report(rows: dict[str, dict]) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')
-    parser.add_argument('--again', nargs='+', default=[], metavar='FAMILY', help='run these anew')
+    parser.add_argument('--json', type=Path, required=True, help='file of results; existing ones are kept')
+    parser.add_argument('--again', nargs='+', default=[], metavar='FAMILY', help='repeat these')
     parser.add_argument('--only', nargs='+', default=[], metavar='FAMILY', help='run these, in this order')
-    parser.add_argument('--report', action='store_true', help='run nothing')
+    parser.add_argument('--report', action='store_true', help='run nothing, print the table')
     args = parser.parse_args()
     rows, paths = rows_of(args.json), families()
     if not args.report:

@@ -4,10 +4,10 @@
     python research/gradients.py CONFIG --presets sbp sampled 'sbp,keep_ratio=0.25,sampler=random' --batches 20
     python research/gradients.py CONFIG --presets sampled --draws 8 --whole --json study.json
 
-CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
-and heads run once for each batch, in the plain detector, and every preset of the backbone gets the same weights,
-images, stochastic depth and gradient at the backbone's outputs. With --whole each preset is applied to the whole
-detector, which runs seeded the same; its loss has to be the exact one. All in fp32.
+CONFIG is the config of any detector; batches come from its train dataloader. Lean layers do not change the forward
+pass, so neck and heads run once for each batch, in the plain detector. Every preset of the backbone gets the same
+weights, images, stochastic depth and gradient at the backbone's outputs. With --whole, each preset is applied to the
+whole detector, which runs with the same seed and has to have the exact loss. Everything runs in fp32.
 """
 
 import argparse
@@ -290,9 +290,13 @@ def parse_args():
         '--presets', nargs='+', default=DEFAULT, help="with keys: 'sbp,keep_ratio=0.25' (default: %(default)s)"
     )
     parser.add_argument('--whole', action='store_true', help='apply them to the whole detector, not to its backbone')
-    parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')
-    parser.add_argument('--draws', type=int, default=1, help='the mean gradient of so many (default: 1)')
-    parser.add_argument('--seed', type=int, default=0, help='of batches, masks and all that is drawn (default: 0)')
+    parser.add_argument('--batches', type=int, default=8, help='number of batches of the train dataloader (default: 8)')
+    parser.add_argument(
+        '--draws', type=int, default=1, help='number of draws of which the mean gradient is compared (default: 1)'
+    )
+    parser.add_argument(
+        '--seed', type=int, default=0, help='seed of batches, masks and everything else that is drawn (default: 0)'
+    )
     parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     parser.add_argument('--json', type=output_file, help='write the results here as well')

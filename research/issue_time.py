@@ -1,13 +1,13 @@
-"""Measures what it costs to issue a step: calls of Python, operations, autograd nodes and the process's CPU time.
+"""Measures the work of issuing a step: Python calls, operations, autograd nodes and the process's CPU time.
 
     python research/issue_time.py --json docs/results/issue_time.json
     python research/issue_time.py --models ResNet-50 CSPNeXt --presets none exact --rounds 5
     python research/issue_time.py --write                     writes docs/costs.md from the JSON file
 
-Maps are so small that arithmetic hardly counts, with one thread: this is what a fast GPU waits for. Presets take turns,
-and of all rounds the least time of each counts, since neighbours on a machine only ever add to it. The counts have no
-noise: calls of Python functions, operations that torch's dispatcher is asked for (allocations and views among them),
-and nodes of autograd's graph, for a forward and backward pass after the first two.
+Feature maps are so small that arithmetic hardly matters, and there is one thread: this is the time for which a fast GPU
+waits. Presets take turns, and the minimum over all rounds is reported, because other processes can only add time. The
+counts have no noise: calls of Python functions, operations of torch's dispatcher (including allocations and views) and
+nodes of autograd's graph, for a forward and backward pass after the first two.
 """
 
 import argparse

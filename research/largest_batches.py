@@ -1,10 +1,10 @@
-"""The largest batch of five detectors on four sizes of cards, by preset, as ``sbp-mmdet plan --batch max`` says it.
+"""Finds the largest batch of five detectors on four sizes of cards, by preset, with ``sbp-mmdet plan --batch max``.
 
     python research/largest_batches.py                 # counts what docs/results/largest_batches.json lacks; no GPU
     python research/largest_batches.py --only R-50/    # rows whose names contain one of these
 
-A row is a detector with a preset: bytes that are needed by number of images, from which the answers follow. It is on
-disk as soon as it is there, with its commit.
+A row belongs to a detector with a preset. It has the needed bytes by number of images, from which the answers follow.
+It is written to disk as soon as it is counted, with its commit.
 """
 
 import argparse

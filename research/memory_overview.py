@@ -1,11 +1,11 @@
-"""Memory by detector and preset: what a GPU needs, what a backbone stores, how far a step lifts a process here.
+"""Memory by detector and preset: needed GPU memory, stored bytes of backbones, and the growth of a process in a step.
 
     python research/memory_overview.py count      # adds what is missing to docs/results/memory_overview.json; no GPU
     python research/memory_overview.py measure    # the same for resident sets, one process each; Linux
     python research/memory_overview.py write      # tables of README.md and docs/costs.md, and docs/pictures/memory.png
 
-Counts are those of ``sbp-mmdet plan``, with what CUDA and fragmentation need on top. A row is on disk as soon as it is
-there, and names the commit of its code.
+Counts are those of ``sbp-mmdet plan``, including the memory for CUDA and for fragmentation. A row is written to disk as
+soon as it is counted, with the commit of its code.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python research/outside_models.py FOLDER --json docs/results/outside_models.json
     python research/outside_models.py FOLDER --json docs/results/outside_models.json --report   # runs nothing
 
-FOLDER holds the public sources, which are no part of this project: ``mmdet`` (``projects`` and ``configs`` of
+FOLDER contains the public sources, which are not part of this project: ``mmdet`` (``projects`` and ``configs`` of
 VBTI-development/onedl-mmdetection), ``mmyolo`` (``mmyolo`` and ``configs`` of open-mmlab/mmyolo) and ``mmrotate``
 (``mmrotate`` and ``configs`` of open-mmlab/mmrotate, branch 1.x). The configs are the stock ones. Losses and gradients
 are compared on small images, in fp64 where a detector knows it; large backbones and transformers have fewer layers for
@@ -213,10 +213,10 @@ def main():
     """Run what is missing in the results and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path, help='the sources')
-    parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')
-    parser.add_argument('--again', nargs='+', default=[], metavar='NAME', help='run these anew')
+    parser.add_argument('--json', type=Path, required=True, help='file of results; existing ones are kept')
+    parser.add_argument('--again', nargs='+', default=[], metavar='NAME', help='repeat these')
     parser.add_argument('--only', nargs='+', metavar='NAME', help='run no others')
-    parser.add_argument('--report', action='store_true', help='run nothing')
+    parser.add_argument('--report', action='store_true', help='run nothing, print the table')
     args = parser.parse_args()
     rows = rows_of(args.json)
     if not args.report:

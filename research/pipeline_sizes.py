@@ -1,4 +1,4 @@
-"""Sizes of batches that the planner says, against the largest of many batches of the real loader, for ten pipelines.
+"""Compares the planner's largest batch with the largest of many batches of the real loader, for ten pipelines.
 
     python research/pipeline_sizes.py    # 2,000 batches each; docs/results/pipeline_sizes.json and a table; no GPU
 
@@ -226,7 +226,9 @@ def compare(name: str, folder: Path, batches: int) -> dict:
 def main():
     """Compare all pipelines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--batches', type=int, default=2000, help='of the real loader (default: 2000)')
+    parser.add_argument(
+        '--batches', type=int, default=2000, help='number of batches of the real loader (default: 2000)'
+    )
     args = parser.parse_args()
     register_all_modules()
     MMLogger.get_current_instance().setLevel(logging.ERROR)

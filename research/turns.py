@@ -18,11 +18,12 @@ _OFTEN = 5.0  # seconds; whoever waits for rows sees that the process goes on
 def time_step(step: Callable[[], object], device: torch.device | str) -> dict[str, float]:
     """Run a step once, and time it.
 
-    A GPU works while the CPU issues the next operations. From an idle GPU on, ``issue`` is what the CPU needs until the
-    step returns, and ``seconds`` ends with its last kernel. If both are alike, the GPU waits for the CPU.
+    A GPU works while the CPU issues the next operations. Beginning with an idle GPU, ``issue`` is the time until the
+    step returns on the CPU, and ``seconds`` the time until its last kernel ends. If both are alike, the GPU waits for
+    the CPU.
 
     Args:
-        step (Callable): The step. It ran at least once before, so that nothing is made for the first time.
+        step (Callable): The step. It ran at least once before, so that caches are filled.
         device (torch.device | str): Device that it runs on.
 
     Returns:
@@ -60,8 +61,8 @@ def take_turns(cases: list[tuple], rounds: int, timed: Callable, note: Callable,
         cases (list[tuple]): Row and case of each; ratios are to the first.
         rounds (int): Number of turns of each case.
         timed (Callable): Runs a case once, given the case and the round. Returns a result of :func:`time_step`.
-        note (Callable): Is called with each row that has new times.
-        warm_up (int): Number of rounds before them that do not count, in which CUDA's allocator settles. Default: 0.
+        note (Callable): Called with each row that has new times.
+        warm_up (int): Number of earlier rounds that do not count, in which CUDA's allocator settles. Default: 0.
     """
     times, noted = [], 0.0
     with _no_collection():

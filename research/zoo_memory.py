@@ -4,8 +4,8 @@
     python research/zoo_memory.py --only rtmdet dino # of configs whose names contain one of these
     python research/zoo_memory.py --report           # counts nothing: the table, docs/pictures/zoo_memory.png
 
-``metafile.yml`` says "Training Memory (GB)": ``torch.cuda.max_memory_allocated`` in GiB of a whole training, so of its
-worst batch, on GPUs of OpenMMLab. Counted is the plain config's worst batch.
+"Training Memory (GB)" in ``metafile.yml`` is ``torch.cuda.max_memory_allocated`` of a whole training run in GiB, and so
+that of its largest batch, on GPUs of OpenMMLab. The count is for the largest batch of the plain config.
 """
 
 import argparse
@@ -270,8 +270,8 @@ def picture(rows: dict[str, dict], file: Path) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--only', nargs='+', help='count configs whose names contain one of these')
-    parser.add_argument('--again', action='store_true', help='count what was counted, too')
-    parser.add_argument('--report', action='store_true', help='count nothing')
+    parser.add_argument('--again', action='store_true', help='repeat existing counts, too')
+    parser.add_argument('--report', action='store_true', help='count nothing, write table and picture')
     args = parser.parse_args()
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)

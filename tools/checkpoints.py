@@ -1,6 +1,7 @@
 """Checks of the checkpoint that a run starts from, before mmdet loads it.
 
-mmengine itself loads what fits, even from a damaged file, lists the rest in a warning, and goes on with random weights.
+mmengine itself loads all weights that fit, even from a damaged file. It lists the others in a warning and continues
+with random weights for them.
 """
 
 import re

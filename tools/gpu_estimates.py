@@ -1,4 +1,4 @@
-"""What was estimated without a GPU beside what the report measured on one."""
+"""Comparison of estimates that were made without a GPU with the measurements of the GPU report."""
 
 import json
 import math

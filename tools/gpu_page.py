@@ -1,4 +1,4 @@
-"""The page and the archive of the report of a GPU."""
+"""The page and the archive of the GPU report."""
 
 import re
 import tarfile

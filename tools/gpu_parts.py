@@ -1,4 +1,4 @@
-"""The parts of the report of a GPU, in the order in which they run: what decides comes first."""
+"""The parts of the GPU report in the order in which they run, the most important ones first."""
 
 import dataclasses
 from pathlib import Path

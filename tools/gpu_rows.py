@@ -1,4 +1,4 @@
-"""The rows of the report of a GPU on the disk: each part appends lines of JSON to a file of its own."""
+"""The rows of the GPU report on disk: each part appends lines of JSON to a file of its own."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""What the report of a GPU measures: detectors, modules, sizes and presets."""
+"""The measurements of the GPU report: detectors, modules, sizes and presets."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
 """Measures rows of a part of the GPU report, in one process: `tools/gpu_report.py` starts it.
 
-Each row is on the disk as soon as it is there. What does not apply and what needs too much memory are rows too; after
-any other error the process ends, and the report starts another one for the rows that are left.
+Each row is written to disk as soon as it is measured. Presets that do not apply or need too much memory are rows too.
+After any other error the process ends, and the report starts another one for the remaining rows.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def main():
     parser.add_argument('--rows', nargs='+', required=True, help='the first of each trial is the baseline')
     parser.add_argument('--lines', type=Path, required=True, help='file that rows are appended to')
     parser.add_argument('--end', type=float, default=float('inf'), help='see Part.commands')
-    parser.add_argument('--rehearse', action='store_true', help='in a tiny size on a CPU')
+    parser.add_argument('--rehearse', action='store_true', help='use tiny sizes on a CPU')
     args = parser.parse_args()
     warnings.simplefilter('ignore')
     device = str(use_device(check_device('cpu' if args.rehearse else 'cuda')))

@@ -1,7 +1,7 @@
 """Runs a script of the installed mmdet, or of mmpretrain for its configs, after the checks of :mod:`preflight`.
 
-The script parses its own command line. What the checks decide is written into the parsed arguments, which its ``main``
-then takes, so every option means what it means in mmdet.
+The script parses its own command line, so every option has the same meaning as in mmdet. The decisions of the checks
+are written into the parsed arguments, which the script's ``main`` uses.
 """
 
 import contextlib
