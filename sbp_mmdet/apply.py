@@ -249,9 +249,9 @@ def _meaning(settings, ratio, module, mixin):
     preset = settings.preset
     if preset.form is None:
         return 'recomputed in the backward pass'
-    off = ' (its with_cp=True is off: it would cost time)' if getattr(module, 'with_cp', False) else ''
+    off = ' (with_cp=True is switched off, it would only take time)' if getattr(module, 'with_cp', False) else ''
     if fairscale_forward(module):
-        off = ' (its checkpointing by num_cp is off: it would cost time)'
+        off = ' (checkpointing by num_cp is switched off, it would only take time)'
     if ratio is not None:
         return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
     if settings.preset.gradients == 'sampled' and mixin.samples:

@@ -18,7 +18,7 @@ from .verify.first_pass import conclude, verify_changed
 __all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'thinned_line']
 
 # Reasons why a module is unchanged: no adapter supports it, or preset='with_cp' does not checkpoint it.
-UNKNOWN, NO_BLOCK = 'no lean form of it is known', 'it is no block of a backbone'
+UNKNOWN, NO_BLOCK = 'not supported', 'not a block of a backbone'
 _MOST_NAMES = 6  # largest number of names that a line of the report lists
 
 

@@ -161,7 +161,7 @@ def test_the_report_names_what_has_hooks(part, kind):
 def test_checkpointing_of_the_module_is_off_and_said_so():
     model = MODELS.build(BACKBONES['ResNet-50, with_cp'][0])
     report = apply_lean(model)
-    assert 'with_cp=True is off' in report.changed['layer1.0']
+    assert 'with_cp=True is switched off' in report.changed['layer1.0']
 
 
 @pytest.mark.parametrize('preset', ['exact', 'int8'])

@@ -273,7 +273,7 @@ def test_checkpointing_by_fairscale_is_off():
     expected = run_step(module, inputs)
     wrapped = functools.partial(checkpointed, type(module).forward, lambda: module)
     module.forward = wrapped
-    assert 'num_cp is off' in apply_lean(module, preset='exact').changed['']
+    assert 'num_cp is switched off' in apply_lean(module, preset='exact').changed['']
     assert_same(run_step(module, inputs), expected)
     module.eval()(**inputs)
     assert not calls

@@ -61,9 +61,9 @@ def test_report():
         == done['backbone.norm3']
         == 'exact, stores less'
     )
-    assert len(done) == 13 and report.left == dict(neck='no lean form of it is known')
+    assert len(done) == 13 and report.left == dict(neck='not supported')
     assert str(report).startswith('13 modules changed, 1 left alone\nchanged: 4 SwinBlock, 2 PatchMerging: gradients')
-    assert 'left alone: 1 Linear (neck): no lean form of it is known' in str(report)
+    assert 'left alone: 1 Linear (neck): not supported' in str(report)
 
 
 def test_reports_of_presets():
@@ -86,7 +86,7 @@ def test_checkpointing_of_a_block_is_off():
     assert_near(backward(models[1], x), backward(models[0], x), 1e-12)
     assert ran == [1]  # a module with a hook runs its own code, once
     changed = apply_lean(build('stock Swin', with_cp=True), 'int8').changed
-    assert 'with_cp=True is off' in changed['stages.0.blocks.0'] and 'with_cp' not in changed['norm0']
+    assert 'with_cp=True is switched off' in changed['stages.0.blocks.0'] and 'with_cp' not in changed['norm0']
 
 
 @pytest.mark.parametrize('family', ['SBPConvNeXt', 'SBPViT', 'stock Swin'])

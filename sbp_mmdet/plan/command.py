@@ -111,7 +111,7 @@ def _plan(args, config):
     try:
         rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
+        raise SystemExit(f'{args.config}: a training step cannot be run here: {reason_of(error)}') from error
     finally:
         end_progress()
     found = answer(rows)
@@ -141,7 +141,7 @@ def _plan_batches(args, config, budget, size):
     try:
         rows = largest_batches(base, budget, measure, presets, gpus=args.gpus)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
+        raise SystemExit(f'{args.config}: a training step cannot be run here: {reason_of(error)}') from error
     finally:
         end_progress()
     exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
@@ -176,10 +176,10 @@ def _batch_page(args, config, inputs, budget, rows, found, lines):
     )
     note += _of_the_run(config)
     if found is None:
-        end = f'Not even one image fits into {format_gib(budget)}. What is left: smaller images, or a smaller model.'
+        end = f'Not even one image fits into {format_gib(budget)}. Try smaller images or a smaller model.'
     else:
-        short = f' It takes {inputs.batch} images a GPU today' if inputs.batch > found.images else ''
-        more = short and f': optim_wrapper.accumulative_counts={-(-inputs.batch // found.images)} makes up for it.'
+        short = f' The config has {inputs.batch} images per GPU' if inputs.batch > found.images else ''
+        more = short and f'; set optim_wrapper.accumulative_counts={-(-inputs.batch // found.images)} to keep that.'
         end = f'Most images with exact gradients: {found.images}, with {found.variant}.{short}{more} {where_to(config)}'
         end = f'{end}\n\n{lines}'
     return f'{text_table(columns, rows)}\n\n{note}\n{end}'
@@ -212,7 +212,7 @@ def _page(args, config, inputs, budget, rows, found, lines):
     if found is None:
         adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
         more = ' --adamw8bit,' if adam and not args.adamw8bit else ''
-        end = f'Nothing fits into {format_gib(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
+        end = f'Nothing fits into {format_gib(budget)}. Try a smaller batch, smaller images,{more} or a smaller model.'
     elif not lines:
         end = f'It fits into {format_gib(budget)} as it is.'
     else:
@@ -228,7 +228,7 @@ def _of_the_run(config):
         masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
     if needs_mmpretrain(config):
-        lines.append(f'The config {_missing(config)}; counts and lines are for that.')
+        lines.append(f'The config {_missing(config)}; counts and lines are for that backbone.')
     return ''.join(f'\n{line}' for line in lines)
 
 
@@ -249,7 +249,7 @@ def _with_expandable_segments(rows, found, budget):
     name = 'the config as it is' if row.variant in ('none', OWN) else row.variant
     return (
         f'\n\nWith PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, {name} needs '
-        f'{format_gib(row.expandable)}, which fits too: torch then loses less to gaps between tensors.'
+        f'{format_gib(row.expandable)}, which fits too, because gaps between tensors are smaller then.'
     )
 
 

@@ -367,8 +367,8 @@ def _advice(runner, budget, case):
     except Exception as error:  # noqa: BLE001  the message that the batch does not fit matters more than this one
         return f'The planner failed ({type(error).__name__}: {error}).'
     if found is None:
-        return 'By the planner no variant fits: take a smaller batch, smaller images or a smaller model.'
+        return 'According to the planner no variant fits: use a smaller batch, smaller images or a smaller model.'
     if found.variant == 'none':
-        return 'By the planner it should fit without changes: does another program hold memory of this GPU?'
+        return 'According to the planner it should fit without changes: does another program use this GPU?'
     lines = snippet(runner.cfg, found.variant)
-    return f'By the planner {found.variant} fits. {where_to(runner.cfg)}\n\n{lines}'
+    return f'According to the planner {found.variant} fits. {where_to(runner.cfg)}\n\n{lines}'

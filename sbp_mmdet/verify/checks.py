@@ -110,7 +110,7 @@ class Findings:
                 f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
             )
         if self.synced:
-            said += '; SyncBN was compared within this process, and not what processes send each other'
+            said += '; SyncBN was compared within this process, without its communication'
         return said
 
 

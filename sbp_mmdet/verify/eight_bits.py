@@ -47,7 +47,7 @@ def check_eight_bits(x: Tensor) -> None:
         _compare(kind, found, given, step, where)
         above = (found > 0, given > 0) if where is not None else (found > shift, given > shift)
         if kind != 'int8 map' and not torch.equal(*above):
-            raise Disagreement(f'{kind}: {(above[0] != above[1]).double().mean():.1e} of the signs off')
+            raise Disagreement(f'{kind}: {(above[0] != above[1]).double().mean():.1e} of the signs differ')
 
 
 def _unlike(x):

@@ -116,7 +116,7 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
     for line in told:
         say(
             f'{who}: a changed module disagrees with its own code, which runs from now on: {line}. The training is '
-            f"exact without it. Please report this line, versions and GPU to sbp_mmdet's issue tracker",
+            f"correct. Please report this line, versions and GPU to sbp_mmdet's issue tracker",
             logging.WARNING,
         )
     if findings.silent and findings.kinds:
