@@ -42,7 +42,7 @@ def _ratio(rows, variant, key, form='.3f'):
     return '' if row is None else f'{row[key] / rows("none")[key]:{form}}'
 
 
-def _whole(heads):
+def _complete_heads(heads):
     """Yield complete column heads: a head without a measure gets that of its left neighbour ('stored: A | B')."""
     measure = ''
     for head in heads:
@@ -51,7 +51,7 @@ def _whole(heads):
         yield head if colon or not measure else f'{measure}: {head}'
 
 
-def _plain(cell):
+def _strip_markup(cell):
     return cell.replace('\\*', '').replace('*', '').replace('`', '').strip()
 
 
@@ -292,16 +292,16 @@ def update_table(text: str, heading: str, figure: Callable) -> tuple[str, list[s
     rows = [number for number, line in enumerate(lines) if line.startswith('|')]
     if not found or len(rows) < 3:
         raise ValueError(f'there is no table under the heading {heading!r}; correct TABLES in {__file__}')
-    heads = [*_whole(_cells(lines[rows[0]]))]
+    heads = [*_complete_heads(_cells(lines[rows[0]]))]
     for number in rows[2:]:
         first, *cells = _cells(lines[number])
         columns = heads[-len(cells) :]
         for at, (column, cell) in enumerate(zip(columns, cells, strict=True)):
-            expected = figure(_plain(first), _plain(column))
+            expected = figure(_strip_markup(first), _strip_markup(column))
             right = [expected] if isinstance(expected, str) else expected
-            if right is not None and _plain(cell) not in right:
-                changes.append(f'{_plain(first)}, {_plain(column)}: {cell or "empty"} -> {right[0]}')
-                cells[at] = cell.replace(_plain(cell), right[0]) if _plain(cell) else right[0]
+            if right is not None and _strip_markup(cell) not in right:
+                changes.append(f'{_strip_markup(first)}, {_strip_markup(column)}: {cell or "empty"} -> {right[0]}')
+                cells[at] = cell.replace(_strip_markup(cell), right[0]) if _strip_markup(cell) else right[0]
         if cells != _cells(lines[number])[1:]:
             lines[number] = f'| {" | ".join([first, *cells])} |'
     return ''.join([before, found, '\n'.join(lines), *after]), changes

@@ -68,14 +68,14 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     """
     chosen = modules_to_change(model, settings)
     plan = None if settings.preset.name == 'none' else plan_change(model, settings, chosen)
-    before = _state_of(model)
+    before = _get_state(model)
     try:
         _restore(model, chosen.values())
         report = _carry_out(model, settings, plan, chosen) if plan else Report({}, {}, {})
         refuse_replays(model)
         return report
     except BaseException:
-        _put_back(before)
+        _restore_state(before)
         raise
 
 
@@ -83,7 +83,7 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
 _ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'has_run', 'forward')
 
 
-def _state_of(model):
+def _get_state(model):
     """Return the class of each module and the attributes that this package has set on it."""
     return [
         (module, type(module), {key: vars(module)[key] for key in _ATTRIBUTES if key in vars(module)})
@@ -91,8 +91,8 @@ def _state_of(model):
     ]
 
 
-def _put_back(before):
-    """Restore the state that :func:`_state_of` has returned."""
+def _restore_state(before):
+    """Restore the state that :func:`_get_state` has returned."""
     for module, kind, attributes in before:
         module.__class__ = kind
         for key in _ATTRIBUTES:
@@ -178,13 +178,18 @@ def _carry_out(model, settings, plan, chosen):
         draws = StepDraws(ThinnedStages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
-                change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module, mixin))
+                change(
+                    module,
+                    mixin,
+                    Place(settings, key, draws),
+                    _describe_change(settings, ratios.get(key), module, mixin),
+                )
         if settings.preset.form is not None and draws.stages.any_random():
             attach_draws(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=TokenDraws(settings) if ratio else None)
-        change(module, mixin, place, _meaning(settings, ratio, module, mixin))
+        change(module, mixin, place, _describe_change(settings, ratio, module, mixin))
     if settings.preset.checkpoints:
         for part, mixin in [*parts_to_checkpoint(model, chosen, settings.preset.checkpoints)]:
             mix_in(part, mixin)
@@ -195,7 +200,7 @@ def _carry_out(model, settings, plan, chosen):
     for bound in plan.bounds.values():
         found = {names[id(inside)]: reason for inside, reason in bound.left}
         left |= {name: reason for name, reason in found.items() if name not in changed}
-    left |= _untouched(model, changed, left, chosen, settings.preset)
+    left |= _explain_unchanged(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
 
@@ -245,7 +250,7 @@ def _frozen_in_training(model):
             p.requires_grad_(needed)
 
 
-def _meaning(settings, ratio, module, mixin):
+def _describe_change(settings, ratio, module, mixin):
     preset = settings.preset
     if preset.form is None:
         return 'recomputed in the backward pass'
@@ -263,7 +268,7 @@ def _meaning(settings, ratio, module, mixin):
     return f'exact, stores less{off}'
 
 
-def _untouched(model, changed, left, chosen, preset):
+def _explain_unchanged(model, changed, left, chosen, preset):
     """Return why the rest of the model is unchanged, child by child."""
     known = {*changed, *left}
     found = {}

@@ -20,10 +20,10 @@ def check() -> bool:
     Returns:
         bool: Whether all checks passed.
     """
-    return all([_says(name, look) for name, look in _LOOKS.items()])  # a list: all lines are printed
+    return all([_run_check(name, look) for name, look in _LOOKS.items()])  # a list: all lines are printed
 
 
-def _says(name, look):
+def _run_check(name, look):
     try:
         print(f'ok      {name}: {look()}')
     except Exception as error:  # noqa: BLE001  whatever is wrong with an environment

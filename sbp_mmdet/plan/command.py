@@ -87,7 +87,7 @@ def _add_plan(verbs):
 
 
 def _plan(args, config):
-    budget, size = _budget(args.budget), parse_size(args.size) if args.size else None
+    budget, size = _parse_budget(args.budget), parse_size(args.size) if args.size else None
     for name in ('batch', 'boxes', 'gpus'):
         if getattr(args, name) not in (None, 'max') and getattr(args, name) < 1:
             raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
@@ -122,7 +122,7 @@ def _plan(args, config):
     if args.json:
         _print_json(args, budget, inputs, rows, found, lines)
     else:
-        print(_page(args, config, inputs, budget, rows, found, lines))
+        print(_format_plan(args, config, inputs, budget, rows, found, lines))
     if found is None:
         raise SystemExit(1)
 
@@ -150,7 +150,7 @@ def _plan_batches(args, config, budget, size):
     if args.json:
         _print_json(args, budget, inputs, rows, found, lines)
     else:
-        print(_batch_page(args, config, inputs, budget, rows, found, lines))
+        print(_format_batches(args, config, inputs, budget, rows, found, lines))
     if found is None:
         raise SystemExit(1)
 
@@ -161,7 +161,7 @@ def _print_json(args, budget, inputs, rows, found, lines):
     print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
 
 
-def _batch_page(args, config, inputs, budget, rows, found, lines):
+def _format_batches(args, config, inputs, budget, rows, found, lines):
     """Return the page of ``plan --batch max`` as text."""
     columns = [
         Column('variant', lambda row: row.variant),
@@ -174,7 +174,7 @@ def _batch_page(args, config, inputs, budget, rows, found, lines):
         f'Images of {inputs.height} x {inputs.width} on each of {args.gpus} GPU{"s" if args.gpus > 1 else ""} with '
         f'{format_gib(budget)} ({inputs.source}). The learning rate is what --auto-scale-lr sets for this batch.'
     )
-    note += _of_the_run(config)
+    note += _describe_run(config)
     if found is None:
         end = f'Not even one image fits into {format_gib(budget)}. Try smaller images or a smaller model.'
     else:
@@ -185,7 +185,7 @@ def _batch_page(args, config, inputs, budget, rows, found, lines):
     return f'{text_table(columns, rows)}\n\n{note}\n{end}'
 
 
-def _page(args, config, inputs, budget, rows, found, lines):
+def _format_plan(args, config, inputs, budget, rows, found, lines):
     """Return the page of ``plan`` as text."""
     columns = [
         Column('variant', lambda row: row['variant']),
@@ -208,7 +208,7 @@ def _page(args, config, inputs, budget, rows, found, lines):
     note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
-    note += _of_the_run(config)
+    note += _describe_run(config)
     if found is None:
         adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
         more = ' --adamw8bit,' if adam and not args.adamw8bit else ''
@@ -221,18 +221,18 @@ def _page(args, config, inputs, budget, rows, found, lines):
     return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, found, budget)}'
 
 
-def _of_the_run(config):
+def _describe_run(config):
     """Return lines on what a training needs besides its steps: validation, and packages that are missing."""
     lines = []
     if config.get('val_dataloader') and config.get('val_cfg'):
         masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
     if needs_mmpretrain(config):
-        lines.append(f'The config {_missing(config)}; counts and lines are for that backbone.')
+        lines.append(f'The config {_describe_missing_backbone(config)}; counts and lines are for that backbone.')
     return ''.join(f'\n{line}' for line in lines)
 
 
-def _missing(config):
+def _describe_missing_backbone(config):
     kind = config.model.backbone.type
     return (
         f'needs mmpretrain for {kind}, which is not installed. type={STANDS_IN[kind]!r} with the same arguments is the '
@@ -253,7 +253,7 @@ def _with_expandable_segments(rows, found, budget):
     )
 
 
-def _budget(text):
+def _parse_budget(text):
     if text is not None:
         return parse_bytes(text)
     if not torch.cuda.is_available():
@@ -296,7 +296,7 @@ class _Runner(Runner):
 def _rehearse(args, config):
     _refuse_strategies(args, config)
     if needs_mmpretrain(config):
-        raise ValueError(f'{args.config}: {_missing(config)}')
+        raise ValueError(f'{args.config}: {_describe_missing_backbone(config)}')
     if args.budget:
         parse_bytes(args.budget)
     if name_of(config.optim_wrapper) == 'AmpOptimWrapper' and not torch.cuda.is_available():

@@ -253,7 +253,7 @@ def _bytes(tensors):
     return sum(_storages(tensors))
 
 
-def _states(optimizer) -> list[Tensor]:
+def _get_states(optimizer) -> list[Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
 
 
@@ -326,7 +326,7 @@ def _count(model: nn.Module, wrapper, data, counter, config, skipping):
                 p.grad = torch.zeros_like(p)
         wrapper.step()
         wrapper.zero_grad()
-    row = dict(parameters=_bytes(held_tensors(model)), optimizer=_bytes(_states(wrapper.optimizer)))
+    row = dict(parameters=_bytes(held_tensors(model)), optimizer=_bytes(_get_states(wrapper.optimizer)))
     row['parameters'] += averaged_bytes(config, model)
     static = row['parameters'] + row['optimizer']
 
@@ -343,7 +343,7 @@ def _count(model: nn.Module, wrapper, data, counter, config, skipping):
         model.train_step(data, wrapper)
     peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
     row.update(peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks)
-    held = _storages([*held_tensors(model), *_states(wrapper.optimizer)])
+    held = _storages([*held_tensors(model), *_get_states(wrapper.optimizer)])
     return row, [*held, averaged_bytes(config, model)]
 
 

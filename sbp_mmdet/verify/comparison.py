@@ -150,7 +150,7 @@ def compare(
     runs = _run_both(own, lean, args, kwargs, devices, dtype, expected)
     off = _beyond(runs, only, bars)
     if slack and (longer := _longer(runs, only, off, gradients, slack)):
-        raise Disagreement(_told(longer))
+        raise Disagreement(_format_figures(longer))
     if not off:
         return runs
     random = RandomParts(lean.module)
@@ -161,7 +161,7 @@ def compare(
     if not random or not off:
         return runs
     if not random.by_element:  # stochastic depth: both sides draw the same numbers
-        raise Disagreement(_told(off))
+        raise Disagreement(_format_figures(off))
     put_back()
     check_derivative(lean.prepared, lean.module, args, kwargs, put_back)
     return runs
@@ -239,8 +239,8 @@ class _PreciseComparison:
             suspects = off if suspects is None else {key: value for key, value in off.items() if key in suspects}
             if not suspects:
                 return self.errors
-            args, kwargs = _nearby((args, kwargs), attempt)
-        raise Disagreement(_told(suspects))
+            args, kwargs = _add_noise((args, kwargs), attempt)
+        raise Disagreement(_format_figures(suspects))
 
     def _exact(self, args, kwargs, put_back):
         """Return the results of the own code in a higher precision, or ``None`` if it does not run in one."""
@@ -279,7 +279,7 @@ def _pairs(run, only) -> Iterator[tuple[str, str, Tensor]]:
     yield from (('gradients', name, value) for name, value in run.gradients.items() if only(name))
 
 
-def _nearby(inputs, seed):
+def _add_noise(inputs, seed):
     """Return the arguments with noise of a thousandth in their floating-point tensors."""
 
     def moved(x):
@@ -304,7 +304,7 @@ def _distance(found, expected) -> float:
     return norm(off[finite].double())
 
 
-def _told(figures):
+def _format_figures(figures):
     worst = sorted(figures.items(), key=lambda item: -item[1])[:3]
     return ', '.join(
         f'{name} {"gradient " if part == "gradients" else ""}{value:.1e} off' for (part, name), value in worst
