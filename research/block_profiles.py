@@ -83,6 +83,6 @@ def _longest(found):
 
 def _counted(step):
     """Count launches of a step as they are counted without a GPU."""
-    with Launches() as found:
+    with Launches() as launches:
         step()
-    return dict(counted_launches=found.total, moved=found.bytes) if found.total else {}
+    return dict(counted_launches=launches.total, moved=launches.bytes) if launches.total else {}

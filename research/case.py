@@ -89,13 +89,13 @@ def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tu
     Raises:
         ValueError: If the detector has no such module, or its training step does not run it.
     """
-    found = {}
+    captured = {}
 
     def note(owner, args, kwargs):
-        found['images'] = next(iter((*args, *kwargs.values()))).shape
+        captured['images'] = next(iter((*args, *kwargs.values()))).shape
 
     def stop(owner, args, kwargs):
-        found['input'] = args, kwargs
+        captured['input'] = args, kwargs
         raise _Reached
 
     try:
@@ -110,7 +110,7 @@ def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tu
         with torch.no_grad(), context():
             model(**data, mode='loss')
     except _Reached:
-        return found['input'], found['images']
+        return captured['input'], captured['images']
     finally:
         for hook in hooks:
             hook.remove()
@@ -130,12 +130,12 @@ def make_smooth_noise(shape: tuple[int, ...], seed: int = 1) -> Tensor:
     return torch.randn(tuple(shape), generator=generator)
 
 
-def compare_gradients(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+def compare_gradients(exact: dict[str, Tensor], estimated: dict[str, Tensor]) -> dict[str, float]:
     """Return ``cosine`` and relative ``error`` of all gradients together. A missing gradient counts as zero."""
     dot = exact_square = found_square = error = 0.0
-    for name in {*exact, *found}:
-        zero = torch.zeros_like(exact.get(name, found.get(name)))
-        e, s = exact.get(name, zero).double(), found.get(name, zero).double()
+    for name in {*exact, *estimated}:
+        zero = torch.zeros_like(exact.get(name, estimated.get(name)))
+        e, s = exact.get(name, zero).double(), estimated.get(name, zero).double()
         dot, error = dot + (e * s).sum().item(), error + (e - s).square().sum().item()
         exact_square, found_square = exact_square + e.square().sum().item(), found_square + s.square().sum().item()
     norms = (exact_square * found_square) ** 0.5

@@ -167,9 +167,9 @@ def _cosine(first, column):
     else:
         sampler, ratio = first.split()
         words = f',keep_ratio={ratio}' * (ratio != '0.5') + ',sampler=random' * (sampler == 'random')
-    found = _results('gradient_settings')['results']
-    found = found[re.sub(r'=\[(.*)\]', lambda match: f'=({match[1].replace(" ", "")})', f'sbp{words}')]
-    value = found['mean layer' if column == 'mean layer' else 'backbone']
+    results = _results('gradient_settings')['results']
+    results = results[re.sub(r'=\[(.*)\]', lambda match: f'=({match[1].replace(" ", "")})', f'sbp{words}')]
+    value = results['mean layer' if column == 'mean layer' else 'backbone']
     value = value['norm_ratio' if column.startswith('norm ratio') else 'cosine']
     return f'{value["mean"]:.3f} ± {value["std"]:.3f}'
 
@@ -182,8 +182,8 @@ def _draws(first, column):
     others = ('every', '_uniform'), ('photographs', '_photographs'), ('Swin', '_swin'), ('ViT', '_vit')
     suffix = next((suffix for start, suffix in others if column.startswith(start)), '')
     file = f'gradient_rows{suffix}' + '_8' * column.endswith('eight')
-    found = _results(file)['results'][first.split(', ')[0] + label]['backbone']
-    return f'{found["cosine"]["mean"]:.3f}, {found["relative_error"]["mean"]:.2f}', ''
+    backbone = _results(file)['results'][first.split(', ')[0] + label]['backbone']
+    return f'{backbone["cosine"]["mean"]:.3f}, {backbone["relative_error"]["mean"]:.2f}', ''
 
 
 def _reserved(first, column):
@@ -195,8 +195,8 @@ def _reserved(first, column):
 
 def _swin_l(first, column):
     """Return the measured memory of DINO with Swin-L, the counts for two sizes, and the batch that explains it."""
-    found = _results('swin_l_memory')
-    row = found['rows'][first]
+    results = _results('swin_l_memory')
+    row = results['rows'][first]
     figures = {'measured, GiB': f'{row["measured"]}', 'batch that explains it': f'{row["pixels"]:.2f}'}
     figures |= {size.replace('x', ' x '): f'{row[size]["logged"] / 2**30:.1f}' for size in row if size[0].isdigit()}
     return figures[column]

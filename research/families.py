@@ -49,12 +49,12 @@ VARIANTS = ('none', 'with_cp', EVERYTHING, 'exact', 'exact_min', 'int8')
 
 def families() -> dict[str, Path]:
     """Return one config of each family: the first with a ResNet-50, or else the first."""
-    found = {}
+    configs = {}
     for folder in sorted(CONFIGS.iterdir()):
         files = [] if folder.name.startswith('_') else sorted(folder.glob('*.py'))
         if files:
-            found[folder.name] = next((file for file in files if 'r50' in file.name), files[0])
-    return found
+            configs[folder.name] = next((file for file in files if 'r50' in file.name), files[0])
+    return configs
 
 
 def step(model: BaseModel, batch: dict) -> tuple[dict[str, float], dict]:
@@ -195,8 +195,8 @@ def count(
             start = time.process_time()
             # A step may drop no image of a batch, see the planner.
             keys = dict(skip_dropped_images=False) if PRESETS[run.split('+')[0]].form else {}
-            found = measure_detector(with_variant(config, run, **keys), **case)
-            peaks[variant], stored[variant] = found['peak'], sum(found['saved'].values())
+            row = measure_detector(with_variant(config, run, **keys), **case)
+            peaks[variant], stored[variant] = row['peak'], sum(row['saved'].values())
             seconds[variant] = round(time.process_time() - start, 1)
     return dict(case, peaks=peaks, stored=stored, seconds=seconds, variants=[*variants], commit=commit())
 

@@ -79,12 +79,12 @@ def _backward(model, batch, seed):
 
 
 def _take_gradients(module, prefix=''):
-    found = {}
+    gradients = {}
     for name, p in module.named_parameters():
         if p.grad is not None:
-            found[prefix + name] = p.grad.detach().float().cpu()
+            gradients[prefix + name] = p.grad.detach().float().cpu()
             p.grad = None
-    return found
+    return gradients
 
 
 def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
@@ -118,12 +118,12 @@ def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
 
 def _with(module, preset, keys):
     """Return a copy of the model with a preset, which shares the parameters."""
-    found = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    changed = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     if preset != 'none':
         # What skip_dropped_images leaves out is a draw of its own; its gradients are the same on average.
         draws = dict(skip_dropped_images=False) if PRESETS[preset].form else {}
-        apply_lean(found, preset=preset, verify=False, **dict(keys, **draws))
-    return found
+        apply_lean(changed, preset=preset, verify=False, **dict(keys, **draws))
+    return changed
 
 
 def _mean_gradient(draws, run):
@@ -157,13 +157,13 @@ def _of_backbone(model, exact, preset, keys):
 def _of_detector(model, exact, preset, keys, batch):
     detector = _with(model, preset, keys)
     loss = _backward(detector, batch, exact.seed)
-    found = _take_gradients(detector)
+    gradients = _take_gradients(detector)
     if not abs(loss - exact.loss) < _SAME_LOSS * abs(exact.loss):
         raise ValueError(
             f'the loss is {loss:.6g}, and {exact.loss:.6g} in the plain detector: proposals or sampled RoIs are other '
             'ones; there is nothing to compare'
         )
-    return found
+    return gradients
 
 
 def _stages_of(backbone):
@@ -174,7 +174,7 @@ def _stages_of(backbone):
     return {f'backbone.{name}.': layer[0] + 1 for name, layer in places if layer and isinstance(layer[0], int)}
 
 
-def compare(exact: Mapping, found: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
+def compare(exact: Mapping, estimated: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
     """Compare estimated gradients s with exact gradients e. A parameter without a gradient in s has the gradient 0.
 
     Returns:
@@ -184,7 +184,7 @@ def compare(exact: Mapping, found: Mapping, stages: Mapping = {}) -> dict[str, d
     """
     sums, layers = {}, []
     for name, e in exact.items():
-        e, s = e.double(), found.get(name, torch.zeros_like(e)).double()
+        e, s = e.double(), estimated.get(name, torch.zeros_like(e)).double()
         numbers = torch.stack([(e * s).sum(), (e * e).sum(), (s * s).sum(), (s - e).square().sum()])
         parts = ['network', name.split('.')[0]]
         parts += [f'stage {stage}' for prefix, stage in stages.items() if name.startswith(prefix)]

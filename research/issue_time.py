@@ -109,14 +109,14 @@ def _run_encoder():
     sizes = shapes.prod(1)
     tokens = int(sizes.sum())
     query = torch.randn(1, tokens, 32)
-    given = dict(
+    inputs = dict(
         query_pos=query,
         key_padding_mask=torch.zeros(1, tokens, dtype=torch.bool),
         spatial_shapes=shapes,
         level_start_index=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]]),
         valid_ratios=torch.ones(1, 4, 2),
     )
-    return lambda model: model(query=query, **given).sum()
+    return lambda model: model(query=query, **inputs).sum()
 
 
 class _Operations(TorchDispatchMode):
@@ -140,7 +140,7 @@ def counts(step: Callable[[], Tensor]) -> dict[str, int]:
     for _ in range(2):  # what is made once is there at the third time
         step().backward()
     nodes = _nodes(step().grad_fn)
-    with _Operations() as found:
+    with _Operations() as operations:
         step().backward()
     calls = 0
 
@@ -153,7 +153,7 @@ def counts(step: Callable[[], Tensor]) -> dict[str, int]:
         step().backward()
     finally:
         sys.setprofile(None)
-    return dict(calls=calls, operations=sum(found.number.values()), nodes=nodes)
+    return dict(calls=calls, operations=sum(operations.number.values()), nodes=nodes)
 
 
 def _nodes(root) -> int:

@@ -232,8 +232,8 @@ def _table(detectors, variants, value, form, name=lambda detector: detector.head
     for variant, head in variants.items():
 
         def cell(detector, variant=variant):
-            found = value(detector, variant)
-            return form(found, value(detector, 'none')) if found else ''
+            figure = value(detector, variant)
+            return form(figure, value(detector, 'none')) if figure else ''
 
         columns.append(Column(head, cell))
     return markdown_table(columns, there)

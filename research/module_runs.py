@@ -96,9 +96,9 @@ class Runner:
         return dict(saved_bytes=saved, peak_bytes=peak)
 
     def times(self, case):
-        found = time_step(lambda: self.step(case), self.device)
+        times = time_step(lambda: self.step(case), self.device)
         self.clear(case.model)
-        return found
+        return times
 
 
 def build_and_capture(

@@ -177,8 +177,8 @@ def report(rows: dict[str, dict]) -> str:
 
     def share(key, variant):
         def cell(row):
-            found = row.get('plan', {}).get(key, {})
-            return f'{found[variant] / found["none"]:.2f}' if variant in found else None
+            values = row.get('plan', {}).get(key, {})
+            return f'{values[variant] / values["none"]:.2f}' if variant in values else None
 
         return cell
 
@@ -205,8 +205,8 @@ def _obstacle(row):
 
 
 def _bytes(row, key):
-    found = row.get('plan', {}).get(key, {})
-    return format_bytes(found['none']) if 'none' in found else None
+    values = row.get('plan', {}).get(key, {})
+    return format_bytes(values['none']) if 'none' in values else None
 
 
 def main():

@@ -83,43 +83,45 @@ def _grounding_dino_runs():
 
 def _with_captions(batch, height, width, boxes, num_classes, *args, **kwargs):
     """Build a batch whose samples name their classes, as Grounding DINO's data sets do."""
-    made = _build_batch(batch, height, width, boxes, num_classes, *args, **kwargs)
-    for sample in made['data_samples']:
+    batch_of_samples = _build_batch(batch, height, width, boxes, num_classes, *args, **kwargs)
+    for sample in batch_of_samples['data_samples']:
         sample.set_metainfo(dict(text=tuple(f'thing{i}' for i in range(num_classes)), custom_entities=True))
-    return made
+    return batch_of_samples
 
 
 def _collated(*args, **kwargs):
     """Build a batch as mmyolo collates it: all boxes in one tensor, with the number of their image and their label."""
-    made = _build_batch(*args, **kwargs)
+    batch_of_samples = _build_batch(*args, **kwargs)
     rows = []
-    for i, sample in enumerate(made['data_samples']):
+    for i, sample in enumerate(batch_of_samples['data_samples']):
         found = sample.gt_instances
         rows.append(
             torch.cat([found.labels.new_full((len(found), 1), i), found.labels[:, None], found.bboxes.tensor], 1)
         )
-    samples = dict(bboxes_labels=torch.cat(rows), img_metas=[sample.metainfo for sample in made['data_samples']])
-    return dict(inputs=torch.stack(made['inputs']).float(), data_samples=samples)
+    samples = dict(
+        bboxes_labels=torch.cat(rows), img_metas=[sample.metainfo for sample in batch_of_samples['data_samples']]
+    )
+    return dict(inputs=torch.stack(batch_of_samples['inputs']).float(), data_samples=samples)
 
 
 def _collated_one_by_one(*args, **kwargs):
     """Build a batch as mmyolo collates it for PPYOLOE, whose preprocessor gets a list of images."""
-    made = _collated(*args, **kwargs)
-    return dict(made, inputs=[*made['inputs'].unbind()])
+    batch_of_samples = _collated(*args, **kwargs)
+    return dict(batch_of_samples, inputs=[*batch_of_samples['inputs'].unbind()])
 
 
 def _rotated(*args, **kwargs):
     """Build a batch of rotated boxes, as mmrotate's pipelines do."""
     kind = importlib.import_module('mmrotate.structures').RotatedBoxes
-    made = _build_batch(*args, **kwargs)
+    batch_of_samples = _build_batch(*args, **kwargs)
     angles = np.random.default_rng(0)
-    for sample in made['data_samples']:
+    for sample in batch_of_samples['data_samples']:
         for instances in (sample.gt_instances, sample.ignored_instances):
             boxes = instances.bboxes.tensor
             sides = boxes[:, 2:] - boxes[:, :2]
             turned = torch.from_numpy(angles.uniform(-1.5, 1.5, (len(boxes), 1))).to(boxes)
             instances.bboxes = kind(torch.cat([(boxes[:, :2] + boxes[:, 2:]) / 2, sides, turned], 1))
-    return made
+    return batch_of_samples
 
 
 @contextlib.contextmanager

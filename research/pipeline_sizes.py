@@ -76,8 +76,8 @@ def write_pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 
             x, y = rng.uniform(0, 0.5, 2) * (width, height)
             w, h = 0.4 * width, 0.4 * height
             polygon = [x, y, x + w, y, x + w, y + h, x, y + h]
-            told = dict(id=len(content['annotations']) + 1, image_id=i, category_id=1, iscrowd=0, area=w * h)
-            content['annotations'].append(dict(told, bbox=[x, y, w, h], segmentation=[polygon]))
+            annotation = dict(id=len(content['annotations']) + 1, image_id=i, category_id=1, iscrowd=0, area=w * h)
+            content['annotations'].append(dict(annotation, bbox=[x, y, w, h], segmentation=[polygon]))
             corners = dict(xmin=x + 1, ymin=y + 1, xmax=x + w, ymax=y + h)
             corners = ''.join(f'<{key}>{int(value)}</{key}>' for key, value in corners.items())
             objects += f'<object><name>thing</name><difficult>0</difficult><bndbox>{corners}</bndbox></object>'
@@ -182,9 +182,9 @@ PIPELINES: dict[str, tuple[list, int, Callable]] = {
 }
 
 
-def get_planned_pixels(found: Inputs) -> int:
+def get_planned_pixels(inputs: Inputs) -> int:
     """Return the pixels of the planner's largest batch, summed over its branches."""
-    parts = found.branches.values() if found.branches else [(found.batch, found.height, found.width)]
+    parts = inputs.branches.values() if inputs.branches else [(inputs.batch, inputs.height, inputs.width)]
     return sum(images * height * width for images, height, width, *_ in parts)
 
 
@@ -217,9 +217,9 @@ def compare(name: str, folder: Path, batches: int) -> dict:
     """
     shapes, channels, make = PIPELINES[name]
     config = make(write_pictures(folder, shapes, channels))
-    found = inputs_of(config)
-    pixels, real = get_planned_pixels(found), largest_real(config, batches)
-    size = [found.height, found.width, found.channels]
+    inputs = inputs_of(config)
+    pixels, real = get_planned_pixels(inputs), largest_real(config, batches)
+    size = [inputs.height, inputs.width, inputs.channels]
     return dict(name=name, size=size, said=pixels, real=real, ratio=pixels / real, batches=batches)
 
 

@@ -53,10 +53,10 @@ def row_of(key: str) -> dict:
     options = {} if variant == 'none' else dict(skip_dropped_images=False)
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
     row = measure_detector(with_variant(config, variant, **options), **case, usual=inputs.usual)
-    found = {key: row[key] for key in ('peak', 'reserved', 'capacity', 'expandable')}
+    result = {key: row[key] for key in ('peak', 'reserved', 'capacity', 'expandable')}
     size = [inputs.batch, inputs.height, inputs.width]
     seconds = round(time.process_time() - start, 1)
-    return dict(found, size=size, usual=inputs.usual, seconds=seconds, **commit())
+    return dict(result, size=size, usual=inputs.usual, seconds=seconds, **commit())
 
 
 def main():

@@ -58,16 +58,16 @@ def row_of(what: str) -> dict:
         config.custom_hooks = [dict(type='CheckpointModulesHook', modules=['encoder.layers'])]
     if 'amp' in what:
         config.optim_wrapper.type = 'AmpOptimWrapper'
-    found = dict(measured=MEASURED[what])
+    result = dict(measured=MEASURED[what])
     for height, width in SIZES:
         row = measure_detector(config, batch=2, height=height, width=width, boxes=BOXES, expandable=False)
         tensors = row['peak'] + row['gradients']  # with the buckets of distributed training
         kept = {key: row[key] for key in ('peak', 'peaks', 'saved')}
-        found[f'{height}x{width}'] = dict(kept, logged=int(tensors * (1 + MARGIN) + WORKSPACES))
-    first, second = (found[f'{height}x{width}']['logged'] for height, width in SIZES)
+        result[f'{height}x{width}'] = dict(kept, logged=int(tensors * (1 + MARGIN) + WORKSPACES))
+    first, second = (result[f'{height}x{width}']['logged'] for height, width in SIZES)
     share = (MEASURED[what] * 2**30 - first) / (second - first)
     pixels = 1 + share * (SIZES[1][0] / SIZES[0][0] - 1)
-    return dict(found, pixels=pixels, seconds=round(time.process_time() - start, 1), **commit())
+    return dict(result, pixels=pixels, seconds=round(time.process_time() - start, 1), **commit())
 
 
 def pixels_of_batches() -> np.ndarray:

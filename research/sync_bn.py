@@ -47,8 +47,8 @@ def measure_sync_bn(names: Sequence[str], *, device: str, size: tuple[int, int],
         group = dist.group.WORLD if name == 'SyncBN' else None
         run = _conv_norm(ConvNormSettings(norm='batch', process_group=group))
         with full_fp32():
-            found = _results(run, leaves)
-        row.update(outputs=_off(found[:1], wanted[:1]), gradients=_off(found[1:], wanted[1:]))
+            results = _results(run, leaves)
+        row.update(outputs=_off(results[:1], wanted[:1]), gradients=_off(results[1:], wanted[1:]))
         row.update(count_kernels(lambda: _results(run, leaves)))
         ready.append((row, run))
 
@@ -88,6 +88,6 @@ def _results(run, leaves):
     return [out.detach(), *torch.autograd.grad(out, leaves, ramp.expand_as(out))]
 
 
-def _off(found, wanted):
-    pairs = [(a.double().cpu(), b) for a, b in zip(found, wanted, strict=True)]
+def _off(actual, wanted):
+    pairs = [(a.double().cpu(), b) for a, b in zip(actual, wanted, strict=True)]
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)

@@ -78,14 +78,14 @@ def results_of(args, experiment, trainings):
 def report(args, experiment, results):
     """Print the tables, and write the files of the command line."""
     results = {label: {seed: runs[seed] for seed in sorted(runs)} for label, runs in results.items() if runs}
-    found = dict(machine=describe_machine(), experiment=describe(experiment), results=results)
-    print('\n' + accuracy_table(found))
+    content = dict(machine=describe_machine(), experiment=describe(experiment), results=results)
+    print('\n' + accuracy_table(content))
     if experiment.paper:
         print('\n' + paper_table(experiment, means(results)))
     for page in args.write:
         AtomicBackend().put_text(fill(page, experiment, means(results)), page)
     if args.json:
-        write_json(args.json, found, indent=None)
+        write_json(args.json, content, indent=None)
 
 
 def main():

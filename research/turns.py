@@ -48,9 +48,9 @@ def compute_ratios(times: list[list[float]]) -> list[dict]:
     """Return the median time of each case, and its ratios to the first case within the rounds."""
     rows = []
     for seconds in zip(*times, strict=True):
-        found = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
-        row = dict(seconds=statistics.median(seconds), ratio=statistics.median(found))
-        rows.append(dict(row, ratio_min=min(found), ratio_max=max(found)))
+        ratios = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
+        row = dict(seconds=statistics.median(seconds), ratio=statistics.median(ratios))
+        rows.append(dict(row, ratio_min=min(ratios), ratio_max=max(ratios)))
     return rows
 
 
@@ -67,11 +67,11 @@ def take_turns(cases: list[tuple], rounds: int, timed: Callable, note: Callable,
     times, noted = [], 0.0
     with _no_collection():
         for i in range(-warm_up, rounds) if rounds and cases else ():
-            found = [timed(case, max(i, 0)) for _, case in cases]
+            round_times = [timed(case, max(i, 0)) for _, case in cases]
             gc.collect(1)
             if i < 0:
                 continue
-            times.append(found)
+            times.append(round_times)
             if i in (0, rounds - 1) or time.monotonic() > noted + _OFTEN:
                 _note_times(cases, times, note)
                 noted = time.monotonic()
@@ -116,11 +116,11 @@ def profile_step(step: Callable[[], object]) -> profile:
 
 def kernels_of(profiler: profile) -> dict[str, list[float]]:
     """Return the seconds of each kernel, copy and fill that ran on the GPU, by name."""
-    found = {}
+    seconds = {}
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() == DeviceType.CUDA and not _is_range(event):
-            found.setdefault(event.name(), []).append(_seconds(event))
-    return found
+            seconds.setdefault(event.name(), []).append(_seconds(event))
+    return seconds
 
 
 def _is_range(event):

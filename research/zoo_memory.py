@@ -45,12 +45,12 @@ def read_published() -> dict[str, float]:
     families = []
     for file in sorted(root.glob('configs/*/metafile.yml')):
         models = yaml.safe_load(file.read_text())
-        found = {}
+        figures = {}
         for model in models if isinstance(models, list) else models.get('Models') or []:
             memory = (model.get('Metadata') or {}).get('Training Memory (GB)')
             if memory and (root / model['Config']).exists():
-                found[model['Config'].removeprefix('configs/')] = float(memory)
-        families.append(list(found.items()))
+                figures[model['Config'].removeprefix('configs/')] = float(memory)
+        families.append(list(figures.items()))
     longest = max(map(len, families))
     return dict(family[i] for i in range(longest) for family in families if i < len(family))
 
@@ -63,13 +63,13 @@ def count(name: str) -> dict:
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
     row = measure_detector(config, **case)
     keys = ('parameters', 'optimizer', 'gradients', 'saved', 'forward', 'peak', 'peak_phase', 'peaks')
-    found = {key: row[key] for key in keys}
+    result = {key: row[key] for key in keys}
     reason = reason_of(name)
     if reason and (reason.boxes or reason.then):
         with torch_of_then() if reason.then else contextlib.nullcontext():
-            found['explained'] = measure_detector(config, **dict(case, boxes=reason.boxes or case['boxes']))['peak']
-    found.update(size=[inputs.batch, inputs.height, inputs.width], amp='Amp' in str(config.optim_wrapper.type))
-    return dict(found, seconds=round(time.process_time() - start, 1))
+            result['explained'] = measure_detector(config, **dict(case, boxes=reason.boxes or case['boxes']))['peak']
+    result.update(size=[inputs.batch, inputs.height, inputs.width], amp='Amp' in str(config.optim_wrapper.type))
+    return dict(result, seconds=round(time.process_time() - start, 1))
 
 
 def with_sampler_of_then(config: Config) -> Config:
@@ -159,9 +159,9 @@ def margin(rows: dict[str, dict]) -> tuple[float, float]:
 
     It is fitted on families with even numbers. Kernels use workspaces, some of constant size and some as large as maps.
     """
-    counted, found = _pairs(rows, fitted=True)
+    counted, published = _pairs(rows, fitted=True)
     grid = ((share / 100, add * 2**20) for share in range(0, 21) for add in range(0, 1025, 32))
-    return min(grid, key=lambda m: np.mean(np.abs((counted * (1 + m[0]) + m[1]) / found - 1)))
+    return min(grid, key=lambda m: np.mean(np.abs((counted * (1 + m[0]) + m[1]) / published - 1)))
 
 
 def _pairs(rows, fitted):
@@ -194,9 +194,9 @@ def leading(rows: dict[str, dict]) -> list[str]:
         ('without a reason below', [row for key, row in rows.items() if 'peak' in row and not reason_of(key)]),
     ):
         counted = np.array([row['peak'] * (1 + MARGIN) + WORKSPACES for row in chosen]) / 2**30
-        found = np.array([row['measured'] for row in chosen])
-        error = np.abs(counted / found - 1)
-        wrong = [np.mean((counted <= card) & (found > card)) for card in CARDS]
+        published = np.array([row['measured'] for row in chosen])
+        error = np.abs(counted / published - 1)
+        wrong = [np.mean((counted <= card) & (published > card)) for card in CARDS]
         lines.append(
             f'- {len(chosen)} configs, {name}: median error {np.median(error):.1%}, within 15 %: '
             f'{np.mean(error <= 0.15):.0%}. Wrongly said to fit: '
@@ -220,8 +220,8 @@ def report(rows: dict[str, dict]) -> str:
         '',
     ]
     for fitted, name in ((True, 'fitted'), (False, 'not fitted')):
-        counted, found = _pairs(rows, fitted)
-        error = (counted * (1 + share) + add) / found - 1
+        counted, published = _pairs(rows, fitted)
+        error = (counted * (1 + share) + add) / published - 1
         lines.append(
             f'- families {name}: {len(error)} configs, median error {np.median(np.abs(error)):.1%}, '
             f'within 15 %: {np.mean(np.abs(error) <= 0.15):.0%}, below 0.85: {np.sum(error < -0.15)}'
@@ -254,8 +254,8 @@ def picture(rows: dict[str, dict], file: Path) -> None:
     share, add = MARGIN, WORKSPACES
     figure, ((axes,),) = panels(figsize=(5, 5))
     for fitted, colour, label in ((True, '#1f77b4', 'fitted'), (False, '#d95f02', 'not fitted')):
-        counted, found = _pairs(rows, fitted) / 2**30
-        axes.loglog(found, counted * (1 + share) + add / 2**30, '.', color=colour, label=f'families {label}')
+        counted, published = _pairs(rows, fitted) / 2**30
+        axes.loglog(published, counted * (1 + share) + add / 2**30, '.', color=colour, label=f'families {label}')
     ends = np.array([1.5, 80])
     axes.plot(ends, ends, color='#444444', linewidth=1)
     axes.fill_between(ends, ends * 0.85, ends * 1.15, color='#444444', alpha=0.1)

@@ -132,10 +132,10 @@ def keep_ratios(model: nn.Module) -> dict[tuple, float]:
         dict[tuple, float]: Keep ratios by layer, ``(stage, block)`` or ``(stage, 'downsample')``; stages count from 0.
         Frozen layers and ratios of 1 are omitted.
     """
-    found = {}
+    ratios = {}
     for draws in draws_of(model):
-        found |= draws.stages.keep_ratios()
-    return found
+        ratios |= draws.stages.keep_ratios()
+    return ratios
 
 
 def draws_of(model: nn.Module) -> list[StepDraws]:
@@ -198,8 +198,8 @@ def _carry_out(model, settings, plan, chosen):
     if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
         hand_on_within(model)
     for bound in plan.bounds.values():
-        found = {names[id(inside)]: reason for inside, reason in bound.left}
-        left |= {name: reason for name, reason in found.items() if name not in changed}
+        reasons = {names[id(inside)]: reason for inside, reason in bound.left}
+        left |= {name: reason for name, reason in reasons.items() if name not in changed}
     left |= _explain_unchanged(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
@@ -271,7 +271,7 @@ def _describe_change(settings, ratio, module, mixin):
 def _explain_unchanged(model, changed, left, chosen, preset):
     """Return why the rest of the model is unchanged, child by child."""
     known = {*changed, *left}
-    found = {}
+    reasons = {}
 
     def reason(module):
         if not any(id(inside) in chosen for inside in module.modules()):
@@ -286,7 +286,7 @@ def _explain_unchanged(model, changed, left, chosen, preset):
             if any(other.startswith(f'{path}.') for other in known) and depth:
                 look(child, f'{path}.', depth - 1)
             elif not any(other.startswith(f'{path}.') for other in known):
-                found[path] = reason(child)
+                reasons[path] = reason(child)
 
     look(model, '', 2)
-    return found
+    return reasons

@@ -88,7 +88,7 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
 
     detectors_found = detectors(model)
     roots = [detector.backbone for detector in detectors_found.values()] or [model]
-    backbones = [found for root in roots if (found := _plan_backbone(root, settings, take, bounds))]
+    backbones = [layers for root in roots if (layers := _plan_backbone(root, settings, take, bounds))]
     others = []
     for module in chosen.values():
         mixin = adapter_of(module)
@@ -98,14 +98,14 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
-    thinned = [found for found in backbones if found.thins] or [m for _, m in others if m.token_ratio(settings)]
+    thinned = [layers for layers in backbones if layers.thins] or [m for _, m in others if m.token_ratio(settings)]
     if settings.preset.thins and not thinned:
         what = f"preset='{settings.preset.name}' drops positions, and applies"
         known = [m for m in ADAPTERS.values() if issubclass(m, LeanBlock) or m.token_ratio(settings)]
         left |= {names[id(inside)]: reason for bound in bounds.values() for inside, reason in bound.left}
         raise ValueError(_format_nothing_to_change(model, left, what, known, " Take preset='exact' or 'int8'."))
-    found = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
-    if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in found):
+    layers = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
+    if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in layers):
         known = [m for m in ADAPTERS.values() if m.samples]
         raise ValueError(
             _format_nothing_to_change(model, {}, "preset='sampled' draws rows, and applies", known, " Take 'exact'.")
@@ -128,9 +128,9 @@ def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Modu
     Raises:
         ValueError: If a part of the model has settings of its own.
     """
-    found = [('', model)] if settings.modules is None else members(model, settings.modules)
+    parts = [('', model)] if settings.modules is None else members(model, settings.modules)
     chosen = {}
-    for prefix, part in found:
+    for prefix, part in parts:
         for name, module in part.named_modules(prefix=prefix):
             if getattr(module, 'sbp', None) is not None and module is not model:
                 raise ValueError(
@@ -172,11 +172,11 @@ def _thins(bound):
 
 def _find_stages(root):
     """Return the stages of a model: for each parent module of blocks, the list of its blocks, in the model's order."""
-    found = []
+    stages = []
     for parent in root.modules():
         if blocks := [child for child in parent.children() if _is_block(child)]:
-            found.append(blocks)
-    return found
+            stages.append(blocks)
+    return stages
 
 
 def _is_block(module):
@@ -188,18 +188,18 @@ def _find_backbone(root, stages):
     number = sum(map(len, stages))
     lists = [module for module in root.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     listed = {id(child) for module in lists for child in module}
-    found = [
+    holders = [
         module
         for module in root.modules()  # from the outside to the inside
         if module not in lists and not _is_block(module) and sum(map(_is_block, module.modules())) == number
     ]
-    return ([module for module in found if id(module) not in listed] or found or [root])[-1]
+    return ([module for module in holders if id(module) not in listed] or holders or [root])[-1]
 
 
 def _format_nothing_to_change(model, left, what, known=None, remedy=''):
     reasons = ''.join(f' {name}: {reason}.' for name, reason in left.items())
-    found = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
-    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in found)
+    paths = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
+    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in paths)
     listed = ', '.join(names)
     return (
         f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '

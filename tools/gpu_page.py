@@ -31,8 +31,8 @@ def write_page(parts: list[Part], out: Path, archive: Path, title: str) -> None:
         if part.name in waiting:
             continue
         state = states.get(part.name)
-        told = f'{state["state"]}, after {state["seconds"]} s: {part.name}.log' if state else 'It has not ended.'
-        lines += ['', f'## {part.name}', '', told, '']
+        text = f'{state["state"]}, after {state["seconds"]} s: {part.name}.log' if state else 'It has not ended.'
+        lines += ['', f'## {part.name}', '', text, '']
         try:
             lines += _trials(part, out, found) if part.trials else _of_commands(part, out)
         except Exception as error:  # what cannot be read takes no other part's table with it

@@ -13,11 +13,11 @@ __all__ = ['lines_of', 'missing', 'rows_of', 'rows_to_run']
 
 def lines_of(file: Path) -> list[dict]:
     """Read the complete lines of a file; a line that a killed process left unfinished is skipped."""
-    found = []
+    lines = []
     for line in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            lines.append(json.loads(line))
+    return lines
 
 
 def rows_of(part: Part, out: Path) -> tuple[dict[str, dict], collections.Counter]:

@@ -36,14 +36,16 @@ def _verify(trial: Trial, config, names, device, note):
     def measure(row):
         start = time.perf_counter()
         settings = Settings.parse(dict(preset=row['preset']), where='the report')
-        found = findings_of(config, settings, device, trial.batch, *trial.size)
-        row.update(kinds=len(found.compared), modules=len({name for kind in found.compared for name in kind.modules}))
-        row.update({key: max((getattr(kind, key) for kind in found.compared), default=0.0) for key in _DIFFERENCES})
+        findings = findings_of(config, settings, device, trial.batch, *trial.size)
+        row.update(
+            kinds=len(findings.compared), modules=len({name for kind in findings.compared for name in kind.modules})
+        )
+        row.update({key: max((getattr(kind, key) for kind in findings.compared), default=0.0) for key in _DIFFERENCES})
         row.update(seconds=time.perf_counter() - start)
-        kept = [f'{kind.name}: {kind.disagrees or kind.skipped}' for kind in found.kinds]
-        bad = [text for kind, text in zip(found.kinds, kept, strict=True) if kind.disagrees or kind.skipped]
-        if bad or found.skipped:
-            row['reason'] = found.skipped or '; '.join(bad)
+        kept = [f'{kind.name}: {kind.disagrees or kind.skipped}' for kind in findings.kinds]
+        bad = [text for kind, text in zip(findings.kinds, kept, strict=True) if kind.disagrees or kind.skipped]
+        if bad or findings.skipped:
+            row['reason'] = findings.skipped or '; '.join(bad)
 
     for name in names:
         row = dict(preset=name)

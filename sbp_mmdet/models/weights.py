@@ -165,12 +165,12 @@ def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, f
     names = [name for name in state_dict if name.startswith(prefix)]
     # Weights with the backbone's own names may belong to the other kind of layer (linear or 1x1 convolution).
     state_dict.update({name: _reshape_like(state_dict[name], own.get(name.removeprefix(prefix))) for name in names})
-    found = _layout_of(names, prefix, family)
-    if found is None or all(name.removeprefix(prefix) in own for name in names):
-        if found is None and names and own and not any(name.removeprefix(prefix) in own for name in names):
+    match = _layout_of(names, prefix, family)
+    if match is None or all(name.removeprefix(prefix) in own for name in names):
+        if match is None and names and own and not any(name.removeprefix(prefix) in own for name in names):
             _log(module, f'the names of the weights, such as {names[0]!r}, belong to no known layout', logging.WARNING)
         return None
-    layout, wrapper = found
+    layout, wrapper = match
     last = getattr(module, 'num_stages', 1) - 1
     rules = [(re.compile(p.replace('{last}', str(last))), r.replace('{last}', str(last))) for p, r in layout.rules]
     weights, left_over = {}, []

@@ -132,14 +132,14 @@ def _proposals(rng, truth, number, height, width, per_box=8):
 @contextlib.contextmanager
 def at_the_first_step() -> Iterator[None]:
     """Set iteration and epoch to 0 for heads that read them, within the context and if no runner has set them."""
-    told = MessageHub.get_current_instance().runtime_info
-    added = {key: 0 for key in ('iter', 'epoch') if told.get(key) is None}
-    told.update(added)
+    info = MessageHub.get_current_instance().runtime_info
+    added = {key: 0 for key in ('iter', 'epoch') if info.get(key) is None}
+    info.update(added)
     try:
         yield
     finally:
         for key in added:
-            told.pop(key)
+            info.pop(key)
 
 
 def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:

@@ -183,8 +183,8 @@ def _replace_transforms(node, channels, blank):
         return {key: _replace_transforms(value, channels, blank) for key, value in node.items()}
     if type(node) is PackDetInputs:
         return _ShapeAndBoxes()
-    if blank and (found := _get_replacement(node, channels)):
-        return found
+    if blank and (replacement := _get_replacement(node, channels)):
+        return replacement
     if isinstance(node, BaseTransform) or type(node).__name__ == 'Compose':
         node = copy.copy(node)
         if blank and getattr(node, 'interpolation', None) == 'bilinear':
@@ -213,8 +213,8 @@ def blank_copy(dataset, channels: int, step: list | None, blank: bool):
         inner = getattr(dataset, key, None)
         if inner is not None:
             many = isinstance(inner, (list, tuple))
-            found = [blank_copy(one, channels, None, blank) for one in (inner if many else [inner])]
-            setattr(dataset, key, found if many else found[0])
+            copies = [blank_copy(one, channels, None, blank) for one in (inner if many else [inner])]
+            setattr(dataset, key, copies if many else copies[0])
     if step is not None:
         dataset.pipeline = Compose(copy.deepcopy(step))
     if hasattr(dataset, 'pipeline'):

@@ -100,8 +100,8 @@ def _plan(args, config):
     if args.batch == 'max':
         return _plan_batches(args, config, budget, size)
     inputs = inputs_of(config, args.batch, size, processes=args.gpus)
-    told = inputs.boxes if args.boxes is None else args.boxes
-    args.boxes = crowded(inputs.batch) if told is None else told
+    boxes = inputs.boxes if args.boxes is None else args.boxes
+    args.boxes = crowded(inputs.batch) if boxes is None else boxes
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes, usual=inputs.usual)
     case['channels'] = inputs.channels
     if budget < WORKSPACES + CONTEXT and not args.json:
@@ -114,16 +114,16 @@ def _plan(args, config):
         raise SystemExit(f'{args.config}: a training step cannot be run here: {reason_of(error)}') from error
     finally:
         end_progress()
-    found = answer(rows)
-    unchanged = found is None or found.variant == OWN
-    if found is not None and found.variant == 'none':
+    best = answer(rows)
+    unchanged = best is None or best.variant == OWN
+    if best is not None and best.variant == 'none':
         unchanged = is_plain(config) and not needs_mmpretrain(config)
-    lines = '' if unchanged else snippet(config, found.variant)
+    lines = '' if unchanged else snippet(config, best.variant)
     if args.json:
-        _print_json(args, budget, inputs, rows, found, lines)
+        _print_json(args, budget, inputs, rows, best, lines)
     else:
-        print(_format_plan(args, config, inputs, budget, rows, found, lines))
-    if found is None:
+        print(_format_plan(args, config, inputs, budget, rows, best, lines))
+    if best is None:
         raise SystemExit(1)
 
 
@@ -145,23 +145,23 @@ def _plan_batches(args, config, budget, size):
     finally:
         end_progress()
     exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
-    found = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
-    lines = '' if found is None else snippet(config, found.variant, found.images)
+    best = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
+    lines = '' if best is None else snippet(config, best.variant, best.images)
     if args.json:
-        _print_json(args, budget, inputs, rows, found, lines)
+        _print_json(args, budget, inputs, rows, best, lines)
     else:
-        print(_format_batches(args, config, inputs, budget, rows, found, lines))
-    if found is None:
+        print(_format_batches(args, config, inputs, budget, rows, best, lines))
+    if best is None:
         raise SystemExit(1)
 
 
-def _print_json(args, budget, inputs, rows, found, lines):
+def _print_json(args, budget, inputs, rows, best, lines):
     inputs = dict(inputs._asdict(), truth=None, branches=None)  # the boxes of the data set are not printed
     result = dict(budget=budget, inputs=inputs, rows=[row._asdict() for row in rows])
-    print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
+    print(json.dumps(dict(result, answer=best and best.variant, lines=lines), indent=1), file=args.output)
 
 
-def _format_batches(args, config, inputs, budget, rows, found, lines):
+def _format_batches(args, config, inputs, budget, rows, best, lines):
     """Return the page of ``plan --batch max`` as text."""
     columns = [
         Column('variant', lambda row: row.variant),
@@ -175,17 +175,17 @@ def _format_batches(args, config, inputs, budget, rows, found, lines):
         f'{format_gib(budget)} ({inputs.source}). The learning rate is what --auto-scale-lr sets for this batch.'
     )
     note += _describe_run(config)
-    if found is None:
+    if best is None:
         end = f'Not even one image fits into {format_gib(budget)}. Try smaller images or a smaller model.'
     else:
-        short = f' The config has {inputs.batch} images per GPU' if inputs.batch > found.images else ''
-        more = short and f'; set optim_wrapper.accumulative_counts={-(-inputs.batch // found.images)} to keep that.'
-        end = f'Most images with exact gradients: {found.images}, with {found.variant}.{short}{more} {where_to(config)}'
+        short = f' The config has {inputs.batch} images per GPU' if inputs.batch > best.images else ''
+        more = short and f'; set optim_wrapper.accumulative_counts={-(-inputs.batch // best.images)} to keep that.'
+        end = f'Most images with exact gradients: {best.images}, with {best.variant}.{short}{more} {where_to(config)}'
         end = f'{end}\n\n{lines}'
     return f'{text_table(columns, rows)}\n\n{note}\n{end}'
 
 
-def _format_plan(args, config, inputs, budget, rows, found, lines):
+def _format_plan(args, config, inputs, budget, rows, best, lines):
     """Return the page of ``plan`` as text."""
     columns = [
         Column('variant', lambda row: row['variant']),
@@ -209,16 +209,16 @@ def _format_plan(args, config, inputs, budget, rows, found, lines):
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
     note += _describe_run(config)
-    if found is None:
+    if best is None:
         adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
         more = ' --adamw8bit,' if adam and not args.adamw8bit else ''
         end = f'Nothing fits into {format_gib(budget)}. Try a smaller batch, smaller images,{more} or a smaller model.'
     elif not lines:
         end = f'It fits into {format_gib(budget)} as it is.'
     else:
-        how = '' if found.variant == 'none' else f' with {found.variant}'
+        how = '' if best.variant == 'none' else f' with {best.variant}'
         end = f'It fits into {format_gib(budget)}{how}. {where_to(config)}\n\n{lines}'
-    return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, found, budget)}'
+    return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, best, budget)}'
 
 
 def _describe_run(config):
@@ -240,9 +240,9 @@ def _describe_missing_backbone(config):
     )
 
 
-def _with_expandable_segments(rows, found, budget):
+def _with_expandable_segments(rows, best, budget):
     """Return a sentence on a cheaper variant that fits with expandable segments, or an empty text."""
-    before = rows[: rows.index(found)] if found else rows
+    before = rows[: rows.index(best)] if best else rows
     row = next((row for row in before if not row.fits and row.expandable <= budget), None)
     if row is None:
         return ''

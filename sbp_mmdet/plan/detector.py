@@ -167,8 +167,8 @@ def build_training(
         as_if_trained(model)
     reads_masks, semantic = labels_read(config)
     num_classes, masks = labels_of(config)
-    given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
-    options = dict(semantic=semantic, proposals=given, channels=channels)
+    proposals = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
+    options = dict(semantic=semantic, proposals=proposals, channels=channels)
     data = build_batch(batch, height, width, boxes, num_classes, masks or reads_masks, **options)
     return model, wrapper, data
 
@@ -267,15 +267,15 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
         list[torch.Tensor]: Parameters and buffers, also those of modules outside of the tree, such as the teacher of a
         distillation, which mmdet keeps as a plain attribute.
     """
-    found, modules, waiting = [], set(), [model]
+    tensors, modules, waiting = [], set(), [model]
     while waiting:
         module = waiting.pop()
         if id(module) in modules:
             continue
         modules.add(id(module))
-        found += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         waiting += [*module.children(), *(value for value in vars(module).values() if isinstance(value, nn.Module))]
-    return found
+    return tensors
 
 
 def averaged_bytes(config: Config, model: nn.Module) -> int:
