@@ -111,7 +111,7 @@ def make_lean_copy(model: nn.Module, preset: str = 'exact', **keys) -> nn.Module
     return lean
 
 
-# Family to what builds its small model; those of this package take sbp_cfg themselves.
+# Functions that build a small model, by family. The backbones of this package take sbp_cfg themselves.
 FAMILIES = {
     'SBPConvNeXt': lambda sbp_cfg=None, **options: SBPConvNeXt(sbp_cfg=sbp_cfg, **CONVNEXT | options),
     'SBPSwinTransformer': lambda sbp_cfg=None, **options: SBPSwinTransformer(

@@ -14,7 +14,7 @@ from sbp_mmdet.ops.common.autograd_function import Operation
 from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.verify.first_pass import verification_off
 
-# Phases: without the last one, 'explain', which runs a failing test a few hundred times more.
+# The last phase, 'explain', is left out, because it repeats a failing test some hundred times.
 hypothesis.settings.register_profile(
     'core', derandomize=True, deadline=None, max_examples=20, phases=list(hypothesis.Phase)[:-1]
 )
@@ -25,7 +25,7 @@ hypothesis.settings.load_profile('core')
 def seed():
     """Seed torch and reset the iteration, because masks depend on both."""
     torch.manual_seed(0)
-    MessageHub.get_current_instance().runtime_info.pop('iter', None)  # of a runner in a test before
+    MessageHub.get_current_instance().runtime_info.pop('iter', None)  # a runner of another test may have set it
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ DCN = dict(
     dcn=dict(type='DCNv2', deform_groups=1, fallback_on_stride=False), stage_with_dcn=(False, False, False, True)
 )
 
-# Backbone, and the largest shares of its bytes (in fp64) that `exact` and `int8` may store.
+# Config of each backbone, and the largest ratios of stored bytes to plain (in fp64) that `exact` and `int8` may have.
 BACKBONES = {
     'ResNet-18, training': (dict(type='ResNet', depth=18, base_channels=8, norm_eval=False), 0.75, 0.35),
     'ResNet-50': (dict(type='ResNet', depth=50, base_channels=8, frozen_stages=1), 0.53, 0.2),
@@ -143,7 +143,7 @@ RTMDET |= {'bbox_head.in_channels': 16, 'bbox_head.feat_channels': 16}
 FCOS = {'backbone.base_channels': 8, 'backbone.depth': 18, 'neck.in_channels': [8, 16, 32, 64]}
 FCOS |= {'neck.out_channels': 32, 'bbox_head.in_channels': 32, 'bbox_head.feat_channels': 32}
 TRAINED = {'backbone.norm_eval': False, 'backbone.norm_cfg.requires_grad': True, 'backbone.frozen_stages': -1}
-# Config, overrides that make it small, and the largest share of the plain detector's bytes that `exact` may store.
+# Config of each detector, overrides that make it small, and the largest ratio of stored bytes that `exact` may have.
 DETECTORS = {
     'Mask R-CNN': ('mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py', MASK_RCNN | TRAINED, 0.97),
     'RTMDet-Ins': ('rtmdet/rtmdet-ins_tiny_8xb32-300e_coco.py', RTMDET, 0.6),

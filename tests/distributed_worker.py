@@ -32,10 +32,10 @@ except ImportError:  # before torch 2.6, whose FSDP does not run on a CPU either
     fully_shard = None
 
 SEED = 11
-SIZE = (72, 104)  # not divisible by 32: another number of kept positions in each mask
+SIZE = (72, 104)  # not divisible by 32, so that the number of kept positions differs between masks
 RANDOM = dict(preset='sbp', sampler='random')
 REFERENCE = dict(preset='reference', sampler='random')
-DEEP = dict(drop_path_rate=0.7)  # with one image a rank, blocks run on one rank and not on the other
+DEEP = dict(drop_path_rate=0.7)  # with one image per rank, some blocks run on one rank only
 SWIN = dict(embed_dims=8, depths=(1, 2, 2, 1), num_heads=(1, 2, 2, 4), window_size=3, mlp_ratio=2, drop_path_rate=0.0)
 # case: (sbp_cfg, arguments of the backbone, arguments of DistributedDataParallel or the name of another wrapper)
 CASES = {
@@ -64,7 +64,7 @@ CASES = {
 if fully_shard is None:
     CASES = {case: values for case, values in CASES.items() if values[2] not in ('FSDP', 'fully_shard')}
 FIRST_ITERATION = {'later': 1}  # as after a resume
-STEPS = 2  # DDP lays its buckets anew after the first step
+STEPS = 2  # DDP rebuilds its buckets after the first step
 
 
 class Detector(nn.Module):
@@ -85,7 +85,7 @@ def build_case(case: str) -> nn.Module:
     if 'in place' not in case:
         return build_backbone(sbp_cfg, **arguments)
     backbone = SwinTransformer(**arguments).double()
-    backbone.train()  # gives nothing back
+    backbone.train()  # returns None
     generator = torch.Generator().manual_seed(0)
     for p in backbone.parameters():
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)

@@ -27,7 +27,7 @@ CASES = {
     'int8, find_unused_parameters': ('int8', dict(find_unused_parameters=True), 1),
     'int8, accumulate': ('int8', {}, 2),
 }
-STEPS = 2  # DDP lays its buckets anew after the first step
+STEPS = 2  # DDP rebuilds its buckets after the first step
 ANCHORS = dict(type='AnchorGenerator', ratios=[1.0], octave_base_scale=4, scales_per_octave=1, strides=[4, 8])
 EXTRACTOR = dict(type='SingleRoIExtractor', roi_layer=dict(type='RoIAlign', output_size=7), out_channels=16)
 

@@ -44,7 +44,7 @@ _FREE = (
     'empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh set_ _local_scalar_dense '
     'resize_ _unsafe_view promote_types'
 ).split()
-# Kernels of operations that are more than one.
+# Number of kernels of operations that launch more than one.
 _SEVERAL = dict(
     convolution_backward=lambda out, args: sum(x is not None for x in out),
     native_layer_norm=lambda out, args: 1 + _count_copies(*args[:1]),
@@ -59,7 +59,7 @@ def _channels(x, number):
     return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(number))
 
 
-# Results of SyncBN's kernels, of which torch knows no shapes.
+# Results of SyncBN's kernels, whose shapes torch cannot infer.
 _WITHOUT_SHAPES = dict(
     batch_norm_stats=lambda x, *_: _channels(x, 2),
     batch_norm_gather_stats_with_counts=lambda x, *_: _channels(x, 2),
@@ -334,14 +334,14 @@ def count_block_launches(mode, name: str, preset: str, dtype: torch.dtype | None
     with unset_fake_temporarily():
         keys = dict(preset=preset)
         if preset != 'none' and name.startswith(('ConvNeXt', 'Swin', 'ViT')):
-            # So that all images run, whatever is drawn.
+            # All images have to run, whatever is drawn.
             keys.update(skip_dropped_images=False, verify=False)
         model, block, shape, rest = BLOCKS[name](keys)
         model.train()
     move_to_gpu(mode, model)
     images = torch.empty(IMAGES, device='cuda')
-    for _ in range(2):  # what is made once for a size is there at the second time
-        x = torch.empty(shape, device='cuda', requires_grad=True) * 1  # no leaf, as within a network
+    for _ in range(2):  # the first pass fills the caches of this size
+        x = torch.empty(shape, device='cuda', requires_grad=True) * 1  # not a leaf, as within a network
         there, back = Launches(), Launches()
         with (
             mock.patch.object(flash, '_ampere', lambda index: True),

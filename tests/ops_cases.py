@@ -19,9 +19,9 @@ from sbp_mmdet.stochastic_backprop.masks import Positions, positions, token_posi
 
 Form = ops.Form
 HEADS, WINDOW = 3, 3
-HEIGHT, WIDTH = 5, 6  # of maps, unless a test says so; of what is downsampled twice that
+HEIGHT, WIDTH = 5, 6  # default size of maps; inputs of downsampling are twice as large
 MAPS = ('x', 'shortcut')
-GIVEN = ('factor', 'positions', 'conv', 'heads', 'index')  # what goes with the tensors and gets no gradient
+GIVEN = ('factor', 'positions', 'conv', 'heads', 'index')  # arguments of the operation that get no gradient
 KINDS = st.sampled_from(['empty', 'full', 'few', 'half', 'half', None])
 
 
@@ -340,7 +340,7 @@ def get_fused_mlp(positions=None, conv=None, **options):
     return channel_mlp(Form(), positions=positions, conv=conv, **options)
 
 
-# What is done with them.
+# Functions that run operations and compare them.
 
 
 def output_gradient(out):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from sbp_mmdet import SBPConvNeXt
 
-DEVICE = os.environ.get('SBP_TEST_DEVICE', 'cpu')  # of backbones, images and operations; see conftest.py
+DEVICE = os.environ.get('SBP_TEST_DEVICE', 'cpu')  # device of backbones, images and operations, see conftest.py
 SMALL = dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20])
 
 

@@ -74,7 +74,7 @@ def _are_indices(func, args, here):
     return bool(indices) and isinstance(args[0], Elsewhere) and all(id(leaf) in indices for leaf in here)
 
 
-PLAIN_TENSORS.add('Elsewhere')  # computes as a plain tensor does
+PLAIN_TENSORS.add('Elsewhere')  # it computes like a plain tensor
 
 
 class _Everywhere(TorchDispatchMode):

@@ -71,7 +71,7 @@ def sequence():
     return nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), Gelu(), nn.Conv2d(8, 8, 1), Gelu())
 
 
-# What is built, and its reason to stay as it is; '': it is taken.
+# Modules, and the reason why they are left unchanged; '' if they are changed.
 MODULES = {
     'ConvModule': (conv_module, ''),
     'SyncBN': (lambda: conv_module(norm_cfg=dict(type='SyncBN')), ''),

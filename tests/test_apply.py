@@ -232,7 +232,7 @@ def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key
     ]
 
 
-# What is refused, and changes nothing.
+# Calls that raise an error and change nothing.
 
 
 def in_fsdp():

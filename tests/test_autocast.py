@@ -66,7 +66,7 @@ def run_step(module, inputs, dtype):
     """Return the gradients of all parameters as one vector, and the outputs likewise, in fp64."""
     with torch.autocast(KIND, dtype, enabled=dtype is not None):
         outs = run_module(module, inputs)
-    # Not the mean of squares: behind a norm it would be the same for all inputs.
+    # The mean of squares would not do, because after a norm it is the same for all inputs.
     loss = sum((o * torch.linspace(-1, 1, o.numel()).view(o.shape).to(o)).sum() for o in outs)
     module.zero_grad()
     loss.backward()

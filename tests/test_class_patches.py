@@ -69,7 +69,7 @@ class Pyramid(nn.Module):
 
 
 FAMILIES = MODELS | {'pyramid': lambda: ordinary(Pyramid())}
-# What is patched, the name in it, what replaces it, and the model that would bypass it.
+# Patched class or module, patched name, replacement, and the model that would bypass it.
 PATCHES = {
     'layer norm': (nn.LayerNorm, 'forward', doubled, 'Swin'),
     'linear layer': (nn.Linear, 'forward', doubled, 'ViT'),
@@ -179,7 +179,7 @@ def test_known_classes_are_as_their_libraries_define_them():
     assert not {kind: found for kind in kinds if (found := replaced_code(kind))}
 
 
-# Targets in chunks call the class's own code for parts of its arguments.
+# Targets in chunks call the own code of the class with parts of the arguments.
 
 
 def heads(assigner):

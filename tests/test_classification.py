@@ -25,7 +25,7 @@ PAPER = {
     'convnext-base': (64, '13.8', '83.80', '8.6', '83.27'),
 }
 CHANNELS = {'vit-tiny': 192, 'vit-base': 768, 'convnext-tiny': 768, 'convnext-base': 1024}
-# What mmpretrain's configs say that these ones change.
+# Values of mmpretrain's configs that these configs change.
 PARENT = """
 model = dict(
     type='ImageClassifier',

@@ -198,7 +198,7 @@ def test_rounding(monkeypatch):
     torch.testing.assert_close(one_by_one, loaded, rtol=0, atol=0, equal_nan=True)
 
 
-# What is stored, in bytes: of the kept rows x-hat and 1 / deviation. N = 2 images; 12 of 30 positions are kept.
+# Stored bytes: x-hat and 1 / deviation of the kept rows. There are N = 2 images; 12 of 30 positions are kept.
 KEPT = get_positions(torch.arange(30).view(5, 6) < 12)
 FRONT = get_positions(torch.arange(30).view(5, 6) < 11, prefix=1)  # 12 of 31 tokens
 TWO_HEADS = torch.tensor([0, 2])

@@ -41,7 +41,7 @@ def compute_gradients(model, x=None):
     return get_gradients(model)
 
 
-# What is done in a step, or between two; each returns gradients.
+# Functions that run a step in an unusual way and return its gradients.
 
 
 def functional_call(model):
