@@ -34,8 +34,8 @@ val_dataloader = val_cfg = val_evaluator = None
 randomness = dict(seed=3)
 """
 
-# Environment variables name the place; iterations and epochs count from 1. With Slurm, RESTART is the number of requeues,
-# so that each start can be killed at another place.
+# Environment variables name the place; iterations and epochs count from 1. With Slurm, RESTART is the number of
+# requeues, so that each start can be killed at another place.
 TROUBLE = '''
 import hashlib
 import os
