@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from conv_models import randomize_norms
 from mmcv.cnn.bricks import transformer
 from mmcv.ops import multi_scale_deform_attn
 from mmdet.models.backbones import resnet, swin
@@ -16,7 +17,7 @@ from mmdet.models.task_modules.assigners import BboxOverlaps2D, SimOTAAssigner
 from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
 from torch import nn
-from unusual_models import CALLS, MODELS, assert_same, find_lean_modules, ordinary, random_images
+from unusual_models import CALLS, MODELS, assert_same, find_lean_modules, random_images
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import ADAPTERS, LeanModule
@@ -68,7 +69,7 @@ class Pyramid(nn.Module):
         return [o for outs in self.head(maps) for o in outs]
 
 
-FAMILIES = MODELS | {'pyramid': lambda: ordinary(Pyramid())}
+FAMILIES = MODELS | {'pyramid': lambda: randomize_norms(Pyramid())}
 # Patched class or module, patched name, replacement, and the model that would bypass it.
 PATCHES = {
     'layer norm': (nn.LayerNorm, 'forward', doubled, 'Swin'),

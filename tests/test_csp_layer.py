@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.utils.checkpoint as cp
-from cases import make_lean_copy
+from cases import count_model_bytes, make_lean_copy
 from conv_models import randomize_norms
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones.darknet import Darknet
 from mmdet.models.layers import CSPLayer
 from mmdet.models.layers.csp_layer import CSPNeXtBlock, DarknetBottleneck
-from test_residual_chain import assert_plain, compute_gradients, count_stored_bytes, largest_difference
+from test_residual_chain import assert_plain, compute_gradients, largest_difference
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -113,7 +113,7 @@ def test_stored_bytes(name, preset):
     ``exact_min`` stores the outputs of dense 3x3 convolutions and of the last convolution.
     """
     lean, x = make_lean_copy(build_layer(**LAYERS[name]), preset).float(), random_map((32, 32)).float()
-    maps = count_stored_bytes(lean, x) / x.nbytes
+    maps = count_model_bytes(lean, x) / x.nbytes
     assert STORED[name, preset] - 1 < maps < STORED[name, preset] + 0.05
 
 
@@ -124,7 +124,7 @@ def test_a_stage_of_darknet_stores_its_convolutions_and_few_sums(blocks):
         nn.Sequential(build_stage(blocks=blocks), ConvModule(16, 16, 1, norm_cfg=BN).double())
     ).float()
     x = random_map((64, 64)).float()
-    assert count_stored_bytes(lean, x) < (1 + 1.5 * blocks + blocks // 4 + 1 + 0.05) * x.nbytes / 2
+    assert count_model_bytes(lean, x) < (1 + 1.5 * blocks + blocks // 4 + 1 + 0.05) * x.nbytes / 2
 
 
 FROZEN = {

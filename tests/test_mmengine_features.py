@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from conv_models import randomize_norms
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones import CSPNeXt, ResNet
 from mmdet.models.necks import FPN
@@ -14,7 +15,7 @@ from mmengine.model import BaseModel
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.runner import Runner
 from torch import nn
-from unusual_models import assert_same, find_lean_modules, ordinary, random_images
+from unusual_models import assert_same, find_lean_modules, random_images
 
 from sbp_mmdet import apply_lean
 
@@ -100,7 +101,7 @@ def bn_eval(model):
 
 
 def resnet(**options):
-    return nn.ModuleDict(dict(backbone=ordinary(ResNet(18, base_channels=8, norm_eval=True, **options))))
+    return nn.ModuleDict(dict(backbone=randomize_norms(ResNet(18, base_channels=8, norm_eval=True, **options))))
 
 
 class OnImages(nn.Module):
@@ -126,7 +127,7 @@ def test_efficient_conv_bn_eval_before(caplog):
 @pytest.mark.parametrize('verify', [False, True])
 def test_efficient_conv_bn_eval_after(training, verify):
     """It is switched off with one line in the log, and the training is verified as usual."""
-    lean = ordinary(ResNet(18, base_channels=8, norm_eval=True))
+    lean = randomize_norms(ResNet(18, base_channels=8, norm_eval=True))
     plain = copy.deepcopy(lean)
     apply_lean(lean, verify=verify)
     lean.train(training)
@@ -141,7 +142,7 @@ def test_efficient_conv_bn_eval_after(training, verify):
 @pytest.mark.parametrize('norm_eval', [False, True])
 def test_efficient_conv_bn_eval_of_a_layer(norm_eval):
     options = dict(padding=1, norm_cfg=dict(type='BN'), efficient_conv_bn_eval=True)
-    lean = ordinary(nn.Sequential(ConvModule(3, 8, 3, **options), ConvModule(8, 8, 3, **options)))
+    lean = randomize_norms(nn.Sequential(ConvModule(3, 8, 3, **options), ConvModule(8, 8, 3, **options)))
     for module in lean.modules():
         if norm_eval and isinstance(module, nn.BatchNorm2d):
             module.eval()

@@ -289,7 +289,9 @@ def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
         raise KeyError('a kernel that only a GPU has')
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
-    with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: a training step cannot be run here.*KeyError.*only a GPU has'):
+    with pytest.raises(
+        SystemExit, match=r'faster-rcnn_r50\S*: a training step cannot be run here.*KeyError.*only a GPU has'
+    ):
         command.main(['plan', FRCNN, '--budget', '8GiB'])
     monkeypatch.setattr('sbp_mmdet.plan.report.build_detector', measure)
     with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: its model cannot be built here: KeyError'):
