@@ -10,7 +10,7 @@ version = re.search(r"__version__ = '(.+)'", (here / 'sbp_mmdet/__init__.py').re
 
 
 class BuildWithConfigs(build_py):
-    """Puts configs and tools where mim looks for them: ``sbp_mmdet/.mim``."""
+    """Build command that puts configs and tools where mim looks for them: ``sbp_mmdet/.mim``."""
 
     def run(self):
         super().run()

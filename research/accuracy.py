@@ -43,12 +43,12 @@ def _ended(runs):
 
 
 def _values(runs, name):
-    """Return the last AP of trainings that ended, by seed; metrics that were not measured are left out."""
+    """Return the last AP of finished training runs by seed. Metrics that were not measured are omitted."""
     return {seed: run['ap'][name] for seed, run in _ended(runs).items() if name in run['ap']}
 
 
 def _course(runs, name):
-    """Return the mean of all evaluations by seed, for trainings that ended. It varies less than the last evaluation."""
+    """Return the mean AP over all evaluations by seed, for finished runs. It varies less than the last evaluation."""
     curves = {seed: [point[name] for point in run['curve'] if name in point] for seed, run in _ended(runs).items()}
     return {seed: statistics.fmean(curve) for seed, curve in curves.items() if curve}
 
@@ -67,7 +67,7 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Difference | None:
 
 
 def accuracy_table(found: Mapping, markdown: bool = False) -> str:
-    """Format a study of AP in points (percent), for trainings that ended. "mean" is over all evaluations."""
+    """Format a study of AP in points (percent), for finished training runs. "mean" is the mean over all evaluations."""
     results, against = found['results'], dict(found['experiment']['compare'])
     bases = sorted({*against.values()})
     base = bases[0] if len(bases) == 1 else 'its pair'

@@ -7,17 +7,17 @@ import torch
 
 from sbp_mmdet.plan.caching_allocator import CachingAllocator, replay
 
-__all__ = ['events_of', 'recorded', 'replayed']
+__all__ = ['events_of', 'record_and_replay', 'replay_history']
 
 _MOST = 2_000_000  # entries of the history; a training step has some ten thousand
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[dict[str, int]]:
-    """Record what the current GPU's allocator is asked for, and replay it at the end.
+def record_and_replay() -> Iterator[dict[str, int]]:
+    """Record the allocations of the current GPU within the context, and replay them at its end.
 
     Yields:
-        dict[str, int]: At the end ``replayed``: the bytes that the model of the allocator has reserved at most. It
+        dict[str, int]: After the end, ``replayed``: the most bytes that the model of the allocator reserves. The dict
         stays empty if the allocator ran out of memory meanwhile.
     """
     found = {}
@@ -37,7 +37,7 @@ def recorded() -> Iterator[dict[str, int]]:
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     if not any(entry['action'] == 'oom' for entry in trace):
-        found['replayed'] = replayed(before, trace)
+        found['replayed'] = replay_history(before, trace)
 
 
 def events_of(trace: Sequence[dict]) -> list[tuple[int, int]]:
@@ -47,8 +47,8 @@ def events_of(trace: Sequence[dict]) -> list[tuple[int, int]]:
         trace (Sequence[dict]): Entries of ``device_traces`` of torch's snapshot: ``action``, ``addr`` and ``size``.
 
     Returns:
-        list[tuple[int, int]]: Number of an allocation with its bytes, and with 0 where it is freed. What was allocated
-        before the history began stays allocated.
+        list[tuple[int, int]]: The number of an allocation with its bytes, and with 0 when it is freed. Blocks that were
+        allocated before the history stay allocated.
     """
     events, number_at = [], {}
     for entry in trace:
@@ -60,11 +60,11 @@ def events_of(trace: Sequence[dict]) -> list[tuple[int, int]]:
     return events
 
 
-def replayed(before: Sequence[int], trace: Sequence[dict]) -> int:
-    """Return the bytes that the model of the allocator reserves at most.
+def replay_history(before: Sequence[int], trace: Sequence[dict]) -> int:
+    """Replay a history, and return the most bytes that the model of the allocator reserves.
 
     Args:
-        before (Sequence[int]): Bytes of the blocks that were allocated before.
+        before (Sequence[int]): Bytes of the blocks that were allocated before the history.
         trace (Sequence[dict]): See :func:`events_of`.
     """
     return replay(CachingAllocator(), before, [events_of(trace)]).most_reserved

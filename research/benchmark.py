@@ -4,16 +4,16 @@
     python research/benchmark.py CONFIG --module backbone.stages.0.0 --rivals compile save-on-cpu
     python research/benchmark.py CONFIG --step --size 320x533 --boxes 20
 
-CONFIG is any detector's; what it says of presets is left out. The module's input is taken from a forward pass of the
-plain detector, so no family has to be known here. "stored" is what the forward pass stores for the backward pass,
-parameters and images excluded; "peak" is the most that tensors of one forward and backward pass hold at a time. With
-rivals both come from the allocator. Gradients (all parameters together, fp32, smooth images, stochastic depth on, the
-same random numbers for all) are compared with those of the first preset. Presets take turns: a time is compared with
-that of the first preset in the same round. A preset that is named twice shows the noise.
+CONFIG is the config of any detector; its own preset is ignored. The module's input is taken from a forward pass of the
+plain detector, so this works for every family. "stored" is the memory that the forward pass saves for the backward
+pass, without parameters and images. "peak" is the most that tensors of one forward and backward pass hold at a time. If
+there are rivals, both come from the allocator. Gradients (all parameters together, fp32, smooth images, stochastic
+depth on, the same random numbers for all) are compared with those of the first preset. Presets take turns: a time is
+compared with that of the first preset in the same round. Name a preset twice to see the noise.
 
---step measures training steps of the whole detector: forward pass, backward pass and optimizer; on CUDA with mixed
-precision as the config has it, with peaks, and with --cap while torch may have no more memory than that; on a CPU in
-fp32, times alone (for bytes: sbp-mmdet plan). There a preset may have the planner's pieces: exact+targets+cp-heads.
+--step measures training steps of the whole detector: forward pass, backward pass and optimizer. On CUDA, it uses the
+config's mixed precision and reports peaks, and --cap limits torch's memory. On a CPU, it uses fp32 and reports times
+only (for bytes, use sbp-mmdet plan). Presets may then have the planner's pieces: exact+targets+cp-heads.
 """
 
 import argparse
@@ -60,23 +60,27 @@ def parse_args():
     )
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--module', default='backbone', help='name of a submodule of the detector (default: backbone)')
-    parser.add_argument('--step', action='store_true', help='whole training steps instead of a module')
+    parser.add_argument('--step', action='store_true', help='measure whole training steps instead of a module')
     parser.add_argument(
         '--presets', nargs='+', default=DEFAULT, metavar='PRESET',
         help=f"first is the baseline; with keys: 'sbp,keep_ratio=0.25' (default: {' '.join(DEFAULT)})",
     )  # fmt: skip
-    parser.add_argument('--rivals', nargs='*', choices=RIVALS, metavar='RIVAL', help='also these (no name: all)')
-    parser.add_argument('--size', default='800x1344', help='of images, HxW (default: 800x1344)')
-    parser.add_argument('--batch', type=int, default=1, help='images (default: 1)')
-    parser.add_argument('--boxes', type=int, default=20, help='of each image, with --step (default: 20)')
-    parser.add_argument('--amp', choices=AMP, help='of a module (default: fp16 on CUDA, off on a CPU)')
-    parser.add_argument('--rounds', type=int, default=9, help='timed rounds; 0: no times (default: 9)')
-    parser.add_argument('--cap', type=float, metavar='GIB', help='with --step: what torch may have of the GPU')
+    parser.add_argument(
+        '--rivals', nargs='*', choices=RIVALS, metavar='RIVAL', help='also measure these alternatives (default: all)'
+    )
+    parser.add_argument('--size', default='800x1344', help='size of the images, HxW (default: 800x1344)')
+    parser.add_argument('--batch', type=int, default=1, help='number of images (default: 1)')
+    parser.add_argument('--boxes', type=int, default=20, help='boxes in each image, with --step (default: 20)')
+    parser.add_argument('--amp', choices=AMP, help='precision of a module (default: fp16 on CUDA, off on a CPU)')
+    parser.add_argument(
+        '--rounds', type=int, default=9, help='number of timed rounds; 0 measures no times (default: 9)'
+    )
+    parser.add_argument('--cap', type=float, metavar='GIB', help='with --step: memory limit of torch on the GPU')
     parser.add_argument('--channels-last', action='store_true', help='input and weights as (N, H, W, C) in memory')
     parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
-    parser.add_argument('--lines', type=output_file, help='append each row here as soon as it is there')
+    parser.add_argument('--lines', type=output_file, help='append each row to this file as soon as it is measured')
     return parser, parser.parse_args()
 
 

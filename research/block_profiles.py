@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Sequence
 
-from case import Case, of_all_images, tried
+from case import Case, get_keys_for_all_images, try_and_note
 from mmengine.config import Config
-from module_runs import captured
+from module_runs import build_and_capture
 from provenance import CHECKOUT
-from turns import kernels_of, profiled
+from turns import kernels_of, profile_step
 
 from sbp_mmdet.plan.batch import at_the_first_step
 
@@ -48,14 +48,14 @@ def profile_module(
         ``reason``.
     """
     with at_the_first_step():
-        model, runner = captured(config, module, amp, channels_last, **case)
+        model, runner = build_and_capture(config, module, amp, channels_last, **case)
     rows = []
 
     def measure(row, name):
-        own = Case(name, model, module, of_all_images(name))
+        own = Case(name, model, module, get_keys_for_all_images(name))
         for _ in range(_WARM_UP):
             runner.times(own)
-        profiler = profiled(lambda: runner.step(own))
+        profiler = profile_step(lambda: runner.step(own))
         runner.clear(model)
         operations = [(found.key, found.count, found.self_cpu_time_total / 1e6) for found in profiler.key_averages()]
         row.update(operations=_longest(operations))
@@ -72,7 +72,7 @@ def profile_module(
 
     for name in names:
         rows.append(dict(preset=name))
-        if not tried(rows[-1], False, lambda: measure(rows[-1], name), note):  # noqa: B023
+        if not try_and_note(rows[-1], False, lambda: measure(rows[-1], name), note):  # noqa: B023
             runner.clear(model)
     return rows
 
@@ -83,6 +83,6 @@ def _longest(found):
 
 def _counted(step):
     """Count launches of a step as they are counted without a GPU."""
-    with Launches() as found:
+    with Launches() as launches:
         step()
-    return dict(counted_launches=found.total, moved=found.bytes) if found.total else {}
+    return dict(counted_launches=launches.total, moved=launches.bytes) if launches.total else {}

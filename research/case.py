@@ -23,13 +23,13 @@ __all__ = [
     'OUT_OF_MEMORY',
     'Case',
     'capture',
-    'compared',
+    'compare_gradients',
     'free_memory',
     'name_the_base',
-    'of_all_images',
+    'get_keys_for_all_images',
     'parse_name',
-    'smooth',
-    'tried',
+    'make_smooth_noise',
+    'try_and_note',
 ]
 
 OUT_OF_MEMORY = 'out of memory'
@@ -51,10 +51,10 @@ class Case:
 
     @contextlib.contextmanager
     def alone(self, images: torch.Size) -> Iterator[None]:
-        """Let a part of a backbone run alone as it runs inside of it: with a forward pass that is open around it.
+        """Open the forward pass of the backbone, so that a part of it can run by itself.
 
         Args:
-            images (torch.Size): Shape of the images that the backbone gets.
+            images (torch.Size): Shape of the images that the backbone would get.
         """
         inside = set(self.module.modules())
         with contextlib.ExitStack() as stack:
@@ -89,13 +89,13 @@ def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tu
     Raises:
         ValueError: If the detector has no such module, or its training step does not run it.
     """
-    found = {}
+    captured = {}
 
     def note(owner, args, kwargs):
-        found['images'] = next(iter((*args, *kwargs.values()))).shape
+        captured['images'] = next(iter((*args, *kwargs.values()))).shape
 
     def stop(owner, args, kwargs):
-        found['input'] = args, kwargs
+        captured['input'] = args, kwargs
         raise _Reached
 
     try:
@@ -110,7 +110,7 @@ def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tu
         with torch.no_grad(), context():
             model(**data, mode='loss')
     except _Reached:
-        return found['input'], found['images']
+        return captured['input'], captured['images']
     finally:
         for hook in hooks:
             hook.remove()
@@ -118,8 +118,8 @@ def capture(model: nn.Module, batch: dict, module: str, context: Callable) -> tu
 
 
 @functools.lru_cache(maxsize=8)  # a GPU would wait for the CPU that draws
-def smooth(shape: tuple[int, ...], seed: int = 1) -> Tensor:
-    """Generate noise whose neighbours are alike, as in photographs, for maps or tokens (N, L, C)."""
+def make_smooth_noise(shape: tuple[int, ...], seed: int = 1) -> Tensor:
+    """Make noise whose neighbouring values are similar, as in photographs, for feature maps or tokens (N, L, C)."""
     generator = torch.Generator().manual_seed(seed)
     if len(shape) == 4:
         coarse = torch.randn(*shape[:2], *(n // 8 + 2 for n in shape[2:]), generator=generator)
@@ -130,37 +130,38 @@ def smooth(shape: tuple[int, ...], seed: int = 1) -> Tensor:
     return torch.randn(tuple(shape), generator=generator)
 
 
-def compared(exact: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """Compute ``cosine`` and relative ``error`` of all gradients together. A missing gradient counts as zero."""
+def compare_gradients(exact: dict[str, Tensor], estimated: dict[str, Tensor]) -> dict[str, float]:
+    """Return ``cosine`` and relative ``error`` of all gradients together. A missing gradient counts as zero."""
     dot = exact_square = found_square = error = 0.0
-    for name in {*exact, *found}:
-        zero = torch.zeros_like(exact.get(name, found.get(name)))
-        e, s = exact.get(name, zero).double(), found.get(name, zero).double()
+    for name in {*exact, *estimated}:
+        zero = torch.zeros_like(exact.get(name, estimated.get(name)))
+        e, s = exact.get(name, zero).double(), estimated.get(name, zero).double()
         dot, error = dot + (e * s).sum().item(), error + (e - s).square().sum().item()
         exact_square, found_square = exact_square + e.square().sum().item(), found_square + s.square().sum().item()
     norms = (exact_square * found_square) ** 0.5
     return dict(cosine=dot / norms if norms else 0.0, error=(error / max(exact_square, 1e-300)) ** 0.5)
 
 
-def of_all_images(name: str) -> dict:
-    """Return keys under which stochastic depth leaves out no image.
+def get_keys_for_all_images(name: str) -> dict:
+    """Return keys with which stochastic depth leaves out no image.
 
-    Draws are then those of the plain model, and bytes those of a step that drops none, as the planner counts them.
+    Its draws are then those of the plain model, and the bytes those of a step that drops no image, as the planner
+    counts.
     """
     return dict(skip_dropped_images=False) if PRESETS[parse_name(name)[0].partition('+')[0]].form else {}
 
 
-def tried(row: dict, rival: bool, measure: Callable[[], object], note: Callable[[dict], object]) -> bool:
-    """Run something and note its row before and after; return whether it ran.
+def try_and_note(row: dict, rival: bool, measure: Callable[[], object], note: Callable[[dict], object]) -> bool:
+    """Run a measurement and note its row before and after; return whether it ran.
 
-    If a preset does not apply, a rival fails or memory does not suffice, the row gets the reason. Any other error is
-    noted too and ends the process: after an error of CUDA everything else would fail.
+    The row gets the reason if a preset does not apply, if a rival fails, or if there is not enough memory. Any other
+    error is noted too and ends the process, because after an error of CUDA everything else would fail.
 
     Args:
         row (dict): The row, which ``measure`` fills.
         rival (bool): Whether it is a rival, which may fail for any reason.
-        measure (Callable): Measures.
-        note (Callable): Is called with the row.
+        measure (Callable): Runs the measurement.
+        note (Callable): Called with the row.
     """
     note(dict(row, state='begun'))
     free_memory()
@@ -179,14 +180,14 @@ def tried(row: dict, rival: bool, measure: Callable[[], object], note: Callable[
 
 
 def free_memory() -> None:
-    """Give cached memory back to the GPU. Segments of the variant before would count as reserved by the next one."""
+    """Return cached memory to the GPU. Otherwise, segments of this variant would count as reserved by the next one."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def name_the_base(cases: list[tuple], names: Sequence[str]) -> None:
-    """Write into rows what their times are compared with, where the first name did not run."""
+    """Name the baseline of the times in each row, if the first name did not run."""
     if cases and cases[0][0]['preset'] != names[0]:
         for row, _ in cases:
             row['compared_with'] = cases[0][0]['preset']

@@ -3,8 +3,8 @@
     python research/detector_bytes.py mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py --size 800x1344
     python research/detector_bytes.py CONFIG --variants none with_cp exact exact+cp-heads+cp-neck --json FILE
 
-Tensors are made as CUDA's rules of mixed precision would make them; rounding, fragmentation and what kernels use inside
-themselves are left out. The count is of a step in which stochastic depth drops no image.
+Tensors are allocated by CUDA's rules of mixed precision. Rounding, fragmentation and the workspaces of kernels are not
+counted. The counted step is one in which stochastic depth drops no image.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main():
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--variants', nargs='+', default=['none', 'with_cp', 'exact', 'int8', 'sbp'])
     add_inputs(parser)
-    parser.add_argument('--boxes', type=int, help='in each image (default: a crowded batch of COCO)')
+    parser.add_argument('--boxes', type=int, help='boxes in each image (default: those of a crowded batch of COCO)')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
     args = parser.parse_args()

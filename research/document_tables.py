@@ -1,9 +1,9 @@
 """Writes the figures of docs/results into the tables of the documents.
 
-    python research/document_tables.py           rewrites the cells that differ
-    python research/document_tables.py --check   names them, and fails if there are any
+    python research/document_tables.py           updates cells that differ
+    python research/document_tables.py --check   lists cells that differ, and fails if there are any
 
-Rows, columns and the marks around a figure (bold ones are significant) stay as they are in the page.
+Rows, columns and the markup of a figure (significant ones are bold) are those of the page.
 """
 
 import argparse
@@ -42,8 +42,8 @@ def _ratio(rows, variant, key, form='.3f'):
     return '' if row is None else f'{row[key] / rows("none")[key]:{form}}'
 
 
-def _whole(heads):
-    """Yield the heads of columns; one without a measure takes that of its left neighbour ('stored: A | B')."""
+def _complete_heads(heads):
+    """Yield complete column heads: a head without a measure gets that of its left neighbour ('stored: A | B')."""
     measure = ''
     for head in heads:
         before, colon, _ = head.partition(': ')
@@ -51,7 +51,7 @@ def _whole(heads):
         yield head if colon or not measure else f'{measure}: {head}'
 
 
-def _plain(cell):
+def _strip_markup(cell):
     return cell.replace('\\*', '').replace('*', '').replace('`', '').strip()
 
 
@@ -125,7 +125,7 @@ def _trained(first, column):
 
 
 def _unpadded(first, column):
-    """Return the same for checkpoints evaluated without padding; seeds without a partner have no difference."""
+    """Return the same figures for evaluations without padding. Seeds without a partner have no difference."""
     subject, _, column = column.rpartition(': ')
     results = _results('nuclei_unpadded')['results'][subject]
     ends = {name: {seed: run['ap']['box AP'] for seed, run in runs.items()} for name, runs in results.items()}
@@ -167,9 +167,9 @@ def _cosine(first, column):
     else:
         sampler, ratio = first.split()
         words = f',keep_ratio={ratio}' * (ratio != '0.5') + ',sampler=random' * (sampler == 'random')
-    found = _results('gradient_settings')['results']
-    found = found[re.sub(r'=\[(.*)\]', lambda match: f'=({match[1].replace(" ", "")})', f'sbp{words}')]
-    value = found['mean layer' if column == 'mean layer' else 'backbone']
+    results = _results('gradient_settings')['results']
+    results = results[re.sub(r'=\[(.*)\]', lambda match: f'=({match[1].replace(" ", "")})', f'sbp{words}')]
+    value = results['mean layer' if column == 'mean layer' else 'backbone']
     value = value['norm_ratio' if column.startswith('norm ratio') else 'cosine']
     return f'{value["mean"]:.3f} ± {value["std"]:.3f}'
 
@@ -182,21 +182,21 @@ def _draws(first, column):
     others = ('every', '_uniform'), ('photographs', '_photographs'), ('Swin', '_swin'), ('ViT', '_vit')
     suffix = next((suffix for start, suffix in others if column.startswith(start)), '')
     file = f'gradient_rows{suffix}' + '_8' * column.endswith('eight')
-    found = _results(file)['results'][first.split(', ')[0] + label]['backbone']
-    return f'{found["cosine"]["mean"]:.3f}, {found["relative_error"]["mean"]:.2f}', ''
+    backbone = _results(file)['results'][first.split(', ')[0] + label]['backbone']
+    return f'{backbone["cosine"]["mean"]:.3f}, {backbone["relative_error"]["mean"]:.2f}', ''
 
 
 def _reserved(first, column):
-    """Return what torch reserves, or has to hold, over what the tensors of a step take at their peak."""
+    """Return the memory that torch reserves, or needs, relative to the tensors at the peak of a step."""
     kind, _, preset = column.partition(' with ')
     row = _results('reserved_memory')['rows'].get(f'{first}/{preset or "none"}', {})
     return f'{row[{"needed": "capacity"}.get(kind, kind)] / row["peak"]:.2f}' if 'peak' in row else ''
 
 
 def _swin_l(first, column):
-    """Return what was measured of DINO with Swin-L, what is counted of two sizes, and the batch that explains it."""
-    found = _results('swin_l_memory')
-    row = found['rows'][first]
+    """Return the measured memory of DINO with Swin-L, the counts for two sizes, and the batch that explains it."""
+    results = _results('swin_l_memory')
+    row = results['rows'][first]
     figures = {'measured, GiB': f'{row["measured"]}', 'batch that explains it': f'{row["pixels"]:.2f}'}
     figures |= {size.replace('x', ' x '): f'{row[size]["logged"] / 2**30:.1f}' for size in row if size[0].isdigit()}
     return figures[column]
@@ -236,7 +236,7 @@ TABLES = [
 
 
 def _outside(name, report):
-    """Return a table of the results of a tool, as the tool formats it."""
+    """Return the table of a script's results, formatted by that script."""
     return importlib.import_module(report).report(_results(name)['rows'])
 
 
@@ -292,16 +292,16 @@ def update_table(text: str, heading: str, figure: Callable) -> tuple[str, list[s
     rows = [number for number, line in enumerate(lines) if line.startswith('|')]
     if not found or len(rows) < 3:
         raise ValueError(f'there is no table under the heading {heading!r}; correct TABLES in {__file__}')
-    heads = [*_whole(_cells(lines[rows[0]]))]
+    heads = [*_complete_heads(_cells(lines[rows[0]]))]
     for number in rows[2:]:
         first, *cells = _cells(lines[number])
         columns = heads[-len(cells) :]
         for at, (column, cell) in enumerate(zip(columns, cells, strict=True)):
-            expected = figure(_plain(first), _plain(column))
+            expected = figure(_strip_markup(first), _strip_markup(column))
             right = [expected] if isinstance(expected, str) else expected
-            if right is not None and _plain(cell) not in right:
-                changes.append(f'{_plain(first)}, {_plain(column)}: {cell or "empty"} -> {right[0]}')
-                cells[at] = cell.replace(_plain(cell), right[0]) if _plain(cell) else right[0]
+            if right is not None and _strip_markup(cell) not in right:
+                changes.append(f'{_strip_markup(first)}, {_strip_markup(column)}: {cell or "empty"} -> {right[0]}')
+                cells[at] = cell.replace(_strip_markup(cell), right[0]) if _strip_markup(cell) else right[0]
         if cells != _cells(lines[number])[1:]:
             lines[number] = f'| {" | ".join([first, *cells])} |'
     return ''.join([before, found, '\n'.join(lines), *after]), changes
@@ -318,7 +318,7 @@ def update_page(page: Path) -> tuple[str, list[str]]:
         page (Path): The page.
 
     Returns:
-        tuple[str, list[str]]: As of :func:`update_table`.
+        tuple[str, list[str]]: The text of the page, and its changes, see :func:`update_table`.
     """
     text, changes = page.read_text(), []
     for name, heading, figure in TABLES:

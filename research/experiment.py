@@ -104,7 +104,7 @@ def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Confi
     Raises:
         ValueError: For an unknown label or setting, one that cannot be honoured, or a config that does not exist.
     """
-    found = {}
+    configs = {}
     for label in labels:
         if label not in experiment.labels:
             raise ValueError(f'{experiment.name}: there is no {label!r}; it has {experiment.labels}')
@@ -122,5 +122,5 @@ def configs_of(experiment: Experiment, labels: Sequence[str]) -> dict[str, Confi
                     MODELS.build(dict(backbone, init_cfg=None))
         except ValueError as error:
             raise ValueError(f'{experiment.name}, {label}: {error}') from error
-        found[label] = config
-    return found
+        configs[label] = config
+    return configs

@@ -4,10 +4,10 @@ and counts its presets beside checkpoints of blocks and of everything.
     python research/families.py --json docs/results/families.json
     python research/families.py --json docs/results/families.json --report   # runs nothing: the table
 
-Small random images, the same weights, batch and random numbers for both. In fp64; in fp32, where rounding at the kinks
-of ReLUs moves gradients by a percent, only where a detector knows no fp64. Each family runs in a process of its own.
-Goes on where the results end; --again FAMILY runs some anew. Counts of other variants than today's are made anew too;
-comparisons of the two steps stay. Each count names its commit.
+Both steps have the same small random images, weights and random numbers. They run in fp64, or in fp32 if a detector
+does not support fp64; in fp32, rounding at the kinks of ReLUs changes gradients by one percent. Each family runs in a
+process of its own. Existing results are kept; --again FAMILY repeats some. Counts of other variants than the current
+ones are repeated too, comparisons of the two steps are not. Each count names its commit.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from pathlib import Path
 import mmdet
 import numpy as np
 import torch
-from case import compared
-from isolated import apart, reason_of, rows_of, sweep
+from case import compare_gradients
+from isolated import reason_of, rows_of, run_apart, sweep
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from provenance import commit
@@ -49,12 +49,12 @@ VARIANTS = ('none', 'with_cp', EVERYTHING, 'exact', 'exact_min', 'int8')
 
 def families() -> dict[str, Path]:
     """Return one config of each family: the first with a ResNet-50, or else the first."""
-    found = {}
+    configs = {}
     for folder in sorted(CONFIGS.iterdir()):
         files = [] if folder.name.startswith('_') else sorted(folder.glob('*.py'))
         if files:
-            found[folder.name] = next((file for file in files if 'r50' in file.name), files[0])
-    return found
+            configs[folder.name] = next((file for file in files if 'r50' in file.name), files[0])
+    return configs
 
 
 def step(model: BaseModel, batch: dict) -> tuple[dict[str, float], dict]:
@@ -70,7 +70,8 @@ def step(model: BaseModel, batch: dict) -> tuple[dict[str, float], dict]:
 
 
 def settle(model: BaseModel, batch: dict) -> None:
-    """Initialise batch-norm statistics from one batch; otherwise random weights overflow in evaluation mode."""
+    """Initialise the statistics of batch norms from one batch, because random weights overflow in evaluation mode
+    otherwise."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     before = [(norm, norm.training, norm.momentum) for norm in norms]
     for norm in norms:
@@ -82,7 +83,7 @@ def settle(model: BaseModel, batch: dict) -> None:
 
 
 def _double(model, batch):
-    """Put a detector and what it gets into fp64."""
+    """Convert a detector and its inputs to fp64."""
     model.double()
     samples = batch['data_samples']
     if isinstance(samples, dict):  # mmyolo's
@@ -104,7 +105,7 @@ def _double(model, batch):
 
 
 def _compute_in_double():
-    """Let constants, casts and assignments in a detector's code have fp64, for the rest of this process."""
+    """Make constants, casts and assignments in a detector's code use fp64, for the rest of this process."""
     torch.float32 = torch.float64
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
@@ -155,7 +156,7 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
     row['left'] = [line.partition(': ')[2] for line in said.splitlines() if line.startswith('left alone')]
     row['losses'] = losses
     row['loss_error'] = max(abs(found[name] - value) / max(abs(value), 1e-3) for name, value in losses.items())
-    row['gradient_error'] = compared(gradients, lean)['error']
+    row['gradient_error'] = compare_gradients(gradients, lean)['error']
     row['same_parameters'] = gradients.keys() == lean.keys()
     row['buffer_error'] = max((_relative(value, stock[name]) for name, value in model.named_buffers()), default=0.0)
     return row
@@ -194,8 +195,8 @@ def count(
             start = time.process_time()
             # A step may drop no image of a batch, see the planner.
             keys = dict(skip_dropped_images=False) if PRESETS[run.split('+')[0]].form else {}
-            found = measure_detector(with_variant(config, run, **keys), **case)
-            peaks[variant], stored[variant] = found['peak'], sum(found['saved'].values())
+            row = measure_detector(with_variant(config, run, **keys), **case)
+            peaks[variant], stored[variant] = row['peak'], sum(row['saved'].values())
             seconds[variant] = round(time.process_time() - start, 1)
     return dict(case, peaks=peaks, stored=stored, seconds=seconds, variants=[*variants], commit=commit())
 
@@ -205,25 +206,25 @@ def _loaded(compute, path, *args):
 
 
 def run(path: Path, before: dict) -> dict:
-    """Compute what an earlier run did not: the planner's answer and the two steps, each in a process of its own."""
-    plan = before['plan'] if is_counted(before) else apart(_loaded, count, path, seconds=SECONDS)
+    """Compute what an earlier run did not: the planner's counts and the comparison, each in a process of its own."""
+    plan = before['plan'] if is_counted(before) else run_apart(_loaded, count, path, seconds=SECONDS)
     if 'loss_error' in before or 'untried' in before:
         return dict(before, plan=plan)
     for case in ((True, SIZES[0]), (False, SIZES[0]), (False, SIZES[1])):
-        row = dict(config=path.name, **apart(_loaded, compare, path, *case, seconds=SECONDS))
+        row = dict(config=path.name, **run_apart(_loaded, compare, path, *case, seconds=SECONDS))
         if 'loss_error' in row:
             break
     return dict(row, plan=plan)
 
 
 def is_counted(row: dict) -> bool:
-    """Return whether a row has a count of today's variants, or says why there is none."""
+    """Return whether a row has counts of the current variants, or the reason why it has none."""
     plan = row.get('plan', {})
     return 'error' in plan or plan.get('variants') == [*VARIANTS]
 
 
 def report(rows: dict[str, dict]) -> str:
-    """Format how many families get an answer and train alike, and the table of all."""
+    """Format the number of families that can be planned and that train alike, and the table of all families."""
     plans = [row['plan'] for row in rows.values() if 'peaks' in row.get('plan', {})]
     counted = [name for name in VARIANTS if any(name in found['peaks'] for found in plans)]
     slowest = max((seconds for found in plans for seconds in found['seconds'].values()), default=0)
@@ -253,10 +254,10 @@ def report(rows: dict[str, dict]) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')
-    parser.add_argument('--again', nargs='+', default=[], metavar='FAMILY', help='run these anew')
+    parser.add_argument('--json', type=Path, required=True, help='file of results; existing ones are kept')
+    parser.add_argument('--again', nargs='+', default=[], metavar='FAMILY', help='repeat these')
     parser.add_argument('--only', nargs='+', default=[], metavar='FAMILY', help='run these, in this order')
-    parser.add_argument('--report', action='store_true', help='run nothing')
+    parser.add_argument('--report', action='store_true', help='run nothing, print the table')
     args = parser.parse_args()
     rows, paths = rows_of(args.json), families()
     if not args.report:

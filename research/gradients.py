@@ -4,10 +4,10 @@
     python research/gradients.py CONFIG --presets sbp sampled 'sbp,keep_ratio=0.25,sampler=random' --batches 20
     python research/gradients.py CONFIG --presets sampled --draws 8 --whole --json study.json
 
-CONFIG is any detector's; batches come from its train dataloader. Lean layers do not change the forward pass. So neck
-and heads run once for each batch, in the plain detector, and every preset of the backbone gets the same weights,
-images, stochastic depth and gradient at the backbone's outputs. With --whole each preset is applied to the whole
-detector, which runs seeded the same; its loss has to be the exact one. All in fp32.
+CONFIG is the config of any detector; batches come from its train dataloader. Lean layers do not change the forward
+pass, so neck and heads run once for each batch, in the plain detector. Every preset of the backbone gets the same
+weights, images, stochastic depth and gradient at the backbone's outputs. With --whole, each preset is applied to the
+whole detector, which runs with the same seed and has to have the exact loss. Everything runs in fp32.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from sbp_mmdet.plan.tables import Column, text_table
 from sbp_mmdet.plan.variants import load_config
 from sbp_mmdet.presets import PRESETS
 
-__all__ = ['compare', 'exact_pass', 'study', 'study_table']
+__all__ = ['compare', 'exact_pass', 'run_study', 'study_table']
 
 DEFAULT = ['int8', 'sampled', 'sbp']
 MEASURES = {'cosine': 'cosine', 'relative_error': 'relative error', 'norm_ratio': 'norm ratio'}
@@ -63,9 +63,9 @@ class ExactPass(NamedTuple):
 
 
 def _backward(model, batch, seed):
-    """Return the loss; gradients stay in the parameters.
+    """Run forward and backward pass, and return the loss. The gradients stay in the parameters.
 
-    The seed is set again in front of the backbone, so that a backbone that runs alone draws the same numbers.
+    The seed is set again before the backbone, so that a backbone that runs alone draws the same numbers.
     """
     torch.manual_seed(seed)
     hook = model.backbone.register_forward_pre_hook(lambda module, args: torch.manual_seed(seed) and None)
@@ -79,12 +79,12 @@ def _backward(model, batch, seed):
 
 
 def _take_gradients(module, prefix=''):
-    found = {}
+    gradients = {}
     for name, p in module.named_parameters():
         if p.grad is not None:
-            found[prefix + name] = p.grad.detach().float().cpu()
+            gradients[prefix + name] = p.grad.detach().float().cpu()
             p.grad = None
-    return found
+    return gradients
 
 
 def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
@@ -118,12 +118,12 @@ def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
 
 def _with(module, preset, keys):
     """Return a copy of the model with a preset, which shares the parameters."""
-    found = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    changed = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     if preset != 'none':
         # What skip_dropped_images leaves out is a draw of its own; its gradients are the same on average.
         draws = dict(skip_dropped_images=False) if PRESETS[preset].form else {}
-        apply_lean(found, preset=preset, verify=False, **dict(keys, **draws))
-    return found
+        apply_lean(changed, preset=preset, verify=False, **dict(keys, **draws))
+    return changed
 
 
 def _mean_gradient(draws, run):
@@ -137,7 +137,7 @@ def _mean_gradient(draws, run):
 
 
 def _of_backbone(model, exact, preset, keys):
-    """Return gradients of the backbone alone under a preset, for the inputs and output gradients of an exact pass."""
+    """Return gradients of the backbone alone with a preset, for the inputs and output gradients of an exact pass."""
     backbone = _with(model.backbone, preset, keys)
     torch.manual_seed(exact.seed)
     outputs = backbone(exact.images)
@@ -157,13 +157,13 @@ def _of_backbone(model, exact, preset, keys):
 def _of_detector(model, exact, preset, keys, batch):
     detector = _with(model, preset, keys)
     loss = _backward(detector, batch, exact.seed)
-    found = _take_gradients(detector)
+    gradients = _take_gradients(detector)
     if not abs(loss - exact.loss) < _SAME_LOSS * abs(exact.loss):
         raise ValueError(
             f'the loss is {loss:.6g}, and {exact.loss:.6g} in the plain detector: proposals or sampled RoIs are other '
             'ones; there is nothing to compare'
         )
-    return found
+    return gradients
 
 
 def _stages_of(backbone):
@@ -174,17 +174,17 @@ def _stages_of(backbone):
     return {f'backbone.{name}.': layer[0] + 1 for name, layer in places if layer and isinstance(layer[0], int)}
 
 
-def compare(exact: Mapping, found: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
-    """Compare gradients s with exact ones e; parameters that s lacks have gradient 0.
+def compare(exact: Mapping, estimated: Mapping, stages: Mapping = {}) -> dict[str, dict[str, float | None]]:  # noqa: B006
+    """Compare estimated gradients s with exact gradients e. A parameter without a gradient in s has the gradient 0.
 
     Returns:
-        dict: 'network', its children such as 'backbone', 'stage 1' ... to ``cosine`` <e, s> / (|e| |s|),
-        ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|; a number that would need a division by 0 is None.
-        'mean layer' is the mean over the backbone's parameters, where each counts the same.
+        dict: For 'network', its children such as 'backbone', and 'stage 1' etc., the measures ``cosine``
+        <e, s> / (|e| |s|), ``relative_error`` |s - e| / |e| and ``norm_ratio`` |s| / |e|, or ``None`` for a division by
+        0. 'mean layer' is the mean over the backbone's parameters, in which each counts the same.
     """
     sums, layers = {}, []
     for name, e in exact.items():
-        e, s = e.double(), found.get(name, torch.zeros_like(e)).double()
+        e, s = e.double(), estimated.get(name, torch.zeros_like(e)).double()
         numbers = torch.stack([(e * s).sum(), (e * e).sum(), (s * s).sum(), (s - e).square().sum()])
         parts = ['network', name.split('.')[0]]
         parts += [f'stage {stage}' for prefix, stage in stages.items() if name.startswith(prefix)]
@@ -212,17 +212,17 @@ def _measures(product, exact, estimated, difference):
 
 
 @full_fp32()
-def study(
+def run_study(
     model: nn.Module, settings: Mapping, batches: Iterable[dict], seed=0, whole=False, done=lambda: None, draws=1
 ) -> dict:
-    """Compare presets with exact gradients; of several ``draws`` the mean gradient.
+    """Compare presets with exact gradients. With several ``draws``, their mean gradient is compared.
 
     Returns:
-        dict: Label to part to measure to ``mean``, ``std`` and ``values``, one for each batch.
+        dict: By label, part and measure: ``mean``, ``std`` and ``values``, one for each batch.
 
     Raises:
-        ValueError: For a setting that cannot be applied; or if the control fails: the plain backbone alone has to give
-            the detector's gradients.
+        ValueError: If a setting cannot be applied, or if the control fails: the plain backbone alone has to give the
+            detector's gradients.
     """
     target = model if whole else model.backbone
     for label, (preset, keys) in settings.items():
@@ -290,9 +290,13 @@ def parse_args():
         '--presets', nargs='+', default=DEFAULT, help="with keys: 'sbp,keep_ratio=0.25' (default: %(default)s)"
     )
     parser.add_argument('--whole', action='store_true', help='apply them to the whole detector, not to its backbone')
-    parser.add_argument('--batches', type=int, default=8, help='of the train dataloader (default: 8)')
-    parser.add_argument('--draws', type=int, default=1, help='the mean gradient of so many (default: 1)')
-    parser.add_argument('--seed', type=int, default=0, help='of batches, masks and all that is drawn (default: 0)')
+    parser.add_argument('--batches', type=int, default=8, help='number of batches of the train dataloader (default: 8)')
+    parser.add_argument(
+        '--draws', type=int, default=1, help='number of draws of which the mean gradient is compared (default: 1)'
+    )
+    parser.add_argument(
+        '--seed', type=int, default=0, help='seed of batches, masks and everything else that is drawn (default: 0)'
+    )
     parser.add_argument('--device', type=check_device, default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='overrides of the config')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
@@ -309,7 +313,7 @@ def main():
         model = build_model(config, args.checkpoint, args.device, args.seed)
         batches = list(train_batches(config, args.batches, args.seed))
         bar = ProgressBar(len(batches) * (1 + len(settings)))
-        results = study(model, settings, batches, args.seed, args.whole, bar.update, args.draws)
+        results = run_study(model, settings, batches, args.seed, args.whole, bar.update, args.draws)
     except ValueError as error:
         parser.error(str(error))
     case = dict(config=Path(args.config).stem, checkpoint=args.checkpoint and Path(args.checkpoint).name)

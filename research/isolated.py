@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 from provenance import describe_machine, write_json
 
-__all__ = ['KILLED', 'apart', 'reason_of', 'rows_of', 'sweep']
+__all__ = ['KILLED', 'reason_of', 'rows_of', 'run_apart', 'sweep']
 
 KILLED = 'the process was killed: too little memory in this machine'
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error as one line."""
     return f'{type(error).__name__}: {" ".join(str(error).split())[:160]}'
 
 
-def apart(compute: Callable[..., dict], *args, seconds: int) -> dict:
-    """Call ``compute`` in a process of its own; the result is ``error`` if it raises or takes too many CPU seconds."""
+def run_apart(compute: Callable[..., dict], *args, seconds: int) -> dict:
+    """Call ``compute`` in a process of its own; return ``error`` if it fails or needs too many CPU seconds."""
     try:
         with ProcessPoolExecutor(1, get_context('fork')) as pool:
             return pool.submit(_computed, compute, args, seconds).result()
@@ -52,7 +52,7 @@ def rows_of(file: Path) -> dict[str, dict]:
 
 
 def sweep(file: Path, names: Iterable[str], compute: Callable[[str], dict], **more) -> dict[str, dict]:
-    """Add a row of each name to those of a file, which is written after each; killed ones are left to the next run."""
+    """Add the rows of some names to a file, which is written after each row. Killed ones are left to the next run."""
     rows = rows_of(file)
     for name in names:
         row = compute(name)

@@ -1,13 +1,13 @@
-"""Measures what it costs to issue a step: calls of Python, operations, autograd nodes and the process's CPU time.
+"""Measures the work of issuing a step: Python calls, operations, autograd nodes and the process's CPU time.
 
     python research/issue_time.py --json docs/results/issue_time.json
     python research/issue_time.py --models ResNet-50 CSPNeXt --presets none exact --rounds 5
     python research/issue_time.py --write                     writes docs/costs.md from the JSON file
 
-Maps are so small that arithmetic hardly counts, with one thread: this is what a fast GPU waits for. Presets take turns,
-and of all rounds the least time of each counts, since neighbours on a machine only ever add to it. The counts have no
-noise: calls of Python functions, operations that torch's dispatcher is asked for (allocations and views among them),
-and nodes of autograd's graph, for a forward and backward pass after the first two.
+Feature maps are so small that arithmetic hardly matters, and there is one thread: this is the time for which a fast GPU
+waits. Presets take turns, and the minimum over all rounds is reported, because other processes can only add time. The
+counts have no noise: calls of Python functions, operations of torch's dispatcher (including allocations and views) and
+nodes of autograd's graph, for a forward and backward pass after the first two.
 """
 
 import argparse
@@ -71,7 +71,7 @@ _CONFIGS = {
 
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]]:
-    """Return the models by name: what builds each, and what runs it and sums its output."""
+    """Return by name the functions that build each model, and those that run it and sum its output."""
     images = torch.randn(1, 3, 64, 64)
 
     def run(model):
@@ -109,18 +109,18 @@ def _run_encoder():
     sizes = shapes.prod(1)
     tokens = int(sizes.sum())
     query = torch.randn(1, tokens, 32)
-    given = dict(
+    inputs = dict(
         query_pos=query,
         key_padding_mask=torch.zeros(1, tokens, dtype=torch.bool),
         spatial_shapes=shapes,
         level_start_index=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]]),
         valid_ratios=torch.ones(1, 4, 2),
     )
-    return lambda model: model(query=query, **given).sum()
+    return lambda model: model(query=query, **inputs).sum()
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations while it is entered."""
+    """Mode that counts operations."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ def counts(step: Callable[[], Tensor]) -> dict[str, int]:
     for _ in range(2):  # what is made once is there at the third time
         step().backward()
     nodes = _nodes(step().grad_fn)
-    with _Operations() as found:
+    with _Operations() as operations:
         step().backward()
     calls = 0
 
@@ -153,7 +153,7 @@ def counts(step: Callable[[], Tensor]) -> dict[str, int]:
         step().backward()
     finally:
         sys.setprofile(None)
-    return dict(calls=calls, operations=sum(found.number.values()), nodes=nodes)
+    return dict(calls=calls, operations=sum(operations.number.values()), nodes=nodes)
 
 
 def _nodes(root) -> int:
@@ -201,7 +201,7 @@ _RATIOS = dict(ratio='seconds', calls_ratio='calls', operations_ratio='operation
 
 
 def table(rows: list[dict]) -> str:
-    """Format a line for each model: time relative to plain, and operations relative to plain in brackets."""
+    """Format a line for each model: time relative to plain, and in brackets operations relative to plain."""
     presets = [preset for preset in dict.fromkeys(row['preset'] for row in rows) if preset != 'none']
     cells = {(row['model'], row['preset']): row for row in rows}
     lines = ['| model | plain | ' + ' | '.join(f'`{preset}`' for preset in presets) + ' |']

@@ -1,10 +1,10 @@
-"""The largest batch of five detectors on four sizes of cards, by preset, as ``sbp-mmdet plan --batch max`` says it.
+"""Finds the largest batch of five detectors on four sizes of cards, by preset, with ``sbp-mmdet plan --batch max``.
 
     python research/largest_batches.py                 # counts what docs/results/largest_batches.json lacks; no GPU
     python research/largest_batches.py --only R-50/    # rows whose names contain one of these
 
-A row is a detector with a preset: bytes that are needed by number of images, from which the answers follow. It is on
-disk as soon as it is there, with its commit.
+A row belongs to a detector with a preset. It has the needed bytes by number of images, from which the answers follow.
+It is written to disk as soon as it is counted, with its commit.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import logging
 import time
 import warnings
 
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
 
@@ -82,7 +82,7 @@ def main():
     wanted = [f'{name}/{variant}' for variant in VARIANTS for name in DETECTORS]
     rows = rows_of(RESULTS)
     chosen = [key for key in wanted if key not in rows and any(word in key for word in only)]
-    sweep(RESULTS, chosen, lambda key: apart(row_of, key, seconds=_SECONDS))
+    sweep(RESULTS, chosen, lambda key: run_apart(row_of, key, seconds=_SECONDS))
 
 
 if __name__ == '__main__':

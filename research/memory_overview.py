@@ -1,11 +1,11 @@
-"""Memory by detector and preset: what a GPU needs, what a backbone stores, how far a step lifts a process here.
+"""Memory by detector and preset: needed GPU memory, stored bytes of backbones, and the growth of a process in a step.
 
     python research/memory_overview.py count      # adds what is missing to docs/results/memory_overview.json; no GPU
     python research/memory_overview.py measure    # the same for resident sets, one process each; Linux
     python research/memory_overview.py write      # tables of README.md and docs/costs.md, and docs/pictures/memory.png
 
-Counts are those of ``sbp-mmdet plan``, with what CUDA and fragmentation need on top. A row is on disk as soon as it is
-there, and names the commit of its code.
+Counts are those of ``sbp-mmdet plan``, including the memory for CUDA and for fragmentation. A row is written to disk as
+soon as it is counted, with the commit of its code.
 """
 
 import argparse
@@ -108,14 +108,14 @@ _WRAPPERS = {'fp16': 'AmpOptimWrapper', 'fp32': 'OptimWrapper'}
 
 
 def count(detector: Detector, variant: str) -> dict:
-    """Count a training step, by the rules of CUDA.
+    """Count a training step by the rules of CUDA.
 
     Args:
         detector (Detector): Detector of the tables.
-        variant (str): Preset, with pieces behind it.
+        variant (str): Preset and pieces.
 
     Returns:
-        dict: ``backbone`` (what it stores for the backward pass), ``peak`` and ``needs`` in bytes.
+        dict: ``backbone`` (bytes that it stores for the backward pass), ``peak`` and ``needs``, in bytes.
     """
     config = plain(load_config(detector.config, {'optim_wrapper.type': _WRAPPERS[detector.precision]}))
     keys = dict(skip_dropped_images=False) if PRESETS[variant].form else {}
@@ -126,14 +126,14 @@ def count(detector: Detector, variant: str) -> dict:
 
 
 def measure(detector: Detector, variant: str) -> dict:
-    """Measure how far one step lifts the resident set of a process.
+    """Measure how much one step raises the resident set of a process.
 
     Args:
         detector (Detector): Detector of the tables.
-        variant (str): Preset, with pieces behind it.
+        variant (str): Preset and pieces.
 
     Returns:
-        dict: ``lift`` in MB, or ``failed`` with what the process said last.
+        dict: ``lift`` in MB, or ``failed`` with the last output of the process.
     """
     try:
         return dict(lift=measure_lift(detector.config, variant, **LIFTED))
@@ -206,7 +206,7 @@ def tables(results: dict) -> dict[tuple[str, str], str]:
 
 
 def _by_case(results, kind):
-    """Yield each row of a kind with the detector and the variant that it is of."""
+    """Yield each row of a kind with its detector and variant."""
     return (((row['detector'], row['variant']), row) for row in _rows(results, kind))
 
 
@@ -223,7 +223,7 @@ def _relative(value, plain):
 
 
 def _table(detectors, variants, value, form, name=lambda detector: detector.head):
-    """Return a table with a row for each detector whose variants are all there, and a column for each variant.
+    """Return a table with a column for each variant, and a row for each detector that has figures for all of them.
 
     ``value`` returns the figure of a detector and a variant, or ``None``.
     """
@@ -232,15 +232,15 @@ def _table(detectors, variants, value, form, name=lambda detector: detector.head
     for variant, head in variants.items():
 
         def cell(detector, variant=variant):
-            found = value(detector, variant)
-            return form(found, value(detector, 'none')) if found else ''
+            figure = value(detector, variant)
+            return form(figure, value(detector, 'none')) if figure else ''
 
         columns.append(Column(head, cell))
     return markdown_table(columns, there)
 
 
 def draw(results: dict) -> None:
-    """Draw what a GPU needs as bars, with lines at the sizes of cards, and what the authors measured hatched.
+    """Draw a bar chart of GPU memory, with lines at the sizes of cards and the authors' measurements hatched.
 
     Args:
         results (dict): Contents of the file of results.

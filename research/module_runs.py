@@ -3,25 +3,34 @@
 from collections.abc import Sequence
 
 import torch
-from case import OUT_OF_MEMORY, Case, capture, compared, name_the_base, of_all_images, smooth, tried
+from case import (
+    OUT_OF_MEMORY,
+    Case,
+    capture,
+    compare_gradients,
+    get_keys_for_all_images,
+    make_smooth_noise,
+    name_the_base,
+    try_and_note,
+)
 from mmengine.config import Config
 from rivals import RIVALS, plain_draws
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
-from turns import kernels, take_turns, time_step
+from turns import count_kernels, take_turns, time_step
 
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.cuda_rules import autocast, full_fp32
 from sbp_mmdet.plan.detector import build_training
 from sbp_mmdet.plan.memory import held_bytes, peak_bytes, saved_bytes
 
-__all__ = ['AMP', 'Runner', 'captured', 'measure_module']
+__all__ = ['AMP', 'Runner', 'build_and_capture', 'measure_module']
 
 AMP = {'off': None, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
 
 class Runner:
-    """Runs cases of a module on its input.
+    """Runner of a module on its input, for different cases.
 
     Args:
         found: Arguments of the module, nested.
@@ -68,7 +77,7 @@ class Runner:
             torch.manual_seed(seed)
             outs = self.forward(case)
             # Small: in fp16 the sum over all positions would overflow.
-            torch.autograd.backward(outs, [smooth(o.shape).to(o) * 0.01 for o in outs])
+            torch.autograd.backward(outs, [make_smooth_noise(o.shape).to(o) * 0.01 for o in outs])
             found += [(f'{seed}.{n}', p.grad.float()) for n, p in case.module.named_parameters() if p.grad is not None]
             self.clear(case.model)
         return dict(found)
@@ -87,12 +96,14 @@ class Runner:
         return dict(saved_bytes=saved, peak_bytes=peak)
 
     def times(self, case):
-        found = time_step(lambda: self.step(case), self.device)
+        times = time_step(lambda: self.step(case), self.device)
         self.clear(case.model)
-        return found
+        return times
 
 
-def captured(config: Config, module: str, amp: str, channels_last: bool = False, **case) -> tuple[nn.Module, Runner]:
+def build_and_capture(
+    config: Config, module: str, amp: str, channels_last: bool = False, **case
+) -> tuple[nn.Module, Runner]:
     """Build a plain detector, and take the input of a module from a forward pass on smooth images.
 
     Args:
@@ -103,12 +114,11 @@ def captured(config: Config, module: str, amp: str, channels_last: bool = False,
         **case: ``batch``, ``height``, ``width``, ``boxes``, ``device``.
 
     Returns:
-        tuple[nn.Module, Runner]: The detector, and a runner of its module. To be called within
-        ``at_the_first_step``.
+        tuple[nn.Module, Runner]: The detector, and a runner of its module, for use within ``at_the_first_step``.
     """
     torch.manual_seed(0)
     model, _, batch = build_training(config, **case)
-    batch['inputs'] = [(smooth((1, *x.shape))[0] * 40 + 128).clamp(0, 255).to(x) for x in batch['inputs']]
+    batch['inputs'] = [(make_smooth_noise((1, *x.shape))[0] * 40 + 128).clamp(0, 255).to(x) for x in batch['inputs']]
     if channels_last:
         model.to(memory_format=torch.channels_last)
     found, images = capture(model, batch, module, lambda: autocast(case['device'], AMP[amp]))
@@ -140,12 +150,12 @@ class _Measured:
 
     def measure(self, row, name):
         """Measure everything but the times in turns, and write it to the row."""
-        runner, keys = self._runner, of_all_images(name)
+        runner, keys = self._runner, get_keys_for_all_images(name)
         with full_fp32(), plain_draws(name in RIVALS):
             error = self._plain_runner.gradients(Case(name, self._model, self._module, keys))
         if self._exact is None:
             self._exact = error
-        row.update(compared(self._exact, error))
+        row.update(compare_gradients(self._exact, error))
         case = Case(name, self._model, self._module, {})
         whole = Case(name, self._model, self._module, keys) if keys else case
         first = runner.times(case)['seconds']
@@ -153,7 +163,7 @@ class _Measured:
         if case.rival and case.rival.compiled:
             row['compile_s'] = max(first - runner.times(case)['seconds'], 0.0)
         elif self._amp:
-            row['amp_error'] = compared(self._exact, runner.gradients(whole))['error']
+            row['amp_error'] = compare_gradients(self._exact, runner.gradients(whole))['error']
         self.cases.append((row, case))
 
     def clear(self):
@@ -200,11 +210,11 @@ def measure_module(
     cuda = torch.device(case['device']).type == 'cuda'
     by_allocator = cuda or any(name in RIVALS for name in names)
     with at_the_first_step():
-        model, runner = captured(config, module, amp, channels_last, **case)
+        model, runner = build_and_capture(config, module, amp, channels_last, **case)
     measured, rows = _Measured(model, module, runner, amp, by_allocator), []
     for name in names:
         rows.append(dict(preset=name))
-        if not tried(rows[-1], name in RIVALS, lambda: measured.measure(rows[-1], name), note):  # noqa: B023
+        if not try_and_note(rows[-1], name in RIVALS, lambda: measured.measure(rows[-1], name), note):  # noqa: B023
             measured.clear()
             if len(rows) == 1 and rows[0]['reason'] != OUT_OF_MEMORY:
                 reason = rows[0]['reason']
@@ -212,7 +222,7 @@ def measure_module(
     name_the_base(measured.cases, names)
     take_turns(measured.cases, rounds, lambda case, i: runner.times(case), note, warm_up=cuda)
     for row, own in measured.cases if cuda and profile else ():
-        row.update(kernels(lambda: runner.step(own)))  # noqa: B023
+        row.update(count_kernels(lambda: runner.step(own)))  # noqa: B023
         runner.clear(model)
         note(row)
     return rows

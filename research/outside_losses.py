@@ -2,9 +2,9 @@
 
     python research/outside_losses.py FOLDER --data NUCLEI --json docs/results/outside_losses.json
 
-FOLDER holds the sources, see ``outside_models.py``; NUCLEI is a folder with images/ and train.json. The same weights,
-images and random numbers for all; 'last bit changed' is the plain detector from weights that differ in their last bit.
-One thread. Each training runs in a process of its own. Goes on where the results end.
+FOLDER contains the sources, see ``outside_models.py``; NUCLEI is a folder with images/ and train.json. All training
+runs have the same weights, images and random numbers; 'last bit changed' is the plain detector with weights that differ
+in their last bit. They use one thread, and each runs in a process of its own. Existing results are kept.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 from outside_models import TEXT
@@ -207,14 +207,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path, help='the sources')
     parser.add_argument('--data', type=Path, required=True, help='folder of the images')
-    parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')
-    parser.add_argument('--steps', type=int, default=200, help='of each training (default: 200)')
+    parser.add_argument('--json', type=Path, required=True, help='file of results; existing ones are kept')
+    parser.add_argument('--steps', type=int, default=200, help='number of steps of each training run (default: 200)')
     parser.add_argument('--only', nargs='+', default=[*MODELS], metavar='NAME', help='train no others')
     args = parser.parse_args()
     names = [f'{name}, {run}' for name in args.only for run in RUNS]
 
     def compute(label):
-        return apart(train, args.folder, args.data, *label.split(', '), args.steps, seconds=SECONDS)
+        return run_apart(train, args.folder, args.data, *label.split(', '), args.steps, seconds=SECONDS)
 
     there = rows_of(args.json)
     rows = sweep(args.json, [name for name in names if 'losses' not in there.get(name, {})], compute)

@@ -3,7 +3,7 @@
     python research/outside_models.py FOLDER --json docs/results/outside_models.json
     python research/outside_models.py FOLDER --json docs/results/outside_models.json --report   # runs nothing
 
-FOLDER holds the public sources, which are no part of this project: ``mmdet`` (``projects`` and ``configs`` of
+FOLDER contains the public sources, which are not part of this project: ``mmdet`` (``projects`` and ``configs`` of
 VBTI-development/onedl-mmdetection), ``mmyolo`` (``mmyolo`` and ``configs`` of open-mmlab/mmyolo) and ``mmrotate``
 (``mmrotate`` and ``configs`` of open-mmlab/mmrotate, branch 1.x). The configs are the stock ones. Losses and gradients
 are compared on small images, in fp64 where a detector knows it; large backbones and transformers have fewer layers for
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from families import compare, count
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from outside_sources import sources
 from tables import format_bytes, markdown_table
 
@@ -142,7 +142,7 @@ MODELS = {
 
 
 def _computed(compute, folder, name, shrunk, *args):
-    """Run a function of a detector's config, with its sources at hand."""
+    """Run a function with a detector's config while its sources can be imported."""
     model = MODELS[name]
     with sources(folder, model.config):
         config = load_config(str(folder / model.config), {**model.options, **(model.shrunk if shrunk else {})})
@@ -160,11 +160,11 @@ def run(folder: Path, name: str, before: dict) -> dict:
     model, plan = MODELS[name], before.get('plan', {})
     row = before if 'loss_error' in before else {}
     if 'peaks' not in plan:
-        plan = apart(_computed, count, folder, name, False, VARIANTS, model.size, IMAGES, seconds=SECONDS)
+        plan = run_apart(_computed, count, folder, name, False, VARIANTS, model.size, IMAGES, seconds=SECONDS)
     if 'loss_error' not in row:
         for double in (True, False) if model.double else (False,):
             why = row.get('untried') or row.get('error')
-            row = apart(_computed, compare, folder, name, True, double, model.step, seconds=SECONDS)
+            row = run_apart(_computed, compare, folder, name, True, double, model.step, seconds=SECONDS)
             if why and not double:
                 row['no_fp64'] = why
             if 'loss_error' in row:
@@ -177,8 +177,8 @@ def report(rows: dict[str, dict]) -> str:
 
     def share(key, variant):
         def cell(row):
-            found = row.get('plan', {}).get(key, {})
-            return f'{found[variant] / found["none"]:.2f}' if variant in found else None
+            values = row.get('plan', {}).get(key, {})
+            return f'{values[variant] / values["none"]:.2f}' if variant in values else None
 
         return cell
 
@@ -205,18 +205,18 @@ def _obstacle(row):
 
 
 def _bytes(row, key):
-    found = row.get('plan', {}).get(key, {})
-    return format_bytes(found['none']) if 'none' in found else None
+    values = row.get('plan', {}).get(key, {})
+    return format_bytes(values['none']) if 'none' in values else None
 
 
 def main():
     """Run what is missing in the results and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path, help='the sources')
-    parser.add_argument('--json', type=Path, required=True, help='results; those that are there are kept')
-    parser.add_argument('--again', nargs='+', default=[], metavar='NAME', help='run these anew')
+    parser.add_argument('--json', type=Path, required=True, help='file of results; existing ones are kept')
+    parser.add_argument('--again', nargs='+', default=[], metavar='NAME', help='repeat these')
     parser.add_argument('--only', nargs='+', metavar='NAME', help='run no others')
-    parser.add_argument('--report', action='store_true', help='run nothing')
+    parser.add_argument('--report', action='store_true', help='run nothing, print the table')
     args = parser.parse_args()
     rows = rows_of(args.json)
     if not args.report:

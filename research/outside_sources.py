@@ -31,11 +31,11 @@ _SINGLE = torch.float32
 
 @contextlib.contextmanager
 def sources(folder: Path, config: str) -> Iterator[None]:
-    """Let the sources in a folder be imported and run on a CPU.
+    """Make the sources in a folder importable, and let them run on a CPU, within the context.
 
     Args:
         folder (Path): The folder, see ``outside_models.py``.
-        config (str): Path of the config of the detector that is to run, in the folder.
+        config (str): Path of the detector's config in the folder.
     """
     project = config.partition('/')[0]
     with contextlib.ExitStack() as stack:
@@ -68,9 +68,9 @@ def sources(folder: Path, config: str) -> Iterator[None]:
 
 
 def _grounding_dino_runs():
-    """Return a context in which Grounding DINO encodes positions as wide as its decoder reads them.
+    """Make Grounding DINO encode positions with the width that its decoder expects, within the context.
 
-    onedl-mmdetection 3.5.1 widens the encoding for DINO and not the layer of Grounding DINO that reads it.
+    onedl-mmdetection 3.5.1 widens the encoding for DINO, but not the layer of Grounding DINO that reads it.
     """
     encode = dino_layers.coordinate_to_encoding
 
@@ -83,48 +83,50 @@ def _grounding_dino_runs():
 
 def _with_captions(batch, height, width, boxes, num_classes, *args, **kwargs):
     """Build a batch whose samples name their classes, as Grounding DINO's data sets do."""
-    made = _build_batch(batch, height, width, boxes, num_classes, *args, **kwargs)
-    for sample in made['data_samples']:
+    batch_of_samples = _build_batch(batch, height, width, boxes, num_classes, *args, **kwargs)
+    for sample in batch_of_samples['data_samples']:
         sample.set_metainfo(dict(text=tuple(f'thing{i}' for i in range(num_classes)), custom_entities=True))
-    return made
+    return batch_of_samples
 
 
 def _collated(*args, **kwargs):
     """Build a batch as mmyolo collates it: all boxes in one tensor, with the number of their image and their label."""
-    made = _build_batch(*args, **kwargs)
+    batch_of_samples = _build_batch(*args, **kwargs)
     rows = []
-    for i, sample in enumerate(made['data_samples']):
+    for i, sample in enumerate(batch_of_samples['data_samples']):
         found = sample.gt_instances
         rows.append(
             torch.cat([found.labels.new_full((len(found), 1), i), found.labels[:, None], found.bboxes.tensor], 1)
         )
-    samples = dict(bboxes_labels=torch.cat(rows), img_metas=[sample.metainfo for sample in made['data_samples']])
-    return dict(inputs=torch.stack(made['inputs']).float(), data_samples=samples)
+    samples = dict(
+        bboxes_labels=torch.cat(rows), img_metas=[sample.metainfo for sample in batch_of_samples['data_samples']]
+    )
+    return dict(inputs=torch.stack(batch_of_samples['inputs']).float(), data_samples=samples)
 
 
 def _collated_one_by_one(*args, **kwargs):
     """Build a batch as mmyolo collates it for PPYOLOE, whose preprocessor gets a list of images."""
-    made = _collated(*args, **kwargs)
-    return dict(made, inputs=[*made['inputs'].unbind()])
+    batch_of_samples = _collated(*args, **kwargs)
+    return dict(batch_of_samples, inputs=[*batch_of_samples['inputs'].unbind()])
 
 
 def _rotated(*args, **kwargs):
     """Build a batch of rotated boxes, as mmrotate's pipelines do."""
     kind = importlib.import_module('mmrotate.structures').RotatedBoxes
-    made = _build_batch(*args, **kwargs)
+    batch_of_samples = _build_batch(*args, **kwargs)
     angles = np.random.default_rng(0)
-    for sample in made['data_samples']:
+    for sample in batch_of_samples['data_samples']:
         for instances in (sample.gt_instances, sample.ignored_instances):
             boxes = instances.bboxes.tensor
             sides = boxes[:, 2:] - boxes[:, :2]
             turned = torch.from_numpy(angles.uniform(-1.5, 1.5, (len(boxes), 1))).to(boxes)
             instances.bboxes = kind(torch.cat([(boxes[:, :2] + boxes[:, 2:]) / 2, sides, turned], 1))
-    return made
+    return batch_of_samples
 
 
 @contextlib.contextmanager
 def _rotated_boxes_are_found():
-    """Let an untrained RPN find rotated objects, and compute overlaps of rotated boxes for detectors in fp64."""
+    """Make an untrained RPN find rotated objects, and compute overlaps of rotated boxes for detectors in fp64."""
     overlaps = importlib.import_module('mmrotate.structures.bbox.bbox_overlaps')
     overlap, rectangle = overlaps.box_iou_rotated, cv2.minAreaRect
 
@@ -158,7 +160,7 @@ def _pairs_that_may_overlap(a, b):
 
 
 def _find_rotated(detector):
-    """Replace the proposals of an untrained RPN, as the planner does, by boxes of which some lie near the truth."""
+    """Replace the proposals of an untrained RPN by boxes near and far from the ground truth, as the planner does."""
     rpn = getattr(detector, 'rpn_head', None)
     if rpn is None:
         return
@@ -176,7 +178,7 @@ def _find_rotated(detector):
 
 
 def _proposals(rng, truth, number, size, kind):
-    """Return proposals of a type of boxes with the sizes of the true ones; at most half of them are near these."""
+    """Return proposals of a type of boxes with the sizes of the true boxes, at most half of them near true boxes."""
     near = min(_PER_BOX * len(truth), number // 2)
     boxes = truth.tensor.cpu().numpy()[np.arange(number) % len(truth)].copy()
     boxes[:near, :2] += rng.uniform(-0.05, 0.05, (near, 2)) * boxes[:near, 2:4]

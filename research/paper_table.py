@@ -17,7 +17,7 @@ DETAILS = ('box AP', 'box AP50', 'box AP75', 'box AP small', 'box AP medium', 'b
 
 
 def means(results: Mapping) -> dict[str, dict]:
-    """Return means by label in percent, with 'memory' (GiB) and 'step_s', over the seeds that ended."""
+    """Return means over finished seeds by label, in percent, with 'memory' (GiB) and 'step_s'."""
     found = {}
     for label, runs in results.items():
         ended = [run for run in runs.values() if run['finished']]
@@ -30,7 +30,7 @@ def means(results: Mapping) -> dict[str, dict]:
 
 
 def paper_table(experiment: Experiment, measured: Mapping, folder: Path | None = None, short: bool = False) -> str:
-    """Return a table of the paper's figures and the measured ones, without columns in which nothing was measured."""
+    """Return a table of the paper's figures and the measured ones, without columns that have no measurement."""
     paper = {label: dict(zip(experiment.heads, experiment.paper.get(label, ()))) for label in experiment.labels}  # noqa: B905
     if short:
         columns, labels = _short(experiment, paper, measured, folder)

@@ -37,15 +37,16 @@ _STRIDES = (4, 8, 16)  # pixels to a position, in stages 1 to 3
 
 
 def units(preset: str) -> float:
-    """Return what a ConvNeXt block stores for the backward pass, in feature maps (N, C, H, W).
+    """Return the tensors that a ConvNeXt block stores for the backward pass, in feature maps (N, C, H, W).
 
-    Masks and numbers for each position or channel (deviations, scales) are left out: they take below 2 % of a map each.
+    Masks and numbers for each position or channel (deviations, scales) are omitted; each takes less than 2 % of a map.
     """
     return sum(TENSORS[name] * share for name, share in STORED[preset].items())
 
 
 def draw_stored(path: Path) -> None:
-    """Draw what a ConvNeXt block stores: a row for each preset, a box for each tensor, as wide as it has channels."""
+    """Draw the stored tensors of a ConvNeXt block: a row per preset, a box per tensor, as wide as its number of
+    channels."""
     from matplotlib.patches import Rectangle
 
     gap, height = 0.35, 0.72
@@ -99,7 +100,7 @@ def draw_masks(path: Path) -> None:
 
 
 def draw_losses(path: Path) -> None:
-    """Draw losses of a small DINO on nuclei under presets, and how far they are from the plain ones."""
+    """Draw the losses of a small DINO on nuclei with different presets, and their distances from the plain losses."""
     losses = json.loads((CHECKOUT / 'docs/results/dino_losses_nuclei.json').read_text())['losses']
     plain = np.array(losses['none'])
     figure, grid = panels(1, 2, figsize=(9.6, 3.2))
@@ -119,7 +120,7 @@ DRAW = dict(losses=draw_losses, masks=draw_masks, stored=draw_stored)
 
 
 def main(names: list[str]) -> None:
-    """Draw the pictures that are named, or all."""
+    """Draw the named pictures, or all of them."""
     unknown = sorted(set(names) - set(DRAW))
     if unknown:
         sys.exit(f'error: there is no picture {unknown[0]!r}; choose from {", ".join(DRAW)}')

@@ -1,4 +1,4 @@
-"""Sizes of batches that the planner says, against the largest of many batches of the real loader, for ten pipelines.
+"""Compares the planner's largest batch with the largest of many batches of the real loader, for ten pipelines.
 
     python research/pipeline_sizes.py    # 2,000 batches each; docs/results/pipeline_sizes.json and a table; no GPU
 
@@ -40,17 +40,17 @@ FLIP = dict(type='RandomFlip', prob=0.5)
 
 @TRANSFORMS.register_module(force=True)
 class Enlarge(BaseTransform):
-    """Transform of a user, which mmdet does not know: enlarges one image in four."""
+    """Transform that mmdet does not know, like a user's: it enlarges one image in four."""
 
     def transform(self, results: dict) -> dict:
-        """Enlarge the image, or not."""
+        """Enlarge the image, with a probability of one in four."""
         if np.random.rand() < 0.25:
             results['img'] = cv2.resize(results['img'], None, fx=1.5, fy=1.5)
             results['img_shape'] = results['img'].shape[:2]
         return results
 
 
-def pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 3, boxes: int = 2) -> Path:
+def write_pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 3, boxes: int = 2) -> Path:
     """Write pictures with rectangles, as COCO and as VOC have them.
 
     Args:
@@ -76,8 +76,8 @@ def pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 3, box
             x, y = rng.uniform(0, 0.5, 2) * (width, height)
             w, h = 0.4 * width, 0.4 * height
             polygon = [x, y, x + w, y, x + w, y + h, x, y + h]
-            told = dict(id=len(content['annotations']) + 1, image_id=i, category_id=1, iscrowd=0, area=w * h)
-            content['annotations'].append(dict(told, bbox=[x, y, w, h], segmentation=[polygon]))
+            annotation = dict(id=len(content['annotations']) + 1, image_id=i, category_id=1, iscrowd=0, area=w * h)
+            content['annotations'].append(dict(annotation, bbox=[x, y, w, h], segmentation=[polygon]))
             corners = dict(xmin=x + 1, ymin=y + 1, xmax=x + w, ymax=y + h)
             corners = ''.join(f'<{key}>{int(value)}</{key}>' for key, value in corners.items())
             objects += f'<object><name>thing</name><difficult>0</difficult><bndbox>{corners}</bndbox></object>'
@@ -94,7 +94,7 @@ def config_of(
     """Return a config with a data loader, as COCO's recipes have it.
 
     Args:
-        folder (Path): Folder of :func:`pictures`.
+        folder (Path): Folder of :func:`write_pictures`.
         steps (list[dict]): Transforms between those that load and those that pack.
         load (list[dict]): Transforms that load. Default: of image and boxes.
         last (list[dict]): Transforms that pack.
@@ -182,14 +182,14 @@ PIPELINES: dict[str, tuple[list, int, Callable]] = {
 }
 
 
-def said(found: Inputs) -> int:
-    """Return the pixels of the largest batch by the planner, in all branches."""
-    parts = found.branches.values() if found.branches else [(found.batch, found.height, found.width)]
+def get_planned_pixels(inputs: Inputs) -> int:
+    """Return the pixels of the planner's largest batch, summed over its branches."""
+    parts = inputs.branches.values() if inputs.branches else [(inputs.batch, inputs.height, inputs.width)]
     return sum(images * height * width for images, height, width, *_ in parts)
 
 
 def largest_real(config: Config, batches: int) -> int:
-    """Return the pixels of the largest of so many batches of the real loader, padded to one size in each branch."""
+    """Return the pixels of the largest of several batches of the real loader, padded to one size in each branch."""
     init_default_scope('mmdet')
     np.random.seed(7), torch.manual_seed(7)
     loader, most, seen, epoch = Runner.build_dataloader(config.train_dataloader, seed=7), 0, 0, 0
@@ -208,25 +208,27 @@ def largest_real(config: Config, batches: int) -> int:
 
 
 def compare(name: str, folder: Path, batches: int) -> dict:
-    """Return what the planner says of a pipeline, and what its loader gave.
+    """Compare the planner's largest batch of a pipeline with the batches of its loader.
 
     Args:
         name (str): Key of ``PIPELINES``.
         folder (Path): Empty folder.
-        batches (int): Batches of the loader.
+        batches (int): Number of batches of the loader.
     """
     shapes, channels, make = PIPELINES[name]
-    config = make(pictures(folder, shapes, channels))
-    found = inputs_of(config)
-    pixels, real = said(found), largest_real(config, batches)
-    size = [found.height, found.width, found.channels]
+    config = make(write_pictures(folder, shapes, channels))
+    inputs = inputs_of(config)
+    pixels, real = get_planned_pixels(inputs), largest_real(config, batches)
+    size = [inputs.height, inputs.width, inputs.channels]
     return dict(name=name, size=size, said=pixels, real=real, ratio=pixels / real, batches=batches)
 
 
 def main():
     """Compare all pipelines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--batches', type=int, default=2000, help='of the real loader (default: 2000)')
+    parser.add_argument(
+        '--batches', type=int, default=2000, help='number of batches of the real loader (default: 2000)'
+    )
     args = parser.parse_args()
     register_all_modules()
     MMLogger.get_current_instance().setLevel(logging.ERROR)

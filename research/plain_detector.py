@@ -66,17 +66,17 @@ def train_batches(config: Config, number: int, seed: int = 0) -> Iterator[dict]:
             f'train_dataloader: {error} (working folder: {Path.cwd()}); '
             'set train_dataloader.dataset.data_root and ann_file'
         ) from error
-    given = epoch = 0
-    while given < number:
+    number_given = epoch = 0
+    while number_given < number:
         for sampler in (loader.sampler, loader.batch_sampler.sampler):  # the one of the two that mmengine shuffles
             if hasattr(sampler, 'set_epoch'):
                 sampler.set_epoch(epoch)
-        before = given
+        before = number_given
         for batch in loader:
             yield batch
-            given += 1
-            if given == number:
+            number_given += 1
+            if number_given == number:
                 return
-        if given == before:
+        if number_given == before:
             raise ValueError('train_dataloader gives no batch: is its data set empty, or smaller than batch_size?')
         epoch += 1

@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
 
@@ -37,14 +37,14 @@ _SECONDS = 300  # of one core, at most, for a row
 
 
 def row_of(key: str) -> dict:
-    """Return what is allocated and reserved.
+    """Count the allocated and the reserved memory of a detector with a preset.
 
     Args:
-        key (str): Detector and preset, '/' between them.
+        key (str): Detector and preset, separated by '/'.
 
     Returns:
-        dict: ``size`` of the largest images and of ``usual`` ones, and bytes: ``peak`` of the tensors, and what
-        :func:`sbp_mmdet.plan.reserved.reserved_bytes` says.
+        dict: ``size`` of the largest and of ``usual`` images; in bytes, ``peak`` of the tensors and the results of
+        :func:`sbp_mmdet.plan.reserved.reserved_bytes`.
     """
     start = time.process_time()
     name, variant = key.split('/')
@@ -53,10 +53,10 @@ def row_of(key: str) -> dict:
     options = {} if variant == 'none' else dict(skip_dropped_images=False)
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
     row = measure_detector(with_variant(config, variant, **options), **case, usual=inputs.usual)
-    found = {key: row[key] for key in ('peak', 'reserved', 'capacity', 'expandable')}
+    result = {key: row[key] for key in ('peak', 'reserved', 'capacity', 'expandable')}
     size = [inputs.batch, inputs.height, inputs.width]
     seconds = round(time.process_time() - start, 1)
-    return dict(found, size=size, usual=inputs.usual, seconds=seconds, **commit())
+    return dict(result, size=size, usual=inputs.usual, seconds=seconds, **commit())
 
 
 def main():
@@ -65,7 +65,7 @@ def main():
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     rows = rows_of(RESULTS)
     wanted = [f'{name}/{variant}' for name in DETECTORS for variant in VARIANTS]
-    sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: apart(row_of, key, seconds=_SECONDS))
+    sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: run_apart(row_of, key, seconds=_SECONDS))
 
 
 if __name__ == '__main__':

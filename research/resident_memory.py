@@ -1,9 +1,9 @@
-"""Measures by how much a training step raises the resident set of a process, as the operating system counts it.
+"""Measures by how much a training step raises the resident set of a process, as the operating system reports it.
 
     python research/resident_memory.py mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py --size 800x1344
     python research/resident_memory.py CONFIG --variants none with_cp+targets exact int8 --json FILE
 
-It needs no GPU, and nothing of it is calculated. Each variant trains one step on a synthetic batch in a process of its
+It needs no GPU, and no figure is calculated. Each variant trains one step on a synthetic batch in a process of its
 own (fp32, on the CPU), after a small step that loads kernels and makes the gradients. Linux only.
 """
 
@@ -31,14 +31,14 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt: large blocks come by mm
 
 
 def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
-    """Return how far a step lifts the resident set of this process, in MB.
+    """Return by how much a step raises the resident set of this process, in MB.
 
     Args:
         config (str): Config file, or ``mmdet::FAMILY/NAME.py``.
-        variant (str): A preset and pieces, such as 'exact+cp-heads'.
+        variant (str): Preset and pieces, such as 'exact+cp-heads'.
         batch (int): Number of images.
-        size (tuple[int, int]): Height and width of the images in pixels.
-        boxes (int): Boxes of each image.
+        size (tuple[int, int]): Height and width of the images, in pixels.
+        boxes (int): Number of boxes in each image.
     """
     libc = ctypes.CDLL('libc.so.6')
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
@@ -60,7 +60,7 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
 
 
 def measure_lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
-    """Run :func:`lift` in a process of its own. Takes and returns the same.
+    """Run :func:`lift` in a process of its own, with the same arguments and result.
 
     Raises:
         RuntimeError: If that process fails.
@@ -98,9 +98,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file, or mmdet::FAMILY/NAME.py')
     parser.add_argument('--variants', nargs='+', default=DEFAULT, help='presets and pieces (default: %(default)s)')
-    parser.add_argument('--size', type=parse_size, default=(800, 1344), help='of the images (default: 800x1344)')
-    parser.add_argument('--batch', type=int, default=1, help='images (default: 1)')
-    parser.add_argument('--boxes', type=int, default=15, help='in each image (default: 15)')
+    parser.add_argument('--size', type=parse_size, default=(800, 1344), help='size of the images (default: 800x1344)')
+    parser.add_argument('--batch', type=int, default=1, help='number of images (default: 1)')
+    parser.add_argument('--boxes', type=int, default=15, help='boxes in each image (default: 15)')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
     parser.add_argument('--one', action='store_true', help=argparse.SUPPRESS)
     args = parser.parse_args()

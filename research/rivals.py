@@ -57,8 +57,8 @@ def _saving_products():
         raise ValueError(
             f'torch {torch.__version__} has no selective checkpointing; take another rival, or a newer torch'
         )
-    found = [getattr(torch.ops.aten, name).default for name in _SAVED_BY_CHOICE]
-    contexts = functools.partial(cp.create_selective_checkpoint_contexts, found)
+    operators = [getattr(torch.ops.aten, name).default for name in _SAVED_BY_CHOICE]
+    contexts = functools.partial(cp.create_selective_checkpoint_contexts, operators)
     with mock.patch.object(cp, 'checkpoint', functools.partial(cp.checkpoint, context_fn=contexts)):
         yield
 

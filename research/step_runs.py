@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from allocator_trace import recorded
-from case import free_memory, name_the_base, of_all_images, parse_name, tried
+from allocator_trace import record_and_replay
+from case import free_memory, get_keys_for_all_images, name_the_base, parse_name, try_and_note
 from mmengine.config import Config
 from rivals import RIVALS
 from torch import nn
-from turns import kernels, take_turns
+from turns import count_kernels, take_turns
 
 from sbp_mmdet.passes import DrawsInPasses
 from sbp_mmdet.plan.batch import at_the_first_step
@@ -19,26 +19,26 @@ from sbp_mmdet.plan.detector import build_training
 from sbp_mmdet.plan.device import use_device
 from sbp_mmdet.plan.variants import with_variant
 
-__all__ = ['capped', 'measure_steps', 'peaks', 'timed_step']
+__all__ = ['limit_memory', 'measure_peaks', 'measure_steps', 'time_training_step']
 
 
-def peaks(step: Callable[[], object]) -> dict[str, int]:
-    """Measure what a training step allocates and reserves on a GPU.
+def measure_peaks(step: Callable[[], object]) -> dict[str, int]:
+    """Measure the memory that a training step allocates and reserves on a GPU.
 
     Args:
-        step (Callable): The step. It runs three times: only the second step has all optimizer states from its
-            beginning, and by the third all workspaces of libraries are there.
+        step (Callable): The step. It runs three times: the second step is the first one that begins with all optimizer
+            states, and in the third all workspaces of libraries exist.
 
     Returns:
-        dict[str, int]: In bytes ``peak_bytes`` (allocated in the third step), ``reserved`` (the most in all of them,
-        from an empty cache on), ``replayed`` (the same by the model of the caching allocator, from the allocations
-        that it was asked for) and ``context`` (what the GPU holds besides); and ``retries``, how often the allocator
-        gave its cache back to make room.
+        dict[str, int]: In bytes: ``peak_bytes`` (allocated in the third step), ``reserved`` (the most in all steps,
+        beginning with an empty cache), ``replayed`` (the same according to the model of the caching allocator) and
+        ``context`` (other memory of the process on the GPU); and ``retries``, how often the allocator freed its cache
+        to make room.
     """
     free_memory()
     torch.cuda.reset_peak_memory_stats()
     retries = torch.cuda.memory_stats().get('num_alloc_retries', 0)
-    with recorded() as replayed:
+    with record_and_replay() as replayed:
         step()
         step()
         reserved = torch.cuda.max_memory_reserved()
@@ -55,7 +55,7 @@ def peaks(step: Callable[[], object]) -> dict[str, int]:
     )
 
 
-def timed_step(model: nn.Module, wrapper, data: dict) -> float:
+def time_training_step(model: nn.Module, wrapper, data: dict) -> float:
     """Run a training step: forward pass, backward pass, optimizer step.
 
     Args:
@@ -80,7 +80,7 @@ def timed_step(model: nn.Module, wrapper, data: dict) -> float:
 
 
 class _Steps:
-    """Training steps of a detector by preset. All models share weights, optimizer wrapper and batch of the first.
+    """Training steps of a detector by preset. All models share weights, optimizer wrapper and batch of the first one.
 
     Args:
         config (Config): Config of the detector.
@@ -111,10 +111,10 @@ class _Steps:
         """Run a step with the i-th seed, and return its time."""
         torch.manual_seed(i)
         _, wrapper, batch = self._shared
-        return dict(seconds=timed_step(model, wrapper, batch))
+        return dict(seconds=time_training_step(model, wrapper, batch))
 
     def clear(self):
-        """Drop the gradients that a step that failed has left."""
+        """Drop the gradients that a failed step has left."""
         if self._shared:
             self._shared[1].zero_grad()
 
@@ -143,8 +143,8 @@ def measure_steps(
 
     Returns:
         list[dict]: For each name ``preset``, ``seconds``, ``ratio``, ``ratio_min``, ``ratio_max``, on CUDA also what
-        :func:`peaks` returns, ``launches`` and ``busy``, and ``compared_with`` if that is not the first name; or
-        ``reason``.
+        :func:`measure_peaks` returns, ``launches`` and ``busy``, and ``compared_with`` if that is not the first name;
+        or ``reason``.
     """
     rows, ready, steps, cuda = [], [], _Steps(config, case), torch.device(case['device']).type == 'cuda'
 
@@ -152,8 +152,8 @@ def measure_steps(
         model = steps.build(name)
         if cuda:
             drops = any(isinstance(module, DrawsInPasses) for module in model.modules())
-            whole = steps.build(name, **of_all_images(name)) if drops else model
-            row.update(peaks(lambda: steps.run(whole, 0)))
+            whole = steps.build(name, **get_keys_for_all_images(name)) if drops else model
+            row.update(measure_peaks(lambda: steps.run(whole, 0)))
             del whole
         steps.run(model, 0)
         if cap:
@@ -163,22 +163,22 @@ def measure_steps(
         else:
             ready.append((row, model))
 
-    with at_the_first_step(), capped(cap, case['device']):
+    with at_the_first_step(), limit_memory(cap, case['device']):
         for name in names:
             rows.append(dict(preset=name))
-            if not tried(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note):  # noqa: B023
+            if not try_and_note(rows[-1], name in RIVALS, lambda: measure(rows[-1], name), note):  # noqa: B023
                 steps.clear()
         name_the_base(ready, names)
         take_turns(ready, rounds, lambda model, i: steps.run(model, i + 1), note, warm_up=cuda)
         for row, model in ready if cuda and profile else ():
-            row.update(kernels(lambda: steps.run(model, 0)))  # noqa: B023
+            row.update(count_kernels(lambda: steps.run(model, 0)))  # noqa: B023
             note(row)
     return rows
 
 
 @contextlib.contextmanager
-def capped(cap: int | None, device: str):
-    """Let torch's allocator have no more than ``cap`` bytes of the GPU. CUDA's context is outside of it."""
+def limit_memory(cap: int | None, device: str):
+    """Limit torch's allocator to ``cap`` bytes of the GPU within the context. CUDA's context is not included."""
     if not cap:
         yield
         return

@@ -15,7 +15,7 @@ import warnings
 from unittest import mock
 
 import numpy as np
-from isolated import apart, sweep
+from isolated import run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
 
@@ -42,14 +42,14 @@ _SECONDS = 300
 
 
 def row_of(what: str) -> dict:
-    """Return what a step takes, and the batch that takes what was measured.
+    """Count a step, and return the batch size that explains the measured memory.
 
     Args:
-        what (str): Key of ``MEASURED``: what is checkpointed, and whether precision is mixed.
+        what (str): Key of ``MEASURED``: the checkpointed parts, and whether precision is mixed.
 
     Returns:
         dict: ``measured`` in GiB; for both sizes ``peak``, ``peaks`` and ``saved`` bytes, and those that are
-        ``logged``; and ``pixels``, those of a batch that explains the figure, relative to the first size.
+        ``logged``; and ``pixels`` of the batch that explains the measurement, relative to the first size.
     """
     start = time.process_time()
     config = copy.deepcopy(plain(load_config(CONFIG)))
@@ -58,16 +58,16 @@ def row_of(what: str) -> dict:
         config.custom_hooks = [dict(type='CheckpointModulesHook', modules=['encoder.layers'])]
     if 'amp' in what:
         config.optim_wrapper.type = 'AmpOptimWrapper'
-    found = dict(measured=MEASURED[what])
+    result = dict(measured=MEASURED[what])
     for height, width in SIZES:
         row = measure_detector(config, batch=2, height=height, width=width, boxes=BOXES, expandable=False)
         tensors = row['peak'] + row['gradients']  # with the buckets of distributed training
         kept = {key: row[key] for key in ('peak', 'peaks', 'saved')}
-        found[f'{height}x{width}'] = dict(kept, logged=int(tensors * (1 + MARGIN) + WORKSPACES))
-    first, second = (found[f'{height}x{width}']['logged'] for height, width in SIZES)
+        result[f'{height}x{width}'] = dict(kept, logged=int(tensors * (1 + MARGIN) + WORKSPACES))
+    first, second = (result[f'{height}x{width}']['logged'] for height, width in SIZES)
     share = (MEASURED[what] * 2**30 - first) / (second - first)
     pixels = 1 + share * (SIZES[1][0] / SIZES[0][0] - 1)
-    return dict(found, pixels=pixels, seconds=round(time.process_time() - start, 1), **commit())
+    return dict(result, pixels=pixels, seconds=round(time.process_time() - start, 1), **commit())
 
 
 def pixels_of_batches() -> np.ndarray:
@@ -90,7 +90,7 @@ def main():
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     pixels = pixels_of_batches()
     more = {str(one_in): pixels[int((1 - 1 / one_in) * (len(pixels) - 1))] for one_in in (10, 100, 1000, 10_000)}
-    rows = sweep(RESULTS, MEASURED, lambda what: apart(row_of, what, seconds=_SECONDS), pixels_of_one_in=more)
+    rows = sweep(RESULTS, MEASURED, lambda what: run_apart(row_of, what, seconds=_SECONDS), pixels_of_one_in=more)
     columns = [
         Column('what is checkpointed', lambda item: item[0]),
         Column('measured, GiB', lambda item: f'{item[1]["measured"]}'),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from case import tried
-from turns import kernels, take_turns, time_step
+from case import try_and_note
+from turns import count_kernels, take_turns, time_step
 
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from sbp_mmdet.plan.cuda_rules import full_fp32
@@ -47,9 +47,9 @@ def measure_sync_bn(names: Sequence[str], *, device: str, size: tuple[int, int],
         group = dist.group.WORLD if name == 'SyncBN' else None
         run = _conv_norm(ConvNormSettings(norm='batch', process_group=group))
         with full_fp32():
-            found = _results(run, leaves)
-        row.update(outputs=_off(found[:1], wanted[:1]), gradients=_off(found[1:], wanted[1:]))
-        row.update(kernels(lambda: _results(run, leaves)))
+            results = _results(run, leaves)
+        row.update(outputs=_off(results[:1], wanted[:1]), gradients=_off(results[1:], wanted[1:]))
+        row.update(count_kernels(lambda: _results(run, leaves)))
         ready.append((row, run))
 
     if own_group:
@@ -59,7 +59,7 @@ def measure_sync_bn(names: Sequence[str], *, device: str, size: tuple[int, int],
     try:
         for name in names:
             rows.append(dict(preset=name))
-            tried(rows[-1], False, lambda: measure(rows[-1], name), note)  # noqa: B023
+            try_and_note(rows[-1], False, lambda: measure(rows[-1], name), note)  # noqa: B023
         cuda = device.type == 'cuda'
         take_turns(ready, rounds, lambda run, i: time_step(lambda: _results(run, leaves), device), note, warm_up=cuda)
     finally:
@@ -88,6 +88,6 @@ def _results(run, leaves):
     return [out.detach(), *torch.autograd.grad(out, leaves, ramp.expand_as(out))]
 
 
-def _off(found, wanted):
-    pairs = [(a.double().cpu(), b) for a, b in zip(found, wanted, strict=True)]
+def _off(actual, wanted):
+    pairs = [(a.double().cpu(), b) for a, b in zip(actual, wanted, strict=True)]
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)

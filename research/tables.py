@@ -119,7 +119,7 @@ def panels(rows: int = 1, columns: int = 1, **options) -> tuple:
 
 
 def save_picture(figure, path: Path, title: str = '', legend: Sequence = (), columns: int = 5, dpi: int = 100) -> None:
-    """Write a picture, its folder included, and close it; ``legend`` (handles) stands below all panels."""
+    """Write a picture, make its folder, and close it. ``legend`` (handles) is placed below all panels."""
     import matplotlib.pyplot as plt
 
     if legend:

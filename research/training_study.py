@@ -4,10 +4,10 @@
     python research/training_study.py research/experiments/coco.py --slurm PARTITION --jobs 2
     python research/training_study.py research/experiments/coco.py --no-run --write configs/sbp_convnext/README.md
 
-Runs that finished stay in the work directory, and one that was killed goes on from its last checkpoint, so a study that
-was stopped goes on where it was, and a setting or seed can be added. --no-run trains nothing and reports what is there,
-of trainings that still run as well. Where the experiment has the paper's values, these stand in the table, which
---write puts into pages, between <!-- results: NAME --> and <!-- end -->.
+Finished runs stay in the work directory, and a killed run continues from its last checkpoint. So you can stop and
+continue a study, and add settings or seeds. --no-run trains nothing and reports existing results, also of runs that are
+not finished. If the experiment has the paper's values, they are part of the table, which --write puts into pages
+between <!-- results: NAME --> and <!-- end -->.
 """
 
 import argparse
@@ -30,15 +30,17 @@ TOOLS = Path(__file__).parents[1] / 'tools'
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('experiment', help='its file')
-    parser.add_argument('--work-dir', type=Path, help='of all trainings (default: work_dirs/NAME of the experiment)')
-    parser.add_argument('--labels', nargs='+', default=[], help='these settings only (default: all)')
-    parser.add_argument('--seeds', type=int, nargs='+', default=[], help="(default: the experiment's)")
-    parser.add_argument('--jobs', type=int, default=1, help='trainings at a time (default: 1)')
-    parser.add_argument('--gpus', type=int, help="of each training, through torchrun (default: the experiment's)")
-    parser.add_argument('--slurm', metavar='PARTITION', default='', help='each training is a job of Slurm')
+    parser.add_argument('experiment', help='file of the experiment')
+    parser.add_argument(
+        '--work-dir', type=Path, help='folder of all training runs (default: work_dirs/NAME of the experiment)'
+    )
+    parser.add_argument('--labels', nargs='+', default=[], help='run only these settings (default: all)')
+    parser.add_argument('--seeds', type=int, nargs='+', default=[], help="seeds to run (default: the experiment's)")
+    parser.add_argument('--jobs', type=int, default=1, help='number of simultaneous training runs (default: 1)')
+    parser.add_argument('--gpus', type=int, help="GPUs of each training run, with torchrun (default: the experiment's)")
+    parser.add_argument('--slurm', metavar='PARTITION', default='', help='run each training as a Slurm job')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help='overrides of all configs')
-    parser.add_argument('--no-run', action='store_true', help='train nothing, report what the work directory holds')
+    parser.add_argument('--no-run', action='store_true', help='train nothing, report the results in the work directory')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
     parser.add_argument('--write', nargs='+', type=Path, default=[], help="pages with the paper's table")
     return parser, parser.parse_args()
@@ -57,7 +59,7 @@ def read(args):
 
 
 def results_of(args, experiment, trainings):
-    """Return what was reached, by label and seed."""
+    """Return the results by label and seed."""
     if args.no_run:
         results = {training.label: {} for training in trainings}
         for training in trainings:
@@ -74,16 +76,16 @@ def results_of(args, experiment, trainings):
 
 
 def report(args, experiment, results):
-    """Print and write what was asked for."""
+    """Print the tables, and write the files of the command line."""
     results = {label: {seed: runs[seed] for seed in sorted(runs)} for label, runs in results.items() if runs}
-    found = dict(machine=describe_machine(), experiment=describe(experiment), results=results)
-    print('\n' + accuracy_table(found))
+    content = dict(machine=describe_machine(), experiment=describe(experiment), results=results)
+    print('\n' + accuracy_table(content))
     if experiment.paper:
         print('\n' + paper_table(experiment, means(results)))
     for page in args.write:
         AtomicBackend().put_text(fill(page, experiment, means(results)), page)
     if args.json:
-        write_json(args.json, found, indent=None)
+        write_json(args.json, content, indent=None)
 
 
 def main():

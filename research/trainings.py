@@ -37,7 +37,7 @@ class Training(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """Starts trainings, which resume from the last checkpoint in their folder if there is one."""
+    """Launcher of training runs, which resume from the last checkpoint in their folder if there is one."""
 
     tools: Path
     gpus: int = 0
@@ -92,7 +92,7 @@ def plan(
 
 
 def _check_folder(training):
-    """Refuse a folder that holds another training: both would become one curve."""
+    """Raise an error if a folder contains another training run, because both would be read as one curve."""
     folder = training.folder
     if not (folder / 'result.json').exists() and not any(folder.glob('*/vis_data/scalars.json')):
         return  # nothing was trained yet
@@ -161,11 +161,11 @@ def _alone(folder):
 
 
 def look(training: Training) -> dict | None:
-    """Read the state of a training from its folder.
+    """Read the state of a training run from its folder.
 
     Returns:
-        dict | None: As of :func:`collect`, with ``machine``, ``seconds`` of training and evaluation, and ``finished``;
-        None if nothing was logged.
+        dict | None: Result of :func:`collect`, with ``machine``, ``seconds`` of training and evaluation, and
+        ``finished``; ``None`` if nothing was logged.
 
     Raises:
         ValueError: If the result is damaged.
@@ -185,8 +185,11 @@ def look(training: Training) -> dict | None:
 
 
 def read_log(folder: Path) -> dict | None:
-    """Read mmengine's logs in a work directory, those of a training that was resumed as one: :func:`collect`, and
-    ``seconds``; None where there is no log."""
+    """Read mmengine's logs in a work directory; a resumed training run counts as one.
+
+    Returns:
+        dict | None: Result of :func:`collect`, with ``seconds``; ``None`` if there is no log.
+    """
     entries, seconds = [], 0
     for file in sorted(Path(folder).glob('*/vis_data/scalars.json')):
         new = [*_entries(file.read_text())]
@@ -256,8 +259,14 @@ def run_all(
     threads: int | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[int, dict]]:
-    """Run trainings, ``jobs`` at a time, and calls ``done`` after each: label to seed to the result of :func:`run`.
-    Raises a RuntimeError as soon as one fails; what runs beside it goes on to its end."""
+    """Run training runs, ``jobs`` at a time, and call ``done`` after each.
+
+    Returns:
+        dict[str, dict[int, dict]]: Results of :func:`run` by label and seed.
+
+    Raises:
+        RuntimeError: As soon as a run fails. The other active runs continue to their end.
+    """
     results = {training.label: {} for training in trainings}
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
     running = {pool.submit(run, training, launcher, threads): training for training in trainings}

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ['kernels', 'kernels_of', 'profiled', 'ratios', 'take_turns', 'time_step']
+__all__ = ['compute_ratios', 'count_kernels', 'kernels_of', 'profile_step', 'take_turns', 'time_step']
 
 _OFTEN = 5.0  # seconds; whoever waits for rows sees that the process goes on
 
@@ -18,11 +18,12 @@ _OFTEN = 5.0  # seconds; whoever waits for rows sees that the process goes on
 def time_step(step: Callable[[], object], device: torch.device | str) -> dict[str, float]:
     """Run a step once, and time it.
 
-    A GPU works while the CPU issues the next operations. From an idle GPU on, ``issue`` is what the CPU needs until the
-    step returns, and ``seconds`` ends with its last kernel. If both are alike, the GPU waits for the CPU.
+    A GPU works while the CPU issues the next operations. Beginning with an idle GPU, ``issue`` is the time until the
+    step returns on the CPU, and ``seconds`` the time until its last kernel ends. If both are alike, the GPU waits for
+    the CPU.
 
     Args:
-        step (Callable): The step. It ran at least once before, so that nothing is made for the first time.
+        step (Callable): The step. It ran at least once before, so that caches are filled.
         device (torch.device | str): Device that it runs on.
 
     Returns:
@@ -43,13 +44,13 @@ def time_step(step: Callable[[], object], device: torch.device | str) -> dict[st
     return dict(seconds=begin.elapsed_time(end) / 1e3, issue=issue)
 
 
-def ratios(times: list[list[float]]) -> list[dict]:
-    """Return each case's median time, and its ratios to the first case, round by round."""
+def compute_ratios(times: list[list[float]]) -> list[dict]:
+    """Return the median time of each case, and its ratios to the first case within the rounds."""
     rows = []
     for seconds in zip(*times, strict=True):
-        found = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
-        row = dict(seconds=statistics.median(seconds), ratio=statistics.median(found))
-        rows.append(dict(row, ratio_min=min(found), ratio_max=max(found)))
+        ratios = [own / first for own, (first, *_) in zip(seconds, times, strict=True)]
+        row = dict(seconds=statistics.median(seconds), ratio=statistics.median(ratios))
+        rows.append(dict(row, ratio_min=min(ratios), ratio_max=max(ratios)))
     return rows
 
 
@@ -60,24 +61,24 @@ def take_turns(cases: list[tuple], rounds: int, timed: Callable, note: Callable,
         cases (list[tuple]): Row and case of each; ratios are to the first.
         rounds (int): Number of turns of each case.
         timed (Callable): Runs a case once, given the case and the round. Returns a result of :func:`time_step`.
-        note (Callable): Is called with each row that has new times.
-        warm_up (int): Number of rounds before them that do not count, in which CUDA's allocator settles. Default: 0.
+        note (Callable): Called with each row that has new times.
+        warm_up (int): Number of earlier rounds that do not count, in which CUDA's allocator settles. Default: 0.
     """
     times, noted = [], 0.0
     with _no_collection():
         for i in range(-warm_up, rounds) if rounds and cases else ():
-            found = [timed(case, max(i, 0)) for _, case in cases]
+            round_times = [timed(case, max(i, 0)) for _, case in cases]
             gc.collect(1)
             if i < 0:
                 continue
-            times.append(found)
+            times.append(round_times)
             if i in (0, rounds - 1) or time.monotonic() > noted + _OFTEN:
                 _note_times(cases, times, note)
                 noted = time.monotonic()
 
 
 def _note_times(cases, times, note):
-    by_key = {key: ratios([[own[key] for own in found] for found in times]) for key in times[0][0]}
+    by_key = {key: compute_ratios([[own[key] for own in found] for found in times]) for key in times[0][0]}
     for number, (row, _) in enumerate(cases):
         row.update(by_key['seconds'][number])
         if 'issue' in by_key:
@@ -88,7 +89,7 @@ def _note_times(cases, times, note):
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python's collector of garbage out of what is timed."""
+    """Disable Python's garbage collector within the context, so that it is not timed."""
     gc.collect()
     gc.freeze()
     enabled = gc.isenabled()
@@ -101,8 +102,8 @@ def _no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def profiled(step: Callable[[], object]) -> profile:
-    """Run a step under torch's profiler, to its end on the GPU if there is one."""
+def profile_step(step: Callable[[], object]) -> profile:
+    """Run a step under torch's profiler, and wait until the GPU has finished it."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -115,15 +116,15 @@ def profiled(step: Callable[[], object]) -> profile:
 
 def kernels_of(profiler: profile) -> dict[str, list[float]]:
     """Return the seconds of each kernel, copy and fill that ran on the GPU, by name."""
-    found = {}
+    seconds = {}
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() == DeviceType.CUDA and not _is_range(event):
-            found.setdefault(event.name(), []).append(_seconds(event))
-    return found
+            seconds.setdefault(event.name(), []).append(_seconds(event))
+    return seconds
 
 
 def _is_range(event):
-    """Return whether an event is a range of ``record_function`` that is projected onto the GPU: no kernel."""
+    """Return whether an event is a range of ``record_function`` that is projected onto the GPU, and not a kernel."""
     told = getattr(event, 'is_user_annotation', None)  # torch 2.5 and newer
     return bool(told and told()) or event.name().startswith(('Optimizer.', 'ProfilerStep', 'autograd::'))
 
@@ -132,14 +133,15 @@ def _seconds(event):
     return event.duration_ns() / 1e9 if hasattr(event, 'duration_ns') else event.duration_us() / 1e6  # torch before 2.4
 
 
-def kernels(step: Callable[[], object]) -> dict[str, float]:
-    """Count the kernels that a step launches, and the seconds that the GPU works on them.
+def count_kernels(step: Callable[[], object]) -> dict[str, float]:
+    """Count the kernels that a step launches, and the time that the GPU needs for them.
 
     Returns:
-        dict[str, float]: ``launches`` and ``busy``. Empty without a GPU, or where the profiler sees none of them.
+        dict[str, float]: ``launches``, and ``busy`` in seconds. Empty without a GPU, or if the profiler sees no
+        kernels.
     """
     if not torch.cuda.is_available():
         return {}
-    profiler = profiled(step)
+    profiler = profile_step(step)
     number = sum('LaunchKernel' in event.name() for event in profiler.profiler.kineto_results.events())
     return dict(launches=number, busy=sum(map(sum, kernels_of(profiler).values()))) if number else {}

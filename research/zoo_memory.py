@@ -4,8 +4,8 @@
     python research/zoo_memory.py --only rtmdet dino # of configs whose names contain one of these
     python research/zoo_memory.py --report           # counts nothing: the table, docs/pictures/zoo_memory.png
 
-``metafile.yml`` says "Training Memory (GB)": ``torch.cuda.max_memory_allocated`` in GiB of a whole training, so of its
-worst batch, on GPUs of OpenMMLab. Counted is the plain config's worst batch.
+"Training Memory (GB)" in ``metafile.yml`` is ``torch.cuda.max_memory_allocated`` of a whole training run in GiB, and so
+that of its largest batch, on GPUs of OpenMMLab. The count is for the largest batch of the plain config.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import yaml
-from isolated import apart, rows_of, sweep
+from isolated import rows_of, run_apart, sweep
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from tables import markdown_table, panels, save_picture
@@ -39,18 +39,18 @@ PICTURE = _HERE / 'docs/pictures/zoo_memory.png'
 _SECONDS = 200  # at most, for one config
 
 
-def measured() -> dict[str, float]:
+def read_published() -> dict[str, float]:
     """Return configs with a published figure: the first of each family, then the second ones, and so on."""
     root = Path(mmdet.__file__).parent / '.mim'
     families = []
     for file in sorted(root.glob('configs/*/metafile.yml')):
         models = yaml.safe_load(file.read_text())
-        found = {}
+        figures = {}
         for model in models if isinstance(models, list) else models.get('Models') or []:
             memory = (model.get('Metadata') or {}).get('Training Memory (GB)')
             if memory and (root / model['Config']).exists():
-                found[model['Config'].removeprefix('configs/')] = float(memory)
-        families.append(list(found.items()))
+                figures[model['Config'].removeprefix('configs/')] = float(memory)
+        families.append(list(figures.items()))
     longest = max(map(len, families))
     return dict(family[i] for i in range(longest) for family in families if i < len(family))
 
@@ -63,20 +63,20 @@ def count(name: str) -> dict:
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
     row = measure_detector(config, **case)
     keys = ('parameters', 'optimizer', 'gradients', 'saved', 'forward', 'peak', 'peak_phase', 'peaks')
-    found = {key: row[key] for key in keys}
+    result = {key: row[key] for key in keys}
     reason = reason_of(name)
     if reason and (reason.boxes or reason.then):
         with torch_of_then() if reason.then else contextlib.nullcontext():
-            found['explained'] = measure_detector(config, **dict(case, boxes=reason.boxes or case['boxes']))['peak']
-    found.update(size=[inputs.batch, inputs.height, inputs.width], amp='Amp' in str(config.optim_wrapper.type))
-    return dict(found, seconds=round(time.process_time() - start, 1))
+            result['explained'] = measure_detector(config, **dict(case, boxes=reason.boxes or case['boxes']))['peak']
+    result.update(size=[inputs.batch, inputs.height, inputs.width], amp='Amp' in str(config.optim_wrapper.type))
+    return dict(result, seconds=round(time.process_time() - start, 1))
 
 
 def with_sampler_of_then(config: Config) -> Config:
-    """Let no batch have images of both orientations.
+    """Make batches contain images of one orientation only, as the sampler of mmdet 2 did.
 
-    mmdet 2, with which most figures were measured, filled each group of images up with images of the group. mmdet 3
-    lets what remains of both at the end of an epoch share a batch, which is larger than any other.
+    Most published figures were measured with mmdet 2, which filled each group of images up with images of the group. In
+    mmdet 3, the images that remain of both groups at the end of an epoch share a batch, which is larger than any other.
 
     Args:
         config (Config): A config, changed in place.
@@ -87,12 +87,12 @@ def with_sampler_of_then(config: Config) -> Config:
 
 
 class Reason(NamedTuple):
-    """Reason why the published figure of a family cannot be what is counted.
+    """Reason why the published figure of a family cannot be compared with the count.
 
     Attributes:
-        text (str): For the reader.
-        boxes (int | None): Boxes of its crowded images, where COCO's are not meant.
-        then (bool): Measured with a torch whose functions stored more, see :func:`torch_of_then`.
+        text (str): Text for the reader.
+        boxes (int | None): Number of boxes of its crowded images, if the data set is not COCO.
+        then (bool): Whether it was measured with a torch whose functions stored more, see :func:`torch_of_then`.
     """
 
     text: str
@@ -136,7 +136,7 @@ def reason_of(name: str) -> Reason | None:
 
 @contextlib.contextmanager
 def torch_of_then():
-    """Let softmax store its input and group norm the normalised map, as before torch 1.11."""
+    """Make softmax store its input, and group norm the normalised map, as before torch 1.11, within the context."""
 
     def keeping(function, kept):
         def run(x, *args, **kwargs):
@@ -155,18 +155,18 @@ def torch_of_then():
 
 
 def margin(rows: dict[str, dict]) -> tuple[float, float]:
-    """Share and bytes on top of a count that make the median relative error least, of families with even numbers.
+    """Fit the margin: the share and the constant, in bytes, that minimise the median relative error of the counts.
 
-    Kernels take workspaces: some whatever the model, some as large as its maps.
+    It is fitted on families with even numbers. Kernels use workspaces, some of constant size and some as large as maps.
     """
-    counted, found = _pairs(rows, fitted=True)
+    counted, published = _pairs(rows, fitted=True)
     grid = ((share / 100, add * 2**20) for share in range(0, 21) for add in range(0, 1025, 32))
-    return min(grid, key=lambda m: np.mean(np.abs((counted * (1 + m[0]) + m[1]) / found - 1)))
+    return min(grid, key=lambda m: np.mean(np.abs((counted * (1 + m[0]) + m[1]) / published - 1)))
 
 
 def _pairs(rows, fitted):
     """Return counted and measured bytes of the families that the margin is fitted on, or of the others."""
-    families = sorted({name.split('/')[0] for name in measured()})
+    families = sorted({name.split('/')[0] for name in read_published()})
     chosen = [
         (row['peak'], row['measured'] * 2**30)
         for name, row in rows.items()
@@ -183,9 +183,10 @@ CARDS = (8, 12, 16, 24)  # GiB
 
 
 def leading(rows: dict[str, dict]) -> list[str]:
-    """Format what matters most: the median error, and how many configs would be said to fit a card and do not.
+    """Format the main results: the median error, and how many configs would wrongly be said to fit a card.
 
-    Counts include the margin. The planner adds CUDA's context and gaps between tensors, which the figures are without.
+    Counts include the margin. The planner also adds CUDA's context and gaps between tensors, which published figures
+    lack.
     """
     lines = []
     for name, chosen in (
@@ -193,9 +194,9 @@ def leading(rows: dict[str, dict]) -> list[str]:
         ('without a reason below', [row for key, row in rows.items() if 'peak' in row and not reason_of(key)]),
     ):
         counted = np.array([row['peak'] * (1 + MARGIN) + WORKSPACES for row in chosen]) / 2**30
-        found = np.array([row['measured'] for row in chosen])
-        error = np.abs(counted / found - 1)
-        wrong = [np.mean((counted <= card) & (found > card)) for card in CARDS]
+        published = np.array([row['measured'] for row in chosen])
+        error = np.abs(counted / published - 1)
+        wrong = [np.mean((counted <= card) & (published > card)) for card in CARDS]
         lines.append(
             f'- {len(chosen)} configs, {name}: median error {np.median(error):.1%}, within 15 %: '
             f'{np.mean(error <= 0.15):.0%}. Wrongly said to fit: '
@@ -219,8 +220,8 @@ def report(rows: dict[str, dict]) -> str:
         '',
     ]
     for fitted, name in ((True, 'fitted'), (False, 'not fitted')):
-        counted, found = _pairs(rows, fitted)
-        error = (counted * (1 + share) + add) / found - 1
+        counted, published = _pairs(rows, fitted)
+        error = (counted * (1 + share) + add) / published - 1
         lines.append(
             f'- families {name}: {len(error)} configs, median error {np.median(np.abs(error)):.1%}, '
             f'within 15 %: {np.mean(np.abs(error) <= 0.15):.0%}, below 0.85: {np.sum(error < -0.15)}'
@@ -253,8 +254,8 @@ def picture(rows: dict[str, dict], file: Path) -> None:
     share, add = MARGIN, WORKSPACES
     figure, ((axes,),) = panels(figsize=(5, 5))
     for fitted, colour, label in ((True, '#1f77b4', 'fitted'), (False, '#d95f02', 'not fitted')):
-        counted, found = _pairs(rows, fitted) / 2**30
-        axes.loglog(found, counted * (1 + share) + add / 2**30, '.', color=colour, label=f'families {label}')
+        counted, published = _pairs(rows, fitted) / 2**30
+        axes.loglog(published, counted * (1 + share) + add / 2**30, '.', color=colour, label=f'families {label}')
     ends = np.array([1.5, 80])
     axes.plot(ends, ends, color='#444444', linewidth=1)
     axes.fill_between(ends, ends * 0.85, ends * 1.15, color='#444444', alpha=0.1)
@@ -269,16 +270,18 @@ def picture(rows: dict[str, dict], file: Path) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--only', nargs='+', help='count configs whose names contain one of these')
-    parser.add_argument('--again', action='store_true', help='count what was counted, too')
-    parser.add_argument('--report', action='store_true', help='count nothing')
+    parser.add_argument('--again', action='store_true', help='repeat existing counts, too')
+    parser.add_argument('--report', action='store_true', help='count nothing, write table and picture')
     args = parser.parse_args()
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
-    rows, figures = rows_of(RESULTS), measured()
+    rows, figures = rows_of(RESULTS), read_published()
     chosen = [name for name in figures if not args.only or any(word in name for word in args.only)]
     if not args.report:
         chosen = [name for name in chosen if args.again or name not in rows]
-        rows = sweep(RESULTS, chosen, lambda name: dict(measured=figures[name], **apart(count, name, seconds=_SECONDS)))
+        rows = sweep(
+            RESULTS, chosen, lambda name: dict(measured=figures[name], **run_apart(count, name, seconds=_SECONDS))
+        )
     print(*leading(rows), '', report(rows), sep='\n')
     picture(rows, PICTURE)
 

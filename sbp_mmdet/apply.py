@@ -68,14 +68,14 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     """
     chosen = modules_to_change(model, settings)
     plan = None if settings.preset.name == 'none' else plan_change(model, settings, chosen)
-    before = _state_of(model)
+    before = _get_state(model)
     try:
         _restore(model, chosen.values())
         report = _carry_out(model, settings, plan, chosen) if plan else Report({}, {}, {})
         refuse_replays(model)
         return report
     except BaseException:
-        _put_back(before)
+        _restore_state(before)
         raise
 
 
@@ -83,7 +83,7 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
 _ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'has_run', 'forward')
 
 
-def _state_of(model):
+def _get_state(model):
     """Return the class of each module and the attributes that this package has set on it."""
     return [
         (module, type(module), {key: vars(module)[key] for key in _ATTRIBUTES if key in vars(module)})
@@ -91,8 +91,8 @@ def _state_of(model):
     ]
 
 
-def _put_back(before):
-    """Restore the state that :func:`_state_of` has returned."""
+def _restore_state(before):
+    """Restore the state that :func:`_get_state` has returned."""
     for module, kind, attributes in before:
         module.__class__ = kind
         for key in _ATTRIBUTES:
@@ -132,10 +132,10 @@ def keep_ratios(model: nn.Module) -> dict[tuple, float]:
         dict[tuple, float]: Keep ratios by layer, ``(stage, block)`` or ``(stage, 'downsample')``; stages count from 0.
         Frozen layers and ratios of 1 are omitted.
     """
-    found = {}
+    ratios = {}
     for draws in draws_of(model):
-        found |= draws.stages.keep_ratios()
-    return found
+        ratios |= draws.stages.keep_ratios()
+    return ratios
 
 
 def draws_of(model: nn.Module) -> list[StepDraws]:
@@ -178,13 +178,18 @@ def _carry_out(model, settings, plan, chosen):
         draws = StepDraws(ThinnedStages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
-                change(module, mixin, Place(settings, key, draws), _meaning(settings, ratios.get(key), module, mixin))
+                change(
+                    module,
+                    mixin,
+                    Place(settings, key, draws),
+                    _describe_change(settings, ratios.get(key), module, mixin),
+                )
         if settings.preset.form is not None and draws.stages.any_random():
             attach_draws(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
         place = Place(settings, draws=TokenDraws(settings) if ratio else None)
-        change(module, mixin, place, _meaning(settings, ratio, module, mixin))
+        change(module, mixin, place, _describe_change(settings, ratio, module, mixin))
     if settings.preset.checkpoints:
         for part, mixin in [*parts_to_checkpoint(model, chosen, settings.preset.checkpoints)]:
             mix_in(part, mixin)
@@ -193,9 +198,9 @@ def _carry_out(model, settings, plan, chosen):
     if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
         hand_on_within(model)
     for bound in plan.bounds.values():
-        found = {names[id(inside)]: reason for inside, reason in bound.left}
-        left |= {name: reason for name, reason in found.items() if name not in changed}
-    left |= _untouched(model, changed, left, chosen, settings.preset)
+        reasons = {names[id(inside)]: reason for inside, reason in bound.left}
+        left |= {name: reason for name, reason in reasons.items() if name not in changed}
+    left |= _explain_unchanged(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
 
@@ -245,13 +250,13 @@ def _frozen_in_training(model):
             p.requires_grad_(needed)
 
 
-def _meaning(settings, ratio, module, mixin):
+def _describe_change(settings, ratio, module, mixin):
     preset = settings.preset
     if preset.form is None:
         return 'recomputed in the backward pass'
-    off = ' (its with_cp=True is off: it would cost time)' if getattr(module, 'with_cp', False) else ''
+    off = ' (with_cp=True is switched off, it would only take time)' if getattr(module, 'with_cp', False) else ''
     if fairscale_forward(module):
-        off = ' (its checkpointing by num_cp is off: it would cost time)'
+        off = ' (checkpointing by num_cp is switched off, it would only take time)'
     if ratio is not None:
         return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
     if settings.preset.gradients == 'sampled' and mixin.samples:
@@ -263,10 +268,10 @@ def _meaning(settings, ratio, module, mixin):
     return f'exact, stores less{off}'
 
 
-def _untouched(model, changed, left, chosen, preset):
+def _explain_unchanged(model, changed, left, chosen, preset):
     """Return why the rest of the model is unchanged, child by child."""
     known = {*changed, *left}
-    found = {}
+    reasons = {}
 
     def reason(module):
         if not any(id(inside) in chosen for inside in module.modules()):
@@ -281,7 +286,7 @@ def _untouched(model, changed, left, chosen, preset):
             if any(other.startswith(f'{path}.') for other in known) and depth:
                 look(child, f'{path}.', depth - 1)
             elif not any(other.startswith(f'{path}.') for other in known):
-                found[path] = reason(child)
+                reasons[path] = reason(child)
 
     look(model, '', 2)
-    return found
+    return reasons

@@ -88,7 +88,7 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
 
     detectors_found = detectors(model)
     roots = [detector.backbone for detector in detectors_found.values()] or [model]
-    backbones = [found for root in roots if (found := _backbone(root, settings, take, bounds))]
+    backbones = [layers for root in roots if (layers := _plan_backbone(root, settings, take, bounds))]
     others = []
     for module in chosen.values():
         mixin = adapter_of(module)
@@ -98,18 +98,20 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
-    thinned = [found for found in backbones if found.thins] or [m for _, m in others if m.token_ratio(settings)]
+    thinned = [layers for layers in backbones if layers.thins] or [m for _, m in others if m.token_ratio(settings)]
     if settings.preset.thins and not thinned:
         what = f"preset='{settings.preset.name}' drops positions, and applies"
         known = [m for m in ADAPTERS.values() if issubclass(m, LeanBlock) or m.token_ratio(settings)]
         left |= {names[id(inside)]: reason for bound in bounds.values() for inside, reason in bound.left}
-        raise ValueError(_nothing(model, left, what, known, " Take preset='exact' or 'int8'."))
-    found = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
-    if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in found):
+        raise ValueError(_format_nothing_to_change(model, left, what, known, " Take preset='exact' or 'int8'."))
+    layers = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
+    if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in layers):
         known = [m for m in ADAPTERS.values() if m.samples]
-        raise ValueError(_nothing(model, {}, "preset='sampled' draws rows, and applies", known, " Take 'exact'."))
+        raise ValueError(
+            _format_nothing_to_change(model, {}, "preset='sampled' draws rows, and applies", known, " Take 'exact'.")
+        )
     if not others and not backbones:
-        raise ValueError(_nothing(model, left, f"preset='{settings.preset.name}' applies"))
+        raise ValueError(_format_nothing_to_change(model, left, f"preset='{settings.preset.name}' applies"))
     return ChangePlan(backbones, others, left, bounds)
 
 
@@ -126,9 +128,9 @@ def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Modu
     Raises:
         ValueError: If a part of the model has settings of its own.
     """
-    found = [('', model)] if settings.modules is None else members(model, settings.modules)
+    parts = [('', model)] if settings.modules is None else members(model, settings.modules)
     chosen = {}
-    for prefix, part in found:
+    for prefix, part in parts:
         for name, module in part.named_modules(prefix=prefix):
             if getattr(module, 'sbp', None) is not None and module is not model:
                 raise ValueError(
@@ -139,8 +141,8 @@ def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Modu
     return chosen
 
 
-def _backbone(root, settings, take, bounds):
-    stages = _stages(root)
+def _plan_backbone(root, settings, take, bounds):
+    stages = _find_stages(root)
     if not stages:
         return None
     kind, depths = adapter_of(stages[0][0]), tuple(map(len, stages))
@@ -148,7 +150,7 @@ def _backbone(root, settings, take, bounds):
     for key in kind.absent:
         if getattr(settings, key) != defaults[key]:
             raise ValueError(f'{key}={getattr(settings, key)!r} has no effect in {type(root).__name__}; leave it out')
-    owner = _owner(root, stages)
+    owner = _find_backbone(root, stages)
     layers = {}
     for i, blocks in enumerate(stages):
         for j, block in enumerate(blocks):
@@ -168,36 +170,36 @@ def _thins(bound):
     return any(part.thinned for part in bound.parts.values())
 
 
-def _stages(root):
+def _find_stages(root):
     """Return the stages of a model: for each parent module of blocks, the list of its blocks, in the model's order."""
-    found = []
+    stages = []
     for parent in root.modules():
         if blocks := [child for child in parent.children() if _is_block(child)]:
-            found.append(blocks)
-    return found
+            stages.append(blocks)
+    return stages
 
 
 def _is_block(module):
     return issubclass(adapter_of(module) or LeanModule, LeanBlock)
 
 
-def _owner(root, stages):
+def _find_backbone(root, stages):
     """Return the innermost module that holds all blocks and is neither a list nor in one: the backbone."""
     number = sum(map(len, stages))
     lists = [module for module in root.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     listed = {id(child) for module in lists for child in module}
-    found = [
+    holders = [
         module
         for module in root.modules()  # from the outside to the inside
         if module not in lists and not _is_block(module) and sum(map(_is_block, module.modules())) == number
     ]
-    return ([module for module in found if id(module) not in listed] or found or [root])[-1]
+    return ([module for module in holders if id(module) not in listed] or holders or [root])[-1]
 
 
-def _nothing(model, left, what, known=None, remedy=''):
+def _format_nothing_to_change(model, left, what, known=None, remedy=''):
     reasons = ''.join(f' {name}: {reason}.' for name, reason in left.items())
-    found = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
-    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in found)
+    paths = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
+    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in paths)
     listed = ', '.join(names)
     return (
         f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '

@@ -136,7 +136,7 @@ def parts_to_checkpoint(
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
     """
-    parts = [found for detector in detectors(model).values() for found in _parts(detector)]
+    parts = [found for detector in detectors(model).values() for found in _find_parts(detector)]
     found = []
     if 'block' in kinds:  # first: a neck that holds a backbone is not recomputed whole, but block by block
         found += [(block, CheckpointedPart) for block in model.modules() if _is_unchanged_block(block)]
@@ -158,12 +158,12 @@ def parts_to_checkpoint(
             yield part, mixin
 
 
-def _parts(detector):
+def _find_parts(detector):
     stem = getattr(getattr(detector, 'backbone', None), 'stem', None)
     if isinstance(stem, nn.Module):  # its maps are the largest, and its input is the image
         yield 'stem', stem
     if isinstance(neck := getattr(detector, 'neck', None), nn.Module):
-        yield from _pieces(neck)
+        yield from _split_neck(neck)
     for child in detector.children():
         if isinstance(child, BaseDenseHead):
             yield 'dense head', child
@@ -174,14 +174,14 @@ def _parts(detector):
                     yield from (('RoI head', one) for one in heads)
 
 
-def _pieces(neck):
+def _split_neck(neck):
     """Yield the parts of a neck that run one after the other, so that one of them is recomputed at a time."""
     kind = stock_class(type(neck))
     if kind is DyHead:
         yield from (('block', block) for block in neck.dyhead_blocks)
     elif kind in (nn.Sequential, Sequential):
         for piece in neck:
-            yield from _pieces(piece)
+            yield from _split_neck(piece)
     else:
         yield 'neck', neck
 

@@ -201,15 +201,15 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
         >>> checkpoint_modules(detector, ['neck', 'rpn_head'])
         ['neck', 'rpn_head']
     """
-    found = list(members(model, modules))
-    for name, module in found:
+    chosen = list(members(model, modules))
+    for name, module in chosen:
         if isinstance(module, BaseRoIHead):
             parts = [f'{name}.{part}' for part, _ in module.named_children() if part.endswith('head')]
             raise ValueError(
                 f'modules={list(modules)}: the detector calls the loss of {name}, not its forward; name its parts: '
                 f'{parts}'
             )
-    new = [module for _, module in found if not isinstance(module, Checkpointed)]
+    new = [module for _, module in chosen if not isinstance(module, Checkpointed)]
     for module in new:
         mix_in(module, Checkpointed)
     try:
@@ -218,7 +218,7 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
         for module in new:
             mix_out_checkpoint(module, Checkpointed)
         raise
-    return [name for name, _ in found]
+    return [name for name, _ in chosen]
 
 
 def refuse_replays(model: nn.Module) -> None:

@@ -126,15 +126,18 @@ class _Search:
     def _follow(self, function):
         """Look at what a function of a library uses by name."""
         names, scope = _names_in(function.__code__), function.__globals__
-        user = sys.modules.get(_home(function))
+        user = sys.modules.get(_get_module_name(function))
         for name in sorted(names):
             self._look_in_class(name)
             value = scope.get(name)
             if not isinstance(value, ModuleType):
-                self._look_in_module(user, name, value, _package(_home(function)))
-            elif value.__name__ in _FUNCTIONS or _package(value.__name__) == _package(_home(function)) != 'torch':
+                self._look_in_module(user, name, value, _package(_get_module_name(function)))
+            elif (
+                value.__name__ in _FUNCTIONS
+                or _package(value.__name__) == _package(_get_module_name(function)) != 'torch'
+            ):
                 for inside in sorted(names & vars(value).keys()):
-                    self._look_in_module(value, inside, vars(value)[inside], _package(_home(function)))
+                    self._look_in_module(value, inside, vars(value)[inside], _package(_get_module_name(function)))
 
     def _look_in_module(self, module, name, value, package):
         """Look at a function that one of a package uses."""
@@ -144,8 +147,8 @@ class _Search:
         self._seen.add((module, name))
         self.functions[module, name] = value
         renamed = module.__name__ in _FUNCTIONS and _plain(getattr(value, '__name__', '')) != _plain(name)
-        home = package if isinstance(function, BuiltinFunctionType) else _package(_home(function))
-        if _home(function).startswith(_STAND_INS):
+        home = package if isinstance(function, BuiltinFunctionType) else _package(_get_module_name(function))
+        if _get_module_name(function).startswith(_STAND_INS):
             return
         if renamed or home not in (*_LIBRARIES, package):
             self._blame(module, name, function)
@@ -153,7 +156,7 @@ class _Search:
             self._follow(function)
 
     def _blame(self, owner, name, function):
-        home = _home(function) or type(function).__name__
+        home = _get_module_name(function) or type(function).__name__
         self.replaced = self.replaced or f'{owner.__name__}.{name} was replaced by a function of {home}'
 
 
@@ -165,20 +168,20 @@ def _function_of(member):
     """Return the function in a method, a property, or a decorator of a library."""
     for attribute in ('fget', 'func', '__func__'):
         member = getattr(member, attribute, member)
-    while hasattr(member, '__wrapped__') and _home(member) in _DECORATORS:
+    while hasattr(member, '__wrapped__') and _get_module_name(member) in _DECORATORS:
         member = member.__wrapped__
     return member
 
 
 def _is_written_in(function, kind, name):
-    if _home(function).startswith(_STAND_INS):
+    if _get_module_name(function).startswith(_STAND_INS):
         return True
-    if not isinstance(function, FunctionType) or _home(function) != kind.__module__:
+    if not isinstance(function, FunctionType) or _get_module_name(function) != kind.__module__:
         return False
     return kind is nn.Module or function.__qualname__ == f'{kind.__qualname__}.{name}'
 
 
-def _home(function):
+def _get_module_name(function):
     """Return the name of the module that a function is written in."""
     scope = getattr(function, '__globals__', None)
     return '' if scope is None else scope.get('__name__', 'builtins')  # what classes made by ``exec`` say of theirs

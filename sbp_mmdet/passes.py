@@ -117,11 +117,11 @@ def hand_on_within(model: nn.Module) -> None:
         if isinstance(module, HandingOn):
             mix_out(module, HandingOn)
         vars(module).pop('_inside', None)
-    for module in dict.fromkeys(_scopes(model, 0)):  # one that several modules share comes several times
+    for module in dict.fromkeys(_find_scopes(model, 0)):  # one that several modules share comes several times
         mix_in(module, HandingOn)
 
 
-def _scopes(module, depth) -> Iterator[nn.Module]:
+def _find_scopes(module, depth) -> Iterator[nn.Module]:
     """Yield the outermost known modules with several layers that hand on, and some below them.
 
     Where a part becomes unknown later, those around it open no scope any more, and those beside it still do.
@@ -136,7 +136,7 @@ def _scopes(module, depth) -> Iterator[nn.Module]:
         depth += 1
     if depth <= _DEPTH:
         for child in module.children():
-            yield from _scopes(child, depth)
+            yield from _find_scopes(child, depth)
 
 
 class _Inside(NamedTuple):

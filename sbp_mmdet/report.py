@@ -18,7 +18,7 @@ from .verify.first_pass import conclude, verify_changed
 __all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'thinned_line']
 
 # Reasons why a module is unchanged: no adapter supports it, or preset='with_cp' does not checkpoint it.
-UNKNOWN, NO_BLOCK = 'no lean form of it is known', 'it is no block of a backbone'
+UNKNOWN, NO_BLOCK = 'not supported', 'not a block of a backbone'
 _MOST_NAMES = 6  # largest number of names that a line of the report lists
 
 
@@ -38,9 +38,9 @@ class Report:
 
     def __str__(self):
         lines = [f'{len(self.changed)} modules changed, {len(self.left)} left alone']
-        for word, found in (('changed', self.changed), ('left alone', self.left)):
-            for reason in dict.fromkeys(found.values()):
-                names = [name for name in found if found[name] == reason]
+        for word, reasons in (('changed', self.changed), ('left alone', self.left)):
+            for reason in dict.fromkeys(reasons.values()):
+                names = [name for name in reasons if reasons[name] == reason]
                 numbers = Counter(self.kinds[name] for name in names)
                 kinds = ', '.join(f'{number} {kind}' for kind, number in numbers.items())
                 who = '' if word == 'changed' or len(names) > _MOST_NAMES else f' ({", ".join(names)})'

@@ -60,9 +60,9 @@ _MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
 @functools.cache
 def _mixed(mixin, kind):
     """Return the class of a pair. It is made once, because torch.compile compiles each class of modules anew."""
-    made = type(kind.__name__, (mixin, kind), {'__module__': kind.__module__})
-    _MADE_OF[made] = mixin, kind
-    return made
+    mixed = type(kind.__name__, (mixin, kind), {'__module__': kind.__module__})
+    _MADE_OF[mixed] = mixin, kind
+    return mixed
 
 
 def _apart(kind):

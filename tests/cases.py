@@ -5,6 +5,7 @@ The oracle is the plain model of the same weights. By hand, its blocks send grad
 """
 
 import contextlib
+import copy
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from mmcv.cnn.bricks import DropPath
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones import SwinTransformer
 from mmengine.model import BaseModule
-from oracles import DEVICE, gradients, image
+from oracles import DEVICE, compute_gradients, random_images
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -91,8 +92,8 @@ class StockViT(BaseModule):
         return (x,)
 
 
-def in_place(kind, **fixed):
-    """Returns a user's plain model, changed by apply_lean."""
+def get_builder(kind, **fixed):
+    """Return a function that builds a user's model and changes it with :func:`sbp_mmdet.apply_lean`."""
 
     def make(sbp_cfg=None, **options):
         model = kind(**fixed | options)
@@ -103,16 +104,23 @@ def in_place(kind, **fixed):
     return make
 
 
-# Family to what builds its small model; those of this package take sbp_cfg themselves.
+def make_lean_copy(model: nn.Module, preset: str = 'exact', **keys) -> nn.Module:
+    """Return a copy of a model after :func:`sbp_mmdet.apply_lean`, without verification unless ``verify`` is given."""
+    lean = copy.deepcopy(model)
+    apply_lean(lean, preset, **dict(verify=False) | keys)
+    return lean
+
+
+# Functions that build a small model, by family. The backbones of this package take sbp_cfg themselves.
 FAMILIES = {
     'SBPConvNeXt': lambda sbp_cfg=None, **options: SBPConvNeXt(sbp_cfg=sbp_cfg, **CONVNEXT | options),
     'SBPSwinTransformer': lambda sbp_cfg=None, **options: SBPSwinTransformer(
         sbp_cfg=sbp_cfg, **SWIN | dict(drop_path_rate=0.0) | options
     ),
     'SBPViT': lambda sbp_cfg=None, **options: SBPViT(sbp_cfg=sbp_cfg, **VIT | options),
-    'stock ConvNeXt': in_place(SBPConvNeXt, **CONVNEXT),
-    'stock Swin': in_place(SwinTransformer, **SWIN | dict(drop_path_rate=0.0)),
-    'stock ViT': in_place(StockViT),
+    'stock ConvNeXt': get_builder(SBPConvNeXt, **CONVNEXT),
+    'stock Swin': get_builder(SwinTransformer, **SWIN | dict(drop_path_rate=0.0)),
+    'stock ViT': get_builder(StockViT),
 }
 OWN = [name for name in FAMILIES if name.startswith('SBP')]
 LEAN = [name for name, preset in PRESETS.items() if preset.form is not None]
@@ -120,7 +128,7 @@ THIN = [name for name, preset in PRESETS.items() if preset.thins]
 
 
 def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed=0, **options) -> nn.Module:
-    """Returns a small model in training mode with random values in all parameters."""
+    """Return a small model in training mode with random values in all parameters."""
     model = FAMILIES[family](sbp_cfg, **options).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -132,39 +140,45 @@ def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed
     return model.to(DEVICE)
 
 
-def draws_of(model: nn.Module):
-    """Returns the draws of a changed model's passes."""
+def get_draws(model: nn.Module):
+    """Return the draws of a changed model's passes."""
     return next(m._lean.draws for m in model.modules() if isinstance(m, LeanModule) and m._lean.draws is not None)
 
 
-def kept_masks(model: nn.Module, x) -> dict:
-    """Returns the mask (height, width) of each layer in the latest pass of the model."""
-    draws, found = draws_of(model), {}
+def get_kept_masks(model: nn.Module, x) -> dict:
+    """Return the mask (height, width) of each layer in the latest pass of the model."""
+    draws, masks = get_draws(model), {}
     with draws.latest_pass() if draws.stages.any_random() else contextlib.nullcontext():
         for layer in draws.stages.keep_ratios():
             size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
-            found[layer] = torch.zeros(size, dtype=torch.bool)
-            found[layer].view(-1)[draws.positions(layer, found[layer].numel()).keep.cpu()] = True
-    return found
+            masks[layer] = torch.zeros(size, dtype=torch.bool)
+            masks[layer].view(-1)[draws.positions(layer, masks[layer].numel()).keep.cpu()] = True
+    return masks
 
 
-def stored_bytes(run, known) -> int:
-    """Returns the bytes that autograd saves in a forward pass, without known tensors such as parameters and images."""
+def count_stored_bytes(run, known) -> int:
+    """Return the bytes that autograd saves in a forward pass, without known tensors such as parameters and images."""
     if DEVICE != 'cpu':
         pytest.skip('bytes are counted on a CPU')
     seen = {t.untyped_storage().data_ptr() for t in known}
-    found = {}
+    nbytes = {}
 
     def pack(t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
-            found[storage.data_ptr()] = storage.nbytes()
+            nbytes[storage.data_ptr()] = storage.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = run()
     del out
-    return sum(found.values())
+    return sum(nbytes.values())
+
+
+def count_model_bytes(model, *args, **kwargs) -> int:
+    """Return the bytes that a model saves in a forward pass, without its inputs, parameters and buffers."""
+    inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+    return count_stored_bytes(lambda: model(*args, **kwargs), [*inputs, *model.parameters(), *model.buffers()])
 
 
 class Largest(TorchDispatchMode):
@@ -178,19 +192,19 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
-    """The plain model of the same weights, which sends gradients as the latest pass of a lean one should have.
+def build_oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
+    """Return the plain model with these weights, which sends the gradients that the last pass of ``lean`` should send.
 
     Args:
         family (str): Key of ``FAMILIES``.
         lean (nn.Module): The changed model, after a forward pass.
         x (Tensor): The images of this pass.
-        **options: The model was built with.
+        **options: Arguments with which the model was built.
     """
     plain = build(family, dtype=next(lean.parameters()).dtype, **options)
     plain.load_state_dict(lean.state_dict())
     names = {id(module): name for name, module in lean.named_modules()}
-    draws, prefix = draws_of(lean), getattr(lean, 'prefix', 0)
+    draws, prefix = get_draws(lean), getattr(lean, 'prefix', 0)
     rates, ratios = draws.stages.rates(), draws.stages.keep_ratios()
     sizes = draws.stages.sizes(*x.shape[-2:])
     settings = draws.stages.settings
@@ -217,21 +231,21 @@ def oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
     return plain
 
 
-def expected_gradients(family, lean, x, **options):
-    """Returns the gradients of the oracle, after the lean model has run."""
-    return gradients(oracle(family, lean, x, **options), x)
+def compute_expected_gradients(family, lean, x, **options):
+    """Return the gradients of the oracle, after the lean model has run."""
+    return compute_gradients(build_oracle(family, lean, x, **options), x)
 
 
-def lean_and_expected(family, sbp_cfg, x=None, **options):
-    """Returns a lean model's gradients and the expected ones."""
-    x = image(3, 64, 96) if x is None else x
+def compute_lean_and_expected(family, sbp_cfg, x=None, **options):
+    """Return the gradients of a lean model, and those of its oracle."""
+    x = random_images(3, 64, 96) if x is None else x
     lean = build(family, sbp_cfg, **options)
-    found = gradients(lean, x)
-    return found, expected_gradients(family, lean, x, **options)
+    actual = compute_gradients(lean, x)
+    return actual, compute_expected_gradients(family, lean, x, **options)
 
 
 class _Kept:
-    """Kept positions of a layer."""
+    """Mask of the kept positions of a layer."""
 
     def __init__(self, positions, size, prefix):
         keep, self.size = positions.keep, size
@@ -239,18 +253,19 @@ class _Kept:
         self.mask[keep] = True
 
     def where(self, y):
-        """Of tokens (N, L, C) or maps (N, C, H, W)."""
+        """Detach the dropped positions of tokens (N, L, C) or feature maps (N, C, H, W)."""
         mask = self.mask.view(self.size) if y.dim() == 4 else self.mask[:, None]
         return torch.where(mask, y, y.detach())
 
 
 def _end_branch(drop, factor, kept):
+    """Multiply a branch by its stochastic depth factor, and detach its dropped positions."""
     inner = drop.forward if factor is None else lambda y: y * factor.view(-1, *[1] * (y.dim() - 1))
     drop.forward = inner if kept is None else lambda y: inner(kept.where(y))
 
 
 def _attend(block, proj, kept, mode, heads):
-    """The appendix's equations: entries of the attention's map, or heads, that send nothing."""
+    """Detach dropped entries of the attention map, or dropped heads, as in the appendix of the paper."""
 
     def attend(q, k, v, **_):
         scores = q @ k.mT / q.shape[-1] ** 0.5
@@ -281,6 +296,7 @@ def _attend(block, proj, kept, mode, heads):
 
 
 def _shrink(layer, kept):
+    """Detach the dropped positions of a downsampling layer's output."""
     inner = layer.forward
 
     def of_map(x):
@@ -293,6 +309,7 @@ def _shrink(layer, kept):
     layer.forward = of_tokens if hasattr(layer, 'reduction') else of_map
 
 
-def on_meta(kind, *args, **options):
+def build_on_meta(kind, *args, **options):
+    """Build a module on the device 'meta', without memory for its parameters."""
     with torch.device('meta'):
         return kind(*args, **options)

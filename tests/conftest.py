@@ -8,13 +8,13 @@ import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
 from mmengine.logging import MessageHub, MMLogger
-from oracles import DEVICE, on_device
+from oracles import DEVICE, move_to_device
 
 from sbp_mmdet.ops.common.autograd_function import Operation
 from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.verify.first_pass import verification_off
 
-# Phases: without the last one, 'explain', which runs a failing test a few hundred times more.
+# The last phase, 'explain', is left out, because it repeats a failing test some hundred times.
 hypothesis.settings.register_profile(
     'core', derandomize=True, deadline=None, max_examples=20, phases=list(hypothesis.Phase)[:-1]
 )
@@ -23,14 +23,14 @@ hypothesis.settings.load_profile('core')
 
 @pytest.fixture(autouse=True)
 def seed():
-    """Seeds torch and resets the iteration, because masks depend on both."""
+    """Seed torch and reset the iteration, because masks depend on both."""
     torch.manual_seed(0)
-    MessageHub.get_current_instance().runtime_info.pop('iter', None)  # of a runner in a test before
+    MessageHub.get_current_instance().runtime_info.pop('iter', None)  # a runner of another test may have set it
 
 
 @pytest.fixture(autouse=True)
 def log_level():
-    """Restores the level of mmengine's logger, which commands change."""
+    """Restore the level of mmengine's logger, which commands change."""
     logger = MMLogger.get_current_instance()
     level = logger.level
     yield
@@ -39,15 +39,17 @@ def log_level():
 
 @pytest.fixture(autouse=True)
 def operations_on_the_device(monkeypatch):
-    """With SBP_TEST_DEVICE=cuda every operation runs there, forward and backward, whichever test calls it. What stands
-    around it stays where the test has it, oracles on the CPU among them."""
+    """Run every operation on ``SBP_TEST_DEVICE``, forward and backward.
+
+    The code around it, such as oracles on the CPU, keeps its device.
+    """
     if DEVICE == 'cpu':
         yield
         return
     call = Operation.__call__
 
     def moved(self, settings, tensors):
-        return call(self, settings, on_device(tensors)).to(tensors.x.device)
+        return call(self, settings, move_to_device(tensors)).to(tensors.x.device)
 
     monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(moved))
     with full_fp32():
@@ -56,14 +58,14 @@ def operations_on_the_device(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def unverified(request):
-    """Disables verification, unless the test file sets ``VERIFIES = True``."""
+    """Disable verification, unless the test file sets ``VERIFIES = True``."""
     with contextlib.nullcontext() if getattr(request.module, 'VERIFIES', False) else verification_off():
         yield
 
 
 @pytest.fixture
 def iteration():
-    """Returns a function that sets the iteration of mmengine's runner; afterwards it is unset."""
+    """Return a function that sets the iteration of mmengine's runner, which is unset afterwards."""
     hub = MessageHub.get_current_instance()
     yield lambda step: hub.update_info('iter', step)
     hub.runtime_info.pop('iter', None)
@@ -71,10 +73,10 @@ def iteration():
 
 @pytest.fixture
 def in_fp64(monkeypatch):
-    """Detectors in fp64, but for the choice of proposals, which mmcv has in fp32 only.
+    """Run detectors in fp64, except for the choice of proposals, which mmcv implements in fp32 only.
 
-    In fp32 the last bit of a forward pass, which differs between kinds of CPUs, takes a ReLU to its other side or
-    chooses another proposal, and single gradients jump by 1e-3 of the largest.
+    In fp32, the last bit of a forward pass depends on the CPU. It can flip a ReLU or change a proposal, and then
+    single gradients change by 1e-3 of the largest one.
     """
     preprocess, predict = DetDataPreprocessor.forward, RPNHead.predict_by_feat
 
@@ -83,10 +85,10 @@ def in_fp64(monkeypatch):
         return dict(data, inputs=data['inputs'].double())
 
     def choose(self, scores, deltas, **kwargs):
-        found = predict(self, [s.float() for s in scores], [d.float() for d in deltas], **kwargs)
-        for proposals in found:
+        results = predict(self, [s.float() for s in scores], [d.float() for d in deltas], **kwargs)
+        for proposals in results:
             proposals.bboxes = proposals.bboxes.double()
-        return found
+        return results
 
     monkeypatch.setattr(DetDataPreprocessor, 'forward', double_images)
     monkeypatch.setattr(RPNHead, 'predict_by_feat', choose)

@@ -29,7 +29,7 @@ DCN = dict(
     dcn=dict(type='DCNv2', deform_groups=1, fallback_on_stride=False), stage_with_dcn=(False, False, False, True)
 )
 
-# Backbone, and the largest shares of its bytes (in fp64) that `exact` and `int8` may store.
+# Config of each backbone, and the largest ratios of stored bytes to plain (in fp64) that `exact` and `int8` may have.
 BACKBONES = {
     'ResNet-18, training': (dict(type='ResNet', depth=18, base_channels=8, norm_eval=False), 0.75, 0.35),
     'ResNet-50': (dict(type='ResNet', depth=50, base_channels=8, frozen_stages=1), 0.53, 0.2),
@@ -50,8 +50,8 @@ BACKBONES = {
 }
 
 
-def ordinary(model):
-    """Returns the model in fp64 and training mode, with random values in norms instead of zeros and ones."""
+def randomize_norms(model):
+    """Return the model in fp64 and training mode, with random values in norms instead of zeros and ones."""
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.GroupNorm):
@@ -62,14 +62,14 @@ def ordinary(model):
     return model
 
 
-def build(cfg):
-    """Builds a module of mmdet in the state of :func:`ordinary`."""
+def build_module(cfg):
+    """Build a module of mmdet in the state of :func:`randomize_norms`."""
     init_default_scope('mmdet')
-    return ordinary(MODELS.build(copy.deepcopy(cfg)))
+    return randomize_norms(MODELS.build(copy.deepcopy(cfg)))
 
 
-def step(model, *inputs, **options):
-    """Returns outputs, gradients, buffers and stored bytes (without parameters and inputs) of a training step."""
+def run_step(model, *inputs, **options):
+    """Return outputs, gradients, buffers and stored bytes (without parameters and inputs) of a training step."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *inputs)}
     seen = {}
 
@@ -88,28 +88,28 @@ def step(model, *inputs, **options):
     return [o.detach() for o in outs], grads, dict(model.named_buffers()), stored
 
 
-def flat(grads):
-    """Returns all gradients as one vector."""
+def flatten_gradients(grads):
+    """Return all gradients as one vector."""
     return torch.cat([g.flatten() for g in grads.values()])
 
 
-def relative(a, b):
-    """Returns the norm of the difference of two sets of gradients, relative to that of the second."""
-    return ((flat(a) - flat(b)).norm() / flat(b).norm()).item()
+def relative_distance(a, b):
+    """Return the norm of the difference between two sets of gradients, relative to the norm of the second."""
+    return ((flatten_gradients(a) - flatten_gradients(b)).norm() / flatten_gradients(b).norm()).item()
 
 
-def assert_same(found, expected):
-    """Asserts that two results of :func:`step` in fp64 agree, apart from rounding and stored bytes."""
-    outs, grads, buffers, _ = found
+def assert_same(actual, expected):
+    """Assert that two results of :func:`run_step` in fp64 agree, apart from rounding and stored bytes."""
+    outs, grads, buffers, _ = actual
     torch.testing.assert_close(outs, expected[0], rtol=1e-10, atol=1e-10)
     assert grads.keys() == expected[1].keys()
-    assert relative(grads, expected[1]) < 1e-11
+    assert relative_distance(grads, expected[1]) < 1e-11
     for name, values in buffers.items():
         assert torch.equal(values, expected[2][name]), name
 
 
-def detector(config, **options):
-    """Returns a detector of mmdet's configs with few channels, and a batch of two images with objects."""
+def build_detector(config, **options):
+    """Return a small detector with one of mmdet's configs, and a batch of two images with objects."""
     init_default_scope('mmdet')
     MessageHub.get_current_instance().update_info('iter', 0)
     cfg = Config.fromfile(CONFIGS / config)
@@ -118,7 +118,7 @@ def detector(config, **options):
     for part in ('backbone', 'neck'):
         cfg[part].pop('init_cfg', None)
     torch.manual_seed(0)
-    model = ordinary(MODELS.build(cfg)).float()
+    model = randomize_norms(MODELS.build(cfg)).float()
     batch = demo_mm_inputs(2, [[3, 128, 128]] * 2, num_classes=2, with_mask=True)
     return model, model.data_preprocessor(batch, True)
 
@@ -143,7 +143,7 @@ RTMDET |= {'bbox_head.in_channels': 16, 'bbox_head.feat_channels': 16}
 FCOS = {'backbone.base_channels': 8, 'backbone.depth': 18, 'neck.in_channels': [8, 16, 32, 64]}
 FCOS |= {'neck.out_channels': 32, 'bbox_head.in_channels': 32, 'bbox_head.feat_channels': 32}
 TRAINED = {'backbone.norm_eval': False, 'backbone.norm_cfg.requires_grad': True, 'backbone.frozen_stages': -1}
-# Config, overrides that make it small, and the largest share of the plain detector's bytes that `exact` may store.
+# Config of each detector, overrides that make it small, and the largest ratio of stored bytes that `exact` may have.
 DETECTORS = {
     'Mask R-CNN': ('mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py', MASK_RCNN | TRAINED, 0.97),
     'RTMDet-Ins': ('rtmdet/rtmdet-ins_tiny_8xb32-300e_coco.py', RTMDET, 0.6),

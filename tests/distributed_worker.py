@@ -2,7 +2,7 @@
 OUT``.
 
 For each case and step the gradients of a backbone in a distributed wrapper and the masks that it used go to
-``OUT/{case}-{rank}.pt``. The images of a rank and step are those of :func:`images`.
+``OUT/{case}-{rank}.pt``. The images of a rank and step are those of :func:`make_images`.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import kept_masks
+from cases import get_kept_masks
 from mmdet.models.backbones import SwinTransformer
 from mmdet.models.backbones.swin import SwinBlock
 from mmengine.logging import MessageHub
 from mmengine.model import MMDistributedDataParallel
-from oracles import image, loss_of, small_backbone
+from oracles import build_backbone, compute_loss, random_images
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -32,10 +32,10 @@ except ImportError:  # before torch 2.6, whose FSDP does not run on a CPU either
     fully_shard = None
 
 SEED = 11
-SIZE = (72, 104)  # not divisible by 32: another number of kept positions in each mask
+SIZE = (72, 104)  # not divisible by 32, so that the number of kept positions differs between masks
 RANDOM = dict(preset='sbp', sampler='random')
 REFERENCE = dict(preset='reference', sampler='random')
-DEEP = dict(drop_path_rate=0.7)  # with one image a rank, blocks run on one rank and not on the other
+DEEP = dict(drop_path_rate=0.7)  # with one image per rank, some blocks run on one rank only
 SWIN = dict(embed_dims=8, depths=(1, 2, 2, 1), num_heads=(1, 2, 2, 4), window_size=3, mlp_ratio=2, drop_path_rate=0.0)
 # case: (sbp_cfg, arguments of the backbone, arguments of DistributedDataParallel or the name of another wrapper)
 CASES = {
@@ -64,7 +64,7 @@ CASES = {
 if fully_shard is None:
     CASES = {case: values for case, values in CASES.items() if values[2] not in ('FSDP', 'fully_shard')}
 FIRST_ITERATION = {'later': 1}  # as after a resume
-STEPS = 2  # DDP lays its buckets anew after the first step
+STEPS = 2  # DDP rebuilds its buckets after the first step
 
 
 class Detector(nn.Module):
@@ -79,13 +79,13 @@ class Detector(nn.Module):
         return self.backbone(x)
 
 
-def build(case: str) -> nn.Module:
-    """Returns the backbone of a case: this package's, or mmdet's Swin changed in place."""
+def build_case(case: str) -> nn.Module:
+    """Return the backbone of a case: this package's, or mmdet's Swin changed in place."""
     sbp_cfg, arguments, _ = CASES[case]
     if 'in place' not in case:
-        return small_backbone(sbp_cfg, **arguments)
+        return build_backbone(sbp_cfg, **arguments)
     backbone = SwinTransformer(**arguments).double()
-    backbone.train()  # gives nothing back
+    backbone.train()  # returns None
     generator = torch.Generator().manual_seed(0)
     for p in backbone.parameters():
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -94,13 +94,13 @@ def build(case: str) -> nn.Module:
     return backbone
 
 
-def images(rank: int, step: int) -> torch.Tensor:
-    """Returns the images of a rank and a step."""
-    return image(1, *SIZE, seed=100 * rank + step)
+def make_images(rank: int, step: int) -> torch.Tensor:
+    """Return the images of a rank and a step."""
+    return random_images(1, *SIZE, seed=100 * rank + step)
 
 
-def wrap(model: Detector, how: dict | str) -> nn.Module:
-    """Wraps a model as a case asks for; wrappers that shard parameters have the block as their unit."""
+def wrap_model(model: Detector, how: dict | str) -> nn.Module:
+    """Wrap a model as a case requires. Wrappers that shard parameters use the block as their unit."""
     if how == 'FSDP':
         policy = ModuleWrapPolicy({ConvNeXtBlock, SwinBlock})
         return FullyShardedDataParallel(
@@ -115,29 +115,29 @@ def wrap(model: Detector, how: dict | str) -> nn.Module:
     return MMDistributedDataParallel(model, device_ids=None, **how)
 
 
-def full_gradients(model: nn.Module) -> dict:
-    """Returns the gradients of the backbone by name, gathered if the wrapper shards them."""
+def gather_gradients(model: nn.Module) -> dict:
+    """Return the gradients of the backbone by name, gathered if the wrapper shards them."""
     sharded = isinstance(model, FullyShardedDataParallel)
     whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True) if sharded else contextlib.nullcontext()
     with whole:
-        found = {}
+        gradients = {}
         for name, p in model.named_parameters():
             if 'backbone.' in name and p.grad is not None:
                 grad = p.grad.full_tensor() if hasattr(p.grad, 'full_tensor') else p.grad
-                found[name.replace('_fsdp_wrapped_module.', '').split('backbone.')[1]] = grad.clone()
-        return found
+                gradients[name.replace('_fsdp_wrapped_module.', '').split('backbone.')[1]] = grad.clone()
+        return gradients
 
 
 def run_case(case: str, rank: int) -> list[dict]:
-    """Gradients and masks of each step of a case.
+    """Return the gradients and masks of each step of a case.
 
     Args:
-        case (str): Of :data:`CASES`.
-        rank (int): Of this process.
+        case (str): Key of :data:`CASES`.
+        rank (int): Rank of this process.
     """
-    backbone, how = build(case), CASES[case][2]
+    backbone, how = build_case(case), CASES[case][2]
     detector = Detector(backbone, 'find_unused_parameters' in how)
-    model = wrap(detector, how)
+    model = wrap_model(detector, how)
     torch.manual_seed(SEED)  # as mmengine does before the training
     micro_steps = 2 if 'accumulate' in case else 1
     results = []
@@ -150,17 +150,17 @@ def run_case(case: str, rank: int) -> list[dict]:
             MessageHub.get_current_instance().update_info('iter', iteration)
             last = micro == micro_steps - 1
             with contextlib.nullcontext() if last else model.no_sync():
-                x = images(rank, iteration)
-                loss_of(model(x)).backward()
-            masks.append(kept_masks(backbone, x))
+                x = make_images(rank, iteration)
+                compute_loss(model(x)).backward()
+            masks.append(get_kept_masks(backbone, x))
             iteration += 1
         unused = None if detector.unused is None else detector.unused.weight.grad
-        results.append(dict(grads=full_gradients(model), masks=masks, unused=unused))
+        results.append(dict(grads=gather_gradients(model), masks=masks, unused=unused))
     return results
 
 
 def main(out: str) -> None:
-    """Runs all cases and writes their results."""
+    """Run all cases and write their results."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     rank = dist.get_rank()

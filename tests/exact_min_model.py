@@ -27,16 +27,16 @@ CASES = {
     'int8, find_unused_parameters': ('int8', dict(find_unused_parameters=True), 1),
     'int8, accumulate': ('int8', {}, 2),
 }
-STEPS = 2  # DDP lays its buckets anew after the first step
+STEPS = 2  # DDP rebuilds its buckets after the first step
 ANCHORS = dict(type='AnchorGenerator', ratios=[1.0], octave_base_scale=4, scales_per_octave=1, strides=[4, 8])
 EXTRACTOR = dict(type='SingleRoIExtractor', roi_layer=dict(type='RoIAlign', output_size=7), out_channels=16)
 
 
 class Detector(nn.Module):
-    """ResNet, FPN, a dense head level by level, box and mask head on pieces of the finest map; a sum of squares.
+    """Detector of a ResNet, an FPN, a dense head, and a box and a mask head; its loss is a sum of squares.
 
     Args:
-        depth (int): Of the ResNet.
+        depth (int): Depth of the ResNet.
         unused (bool): Whether there is a layer that no loss depends on. Default: False.
     """
 
@@ -64,8 +64,8 @@ class Detector(nn.Module):
         return sum(out.float().square().mean() if out.dtype is torch.bfloat16 else out.square().mean() for out in outs)
 
 
-def build(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detector:
-    """Returns a detector in fp64 with weights that look trained."""
+def build_detector(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detector:
+    """Return a detector in fp64 with weights that look trained."""
     model = Detector(depth, unused)
     torch.manual_seed(0)
     for p in (p for name, p in model.named_parameters() if 'unused' not in name):  # the same weights with such a layer
@@ -80,39 +80,41 @@ def build(preset: str = 'none', depth: int = 50, unused: bool = False) -> Detect
     return model
 
 
-def images(number: int) -> torch.Tensor:
-    """Returns two images; the RoI heads get 98 RoIs of each, more than a chunk."""
+def make_images(number: int) -> torch.Tensor:
+    """Return two images. The RoI heads get 98 RoIs of each, which is more than a chunk."""
     return torch.randn(2, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
 
 
-def gradients(model: nn.Module, numbers, sync=None) -> dict[str, torch.Tensor]:
-    """Returns the gradients that some passes accumulate by name; only the last pass synchronises."""
+def accumulate_gradients(model: nn.Module, numbers, sync=None) -> dict[str, torch.Tensor]:
+    """Return the gradients by name that several passes accumulate. Only the last pass synchronises them."""
     model.zero_grad()
     numbers = [*numbers]
     for number in numbers:
         last = number == numbers[-1]
         with contextlib.nullcontext() if last or sync is None else sync():
-            model(images(number)).backward()
+            model(make_images(number)).backward()
     named = ((name.removeprefix('module.'), p.grad) for name, p in model.named_parameters())
     return {name: grad.clone() for name, grad in named if grad is not None}
 
 
-def numbers_of(case: str, rank: int, step: int) -> range:
-    """Returns the numbers of the images that a rank gets in a step."""
+def get_image_numbers(case: str, rank: int, step: int) -> range:
+    """Return the numbers of the images that a rank gets in a step."""
     passes = CASES[case][2]
     start = 100 * rank + passes * step
     return range(start, start + passes)
 
 
 def main(out: str) -> None:
-    """Runs all cases and writes their results."""
+    """Run all cases and write their results."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     rank = dist.get_rank()
     for case, (preset, how, _) in CASES.items():
-        model = MMDistributedDataParallel(build(preset, unused='unused' in case), device_ids=None, **how)
-        found = [gradients(model, numbers_of(case, rank, step), model.no_sync) for step in range(STEPS)]
-        torch.save(found, Path(out) / f'{case}-{rank}.pt')
+        model = MMDistributedDataParallel(build_detector(preset, unused='unused' in case), device_ids=None, **how)
+        gradients = [
+            accumulate_gradients(model, get_image_numbers(case, rank, step), model.no_sync) for step in range(STEPS)
+        ]
+        torch.save(gradients, Path(out) / f'{case}-{rank}.pt')
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that ends in the ordinary way
 

@@ -22,7 +22,7 @@ from sbp_mmdet.ops.window_layout import window_layout
 from sbp_mmdet.stochastic_backprop.masks import Positions
 from sbp_mmdet.stochastic_backprop.step_draws import StepDraws, ThinnedStages
 
-__all__ = ['backward', 'gpu_that_is_not_there', 'put_on_gpu', 'to_gpu', 'unset_fake_temporarily']
+__all__ = ['backward', 'simulate_gpu', 'copy_to_gpu', 'move_to_gpu', 'unset_fake_temporarily']
 
 unset_fake_temporarily = getattr(fake_tensor, 'unset_fake_temporarily', None)  # torch 2.1, which has none, skips these
 # Shape of the result of a kernel that torch knows for CUDA alone.
@@ -32,11 +32,11 @@ _CUDA = 1  # in c10's list of kinds of devices
 
 
 @contextlib.contextmanager
-def gpu_that_is_not_there():
-    """FakeTensorMode, in which autograd and autocast accept tensors with device='cuda', and draws have numbers.
+def simulate_gpu():
+    """Open a FakeTensorMode in which autograd and autocast accept tensors with device='cuda', and draws have values.
 
-    torch's own way to that (``_ensureCUDADeviceGuardSet``) replaces a driver that finds no device; a torch without CUDA
-    has no driver. So it gets one that finds none.
+    torch's own function for this (``_ensureCUDADeviceGuardSet``) replaces a driver that finds no device. A torch
+    that was built without CUDA has no driver, so it gets one that finds no device.
     """
     if sys.platform != 'linux' or not hasattr(torch._C, '_ensureCUDADeviceGuardSet'):
         import pytest  # not above: the report of a GPU counts launches where pytest may be missing
@@ -67,7 +67,7 @@ def gpu_that_is_not_there():
 
 @torch.no_grad()
 def backward(outputs: list[Tensor]) -> dict[Tensor, Tensor]:
-    """Runs the backward pass node by node, without autograd's engine.
+    """Run the backward pass node by node, without autograd's engine.
 
     Args:
         outputs (list[Tensor]): What the gradients come in at.
@@ -104,20 +104,19 @@ def backward(outputs: list[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def _edges(node, grads):
-    """Returns the nodes that the gradients of a node's inputs go to, with the gradients, or ``None`` if there are
-    none.
-    """
+    """Return the nodes that receive the gradients of a node's inputs, with these gradients, or ``None`` if there are
+    none."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if grads is None:
         return [(edge, None) for edge in edges]
     if hasattr(node, 'apply'):  # a function in Python, which has inputs that are no tensors
-        found = node.apply(*grads)
-        found = [grad for grad, needed in zip(found, node.needs_input_grad, strict=True) if needed]
+        gradients = node.apply(*grads)
+        gradients = [grad for grad, needed in zip(gradients, node.needs_input_grad, strict=True) if needed]
     else:
-        found = node(*grads)
-        found = found if isinstance(found, tuple) else [found]
-        found = [grad for grad, edge in zip(found, node.next_functions, strict=True) if edge[0] is not None]
-    return list(zip(edges, found, strict=True))
+        gradients = node(*grads)
+        gradients = gradients if isinstance(gradients, tuple) else [gradients]
+        gradients = [grad for grad, edge in zip(gradients, node.next_functions, strict=True) if edge[0] is not None]
+    return list(zip(edges, gradients, strict=True))
 
 
 def _add(incoming, node, number, grad):
@@ -139,44 +138,46 @@ class _Numbers:
             return int(self.tensor[index])
 
 
-def to_gpu(mode: FakeTensorMode, tree):
-    """Tensors of the CPU as those of the GPU that is not there, however deep they lie in tuples and dicts; with the
-    same strides, and as leaves that need a gradient if these do. Numbers that are read on the host stay on it.
+def copy_to_gpu(mode: FakeTensorMode, tree):
+    """Return fake GPU tensors for CPU tensors in nested tuples and dicts.
+
+    They have the same strides, and are leaves that require a gradient if the originals do. Numbers that are read on the
+    host stay there.
 
     Args:
-        mode (FakeTensorMode): Of :func:`gpu_that_is_not_there`.
+        mode (FakeTensorMode): Result of :func:`simulate_gpu`.
         tree: Tensors, :class:`Positions` or containers of them.
     """
     if isinstance(tree, Positions):
-        return Positions(*(to_gpu(mode, found) for found in tree))
+        return Positions(*(copy_to_gpu(mode, tensor) for tensor in tree))
     if isinstance(tree, Tensor):
-        found = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device='cuda')
-        return found.requires_grad_(tree.requires_grad)
+        tensor = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device='cuda')
+        return tensor.requires_grad_(tree.requires_grad)
     if isinstance(tree, dict):
-        return {key: to_gpu(mode, value) for key, value in tree.items()}
+        return {key: copy_to_gpu(mode, value) for key, value in tree.items()}
     if hasattr(tree, '_fields'):
-        return type(tree)(*(to_gpu(mode, value) for value in tree))
+        return type(tree)(*(copy_to_gpu(mode, value) for value in tree))
     return tree
 
 
-def put_on_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
-    """Moves parameters and buffers of a module to the fake GPU, in place."""
+def move_to_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
+    """Move parameters and buffers of a module to the fake GPU, in place."""
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is not None:
-                part._parameters[name] = nn.Parameter(to_gpu(mode, p), p.requires_grad)
-        part._buffers = to_gpu(mode, part._buffers)
+                part._parameters[name] = nn.Parameter(copy_to_gpu(mode, p), p.requires_grad)
+        part._buffers = copy_to_gpu(mode, part._buffers)
 
 
 @contextlib.contextmanager
 def _drawing_on_cpu(mode):
-    """Backbones draw with numbers, as ever on the CPU; positions and heads go to the GPU that is not there."""
+    """Make backbones draw on the CPU, as always, and move the drawn positions and heads to the fake GPU."""
 
     def on_cpu(draw, moves):
         def drawn(*args):
             with unset_fake_temporarily():
-                found = draw(*args)
-            return to_gpu(mode, found) if moves else found
+                drawn_values = draw(*args)
+            return copy_to_gpu(mode, drawn_values) if moves else drawn_values
 
         return drawn
 

@@ -47,16 +47,16 @@ FP16 = pytest.param(torch.float16, marks=needs_fp16)  # as one of the values of 
 
 
 def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> Path:
-    """Writes a data set and a config, as in a project outside of the repository.
+    """Write a data set and a config, as in a project outside of the repository.
 
     Args:
-        folder (Path): Where to.
-        train (int): Training images. Default: 8.
-        val (int): Validation images. Default: 2.
-        size (int): Their side in pixels. Default: 64.
+        folder (Path): Folder to write to, which has to be the working directory of the run.
+        train (int): Number of training images. Default: 8.
+        val (int): Number of validation images. Default: 2.
+        size (int): Height and width of the images, in pixels. Default: 64.
 
     Returns:
-        Path: The config; to be used with ``folder`` as working folder.
+        Path: The config.
     """
     make_set(folder / 'data/shapes', train=train, val=val, size=size)
     config = folder / 'tiny.py'
@@ -65,11 +65,11 @@ def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> 
     return config
 
 
-def environment(**variables) -> dict:
-    """The environment of a process that is to run on one CPU core, with this python first in PATH.
+def make_environment(**variables) -> dict:
+    """Return the environment of a process that runs on one CPU core, with this Python first in ``PATH``.
 
     Args:
-        **variables: Added to it.
+        **variables: Additional variables.
     """
     path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
     single = dict(PATH=path, CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1')
@@ -77,21 +77,21 @@ def environment(**variables) -> dict:
 
 
 def run(*command, cwd: Path, check: bool = True, seconds: float = 300, **variables) -> subprocess.CompletedProcess:
-    """Runs a command to its end and takes its output.
+    """Run a command until it ends, and capture its output.
 
     Args:
         *command: Words of the command.
-        cwd (Path): Working folder.
-        check (bool): Fail the test, showing the output, if the command fails. Default: True.
-        seconds (float): Time that it may take. Default: 300.
+        cwd (Path): Working directory.
+        check (bool): Whether the test fails, showing the output, if the command fails. Default: True.
+        seconds (float): Time limit, in seconds. Default: 300.
         **variables: Environment variables.
 
     Returns:
-        subprocess.CompletedProcess: With stdout and stderr as text.
+        subprocess.CompletedProcess: The result, with stdout and stderr as text.
     """
     words = [str(word) for word in command]
     done = subprocess.run(
-        words, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
+        words, cwd=cwd, env=make_environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
     )
     if check and done.returncode:
         raise AssertionError(f'{words} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}')

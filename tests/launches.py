@@ -19,7 +19,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
+from fake_cuda import backward, move_to_gpu, simulate_gpu, unset_fake_temporarily
 from mmcv.cnn.bricks import DropPath
 from mmcv.ops import multi_scale_deform_attn
 from mmdet.models.backbones import ResNet
@@ -36,7 +36,7 @@ from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
 from sbp_mmdet.ops.common import flash as flash
 from sbp_mmdet.ops.common.handed_maps import Scope
 
-__all__ = ['AMP', 'BLOCKS', 'Launches', 'block_launches', 'counted', 'table']
+__all__ = ['AMP', 'BLOCKS', 'Launches', 'count_block_launches', 'count_all_blocks', 'format_table']
 
 IMAGES = (2, 3, 800, 1344)
 AMP = {'fp32': None, 'fp16': torch.float16, 'bf16': torch.bfloat16}
@@ -44,22 +44,22 @@ _FREE = (
     'empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh set_ _local_scalar_dense '
     'resize_ _unsafe_view promote_types'
 ).split()
-# Kernels of operations that are more than one.
+# Number of kernels of operations that launch more than one.
 _SEVERAL = dict(
     convolution_backward=lambda out, args: sum(x is not None for x in out),
-    native_layer_norm=lambda out, args: 1 + _copied(*args[:1]),
-    native_layer_norm_backward=lambda out, args: 1 + any(x is not None for x in out[1:]) + _copied(*args[:2]),
+    native_layer_norm=lambda out, args: 1 + _count_copies(*args[:1]),
+    native_layer_norm_backward=lambda out, args: 1 + any(x is not None for x in out[1:]) + _count_copies(*args[:2]),
     _scaled_dot_product_flash_attention_backward=lambda out, args: 3,
     _scaled_dot_product_efficient_attention_backward=lambda out, args: 3,
 )
 
 
 def _channels(x, number):
-    """Returns numbers for each channel of a map."""
+    """Return random values for each channel of a map."""
     return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(number))
 
 
-# Results of SyncBN's kernels, of which torch knows no shapes.
+# Results of SyncBN's kernels, whose shapes torch cannot infer.
 _WITHOUT_SHAPES = dict(
     batch_norm_stats=lambda x, *_: _channels(x, 2),
     batch_norm_gather_stats_with_counts=lambda x, *_: _channels(x, 2),
@@ -71,29 +71,29 @@ _WITHOUT_SHAPES = dict(
 _PRODUCTS = ('mm', 'addmm', 'addmm_', 'bmm', 'baddbmm')
 
 
-def _bytes(tensors) -> int:
-    """Returns the bytes of tensors on a GPU, as they lie in memory."""
-    found = [x for x in tensors if isinstance(x, Tensor) and x.is_cuda]
-    sizes = [[n for n, stride in zip(x.shape, x.stride(), strict=True) if stride] for x in found]
-    return sum(math.prod(size) * x.element_size() for size, x in zip(sizes, found, strict=True))
+def _count_bytes(tensors) -> int:
+    """Return the bytes that tensors occupy in the memory of a GPU."""
+    on_gpu = [x for x in tensors if isinstance(x, Tensor) and x.is_cuda]
+    sizes = [[n for n, stride in zip(x.shape, x.stride(), strict=True) if stride] for x in on_gpu]
+    return sum(math.prod(size) * x.element_size() for size, x in zip(sizes, on_gpu, strict=True))
 
 
-def _moved(name: str, args, kwargs, out) -> int:
-    """Returns the bytes that an operation reads and writes."""
+def _count_moved_bytes(name: str, args, kwargs, out) -> int:
+    """Return the bytes that an operation reads and writes."""
     if name in ('convolution_backward', 'convolution_backward_overrideable'):
         grad, x, weight = args[:3]
         dx, dweight, dbias = out
         return sum(
-            _bytes((grad, *tensors))
+            _count_bytes((grad, *tensors))
             for gradient, tensors in ((dx, (weight, dx)), (dweight, (x, dweight)), (dbias, (dbias,)))
             if gradient is not None
         )
     read = args, {key: value for key, value in (kwargs or {}).items() if key != 'grad_input'}  # which is written
-    return _bytes(tree_flatten(read)[0]) + _bytes(tree_flatten(out)[0])
+    return _count_bytes(tree_flatten(read)[0]) + _count_bytes(tree_flatten(out)[0])
 
 
-def _copied(*tensors):
-    """Returns the number of tensors that are not contiguous, which a kernel copies first."""
+def _count_copies(*tensors):
+    """Return the number of tensors that are not contiguous, which a kernel has to copy first."""
     return sum(not x.is_contiguous() for x in tensors)
 
 
@@ -108,14 +108,14 @@ class Factor(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Rows, or columns, lie one after another, and each begins at a multiple of 16 bytes, as the fast kernels of
-        cuBLAS want it."""
+        """Whether each row (or column) is contiguous and starts at a multiple of 16 bytes, as cuBLAS's fast kernels
+        require."""
         ends = [s for s, n in zip(self.strides, self.shape, strict=True) if n > 1]
         return 1 in ends and all(n * self.itemsize % 16 == 0 for n in (*ends, self.offset) if n != 1)
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches and notes matrix products while it is entered.
+    """Context manager that counts kernel launches and records matrix products.
 
     Attributes:
         number (dict[str, int]): Launches by operation.
@@ -138,7 +138,7 @@ class Launches(TorchDispatchMode):
         if on_gpu and space != 'prim' and not func.is_view and name not in _FREE:
             number = _SEVERAL[name](out, args) if name in _SEVERAL else 1
             self.number[name] = self.number.get(name, 0) + number
-            self.bytes += _moved(name, args, kwargs, out)
+            self.bytes += _count_moved_bytes(name, args, kwargs, out)
         if name in _PRODUCTS:
             tensors = [x for x in args if isinstance(x, Tensor)][-2:]
             self.products += [
@@ -151,44 +151,44 @@ class Launches(TorchDispatchMode):
         return sum(self.number.values())
 
 
-def _of_stage(stage):
-    """Returns number, height and width of the maps of a stage."""
+def _size_of_stage(stage):
+    """Return number, height and width of the maps of a stage."""
     return IMAGES[0], IMAGES[2] // 4 >> stage, IMAGES[3] // 4 >> stage
 
 
-def _convnext(stage):
+def _build_convnext(stage):
     def build(keys):
         model = SBPConvNeXt(dict(depths=[1] * 4, channels=[128, 256, 512, 1024]), sbp_cfg=keys)
         block = model.stages[stage][0]
         block.drop_path = DropPath(0.2)
-        n, h, w = _of_stage(stage)
+        n, h, w = _size_of_stage(stage)
         return model, block, (n, 128 << stage, h, w), ()
 
     return build
 
 
-def _swin(stage):
+def _build_swin(stage):
     def build(keys):
         sizes = dict(embed_dims=128, num_heads=(4, 8, 16, 32), depths=(2, 2, 2, 2))
         model = SBPSwinTransformer(**sizes, sbp_cfg=keys, drop_path_rate=0.2)
-        n, h, w = _of_stage(stage)
+        n, h, w = _size_of_stage(stage)
         return model, model.stages[stage].blocks[1], (n, h * w, 128 << stage), ((h, w),)
 
     return build
 
 
-def _vit(keys):
+def _build_vit(keys):
     arch = dict(num_layers=2, embed_dims=768, num_heads=12)
     model = SBPViT(arch, sbp_cfg=keys, img_size=224, drop_path_rate=0.2)
-    n, h, w = _of_stage(2)
+    n, h, w = _size_of_stage(2)
     return model, model.blocks[1], (n, h * w + 1, 768), ()
 
 
-def _resnet(stage, whole=False):
+def _build_resnet(stage, whole=False):
     def build(keys):
         model = ResNet(50, norm_cfg=dict(type='BN', requires_grad=True), norm_eval=True, frozen_stages=0)
         _change(model, keys)
-        n, h, w = _of_stage(stage)
+        n, h, w = _size_of_stage(stage)
         blocks = getattr(model, f'layer{stage + 1}')
         if whole:  # a chain; the first block halves the map
             return model, blocks, (n, 128 << stage, 2 * h, 2 * w), ()
@@ -197,11 +197,11 @@ def _resnet(stage, whole=False):
     return build
 
 
-def _cspnext(norm):
+def _build_cspnext(norm):
     def build(keys):
         model = CSPLayer(128, 128, num_blocks=1, use_cspnext_block=True, norm_cfg=norm, act_cfg=dict(type='SiLU'))
         _change(model, keys)
-        n, h, w = _of_stage(1)
+        n, h, w = _size_of_stage(1)
         return model, model, (n, 128, h, w), ()
 
     return build
@@ -212,8 +212,8 @@ def _change(model, keys):
         apply_lean(model, verify=False, **keys)
 
 
-def _dino_layer(decodes):
-    """Returns a layer of DINO with the four levels of an image and 900 queries of the decoder."""
+def _build_dino_layer(decodes):
+    """Return a layer of DINO with the four levels of an image and 900 queries of the decoder."""
 
     def build(keys):
         attention = dict(embed_dims=256, num_levels=4, dropout=0.0)
@@ -251,18 +251,20 @@ def _dino_layer(decodes):
 
 
 class _Kernel:
-    """Deformable attention's kernel as one launch, which reads and writes what CUDA's kernel does."""
+    """Replacement of the kernel of deformable attention: one launch that reads and writes as much as CUDA's."""
 
     @staticmethod
     def ms_deform_attn_forward(value, shapes, starts, places, weights, im2col_step):
-        return _as_one_launch(value.new_empty(*places.shape[:2], value.shape[2] * value.shape[3]), places, weights)
+        return _count_as_one_launch(
+            value.new_empty(*places.shape[:2], value.shape[2] * value.shape[3]), places, weights
+        )
 
     @staticmethod
     def ms_deform_attn_backward(value, shapes, starts, places, weights, grad, *grads, im2col_step):
-        _as_one_launch(*grads)
+        _count_as_one_launch(*grads)
 
 
-def _as_one_launch(*tensors):
+def _count_as_one_launch(*tensors):
     torch._foreach_zero_(tensors)
     return tensors[0]
 
@@ -284,8 +286,8 @@ class _Group:
 
 
 @contextlib.contextmanager
-def _two_processes():
-    """Context in which two processes seem to run, whose collective operations are one launch each."""
+def _simulate_two_processes():
+    """Simulate a group of two processes, in which each collective operation is one launch."""
 
     def gather(outputs, own, *args, **kwargs):
         torch._foreach_zero_(outputs)
@@ -305,41 +307,41 @@ def _two_processes():
 
 
 BLOCKS = {
-    'ConvNeXt-B, stage 1': _convnext(0),
-    'ConvNeXt-B, stage 3': _convnext(2),
-    'Swin-B, stage 1, shifted': _swin(0),
-    'Swin-B, stage 3, shifted': _swin(2),
-    'ViT-B': _vit,
-    'ResNet-50, stage 2': _resnet(1),
-    'ResNet-50, stage 4': _resnet(3),
-    'ResNet-50, stage 2, whole': _resnet(1, whole=True),
-    'CSPNeXt, BN': _cspnext(dict(type='BN')),
-    'CSPNeXt, SyncBN': _cspnext(dict(type='SyncBN')),
-    'DINO, encoder layer': _dino_layer(False),
-    'DINO, decoder layer': _dino_layer(True),
+    'ConvNeXt-B, stage 1': _build_convnext(0),
+    'ConvNeXt-B, stage 3': _build_convnext(2),
+    'Swin-B, stage 1, shifted': _build_swin(0),
+    'Swin-B, stage 3, shifted': _build_swin(2),
+    'ViT-B': _build_vit,
+    'ResNet-50, stage 2': _build_resnet(1),
+    'ResNet-50, stage 4': _build_resnet(3),
+    'ResNet-50, stage 2, whole': _build_resnet(1, whole=True),
+    'CSPNeXt, BN': _build_cspnext(dict(type='BN')),
+    'CSPNeXt, SyncBN': _build_cspnext(dict(type='SyncBN')),
+    'DINO, encoder layer': _build_dino_layer(False),
+    'DINO, decoder layer': _build_dino_layer(True),
 }
 
 
-def block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> tuple[Launches, Launches]:
-    """Launches of a block's forward and backward pass.
+def count_block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> tuple[Launches, Launches]:
+    """Count the launches of a block's forward and backward pass.
 
     Args:
-        mode: Of :func:`fake_cuda.gpu_that_is_not_there`, which is entered.
-        name (str): Of ``BLOCKS``.
-        preset (str): 'none' or another.
-        dtype (torch.dtype | None): Of autocast; None: it is off.
+        mode (FakeTensorMode): Result of :func:`fake_cuda.simulate_gpu`, entered.
+        name (str): Key of ``BLOCKS``.
+        preset (str): 'none' or another preset.
+        dtype (torch.dtype | None): Data type of autocast. If ``None``, autocast is off.
     """
     with unset_fake_temporarily():
         keys = dict(preset=preset)
         if preset != 'none' and name.startswith(('ConvNeXt', 'Swin', 'ViT')):
-            # So that all images run, whatever is drawn.
+            # All images have to run, whatever is drawn.
             keys.update(skip_dropped_images=False, verify=False)
         model, block, shape, rest = BLOCKS[name](keys)
         model.train()
-    put_on_gpu(mode, model)
+    move_to_gpu(mode, model)
     images = torch.empty(IMAGES, device='cuda')
-    for _ in range(2):  # what is made once for a size is there at the second time
-        x = torch.empty(shape, device='cuda', requires_grad=True) * 1  # no leaf, as within a network
+    for _ in range(2):  # the first pass fills the caches of this size
+        x = torch.empty(shape, device='cuda', requires_grad=True) * 1  # not a leaf, as within a network
         there, back = Launches(), Launches()
         with (
             mock.patch.object(flash, '_ampere', lambda index: True),
@@ -349,7 +351,7 @@ def block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> t
         ):
             passes.enter_context(Scope())  # as within the network
             if 'SyncBN' in name:
-                passes.enter_context(_two_processes())
+                passes.enter_context(_simulate_two_processes())
             for draws in getattr(model, 'step_draws', []):
                 passes.enter_context(draws.forward_pass(images))
             with torch.autocast('cuda', dtype, enabled=dtype is not None), there:
@@ -359,8 +361,8 @@ def block_launches(mode, name: str, preset: str, dtype: torch.dtype | None) -> t
     return there, back
 
 
-def counted(mode) -> list[dict]:
-    """Returns a row for each block, precision and preset."""
+def count_all_blocks(mode) -> list[dict]:
+    """Return a row for each block, precision and preset."""
     rows = []
     for name, amp in itertools.product(BLOCKS, ('bf16', 'fp16')):
         for preset in ('none', 'exact', 'exact_min', 'int8', 'sampled', 'sbp'):
@@ -370,7 +372,7 @@ def counted(mode) -> list[dict]:
                 continue  # checkpointing asks the GPU for the state of its generator
             if amp == 'bf16' and name.startswith('DINO'):
                 continue  # mmcv's kernel has no bf16
-            there, back = block_launches(mode, name, preset, AMP[amp])
+            there, back = count_block_launches(mode, name, preset, AMP[amp])
             passes = {preset: (there, back)}
             if preset == 'none':  # checkpointing runs the plain forward pass once more
                 plain = there.bytes + back.bytes
@@ -382,8 +384,8 @@ def counted(mode) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict]) -> str:
-    """Returns launches of both passes and bytes relative to plain, with a row for each block and precision."""
+def format_table(rows: list[dict]) -> str:
+    """Return launches of both passes and bytes relative to plain, with a row for each block and precision."""
     presets = list(dict.fromkeys(row['preset'] for row in rows))
     cells = {(r['block'], r['amp'], r['preset']): f'{r["launches"]} ({r["relative"]:.2f})' for r in rows}
     lines = ['| block | ' + ' | '.join(presets) + ' |', '|---|' + '---|' * len(presets)]
@@ -394,5 +396,5 @@ def table(rows: list[dict]) -> str:
 
 
 if __name__ == '__main__':
-    with gpu_that_is_not_there() as mode:
-        print(table(counted(mode)))
+    with simulate_gpu() as mode:
+        print(format_table(count_all_blocks(mode)))

@@ -9,24 +9,24 @@ from typing import NamedTuple
 import all_ops as ops
 import torch
 import torch.nn.functional as F
-from cases import stored_bytes
+from cases import count_stored_bytes
 from hypothesis import strategies as st
 from mmdet.models.backbones.swin import ShiftWindowMSA
-from oracles import where_sbp
+from oracles import apply_sbp
 
 from sbp_mmdet.ops.common.precision import store
 from sbp_mmdet.stochastic_backprop.masks import Positions, positions, token_positions
 
 Form = ops.Form
 HEADS, WINDOW = 3, 3
-HEIGHT, WIDTH = 5, 6  # of maps, unless a test says so; of what is downsampled twice that
+HEIGHT, WIDTH = 5, 6  # default size of maps; inputs of downsampling are twice as large
 MAPS = ('x', 'shortcut')
-GIVEN = ('factor', 'positions', 'conv', 'heads', 'index')  # what goes with the tensors and gets no gradient
+GIVEN = ('factor', 'positions', 'conv', 'heads', 'index')  # arguments of the operation that get no gradient
 KINDS = st.sampled_from(['empty', 'full', 'few', 'half', 'half', None])
 
 
-def numbers(seed, dtype):
-    """Returns a function that makes tensors of normal numbers."""
+def seeded_normal(seed, dtype):
+    """Return a function that makes tensors of normal numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, mean=0.0, std=1.0):
@@ -38,8 +38,11 @@ def numbers(seed, dtype):
 def mlp_inputs(
     seed=0, n=2, c=8, d=20, height=HEIGHT, width=WIDTH, *, affine=True, gamma=1.0, dtype=torch.float64, half=None
 ):
-    """Tensors of channel_mlp by name, and the convolution that their x comes from; ``half``: what that one runs in."""
-    normal, kind = numbers(seed, dtype), half or dtype
+    """Return the tensors of channel_mlp by name, and the convolution that computes their x.
+
+    ``half`` is the data type in which the convolution runs. If ``None``, it runs in ``dtype``.
+    """
+    normal, kind = seeded_normal(seed, dtype), half or dtype
     conv = ops.Conv(
         store(normal(n, c, height, width, std=2.0).to(kind), 'native'),
         *(normal(c, 1, 7, 7, std=1 / 7), normal(c)),
@@ -65,7 +68,7 @@ def tokens_of_mlp(**sizes):
 
 
 def grn_inputs(seed=0, d=20, **sizes):
-    tensors, normal = mlp_inputs(seed, d=d, **sizes)[0], numbers(seed + 1, sizes.get('dtype', torch.float64))
+    tensors, normal = mlp_inputs(seed, d=d, **sizes)[0], seeded_normal(seed + 1, sizes.get('dtype', torch.float64))
     return tensors | dict(grn_weight=normal(d), grn_bias=normal(d))
 
 
@@ -91,8 +94,8 @@ def norm_inputs(**sizes):
 def attention_inputs(
     seed=0, n=2, c=12, height=HEIGHT, width=WIDTH, *, prefix=1, dtype=torch.float64, bias=True, affine=True, gamma=1.0
 ):
-    """Returns the tensors of an attention layer with three heads, on ``prefix`` tokens in front of those of a map."""
-    normal = numbers(seed, dtype)
+    """Return the tensors of an attention layer with three heads, on ``prefix`` tokens in front of those of a map."""
+    normal = seeded_normal(seed, dtype)
     return dict(
         x=normal(n, prefix + height * width, c),
         norm_weight=normal(c, mean=1.0, std=0.3) if affine else None,
@@ -108,7 +111,7 @@ def attention_inputs(
 def window_inputs(seed=0, *, dtype=torch.float64, **sizes):
     tensors = attention_inputs(seed, prefix=0, dtype=dtype, **sizes)
     del tensors['gamma']
-    return tensors | dict(table=numbers(seed + 1, dtype)((2 * WINDOW - 1) ** 2, HEADS))
+    return tensors | dict(table=seeded_normal(seed + 1, dtype)((2 * WINDOW - 1) ** 2, HEADS))
 
 
 # Definitions. Under autocast the norm is in fp32, as CUDA has it.
@@ -132,7 +135,7 @@ def plain_mlp(x, shortcut, norm_weight, norm_bias, weight1, bias1, weight2, bias
         return x if gamma is None else x * gamma
 
     tokens = x if x.dim() == 3 else x.flatten(2).mT
-    out = branch(tokens) if mask is None else where_sbp(branch, tokens, mask.view(-1, 1))
+    out = branch(tokens) if mask is None else apply_sbp(branch, tokens, mask.view(-1, 1))
     out = out if factor is None else out * factor[:, None, None]
     return shortcut + (out if x.dim() == 3 else out.mT.reshape(x.shape))
 
@@ -156,13 +159,13 @@ def plain_norm_linear(x, norm_weight, norm_bias, weight, bias, mask=None):
 
     if mask is None:
         return f(x)
-    return where_sbp(f, x, mask if x.dim() == 4 else mask.view(-1, 1))
+    return apply_sbp(f, x, mask if x.dim() == 4 else mask.view(-1, 1))
 
 
 def plain_attention(
     x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, gamma, *, mode, keep=None, **options
 ):
-    """Computes the appendix's equations literally; dropped entries of the map are detached one by one."""
+    """Compute the appendix's equations literally: dropped entries of the attention map are detached."""
     (_, tokens, c), heads, factor = x.shape, options.get('heads'), options.get('factor')
     kept = torch.ones(tokens, dtype=torch.bool)
     if keep is not None:
@@ -185,49 +188,49 @@ def plain_attention(
     return x + torch.where(kept[:, None], branch, branch.detach())
 
 
-def window_module(shift, bias=True):
-    """Returns mmdet's attention in windows."""
+def build_window_attention(shift, bias=True):
+    """Return mmdet's attention in windows."""
     drop = dict(type='DropPath', drop_prob=0)
     return ShiftWindowMSA(4 * HEADS, HEADS, WINDOW, shift, qkv_bias=bias, dropout_layer=drop)
 
 
-INDEX = window_module(0).w_msa.relative_position_index
+INDEX = build_window_attention(0).w_msa.relative_position_index
 
 
 def plain_windows(
     x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, table, *, size, shift, factor=None, **_
 ):
-    """Runs mmdet's module with these tensors in place of its parameters."""
+    """Run mmdet's module with these tensors in place of its parameters."""
     state = {'qkv.weight': qkv_weight, 'qkv.bias': qkv_bias, 'proj.weight': proj_weight, 'proj.bias': proj_bias}
     state |= {'relative_position_bias_table': table}
     state = {f'w_msa.{name}': t for name, t in state.items() if t is not None}
     normed = plain_norm(x, norm_weight, norm_bias)
-    out = torch.func.functional_call(window_module(shift, qkv_bias is not None), state, (normed, size))
+    out = torch.func.functional_call(build_window_attention(shift, qkv_bias is not None), state, (normed, size))
     return x + (out if factor is None else out * factor[:, None, None])
 
 
 # The table.
 
 
-def keep_mask(kind, height=HEIGHT, width=WIDTH, seed=0):
-    """Returns a mask by its name, or ``None`` if all positions are kept."""
+def make_mask(kind, height=HEIGHT, width=WIDTH, seed=0):
+    """Return a mask by its name, or ``None`` if all positions are kept."""
     if kind is None:
         return None
     share = {'empty': 0.0, 'full': 1.1, 'few': 0.2, 'half': 0.5}[kind]
     return torch.rand(height, width, generator=torch.Generator().manual_seed(seed)) < share
 
 
-def keep_of(mask, prefix=0) -> Positions | None:
+def get_positions(mask, prefix=0) -> Positions | None:
     return None if mask is None else token_positions(positions(mask), prefix)
 
 
 def kept_positions(kind):
-    mask = keep_mask(kind)
-    return dict(positions=keep_of(mask)), dict(mask=mask)
+    mask = make_mask(kind)
+    return dict(positions=get_positions(mask)), dict(mask=mask)
 
 
 def kept_tokens(kind):
-    keep = keep_of(keep_mask(kind), prefix=1)
+    keep = get_positions(make_mask(kind), prefix=1)
     return dict(positions=keep), dict(keep=None if keep is None else keep.keep)
 
 
@@ -237,14 +240,15 @@ def kept_heads(kind):
 
 
 class Case(NamedTuple):
-    """A row of the table.
+    """Operation under test, with its inputs and its definition.
 
     Attributes:
-        inputs (Callable): Sizes and so on to tensors by name, and to what the operation is given beside them.
-        run (Callable): Form and options to the operation, as a function of named tensors.
-        plain (Callable): Options to the definition, as a function of named tensors.
-        kept (Callable | None): Name of what is kept to options of operation and definition; None: keeps all.
-        reference (bool): Has a reference form.
+        inputs (Callable): Maps sizes and other options to the named tensors, and to more arguments of the operation.
+        run (Callable): Maps a form and options to the operation, as a function of named tensors.
+        plain (Callable): Maps options to the definition, as a function of named tensors.
+        kept (Callable | None): Maps a kind of mask to options of operation and definition. If ``None``, all positions
+            are kept.
+        reference (bool): Whether the operation has a reference form.
     """
 
     inputs: Callable
@@ -255,18 +259,18 @@ class Case(NamedTuple):
 
     @property
     def kinds(self):
-        """Names of what may be kept."""
+        """Kinds of masks that the operation supports."""
         return [None] if self.kept is None else [None, 'half', 'few', 'full'] + ['empty'] * (self.kept != kept_heads)
 
     def both(self, kind=None, form=Form(), given=None, **options):  # noqa: B008
-        """Returns operation and definition, as functions of named tensors."""
+        """Return operation and definition, as functions of named tensors."""
         own, truth = (dict(), dict()) if kind is None else self.kept(kind)
         truth |= {name: value for name, value in options.items() if name in ('factor', 'approximate')}
         return self.run(form, **own, **options, **(given or {})), self.plain(**truth)
 
 
-def operation(run, settings, tensors, **fixed):
-    """Returns an operation as a function of form and options, which returns a function of named tensors."""
+def wrap_operation(run, settings, tensors, **fixed):
+    """Return an operation as a function of form and options, which returns a function of named tensors."""
 
     def of_form(form=Form(), **options):  # noqa: B008
         options = fixed | options
@@ -277,85 +281,87 @@ def operation(run, settings, tensors, **fixed):
     return of_form
 
 
-def definition(f, **fixed):
+def wrap_definition(f, **fixed):
     return lambda **options: lambda **named: f(**named, **fixed, **options)
 
 
-def alone(inputs):
+def without_others(inputs):
     return lambda **sizes: (inputs(**sizes), {})
 
 
-def with_conv(inputs):
+def with_convolution(inputs):
     return lambda **sizes: (inputs(**sizes), dict(conv=mlp_inputs(**sizes)[1]))
 
 
-channel_mlp = operation(ops.channel_mlp, ops.MLPSettings, ops.MLPTensors)
-grn_mlp = operation(ops.grn_mlp, ops.GRNSettings, ops.GRNTensors)
-norm_linear = operation(ops.norm_linear, ops.NormLinearSettings, ops.NormLinearTensors)
-layer_norm = operation(ops.layer_norm, ops.NormSettings, ops.NormTensors)
+channel_mlp = wrap_operation(ops.channel_mlp, ops.MLPSettings, ops.MLPTensors)
+grn_mlp = wrap_operation(ops.grn_mlp, ops.GRNSettings, ops.GRNTensors)
+norm_linear = wrap_operation(ops.norm_linear, ops.NormLinearSettings, ops.NormLinearTensors)
+layer_norm = wrap_operation(ops.layer_norm, ops.NormSettings, ops.NormTensors)
 
 
-def attention(mode, kept):
-    run = operation(ops.attention, ops.AttentionSettings, ops.AttentionTensors, num_heads=HEADS, mode=mode)
-    return Case(alone(attention_inputs), run, definition(plain_attention, mode=mode), kept)
+def attention_case(mode, kept):
+    run = wrap_operation(ops.attention, ops.AttentionSettings, ops.AttentionTensors, num_heads=HEADS, mode=mode)
+    return Case(without_others(attention_inputs), run, wrap_definition(plain_attention, mode=mode), kept)
 
 
-def windows(shift, size=(HEIGHT, WIDTH)):
+def window_case(shift, size=(HEIGHT, WIDTH)):
     fixed = dict(num_heads=HEADS, window=WINDOW, scale=0.5, shift=shift, size=size, eps=1e-6, index=INDEX)
-    run = operation(ops.window_attention, ops.WindowSettings, ops.WindowTensors, **fixed)
-    return Case(alone(window_inputs), run, definition(plain_windows, shift=shift, size=size), reference=False)
+    run = wrap_operation(ops.window_attention, ops.WindowSettings, ops.WindowTensors, **fixed)
+    return Case(
+        without_others(window_inputs), run, wrap_definition(plain_windows, shift=shift, size=size), reference=False
+    )
 
 
-_mlp = dict(run=channel_mlp, plain=definition(plain_mlp), kept=kept_positions)
-_grn = dict(run=grn_mlp, plain=definition(plain_grn), reference=False)
-_linear = dict(run=norm_linear, plain=definition(plain_norm_linear), kept=kept_positions)
-_norm = dict(run=layer_norm, plain=definition(plain_norm2d))
+_mlp = dict(run=channel_mlp, plain=wrap_definition(plain_mlp), kept=kept_positions)
+_grn = dict(run=grn_mlp, plain=wrap_definition(plain_grn), reference=False)
+_linear = dict(run=norm_linear, plain=wrap_definition(plain_norm_linear), kept=kept_positions)
+_norm = dict(run=layer_norm, plain=wrap_definition(plain_norm2d))
 CASES = {
-    'mlp': Case(alone(lambda **sizes: mlp_inputs(**sizes)[0]), **_mlp),
-    'mlp with convolution': Case(with_conv(lambda **sizes: mlp_inputs(**sizes)[0]), **_mlp),
-    'mlp of tokens': Case(alone(tokens_of_mlp), **_mlp),
-    'grn': Case(alone(grn_inputs), **_grn),
-    'grn with convolution': Case(with_conv(grn_inputs), **_grn),
-    'downsample': Case(alone(downsample_inputs), **_linear),
-    'norm_linear': Case(alone(norm_linear_inputs), **_linear),
-    'layer_norm': Case(alone(norm_inputs), **_norm),
-    'layer_norm with convolution': Case(with_conv(norm_inputs), **_norm),
-    'qkv': attention('qkv', kept_tokens),
-    'query': attention('query', kept_tokens),
-    'head': attention('head', kept_heads),
-    'windows': windows(0),
-    'shifted windows': windows(1),
+    'mlp': Case(without_others(lambda **sizes: mlp_inputs(**sizes)[0]), **_mlp),
+    'mlp with convolution': Case(with_convolution(lambda **sizes: mlp_inputs(**sizes)[0]), **_mlp),
+    'mlp of tokens': Case(without_others(tokens_of_mlp), **_mlp),
+    'grn': Case(without_others(grn_inputs), **_grn),
+    'grn with convolution': Case(with_convolution(grn_inputs), **_grn),
+    'downsample': Case(without_others(downsample_inputs), **_linear),
+    'norm_linear': Case(without_others(norm_linear_inputs), **_linear),
+    'layer_norm': Case(without_others(norm_inputs), **_norm),
+    'layer_norm with convolution': Case(with_convolution(norm_inputs), **_norm),
+    'qkv': attention_case('qkv', kept_tokens),
+    'query': attention_case('query', kept_tokens),
+    'head': attention_case('head', kept_heads),
+    'windows': window_case(0),
+    'shifted windows': window_case(1),
 }
 TAKES_FACTOR = [name for name in CASES if name.split()[0] not in ('downsample', 'norm_linear', 'layer_norm')]
 
 
-def fused_mlp(positions=None, conv=None, **options):
-    """Returns channel_mlp in the fused form, as a function of named tensors."""
+def get_fused_mlp(positions=None, conv=None, **options):
+    """Return channel_mlp in the fused form, as a function of named tensors."""
     return channel_mlp(Form(), positions=positions, conv=conv, **options)
 
 
-# What is done with them.
+# Functions that run operations and compare them.
 
 
-def weight_of(out):
-    """Returns a gradient with a different weight for each entry."""
+def output_gradient(out):
+    """Return a gradient with a different weight for each entry."""
     return torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape).to(out.dtype)
 
 
 def differentiate(f, tensors, trainable=None):
-    """Returns the output of f(**tensors) and the gradients of the trainable tensors."""
+    """Return the output of f(**tensors) and the gradients of the trainable tensors."""
     trainable = [name for name, t in tensors.items() if t is not None and (trainable is None or name in trainable)]
     leaves = {name: t if t is None else t.detach().requires_grad_(name in trainable) for name, t in tensors.items()}
     out = f(**leaves)
-    grads = torch.autograd.grad(out, [leaves[name] for name in trainable], weight_of(out), materialize_grads=True)
+    grads = torch.autograd.grad(out, [leaves[name] for name in trainable], output_gradient(out), materialize_grads=True)
     return dict.fromkeys(tensors) | {'out': out.detach()} | dict(zip(trainable, grads, strict=True))
 
 
-def cast(tensors, dtype):
+def cast_tensors(tensors, dtype):
     return {name: t if t is None else t.to(dtype) for name, t in tensors.items()}
 
 
-def autocast(f, dtype):
+def run_under_autocast(f, dtype):
     def run(**tensors):
         with torch.autocast('cpu', dtype):
             return f(**tensors)
@@ -363,17 +369,19 @@ def autocast(f, dtype):
     return run
 
 
-def half(f, dtype):
-    """Runs f under autocast, on an x that a convolution under autocast made."""
-    return autocast(lambda x, **tensors: f(x=x.to(dtype), **tensors), dtype)
+def run_after_autocast_convolution(f, dtype):
+    """Run f under autocast, on an x in half precision, as a convolution under autocast returns it."""
+    return run_under_autocast(lambda x, **tensors: f(x=x.to(dtype), **tensors), dtype)
 
 
-def stored(f, tensors, trainable=None, given=None):
-    """Returns the bytes that f saves for the backward pass, without parameters and tensors that are saved anyway."""
+def count_stored_bytes_of(f, tensors, trainable=None, given=None):
+    """Return the bytes that f saves for the backward pass, without parameters and tensors that are saved anyway."""
     leaves = {
         n: t if t is None else t.detach().requires_grad_(trainable is None or n in trainable)
         for n, t in tensors.items()
     }
     conv = (given or {}).get('conv')
     known = [*(t for n, t in leaves.items() if n not in MAPS and t is not None), INDEX]
-    return stored_bytes(lambda: f(**leaves), known + ([conv.input.values, conv.weight, conv.bias] if conv else []))
+    return count_stored_bytes(
+        lambda: f(**leaves), known + ([conv.input.values, conv.weight, conv.bias] if conv else [])
+    )

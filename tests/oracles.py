@@ -7,12 +7,12 @@ import torch.nn.functional as F
 
 from sbp_mmdet import SBPConvNeXt
 
-DEVICE = os.environ.get('SBP_TEST_DEVICE', 'cpu')  # of backbones, images and operations; see conftest.py
+DEVICE = os.environ.get('SBP_TEST_DEVICE', 'cpu')  # device of backbones, images and operations, see conftest.py
 SMALL = dict(depths=[1, 2, 2, 1], channels=[8, 12, 16, 20])
 
 
-def small_backbone(sbp_cfg=None, *, dtype=torch.float64, seed=0, arch=SMALL, **kwargs):
-    """Returns a backbone of four stages in training mode with random values in all parameters."""
+def build_backbone(sbp_cfg=None, *, dtype=torch.float64, seed=0, arch=SMALL, **kwargs):
+    """Return a backbone of four stages in training mode with random values in all parameters."""
     kwargs = dict(out_indices=[0, 1, 2, 3], gap_before_final_norm=False, layer_scale_init_value=1.0) | kwargs
     backbone = SBPConvNeXt(arch, sbp_cfg=sbp_cfg, **kwargs).to(dtype).train()
     generator = torch.Generator().manual_seed(seed)
@@ -23,8 +23,8 @@ def small_backbone(sbp_cfg=None, *, dtype=torch.float64, seed=0, arch=SMALL, **k
     return backbone.to(DEVICE)
 
 
-def filled(module):
-    """Returns a module in fp64 and training mode, on ``DEVICE``, with random values in all parameters."""
+def randomize(module):
+    """Fill the parameters of a module with random values; return it in fp64 and training mode, on ``DEVICE``."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in module.named_parameters():
@@ -35,35 +35,35 @@ def filled(module):
     return module
 
 
-def image(n=2, height=64, width=64, *, dtype=torch.float64, seed=0):
+def random_images(n=2, height=64, width=64, *, dtype=torch.float64, seed=0):
     return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
         DEVICE, dtype
     )
 
 
-def on_device(tree):
-    """Moves tensors in nested tuples to ``DEVICE``."""
+def move_to_device(tree):
+    """Move tensors in nested tuples to ``DEVICE``."""
     if isinstance(tree, torch.Tensor):
         return tree.to(DEVICE)
-    return type(tree)(*map(on_device, tree)) if hasattr(tree, '_fields') else tree
+    return type(tree)(*map(move_to_device, tree)) if hasattr(tree, '_fields') else tree
 
 
-def where_sbp(f, x, mask):
-    """Computes SBP by its definition: the values of f, and gradients where the mask (broadcast to f(x)) is true."""
+def apply_sbp(f, x, mask):
+    """Compute SBP by its definition: the values of f, with gradients where the mask, broadcast to f(x), is true."""
     y = f(x)
     return torch.where(mask, y, y.detach())
 
 
-def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None):
-    """ConvNeXt with SBP by its definition, in plain torch; under autocast, norms in fp32 as CUDA has it.
+def run_convnext_oracle(state, x, depths, masks, *, drop_path_rate=0.0, images=None):
+    """Run ConvNeXt with SBP by its definition, in plain torch. Under autocast, norms run in fp32 as on CUDA.
 
     Args:
-        state (dict): Parameters by mmpretrain's names; a stage is put out if it has a norm.
+        state (dict): Parameters by mmpretrain's names. A stage is returned if it has a norm.
         x (Tensor): Images.
-        depths (Sequence[int]): Blocks of each stage.
-        masks (dict): (stage, block) or (stage, 'downsample') to (height, width) masks; other layers are exact.
-        drop_path_rate (float): Of the last block.
-        images (dict | None): (stage, block) to the images that stochastic depth leaves it; None: they are drawn.
+        depths (Sequence[int]): Number of blocks in each stage.
+        masks (dict): Masks (height, width) by (stage, block) or (stage, 'downsample'). Other layers are exact.
+        drop_path_rate (float): Stochastic depth rate of the last block.
+        images (dict | None): Images that stochastic depth keeps, by (stage, block). If ``None``, they are drawn.
     """
 
     def norm(x, name):  # (..., C)
@@ -86,7 +86,7 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None)
         return F.conv2d(x, state[f'{name}.weight'], state[f'{name}.bias'], **kwargs)
 
     def layer(f, x, key):
-        return where_sbp(f, x, masks[key]) if key in masks else f(x)
+        return apply_sbp(f, x, masks[key]) if key in masks else f(x)
 
     outs = []
     rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
@@ -110,22 +110,22 @@ def oracle_convnext(state, x, depths, masks, *, drop_path_rate=0.0, images=None)
     return outs
 
 
-def loss_of(outs):
-    """Returns a loss with a different weight for each entry of each output."""
+def compute_loss(outs):
+    """Return a loss with a different weight for each entry of each output."""
     weights = [torch.arange(out.numel(), dtype=torch.float64).mul(1.7).cos().view(out.shape) for out in outs]
     return sum((out * weight.to(out)).sum() for out, weight in zip(outs, weights, strict=True))
 
 
-def gradients(backbone, x, forward=None):
-    """Returns the gradients of all trainable parameters and of the image by name, after one pass."""
+def compute_gradients(backbone, x, forward=None):
+    """Return the gradients of all trainable parameters and of the image by name, after one pass."""
     x = x.detach().requires_grad_()
     parameters = {name: p for name, p in backbone.named_parameters() if p.requires_grad} | {'image': x}
-    loss = loss_of(backbone(x) if forward is None else forward(x))
+    loss = compute_loss(backbone(x) if forward is None else forward(x))
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
 def relative_error(actual, expected):
-    """Returns the largest deviation relative to the largest entry."""
+    """Return the largest deviation relative to the largest entry."""
     assert actual.shape == expected.shape
     if not expected.numel():
         return 0.0
@@ -134,7 +134,7 @@ def relative_error(actual, expected):
 
 
 def assert_near(actual, expected, tolerance):
-    """Asserts that two dicts of tensors agree; ``None`` agrees with ``None`` only."""
+    """Assert that two dicts of tensors agree; ``None`` agrees with ``None`` only."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert (actual[name] is None) == (value is None), name

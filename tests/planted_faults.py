@@ -13,14 +13,14 @@ OPS = 'sbp_mmdet.ops'
 
 
 class Fault(NamedTuple):
-    """A wrong line.
+    """Faulty line of code.
 
     Attributes:
-        where (str): Module below ``sbp_mmdet.ops`` and function or method: 'common.folding:fold'.
-        right (str): Text that stands in the function exactly once.
-        wrong (str): What stands there instead.
-        model (str): A key of ``verify_models.MODELS``.
-        preset (str): Default: 'exact'.
+        where (str): Module below ``sbp_mmdet.ops``, and function or method, such as 'common.folding:fold'.
+        right (str): Text that occurs exactly once in the function.
+        wrong (str): Text that replaces it.
+        model (str): Key of ``verify_models.MODELS``.
+        preset (str): Preset with which the line runs. Default: 'exact'.
     """
 
     where: str
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
 
 
 def plant(monkeypatch, fault: Fault) -> None:
-    """Replaces a line of a function wherever the package refers to the function."""
+    """Replace a line of a function everywhere in the package where the function is referenced."""
     module, _, name = fault.where.partition(':')
     module = sys.modules[f'{OPS}.{module}']
     *owners, name = name.split('.')

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from helpers import make_project
 
-__all__ = ['make_resume_project', 'masks', 'weights']
+__all__ = ['make_resume_project', 'read_masks', 'read_weights']
 
 EPOCHS = 3
 CONFIG = """
@@ -34,8 +34,8 @@ val_dataloader = val_cfg = val_evaluator = None
 randomness = dict(seed=3)
 """
 
-# The variables name the place: iterations and epochs count from 1. Under Slurm, RESTART is how often the job was queued
-# again, so that each start can meet its own trouble.
+# Environment variables name the place; iterations and epochs count from 1. With Slurm, RESTART is the number of
+# requeues, so that each start can be killed at another place.
 TROUBLE = '''
 import hashlib
 import os
@@ -85,14 +85,14 @@ class TroubleHook(Hook):
 
 
 def make_resume_project(folder: Path, train: int = 8) -> str:
-    """Writes the project.
+    """Write the project.
 
     Args:
-        folder (Path): Where to; to be in ``PYTHONPATH`` of the training.
-        train (int): Training images, two of them a batch. Default: 8.
+        folder (Path): Folder to write to, which has to be in the ``PYTHONPATH`` of the training run.
+        train (int): Number of training images, with two per batch. Default: 8.
 
     Returns:
-        str: Name of the config, in ``folder``.
+        str: Name of the config in ``folder``.
     """
     make_project(folder, train=train)
     (folder / 'resume.py').write_text(CONFIG.format(epochs=EPOCHS))
@@ -100,8 +100,8 @@ def make_resume_project(folder: Path, train: int = 8) -> str:
     return 'resume.py'
 
 
-def masks(work_dir: Path) -> dict:
-    """Returns the digest of the mask by (rank, iteration); an iteration that ran twice must have the same one."""
+def read_masks(work_dir: Path) -> dict:
+    """Return the digest of the mask by (rank, iteration), and assert that repeated iterations have the same one."""
     drawn = {}
     for line in (work_dir / 'masks.txt').read_text().splitlines():
         rank, step, digest = line.split()
@@ -109,8 +109,8 @@ def masks(work_dir: Path) -> dict:
     return drawn
 
 
-def weights(work_dir: Path) -> dict:
-    """Returns weights and optimizer state at the end of the training."""
+def read_weights(work_dir: Path) -> dict:
+    """Return weights and optimizer state at the end of the training."""
     saved = torch.load(work_dir / f'epoch_{EPOCHS}.pth', weights_only=False, map_location='cpu')
     moments = {
         f'{index}.{name}': value

@@ -21,7 +21,7 @@ _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 
 
 class Elsewhere(Tensor):
-    """A tensor of the second device."""
+    """Tensor of the second device."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -49,7 +49,7 @@ def _run(func, args, kwargs):
     elsewhere = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
     here = [leaf for leaf in leaves if type(leaf) is not Elsewhere and isinstance(leaf, Tensor) and leaf.dim()]
     there = bool(elsewhere)
-    if elsewhere and here and func not in _COPIES and not _indexes(func, args, here):
+    if elsewhere and here and func not in _COPIES and not _are_indices(func, args, here):
         raise RuntimeError(f'{func} mixes tensors of the second device with those of the CPU')
     if (device := kwargs.get('device')) is not None:
         there = torch.device(device).type == 'meta'
@@ -68,17 +68,17 @@ def _run(func, args, kwargs):
     return tree_map_only(Tensor, wrapped, out)
 
 
-def _indexes(func, args, here):
-    """Returns whether all tensors on the host are indices, which CUDA accepts from there."""
+def _are_indices(func, args, here):
+    """Return whether all tensors on the host are indices, which CUDA accepts from there."""
     indices = [id(index) for index in args[1] or []] if func in _INDEXED else []
     return bool(indices) and isinstance(args[0], Elsewhere) and all(id(leaf) in indices for leaf in here)
 
 
-PLAIN_TENSORS.add('Elsewhere')  # computes as a plain tensor does
+PLAIN_TENSORS.add('Elsewhere')  # it computes like a plain tensor
 
 
 class _Everywhere(TorchDispatchMode):
-    """Also where a tensor is made: there is no tensor among the arguments."""
+    """Mode that also applies to functions that create tensors, which have no tensor among their arguments."""
 
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
@@ -88,7 +88,7 @@ _is_enabled, _autocast = torch.is_autocast_enabled, torch.autocast
 
 
 def _autocast_there(device_type, *args, **kwargs):
-    """Disables autocast for 'meta', which torch does not support."""
+    """Disable autocast for 'meta', which torch does not support."""
     return contextlib.nullcontext() if device_type == 'meta' else _autocast(device_type, *args, **kwargs)
 
 
@@ -98,6 +98,6 @@ torch.is_autocast_enabled = lambda *kind: kind != ('meta',) and _is_enabled(*kin
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Runs each test with the second device."""
+    """Run each test with the second device."""
     with _Everywhere():
         yield

@@ -2,11 +2,11 @@
 
 import types
 
-__all__ = ['as_in', 'of_module']
+__all__ = ['copy_into_module', 'define_in_module']
 
 
-def of_module(module: str, *kinds: type, name: str | None = None) -> type:
-    """Makes classes look as if a module had defined them: by their names, and by the global names of their functions.
+def define_in_module(module: str, *kinds: type, name: str | None = None) -> type:
+    """Make classes look as if a module had defined them: by their names, and by the global names of their functions.
 
     Args:
         module (str): Name of the module.
@@ -20,12 +20,12 @@ def of_module(module: str, *kinds: type, name: str | None = None) -> type:
         kind.__module__, kind.__qualname__ = module, name or kind.__name__
         for key, value in [*vars(kind).items()]:
             if isinstance(value, types.FunctionType):
-                setattr(kind, key, as_in(module, value, f'{kind.__qualname__}.{key}'))
+                setattr(kind, key, copy_into_module(module, value, f'{kind.__qualname__}.{key}'))
     return kind
 
 
-def as_in(module: str, function: types.FunctionType, name: str) -> types.FunctionType:
-    """Returns a function that looks as if a module had defined it.
+def copy_into_module(module: str, function: types.FunctionType, name: str) -> types.FunctionType:
+    """Return a function that looks as if a module had defined it.
 
     Args:
         module (str): Name of the module.

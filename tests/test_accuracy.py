@@ -10,7 +10,7 @@ PLAIN = {0: 0.41, 1: 0.40, 2: 0.43, 3: 0.42}
 OTHER = {0: 0.40, 1: 0.38, 2: 0.42, 3: 0.42}
 
 
-def training(ap, finished=True):
+def make_training(ap, finished=True):
     curve = [{'step': 100, 'box AP': ap / 2}, {'step': 200, 'box AP': ap, 'box AP small': ap / 3}]
     return dict(ap={'box AP': ap, 'box AP small': ap / 3}, curve=curve, finished=finished, seconds=900)
 
@@ -20,9 +20,9 @@ def found():
     return dict(
         experiment=dict(compare=[['zero', 'none']]),
         results={
-            'none': {str(seed): training(ap) for seed, ap in PLAIN.items()},
-            'zero': {seed: training(ap, finished=seed < 3) for seed, ap in OTHER.items()},
-            'late': {0: training(0.3, finished=False)},
+            'none': {str(seed): make_training(ap) for seed, ap in PLAIN.items()},
+            'zero': {seed: make_training(ap, finished=seed < 3) for seed, ap in OTHER.items()},
+            'late': {0: make_training(0.3, finished=False)},
         },
     )
 
@@ -54,5 +54,5 @@ def test_table(found):
 
 
 def test_a_difference_that_is_told_apart_is_set_in_bold(found):
-    found['results']['zero'] = {seed: training(ap - 0.1 + seed / 1000) for seed, ap in PLAIN.items()}
+    found['results']['zero'] = {seed: make_training(ap - 0.1 + seed / 1000) for seed, ap in PLAIN.items()}
     assert '| **-9.9 (-10.1 to -9.6)** | **-7.4 (-7.5 to -7.2)** |' in accuracy_table(found, markdown=True)

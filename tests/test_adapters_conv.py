@@ -6,7 +6,16 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from conv_models import BACKBONES, DETECTORS, assert_same, build, detector, ordinary, relative, step
+from conv_models import (
+    BACKBONES,
+    DETECTORS,
+    assert_same,
+    build_detector,
+    build_module,
+    randomize_norms,
+    relative_distance,
+    run_step,
+)
 from mmcv.cnn import ConvModule, DepthwiseSeparableConvModule
 from mmdet.models.backbones.resnet import BasicBlock
 from mmdet.registry import MODELS
@@ -21,17 +30,17 @@ from sbp_mmdet.checkpointing import checkpoint_modules
 @pytest.mark.parametrize('name', BACKBONES)
 def test_backbones(name):
     cfg, exact, int8 = BACKBONES[name]
-    stock = build(cfg)
+    stock = build_module(cfg)
     lean, rounded = copy.deepcopy(stock), copy.deepcopy(stock)
     apply_lean(lean)
     apply_lean(rounded, 'int8')
     x = torch.randn(2, 3, 96, 96, dtype=torch.float64)
-    expected, found, eight = step(stock, x), step(lean, x), step(rounded, x)
-    assert_same(found, expected)
-    assert found[3] <= exact * expected[3]
+    expected, actual, eight = run_step(stock, x), run_step(lean, x), run_step(rounded, x)
+    assert_same(actual, expected)
+    assert actual[3] <= exact * expected[3]
     assert eight[3] <= int8 * expected[3]
     torch.testing.assert_close(eight[0], expected[0], rtol=1e-10, atol=1e-10)
-    assert relative(eight[1], expected[1]) < 0.05
+    assert relative_distance(eight[1], expected[1]) < 0.05
 
 
 def conv_module(**options):
@@ -62,7 +71,7 @@ def sequence():
     return nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), Gelu(), nn.Conv2d(8, 8, 1), Gelu())
 
 
-# What is built, and its reason to stay as it is; '': it is taken.
+# Modules, and the reason why they are left unchanged; '' if they are changed.
 MODULES = {
     'ConvModule': (conv_module, ''),
     'SyncBN': (lambda: conv_module(norm_cfg=dict(type='SyncBN')), ''),
@@ -95,7 +104,7 @@ MODULES = {
 @pytest.mark.parametrize('norm_eval', [False, True])
 def test_modules(name, norm_eval):
     make, reason = MODULES[name]
-    stock = ordinary(Row(make()))
+    stock = randomize_norms(Row(make()))
     for module in stock.modules():
         module.train(not (norm_eval and isinstance(module, nn.modules.batchnorm._BatchNorm)))
     lean = copy.deepcopy(stock)
@@ -103,7 +112,7 @@ def test_modules(name, norm_eval):
     assert report.left.get('layers.1', '').startswith(reason) and (reason or 'layers.1' not in report.left)
     x = image()
     for _ in range(2):  # running statistics move on
-        assert_same(step(lean, x), step(stock, x))
+        assert_same(run_step(lean, x), run_step(stock, x))
     no_images = [model(x[:0]).sum() for model in (lean, stock)] if 'IN' not in name else [x.sum()] * 2
     assert torch.equal(*no_images)
     lean.eval(), stock.eval()
@@ -117,15 +126,15 @@ def image(size=12):
 
 
 def test_arguments_of_a_conv_module():
-    stock = ordinary(conv_module())
+    stock = randomize_norms(conv_module())
     lean = copy.deepcopy(stock)
     apply_lean(lean)
     for options in (dict(activate=False), dict(norm=False), dict(activate=False, norm=False)):
-        assert_same(step(lean, image(), **options), step(stock, image(), **options))
+        assert_same(run_step(lean, image(), **options), run_step(stock, image(), **options))
 
 
 def test_hooks_of_submodules_are_called():
-    lean = ordinary(conv_module())
+    lean = randomize_norms(conv_module())
     apply_lean(lean)
     for part in ('conv', 'bn', 'activate'):
         called = []
@@ -152,36 +161,36 @@ def test_the_report_names_what_has_hooks(part, kind):
 def test_checkpointing_of_the_module_is_off_and_said_so():
     model = MODELS.build(BACKBONES['ResNet-50, with_cp'][0])
     report = apply_lean(model)
-    assert 'with_cp=True is off' in report.changed['layer1.0']
+    assert 'with_cp=True is switched off' in report.changed['layer1.0']
 
 
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_checkpoints_around_lean_modules(preset):
-    """Statistics are updated once, and nothing more is stored than what the checkpoints store."""
-    stock = ordinary(Row(conv_module(), conv_module(act_cfg=dict(type='SiLU')), BasicBlock(8, 8)))
+    """Statistics are updated once, and nothing is stored beyond the inputs of the checkpoints."""
+    stock = randomize_norms(Row(conv_module(), conv_module(act_cfg=dict(type='SiLU')), BasicBlock(8, 8)))
     around = copy.deepcopy(stock)
     apply_lean(around, preset)
     checkpoint_modules(around, ['layers'])
     x = image()
-    expected, found = step(stock, x), step(around, x)
-    assert relative(found[1], expected[1]) < (1e-11 if preset == 'exact' else 0.05)
-    assert all(torch.equal(found[2][name], values) for name, values in expected[2].items())
-    assert found[3] < 0.6 * expected[3]
+    expected, actual = run_step(stock, x), run_step(around, x)
+    assert relative_distance(actual[1], expected[1]) < (1e-11 if preset == 'exact' else 0.05)
+    assert all(torch.equal(actual[2][name], values) for name, values in expected[2].items())
+    assert actual[3] < 0.6 * expected[3]
 
 
 def test_copies_and_pickles_are_lean_and_independent():
-    """As EMA copies a model."""
-    lean = ordinary(Row(conv_module()))
+    """EMA makes such copies."""
+    lean = randomize_norms(Row(conv_module()))
     apply_lean(lean)
-    expected = step(lean, image())
+    expected = run_step(lean, image())
     for other in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
         other.load_state_dict(lean.state_dict())
-        assert step(other, image())[3] == expected[3]
+        assert run_step(other, image())[3] == expected[3]
         assert all(p is not q for p, q in zip(other.parameters(), lean.parameters(), strict=True))
 
 
 def test_two_outputs_of_one_layer_and_a_shared_layer():
-    """A head that runs on several maps, and maps that several layers read."""
+    """A head runs on several maps, and several layers read the same map."""
 
     class Fork(Row):
         def forward(self, x):
@@ -189,10 +198,10 @@ def test_two_outputs_of_one_layer_and_a_shared_layer():
             maps = [shared(first(x)), shared(first(x[..., ::2, ::2]))]
             return [last(left(m) + right(m)) for m in maps]
 
-    stock = ordinary(Fork(*(conv_module(act_cfg=dict(type='SiLU')) for _ in range(3))))
+    stock = randomize_norms(Fork(*(conv_module(act_cfg=dict(type='SiLU')) for _ in range(3))))
     lean = copy.deepcopy(stock)
     apply_lean(lean)
-    assert_same(step(lean, image()), step(stock, image()))
+    assert_same(run_step(lean, image()), run_step(stock, image()))
 
 
 def test_named_modules_alone_are_changed():
@@ -213,25 +222,25 @@ class Called(TorchFunctionMode):
 
 
 def test_frozen_stages_fold_their_norms_while_the_rest_trains():
-    """They are in evaluation mode; a real evaluation runs the modules' own code."""
-    stock = build(dict(type='ResNet', depth=18, base_channels=16, frozen_stages=2, norm_eval=True))
+    """Frozen stages are in evaluation mode. In an evaluation of the whole model, all modules run their own code."""
+    stock = build_module(dict(type='ResNet', depth=18, base_channels=16, frozen_stages=2, norm_eval=True))
     lean = copy.deepcopy(stock)
     apply_lean(lean)
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    assert_same(step(lean, x), step(stock, x))
+    assert_same(run_step(lean, x), run_step(stock, x))
     for frozen in (lean.layer1, lean.layer2):
         x = x.new_zeros(2, frozen[0].conv1.in_channels, 64, 64)
-        with Called() as found:
+        with Called() as called:
             frozen(x)
-            assert nn.functional.batch_norm not in found.functions
+            assert nn.functional.batch_norm not in called.functions
             with torch.no_grad():
                 frozen(x)
-            assert nn.functional.batch_norm in found.functions
+            assert nn.functional.batch_norm in called.functions
 
 
 def test_reference_is_plain_and_with_cp_checkpoints_blocks():
     for preset in ('reference', 'with_cp'):
-        stock = build(BACKBONES['CSPNeXt'][0])
+        stock = build_module(BACKBONES['CSPNeXt'][0])
         other = copy.deepcopy(stock)
         if preset == 'reference':
             with pytest.raises(ValueError, match='drops positions'):
@@ -239,16 +248,16 @@ def test_reference_is_plain_and_with_cp_checkpoints_blocks():
             continue
         apply_lean(other, preset)
         x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-        expected, found = step(stock, x), step(other, x)
-        assert_same(found, expected)
-        assert found[3] < 0.9 * expected[3]
+        expected, actual = run_step(stock, x), run_step(other, x)
+        assert_same(actual, expected)
+        assert actual[3] < 0.9 * expected[3]
 
 
 @pytest.mark.parametrize('name', DETECTORS)
 def test_whole_detectors(name):
-    """Norms in training mode: the losses are the same to the bit, and so are the samples that they are made of."""
+    """With norms in training mode, the losses and the samples that they are computed from are bitwise the same."""
     config, options, most = DETECTORS[name]
-    stock, batch = detector(config, **options)
+    stock, batch = build_detector(config, **options)
     lean, rounded = copy.deepcopy(stock), copy.deepcopy(stock)
     apply_lean(lean)
     apply_lean(rounded, 'int8')
@@ -264,8 +273,8 @@ def test_whole_detectors(name):
             losses = self.model(**copy.deepcopy(batch), mode='loss')
             return sum(sum(v) if isinstance(v, list) else v for k, v in losses.items() if 'loss' in k)
 
-    expected, found, eight = (step(Loss(model)) for model in (stock, lean, rounded))
-    assert found[0] == eight[0] == expected[0]
-    assert relative(found[1], expected[1]) < 1e-3
-    assert relative(eight[1], expected[1]) < 0.1
-    assert found[3] < most * expected[3] and eight[3] < 0.85 * found[3]
+    expected, actual, eight = (run_step(Loss(model)) for model in (stock, lean, rounded))
+    assert actual[0] == eight[0] == expected[0]
+    assert relative_distance(actual[1], expected[1]) < 1e-3
+    assert relative_distance(eight[1], expected[1]) < 0.1
+    assert actual[3] < most * expected[3] and eight[3] < 0.85 * actual[3]

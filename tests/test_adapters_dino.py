@@ -48,7 +48,7 @@ DINO = {
     'num_feats' not in inspect.getsource(dino_layers), reason='the DINO of this mmdet has 256 channels, no fewer'
 )
 def test_dino():
-    """A whole step, in fp32: losses and gradients to rounding, and half of the bytes."""
+    """In a whole step in fp32, losses and gradients agree apart from rounding, with half of the bytes."""
     init_default_scope('mmdet')
     configs = Path(mmdet.__file__).parent / '.mim/configs'
     cfg = Config.fromfile(configs / 'dino/dino-4scale_r50_8xb2-12e_coco.py')
@@ -62,15 +62,16 @@ def test_dino():
     batch = model.data_preprocessor(demo_mm_inputs(2, [[3, 96, 128], [3, 128, 96]], num_classes=2), True)
     expected = detector_step(model, batch)
     report = apply_lean(model, preset='exact')
-    found = detector_step(model, batch)
+    actual = detector_step(model, batch)
     assert {name for name in report.changed if name.startswith('encoder')} == {'encoder.layers.0', 'encoder.layers.1'}
-    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
-    assert (found.gradient - expected.gradient).norm() <= 1e-3 * expected.gradient.norm()
-    assert found.bytes <= 0.5 * expected.bytes
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert (actual.gradient - expected.gradient).norm() <= 1e-3 * expected.gradient.norm()
+    assert actual.bytes <= 0.5 * expected.bytes
 
 
 def crowded_queries(boxes):
-    """Returns the mask of DINO's queries for two images, of which one has some boxes and the other one."""
+    """Return the attention mask of DINO's queries for two images, of which one has ``boxes`` boxes and the other has
+    one."""
     generator = CdnQueryGenerator(
         num_classes=3, embed_dims=16, num_matching_queries=20, group_cfg=dict(num_dn_queries=10)
     )
@@ -86,7 +87,7 @@ def crowded_queries(boxes):
 
 
 def test_self_attention_of_a_crowded_image_stores_no_map():
-    """Denoising queries are two for each box of the most crowded image; plain attention stores their square."""
+    """There are two denoising queries for each box of the most crowded image; plain attention stores their square."""
     torch.manual_seed(0)
     plain = nn.Sequential(MultiheadAttention(16, 4, batch_first=True)).double()
     lean, stored = copy.deepcopy(plain), {}
@@ -128,7 +129,8 @@ def detector_step(model, batch):
 
 
 class Mask2Former(nn.Module):
-    """A small head. ``masks`` are where queries look: they come from a threshold, and rounding would change them."""
+    """Small Mask2Former head. Its attention masks are given, because they come from a threshold that rounding could
+    cross."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +150,7 @@ class Mask2Former(nn.Module):
                 nn.init.normal_(p, 0, 0.1)
 
     def forward(self, **maps):
-        """Returns class scores and masks of all layers."""
+        """Return class scores and masks of all layers."""
         given = iter(self.masks)
 
         def forward_head(*args):
@@ -164,7 +166,7 @@ class Mask2Former(nn.Module):
 
 
 def maps(dtype=None):
-    """Returns feature maps like those of a backbone."""
+    """Return feature maps like those of a backbone."""
     return {f'm{i}': torch.randn(2, 8 + 8 * i, 24 >> i, 32 >> i, dtype=dtype) for i in range(4)}
 
 
@@ -174,12 +176,12 @@ def test_mask2former():
     report = apply_lean(lean, preset='exact')
     kinds = {name.split('.')[1] for name in report.changed}
     assert kinds == {'pixel_decoder', 'transformer_decoder'}
-    found = []
+    results = []
     for model in (plain, lean):
         outs = model(**given)
         weights = [torch.linspace(-1, 1, o.numel()).view(o.shape).to(o) for o in outs]
         gradients = torch.autograd.grad(outs, [*model.parameters()], weights, allow_unused=True)
-        found.append(outs + [g for g in gradients if g is not None])
+        results.append(outs + [g for g in gradients if g is not None])
     assert all(map(torch.equal, plain.masks, lean.masks))
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * b.abs().max().item())

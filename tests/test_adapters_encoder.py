@@ -13,13 +13,13 @@ from test_adapters_transformer import (
     TOKENS,
     assert_same,
     attention,
-    both,
     decoder_inputs,
     deformable_encoder,
     encoder_inputs,
     feed,
-    ordinary,
-    step,
+    get_decoder_builder,
+    randomize,
+    run_step,
     tokens,
 )
 from torch import nn
@@ -31,11 +31,11 @@ from sbp_mmdet.checkpointing import checkpoint_modules
 
 def test_the_reference_is_exact_here():
     model = nn.ModuleDict(dict(block=swin_block(), layer=deformable_encoder(0.0)))
-    layer, inputs = ordinary(model.layer), encoder_inputs(2)
-    expected = step(layer, inputs)
+    layer, inputs = randomize(model.layer), encoder_inputs(2)
+    expected = run_step(layer, inputs)
     apply_lean(model, preset='reference')
     assert isinstance(layer, LeanDeformableEncoderLayer)
-    assert_same(step(layer, inputs), expected)
+    assert_same(run_step(layer, inputs), expected)
 
 
 def checkpointed(layers):
@@ -45,14 +45,14 @@ def checkpointed(layers):
 
 
 def test_tokens_of_an_encoder_are_dropped():
-    """The same ones in all of its layers, others in the next pass; without a backbone that drops any."""
-    layers = ordinary(nn.ModuleList(deformable_encoder(0.0) for _ in range(2)))
+    """All layers drop the same tokens, and the next pass drops others, even if no backbone drops positions."""
+    layers = randomize(nn.ModuleList(deformable_encoder(0.0) for _ in range(2)))
     sizes = [[2, 3], [16, 24], [4, 6], [8, 12]]
     starts = torch.tensor([0, 6, 390, 414])
     points = torch.rand(2, 510, 4, 2, dtype=torch.float64, requires_grad=True)
     inputs = dict(query=tokens(510), query_pos=tokens(510), key_padding_mask=None, reference_points=points)
     inputs.update(spatial_shapes=torch.tensor(sizes), level_start_index=starts)
-    expected = [step(layer, inputs) for layer in layers]
+    expected = [run_step(layer, inputs) for layer in layers]
     report = apply_lean(layers, preset='sbp', sampler='random')
     assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset sbp'}
     assert "preset='sbp', keeps 0.5 of the positions" in f'{layers}'
@@ -60,11 +60,11 @@ def test_tokens_of_an_encoder_are_dropped():
         apply_lean(checkpointed(layers), preset='sbp')
     seen = []
     for _ in range(3):
-        found = [step(layer, inputs) for layer in layers]
-        for a, b in zip(found, expected, strict=True):
+        actual = [run_step(layer, inputs) for layer in layers]
+        for a, b in zip(actual, expected, strict=True):
             assert torch.allclose(a[0], b[0]) and not torch.allclose(a[1], b[1])
         # A query's own points get a gradient where it is kept, and from nowhere else.
-        kept = [gradients[3].abs().sum((0, 2, 3)) > 0 for gradients in found]
+        kept = [gradients[3].abs().sum((0, 2, 3)) > 0 for gradients in actual]
         maps = [m.unflatten(0, size) for m, size in zip(kept[0].tensor_split(starts[1:]), sizes, strict=True)]
         assert torch.equal(*kept) and maps[0].sum() == 3
         for shallow, deep in ((3, 2), (2, 0), (1, 3)):  # a kept token is a kept patch of the level below
@@ -74,7 +74,8 @@ def test_tokens_of_an_encoder_are_dropped():
 
 
 def algorithm_1(encoder, query, query_pos, key_padding_mask, kept):
-    """Stock layers, whose functions send gradients from kept tokens; with dropout these run on kept tokens first."""
+    """Run stock layers whose functions backpropagate through kept tokens; with dropout, they run on the kept tokens
+    first."""
     dropout = encoder.layers[0].ffn.layers[0][2].p
 
     def merged(f, rows):
@@ -98,10 +99,10 @@ def algorithm_1(encoder, query, query_pos, key_padding_mask, kept):
 @pytest.mark.parametrize('rate', [0.0, 0.1])
 @pytest.mark.parametrize('kind', [DetrTransformerEncoder, DABDetrTransformerEncoder])
 def test_a_plain_encoder_drops_tokens(kind, rate):
-    """The same ones in all of its layers, as Algorithm 1 says; a decoder beside it drops none."""
+    """All layers drop the same tokens, as in Algorithm 1; a decoder in the same model drops none."""
     cfg = dict(self_attn_cfg=attention(), ffn_cfg=feed())
-    decoder = both(DetrTransformerDecoderLayer)()
-    model = ordinary(nn.ModuleDict(dict(encoder=kind(2, cfg), decoder=nn.ModuleList([decoder]))))
+    decoder = get_decoder_builder(DetrTransformerDecoderLayer)()
+    model = randomize(nn.ModuleDict(dict(encoder=kind(2, cfg), decoder=nn.ModuleList([decoder]))))
     for m in model.modules():  # not by the configs: mmcv writes a rate into its default for all that follow
         if isinstance(m, nn.Dropout):
             m.p = rate
@@ -111,17 +112,17 @@ def test_a_plain_encoder_drops_tokens(kind, rate):
     report = apply_lean(model, preset='sbp', sampler='random', keep_ratio=0.25)
     assert {n for n, said in report.changed.items() if 'gradients from 0.25' in said} == {'encoder'}
     assert "preset='sbp', keeps 0.25 of the positions" in f'{model.encoder}'
-    assert_same(step(model.decoder[0], queries), step(stock.decoder[0], queries))
+    assert_same(run_step(model.decoder[0], queries), run_step(stock.decoder[0], queries))
     draws, seen = model.encoder._lean.draws, []
     draw, draws.positions = draws.positions, lambda *a: seen.append(draw(*a)) or seen[-1]
     for number in range(2):
-        found = step(model.encoder, inputs)
+        result = run_step(model.encoder, inputs)
         kept = torch.zeros(TOKENS, dtype=torch.bool)
         kept[seen[-1].keep] = True
         assert len(seen) == number + 1 and kept.sum() == TOKENS // 4
         oracle = copy.deepcopy(stock.encoder)
         oracle.forward = functools.partial(algorithm_1, oracle, kept=kept)
-        assert_same(found, step(oracle, inputs))
+        assert_same(result, run_step(oracle, inputs))
     assert not torch.equal(seen[0].keep, seen[1].keep)
     evaluated = [m.eval().encoder(**inputs) for m in (model, stock)]
     assert torch.equal(*evaluated)
@@ -139,10 +140,10 @@ def test_what_drops_no_tokens():
     for keys in (dict(preset='reference'), dict(preset='sbp', keep_ratio=1.0), dict(preset='sbp', keep_ratio=[1])):
         with pytest.raises(ValueError, match='drops positions, and applies to no module'):
             apply_lean(layers, **keys)
-    ordinary(layers).requires_grad_(False)
-    expected = step(layers[0], inputs)
+    randomize(layers).requires_grad_(False)
+    expected = run_step(layers[0], inputs)
     apply_lean(layers, preset='sbp')
-    assert_same(step(layers[0], inputs), expected)
+    assert_same(run_step(layers[0], inputs), expected)
 
 
 def swin_block():

@@ -10,8 +10,8 @@ from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks import DropPath
 from mmdet.models.layers.brick_wrappers import FrozenBatchNorm2d
 from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
-from oracles import DEVICE, assert_near, loss_of
-from stand_ins import of_module
+from oracles import DEVICE, assert_near, compute_loss
+from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -21,8 +21,8 @@ from sbp_mmdet.plan.memory import saved_bytes
 TOLERANCE = 1e-11
 
 
-def filled(module, seed=0, scale=0.4):
-    """Fills all parameters with random values."""
+def randomize(module, seed=0, scale=0.4):
+    """Fill all parameters with random values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -30,25 +30,25 @@ def filled(module, seed=0, scale=0.4):
     return module.double().to(DEVICE).train()
 
 
-def drawn(*shape, seed=0):
+def random_tensor(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
 
 
-def results(module, inputs, *args, **kwargs):
-    """Returns outputs of a module, and gradients of inputs and parameters, by name."""
+def run_step(module, inputs, *args, **kwargs):
+    """Return outputs of a module, and gradients of inputs and parameters, by name."""
     outs = module(*inputs, *args, **kwargs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     leaves = {f'input {i}': x for i, x in enumerate(inputs)} | dict(module.named_parameters())
-    gradients = torch.autograd.grad(loss_of(outs), [*leaves.values()], allow_unused=True)
+    gradients = torch.autograd.grad(compute_loss(outs), [*leaves.values()], allow_unused=True)
     return {f'output {i}': o.detach() for i, o in enumerate(outs)} | dict(zip(leaves, gradients, strict=True))
 
 
 def assert_lean_is_exact(module, inputs, *args, **kwargs):
-    """Asserts that a changed copy of a module agrees with it, stores less, and leaves nothing unchanged."""
+    """Assert that a changed copy of a module agrees with it, stores less, and leaves nothing unchanged."""
     lean = copy.deepcopy(module)
     report = apply_lean(lean, verify=False)
-    assert_near(results(lean, inputs, *args, **kwargs), results(module, inputs, *args, **kwargs), TOLERANCE)
+    assert_near(run_step(lean, inputs, *args, **kwargs), run_step(module, inputs, *args, **kwargs), TOLERANCE)
     stored = [
         saved_bytes(lambda m=m: m(*inputs, *args, **kwargs), exclude=[*m.parameters(), *m.buffers(), *inputs])
         for m in (lean, module)
@@ -64,13 +64,13 @@ def small_chunks(monkeypatch):
     monkeypatch.setitem(layouts.CHUNK, torch.device(DEVICE).type, 1)
 
 
-def fusion(dropout=0.0, **keys):
-    return filled(SingleScaleBiAttentionBlock(16, 16, 32, 4, dropout=dropout, **keys))
+def build_fusion(dropout=0.0, **keys):
+    return randomize(SingleScaleBiAttentionBlock(16, 16, 32, 4, dropout=dropout, **keys))
 
 
 @pytest.mark.parametrize('masked', ['image', 'text', 'both', None])
 def test_fusion_of_image_and_text_is_exact_in_chunks(small_chunks, masked):
-    block, inputs = fusion(), (drawn(2, 1500, 16), drawn(2, 7, 16, seed=1))
+    block, inputs = build_fusion(), (random_tensor(2, 1500, 16), random_tensor(2, 7, 16, seed=1))
     image = torch.rand(2, 1500, generator=torch.Generator().manual_seed(2)) > 0.4
     text = torch.rand(2, 7, generator=torch.Generator().manual_seed(3)) > 0.4
     image[0, :700] = True  # nothing is seen in the first chunk
@@ -81,14 +81,14 @@ def test_fusion_of_image_and_text_is_exact_in_chunks(small_chunks, masked):
 
 
 def test_fusion_hides_text_by_a_mask_of_numbers(small_chunks):
-    block, inputs = fusion(), (drawn(2, 700, 16), drawn(2, 7, 16, seed=1))
+    block, inputs = build_fusion(), (random_tensor(2, 700, 16), random_tensor(2, 7, 16, seed=1))
     mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1], [1, 0, 1, 1, 1, 1, 1]], device=DEVICE)
     report, _ = assert_lean_is_exact(block, inputs, attention_mask_l=mask)
     assert report.changed
 
 
 def test_fusion_clamps_scores_as_its_own_code():
-    block, inputs = fusion(), (drawn(1, 40, 16), drawn(1, 7, 16, seed=1))
+    block, inputs = build_fusion(), (random_tensor(1, 40, 16), random_tensor(1, 7, 16, seed=1))
     with torch.no_grad():  # scores of about 50000, on either side of it
         for layer in (block.attn.v_proj, block.attn.l_proj):
             layer.bias[::8] = (50000 * 8**0.5) ** 0.5
@@ -98,17 +98,17 @@ def test_fusion_clamps_scores_as_its_own_code():
     assert 0.2 < (scores > 50000).double().mean() < 0.8
     lean = copy.deepcopy(block)
     apply_lean(lean, verify=False)
-    assert_near(results(lean, inputs), results(block, inputs), 1e-7)  # the scores have lost five digits
+    assert_near(run_step(lean, inputs), run_step(block, inputs), 1e-7)  # the scores have lost five digits
 
 
 @pytest.mark.parametrize('side', [0, 1])
 def test_fusion_draws_the_same_dropout_in_the_backward_pass(small_chunks, side):
-    block, (x, text) = fusion(dropout=0.3), (drawn(2, 1500, 16), drawn(2, 7, 16, seed=1))
+    block, (x, text) = build_fusion(dropout=0.3), (random_tensor(2, 1500, 16), random_tensor(2, 7, 16, seed=1))
     apply_lean(block, verify=False)
 
     def loss(x, text):
         torch.manual_seed(5)
-        return loss_of(block(x, text)[side : side + 1])
+        return compute_loss(block(x, text)[side : side + 1])
 
     gradients = torch.autograd.grad(loss(x, text), [x, text])
     for i, gradient in enumerate(gradients):
@@ -121,7 +121,7 @@ def test_fusion_draws_the_same_dropout_in_the_backward_pass(small_chunks, side):
 
 
 def test_fusion_with_stochastic_depth_or_other_widths_keeps_its_own_code():
-    for block in (fusion(drop_path=0.5), filled(SingleScaleBiAttentionBlock(16, 24, 32, 4))):
+    for block in (build_fusion(drop_path=0.5), randomize(SingleScaleBiAttentionBlock(16, 24, 32, 4))):
         with pytest.raises(ValueError, match='SingleScaleBiAttentionBlock'):
             apply_lean(block, verify=False)
 
@@ -130,18 +130,18 @@ def test_fusion_with_stochastic_depth_or_other_widths_keeps_its_own_code():
 
 
 def test_layer_with_frozen_batch_norm_is_one_operation():
-    layer = filled(ConvModule(3, 8, 3, padding=1, norm_cfg=dict(type=FrozenBatchNorm2d), act_cfg=dict(type='ReLU')))
+    layer = randomize(ConvModule(3, 8, 3, padding=1, norm_cfg=dict(type=FrozenBatchNorm2d), act_cfg=dict(type='ReLU')))
     assert isinstance(layer.norm, FrozenBatchNorm2d)
     for name, buffer in layer.norm.named_buffers():
-        buffer.copy_(drawn(8, seed=len(name)).detach().abs() + 0.2)
-    report, _ = assert_lean_is_exact(layer, (drawn(2, 3, 9, 11),))
+        buffer.copy_(random_tensor(8, seed=len(name)).detach().abs() + 0.2)
+    report, _ = assert_lean_is_exact(layer, (random_tensor(2, 3, 9, 11),))
     assert report.changed
 
 
 # ViTDet. Its classes are named by the adapter; these have their names, and compute by the definition.
 
 
-of_vitdet = functools.partial(of_module, 'projects.ViTDet.vitdet.vit')
+of_vitdet = functools.partial(define_in_module, 'projects.ViTDet.vitdet.vit')
 
 
 @of_vitdet
@@ -166,7 +166,7 @@ class Attention(nn.Module):
             self.rel_pos_h, self.rel_pos_w = (nn.Parameter(torch.zeros(2 * n - 1, width // heads)) for n in size)
 
     def bias(self, table, query, n):
-        """Computes the product of each query with the embedding of each distance, in a loop over pairs of positions."""
+        """Compute the product of each query with the embedding of each distance, in a loop over pairs of positions."""
         if len(table) != 2 * n - 1:
             table = F.interpolate(table.t()[None], size=2 * n - 1, mode='linear')[0].t()
         return torch.stack([query[i] @ table[[i - k + n - 1 for k in range(n)]].t() for i in range(n)])
@@ -232,18 +232,18 @@ class Blocks(nn.Sequential):
 @pytest.mark.parametrize('keys', [{}, dict(window=3), dict(use_rel_pos=False), dict(qkv_bias=False, window=4)], ids=str)
 def test_vitdet_blocks_are_exact(monkeypatch, chunk, size, keys):
     monkeypatch.setitem(layouts.CHUNK, torch.device(DEVICE).type, chunk)
-    blocks = Blocks(filled(Block(**keys)), filled(Block(), seed=1))
-    report, stored = assert_lean_is_exact(blocks, (drawn(3, *size, 16),))
+    blocks = Blocks(randomize(Block(**keys)), randomize(Block(), seed=1))
+    report, stored = assert_lean_is_exact(blocks, (random_tensor(3, *size, 16),))
     assert set(report.changed) == {'0', '1'} and report.left == {} and stored < 0.4
 
 
 def test_vitdet_blocks_draw_stochastic_depth_as_their_own_code():
-    blocks = Blocks(filled(Block(drop_path=0.4, window=4)), filled(Block(drop_path=0.4), seed=1))
-    lean, x, found = copy.deepcopy(blocks), drawn(5, 6, 7, 16), []
+    blocks = Blocks(randomize(Block(drop_path=0.4, window=4)), randomize(Block(drop_path=0.4), seed=1))
+    lean, x, found = copy.deepcopy(blocks), random_tensor(5, 6, 7, 16), []
     apply_lean(lean, verify=False, skip_dropped_images=False)
     for model in (lean, blocks):
         torch.manual_seed(0)
-        found.append(results(model, (x,)))
+        found.append(run_step(model, (x,)))
     assert_near(*found, TOLERANCE)
 
 
@@ -252,10 +252,10 @@ def test_vitdet_blocks_draw_stochastic_depth_as_their_own_code():
 def test_vitdet_blocks_keep_the_layout_of_their_map(monkeypatch, chunk, drop_path):
     """mmcv's RoIAlign reads maps as if they were contiguous, so another layout would train wrongly."""
     monkeypatch.setitem(layouts.CHUNK, torch.device(DEVICE).type, chunk)
-    plain = Blocks(filled(Block(drop_path=drop_path, window=4)), filled(Block(drop_path=drop_path), seed=1))
+    plain = Blocks(randomize(Block(drop_path=drop_path, window=4)), randomize(Block(drop_path=drop_path), seed=1))
     lean = copy.deepcopy(plain)
     apply_lean(lean, verify=False, skip_dropped_images=False)
-    for x in (drawn(3, 16, 6, 7).permute(0, 2, 3, 1), drawn(3, 6, 7, 16)):
+    for x in (random_tensor(3, 16, 6, 7).permute(0, 2, 3, 1), random_tensor(3, 6, 7, 16)):
         assert lean(x).stride() == plain(x).stride() == x.stride()
 
 
@@ -268,11 +268,11 @@ def test_a_part_of_a_vitdet_block_that_is_unknown_runs_its_own_code(part, window
 
     block = Block(window=window)
     setattr(getattr(block, part), 'proj' if part == 'attn' else 'fc2', Doubled(16 if part == 'attn' else 32, 16))
-    blocks = Blocks(filled(block), filled(Block(), seed=1))
-    report, _ = assert_lean_is_exact(blocks, (drawn(2, 6, 7, 16),))
+    blocks = Blocks(randomize(block), randomize(Block(), seed=1))
+    report, _ = assert_lean_is_exact(blocks, (random_tensor(2, 6, 7, 16),))
     assert '0' in report.changed and any('Doubled' in reason for reason in report.left.values())
 
 
 def test_layer_norm_of_maps_of_vitdet_stores_one_map():
-    head = nn.Sequential(filled(LN2d(8)), nn.GELU())
-    assert_lean_is_exact(head, (drawn(2, 8, 5, 6),))
+    head = nn.Sequential(randomize(LN2d(8)), nn.GELU())
+    assert_lean_is_exact(head, (random_tensor(2, 8, 5, 6),))

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from cases import count_model_bytes
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
@@ -31,7 +32,7 @@ def attention(rate=0.0, **options):
 
 
 def plain(**options):
-    """Returns the arguments of layers without deformable attention."""
+    """Return the arguments of layers without deformable attention."""
     return dict(self_attn_cfg=dict(attention(), **options), ffn_cfg=feed())
 
 
@@ -60,7 +61,7 @@ def levels(numbers, queries):
     return dict(reference_points=points, spatial_shapes=SHAPES, level_start_index=STARTS)
 
 
-def both(kind, rate=0.0):
+def get_decoder_builder(kind, rate=0.0):
     cfg = dict(self_attn_cfg=attention(rate), cross_attn_cfg=attention(rate), ffn_cfg=feed(rate))
     return lambda: kind(**copy.deepcopy(cfg))
 
@@ -79,9 +80,9 @@ def decoder_inputs():
 
 
 def deformable_inputs(numbers):
-    found = decoder_inputs()
-    del found['cross_attn_mask'], found['key'], found['key_pos']
-    return found | levels(numbers, QUERIES)
+    inputs = decoder_inputs()
+    del inputs['cross_attn_mask'], inputs['key'], inputs['key_pos']
+    return inputs | levels(numbers, QUERIES)
 
 
 def conditional_inputs(is_first):
@@ -90,8 +91,8 @@ def conditional_inputs(is_first):
 
 
 def encoder_inputs(numbers=None):
-    found = dict(query=tokens(TOKENS), query_pos=tokens(TOKENS), key_padding_mask=padding())
-    return found | (levels(numbers, TOKENS) if numbers else {})
+    inputs = dict(query=tokens(TOKENS), query_pos=tokens(TOKENS), key_padding_mask=padding())
+    return inputs | (levels(numbers, TOKENS) if numbers else {})
 
 
 def deformable_encoder(rate):
@@ -99,7 +100,7 @@ def deformable_encoder(rate):
     return DeformableDetrTransformerEncoderLayer(**cfg)
 
 
-def of_conditional(kind):
+def get_conditional_builder(kind):
     return lambda: kind(self_attn_cfg=conditional(False), cross_attn_cfg=conditional(True), ffn_cfg=feed())
 
 
@@ -130,18 +131,21 @@ LAYERS = {
         lambda: DetrTransformerEncoderLayer(attention(0.1), feed(0.1)),
         encoder_inputs,
     ),
-    'DETR decoder': (both(DetrTransformerDecoderLayer, 0.1), decoder_inputs),
-    'Mask2Former decoder': (both(Mask2FormerTransformerDecoderLayer), decoder_inputs),
+    'DETR decoder': (get_decoder_builder(DetrTransformerDecoderLayer, 0.1), decoder_inputs),
+    'Mask2Former decoder': (get_decoder_builder(Mask2FormerTransformerDecoderLayer), decoder_inputs),
     'Conditional DETR': (
-        of_conditional(ConditionalDetrTransformerDecoderLayer),
+        get_conditional_builder(ConditionalDetrTransformerDecoderLayer),
         functools.partial(conditional_inputs, True),
     ),
-    'DAB-DETR': (of_conditional(DABDetrTransformerDecoderLayer), functools.partial(conditional_inputs, False)),
+    'DAB-DETR': (get_conditional_builder(DABDetrTransformerDecoderLayer), functools.partial(conditional_inputs, False)),
     'deformable encoder': (functools.partial(deformable_encoder, 0.0), functools.partial(encoder_inputs, 2)),
     'deformable encoder, dropout': (functools.partial(deformable_encoder, 0.1), functools.partial(encoder_inputs, 4)),
-    'deformable decoder': (both(DeformableDetrTransformerDecoderLayer), functools.partial(deformable_inputs, 2)),
+    'deformable decoder': (
+        get_decoder_builder(DeformableDetrTransformerDecoderLayer),
+        functools.partial(deformable_inputs, 2),
+    ),
     'deformable decoder, dropout': (
-        both(DeformableDetrTransformerDecoderLayer, 0.1),
+        get_decoder_builder(DeformableDetrTransformerDecoderLayer, 0.1),
         functools.partial(deformable_inputs, 4),
     ),
     'Grounding DINO decoder': (grounding, grounding_inputs),
@@ -152,8 +156,8 @@ LAYERS = {
 }
 
 
-def ordinary(module):
-    """Returns a module in fp64 and training mode with weights that look trained."""
+def randomize(module):
+    """Return a module in fp64 and training mode with weights that look trained."""
     torch.manual_seed(0)
     for p in module.parameters():
         p.data.normal_(0, 0.3)
@@ -165,8 +169,8 @@ def ordinary(module):
     return module.double().train()
 
 
-def step(module, inputs, seed=3):
-    """Returns output and gradients of inputs and parameters."""
+def run_step(module, inputs, seed=3):
+    """Return output and gradients of inputs and parameters."""
     torch.manual_seed(seed)
     leaves = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
     leaves += [p for p in module.parameters() if p.requires_grad]
@@ -175,8 +179,8 @@ def step(module, inputs, seed=3):
     return [out, *torch.autograd.grad(out, leaves, weight, allow_unused=True)]
 
 
-def assert_same(found, expected, tolerance=1e-10):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(actual, expected, tolerance=1e-10):
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
         assert a is None or (a - b).abs().max() <= tolerance * max(b.abs().max(), 1)
 
@@ -184,12 +188,12 @@ def assert_same(found, expected, tolerance=1e-10):
 @pytest.mark.parametrize('name', LAYERS)
 def test_layers(name):
     module, inputs = (make() for make in LAYERS[name])
-    ordinary(module)
-    expected, stock = step(module, inputs), type(module)
+    randomize(module)
+    expected, stock = run_step(module, inputs), type(module)
     evaluated = module.eval()(**inputs)
     report = apply_lean(module.train(), preset='exact')
     assert report.changed and not report.left.keys() & report.changed.keys()
-    assert_same(step(module, inputs), expected)
+    assert_same(run_step(module, inputs), expected)
     assert torch.equal(module.eval()(**inputs), evaluated)
     remove_lean(module.train())
     assert type(module) is stock and not any(isinstance(m, LeanModule) for m in module.modules())
@@ -198,16 +202,16 @@ def test_layers(name):
 @pytest.mark.parametrize('name', ['DETR decoder', 'deformable decoder', 'deformable encoder'])
 def test_eight_bits(name):
     module, inputs = (make() for make in LAYERS[name])
-    ordinary(module).float()
+    randomize(module).float()
     for m in module.modules():
         if isinstance(m, nn.Dropout):
             m.p = 0.0
     inputs = {k: _float(v) for k, v in inputs.items()}
-    expected = step(module, inputs)
+    expected = run_step(module, inputs)
     apply_lean(module, preset='int8')
-    found = step(module, inputs)
+    actual = run_step(module, inputs)
     total = sum(e.square().sum() for e in expected[1:] if e is not None)
-    error = sum((f - e).square().sum() for f, e in zip(found[1:], expected[1:], strict=True) if e is not None)
+    error = sum((f - e).square().sum() for f, e in zip(actual[1:], expected[1:], strict=True) if e is not None)
     assert (error / total) ** 0.5 < 0.01
 
 
@@ -221,25 +225,10 @@ def _float(x):
 @pytest.mark.parametrize('name', ['DETR encoder', 'DETR decoder', 'DAB-DETR', 'deformable decoder'])
 def test_layers_store_less(name, preset, expected):
     module, inputs = (make() for make in LAYERS[name])
-    ordinary(module)
-    before = stored(module, inputs)
+    randomize(module)
+    before = count_model_bytes(module, **inputs)
     apply_lean(module, preset=preset)
-    assert stored(module, inputs) <= expected * before
-
-
-def stored(module, inputs):
-    """Returns the bytes that are saved for the backward pass, without inputs and parameters."""
-    known = {t.untyped_storage().data_ptr() for t in [*inputs.values(), *module.parameters()] if hasattr(t, 'dtype')}
-    seen = {}
-
-    def pack(t):
-        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = module(**inputs)
-    del out
-    return sum(size for pointer, size in seen.items() if pointer not in known)
+    assert count_model_bytes(module, **inputs) <= expected * before
 
 
 REFUSED = {
@@ -280,15 +269,15 @@ def test_checkpointing_by_fairscale_is_off():
 
     checkpointed.__module__ = 'fairscale.nn.checkpoint.checkpoint_activations'
     module, inputs = (make() for make in LAYERS['deformable encoder'])
-    ordinary(module)
-    expected = step(module, inputs)
+    randomize(module)
+    expected = run_step(module, inputs)
     wrapped = functools.partial(checkpointed, type(module).forward, lambda: module)
     module.forward = wrapped
-    assert 'num_cp is off' in apply_lean(module, preset='exact').changed['']
-    assert_same(step(module, inputs), expected)
+    assert 'num_cp is switched off' in apply_lean(module, preset='exact').changed['']
+    assert_same(run_step(module, inputs), expected)
     module.eval()(**inputs)
     assert not calls
     remove_lean(module.train())
     assert module.forward is wrapped
-    assert_same(step(module, inputs), expected)
+    assert_same(run_step(module, inputs), expected)
     assert calls

@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 import torch.utils.checkpoint as cp
-from cases import FAMILIES, SWIN, build, draws_of, kept_masks
+from cases import FAMILIES, SWIN, build, get_draws, get_kept_masks
 from mmdet.models.backbones import ResNet, SwinTransformer
-from oracles import assert_near, gradients, image, loss_of
+from oracles import assert_near, compute_gradients, compute_loss, random_images
 from torch import nn
 
 from sbp_mmdet import LeanHook, SBPConvNeXt, apply_lean, remove_lean
@@ -35,10 +35,10 @@ class Detector(nn.Module):
 
 
 def backward(model, x):
-    """Returns gradients by ``backward()``, which reentrant checkpoints need."""
+    """Return gradients by ``backward()``, which reentrant checkpoints need."""
     model.zero_grad()
     torch.manual_seed(0)
-    loss_of(model(x)).backward()
+    compute_loss(model(x)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -61,9 +61,9 @@ def test_report():
         == done['backbone.norm3']
         == 'exact, stores less'
     )
-    assert len(done) == 13 and report.left == dict(neck='no lean form of it is known')
+    assert len(done) == 13 and report.left == dict(neck='not supported')
     assert str(report).startswith('13 modules changed, 1 left alone\nchanged: 4 SwinBlock, 2 PatchMerging: gradients')
-    assert 'left alone: 1 Linear (neck): no lean form of it is known' in str(report)
+    assert 'left alone: 1 Linear (neck): not supported' in str(report)
 
 
 def test_reports_of_presets():
@@ -82,23 +82,23 @@ def test_checkpointing_of_a_block_is_off():
     models = [build('stock Swin', dict(preset='exact'), with_cp=with_cp) for with_cp in (False, True)]
     ran = []
     models[1].stages[2].blocks[0].norm1.register_forward_hook(lambda *args: ran.append(1))
-    x = image(*X)
+    x = random_images(*X)
     assert_near(backward(models[1], x), backward(models[0], x), 1e-12)
     assert ran == [1]  # a module with a hook runs its own code, once
     changed = apply_lean(build('stock Swin', with_cp=True), 'int8').changed
-    assert 'with_cp=True is off' in changed['stages.0.blocks.0'] and 'with_cp' not in changed['norm0']
+    assert 'with_cp=True is switched off' in changed['stages.0.blocks.0'] and 'with_cp' not in changed['norm0']
 
 
 @pytest.mark.parametrize('family', ['SBPConvNeXt', 'SBPViT', 'stock Swin'])
 @pytest.mark.parametrize('with_cp', [False, True])
 def test_the_preset_that_checkpoints(family, with_cp):
-    x = image(2, 64, 64)
+    x = random_images(2, 64, 64)
     expected = backward(build(family, **DEPTH), x)
     assert_near(backward(build(family, dict(preset='with_cp'), with_cp=with_cp, **DEPTH), x), expected, 1e-12)
 
 
 def test_changed_anew_and_back():
-    model, x = build('stock Swin'), image(*X)
+    model, x = build('stock Swin'), random_images(*X)
     before, kind = backward(model, x), type(model.stages[0].blocks[0])
     for preset in ('sbp', 'with_cp', 'int8', 'exact'):
         apply_lean(model, preset)
@@ -121,7 +121,7 @@ def test_some_modules():
     assert keep_ratios(model) == {(0, 0): 0.5}
     apply_lean(model, 'sbp', modules='stages.0.blocks', keep_ratio=0.25)
     assert keep_ratios(model) == {(0, 0): 0.25}
-    backward(model, image(*X))
+    backward(model, random_images(*X))
     remove_lean(model)
     assert is_plain(model)
 
@@ -155,15 +155,15 @@ def test_the_hook_finds_the_model_in_wrappers(tmp_path):
 
 def test_student_and_teacher():
     pair = nn.ModuleDict(dict(student=Detector(build('stock Swin')), teacher=Detector(build('stock Swin'))))
-    alone, x = build('stock Swin', dict(preset='sbp')), image(*X)
+    alone, x = build('stock Swin', dict(preset='sbp')), random_images(*X)
     expected = apply_lean(alone, 'sbp').changed
     assert apply_lean(pair, 'sbp').changed == {
         f'{who}.backbone.{name}': done for who in pair for name, done in expected.items()
     }
-    grads = gradients(alone, x)
+    grads = compute_gradients(alone, x)
     for who in pair:
-        assert_near(gradients(pair[who].backbone, x), grads, 1e-12)
-    assert draws_of(pair['student']) is not draws_of(pair['teacher'])
+        assert_near(compute_gradients(pair[who].backbone, x), grads, 1e-12)
+    assert get_draws(pair['student']) is not get_draws(pair['teacher'])
     pair['teacher'].eval()
     with torch.no_grad():
         pair['teacher'](x)
@@ -182,7 +182,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize('around', [Wrapped, lambda: nn.Sequential(build('stock Swin'))], ids=['module', 'list'])
 def test_a_wrapped_backbone(around):
-    model, alone, x = Detector(around()), build('stock Swin', dict(preset='sbp')), image(*X)
+    model, alone, x = Detector(around()), build('stock Swin', dict(preset='sbp')), random_images(*X)
     changed = apply_lean(model, 'sbp').changed
     prefix = next(iter(changed)).split('stages')[0]
     assert len(changed) == 13
@@ -195,12 +195,12 @@ def test_a_backbone_of_one_stage():
     model = SwinTransformer(**one)
     model.train()
     assert keep_ratios(model) == {} and 'patch_embed' in apply_lean(model, 'sbp', blocks=[1]).changed
-    model(image(*X, dtype=torch.float32))
+    model(random_images(*X, dtype=torch.float32))
     assert keep_ratios(model) == {(0, 0): 0.5}
 
 
 def test_frozen_stages_are_named():
-    """mmdet freezes when training begins, which is after the hook has said what it did."""
+    """mmdet freezes stages when training begins, after the hook has reported the change."""
     report = apply_lean(SwinTransformer(**SWIN, frozen_stages=3), 'sbp')
     frozen = {name for name, reason in report.left.items() if reason == 'frozen'}
     assert {'patch_embed', 'stages.0.blocks.0', 'stages.1.blocks.0', 'stages.2.blocks.1'} <= frozen
@@ -232,7 +232,7 @@ def test_a_backbone_whose_thinned_layers_are_all_frozen_says_so_once(family, key
     ]
 
 
-# What is refused, and changes nothing.
+# Calls that raise an error and change nothing.
 
 
 def in_fsdp():
@@ -283,7 +283,7 @@ def test_beside_a_backbone_with_settings_of_its_own():
 
 
 def test_a_layer_alone_has_no_pass():
-    model, x = build('SBPConvNeXt', dict(preset='sbp')), image(2, 64, 64)
+    model, x = build('SBPConvNeXt', dict(preset='sbp')), random_images(2, 64, 64)
     model.forward(x)  # past the hooks of the module: a pass all the same
     with pytest.raises(ValueError, match='call the backbone, not the layer'):
         model.stages[0][0](torch.randn(2, model.stages[0][0].norm.weight.numel(), 16, 16, dtype=x.dtype))
@@ -295,7 +295,7 @@ def around_the_backbone(model, reentrant):
 
 
 def around_the_call(model, reentrant):
-    """Checkpoints a call of the module, so that its hooks run again, too."""
+    """Checkpoint a call of the module, so that its hooks run again, too."""
     return lambda x: cp.checkpoint(lambda x: tuple(model(x)), x, use_reentrant=reentrant)
 
 
@@ -319,7 +319,7 @@ DRAWING = pytest.mark.parametrize(
 @pytest.mark.parametrize('order', [1, -1])
 @DRAWING
 def test_a_checkpoint_of_our_own_around_a_thinned_part_is_refused_at_once(order, cfg, options):
-    """By whichever comes second; what came first stays."""
+    """The second of the two calls is refused; the effects of the first remain."""
     model = build('stock Swin', **options)
     first, second = [lambda: apply_lean(model, **cfg), lambda: checkpoint_modules(model, ['stages'])][::order]
     first()
@@ -339,20 +339,20 @@ def test_a_foreign_checkpoint_around_a_thinned_part_is_refused(foreign, reentran
         rf"layer \(.*\) of a backbone with preset='{cfg['preset']}' is recomputed by a checkpoint.*modules=\[...\]"
     )
     with pytest.raises(ValueError, match=message):
-        loss_of(run(image(2, 64, 64).requires_grad_())).backward()
+        compute_loss(run(random_images(2, 64, 64).requires_grad_())).backward()
 
 
 @pytest.mark.parametrize('foreign', FOREIGN)
 @pytest.mark.parametrize('reentrant', [True, False])
 @pytest.mark.parametrize('options', [{}, dict(drop_path_rate=0.9)], ids=str)
 def test_exact_layers_may_run_again(foreign, reentrant, options):
-    """Without images that are left out, nothing is drawn; two passes, which both run again."""
+    """If no images are left out, nothing is drawn. Here two passes are recomputed."""
     found = []
     for change in (None, foreign):
         model = build('stock Swin', dict(preset='exact', skip_dropped_images=False), **options)
         run = change(model, reentrant) if change else None
         torch.manual_seed(0)
-        losses = [loss_of((run or model)(image(2, 64, 64, seed=seed).requires_grad_())) for seed in (0, 1)]
+        losses = [compute_loss((run or model)(random_images(2, 64, 64, seed=seed).requires_grad_())) for seed in (0, 1)]
         sum(losses).backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert_near(found[1], found[0], 1e-12)
@@ -360,7 +360,7 @@ def test_exact_layers_may_run_again(foreign, reentrant, options):
 
 @pytest.mark.parametrize('order', [1, -1])
 def test_a_checkpoint_stays_in_front(order):
-    """Whichever hook comes first, what is lean runs again inside of it."""
+    """In whichever order the hooks come, lean modules are recomputed inside of the checkpoint."""
     model = build('stock Swin')
     changes = [lambda: apply_lean(model), lambda: checkpoint_modules(model, ['stages.3.blocks.0'])]
     for change in changes[::order]:
@@ -369,20 +369,20 @@ def test_a_checkpoint_stays_in_front(order):
 
 
 def test_a_confined_plugin_leaves_checkpoints_alone():
-    """What the message of a refusal says."""
-    model, x = build('stock Swin'), image(2, 64, 64)
+    """This is the remedy that the error message suggests."""
+    model, x = build('stock Swin'), random_images(2, 64, 64)
     apply_lean(model, 'sbp', modules=['stages.1', 'stages.2', 'stages.3'])
     checkpoint_modules(model, ['stages.0'])
     grads = backward(model, x)
     assert grads.keys() == dict(model.named_parameters()).keys()
-    assert {key[0] for key in kept_masks(model, x)} == {1, 2}
+    assert {key[0] for key in get_kept_masks(model, x)} == {1, 2}
 
 
 def test_a_map_of_another_size_is_an_error():
     model = build('stock ConvNeXt', dict(preset='sbp'))
     model.downsample_layers[0].register_forward_pre_hook(lambda module, args: (args[0][..., ::2],))
     with pytest.raises(ValueError, match=r'has a map of 128 positions, but 256 were expected.*stride=4'):
-        model(image(2, 64, 64))
+        model(random_images(2, 64, 64))
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -390,9 +390,9 @@ def test_export_and_tracing_run_the_plain_code(family):
     model = build(family, dict(preset='sbp'))
     model.eval()
     with torch.no_grad():
-        traced = torch.jit.trace(model, image(1, 64, 64), check_trace=False)
-    found, expected = (f(image(1, 64, 64, seed=1)) for f in (traced, model))
-    torch.testing.assert_close(list(found), list(expected))
+        traced = torch.jit.trace(model, random_images(1, 64, 64), check_trace=False)
+    actual, expected = (f(random_images(1, 64, 64, seed=1)) for f in (traced, model))
+    torch.testing.assert_close(list(actual), list(expected))
 
 
 def test_a_backbone_that_takes_sbp_cfg_can_be_changed_from_outside():

@@ -18,7 +18,7 @@ CONFIGS = [dict(type='DynamicSoftLabelAssigner', topk=13), dict(type='SimOTAAssi
 
 
 def instances(boxes: int, classes: int = 7, size: int = 160, masks: bool = False):
-    """Returns priors of three strides with predictions, and boxes of which some overlap."""
+    """Return priors of three strides with predictions, and ground-truth boxes, some of which overlap."""
     g = torch.Generator().manual_seed(boxes)
     priors = []
     for stride in (8, 16, 32):
@@ -58,10 +58,10 @@ def test_same_assignment_in_less_memory(cfg, boxes, masks, monkeypatch):
     targets_in_chunks(head)  # twice is once
     assert type(head.assigner).__name__ == cfg['type']
     with Largest() as after:
-        found = copy.deepcopy(head).assigner.assign(predicted, gts)
+        actual = copy.deepcopy(head).assigner.assign(predicted, gts)
     for key in ('gt_inds', 'max_overlaps', 'labels'):
-        assert torch.equal(getattr(found, key), getattr(expected, key)), key
-    assert found.num_gts == expected.num_gts == boxes
+        assert torch.equal(getattr(actual, key), getattr(expected, key)), key
+    assert actual.num_gts == expected.num_gts == boxes
     if boxes == 12:
         assert expected.gt_inds.max() > 0
         assert masks or after.most < 0.5 * before.most
@@ -82,7 +82,7 @@ def boxes_at(centres, sizes):
 
 
 def crowd(priors=1500, boxes=400):
-    """Returns priors with predictions near them, and more boxes than one chunk of priors has."""
+    """Return priors with predictions near them, and more ground-truth boxes than fit into one chunk."""
     g = torch.Generator().manual_seed(0)
     anchors = boxes_at(800 * torch.rand(priors, 2, generator=g), 60 * torch.rand(priors, 2, generator=g) + 8)
     truth = boxes_at(800 * torch.rand(boxes, 2, generator=g), 60 * torch.rand(boxes, 2, generator=g) + 8)
@@ -114,7 +114,7 @@ WHICH = {  # assigner: arguments, and what it is given in front of the boxes
 
 @pytest.mark.parametrize('name', WHICH)
 def test_a_crowd_is_assigned_the_same_in_less_memory(name):
-    """Each assigner compares all priors with all boxes; some pass the priors first, others the boxes."""
+    """Every assigner compares all priors with all boxes; some pass the priors first, others the boxes."""
     options, extra = WHICH[name]
     predicted, truth, ignored = crowd()
     extra = (*extra, truth, ignored if 'ignore_iof_thr' in options else None)
@@ -127,18 +127,18 @@ def test_a_crowd_is_assigned_the_same_in_less_memory(name):
     head = model(dict(type=name.split()[0], **options))
     expected, before = assign(head.assigner)
     assert 'overlaps in the model' in targets_in_chunks(head, pairs=20_000)
-    found, after = assign(head.assigner)
+    actual, after = assign(head.assigner)
     assert expected.gt_inds.max() > 0
     for key, value in vars(expected).items():
         if isinstance(value, torch.Tensor):
-            assert torch.equal(getattr(found, key), value), key
+            assert torch.equal(getattr(actual, key), value), key
     assert after < 0.85 * before
 
 
 @pytest.mark.parametrize('pairs', [1, 7, 1000])
 @pytest.mark.parametrize('shape', [(5, 40), (40, 5), (12, 12), (0, 4), (4, 0)], ids=str)
 def test_pairs_are_compared_once(shape, pairs):
-    """By a chunk of at least one row or column, whichever are more; aligned boxes are not pairs."""
+    """Chunks have at least one row or column, along the longer dimension; aligned boxes are not compared in pairs."""
     first, second = (torch.rand(n, 4).cumsum(1) for n in shape)
     head = model(dict(type='MaxIoUAssigner', **THRESHOLDS))
     targets_in_chunks(head, pairs=pairs)
@@ -155,14 +155,14 @@ def test_pairs_are_compared_once(shape, pairs):
 
 
 class Calculator:
-    """A calculator with two arguments, unlike mmdet's."""
+    """Overlap calculator with two arguments, unlike mmdet's."""
 
     def __call__(self, first, second):
         return bbox_overlaps(first, second)
 
 
 class Ranked(BboxOverlaps2D):
-    """A calculator whose entries depend on other pairs."""
+    """Overlap calculator whose entries depend on other pairs."""
 
     def __call__(self, *args, **kwargs):
         return super().__call__(*args, **kwargs).argsort(0).argsort(0).float()
@@ -179,12 +179,12 @@ def test_a_calculator_of_ones_own_stays_as_it_is(kind):
     assert (
         'no training targets in chunks' in said and f'rpn_head.assigner (iou_calculator is a {kind.__name__})' in said
     )
-    found = head.rpn_head.assigner.assign(predicted, truth)
-    assert torch.equal(found.gt_inds, expected.gt_inds) and type(head.rpn_head.assigner.iou_calculator) is kind
+    actual = head.rpn_head.assigner.assign(predicted, truth)
+    assert torch.equal(actual.gt_inds, expected.gt_inds) and type(head.rpn_head.assigner.iou_calculator) is kind
 
 
 def test_assigners_are_found_under_any_name_and_the_log_names_their_heads():
-    """TOOD and DDOD have two, a cascade has them in a list; a DETR compares no priors."""
+    """TOOD and DDOD have two assigners, a cascade has a list of them, and that of a DETR compares no priors."""
     whole = nn.Module()
     whole.tood, whole.roi_head, whole.detr = nn.Module(), nn.Module(), nn.Module()
     whole.tood.alignment_assigner = TASK_UTILS.build(dict(type='TaskAlignedAssigner', topk=13))

@@ -9,7 +9,7 @@ import pytest
 import test_adapters_dino as detectors
 import test_adapters_transformer as transformer
 import torch
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, to_gpu, unset_fake_temporarily
+from fake_cuda import backward, copy_to_gpu, move_to_gpu, simulate_gpu, unset_fake_temporarily
 from helpers import needs_fp16
 from oracles import DEVICE
 from torch import Tensor, nn
@@ -29,23 +29,25 @@ CASES = [
 KIND = 'cuda' if DEVICE == 'cuda' else 'cpu'
 
 
-def made(name, seed=0):
-    """Returns a plain module in fp32 with random parameters, and its inputs."""
+def build_with_inputs(name, seed=0):
+    """Return a plain module in fp32 with random parameters, and its inputs."""
     torch.manual_seed(seed)
     if name in BACKBONES:
         images = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(seed))
         norm_eval = dict(norm_eval=True) if name == 'Res2Net' else {}  # in training mode fp16 overflows, plain as well
-        return conv.build(conv.BACKBONES[name][0] | norm_eval).float(), dict(x=images)
+        return conv.build_module(conv.BACKBONES[name][0] | norm_eval).float(), dict(x=images)
     if name == 'Mask2Former':
-        return smooth(detectors.Mask2Former()).train(), detectors.maps()
+        return remove_kinks(detectors.Mask2Former()).train(), detectors.maps()
     module, inputs = (make() for make in transformer.LAYERS[name])
-    ordinary = transformer.ordinary(module).float()
-    return smooth(ordinary), {key: transformer._float(value) for key, value in inputs.items()}
+    ordinary = transformer.randomize(module).float()
+    return remove_kinks(ordinary), {key: transformer._float(value) for key, value in inputs.items()}
 
 
-def smooth(module):
-    """Without ReLU: of so few tokens one number that rounding turns over would change the gradient by 5 %. Nor dropout,
-    which draws other numbers in fp64."""
+def remove_kinks(module):
+    """Replace ReLUs and remove dropout.
+
+    With so few tokens, one flipped ReLU would change the gradient by 5 %, and dropout draws other numbers in fp64.
+    """
     for m in module.modules():
         for name, child in m.named_children():
             if isinstance(child, nn.ReLU):
@@ -55,16 +57,16 @@ def smooth(module):
     return module
 
 
-def outputs(module, inputs):
+def run_module(module, inputs):
     out = module(**inputs)
     return [o for o in (out if isinstance(out, tuple | list) else [out]) if o.requires_grad]  # not of frozen stages
 
 
-def step(module, inputs, dtype):
-    """Returns the gradients of all parameters as one vector, and the outputs likewise, in fp64."""
+def run_step(module, inputs, dtype):
+    """Return the gradients of all parameters as one vector, and the outputs likewise, in fp64."""
     with torch.autocast(KIND, dtype, enabled=dtype is not None):
-        outs = outputs(module, inputs)
-    # Not the mean of squares: behind a norm it would be the same for all inputs.
+        outs = run_module(module, inputs)
+    # The mean of squares would not do, because after a norm it is the same for all inputs.
     loss = sum((o * torch.linspace(-1, 1, o.numel()).view(o.shape).to(o)).sum() for o in outs)
     module.zero_grad()
     loss.backward()
@@ -77,22 +79,23 @@ def step(module, inputs, dtype):
     [pytest.param(*case, marks=needs_fp16 if case[2] == 'fp16' else ()) for case in CASES],
 )
 def test_gradients(name, preset, precision):
-    """Not much further from fp64 than those of the plain module under autocast; eight bits lose something more. The
-    forward pass of convolutions is as near as the plain one: else other ReLUs would be off than in the plain module,
-    which changes gradients by many times what is rounded.
+    """The gradients are hardly further from fp64 than plain ones under autocast; those of eight bits somewhat.
+
+    The forward pass of convolutions has to be as near as the plain one. Otherwise other ReLUs would flip than in the
+    plain module, which changes gradients by many times the rounding error.
     """
     dtype = DTYPES[precision]
     errors = []  # of gradients and outputs; lean, plain, size
     for seed in range(3):
-        plain, inputs = made(name, seed)
+        plain, inputs = build_with_inputs(name, seed)
         plain.to(DEVICE)
         inputs = {key: x.detach().to(DEVICE) if isinstance(x, Tensor) else x for key, x in inputs.items()}
         lean, double = copy.deepcopy(plain), copy.deepcopy(plain).double()
         apply_lean(lean, preset)
         exact = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}
-        truth = step(double, exact, None)
+        truth = run_step(double, exact, None)
         lean.masks = plain.masks = getattr(double, 'masks', [])
-        every = step(lean, inputs, dtype), step(plain, inputs, dtype), truth
+        every = run_step(lean, inputs, dtype), run_step(plain, inputs, dtype), truth
         several = [torch.stack([f - t, r - t, t]).norm(dim=1).cpu() for f, r, t in zip(*every, strict=True)]
         errors.append(torch.stack(several))
     if name in (*BACKBONES, 'deformable decoder'):  # ReLUs turn over, and places get into another cell
@@ -106,16 +109,16 @@ def test_gradients(name, preset, precision):
 @pytest.mark.parametrize('name', BACKBONES + LAYERS)
 def test_on_a_gpu_that_is_not_there(name, preset, dtype):
     """Each parameter gets a gradient of its type and shape, on its device."""
-    with gpu_that_is_not_there() as mode:
+    with simulate_gpu() as mode:
         with unset_fake_temporarily():
-            module, inputs = made(name)
+            module, inputs = build_with_inputs(name)
             apply_lean(module, preset)
-        put_on_gpu(mode, module)
-        inputs = to_gpu(mode, inputs)
+        move_to_gpu(mode, module)
+        inputs = copy_to_gpu(mode, inputs)
         with torch.autocast('cuda', dtype):
-            outs = outputs(module, inputs)
-        found = backward(outs)
+            outs = run_module(module, inputs)
+        gradients = backward(outs)
         for key, p in module.named_parameters():
             if p.requires_grad:
-                grad = found[p]
+                grad = gradients[p]
                 assert grad.is_cuda and grad.dtype == p.dtype and grad.shape == p.shape, key

@@ -15,12 +15,12 @@ import benchmark  # isort: skip  (helpers puts research/ on the path)
 import module_runs
 import pictures
 import step_runs
-from case import Case, compared, parse_name, smooth
+from case import Case, compare_gradients, make_smooth_noise, parse_name
 from module_runs import measure_module
 from rivals import RIVALS
 from step_runs import measure_steps
 from tables import benchmark_table
-from turns import ratios
+from turns import compute_ratios
 
 from sbp_mmdet.plan.variants import plain
 
@@ -34,7 +34,7 @@ def config(tmp_path_factory):
 
 
 def test_a_block_stores_what_the_picture_of_the_design_says(config):
-    """In feature maps of the block's input; masks and deviations take a little more."""
+    """The picture counts feature maps of the block's input; masks and deviations take a little more."""
     rows = measure_module(config, PRESETS, 'backbone.stages.0.0', amp='off', rounds=0, **CASE)
     unit = 8 * 16 * 16 * 4  # channels x positions x fp32
     for row in rows:
@@ -43,7 +43,8 @@ def test_a_block_stores_what_the_picture_of_the_design_says(config):
 
 
 def test_gradients_of_a_backbone(config):
-    """Exact presets are exact while stochastic depth drops images, others are as far off as they say."""
+    """Exact presets are exact while stochastic depth drops images; the errors of the others are in their documented
+    range."""
     config = copy.deepcopy(config)
     config.model.backbone.drop_path_rate = 0.4
     rows = measure_module(config, PRESETS, 'backbone', amp='bf16', rounds=2, **CASE)
@@ -62,7 +63,7 @@ def test_gradients_of_a_backbone(config):
 
 
 def test_keys_and_modules_without_positions(config):
-    """Any submodule of a detector."""
+    """The benchmark accepts any submodule of a detector."""
     few, many = measure_module(
         config, ['sbp,keep_ratio=0.25', 'sbp,keep_ratio=0.75'], 'backbone', amp='off', rounds=0, **CASE
     )
@@ -112,8 +113,7 @@ def test_what_cannot_run_is_a_row(config, monkeypatch):
 
 
 def test_out_of_memory_is_a_row(config, monkeypatch):
-    """Whatever a step has accumulated before is gone, and the next variant that runs is what others are compared
-    with."""
+    """Accumulated gradients are freed, and the next variant that runs is the baseline of the others."""
     bytes_of = module_runs.Runner.bytes
 
     def need_too_much(self, case, by_allocator):
@@ -143,14 +143,14 @@ def test_steps_leave_the_weights_alone(config, monkeypatch):
 
 
 def test_ratios_are_those_of_each_round():
-    first, second = ratios([[1.0, 2.0], [2.0, 2.0], [4.0, 12.0]])
+    first, second = compute_ratios([[1.0, 2.0], [2.0, 2.0], [4.0, 12.0]])
     assert first == dict(seconds=2.0, ratio=1.0, ratio_min=1.0, ratio_max=1.0)
     assert second == dict(seconds=2.0, ratio=2.0, ratio_min=1.0, ratio_max=3.0)
 
 
 def test_compared():
-    exact, found = dict(a=torch.tensor([3.0, 0]), b=torch.zeros(2)), dict(a=torch.tensor([3.0, 4]))
-    assert compared(exact, found) == pytest.approx(dict(cosine=9 / 15, error=4 / 3))
+    exact, gradients = dict(a=torch.tensor([3.0, 0]), b=torch.zeros(2)), dict(a=torch.tensor([3.0, 4]))
+    assert compare_gradients(exact, gradients) == pytest.approx(dict(cosine=9 / 15, error=4 / 3))
 
 
 def test_names():
@@ -166,7 +166,7 @@ def test_names():
 
 def test_smooth_neighbours_are_alike():
     for shape, axis in (((2, 3, 40, 40), 3), ((2, 90, 5), 1)):
-        x = smooth(shape)
+        x = make_smooth_noise(shape)
         assert x.shape == shape
         assert (x.diff(dim=axis).std() / x.std()).item() < 0.6
 
@@ -215,6 +215,6 @@ def test_command_line(tmp_path):
     config, out = make_project(tmp_path, train=1, val=1), tmp_path / 'new/out.json'
     words = ('--presets', 'none', 'exact', '--size', '64x64', '--rounds', '1', '--json', out)
     done = run('python', RESEARCH / 'benchmark.py', config, *words, cwd=tmp_path, PYTHONPATH=ROOT)
-    found = json.loads(out.read_text())
-    assert [row['preset'] for row in found['rows']] == ['none', 'exact'] and 'exact' in done.stdout
-    assert found['case']['module'] == 'backbone' and found['machine']['command'].startswith('python research/')
+    results = json.loads(out.read_text())
+    assert [row['preset'] for row in results['rows']] == ['none', 'exact'] and 'exact' in done.stdout
+    assert results['case']['module'] == 'backbone' and results['machine']['command'].startswith('python research/')

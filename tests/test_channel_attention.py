@@ -9,23 +9,23 @@ from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.swish import Swish
 from mmdet.models.layers import InvertedResidual, SELayer
 from mmdet.models.layers.se_layer import ChannelAttention
-from oracles import DEVICE, assert_near, loss_of
-from stand_ins import of_module
+from oracles import DEVICE, assert_near, compute_loss
+from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.plan.memory import saved_bytes
 
-of_mmyolo = functools.partial(of_module, 'mmyolo.models.layers.yolo_bricks')
+of_mmyolo = functools.partial(define_in_module, 'mmyolo.models.layers.yolo_bricks')
 SIZE = (2, 8, 12, 10)
 
 
-def image(seed=0):
+def random_images(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(SIZE, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
 
 
-def conv(act=None, norm=True, width=8, size=3):
+def build_conv(act=None, norm=True, width=8, size=3):
     norm = dict(type='BN') if norm else None
     return ConvModule(8, width, size, padding=size // 2, norm_cfg=norm, act_cfg=act and dict(type=act))
 
@@ -41,8 +41,8 @@ class Held(nn.Module):
         return self.held(x)
 
 
-def both(module, preset='exact'):
-    """Returns a module in fp64 and a changed copy, with the report of the change."""
+def build_plain_and_lean(module, preset='exact'):
+    """Return a module in fp64, a changed copy, and the report of the change."""
     torch.manual_seed(0)
     module = module.double().to(DEVICE).train()
     with torch.no_grad():
@@ -52,23 +52,25 @@ def both(module, preset='exact'):
     return module, lean, apply_lean(lean, preset=preset, verify=False)
 
 
-def results(module):
-    x = image()
+def run_step(module):
+    x = random_images()
     out = module(x)
     leaves = dict(module.named_parameters(), input=x)
-    return dict(zip(leaves, torch.autograd.grad(loss_of((out,)), [*leaves.values()]), strict=True), output=out.detach())
+    return dict(
+        zip(leaves, torch.autograd.grad(compute_loss((out,)), [*leaves.values()]), strict=True), output=out.detach()
+    )
 
 
-def maps(module):
-    """Returns the stored bytes in units of a map of the input's size."""
-    x = image()
+def count_stored_maps(module):
+    """Return the stored bytes in units of a map of the input's size."""
+    x = random_images()
     fixed = [x, *module.parameters(), *module.buffers()]
     return saved_bytes(lambda: module(x), exclude=fixed) / (8 * x.numel())
 
 
 @of_mmyolo
 class EffectiveSELayer(nn.Module):
-    """mmyolo's, by its definition."""
+    """Channel attention of mmyolo, by its definition."""
 
     def __init__(self, channels):
         super().__init__()
@@ -84,7 +86,7 @@ class Branches(nn.Module):
 
     def __init__(self, act):
         super().__init__()
-        self.first, self.second, self.act, self.last = conv(), conv(size=1), act, conv()
+        self.first, self.second, self.act, self.last = build_conv(), build_conv(size=1), act, build_conv()
 
     def forward(self, x):
         return self.last(self.act(self.first(x) + self.second(x)))
@@ -96,7 +98,7 @@ class Apart(nn.Module):
 
     def __init__(self, act):
         super().__init__()
-        self.first, self.act, self.last = conv(), act, conv()
+        self.first, self.act, self.last = build_conv(), act, build_conv()
 
     def forward(self, x):
         return self.last(self.act(self.first(x)))
@@ -118,31 +120,33 @@ ACTIVATIONS = {kind.__name__: kind for kind in _CLASSES}
 
 @pytest.mark.parametrize('kind', ATTENTIONS)
 def test_channel_attention_stores_the_map_of_the_layer_in_front(kind):
-    plain, lean, report = both(Held(conv('SiLU'), ATTENTIONS[kind](), conv()))
-    assert_near(results(lean), results(plain), 1e-11)
+    plain, lean, report = build_plain_and_lean(Held(build_conv('SiLU'), ATTENTIONS[kind](), build_conv()))
+    assert_near(run_step(lean), run_step(plain), 1e-11)
     assert 'held.1' in report.changed and {*report.left} <= {'held.1.conv2.activate'}  # a sigmoid of numbers
-    assert maps(plain) > 4.9 and maps(lean) < 2.3  # what the norms of the two convolutions need, and numbers
+    assert (
+        count_stored_maps(plain) > 4.9 and count_stored_maps(lean) < 2.3
+    )  # what the norms of the two convolutions need, and numbers
 
 
 @pytest.mark.parametrize('kind', ATTENTIONS)
 def test_channel_attention_by_itself_is_exact(kind):
-    plain, lean, _ = both(Held(ATTENTIONS[kind](), Writes()))
-    assert_near(results(lean), results(plain), 1e-11)
+    plain, lean, _ = build_plain_and_lean(Held(ATTENTIONS[kind](), Writes()))
+    assert_near(run_step(lean), run_step(plain), 1e-11)
 
 
 @pytest.mark.parametrize('place', [1, 2])
 def test_maps_that_are_written_to_are_not_handed_on(place):
-    layers = [conv('SiLU'), ATTENTIONS['SELayer'](), conv(norm=False)]
+    layers = [build_conv('SiLU'), ATTENTIONS['SELayer'](), build_conv(norm=False)]
     layers.insert(place, Writes())
-    plain, lean, _ = both(Held(*layers))
-    assert_near(results(lean), results(plain), 1e-11)
+    plain, lean, _ = build_plain_and_lean(Held(*layers))
+    assert_near(run_step(lean), run_step(plain), 1e-11)
 
 
 def test_a_hook_in_channel_attention_runs():
-    plain, lean, _ = both(Held(conv('SiLU'), ATTENTIONS['SELayer'](), conv()))
+    plain, lean, _ = build_plain_and_lean(Held(build_conv('SiLU'), ATTENTIONS['SELayer'](), build_conv()))
     for model in (plain, lean):
         model.held[1].global_avgpool.register_forward_hook(lambda module, args, out: 2 * out)
-    assert_near(results(lean), results(plain), 1e-11)
+    assert_near(run_step(lean), run_step(plain), 1e-11)
 
 
 def test_derived_channel_attention_keeps_its_code():
@@ -150,18 +154,20 @@ def test_derived_channel_attention_keeps_its_code():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    plain, lean, report = both(Held(conv('SiLU'), Doubled(8, ratio=2), conv()))
-    assert_near(results(lean), results(plain), 1e-11)
+    plain, lean, report = build_plain_and_lean(Held(build_conv('SiLU'), Doubled(8, ratio=2), build_conv()))
+    assert_near(run_step(lean), run_step(plain), 1e-11)
     assert 'held.1' in report.left
 
 
 def test_inverted_residuals_store_what_their_norms_need():
     keys = dict(norm_cfg=dict(type='BN'), act_cfg=dict(type='Swish'))
     se = dict(channels=48, ratio=4, act_cfg=(dict(type='Swish'), dict(type='Sigmoid')))
-    plain, lean, report = both(Held(InvertedResidual(8, 8, 48, se_cfg=se, **keys)))
-    assert_near(results(lean), results(plain), 1e-11)
+    plain, lean, report = build_plain_and_lean(Held(InvertedResidual(8, 8, 48, se_cfg=se, **keys)))
+    assert_near(run_step(lean), run_step(plain), 1e-11)
     assert (
-        {*report.left} <= {'held.0.se.conv2.activate'} and maps(plain) > 50 and maps(lean) < 13.5
+        {*report.left} <= {'held.0.se.conv2.activate'}
+        and count_stored_maps(plain) > 50
+        and count_stored_maps(lean) < 13.5
     )  # two maps of 48 channels, one of 8
 
 
@@ -169,32 +175,36 @@ def test_inverted_residuals_store_what_their_norms_need():
 @pytest.mark.parametrize('act', ACTIVATIONS)
 def test_an_activation_behind_a_sum_stores_the_sum(act, inplace):
     kind = ACTIVATIONS[act]
-    plain, lean, report = both(Held(Branches(kind(inplace=inplace) if act not in ('GELU', 'Swish') else kind())))
-    assert_near(results(lean), results(plain), 1e-11)
+    plain, lean, report = build_plain_and_lean(
+        Held(Branches(kind(inplace=inplace) if act not in ('GELU', 'Swish') else kind()))
+    )
+    assert_near(run_step(lean), run_step(plain), 1e-11)
     assert 'held.0.act' in report.changed
-    assert maps(lean) < 4.1  # three norms, and the sum
+    assert count_stored_maps(lean) < 4.1  # three norms, and the sum
 
 
 @pytest.mark.parametrize('act', ACTIVATIONS)
 def test_an_activation_behind_a_norm_stores_nothing(act):
-    plain, lean, _ = both(Held(Apart(ACTIVATIONS[act]())))
-    assert_near(results(lean), results(plain), 1e-11)
-    assert maps(lean) < 2.1 < maps(plain)
+    plain, lean, _ = build_plain_and_lean(Held(Apart(ACTIVATIONS[act]())))
+    assert_near(run_step(lean), run_step(plain), 1e-11)
+    assert count_stored_maps(lean) < 2.1 < count_stored_maps(plain)
 
 
 def test_activations_of_tokens_keep_their_code():
     layers = nn.Sequential(nn.Linear(10, 10), nn.GELU(), nn.Linear(10, 10))
-    plain, lean, _ = both(Held(layers))
-    assert_near(results(lean), results(plain), 0)
+    plain, lean, _ = build_plain_and_lean(Held(layers))
+    assert_near(run_step(lean), run_step(plain), 0)
 
 
 def test_eight_bits_are_near():
-    plain, lean, _ = both(Held(conv('SiLU'), ATTENTIONS['SELayer'](), Branches(nn.SiLU())), 'int8')
-    found, expected = results(lean), results(plain)
-    assert torch.equal(found['output'], expected['output'])
+    plain, lean, _ = build_plain_and_lean(
+        Held(build_conv('SiLU'), ATTENTIONS['SELayer'](), Branches(nn.SiLU())), 'int8'
+    )
+    actual, expected = run_step(lean), run_step(plain)
+    assert torch.equal(actual['output'], expected['output'])
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() < 0.05 * max(gradient.norm(), 1e-3), name
-    assert maps(lean) < 2.5
+        assert (actual[name] - gradient).norm() < 0.05 * max(gradient.norm(), 1e-3), name
+    assert count_stored_maps(lean) < 2.5
 
 
 @pytest.mark.parametrize('project, is_known', [('EfficientDet', True), ('EfficientDetOfMine', False)])
@@ -202,12 +212,12 @@ def test_layers_of_mmdets_own_projects_hand_on_their_maps(project, is_known):
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.last = conv('SiLU'), conv()
+            self.first, self.last = build_conv('SiLU'), build_conv()
 
         def forward(self, x):
             return self.last(self.first(x))
 
-    of_module(f'projects.{project}.bifpn', Pair)
-    plain, lean, _ = both(Held(Pair()))
-    assert_near(results(lean), results(plain), 1e-11)
-    assert (maps(lean) < 2.1) == is_known
+    define_in_module(f'projects.{project}.bifpn', Pair)
+    plain, lean, _ = build_plain_and_lean(Held(Pair()))
+    assert_near(run_step(lean), run_step(plain), 1e-11)
+    assert (count_stored_maps(lean) < 2.1) == is_known

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import stored_bytes
+from cases import count_stored_bytes
 from helpers import make_project
 from mmdet.models.layers import DeformableDetrTransformerEncoder
 from mmdet.models.necks import FPN
@@ -73,10 +73,10 @@ def two_steps(net, x):
 def test_gradients_and_running_statistics_are_those_without(nets):
     plain, lean = nets
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    expected, found = two_steps(plain, x), two_steps(lean, x)
-    assert expected.keys() == found.keys()
+    expected, actual = two_steps(plain, x), two_steps(lean, x)
+    assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(actual[name], gradient), name
     for name, buffer in plain.state_dict().items():
         assert torch.equal(lean.state_dict()[name], buffer), name
     assert lean.heads[0][1].num_batches_tracked == 2
@@ -89,8 +89,8 @@ def test_stores_the_inputs_only(nets):
     known = [x, *lean.parameters(), *lean.buffers()]
     # The second input of the neck, its outputs as the heads' inputs, and what square and sin need.
     positions, inner = 2 * 8 * 8, 2 * 6 * 6
-    assert stored_bytes(lambda: lean(x), known) == (positions * (3 + 4 + 4) + inner * (4 + 4)) * FLOAT
-    assert stored_bytes(lambda: plain(x), known) > 2 * stored_bytes(lambda: lean(x), known)
+    assert count_stored_bytes(lambda: lean(x), known) == (positions * (3 + 4 + 4) + inner * (4 + 4)) * FLOAT
+    assert count_stored_bytes(lambda: plain(x), known) > 2 * count_stored_bytes(lambda: lean(x), known)
 
 
 def test_evaluation_stays_plain(nets):
@@ -100,7 +100,7 @@ def test_evaluation_stays_plain(nets):
 
 
 def test_a_copy_runs_its_own_parameters(nets):
-    """As EMA makes one."""
+    """EMA makes such copies."""
     lean = nets[1]
     other = copy.deepcopy(lean)
     for p in other.parameters():
@@ -139,7 +139,7 @@ def test_what_is_never_called_is_refused_or_warned_of(nets, caplog):
 
 
 def test_in_mmengines_runner(tmp_path, monkeypatch):
-    """Two steps of the quick start's detector."""
+    """The runner trains the detector of the quick start for two steps."""
     config = Config.fromfile(make_project(tmp_path, train=4, size=64))
     monkeypatch.chdir(tmp_path)
     config.merge_from_dict(dict(work_dir='out', train_cfg=dict(max_epochs=1), launcher='none'))
@@ -180,7 +180,8 @@ class Counting(nn.Module):
 
 
 def twice(norm):
-    """A norm that runs twice in each pass, so that one run changes statistics that the other's graph saved."""
+    """Return a network whose norm runs twice in each pass: each run changes statistics that the graph of the other
+    saved."""
     return nn.Sequential(norm, nn.Conv1d(6, 6, 1), norm)
 
 
@@ -205,7 +206,7 @@ BUFFERS = {
 
 @pytest.mark.parametrize('kind', BUFFERS)
 def test_buffers_are_as_after_one_run(kind):
-    """And the recomputation begins with those that the first run began with."""
+    """The recomputation also begins with the buffers with which the first run began."""
     torch.manual_seed(0)
     plain = nn.ModuleDict(dict(neck=BUFFERS[kind]())).train()
     if kind == 'batch norm in evaluation mode':
@@ -219,8 +220,8 @@ def test_buffers_are_as_after_one_run(kind):
             net.neck(net.neck(x)).sin().sum().backward()
     for (name, p), q in zip(plain.named_parameters(), lean.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0, equal_nan=True, msg=name)
-    for (name, expected), found in zip(plain.named_buffers(), lean.buffers(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=name)
+    for (name, expected), actual in zip(plain.named_buffers(), lean.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=name)
     if kind != 'counter':  # which replaces one
         assert [buffer.data_ptr() for buffer in lean.buffers()] == places  # EMA and DDP hold on to them
 
@@ -265,7 +266,7 @@ def test_the_order_of_the_hooks_makes_no_difference(modules, preset):
         x = torch.randn(1, 12, 16, requires_grad=True)
         places = dict(spatial_shapes=torch.tensor([[3, 4]]), level_start_index=torch.tensor([0]))
         places |= dict(valid_ratios=torch.ones(1, 1, 2), key_padding_mask=None, query_pos=None)
-        stored = stored_bytes(lambda: net.encoder(query=x, **places), [x, *net.parameters()])  # noqa: B023
+        stored = count_stored_bytes(lambda: net.encoder(query=x, **places), [x, *net.parameters()])  # noqa: B023
         net.encoder(query=x, **places).sin().sum().backward()
         found[order] = report, stored, [x.grad, *(p.grad for p in net.parameters())]
     first, second = found.values()
@@ -280,8 +281,8 @@ def test_distributed_with_gradients_in_the_buckets(nets, tmp_path):
     try:
         net = DistributedDataParallel(lean, gradient_as_bucket_view=True)
         x = torch.randn(2, 3, 8, 8)
-        expected, found = two_steps(plain, x), two_steps(net, x)
+        expected, actual = two_steps(plain, x), two_steps(net, x)
     finally:
         dist.destroy_process_group()
     for name, gradient in expected.items():
-        assert torch.equal(found[f'module.{name}'], gradient), name
+        assert torch.equal(actual[f'module.{name}'], gradient), name

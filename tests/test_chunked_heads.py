@@ -26,7 +26,7 @@ HEADS = {
 NUMBER = 150  # two chunks and a part of one
 
 
-def head_of(name):
+def build_head(name):
     init_default_scope('mmdet')
     torch.manual_seed(0)
     head = MODELS.build(HEADS[name])
@@ -39,34 +39,34 @@ def head_of(name):
     return head
 
 
-def maps(name, number=NUMBER):
+def random_maps(name, number=NUMBER):
     shape = dict(box=(16, 7, 7), shared=(1024, 2, 2)).get(name, (16, 6, 6))
     return torch.randn(number, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def outputs(outs):
+def as_list(outs):
     return [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
 
 
-def step(head, x, needs_x=True):
+def run_step(head, x, needs_x=True):
     x = x.clone().requires_grad_(needs_x)
     head.zero_grad()
-    outs = outputs(head(x))
+    outs = as_list(head(x))
     sum(out.sin().sum() for out in outs).backward()
-    found = {name: p.grad for name, p in head.named_parameters()}
-    return [out.detach() for out in outs], found | dict(x=x.grad)
+    gradients = {name: p.grad for name, p in head.named_parameters()}
+    return [out.detach() for out in outs], gradients | dict(x=x.grad)
 
 
-def compare(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
-    assert found[1].keys() == expected[1].keys()
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert actual[1].keys() == expected[1].keys()
     for name, own in expected[1].items():
-        assert (found[1][name] is None) == (own is None), name
+        assert (actual[1][name] is None) == (own is None), name
         if own is not None:
-            assert (found[1][name] - own).norm() <= 1e-11 * own.norm().clamp_min(1), name
+            assert (actual[1][name] - own).norm() <= 1e-11 * own.norm().clamp_min(1), name
 
 
-def chunked(head):
+def make_chunked_copy(head):
     lean = copy.deepcopy(head)
     mix_in(lean, CheckpointedInChunks)
     return lean
@@ -75,14 +75,14 @@ def chunked(head):
 @pytest.mark.parametrize('name', HEADS)
 @pytest.mark.parametrize('needs_x', [True, False])
 def test_gradients_are_those_of_the_heads_own_code(name, needs_x):
-    plain = head_of(name)
+    plain = build_head(name)
     assert chunked_heads.computes_rois_one_by_one(plain)
-    lean = chunked(plain)
-    compare(step(lean, maps(name), needs_x), step(plain, maps(name), needs_x))
+    lean = make_chunked_copy(plain)
+    assert_same(run_step(lean, random_maps(name), needs_x), run_step(plain, random_maps(name), needs_x))
     for model in (plain, lean):  # frozen in part
         [*model.parameters()][0].requires_grad_(False)
-    compare(step(lean, maps(name), needs_x), step(plain, maps(name), needs_x))
-    compare(step(lean, maps(name, 5)), step(plain, maps(name, 5)))
+    assert_same(run_step(lean, random_maps(name), needs_x), run_step(plain, random_maps(name), needs_x))
+    assert_same(run_step(lean, random_maps(name, 5)), run_step(plain, random_maps(name, 5)))
 
 
 def test_exact_min_and_int8_take_it():
@@ -103,12 +103,12 @@ def _extractor(size):
 
 
 def test_a_batch_norm_that_trains_sees_all_rois():
-    plain = head_of('shared')
+    plain = build_head('shared')
     for module in plain.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.train()
-    lean = chunked(plain)
-    compare(step(lean, maps('shared')), step(plain, maps('shared')))
+    lean = make_chunked_copy(plain)
+    assert_same(run_step(lean, random_maps('shared')), run_step(plain, random_maps('shared')))
     for name, buffer in plain.named_buffers():
         assert torch.equal(buffer, lean.get_buffer(name)), name
 
@@ -120,7 +120,7 @@ class _Other(nn.ReLU):
 
 @pytest.mark.parametrize('layer', [nn.Dropout(), _Other()], ids=['dropout', 'a subclass'])
 def test_layers_that_are_unknown_or_see_all_rois_are_left_out(layer):
-    head = head_of('mask')
+    head = build_head('mask')
     head.convs.append(layer)
     assert not chunked_heads.computes_rois_one_by_one(head)
 
@@ -132,24 +132,24 @@ def test_box_heads_without_convolutions_stay_whole():
 
 
 def test_autocast_gives_gradients_of_the_same_precision():
-    plain, name = head_of('mask').float(), 'mask'
-    lean, x = chunked(plain), maps(name).float()
+    plain, name = build_head('mask').float(), 'mask'
+    lean, x = make_chunked_copy(plain), random_maps(name).float()
     with torch.autocast('cpu', torch.bfloat16):
-        (expected, own), (found, ours) = step(plain, x), step(lean, x)
-    assert [out.dtype for out in found] == [out.dtype for out in expected]
+        (expected, own), (actual, ours) = run_step(plain, x), run_step(lean, x)
+    assert [out.dtype for out in actual] == [out.dtype for out in expected]
     for key, gradient in own.items():
         assert ours[key].dtype == gradient.dtype
         assert (ours[key] - gradient).norm() < 0.02 * gradient.norm(), key
     with torch.autocast('cpu', torch.bfloat16):  # the cache of weights was not filled without gradients
-        assert all(g is not None for g in step(lean, x)[1].values())
+        assert all(g is not None for g in run_step(lean, x)[1].values())
 
 
 def test_stored_and_peak():
-    plain, x = head_of('mask').float(), maps('mask', 1024).float().requires_grad_()
+    plain, x = build_head('mask').float(), random_maps('mask', 1024).float().requires_grad_()
     checkpointed = copy.deepcopy(plain)
     mix_in(checkpointed, CheckpointedPart)
     peaks = {}
-    for kind, model in dict(own=checkpointed, chunks=chunked(plain)).items():
+    for kind, model in dict(own=checkpointed, chunks=make_chunked_copy(plain)).items():
         saved = SavedByPart()
         with LiveBytes() as counter:
             with saved.hooks():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cases import Largest, stored_bytes
+from cases import Largest, count_stored_bytes
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.registry import MODELS
 from mmdet.structures.mask import BitmapMasks, PolygonMasks
@@ -22,7 +22,7 @@ FLOAT = 4
 
 
 def mask_targets(masks, positives, *, soft=False):
-    """Returns a mask head and the inputs of its targets: an image with masks, and one without positive proposals."""
+    """Return a mask head and the inputs of its targets: an image with masks, and one without positive proposals."""
     rng = np.random.default_rng(0)
     corners = np.sort(rng.uniform(-5, 45, (positives, 2, 2)), 1)  # (P, 2, 2) -> upper left, lower right
     sampled = []
@@ -44,7 +44,7 @@ def bitmaps(dtype=np.uint8):
 @pytest.mark.parametrize('dtype', [np.uint8, np.float32])
 @pytest.mark.parametrize('positives', [0, 1, 3, 4, 11])
 def test_mask_targets_are_the_same(positives, dtype):
-    """Of soft masks too."""
+    """This includes soft masks."""
     masks = bitmaps(dtype)
     head, given = mask_targets(masks, positives, soft=dtype is np.float32)
     expected = head.get_targets(*given)
@@ -67,7 +67,7 @@ def test_mask_targets_take_less_memory():
 
 
 def test_ground_truth_that_is_edited_in_place_is_read_again():
-    """As a cascade reads it in each stage."""
+    """A cascade reads it in each stage."""
     masks = bitmaps()
     head, given = mask_targets(masks, 11)
     targets_in_chunks(head, masks=2)
@@ -78,7 +78,7 @@ def test_ground_truth_that_is_edited_in_place_is_read_again():
 
 
 def test_only_this_model_is_changed():
-    """Another model of the process, polygons, and a head with targets of its own stay as they are."""
+    """Another model of the process, polygons, and a head with its own targets are unchanged."""
 
     class Head(FCNMaskHead):
         def get_targets(self, *args):
@@ -98,7 +98,7 @@ def test_only_this_model_is_changed():
 
 @pytest.mark.parametrize('semantic', [False, True])
 def test_masks_of_mask2former_take_a_byte(semantic):
-    """The same losses and gradients from masks that are never whole numbers of eight or four bytes."""
+    """Losses and gradients are the same, and the masks are never integers of eight or four bytes."""
     model = get_config('mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic.py').model
     init_default_scope('mmdet')
     train_cfg = dict(model.train_cfg, num_points=50)
@@ -117,14 +117,14 @@ def test_masks_of_mask2former_take_a_byte(semantic):
         leaves = [t.clone().requires_grad_() for t in (scores, masks)]
         with Largest() as largest:
             truth = head.preprocess_gt(given, maps)
-            found = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
-        return [*found, *torch.autograd.grad(sum(found), leaves)], [t.masks for t in truth], largest.most
+            actual = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
+        return [*actual, *torch.autograd.grad(sum(actual), leaves)], [t.masks for t in truth], largest.most
 
     expected, whole, before = losses()
     targets_in_chunks(head, masks=2)
     targets_in_chunks(head, masks=2)  # twice is once
-    found, bits, after = losses()
-    for a, b in zip(found, expected, strict=True):
+    actual, bits, after = losses()
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert all(
         t.dtype == torch.bool and torch.equal(t.as_subclass(torch.Tensor), w.bool())
@@ -136,7 +136,7 @@ def test_masks_of_mask2former_take_a_byte(semantic):
 
 
 def test_losses_of_maskformer_run_again():
-    """From one assignment for each image, and without maps of the size of an image."""
+    """Each image is assigned once, and no map of the size of an image is saved."""
     model = get_config('mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py').model
     init_default_scope('mmdet')
     head = MODELS.build(dict(model.panoptic_head, num_queries=21, train_cfg=model.train_cfg, test_cfg=None))
@@ -154,19 +154,19 @@ def test_losses_of_maskformer_run_again():
 
     def losses():
         leaves = [t.clone().requires_grad_() for t in (scores, masks)]
-        stored = stored_bytes(lambda: head._loss_by_feat_single(*leaves, truth, [{}] * 2), leaves)
+        stored = count_stored_bytes(lambda: head._loss_by_feat_single(*leaves, truth, [{}] * 2), leaves)
         calls.clear()
-        found = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
-        return [*found, *torch.autograd.grad(sum(found), leaves)], stored
+        actual = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
+        return [*actual, *torch.autograd.grad(sum(actual), leaves)], stored
 
     calls = []
     expected, before = losses()
     assert len(calls) == 2
     for _ in range(2):  # twice is once
         assert 'mask losses in the model' in targets_in_chunks(head)
-    found, after = losses()
+    actual, after = losses()
     assert len(calls) == 2  # one for each image
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
     maps = truth[0].masks.numel() * FLOAT
     assert before > 8 * maps and after < maps

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from conv_models import randomize_norms
 from mmcv.cnn.bricks import transformer
 from mmcv.ops import multi_scale_deform_attn
 from mmdet.models.backbones import resnet, swin
@@ -16,7 +17,7 @@ from mmdet.models.task_modules.assigners import BboxOverlaps2D, SimOTAAssigner
 from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
 from torch import nn
-from unusual_models import CALLS, MODELS, assert_same, image, lean_modules, ordinary
+from unusual_models import CALLS, MODELS, assert_same, find_lean_modules, random_images
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import ADAPTERS, LeanModule
@@ -35,7 +36,7 @@ def quiet():
 
 
 def doubled(function):
-    """Returns a function that doubles and records the original one, with its name and module, as decorators do."""
+    """Return a function that doubles and records the original one, with its name and module, as decorators do."""
 
     @functools.wraps(function)
     def patched(*args, **kwargs):
@@ -51,7 +52,7 @@ def first_doubled(function):
 
 
 def soft(norm):
-    """Returns another norm behind a property."""
+    """Return another norm behind a property."""
     return property(lambda block: nn.Sequential(norm.fget(block), nn.Softplus()))
 
 
@@ -68,8 +69,8 @@ class Pyramid(nn.Module):
         return [o for outs in self.head(maps) for o in outs]
 
 
-FAMILIES = MODELS | {'pyramid': lambda: ordinary(Pyramid())}
-# What is patched, the name in it, what replaces it, and the model that would bypass it.
+FAMILIES = MODELS | {'pyramid': lambda: randomize_norms(Pyramid())}
+# Patched class or module, patched name, replacement, and the model that would bypass it.
 PATCHES = {
     'layer norm': (nn.LayerNorm, 'forward', doubled, 'Swin'),
     'linear layer': (nn.Linear, 'forward', doubled, 'ViT'),
@@ -141,24 +142,24 @@ def test_patched_before(patch):
         assert 'was replaced' in str(error)
         return
     assert any('was replaced' in reason for reason in report.left.values()), report
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
 
 
 def test_patched_between_steps_and_back(patch, monkeypatch):
-    """Afterwards all that is called runs lean again: chains, or the modules that they bypass."""
+    """After the patch is removed, all called modules are lean again: chains, or the modules that they bypass."""
     (apply, undo, family), ran, own = patch, [], LeanModule.runs_lean
     lean = FAMILIES[family]()
     plain = copy.deepcopy(lean)
     before = apply_lean(lean, verify=False)
     assert not any('was replaced' in reason for reason in before.left.values())
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
     apply()
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
     undo()
-    parts = [set(lean.get_submodule(name)._lean.bound.parts) for name in lean_modules(lean)]
+    parts = [set(lean.get_submodule(name)._lean.bound.parts) for name in find_lean_modules(lean)]
     monkeypatch.setattr(LeanModule, 'runs_lean', lambda module: ran.append(module) or own(module))
-    assert_same(lean, plain, image())
-    now = [set(lean.get_submodule(name)._lean.bound.parts) for name in lean_modules(lean)]
+    assert_same(lean, plain, random_images())
+    now = [set(lean.get_submodule(name)._lean.bound.parts) for name in find_lean_modules(lean)]
     assert sum(map(len, now)) >= sum(map(len, parts))
     assert ran and not any(module._lean.bound.reason for module in ran)
 
@@ -179,7 +180,7 @@ def test_known_classes_are_as_their_libraries_define_them():
     assert not {kind: found for kind in kinds if (found := replaced_code(kind))}
 
 
-# Targets in chunks call the class's own code for parts of its arguments.
+# Targets in chunks call the own code of the class with parts of the arguments.
 
 
 def heads(assigner):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import CONFIGS, environment
+from helpers import CONFIGS, make_environment
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
@@ -25,7 +25,7 @@ PAPER = {
     'convnext-base': (64, '13.8', '83.80', '8.6', '83.27'),
 }
 CHANNELS = {'vit-tiny': 192, 'vit-base': 768, 'convnext-tiny': 768, 'convnext-base': 1024}
-# What mmpretrain's configs say that these ones change.
+# Values of mmpretrain's configs that these configs change.
 PARENT = """
 model = dict(
     type='ImageClassifier',
@@ -39,7 +39,7 @@ optim_wrapper = dict(optimizer=dict(type='AdamW', lr=4e-3), paramwise_cfg=dict(c
 
 @pytest.fixture
 def load(monkeypatch, tmp_path):
-    """Reads a config with made-up stand-ins for mmpretrain's parts."""
+    """Read a config with made-up stand-ins for mmpretrain's parts."""
     own = Config._get_cfg_path
 
     def path_of(cfg_path, filename):
@@ -122,10 +122,10 @@ print('loss', loss.item(), type(model.backbone).__name__, type(model.head).__nam
 @pytest.mark.slow
 @pytest.mark.parametrize('name', [f'{prefix}{name}' for name in NAMES for prefix in ('', 'sbp-')])
 def test_with_mmpretrain(name):
-    """Where it is installed, with or without torchvision: the config as it is, but for sizes."""
+    """Where mmpretrain is installed, with or without torchvision, the config is unchanged except for sizes."""
     words = [sys.executable, '-c', WITH_MMPRETRAIN, str(FOLDER / f'{name}_in1k.py')]
-    found = subprocess.run([sys.executable, '-c', 'import mmpretrain.version'], env=environment(), check=False)
-    if found.returncode:
+    process = subprocess.run([sys.executable, '-c', 'import mmpretrain.version'], env=make_environment(), check=False)
+    if process.returncode:
         pytest.skip('mmpretrain is not installed')
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(words, env=make_environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and 'LinearClsHead' in done.stdout, done.stderr[-2000:]

@@ -56,7 +56,7 @@ def load(path: Path) -> Config:
 
 
 def build(path: Path):
-    """Returns the detector of a config without downloads and with fewer proposals, and its number of classes."""
+    """Return the detector of a config without downloads and with fewer proposals, and its number of classes."""
     init_default_scope('mmdet')
     config = copy.deepcopy(load(path))
     model = config.model
@@ -73,7 +73,7 @@ def build(path: Path):
 
 
 def batch(classes: int, masked: bool = True, height: int = 64, width: int = 96) -> dict:
-    """Returns one image with two objects of the last class, as a dataloader does."""
+    """Return one image with two objects of the last class, as a dataloader does."""
     sample = DetDataSample(metainfo=dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1, 1)))
     boxes = torch.tensor([[8.0, 8, 48, 40], [50, 30, 90, 60]])
     sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.full((2,), classes - 1))
@@ -145,8 +145,8 @@ def test_config_steps_and_predicts(name):
     data = model.data_preprocessor(batch(classes, hasattr(model, 'roi_head')), training=False)
     with torch.no_grad():
         (result,) = model.eval()(**data, mode='predict')
-    found = result.pred_instances
-    assert found.masks.shape[1:] == (64, 96) if hasattr(model, 'roi_head') else len(found.bboxes) > 0
+    predictions = result.pred_instances
+    assert predictions.masks.shape[1:] == (64, 96) if hasattr(model, 'roi_head') else len(predictions.bboxes) > 0
 
 
 @pytest.mark.parametrize(('child', 'parent'), SBP_AND_PARENT + VIT)
@@ -231,7 +231,7 @@ def test_options_on_the_command_line():
 
 @cache
 def _metafiles():
-    """Returns the models of the metafile of each folder."""
+    """Return the models of the metafile of each folder."""
     index = yaml.safe_load((CONFIGS.parent / 'model-index.yml').read_text())['Import']
     files = {Path(file).parent.name: CONFIGS.parent / file for file in index}
     return {folder: yaml.safe_load(file.read_text())['Models'] for folder, file in files.items()}
@@ -271,7 +271,7 @@ def _stock(name, folder='convnext'):
 
 
 def _without_scopes(node):
-    """Removes ``_scope_``, which only marks parts of another package's config."""
+    """Remove ``_scope_``, which only marks parts of another package's config."""
     if isinstance(node, dict):
         return {key: _without_scopes(value) for key, value in node.items() if key != '_scope_'}
     return [_without_scopes(value) for value in node] if isinstance(node, (list, tuple)) else node

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conv_models import BACKBONES, FCOS, TRAINED, build, detector, flat, relative
+from conv_models import BACKBONES, FCOS, TRAINED, build_detector, build_module, flatten_gradients, relative_distance
 from helpers import needs_fp16
 from mmdet.models.detectors import SemiBaseDetector
 from mmdet.registry import MODELS
@@ -21,15 +21,15 @@ from sbp_mmdet import apply_lean
 
 
 def train(folder, lean, iterations, resume=False):
-    """Returns parameters and statistics, also of EMA, after a training that accumulates gradients, one image a pass."""
-    model, batch = detector('yolox/yolox_tiny_8xb8-300e_coco.py')
+    """Train with accumulated gradients and EMA; return all parameters and statistics."""
+    model, batch = build_detector('yolox/yolox_tiny_8xb8-300e_coco.py')
     model.data_preprocessor = MODELS.build(dict(type='DetDataPreprocessor'))
     images = [{key: batch[key][i : i + 1] for key in ('inputs', 'data_samples')} for i in (0, 1)]
     hooks = [dict(type='EMAHook', momentum=0.1)] + [dict(type='LeanHook', preset='exact')] * lean
     runner = Runner(
         model,
         str(folder),
-        torch.utils.data.DataLoader(images, collate_fn=lambda found: found[0]),
+        torch.utils.data.DataLoader(images, collate_fn=lambda batch: batch[0]),
         train_cfg=dict(by_epoch=False, max_iters=iterations),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=1e-3, momentum=0.9), accumulative_counts=2),
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=4, by_epoch=False)),
@@ -47,7 +47,7 @@ def train(folder, lean, iterations, resume=False):
 def test_runner_ema_accumulated_gradients_and_resume(tmp_path):
     stock, lean = (train(tmp_path / name, name == 'lean', 8) for name in ('stock', 'lean'))
     assert lean.keys() == stock.keys()
-    assert relative(*({n: x.double() for n, x in found.items()} for found in (lean, stock))) < 1e-4
+    assert relative_distance(*({n: x.double() for n, x in found.items()} for found in (lean, stock))) < 1e-4
     train(tmp_path / 'parts', True, 4)
     resumed = train(tmp_path / 'parts', True, 8, resume=True)
     assert all(torch.equal(x, lean[name]) for name, x in resumed.items())
@@ -56,7 +56,7 @@ def test_runner_ema_accumulated_gradients_and_resume(tmp_path):
 @needs_fp16
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_a_step_that_overflows_is_skipped(preset):
-    model = build(BACKBONES['ResNet-18, training'][0]).float().to(DEVICE)
+    model = build_module(BACKBONES['ResNet-18, training'][0]).float().to(DEVICE)
     apply_lean(model, preset)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.01), torch.amp.GradScaler(DEVICE, init_scale=2.0**20)
     before, x = copy.deepcopy(model.state_dict()), torch.randn(2, 3, 64, 64, device=DEVICE)
@@ -86,7 +86,7 @@ def _rank(rank, folder):
     dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
     x = torch.randn(5, 3, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(0)
-    whole = build(BACKBONES['ResNet-18, training'][0])
+    whole = build_module(BACKBONES['ResNet-18, training'][0])
     lean = convert_sync_batchnorm(copy.deepcopy(whole))
     apply_lean(lean)
     # It wants a GPU for SyncBN; the lean norm does not.
@@ -95,20 +95,20 @@ def _rank(rank, folder):
     for _ in range(2):  # accumulated
         Unused(whole)(x).backward()
         wrapped([x[:2], x[2:]][rank]).backward()
-    found, expected = (flat({n: p.grad for n, p in m.named_parameters()}) for m in (lean, whole))
-    torch.testing.assert_close(2 * found, expected, rtol=1e-9, atol=1e-9)
+    actual, expected = (flatten_gradients({n: p.grad for n, p in m.named_parameters()}) for m in (lean, whole))
+    torch.testing.assert_close(2 * actual, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(dict(lean.named_buffers()), dict(whole.named_buffers()), rtol=1e-10, atol=1e-10)
     dist.destroy_process_group()
 
 
 def test_two_ranks_with_sync_bn_and_unused_parameters(tmp_path):
-    """The same as batch norm over all images in one process; one rank has more of them."""
+    """The result is that of batch norm over all images in one process; one rank has more images."""
     mp.spawn(_rank, (str(tmp_path),), nprocs=2)
 
 
 def test_student_and_teacher():
-    """The losses are the stock ones to the bit; the teacher, which is frozen, stays as it is."""
-    stock, batch = detector('fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py', **FCOS | TRAINED)
+    """The losses are bitwise those of the stock model; the frozen teacher is unchanged."""
+    stock, batch = build_detector('fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py', **FCOS | TRAINED)
     for sample in batch['data_samples']:
         sample.set_metainfo(dict(homography_matrix=np.eye(3, dtype=np.float32), ori_shape=(128, 128)))
     pair = SemiBaseDetector(dict(type='ReLU', _scope_='mmengine'), ConfigDict(cls_pseudo_thr=0.0))
@@ -124,6 +124,6 @@ def test_student_and_teacher():
         total = sum(sum(v) if isinstance(v, list) else v for key, v in losses.items() if 'loss' in key)
         total.backward()
         results.append((total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (expected, grads), (found, lean_grads) = results
-    assert found == expected and lean_grads.keys() == grads.keys() and all('student' in name for name in grads)
-    assert relative(lean_grads, grads) < 1e-3
+    (expected, grads), (actual, lean_grads) = results
+    assert actual == expected and lean_grads.keys() == grads.keys() and all('student' in name for name in grads)
+    assert relative_distance(lean_grads, grads) < 1e-3

@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import torch.utils.checkpoint as cp
-from conv_models import ordinary
+from cases import count_model_bytes, make_lean_copy
+from conv_models import randomize_norms
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones.darknet import Darknet
 from mmdet.models.layers import CSPLayer
 from mmdet.models.layers.csp_layer import CSPNeXtBlock, DarknetBottleneck
-from test_residual_chain import assert_plain, distance, gradients, saved_bytes
+from test_residual_chain import assert_plain, compute_gradients, largest_difference
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -36,31 +37,25 @@ LAYERS = {
 }
 
 
-def layer(norm_eval=False, num_blocks=2, **options):
-    model = ordinary(CSPLayer(8, 16, num_blocks=num_blocks, **{'norm_cfg': BN, **options}))
+def build_layer(norm_eval=False, num_blocks=2, **options):
+    model = randomize_norms(CSPLayer(8, 16, num_blocks=num_blocks, **{'norm_cfg': BN, **options}))
     return model.apply(lambda m: m.eval() if norm_eval and isinstance(m, nn.BatchNorm2d) else m)
 
 
-def stage(norm_eval=False, blocks=3):
-    """Returns a stage of Darknet: a layer of stride 2 and blocks."""
+def build_stage(norm_eval=False, blocks=3):
+    """Return a stage of Darknet: a layer of stride 2 and blocks."""
     norm, act = dict(type='BN'), dict(type='LeakyReLU', negative_slope=0.1)
-    model = ordinary(Darknet.make_conv_res_block(8, 16, blocks, norm_cfg=norm, act_cfg=act))
+    model = randomize_norms(Darknet.make_conv_res_block(8, 16, blocks, norm_cfg=norm, act_cfg=act))
     return model.apply(lambda m: m.eval() if norm_eval and isinstance(m, nn.BatchNorm2d) else m)
 
 
-def image(size=(9, 14), number=2):
+def random_map(size=(9, 14), number=2):
     return torch.randn(number, 8, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def changed(plain, preset='exact', **keys):
-    lean = copy.deepcopy(plain)
-    apply_lean(lean, preset, **{'verify': False, **keys})
-    return lean
-
-
-def nodes(model):
-    """Returns how many nodes of autograd's graph save tensors of a forward pass."""
-    seen, left = set(), [model(image()).grad_fn]
+def count_saving_nodes(model):
+    """Return how many nodes of autograd's graph save tensors of a forward pass."""
+    seen, left = set(), [model(random_map()).grad_fn]
     while left:
         node = left.pop()
         if node is not None and node not in seen:
@@ -73,31 +68,31 @@ def nodes(model):
 @pytest.mark.parametrize('needs_x', [True, False])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_gradients_are_those_of_the_layers_own_code(name, needs_x, preset):
-    plain = layer(**LAYERS[name])
-    lean = changed(plain, preset)
-    assert nodes(lean) == 1
+    plain = build_layer(**LAYERS[name])
+    lean = make_lean_copy(plain, preset)
+    assert count_saving_nodes(lean) == 1
     plain.load_state_dict(lean.state_dict())
     for _ in range(2):  # running statistics move twice
-        assert_plain(lean, plain, image(), needs_x=needs_x)
+        assert_plain(lean, plain, random_map(), needs_x=needs_x)
 
 
 @pytest.mark.parametrize('norm_eval', [True, False])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_a_stage_of_darknet(norm_eval, preset):
-    plain = stage(norm_eval, blocks=14)  # longer than a chain
-    lean = changed(plain, preset)
-    assert nodes(lean) == 3  # with the layer in front
+    plain = build_stage(norm_eval, blocks=14)  # longer than a chain
+    lean = make_lean_copy(plain, preset)
+    assert count_saving_nodes(lean) == 3  # with the layer in front
     plain.load_state_dict(lean.state_dict())
-    assert_plain(lean, plain, image())
+    assert_plain(lean, plain, random_map())
 
 
 @pytest.mark.parametrize('kind', [CSPNeXtBlock, DarknetBottleneck])
 def test_a_block_alone(kind):
-    plain = ordinary(kind(8, 8, norm_cfg=BN))
-    lean = changed(plain)
-    assert nodes(lean) == 1
+    plain = randomize_norms(kind(8, 8, norm_cfg=BN))
+    lean = make_lean_copy(plain)
+    assert count_saving_nodes(lean) == 1
     plain.load_state_dict(lean.state_dict())
-    assert_plain(lean, plain, image())
+    assert_plain(lean, plain, random_map())
 
 
 # Bytes in maps of eight channels: of a layer with two blocks of two or three convolutions of eight channels, a layer of
@@ -113,18 +108,23 @@ STORED = {
 
 @pytest.mark.parametrize(('name', 'preset'), STORED)
 def test_stored_bytes(name, preset):
-    """Each convolution's output at most, and statistics; ``exact_min``: those of dense 3x3, and the last one."""
-    lean, x = changed(layer(**LAYERS[name]), preset).float(), image((32, 32)).float()
-    maps = saved_bytes(lean, x) / x.nbytes
+    """At most the outputs of all convolutions and statistics are stored.
+
+    ``exact_min`` stores the outputs of dense 3x3 convolutions and of the last convolution.
+    """
+    lean, x = make_lean_copy(build_layer(**LAYERS[name]), preset).float(), random_map((32, 32)).float()
+    maps = count_model_bytes(lean, x) / x.nbytes
     assert STORED[name, preset] - 1 < maps < STORED[name, preset] + 0.05
 
 
 @pytest.mark.parametrize('blocks', [1, 2, 8])
 def test_a_stage_of_darknet_stores_its_convolutions_and_few_sums(blocks):
-    """Sixteen channels, at a quarter of the size. Two sums are read from what they are sums of by the layer behind."""
-    lean = changed(nn.Sequential(stage(blocks=blocks), ConvModule(16, 16, 1, norm_cfg=BN).double())).float()
-    x = image((64, 64)).float()
-    assert saved_bytes(lean, x) < (1 + 1.5 * blocks + blocks // 4 + 1 + 0.05) * x.nbytes / 2
+    """Maps have sixteen channels at a quarter of the size. The next layer adds two of the sums again."""
+    lean = make_lean_copy(
+        nn.Sequential(build_stage(blocks=blocks), ConvModule(16, 16, 1, norm_cfg=BN).double())
+    ).float()
+    x = random_map((64, 64)).float()
+    assert count_model_bytes(lean, x) < (1 + 1.5 * blocks + blocks // 4 + 1 + 0.05) * x.nbytes / 2
 
 
 FROZEN = {
@@ -143,41 +143,41 @@ FROZEN = {
 @pytest.mark.parametrize('norm_eval', [True, False])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_requires_grad_changes_between_steps(norm_eval, preset):
-    plain = layer(norm_eval, channel_attention=True, **NEXT)
-    lean = changed(plain, preset)
+    plain = build_layer(norm_eval, channel_attention=True, **NEXT)
+    lean = make_lean_copy(plain, preset)
     for some in FROZEN.values():
         for model in (lean, plain):
             model.requires_grad_(True)
             for p in some(model):
                 p.requires_grad_(False)
-        assert_plain(lean, plain, image())
+        assert_plain(lean, plain, random_map())
         if any(p.requires_grad for p in lean.parameters()):
-            assert_plain(lean, plain, image(), needs_x=False)
+            assert_plain(lean, plain, random_map(), needs_x=False)
 
 
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_two_passes_a_retained_graph_and_a_checkpoint(preset):
-    plain = layer(channel_attention=True, **NEXT)
-    lean = changed(plain, preset)
-    first, second = image(), image((5, 30))
+    plain = build_layer(channel_attention=True, **NEXT)
+    lean = make_lean_copy(plain, preset)
+    first, second = random_map(), random_map((5, 30))
 
     def twice(model, x):
         return torch.cat([model(x).flatten(), model(second).flatten()])
 
-    found, expected = (gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
-    assert distance(found[1], expected[1]) < 1e-11
+    actual, expected = (compute_gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
+    assert largest_difference(actual[1], expected[1]) < 1e-11
     out = lean(first).sin().sum()
     for _ in range(2):
         lean.zero_grad()
         out.backward(retain_graph=True)
         once = {name: p.grad.clone() for name, p in lean.named_parameters()}
-    assert distance(once, gradients(plain, first, needs_x=False)[1]) < 1e-11
-    found = gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
-    assert distance(found[1], gradients(plain, first)[1]) < 1e-11
+    assert largest_difference(once, compute_gradients(plain, first, needs_x=False)[1]) < 1e-11
+    actual = compute_gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
+    assert largest_difference(actual[1], compute_gradients(plain, first)[1]) < 1e-11
 
 
 def test_a_second_derivative_is_an_error():
-    lean, x = changed(layer()), image().requires_grad_()
+    lean, x = make_lean_copy(build_layer()), random_map().requires_grad_()
     (grad,) = torch.autograd.grad(lean(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match='once_differentiable'):
         grad.sum().backward()
@@ -186,44 +186,47 @@ def test_a_second_derivative_is_an_error():
 @pytest.mark.parametrize('norm_eval', [True, False])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_autocast(norm_eval, preset):
-    """Errors are those of the plain model in this precision."""
-    plain = layer(norm_eval, channel_attention=True, **NEXT)
-    exact = gradients(copy.deepcopy(plain), image())[1]
+    """The errors are not larger than those of the plain model in this precision."""
+    plain = build_layer(norm_eval, channel_attention=True, **NEXT)
+    exact = compute_gradients(copy.deepcopy(plain), random_map())[1]
 
     def error(model):
         model = model.float()
         with torch.autocast('cpu', torch.bfloat16):
-            found = gradients(model, image().float())[1]
-        assert all(g.dtype == torch.float32 for g in found.values())
-        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
+            gradients = compute_gradients(model, random_map().float())[1]
+        assert all(g.dtype == torch.float32 for g in gradients.values())
+        return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
 
-    assert error(changed(plain, preset)) < 1.3 * error(plain)
+    assert error(make_lean_copy(plain, preset)) < 1.3 * error(plain)
 
 
 def test_channels_last_evaluation_and_no_images():
-    plain = layer(channel_attention=True, **NEXT)
-    lean = changed(plain)
-    x = image().contiguous(memory_format=torch.channels_last)
+    plain = build_layer(channel_attention=True, **NEXT)
+    lean = make_lean_copy(plain)
+    x = random_map().contiguous(memory_format=torch.channels_last)
     assert_plain(copy.deepcopy(lean).to(memory_format=torch.channels_last), copy.deepcopy(plain), x)
-    assert torch.equal(lean.eval()(image()), plain.eval()(image()))
+    assert torch.equal(lean.eval()(random_map()), plain.eval()(random_map()))
     with torch.no_grad():
-        torch.testing.assert_close(lean.train()(image()), plain.train()(image()))
-        torch.testing.assert_close(lean(image(number=0)), plain(image(number=0)))
+        torch.testing.assert_close(lean.train()(random_map()), plain.train()(random_map()))
+        torch.testing.assert_close(lean(random_map(number=0)), plain(random_map(number=0)))
 
 
 @pytest.mark.parametrize('attention', [False, True])
 def test_a_frozen_layer_saves_nothing(attention):
-    plain = layer(channel_attention=attention, **NEXT).requires_grad_(False)
-    out = changed(plain)(image())
+    plain = build_layer(channel_attention=attention, **NEXT).requires_grad_(False)
+    out = make_lean_copy(plain)(random_map())
     assert not out.requires_grad
-    torch.testing.assert_close(out, plain(image()))
+    torch.testing.assert_close(out, plain(random_map()))
 
 
 def test_eight_bits_are_near():
-    plain = layer(channel_attention=True, **NEXT)
-    found, expected = gradients(changed(plain, 'int8'), image()), gradients(plain, image())
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
-    assert distance(found[1], expected[1]) < 0.1
+    plain = build_layer(channel_attention=True, **NEXT)
+    actual, expected = (
+        compute_gradients(make_lean_copy(plain, 'int8'), random_map()),
+        compute_gradients(plain, random_map()),
+    )
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert largest_difference(actual[1], expected[1]) < 0.1
 
 
 def _hook(model):
@@ -290,26 +293,26 @@ CHANGES = [*LATE, _instance_forward, _other_activation, _subclass, _circular, _o
 
 @pytest.mark.parametrize('change', CHANGES)
 def test_a_layer_that_is_not_the_stock_one_runs_its_own_code(change):
-    plain = layer(channel_attention=True, **NEXT)
+    plain = build_layer(channel_attention=True, **NEXT)
     change(plain)
-    lean = changed(plain)
-    assert nodes(lean) > 1
+    lean = make_lean_copy(plain)
+    assert count_saving_nodes(lean) > 1
     plain.load_state_dict(lean.state_dict())
-    assert_plain(lean, plain, image())
+    assert_plain(lean, plain, random_map())
 
 
 @pytest.mark.parametrize('change', LATE)
 def test_changes_that_come_later_are_seen(change):
-    plain = layer(channel_attention=True, **NEXT)
-    lean = changed(plain)
-    assert_plain(lean, plain, image())
+    plain = build_layer(channel_attention=True, **NEXT)
+    lean = make_lean_copy(plain)
+    assert_plain(lean, plain, random_map())
     for model in (lean, plain):
         change(model)
-    assert_plain(lean, plain, image())
+    assert_plain(lean, plain, random_map())
 
 
 def test_what_runs_its_own_code_is_named():
-    plain = layer(**NEXT)
+    plain = build_layer(**NEXT)
     _lora(plain)
     report = apply_lean(plain, verify=False)
     assert '_Lora' in report.left['main_conv']

@@ -62,8 +62,8 @@ def test_value_and_gradient_are_those_of_the_losses_own_code(name, arguments, ro
         given = dict(given, weight=given['weight'][:, None].expand(-1, CLASSES))
     for _ in range(2):  # twice is once
         assert losses_in_chunks(chunked, rows * CLASSES) == ['the model']
-    for found, expected in zip(step(chunked, target(), **given), step(own, target(), **given), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for actual, expected in zip(step(chunked, target(), **given), step(own, target(), **given), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_targets_that_need_gradients_and_no_gradients_at_all():
@@ -87,18 +87,18 @@ def test_a_loss_of_ones_own_is_left_alone():
 
 
 def test_half_precision_and_scaled_losses():
-    """The recomputed chunks run under the same autocast, and a scaled gradient comes in before the cast."""
+    """The recomputed chunks run under the same autocast, and a scaled gradient arrives before the cast."""
     own, chunked = FocalLoss(), FocalLoss()
     losses_in_chunks(chunked, 7 * CLASSES)
-    found = []
+    results = []
     for loss in (own, chunked):
         pred = torch.randn(NUMBER, CLASSES, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
         with torch.autocast('cpu', torch.bfloat16):
             value = loss(pred, _labels(), avg_factor=1e6)
         (value * 2.0**16).backward()
-        found.append((value.dtype, pred.grad))
-    assert found[0][0] == found[1][0]
-    torch.testing.assert_close(found[1][1], found[0][1])
+        results.append((value.dtype, pred.grad))
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[1][1], results[0][1])
 
 
 def test_maps_of_all_priors_do_not_exist_at_a_time():

@@ -27,7 +27,8 @@ NONDETERMINISTIC = {
 
 
 class Called(TorchDispatchMode):
-    """Notes which operations are called while it is entered, with floating point numbers alone for cumulative sums."""
+    """Context manager that records the called operations; cumulative sums count only if they sum floating point
+    numbers."""
 
     def __init__(self):
         super().__init__()
@@ -40,27 +41,27 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def called(name, preset):
+def get_calls(name, preset):
     model, (_, run) = issue_time.build(name, preset), issue_time.models()[name]
-    with Called() as found:
+    with Called() as called:
         run(model).backward()
-    return found.names
+    return called.names
 
 
 @pytest.mark.parametrize('name', issue_time.models())
 def test_nothing_is_called_whose_order_differs_from_run_to_run(name):
     init_default_scope('mmdet')
-    plain = called(name, 'none')
+    plain = get_calls(name, 'none')
     presets = ['exact', 'exact_min', 'int8']
     presets += ['sampled', 'sbp'] if name in ('Swin', 'ConvNeXt', "DINO's encoder") else []
     for preset in presets:
-        new = called(name, preset) - plain
+        new = get_calls(name, preset) - plain
         assert not new & NONDETERMINISTIC, preset
 
 
 @pytest.mark.parametrize('preset', ['exact', 'int8', 'sampled', 'sbp'])
 def test_two_runs_give_the_same_gradients(preset):
-    """Bit for bit, on a CPU."""
+    """The gradients of two runs on a CPU are bitwise equal."""
     init_default_scope('mmdet')
 
     def gradients():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from distributed_worker import CASES, FIRST_ITERATION, SEED, STEPS, build, images
+from distributed_worker import CASES, FIRST_ITERATION, SEED, STEPS, build_case, make_images
 from helpers import ROOT, run
 from mmengine.logging import MessageHub
-from oracles import SMALL, assert_near, gradients, loss_of, oracle_convnext, small_backbone
+from oracles import SMALL, assert_near, build_backbone, compute_gradients, compute_loss, run_convnext_oracle
 
 RANKS = 2
 # Other estimates than the definition's: compared with those of one process, which other tests compare with theirs.
@@ -14,18 +14,18 @@ OPTIONS = [case for case in CASES if any(word in case for word in ('sampled', 's
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
-    """Runs the worker; returns the steps of each rank for each case."""
+    """Run the worker and return the steps of each rank by case."""
     out = tmp_path_factory.mktemp('ranks')
     command = ('python', '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={RANKS}')
     run(*command, ROOT / 'tests/distributed_worker.py', out, cwd=out, PYTHONPATH=ROOT)
     return {case: [torch.load(out / f'{case}-{rank}.pt') for rank in range(RANKS)] for case in CASES}
 
 
-def single_process_gradients(case, rank, iteration, masks):
-    """Computes gradients by the definition of SBP in plain autograd."""
-    parameters = dict(small_backbone(CASES[case][0], **CASES[case][1]).named_parameters())
+def compute_expected_gradients(case, rank, iteration, masks):
+    """Compute gradients by the definition of SBP in plain autograd."""
+    parameters = dict(build_backbone(CASES[case][0], **CASES[case][1]).named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    loss = loss_of(oracle_convnext(parameters, images(rank, iteration), SMALL['depths'], masks))
+    loss = compute_loss(run_convnext_oracle(parameters, make_images(rank, iteration), SMALL['depths'], masks))
     return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
 
 
@@ -37,11 +37,11 @@ def test_options_are_the_mean_of_single_process_ones(results, case, monkeypatch)
             for place in ('stochastic_backprop.step_draws', 'adapters.row_draws'):
                 monkeypatch.setattr(f'sbp_mmdet.{place}.get_rank', lambda rank=rank: rank)
             MessageHub.get_current_instance().update_info('iter', step)
-            backbone = build(case)
+            backbone = build_case(case)
             torch.manual_seed(SEED)
-            found = gradients(backbone, images(rank, step))
-            found.pop('image')
-            expected = {name: expected.get(name, 0) + grad / RANKS for name, grad in found.items()}
+            actual = compute_gradients(backbone, make_images(rank, step))
+            actual.pop('image')
+            expected = {name: expected.get(name, 0) + grad / RANKS for name, grad in actual.items()}
         for rank in range(RANKS):
             assert_near(results[case][rank][step]['grads'], expected, 1e-11)
 
@@ -55,7 +55,7 @@ def test_gradients_are_the_mean_of_single_process_ones(results, case):
         expected = {}
         for rank, result in enumerate(ranks):
             for micro, masks in enumerate(result['masks']):
-                grads = single_process_gradients(case, rank, iteration + micro, masks)
+                grads = compute_expected_gradients(case, rank, iteration + micro, masks)
                 expected = {name: expected.get(name, 0) + grad / RANKS for name, grad in grads.items()}
         iteration += micro_steps
         for result in ranks:
@@ -67,8 +67,8 @@ def test_gradients_are_the_mean_of_single_process_ones(results, case):
         assert ranks[0]['unused'] is None
 
 
-def fingerprint(masks):
-    """Returns the masks of one forward pass by stage, after checking that all layers of a stage share one."""
+def get_stage_masks(masks):
+    """Return the masks of one forward pass by stage, after checking that all layers of a stage share one."""
     by_stage = {}
     for (stage, _), mask in masks.items():
         assert torch.equal(by_stage.setdefault(stage, mask), mask)
@@ -83,27 +83,27 @@ def test_every_rank_and_step_has_its_own_masks(results):
             assert len(masks) == sum(SMALL['depths'][:3]) + 2  # the blocks of stages 1 to 3, the layers into 2 and 3
             for mask in masks.values():
                 assert mask.any() and not mask.all()
-            seen.append(fingerprint(masks))
+            seen.append(get_stage_masks(masks))
     assert len(seen) == RANKS * STEPS
     for i, one in enumerate(seen):
         assert all(one[2] != other[2] for other in seen[:i])
 
 
 def test_all_implementations_draw_the_same_masks(results):
-    """They depend on seed, rank and step and on nothing else: not on wrapper or implementation."""
+    """Masks depend on seed, rank and step only, not on the wrapper or the implementation."""
     sharded = ['FSDP'] if 'FSDP' in CASES else []
     for case in ['reference', 'skip', 'static_graph', 'find_unused_parameters', *sharded]:
         for rank in range(RANKS):
             for step in range(STEPS):
-                expected = fingerprint(results['plain'][rank][step]['masks'][0])
-                assert fingerprint(results[case][rank][step]['masks'][0]) == expected
+                expected = get_stage_masks(results['plain'][rank][step]['masks'][0])
+                assert get_stage_masks(results[case][rank][step]['masks'][0]) == expected
     # Accumulation: mmengine counts every micro-batch.
     for rank in range(RANKS):
-        micro = [fingerprint(m) for m in results['accumulate'][rank][0]['masks']]
-        assert micro == [fingerprint(results['plain'][rank][step]['masks'][0]) for step in range(STEPS)]
+        micro = [get_stage_masks(m) for m in results['accumulate'][rank][0]['masks']]
+        assert micro == [get_stage_masks(results['plain'][rank][step]['masks'][0]) for step in range(STEPS)]
 
 
 def test_a_run_that_starts_later_continues_the_sequence(results):
     for rank in range(RANKS):
-        first, second = (fingerprint(step['masks'][0]) for step in results['later'][rank])
-        assert first == fingerprint(results['plain'][rank][1]['masks'][0]) != second
+        first, second = (get_stage_masks(step['masks'][0]) for step in results['later'][rank])
+        assert first == get_stage_masks(results['plain'][rank][1]['masks'][0]) != second

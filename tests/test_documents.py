@@ -30,12 +30,12 @@ LINK = re.compile(r'\]\(([^)\s]+)\)')
 FENCE = re.compile(r'^```.*?^```', re.DOTALL | re.MULTILINE)
 
 
-def _text(name):
+def _read(name):
     return (ROOT / name).read_text()
 
 
-def _anchors(text):
-    """Returns the anchors of the headings of a page, as Git hosts make them."""
+def _find_anchors(text):
+    """Return the anchors of the headings of a page, as Git hosts make them."""
     heads = re.findall(r'^#+ (.+)$', FENCE.sub('', text), re.MULTILINE)
     return {re.sub(r'[^\w\- ]', '', head.lower()).replace(' ', '-') for head in heads}
 
@@ -51,11 +51,11 @@ def test_page(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         if anchor:
-            assert anchor in _anchors(target.read_text()), link
+            assert anchor in _find_anchors(target.read_text()), link
 
 
 def test_nothing_is_out_of_sight():
-    index, shown = _text('docs/index.md'), ''.join(page.read_text() for page in PAGES)
+    index, shown = _read('docs/index.md'), ''.join(page.read_text() for page in PAGES)
     for page in ROOT.glob('docs/**/*.md'):
         path = str(page.relative_to(ROOT / 'docs'))
         assert path == 'index.md' or f']({path})' in index, path
@@ -63,16 +63,16 @@ def test_nothing_is_out_of_sight():
         assert f'pictures/{picture.name})' in shown, picture.name
 
 
-def _blocks(name):
-    return re.findall(r'^```python\n(.*?)^```', _text(name), re.DOTALL | re.MULTILINE)
+def _find_python_blocks(name):
+    return re.findall(r'^```python\n(.*?)^```', _read(name), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize('name', ['README.md', 'docs/usage.md', 'docs/pretrained.md'])
 def test_examples(name, tmp_path):
-    for number, block in enumerate(_blocks(name)):
+    for number, block in enumerate(_find_python_blocks(name)):
         if '_base_' in block:
             (tmp_path / f'{number}.py').write_text(block)
-            model, _ = _changed(Config.fromfile(tmp_path / f'{number}.py'))
+            model, _ = _build_and_change(Config.fromfile(tmp_path / f'{number}.py'))
             assert any(isinstance(m, LeanModule) for m in model.modules())
             continue
         exec(block, names := {})
@@ -84,7 +84,7 @@ def test_examples(name, tmp_path):
 
 @pytest.mark.parametrize('page', FOR_USERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands(page, monkeypatch):
-    """Blocks of shell are shell, name files that are there, and sbp-mmdet takes what they give it."""
+    """Shell blocks are valid, refer to existing files, and give valid arguments to sbp-mmdet."""
     monkeypatch.setattr(command, 'load_config', lambda *args: 1 / 0)
     for block in re.findall(r'^```bash\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE):
         assert subprocess.run(['bash', '-n'], input=block, text=True, check=False).returncode == 0, block
@@ -97,23 +97,25 @@ def test_commands(page, monkeypatch):
 
 
 def test_lines_of_the_planner():
-    """Recipes beside a call of the planner are the lines that it prints for 'exact'."""
-    asked = re.findall(r'^sbp-mmdet plan (mmdet::\S+) --budget', _text('docs/usage.md'), re.M)
+    """Recipes next to a call of the planner are the lines that it prints for 'exact'."""
+    asked = re.findall(r'^sbp-mmdet plan (mmdet::\S+) --budget', _read('docs/usage.md'), re.M)
     assert asked
     for config in asked:
-        assert f'{snippet(load_config(config), "exact")}\n' in _blocks('docs/usage.md')
+        assert f'{snippet(load_config(config), "exact")}\n' in _find_python_blocks('docs/usage.md')
 
 
 def test_line_in_the_log(tmp_path):
-    block = next(block for block in _blocks('docs/usage.md') if 'mask-rcnn_swin-t' in block and 'exact' in block)
+    block = next(
+        block for block in _find_python_blocks('docs/usage.md') if 'mask-rcnn_swin-t' in block and 'exact' in block
+    )
     (tmp_path / 'swin.py').write_text(block)
-    _, said = _changed(Config.fromfile(tmp_path / 'swin.py'))
+    _, said = _build_and_change(Config.fromfile(tmp_path / 'swin.py'))
     for name in ('README.md', 'docs/usage.md'):
-        assert f'\nLeanHook: {said[0].splitlines()[0]}\n' in _text(name), said[0]
+        assert f'\nLeanHook: {said[0].splitlines()[0]}\n' in _read(name), said[0]
 
 
-def _changed(cfg):
-    """Returns the detector of a config after its hooks have run, and their messages."""
+def _build_and_change(cfg):
+    """Return the detector of a config after its hooks have changed it, and the messages of the hooks."""
     init_default_scope('mmdet')
     cfg.model.backbone.init_cfg, said = None, []
     model = MODELS.build(cfg.model)
@@ -123,7 +125,7 @@ def _changed(cfg):
 
 
 def test_example_of_a_family():
-    names, (family, operation) = {}, _blocks('docs/extending.md')
+    names, (family, operation) = {}, _find_python_blocks('docs/extending.md')
     exec(family, names)
     assert len(family.split('@adapter')[1].splitlines()) < 30
     model = nn.Sequential(names['MyBlock'](8), names['MyBlock'](8))
@@ -152,7 +154,7 @@ def test_example_of_a_family():
     ids=lambda kind: kind.__name__,
 )
 def test_docstrings_of_registered_classes(kind):
-    """Each argument with its default, and an example that builds."""
+    """A docstring has each argument with its default, and an example that builds."""
     for name, parameter in inspect.signature(kind).parameters.items():
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             assert re.search(rf'^        (\w+, )?{name}\b.* \(.+\): ', kind.__doc__, re.M), name
@@ -168,13 +170,13 @@ def test_docstrings_of_registered_classes(kind):
 
 
 def test_every_key_has_a_row():
-    lines = re.findall(r'^\| `(\w+)` \| .+? \| (\S+) \| ', _text('docs/usage.md').split('## Presets')[0], re.M)
+    lines = re.findall(r'^\| `(\w+)` \| .+? \| (\S+) \| ', _read('docs/usage.md').split('## Presets')[0], re.M)
     fields = {field.name: field.default for field in dataclasses.fields(Settings)}
     assert {key: ast.literal_eval(cell.strip('`')) for key, cell in lines} == fields | {'preset': 'exact'}
 
 
 def test_every_preset_has_a_row():
-    presets = re.findall(r'^\| `(\w+)` \|', _text('docs/usage.md').split('## Presets')[1].split('\n## ')[0], re.M)
+    presets = re.findall(r'^\| `(\w+)` \|', _read('docs/usage.md').split('## Presets')[1].split('\n## ')[0], re.M)
     assert presets == [*PRESETS]
-    shown = re.findall(r'^\| `(\w+)` \|', _text('README.md'), re.M)
+    shown = re.findall(r'^\| `(\w+)` \|', _read('README.md'), re.M)
     assert shown == ['with_cp', *(name for name in PRESETS if name in shown[1:])]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import FAMILIES, build, draws_of, kept_masks
-from oracles import gradients, image
+from cases import FAMILIES, build, get_draws, get_kept_masks
+from oracles import compute_gradients, random_images
 
 from sbp_mmdet.stochastic_backprop import step_draws as draws
 from sbp_mmdet.stochastic_backprop.masks import mask_generator, sample_mask
@@ -11,49 +11,50 @@ from sbp_mmdet.stochastic_backprop.masks import mask_generator, sample_mask
 RANDOM = dict(preset='sbp', sampler='random')
 
 
-def drawn(model, x=None):
-    """Returns the masks of one training pass."""
-    x = image(1, 64, 64) if x is None else x
+def draw_masks(model, x=None):
+    """Return the masks of one training pass."""
+    x = random_images(1, 64, 64) if x is None else x
     model(x)
-    return kept_masks(model, x)
+    return get_kept_masks(model, x)
 
 
-def same(a, b):
+def are_equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def sequence(model, iteration, steps=range(5)):
-    """Returns the first stage's masks of some training steps."""
-    found = []
+def draw_sequence(model, iteration, steps=range(5)):
+    """Return the first stage's masks of some training steps."""
+    masks = []
     for step in steps:
         iteration(step)
-        found.append(next(iter(drawn(model).values())))
-    return torch.stack(found)
+        masks.append(next(iter(draw_masks(model).values())))
+    return torch.stack(masks)
 
 
 @pytest.fixture(name='calls')
 def fixture_calls(monkeypatch):
-    """Counts the draws of masks."""
-    found, stage_masks = [], draws.stage_masks
-    monkeypatch.setattr(draws, 'stage_masks', lambda *args, **kw: found.append(args) or stage_masks(*args, **kw))
-    return found
+    """Count the draws of masks."""
+    calls, stage_masks = [], draws.stage_masks
+    monkeypatch.setattr(draws, 'stage_masks', lambda *args, **kw: calls.append(args) or stage_masks(*args, **kw))
+    return calls
 
 
 @pytest.mark.parametrize('family', ['SBPConvNeXt', 'SBPSwinTransformer'])
 @pytest.mark.parametrize('sampler', ['grid', 'random'])
 @pytest.mark.parametrize('size', [(64, 64), (70, 93), (36, 37)], ids=str)
 def test_same_positions_across_layers(family, sampler, size, calls):
-    """All layers of a stage, also across the stages: a kept position is a kept patch of the stage before."""
-    model, x = build(family, dict(preset='sbp', sampler=sampler)), image(1, *size)
+    """All layers of a stage drop the same positions, and a kept position of a stage is a kept patch of the stage
+    before."""
+    model, x = build(family, dict(preset='sbp', sampler=sampler)), random_images(1, *size)
     model(x)
     assert len(calls) == 1
-    found = kept_masks(model, x)
-    assert {stage for stage, _ in found} == {0, 1, 2}
-    for (stage, _), mask in found.items():
-        assert torch.equal(mask, found[stage, 0])
+    masks = get_kept_masks(model, x)
+    assert {stage for stage, _ in masks} == {0, 1, 2}
+    for (stage, _), mask in masks.items():
+        assert torch.equal(mask, masks[stage, 0])
         if stage:
-            height, width = (n // 2 for n in found[stage - 1, 0].shape)  # of whole patches
-            patches = found[stage - 1, 0][: 2 * height, : 2 * width].unflatten(0, (height, 2)).unflatten(2, (width, 2))
+            height, width = (n // 2 for n in masks[stage - 1, 0].shape)  # of whole patches
+            patches = masks[stage - 1, 0][: 2 * height, : 2 * width].unflatten(0, (height, 2)).unflatten(2, (width, 2))
             mask = mask[:height, :width]
             assert torch.equal(patches.all(3).all(1), mask) and torch.equal(patches.any(3).any(1), mask)
 
@@ -61,8 +62,8 @@ def test_same_positions_across_layers(family, sampler, size, calls):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_all_tokens_of_a_vit_and_all_blocks_of_a_stage_share_their_positions(family):
     model = build(family, RANDOM)
-    model(image(1, 64, 64))
-    found = draws_of(model)
+    model(random_images(1, 64, 64))
+    found = get_draws(model)
     lengths = {stage: height * width for stage, (height, width) in enumerate(found.stages.sizes(64, 64))}
     with found.latest_pass():
         own = {key: found.positions(key, lengths[key[0]]) for key in found.stages.keep_ratios()}
@@ -74,21 +75,23 @@ def test_all_tokens_of_a_vit_and_all_blocks_of_a_stage_share_their_positions(fam
 
 def test_ratio_of_each_block():
     ratios = [0.25, 1, 0.5, 0.75, 0.125]
-    found = drawn(build('SBPConvNeXt', dict(preset='sbp', keep_ratio=ratios)), image(1, 256, 256))
-    kept = {key: mask.double().mean().item() for key, mask in found.items()}
+    masks = draw_masks(build('SBPConvNeXt', dict(preset='sbp', keep_ratio=ratios)), random_images(1, 256, 256))
+    kept = {key: mask.double().mean().item() for key, mask in masks.items()}
     assert kept == {(0, 0): 0.25, (1, 1): 0.5, (2, 0): 0.75, (2, 1): 0.125, (2, 'downsample'): 0.75}
 
 
 def test_masks_by_hand(iteration):
     iteration(5)
-    found = drawn(build('SBPSwinTransformer', RANDOM | dict(blocks=[1, 1, 0, 0], downsample=False)), image(1, 36, 20))
+    masks = draw_masks(
+        build('SBPSwinTransformer', RANDOM | dict(blocks=[1, 1, 0, 0], downsample=False)), random_images(1, 36, 20)
+    )
     base = sample_mask(5, 3, 0.5, 'random', mask_generator(torch.initial_seed(), 0, 5))
-    assert torch.equal(found[1, 0], base)
-    assert torch.equal(found[0, 0], base.repeat_interleave(2, 0).repeat_interleave(2, 1)[:9, :5])
+    assert torch.equal(masks[1, 0], base)
+    assert torch.equal(masks[0, 0], base.repeat_interleave(2, 0).repeat_interleave(2, 1)[:9, :5])
 
 
 def test_nothing_is_drawn_without_need(calls):
-    model, x = build('SBPConvNeXt', RANDOM), image(1, 64, 64)
+    model, x = build('SBPConvNeXt', RANDOM), random_images(1, 64, 64)
     with torch.no_grad():
         model(x)
     model.eval()(x)
@@ -99,29 +102,29 @@ def test_nothing_is_drawn_without_need(calls):
         (RANDOM, dict(frozen_stages=4)),
         (RANDOM | dict(blocks=(1, 2, 0, 0)), dict(frozen_stages=3)),
     ):
-        gradients(build('SBPConvNeXt', cfg, **options), x)
+        compute_gradients(build('SBPConvNeXt', cfg, **options), x)
     assert not calls
-    gradients(model.train(), x)
+    compute_gradients(model.train(), x)
     assert len(calls) == 1
 
 
 def test_frozen_stages_need_no_masks(calls):
-    """The deepest stage that is thinned and not frozen is where the mask is drawn."""
+    """The mask is drawn at the deepest stage that is thinned and not frozen."""
     cfg = dict(preset='sbp', blocks=(1, 2, 0, 0), downsample=False)
-    assert drawn(build('SBPConvNeXt', cfg, frozen_stages=1)).keys() == {(1, 0), (1, 1)}
+    assert draw_masks(build('SBPConvNeXt', cfg, frozen_stages=1)).keys() == {(1, 0), (1, 1)}
     assert len(calls[0][0]) == 2
 
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_resumed_run_continues(family, iteration):
-    whole = sequence(build(family, RANDOM), iteration, range(6))
-    assert torch.equal(sequence(build(family, RANDOM, seed=1), iteration, range(3, 6)), whole[3:])
+    whole = draw_sequence(build(family, RANDOM), iteration, range(6))
+    assert torch.equal(draw_sequence(build(family, RANDOM, seed=1), iteration, range(3, 6)), whole[3:])
     assert len(whole.flatten(1).unique(dim=0)) == 6
 
 
 def test_seeds_and_ranks_differ(iteration, monkeypatch):
     def found():
-        return sequence(build('stock Swin', RANDOM), iteration)
+        return draw_sequence(build('stock Swin', RANDOM), iteration)
 
     first = found()
     monkeypatch.setattr(draws, 'get_rank', lambda: 1)
@@ -136,42 +139,42 @@ def test_seeds_and_ranks_differ(iteration, monkeypatch):
 def test_passes_of_a_step_differ(iteration):
     model = build('SBPConvNeXt', RANDOM)
     iteration(7)
-    first, second = drawn(model), drawn(model)
-    assert not same(first, second)
+    first, second = draw_masks(model), draw_masks(model)
+    assert not are_equal(first, second)
     iteration(8)
-    drawn(model)
+    draw_masks(model)
     iteration(7)  # as after a resume
-    assert same(drawn(model), first)
-    model.eval()(image(1))  # validation leaves the sequence alone
+    assert are_equal(draw_masks(model), first)
+    model.eval()(random_images(1))  # validation leaves the sequence alone
     model.train()
-    assert same(drawn(model), second)
+    assert are_equal(draw_masks(model), second)
 
 
 def test_without_a_runner_passes_differ():
     model = build('SBPConvNeXt', RANDOM)
-    assert not same(drawn(model), drawn(model))
+    assert not are_equal(draw_masks(model), draw_masks(model))
 
 
 def test_heads_are_drawn_for_each_block():
     model = build('SBPViT', dict(preset='sbp', attention='head', blocks=[3], keep_ratio=0.34, sampler='random'))
     found = []
     for _ in range(8):
-        model(image(1, 64, 64))
-        with draws_of(model).latest_pass():
-            found.append([draws_of(model).heads((0, i)).tolist() for i in range(3)])
+        model(random_images(1, 64, 64))
+        with get_draws(model).latest_pass():
+            found.append([get_draws(model).heads((0, i)).tolist() for i in range(3)])
     assert all(len(heads) == 1 for step in found for heads in step)
     assert len({str(step) for step in found}) > 3 and any(a != b for a, b, _ in found)
     model = build('SBPViT', dict(preset='sbp', attention='head', keep_ratio=0.67))
-    model(image(1, 64, 64))
-    with draws_of(model).latest_pass():
-        assert len(draws_of(model).heads((0, 2))) == 2 and draws_of(model).heads((0, 0)) is None
+    model(random_images(1, 64, 64))
+    with get_draws(model).latest_pass():
+        assert len(get_draws(model).heads((0, 2))) == 2 and get_draws(model).heads((0, 0)) is None
 
 
 def test_images_that_are_left_out_follow_the_rate(iteration):
     iteration(0)
     model = build('stock Swin', dict(preset='exact'), drop_path_rate=0.5)
-    found = draws_of(model)
-    model(image(256, 8, 8))
+    found = get_draws(model)
+    model(random_images(256, 8, 8))
     rates = found.stages.rates()
     assert {key[2] for key in rates} == {'attention', 'mlp'} and (0, 0, 'mlp') not in rates  # whose rate is 0
     with found.latest_pass():

@@ -8,7 +8,7 @@ import torch
 from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
-from stand_ins import of_module
+from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
@@ -34,7 +34,7 @@ HEADS = {
 
 
 class _Detector(nn.Module):
-    """A pyramid of maps, a neck and a dense head, whose loss is the sum of squares of the outputs."""
+    """Detector with a feature pyramid, a neck and a dense head, whose loss is the sum of squares of the outputs."""
 
     def __init__(self, neck, head):
         super().__init__()
@@ -58,7 +58,7 @@ def _detector(neck, head):
 
 
 def _step(model):
-    """Returns stored bytes, gradients and buffers after a step."""
+    """Return stored bytes, gradients and buffers after a step."""
     saved = SavedByPart(lambda: '')
     with saved.hooks():
         loss = model(torch.linspace(-1, 1, 2 * 3 * 32 * 48, dtype=torch.float64).view(2, 3, 32, 48))
@@ -67,8 +67,8 @@ def _step(model):
     return stored, {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
 
 
-def _compare(found, expected):
-    for ours, own in zip(found, expected, strict=True):
+def _compare(actual, expected):
+    for ours, own in zip(actual, expected, strict=True):
         assert ours.keys() == own.keys()
         for name, tensor in own.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-11, atol=1e-11, msg=lambda text, n=name: n + text)
@@ -84,8 +84,8 @@ def test_gradients_are_plain_and_less_is_stored(neck, head):
     apply_lean(exact, 'exact', modules=['neck', 'bbox_head'])
     report = apply_lean(least, 'exact_min', modules=['neck', 'bbox_head'])
     assert report.changed.keys() & {'neck', 'bbox_head'}
-    (_, *expected), (stored, *_), (least_stored, *found) = map(_step, (plain, exact, least))
-    _compare(found, expected)
+    (_, *expected), (stored, *_), (least_stored, *actual) = map(_step, (plain, exact, least))
+    _compare(actual, expected)
     assert least_stored < stored
     remove_lean(least)
     assert [type(m) for m in least.modules()] == [type(m) for m in plain.modules()]
@@ -103,8 +103,8 @@ def test_necks_of_several_parts_are_recomputed_part_by_part():
     least = copy.deepcopy(plain)
     changed = apply_lean(least, 'exact_min').changed
     assert {'neck.1.dyhead_blocks.0', 'neck.1.dyhead_blocks.1'} < changed.keys() and 'neck' not in changed
-    (stored, *expected), (least_stored, *found) = _step(plain), _step(least)
-    _compare(found, expected)
+    (stored, *expected), (least_stored, *actual) = _step(plain), _step(least)
+    _compare(actual, expected)
     assert least_stored < 0.3 * stored
 
 
@@ -121,7 +121,7 @@ def test_removal_leaves_no_attribute_behind(neck, head):
 
 @pytest.mark.parametrize('kind', ['CSPNeXt', 'CSPDarknet'])
 def test_the_stem_of_a_csp_network_is_recomputed(kind):
-    """Its maps are stored no more; batch norms count a step once."""
+    """Its maps are no longer stored, and batch norms count a step once."""
     model = _detector('FPN', 'ATSSHead')
     torch.manual_seed(1)
     model.backbone = MODELS.build(dict(type=kind, deepen_factor=0.167, widen_factor=0.125, out_indices=(2, 3, 4)))
@@ -165,8 +165,8 @@ def test_blocks_that_are_no_part_of_a_chain_are_recomputed(name):
     apply_lean(exact, 'exact')
     changed = apply_lean(least, 'exact_min').changed
     assert changed['backbone.layer3.1'] == 'exact, recomputed in the backward pass'
-    (_, *expected), (stored, *_), (least_stored, *found) = map(_step, (plain, exact, least))
-    _compare(found, expected)
+    (_, *expected), (stored, *_), (least_stored, *actual) = map(_step, (plain, exact, least))
+    _compare(actual, expected)
     assert least_stored < 0.7 * stored
     for detector in (plain, least):  # a hook that comes later runs once
         detector.backbone.layer3[1].conv1.register_forward_hook(lambda module, args, out: out * 0.5)
@@ -176,7 +176,8 @@ def test_blocks_that_are_no_part_of_a_chain_are_recomputed(name):
 
 @pytest.mark.parametrize('name', UNCHAINED)
 def test_int8_recomputes_blocks_with_code_of_their_own(name):
-    """A plugin saves maps as floats; layers of other blocks save them in eight bits, which is less than an input."""
+    """A plugin saves maps as floats. Layers of other blocks save them in eight bits, which is less than an input in
+    floats."""
     model = nn.Module()
     model.backbone = MODELS.build(UNCHAINED[name])
     changed = apply_lean(model.double().train(), 'int8').changed
@@ -210,7 +211,7 @@ def test_a_head_of_ones_own_is_left_alone():
         def forward_single(self, x, scale, stride):
             return super().forward_single(2 * x, scale, stride)
 
-    of_module('my_project', Head)
+    define_in_module('my_project', Head)
     model.bbox_head.__class__ = Head
     plain = copy.deepcopy(model)
     assert 'bbox_head' not in apply_lean(model, 'exact_min').changed
@@ -246,7 +247,7 @@ TRANSFORMERS = {
 
 
 class _Wrapped(nn.Module):
-    """A module that a detector calls by its name, with a loss that is the sum of squares of its outputs."""
+    """Module that a detector calls by its name, with the sum of squares of its outputs as loss."""
 
     def __init__(self, part):
         super().__init__()
@@ -275,8 +276,8 @@ def test_layers_of_transformers_store_their_input(name):
     model = _Wrapped(part).double().train()
     exact, least = copy.deepcopy(model), copy.deepcopy(model)
     apply_lean(exact, 'exact'), apply_lean(least, 'exact_min')
-    (_, expected), (stored, _), (least_stored, found) = (_run(m, inputs) for m in (model, exact, least))
-    _compare([found], [expected])
+    (_, expected), (stored, _), (least_stored, actual) = (_run(m, inputs) for m in (model, exact, least))
+    _compare([actual], [expected])
     assert least_stored < stored
 
 
@@ -314,7 +315,7 @@ def test_what_checkpoints_of_everything_are(config, expected):
 
 
 def test_blocks_that_run_their_own_code_are_recomputed():
-    """DetectoRS' bottlenecks have a forward pass of their own, so they save their inputs, as with ``with_cp``."""
+    """DetectoRS' bottlenecks run their own code, so they save their inputs as with ``with_cp``."""
     init_default_scope('mmdet')
     torch.manual_seed(0)
     keys = dict(depth=50, base_channels=4, stem_channels=8, num_stages=2, strides=(1, 2), dilations=(1, 1))
@@ -331,15 +332,16 @@ def test_blocks_that_run_their_own_code_are_recomputed():
             )
         stored[preset] = sum(saved.count([*model.parameters(), *model.buffers()]).values())
         loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
-        expected = expected or found
-        _compare(found, expected)
+        actual = {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
+        expected = expected or actual
+        _compare(actual, expected)
     assert report.changed['layer1.1'] == 'exact, recomputed in the backward pass' and 'layer1.1' not in report.left
     assert stored['exact_min'] <= stored['with_cp'] < 0.6 * stored['none']
 
 
 def test_a_neck_that_holds_a_backbone_is_recomputed_block_by_block():
-    """DetectoRS' neck runs a second backbone, whose maps would all exist at once in a recomputation of the neck."""
+    """DetectoRS' neck contains a second backbone. If it were recomputed as a whole, all of its maps would exist at
+    once."""
     detector = _Detector('FPN', 'ATSSHead')
     backbone = dict(depth=50, base_channels=4, stem_channels=8, frozen_stages=-1, rfp_inplanes=8)
     neck = dict(in_channels=[16, 32, 64, 128], out_channels=8, num_outs=5, rfp_steps=2, aspp_out_channels=2)

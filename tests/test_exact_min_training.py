@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from exact_min_model import CASES, STEPS, build, gradients, images, numbers_of
+from exact_min_model import CASES, STEPS, accumulate_gradients, build_detector, get_image_numbers, make_images
 from helpers import ROOT, run
 from mmengine.model import ExponentialMovingAverage
 
@@ -16,21 +16,21 @@ RANKS = 2
 DEPTHS = (18, 50)
 
 
-def compare(found, expected, most=1e-11):
-    assert found.keys() == expected.keys()
+def assert_near(actual, expected, most=1e-11):
+    assert actual.keys() == expected.keys()
     for name, own in expected.items():
-        assert (found[name] - own).norm() <= most * own.norm().clamp_min(1e-3), name
+        assert (actual[name] - own).norm() <= most * own.norm().clamp_min(1e-3), name
 
 
 @pytest.mark.parametrize('depth', DEPTHS)
 def test_everything_is_changed_and_gradients_are_plain(depth):
-    plain, lean = build(depth=depth), build('exact_min', depth)
+    plain, lean = build_detector(depth=depth), build_detector('exact_min', depth)
     classes = {
         name: type(lean.get_submodule(name)) for name in ('backbone.layer2', 'neck', 'bbox_head', 'roi_head.mask_head')
     }
     assert all(kind is not stock_class(kind) for kind in classes.values()), classes
-    compare(gradients(lean, [0]), gradients(plain, [0]))
-    compare(gradients(lean, [1, 2]), gradients(plain, [1, 2]))  # accumulated
+    assert_near(accumulate_gradients(lean, [0]), accumulate_gradients(plain, [0]))
+    assert_near(accumulate_gradients(lean, [1, 2]), accumulate_gradients(plain, [1, 2]))  # accumulated
 
 
 @pytest.fixture(scope='module')
@@ -43,19 +43,19 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize('case', CASES)
 def test_two_ranks_give_the_mean_of_single_processes(results, case):
-    """The single processes are plain ones; for eight bits, whose rounding depends on nothing else, of that preset."""
-    single = build('int8' if CASES[case][0] == 'int8' else 'none')
+    """The single processes are plain. For eight bits they use that preset too, whose rounding is deterministic."""
+    single = build_detector('int8' if CASES[case][0] == 'int8' else 'none')
     for step in range(STEPS):
-        alone = [gradients(single, numbers_of(case, rank, step)) for rank in range(RANKS)]
-        expected = {name: sum(found[name] for found in alone) / RANKS for name in alone[0]}
+        alone = [accumulate_gradients(single, get_image_numbers(case, rank, step)) for rank in range(RANKS)]
+        expected = {name: sum(actual[name] for actual in alone) / RANKS for name in alone[0]}
         for rank in range(RANKS):
-            compare(results[case][rank][step], expected)
+            assert_near(results[case][rank][step], expected)
 
 
 def _steps(model, optimizer, numbers, average=None):
     for number in numbers:
         optimizer.zero_grad()
-        model(images(number)).backward()
+        model(make_images(number)).backward()
         optimizer.step()
         if average is not None:
             average.update_parameters(model)
@@ -68,7 +68,7 @@ def _optimizer(model):
 @pytest.mark.parametrize('first', [True, False], ids=['averaged before', 'averaged after'])
 def test_averaged_copies(first):
     """mmengine's EMA copies the model, before or after LeanHook."""
-    plain, lean = build(), build()
+    plain, lean = build_detector(), build_detector()
     averages = {}
     for model in (plain, lean):
         average = ExponentialMovingAverage(model, momentum=0.3) if first else None
@@ -77,20 +77,20 @@ def test_averaged_copies(first):
         average = average or ExponentialMovingAverage(model, momentum=0.3)
         _steps(model, _optimizer(model), range(3), average)
         averages[model is lean] = average
-    compare(dict(averages[True].named_parameters()), dict(averages[False].named_parameters()), 1e-9)
+    assert_near(dict(averages[True].named_parameters()), dict(averages[False].named_parameters()), 1e-9)
     with torch.no_grad():
-        own, ours = (averages[key].module.eval()(images(9)) for key in (False, True))
+        own, ours = (averages[key].module.eval()(make_images(9)) for key in (False, True))
     torch.testing.assert_close(ours, own, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize('other', ['none', 'with_cp', 'exact'])
 @pytest.mark.parametrize('back', [False, True])
 def test_resume_with_another_preset(other, back):
-    plain = build()
+    plain = build_detector()
     _steps(plain, _optimizer(plain), range(4))
     file = io.BytesIO()
     for i, preset in enumerate((other, 'exact_min') if back else ('exact_min', other)):
-        model = build(preset)
+        model = build_detector(preset)
         optimizer = _optimizer(model)
         if i:
             file.seek(0)
@@ -99,55 +99,56 @@ def test_resume_with_another_preset(other, back):
         _steps(model, optimizer, range(2 * i, 2 * i + 2))
         file = io.BytesIO()
         torch.save(dict(model=model.state_dict(), optimizer=optimizer.state_dict()), file)
-    compare(dict(model.named_parameters()), dict(plain.named_parameters()), 1e-9)
+    assert_near(dict(model.named_parameters()), dict(plain.named_parameters()), 1e-9)
 
 
 def test_resume_with_eight_bits():
     """Names and shapes are the same in both directions; the loss of the first step is that of the plain model."""
-    plain, rounded = build(), build('int8')
+    plain, rounded = build_detector(), build_detector('int8')
     _steps(rounded, _optimizer(rounded), range(2))
     plain.load_state_dict(rounded.state_dict())
-    again = build('int8')
+    again = build_detector('int8')
     again.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(again(images(5)), plain(images(5)), rtol=1e-11, atol=0)
+    torch.testing.assert_close(again(make_images(5)), plain(make_images(5)), rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize('depth', DEPTHS)
 @pytest.mark.parametrize('preset', ['exact_min', 'int8'])
 def test_bf16_is_as_near_to_the_truth_as_the_plain_model(preset, depth):
-    truth = gradients(build(depth=depth), [0])
+    truth = accumulate_gradients(build_detector(depth=depth), [0])
 
     def error(preset):
-        model = build(preset, depth).float()
+        model = build_detector(preset, depth).float()
         with torch.autocast('cpu', torch.bfloat16):
-            model(images(0).float()).backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert found.keys() == truth.keys() and all(g.dtype == torch.float32 for g in found.values())
-        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in truth.items()]).mean()
+            model(make_images(0).float()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == truth.keys() and all(g.dtype == torch.float32 for g in gradients.values())
+        return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in truth.items()]).mean()
 
     assert error(preset) < 1.3 * error('none')
 
 
 @pytest.mark.skipif(not hasattr(torch, 'amp') or not hasattr(torch.amp, 'GradScaler'), reason='torch 2.2 and older')
 def test_scaled_losses():
-    """A power of two changes no digit; a step whose gradients overflow is skipped, and the next one is not."""
-    model = build('exact_min').float()
-    model(images(0).float()).backward()
+    """Scaling by a power of two changes no digit. A step with overflowing gradients is skipped, and the next one is
+    not."""
+    model = build_detector('exact_min').float()
+    model(make_images(0).float()).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler('cpu', init_scale=2.0**10)
 
     def step(factor):
         optimizer.zero_grad()
-        scaler.scale(model(factor * images(0).float())).backward()
+        scaler.scale(model(factor * make_images(0).float())).backward()
         scaler.unscale_(optimizer)
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        actual = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         scaler.step(optimizer), scaler.update()
-        return found
+        return actual
 
     before = copy.deepcopy(model.state_dict())
     step(float('inf'))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert scaler.get_scale() == 2.0**9
-    found = step(1)
-    assert all(torch.equal(found[name], own) for name, own in expected.items())
+    actual = step(1)
+    assert all(torch.equal(actual[name], own) for name, own in expected.items())
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -15,7 +15,7 @@ STEPS = 200
 
 
 class Stumbles(nn.Module):
-    """A module that raises in its forward or backward pass when it is told to."""
+    """Module that raises an error in its forward or backward pass on request."""
 
     where = None
 
@@ -45,18 +45,18 @@ class Net(nn.Module):
         return low.square().mean() + self.necks[1](self.stumbles(high)).square().mean()
 
 
-def live_tensors():
+def count_live_tensors():
     gc.collect()
     return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
 
 
-def hooks(model):
+def count_hooks(model):
     kinds = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
-def trained(model):
-    """Trains a model; returns its parameters, and the number of tensors and hooks that were left behind."""
+def train(model):
+    """Train a model; return its parameters, and how many tensors and hooks were left behind."""
     rng, optimizer = random.Random(0), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     counts = None
     for step in range(STEPS):
@@ -72,18 +72,18 @@ def trained(model):
         except (KeyboardInterrupt, MemoryError, ZeroDivisionError, RuntimeError):
             assert where is not None
         if step == 1:
-            counts = live_tensors(), hooks(model)
+            counts = count_live_tensors(), count_hooks(model)
     model.stumbles.where = None
     optimizer.zero_grad()
-    return dict(model.named_parameters()), (live_tensors() - counts[0], hooks(model) - counts[1])
+    return dict(model.named_parameters()), (count_live_tensors() - counts[0], count_hooks(model) - counts[1])
 
 
 @pytest.fixture(scope='module')
 def plain():
-    """Returns a plain model and the result of its training."""
+    """Return a plain model and the result of its training."""
     torch.manual_seed(0)
     model = Net().double().train()
-    return model, *trained(copy.deepcopy(model))
+    return model, *train(copy.deepcopy(model))
 
 
 @pytest.mark.parametrize('preset', ['exact', 'int8', 'sbp'])
@@ -91,8 +91,8 @@ def test_nothing_stays_behind(preset, plain):
     model, expected, counts = plain
     lean = copy.deepcopy(model)
     apply_lean(lean, preset)
-    found, changed_counts = trained(lean)
+    actual, changed_counts = train(lean)
     assert changed_counts == counts
     if preset == 'exact':
-        for name, parameter in found.items():  # absolutely: in front of a batch norm, gradients of biases are rounding
+        for name, parameter in actual.items():  # absolutely: in front of a batch norm, gradients of biases are rounding
             torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-9, msg=name)

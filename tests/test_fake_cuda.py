@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import FAMILIES, build
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
+from fake_cuda import backward, move_to_gpu, simulate_gpu, unset_fake_temporarily
 
 from sbp_mmdet.presets import PRESETS
 
@@ -13,14 +13,14 @@ LAYOUTS = {'nchw': torch.contiguous_format, 'nhwc': torch.channels_last}
 
 @pytest.fixture(scope='module')
 def mode():
-    with gpu_that_is_not_there() as mode:
+    with simulate_gpu() as mode:
         yield mode
 
 
 def on_gpu(mode, family, sbp_cfg, **options):
     with unset_fake_temporarily():
         model = build(family, sbp_cfg, dtype=torch.float32, **options)
-    put_on_gpu(mode, model)
+    move_to_gpu(mode, model)
     return model
 
 
@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize(('family', 'preset', 'precision'), CASES)
 def test_every_preset_on_a_gpu(family, preset, precision, mode):
-    """Forward and backward pass of the backbone, images of odd sizes, both layouts, with stochastic depth."""
+    """The backbone runs forward and backward on images of odd sizes, in both layouts, with stochastic depth."""
     dtype = PRECISIONS[precision]
     model = on_gpu(mode, family, dict(preset=preset), drop_path_rate=0.5)
     for layout in LAYOUTS.values() if 'ConvNeXt' in family else [torch.contiguous_format]:
@@ -49,13 +49,13 @@ def test_every_preset_on_a_gpu(family, preset, precision, mode):
         with torch.autocast('cuda', dtype, enabled=dtype is not None):
             outs = model(x)
         assert all(out.is_cuda for out in outs)
-        found = backward(list(outs))
-        assert set(found) == set(model.parameters())
-        assert all(grad.dtype == torch.float32 and grad.is_cuda for grad in found.values())
+        gradients = backward(list(outs))
+        assert set(gradients) == set(model.parameters())
+        assert all(grad.dtype == torch.float32 and grad.is_cuda for grad in gradients.values())
 
 
 def test_what_a_gpu_would_refuse_is_refused(mode):
-    """The tests above would fail where a tensor stays on the CPU."""
+    """The tests above would fail if a tensor stayed on the CPU."""
     model = on_gpu(mode, 'SBPConvNeXt', dict(preset='exact'))
     model.stages[0][0].gamma = torch.nn.Parameter(torch.empty(8))
     with pytest.raises(RuntimeError, match='device'):

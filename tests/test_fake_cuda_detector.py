@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CONVNEXT
-from fake_cuda import backward, gpu_that_is_not_there, put_on_gpu, unset_fake_temporarily
+from fake_cuda import backward, move_to_gpu, simulate_gpu, unset_fake_temporarily
 from mmcv.ops.roi_align import RoIAlignFunction
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -37,12 +37,12 @@ KERNEL = types.SimpleNamespace(roi_align_forward=lambda *a, **k: None, roi_align
 @pytest.fixture
 def mode(monkeypatch):
     monkeypatch.setattr(sys.modules[RoIAlignFunction.__module__], 'ext_module', KERNEL)
-    with gpu_that_is_not_there() as mode:
+    with simulate_gpu() as mode:
         yield mode
 
 
-def detector(hooks):
-    """Returns mmdet's Mask R-CNN with a small ConvNeXt, changed by a config's hooks."""
+def build_detector(hooks):
+    """Return mmdet's Mask R-CNN with a small ConvNeXt, changed by a config's hooks."""
     init_default_scope('mmdet')
     config = Config.fromfile(Path(mmdet.__file__).parent / '.mim/configs/_base_/models/mask-rcnn_r50_fpn.py').model
     config.backbone = dict(type='SBPConvNeXt', drop_path_rate=0.5, **CONVNEXT)
@@ -53,8 +53,8 @@ def detector(hooks):
     return model
 
 
-def losses(model, images, rois):
-    """Computes the losses of all networks with given targets."""
+def compute_losses(model, images, rois):
+    """Compute the losses of all networks with given targets."""
     maps = model.extract_feat(images)
     found = [F.binary_cross_entropy_with_logits(s, s.detach().sigmoid()) for s in model.rpn_head(maps)[0]]
     found += [F.l1_loss(deltas, torch.zeros_like(deltas)) for deltas in model.rpn_head(maps)[1]]
@@ -78,16 +78,16 @@ def losses(model, images, rois):
 )
 def test_a_step(hooks, dtype, mode):
     with unset_fake_temporarily():
-        model = detector(hooks)
-    put_on_gpu(mode, model)
+        model = build_detector(hooks)
+    move_to_gpu(mode, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)
     images = torch.empty(2, 3, 75, 101, device='cuda')
     rois = torch.empty(9, 5, device='cuda')
     with torch.autocast('cuda', dtype):
-        found = losses(model, images, rois)
-    assert all(loss.dtype == torch.float32 and loss.is_cuda for loss in found)
-    gradients = backward([torch.stack(found).sum()])
+        losses = compute_losses(model, images, rois)
+    assert all(loss.dtype == torch.float32 and loss.is_cuda for loss in losses)
+    gradients = backward([torch.stack(losses).sum()])
     assert set(gradients) == set(trained)
     for p, grad in gradients.items():
         assert grad.is_cuda and grad.dtype == p.dtype

@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 import torch
-from fake_cuda import backward, gpu_that_is_not_there, to_gpu, unset_fake_temporarily
-from ops_cases import CASES, INDEX, Form, keep_mask, keep_of, kept_heads, kept_tokens
+from fake_cuda import backward, copy_to_gpu, simulate_gpu, unset_fake_temporarily
+from ops_cases import CASES, INDEX, Form, get_positions, kept_heads, kept_tokens, make_mask
 from torch import nn
 
 from sbp_mmdet.ops.common import flash as flash
@@ -28,31 +28,32 @@ RAN = {}  # test to how many combinations it ran; the last test counts them
 
 @pytest.fixture(scope='module')
 def mode():
-    with gpu_that_is_not_there() as mode:
+    with simulate_gpu() as mode:
         yield mode
 
 
-def made(f, *args, **options):
-    """Returns the result of ``f`` with numbers, on the CPU."""
+def compute_on_cpu(f, *args, **options):
+    """Return the result of ``f`` with numbers, on the CPU."""
     with unset_fake_temporarily():
         return f(*args, **options)
 
 
-def check(f, tensors, dtype):
-    """Asserts that under autocast each gradient has the device, type and shape of its tensor."""
+def assert_gradients_match(f, tensors, dtype):
+    """Assert that under autocast each gradient has the device, type and shape of its tensor."""
     leaves = {n: t if t is None else t.detach().requires_grad_() for n, t in tensors.items()}
     with torch.autocast('cuda', dtype, enabled=dtype is not None):
         out = f(**leaves)
     assert out.is_cuda
-    found = backward([out])
+    gradients = backward([out])
     for name, tensor in leaves.items():
         if tensor is not None:
-            grad = found[tensor]
+            grad = gradients[tensor]
             assert grad.is_cuda and grad.dtype == tensor.dtype and grad.shape == tensor.shape, name
 
 
-def inputs(case, layout, dtype, **sizes):
-    """Maps in that layout. What a convolution made is in half precision where autocast is on."""
+def make_inputs(case, layout, dtype, **sizes):
+    """Return the tensors of a case with maps in a layout. Under autocast, outputs of convolutions are in half
+    precision."""
     tensors, given = case.inputs(dtype=torch.float32, **sizes)
     for name in ('x', 'shortcut'):
         if name in tensors and tensors[name].dim() == 4:
@@ -66,22 +67,22 @@ def inputs(case, layout, dtype, **sizes):
     return tensors, given
 
 
-def kept_of(case, kind, form):
-    """Returns the kept positions of a case for a kind, or ``None`` if they do not go together."""
+def get_kept(case, kind, form):
+    """Return the kept positions of a case, or ``None`` if the case does not support the kind of mask."""
     if kind is None:
         return {}
     if case.kept is kept_heads:
         return None if form == Form('reference') else case.kept(kind)[0]
     prefix = int(case.kept is kept_tokens)
-    return dict(positions=keep_of(keep_mask(kind), prefix))
+    return dict(positions=get_positions(make_mask(kind), prefix))
 
 
-def combinations(name):
-    """Yields forms, kept positions, sizes of tensors and options."""
+def list_combinations(name):
+    """Yield forms, kept positions, sizes of tensors and options."""
     case = CASES[name]
     forms = [form for form in FORMS if case.reference or form.implementation == 'fused']
     for form, kind in itertools.product(forms, (None, 'half') if case.kept else (None,)):
-        kept = kept_of(case, kind, form)
+        kept = get_kept(case, kind, form)
         if kept is None:
             continue
         yield form, kept, {}, {}
@@ -97,13 +98,13 @@ ON_MAPS = [name for name, case in CASES.items() if case.inputs()[0]['x'].dim() =
 )
 def test_operation(name, layout, precision, mode):
     case, dtype = CASES[name], PRECISIONS[precision]
-    for form, kept, sizes, options in made(lambda: list(combinations(name))):
-        tensors, given = (to_gpu(mode, part) for part in made(inputs, case, layout, dtype, **sizes))
+    for form, kept, sizes, options in compute_on_cpu(lambda: list(list_combinations(name))):
+        tensors, given = (copy_to_gpu(mode, part) for part in compute_on_cpu(make_inputs, case, layout, dtype, **sizes))
         if not sizes and name.split()[0] in ('mlp', 'grn', 'qkv', 'query', 'head', 'windows', 'shifted'):
             options['factor'] = torch.empty(2, device='cuda')
         if 'indows' in name:
-            given = dict(index=to_gpu(mode, INDEX))
-        check(case.run(form, **to_gpu(mode, kept), **given, **options), tensors, dtype)
+            given = dict(index=copy_to_gpu(mode, INDEX))
+        assert_gradients_match(case.run(form, **copy_to_gpu(mode, kept), **given, **options), tensors, dtype)
         RAN[name] = RAN.get(name, 0) + 1
 
 
@@ -118,7 +119,9 @@ def test_norm_of_a_convolution(precision, layout, mode):
             out, rerun = convolve(conv, (conv.weight, conv.bias), x, form.storage)  # noqa: B023
             return layer_norm(NormSettings(form), NormTensors(out, **t, conv=rerun))  # noqa: B023
 
-        check(f, dict(x=x, weight=torch.empty(8, device='cuda'), bias=torch.empty(8, device='cuda')), dtype)
+        assert_gradients_match(
+            f, dict(x=x, weight=torch.empty(8, device='cuda'), bias=torch.empty(8, device='cuda')), dtype
+        )
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)
@@ -127,32 +130,34 @@ def test_max_pool(relu, layout, mode):
     settings = PoolSettings(kernel=(3, 3), padding=(1, 1), relu=relu)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.empty(2, 8, 7, 9, device='cuda', dtype=dtype).to(memory_format=LAYOUTS[layout])
-        check(lambda x: max_pool(settings, PoolTensors(x)), dict(x=x), None)
+        assert_gradients_match(lambda x: max_pool(settings, PoolTensors(x)), dict(x=x), None)
 
 
 @pytest.mark.parametrize('precision', PRECISIONS)
 @pytest.mark.parametrize('ampere', [True, False], ids=['ampere', 'before'])
 @pytest.mark.parametrize('name', ['qkv', 'query', 'head'])
 def test_attention_kernels(name, ampere, precision, mode, monkeypatch):
-    """Flash and memory-efficient, for heads of 8; the operations above had heads of 4, for which none fits."""
+    """Flash and memory-efficient kernels support heads of 8 channels; the heads of 4 above are too small for them."""
     monkeypatch.setattr(flash, '_ampere', lambda index: ampere)
-    for form, kept, sizes, options in made(lambda: list(combinations(name))):
-        tensors = to_gpu(mode, made(inputs, CASES[name], 'nchw', None, c=24, **sizes)[0])
-        check(CASES[name].run(form, **to_gpu(mode, kept), **options), tensors, PRECISIONS[precision])
+    for form, kept, sizes, options in compute_on_cpu(lambda: list(list_combinations(name))):
+        tensors = copy_to_gpu(mode, compute_on_cpu(make_inputs, CASES[name], 'nchw', None, c=24, **sizes)[0])
+        assert_gradients_match(
+            CASES[name].run(form, **copy_to_gpu(mode, kept), **options), tensors, PRECISIONS[precision]
+        )
         RAN['kernels'] = RAN.get('kernels', 0) + 1
 
 
 def test_a_tensor_that_stays_on_the_cpu_is_seen(mode):
-    """Guards the tests above."""
-    tensors = to_gpu(mode, made(inputs, CASES['downsample'], 'nchw', None)[0])
-    found = made(lambda: keep_of(keep_mask('half')))
+    """The tests above would fail if a tensor stayed on the CPU."""
+    tensors = copy_to_gpu(mode, compute_on_cpu(make_inputs, CASES['downsample'], 'nchw', None)[0])
+    found = compute_on_cpu(lambda: get_positions(make_mask('half')))
     keep = Positions(*(mode.from_tensor(index) for index in found[:2]))
     with pytest.raises(RuntimeError, match='device'):
-        check(CASES['downsample'].run(positions=keep), tensors, None)
+        assert_gradients_match(CASES['downsample'].run(positions=keep), tensors, None)
 
 
 def test_how_many_combinations_ran():
-    """So that a condition that leaves out too much is seen."""
+    """This test fails if a condition skips too many combinations."""
     if len(RAN) < len(CASES) + 1:
         pytest.skip('counted when all tests of this file ran')
     print(RAN)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import DEVICE, relative_error, where_sbp
+from oracles import DEVICE, apply_sbp, relative_error
 from torch import nn
 
 from sbp_mmdet import sbp
@@ -18,7 +18,7 @@ MASKS = {name: mask.to(DEVICE) for name, mask in MASKS.items()}
 
 
 class Tokens(nn.Sequential):
-    """A position-wise network on tokens: (N, L, 6) to (N, L, 5)."""
+    """Position-wise network on tokens, from (N, L, 6) to (N, L, 5)."""
 
     shape = (2, 12, 6)
 
@@ -27,7 +27,7 @@ class Tokens(nn.Sequential):
 
 
 class Patches(nn.Module):
-    """A 2x2 convolution of stride 2 on patches: (N, L, 4, 6) to (N, L, 7)."""
+    """Convolution with kernel and stride 2 on patches, from (N, L, 4, 6) to (N, L, 7)."""
 
     shape = (2, 12, 4, 6)
 
@@ -50,7 +50,7 @@ def setting(kind):
 @pytest.mark.parametrize('mask', MASKS.values(), ids=MASKS.keys())
 def test_equals_the_definition(kind, mask):
     f, x, weight = setting(kind)
-    expected = where_sbp(f, x, mask[:, None])
+    expected = apply_sbp(f, x, mask[:, None])
     actual = sbp(f, x, positions(mask.view(3, 4)))
     assert relative_error(actual, expected) < 1e-14
     inputs = [x, *f.parameters()]
@@ -72,11 +72,13 @@ def test_gradient_of_the_input_is_zero_where_dropped():
 
 
 def test_autocast_weights_get_gradients():
-    """A cache of cast weights that is filled inside no_grad cuts them off, on versions of torch that fill it there:
-    the pass with gradients comes first."""
+    """Algorithm 1 has to run the pass with gradients first.
+
+    Some versions of torch fill the cache of cast weights even inside of no_grad, which cuts weights off from gradients.
+    """
     f, x, weight = setting(Tokens)
     f, x, mask = f.float(), x.detach().float(), MASKS['half']
-    expected = torch.autograd.grad(where_sbp(f, x, mask[:, None]), list(f.parameters()), weight.float())
+    expected = torch.autograd.grad(apply_sbp(f, x, mask[:, None]), list(f.parameters()), weight.float())
     modes = []
     f.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
     with torch.autocast(x.device.type, torch.bfloat16):

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 class Clock:
-    """A CPU that issues work, and a GPU that does it in turn; both in seconds."""
+    """Simulation of a CPU that issues work and a GPU that processes it in order; times are in seconds."""
 
     def __init__(self):
         self.now = self.idle_from = 0.0
@@ -55,14 +55,14 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize(('working', 'seconds'), [(5.0, 11.0), (0.25, 2.25)], ids=['GPU decides', 'CPU decides'])
 def test_issue_time_and_gpu_time_are_apart(working, seconds, clock):
-    """Two operations, each issued in a second, while the GPU is still busy with what was there before."""
+    """Two operations are issued in a second each, while the GPU is still busy with earlier work."""
     clock.issue(0.0, 100.0)
-    found = turns.time_step(lambda: [clock.issue(1.0, working) for _ in range(2)], 'cuda:0')
-    assert found == dict(issue=2.0, seconds=pytest.approx(seconds))
+    times = turns.time_step(lambda: [clock.issue(1.0, working) for _ in range(2)], 'cuda:0')
+    assert times == dict(issue=2.0, seconds=pytest.approx(seconds))
 
 
 def test_times_in_turns(clock):
-    """Rounds of warming up do not count; ratios are to the first case, and issue time has ratios of its own."""
+    """Warm-up rounds are ignored. Ratios refer to the first case, and issue time has ratios of its own."""
     rows, noted, calls = [dict(preset='none'), dict(preset='exact')], [], []
 
     def timed(case, i):
@@ -77,7 +77,7 @@ def test_times_in_turns(clock):
 
 
 def event(name, nanoseconds, device=DeviceType.CUDA, annotation=False):
-    """An event of the profiler."""
+    """Return an event of the profiler."""
     return types.SimpleNamespace(
         name=lambda: name,
         duration_ns=lambda: nanoseconds,
@@ -87,7 +87,7 @@ def event(name, nanoseconds, device=DeviceType.CUDA, annotation=False):
 
 
 def test_kernels(monkeypatch):
-    """Launches are calls of the CPU; what the GPU works on are kernels, copies and fills, and no ranges around them."""
+    """Launches are calls on the CPU. GPU time is that of kernels, copies and fills, without the ranges around them."""
     cpu = DeviceType.CPU
     events = [
         event('cudaLaunchKernel', 10, cpu),
@@ -102,16 +102,16 @@ def test_kernels(monkeypatch):
     ]
     results = types.SimpleNamespace(events=lambda: events)
     profiler = types.SimpleNamespace(profiler=types.SimpleNamespace(kineto_results=results))
-    monkeypatch.setattr(turns, 'profiled', lambda step: profiler)
-    assert turns.kernels(None) == {}
+    monkeypatch.setattr(turns, 'profile_step', lambda step: profiler)
+    assert turns.count_kernels(None) == {}
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    assert turns.kernels(None) == dict(launches=2, busy=pytest.approx(950e-9))
+    assert turns.count_kernels(None) == dict(launches=2, busy=pytest.approx(950e-9))
     del events[:3]  # a profiler that may not look at the GPU
-    assert turns.kernels(None) == {}
+    assert turns.count_kernels(None) == {}
 
 
 class Memory:
-    """A GPU's memory, with the functions of torch.cuda that tell of it."""
+    """Simulation of a GPU's memory, with the functions of torch.cuda that report it."""
 
     def __init__(self, patch, context):
         self.allocator, self.context, self.trace, self.blocks = CachingAllocator(), context, None, {}
@@ -161,7 +161,8 @@ class Memory:
 
 
 def test_peaks_of_a_step(monkeypatch):
-    """Neither what another variant has cached counts as reserved, nor what only the first steps allocate as peak."""
+    """Memory that another variant has cached is not counted as reserved, nor are allocations of the first steps as
+    peak."""
     memory, steps = Memory(monkeypatch, context=500 * MIB), []
     weights = memory.allocate(100 * MIB)
     memory.free(memory.allocate(4000 * MIB))  # another variant's
@@ -175,9 +176,9 @@ def test_peaks_of_a_step(monkeypatch):
         for one in maps:
             memory.free(one)
 
-    found = step_runs.peaks(step)
+    peaks = step_runs.measure_peaks(step)
     assert steps == [0, 1, 2] and not weights.free
-    assert found == dict(
+    assert peaks == dict(
         peak_bytes=(100 + 200 + 300 + 40 + 12) * MIB,
         reserved=(100 + 200 + 300 + 40 + 12 + 900) * MIB,
         replayed=(100 + 200 + 300 + 40 + 12 + 900) * MIB,
@@ -187,7 +188,7 @@ def test_peaks_of_a_step(monkeypatch):
 
 
 def test_a_history_is_replayed():
-    """An address that is used again is another allocation; what was there before the history has no number."""
+    """A reused address is a new allocation; memory that was allocated before the history has no number."""
     trace = [
         dict(action='alloc', addr=1, size=12 * MIB),
         dict(action='free_requested', addr=1, size=12 * MIB),
@@ -197,12 +198,12 @@ def test_a_history_is_replayed():
         dict(action='alloc', addr=1, size=30 * MIB),
     ]
     assert allocator_trace.events_of(trace) == [(0, 12 * MIB), (0, 0), (2, 30 * MIB)]
-    assert allocator_trace.replayed([50 * MIB], trace) == (50 + 12 + 30) * MIB
+    assert allocator_trace.replay_history([50 * MIB], trace) == (50 + 12 + 30) * MIB
 
 
 def test_no_replay_of_a_step_that_ran_out_of_memory(monkeypatch):
     memory = Memory(monkeypatch, context=0)
-    with allocator_trace.recorded() as found:
+    with allocator_trace.record_and_replay() as found:
         memory.tell('oom')
     assert found == {} and memory.trace is None
 
@@ -219,7 +220,7 @@ def test_sync_bn_of_one_process_is_batch_norm(monkeypatch):
 
 
 def test_launches_are_counted_where_tensors_have_numbers():
-    """There positions are read and statistics are computed; without a GPU both are stood in for."""
+    """There, positions are read and statistics are computed; without a GPU, both are replaced."""
     x = torch.arange(4.0)
     with Launches():
         assert x[3].item() == 3 and x[x > 1].tolist() == [2, 3]
@@ -230,11 +231,11 @@ CASE = dict(batch=1, height=64, width=64, boxes=2, device='cpu')
 
 @pytest.fixture
 def called_cuda(monkeypatch, tmp_path):
-    """What is measured on a GPU is measured, of a tiny detector that stays on the CPU; returns its config."""
+    """Make the measurements accept a tiny detector on the CPU as if it were on a GPU; return its config."""
     told = types.SimpleNamespace(**vars(torch) | dict(device=lambda name: types.SimpleNamespace(type='cuda')))
     for module in (module_runs, step_runs):
         monkeypatch.setattr(module, 'torch', told)
-        monkeypatch.setattr(module, 'kernels', lambda step: step() and {} or dict(launches=7, busy=0.5))
+        monkeypatch.setattr(module, 'count_kernels', lambda step: step() and {} or dict(launches=7, busy=0.5))
     config = plain(Config.fromfile(make_project(tmp_path, train=1, val=1)))
     config.model.backbone.drop_path_rate = 0.4
     return config
@@ -242,7 +243,7 @@ def called_cuda(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('profile', [True, False])
 def test_modules_on_a_gpu(profile, called_cuda):
-    """A round warms up; kernels are counted at last, if at all, since the profiler slows down what comes behind it."""
+    """One round warms up. Kernels are counted last, because the profiler slows down later launches."""
     noted, config = [], called_cuda
     options = dict(amp='off', rounds=1, profile=profile, note=lambda row: noted.append(dict(row)))
     rows = module_runs.measure_module(config, ['none', 'exact'], 'backbone.stages.0', **options, **CASE)
@@ -255,14 +256,16 @@ def test_modules_on_a_gpu(profile, called_cuda):
 
 
 def test_steps_on_a_gpu(called_cuda, monkeypatch):
-    """Bytes are those of a step that drops no image, times those of the step as it is."""
+    """Bytes are those of a step that drops no image; times are those of an ordinary step."""
     memory, variants = Memory(monkeypatch, context=0), []
     with_variant = step_runs.with_variant
     monkeypatch.setattr(
         step_runs, 'with_variant', lambda *args, **keys: variants.append((args[1], keys)) or with_variant(*args, **keys)
     )
-    timed = step_runs.timed_step
-    monkeypatch.setattr(step_runs, 'timed_step', lambda *args: (memory.free(memory.allocate(MIB)), timed(*args))[1])
+    timed = step_runs.time_training_step
+    monkeypatch.setattr(
+        step_runs, 'time_training_step', lambda *args: (memory.free(memory.allocate(MIB)), timed(*args))[1]
+    )
     rows = step_runs.measure_steps(called_cuda, ['none', 'exact'], rounds=1, **CASE)
     assert variants == [('none', {}), ('exact', {}), ('exact', dict(skip_dropped_images=False))]
     for row in rows:
@@ -271,21 +274,22 @@ def test_steps_on_a_gpu(called_cuda, monkeypatch):
 
 
 def test_steps_under_a_cap(called_cuda, monkeypatch):
-    """The device has an index, without which torch refuses it; presets take no turns, and the cap ends with them."""
+    """torch refuses a device without an index here. Presets run one after the other, and the limit is removed at the
+    end."""
     Memory(monkeypatch, context=0)
     fractions, device = [], torch.device('cuda', 0)
     monkeypatch.setattr(step_runs, 'use_device', lambda name: device)
     total = types.SimpleNamespace(total_memory=2**33)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: total)
     monkeypatch.setattr(torch.cuda, 'set_per_process_memory_fraction', lambda *args: fractions.append(args))
-    timed = step_runs.timed_step
+    timed = step_runs.time_training_step
 
     def need_too_much(model, *args):
         if not any(isinstance(module, LeanModule) for module in model.modules()):
             raise torch.cuda.OutOfMemoryError
         return timed(model, *args)
 
-    monkeypatch.setattr(step_runs, 'timed_step', need_too_much)
+    monkeypatch.setattr(step_runs, 'time_training_step', need_too_much)
     plain_row, exact = step_runs.measure_steps(called_cuda, ['none', 'exact'], rounds=2, cap=2**31, **CASE)
     assert fractions == [(0.25, device), (1.0, device)]
     assert exact.get('seconds', 0) > 0, exact

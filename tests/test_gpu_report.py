@@ -8,7 +8,7 @@ import tarfile
 import time
 
 import pytest
-from helpers import ROOT, TOOLS, environment, run
+from helpers import ROOT, TOOLS, make_environment, run
 
 import case  # isort: skip  (helpers puts tools/ and research/ on the path)
 import gpu_estimates
@@ -52,7 +52,8 @@ PRESETS = ('none', 'raises', 'exact', 'out_of_memory', 'hangs', 'int8', 'killed'
 
 @pytest.fixture
 def report(monkeypatch, tmp_path):
-    """Runs a report of the parts that it is given, as if typed; returns the presets that each process got."""
+    """Return a function that runs a report of given parts, as on the command line, and returns the presets of each
+    process."""
     (tmp_path / 'worker.py').write_text(WORKER)
     for module in (gpu_report, gpu_estimates):
         monkeypatch.setattr(module, 'ROOT', tmp_path)
@@ -68,13 +69,13 @@ def report(monkeypatch, tmp_path):
     return typed
 
 
-def part(name='part', seconds=2, presets=PRESETS, **more):
+def make_part(name='part', seconds=2, presets=PRESETS, **more):
     trials = more.pop('trials', (Trial('a trial', '', presets),))
     return Part(name, seconds, ('worker.py {rows} --lines {lines}',), 'steps', trials, **more)
 
 
 def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tmp_path):
-    parts = [part()]
+    parts = [make_part()]
     assert report(parts) == [
         'none raises exact out_of_memory hangs int8 killed sbp',
         'none exact out_of_memory hangs int8 killed sbp',
@@ -94,36 +95,36 @@ def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tm
     assert report(parts) == []  # what failed would fail again
     with tarfile.open(tmp_path / 'out.tar.gz') as archive:
         assert {'out/report.md', 'out/part.jsonl', 'out/part.log', 'out/states.jsonl'} <= {*archive.getnames()}
-    assert report([*parts, part('other', presets=('none', 'exact'))], '--parts', 'other') == ['none exact']
+    assert report([*parts, make_part('other', presets=('none', 'exact'))], '--parts', 'other') == ['none exact']
     assert report(parts, '--parts', 'part')[0].startswith('none raises')  # unless it is named
 
 
 def test_each_trial_has_its_baseline(report, tmp_path):
-    """Rows that are missing are measured beside the first row of their own trial that ran."""
+    """Missing rows are measured together with the first row of their own trial that ran."""
     trials = (Trial('a', '', ('none', 'exact')), Trial('b', '', ('none', 'exact', 'int8')), Trial('c', '', ('none',)))
     (tmp_path / 'out').mkdir()
     for row in ('a/none', 'a/exact', 'b/exact', 'c/none'):
         append_line(tmp_path / 'out/part.jsonl', dict(row=row, preset=row[2:], seconds=0.5))
     append_line(tmp_path / 'out/part.jsonl', dict(row='b/none', preset='none', reason='out of memory'))
-    assert report([part(trials=trials)]) == ['exact int8']
+    assert report([make_part(trials=trials)]) == ['exact int8']
 
 
 def test_what_was_ended_with_the_report_is_tried_once_more(report, tmp_path):
-    """A machine that goes leaves rows, one that was begun, and perhaps half a line."""
+    """A machine that disappears leaves finished rows, an unfinished one, and perhaps half a line."""
     (tmp_path / 'out').mkdir()
     file = tmp_path / 'out/part.jsonl'
     append_line(file, dict(row='a trial/none', preset='none', seconds=0.5))
     append_line(file, dict(row='a trial/exact', preset='exact', state='begun'))
     file.write_text(file.read_text() + '\n{"row": "a trial/exact", "sec')
-    assert report([part(presets=('none', 'exact', 'int8'))]) == ['none exact int8']
+    assert report([make_part(presets=('none', 'exact', 'int8'))]) == ['none exact int8']
     for _ in range(2):
         append_line(file, dict(row='a trial/sbp', preset='sbp', state='begun'))
-    assert report([part(presets=('none', 'exact', 'int8', 'sbp'))]) == []
+    assert report([make_part(presets=('none', 'exact', 'int8', 'sbp'))]) == []
     assert '| `sbp` |' in (tmp_path / 'out/report.md').read_text()
 
 
 def test_the_end_of_the_report_is_no_fault_of_a_row(report, tmp_path):
-    parts = [part(presets=('none', 'hangs'), seconds=1.5)]
+    parts = [make_part(presets=('none', 'hangs'), seconds=1.5)]
     report(parts, '--minutes', str(2.5 / 60))
     assert rows_of(parts[0], tmp_path / 'out')[1]['a trial/hangs'] == 1
     assert report(parts) == ['none hangs']
@@ -131,7 +132,7 @@ def test_the_end_of_the_report_is_no_fault_of_a_row(report, tmp_path):
 
 
 def test_what_the_end_would_cut_is_left_to_the_next_call(report, tmp_path, capsys):
-    parts = [part('long', 300, ('none',)), part('short', 2, ('none',))]
+    parts = [make_part('long', 300, ('none',)), make_part('short', 2, ('none',))]
     assert report(parts, '--minutes', '1') == ['none']
     assert 'run it again for long\n' in capsys.readouterr().out
     assert 'Not measured yet: long.' in (tmp_path / 'out/report.md').read_text()
@@ -160,7 +161,7 @@ def test_the_page_says_which_estimates_were_wrong(report, tmp_path):
     (tmp_path / 'out/test_a.log').write_text(
         'x\nFAILED tests/test_a.py::test_b - ValueError\n1 failed, 3 passed in 2s\n'
     )
-    report([part(trials=trials), Part('test_a', 1, ('-c pass',))])
+    report([make_part(trials=trials), Part('test_a', 1, ('-c pass',))])
     page, _, wrong = (tmp_path / 'out/report.md').read_text().partition('## Estimates that were wrong')
     assert '    FAILED tests/test_a.py::test_b - ValueError\n    1 failed, 3 passed in 2s' in page
     assert '| 4.10 GB | 1.000 | 4.00 GB |' in page and '| 7 |' in page
@@ -175,12 +176,12 @@ def test_the_page_says_which_estimates_were_wrong(report, tmp_path):
         ('`needs` of the planner, reserved and context', 'steps', '0.75'),
     ]
     (tmp_path / 'docs/results/memory_overview.json').write_text('{')  # what is missing ends no report
-    report([part(trials=trials)])
+    report([make_part(trials=trials)])
     assert 'counted' not in (tmp_path / 'out/report.md').read_text().partition('time, by a CPU')[0]
 
 
 def test_it_ends_what_it_runs(tmp_path):
-    """By SIGTERM, as Slurm sends it: what measures would keep the GPU. Nothing is to blame."""
+    """On SIGTERM, which Slurm sends, the report stops the measuring process, which would otherwise keep the GPU."""
     (tmp_path / 'worker.py').write_text(
         WORKER.replace('time.sleep(100)', 'print(os.getpid(), flush=True); time.sleep(100)')
     )
@@ -192,7 +193,7 @@ def test_it_ends_what_it_runs(tmp_path):
         f'sys.argv = ["tool", "--rehearse", "--out", {str(tmp_path)!r}]; gpu_report.main()'
     )
     paths = os.pathsep.join([str(ROOT), str(TOOLS)])
-    report = subprocess.Popen([sys.executable, '-c', code], env=environment(PYTHONPATH=paths))
+    report = subprocess.Popen([sys.executable, '-c', code], env=make_environment(PYTHONPATH=paths))
     log = tmp_path / 'a.log'
     for _ in range(600):
         if log.exists() and log.read_text().endswith('\n'):
@@ -207,8 +208,7 @@ def test_it_ends_what_it_runs(tmp_path):
 
 @pytest.mark.parametrize('rehearse', [True, False])
 def test_parts(rehearse, monkeypatch, tmp_path):
-    """Files, configs, presets and what they are compared with are there. What decides is expected to fit into ten
-    minutes."""
+    """Files, configs, presets and baselines exist, and the most important parts should fit into ten minutes."""
     load, known, begun = gpu_worker.load_config, {}, []
     parts = gpu_parts.parts_of_report(rehearse)
     assert len({p.name for p in parts} | {'states'}) == len(parts) + 1
@@ -240,7 +240,7 @@ def test_parts(rehearse, monkeypatch, tmp_path):
 
 
 def test_a_worker_leaves_what_does_not_fit(monkeypatch):
-    """It begins no trial that the end would cut; a detector that cannot be had is a reason, and the others go on."""
+    """A worker begins no trial that the deadline would cut. If a detector cannot be built, the others still run."""
     found = []
 
     def measure(trial, config, names, device, note):
@@ -252,7 +252,7 @@ def test_a_worker_leaves_what_does_not_fit(monkeypatch):
     monkeypatch.setitem(gpu_worker.KINDS, 'steps', measure)
     trials = tuple(Trial(name, '', ('none', 'exact')) for name in 'abc')
     gpu_worker.measure_part(
-        part(trials=trials), ['a/none', 'b/none', 'b/exact', 'c/exact'], float('inf'), 'cpu', found.append
+        make_part(trials=trials), ['a/none', 'b/none', 'b/exact', 'c/exact'], float('inf'), 'cpu', found.append
     )
     assert [(row['row'], row.get('reason')) for row in found] == [
         ('a/none', None),
@@ -260,12 +260,12 @@ def test_a_worker_leaves_what_does_not_fit(monkeypatch):
         ('b/exact', 'no such detector'),
         ('c/exact', None),
     ]
-    gpu_worker.measure_part(part(trials=trials), ['a/none'], time.monotonic() + 1, 'cpu', pytest.fail)
+    gpu_worker.measure_part(make_part(trials=trials), ['a/none'], time.monotonic() + 1, 'cpu', pytest.fail)
 
 
 @pytest.mark.slow
 def test_rehearsal(tmp_path):
-    """All of the quick report in a tiny size."""
+    """The whole quick report runs with tiny sizes."""
     words = ('--quick', '--rehearse', '--minutes', '20', '--out', tmp_path)
     run('bash', TOOLS / 'gpu_report.sh', *words, cwd=ROOT, seconds=1200, **PYTHON)
     parts = [p for p in gpu_parts.parts_of_report(True) if p.quick]
@@ -288,7 +288,7 @@ def test_rehearsal_of_a_training(tmp_path):
 
 
 def test_wheels(tmp_path):
-    """A folder without any is named; so is an environment that lacks what the report needs."""
+    """An empty folder is reported, and so is an environment that lacks a package that the report needs."""
     options = dict(cwd=ROOT, check=False, **PYTHON)
     done = run('bash', TOOLS / 'gpu_report.sh', '--wheels', tmp_path, '--out', tmp_path / 'out', **options)
     assert done.returncode == 2 and f'--wheels {tmp_path}/wheels: there are no wheels' in done.stderr

@@ -11,9 +11,9 @@ from mmengine.config import Config
 from torch import nn
 
 import gradients  # isort: skip  (helpers puts research/ on the path)
-from gradients import compare, exact_pass, study, study_table
+from gradients import compare, exact_pass, run_study, study_table
 from plain_detector import build_model, train_batches
-from stand_ins import as_in
+from stand_ins import copy_into_module
 
 from sbp_mmdet import apply_lean
 
@@ -54,25 +54,25 @@ def test_exact_pass_is_that_of_a_training_step(model, batches):
 
 @pytest.mark.parametrize('whole', [False, True])
 def test_study(model, batches, whole, monkeypatch):
-    """Exact presets are exact, the paper's is as short as the share that it keeps, and the model stays plain."""
+    """Exact presets are exact, the paper's gradient is as short as its keep ratio says, and the model stays plain."""
     if whole:  # heads without kinks: on each CPU rounding puts other numbers on the other side of a ReLU's
         model = copy.deepcopy(model)
         for module in model.modules():
             if getattr(module, 'with_activation', False):
                 module.activate = nn.GELU()
-        soft = as_in('torch.nn.functional', lambda x, inplace=False: torch.nn.functional.softplus(x), 'relu')
+        soft = copy_into_module('torch.nn.functional', lambda x, inplace=False: torch.nn.functional.softplus(x), 'relu')
         monkeypatch.setattr(torch.nn.functional, 'relu', soft)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = ['exact', 'with_cp', 'sbp'] if not whole else ['exact']
     keys = dict(modules=['backbone', 'neck', 'roi_head']) if whole else {}  # RPN's operation has a ReLU of its own
-    found = study(model, {name: (name, keys) for name in names}, batches, whole=whole)
+    study = run_study(model, {name: (name, keys) for name in names}, batches, whole=whole)
     for name in names:
-        row = found[name]['backbone']
+        row = study[name]['backbone']
         assert len(row['cosine']['values']) == len(batches)
         exact = name != 'sbp'
         assert (row['relative_error']['mean'] < 1e-4) == exact
     if not whole:
-        paper = found['sbp']
+        paper = study['sbp']
         assert 0.3 < paper['backbone']['cosine']['mean'] < 0.95 and paper['backbone']['norm_ratio']['mean'] < 1
         assert paper['stage 4']['cosine']['mean'] > 0.999 > paper['stage 1']['cosine']['mean']  # stage 4 is not thinned
         assert paper['neck']['relative_error']['mean'] == 0
@@ -87,16 +87,16 @@ def test_another_forward_pass_is_refused(model, batches, monkeypatch):
 
     monkeypatch.setattr(gradients, 'apply_lean', spoil)
     with pytest.raises(ValueError, match='the forward pass differs from the plain one by'):
-        study(model, {'exact': ('exact', {})}, batches[:1])
+        run_study(model, {'exact': ('exact', {})}, batches[:1])
     monkeypatch.undo()
     with pytest.raises(ValueError, match="'mine': .*keep_ratio=7"):
-        study(model, {'mine': ('sbp', dict(keep_ratio=7))}, batches[:1])
+        run_study(model, {'mine': ('sbp', dict(keep_ratio=7))}, batches[:1])
 
 
 def test_compare_by_hand():
     exact = {'backbone.a': torch.tensor([3.0, 4]), 'backbone.b': torch.tensor([2.0]), 'neck.c': torch.zeros(2)}
-    found = {'backbone.a': torch.tensor([3.0, 0]), 'backbone.b': torch.tensor([2.0])}
-    rows = compare(exact, found, {'backbone.a': 1})
+    estimated = {'backbone.a': torch.tensor([3.0, 0]), 'backbone.b': torch.tensor([2.0])}
+    rows = compare(exact, estimated, {'backbone.a': 1})
     assert rows['stage 1'] == pytest.approx(dict(cosine=0.6, relative_error=0.8, norm_ratio=0.6))
     assert rows['backbone']['relative_error'] == pytest.approx((16 / 29) ** 0.5)
     assert rows['mean layer']['cosine'] == pytest.approx(0.8)
@@ -104,7 +104,7 @@ def test_compare_by_hand():
 
 
 def test_starts(project, tmp_path):
-    """A checkpoint of a detector, one of a backbone, and none."""
+    """The study starts from a checkpoint of a detector, from one of a backbone, or without any."""
     _, config = project
     model = build_model(config, seed=4)
     assert model.training
@@ -128,9 +128,9 @@ def test_command_line(project, monkeypatch, tmp_path, capsys):
     words = ['--presets', 'sbp,keep_ratio=0.25', '--batches', '2', '--json', str(out)]
     monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words, '--cfg-options', root])
     gradients.main()
-    found = json.loads(out.read_text())
+    results = json.loads(out.read_text())
     assert 'mean ± standard deviation' in capsys.readouterr().out
-    assert study_table(found).splitlines()[1].count(' ± ') == 9
+    assert study_table(results).splitlines()[1].count(' ± ') == 9
     for words, message in ((['--batches', '0'], '--batches 0'), (['--presets', 'fused'], "preset='fused'")):
         monkeypatch.setattr(sys, 'argv', ['gradients.py', str(path), *words])
         with pytest.raises(SystemExit):

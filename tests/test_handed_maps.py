@@ -7,15 +7,15 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import stored_bytes
+from cases import count_model_bytes, make_lean_copy
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones import CSPNeXt
 from mmdet.models.layers import CSPLayer
 from mmdet.models.necks import FPN
 from mmengine.registry import init_default_scope
 from oracles import relative_error
-from pass_models import convs, gradients, image, lean
-from stand_ins import of_module
+from pass_models import build_convs, compute_gradients, random_images
+from stand_ins import define_in_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,12 +25,8 @@ from sbp_mmdet.ops.common.kept_maps import add
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 
-def stored(model, x):
-    return stored_bytes(lambda: model(x), [x, *model.parameters(), *model.buffers()])
-
-
 class Writes(nn.Module):
-    """A user's module that writes to a feature map past autograd."""
+    """User's module that writes to a feature map without autograd's knowledge."""
 
     def __init__(self, how):
         super().__init__()
@@ -56,8 +52,8 @@ HOWS = ['data', 'new data', 'numpy', 'dlpack', 'view']
 @pytest.mark.parametrize('how', HOWS)
 @pytest.mark.parametrize('place', ['module', 'hook', 'pre-hook', 'forward', 'global hook', 'later'])
 def test_what_is_written_past_autograd_is_seen(how, place):
-    """Wherever a user's code may stand between two layers: gradients are those of torch."""
-    plain, write = convs(), Writes(how)
+    """User code between two layers may write to the map; the gradients are those of torch."""
+    plain, write = build_convs(), Writes(how)
     if place == 'module':
         plain.insert(1, write)
 
@@ -72,13 +68,13 @@ def test_what_is_written_past_autograd_is_seen(how, place):
 
     if place != 'later':
         interfere(plain)
-    changed = lean(plain)
+    changed = make_lean_copy(plain)
     if place == 'forward':
         del changed[0].forward  # a copy of the model would call the original
         interfere(changed)
     if place == 'later':
-        gradients(changed, image())
-        gradients(plain, image())
+        compute_gradients(changed, random_images())
+        compute_gradients(plain, random_images())
         interfere(plain), interfere(changed)
     handle = None
     if place == 'global hook':
@@ -86,7 +82,10 @@ def test_what_is_written_past_autograd_is_seen(how, place):
             lambda module, args, out: write(out) if isinstance(module, ConvModule) else None
         )
     try:
-        assert relative_error(gradients(changed, image()), gradients(plain, image())) < 1e-10
+        assert (
+            relative_error(compute_gradients(changed, random_images()), compute_gradients(plain, random_images()))
+            < 1e-10
+        )
     finally:
         if handle is not None:
             handle.remove()
@@ -97,7 +96,7 @@ class Users(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = convs(2), convs(1)
+        self.first, self.second = build_convs(2), build_convs(1)
         self.second[0] = ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN'), act_cfg=dict(type='SiLU')).double()
 
     def forward(self, x):
@@ -108,38 +107,46 @@ class Users(nn.Module):
 
 def test_a_users_class_ends_what_is_handed_on():
     plain = Users().train()
-    assert relative_error(gradients(lean(plain), image()), gradients(plain, image())) < 1e-10
+    assert (
+        relative_error(
+            compute_gradients(make_lean_copy(plain), random_images()), compute_gradients(plain, random_images())
+        )
+        < 1e-10
+    )
 
 
 def test_known_code_hands_on_and_a_hook_ends_it_until_it_is_removed():
-    """Of two layers with SiLU the second reads its input from what the first keeps: one map less is stored."""
-    model, x = lean(convs(2)), image()
+    """The second of two layers with SiLU reads its input from the map that the first one saves, so one map less is
+    stored."""
+    model, x = make_lean_copy(build_convs(2)), random_images()
     one_map = 2 * 8 * 32 * 32 * 8
-    least = stored(model, x)
+    least = count_model_bytes(model, x)
     hook = model[0].register_forward_hook(lambda *args: None)
-    assert stored(model, x) - least >= one_map
+    assert count_model_bytes(model, x) - least >= one_map
     hook.remove()
-    assert stored(model, x) == least
+    assert count_model_bytes(model, x) == least
 
 
 @pytest.mark.parametrize('how', ['numpy', 'data', 'copy_'])
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_an_input_buffer_that_is_filled_again(how, preset):
-    plain = convs(1)
-    model, buffer = lean(plain, preset), torch.zeros(2, 3, 32, 32)
+    plain = build_convs(1)
+    model, buffer = make_lean_copy(plain, preset), torch.zeros(2, 3, 32, 32)
     for step in range(2):
-        images = image(seed=step, dtype=torch.float32)
+        images = random_images(seed=step, dtype=torch.float32)
         if how == 'numpy':
             buffer.numpy()[:] = images.numpy()
         else:
             (buffer.data if how == 'data' else buffer).copy_(images)
         with torch.autocast('cpu', torch.bfloat16):
-            found, expected = (gradients(m, buffer, lambda x, m=m: m.float()(x).float()) for m in (model, plain))
-        assert relative_error(found, expected) < 0.02
+            actual, expected = (
+                compute_gradients(m, buffer, lambda x, m=m: m.float()(x).float()) for m in (model, plain)
+            )
+        assert relative_error(actual, expected) < 0.02
 
 
 def test_nothing_hangs_on_tensors():
-    model, x = lean(convs()), image()
+    model, x = make_lean_copy(build_convs()), random_images()
     before = set(dir(x))
     out = model(x)
     assert set(dir(x)) == before and set(dir(out.detach())) == set(dir(out))
@@ -149,10 +156,10 @@ def test_nothing_hangs_on_tensors():
 
 @pytest.mark.parametrize('place', ['forward', 'backbone'])
 def test_an_exception_leaves_nothing(place):
-    """What the layers before it made is freed, and the next pass is as ever."""
+    """The maps of earlier layers are freed, and the next pass works as usual."""
     plain = CSPNeXt('P5', widen_factor=0.125, deepen_factor=0.167).double()
     plain.train()
-    model, x = lean(plain), image(2, 3, 64, 64)
+    model, x = make_lean_copy(plain), random_images(2, 3, 64, 64)
     alive = []
 
     def fail(module, args, out):
@@ -167,51 +174,51 @@ def test_an_exception_leaves_nothing(place):
     gc.collect()
     assert all(ref() is None for ref in alive)
     model.load_state_dict(plain.state_dict())
-    assert relative_error(gradients(model, x), gradients(plain, x)) < 1e-10
+    assert relative_error(compute_gradients(model, x), compute_gradients(plain, x)) < 1e-10
 
 
 def test_a_checkpoint_of_the_user_within_the_model():
-    """What runs again in the backward pass stores as much as the first run."""
+    """The recomputation in the backward pass stores as much as the first run."""
     plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
-    model, x, found = lean(plain), image(2, 8, 16, 16), []
+    model, x, found = make_lean_copy(plain), random_images(2, 8, 16, 16), []
     for m in (model, plain):
         block = m.blocks[1]
         block.forward = lambda x, own=block.forward: checkpoint(own, x, use_reentrant=False)
-        found.append(gradients(m, x))
+        found.append(compute_gradients(m, x))
     assert relative_error(*found) < 1e-10
 
 
 @pytest.mark.parametrize('reentrant', [True, False])
 def test_a_checkpoint_around_the_model(reentrant):
     plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
-    model, x = lean(plain), image(2, 8, 16, 16).requires_grad_()
-    found = gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant))
-    assert relative_error(found, gradients(plain, x)) < 1e-10
+    model, x = make_lean_copy(plain), random_images(2, 8, 16, 16).requires_grad_()
+    gradients = compute_gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant))
+    assert relative_error(gradients, compute_gradients(plain, x)) < 1e-10
 
 
 def test_a_known_block_with_a_checkpoint_of_its_own():
-    """mmdet's with_cp in a block that has no adapter: its convolutions are changed, and run in a checkpoint."""
+    """A block without an adapter uses mmdet's with_cp; its convolutions are changed and run in a checkpoint."""
     from mmdet.models.layers.csp_layer import ChannelAttention
 
     class Checkpointing(ChannelAttention):
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    of_module(ChannelAttention.__module__, Checkpointing)
+    define_in_module(ChannelAttention.__module__, Checkpointing)
     block = Checkpointing(8)
-    block.inner = nn.Sequential(*list(convs(3))[1:])
-    plain = nn.Sequential(convs(1)[0], block, *list(convs(2))[1:]).double().train()
-    model = lean(plain)
-    assert relative_error(gradients(model, image()), gradients(plain, image())) < 1e-10
+    block.inner = nn.Sequential(*list(build_convs(3))[1:])
+    plain = nn.Sequential(build_convs(1)[0], block, *list(build_convs(2))[1:]).double().train()
+    model = make_lean_copy(plain)
+    assert relative_error(compute_gradients(model, random_images()), compute_gradients(plain, random_images())) < 1e-10
 
 
 class Pyramid(nn.Module):
-    """A pyramid of two maps of one size, a layer on each, and one that sees the first of them and a coordinate."""
+    """Pyramid of two maps of equal size with a layer on each, and a layer on the first map and a coordinate."""
 
     def __init__(self):
         super().__init__()
         init_default_scope('mmdet')
-        self.first, self.last = convs(1)[0], ConvModule(9, 8, 1, act_cfg=dict(type='SiLU'))
+        self.first, self.last = build_convs(1)[0], ConvModule(9, 8, 1, act_cfg=dict(type='SiLU'))
         self.neck = FPN([8, 8], 8, num_outs=2)
         self.layers = nn.ModuleList(ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN')) for _ in range(2))
 
@@ -225,26 +232,26 @@ class Pyramid(nn.Module):
 @pytest.mark.parametrize(('preset', 'most'), [('exact', 1e-10), ('exact_min', 1e-10), ('int8', 0.01)])
 def test_outputs_of_one_node_are_told_apart(preset, most):
     """The levels of a feature pyramid are outputs of one node of the graph."""
-    of_module(CSPLayer.__module__, Pyramid)
+    define_in_module(CSPLayer.__module__, Pyramid)
     plain = Pyramid().double().train()
-    model = lean(plain, preset)
-    assert relative_error(gradients(model, image()), gradients(plain, image())) < most
+    model = make_lean_copy(plain, preset)
+    assert relative_error(compute_gradients(model, random_images()), compute_gradients(plain, random_images())) < most
 
 
 def test_two_models_in_turns_and_one_inside_of_another():
-    plain = [convs(3), convs(3, act=dict(type='ReLU'))]
-    models, x = [lean(m) for m in plain], image()
+    plain = [build_convs(3), build_convs(3, act=dict(type='ReLU'))]
+    models, x = [make_lean_copy(m) for m in plain], random_images()
     for both in (models, plain):
         both[0][1].register_forward_hook(lambda module, args, out, other=both[1]: out + other(x))
     for _ in range(2):
-        assert relative_error(gradients(models[0], x), gradients(plain[0], x)) < 1e-10
-        assert relative_error(gradients(models[1], x), gradients(plain[1], x)) < 1e-10
+        assert relative_error(compute_gradients(models[0], x), compute_gradients(plain[0], x)) < 1e-10
+        assert relative_error(compute_gradients(models[1], x), compute_gradients(plain[1], x)) < 1e-10
 
 
 def test_a_graph_that_is_kept():
-    """A second backward pass through it, after other passes of the same model."""
+    """A second backward pass through the same graph follows other passes of the same model."""
     plain = CSPLayer(8, 8, num_blocks=2, use_cspnext_block=True).double().train()
-    model, x, found = lean(plain), image(2, 8, 16, 16), []
+    model, x, found = make_lean_copy(plain), random_images(2, 8, 16, 16), []
     for m in (model, plain):
         loss = m(x).square().sum()
         m(x + 1)
@@ -256,11 +263,14 @@ def test_a_graph_that_is_kept():
 
 @pytest.mark.parametrize('what', ['shortcut', 'x', 'sum'])
 def test_writes_between_a_sum_and_the_next_layer(what):
-    """The sum that the next layer multiplies with is that of the forward pass, whatever was written to since."""
-    first, second = image(4, 4, 1, 1, seed=1), image(4, 4, 1, 1, seed=2).requires_grad_()  # the first one is frozen
-    found = []
+    """The next layer uses the sum of the forward pass, even if it was written to afterwards."""
+    first, second = (
+        random_images(4, 4, 1, 1, seed=1),
+        random_images(4, 4, 1, 1, seed=2).requires_grad_(),
+    )  # the first one is frozen
+    gradients = []
     for run in ('lean', 'plain'):
-        base = image(2, 4, 8, 8, seed=3).requires_grad_() * 1
+        base = random_images(2, 4, 8, 8, seed=3).requires_grad_() * 1
         with Scope():
             if run == 'lean':
                 x = conv_norm(ConvNormSettings(activation=Activation('silu')), ConvNormTensors(base, first))
@@ -272,14 +282,14 @@ def test_writes_between_a_sum_and_the_next_layer(what):
             out = (
                 conv_norm(ConvNormSettings(), ConvNormTensors(out, second)) if run == 'lean' else F.conv2d(out, second)
             )
-        found.append(torch.autograd.grad(out.square().sum(), second)[0])
-    assert relative_error(*found) < 1e-12
+        gradients.append(torch.autograd.grad(out.square().sum(), second)[0])
+    assert relative_error(*gradients) < 1e-12
 
 
 def test_compiled_blocks_with_shortcuts():
     plain = CSPLayer(8, 8, num_blocks=1, use_cspnext_block=True).double().train()
-    model, x = lean(plain), image(2, 8, 16, 16)
+    model, x = make_lean_copy(plain), random_images(2, 8, 16, 16)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend='eager')
     for _ in range(2):
-        assert relative_error(gradients(model, x, compiled), gradients(plain, x)) < 1e-10
+        assert relative_error(compute_gradients(model, x, compiled), compute_gradients(plain, x)) < 1e-10

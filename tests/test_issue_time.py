@@ -21,7 +21,7 @@ LIMITS = {
 }
 
 
-def counted(name, preset):
+def count_calls(name, preset):
     model, (_, run) = issue_time.build(name, preset), issue_time.models()[name]
     return issue_time.counts(lambda: (model.zero_grad(), run(model))[1])
 
@@ -30,23 +30,23 @@ def counted(name, preset):
 @pytest.mark.parametrize('name', LIMITS)
 def test_counts_of_a_step(name):
     init_default_scope('mmdet')
-    plain = counted(name, 'none')
+    plain = count_calls(name, 'none')
     for preset, limits in LIMITS[name].items():
-        found = counted(name, preset)
-        relative = [found[key] / plain[key] for key in ('calls', 'operations')]
+        counts = count_calls(name, preset)
+        relative = [counts[key] / plain[key] for key in ('calls', 'operations')]
         assert relative[0] <= limits[0] and relative[1] <= limits[1], (preset, relative)
-        assert found['nodes'] <= plain['nodes'], preset
+        assert counts['nodes'] <= plain['nodes'], preset
 
 
 def test_what_is_counted():
-    """A product and its backward pass: two operations of them are transposed views."""
+    """A product and its backward pass are counted; two of their operations are transposed views."""
     layer = nn.Linear(2, 3, bias=False)
     x = torch.ones(1, 2)
-    found = issue_time.counts(lambda: (layer.zero_grad(), layer(x).sum())[1])
+    counts = issue_time.counts(lambda: (layer.zero_grad(), layer(x).sum())[1])
     # t, mm, sum; ones_like, expand, t, mm, t, detach or not.
-    assert 8 <= found['operations'] <= 12
-    assert found['nodes'] == 4  # sum, mm, t, and where the weight's gradient goes
-    assert found['calls'] > 10
+    assert 8 <= counts['operations'] <= 12
+    assert counts['nodes'] == 4  # sum, mm, t, and where the weight's gradient goes
+    assert counts['calls'] > 10
 
 
 ROWS = [

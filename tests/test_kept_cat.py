@@ -6,8 +6,8 @@ import pytest
 import torch
 from mmcv.cnn import ConvModule
 from mmdet.models.layers import CSPLayer
-from oracles import DEVICE, assert_near, filled, loss_of
-from stand_ins import of_module
+from oracles import DEVICE, assert_near, compute_loss, randomize
+from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -17,10 +17,10 @@ ACTS = dict(SiLU={}, LeakyReLU=dict(negative_slope=0.1), ReLU={})
 
 
 class Elan(nn.Module):
-    """Four convolutions side by side and one behind.
+    """Block of four parallel convolutions and one that follows their concatenation.
 
     Args:
-        touched (str): What is written to in place: 'part' before the concatenation, 'late' a part behind it, 'whole'.
+        touched (str): Map that is written to in place: 'part' before the concatenation, 'late' after it, or 'whole'.
     """
 
     def __init__(self, act='SiLU', touched='', upsampled=False, frozen=False):
@@ -60,52 +60,54 @@ class Outer(nn.Module):
         return self.block(x)
 
 
-of_module('mmyolo.models.layers', Elan, Outer)  # a known project
+define_in_module('mmyolo.models.layers', Elan, Outer)  # a known project
 
 
-def results(module, x):
+def run_step(module, x):
     out = module(x)
     leaves = {'input': x} | {name: p for name, p in module.named_parameters() if p.requires_grad}
     return {'output': out.detach()} | dict(
-        zip(leaves, torch.autograd.grad(loss_of([out]), [*leaves.values()]), strict=True)
+        zip(leaves, torch.autograd.grad(compute_loss([out]), [*leaves.values()]), strict=True)
     )
 
 
-def compared(module, channels=4, **keys):
-    """Asserts that the changed module is exact; returns what it stores, in maps of one channel."""
+def assert_exact_and_count(module, channels=4, **keys):
+    """Assert that the changed module is exact, and return how many maps of one channel it stores."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, channels, 6, 10, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
     lean = copy.deepcopy(module)
     apply_lean(lean, verify=False, **keys)
     if not keys:
-        assert_near(results(lean, x), results(module, x), 1e-11)
+        assert_near(run_step(lean, x), run_step(module, x), 1e-11)
     fixed = [*lean.parameters(), *lean.buffers(), x]
     return saved_bytes(lambda: lean(x), exclude=fixed) / (x.element_size() * 2 * 60)
 
 
 @pytest.mark.parametrize('act', ACTS)
 def test_what_was_concatenated_is_not_stored(act):
-    assert compared(filled(Outer(Elan(act)))) < 4 * 8 + 6 + 2  # outputs of convolutions, and statistics
+    assert (
+        assert_exact_and_count(randomize(Outer(Elan(act)))) < 4 * 8 + 6 + 2
+    )  # outputs of convolutions, and statistics
 
 
 @pytest.mark.parametrize('touched', ['part', 'late', 'whole'])
 def test_writes_are_seen(touched):
-    compared(filled(Outer(Elan(None, touched))))
+    assert_exact_and_count(randomize(Outer(Elan(None, touched))))
 
 
 def test_a_part_of_another_origin_is_stored_by_itself():
-    assert compared(filled(Outer(Elan(upsampled=True)))) < 4 * 8 + 8 + 6 + 2
+    assert assert_exact_and_count(randomize(Outer(Elan(upsampled=True)))) < 4 * 8 + 8 + 6 + 2
 
 
 def test_a_frozen_part():
-    compared(filled(Outer(Elan(frozen=True))))
+    assert_exact_and_count(randomize(Outer(Elan(frozen=True))))
 
 
 def test_eight_bits():
-    assert compared(filled(Outer(Elan())), preset='int8') < 0.25 * (4 * 8 + 6 + 2)
+    assert assert_exact_and_count(randomize(Outer(Elan())), preset='int8') < 0.25 * (4 * 8 + 6 + 2)
 
 
 @pytest.mark.parametrize('attention', [False, True])
 def test_csp_layers_of_mmdet(attention):
-    layer = filled(Outer(CSPLayer(4, 8, num_blocks=2, use_cspnext_block=True, channel_attention=attention)))
-    compared(layer)
+    layer = randomize(Outer(CSPLayer(4, 8, num_blocks=2, use_cspnext_block=True, channel_attention=attention)))
+    assert_exact_and_count(layer)

@@ -20,7 +20,7 @@ def pair():
     return plain, lean
 
 
-def gradients(model, x):
+def compute_gradients(model, x):
     model.zero_grad()
     x = x.clone().requires_grad_()
     out = model(x)
@@ -35,15 +35,15 @@ def test_gradients_are_those_of_the_modules_own_code(pair):
         for model in (plain, lean):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name != frozen)
-        torch.testing.assert_close(gradients(lean, x), gradients(plain, x), rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(gradients(lean, x[:0]), gradients(plain, x[:0]))
+        torch.testing.assert_close(compute_gradients(lean, x), compute_gradients(plain, x), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(compute_gradients(lean, x[:0]), compute_gradients(plain, x[:0]))
 
 
 def test_autocast(pair):
     x = torch.randn(2, 3, WIDTH)
-    exact = gradients(pair[0], x)
+    exact = compute_gradients(pair[0], x)
     with torch.autocast('cpu', torch.bfloat16):
-        plain, lean = (gradients(model, x) for model in pair)
+        plain, lean = (compute_gradients(model, x) for model in pair)
     for one, other, reference in zip(lean, plain, exact, strict=True):
         assert one.dtype == other.dtype
         assert (one - reference).norm() < 1.1 * (other - reference).norm() + 1e-6 * reference.norm()
@@ -60,7 +60,7 @@ def test_the_gradient_of_the_weight_is_gone_before_that_of_the_input_is_made(pai
             return out
 
     x = torch.randn(2, 3, WIDTH)
-    gradients(pair[1], x)
+    compute_gradients(pair[1], x)
     out = pair[1](x.requires_grad_()).sum()
     with Log():
         out.backward()

@@ -11,7 +11,7 @@ LAUNCHERS = ['dist_train.sh', 'dist_test.sh', 'slurm_train.sh', 'slurm_test.sh']
 
 @pytest.fixture
 def launch(tmp_path):
-    """Runs a launch script with replacements of srun and python, which write down arguments and environment."""
+    """Run a launch script with replacements of srun and python, which write down arguments and environment."""
     for name in ('srun', 'python', 'other-python'):
         stand_in = tmp_path / 'bin' / name
         stand_in.parent.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def test_slurm_test_with_the_defaults(launch):
 
 
 def test_two_cpu_ranks_train_and_test(tmp_path):
-    """A real launch, from a folder that is not the checkout, in a path with a blank."""
+    """The launch is real, and starts in another folder than the checkout, in a path with a space."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]

@@ -3,8 +3,8 @@
 import launches
 import pytest
 import torch
-from fake_cuda import gpu_that_is_not_there
-from launches import AMP, Launches, block_launches
+from fake_cuda import simulate_gpu
+from launches import AMP, Launches, count_block_launches
 
 from sbp_mmdet.ops.common import precision as precision
 
@@ -31,28 +31,28 @@ LIMITS = {
 
 @pytest.fixture(scope='module')
 def mode():
-    with gpu_that_is_not_there() as mode:
+    with simulate_gpu() as mode:
         yield mode
 
 
-def launched(mode, *case):
-    """Returns launches and bytes of a block's forward and backward pass."""
-    parts = block_launches(mode, *case)
+def count_launches(mode, *case):
+    """Return the launches and the bytes of a block's forward and backward pass."""
+    parts = count_block_launches(mode, *case)
     return sum(part.total for part in parts), sum(part.bytes for part in parts)
 
 
 @pytest.mark.parametrize(('block', 'amp'), LIMITS)
 def test_launches_and_bytes_of_a_block(block, amp, mode):
-    plain, moved = launched(mode, block, 'none', AMP[amp])
+    plain, moved = count_launches(mode, block, 'none', AMP[amp])
     for preset, (limit, share) in LIMITS[block, amp].items():
-        found, own = launched(mode, block, preset, AMP[amp])
-        assert found <= limit, (preset, found)
+        counts, own = count_launches(mode, block, preset, AMP[amp])
+        assert counts <= limit, (preset, counts)
         assert own <= share * moved, (preset, own / moved)
-        assert preset not in ('exact', 'sbp') or found <= 2.1 * plain, (preset, found, plain)
+        assert preset not in ('exact', 'sbp') or counts <= 2.1 * plain, (preset, counts, plain)
 
 
 def test_what_counts_as_a_launch(mode):
-    """A view and an allocation are none; a norm of columns copies them first; a convolution has three gradients."""
+    """Views and allocations are no launches; a norm of columns copies them first; a convolution has three gradients."""
     x = torch.empty(2, 6, 8, device='cuda')
     with Launches() as found:
         y = x.transpose(1, 2).flatten(0, 1).view(2, 8, 6)  # a copy
@@ -62,7 +62,7 @@ def test_what_counts_as_a_launch(mode):
 
 
 def test_what_counts_as_bytes(mode):
-    """What is read and written once, in memory: an expanded tensor is small, and a view is none."""
+    """Memory that is read and written counts once: an expanded tensor is small, and a view has no bytes."""
     x, row = torch.empty(4, 8, device='cuda'), torch.empty(1, 8, device='cuda')
     with Launches() as found:
         x.add_(row.expand(4, 8)).view(-1)
@@ -71,20 +71,20 @@ def test_what_counts_as_bytes(mode):
 
 @pytest.mark.parametrize('preset', ['exact', 'int8', 'sampled', 'sbp'])
 def test_matrix_products_are_aligned(preset, mode, monkeypatch):
-    """Also where a map has an odd number of positions, so that its columns begin anywhere."""
+    """Maps may have an odd number of positions, so that their columns begin at any address."""
     for block, size in (
         ('ConvNeXt-B, stage 1', (796, 1332)),
         ('ConvNeXt-B, stage 3', (800, 1344)),
         ('ViT-B', (800, 1344)),
     ):
         monkeypatch.setattr(launches, 'IMAGES', (2, 3, *size))
-        products = [p for part in block_launches(mode, block, preset, torch.float16) for p in part.products]
+        products = [p for part in count_block_launches(mode, block, preset, torch.float16) for p in part.products]
         assert len(products) >= 12
         assert not {p for p in products if not p.aligned}, block
 
 
 def test_a_torch_without_products_in_full_precision(mode, monkeypatch):
-    """The branch of torch before 2.8 is taken, and sums in pieces."""
-    new, _ = launched(mode, 'ConvNeXt-B, stage 3', 'exact', torch.float16)
+    """Before torch 2.8, another branch is taken, which sums in parts."""
+    new, _ = count_launches(mode, 'ConvNeXt-B, stage 3', 'exact', torch.float16)
     monkeypatch.setattr(precision, '_sums_in_full', lambda device, dtype: False)
-    assert new < launched(mode, 'ConvNeXt-B, stage 3', 'exact', torch.float16)[0] <= new + 6
+    assert new < count_launches(mode, 'ConvNeXt-B, stage 3', 'exact', torch.float16)[0] <= new + 6

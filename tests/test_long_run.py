@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import kept_masks
+from cases import get_kept_masks
 from helpers import needs_fp16
-from oracles import gradients, image, loss_of, small_backbone
+from oracles import build_backbone, compute_gradients, compute_loss, random_images
 
 from sbp_mmdet.stochastic_backprop import masks
 
@@ -21,8 +21,8 @@ SETTINGS = {
 }
 
 
-def live_bytes():
-    """Returns the bytes of all tensors that the garbage collector can reach."""
+def count_live_bytes():
+    """Return the bytes of all tensors that the garbage collector can reach."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -33,77 +33,77 @@ def live_bytes():
     return sum(storages.values())
 
 
-def resident_bytes():
+def read_resident_bytes():
     return int(STATM.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 
 
 @pytest.mark.skipif(not STATM.exists(), reason='the resident size is read from /proc, which Linux has')
 def test_300_steps_do_not_grow(iteration):
-    """Presets in turn, with images of changing size."""
-    backbones = [small_backbone(cfg, dtype=torch.float32) for cfg in SETTINGS.values()]
+    """Presets take turns, with images of changing size."""
+    backbones = [build_backbone(cfg, dtype=torch.float32) for cfg in SETTINGS.values()]
     optimizers = [torch.optim.AdamW(backbone.parameters(), lr=1e-4) for backbone in backbones]
     sizes = [(64, 64), (64, 96), (72, 40)]
     live, resident = {}, {}
     for step in range(297):
         iteration(step)
         which = step % len(backbones)
-        loss_of(backbones[which](image(1, *sizes[step // 3 % 3], dtype=torch.float32))).backward()
+        compute_loss(backbones[which](random_images(1, *sizes[step // 3 % 3], dtype=torch.float32))).backward()
         optimizers[which].step()
         optimizers[which].zero_grad()
         if step in (98, 197, 296):  # the last passes of each, whose draws are kept, have the same sizes then
             masks._of_grid.cache_clear()  # the latest 16, whatever their sizes
-            live[step], resident[step] = live_bytes(), resident_bytes()
+            live[step], resident[step] = count_live_bytes(), read_resident_bytes()
     # A counter of the process that holds the test may be made in between.
     assert max(live.values()) - min(live.values()) < 64
     # 198 steps that each left their input behind would be 11 MB; the allocator's own unrest is of 2 MB.
     assert resident[296] - resident[98] < 4e6, resident
 
 
-def parameters_of(backbone):
+def get_parameters(backbone):
     return {name: p.detach().clone() for name, p in backbone.named_parameters()}
 
 
 @needs_fp16
 def test_overflow_steps_are_skipped_and_the_masks_go_on(iteration):
-    """fp16 with a loss scale that is far too large at first: it halves until the gradients are finite."""
+    """In fp16 with a much too large loss scale, the scale is halved until the gradients are finite."""
     settings = dict(preset='sbp', sampler='random')
-    backbone = small_backbone(settings, dtype=torch.float32)
+    backbone = build_backbone(settings, dtype=torch.float32)
     optimizer = torch.optim.SGD(backbone.parameters(), lr=1e-6)
     scaler = torch.amp.GradScaler('cpu', init_scale=2.0**20, growth_interval=1000)
-    x = image(1, dtype=torch.float32)
+    x = random_images(1, dtype=torch.float32)
     skipped, kept = [], []
     torch.manual_seed(5)
     for step in range(30):
         iteration(step)
-        before, scale = parameters_of(backbone), scaler.get_scale()
+        before, scale = get_parameters(backbone), scaler.get_scale()
         with torch.autocast('cpu', dtype=torch.float16):
-            loss = loss_of(backbone(x))
+            loss = compute_loss(backbone(x))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        after = parameters_of(backbone)
+        after = get_parameters(backbone)
         skipped.append(all(torch.equal(before[name], after[name]) for name in before))
         assert skipped[-1] == (scaler.get_scale() < scale)
         assert all(p.isfinite().all() for p in after.values())
-        kept.append(tuple(kept_masks(backbone, x)[1, 0].flatten().tolist()))
+        kept.append(tuple(get_kept_masks(backbone, x)[1, 0].flatten().tolist()))
     assert skipped[0] and not all(skipped[-10:])
     assert len(set(kept)) == len(kept)
 
     # The same masks as in a run that skipped nothing.
     torch.manual_seed(5)
-    other = small_backbone(settings, dtype=torch.float32)
+    other = build_backbone(settings, dtype=torch.float32)
     torch.manual_seed(5)
     for step in (0, 1, 29):
         iteration(step)
         other(x)
-        assert tuple(kept_masks(other, x)[1, 0].flatten().tolist()) == kept[step]
+        assert tuple(get_kept_masks(other, x)[1, 0].flatten().tolist()) == kept[step]
 
 
 @pytest.mark.parametrize('settings', SETTINGS)
 def test_nan_in_the_loss_of_one_image_stays_in_its_step_and_image(settings, iteration):
     def build():
-        backbone = small_backbone(SETTINGS[settings])
+        backbone = build_backbone(SETTINGS[settings])
         torch.manual_seed(5)
         return backbone
 
@@ -112,11 +112,11 @@ def test_nan_in_the_loss_of_one_image_stays_in_its_step_and_image(settings, iter
         return [torch.cat([out[:1] * float('nan'), out[1:]]) for out in outs]
 
     backbone, clean = build(), build()
-    x = image(2)
+    x = random_images(2)
     iteration(0)
-    poisoned, expected = gradients(backbone, x, nan_in_the_first)['image'], gradients(clean, x)['image']
+    poisoned, expected = compute_gradients(backbone, x, nan_in_the_first)['image'], compute_gradients(clean, x)['image']
     assert poisoned[0].isnan().any() and torch.equal(poisoned[1], expected[1])
     for step in (1, 2):
         iteration(step)
-        found, expected = gradients(backbone, x), gradients(clean, x)
-        assert all(torch.equal(found[name], expected[name]) and found[name].isfinite().all() for name in expected)
+        actual, expected = compute_gradients(backbone, x), compute_gradients(clean, x)
+        assert all(torch.equal(actual[name], expected[name]) and actual[name].isfinite().all() for name in expected)

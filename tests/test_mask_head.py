@@ -1,13 +1,11 @@
 """Mask heads with ``exact`` store no map behind the upsampling, and have the gradients of their own code in fp64."""
 
-import copy
-
 import pytest
 import torch
-from test_chunked_heads import NUMBER, compare, head_of, maps, step
+from cases import make_lean_copy
+from test_chunked_heads import NUMBER, assert_same, build_head, random_maps, run_step
 from torch import nn
 
-from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters.mask_head import LeanMaskHead
 from sbp_mmdet.plan.memory import SavedByPart
 
@@ -20,27 +18,23 @@ FROZEN = {
 }
 
 
-def changed(plain, preset='exact'):
-    lean = copy.deepcopy(plain)
-    apply_lean(lean, preset, verify=False)
-    return lean
-
-
 @pytest.mark.parametrize('frozen', FROZEN)
 @pytest.mark.parametrize('name', ['mask', 'mask, group norm'])
 @pytest.mark.parametrize('number', [NUMBER, 64, 5])
 def test_gradients_are_those_of_the_heads_own_code(name, number, frozen):
-    plain = head_of(name)
+    plain = build_head(name)
     for part in FROZEN[frozen]:
         plain.get_submodule(part).requires_grad_(False)
-    lean = changed(plain)
+    lean = make_lean_copy(plain)
     assert isinstance(lean, LeanMaskHead) and lean.runs_lean()
     for needs_x in (True, False):
-        compare(step(lean, maps(name, number), needs_x), step(plain, maps(name, number), needs_x))
+        assert_same(
+            run_step(lean, random_maps(name, number), needs_x), run_step(plain, random_maps(name, number), needs_x)
+        )
 
 
-def stored(head, x):
-    """Returns bytes that are saved for the backward pass, without parameters and the input."""
+def count_stored_bytes(head, x):
+    """Return the bytes that are saved for the backward pass, without parameters and the input."""
     saved = SavedByPart()
     with saved.hooks():
         out = head(x.clone().requires_grad_())  # noqa: F841  keeps the graph
@@ -48,18 +42,19 @@ def stored(head, x):
 
 
 def test_stored_bytes():
-    """Plain stores x, an output of each convolution, and that of the upsampling with four times as many places."""
-    plain, x = head_of('mask').float(), maps('mask').float()
-    assert stored(plain, x) / x.nbytes == 1 + 2 + 4
-    assert stored(changed(plain), x) / x.nbytes == 1 + 2
+    """The plain head stores x, the output of each convolution, and that of the upsampling with four times as many
+    positions."""
+    plain, x = build_head('mask').float(), random_maps('mask').float()
+    assert count_stored_bytes(plain, x) / x.nbytes == 1 + 2 + 4
+    assert count_stored_bytes(make_lean_copy(plain), x) / x.nbytes == 1 + 2
 
 
 def test_autocast():
-    plain, x = head_of('mask').float(), maps('mask').float()
-    lean = changed(plain)
+    plain, x = build_head('mask').float(), random_maps('mask').float()
+    lean = make_lean_copy(plain)
     with torch.autocast('cpu', torch.bfloat16):
-        (expected, own), (found, ours) = step(plain, x), step(lean, x)
-    assert torch.equal(found[0], expected[0])
+        (expected, own), (actual, ours) = run_step(plain, x), run_step(lean, x)
+    assert torch.equal(actual[0], expected[0])
     for name, grad in own.items():
         assert ours[name].dtype == grad.dtype == torch.float32
         assert (ours[name] - grad).norm() <= 0.02 * grad.norm(), name
@@ -68,7 +63,7 @@ def test_autocast():
 @pytest.mark.parametrize('late', [False, True])
 @pytest.mark.parametrize('part', ['upsample', 'relu', 'conv_logits'])
 def test_hooks_run_once(part, late):
-    plain, calls = head_of('mask'), []
+    plain, calls = build_head('mask'), []
 
     def hook(module, args, out):
         calls.append(len(out))
@@ -76,14 +71,14 @@ def test_hooks_run_once(part, late):
 
     if not late:
         plain.get_submodule(part).register_forward_hook(hook)
-    lean = changed(plain)
+    lean = make_lean_copy(plain)
     if late:
-        step(lean, maps('mask'))
+        run_step(lean, random_maps('mask'))
         for model in (plain, lean):
             model.get_submodule(part).register_forward_hook(hook)
-    found = step(lean, maps('mask'))
+    result = run_step(lean, random_maps('mask'))
     assert calls == [NUMBER]
-    compare(found, step(plain, maps('mask')))
+    assert_same(result, run_step(plain, random_maps('mask')))
 
 
 class _Half(nn.ConvTranspose2d):
@@ -105,6 +100,6 @@ def _other_activation(head):
 
 @pytest.mark.parametrize('change', [_subclass, _bilinear, _other_activation])
 def test_other_layers_run_their_own_code(change):
-    plain = head_of('mask')
+    plain = build_head('mask')
     change(plain)
-    compare(step(changed(plain), maps('mask')), step(plain, maps('mask')))
+    assert_same(run_step(make_lean_copy(plain), random_maps('mask')), run_step(plain, random_maps('mask')))

@@ -104,7 +104,7 @@ def test_grid_is_even_and_visits_every_position(ratio):
 
 @pytest.mark.parametrize('ratio', RATIOS)
 def test_grid_spreads_what_it_keeps(ratio):
-    """Along a row, the longest gap is as short as the ratio allows."""
+    """Along a row, the longest gap is as short as the keep ratio allows."""
     row = draw(1, 10 * ratio.denominator, ratio)[0]
     gaps = row.nonzero().flatten().diff()
     assert set(gaps.tolist()) <= {int(1 / ratio), -(-ratio.denominator // ratio.numerator)}
@@ -187,7 +187,7 @@ def test_positions_partition_the_map(kept):
 
 
 def test_positions_of_a_mask_that_was_there_before():
-    """They are those of a first time, whatever came between, and the same tensors."""
+    """They are those of the first call, and the same tensors, whatever was called in between."""
     masks_ = [sample_mask(6, 7, 0.5, 'grid', torch.Generator().manual_seed(seed)) for seed in range(8)]
     masks_ += [mask[:, :6].contiguous() for mask in masks_] + [mask.view(7, 6) for mask in masks_]
     masks._of_grid.cache_clear()
@@ -201,8 +201,8 @@ def test_positions_of_a_mask_that_was_there_before():
 
 
 def test_positions_of_tokens():
-    """Tokens in front are always kept."""
+    """The leading tokens are always kept."""
     before = positions(torch.eye(4).bool())
     assert token_positions(before, 0) is before
-    found = token_positions(before, 2)
-    assert found.keep.tolist() == [0, 1, *(before.keep + 2).tolist()] and torch.equal(found.drop, before.drop + 2)
+    tokens = token_positions(before, 2)
+    assert tokens.keep.tolist() == [0, 1, *(before.keep + 2).tolist()] and torch.equal(tokens.drop, before.drop + 2)

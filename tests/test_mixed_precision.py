@@ -8,7 +8,7 @@ import torch
 from mmengine.logging import MMLogger
 from test_class_patches import FAMILIES
 from torch import nn
-from unusual_models import image
+from unusual_models import random_images
 
 from sbp_mmdet import apply_lean
 
@@ -67,7 +67,7 @@ CHANGES = dict(
 )
 
 
-def step(model, x, amp):
+def run_step(model, x, amp):
     torch.manual_seed(0)
     with torch.autocast('cpu', torch.bfloat16) if amp else contextlib.nullcontext():
         outs = model(x)
@@ -79,8 +79,8 @@ def step(model, x, amp):
     return [out.detach().double() for out in outs], gradients, kinds
 
 
-def error(found, expected):
-    pairs = [*zip(found, expected, strict=True)]
+def relative_distance(actual, expected):
+    pairs = [*zip(actual, expected, strict=True)]
     total = sum(float(b.square().sum()) for _, b in pairs)
     return (sum(float((a - b).square().sum()) for a, b in pairs) / total) ** 0.5
 
@@ -92,11 +92,11 @@ def test_several_precisions(family, change, amp):
     plain = FAMILIES[family]()
     CHANGES[change](plain)
     full, lean = copy.deepcopy(plain).double(), copy.deepcopy(plain)
-    x = image()
+    x = random_images()
     dtypes = [next(plain.parameters()).dtype, torch.float32]
     for dtype in dtypes:
         try:
-            expected = step(plain, x.to(dtype), amp)
+            expected = run_step(plain, x.to(dtype), amp)
             break
         except (RuntimeError, ValueError):
             plain.zero_grad()
@@ -107,8 +107,8 @@ def test_several_precisions(family, change, amp):
     except ValueError as refused:
         assert 'parameters are' in str(refused)
         return
-    found, exact = step(lean, x.to(dtype), amp), step(full, x.to(dtype).double(), False)
-    assert found[2] == expected[2]
-    assert error(found[0], exact[0]) <= 2 * error(expected[0], exact[0]) + 1e-3
-    ours, plains = (error(run[1].values(), exact[1].values()) for run in (found, expected))
+    actual, exact = run_step(lean, x.to(dtype), amp), run_step(full, x.to(dtype).double(), False)
+    assert actual[2] == expected[2]
+    assert relative_distance(actual[0], exact[0]) <= 2 * relative_distance(expected[0], exact[0]) + 1e-3
+    ours, plains = (relative_distance(run[1].values(), exact[1].values()) for run in (actual, expected))
     assert ours <= 2 * plains + 1e-3

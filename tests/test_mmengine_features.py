@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from conv_models import randomize_norms
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones import CSPNeXt, ResNet
 from mmdet.models.necks import FPN
@@ -14,7 +15,7 @@ from mmengine.model import BaseModel
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.runner import Runner
 from torch import nn
-from unusual_models import assert_same, image, lean_modules, ordinary
+from unusual_models import assert_same, find_lean_modules, random_images
 
 from sbp_mmdet import apply_lean
 
@@ -39,7 +40,7 @@ DETECTORS = {
 
 
 def train(model, folder, hooks=(), steps=2, **cfg):
-    """Trains by mmengine's runner; returns the trained weights and what the log says."""
+    """Train with mmengine's runner; return the trained weights and the log."""
     generator, said = torch.Generator().manual_seed(0), []
     data = [dict(inputs=torch.randn(3, 64, 64, generator=generator, dtype=torch.float64)) for _ in range(2 * steps)]
     loader = dict(batch_size=2, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=False), dataset=data)
@@ -63,24 +64,24 @@ def train(model, folder, hooks=(), steps=2, **cfg):
     return {name: p.detach().clone() for name, p in runner.model.named_parameters()}, said
 
 
-def far_apart(found, expected):
-    return max(float((found[name] - p).norm() / p.norm().clamp_min(1e-3)) for name, p in expected.items())
+def largest_difference(actual, expected):
+    return max(float((actual[name] - p).norm() / p.norm().clamp_min(1e-3)) for name, p in expected.items())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='a compiler of before torch 2.4')
 @pytest.mark.parametrize('name', DETECTORS)
 def test_compile_of_the_runner(name, tmp_path):
-    """Lean modules run as they are, and the rest is compiled, without a word of the compiler's."""
+    """Lean modules run as usual and the rest is compiled, without warnings of the compiler."""
     torch.compiler.reset()
     model, hook = DETECTORS[name]().double(), dict(type='LeanHook')
     plain, _ = train(copy.deepcopy(model), tmp_path)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         compiled, said = train(model, tmp_path, [hook], compile=dict(backend='eager'))
-    assert far_apart(compiled, plain) < 1e-6
+    assert largest_difference(compiled, plain) < 1e-6
     assert any('verified' in line for line in said)
-    assert not [w for w in found if 'ynamo' in f'{w.message}{w.filename}' and 'sbp_mmdet' in f'{w.message}']
+    assert not [w for w in caught if 'ynamo' in f'{w.message}{w.filename}' and 'sbp_mmdet' in f'{w.message}']
 
 
 @pytest.mark.slow
@@ -92,7 +93,7 @@ def test_compile_of_the_runner_with_kernels(tmp_path):
     model = Detector(ResNet(18, base_channels=8, num_stages=1, strides=(1,), dilations=(1,), out_indices=(0,)))
     plain, _ = train(copy.deepcopy(model.double()), tmp_path)
     compiled, _ = train(model, tmp_path, [dict(type='LeanHook')], compile=True)
-    assert far_apart(compiled, plain) < 1e-6
+    assert largest_difference(compiled, plain) < 1e-6
 
 
 def bn_eval(model):
@@ -100,7 +101,7 @@ def bn_eval(model):
 
 
 def resnet(**options):
-    return nn.ModuleDict(dict(backbone=ordinary(ResNet(18, base_channels=8, norm_eval=True, **options))))
+    return nn.ModuleDict(dict(backbone=randomize_norms(ResNet(18, base_channels=8, norm_eval=True, **options))))
 
 
 class OnImages(nn.Module):
@@ -113,20 +114,20 @@ class OnImages(nn.Module):
 
 
 def test_efficient_conv_bn_eval_before(caplog):
-    """Its graph runs in the place of the backbone, so that nothing inside of it is lean, and the log says so."""
+    """Its graph replaces the backbone, so nothing in it is lean, and the log says so."""
     lean = resnet()
     bn_eval(lean)
     plain = copy.deepcopy(lean)
     report = apply_lean(lean)
     assert 'replaced' in report.left['backbone']
-    assert_same(OnImages(lean), OnImages(plain), image())
+    assert_same(OnImages(lean), OnImages(plain), random_images())
 
 
 @pytest.mark.parametrize('training', [False, True])
 @pytest.mark.parametrize('verify', [False, True])
 def test_efficient_conv_bn_eval_after(training, verify):
-    """It is refused in one line, and the training is verified as it would be."""
-    lean = ordinary(ResNet(18, base_channels=8, norm_eval=True))
+    """It is switched off with one line in the log, and the training is verified as usual."""
+    lean = randomize_norms(ResNet(18, base_channels=8, norm_eval=True))
     plain = copy.deepcopy(lean)
     apply_lean(lean, verify=verify)
     lean.train(training)
@@ -135,17 +136,17 @@ def test_efficient_conv_bn_eval_after(training, verify):
     assert '\n' not in f'{found.value}'
     assert ('_verification' in vars(lean)) is verify and 'forward' not in vars(lean)
     lean.train()
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
 
 
 @pytest.mark.parametrize('norm_eval', [False, True])
 def test_efficient_conv_bn_eval_of_a_layer(norm_eval):
     options = dict(padding=1, norm_cfg=dict(type='BN'), efficient_conv_bn_eval=True)
-    lean = ordinary(nn.Sequential(ConvModule(3, 8, 3, **options), ConvModule(8, 8, 3, **options)))
+    lean = randomize_norms(nn.Sequential(ConvModule(3, 8, 3, **options), ConvModule(8, 8, 3, **options)))
     for module in lean.modules():
         if norm_eval and isinstance(module, nn.BatchNorm2d):
             module.eval()
     plain = copy.deepcopy(lean)
     apply_lean(lean)
-    assert lean_modules(lean)
-    assert_same(lean, plain, image())
+    assert find_lean_modules(lean)
+    assert_same(lean, plain, random_images())

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CONVNEXT, FAMILIES, OWN, SWIN, VIT, build, on_meta
+from cases import CONVNEXT, FAMILIES, OWN, SWIN, VIT, build, build_on_meta
 from mmdet.engine.optimizers import LearningRateDecayOptimizerConstructor
 from mmdet.models.backbones import SwinTransformer
 from mmdet.registry import MODELS
 from mmengine.model import BaseModel
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
-from oracles import assert_near, gradients, image, oracle_convnext, relative_error
+from oracles import assert_near, compute_gradients, random_images, relative_error, run_convnext_oracle
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT
@@ -42,28 +42,28 @@ LEAN = dict(preset='sbp')
 
 @pytest.mark.parametrize('options', [{}, dict(linear_pw_conv=False), dict(layer_scale_init_value=0.0)], ids=str)
 def test_the_plain_convnext_is_convnext(options):
-    model, x = build('SBPConvNeXt', **options), image(2, 70, 93)
+    model, x = build('SBPConvNeXt', **options), random_images(2, 70, 93)
     state = dict(model.named_parameters())
-    expected = gradients(model, x, lambda x: oracle_convnext(state, x, model.depths, {}))
-    assert_near(gradients(model, x), expected, 1e-10)
+    expected = compute_gradients(model, x, lambda x: run_convnext_oracle(state, x, model.depths, {}))
+    assert_near(compute_gradients(model, x), expected, 1e-10)
 
 
 @pytest.mark.parametrize('arch', ARCHS)
 def test_archs(arch):
     third, other, channels = ARCHS[arch]
-    backbone = on_meta(SBPConvNeXt, arch, sbp_cfg=LEAN)
+    backbone = build_on_meta(SBPConvNeXt, arch, sbp_cfg=LEAN)
     assert [len(stage) for stage in backbone.stages] == [other, other, third, other]
     assert [stage[0].gamma.numel() for stage in backbone.stages] == [channels * 2**i for i in range(4)]
     assert backbone.norm3.weight.numel() == 8 * channels
 
 
 def test_state_dict_is_mmpretrains():
-    backbone = on_meta(SBPConvNeXt, 'tiny', out_indices=[0, 1, 2, 3], sbp_cfg=LEAN)
+    backbone = build_on_meta(SBPConvNeXt, 'tiny', out_indices=[0, 1, 2, 3], sbp_cfg=LEAN)
     assert {name: tuple(t.shape) for name, t in backbone.state_dict().items()} == SHAPES
 
 
 def test_layer_depths_are_mmpretrains():
-    tiny, base = on_meta(SBPConvNeXt, 'tiny'), on_meta(SBPConvNeXt, 'base')
+    tiny, base = build_on_meta(SBPConvNeXt, 'tiny'), build_on_meta(SBPConvNeXt, 'base')
     for prefix in ('', 'backbone.'):
         for name, _, depth in ROWS:
             assert tiny.get_layer_depth(prefix + name, prefix) == (int(depth), 8), name
@@ -74,7 +74,7 @@ def test_layer_depths_are_mmpretrains():
 
 
 class Detector(nn.Module):
-    """A backbone and a layer behind it, for the optimizer constructor."""
+    """Detector of a backbone and one further layer, for the optimizer constructor."""
 
     def __init__(self, backbone):
         super().__init__()
@@ -83,8 +83,8 @@ class Detector(nn.Module):
 
 @pytest.mark.parametrize('frozen_stages', [0, 2])
 def test_layer_wise_decay_is_that_of_convnext(frozen_stages):
-    """mmdet's constructor goes by the name of the class and those of the parameters."""
-    sbp = on_meta(SBPConvNeXt, 'tiny', out_indices=[0, 1, 2, 3], sbp_cfg=LEAN, frozen_stages=frozen_stages)
+    """mmdet's constructor recognises the name of the class and those of the parameters."""
+    sbp = build_on_meta(SBPConvNeXt, 'tiny', out_indices=[0, 1, 2, 3], sbp_cfg=LEAN, frozen_stages=frozen_stages)
     twin = type('ConvNeXt', (nn.Module,), {})()
     for name, child in sbp.named_children():
         twin.add_module(name, child)
@@ -112,7 +112,7 @@ def test_out_indices(out_indices, stages):
     before = list(out_indices) if isinstance(out_indices, list) else None
     backbone = build('SBPConvNeXt', LEAN, out_indices=out_indices)
     assert before is None or out_indices == before  # a config's list stays what it is
-    outs = backbone(image(2, 64, 96))
+    outs = backbone(random_images(2, 64, 96))
     channels = CONVNEXT['arch']['channels']
     assert isinstance(outs, tuple)
     assert [out.shape for out in outs] == [(2, channels[i], 16 // 2**i, 24 // 2**i) for i in stages]
@@ -122,11 +122,11 @@ def test_out_indices(out_indices, stages):
 
 @pytest.mark.parametrize('preset', [None, 'exact', 'sbp', 'reference'])
 def test_classification_with_convnext(preset):
-    """gap_before_final_norm: the average over all positions, then the norm."""
+    """With gap_before_final_norm, the average over all positions comes before the norm."""
     backbone = build('SBPConvNeXt', preset and dict(preset=preset), gap_before_final_norm=True, out_indices=-1)
     inner = []
     backbone.stages[3].register_forward_hook(lambda module, args, out: inner.append(out))
-    (out,) = backbone(image(2))
+    (out,) = backbone(random_images(2))
     norm = F.layer_norm(inner[0].mean((2, 3)), (20,), backbone.norm3.weight, backbone.norm3.bias, 1e-6)
     assert out.shape == (2, 20) and relative_error(out, norm) < 1e-12
 
@@ -159,10 +159,14 @@ def test_frozen_stages_of_convnext(frozen_stages):
     ids=str,
 )
 def test_forms_of_convnext(preset, options):
-    lean, plain, x = build('SBPConvNeXt', dict(preset=preset), **options), build('SBPConvNeXt', **options), image(2)
+    lean, plain, x = (
+        build('SBPConvNeXt', dict(preset=preset), **options),
+        build('SBPConvNeXt', **options),
+        random_images(2),
+    )
     for a, b in zip(lean(x), plain(x), strict=True):
         assert relative_error(a, b) < 1e-12
-    assert_near(gradients(lean, x), gradients(plain, x), 1e-10 if preset == 'exact' else 0.2)
+    assert_near(compute_gradients(lean, x), compute_gradients(plain, x), 1e-10 if preset == 'exact' else 0.2)
 
 
 def test_grn_is_its_formula():
@@ -204,15 +208,15 @@ def test_swin_is_mmdets(options, preset, size):
         size = (48, 48)
     keys = {} if preset is None else dict(blocks=[0] * 4, downsample=False) if preset == 'reference' else {}
     ours = build('SBPSwinTransformer', preset and dict(preset=preset, **keys), **options)
-    stock, x = SwinTransformer(**SWIN | dict(drop_path_rate=0.0) | options).double(), image(2, *size)
+    stock, x = SwinTransformer(**SWIN | dict(drop_path_rate=0.0) | options).double(), random_images(2, *size)
     stock.load_state_dict(ours.state_dict())
     stock.train()
-    assert_near(gradients(ours, x), gradients(stock, x), 1e-10)
+    assert_near(compute_gradients(ours, x), compute_gradients(stock, x), 1e-10)
     assert list(stock.state_dict()) == list(ours.state_dict())
 
 
 def test_swin_on_meta():
-    backbone = on_meta(SBPSwinTransformer, sbp_cfg=LEAN)
+    backbone = build_on_meta(SBPSwinTransformer, sbp_cfg=LEAN)
     assert backbone.patch_embed.projection.weight.is_meta and len(backbone.keep_ratios()) == 2 + 2 + 6 + 2
 
 
@@ -221,8 +225,8 @@ def test_swin_on_meta():
 
 @pytest.mark.parametrize('family', OWN)
 def test_checkpoints_load_across_settings(family, tmp_path):
-    """A checkpoint of a run with SBP loads in one without, and the other way round."""
-    trained, plain, x = build(family, LEAN), build(family, seed=1), image(1)
+    """A checkpoint with SBP loads into a model without it, and vice versa."""
+    trained, plain, x = build(family, LEAN), build(family, seed=1), random_images(1)
     torch.save(trained.state_dict(), tmp_path / 'checkpoint.pth')
     assert relative_error(plain(x)[0], trained(x)[0]) > 0.1
     plain.load_state_dict(torch.load(tmp_path / 'checkpoint.pth'))
@@ -254,10 +258,10 @@ def test_initialisation():
 def test_images_that_are_too_small(cfg):
     for size in ((31, 64), (64, 31), (8, 8)):
         with pytest.raises(ValueError, match=f'{size[0]} x {size[1]}.*total stride 32.*resize or pad'):
-            build('SBPConvNeXt', cfg)(image(1, *size))
+            build('SBPConvNeXt', cfg)(random_images(1, *size))
     for size in ((15, 64), (64, 8)):
         with pytest.raises(ValueError, match=f'{size[0]} x {size[1]} pixels.*patch of 16.*resize or pad'):
-            build('SBPViT', cfg)(image(1, *size))
+            build('SBPViT', cfg)(random_images(1, *size))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,7 @@ def test_bad_values(kind, options, message):
 
 
 class Classifier(BaseModel):
-    """A classifier that trains like mmpretrain's ImageClassifier, without its augmentations."""
+    """Classifier that trains like mmpretrain's ImageClassifier, without its augmentations."""
 
     def __init__(self, backbone, channels, classes):
         super().__init__()
@@ -309,8 +313,8 @@ class Classifier(BaseModel):
         return dict(loss=F.cross_entropy(scores, labels)) if mode == 'loss' else scores
 
 
-def rendered(number=64, size=32):
-    """Returns images of squares in three colours on noise."""
+def render_squares(number=64, size=32):
+    """Return images of squares in three colours on a noisy background."""
     generator = torch.Generator().manual_seed(0)
     images = 0.3 * torch.randn(number, 3, size, size, generator=generator)
     labels = torch.arange(number) % 3
@@ -336,7 +340,7 @@ def test_a_classifier_learns_in_mmengines_runner(backbone, preset, tmp_path):
     runner = Runner(
         model,
         str(tmp_path),
-        train_dataloader=dict(batch_size=16, sampler=data[0], collate_fn=data[1], dataset=rendered()),
+        train_dataloader=dict(batch_size=16, sampler=data[0], collate_fn=data[1], dataset=render_squares()),
         train_cfg=dict(by_epoch=True, max_epochs=10),
         optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=3e-3)),
         default_hooks=dict(checkpoint=None, logger=dict(type='LoggerHook', interval=100)),
@@ -346,7 +350,7 @@ def test_a_classifier_learns_in_mmengines_runner(backbone, preset, tmp_path):
     )
     runner.train()
     model.eval()
-    inputs, labels = (torch.stack(part) for part in zip(*rendered(), strict=True))
+    inputs, labels = (torch.stack(part) for part in zip(*render_squares(), strict=True))
     with torch.no_grad():
         assert (model(inputs, labels).argmax(1) == labels).float().mean() > 0.8
 
@@ -354,8 +358,8 @@ def test_a_classifier_learns_in_mmengines_runner(backbone, preset, tmp_path):
 @pytest.mark.parametrize('preset', ['none', 'exact', 'sbp'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_maps_of_one_image_are_contiguous(family, preset):
-    """mmcv's RoIAlign reads any other layout as if it were, and says nothing; tokens of one image look like one."""
+    """mmcv's RoIAlign silently reads any map as contiguous; the tokens of one image look contiguous."""
     model = build(family, dict(preset=preset))
     for _ in range(2):
-        assert all(out.is_contiguous() for out in model(image(1, 64, 96)))
+        assert all(out.is_contiguous() for out in model(random_images(1, 64, 96)))
         model.eval()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import VIT, build, on_meta
-from oracles import assert_near, gradients, image, relative_error
+from cases import VIT, build, build_on_meta
+from oracles import assert_near, compute_gradients, random_images, relative_error
 from torch import nn
 
 from sbp_mmdet import SBPViT
@@ -13,7 +13,7 @@ from sbp_mmdet import SBPViT
 @pytest.mark.parametrize('layer_scale', [0.0, 1.0])
 def test_the_plain_vit_is_torchs_encoder(layer_scale):
     options = dict(out_type='avg_featmap', layer_scale_init_value=layer_scale, register_tokens=0)
-    model, x = build('SBPViT', **options), image(2)
+    model, x = build('SBPViT', **options), random_images(2)
     channels, heads, hidden = (VIT['arch'][key] for key in ('embed_dims', 'num_heads', 'feedforward_channels'))
     tokens = F.conv2d(x, model.patch_embed.proj.weight, model.patch_embed.proj.bias, stride=16).flatten(2).mT
     tokens = torch.cat([model.cls_token.expand(2, -1, -1), tokens], 1) + model.pos_embed
@@ -39,15 +39,15 @@ def test_the_plain_vit_is_torchs_encoder(layer_scale):
 
 
 def timm_shapes(c, depth, grid=14, **more):
-    """Returns timm's parameter names and shapes, written by hand."""
+    """Return the names and shapes of timm's parameters, written by hand."""
     block = {
         'norm1.weight': (c,), 'norm1.bias': (c,), 'norm2.weight': (c,), 'norm2.bias': (c,),
         'attn.qkv.weight': (3 * c, c), 'attn.qkv.bias': (3 * c,), 'attn.proj.weight': (c, c), 'attn.proj.bias': (c,),
         'mlp.fc1.weight': (4 * c, c), 'mlp.fc1.bias': (4 * c,), 'mlp.fc2.weight': (c, 4 * c), 'mlp.fc2.bias': (c,),
     }  # fmt: skip
-    found = {f'blocks.{i}.{name}': shape for i in range(depth) for name, shape in block.items()}
-    found |= {'norm.weight': (c,), 'norm.bias': (c,), 'cls_token': (1, 1, c), 'pos_embed': (1, 1 + grid**2, c)}
-    return found | {'patch_embed.proj.weight': (c, 3, 16, 16), 'patch_embed.proj.bias': (c,)} | more
+    shapes = {f'blocks.{i}.{name}': shape for i in range(depth) for name, shape in block.items()}
+    shapes |= {'norm.weight': (c,), 'norm.bias': (c,), 'cls_token': (1, 1, c), 'pos_embed': (1, 1 + grid**2, c)}
+    return shapes | {'patch_embed.proj.weight': (c, 3, 16, 16), 'patch_embed.proj.bias': (c,)} | more
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def timm_shapes(c, depth, grid=14, **more):
     [('tiny', 192, 12, 5.5), ('small', 384, 12, 21.7), ('base', 768, 12, 85.8), ('large', 1024, 24, 303.3)],
 )
 def test_state_dict_is_timms(arch, channels, depth, millions):
-    backbone = on_meta(SBPViT, arch, out_type='cls_token', sbp_cfg=dict(preset='sbp'))
+    backbone = build_on_meta(SBPViT, arch, out_type='cls_token', sbp_cfg=dict(preset='sbp'))
     assert {name: tuple(p.shape) for name, p in backbone.state_dict().items()} == timm_shapes(channels, depth)
     assert sum(p.numel() for p in backbone.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
     assert backbone.keep_ratios().keys() == {(0, i) for i in range(depth // 3, depth)}  # the paper's 8 of 12
@@ -63,17 +63,17 @@ def test_state_dict_is_timms(arch, channels, depth, millions):
 
 
 def test_registers_and_layer_scale_have_dinov2s_names():
-    backbone = on_meta(SBPViT, 'tiny', register_tokens=4, layer_scale_init_value=1e-5, out_indices=(2,))
+    backbone = build_on_meta(SBPViT, 'tiny', register_tokens=4, layer_scale_init_value=1e-5, out_indices=(2,))
     more = {f'blocks.{i}.ls{j}.gamma': (192,) for i in range(12) for j in (1, 2)}
-    found = {name: tuple(p.shape) for name, p in backbone.state_dict().items()}
-    assert found == timm_shapes(192, 12, reg_token=(1, 4, 192), **more)
+    shapes = {name: tuple(p.shape) for name, p in backbone.state_dict().items()}
+    assert shapes == timm_shapes(192, 12, reg_token=(1, 4, 192), **more)
 
 
 def test_position_embeddings_of_other_sizes():
     source, other = build('SBPViT', img_size=64), build('SBPViT', img_size=96, seed=1)
     other.load_state_dict(source.state_dict())
     assert torch.equal(other.pos_embed[:, 0], source.pos_embed[:, 0])
-    x = image(1, 96, 96)
+    x = random_images(1, 96, 96)
     for got, want in zip(other(x), source(x), strict=True):  # interpolated once, when loaded or when used
         assert relative_error(got, want) < 1e-12
     state = source.state_dict()
@@ -86,9 +86,9 @@ def test_position_embeddings_of_other_sizes():
 
 
 def test_scales_of_vit():
-    outs = build('SBPViT', dict(preset='sbp'))(image(2, 70, 93))  # 5 x 6 patches
+    outs = build('SBPViT', dict(preset='sbp'))(random_images(2, 70, 93))  # 5 x 6 patches
     assert [tuple(out.shape) for out in outs] == [(2, 3, 20, 24), (2, 6, 10, 12), (2, 12, 5, 6), (2, 12, 3, 3)]
-    outs = build('SBPViT', dict(preset='sbp'), out_indices=(1, 3))(image(1, 64, 64))
+    outs = build('SBPViT', dict(preset='sbp'), out_indices=(1, 3))(random_images(1, 64, 64))
     assert [tuple(out.shape) for out in outs] == [(1, 6, 8, 8), (1, 12, 2, 2)]
 
 
@@ -106,13 +106,17 @@ def test_scales_of_vit():
     ids=str,
 )
 def test_forms_of_vit(preset, options):
-    lean, plain, x = build('SBPViT', dict(preset=preset), **options), build('SBPViT', **options), image(2, 64, 70)
+    lean, plain, x = (
+        build('SBPViT', dict(preset=preset), **options),
+        build('SBPViT', **options),
+        random_images(2, 64, 70),
+    )
     for a, b in zip(lean(x), plain(x), strict=True):
         assert relative_error(a, b) < 1e-12
-    found, expected = gradients(lean, x), gradients(plain, x)
+    actual, expected = compute_gradients(lean, x), compute_gradients(plain, x)
     last = 'norm.weight', 'norm.bias'  # which come before what is dropped
     chosen = expected if preset == 'exact' else last
-    assert_near({n: found[n] for n in chosen}, {n: expected[n] for n in chosen}, 1e-10)
+    assert_near({n: actual[n] for n in chosen}, {n: expected[n] for n in chosen}, 1e-10)
 
 
 def test_layer_depths_of_vit():
@@ -133,7 +137,7 @@ def wide(height, width, **options):
 
 
 def test_positions_that_are_no_square():
-    """8 x 32 patches are as many as 16 x 16."""
+    """A file with 8 x 32 patches has as many as one with 16 x 16."""
     source, patches = wide(8, 32), torch.randn(1, 256, 8)
     state = dict(source.state_dict(), pos_embed=patches)  # without a position of the class token
     source.load_state_dict(state)

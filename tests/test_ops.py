@@ -12,22 +12,22 @@ from ops_cases import (
     KINDS,
     TAKES_FACTOR,
     Form,
-    autocast,
-    cast,
+    cast_tensors,
     channel_mlp,
+    count_stored_bytes_of,
     differentiate,
     downsample_inputs,
-    half,
-    keep_mask,
-    keep_of,
+    get_positions,
+    make_mask,
     mlp_inputs,
     norm_linear,
-    operation,
+    output_gradient,
     plain_mlp,
     plain_norm_linear,
-    stored,
-    weight_of,
-    windows,
+    run_after_autocast_convolution,
+    run_under_autocast,
+    window_case,
+    wrap_operation,
 )
 from oracles import assert_near, relative_error
 
@@ -56,7 +56,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(('name', 'form', 'kind'), KEPT)
 def test_values_and_gradients(name, form, kind):
-    """Of everything that has one, with stochastic depth. In fp64 the operation is the definition."""
+    """In fp64, each operation agrees with its definition, with stochastic depth where it supports it."""
     case = CASES[name]
     tensors, given = case.inputs()
     options = dict(factor=torch.tensor([1.6, 0.0], dtype=torch.float64)) if name in TAKES_FACTOR else {}
@@ -90,12 +90,12 @@ def test_options(name, sizes, options):
 def test_mlp_of_any_shape(seed, shape, kind, dtype, affine, gamma, scaled, again, chunk):
     dtype, tolerance = dtype
     tensors, conv = mlp_inputs(seed, *shape, affine=affine, gamma=gamma, dtype=dtype)
-    mask = keep_mask(kind, *shape[-2:], seed)
+    mask = make_mask(kind, *shape[-2:], seed)
     factor = torch.tensor([1.25, 0.0, 2.0], dtype=dtype)[: shape[0]] if scaled else None
-    f = channel_mlp(positions=keep_of(mask), conv=conv if again else None, chunk=chunk, factor=factor)
+    f = channel_mlp(positions=get_positions(mask), conv=conv if again else None, chunk=chunk, factor=factor)
     actual = differentiate(f, tensors)
     assert actual['out'].dtype == dtype
-    double = cast(tensors, torch.float64)
+    double = cast_tensors(tensors, torch.float64)
     truth = differentiate(
         lambda **t: plain_mlp(**t, mask=mask, factor=factor if factor is None else factor.double()), double
     )
@@ -111,28 +111,28 @@ def test_mlp_of_any_shape(seed, shape, kind, dtype, affine, gamma, scaled, again
 def test_downsample_of_any_shape(seed, shape, kind, dtype):
     dtype, tolerance = dtype
     tensors = downsample_inputs(seed, *shape, dtype=dtype)
-    mask = keep_mask(kind, shape[-2] // 2, shape[-1] // 2, seed)
-    actual = differentiate(norm_linear(positions=keep_of(mask)), tensors)
+    mask = make_mask(kind, shape[-2] // 2, shape[-1] // 2, seed)
+    actual = differentiate(norm_linear(positions=get_positions(mask)), tensors)
     assert actual['out'].dtype == dtype
-    truth = differentiate(lambda **t: plain_norm_linear(**t, mask=mask), cast(tensors, torch.float64))
+    truth = differentiate(lambda **t: plain_norm_linear(**t, mask=mask), cast_tensors(tensors, torch.float64))
     assert_near(actual, truth, tolerance)
 
 
 @pytest.mark.parametrize(('name', 'form', 'kind'), [(n, f, k) for n, f, k in KEPT if k in (None, 'half')])
 def test_frozen_parameters(name, form, kind):
-    """Gradients for those who ask, and no more stored than for all."""
+    """Only trainable parameters get gradients, and not more is stored than if all are trainable."""
     case = CASES[name]
     tensors, given = case.inputs()
     f, _ = case.both(kind, form, given)
-    everything, most = differentiate(f, tensors), stored(f, tensors, given=given)
+    everything, most = differentiate(f, tensors), count_stored_bytes_of(f, tensors, given=given)
     for trainable in [[n] for n in tensors] + [list(tensors)[1::2]]:
         actual = differentiate(f, tensors, trainable)
         expected = {n: g if n in trainable or n == 'out' else None for n, g in everything.items()}
         assert_near(actual, expected, 1e-13)
         if form == FUSED:
-            assert stored(f, tensors, trainable, given) <= most
+            assert count_stored_bytes_of(f, tensors, trainable, given) <= most
     if name.startswith('mlp'):
-        assert stored(f, tensors, ['shortcut']) == 0
+        assert count_stored_bytes_of(f, tensors, ['shortcut']) == 0
 
 
 BIG = dict(n=8, c=32, d=128)
@@ -144,17 +144,19 @@ HALF += [(name, dict(n=8, c=48)) for name in ('qkv', 'query', 'head', 'windows',
 @pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 @pytest.mark.parametrize(('name', 'sizes'), HALF, ids=str)
 def test_half_precision(name, sizes, dtype):
-    """Not much further from fp64 than plain torch under autocast is. Squared errors are summed over enough entries that
-    their ratio is a property of the arithmetic and not of a draw."""
+    """The result is not much further from fp64 than plain torch under autocast.
+
+    Squared errors are summed over so many entries that their ratio depends on the arithmetic, not on a single draw.
+    """
     case, sums = CASES[name], {}
     kind = 'half' if case.kept else None
     for seed in range(6):
         made_in_half = dict(half=dtype) if name.startswith('mlp') or 'convolution' in name else {}
         tensors, given = case.inputs(seed=seed, dtype=torch.float32, **made_in_half, **sizes)
         f, plain = case.both(kind, FUSED, given)
-        run = half if name.startswith('mlp') else autocast
+        run = run_after_autocast_convolution if name.startswith('mlp') else run_under_autocast
         ours, theirs = (differentiate(run(g, dtype), tensors) for g in (f, plain))
-        for key, truth in differentiate(plain, cast(tensors, torch.float64)).items():
+        for key, truth in differentiate(plain, cast_tensors(tensors, torch.float64)).items():
             if truth is not None:
                 assert ours[key].dtype == theirs[key].dtype
                 parts = torch.stack([ours[key] - truth, theirs[key] - truth, truth])
@@ -167,15 +169,15 @@ def test_half_precision(name, sizes, dtype):
 @needs_fp16
 @pytest.mark.parametrize(('gradient', 'gamma'), [(7e4, 1e-6), (200.0, 0.01), (1.0, 1.0), (1e-6, 1.0)])
 def test_fp16_keeps_the_range_of_the_plain_block(gradient, gamma):
-    """Loss scaling makes the block's gradient large, a small layer scale makes the branch's small again."""
+    """Loss scaling makes the gradient of the block large; a small layer scale makes that of the branch small again."""
     tensors, _ = mlp_inputs(n=1, height=64, width=64, affine=False, dtype=torch.float32)
     tensors['gamma'] = torch.full((8,), gamma)
 
     def scaled(f):
         return lambda **t: gradient * f(**t).double()
 
-    truth = differentiate(scaled(plain_mlp), cast(tensors, torch.float64))
-    actual = differentiate(scaled(half(channel_mlp(), torch.float16)), tensors)
+    truth = differentiate(scaled(plain_mlp), cast_tensors(tensors, torch.float64))
+    actual = differentiate(scaled(run_after_autocast_convolution(channel_mlp(), torch.float16)), tensors)
     for name in ('weight2', 'bias2', 'gamma'):
         assert (actual[name] - truth[name]).norm() < 5e-3 * truth[name].norm(), name
 
@@ -186,7 +188,7 @@ def test_a_channel_without_gradient_in_fp16_throughout(scale):
     tensors, _ = mlp_inputs(n=3, d=32, dtype=torch.float16)
     factors = torch.ones(8, 1, 1)
     factors[3] = scale
-    exact = differentiate(lambda **t: factors * plain_mlp(**t), cast(tensors, torch.float64))
+    exact = differentiate(lambda **t: factors * plain_mlp(**t), cast_tensors(tensors, torch.float64))
     actual = differentiate(lambda **t: factors.half() * channel_mlp()(**t), tensors)
     for name in set(tensors) - {'x', 'shortcut'}:
         assert relative_error(actual[name], exact[name]) < 0.02, name
@@ -200,7 +202,7 @@ ON_MAPS.remove('mlp of tokens')
     ('name', 'kind'), [(name, kind) for name in ON_MAPS for kind in (None, 'half') if CASES[name].kept or kind is None]
 )
 def test_layouts(name, kind):
-    """Values and gradients do not depend on the layout of maps, nor on that of the gradient that comes in."""
+    """Values and gradients depend neither on the layout of maps nor on that of the incoming gradient."""
     case = CASES[name]
     tensors, given = case.inputs()
     f, _ = case.both(kind, FUSED, given)
@@ -217,7 +219,7 @@ def test_layouts(name, kind):
     leaves = [t.requires_grad_() for t in tensors.values()]
     for layout in (lambda g: g[:1, :1, :1, :1].expand(g.shape), lambda g: g.transpose(2, 3).contiguous().mT):
         out = f(**tensors)
-        weight = layout(weight_of(out))
+        weight = layout(output_gradient(out))
         actual = torch.autograd.grad(out, leaves, weight)
         expected = torch.autograd.grad(f(**tensors), leaves, weight.clone(memory_format=torch.contiguous_format))
         assert all(relative_error(a, e) < 1e-12 for a, e in zip(actual, expected, strict=True))
@@ -225,14 +227,15 @@ def test_layouts(name, kind):
 
 @pytest.mark.parametrize('name', CASES)
 def test_graph(name):
-    """Without gradients nothing is saved; twice the same graph, and once more a new one; no second derivative."""
+    """Without gradients nothing is saved. The same graph works twice, a new one once more, and there is no second
+    derivative."""
     case = CASES[name]
     tensors, given = case.inputs()
     f, plain = case.both('half' if case.kept else None, FUSED, given)
     assert not f(**tensors).requires_grad
     with torch.no_grad():
         assert relative_error(f(**tensors), plain(**tensors)) < 1e-12
-        assert stored(f, tensors, given=given) == 0
+        assert count_stored_bytes_of(f, tensors, given=given) == 0
     if name == 'layer_norm':  # in fp64, and without a convolution before it, it is torch's own
         return
     expected = differentiate(f, tensors)
@@ -240,10 +243,10 @@ def test_graph(name):
     for passes in (1, 2):
         out = f(**leaves)
         for i in range(passes):
-            out.backward(weight_of(out), retain_graph=i + 1 < passes)
+            out.backward(output_gradient(out), retain_graph=i + 1 < passes)
     assert_near({n: t.grad for n, t in leaves.items()}, {n: 3 * expected[n] for n in leaves}, 1e-13)
     with pytest.raises(RuntimeError, match='second time'):
-        out.backward(weight_of(out))
+        out.backward(output_gradient(out))
     (grad,) = torch.autograd.grad(f(**leaves).square().sum(), leaves['x'], create_graph=True)
     with pytest.raises(RuntimeError, match='twice.*once_differentiable'):
         grad.sum().backward()
@@ -251,7 +254,8 @@ def test_graph(name):
 
 @pytest.mark.parametrize('dtype', [torch.float64, pytest.param(torch.float16, marks=needs_fp16), torch.bfloat16])
 def test_a_hidden_channel_of_grn_that_is_zero(dtype):
-    """Or nearly so, at all positions: the derivative of the norm at zero is zero, and 1 / G leaves no range."""
+    """A channel may be zero, or nearly zero, at all positions: the derivative of the norm at zero is zero, and 1 / G is
+    finite."""
     tensors, _ = CASES['grn'].inputs(dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     tensors['bias1'][:3] = torch.tensor([-40.0, -8.0, -5.0])
     tensors['weight1'][:3] *= 0.1
@@ -260,21 +264,21 @@ def test_a_hidden_channel_of_grn_that_is_zero(dtype):
         assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
         return
     for loss_scale in (1.0, 64.0, 256.0):
-        found = differentiate(lambda **t: loss_scale * autocast(f, dtype)(**t), tensors)  # noqa: B023
-        assert all(value.isfinite().all() for value in found.values())
+        gradients = differentiate(lambda **t: loss_scale * run_under_autocast(f, dtype)(**t), tensors)  # noqa: B023
+        assert all(value.isfinite().all() for value in gradients.values())
 
 
 @pytest.mark.parametrize('size', [(6, 9), (7, 8), (3, 3), (2, 4), (10, 5)], ids=str)
 @pytest.mark.parametrize(('shift', 'chunk'), [(0, None), (1, 1), (2, 1000)])
 def test_windows_of_maps_of_any_size(size, shift, chunk):
-    case = windows(shift, size)
+    case = window_case(shift, size)
     tensors, _ = case.inputs(height=size[0], width=size[1])
     f, plain = case.both(chunk=chunk)
     assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
 
 
 def test_attention_is_that_of_torchs_module():
-    """The forward pass is the whole one, whatever is dropped."""
+    """The forward pass uses all tokens and heads, whatever the backward pass drops."""
     tensors, _ = CASES['qkv'].inputs(c=48)
     x, nw, nb, w, b, wp, bp, gamma = tensors.values()
     module = torch.nn.MultiheadAttention(48, 3, batch_first=True, dtype=torch.float64)
@@ -292,22 +296,22 @@ def test_attention_is_that_of_torchs_module():
     [
         (dict(num_heads=5), 'num_heads=5 must divide the 12 channels'),
         (dict(mode='keys'), "mode='keys' is unknown; choose one of"),
-        (dict(mode='head', positions=keep_of(keep_mask('half'), prefix=1)), 'drops heads, not tokens'),
+        (dict(mode='head', positions=get_positions(make_mask('half'), prefix=1)), 'drops heads, not tokens'),
         (dict(heads=torch.tensor([0])), 'drops tokens, not heads'),
     ],
 )
 def test_attention_names_bad_values(options, message):
     with pytest.raises(ValueError, match=message):
-        operation(ops.attention, ops.AttentionSettings, ops.AttentionTensors)(**dict(num_heads=3) | options)(
+        wrap_operation(ops.attention, ops.AttentionSettings, ops.AttentionTensors)(**dict(num_heads=3) | options)(
             **CASES['qkv'].inputs()[0]
         )
 
 
 def test_windows_name_bad_values():
     with pytest.raises(ValueError, match='30 tokens are no map of 7 x 9'):
-        windows(0, (7, 9)).both()[0](**CASES['windows'].inputs()[0])
+        window_case(0, (7, 9)).both()[0](**CASES['windows'].inputs()[0])
     with pytest.raises(ValueError, match='shift=3 must be from 0 to 2, for windows of 3'):
-        windows(3).both()
+        window_case(3).both()
 
 
 def test_the_fused_mlp_knows_one_activation():

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from fake_cuda import backward, gpu_that_is_not_there
+from fake_cuda import backward, simulate_gpu
 from helpers import FP16
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
@@ -39,7 +39,7 @@ FROZEN = ['', 'conv', 'norm', 'conv norm', 'x', 'all but x', 'no affine']
 
 
 class Layer(nn.Module):
-    """Convolution, norm, residual and activation, by stock modules or by the operation."""
+    """Convolution, norm, residual and activation, computed by stock modules or by the operation."""
 
     def __init__(self, norm='batch', act='relu', bias=False, frozen='', storage=None, channels=8, kernel=3, **geometry):
         super().__init__()
@@ -79,8 +79,8 @@ class Layer(nn.Module):
         return conv_norm(settings, ConvNormTensors(x, conv.weight, conv.bias, *affine, *running, residual))
 
 
-def pair(storage, dtype=torch.float64, **options):
-    """Returns a stock layer and the same layer by the operation."""
+def build_stock_and_lean(storage, dtype=torch.float64, **options):
+    """Return a stock layer, and the same layer computed by the operation."""
     torch.manual_seed(0)
     stock = Layer(**options).to(dtype)
     lean = copy.deepcopy(stock)
@@ -89,8 +89,8 @@ def pair(storage, dtype=torch.float64, **options):
     return stock, lean
 
 
-def run(layer, x, *residual):
-    """Returns output and gradients by name, for a loss with a different gradient at each entry."""
+def run_step(layer, x, *residual):
+    """Return output and gradients by name, for a loss with a different gradient at each entry."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, *residual)]
     layer.zero_grad()
     out = layer(*inputs)
@@ -101,8 +101,8 @@ def run(layer, x, *residual):
     return out.detach(), {name: t.grad for name, t in named}
 
 
-def same(stock, lean, *inputs, tolerance=1e-10):
-    (out, grads), (lean_out, lean_grads) = run(stock, *inputs), run(lean, *inputs)
+def assert_same(stock, lean, *inputs, tolerance=1e-10):
+    (out, grads), (lean_out, lean_grads) = run_step(stock, *inputs), run_step(lean, *inputs)
     torch.testing.assert_close(lean_out, out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lean_grads, grads, rtol=tolerance, atol=tolerance)
     for a, b in zip(lean.buffers(), stock.buffers(), strict=True):
@@ -110,7 +110,7 @@ def same(stock, lean, *inputs, tolerance=1e-10):
             assert torch.equal(a, b)
 
 
-def image(requires_grad=True, size=9, channels=8, dtype=torch.float64, n=3):
+def random_map(requires_grad=True, size=9, channels=8, dtype=torch.float64, n=3):
     x = torch.randn(n, channels, size, size, dtype=dtype, generator=torch.Generator().manual_seed(1))
     return x.requires_grad_(requires_grad)
 
@@ -120,8 +120,8 @@ def image(requires_grad=True, size=9, channels=8, dtype=torch.float64, n=3):
 @pytest.mark.parametrize('residual', [False, True])
 def test_gradients_are_those_of_stock_modules(norm, act, residual):
     for storage in ('native', 'reference'):
-        stock, lean = pair(storage, norm=norm, act=act, padding=1)
-        same(stock, lean, image(), *[image()] * residual)
+        stock, lean = build_stock_and_lean(storage, norm=norm, act=act, padding=1)
+        assert_same(stock, lean, random_map(), *[random_map()] * residual)
 
 
 @pytest.mark.parametrize('norm', NORMS)
@@ -132,9 +132,9 @@ def test_geometry_and_frozen_parts(norm, kind, frozen):
         frozen = frozen.replace('norm', '')
     # A norm is folded into the weight or, where that is larger than the map, scales the map.
     for act, layout, size in (('relu', torch.channels_last, 9), ('silu', torch.contiguous_format, 4)):
-        stock, lean = pair('native', norm=norm, act=act, frozen=frozen, **KINDS[kind])
-        x = image(size=size).detach().contiguous(memory_format=layout)
-        same(stock, lean, x.requires_grad_(frozen != 'x'))
+        stock, lean = build_stock_and_lean('native', norm=norm, act=act, frozen=frozen, **KINDS[kind])
+        x = random_map(size=size).detach().contiguous(memory_format=layout)
+        assert_same(stock, lean, x.requires_grad_(frozen != 'x'))
 
 
 def test_every_activation_is_compared():
@@ -147,27 +147,29 @@ def test_every_activation_is_compared():
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 @pytest.mark.parametrize('act', ['relu', 'swish', 'hardswish', 'gelu'])
 def test_half_precision_is_as_near_as_that_of_stock_modules(norm, dtype, autocast, storage, act):
-    """Distance to fp64 of all gradients together."""
-    stock, lean = pair(storage, norm=norm, act=act, padding=1, bias=norm == 'none')
-    x = image(size=4 if act == 'swish' else 9)
-    _, expected = run(stock, x)
+    """The distance to fp64 is computed over all gradients together."""
+    stock, lean = build_stock_and_lean(storage, norm=norm, act=act, padding=1, bias=norm == 'none')
+    x = random_map(size=4 if act == 'swish' else 9)
+    _, expected = run_step(stock, x)
     errors = []
     for layer in (stock, lean):
         layer.to(torch.float32 if autocast else dtype)
         with torch.autocast('cpu', dtype, enabled=autocast):
-            out, grads = run(layer, x.detach().to(torch.float32 if autocast else dtype).requires_grad_())
+            out, grads = run_step(layer, x.detach().to(torch.float32 if autocast else dtype).requires_grad_())
         assert all(g.dtype == (torch.float32 if autocast else dtype) for g in grads.values())
         assert out.dtype == dtype
-        errors.append(relative(*(torch.cat([g.flatten() for g in found.values()]) for found in (grads, expected))))
+        errors.append(
+            relative_distance(*(torch.cat([g.flatten() for g in actual.values()]) for actual in (grads, expected)))
+        )
     assert errors[1] < 1.5 * errors[0] + (0.03 if storage == 'int8' else 0.001)
 
 
-def relative(a, b):
+def relative_distance(a, b):
     return ((a.double() - b).norm() / b.norm()).item()
 
 
 class Chain(nn.Sequential):
-    """Layers one after the other, optionally with residual connections in every second place."""
+    """Consecutive layers, optionally with a residual connection around every second layer."""
 
     residual = None
 
@@ -175,7 +177,7 @@ class Chain(nn.Sequential):
         with Scope():
             return self.run(x)
 
-    def run(self, x):
+    def run_step(self, x):
         for layer in self:
             if self.residual == 'before activation':
                 x = layer(x, x)
@@ -187,7 +189,7 @@ class Chain(nn.Sequential):
         return x
 
 
-def chains(storage, number=6, residual=None, **options):
+def build_chains(storage, number=6, residual=None, **options):
     torch.manual_seed(0)
     stock = Chain(*(Layer(padding=1, **options) for _ in range(number))).double()
     stock.residual = residual
@@ -197,8 +199,8 @@ def chains(storage, number=6, residual=None, **options):
     return stock, lean
 
 
-def stored_maps(model, x):
-    """Returns the number of maps of x's size that are stored between the passes."""
+def count_stored_maps(model, x):
+    """Return how many maps of the size of x are stored between the passes."""
     parameters = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     seen = {}
 
@@ -209,9 +211,9 @@ def stored_maps(model, x):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = model(x)
-    found = sum(size for place, (size, _) in seen.items() if place not in parameters)
+    nbytes = sum(size for place, (size, _) in seen.items() if place not in parameters)
     del out
-    return found / x.untyped_storage().nbytes()
+    return nbytes / x.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize(
@@ -234,31 +236,31 @@ def stored_maps(model, x):
     ],
 )
 def test_every_map_is_stored_once(options, plain, exact, int8):
-    x = image(size=128, n=1)
+    x = random_map(size=128, n=1)
     for storage, number, unit, more in (('native', exact, 1, 0.01), ('int8', int8, 1 / 8, 0.14)):
-        stock, lean = chains(storage, **options)
+        stock, lean = build_chains(storage, **options)
         if storage == 'native':
-            same(stock, lean, x, tolerance=1e-9)
+            assert_same(stock, lean, x, tolerance=1e-9)
         least, most = number * unit, number * unit * (1 + more) + 0.01
-        assert least <= stored_maps(lean, x) <= most  # with numbers a channel, and steps in fp64
+        assert least <= count_stored_maps(lean, x) <= most  # with numbers a channel, and steps in fp64
     if options.get('frozen') is None:
-        assert stored_maps(stock, x) == pytest.approx(plain, rel=0.02)
+        assert count_stored_maps(stock, x) == pytest.approx(plain, rel=0.02)
 
 
 @pytest.mark.parametrize('norm', NORMS)
 @pytest.mark.parametrize('act', MODULES)
 def test_eight_bits(norm, act):
-    """The forward pass is exact; so are input gradients where no rounded number enters them."""
-    x = image(size=24)
-    stock, lean = chains('int8', 3, norm=norm, act=act)
-    (out, grads), (lean_out, lean_grads) = run(stock, x), run(lean, x)
+    """The forward pass is exact, and so are input gradients that use no rounded number."""
+    x = random_map(size=24)
+    stock, lean = build_chains('int8', 3, norm=norm, act=act)
+    (out, grads), (lean_out, lean_grads) = run_step(stock, x), run_step(lean, x)
     torch.testing.assert_close(lean_out, out, rtol=1e-10, atol=1e-10)
     exact = norm in ('none', 'fixed') and act in ('relu', 'leaky_relu', None)
     for name, grad in grads.items():
         if grad.norm() < 1e-9:  # of a convolution's bias in front of a norm
             continue
         is_bias = name == '0' or name.endswith('norm.bias') or (norm == 'none' and name.endswith('conv.bias'))
-        assert relative(lean_grads[name], grad) < (1e-10 if exact and is_bias else 0.1), name
+        assert relative_distance(lean_grads[name], grad) < (1e-10 if exact and is_bias else 0.1), name
 
 
 def test_eight_bits_keep_signs_where_a_threshold_lies_just_below_a_group_of_rows():
@@ -298,7 +300,7 @@ def test_what_is_not_finite_is_read_as_such(value):
 
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 def test_what_was_written_to_is_not_handed_on(storage):
-    stock, lean = chains(storage, 2, norm='batch', act='silu')
+    stock, lean = build_chains(storage, 2, norm='batch', act='silu')
 
     def run_changed(chain, x):
         with Scope():
@@ -308,30 +310,30 @@ def test_what_was_written_to_is_not_handed_on(storage):
 
     grads = []
     for chain in (stock, lean):
-        loss = run_changed(chain, image()).square().sum()
+        loss = run_changed(chain, random_map()).square().sum()
         grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*chain.parameters()])]))
-    assert relative(grads[1], grads[0]) < (1e-10 if storage == 'native' else 0.02)
+    assert relative_distance(grads[1], grads[0]) < (1e-10 if storage == 'native' else 0.02)
 
 
 def test_what_torch_has_stored_is_not_rounded():
-    _, lean = pair('int8', norm='fixed', act='relu', padding=1)
+    _, lean = build_stock_and_lean('int8', norm='fixed', act='relu', padding=1)
     before = nn.Sequential(nn.ReLU(), lean)
-    x = image(size=32)
-    assert stored_maps(before, x) == pytest.approx(1 + 1 / 8, rel=0.05)
-    stock = nn.Sequential(nn.ReLU(), pair('int8', norm='fixed', act='relu', padding=1)[0])
-    (_, grads), (_, lean_grads) = run(stock, x), run(before, x)
-    assert relative(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
+    x = random_map(size=32)
+    assert count_stored_maps(before, x) == pytest.approx(1 + 1 / 8, rel=0.05)
+    stock = nn.Sequential(nn.ReLU(), build_stock_and_lean('int8', norm='fixed', act='relu', padding=1)[0])
+    (_, grads), (_, lean_grads) = run_step(stock, x), run_step(before, x)
+    assert relative_distance(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
 
 
 def test_one_layer_may_store_exactly_and_the_next_in_eight_bits():
-    """A layer that stores exactly reads nothing rounded; one that rounds may read what is exact."""
-    x = image(size=16)
+    """A layer that stores exactly reads no rounded map; a layer that rounds may read an exact one."""
+    x = random_map(size=16)
     for first, second in (('native', 'int8'), ('int8', 'native')):
-        stock, lean = chains(first, 2, norm='fixed', act='silu')
+        stock, lean = build_chains(first, 2, norm='fixed', act='silu')
         for chain, storage in ((stock, None), (lean, second)):
             chain[1].storage, chain[1].name, chain[1].act = storage, 'relu', nn.ReLU()
-        (_, grads), (_, lean_grads) = run(stock, x), run(lean, x)
-        assert relative(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
+        (_, grads), (_, lean_grads) = run_step(stock, x), run_step(lean, x)
+        assert relative_distance(lean_grads['1.conv.weight'], grads['1.conv.weight']) < 1e-10
 
 
 def test_refusals():
@@ -339,17 +341,18 @@ def test_refusals():
         ConvNormSettings(norm='layer')
     with pytest.raises(ValueError, match="activation 'mish' is unknown; choose one of relu"):
         Activation('mish')
-    _, lean = pair('native', norm='batch')
+    _, lean = build_stock_and_lean('native', norm='batch')
     with pytest.raises(ValueError, match='more than 1 value per channel'):
-        lean(image(size=3, n=1))
+        lean(random_map(size=3, n=1))
 
 
 @pytest.mark.parametrize('norm', NORMS)
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 @pytest.mark.parametrize('dtype', [None, torch.float16])
 def test_what_a_gpu_would_refuse(norm, storage, dtype):
-    """CUDA's branches, in both layouts, under autocast: gradients have device, type and shape of their tensors."""
-    with gpu_that_is_not_there():
+    """In CUDA's branches, in both layouts and under autocast, gradients have the device, type and shape of their
+    tensors."""
+    with simulate_gpu():
         for act, layout in itertools.product(('relu', 'silu'), (torch.contiguous_format, torch.channels_last)):
             x = torch.randn(2, 8, 7, 9, device='cuda').contiguous(memory_format=layout)
             leaves = dict(x=x, weight=torch.randn(8, 8, 3, 3, device='cuda'), residual=torch.randn_like(x))
@@ -364,9 +367,9 @@ def test_what_a_gpu_would_refuse(norm, storage, dtype):
             with torch.autocast('cuda', dtype, enabled=dtype is not None):
                 out = conv_norm(settings, ConvNormTensors(**leaves, **running))
             assert out.is_cuda
-            found = backward([out])
+            gradients = backward([out])
             for name, t in leaves.items():
-                assert found[t].is_cuda and found[t].dtype == t.dtype and found[t].shape == t.shape, name
+                assert gradients[t].is_cuda and gradients[t].dtype == t.dtype and gradients[t].shape == t.shape, name
 
 
 @pytest.mark.parametrize('kernel', [1, 3])
@@ -375,7 +378,7 @@ def test_what_a_gpu_would_refuse(norm, storage, dtype):
 @pytest.mark.parametrize('channels', ['all', 'half'])
 @pytest.mark.parametrize('magnitude', [1e-3, 1.0, 300.0])
 def test_small_factors_of_a_fixed_norm_in_fp16(k, channels, kernel, residual, magnitude):
-    """As where residual branches begin at zero: gradients are finite where plain code's are, and as near to fp64's."""
+    """Residual branches may begin at zero: gradients are finite where those of plain code are, and as near to fp64."""
     torch.manual_seed(0)
     stock = Layer('fixed', 'relu', channels=8, kernel=kernel, padding=kernel // 2).double()
     stock.norm.weight.data[:: 1 if channels == 'all' else 2] = k
@@ -401,17 +404,17 @@ def test_small_factors_of_a_fixed_norm_in_fp16(k, channels, kernel, residual, ma
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 def test_the_bias_in_front_of_batch_statistics_has_no_gradient(storage):
     """Plain autograd sums rounding errors there; from rounded maps the sum would be a thousand times as large."""
-    stock, lean = pair(storage, torch.float32, norm='batch', bias=True, padding=1)
-    x = image(size=24, dtype=torch.float32)
-    (_, grads), (_, lean_grads) = run(stock, x), run(lean, x)
+    stock, lean = build_stock_and_lean(storage, torch.float32, norm='batch', bias=True, padding=1)
+    x = random_map(size=24, dtype=torch.float32)
+    (_, grads), (_, lean_grads) = run_step(stock, x), run_step(lean, x)
     assert grads['conv.bias'].norm() < 1e-4 * grads['norm.bias'].norm()
     assert lean_grads['conv.bias'].abs().max() == 0
 
 
 @pytest.mark.parametrize('name', ACTIVATIONS)
 def test_an_activation_by_itself_in_eight_bits(name):
-    x, act = image(size=24), Activation(name)
+    x, act = random_map(size=24), Activation(name)
     settings = ActivationSettings(Form(storage='int8'), act)
     (expected,) = torch.autograd.grad(act(x).sin().sum(), x)
-    (found,) = torch.autograd.grad(activate(settings, ActivationTensors(x)).sin().sum(), x)
-    assert relative(found, expected) < 0.02
+    (actual,) = torch.autograd.grad(activate(settings, ActivationTensors(x)).sin().sum(), x)
+    assert relative_distance(actual, expected) < 0.02

@@ -32,19 +32,20 @@ def default_device(device):
 @pytest.mark.parametrize('form', FORMS)
 @pytest.mark.parametrize('name, kind', NAMES)
 def test_a_batch_without_images(name, kind, form):
-    """As a backbone of crops has it in a step without any: gradients of parameters are zero."""
+    """A backbone of crops may get such a batch; the gradients of its parameters are zero."""
     case = CASES[name]
     tensors, given = case.inputs(n=0)
     lean, _ = case.both(kind, FORMS[form], given)
-    found = differentiate(lean, tensors)
-    assert found.pop('out').shape[0] == 0
+    gradients = differentiate(lean, tensors)
+    assert gradients.pop('out').shape[0] == 0
     for key, tensor in tensors.items():
-        assert tensor is None or torch.equal(found[key], torch.zeros_like(tensor)), key
+        assert tensor is None or torch.equal(gradients[key], torch.zeros_like(tensor)), key
 
 
 @pytest.mark.parametrize('name, kind', NAMES)
 def test_another_default_device(name, kind):
-    """Whoever sets one means new tensors of a script, not those of an operation on other tensors."""
+    """A default device is meant for new tensors of a script, not for those of an operation on tensors of another
+    device."""
     case = CASES[name]
     tensors, given = case.inputs()
     lean, plain = case.both(kind, given=given)
@@ -58,13 +59,13 @@ def test_another_default_device(name, kind):
         return [out.detach(), *(t.grad for t in leaves.values() if t is not None)]
 
     with default_device('meta'):
-        found = gradients(lean)
-    for a, b in zip(found, gradients(plain), strict=True):
+        actual = gradients(lean)
+    for a, b in zip(actual, gradients(plain), strict=True):
         torch.testing.assert_close(a, b)
 
 
 def strided(x):
-    """Returns the same values with another order of dimensions in memory, and gaps in between."""
+    """Return the same values with another order of dimensions in memory, and with gaps in between."""
     wide = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype).transpose(0, -1).contiguous().transpose(0, -1)
     wide[..., ::2] = x.detach()
     return wide[..., ::2]
@@ -73,7 +74,7 @@ def strided(x):
 @pytest.mark.parametrize('form', FORMS)
 @pytest.mark.parametrize('name, kind', NAMES)
 def test_any_strides(name, kind, form):
-    """Of all inputs and of the gradient."""
+    """All inputs and the incoming gradient may have any strides."""
     case = CASES[name]
     tensors, given = case.inputs()
     lean, _ = case.both(kind, FORMS[form], given)
@@ -92,18 +93,18 @@ def test_any_strides(name, kind, form):
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize('name', [name for name in CASES if 'convolution' not in name])
 def test_norms_in_fp32_in_a_model_in_half_precision(name, dtype):
-    """As who casts a model may keep them; gradients come in the precision of their tensors."""
+    """A user may cast a model and keep its norms in fp32; gradients have the precision of their tensors."""
     case = CASES[name]
     tensors, given = case.inputs()
     apart = {n for n in tensors if n.startswith('norm') or (name == 'layer_norm' and n != 'x')}
     mixed = {n: t if t is None else t.to(torch.float32 if n in apart else dtype) for n, t in tensors.items()}
     lean, plain = case.both(None, given=given)
-    found = differentiate(lean, mixed)
+    actual = differentiate(lean, mixed)
     expected = differentiate(plain, {n: t if t is None else t.double() for n, t in mixed.items()})
     for key, truth in expected.items():
         if truth is not None:
-            assert key == 'out' or found[key].dtype == mixed[key].dtype
-            assert (found[key] - truth).norm() < (0.01 if dtype is torch.float16 else 0.05) * truth.norm(), key
+            assert key == 'out' or actual[key].dtype == mixed[key].dtype
+            assert (actual[key] - truth).norm() < (0.01 if dtype is torch.float16 else 0.05) * truth.norm(), key
 
 
 class Called(TorchDispatchMode):

@@ -25,7 +25,7 @@ def some(rows, index):
 
 
 def check(grad, q, k, v):
-    """Compares both passes with the definition in fp64, for every second query and every third key."""
+    """Compare both passes with the definition in fp64, for every second query and every third key."""
     queries, keys = torch.arange(0, q.shape[2], 2), torch.arange(0, k.shape[2], 3)
     out, lse = flash.attend(q, k, v)
     qd, kd, vd, g = (t.double() for t in (q, k, v, grad))
@@ -90,7 +90,7 @@ def test_flash_is_left_out_where_its_backward_pass_has_another_contract(version,
 )
 @pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='fake tensors of an old torch')
 def test_kernels_of_cuda_are_called_as_they_are_declared(dtype, d, ampere, kernel):
-    """Without a GPU: fake tensors check the arguments, shapes and layouts of CUDA's kernels, and compute nothing."""
+    """Fake tensors check the arguments, shapes and layouts of CUDA's kernels without a GPU, and compute nothing."""
     fake = pytest.importorskip('torch._subclasses.fake_tensor')
     with fake.FakeTensorMode(), mock.patch.object(flash, '_ampere', lambda _: ampere):
         q = torch.empty(2, 50, 3, d, dtype=dtype, device='cuda').transpose(1, 2)

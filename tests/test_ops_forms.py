@@ -4,28 +4,28 @@ forward pass is exact. And what each form stores."""
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import stored_bytes
+from cases import count_stored_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_cases import (
     CASES,
     HEADS,
     Form,
-    autocast,
-    cast,
+    cast_tensors,
+    count_stored_bytes_of,
     differentiate,
-    fused_mlp,
-    half,
-    keep_mask,
-    keep_of,
+    get_fused_mlp,
+    get_positions,
     layer_norm,
+    make_mask,
     mlp_inputs,
     norm_linear,
+    output_gradient,
     plain_mlp,
     plain_norm2d,
     plain_norm_linear,
-    stored,
-    weight_of,
+    run_after_autocast_convolution,
+    run_under_autocast,
 )
 from oracles import assert_near, relative_error
 
@@ -39,28 +39,28 @@ from sbp_mmdet.stochastic_backprop.masks import sample_mask
 INT8 = Form(storage='int8')
 
 
-def draw(kind, height, width, seed=0):
-    """Returns random positions, of which at least one is kept."""
+def draw_positions(kind, height, width, seed=0):
+    """Return random positions, of which at least one is kept."""
     if kind == 'grid':
         mask = sample_mask(height, width, 0.5, 'grid', torch.Generator().manual_seed(seed))
     else:
-        mask = keep_mask(kind, height, width, seed)
+        mask = make_mask(kind, height, width, seed)
     mask[seed % height, seed % width] = True
-    return keep_of(mask)
+    return get_positions(mask)
 
 
-def rounded(x, dims):
-    """Rounds to 255 steps for each image and channel."""
+def round_to_int8(x, dims):
+    """Round to 255 steps for each image and channel."""
     step = x.abs().amax(dims, keepdim=True) / 127
     return torch.where(step > 0, (x / step).round() * step, x)
 
 
-def oracle(name, tensors, keep, form, factor=None):
-    """Returns output and gradients in fp64, by autograd of a sum over the kept rows."""
+def run_oracle(name, tensors, keep, form, factor=None):
+    """Return output and gradients in fp64, computed by autograd through the kept rows."""
     t = {n: v if v is None else v.detach().double().requires_grad_() for n, v in tensors.items()}
     mlp = name.startswith('mlp')
     out = plain_mlp(**t, factor=factor) if mlp else plain_norm_linear(**t)
-    g = weight_of(out)
+    g = output_gradient(out)
     rows = (g if g.dim() == 3 else g.flatten(2).mT) * (1 if factor is None else factor[:, None, None])
     x = t['x'].detach()
     if name == 'downsample':
@@ -71,7 +71,7 @@ def oracle(name, tensors, keep, form, factor=None):
     sends = torch.zeros(x.shape[1], 1, dtype=x.dtype).index_fill_(0, kept, 1.0)
     xhat, rstd = F.layer_norm(x, x.shape[-1:], eps=1e-6), (x.var(-1, correction=0, keepdim=True) + 1e-6).rsqrt()
     if form.storage == 'int8':
-        xhat[:, kept] = rounded(xhat[:, kept], 1)
+        xhat[:, kept] = round_to_int8(xhat[:, kept], 1)
     xhat.requires_grad_()
 
     first, pixels = (t['weight1'], 1) if mlp else (t['weight'], t['weight'][0, 0].numel())
@@ -90,8 +90,8 @@ def oracle(name, tensors, keep, form, factor=None):
     if mlp:
         total = total + (rows * sends * t['bias2'] * (1 if t['gamma'] is None else t['gamma'])).sum()
     asked = {n: v for n, v in t.items() if v is not None and n not in ('x', 'shortcut')}
-    dxhat, *found = torch.autograd.grad(total, [xhat, *asked.values()])
-    grads = dict.fromkeys(tensors) | dict(zip(asked, found, strict=True)) | dict(out=out.detach())
+    dxhat, *gradients = torch.autograd.grad(total, [xhat, *asked.values()])
+    grads = dict.fromkeys(tensors) | dict(zip(asked, gradients, strict=True)) | dict(out=out.detach())
     dx = rstd * (dxhat - dxhat.mean(-1, keepdim=True) - xhat * (dxhat * xhat).mean(-1, keepdim=True))
     if name == 'downsample':
         dx = F.fold(dx.permute(0, 3, 2, 1).flatten(1, 2), t['x'].shape[2:], 2, stride=2)
@@ -120,7 +120,7 @@ def test_gradients(name, seed, shape, kind, storage, single, affine, chunk, agai
     scale = 2 if name == 'downsample' else 1
     sizes = dict(seed=seed, n=n, c=c, d=d, height=scale * height + scale - 1, width=scale * width, affine=affine)
     tensors, options = CASES[name].inputs(dtype=dtype, **sizes)
-    keep = None if kind is None else draw(kind, height, width, seed)
+    keep = None if kind is None else draw_positions(kind, height, width, seed)
     factor = None
     if name.startswith('mlp'):
         factor = torch.tensor([1.25, 0.0, 2.0], dtype=dtype)[:n] if seed % 2 else None
@@ -128,12 +128,12 @@ def test_gradients(name, seed, shape, kind, storage, single, affine, chunk, agai
     if again:
         tensors, options['conv'] = mlp_inputs(dtype=dtype, **sizes)
     actual = differentiate(CASES[name].run(form, positions=keep, **options), tensors)
-    assert_near(actual, oracle(name, tensors, keep, form, None if factor is None else factor.double()), tolerance)
+    assert_near(actual, run_oracle(name, tensors, keep, form, None if factor is None else factor.double()), tolerance)
 
 
 @pytest.mark.parametrize('name', [name for name in CASES if 'convolution' not in name])  # these do not store x-hat
 def test_int8_is_near(name):
-    """The output is exact, and gradients are within a few hundredths."""
+    """The output is exact, and the gradients are off by a few hundredths at most."""
     case = CASES[name]
     for kind in case.kinds[:2]:
         tensors, _ = case.inputs(c=24)
@@ -144,19 +144,19 @@ def test_int8_is_near(name):
 
 
 def test_convolution_of_a_rounded_input():
-    """Output, input's and bias's gradient are exact; the weight's is that of the rounded input."""
+    """Output and gradients of input and bias are exact; the gradient of the weight is that of the rounded input."""
     conv = torch.nn.Conv2d(6, 6, 7, padding=3, groups=6).double()
     x = torch.randn(2, 6, 9, 8, dtype=torch.float64, requires_grad=True)
     out, rerun = convolve(conv, (conv.weight, conv.bias), x, 'int8')
     grad, leaves = torch.randn_like(out), [x, conv.weight, conv.bias]
     actual = torch.autograd.grad(out, leaves, grad)
     exact = torch.autograd.grad(conv(x), leaves, grad)
-    from_rounded = torch.autograd.grad(conv(rounded(x.detach(), (2, 3))), conv.weight, grad)[0]
+    from_rounded = torch.autograd.grad(conv(round_to_int8(x.detach(), (2, 3))), conv.weight, grad)[0]
     assert relative_error(out, conv(x)) < 1e-12
     for a, e in zip(actual, (exact[0], from_rounded, exact[2]), strict=True):
         assert relative_error(a, e) < 1e-12
     assert relative_error(actual[1], exact[1]) > 1e-5
-    assert relative_error(rerun.run(), conv(rounded(x, (2, 3)))) < 1e-12
+    assert relative_error(rerun.run(), conv(round_to_int8(x, (2, 3)))) < 1e-12
     with torch.autocast('cpu', torch.bfloat16):
         half_out, _ = convolve(conv.float(), (conv.weight, conv.bias), x.bfloat16(), 'int8')
     half_grad = torch.autograd.grad(half_out, conv.weight, grad.bfloat16())[0]
@@ -167,13 +167,13 @@ def test_convolution_of_a_rounded_input():
 def test_norm_of_a_rounded_input(dtype):
     tensors, _ = CASES['layer_norm'].inputs(dtype=torch.float32 if dtype else torch.float64)
     f = layer_norm(INT8)
-    actual = differentiate(autocast(f, dtype) if dtype else f, tensors)
-    t = cast(tensors, torch.float64)
+    actual = differentiate(run_under_autocast(f, dtype) if dtype else f, tensors)
+    t = cast_tensors(tensors, torch.float64)
     x = t['x'].permute(0, 2, 3, 1)
-    xhat = rounded(F.layer_norm(x, x.shape[-1:], eps=1e-6), (1, 2))
+    xhat = round_to_int8(F.layer_norm(x, x.shape[-1:], eps=1e-6), (1, 2))
     rstd = (x.var(-1, correction=0, keepdim=True) + 1e-6).rsqrt()
     out = plain_norm2d(**t)
-    g = weight_of(out).permute(0, 2, 3, 1)
+    g = output_gradient(out).permute(0, 2, 3, 1)
     dxhat = g * t['weight']
     dx = rstd * (dxhat - dxhat.mean(-1, keepdim=True) - xhat * (dxhat * xhat).mean(-1, keepdim=True))
     expected = dict(x=dx.permute(0, 3, 1, 2), weight=(g * xhat).sum((0, 1, 2)), bias=g.sum((0, 1, 2)), out=out)
@@ -181,8 +181,10 @@ def test_norm_of_a_rounded_input(dtype):
 
 
 def test_rounding(monkeypatch):
-    """To the nearest of 255 steps of each image and channel, whether images are taken together or one by one; zeros
-    stay zeros; what is not finite is not hidden."""
+    """Values are rounded to the nearest of 255 steps of their image and channel.
+
+    Images may be rounded together or one by one. Zeros stay zeros, and values that are not finite stay so.
+    """
     x = torch.randn(3, 5, 3, 4, dtype=torch.float64) * torch.tensor([1e-6, 1.0, 1e4, 0.0, 1.0])[:, None, None]
     x[0, 4, 1, 1], x[1, 4, 0, 0] = torch.inf, torch.nan
     loaded, finite = store(x, 'int8', (2, 3)).load(torch.float64), slice(0, 4)
@@ -196,9 +198,9 @@ def test_rounding(monkeypatch):
     torch.testing.assert_close(one_by_one, loaded, rtol=0, atol=0, equal_nan=True)
 
 
-# What is stored, in bytes: of the kept rows x-hat and 1 / deviation. N = 2 images; 12 of 30 positions are kept.
-KEPT = keep_of(torch.arange(30).view(5, 6) < 12)
-FRONT = keep_of(torch.arange(30).view(5, 6) < 11, prefix=1)  # 12 of 31 tokens
+# Stored bytes: x-hat and 1 / deviation of the kept rows. There are N = 2 images; 12 of 30 positions are kept.
+KEPT = get_positions(torch.arange(30).view(5, 6) < 12)
+FRONT = get_positions(torch.arange(30).view(5, 6) < 11, prefix=1)  # 12 of 31 tokens
 TWO_HEADS = torch.tensor([0, 2])
 
 
@@ -227,7 +229,11 @@ def test_stored_bytes(name, rows, given, extra, storage, dtype):
     tensors, _ = case.inputs(dtype=torch.float32)
     c = tensors['x'].shape[2 if tensors['x'].dim() == 3 else 1]
     f = case.run(Form(storage=storage), **given)
-    f = f if dtype == torch.float32 else (half if name.startswith('mlp') else autocast)(f, dtype)
+    f = (
+        f
+        if dtype == torch.float32
+        else (run_after_autocast_convolution if name.startswith('mlp') else run_under_autocast)(f, dtype)
+    )
     number = 1 if storage == 'int8' else dtype.itemsize
     attends = {'qkv': 12, 'query': 12, 'head': 31 * 2 / 3}.get(name, 0) if given else 0  # rows of O
     scales = c * (4 if name == 'downsample' else 1) + (0 if not attends else c * 2 / 3 if name == 'head' else c)
@@ -237,25 +243,27 @@ def test_stored_bytes(name, rows, given, extra, storage, dtype):
     expected = (
         2 * rows * (c * number + deviation) + 2 * attends * c * number + extra + (storage == 'int8') * 2 * scales * 4
     )
-    assert stored(f, tensors) == expected
+    assert count_stored_bytes_of(f, tensors) == expected
 
 
 def test_stored_bytes_where_less_is_needed():
-    """Where the convolution runs again, of an MLP and a norm nothing but indices; a norm under autocast stores x-hat in
-    reduced precision; frozen parameters save x-hat, or its deviation."""
+    """An MLP or a norm whose convolution is recomputed stores only indices.
+
+    A norm under autocast stores x-hat in reduced precision, and with frozen parameters x-hat or its deviation.
+    """
     tensors, conv = mlp_inputs()
     given = dict(conv=conv)
-    assert stored(fused_mlp(conv=conv), tensors, given=given) == 0
-    assert stored(fused_mlp(KEPT, conv), tensors, given=given) == 12 * 8
+    assert count_stored_bytes_of(get_fused_mlp(conv=conv), tensors, given=given) == 0
+    assert count_stored_bytes_of(get_fused_mlp(KEPT, conv), tensors, given=given) == 12 * 8
     (norm, given), single = (
         CASES['layer_norm with convolution'].inputs(),
         CASES['layer_norm'].inputs(dtype=torch.float32)[0],
     )
-    assert stored(layer_norm(**given), norm, given=given) == 0
-    assert stored(autocast(layer_norm(), torch.bfloat16), single) == 2 * 30 * (2 * 8 + 4)
-    assert stored(fused_mlp(KEPT), tensors, ['weight2', 'bias2', 'gamma']) == 2 * 12 * 8 * 8 + 12 * 8
+    assert count_stored_bytes_of(layer_norm(**given), norm, given=given) == 0
+    assert count_stored_bytes_of(run_under_autocast(layer_norm(), torch.bfloat16), single) == 2 * 30 * (2 * 8 + 4)
+    assert count_stored_bytes_of(get_fused_mlp(KEPT), tensors, ['weight2', 'bias2', 'gamma']) == 2 * 12 * 8 * 8 + 12 * 8
     linear, _ = CASES['downsample'].inputs()
-    assert stored(norm_linear(positions=KEPT), linear, ['norm_bias', 'bias']) == 12 * 8
+    assert count_stored_bytes_of(norm_linear(positions=KEPT), linear, ['norm_bias', 'bias']) == 12 * 8
 
 
 def test_eq12():
@@ -271,7 +279,7 @@ def test_eq12():
 
     def numbers(queries, keys, others=None):
         leaves = [t[:, :, :count].clone().requires_grad_() for t, count in ((q, queries), (k, keys), (v, keys))]
-        return stored_bytes(lambda: _with_map(*leaves, others), []) / 4
+        return count_stored_bytes(lambda: _with_map(*leaves, others), []) / 4
 
     whole = numbers(n, n)
     assert whole == 3 * h * d * n + 2 * h * n * n + h * n  # and the log-sum-exp

@@ -24,7 +24,7 @@ def test_only_these_images_are_computed(pattern, memory_format):
 
 
 def test_a_block_without_images():
-    """Its parameters have gradients of zero, not none: AdamW decays weights, and reducers wait for them."""
+    """Its parameters have gradients of zero instead of None: AdamW decays weights, and reducers wait for gradients."""
     x = torch.randn(2, 3, 4, 4, requires_grad=True)
     used, frozen = torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
     out = on_images(lambda x: pytest.fail('computed'), x, torch.tensor([False, False]), [used, frozen])
@@ -41,17 +41,17 @@ def test_gradients_are_those_of_multiplying_by_zero(pattern):
     def branch(x, weight):
         return torch.einsum('nchw,cd->ndhw', x, weight).tanh()
 
-    def found(x, weight):
+    def compute_actual(x, weight):
         return on_images(lambda x: x + 2 * branch(x, weight), x, images, [weight])
 
-    def expected(x, weight):
+    def compute_expected(x, weight):
         return x + 2 * branch(x, weight) * images.view(-1, 1, 1, 1)
 
-    assert_near(differentiate(found, tensors), differentiate(expected, tensors), 1e-12)
+    assert_near(differentiate(compute_actual, tensors), differentiate(compute_expected, tensors), 1e-12)
 
 
 def test_images_that_pass_by_keep_their_precision():
-    """Beside those that the block has raised to fp32."""
+    """The block raises the other images to fp32."""
     x = torch.randn(3, 2, 2, 2).bfloat16().requires_grad_()
     out = on_images(lambda x: x.float() * 3, x, torch.tensor([True, False, True]), [])
     assert out.dtype == torch.float32 and torch.equal(out[1], x[1].float())
@@ -60,7 +60,7 @@ def test_images_that_pass_by_keep_their_precision():
 
 
 def test_compiled():
-    """Which images differs from call to call; the code that was compiled is the same."""
+    """The chosen images differ from call to call; the compiled code is the same."""
     torch.compiler.reset()
     compiled = torch.compile(lambda x, images: on_images(lambda x: 2 * x, x + 1, images, []), backend='eager')
     x = torch.randn(3, 2, 2, 2)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fake_cuda import backward, gpu_that_is_not_there
-from ops_cases import fused_mlp, mlp_inputs
+from fake_cuda import backward, simulate_gpu
+from ops_cases import get_fused_mlp, mlp_inputs
 from oracles import DEVICE
 
 from sbp_mmdet.ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
@@ -19,7 +19,7 @@ MAP = 2 * 128 * 200 * 336
 
 
 def peaks(layout, dtype):
-    """Returns the peaks of forward and backward pass in bytes, without the inputs and the incoming gradient."""
+    """Return the peaks of forward and backward pass in bytes, without the inputs and the incoming gradient."""
 
     def tensor(*shape, dtype=torch.float32):
         x = torch.empty(*shape, dtype=dtype, device='cuda')
@@ -46,8 +46,8 @@ def peaks(layout, dtype):
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last], ids=['nchw', 'nhwc'])
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_exact_block(dtype, layout):
-    """Once 576 MB, of which the output in fp32 and the gradients of shortcut and input are 172."""
-    with gpu_that_is_not_there():
+    """It was 576 MB once, of which the output in fp32 and the gradients of shortcut and input are 172."""
+    with simulate_gpu():
         *found, out = peaks(layout, dtype)
     assert out.dtype == torch.float32
     # Forwards the output and a chunk; backwards the gradient that comes in, the map and a chunk.
@@ -58,11 +58,11 @@ def test_exact_block(dtype, layout):
 
 @pytest.mark.skipif(DEVICE != 'cpu', reason='bytes are counted on a CPU')
 def test_hidden_rows_are_those_of_a_chunk():
-    """What exists of the hidden layer at a time is bounded by a chunk."""
+    """The part of the hidden layer that exists at a time is bounded by a chunk."""
     tensors, _ = mlp_inputs(n=1, c=8, d=64, height=32, width=32, dtype=torch.float32)
     keep = positions(sample_mask(32, 32, 0.5, 'random', torch.Generator().manual_seed(0)))
     chunk = 32 * 64
-    out = fused_mlp(keep, chunk=chunk)(**{name: t.requires_grad_() for name, t in tensors.items()})
+    out = get_fused_mlp(keep, chunk=chunk)(**{name: t.requires_grad_() for name, t in tensors.items()})
     peak = peak_bytes(lambda: out.sum().backward())
     # Maps and weight gradients of this size, and a few chunks.
     assert peak < 8 * out.numel() * 4 + 6 * 64 * 8 * 4 + 5 * chunk * 4

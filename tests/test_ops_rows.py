@@ -79,7 +79,7 @@ def test_folding_and_its_gradient(has_weight, has_bias):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_accumulation_is_in_full_precision(dtype):
-    """Thousands of small terms, each of which bf16 would lose beside the sum."""
+    """The sum has thousands of small terms, each of which bf16 would round away."""
     ones = torch.ones(4096, 2, dtype=dtype)
     assert precision.column_sums(ones).tolist() == [4096.0] * 2
     total = precision.zeros_for(torch.zeros(2, 2, dtype=dtype))
@@ -90,7 +90,7 @@ def test_accumulation_is_in_full_precision(dtype):
 
 @needs_fp16
 def test_long_sums_in_fp16_stay_in_range():
-    """Rows scaled to 1/16 of their maximum, against a hidden layer of 9: in one product the sum is above 65504."""
+    """Rows are scaled to 1/16 of their maximum; the hidden layer is 9, so one product would exceed 65504."""
     rows_ = 131072
     a, b = torch.full((2, rows_), 1 / 16).half(), torch.full((rows_, 3), 9.0).half()
     total = torch.ones(2, 3)
@@ -99,7 +99,7 @@ def test_long_sums_in_fp16_stay_in_range():
 
 
 def numbers_of(chunk, each):
-    """Returns the indices of a chunk's rows, counted image after image."""
+    """Return the indices of a chunk's rows, numbered image after image."""
     rows = range(each)[chunk.rows]
     return [image * each + row for image in range(10)[chunk.images] for row in rows]
 
@@ -107,16 +107,16 @@ def numbers_of(chunk, each):
 @pytest.mark.parametrize('images', [0, 1, 2, 5])
 @pytest.mark.parametrize('each', [0, 1, 3, 7, 8, 9, 23, 24, 25])
 def test_chunks(images, each):
-    """All rows once and in order, at most 8 at a time, in chunks of about the same size; as views, whatever strides."""
-    found = chunks(images, each, 4, torch.device('cpu'), 8 * 4)
+    """Chunks contain all rows once and in order, at most 8 at a time, of about equal size, as views for any strides."""
+    parts = chunks(images, each, 4, torch.device('cpu'), 8 * 4)
     tokens = torch.arange(images * each * 2).view(images, 2, each).transpose(1, 2)
     whole = tokens.reshape(-1, 2)
-    places = [numbers_of(chunk, each) for chunk in found]
+    places = [numbers_of(chunk, each) for chunk in parts]
     assert sum(places, []) == list(range(images * each))
-    sizes = [len(chunk.rows_of(tokens)) for chunk in found]
+    sizes = [len(chunk.rows_of(tokens)) for chunk in parts]
     assert all(size <= 8 for size in sizes) and (not sizes or max(sizes) - min(sizes) <= max(each, len(sizes)))
     copy = torch.zeros_like(whole).view(images, each, 2)
-    for chunk, place in zip(found, places, strict=True):
+    for chunk, place in zip(parts, places, strict=True):
         assert torch.equal(chunk.rows_of(tokens), whole[place])
         assert torch.equal(chunk.rows_of(tokens.flip(1), torch.arange(each).flip(0)), whole[place])
         chunk.put_(copy, whole[place])
@@ -140,7 +140,7 @@ def test_presets_that_put_memory_first_compute_half_as_much_at_a_time(form, monk
 
 
 def test_a_chunk_of_every_other_row():
-    """Rows 1 and 4 of images 0 and 2 of three images with five rows each, which no slice of all rows holds."""
+    """Rows 1 and 4 of images 0 and 2, out of three images with five rows each, are not a slice of all rows."""
     some = Chunk(slice(0, 3, 2), slice(1, 5, 3))
     x = torch.arange(15).view(3, 5, 1)
     assert some.num_images == 2

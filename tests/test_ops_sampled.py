@@ -14,10 +14,10 @@ from cases import FAMILIES, build
 from helpers import FP16
 from mmcv.cnn.bricks.transformer import FFN
 from mmengine.logging import MessageHub
-from ops_cases import CASES, autocast, cast, differentiate
-from oracles import assert_near, gradients, image, relative_error
-from test_ops_transformer import TOKENS, ffn_tensors, layer, layer_tensors, padding, places, scattered, settings_of
-from test_ops_transformer import gradients as of_leaves
+from ops_cases import CASES, cast_tensors, differentiate, run_under_autocast
+from oracles import assert_near, compute_gradients, random_images, relative_error
+from test_ops_transformer import TOKENS, ffn_tensors, layer, layer_tensors, padding, places, randomize, settings_of
+from test_ops_transformer import compute_gradients as of_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sbp_mmdet.ops.common.row_sampling as row_sampling
@@ -38,12 +38,12 @@ NAMES = [name for name in CASES if not name.startswith('layer_norm')]
 DRAWS = [(i + 0.5) / 64 for i in range(64)]
 
 
-def sampled(name, ratio, at, given, **options):
+def run_sampled(name, ratio, at, given, **options):
     return CASES[name].run(Form(sample=Sample(ratio, at)), **given, **options)
 
 
-def drawn_by_definition(sample, *parts):
-    """Returns the indices of the drawn rows, and the divisor of each."""
+def draw_by_definition(sample, *parts):
+    """Return the indices of the drawn rows, and the divisor of each."""
     rows = zip(*(part.tolist() for part in parts), strict=True)
     norms = [sum(math.hypot(*row) for row in several) for several in rows]
     mean = sum(norms) / len(norms)
@@ -56,8 +56,8 @@ def drawn_by_definition(sample, *parts):
     rest, left = sum(size for row, size in enumerate(sizes) if row not in large), number - len(large)
     sizes = [rest // left if row in large else size for row, size in enumerate(sizes)]
     ends = [*itertools.accumulate(sizes)]
-    found = [bisect.bisect_right(ends, math.floor((i + sample.at) * ends[-1] / number)) for i in range(number)]
-    return found, [number * sizes[row] / ends[-1] for row in found]
+    indices = [bisect.bisect_right(ends, math.floor((i + sample.at) * ends[-1] / number)) for i in range(number)]
+    return indices, [number * sizes[row] / ends[-1] for row in indices]
 
 
 class _Linear(torch.autograd.Function):
@@ -74,7 +74,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, seen = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         parts = rows.chunk(3 if len(weight) == 3 * weight.shape[1] else 1, 1)  # queries, keys and values
-        drawn = ctx.shared.pop() if ctx.shared else [*zip(*drawn_by_definition(ctx.sample, *parts), strict=True)]
+        drawn = ctx.shared.pop() if ctx.shared else [*zip(*draw_by_definition(ctx.sample, *parts), strict=True)]
         if ctx.shared is not None:
             ctx.shared.append(drawn)  # an MLP's first layer takes the rows of the second
         mean = 0
@@ -89,8 +89,8 @@ class _Linear(torch.autograd.Function):
         return grad @ weight, estimate, rows.sum(0), None, None
 
 
-def uneven(weight_of):
-    """Returns gradients of outputs in which a few rows carry most of the sum."""
+def make_uneven(weight_of):
+    """Return a function that makes gradients of outputs in which a few rows contribute most of the sum."""
 
     def weights(out):
         positions = [1 if i == (1 if out.dim() == 4 else out.dim() - 1) else n for i, n in enumerate(out.shape)]
@@ -100,8 +100,8 @@ def uneven(weight_of):
     return weights
 
 
-def averages_out(several, exact):
-    """Returns whether single estimates are rough and their mean is close."""
+def is_unbiased(several, exact):
+    """Return whether single estimates have large errors and their mean has a small one."""
     each = sum(relative_error(found, exact) for found in several) / len(several)
     return each > 0.05 and relative_error(sum(several) / len(several), exact) < 0.2 * each
 
@@ -114,8 +114,10 @@ def rows_of_many_sizes(number=40):
 
 @pytest.mark.parametrize('ratio', [0.5, 0.3, 0.1])
 def test_the_mean_over_all_draws_is_exact(ratio):
-    """The integral over where draws begin. Each draw moves up the rows with it, so the same rows at both ends of an
-    interval are the rows of all of it."""
+    """The mean is the integral over the start of the draws.
+
+    Each draw moves up the rows with the start, so if both ends of an interval draw the same rows, all of it does.
+    """
     rows, seen = rows_of_many_sizes()
 
     def mean(low, high, at_low, at_high):
@@ -130,7 +132,7 @@ def test_the_mean_over_all_draws_is_exact(ratio):
 
 
 def test_large_rows_are_drawn_more_often():
-    """The error is below that of rows that are all as likely."""
+    """The error is smaller than with uniform probabilities."""
     rows, seen = rows_of_many_sizes(400)
     exact = rows.t() @ seen
     found = [d.divided(rows).t() @ d.of(seen) for d in (draw(Sample(0.25, at), rows) for at in DRAWS)]
@@ -141,7 +143,7 @@ def test_large_rows_are_drawn_more_often():
 
 @pytest.mark.parametrize('ratio', [0.1, 0.25, 0.5])
 def test_no_draw_is_wasted(ratio):
-    """Of rows with large norms, which carry most, each is drawn, and hardly any row twice."""
+    """Rows with large norms, which contribute most, are always drawn, and hardly any row is drawn twice."""
     rows, _ = rows_of_many_sizes(400)
     number = round(ratio * 400)
     largest = rows.norm(dim=1).topk(number // 4).indices
@@ -167,7 +169,7 @@ def test_rows_at_the_edges():
 
 
 def test_sums_of_chances_are_of_whole_numbers():
-    """CUDA sums floating point numbers along a dimension in any order; torch refuses it to deterministic runs."""
+    """CUDA sums floating point numbers along a dimension in any order, which torch refuses in deterministic mode."""
     kinds = []
 
     class Log(TorchDispatchMode):
@@ -184,15 +186,15 @@ def test_sums_of_chances_are_of_whole_numbers():
 @pytest.mark.parametrize('name', [*WHOLE, 'norm_linear', 'grn', 'qkv', 'windows'])
 @pytest.mark.parametrize(('sample', 'means'), [(Sample(0.25, 0.4), 10), (Sample(0.7, 0.95), 100)], ids=str)
 def test_estimates(name, sample, means, monkeypatch):
-    """Where rows are in the order of the plain layer's, and in one chunk. The norm's weight and gamma get theirs from
-    these."""
+    """Rows are in the order of the plain layer's, in one chunk. Norm weights and gamma are estimated from these
+    estimates."""
     monkeypatch.setattr(row_sampling, 'ROWS_OF_MEANS', means)
-    monkeypatch.setattr(ops_cases, 'weight_of', uneven(ops_cases.weight_of))
+    monkeypatch.setattr(ops_cases, 'output_gradient', make_uneven(ops_cases.output_gradient))
     case = CASES[name]
     sizes = {} if name == 'norm_linear' or name == 'windows' else dict(gamma=None)
     tensors, given = case.inputs(**sizes, **dict(n=1) if name == 'grn' else {})  # which takes image by image
     tensors['norm_bias'] = None
-    actual = differentiate(sampled(name, *sample, given, **WHOLE.get(name, {})), tensors)
+    actual = differentiate(run_sampled(name, *sample, given, **WHOLE.get(name, {})), tensors)
     shared = [] if name in WHOLE else None
     own = dict(vars(F), linear=lambda x, weight, bias=None: _Linear.apply(x, weight, bias, sample, shared))
     monkeypatch.setattr(ops_cases, 'F', type('F', (), {k: staticmethod(v) for k, v in own.items() if callable(v)}))
@@ -207,44 +209,45 @@ def test_estimates(name, sample, means, monkeypatch):
     ('name', 'options'), [(n, {}) for n in NAMES] + [(n, dict(chunk=100)) for n in ('mlp', 'grn', 'windows')], ids=str
 )
 def test_exact_on_average(name, options):
-    """Weights from the mean over draws at even distances; all else from each sample, norms of saved inputs too."""
+    """Weight gradients are compared in the mean over equidistant draws, all others for each sample, also with saved
+    inputs."""
     case = CASES[name]
     weights = [n for n in WEIGHTS if n != 'norm_weight' or not (name in WHOLE or 'windows' in name)]
     tensors, given = case.inputs()
     exact, several = differentiate(case.plain(), tensors), []
     for at in DRAWS:
-        found = differentiate(sampled(name, 0.5, at, given, **options), tensors)
+        found = differentiate(run_sampled(name, 0.5, at, given, **options), tensors)
         several.append(found)
         sure = [n for n in exact if n not in weights]
         assert_near({n: found[n] for n in sure}, {n: exact[n] for n in sure}, 1e-12)
     for n in exact:
-        assert n not in weights or averages_out([found[n] for found in several], exact[n]), n
+        assert n not in weights or is_unbiased([found[n] for found in several], exact[n]), n
 
 
 @pytest.mark.parametrize('dtype', [FP16, torch.bfloat16], ids=str)
 def test_half_precision_on_average(dtype):
-    """In fp16 with layer scale gradients of outputs are scaled, and the mean's part is not."""
+    """In fp16 with layer scale, gradients of outputs are scaled, and the part of the mean is not."""
     tensors, given = CASES['mlp'].inputs()
-    tensors = cast(tensors, torch.float32)
-    exact = differentiate(autocast(CASES['mlp'].run(Form(), **given), dtype), tensors)
-    several = [differentiate(autocast(sampled('mlp', 0.5, at, given), dtype), tensors) for at in DRAWS]
+    tensors = cast_tensors(tensors, torch.float32)
+    exact = differentiate(run_under_autocast(CASES['mlp'].run(Form(), **given), dtype), tensors)
+    several = [differentiate(run_under_autocast(run_sampled('mlp', 0.5, at, given), dtype), tensors) for at in DRAWS]
     for name in WEIGHTS:
-        assert name not in exact or averages_out([found[name] for found in several], exact[name]), name
+        assert name not in exact or is_unbiased([found[name] for found in several], exact[name]), name
 
 
 @pytest.mark.parametrize('trainable', ['weight1', 'norm_weight', 'weight2', 'gamma', 'x'])
 def test_frozen_parts(trainable):
     tensors, given = CASES['mlp'].inputs()
-    run = sampled('mlp', 0.5, 0.4, given)
-    found, all_of_them = differentiate(run, tensors, [trainable]), differentiate(run, tensors)
-    assert_near({trainable: found[trainable]}, {trainable: all_of_them[trainable]}, 1e-12)
+    run = run_sampled('mlp', 0.5, 0.4, given)
+    gradients, all_of_them = differentiate(run, tensors, [trainable]), differentiate(run, tensors)
+    assert_near({trainable: gradients[trainable]}, {trainable: all_of_them[trainable]}, 1e-12)
 
 
 @pytest.mark.parametrize('chunk', [None, 400])
 @pytest.mark.parametrize('kind', ['ffn', 'encoder'])
 @pytest.mark.parametrize(('rate', 'numbers'), [(0.0, 2), (0.2, 4)])
 def test_transformers_exact_on_average(kind, chunk, rate, numbers):
-    module = scattered(FFN(8, 32, add_identity=False)) if kind == 'ffn' else layer()
+    module = randomize(FFN(8, 32, add_identity=False)) if kind == 'ffn' else layer()
     x, pos = (torch.randn(2, TOKENS, 8 if kind == 'ffn' else 16, dtype=torch.float64) for _ in range(2))
     leaves = dict(module.named_parameters(), x=x.requires_grad_())
     reference = places(numbers, TOKENS).detach()
@@ -262,11 +265,11 @@ def test_transformers_exact_on_average(kind, chunk, rate, numbers):
     exact, parts = run(None), [run(Sample(0.3, at)) for at in DRAWS]
     for name, e, *found in zip(['out', *leaves], exact, *parts, strict=True):
         rough = 'weight' in name and ('layers' in name or 'output_proj' in name)
-        assert averages_out(found, e) if rough else max(relative_error(f, e) for f in found) < 1e-12, name
+        assert is_unbiased(found, e) if rough else max(relative_error(f, e) for f in found) < 1e-12, name
 
 
 def test_row_draws(monkeypatch):
-    """Each quarter as often as another, by module, pass and iteration; a run that goes on draws as it would have."""
+    """Each quarter is equally likely. Draws follow from module, pass and iteration, so a resumed run repeats them."""
     iteration = [0]
     monkeypatch.setattr(MessageHub, 'get_info', lambda *args: iteration[0])
     drawn = {}
@@ -285,20 +288,20 @@ def test_row_draws(monkeypatch):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_models(family):
-    """Over many passes the mean comes near; gradients of biases and of the image are exact in each."""
-    lean, x = build(family, dict(preset='sampled', keep_ratio=0.5)), image(1, 64, 64)
+    """The mean over many passes is close; the gradients of biases and of the image are exact in each pass."""
+    lean, x = build(family, dict(preset='sampled', keep_ratio=0.5)), random_images(1, 64, 64)
     plain = build(family)
     plain.load_state_dict(lean.state_dict())
-    exact, found = gradients(plain, x), [gradients(lean, x) for _ in range(16)]
-    assert relative_error(found[0]['image'], exact['image']) < 1e-9
+    exact, gradients = compute_gradients(plain, x), [compute_gradients(lean, x) for _ in range(16)]
+    assert relative_error(gradients[0]['image'], exact['image']) < 1e-9
     biases = [n for n in exact if n.endswith('bias')]
-    assert biases and all(relative_error(found[0][n], exact[n]) < 1e-9 for n in biases)
+    assert biases and all(relative_error(gradients[0][n], exact[n]) < 1e-9 for n in biases)
 
     def error(several):
         total = sum((sum(g[n] for g in several) / len(several) - e).square().sum() for n, e in exact.items())
         return (total / sum(e.square().sum() for e in exact.values())).sqrt()
 
-    assert 0.05 < error(found[:1]) and error(found) < 0.5 * error(found[:1])
+    assert 0.05 < error(gradients[:1]) and error(gradients) < 0.5 * error(gradients[:1])
 
 
 def test_what_cannot_be_honoured():
@@ -319,7 +322,7 @@ def test_what_cannot_be_honoured():
 
 @pytest.mark.parametrize('name', ['mlp', 'mlp of tokens', 'qkv'])
 def test_no_images(name):
-    """As where stochastic depth drops all of a batch."""
+    """Stochastic depth may drop all images of a batch."""
     tensors, given = CASES[name].inputs(n=0)
-    found = differentiate(sampled(name, 0.25, 0.4, given), tensors)
-    assert all(not gradient.abs().sum() for gradient in found.values())
+    gradients = differentiate(run_sampled(name, 0.25, 0.4, given), tensors)
+    assert all(not gradient.abs().sum() for gradient in gradients.values())

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import count_stored_bytes
 from mmcv.cnn.bricks.transformer import FFN
 from mmcv.ops import MultiScaleDeformableAttention, multi_scale_deform_attn
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
@@ -24,8 +25,8 @@ STARTS = torch.tensor([0, 30, 39, 41])
 TOKENS = 42
 
 
-def scattered(module, std=0.3, dtype=torch.float64):
-    """Gives a module weights that look trained: no zeros, and norms that are no identities."""
+def randomize(module, std=0.3, dtype=torch.float64):
+    """Fill a module with weights that look trained: no zeros, and no norms that are identities."""
     for name, p in module.named_parameters():
         p.data.normal_(0, std / max(p.shape[-1], 1) ** 0.5 if p.dim() > 1 else 0.1)
         if 'norms' in name and name.endswith('weight'):
@@ -35,8 +36,8 @@ def scattered(module, std=0.3, dtype=torch.float64):
     return module.to(dtype).train()
 
 
-def gradients(run, leaves, seed=0, zeros=False):
-    """Output and gradients of all leaves; random numbers from a seed. ``zeros``: for leaves that are not reached."""
+def compute_gradients(run, leaves, seed=0, zeros=False):
+    """Return output and gradients of all leaves. ``zeros``: leaves without a gradient have a gradient of zeros."""
     torch.manual_seed(seed)
     out = run()
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
@@ -44,8 +45,8 @@ def gradients(run, leaves, seed=0, zeros=False):
     return [out, *torch.autograd.grad(out, list(leaves.values()), weight, materialize_grads=zeros)]
 
 
-def same(found, expected, tolerance=1e-10):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(actual, expected, tolerance=1e-10):
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() <= tolerance * max(b.abs().max(), 1)
 
 
@@ -58,7 +59,7 @@ def ffn_tensors(module, x):
 @pytest.mark.parametrize('act', ['ReLU', 'GELU'])
 @pytest.mark.parametrize('frozen', ['', 'x', 'weights', 'all but bias2'])
 def test_ffn(chunk, act, frozen):
-    module = scattered(FFN(8, 32, act_cfg=dict(type=act), add_identity=False))
+    module = randomize(FFN(8, 32, act_cfg=dict(type=act), add_identity=False))
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad='x' not in frozen)
     module.requires_grad_(frozen != 'weights' and 'all' not in frozen)
     if 'all' in frozen:
@@ -66,23 +67,23 @@ def test_ffn(chunk, act, frozen):
         module.layers[1].bias.requires_grad_()
     leaves = dict(module.named_parameters(), x=x)
     settings = FFNSettings(activation=Activation(act.lower()), chunk=chunk)
-    found = gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
-    same(found, gradients(lambda: module(x), leaves))
+    gradients = compute_gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
+    assert_same(gradients, compute_gradients(lambda: module(x), leaves))
 
 
 @pytest.mark.parametrize('rates', [(0.1, 0.3), (0.5, 0.0), (0.0, 0.5)])
 def test_ffn_draws_dropout_as_torch_does_and_replays_it(rates):
-    module = scattered(FFN(8, 32, add_identity=False))
+    module = randomize(FFN(8, 32, add_identity=False))
     module.layers[0][2].p, module.layers[2].p = rates
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     leaves = dict(module.named_parameters(), x=x)
     settings = FFNSettings(dropout=rates)
-    found = gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
-    same(found, gradients(lambda: module(x), leaves))
+    gradients = compute_gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
+    assert_same(gradients, compute_gradients(lambda: module(x), leaves))
 
 
 def test_dropout_in_chunks_replays_its_masks_and_leaves_the_generator_alone():
-    module = scattered(FFN(8, 32, add_identity=False))
+    module = randomize(FFN(8, 32, add_identity=False))
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     settings = FFNSettings(dropout=(0.5, 0.5), chunk=1)
     out = feed_forward(settings, ffn_tensors(module, x))
@@ -92,8 +93,8 @@ def test_dropout_in_chunks_replays_its_masks_and_leaves_the_generator_alone():
 
 
 def test_replayed_masks_are_those_of_the_forward_pass():
-    """A number that was left out has no gradient: the last bias counts the others."""
-    module = scattered(FFN(8, 32, add_identity=False))
+    """A dropped number has no gradient; the gradient of the last bias counts the others."""
+    module = randomize(FFN(8, 32, add_identity=False))
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     out = feed_forward(FFNSettings(dropout=(0.5, 0.5), chunk=64), ffn_tensors(module, x))
     (gradient,) = torch.autograd.grad(out.sum(), module.layers[1].bias)
@@ -102,7 +103,7 @@ def test_replayed_masks_are_those_of_the_forward_pass():
 
 @pytest.mark.parametrize('chunk', [None, 64])
 def test_masks_are_replayed_whatever_the_strides_of_the_gradient_are(chunk):
-    module = scattered(FFN(8, 32, add_identity=False))
+    module = randomize(FFN(8, 32, add_identity=False))
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     out = feed_forward(FFNSettings(dropout=(0.0, 0.5), chunk=chunk), ffn_tensors(module, x))
     for weight in (torch.ones(2, 8, 5).mT, torch.ones(8, 5, 2).permute(2, 1, 0), torch.ones(1, 1, 1).expand(2, 5, 8)):
@@ -111,7 +112,7 @@ def test_masks_are_replayed_whatever_the_strides_of_the_gradient_are(chunk):
 
 
 def test_no_images():
-    """Gradients of parameters are zero."""
+    """The gradients of parameters are zero."""
     module, x = layer(0.2), torch.zeros(0, TOKENS, 16, dtype=torch.float64, requires_grad=True)
     reference = torch.zeros(0, TOKENS, 4, 2, dtype=torch.float64, requires_grad=True)
     leaves = dict(module.named_parameters(), x=x, reference=reference)
@@ -122,22 +123,22 @@ def test_no_images():
         lambda: feed_forward(FFNSettings(), ffn_tensors(module.ffn, x)),
         lambda: deformable_attention(DeformableSettings(2, 4, 4), given),
     ):
-        out, *grads = gradients(run, leaves, zeros=True)
+        out, *grads = compute_gradients(run, leaves, zeros=True)
         assert out.shape == x.shape
         for gradient, leaf in zip(grads, leaves.values(), strict=True):
             assert torch.equal(gradient, torch.zeros_like(leaf))
 
 
 def attention_weights(module):
-    found = {}
+    weights = {}
     for name, layer in (
         ('offset', module.sampling_offsets),
         ('attention', module.attention_weights),
         ('value', module.value_proj),
         ('output', module.output_proj),
     ):
-        found |= {f'{name}_weight': layer.weight, f'{name}_bias': layer.bias}
-    return found
+        weights |= {f'{name}_weight': layer.weight, f'{name}_bias': layer.bias}
+    return weights
 
 
 def places(numbers, queries, dtype=torch.float64):
@@ -154,7 +155,7 @@ def padding(on):
 @pytest.mark.parametrize('threads', [1, 3])
 def test_deformable_attention(numbers, mask, own_values, threads, monkeypatch):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)  # so many of the four heads at a time
-    module = scattered(MultiScaleDeformableAttention(16, 4, dropout=0.0, batch_first=True))
+    module = randomize(MultiScaleDeformableAttention(16, 4, dropout=0.0, batch_first=True))
     module.sampling_offsets.bias.data.normal_(0, 2)
     x, pos = torch.randn(2, 2, 7 if own_values else TOKENS, 16, dtype=torch.float64)
     value = torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) if own_values else None
@@ -171,13 +172,13 @@ def test_deformable_attention(numbers, mask, own_values, threads, monkeypatch):
     def stock():
         return module(x, value=value, query_pos=pos, reference_points=reference, **given)
 
-    same(gradients(run, leaves), gradients(stock, leaves))
+    assert_same(compute_gradients(run, leaves), compute_gradients(stock, leaves))
 
 
 def layer(dropout=0.0, act='ReLU', channels=16, dtype=torch.float64, hidden=32):
     attention = dict(embed_dims=channels, num_heads=2, num_levels=4, dropout=dropout, batch_first=True)
     ffn = dict(embed_dims=channels, feedforward_channels=hidden, ffn_drop=dropout, act_cfg=dict(type=act))
-    return scattered(DeformableDetrTransformerEncoderLayer(attention, ffn), dtype=dtype)
+    return randomize(DeformableDetrTransformerEncoderLayer(attention, ffn), dtype=dtype)
 
 
 def layer_tensors(module, x, pos, reference, mask, shapes=SHAPES, starts=STARTS):
@@ -204,7 +205,7 @@ def settings_of(dropout=0.0, act='relu', chunk=None, storage='native'):
     ids=['', 'chunks', 'gelu', 'dropout', 'images'],
 )
 def test_two_encoder_layers(numbers, mask, options, monkeypatch):
-    """The second of which reads its input from what the first one stored."""
+    """The second layer reads its input from the tensor that the first one saved."""
     if 'images' in options:  # one at a time
         monkeypatch.setattr(deformable_module, '_AT_A_TIME', 1)
     rate, act = options.get('dropout', 0.0), options.get('act', 'relu')
@@ -225,12 +226,14 @@ def test_two_encoder_layers(numbers, mask, options, monkeypatch):
             out = module(out, pos, mask, **given)
         return out
 
-    same(gradients(run, leaves), gradients(stock, leaves))
+    assert_same(compute_gradients(run, leaves), compute_gradients(stock, leaves))
 
 
-def thinned(module, x, pos, given, kept, rate):
-    """Algorithm 1 in plain autograd: gradients of both branches from kept tokens. Dropout is drawn for those
-    of the first image, for those of the second, then for the others."""
+def run_thinned_oracle(module, x, pos, given, kept, rate):
+    """Run Algorithm 1 in plain autograd: both branches backpropagate through the kept tokens.
+
+    Dropout is drawn for the kept tokens of the first image, then for those of the second, then for the others.
+    """
     attention, ffn = module.self_attn, module.ffn.layers
     factors = [x.new_ones(2, TOKENS, width) for width in (16, 32, 16)]
     for index in (kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]):
@@ -259,11 +262,13 @@ def test_dropped_tokens_send_nothing(numbers, mask, number, rate, chunk):
     kept = torch.randperm(TOKENS) < number
     positions = Positions(*(mask.nonzero()[:, 0] for mask in (kept, ~kept)))
     tensors = layer_tensors(module, x, pos, reference, padding(mask))._replace(positions=positions)
-    found = gradients(lambda: deformable_encoder_layer(settings_of(rate, chunk=chunk), tensors), leaves)
+    gradients = compute_gradients(lambda: deformable_encoder_layer(settings_of(rate, chunk=chunk), tensors), leaves)
     given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
     module.self_attn.dropout.p = 0.0  # the factors stand for it
     given['key_padding_mask'] = padding(mask)
-    same(found, gradients(lambda: thinned(module, x, pos, given, kept, rate), leaves, zeros=True))
+    assert_same(
+        gradients, compute_gradients(lambda: run_thinned_oracle(module, x, pos, given, kept, rate), leaves, zeros=True)
+    )
 
 
 @pytest.mark.parametrize('frozen', ['x', 'norms', 'self_attn', 'ffn', 'pos'])
@@ -278,27 +283,17 @@ def test_frozen_parts(frozen):
     leaves = dict(module.named_parameters(), x=x, pos=pos)
     tensors = layer_tensors(module, x, pos, reference, None)
     given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
-    found = gradients(lambda: deformable_encoder_layer(settings_of(), tensors), leaves)
-    same(found, gradients(lambda: module(x, pos, None, **given), leaves))
-
-
-def stored(run, *without):
-    """Returns the bytes that are saved for the backward pass."""
-    seen, known = {}, {t.untyped_storage().data_ptr() for t in without}
-
-    def pack(t):
-        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = run()
-    return sum(n for pointer, n in seen.items() if pointer not in known), out
+    gradients = compute_gradients(lambda: deformable_encoder_layer(settings_of(), tensors), leaves)
+    assert_same(gradients, compute_gradients(lambda: module(x, pos, None, **given), leaves))
 
 
 @pytest.mark.parametrize('storage, share', [('native', 0.13), ('int8', 0.07)])
 def test_stored_bytes_beside_cuda(storage, share):
-    """An inner layer, which reads its input from what the one before stored. CUDA's plain layer stores input, query,
-    values, places, half as many weights, the kernel's output, two sums, y and eight maps of hidden numbers."""
+    """An inner layer reads its input from the tensor that the layer before saved.
+
+    CUDA's plain layer stores input, query, values, places, half as many weights, the kernel's output, two sums, y and
+    eight maps of hidden numbers.
+    """
     modules = [layer(channels=32, hidden=256, dtype=torch.float32) for _ in range(3)]
     for module in modules:  # as many numbers of places as channels in the models that people train
         assert module.self_attn.sampling_offsets.out_features == 64
@@ -313,19 +308,19 @@ def test_stored_bytes_beside_cuda(storage, share):
                 out = deformable_encoder_layer(settings_of(storage=storage), tensors)
         return out
 
-    counts = [stored(lambda n=n: run(n), *parameters)[0] for n in (2, 3)]
+    counts = [count_stored_bytes(lambda n=n: run(n), parameters) for n in (2, 3)]
     plain = 16.5 * x.numel() * 4
     assert counts[1] - counts[0] <= share * plain
 
 
 def test_eight_bits():
-    """Gradients of a layer as after training, each parameter's against fp32's own."""
+    """The layer has weights as after training; the gradient of each parameter is compared with that in fp32."""
     module = layer(channels=32, hidden=256, dtype=torch.float32)
     x, pos = (torch.randn(2, TOKENS, 32, requires_grad=True) for _ in range(2))
     leaves = dict(module.named_parameters(), x=x, pos=pos)
     tensors = layer_tensors(module, x, pos, places(2, TOKENS, torch.float32).detach(), None)
     results = [
-        gradients(lambda s=s: deformable_encoder_layer(settings_of(storage=s), tensors), leaves)
+        compute_gradients(lambda s=s: deformable_encoder_layer(settings_of(storage=s), tensors), leaves)
         for s in ('native', 'int8')
     ]
     assert torch.equal(results[0][0], results[1][0])
@@ -354,7 +349,7 @@ def test_nothing_is_read_from_what_was_written_to():
         )
 
     leaves = dict(x=x, pos=pos, **copy.copy(dict(modules[0].named_parameters())))
-    same(gradients(lambda: run(True), leaves), gradients(lambda: run(False), leaves))
+    assert_same(compute_gradients(lambda: run(True), leaves), compute_gradients(lambda: run(False), leaves))
 
 
 class Kernel:
@@ -374,8 +369,8 @@ class Kernel:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (value, places, weights)]
             out = multi_scale_deform_attn.multi_scale_deformable_attn_pytorch(leaves[0], shapes, *leaves[1:])
-        for place, found in zip(grads, torch.autograd.grad(out, leaves, grad), strict=True):
-            place.copy_(found)
+        for place, gradients in zip(grads, torch.autograd.grad(out, leaves, grad), strict=True):
+            place.copy_(gradients)
 
     @staticmethod
     def _check(*tensors):
@@ -392,8 +387,8 @@ def test_the_kernel_of_cuda_is_called_once_in_each_pass(monkeypatch):
     def run():
         return deformable_encoder_layer(settings_of(), layer_tensors(module, x, pos, reference, padding(True)))
 
-    expected = gradients(run, leaves)
+    expected = compute_gradients(run, leaves)
     monkeypatch.setattr(multi_scale_deform_attn, 'ext_module', kernel)
     monkeypatch.setattr(deformable_module, 'has_kernel', lambda value: True)
-    same(gradients(run, leaves), expected)
+    assert_same(compute_gradients(run, leaves), expected)
     assert kernel.calls == ['forward', 'backward']

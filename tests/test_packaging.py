@@ -19,7 +19,7 @@ from sbp_mmdet.plan import check, command
 
 @pytest.fixture(scope='module')
 def wheel(tmp_path_factory):
-    """Builds the wheel from a copy of the checkout."""
+    """Build the wheel from a copy of the checkout."""
     folder = tmp_path_factory.mktemp('source')
     for name in ('setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'model-index.yml'):
         shutil.copy(ROOT / name, folder)
@@ -55,7 +55,7 @@ def test_pip_has_no_reason_to_touch_the_mm_stack(wheel):
 
 @pytest.fixture(scope='module')
 def elsewhere(wheel, tmp_path_factory):
-    """Returns a project outside of the checkout, and a function that runs code in it with the installed wheel alone."""
+    """Return a project outside of the checkout, and a function that runs code in it with the installed wheel alone."""
     site, folder = tmp_path_factory.mktemp('site'), make_project(tmp_path_factory.mktemp('own')).parent
     wheel.extractall(site)
     return folder, lambda *words: run(sys.executable, *words, cwd=folder, PYTHONPATH=site)
@@ -92,7 +92,7 @@ def test_configs_of_the_wheel_can_be_inherited(elsewhere):
 
 @pytest.mark.slow
 def test_a_stock_config_trains_with_one_added_line(elsewhere):
-    """By the script that ``mim train mmdet CONFIG`` runs; the detector and its data are those of the tests."""
+    """It trains with the script that ``mim train mmdet CONFIG`` runs; detector and data are those of the tests."""
     folder, python = elsewhere
     lines = "_base_ = 'tiny.py'\nmodel = dict(backbone=dict(sbp_cfg=None))\ntrain_cfg = dict(max_epochs=1)\n"
     lines += "visualizer = dict(vis_backends=[dict(type='LocalVisBackend')])\n"

@@ -54,7 +54,7 @@ def test_where_counts_lie_on_a_line_one_image_more_is_not_counted():
 
 
 def test_a_line_is_not_extended_far():
-    """Of one image and two it would say 99: the optimizer's step is most of both."""
+    """A line through one and two images predicts 99, because the optimizer's step dominates both."""
     asked = []
 
     def need(images):
@@ -108,8 +108,8 @@ def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr(command, 'largest_batches', lambda *args, **keys: rows)
     monkeypatch.setattr(command, 'presets_for', lambda base: ['none'])
     command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333', '--json'])
-    found = json.loads(capsys.readouterr().out)
-    assert found['answer'] == 'exact_min' and found['rows'][2]['images'] == 2
+    results = json.loads(capsys.readouterr().out)
+    assert results['answer'] == 'exact_min' and results['rows'][2]['images'] == 2
     command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333'])
     page = capsys.readouterr().out
     assert 'none fits' in page and '0.00125' in page and 'accumulative_counts=2' in page

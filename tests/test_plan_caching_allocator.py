@@ -43,7 +43,7 @@ def test_small_blocks_share_segments_of_2_mib():
 
 
 def test_the_smallest_block_that_fits_is_taken():
-    """Of cached 30 and 40 MiB, 25 MiB come from the first: 35 fit into the second, without a new segment."""
+    """25 MiB are taken from the first of two cached blocks of 30 and 40 MiB; then 35 fit into the second."""
     allocator = CachingAllocator()
     cached = [allocator.allocate(size * MIB) for size in (40, 30)]
     for block in cached:
@@ -69,7 +69,7 @@ def test_free_neighbours_become_one_block_but_segments_do_not():
 
 
 def test_sizes_that_grow_leave_segments_behind():
-    """Maps of 30, 40, 50 MiB one after the other: each is larger than all that is cached."""
+    """Maps of 30, 40 and 50 MiB follow each other, and each is larger than all cached blocks."""
     allocator, expandable = CachingAllocator(), CachingAllocator(expandable=True)
     for one in (allocator, expandable):
         for size in (30, 40, 50):
@@ -94,7 +94,7 @@ def test_cached_segments_are_given_back_before_it_is_out_of_memory():
 
 
 def test_expandable_segments_grow_at_a_free_end():
-    """15 of 20 MiB are freed at the end of the segment, behind 5 in use: 30 MiB take these and 20 more."""
+    """The last 15 of 20 MiB are freed, after 5 that are in use: 30 MiB take these and 20 more."""
     allocator = CachingAllocator(expandable=True)
     allocator.allocate(5 * MIB)
     allocator.free(allocator.allocate(15 * MIB))
@@ -106,7 +106,7 @@ def test_expandable_segments_grow_at_a_free_end():
 
 
 def test_expandable_segments_give_back_whole_granules():
-    """Of 60 MiB, 5 at either end are in use: the granule in the middle goes, and comes again."""
+    """5 of 60 MiB are in use at either end: the granule in the middle is freed and allocated again."""
     allocator = CachingAllocator(expandable=True)
     allocator.allocate(5 * MIB)
     middle = allocator.allocate(50 * MIB)
@@ -120,7 +120,7 @@ def test_expandable_segments_give_back_whole_granules():
 
 
 def test_expandable_segments_within_a_capacity():
-    """2 MiB of the other pool and 60 are too much for 60, so the 2 are given back."""
+    """2 MiB of the other pool and 60 MiB exceed a capacity of 60, so the 2 MiB are freed."""
     allocator = CachingAllocator(capacity=60 * MIB, expandable=True)
     allocator.free(allocator.allocate(MIB))
     allocator.allocate(59 * MIB)
@@ -140,7 +140,8 @@ def test_a_block_is_freed_once():
 @pytest.mark.parametrize('expandable', [False, True])
 @pytest.mark.parametrize('seed', range(4))
 def test_any_stream(expandable, seed):
-    """No two blocks overlap, allocated lies between what is asked for and what is reserved, and all comes back."""
+    """Blocks never overlap, allocated bytes lie between requested and reserved ones, and everything is freed at the
+    end."""
     rng, allocator, blocks, asked = random.Random(seed), CachingAllocator(expandable=expandable), [], 0
     for _ in range(1500):
         if blocks and rng.random() < 0.5:
@@ -168,7 +169,7 @@ def test_any_stream(expandable, seed):
 
 
 def test_capacity_needs_no_more_than_the_unlimited_run():
-    """What was reserved without a limit is enough within it, and nothing has to be given back."""
+    """The memory that is reserved without a limit suffices as the limit, and nothing has to be freed then."""
     rng = random.Random(0)
     step = [event for i in range(200) for event in ((i, rng.randrange(1, 30 * MIB)),)]
     step = [*step[:120], *((i, 0) for i in range(60)), *step[120:]]
@@ -179,7 +180,7 @@ def test_capacity_needs_no_more_than_the_unlimited_run():
 
 
 def test_replay():
-    """Tensors of 30 MiB that live one after the other share a segment; what is held stays; a step's end frees."""
+    """Consecutive tensors of 30 MiB share a segment, held tensors remain, and the end of a step frees the others."""
     step = [(0, 30 * MIB), (0, 0), (1, 30 * MIB), (2, 5 * MIB)]
     allocator = replay(CachingAllocator(), [12 * MIB, 12 * MIB], [step, step])
     assert figures(allocator) == (24 * MIB, (24 + 30 + 20) * MIB)

@@ -25,14 +25,14 @@ ALL = ('exact', 'exact_min', 'int8', 'sampled', 'sbp', 'none', 'with_cp', 'refer
 GB = 10**9
 
 
-def _row(peak, gradients, gaps=0):
-    """Returns the counts of a variant; with expandable segments there are no gaps."""
+def _count_of_variant(peak, gradients, gaps=0):
+    """Return the counts of a variant. With expandable segments there are no gaps."""
     return dict(peak=peak, gradients=gradients, reserved=2 * peak, capacity=peak + gaps, expandable=peak)
 
 
 @pytest.fixture(autouse=True)
 def round_numbers(monkeypatch):
-    """Sets the margin to 10 % and all other memory to 0.6 GB."""
+    """Set the margin to 10 % and all other memory to 0.6 GB."""
     for name, value in dict(MARGIN=0.1, WORKSPACES=10**8, CONTEXT=5 * 10**8).items():
         monkeypatch.setattr(planner, name, value)
 
@@ -51,34 +51,34 @@ def test_budgets_and_sizes():
 
 
 def test_need_is_the_peak_with_margin_and_context():
-    row = _row(GB, GB // 2)
+    row = _count_of_variant(GB, GB // 2)
     assert needed(row) == 1_700_000_000 and needed(row, ddp=True) == 2_250_000_000
-    row = _row(GB, 0, gaps=GB // 10)  # the margin is one of what is allocated
+    row = _count_of_variant(GB, 0, gaps=GB // 10)  # the margin is one of what is allocated
     assert needed(row) == 1_800_000_000 and needed(row, held_by='expandable') == 1_700_000_000
 
 
-def planned(budget, peaks, path=FRCNN, presets=ALL, **options):
-    """Returns (variant -> fits), the measured variants and the rows; variants without a peak need 9 GB."""
+def run_plan(budget, peaks, path=FRCNN, presets=ALL, **options):
+    """Return (variant -> fits), the measured variants and the rows; variants without a peak need 9 GB."""
     seen = []
 
     def measure(variant):
         seen.append(variant)
-        return _row(int(peaks.get(variant, 9) * GB), GB)
+        return _count_of_variant(int(peaks.get(variant, 9) * GB), GB)
 
     rows = plan(plain(load_config(path)), int(budget * GB), measure, presets, **options)
     return {row.variant: row.fits for row in rows}, seen, rows
 
 
 def test_a_config_that_fits_is_all_there_is():
-    assert planned(5, dict(none=4))[:2] == ({'none': True}, ['none'])  # 4 GB + 10 % + 0.6 GB
-    assert not planned(5, dict(none=4), ddp=True)[0]['none']
+    assert run_plan(5, dict(none=4))[:2] == ({'none': True}, ['none'])  # 4 GB + 10 % + 0.6 GB
+    assert not run_plan(5, dict(none=4), ddp=True)[0]['none']
 
 
 def test_for_each_preset_the_cheapest_that_fits():
     most = '+cp-heads+cp-rpn+cp-neck'
     peaks = {'exact_min': 4, 'int8' + most: 4, 'sbp' + most: 5.5}
-    found, seen, rows = planned(6, peaks)
-    assert [*found.items()] == [
+    fits, seen, rows = run_plan(6, peaks)
+    assert [*fits.items()] == [
         ('none', False),
         ('with_cp', False),
         ('exact', False),
@@ -93,14 +93,14 @@ def test_for_each_preset_the_cheapest_that_fits():
 
 
 def test_with_cp_is_the_answer_where_nothing_else_is_exact():
-    assert answer(planned(6, {'with_cp': 1, 'int8': 2})[2]).variant == 'with_cp'
-    assert answer(planned(6, {'with_cp': 1, 'exact_min': 2})[2]).variant == 'exact_min'
-    assert answer(planned(6, {'int8': 2})[2]).variant == 'int8'
-    assert answer(planned(6, {})[2]) is None
+    assert answer(run_plan(6, {'with_cp': 1, 'int8': 2})[2]).variant == 'with_cp'
+    assert answer(run_plan(6, {'with_cp': 1, 'exact_min': 2})[2]).variant == 'exact_min'
+    assert answer(run_plan(6, {'int8': 2})[2]).variant == 'int8'
+    assert answer(run_plan(6, {})[2]) is None
 
 
 def test_presets_that_do_not_apply_are_left_out():
-    assert [*planned(20, dict(none=30, exact=4, int8=3), presets=('none', 'exact', 'int8'))[0]] == [
+    assert [*run_plan(20, dict(none=30, exact=4, int8=3), presets=('none', 'exact', 'int8'))[0]] == [
         *('none', 'exact', 'none+amp', 'int8')
     ]
 
@@ -116,15 +116,15 @@ def test_presets_that_do_not_apply_are_left_out():
 )
 def test_a_config_in_full_precision_is_counted_in_mixed_precision(peaks, shown):
     exact = ('none', 'exact', 'exact_min')
-    found, _, rows = planned(6, peaks, presets=exact)
-    assert [*found][3:] == [shown] and rows[-1].gradients == 'exact, fp16'
-    assert found[shown] == (answer(rows) is not None)
-    assert [*planned(6, peaks, STOCK_T, exact)[0]] == [*exact]  # it is in mixed precision
+    fits, _, rows = run_plan(6, peaks, presets=exact)
+    assert [*fits][3:] == [shown] and rows[-1].gradients == 'exact, fp16'
+    assert fits[shown] == (answer(rows) is not None)
+    assert [*run_plan(6, peaks, STOCK_T, exact)[0]] == [*exact]  # it is in mixed precision
 
 
 def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
-    found, _, rows = planned(6, {'int8+cp-heads': 4}, presets=('none', 'int8'))
-    assert found['int8+cp-heads'] and answer(rows).variant == 'int8+cp-heads'
+    fits, _, rows = run_plan(6, {'int8+cp-heads': 4}, presets=('none', 'int8'))
+    assert fits['int8+cp-heads'] and answer(rows).variant == 'int8+cp-heads'
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
 )
 def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
     presets = ('none', 'exact_min')
-    found, seen, _ = planned(3, {last: 8}, path, presets, eight_bit=eight_bit)
-    assert [*found] == ['none', last, 'none+amp'] and len(seen) == len(set(seen))
+    fits, seen, _ = run_plan(3, {last: 8}, path, presets, eight_bit=eight_bit)
+    assert [*fits] == ['none', last, 'none+amp'] and len(seen) == len(set(seen))
     # Pieces may cost more than they save.
-    found = planned(3, {'exact_min': 4}, path, presets, eight_bit=eight_bit)[0]
-    assert [*found] == ['none', 'exact_min', 'none+amp']
+    fits = run_plan(3, {'exact_min': 4}, path, presets, eight_bit=eight_bit)[0]
+    assert [*fits] == ['none', 'exact_min', 'none+amp']
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def test_where_the_pipeline_cannot_be_run_a_size_will_do(tmp_path, capsys):
 
 @pytest.fixture
 def planning(monkeypatch):
-    """Replaces measurements by given peaks, and records the hooks of the measured configs."""
+    """Replace measurements by given peaks, and record the hooks of the measured configs."""
     peaks, hooks = {}, []
 
     def measure(config, **case):
         hooks.append([dict(hook) for hook in config.custom_hooks])
         name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
-        return _row(int(peaks.get(name, 20) * GB), 0)
+        return _count_of_variant(int(peaks.get(name, 20) * GB), 0)
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
     monkeypatch.setattr(counts, 'build_detector', lambda config, device: (None, None))
@@ -199,7 +199,7 @@ def test_what_is_not_counted_is_said(planning, capsys):
 
 
 def test_what_the_run_needs_beside_its_steps(planning, capsys):
-    """Validation, and a package that is missing."""
+    """The answer mentions validation, and a missing package."""
     planning.peaks.update(none=1)
     pages = []
     for path, option in ((FRCNN, []), (FRCNN, ['--cfg-options', 'val_cfg=None']), (STOCK_T, [])):
@@ -221,12 +221,12 @@ def test_images_without_boxes_have_none(planning, capsys, monkeypatch):
 
 
 def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):
-    """The config needs 5 GB, 1.1 GB more with gaps: it fits into 6 GB with one line in the environment."""
+    """The config needs 5 GB, and 1.1 GB more with gaps, so one line in the environment makes it fit into 6 GB."""
     peaks = dict(none=4, exact=2)
 
     def measure(config, **case):
         name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
-        return _row(int(peaks.get(name, 20) * GB), 0, gaps=GB if name == 'none' else 0)
+        return _count_of_variant(int(peaks.get(name, 20) * GB), 0, gaps=GB if name == 'none' else 0)
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
     command.main(['plan', FRCNN, '--budget', '5.5GB', '--verbose'])
@@ -289,7 +289,9 @@ def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
         raise KeyError('a kernel that only a GPU has')
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
-    with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: no training step .*KeyError.*only a GPU has'):
+    with pytest.raises(
+        SystemExit, match=r'faster-rcnn_r50\S*: a training step cannot be run here.*KeyError.*only a GPU has'
+    ):
         command.main(['plan', FRCNN, '--budget', '8GiB'])
     monkeypatch.setattr('sbp_mmdet.plan.report.build_detector', measure)
     with pytest.raises(SystemExit, match=r'faster-rcnn_r50\S*: its model cannot be built here: KeyError'):
@@ -323,13 +325,13 @@ def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):
     assert (fits['answer'], fits['lines']) == ('as it is', '') and fits['inputs']['width'] == 160
     (row,) = fits['rows']
     command.main([*case, f'{row["need"] / 1e3 - 100:.0f}kB'])
-    found = json.loads(capsys.readouterr().out)
-    assert found['rows'][0] == dict(row, fits=False)
-    chosen = next(row for row in found['rows'] if row['variant'] == found['answer'])
-    assert chosen['fits'] and chosen['need'] <= found['budget'] < row['need']
-    name = found['answer'].split('+')[0]  # in a model so small mixed precision alone may be the answer
-    assert (f"dict(type='LeanHook', preset='{name}')" in found['lines']) == (name != 'none')
-    assert "model.setdefault('backbone', {}).update(sbp_cfg=None, with_cp=False)" in found['lines']
+    results = json.loads(capsys.readouterr().out)
+    assert results['rows'][0] == dict(row, fits=False)
+    chosen = next(row for row in results['rows'] if row['variant'] == results['answer'])
+    assert chosen['fits'] and chosen['need'] <= results['budget'] < row['need']
+    name = results['answer'].split('+')[0]  # in a model so small mixed precision alone may be the answer
+    assert (f"dict(type='LeanHook', preset='{name}')" in results['lines']) == (name != 'none')
+    assert "model.setdefault('backbone', {}).update(sbp_cfg=None, with_cp=False)" in results['lines']
 
 
 def test_what_a_config_or_a_preset_changes(tiny, capsys, tmp_path):

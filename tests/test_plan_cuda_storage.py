@@ -23,7 +23,7 @@ from sbp_mmdet.plan.variants import load_config, plain
 HALF, FLOAT, LONG = 2, 4, 8
 
 
-def stored(fn, exclude=(), **how):
+def count_stored_bytes(fn, exclude=(), **how):
     with cuda_storage(LiveBytes(), **how):
         return saved_bytes(fn, exclude)
 
@@ -42,10 +42,10 @@ def test_deformable_attention_stores_values_places_and_weights():
     # Values, places, weights as softmax and as the kernel keep them (one storage), and what the output layer reads;
     # the offsets are divided by sizes (2 levels of 2 whole numbers).
     expected = rows * (32 + 2 * samples + samples + 32) * FLOAT
-    found = stored(forward, [query, *layer.parameters()])
-    assert 0 <= found - expected <= 200
+    actual = count_stored_bytes(forward, [query, *layer.parameters()])
+    assert 0 <= actual - expected <= 200
     assert saved_bytes(forward, [query, *layer.parameters()]) > 1.8 * expected  # every sampled value
-    assert stored(forward, [query, *layer.parameters()], bfloat16=True) > 1.8 * expected
+    assert count_stored_bytes(forward, [query, *layer.parameters()], bfloat16=True) > 1.8 * expected
 
 
 def test_an_encoder_layer_in_mixed_precision():
@@ -72,8 +72,8 @@ def test_an_encoder_layer_in_mixed_precision():
         with autocast('cpu', torch.bfloat16):
             return layer(query, **given, level_start_index=torch.tensor([0, 64]))
 
-    found = stored(forward, [query, *layer.parameters()])
-    assert 0 <= found - expected <= 200, (found, expected)
+    actual = count_stored_bytes(forward, [query, *layer.parameters()])
+    assert 0 <= actual - expected <= 200, (actual, expected)
 
 
 @pytest.mark.parametrize('kind', [DeformConv2dPack, ModulatedDeformConv2dPack])
@@ -113,19 +113,19 @@ def test_focal_loss_keeps_its_value_and_stores_logits_and_labels():
         torch.testing.assert_close(loss(logits, labels), FocalLoss.forward(loss, logits, labels))
         value = loss(logits, labels, weight)
     torch.testing.assert_close(value, loss(logits, labels, weight))
-    assert stored(lambda: loss(logits, labels, None, None, 'sum'), [logits]) <= 50 * LONG + 64
+    assert count_stored_bytes(lambda: loss(logits, labels, None, None, 'sum'), [logits]) <= 50 * LONG + 64
     one_hot = F.one_hot(labels, 8)[:, :7].float()
-    assert stored(lambda: loss(logits, one_hot)) == saved_bytes(lambda: loss(logits, one_hot))
+    assert count_stored_bytes(lambda: loss(logits, one_hot)) == saved_bytes(lambda: loss(logits, one_hot))
 
 
 def test_dropout_stores_a_byte_an_element():
     x, layer = torch.randn(100, requires_grad=True), nn.Dropout(0.5)
-    assert stored(lambda: layer(x)) == 100 and saved_bytes(lambda: layer(x)) == 100 * FLOAT
-    assert stored(lambda: layer.eval()(x)) == 0
+    assert count_stored_bytes(lambda: layer(x)) == 100 and saved_bytes(lambda: layer(x)) == 100 * FLOAT
+    assert count_stored_bytes(lambda: layer.eval()(x)) == 0
 
 
 def test_stand_ins_of_kernels_are_no_foreign_code():
-    """A changed module is counted as it trains, whatever stands in for a kernel of CUDA."""
+    """A changed module is counted in its changed form, even while CUDA's kernels are replaced."""
     counter, kinds = LiveBytes(), (FocalLoss, nn.Dropout, nn.Conv2d, RoIAlign, FFN, MultiScaleDeformableAttention)
     with cuda_kernels(counter, False), cuda_storage(counter), assignment_on_cpu(counter):
         assert {kind: replaced_code(kind) for kind in kinds} == dict.fromkeys(kinds)

@@ -31,7 +31,7 @@ SMALL = dict(batch=2, height=96, width=100, boxes=4)
 
 @MODELS.register_module()
 class TwoLayers(BaseModel):
-    """A network of two layers on 10 rows: backbone 16 to 32, ReLU, head 32 to 8, sum of squares."""
+    """Network of two layers on 10 rows: backbone 16 to 32, ReLU, head 32 to 8; its loss is the sum of squares."""
 
     def __init__(self, **unused):
         super().__init__()
@@ -50,7 +50,7 @@ TWO_LAYERS = Config(dict(model=MODEL, optim_wrapper=ADAMW))
 
 @pytest.fixture(scope='module')
 def atto():
-    """Returns the quick start's config with a tiny backbone and mixed precision."""
+    """Return the quick start's config with a tiny backbone and mixed precision."""
     config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
     config.model.backbone.arch = dict(depths=[1, 1, 2, 1], channels=[8, 16, 32, 64])
     config.model.neck.in_channels = [8, 16, 32, 64]
@@ -119,7 +119,7 @@ def test_what_detectors_ask_for_beside_images():
 
 
 def state_bytes(kind):
-    """Returns the bytes of the states of parameters with 4095, 4096 and 5000 entries, each and shared."""
+    """Return the bytes of the states of parameters with 4095, 4096 and 5000 entries, each and shared."""
     weights = [nn.Parameter(torch.zeros(n)) for n in (4095, 4096, 5000)]
     optimizer = kind(weights, lr=1e-3, weight_decay=0.1)
     for w in weights:
@@ -166,7 +166,7 @@ def test_parts_add_up(atto):
 
 
 def test_the_preprocessor_pads_batches_itself(atto):
-    """To its divisor, which is no transform of the pipeline."""
+    """It pads to its divisor, although no transform of the pipeline does."""
     config = copy.deepcopy(with_variant(atto, 'none'))
     config.model.data_preprocessor.pad_size_divisor = 64
     padded, small = (measure_detector(c, **SMALL)['saved'] for c in (config, with_variant(atto, 'none')))
@@ -176,7 +176,7 @@ def test_the_preprocessor_pads_batches_itself(atto):
 
 @pytest.mark.parametrize('variant', ['none', 'with_cp', 'sbp', 'exact+cp-neck', 'int8+cp-heads+cp-rpn+cp-neck'])
 def test_without_arithmetic_the_bytes_are_the_same(atto, variant):
-    """Norms of neck and mask head are group norms, whose gradients in reduced precision only lean layers ask for."""
+    """Norms of neck and mask head are group norms; only lean layers compute their gradients in reduced precision."""
     config = with_variant(atto, variant)
     case = dict(SMALL, height=256, width=300)  # large enough that something is skipped
     found = []
@@ -204,7 +204,7 @@ def test_without_arithmetic_the_bytes_are_the_same(atto, variant):
     ],
 )
 def test_what_is_drawn_is_computed(atto, kind, keys, size, monkeypatch):
-    """Masks, and the images that stochastic depth drops, say how many rows are stored."""
+    """Masks, and the images that stochastic depth drops, determine how many rows are stored."""
     monkeypatch.setattr(skip_arithmetic, '_LARGE', 2**13)  # by default, the first large maps have 1024 x 2048 pixels
     config = copy.deepcopy(atto)
     if kind == 'SwinTransformer':
@@ -268,16 +268,16 @@ def test_a_config_that_is_not_ours():
 def test_plain_is_the_detector_without_this_package():
     config = load_config('mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py')
     config.custom_hooks = [dict(type='EMAHook'), dict(type='LeanHook', preset='sbp')]
-    found = plain(config)
-    assert (found.model.backbone.type, found.model.backbone.arch) == ('SBPConvNeXt', 'tiny')
-    assert found.custom_hooks == [dict(type='EMAHook')] and len(config.custom_hooks) == 2
+    changed = plain(config)
+    assert (changed.model.backbone.type, changed.model.backbone.arch) == ('SBPConvNeXt', 'tiny')
+    assert changed.custom_hooks == [dict(type='EMAHook')] and len(config.custom_hooks) == 2
     config = load_config(STOCK)
     config.model.backbone.with_cp = True
     assert plain(config).model.backbone.with_cp is False and config.model.backbone.with_cp is True
 
 
 def test_presets_that_apply_are_tried_on_the_model(atto):
-    """It stays as it is: classes, hooks, parameters."""
+    """The model's classes, hooks and parameters are unchanged afterwards."""
 
     def look(model):
         modules = [(n, type(m), len(m._forward_pre_hooks), '_lean' in vars(m)) for n, m in model.named_modules()]
@@ -287,10 +287,10 @@ def test_presets_that_apply_are_tried_on_the_model(atto):
     for config, thinned in ((atto, True), (stock, False)):
         model, _ = build_detector(config, 'cpu')
         before = look(model)
-        found = presets_of(model)
+        reasons = presets_of(model)
         assert look(model) == before
-        assert {name for name, reason in found.items() if reason} == (set() if thinned else {*THINNING, 'sampled'})
-        assert thinned or 'drops positions' in found['sbp']
+        assert {name for name, reason in reasons.items() if reason} == (set() if thinned else {*THINNING, 'sampled'})
+        assert thinned or 'drops positions' in reasons['sbp']
 
 
 def test_bad_input_is_named(atto, tmp_path):
@@ -317,13 +317,13 @@ def test_bad_input_is_named(atto, tmp_path):
 
 
 def test_a_trained_head_assigns_eight_predictions_to_a_box():
-    """An untrained one, whose predictions overlap nothing, one."""
+    """An untrained head, whose predictions overlap no box, assigns one."""
     cost = torch.rand(100, 5) + 10 * (torch.arange(100)[:, None] // 20 != torch.arange(5))
     head = nn.Module()
     head.assigner = DynamicSoftLabelAssigner()
     for number in (1, 8):
-        found = head.assigner.dynamic_k_matching(cost, torch.zeros(100, 5), 5, torch.ones(100, dtype=torch.bool))
-        assert found[1].bincount(minlength=5).tolist() == [number] * 5
+        assigned = head.assigner.dynamic_k_matching(cost, torch.zeros(100, 5), 5, torch.ones(100, dtype=torch.bool))
+        assert assigned[1].bincount(minlength=5).tolist() == [number] * 5
         as_if_trained(head)
 
 

@@ -8,7 +8,7 @@ from sbp_mmdet.plan.memory import peak_bytes
 
 
 def test_a_gpu_without_a_number(monkeypatch):
-    """torch.cuda.set_device refuses 'cuda'."""
+    """torch.cuda.set_device does not accept 'cuda'."""
     seen = []
 
     def check(*args):
@@ -53,7 +53,8 @@ def test_other_errors_are_errors():
 
 
 def test_the_first_run_is_not_the_one_that_counts(monkeypatch):
-    """On CUDA it is charged the libraries' workspaces; and what it leaves behind is not held during the second."""
+    """On CUDA, the first run also allocates the libraries' workspaces. What it leaves behind is freed before the second
+    run."""
     log = []
     for name in ('synchronize', 'reset_peak_memory_stats'):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: log.append(name))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import environment
+from helpers import make_environment
 from mmdet.models import RetinaNet
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -20,7 +20,7 @@ CASE = dict(batch=1, height=64, width=64, boxes=2)
 
 @MODELS.register_module(force=True)
 class WithTeacher(RetinaNet):
-    """A detector that keeps a teacher outside of the tree of modules, as mmdet's distillation does."""
+    """Detector that keeps a teacher outside of the tree of modules, as in mmdet's distillation."""
 
     def __init__(self, teacher: dict, **kwargs):
         super().__init__(**kwargs)
@@ -51,16 +51,16 @@ def weights(config):
 def test_a_teacher_outside_of_the_tree_counts(retina, alone):
     config = Config(retina.to_dict())
     config.model = dict(config.model, type='WithTeacher', teacher=config.model)
-    found = measure_detector(config, **CASE)
-    assert found['peak'] - alone['peak'] == pytest.approx(weights(retina), rel=1e-3)
+    row = measure_detector(config, **CASE)
+    assert row['peak'] - alone['peak'] == pytest.approx(weights(retina), rel=1e-3)
 
 
 @pytest.mark.parametrize('hooks', [1, 2])
 def test_averaged_copies_count(retina, alone, hooks):
     config = Config(retina.to_dict())
     config.custom_hooks = [dict(type='EMAHook', ema_type='ExpMomentumEMA')] * hooks
-    found = measure_detector(config, **CASE)
-    assert found['peak'] - alone['peak'] == pytest.approx(hooks * weights(retina), rel=1e-3)
+    row = measure_detector(config, **CASE)
+    assert row['peak'] - alone['peak'] == pytest.approx(hooks * weights(retina), rel=1e-3)
 
 
 @pytest.mark.parametrize('verb', ['plan', 'rehearse'])
@@ -107,8 +107,8 @@ def test_json_is_json_whatever_others_print(tmp_path):
     (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\ncustom_imports = dict(imports=['loud'])\n")
     words = ['-W', 'ignore', '-m', 'sbp_mmdet.plan', 'plan', 'a.py', '--budget', '80GiB', '--batch', '1', '--json']
     words += ['--size', '64x64', '--boxes', '2']
-    path = f'{tmp_path}:{environment()["PYTHONPATH"]}' if 'PYTHONPATH' in environment() else str(tmp_path)
-    variables = environment(PYTHONPATH=path)
+    path = f'{tmp_path}:{make_environment()["PYTHONPATH"]}' if 'PYTHONPATH' in make_environment() else str(tmp_path)
+    variables = make_environment(PYTHONPATH=path)
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert json.loads(done.stdout)['answer'] == 'none', done.stderr
     assert 'loud' in done.stderr

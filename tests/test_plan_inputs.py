@@ -20,24 +20,24 @@ STOCK = {
 
 @pytest.mark.parametrize('name', STOCK)
 def test_stock_configs(name):
-    found = inputs_of(load_config(f'mmdet::{name}'))
+    inputs = inputs_of(load_config(f'mmdet::{name}'))
     batch, height, width, *labels = STOCK[name]
-    assert (found.batch, found.masks, found.semantic) == (batch, *labels)
-    assert found.height * found.width == pytest.approx(height * width, rel=0.05)
-    assert 'not in the config' not in found.source and found.usual is not None and found.boxes is None
+    assert (inputs.batch, inputs.masks, inputs.semantic) == (batch, *labels)
+    assert inputs.height * inputs.width == pytest.approx(height * width, rel=0.05)
+    assert 'not in the config' not in inputs.source and inputs.usual is not None and inputs.boxes is None
 
 
 def test_crowded_batches_have_fewer_boxes_an_image_the_larger_they_are():
-    found = [crowded(2**i) for i in range(12)]
-    assert found == sorted(found, reverse=True) and found[1] == 60
-    assert found[0] <= 93 and found[-1] == pytest.approx(7.3, abs=2)  # COCO's largest number, and its mean
+    boxes = [crowded(2**i) for i in range(12)]
+    assert boxes == sorted(boxes, reverse=True) and boxes[1] == 60
+    assert boxes[0] <= 93 and boxes[-1] == pytest.approx(7.3, abs=2)  # COCO's largest number, and its mean
 
 
 def test_what_is_told_counts():
-    found = inputs_of(load_config('mmdet::ssd/ssd300_coco.py'), batch=1, size=(32, 64))
-    assert found[:3] == (1, 32, 64) and found.source == 'as told'
-    found = inputs_of(Config(dict(model={})))
-    assert found[:3] == (2, *DEFAULT_SIZE) and found.source.count('not in the config') == 2
+    inputs = inputs_of(load_config('mmdet::ssd/ssd300_coco.py'), batch=1, size=(32, 64))
+    assert inputs[:3] == (1, 32, 64) and inputs.source == 'as told'
+    inputs = inputs_of(Config(dict(model={})))
+    assert inputs[:3] == (2, *DEFAULT_SIZE) and inputs.source.count('not in the config') == 2
 
 
 def test_transformers_of_a_detector():

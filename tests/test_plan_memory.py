@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from mmcv.cnn import ConvModule
-from ops_cases import fused_mlp, mlp_inputs
+from ops_cases import get_fused_mlp, mlp_inputs
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -37,7 +37,7 @@ def test_excluded_storages_and_their_views():
 
 
 def test_only_what_is_still_saved():
-    """Graphs that are gone when the function returns do not count, whatever address they had."""
+    """Graphs that are freed within the function do not count, even if their addresses are used again."""
     x = torch.randn(1000, requires_grad=True)
 
     def forward():
@@ -52,7 +52,7 @@ def test_only_what_is_still_saved():
 
 
 def test_an_output_that_nobody_needs_is_let_go():
-    """Sigmoid saves what it puts out, which holds the node that saved it."""
+    """Sigmoid saves its output, which references the node that saved it."""
     x = torch.randn(8, requires_grad=True)
     assert saved_bytes(lambda: x.sigmoid().detach()) == 0
 
@@ -95,7 +95,8 @@ def test_backward_works_under_the_hooks():
 
 
 def test_live_bytes_when_addresses_are_used_again():
-    """Freed storages leave their places to others; older ones never counted, and do not when they are freed."""
+    """New storages may get the addresses of freed ones. Storages that existed before never count, nor does freeing
+    them."""
     old = torch.zeros(1000)
     with LiveBytes() as counter:
         kept = old[:] * 2
@@ -113,19 +114,19 @@ def test_live_bytes_when_addresses_are_used_again():
 
 
 def test_sparse_tensors():
-    """Some losses of mmdet multiply by one. It holds its indices and its values."""
+    """Some losses of mmdet multiply by a sparse tensor, which holds its indices and its values."""
     a, x = torch.eye(6, dtype=torch.float32).to_sparse(), torch.randn(6, 4, requires_grad=True)
     assert saved_bytes(lambda: torch.sparse.mm(a, x).sum()) == 2 * 6 * 8 + 6 * 4
     assert peak_bytes(lambda: torch.sparse.mm(torch.eye(6).to_sparse(), x).sum().backward()) >= 2 * 6 * 8 + 6 * 4
 
 
 def test_counts_are_of_the_pieces_that_a_gpu_would_cut():
-    """They are larger than a CPU's, and so is what a backward pass needs at a time."""
+    """A GPU's chunks are larger than a CPU's, and so is the temporary memory of a backward pass."""
 
     def peak():
         tensors, _ = mlp_inputs(n=1, c=8, d=512, height=64, width=64, dtype=torch.float32)
         leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-        out = fused_mlp()(**leaves)
+        out = get_fused_mlp()(**leaves)
         return peak_bytes(lambda: out.sum().backward())
 
     own = peak()
@@ -137,7 +138,7 @@ def test_counts_are_of_the_pieces_that_a_gpu_would_cut():
 
 
 def test_code_that_moves_a_tensor_to_the_gpu_itself_is_counted():
-    """As Co-DETR's head does."""
+    """Co-DETR's head moves tensors itself."""
     with cuda_kernels(LiveBytes(), compute=False):
         x = torch.arange(3)
         assert x.cuda() is x and x.cuda(0, non_blocking=True) is x
@@ -162,7 +163,7 @@ def test_names_of_parts():
 
 
 def test_following_the_parts_changes_no_byte():
-    """Convolutions that read their input from what the layer in front keeps do so while a count runs, too."""
+    """Convolutions that read their input from the map that the previous layer saves do so during a count, too."""
     layers = [ConvModule(8, 8, 3, padding=1, norm_cfg=dict(type='BN'), act_cfg=dict(type='SiLU')) for _ in range(4)]
     model = nn.Sequential(nn.Sequential(*layers))
     apply_lean(model, 'exact')

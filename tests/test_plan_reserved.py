@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def test_a_record_says_what_was_made_and_freed():
-    """Maps of 4 MiB: x, then y and z; y goes before w is made in its place."""
+    """Maps have 4 MiB: first x, then y and z; y is freed before w is allocated in its place."""
     n = MIB
     with LiveBytes(record=True) as counter:
         x = torch.zeros(n)
@@ -36,10 +36,10 @@ def test_maps_shrink_with_the_images_and_gradients_do_not():
 
 
 def test_images_of_one_size_and_of_several():
-    """A map of 40 MiB, 60 MiB of parameters. Smaller maps come first, and leave segments that serve no larger one."""
+    """A map has 40 MiB, the parameters 60. Smaller maps come first, and their segments are useless later."""
     events = [(0, 40 * MIB), (0, 0)]
     assert reserved_bytes([60 * MIB], events) == dict.fromkeys(('reserved', 'capacity', 'expandable'), 100 * MIB)
-    found = reserved_bytes([60 * MIB], events, usual_share=0.25)
-    assert found['reserved'] == (60 + 10 + 20 + 30 + 40) * MIB
+    reserved = reserved_bytes([60 * MIB], events, usual_share=0.25)
+    assert reserved['reserved'] == (60 + 10 + 20 + 30 + 40) * MIB
     # The smaller segments are given back where there is no room for them.
-    assert found['capacity'] == pytest.approx(100 * MIB, rel=0.01) == found['expandable']
+    assert reserved['capacity'] == pytest.approx(100 * MIB, rel=0.01) == reserved['expandable']

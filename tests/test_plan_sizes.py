@@ -52,7 +52,7 @@ class NeverEnds(BaseTransform):
 
 @TRANSFORMS.register_module(force=True)
 class Waits(BaseTransform):
-    """Takes no time of its own."""
+    """Transform that waits without using the CPU."""
 
     def transform(self, results):
         time.sleep(0.012)
@@ -60,7 +60,7 @@ class Waits(BaseTransform):
 
 
 def coco(folder, shapes, channels=3, boxes=2):
-    """Writes pictures of these shapes with rectangles."""
+    """Write images of given shapes, with rectangles as objects."""
     rng = np.random.default_rng(0)
     content = dict(images=[], annotations=[], categories=[dict(id=1, name='thing')])
     for i, (height, width) in enumerate(shapes):
@@ -96,7 +96,7 @@ def config_of(folder, steps, load=LOAD, sampler='AspectRatioBatchSampler', batch
 
 
 def largest_real(config, batches):
-    """Returns the pixels of the largest of some batches of the real loader, padded to one size."""
+    """Return the pixels of the largest of several batches of the real loader, padded to a common size."""
     init_default_scope('mmdet')
     np.random.seed(7), torch.manual_seed(7)
     loader, most, seen, epoch = Runner.build_dataloader(config.train_dataloader, seed=7), 0, 0, 0
@@ -128,16 +128,16 @@ CASES = {
 @pytest.mark.parametrize('name', CASES)
 def test_as_large_as_those_of_the_loader(pictures, name):
     config = config_of(pictures, CASES[name])
-    found = inputs_of(config)
+    inputs = inputs_of(config)
     real = largest_real(config, 100)
-    assert 0.97 * real <= 2 * found.height * found.width <= 1.25 * real, (found[:3], real / 2)
-    pixels = [height * width for height, width in ((found.height, found.width), found.rare, found.usual)]
+    assert 0.97 * real <= 2 * inputs.height * inputs.width <= 1.25 * real, (inputs[:3], real / 2)
+    pixels = [height * width for height, width in ((inputs.height, inputs.width), inputs.rare, inputs.usual)]
     assert pixels == sorted(pixels, reverse=True)
-    assert found.boxes >= 3 or name == 'jitter and crop'
+    assert inputs.boxes >= 3 or name == 'jitter and crop'
 
 
 def test_sizes_behind_the_switch_of_the_last_epochs(pictures):
-    """Mosaics of 24 x 24, and single images when a hook lets the data set skip them."""
+    """Batches are mosaics of 24 x 24, and single images when a hook makes the data set skip the mosaic."""
     steps = [dict(type='Mosaic', img_scale=(24, 24)), dict(type='RandomAffine', border=(-12, -12))]
     config = config_of(pictures, steps, sampler=None)
     assert inputs_of(config)[1:3] == (24, 24)
@@ -153,7 +153,7 @@ def test_square_images_are_not_padded_to_what_they_are_not(tmp_path):
 
 
 def test_the_remainders_of_an_epoch_share_a_batch(tmp_path):
-    """Three landscape and three portrait images: each epoch ends with one of both."""
+    """With three landscape and three portrait images, each epoch ends with one of both."""
     folder = coco(tmp_path, [(80, 133)] * 3 + [(133, 80)] * 3)
     assert inputs_of(config_of(folder, []))[1:3] == (133, 133)
     even = config_of(folder, [])
@@ -173,13 +173,13 @@ def test_a_data_set_without_images_is_called_one(tmp_path):
 
 
 def test_wrappers_in_wrappers_need_no_data(tmp_path):
-    """As mmdet's VOC configs have them."""
+    """mmdet's VOC configs nest wrappers."""
     config = config_of(tmp_path, [RESIZE], sampler=None)
     one = config.train_dataloader.dataset
     both = dict(type='ConcatDataset', datasets=[dict(type='RepeatDataset', times=2, dataset=one), one])
     config.train_dataloader.dataset = dict(type='RepeatDataset', times=3, dataset=both)
-    found = inputs_of(config)
-    assert found[1:3] == (133, 133) and "COCO's" in found.source
+    inputs = inputs_of(config)
+    assert inputs[1:3] == (133, 133) and "COCO's" in inputs.source
 
 
 def test_channels_are_those_of_the_pictures(tmp_path):
@@ -191,20 +191,20 @@ def test_channels_are_those_of_the_pictures(tmp_path):
 
 def test_masks_need_not_be_bitmaps(pictures):
     load = [LOAD[0], dict(type='LoadAnnotations', with_bbox=True, with_mask=True)]
-    found = inputs_of(config_of(pictures, [CHOICE, CROP], load))
-    assert found.masks and max(found[1:3]) <= 60
+    inputs = inputs_of(config_of(pictures, [CHOICE, CROP], load))
+    assert inputs.masks and max(inputs[1:3]) <= 60
 
 
 def test_polygons_in_larger_images(pictures):
-    """As in YOLACT's pipeline: a transform that mmdet implements for bitmaps alone."""
+    """YOLACT's pipeline has a transform that mmdet implements for bitmaps only."""
     load = [LOAD[0], dict(type='LoadAnnotations', with_bbox=True, with_mask=True)]
     steps = [
         dict(type='Expand', mean=[0, 0, 0], ratio_range=(2, 3), prob=1),
         dict(type='RandomCrop', crop_size=(60, 60)),
     ]
     config = config_of(pictures, steps, load)
-    found, real = inputs_of(config), largest_real(config, 100)
-    assert found.masks and 0.97 * real <= 2 * found.height * found.width <= 1.25 * real
+    inputs, real = inputs_of(config), largest_real(config, 100)
+    assert inputs.masks and 0.97 * real <= 2 * inputs.height * inputs.width <= 1.25 * real
 
 
 def test_files_that_are_larger_than_their_annotations_say(pictures, tmp_path):
@@ -255,10 +255,10 @@ def test_a_transform_that_does_not_end(pictures, monkeypatch):
 
 
 def test_pasted_objects_need_no_pictures(tmp_path):
-    """Without data, and with the boxes of both images."""
+    """The pipeline runs without data and with the boxes of both images."""
     config = pipeline_sizes.PIPELINES['large-scale jitter and copy-paste'][2](tmp_path)
     assert inputs_of(config)[1:3] == (102, 102)
-    folder = pipeline_sizes.pictures(tmp_path, [(102, 102)] * 4)
+    folder = pipeline_sizes.write_pictures(tmp_path, [(102, 102)] * 4)
     for file in folder.glob('*.png'):
         file.unlink()
     config = pipeline_sizes.PIPELINES['large-scale jitter and copy-paste'][2](folder)
@@ -266,7 +266,7 @@ def test_pasted_objects_need_no_pictures(tmp_path):
 
 
 def test_a_busy_machine_gives_the_same_answer(pictures, monkeypatch):
-    """The time limit is of the process: other programs take none of it, nor does waiting."""
+    """The time limit counts CPU time of the process, so neither other programs nor waiting use it up."""
     monkeypatch.setattr('sbp_mmdet.plan.pipeline._SECONDS', 2)
     config = config_of(pictures, [CHOICE, dict(type='Waits')])
     assert len(samples_of(data_set_of(config)[0], config).images) >= 256
@@ -276,9 +276,9 @@ def test_nothing_is_drawn_from_the_training(pictures):
     np.random.seed(5), torch.manual_seed(5)
     expected = np.random.rand(), torch.rand(1)
     np.random.seed(5), torch.manual_seed(5)
-    found = inputs_of(config_of(pictures, [CHOICE]))
+    actual = inputs_of(config_of(pictures, [CHOICE]))
     assert (np.random.rand(), torch.rand(1)) == expected
-    assert str(inputs_of(config_of(pictures, [CHOICE]))) == str(found), 'another answer to the same question'
+    assert str(inputs_of(config_of(pictures, [CHOICE]))) == str(actual), 'another answer to the same question'
 
 
 def test_what_the_preprocessor_makes_of_batches(tmp_path):
@@ -300,7 +300,7 @@ def test_the_ten_pipelines_of_the_study(name, tmp_path):
     """The study draws 2,000 batches of each."""
     row = pipeline_sizes.compare(name, tmp_path, 60)
     assert row['ratio'] >= 0.97, row
-    found = json.loads(pipeline_sizes.RESULTS.read_text())['rows']
-    (of_many,) = (one['real'] for one in found if one['name'] == name)
+    results = json.loads(pipeline_sizes.RESULTS.read_text())['rows']
+    (of_many,) = (one['real'] for one in results if one['name'] == name)
     assert row['real'] <= of_many and row['said'] <= 1.25 * of_many, row
     assert row['size'][2] == pipeline_sizes.PIPELINES[name][1]

@@ -26,14 +26,14 @@ ATEN = torch.ops.aten
     ],
 )
 def test_remembered_results_are_those_of_their_arguments(operation, arguments):
-    """Twice each, of maps and of transposed maps, in turns: what is remembered of one is not the other's."""
+    """Maps and transposed maps take turns; the cached result of one is not used for the other."""
     for x in (torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE).t(), torch.ones(SIDE, SIDE, dtype=torch.half)) * 2:
         x = [x, x] if 'foreach' in str(operation) else x
         for more in arguments:
             with SkipArithmetic(lambda: True):
-                found = operation(x, *more)
+                actual = operation(x, *more)
             expected = operation(x, *more)
-            pairs = zip(found, expected, strict=True) if isinstance(found, (list, tuple)) else [(found, expected)]
+            pairs = zip(actual, expected, strict=True) if isinstance(actual, (list, tuple)) else [(actual, expected)]
             for one, other in pairs:
                 assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
                 assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
@@ -48,7 +48,7 @@ def test_each_result_is_a_tensor_of_its_own():
     assert not second.any()
 
 
-def counted(run, compute):
+def measure_peak(run, compute):
     """Return the result, and the peak in bytes."""
     counter = LiveBytes()
     with cuda_kernels(counter, compute) as skipping:
@@ -64,7 +64,9 @@ def test_assignment_is_computed_in_chunks():
     anchors = InstanceData(priors=torch.cat([corners, corners + torch.rand(30_000, 2) * 80], 1))
     truth = InstanceData(bboxes=anchors.priors[:40] + torch.rand(40, 4), labels=torch.arange(40))
     assigner = MaxIoUAssigner(pos_iou_thr=0.7, neg_iou_thr=0.3, min_pos_iou=0.3)
-    (plain, peak), (chunks, same) = (counted(lambda: assigner.assign(anchors, truth), how) for how in (True, False))
+    (plain, peak), (chunks, same) = (
+        measure_peak(lambda: assigner.assign(anchors, truth), how) for how in (True, False)
+    )
     assert peak == same > 40 * 30_000 * 4
     assert torch.equal(plain.max_overlaps, chunks.max_overlaps) and plain.max_overlaps.unique().numel() > 100
     assert torch.equal(plain.gt_inds, chunks.gt_inds) and (plain.gt_inds > 0).sum() >= 40
@@ -77,13 +79,13 @@ def test_crops_of_masks_are_not_computed():
     def run():
         return masks.crop_and_resize(boxes, (28, 28), device='cpu', inds=of_mask).masks
 
-    (plain, peak), (nothing, same) = (counted(run, compute) for compute in (True, False))
+    (plain, peak), (nothing, same) = (measure_peak(run, compute) for compute in (True, False))
     assert peak == same > 8 * 400 * 500 * 4 and plain.shape == nothing.shape
     assert plain.all() and not nothing.any()
 
 
 def test_a_network_counts_alike_the_second_time():
-    """Its results are remembered from the first time."""
+    """The second count uses the cached results of the first."""
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3, stride=2))
     x, peaks = torch.ones(1, 3, SIDE, SIDE), []
     for _ in range(2):

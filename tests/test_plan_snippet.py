@@ -30,7 +30,7 @@ train_dataloader = dict(batch_size=2, num_workers=3)
 
 
 def _by_name(node):
-    """Returns a config with names in place of classes, and without scopes that mmengine adds."""
+    """Return a config with names in place of classes, and without scopes that mmengine adds."""
     if isinstance(node, dict):
         return {key: _by_name(value) for key, value in node.items() if key != '_scope_'}
     if isinstance(node, (list, tuple)):
@@ -39,7 +39,7 @@ def _by_name(node):
 
 
 def check(before, pasted, variant):
-    """Asserts that a config has become the variant and is otherwise unchanged."""
+    """Assert that a config has become the variant and is otherwise unchanged."""
     wanted = with_variant(plain(before), variant)
     wanted.train_dataloader.batch_size = 7
     for key, value in wanted.items():

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from planted_faults import FAULTS, plant
-from verify_models import check_plain, said, trained
+from verify_models import apply_and_get_log, assert_plain_training, build_in_training
 
 from sbp_mmdet.ops import conv_norm_act, residual_layer
 from sbp_mmdet.ops.common import layouts
@@ -28,11 +28,11 @@ def test_a_wrong_line(name, least, monkeypatch, caplog):
     """Gradients are compared on the whole input, or on the first rows of a large one."""
     monkeypatch.setitem(parts_of_inputs._LEAST, 'cpu', least)
     fault = FAULTS[name]
-    model = trained(fault.model)
+    model = build_in_training(fault.model)
     plain = copy.deepcopy(model)
     plant(monkeypatch, fault)
-    report, records = said(model, caplog, preset=fault.preset)
-    check_plain(model, plain, report, records, tolerance=0.06 if fault.preset == 'int8' else 2e-3)
+    report, records = apply_and_get_log(model, caplog, preset=fault.preset)
+    assert_plain_training(model, plain, report, records, tolerance=0.06 if fault.preset == 'int8' else 2e-3)
 
 
 @pytest.mark.parametrize('amp', [torch.bfloat16, torch.float16], ids=str)
@@ -47,16 +47,17 @@ def test_a_wrong_line(name, least, monkeypatch, caplog):
     ],
 )
 def test_a_wrong_line_in_half_precision(name, amp, monkeypatch, caplog):
-    """Rounding turns ReLUs there, which hides a small error: both sides are compared in full precision too."""
-    model = trained(FAULTS[name].model)
+    """Rounding flips ReLUs, which hides a small error, so both sides are also compared in full precision."""
+    model = build_in_training(FAULTS[name].model)
     plain = copy.deepcopy(model)
     plant(monkeypatch, FAULTS[name])
-    check_plain(model, plain, *said(model, caplog, amp=amp))
+    assert_plain_training(model, plain, *apply_and_get_log(model, caplog, amp=amp))
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 def test_a_wrong_line_of_half_precision_alone(dtype, monkeypatch, caplog):
-    """What full precision does not run is seen by the length of gradients, in which turned ReLUs hardly show."""
+    """The comparison in full precision misses it, but the norm of gradients shows it, which flipped ReLUs hardly
+    change."""
     original = conv_norm_act.convolve_backward
 
     def backward(*args):
@@ -64,13 +65,13 @@ def test_a_wrong_line_of_half_precision_alone(dtype, monkeypatch, caplog):
         return (dx if dx is None or dx.dtype == torch.float32 else 1.12 * dx), found
 
     monkeypatch.setattr(residual_layer, 'convolve_backward', backward)
-    _, records = said(trained('ResNet'), caplog, amp=dtype)
+    _, records = apply_and_get_log(build_in_training('ResNet'), caplog, amp=dtype)
     assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)
 
 
 @pytest.mark.parametrize('shape', [(2, 2048, 4, 4), (2, 512, 5, 4), (1, 64, 40, 40)], ids=str)
 def test_eight_bits_of_maps_with_few_positions(shape, monkeypatch):
-    """In a channel of few positions, the end of the last step is no rare value, and no fault of the rounding."""
+    """In a channel of few positions, values at the end of the last step are common and do not indicate a fault."""
     x = torch.randn(shape)
     check_eight_bits(x)
     plant(monkeypatch, FAULTS['int8 map: end of the step'])

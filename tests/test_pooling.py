@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from mmcv.cnn import VGG, MaxPool2d
 from mmdet.models.backbones import SSDVGG
 from mmdet.models.layers import DynamicConv
-from oracles import DEVICE, assert_near, loss_of
-from stand_ins import of_module
+from oracles import DEVICE, assert_near, compute_loss
+from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -27,27 +27,27 @@ POOLS = {
 }
 
 
-def drawn(*shape, seed=0):
+def random_tensor(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
 
 
-def results(module, *inputs):
+def run_step(module, *inputs):
     outs = module(*inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     leaves = {f'input {i}': x for i, x in enumerate(inputs)} | {
         n: p for n, p in module.named_parameters() if p.requires_grad
     }
-    found = torch.autograd.grad(loss_of(outs), [*leaves.values()])
-    return {f'output {i}': o.detach() for i, o in enumerate(outs)} | dict(zip(leaves, found, strict=True))
+    gradients = torch.autograd.grad(compute_loss(outs), [*leaves.values()])
+    return {f'output {i}': o.detach() for i, o in enumerate(outs)} | dict(zip(leaves, gradients, strict=True))
 
 
 def assert_exact(module, *inputs):
-    """Asserts that a changed copy of a module is exact; returns its report and the share that it stores."""
+    """Assert that a changed copy of a module is exact; return its report and the ratio of stored bytes."""
     module.double().to(DEVICE).train()
     lean = copy.deepcopy(module)
     report = apply_lean(lean, verify=False)
-    assert_near(results(lean, *inputs), results(module, *inputs), 1e-11)
+    assert_near(run_step(lean, *inputs), run_step(module, *inputs), 1e-11)
     fixed = [*module.parameters(), *lean.parameters(), *module.buffers(), *lean.buffers()]
     stored = [saved_bytes(lambda m=m: m(*(x * 1 for x in inputs)), exclude=fixed) for m in (lean, module)]
     return report, stored[0] / stored[1]
@@ -82,7 +82,7 @@ class Attends(Held):
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize('name', POOLS)
 def test_pools_store_a_byte_a_window(name, layout, kind):
-    x = drawn(2, 3, 17, 22).detach().contiguous(memory_format=layout).requires_grad_()
+    x = random_tensor(2, 3, 17, 22).detach().contiguous(memory_format=layout).requires_grad_()
     pool = Sequence(kind(**POOLS[name]))
     report, _ = assert_exact(pool, x)
     assert [*report.changed] == ['layers.0']
@@ -93,7 +93,7 @@ def test_pools_store_a_byte_a_window(name, layout, kind):
 
 
 def test_equal_maxima_and_values_that_are_no_numbers_send_gradients_as_torchs():
-    x = drawn(2, 3, 8, 8).detach().round().contiguous()
+    x = random_tensor(2, 3, 8, 8).detach().round().contiguous()
     x[0, 0, 0, 0], x[1, 1, 3, 3] = math.nan, math.inf
     plain, lean = Sequence(nn.MaxPool2d(3, 2)), Sequence(nn.MaxPool2d(3, 2))
     apply_lean(lean, verify=False)
@@ -118,7 +118,7 @@ def test_other_pools_keep_their_code(pool):
 def test_vgg_stores_half(norm, frozen):
     torch.manual_seed(0)
     vgg = VGG(11, with_bn=norm, out_indices=(1, 3, 4), frozen_stages=frozen, bn_eval=True)
-    report, stored = assert_exact(Held(vgg), drawn(1, 3, 48, 40))
+    report, stored = assert_exact(Held(vgg), random_tensor(1, 3, 48, 40))
     assert 'held' in report.changed and not report.left and stored < 0.7
 
 
@@ -126,7 +126,7 @@ def test_vgg_stores_half(norm, frozen):
 def test_ssds_vgg_stores_half(outs, most):
     torch.manual_seed(0)
     backbone = SSDVGG(16, out_feature_indices=outs)
-    report, stored = assert_exact(Held(backbone), drawn(1, 3, 66, 50))
+    report, stored = assert_exact(Held(backbone), random_tensor(1, 3, 66, 50))
     assert 'held' in report.changed and not report.left and stored < most
 
 
@@ -134,12 +134,13 @@ def test_a_layer_of_vgg_with_a_hook_runs_its_own_code():
     torch.manual_seed(0)
     backbone = SSDVGG(11, out_feature_indices=(12, 24))
     backbone.features[4].register_forward_hook(lambda module, args, out: 2 * out)
-    report, _ = assert_exact(Held(backbone), drawn(1, 3, 40, 50))
+    report, _ = assert_exact(Held(backbone), random_tensor(1, 3, 40, 50))
     assert 'held' in report.changed
 
 
 class Conv2dSamePadding(nn.Conv2d):
-    """Of EfficientDet, by its definition: as many windows as strides fit in, centred, the odd row at the end."""
+    """Convolution of EfficientDet by its definition: ceil(size / stride) windows, centred, with an odd row of padding
+    at the end."""
 
     def forward(self, x):
         windows = [-(-n // s) for n, s in zip(x.shape[2:], self.stride, strict=True)]
@@ -150,7 +151,7 @@ class Conv2dSamePadding(nn.Conv2d):
         return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
-of_module('projects.EfficientDet.efficientdet.utils', Conv2dSamePadding)
+define_in_module('projects.EfficientDet.efficientdet.utils', Conv2dSamePadding)
 
 
 @pytest.mark.parametrize(
@@ -162,15 +163,15 @@ of_module('projects.EfficientDet.efficientdet.utils', Conv2dSamePadding)
 def test_convolutions_of_efficientdet_pad_themselves(keys, size):
     torch.manual_seed(0)
     layers = Sequence(nn.Sequential(Conv2dSamePadding(4, 6, bias=False, **keys), nn.BatchNorm2d(6), nn.SiLU()))
-    report, stored = assert_exact(layers, drawn(2, 4, *size))
+    report, stored = assert_exact(layers, random_tensor(2, 4, *size))
     assert not report.left and stored < 0.9
-    assert_exact(Sequence(Conv2dSamePadding(4, 6, groups=2, **keys)), drawn(2, 4, *size))
+    assert_exact(Sequence(Conv2dSamePadding(4, 6, groups=2, **keys)), random_tensor(2, 4, *size))
 
 
 def test_dynamic_convolutions_store_their_inputs():
     torch.manual_seed(0)
     report, stored = assert_exact(
-        Held(DynamicConv(16, 8, 16, input_feat_shape=5)), drawn(6, 16), drawn(6, 16, 5, 5, seed=1)
+        Held(DynamicConv(16, 8, 16, input_feat_shape=5)), random_tensor(6, 16), random_tensor(6, 16, 5, 5, seed=1)
     )
     assert [*report.changed] == ['held'] and stored < 0.5
 
@@ -179,5 +180,5 @@ def test_dynamic_convolutions_store_their_inputs():
 def test_attention_of_torch_stores_no_map(hooks):
     torch.manual_seed(0)
     with hooks():  # hooks on saved tensors give back other objects
-        report, stored = assert_exact(Attends(nn.MultiheadAttention(16, 4)), drawn(40, 2, 16))
+        report, stored = assert_exact(Attends(nn.MultiheadAttention(16, 4)), random_tensor(40, 2, 16))
     assert [*report.changed] == ['held'] and stored < 0.1

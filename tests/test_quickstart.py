@@ -10,7 +10,7 @@ import quickstart_summary  # isort: skip  (helpers puts tools/ on the path)
 
 
 def test_summary(tmp_path, monkeypatch, capsys):
-    """Of trainings whose visualizers wrote what mmengine's do."""
+    """The visualizers of these training runs wrote the same files as mmengine's."""
     for name in ('plain', 'lean', 'sbp'):
         folder = tmp_path / name / '20261123'
         (folder / 'vis_data').mkdir(parents=True)

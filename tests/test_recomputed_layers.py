@@ -9,7 +9,7 @@ from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
-from stand_ins import of_module
+from stand_ins import define_in_module
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -36,7 +36,7 @@ def _backbone(name):
 
 
 class _Products(TorchDispatchMode):
-    """Multiplications of matrix products, and the operators that compute attention, which it counts apart."""
+    """Mode that counts matrix products, and separately the operators that compute attention."""
 
     def __init__(self):
         super().__init__()
@@ -81,17 +81,17 @@ def test_mixed_precision_is_that_of_exact(name):
     model, images = _backbone(name)
     exact, least = copy.deepcopy(model), copy.deepcopy(model)
     apply_lean(exact, 'exact', verify=False), apply_lean(least, 'exact_min', verify=False)
-    expected, found = _gradients(exact, images, True), _gradients(least, images, True)
-    assert found.keys() == expected.keys()
+    expected, actual = _gradients(exact, images, True), _gradients(least, images, True)
+    assert actual.keys() == expected.keys()
     for key, own in expected.items():
-        assert (found[key] - own).norm() <= 0.01 * own.norm() + 1e-6, key
+        assert (actual[key] - own).norm() <= 0.01 * own.norm() + 1e-6, key
 
 
 LAYERS, TOKENS, WIDTH = 4, 20, 16
 
 
 class _EncoderAndAttention(nn.Module):
-    """An encoder, and attention to its output from some queries, as in a decoder."""
+    """Encoder, and attention of some queries to its output, as in a decoder."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class _EncoderAndAttention(nn.Module):
         return self.cross_attn(query[:, :3], value=memory, reference_points=points, **maps).square().sum()
 
 
-of_module('mmdet.test', _EncoderAndAttention)  # code of a known library hands maps on
+define_in_module('mmdet.test', _EncoderAndAttention)  # code of a known library hands maps on
 
 
 def test_layers_of_an_encoder_save_one_map_each_and_its_output_is_saved_once():
@@ -119,15 +119,15 @@ def test_layers_of_an_encoder_save_one_map_each_and_its_output_is_saved_once():
     least = copy.deepcopy(plain)
     apply_lean(least, 'exact_min', verify=False)
     maps = dict(spatial_shapes=torch.tensor([[4, 4], [2, 2]]), level_start_index=torch.tensor([0, 16]))
-    query, found = torch.randn(2, TOKENS, WIDTH).double(), []
+    query, actual = torch.randn(2, TOKENS, WIDTH).double(), []
     for model in (plain, least):
         saved, own = SavedByPart(lambda: ''), query.clone().requires_grad_()
         with saved.hooks():
             loss = model(own, maps)
         stored = sum(saved.count([*model.parameters()]).values())
         loss.backward()
-        found.append(({name: p.grad for name, p in model.named_parameters()} | dict(query=own.grad), stored))
-    (expected, _), (gradients, stored) = found
+        actual.append(({name: p.grad for name, p in model.named_parameters()} | dict(query=own.grad), stored))
+    (expected, _), (gradients, stored) = actual
     for name, own in expected.items():
         torch.testing.assert_close(gradients[name], own, rtol=1e-11, atol=1e-11)
     one = query.numel() * 8  # the input, the sum of each layer; then what three queries save, less than a map

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import RESEARCH, ROOT, environment, make_set
+from helpers import RESEARCH, ROOT, make_environment, make_set
 from mmdet.datasets import CocoDataset
 
 from sbp_mmdet.plan.variants import load_config
@@ -60,7 +60,7 @@ PIPELINE = [
 
 
 def make_config(label, path):
-    """Writes the paper's config in a small size."""
+    """Write the paper's config in a small size."""
     config = load_config(str(RESEARCH / 'experiments' / COCO.configs[label]))
     options = copy.deepcopy(SMALL)
     for split in ('train', 'val', 'test'):
@@ -74,7 +74,7 @@ def make_config(label, path):
 
 
 def make_coco(folder):
-    """Shapes that are called COCO's first classes, where COCO's config looks for COCO."""
+    """Write shapes as a data set with COCO's first classes, in the folder where COCO's config expects COCO."""
     make_set(folder / 'made', train=8, val=2, size=64)
     for split in ('train', 'val'):
         source = folder / f'made/annotations/instances_{split}.json'
@@ -107,12 +107,12 @@ def project(tmp_path_factory):
 
 def run(project, *args, **variables):
     command = [sys.executable, STUDY, 'coco.py', *map(str, args)]
-    variables = environment(PYTHONPATH=f'{project}{os.pathsep}{ROOT}', **variables)
+    variables = make_environment(PYTHONPATH=f'{project}{os.pathsep}{ROOT}', **variables)
     return subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True, timeout=600)
 
 
-def ends_after_one_kill(project, labels, *args, **variables):
-    """Asserts that the first call ends with the killed training and the second call resumes it."""
+def assert_resumes_after_kill(project, labels, *args, **variables):
+    """Assert that the first call reports the killed training run and that the second call resumes it."""
     first = run(project, '--labels', *labels, *args, **variables)
     assert first.returncode == 1 and f'{labels[1]}, seed 0: a training failed' in first.stderr, first.stderr[-3000:]
     second = run(project, '--labels', *labels, *args, **variables)
@@ -123,8 +123,8 @@ def ends_after_one_kill(project, labels, *args, **variables):
     return second
 
 
-def evaluates_what_ended(project, name):
-    """Asserts that a training that was killed in its last evaluation is evaluated when it is resumed."""
+def assert_ended_run_is_evaluated(project, name):
+    """Assert that a training run that was killed in its last evaluation is evaluated when it is resumed."""
     folder = project / 'work_dirs/coco' / name
     known = json.loads((folder / 'result.json').read_text())
     (folder / 'result.json').unlink()
@@ -134,21 +134,21 @@ def evaluates_what_ended(project, name):
     scalars.write_text(''.join(lines[:-1]))
     done = run(project, '--labels', name.rpartition('-')[0])
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((folder / 'result.json').read_text())
-    assert found['loss'] == known['loss'] and found['curve'][:2] == known['curve'][:2]
-    assert found['ap'] == pytest.approx(known['ap'], abs=1e-3)
-    assert found['curve'][2]['step'] == known['curve'][2]['step']
+    results = json.loads((folder / 'result.json').read_text())
+    assert results['loss'] == known['loss'] and results['curve'][:2] == known['curve'][:2]
+    assert results['ap'] == pytest.approx(known['ap'], abs=1e-3)
+    assert results['curve'][2]['step'] == known['curve'][2]['step']
 
 
 def test_torchrun(project):
-    done = ends_after_one_kill(project, [T, SBP_T])
+    done = assert_resumes_after_kill(project, [T, SBP_T])
     assert f'{SBP_T}' in done.stdout
     for label in (T, SBP_T):
         result = json.loads((project / f'work_dirs/coco/{label}-0/result.json').read_text())
         assert [point['evaluated'] for point in result['curve']] == [1, 2, 3]
         assert [step for step, _ in result['loss']] == [1, 2, 3, 4, 5, 6]
         assert result['finished'] and result['seconds'] > 0 and 'box AP' in result['ap']
-    evaluates_what_ended(project, f'{T}-0')
+    assert_ended_run_is_evaluated(project, f'{T}-0')
     table = run(project, '--no-run', '--write', 'page.md')
     assert table.returncode == 0, table.stderr
     lines = [line.split('|')[1:-1] for line in (project / 'page.md').read_text().splitlines()]

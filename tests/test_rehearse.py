@@ -50,8 +50,8 @@ def project(tmp_path_factory):
     return folder, make_project(folder)
 
 
-def trained(project, monkeypatch, *hooks):
-    """Returns the state at the first iteration of a run with these hooks."""
+def train_and_get_state(project, monkeypatch, *hooks):
+    """Return the state at the first iteration of a run with these hooks."""
     folder, path = project
     monkeypatch.chdir(folder)
     config = Config.fromfile(path)
@@ -65,8 +65,8 @@ def trained(project, monkeypatch, *hooks):
 
 
 def test_the_run_goes_on_as_if_nothing_had_been(project, monkeypatch):
-    without = trained(project, monkeypatch)
-    rehearsed = trained(project, monkeypatch, dict(type='RehearseHook', budget='8GiB'))
+    without = train_and_get_state(project, monkeypatch)
+    rehearsed = train_and_get_state(project, monkeypatch, dict(type='RehearseHook', budget='8GiB'))
     for key in ('numbers', 'images', 'gradients', 'optimizer'):
         assert rehearsed[key] == without[key], key
     for key in ('weights', 'after'):  # the second with what the step drew
@@ -102,7 +102,8 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
 
 
 def test_heads_get_what_a_trained_detector_finds(project, monkeypatch):
-    """Eight proposals lie near each box, though the detector is untrained; afterwards it finds what it finds."""
+    """Eight proposals lie near each box although the detector is untrained; afterwards its own proposals are used
+    again."""
     folder, path = project
     monkeypatch.chdir(folder)
     config = Config.fromfile(path)
@@ -138,7 +139,7 @@ def test_margins_and_gaps_are_those_of_the_planner():
 
 
 def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):
-    """EMA's copy waits beside the model, 9 parts of 10 of what a tiny detector holds."""
+    """EMA's copy of the model is 90 % of the memory of a tiny detector."""
     folder, path = project
     monkeypatch.chdir(folder)
     monkeypatch.setattr('sbp_mmdet.plan.planner.needed', lambda row, **options: row['peak'])
@@ -156,7 +157,7 @@ def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):
 
 
 def test_a_budget_is_said_in_few_digits(project, monkeypatch):
-    """A batch that needs a few bytes more than a budget of four digits is not refused."""
+    """A batch that needs a few bytes more than the rounded budget is accepted."""
     folder, path = project
     monkeypatch.chdir(folder)
     for peak, ends in ((8_004_000, KeyboardInterrupt), (8_012_000, DoesNotFit)):
@@ -171,7 +172,7 @@ def test_a_budget_is_said_in_few_digits(project, monkeypatch):
 
 
 def test_validation_is_rehearsed_too(project, monkeypatch):
-    """With as many detections as it may have; thresholds and modes are put back."""
+    """The validation step has the largest possible number of detections; thresholds and modes are restored."""
     folder, path = project
     monkeypatch.chdir(folder)
     config = Config.fromfile(path)
@@ -208,8 +209,8 @@ def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):
     runner._train_loop = runner.build_train_loop(runner._train_loop)
     batch, case = largest_batch(runner)
     file = folder / config.train_dataloader.dataset.data_root / config.train_dataloader.dataset.ann_file
-    found = json.loads(file.read_text())
-    numbers = sorted(sum(a['image_id'] == i['id'] for a in found['annotations']) for i in found['images'])
+    results = json.loads(file.read_text())
+    numbers = sorted(sum(a['image_id'] == i['id'] for a in results['annotations']) for i in results['images'])
     assert case['boxes'] == -(-sum(numbers[-2:]) // 2) and case['batch'] == 2
     assert {len(sample.gt_instances) for sample in batch['data_samples']} == {case['boxes']}
 
@@ -254,7 +255,7 @@ def test_what_cannot_be_rehearsed_is_a_line(project, monkeypatch, line, said):
 
 
 def test_the_command(project, monkeypatch, capfd):
-    """Its answer is a line: what mmengine's runner tells of itself would hide it."""
+    """The answer is one line, without the output of mmengine's runner."""
     folder, path = project
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as caught:

@@ -14,8 +14,8 @@ CASE = dict(batch=2, height=64, width=96, boxes=3)
 GB = 2**30
 
 
-def _rehearsed(rank, folder):
-    """Returns peak and budget of each process, and the messages of both."""
+def _rehearse(rank, folder):
+    """Return peak and budget of each process, and the messages of both."""
     dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
     said = []
     runner = SimpleNamespace(model=nn.Linear(1, 1), logger=SimpleNamespace(info=said.append))
@@ -41,7 +41,7 @@ def _rehearsed(rank, folder):
 
 
 def test_all_processes_go_on_or_all_stop(tmp_path):
-    mp.spawn(_rehearsed, (str(tmp_path),), nprocs=2)
+    mp.spawn(_rehearse, (str(tmp_path),), nprocs=2)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def one_process(tmp_path):
 
 
 def test_the_buckets_of_distributed_training_count(one_process, monkeypatch):
-    """The model steps without its wrapper, which would wait for others; its buckets are as large as gradients."""
+    """The model runs without its wrapper, which would wait for other ranks; the buckets are as large as gradients."""
     model = nn.Linear(10, 10)
     stepped = []
     monkeypatch.setattr(rehearse, '_most', lambda runner, model, run, held, usual: stepped.append(model) or 50 + held)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as cp
+from cases import count_model_bytes, make_lean_copy
 from mmdet.models.backbones import resnet, resnext
 from mmdet.models.layers import ResLayer
 from torch import nn
@@ -29,8 +30,8 @@ STAGES = {
 }
 
 
-def stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8, width=8):
-    """Returns a stage with norms that look trained; it is longer than a chain."""
+def build_stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8, width=8):
+    """Return a stage with norms that look trained; it is longer than a chain."""
     torch.manual_seed(0)
     model = ResLayer(block, 16, width, blocks, **{'stride': 2, 'norm_cfg': BN, **(options or {})})
     for module in model.modules():
@@ -44,61 +45,45 @@ def stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8, width
     return model.double()
 
 
-def image(size=(17, 22), channels=16):
+def random_map(size=(17, 22), channels=16):
     return torch.randn(2, channels, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model, x, run=None, needs_x=True):
-    """Returns output and gradients of input and parameters."""
+def compute_gradients(model, x, run=None, needs_x=True):
+    """Return output and gradients of input and parameters."""
     x = x.clone().requires_grad_(needs_x)
     model.zero_grad()
     out = (run or model)(x)
     out.sin().sum().backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return out.detach(), found | ({'x': x.grad} if needs_x else {})
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), gradients | ({'x': x.grad} if needs_x else {})
 
 
-def distance(found, expected):
-    """Returns the largest relative difference of a gradient."""
-    assert found.keys() == expected.keys()
-    return max(((found[name] - g).norm() / g.norm()).item() for name, g in expected.items())
-
-
-def saved_bytes(model, x):
-    """Returns the bytes saved for the backward pass, without parameters, buffers and input."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
-    seen = {}
-
-    def pack(t):
-        seen[t.untyped_storage().data_ptr()] = (t.untyped_storage().nbytes(), t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(x)
-    return sum(nbytes for pointer, (nbytes, _) in seen.items() if pointer not in own)
+def largest_difference(actual, expected):
+    """Return the largest relative difference of a gradient."""
+    assert actual.keys() == expected.keys()
+    return max(((actual[name] - g).norm() / g.norm()).item() for name, g in expected.items())
 
 
 def assert_plain(lean, plain, x=None, most=1e-11, **options):
-    x = image() if x is None else x
-    found, expected = gradients(lean, x, **options), gradients(plain, x, **options)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
-    assert distance(found[1], expected[1]) < most
+    x = random_map() if x is None else x
+    actual, expected = compute_gradients(lean, x, **options), compute_gradients(plain, x, **options)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert largest_difference(actual[1], expected[1]) < most
     for name, buffer in plain.named_buffers():
         assert torch.equal(buffer, lean.get_buffer(name)), name
 
 
-def pair(*args, preset='exact', **kwargs):
-    plain = stage(*args, **kwargs)
-    lean = copy.deepcopy(plain)
-    apply_lean(lean, preset)
-    return lean, plain
+def build_lean_and_plain(*args, preset='exact', **kwargs):
+    plain = build_stage(*args, **kwargs)
+    return make_lean_copy(plain, preset), plain
 
 
 @pytest.mark.parametrize('name', STAGES)
 @pytest.mark.parametrize('needs_x', [True, False])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_gradients_are_those_of_the_blocks_own_code(name, needs_x, preset):
-    lean, plain = pair(*STAGES[name], preset=preset)
+    lean, plain = build_lean_and_plain(*STAGES[name], preset=preset)
     for _ in range(2):  # running statistics move twice
         assert_plain(lean, plain, needs_x=needs_x)
 
@@ -109,9 +94,9 @@ def test_gradients_are_those_of_the_blocks_own_code(name, needs_x, preset):
     (resnet.Bottleneck, True, 'exact_min', 0.14), (resnet.Bottleneck, False, 'exact_min', 0.09),
 ])  # fmt: skip
 def test_stored_bytes(block, norm_eval, preset, most):
-    lean, plain = (model.float() for model in pair(block, None, norm_eval, blocks=6, preset=preset))
-    x = image((32, 32)).float()
-    assert saved_bytes(lean, x) < most * saved_bytes(plain, x)
+    lean, plain = (model.float() for model in build_lean_and_plain(block, None, norm_eval, blocks=6, preset=preset))
+    x = random_map((32, 32)).float()
+    assert count_model_bytes(lean, x) < most * count_model_bytes(plain, x)
 
 
 @pytest.mark.parametrize(('preset', 'block', 'blocks'), [
@@ -120,9 +105,9 @@ def test_stored_bytes(block, norm_eval, preset, most):
     *itertools.product(['exact_min'], [resnet.Bottleneck, resnet.BasicBlock], [1, 2, 7]),
 ])  # fmt: skip
 def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, preset):
-    """Signs take one bit in 32: the bound is by their share."""
-    lean, plain = (model.float() for model in pair(block, None, blocks=blocks, preset=preset))
-    x, run = image((32, 32)).float(), type(plain).forward
+    """The bound allows for signs, which take one bit in 32."""
+    lean, plain = (model.float() for model in build_lean_and_plain(block, None, blocks=blocks, preset=preset))
+    x, run = random_map((32, 32)).float(), type(plain).forward
 
     def checkpointed(x):
         for member in plain:
@@ -130,14 +115,14 @@ def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, prese
         return x
 
     plain.forward = checkpointed
-    found, most = saved_bytes(lean, x), saved_bytes(plain, x)
+    counts, most = count_model_bytes(lean, x), count_model_bytes(plain, x)
     out = run(plain, x)
-    assert found - out.nbytes <= most + blocks * 3 * out.nbytes / 32
+    assert counts - out.nbytes <= most + blocks * 3 * out.nbytes / 32
 
 
 def test_what_was_used_is_freed():
-    """The first block, of stride 2, has the largest maps. What later blocks saved is not there any more at its peak."""
-    lean, x = pair(blocks=3, width=16)[0].float(), torch.randn(8, 16, 28, 28)
+    """The first block, of stride 2, has the largest maps; at its peak, the maps of later blocks have been freed."""
+    lean, x = build_lean_and_plain(blocks=3, width=16)[0].float(), torch.randn(8, 16, 28, 28)
 
     def run():
         lean.zero_grad()
@@ -150,8 +135,8 @@ def test_what_was_used_is_freed():
 @pytest.mark.parametrize('name', ['Bottleneck', 'Bottleneck, batch statistics', 'BasicBlock'])
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 def test_a_convolution_that_answers_differently_the_second_time(name, preset, monkeypatch):
-    """The error of the gradients is in proportion to that of the convolutions: no ReLU changes its side."""
-    lean, plain = pair(*STAGES[name], preset=preset)
+    """The error of the gradients is proportional to that of the convolutions, because no ReLU flips."""
+    lean, plain = build_lean_and_plain(*STAGES[name], preset=preset)
     own, noise = torch.conv2d, torch.Generator().manual_seed(2)
 
     def other(*args, **kwargs):
@@ -160,11 +145,11 @@ def test_a_convolution_that_answers_differently_the_second_time(name, preset, mo
             return out
         return out + 1e-5 * out.std() * torch.randn(out.shape, dtype=out.dtype, generator=noise)
 
-    expected = gradients(plain, image((64, 64)))
+    expected = compute_gradients(plain, random_map((64, 64)))
     monkeypatch.setattr(torch, 'conv2d', other)  # which the chain calls, and the module's own code does not
-    found = gradients(lean, image((64, 64)))
-    assert torch.equal(found[0].gt(0), expected[0].gt(0))
-    assert 0 < distance(found[1], expected[1]) < 3e-4
+    actual = compute_gradients(lean, random_map((64, 64)))
+    assert torch.equal(actual[0].gt(0), expected[0].gt(0))
+    assert 0 < largest_difference(actual[1], expected[1]) < 3e-4
 
 
 def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
@@ -175,8 +160,8 @@ def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
         for layout in (torch.contiguous_format, torch.channels_last):
             y = F.relu(u.contiguous(memory_format=layout))
             for again in (u.clone(), u.contiguous(memory_format=torch.channels_last)):
-                found = SignBits.pack(y).relu_(again)
-                assert torch.equal(found.gt(0), y.gt(0)) and torch.allclose(found, y, atol=1e-37)
+                result = SignBits.pack(y).relu_(again)
+                assert torch.equal(result.gt(0), y.gt(0)) and torch.allclose(result, y, atol=1e-37)
                 flipped = SignBits.pack(y).relu_(-again)
                 assert torch.equal(flipped.gt(0), y.gt(0))
     nan = torch.tensor([1.0, -1.0, torch.nan, 0.0]).view(1, 4, 1, 1)
@@ -196,7 +181,7 @@ FROZEN = {
 
 @pytest.mark.parametrize('norm_eval', [True, False])
 def test_requires_grad_changes_between_steps(norm_eval):
-    lean, plain = pair(resnet.Bottleneck, None, norm_eval, blocks=4)
+    lean, plain = build_lean_and_plain(resnet.Bottleneck, None, norm_eval, blocks=4)
     for some in FROZEN.values():
         for model in (lean, plain):
             model.requires_grad_(True)
@@ -208,56 +193,56 @@ def test_requires_grad_changes_between_steps(norm_eval):
 
 
 def test_frozen_blocks_in_front_store_nothing():
-    lean, _ = pair(blocks=5)
+    lean, _ = build_lean_and_plain(blocks=5)
     for block in list(lean)[:4]:
         block.requires_grad_(False)
-    x = image((32, 32))
+    x = random_map((32, 32))
     out = lean(x)
     # Input and output of the last block, and one map of a quarter of their channels inside of it.
-    assert saved_bytes(lean, x) <= 2.26 * out.untyped_storage().nbytes()
+    assert count_model_bytes(lean, x) <= 2.26 * out.untyped_storage().nbytes()
 
 
 def test_channels_last():
-    lean, plain = pair()
-    x = image().contiguous(memory_format=torch.channels_last)
+    lean, plain = build_lean_and_plain()
+    x = random_map().contiguous(memory_format=torch.channels_last)
     assert_plain(lean.to(memory_format=torch.channels_last), plain, x)
 
 
 @pytest.mark.parametrize('norm_eval', [True, False])
 def test_autocast(norm_eval):
-    """Errors are those of the plain model in this precision."""
-    lean, plain = pair(resnet.Bottleneck, None, norm_eval, blocks=4, width=16)
-    x, exact = image(), gradients(copy.deepcopy(plain), image())[1]
+    """The errors are not larger than those of the plain model in this precision."""
+    lean, plain = build_lean_and_plain(resnet.Bottleneck, None, norm_eval, blocks=4, width=16)
+    x, exact = random_map(), compute_gradients(copy.deepcopy(plain), random_map())[1]
 
     def error(model):
         model = model.float()
         with torch.autocast('cpu', torch.bfloat16):
-            found = gradients(model, x.float())[1]
-        assert all(g.dtype == torch.float32 for g in found.values())
-        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
+            gradients = compute_gradients(model, x.float())[1]
+        assert all(g.dtype == torch.float32 for g in gradients.values())
+        return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
 
     assert error(lean) < 1.3 * error(plain)
 
 
 @pytest.mark.parametrize('norm_eval', [True, False])
 def test_two_passes_a_retained_graph_and_a_checkpoint(norm_eval):
-    lean, plain = pair(resnet.Bottleneck, None, norm_eval, blocks=4)
-    first, second = image(), image((9, 30))
+    lean, plain = build_lean_and_plain(resnet.Bottleneck, None, norm_eval, blocks=4)
+    first, second = random_map(), random_map((9, 30))
 
     def twice(model, x):
         return torch.cat([model(x).flatten(), model(second).flatten()])
 
-    found, expected = (gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
-    assert distance(found[1], expected[1]) < 1e-11
+    actual, expected = (compute_gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
+    assert largest_difference(actual[1], expected[1]) < 1e-11
     out = lean(first).sin().sum()
     for _ in range(2):
         lean.zero_grad()
         out.backward(retain_graph=True)
         once = {name: p.grad.clone() for name, p in lean.named_parameters()}
-    expected = gradients(plain, first, needs_x=False)[1]
-    assert distance(once, expected) < 1e-11
-    found = gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
-    assert distance(found[1], gradients(plain, first)[1]) < 1e-11
+    expected = compute_gradients(plain, first, needs_x=False)[1]
+    assert largest_difference(once, expected) < 1e-11
+    actual = compute_gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
+    assert largest_difference(actual[1], compute_gradients(plain, first)[1]) < 1e-11
 
 
 def _hook(block):
@@ -295,7 +280,7 @@ CHANGES = [_hook, _instance_forward, _other_activation, _subclass, _circular, _b
 
 @pytest.mark.parametrize('change', CHANGES)
 def test_a_block_that_is_not_the_stock_one_runs_its_own_code(change):
-    plain = stage(blocks=5)
+    plain = build_stage(blocks=5)
     change(plain[2])
     lean = copy.deepcopy(plain)
     apply_lean(lean)
@@ -304,7 +289,7 @@ def test_a_block_that_is_not_the_stock_one_runs_its_own_code(change):
 
 @pytest.mark.parametrize('change', [_hook, _block_hook])
 def test_hooks_that_come_later_run(change):
-    lean, plain = pair(blocks=5)
+    lean, plain = build_lean_and_plain(blocks=5)
     assert_plain(lean, plain)
     for model in (lean, plain):
         change(model[2])
@@ -312,27 +297,27 @@ def test_hooks_that_come_later_run(change):
 
 
 def test_evaluation_runs_the_own_code_and_no_images_pass():
-    lean, plain = pair()
-    assert torch.equal(lean.eval()(image()), plain.eval()(image()))
+    lean, plain = build_lean_and_plain()
+    assert torch.equal(lean.eval()(random_map()), plain.eval()(random_map()))
     with torch.no_grad():
-        torch.testing.assert_close(lean.train()(image()[:0]), plain.train()(image()[:0]))
+        torch.testing.assert_close(lean.train()(random_map()[:0]), plain.train()(random_map()[:0]))
 
 
 def test_eight_bits_store_less_and_are_near():
-    plain = stage(blocks=6)
+    plain = build_stage(blocks=6)
     exact, rounded = copy.deepcopy(plain), copy.deepcopy(plain)
     apply_lean(exact)
     apply_lean(rounded, 'int8')
-    x = image((32, 32))
-    found, expected = gradients(rounded, x), gradients(plain, x)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-11, atol=1e-11)
-    assert distance(found[1], expected[1]) < 0.03
+    x = random_map((32, 32))
+    actual, expected = compute_gradients(rounded, x), compute_gradients(plain, x)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
+    assert largest_difference(actual[1], expected[1]) < 0.03
     x = x.float()
-    assert saved_bytes(rounded.float(), x) < 0.6 * saved_bytes(exact.float(), x)
+    assert count_model_bytes(rounded.float(), x) < 0.6 * count_model_bytes(exact.float(), x)
 
 
 class Head(nn.Module):
-    """Calls its blocks one by one, as Double-Head's box head does."""
+    """Head that calls its blocks one by one, as in Double-Head."""
 
     def __init__(self, blocks):
         super().__init__()
@@ -347,10 +332,10 @@ class Head(nn.Module):
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 @pytest.mark.parametrize('norm_eval', [True, False])
 def test_a_block_outside_of_a_stage_is_a_chain_by_itself(norm_eval, preset):
-    plain = Head(stage(norm_eval=norm_eval, blocks=3))
+    plain = Head(build_stage(norm_eval=norm_eval, blocks=3))
     lean, shapes = copy.deepcopy(plain), []
     apply_lean(lean, preset)
     lean.blocks[1].register_forward_hook(lambda block, args, out: shapes.append(out.shape))
     assert_plain(lean, plain)
     assert len(shapes) == 1  # the block is called, so a hook on it runs
-    assert saved_bytes(lean, image()) < 0.5 * saved_bytes(plain, image())
+    assert count_model_bytes(lean, random_map()) < 0.5 * count_model_bytes(plain, random_map())

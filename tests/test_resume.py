@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import TOOLS, run
-from resume_project import EPOCHS, make_resume_project, masks, weights
+from resume_project import EPOCHS, make_resume_project, read_masks, read_weights
 
 
 @pytest.fixture(scope='module')
@@ -29,7 +29,7 @@ def whole(folder):
 
 
 def test_killed_in_mid_epoch_and_in_mid_write(folder, whole):
-    """SIGKILL in the second epoch; resumed, and killed in the middle of writing its checkpoint; resumed again."""
+    """The run is killed by SIGKILL in the second epoch, then while it writes its checkpoint, and resumed each time."""
     work_dir = folder / 'killed'
     killed, _ = train(folder, 'killed', KILL_AFTER_ITERATION_0=6)
     assert killed.returncode == -9
@@ -44,15 +44,15 @@ def test_killed_in_mid_epoch_and_in_mid_write(folder, whole):
     _, log = train(folder, 'killed', '--resume')
     assert 'resumed epoch: 1, iter: 4' in log
     assert {path.name for path in work_dir.glob('*.pth*')} == {f'epoch_{i}.pth' for i in range(1, EPOCHS + 1)}
-    assert masks(work_dir) == masks(whole)
-    assert len(set(masks(whole).values())) == 4 * EPOCHS
-    expected, found = weights(whole), weights(work_dir)
-    assert expected.keys() == found.keys()
-    assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+    assert read_masks(work_dir) == read_masks(whole)
+    assert len(set(read_masks(whole).values())) == 4 * EPOCHS
+    expected, actual = read_weights(whole), read_weights(work_dir)
+    assert expected.keys() == actual.keys()
+    assert not [name for name in expected if not torch.equal(expected[name], actual[name])]
 
 
 def test_resume_from_a_damaged_checkpoint(folder, whole):
-    """As mmengine's own way of writing leaves it: the last checkpoint, written a second time, and killed at that."""
+    """mmengine leaves such a file if the run is killed while it writes the last checkpoint again."""
     work_dir = folder / 'damaged'
     shutil.copytree(whole, work_dir)
     (work_dir / 'epoch_3.pth').unlink()

@@ -71,12 +71,12 @@ def test_what_mmengine_stores_is_loaded_weights_only(tmp_path, read):
         hub.update_info(str(kind), kind(1))
     hub.update_info('palette', np.arange(6, dtype=np.uint8).reshape(2, 3))
     torch.save(dict(message_hub=hub.state_dict(), meta=dict(classes=('a', 'b'))), tmp_path / 'a.pth')
-    found = read(tmp_path / 'a.pth')['message_hub']
-    history = found['log_scalars']['train/loss']
+    content = read(tmp_path / 'a.pth')['message_hub']
+    history = content['log_scalars']['train/loss']
     assert isinstance(history, HistoryBuffer) and history.data[0].tolist() == [3, 1, 2]
     assert (history.min(), history.statistics('mean'), history.current()) == (1, 2, 2)
-    assert found['runtime_info']['palette'].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert all(type(found['runtime_info'][str(kind)]) is kind for kind in kinds)
+    assert content['runtime_info']['palette'].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert all(type(content['runtime_info'][str(kind)]) is kind for kind in kinds)
 
 
 class Evil:
@@ -100,7 +100,7 @@ class Evil:
     ids=lambda evil: f'{evil.call[0].__name__}-{evil.call[1][-1]}',
 )
 def test_what_mmengine_does_not_store_is_refused(tmp_path, read, evil):
-    """getattr is what an attack would need, and what pickle uses for the methods of the log history."""
+    """pickle uses getattr for the methods of the log history, and an attack would need it."""
     if isinstance(evil.call[1][0], type(os)):
         evil.call = (getattr, (Evil(__import__, 'os'), 'system'))
     torch.save(dict(a=evil), tmp_path / 'evil.pth')
@@ -243,14 +243,14 @@ def test_classification_checkpoint_as_mmpretrain_writes_it(config, state):
             checkpoints.check_checkpoint(path, '--resume', config, **kind)
 
 
-def vit(config, **options):
+def save_vit(config, **options):
     arch = dict(num_layers=2, embed_dims=32, num_heads=2)
     config.model.backbone = dict(type='SBPViT', arch=arch, img_size=64, **options)
     config.model.neck.in_channels = [8, 16, 32, 32]
     return MODELS.build(config.model)
 
 
-def mmpretrains(name):
+def rename_as_in_mmpretrain(name):
     for ours, theirs in (
         ('patch_embed.proj', 'patch_embed.projection'),
         ('backbone.norm.', 'backbone.ln1.'),
@@ -264,12 +264,12 @@ def mmpretrains(name):
 
 @pytest.mark.parametrize('change', ['size', 'names', 'module'])
 def test_checkpoint_that_the_model_makes_its_own(config, change, capsys):
-    """With the hooks of a real loading, of which nothing is said twice; resuming has none for the optimizer."""
-    state = vit(config).state_dict()
+    """Loading runs with its real hooks and reports nothing twice; resuming has no hooks for the optimizer."""
+    state = save_vit(config).state_dict()
     if change == 'size':
         config.model.backbone.img_size = 128
     else:
-        state = OrderedDict((mmpretrains(name), value) for name, value in state.items())
+        state = OrderedDict((rename_as_in_mmpretrain(name), value) for name, value in state.items())
     assert not any(MODELS.build(config.model).load_state_dict(state, strict=False))  # nothing missing or left over
     if change == 'module':
         state = OrderedDict((f'module.{name}', value) for name, value in state.items())
@@ -283,7 +283,7 @@ def test_checkpoint_that_the_model_makes_its_own(config, change, capsys):
 
 
 def test_checkpoint_of_another_vit(config):
-    path = save(vit(config).state_dict() | {'backbone.pos_embed': torch.ones(1, 18, 32)})  # no square
+    path = save(save_vit(config).state_dict() | {'backbone.pos_embed': torch.ones(1, 18, 32)})  # no square
     with pytest.raises(PreflightError, match=r'1 weights .* backbone.pos_embed, \(1, 18, 32\) there and \(1, 17, 32\)'):
         checkpoints.check_checkpoint(path, 'load_from', config)
 
@@ -338,39 +338,43 @@ def test_training_writes_whole_checkpoints(config, capsys):
     assert options(config) == ATOMIC | EVALUATION | {'default_hooks.checkpoint.type': 'CheckpointHook'}
 
 
-def resumed(config, work_dir, resume=None):
-    """Returns the value of ``--resume`` after the check."""
+def check_and_get_resume(config, work_dir, resume=None):
+    """Check the start of a run, and return the value of ``--resume`` afterwards."""
     args = SimpleNamespace(resume=resume, work_dir=str(work_dir), config='tiny.py')
     mmdet_script.check_start(config, args)
     return args.resume
 
 
 def test_what_a_training_starts_from(config, state, tmp_path):
-    assert resumed(config, tmp_path) is None and resumed(config, tmp_path, 'auto') == 'auto'  # no checkpoint yet
+    assert (
+        check_and_get_resume(config, tmp_path) is None and check_and_get_resume(config, tmp_path, 'auto') == 'auto'
+    )  # no checkpoint yet
     save(state, tmp_path / 'epoch_1.pth')
     whole = str(tmp_path / 'epoch_1.pth')
     (tmp_path / 'epoch_2.pth').write_bytes((tmp_path / 'epoch_1.pth').read_bytes()[:-9])
     (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_2.pth'))
-    assert resumed(config, tmp_path, 'auto') == whole
+    assert check_and_get_resume(config, tmp_path, 'auto') == whole
     config.resume = True  # in the config, instead of --resume
-    assert resumed(config, tmp_path) == whole
+    assert check_and_get_resume(config, tmp_path) == whole
     config.load_from = str(tmp_path / 'epoch_2.pth')
-    assert resumed(config, tmp_path, 'auto') == whole
+    assert check_and_get_resume(config, tmp_path, 'auto') == whole
     with pytest.raises(PreflightError, match='--resume: .*epoch_2.pth is truncated'):
-        resumed(config, tmp_path)
+        check_and_get_resume(config, tmp_path)
     config.resume = False
     with pytest.raises(PreflightError, match='load_from: .*epoch_2.pth is truncated'):
-        resumed(config, tmp_path)
+        check_and_get_resume(config, tmp_path)
     with pytest.raises(PreflightError, match='--resume: .*none.pth does not exist'):
-        resumed(config, tmp_path, 'none.pth')
+        check_and_get_resume(config, tmp_path, 'none.pth')
 
 
 def test_load_from_counts_until_there_is_something_to_resume(config, state, tmp_path, capsys):
     config.load_from = str(tmp_path / 'start.pth')
     save(state, tmp_path / 'start.pth')
-    assert resumed(config, tmp_path / 'run', 'auto') is None  # mmdet's script forgets load_from where it has --resume
+    assert (
+        check_and_get_resume(config, tmp_path / 'run', 'auto') is None
+    )  # mmdet's script forgets load_from where it has --resume
     assert 'starts from load_from=' in capsys.readouterr().err
     (tmp_path / 'run').mkdir()
     save(state, tmp_path / 'run/epoch_1.pth')
     (tmp_path / 'run/last_checkpoint').write_text(str(tmp_path / 'run/epoch_1.pth'))
-    assert resumed(config, tmp_path / 'run', 'auto') == 'auto'
+    assert check_and_get_resume(config, tmp_path / 'run', 'auto') == 'auto'

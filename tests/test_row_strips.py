@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import count_model_bytes, make_lean_copy
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.necks import FPN
-from stand_ins import as_in
+from stand_ins import copy_into_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -28,12 +29,12 @@ class Heads(nn.Module):
         return [out for outs in self.rpn_head(self.neck(maps)) for out in outs]
 
 
-def heads(**options):
+def build_heads(**options):
     torch.manual_seed(0)
     return Heads(**options).double()
 
 
-def maps(height=19, width=WIDE, number=1):
+def random_maps(height=19, width=WIDE, number=1):
     made = torch.Generator().manual_seed(1)
     sizes = [(-(-height // 2**i), -(-width // 2**i)) for i in range(3)]
     return [
@@ -42,45 +43,39 @@ def maps(height=19, width=WIDE, number=1):
     ]
 
 
-def gradients(model, inputs, needs=(True, True, True), layout=torch.contiguous_format):
-    """Returns outputs and gradients of inputs and parameters."""
+def compute_gradients(model, inputs, needs=(True, True, True), layout=torch.contiguous_format):
+    """Return outputs and gradients of inputs and parameters."""
     inputs = [x.clone(memory_format=layout).requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
     model.zero_grad()
     outs = model(inputs)
     sum(out.mul_(2).sin().sum() for out in outs).backward()  # others may work on an output in place
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return [out.detach() for out in outs], found | {i: x.grad for i, x in enumerate(inputs) if x.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [out.detach() for out in outs], gradients | {i: x.grad for i, x in enumerate(inputs) if x.grad is not None}
 
 
-def distance(found, expected):
-    assert found.keys() == expected.keys()
-    return max(((found[name] - g).norm() / g.norm().clamp_min(1e-300)).item() for name, g in expected.items())
-
-
-def lean_of(plain, preset='exact'):
-    lean = copy.deepcopy(plain)
-    apply_lean(lean, preset)
-    return lean
+def largest_difference(actual, expected):
+    assert actual.keys() == expected.keys()
+    return max(((actual[name] - g).norm() / g.norm().clamp_min(1e-300)).item() for name, g in expected.items())
 
 
 def assert_plain(lean, plain, inputs, **options):
-    found, expected = gradients(lean, inputs, **options), gradients(plain, inputs, **options)
-    for out, other in zip(found[0], expected[0], strict=True):
+    actual, expected = compute_gradients(lean, inputs, **options), compute_gradients(plain, inputs, **options)
+    for out, other in zip(actual[0], expected[0], strict=True):
         torch.testing.assert_close(out, other, rtol=1e-11, atol=1e-11)
-    assert distance(found[1], expected[1]) < 1e-11
+    assert largest_difference(actual[1], expected[1]) < 1e-11
 
 
 @pytest.fixture(params=['exact', 'exact_min'])
 def preset(request):
-    """Yields the presets with which the hidden map or only its signs are stored."""
+    """Yield the presets with which the hidden map or only its signs are stored."""
     return request.param
 
 
 @pytest.mark.parametrize('needs', [(True, True, True), (False, True, False), (False, False, False)])
 def test_gradients_are_those_of_the_modules_own_code(preset, needs):
-    plain = heads()
-    lean = lean_of(plain, preset)
-    assert_plain(lean, plain, maps() if all(needs) else maps(9, 30), needs=needs)
+    plain = build_heads()
+    lean = make_lean_copy(plain, preset)
+    assert_plain(lean, plain, random_maps() if all(needs) else random_maps(9, 30), needs=needs)
 
 
 @pytest.mark.parametrize('options', [
@@ -91,62 +86,62 @@ def test_gradients_are_those_of_the_modules_own_code(preset, needs):
 ])  # fmt: skip
 @pytest.mark.parametrize(('height', 'width', 'number'), [(37, 50, 2), (1, 9, 1)])
 def test_pyramids_of_all_kinds_and_maps_of_all_sizes(preset, options, height, width, number):
-    plain = heads(**options)
-    assert_plain(lean_of(plain, preset), plain, maps(height, width, number))
+    plain = build_heads(**options)
+    assert_plain(make_lean_copy(plain, preset), plain, random_maps(height, width, number))
 
 
 def test_frozen_parameters(preset):
     for frozen in ('rpn_conv', 'rpn_cls', 'lateral_convs', 'fpn_convs', 'rpn_head', 'neck', 'bias', 'weight'):
-        plain = heads()
+        plain = build_heads()
         for name, parameter in plain.named_parameters():
             parameter.requires_grad_(frozen not in name)
-        assert_plain(lean_of(plain, preset), plain, maps(9, 30))
+        assert_plain(make_lean_copy(plain, preset), plain, random_maps(9, 30))
 
 
 def test_channels_last(preset):
-    plain = heads().to(memory_format=torch.channels_last)
-    lean = lean_of(plain, preset)
-    assert_plain(lean, plain, maps(9, 30, 2), layout=torch.channels_last)
+    plain = build_heads().to(memory_format=torch.channels_last)
+    lean = make_lean_copy(plain, preset)
+    assert_plain(lean, plain, random_maps(9, 30, 2), layout=torch.channels_last)
 
 
 def test_outputs_that_nobody_uses(preset):
-    plain = heads()
-    lean = lean_of(plain, preset)
+    plain = build_heads()
+    lean = make_lean_copy(plain, preset)
 
     def last(model):
         return lambda inputs: model.rpn_head(model.neck(inputs)[1:2])[1]
 
     found = []
     for model in (lean, plain):
-        inputs = [x.requires_grad_() for x in maps(9, 30)]
+        inputs = [x.requires_grad_() for x in random_maps(9, 30)]
         model.zero_grad()
         sum(out.sin().sum() for out in last(model)(inputs)).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         found[-1] |= {i: x.grad for i, x in enumerate(inputs) if x.grad is not None}
     found[0] = {name: g for name, g in found[0].items() if name in found[1] or g.any()}
     found[1] = {name: found[1][name] for name in found[0]}
-    assert distance(*found) < 1e-11
+    assert largest_difference(*found) < 1e-11
 
 
 def test_autocast(preset):
-    """Errors are those of the plain modules in this precision."""
-    plain, inputs = heads(), maps(33, 64)
-    exact = gradients(plain, inputs)[1]
+    """The errors are not larger than those of the plain modules in this precision."""
+    plain, inputs = build_heads(), random_maps(33, 64)
+    exact = compute_gradients(plain, inputs)[1]
 
     def error(model):
         model = model.float()
         with torch.autocast('cpu', torch.bfloat16):
-            found = gradients(model, [x.float() for x in inputs])[1]
-        assert all(g.dtype == torch.float32 for g in found.values())
-        return torch.stack([(found[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
+            gradients = compute_gradients(model, [x.float() for x in inputs])[1]
+        assert all(g.dtype == torch.float32 for g in gradients.values())
+        return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()
 
-    assert error(lean_of(plain, preset)) < 1.3 * error(copy.deepcopy(plain))
+    assert error(make_lean_copy(plain, preset)) < 1.3 * error(copy.deepcopy(plain))
 
 
 def test_a_convolution_that_answers_differently_the_second_time(preset, monkeypatch):
-    """No ReLU changes its side."""
-    plain = heads()
-    lean, own, noise = lean_of(plain, preset), F.conv2d, torch.Generator().manual_seed(2)
+    """No ReLU flips."""
+    plain = build_heads()
+    lean, own, noise = make_lean_copy(plain, preset), F.conv2d, torch.Generator().manual_seed(2)
 
     def other(*args, **kwargs):
         out = own(*args, **kwargs)
@@ -154,47 +149,36 @@ def test_a_convolution_that_answers_differently_the_second_time(preset, monkeypa
             return out
         return out + 1e-5 * out.std() * torch.randn(out.shape, dtype=out.dtype, generator=noise)
 
-    expected = gradients(plain, maps(64, 64))
-    monkeypatch.setattr(F, 'conv2d', as_in('torch.nn.functional', other, 'conv2d'))  # as if torch did it
-    assert distance(gradients(lean, maps(64, 64))[1], expected[1]) < 1e-4
-
-
-def stored(model, inputs):
-    """Returns the bytes saved for the backward pass, without parameters and inputs."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs)}
-    seen = {}
-
-    def pack(t):
-        seen[t.untyped_storage().data_ptr()] = (t.untyped_storage().nbytes(), t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(inputs)
-    return sum(nbytes for pointer, (nbytes, _) in seen.items() if pointer not in own)
+    expected = compute_gradients(plain, random_maps(64, 64))
+    monkeypatch.setattr(F, 'conv2d', copy_into_module('torch.nn.functional', other, 'conv2d'))  # as if torch did it
+    assert largest_difference(compute_gradients(lean, random_maps(64, 64))[1], expected[1]) < 1e-4
 
 
 def test_stored_bytes(preset):
-    """Of the maps of 4, 4 and 6 channels (laterals, pyramid, hidden) no lateral, and of hidden ones signs."""
-    plain, inputs = heads(), maps(32, 64)
-    everything = stored(plain, inputs)
+    """Of the maps of 4, 4 and 6 channels (laterals, pyramid, hidden), no lateral is stored, and of hidden maps the
+    signs."""
+    plain, inputs = build_heads(), random_maps(32, 64)
+    everything = count_model_bytes(plain, inputs)
     most = dict(exact=0.74, exact_min=0.4)[preset]
-    assert stored(lean_of(plain, preset), inputs) < most * everything
-    assert stored(lean_of(plain, 'int8'), inputs) < 0.2 * everything
+    assert count_model_bytes(make_lean_copy(plain, preset), inputs) < most * everything
+    assert count_model_bytes(make_lean_copy(plain, 'int8'), inputs) < 0.2 * everything
 
 
 def test_a_loss_of_the_instances_own_does_not_matter():
-    """It calls the forward pass, and is not called by it."""
-    plain, inputs = heads(), maps(32, 64)
-    lean = lean_of(plain)
-    before = stored(lean, inputs)
+    """The loss calls the forward pass, not the other way round."""
+    plain, inputs = build_heads(), random_maps(32, 64)
+    lean = make_lean_copy(plain)
+    before = count_model_bytes(lean, inputs)
     lean.rpn_head.loss_and_predict = lambda *args: None
-    assert stored(lean, inputs) == before < stored(plain, inputs)
+    assert count_model_bytes(lean, inputs) == before < count_model_bytes(plain, inputs)
 
 
 def test_eight_bits_are_near():
-    plain = heads()
-    expected, found = (gradients(model, maps(40, 64)) for model in (plain, lean_of(plain, 'int8')))
-    assert distance(found[1], expected[1]) < 0.03
+    plain = build_heads()
+    expected, actual = (
+        compute_gradients(model, random_maps(40, 64)) for model in (plain, make_lean_copy(plain, 'int8'))
+    )
+    assert largest_difference(actual[1], expected[1]) < 0.03
 
 
 class _Other(RPNHead):
@@ -233,27 +217,27 @@ CHANGES = [_hook_on_hidden, _hook_on_lateral, _hook_on_output, _subclass, _circu
 
 @pytest.mark.parametrize('change', CHANGES)
 def test_what_is_not_known_runs_its_own_code(change):
-    plain = heads()
+    plain = build_heads()
     change(plain)
     lean = copy.deepcopy(plain)
     report = apply_lean(lean)
-    assert_plain(lean, plain, maps(9, 30))
+    assert_plain(lean, plain, random_maps(9, 30))
     assert {'neck', 'rpn_head'} & report.left.keys()
 
 
 @pytest.mark.parametrize('change', [*CHANGES[:3], _replaced])
 def test_changes_that_come_later_are_seen(change):
-    plain = heads()
-    lean = lean_of(plain)
+    plain = build_heads()
+    lean = make_lean_copy(plain)
     for model in (lean, plain):
         change(model)
-    assert_plain(lean, plain, maps(9, 30))
+    assert_plain(lean, plain, random_maps(9, 30))
 
 
 def test_evaluation_runs_the_own_code_and_no_images_pass():
-    plain = heads()
-    lean = lean_of(plain)
-    for one, other in zip(lean.eval()(maps(9, 30)), plain.eval()(maps(9, 30)), strict=True):
+    plain = build_heads()
+    lean = make_lean_copy(plain)
+    for one, other in zip(lean.eval()(random_maps(9, 30)), plain.eval()(random_maps(9, 30)), strict=True):
         assert torch.equal(one, other)
-    for one, other in zip(lean.train()(maps(9, 30, 0)), plain.train()(maps(9, 30, 0)), strict=True):
+    for one, other in zip(lean.train()(random_maps(9, 30, 0)), plain.train()(random_maps(9, 30, 0)), strict=True):
         assert one.shape == other.shape

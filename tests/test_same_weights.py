@@ -20,7 +20,7 @@ PRESETS = {name: ('exact', 'int8') for name in BACKBONES} | dict.fromkeys(
 )
 
 
-def built(name, preset, dtype=torch.float32):
+def build_model(name, preset, dtype=torch.float32):
     torch.manual_seed(0)
     model = MODELS.build(dict(BACKBONES[name], _scope_='mmdet')).to(dtype)
     model.train()  # mmdet's return nothing
@@ -29,24 +29,24 @@ def built(name, preset, dtype=torch.float32):
     return model
 
 
-def loss_of(model, x):
+def compute_loss(model, x):
     return sum(out.square().mean() for out in model(x))
 
 
-def trained(name, preset):
-    model = built(name, preset)
+def train_weights(name, preset):
+    model = build_model(name, preset)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     for step in range(3):
         x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        loss_of(model, x).backward()
+        compute_loss(model, x).backward()
         optimizer.step()
     return model.state_dict()
 
 
 @pytest.mark.parametrize(('name', 'preset'), [(n, p) for n, presets in PRESETS.items() for p in presets])
 def test_one_seed_gives_the_same_weights(name, preset):
-    first, second = trained(name, preset), trained(name, preset)
+    first, second = train_weights(name, preset), train_weights(name, preset)
     assert all(torch.equal(values, second[key]) for key, values in first.items())
 
 
@@ -64,19 +64,19 @@ class Copies(TorchDispatchMode):
         return out
 
 
-def channels_last(name, preset):
-    """Returns gradients and the number of copies of a step in channels last."""
-    model = built(name, preset, torch.float64).to(memory_format=torch.channels_last)
+def run_channels_last(name, preset):
+    """Return the gradients of a step in channels-last layout, and the number of copies into another layout."""
+    model = build_model(name, preset, torch.float64).to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
     with Copies() as copies:
-        loss_of(model, x).backward()
+        compute_loss(model, x).backward()
     return {key: p.grad for key, p in model.named_parameters()} | dict(x=x.grad), copies.number
 
 
 @pytest.mark.parametrize('name', ['ResNet', 'CSPNeXt', 'ConvNeXt'])
 def test_channels_last(name):
-    expected, number = channels_last(name, 'none')
-    found, own = channels_last(name, 'exact')
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    expected, number = run_channels_last(name, 'none')
+    actual, own = run_channels_last(name, 'exact')
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     assert own <= number

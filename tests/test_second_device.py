@@ -29,7 +29,7 @@ def test_nothing_is_mixed(file, names):
 
 
 def test_what_is_mixed_fails(tmp_path):
-    """As on a GPU, where only copies and indices may come from the host."""
+    """As on a GPU, only copies and indices may come from the host."""
     (tmp_path / 'test_mixed.py').write_text(
         'import torch\n'
         'x = torch.arange(3.0)\n'

@@ -185,7 +185,7 @@ def test_what_a_backbone_cannot_do(kind, options, keys, message):
 
 
 def test_any_activation_with_the_reference():
-    """Algorithm 1 needs none of a kind."""
+    """Algorithm 1 works with any activation."""
     options = dict(act_cfg=dict(type='ReLU'))
     x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
     plain, reference = (build('SBPConvNeXt', cfg, **options) for cfg in (None, dict(preset='reference')))

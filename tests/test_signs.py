@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import build
 from mmdet.models.backbones import ResNet
-from oracles import image
+from oracles import random_images
 
 from sbp_mmdet import LeanHook, apply_lean, remove_lean
 from sbp_mmdet.checkpointing import checkpoint_modules
@@ -22,17 +22,17 @@ MODELS = {
 }
 
 
-def prepared(name):
+def build_with_images(name):
     model = MODELS[name]().float()
     model.train()
-    return model, image(2, 64, 64, dtype=torch.float32).requires_grad_(False)
+    return model, random_images(2, 64, 64, dtype=torch.float32).requires_grad_(False)
 
 
 @pytest.mark.parametrize('name', MODELS)
 @pytest.mark.parametrize('amp', [False, True], ids=['fp32', 'bf16'])
 def test_counts_are_those_of_whole_passes(name, amp):
-    """Autograd's hooks over the whole model are the oracle: each storage once, parts that stay as they are included."""
-    model, x = prepared(name)
+    """Autograd's hooks over the whole model, unchanged parts included, are the oracle; each storage counts once."""
+    model, x = build_with_images(name)
 
     def run():
         with torch.autocast('cpu', torch.bfloat16, enabled=amp):
@@ -66,7 +66,7 @@ def run_on(x, amp=False):
 
 
 def test_what_is_checkpointed_around_stores_nothing_itself():
-    model, x = prepared('stock Swin')
+    model, x = build_with_images('stock Swin')
     changed = apply_lean(model, 'exact', modules=['stages.0', 'norm0']).changed
     checkpoint_modules(model, ['stages.0'])
     findings = verify_modules(model, changed, run_on(x))
@@ -79,7 +79,7 @@ def _step(model, batch, wrapper):
 
 
 class Runner(types.SimpleNamespace):
-    """A runner with the attributes that hooks read."""
+    """Runner with the attributes that hooks read."""
 
     def __init__(self, model):
         super().__init__(model=model, logger=logging.getLogger('signs'), iter=0, visualizer=self, scalars={}, hooks=[])
@@ -90,22 +90,22 @@ class Runner(types.SimpleNamespace):
         self.scalars[step] = scalars
 
 
-def said(hook, model, caplog, steps=2, amp=False):
-    """Returns the log of a training of some steps by level, and its scalars."""
+def train_and_get_log(hook, model, caplog, steps=2, amp=False):
+    """Return the log of a training run of some steps by level, and its scalars."""
     runner = Runner(model)
     with caplog.at_level(logging.INFO, 'signs'):
         hook.before_run(runner)
         for runner.iter in range(steps):
-            hook.before_train_iter(runner, runner.iter, data_batch=image(2, 64, 64, dtype=torch.float32))
+            hook.before_train_iter(runner, runner.iter, data_batch=random_images(2, 64, 64, dtype=torch.float32))
             with torch.autocast('cpu', torch.bfloat16, enabled=amp):
-                sum(out.float().sum() for out in model(image(2, 64, 64, dtype=torch.float32))).backward()
+                sum(out.float().sum() for out in model(random_images(2, 64, 64, dtype=torch.float32))).backward()
             hook.after_train_iter(runner, runner.iter)
     return {level: [r.message for r in caplog.records if r.levelname == level] for level in ('INFO', 'WARNING')}, runner
 
 
 def test_the_block_in_the_log(caplog):
-    model, _ = prepared('stock Swin')
-    log, runner = said(LeanHook('sbp'), model, caplog)
+    model, _ = build_with_images('stock Swin')
+    log, runner = train_and_get_log(LeanHook('sbp'), model, caplog)
     report, thinned, remark, verified, stored = log['INFO']
     assert report.splitlines()[:3] == [
         "LeanHook: preset='sbp': 13 modules changed, 0 left alone",
@@ -134,8 +134,8 @@ def test_the_block_in_the_log(caplog):
     ],
 )
 def test_poor_choices(name, preset, amp, message, caplog):
-    model, _ = prepared(name)
-    log, _ = said(LeanHook(preset), model, caplog, amp=amp)
+    model, _ = build_with_images(name)
+    log, _ = train_and_get_log(LeanHook(preset), model, caplog, amp=amp)
     assert [message in text for text in log['WARNING']] == [True] if message else not log['WARNING']
 
 
@@ -152,11 +152,11 @@ def test_two_hooks_change_modules_of_their_own():
 def test_what_was_not_named_is_no_unknown_module():
     model = torch.nn.ModuleDict(dict(one=ResNet(18), two=torch.nn.Linear(2, 2)))
     assert apply_lean(model, modules=['one']).left['two'] == 'modules=[...] does not name it'
-    assert apply_lean(model).left['two'] == 'no lean form of it is known'
+    assert apply_lean(model).left['two'] == 'not supported'
 
 
 def test_a_hook_whose_modules_do_not_run(caplog):
-    model, _ = prepared('stock Swin')
+    model, _ = build_with_images('stock Swin')
     model.unused = build('stock Swin')
-    log, _ = said(LeanHook(modules=['unused']), model, caplog)
+    log, _ = train_and_get_log(LeanHook(modules=['unused']), model, caplog)
     assert log['WARNING'] == ['LeanHook: no changed module ran in the first step, so nothing is saved']

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from helpers import ROOT, TOOLS, run
-from resume_project import EPOCHS, make_resume_project, masks, weights
+from resume_project import EPOCHS, make_resume_project, read_masks, read_weights
 
 os.environ['PATH'] += os.pathsep + '/usr/sbin'
 PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'srun', 'sbatch', 'scancel', 'scontrol', 'squeue')
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope='module')
 def slurm(tmp_path_factory):
-    """Returns the environment of a launch, and a project with a blank in its path."""
+    """Return the environment for a launch, and a project with a space in its path."""
     folder = tmp_path_factory.mktemp('slurm')
     script = ROOT / 'tests/slurm_cluster.sh'
     run('bash', script, 'up', folder / 'cluster', '2', cwd=folder)
@@ -49,7 +49,7 @@ def free_port():
 
 @pytest.fixture(scope='module')
 def trained(slurm, project):
-    """Runs a whole training by slurm_train.sh."""
+    """Run a complete training run with slurm_train.sh."""
     arguments = ('test', 'my job', 'resume.py', 'whole')
     return run('bash', TOOLS / 'slurm_train.sh', *arguments, cwd=project, PORT=free_port(), **slurm)
 
@@ -61,10 +61,10 @@ def test_train(trained, slurm, project):
     nodes = run('srun', '--nodes=2', '--ntasks=2', '--gres=gpu:1', 'printenv', 'SLURMD_NODENAME', cwd=project, **slurm)
     assert sorted(nodes.stdout.split()) == ['node1', 'node2']
     assert f'Epoch(train) [{EPOCHS}][2/2]' in log  # 8 images, 2 ranks with 2 of them each
-    drawn = masks(project / 'whole')
+    drawn = read_masks(project / 'whole')
     assert set(drawn) == {(rank, step) for rank in range(2) for step in range(2 * EPOCHS)}
     assert len(set(drawn.values())) == len(drawn)  # each rank and step has its own
-    assert all(torch.isfinite(value).all() for value in weights(project / 'whole').values())
+    assert all(torch.isfinite(value).all() for value in read_weights(project / 'whole').values())
 
 
 def test_test(trained, slurm, project):
@@ -82,7 +82,7 @@ def wait_for(condition, what, seconds=120):
 
 
 def test_requeued_and_cancelled_job_ends_like_a_whole_one(trained, slurm, project):
-    """Killed by requeue in the second epoch, by scancel in the third, each time with the first new step done."""
+    """The job is killed by a requeue in the second epoch and by scancel in the third, each time after one new step."""
     trouble = dict(HANG_AFTER_ITERATION_0=3, HANG_AFTER_ITERATION_1=5)
     variables = dict(slurm, PORT=free_port(), PY_ARGS='--resume')
     script = project / 'job.sh'
@@ -118,7 +118,7 @@ def test_requeued_and_cancelled_job_ends_like_a_whole_one(trained, slurm, projec
 
     done = run('bash', TOOLS / 'slurm_train.sh', 'test', 'job', 'resume.py', 'killed', cwd=project, **variables)
     assert 'resumed epoch: 2, iter: 4' in done.stdout + done.stderr
-    assert masks(work_dir) == masks(project / 'whole')
-    expected, found = weights(project / 'whole'), weights(work_dir)
-    assert expected.keys() == found.keys()
-    assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+    assert read_masks(work_dir) == read_masks(project / 'whole')
+    expected, actual = read_weights(project / 'whole'), read_weights(work_dir)
+    assert expected.keys() == actual.keys()
+    assert not [name for name in expected if not torch.equal(expected[name], actual[name])]

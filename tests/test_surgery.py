@@ -52,8 +52,8 @@ def test_hooks_of_this_package():
     assert model_hook_class(dict(type='ProjectsOtherHook')) is None
     assert CheckpointModulesHook.exact and TargetsInChunksHook.exact and not ModelHook.exact
     kinds = ('ProjectsOtherHook', 'ProjectsLeanNeckHook', 'TargetsInChunksHook')
-    found = model_hooks([dict(type=kind, priority='LOW') for kind in kinds])
-    assert [type(hook).__name__ for hook in found] == [*kinds[1:]]
+    hooks = model_hooks([dict(type=kind, priority='LOW') for kind in kinds])
+    assert [type(hook).__name__ for hook in hooks] == [*kinds[1:]]
     assert list(model_hooks(None)) == []
 
 

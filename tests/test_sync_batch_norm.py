@@ -35,19 +35,21 @@ def batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, runni
 
 
 def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
-    return wide(weight) * (input - wide(mean)) * wide(invstd) + wide(bias)
+    return as_matrix(weight) * (input - as_matrix(mean)) * as_matrix(invstd) + as_matrix(bias)
 
 
 def batch_norm_backward_reduce(grad_out, input, mean, invstd, weight, input_g, weight_g, bias_g):
-    sums, products = grad_out.sum(DIMS), (grad_out * (input - wide(mean))).sum(DIMS)
+    sums, products = grad_out.sum(DIMS), (grad_out * (input - as_matrix(mean))).sum(DIMS)
     return sums, products, products * invstd, sums.clone()
 
 
 def batch_norm_backward_elemt(grad_out, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
     assert count.dtype == torch.int32
     number = count.sum()
-    centred = grad_out - wide(sum_dy) / number
-    return (centred - (input - wide(mean)) * wide(invstd**2 * sum_dy_xmu) / number) * wide(invstd * weight)
+    centred = grad_out - as_matrix(sum_dy) / number
+    return (centred - (input - as_matrix(mean)) * as_matrix(invstd**2 * sum_dy_xmu) / number) * as_matrix(
+        invstd * weight
+    )
 
 
 KERNELS = (
@@ -59,12 +61,12 @@ KERNELS = (
 )
 
 
-def wide(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     return x.view(1, -1, 1, 1)
 
 
 class Processes:
-    """A replacement of torch.distributed for two threads."""
+    """Replacement of torch.distributed for two threads."""
 
     def __init__(self):
         self.barrier, self.given = threading.Barrier(2, timeout=30), {}
@@ -86,9 +88,9 @@ class Processes:
         x.copy_(sum(every))
 
 
-def run(maps, weight, norm, momentum=0.1):
-    """Returns outputs, gradients of each process, and running statistics, with the first batch in thread 0."""
-    processes, found = Processes(), {}
+def run_processes(maps, weight, norm, momentum=0.1):
+    """Return outputs, the gradients of each process, and running statistics. Thread 0 gets the first batch."""
+    processes, results = Processes(), {}
     settings = ConvNormSettings(norm='batch', process_group='both', momentum=momentum)
 
     def process(rank):
@@ -97,15 +99,15 @@ def run(maps, weight, norm, momentum=0.1):
         running = torch.zeros_like(norm[0]), torch.ones_like(norm[0])
         y = conv_norm(settings, ConvNormTensors(x, parameters[0], None, *parameters[1:], *running))
         (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
-        found[rank] = [y.detach(), x.grad, *(p.grad for p in parameters), *running]
+        results[rank] = [y.detach(), x.grad, *(p.grad for p in parameters), *running]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(map_norms, 'dist', processes)
         threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
         [thread.start() for thread in threads]
         [thread.join(60) for thread in threads]
-    assert len(found) == 2
-    return found
+    assert len(results) == 2
+    return results
 
 
 @pytest.mark.parametrize('sizes', [(2, 3), (0, 3), (3, 0)], ids=str)
@@ -113,15 +115,17 @@ def test_kernels_compute_what_is_written_out(sizes, monkeypatch):
     torch.manual_seed(0)
     maps = [torch.randn(n, 3, 5, 4, dtype=torch.float64) for n in sizes]
     weight, norm = torch.randn(6, 3, 1, 1, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
-    wanted = run(maps, weight, norm)
+    wanted = run_processes(maps, weight, norm)
     monkeypatch.setattr(map_norms, '_has_kernels', lambda z: True)
     for kernel in KERNELS:
         monkeypatch.setattr(torch, kernel.__name__, kernel)
-    found = run(maps, weight, norm)
+    results = run_processes(maps, weight, norm)
     for rank in range(2):
-        torch.testing.assert_close(found[rank], wanted[rank])
+        torch.testing.assert_close(results[rank], wanted[rank])
     z = F.conv2d(torch.cat(maps), weight)
-    torch.testing.assert_close(torch.cat([found[0][0], found[1][0]]), F.batch_norm(z, None, None, *norm, training=True))
+    torch.testing.assert_close(
+        torch.cat([results[0][0], results[1][0]]), F.batch_norm(z, None, None, *norm, training=True)
+    )
 
 
 @pytest.mark.parametrize('kernel', KERNELS, ids=lambda kernel: kernel.__name__)

@@ -40,7 +40,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
 
 
 def test_an_old_file_is_never_half_written(tmp_path):
-    """What another name of the old file shows is what a call would read that begins while this one writes."""
+    """A hard link to the old file shows what another process would read during the write."""
     file, old = tmp_path / 'new/out.json', tmp_path / 'old'
     write_json(file, dict(a=1))
     os.link(file, old)
@@ -66,9 +66,9 @@ def test_paths(text, expected):
 
 def test_machine(monkeypatch):
     monkeypatch.setattr(sys, 'argv', [str(ROOT / 'tools/x.py'), '--size', 'a b'])
-    found = describe_machine()
-    assert set(found) == KEYS
-    assert found['command'] == "python tools/x.py --size 'a b'" and found['sbp_mmdet'] == __version__
+    machine = describe_machine()
+    assert set(machine) == KEYS
+    assert machine['command'] == "python tools/x.py --size 'a b'" and machine['sbp_mmdet'] == __version__
 
 
 def git(folder, *words):
@@ -78,7 +78,7 @@ def git(folder, *words):
 
 @pytest.mark.skipif(not shutil.which('git'), reason='no git')
 def test_commit(tmp_path, monkeypatch):
-    """Of the checkout that holds the package: not of any other one around it, and whether files differ from it."""
+    """The commit is that of the checkout that contains the package, and it is marked if files differ from it."""
     file = tmp_path / 'tables.py'
     file.write_text('1')
     (tmp_path / 'other').write_text('1')
@@ -106,9 +106,9 @@ def test_commit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('file', RESULTS, ids=lambda file: file.stem)
 def test_every_result_says_where_it_comes_from(file):
-    """Files of the time before commits were written say that they have none."""
-    found = json.loads(file.read_text())
-    for one in found.get('runs', [found]):
+    """Files that are older than this rule say that they have no commit."""
+    results = json.loads(file.read_text())
+    for one in results.get('runs', [results]):
         assert set(one['machine']) == KEYS
         assert one['machine']['commit'] is None or re.fullmatch('[0-9a-f]{40}', one['machine']['commit'])
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones import SwinTransformer
-from stand_ins import of_module
+from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
@@ -77,10 +77,10 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleList(TransformerEncoderLayer(width, heads) for _ in range(depth))
 
 
-of_module('mmpretrain.models.backbones.convnext', ConvNeXtBlock, ConvNeXt)
-of_module('mmpretrain.models.utils.norm', LayerNorm2d)
-of_module('mmpretrain.models.utils.attention', Attention, name='MultiheadAttention')
-of_module('mmpretrain.models.backbones.vision_transformer', TransformerEncoderLayer, VisionTransformer)
+define_in_module('mmpretrain.models.backbones.convnext', ConvNeXtBlock, ConvNeXt)
+define_in_module('mmpretrain.models.utils.norm', LayerNorm2d)
+define_in_module('mmpretrain.models.utils.attention', Attention, name='MultiheadAttention')
+define_in_module('mmpretrain.models.backbones.vision_transformer', TransformerEncoderLayer, VisionTransformer)
 
 SWIN = {
     'tiny': {},
@@ -113,7 +113,7 @@ WAYS = [
 
 @pytest.fixture
 def skip_weights(monkeypatch):
-    """Skips initialisation, so that networks of full size are built quickly."""
+    """Skip the initialisation of weights, so that networks of full size are built quickly."""
     for name in ('kaiming_uniform_', 'trunc_normal_', 'uniform_'):
         monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
 

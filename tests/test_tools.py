@@ -21,7 +21,7 @@ ANNOTATIONS = 'data/shapes/annotations/instances_train.json'
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-    """Returns the config of a project in a folder with a blank in its name."""
+    """Return the config of a project in a folder with a blank in its name."""
     folder = tmp_path_factory.mktemp('own') / 'my project'
     return make_project(folder, train=4, val=2)
 
@@ -58,7 +58,7 @@ def test_config_of_a_package_that_is_missing(tmp_path):
 
 
 def test_script_says_what_is_wrong_and_stops(project):
-    """Through the command line, and only one line."""
+    """The command line prints only one line."""
     option = 'train_dataloader.dataset.ann_file=no.json'
     done = run('python', TOOLS / 'train.py', 'tiny.py', '--cfg-options', option, cwd=project.parent, check=False)
     assert done.returncode == 1
@@ -78,7 +78,7 @@ def test_arguments_that_the_config_or_the_machine_cannot_follow(config):
 
 
 def test_script_takes_what_the_checks_decided_and_leaves_the_command_line(project, monkeypatch, tmp_path):
-    """A stand-in for mmdet's script: its own parser, and main that asks it again."""
+    """The replacement of mmdet's script has its own parser, and its main function parses the command line again."""
     script = tmp_path / 'train.py'
     script.write_text(
         'import argparse, mmengine\n'
@@ -105,7 +105,7 @@ def test_script_takes_what_the_checks_decided_and_leaves_the_command_line(projec
 
 
 def test_config_without_custom_imports(project):
-    """In a process of its own: here SBPConvNeXt is registered already."""
+    """The test needs a process of its own, because SBPConvNeXt is already registered in this one."""
     text = project.read_text()
     bare = project.with_name('bare.py')
     bare.write_text(text + "\ncustom_imports = dict(imports=['mmdet.models'], allow_failed_imports=False)\n")

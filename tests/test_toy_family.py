@@ -5,12 +5,12 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import draws_of, kept_masks, stored_bytes
+from cases import count_stored_bytes, get_draws, get_kept_masks
 from helpers import RESEARCH  # noqa: F401  it puts research/ on the path
 from mmcv.cnn.bricks import DropPath
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
-from oracles import assert_near, gradients, image, relative_error
+from oracles import assert_near, compute_gradients, random_images, relative_error
 from torch import nn
 
 import module_runs  # isort: skip
@@ -59,7 +59,7 @@ class ToyShrink(nn.Module):
 
 @MODELS.register_module()
 class ToyNet(BaseModule):
-    """A backbone of three levels of two blocks, each of which halves its map."""
+    """Backbone of three levels with two blocks each; every level halves its map."""
 
     def __init__(self, widths=WIDTHS, rate=0.0, init_cfg=None):
         super().__init__(init_cfg)
@@ -75,7 +75,7 @@ class ToyNet(BaseModule):
 
 
 def register():
-    """Registers everything that a new family needs."""
+    """Register everything that a new family needs."""
 
     @adapter(ToyBlock)
     class LeanToyBlock(LeanBlock):
@@ -135,15 +135,15 @@ def test_report():
 
 @pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if preset.gradients in ('exact', 'sbp')])
 def test_gradients(preset):
-    """Of the definition: exact, or kept positions alone."""
-    x, lean = image(2, 36, 44), toy(preset)
-    found, plain = gradients(lean, x), toy()
+    """Gradients are exact, or those of the kept positions only."""
+    x, lean = random_images(2, 36, 44), toy(preset)
+    gradients, plain = compute_gradients(lean, x), toy()
     if preset in ('none', 'with_cp'):
         torch.manual_seed(0)
-        found = gradients(lean, x)
+        gradients = compute_gradients(lean, x)
         torch.manual_seed(0)
-        return assert_near(found, gradients(plain, x), 1e-12)
-    masks, draws = kept_masks(lean, x), draws_of(lean)
+        return assert_near(gradients, compute_gradients(plain, x), 1e-12)
+    masks, draws = get_kept_masks(lean, x), get_draws(lean)
     with draws.latest_pass():
         images = {(i, j): draws.images((i, j, 'mlp'), 2) for i in range(3) for j in range(2)}
     assert set(masks) == ({(0, 0), (0, 1), (1, 0), (1, 1), (1, 'downsample')} if PRESETS[preset].thins else set())
@@ -155,28 +155,30 @@ def test_gradients(preset):
     if PRESETS[preset].thins:
         project, mask = plain.shrinks[0].project, masks[1, 'downsample'].flatten()[:, None]
         plain.shrinks[0].project = lambda tokens: torch.where(mask, (y := project(tokens)), y.detach())
-    assert_near(found, gradients(plain, x), 1e-10)
+    assert_near(gradients, compute_gradients(plain, x), 1e-10)
 
 
 @pytest.mark.parametrize('preset', ['int8', 'sampled'])
 def test_gradients_come_near(preset):
-    x = F.interpolate(image(2, 6, 8), (36, 48), mode='bicubic')
-    exact = gradients(ToyNet().double().train(), x) and gradients(toy('exact'), x)
-    found = gradients(toy(preset), x)
-    assert found.keys() == exact.keys() and all(g.isfinite().all() for g in found.values())
-    errors = [relative_error(found[name], grad) for name, grad in exact.items()]
+    x = F.interpolate(random_images(2, 6, 8), (36, 48), mode='bicubic')
+    exact = compute_gradients(ToyNet().double().train(), x) and compute_gradients(toy('exact'), x)
+    gradients = compute_gradients(toy(preset), x)
+    assert gradients.keys() == exact.keys() and all(g.isfinite().all() for g in gradients.values())
+    errors = [relative_error(gradients[name], grad) for name, grad in exact.items()]
     assert 1e-9 < max(errors) and (preset == 'sampled' or max(errors) < 0.1)
 
 
 def test_stored_bytes():
     def stored(preset):
-        model, x = ToyNet().train(), image(2, 64, 64, dtype=torch.float32)
+        model, x = ToyNet().train(), random_images(2, 64, 64, dtype=torch.float32)
         apply_lean(model, preset)
-        return stored_bytes(lambda: model(x), [x, *model.parameters()])
+        return count_stored_bytes(lambda: model(x), [x, *model.parameters()])
 
-    found = {name: stored(name) for name in PRESETS}
-    assert found['int8'] < found['exact'] < 0.5 * found['none'] and found['sbp'] < found['reference'] < found['none']
-    assert found['with_cp'] < 0.5 * found['none']
+    nbytes = {name: stored(name) for name in PRESETS}
+    assert (
+        nbytes['int8'] < nbytes['exact'] < 0.5 * nbytes['none'] and nbytes['sbp'] < nbytes['reference'] < nbytes['none']
+    )
+    assert nbytes['with_cp'] < 0.5 * nbytes['none']
 
 
 def test_keys_hook_and_back():
@@ -192,7 +194,7 @@ def test_keys_hook_and_back():
 def test_a_wrong_stride_is_an_error(monkeypatch):
     monkeypatch.setattr(ADAPTERS[f'{__name__}.ToyBlock'], 'stride', 4)
     with pytest.raises(ValueError, match=r'has a map of 396 positions, but 99 were expected.*stride=4'):
-        toy('sbp')(image(1, 36, 44))
+        toy('sbp')(random_images(1, 36, 44))
 
 
 def test_what_may_be_registered():
@@ -202,7 +204,7 @@ def test_what_may_be_registered():
 
 @pytest.fixture(scope='module')
 def detector():
-    """Returns a stock detector with the toy backbone."""
+    """Return a stock detector with the toy backbone."""
     config = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
     config.model.backbone = dict(type='ToyNet')
     config.model.neck.update(in_channels=WIDTHS, start_level=0)

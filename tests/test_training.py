@@ -12,15 +12,15 @@ from cases import (
     OWN,
     THIN,
     build,
-    draws_of,
-    expected_gradients,
-    lean_and_expected,
-    oracle,
-    stored_bytes,
+    build_oracle,
+    compute_expected_gradients,
+    compute_lean_and_expected,
+    count_model_bytes,
+    get_draws,
 )
 from helpers import FP16
 from mmengine.model import ExponentialMovingAverage
-from oracles import assert_near, gradients, image, loss_of, relative_error
+from oracles import assert_near, compute_gradients, compute_loss, random_images, relative_error
 from torch import nn
 
 from sbp_mmdet.ops.channel_mlp import channel_mlp
@@ -48,18 +48,20 @@ WITH_KEYS = [
 ]
 
 
-def comparable(preset, *found):
-    """Returns gradients without the weights that 'sampled' estimates."""
-    return [{n: g for n, g in grads.items() if preset != 'sampled' or n.endswith(('bias', 'image'))} for grads in found]
+def drop_sampled_weights(preset, *gradients):
+    """Return gradients without those of the weights that 'sampled' estimates."""
+    return [
+        {n: g for n, g in grads.items() if preset != 'sampled' or n.endswith(('bias', 'image'))} for grads in gradients
+    ]
 
 
-def alike(preset):
-    """Returns settings with which stochastic depth drops the same images as in the plain model."""
+def draw_as_plain(preset):
+    """Return settings with which stochastic depth drops the same images as the plain model."""
     return dict(preset=preset, **(dict(skip_dropped_images=False) if PRESETS[preset].form else {}))
 
 
-def cosine(found, expected):
-    a, b = (torch.cat([g.double().flatten() for g in grads.values()]) for grads in (found, expected))
+def cosine_similarity(actual, expected):
+    a, b = (torch.cat([g.double().flatten() for g in grads.values()]) for grads in (actual, expected))
     return F.cosine_similarity(a, b, 0).item()
 
 
@@ -67,26 +69,26 @@ def cosine(found, expected):
 @pytest.mark.parametrize('preset', [name for name in PRESETS if name != 'none'])
 @pytest.mark.parametrize('size', [SMALL, ODD], ids=['even', 'odd'])
 def test_values_are_the_plain_ones(family, preset, size):
-    """In training, with equal random numbers for stochastic depth; the masks take none of these."""
-    x, outs = image(*size), []
-    for cfg in (None, alike(preset)):
+    """In training, random numbers for stochastic depth are the same, because masks draw none of them."""
+    x, outs = random_images(*size), []
+    for cfg in (None, draw_as_plain(preset)):
         model = build(family, cfg, **DEPTH)
         torch.manual_seed(3)
         outs.append((model(x), torch.get_rng_state()))
-    for found, expected in zip(outs[1][0], outs[0][0], strict=True):
-        assert found.requires_grad and relative_error(found, expected) < 1e-12
+    for actual, expected in zip(outs[1][0], outs[0][0], strict=True):
+        assert actual.requires_grad and relative_error(actual, expected) < 1e-12
     assert torch.equal(outs[0][1], outs[1][1])
 
 
 @EACH_FAMILY
 @pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if preset.gradients == 'exact'])
 def test_exact_gradients_are_the_plain_ones(family, preset):
-    found, x = [], image(*ODD)
-    for cfg in (None, alike(preset)):
+    gradients, x = [], random_images(*ODD)
+    for cfg in (None, draw_as_plain(preset)):
         model = build(family, cfg, **DEPTH)
         torch.manual_seed(3)
-        found.append(gradients(model, x))
-    assert_near(found[1], found[0], 1e-10)
+        gradients.append(compute_gradients(model, x))
+    assert_near(gradients[1], gradients[0], 1e-10)
 
 
 @EACH_FAMILY
@@ -94,32 +96,32 @@ def test_exact_gradients_are_the_plain_ones(family, preset):
 @pytest.mark.parametrize('size', [SMALL, ODD], ids=['even', 'odd'])
 def test_gradients_are_those_of_the_definition(family, preset, size):
     """Images that stochastic depth drops are left out, which is the default."""
-    found, expected = lean_and_expected(family, dict(preset=preset), image(*size), **DEPTH)
+    actual, expected = compute_lean_and_expected(family, dict(preset=preset), random_images(*size), **DEPTH)
     if preset == 'int8':
-        assert cosine(found, expected) > 0.998 and relative_error(found['image'], expected['image']) > 1e-6
+        assert cosine_similarity(actual, expected) > 0.998 and relative_error(actual['image'], expected['image']) > 1e-6
         return
-    assert_near(*comparable(preset, found, expected), 1e-10)
+    assert_near(*drop_sampled_weights(preset, actual, expected), 1e-10)
 
 
 @pytest.mark.parametrize(('family', 'cfg'), WITH_KEYS)
 def test_keys_of_the_definition(family, cfg):
-    found, expected = lean_and_expected(family, cfg, **DEPTH)
-    assert_near(found, expected, 1e-10)
+    actual, expected = compute_lean_and_expected(family, cfg, **DEPTH)
+    assert_near(actual, expected, 1e-10)
 
 
 @EACH_FAMILY
 @pytest.mark.parametrize('preset', THIN)
 def test_thinned_gradients_differ_from_the_plain_ones(family, preset):
-    """Guards the tests above: masks are no formality."""
-    x = F.interpolate(image(2, 8, 12), (64, 96), mode='bicubic')  # smooth, as photographs are
-    plain, found = gradients(build(family), x), gradients(build(family, dict(preset=preset)), x)
-    assert relative_error(found['image'], plain['image']) > 0.01
+    """The tests above would be meaningless if masks had no effect."""
+    x = F.interpolate(random_images(2, 8, 12), (64, 96), mode='bicubic')  # smooth, as photographs are
+    plain, gradients = compute_gradients(build(family), x), compute_gradients(build(family, dict(preset=preset)), x)
+    assert relative_error(gradients['image'], plain['image']) > 0.01
 
 
 @EACH_FAMILY
 @EACH_PRESET
 def test_evaluation_and_passes_without_gradients_are_plain(family, preset):
-    lean, plain, x = build(family, dict(preset=preset), **DEPTH), build(family, **DEPTH), image(*ODD)
+    lean, plain, x = build(family, dict(preset=preset), **DEPTH), build(family, **DEPTH), random_images(*ODD)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             outs = []
@@ -136,40 +138,40 @@ def test_evaluation_and_passes_without_gradients_are_plain(family, preset):
 @EACH_PRESET
 @pytest.mark.parametrize('together', [True, False], ids=['one backward', 'accumulated'])
 def test_two_passes(family, preset, together):
-    """Two images of a semi-supervised step, or of an accumulated one: each sends by its own draws."""
-    lean, xs = build(family, dict(preset=preset), **DEPTH), [image(*SMALL, seed=seed) for seed in (0, 1)]
+    """Two passes precede a backward pass, as in a semi-supervised or accumulated step; each uses its own draws."""
+    lean, xs = build(family, dict(preset=preset), **DEPTH), [random_images(*SMALL, seed=seed) for seed in (0, 1)]
     expected, losses = None, []
     for x in xs:
-        losses.append(loss_of(lean(x)))
+        losses.append(compute_loss(lean(x)))
         if not together:
             losses.pop().backward()
         if preset in ('int8', 'sampled'):
             continue
-        own = expected_gradients(family, lean, x, **DEPTH)
+        own = compute_expected_gradients(family, lean, x, **DEPTH)
         expected = own if expected is None else {name: expected[name] + g for name, g in own.items()}
     if together:
         sum(losses).backward()
-    found = {name: p.grad for name, p in lean.named_parameters()}
+    actual = {name: p.grad for name, p in lean.named_parameters()}
     if expected is None:  # the same in one pass after the other
         again = build(family, dict(preset=preset), **DEPTH)
         for x in xs:
-            loss_of(again(x)).backward()
+            compute_loss(again(x)).backward()
         expected = {name: p.grad for name, p in again.named_parameters()}
     expected.pop('image', None)
-    assert_near(found, expected, 1e-10)
+    assert_near(actual, expected, 1e-10)
 
 
-def scaled(model, x, dtype):
-    """Returns gradients under autocast, with a gradient scaler if the range is small."""
+def compute_scaled_gradients(model, x, dtype):
+    """Return gradients under autocast, with a gradient scaler if the range is small."""
     kind = 'cuda' if x.is_cuda else 'cpu'
     with torch.autocast(kind, dtype):
         outs = model(x)
     if dtype == torch.float16:
         scaler = torch.amp.GradScaler(kind, init_scale=2.0**4)
-        scaler.scale(loss_of(outs)).backward()
+        scaler.scale(compute_loss(outs)).backward()
         scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.0))
     else:  # torch 2.1 has no scaler of this name
-        loss_of(outs).backward()
+        compute_loss(outs).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -177,16 +179,20 @@ def scaled(model, x, dtype):
 @EACH_PRESET
 @pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 def test_autocast(family, preset, dtype):
-    """As near to the definition as the plain model under autocast is to the plain one, but for what eight bits lose."""
-    x = image(*SMALL, dtype=torch.float32)
+    """Gradients are as near to the definition as plain ones under autocast are to plain ones, except those of eight
+    bits."""
+    x = random_images(*SMALL, dtype=torch.float32)
     lean, plain = (build(family, cfg, dtype=torch.float32, **DEPTH) for cfg in (dict(preset=preset), None))
-    found = scaled(lean, x, dtype)
+    found = compute_scaled_gradients(lean, x, dtype)
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values())
-    twin = oracle(family, lean, x, **DEPTH)
-    truth, rounded = gradients(twin.double(), x.double()), scaled(oracle(family, lean, x, **DEPTH), x, dtype)
+    twin = build_oracle(family, lean, x, **DEPTH)
+    truth, rounded = (
+        compute_gradients(twin.double(), x.double()),
+        compute_scaled_gradients(build_oracle(family, lean, x, **DEPTH), x, dtype),
+    )
     truth.pop('image')
-    found, truth, rounded = comparable(preset, found, truth, rounded)
-    assert 1 - cosine(found, truth) < 2 * (1 - cosine(rounded, truth)) + 2e-3
+    found, truth, rounded = drop_sampled_weights(preset, found, truth, rounded)
+    assert 1 - cosine_similarity(found, truth) < 2 * (1 - cosine_similarity(rounded, truth)) + 2e-3
     for name, out in zip(lean(x), plain(x), strict=True):
         assert name.dtype == out.dtype
 
@@ -197,7 +203,7 @@ def test_a_model_that_is_bf16_throughout(family, preset):
     if preset == 'reference' and 'Swin' in family:
         pytest.skip("mmdet's own shifted windows fail in bf16")
     model = build(family, dict(preset=preset), dtype=torch.bfloat16, **DEPTH)
-    outs = model(image(*SMALL, dtype=torch.bfloat16))
+    outs = model(random_images(*SMALL, dtype=torch.bfloat16))
     sum(out.sum() for out in outs).backward()
     assert {out.dtype for out in outs} == {torch.bfloat16}
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
@@ -206,11 +212,11 @@ def test_a_model_that_is_bf16_throughout(family, preset):
 @EACH_FAMILY
 @EACH_PRESET
 def test_channels_last(family, preset):
-    last, x, found = dict(memory_format=torch.channels_last), image(*ODD), []
+    last, x, gradients = dict(memory_format=torch.channels_last), random_images(*ODD), []
     for options in ({}, last):
         model = build(family, dict(preset=preset)).to(**options)
-        found.append(gradients(model, x.contiguous(**options)))
-    assert_near(found[1], found[0], 1e-10)
+        gradients.append(compute_gradients(model, x.contiguous(**options)))
+    assert_near(gradients[1], gradients[0], 1e-10)
     if 'ConvNeXt' in family:
         assert all(out.is_contiguous(**last) for out in model(x.contiguous(**last)))
 
@@ -227,37 +233,37 @@ FROZEN = {
 @pytest.mark.parametrize('family', FROZEN)
 @pytest.mark.parametrize('preset', ['exact', 'sbp', 'reference'])
 def test_frozen_stages(family, preset):
-    """Frozen parameters get no gradient, draw no positions, and the others get what they should."""
-    options, x = FROZEN[family] | DEPTH, image(*SMALL)
+    """Frozen parameters get no gradient and draw no positions, and the others get the right gradients."""
+    options, x = FROZEN[family] | DEPTH, random_images(*SMALL)
     lean = build(family, dict(preset=preset), **options)
-    found = gradients(lean, x)
+    gradients = compute_gradients(lean, x)
     frozen = [name for name, p in lean.named_parameters() if not p.requires_grad]
-    assert frozen and not {*frozen} & found.keys()
-    layers, ratios = draws_of(lean).stages.layers, draws_of(lean).stages.keep_ratios()
+    assert frozen and not {*frozen} & gradients.keys()
+    layers, ratios = get_draws(lean).stages.layers, get_draws(lean).stages.keep_ratios()
     assert bool(ratios) == (preset != 'exact') and all(layers[key].training for key in ratios)
-    assert_near(found, expected_gradients(family, lean, x, **options), 1e-10)
+    assert_near(gradients, compute_expected_gradients(family, lean, x, **options), 1e-10)
 
 
 @EACH_FAMILY
 @EACH_PRESET
 def test_copies(family, preset):
-    """As EMA and checkpoints of a whole model make them, before a pass and after one."""
-    x = image(*SMALL)
+    """EMA and checkpoints of whole models make such copies, before a pass or after one."""
+    x = random_images(*SMALL)
     lean = build(family, dict(preset=preset), **DEPTH)
     kinds = {type(m).__name__ for m in build(family, **DEPTH).modules()}
     for _ in range(2):
-        expected = gradients(copy.deepcopy(lean), x)
+        expected = compute_gradients(copy.deepcopy(lean), x)
         average = ExponentialMovingAverage(lean)
         average.update_parameters(lean)
         for other in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean)), average.module.requires_grad_()):
-            assert draws_of(other) is not draws_of(lean)
-            assert draws_of(other).stages.layers.keys() == draws_of(lean).stages.layers.keys()
+            assert get_draws(other) is not get_draws(lean)
+            assert get_draws(other).stages.layers.keys() == get_draws(lean).stages.layers.keys()
             assert {type(m).__name__ for m in other.modules()} == kinds
             for p in lean.parameters():
                 p.grad = None
-            assert_near(gradients(other, x), expected, 1e-12)
+            assert_near(compute_gradients(other, x), expected, 1e-12)
             assert all(p.grad is None for p in lean.parameters())
-        gradients(lean, x)
+        compute_gradients(lean, x)
 
 
 @EACH_FAMILY
@@ -269,65 +275,65 @@ def test_names_and_buffers_are_the_stock_ones(family, preset):
     }
     other = build(family, seed=1)
     other.load_state_dict(lean.state_dict())
-    for a, b in zip(other.eval()(image()) if family in OWN else run_eval(other), run_eval(lean), strict=True):
+    for a, b in zip(other.eval()(random_images()) if family in OWN else run_eval(other), run_eval(lean), strict=True):
         assert torch.equal(a, b)
 
 
 def run_eval(model):
     model.eval()  # mmdet's returns None
-    return model(image())
+    return model(random_images())
 
 
 @EACH_FAMILY
 @EACH_PRESET
 def test_where_all_images_are_dropped_gradients_are_zeros(family, preset):
-    """Optimizers and distributed training need one of every parameter."""
+    """Optimizers and distributed training need a gradient for every parameter."""
     lean, missed = build(family, dict(preset=preset), drop_path_rate=0.95), 0
     for seed in range(4):
         torch.manual_seed(seed)
         lean.zero_grad()
-        loss_of(lean(image(1))).backward()
-        draws = draws_of(lean)
+        compute_loss(lean(random_images(1))).backward()
+        draws = get_draws(lean)
         with draws.latest_pass():
             missed += sum(not draws.images(branch, 1).any() for branch in draws.stages.rates())
         assert [name for name, p in lean.named_parameters() if p.grad is None] == []
     assert missed
 
 
-def saved(family, cfg, amp=True, **options):
-    model, x = build(family, cfg, dtype=torch.float32, **options), image(2, 128, 128, dtype=torch.float32)
+def count_family_bytes(family, cfg, amp=True, **options):
+    model, x = build(family, cfg, dtype=torch.float32, **options), random_images(2, 128, 128, dtype=torch.float32)
     with torch.autocast('cpu', torch.bfloat16, enabled=amp):
-        return stored_bytes(lambda: model(x), [x, *model.parameters(), *model.buffers()])
+        return count_model_bytes(model, x)
 
 
 @EACH_FAMILY
 def test_stored_bytes(family):
-    """In the order that presets promise; and left-out images are not stored."""
-    found = {name: saved(family, dict(preset=name)) for name in PRESETS}
-    assert found['int8'] < found['exact'] < 0.7 * found['none'] and found['with_cp'] < 0.7 * found['none']
-    assert found['sbp'] < min(found['reference'], 0.7 * found['none'])
+    """The order of presets is the documented one, and left-out images are not stored."""
+    counts = {name: count_family_bytes(family, dict(preset=name)) for name in PRESETS}
+    assert counts['int8'] < counts['exact'] < 0.7 * counts['none'] and counts['with_cp'] < 0.7 * counts['none']
+    assert counts['sbp'] < min(counts['reference'], 0.7 * counts['none'])
     if 'ViT' not in family:  # whose reference writes the attention's map out
-        assert found['reference'] < found['none']
+        assert counts['reference'] < counts['none']
     if 'ConvNeXt' in family:
-        assert found['exact'] < found['with_cp']
+        assert counts['exact'] < counts['with_cp']
     less, whole = (
-        saved(family, dict(preset='exact', skip_dropped_images=skips), drop_path_rate=0.8) for skips in (True, False)
+        count_family_bytes(family, dict(preset='exact', skip_dropped_images=skips), drop_path_rate=0.8)
+        for skips in (True, False)
     )
     assert less < whole
 
 
 @pytest.mark.parametrize(('quarter', 'half'), [(0.25, 0.5)])
 def test_stored_bytes_of_paper_follow_the_ratio(quarter, half):
-    """For each kept position of ConvNeXt the MLP's input, of a downsampling layer x-hat and a deviation; the indices
-    once for a stage."""
-    found = [saved('SBPConvNeXt', dict(preset='sbp', keep_ratio=r), amp=False) for r in (quarter, half)]
+    """ConvNeXt stores its MLP's input, a downsampling layer x-hat and a deviation, each at kept positions only."""
+    actual = [count_family_bytes('SBPConvNeXt', dict(preset='sbp', keep_ratio=r), amp=False) for r in (quarter, half)]
     channels, expected = [8, 12, 16], 0
     for i, depth in enumerate([1, 2, 2]):
         kept = (32 // 2**i) ** 2 // 4
         expected += 2 * kept * depth * channels[i] * 4
         expected += 2 * kept * 4 * (channels[i - 1] + 1) * 4 if i else 0
         expected += kept * 8
-    assert found[1] - found[0] == expected
+    assert actual[1] - actual[0] == expected
 
 
 @pytest.mark.parametrize('family', OWN)
@@ -339,7 +345,7 @@ def test_whole_backbone_against_finite_differences(family):
         ),
         'SBPViT': dict(arch=dict(num_layers=2, embed_dims=4, num_heads=2), patch_size=4, img_size=8, out_indices=(2,)),
     }[family]
-    model, x = build(family, dict(preset='exact'), **small), image(1, 8, 12)
+    model, x = build(family, dict(preset='exact'), **small), random_images(1, 8, 12)
     names, leaves = zip(*model.named_parameters(), strict=True)
 
     def run(*values):
@@ -350,10 +356,10 @@ def test_whole_backbone_against_finite_differences(family):
 
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
-    """Under autocast too, where the first block of a stage gets half precision; and its factor is not rounded."""
-    x, dropped, factors, mlp = image(64, 32, 32, dtype=torch.float32), [], [], channel_mlp
+    """This includes autocast, where the first block of a stage gets half precision and its factor is not rounded."""
+    x, dropped, factors, mlp = random_images(64, 32, 32, dtype=torch.float32), [], [], channel_mlp
     monkeypatch.setattr('sbp_mmdet.adapters.bindings.channel_mlp', lambda s, t: factors.append(t.factor) or mlp(s, t))
-    for cfg in (None, alike(preset)):
+    for cfg in (None, draw_as_plain(preset)):
         model, seen = build('SBPConvNeXt', cfg, dtype=torch.float32, drop_path_rate=0.7), []
         for stage in model.stages:
             stage[-1].register_forward_hook(lambda m, x, out, seen=seen: seen.append((x[0] == out).flatten(1).all(1)))
@@ -370,25 +376,25 @@ def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
 @pytest.mark.parametrize(('family', 'preset'), zip(OWN, ['exact', 'sbp', 'sbp'], strict=True))
 def test_compiled(family, preset, iteration):
     iteration(5)
-    lean, x = build(family, dict(preset=preset)), image(1, 64, 64)
-    expected = gradients(lean, x)
+    lean, x = build(family, dict(preset=preset)), random_images(1, 64, 64)
+    expected = compute_gradients(lean, x)
     iteration(6)
-    gradients(lean, x)
+    compute_gradients(lean, x)
     iteration(5)
     torch.compiler.reset()
-    assert_near(gradients(lean, x, torch.compile(lean, backend='aot_eager')), expected, 1e-10)
+    assert_near(compute_gradients(lean, x, torch.compile(lean, backend='aot_eager')), expected, 1e-10)
 
 
 @pytest.mark.slow
 def test_distributed_data_parallel(tmp_path):
-    """One process of gloo: every parameter gets its gradient, although images are left out."""
-    x, found = image(2, 64, 64), []
+    """In one gloo process, every parameter gets its gradient although images are left out."""
+    x, gradients = random_images(2, 64, 64), []
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:
         for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
             model = build('stock Swin', dict(preset='sbp'), drop_path_rate=0.9)
-            loss_of(wrap(model)(x)).backward()
-            found.append({name: p.grad for name, p in model.named_parameters()})
+            compute_loss(wrap(model)(x)).backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
     finally:
         torch.distributed.destroy_process_group()
-    assert_near(found[1], found[0], 1e-12)
+    assert_near(gradients[1], gradients[0], 1e-12)

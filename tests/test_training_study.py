@@ -57,7 +57,7 @@ seeds = [1, 2]
 
 @pytest.fixture
 def study(tmp_path, monkeypatch, capsys):
-    """Runs the tool in this process with a replacement of the training script."""
+    """Return a function that runs the tool in this process, with a replacement of the training script."""
     (tmp_path / 'tools').mkdir()
     (tmp_path / 'tools/train.py').write_text(TRAIN)
     (tmp_path / 'e.py').write_text(EXPERIMENT)
@@ -124,7 +124,7 @@ def test_what_has_not_ended_is_reported(study, tmp_path):
 
 
 def test_paper(study, tmp_path):
-    """The paper's values, those measured, the difference; a page with the table, and one without a marker."""
+    """The table has the paper's values, the measured ones and the difference; pages have a marker or not."""
     paper = "heads = ['memory', 'box AP', 'mask AP']\npaper = dict(plain=[8.0, 46.2, 41.7])\n"
     configs = f'configs = dict(other={str(CONFIG)!r})\n'
     (tmp_path / 'table.py').write_text(EXPERIMENT + paper + configs)
@@ -168,7 +168,7 @@ def test_a_training_that_fails_is_named(study, tmp_path, seed, message):
 
 
 def test_one_process_trains_in_a_folder(study, tmp_path):
-    """Also where the one that started the training is dead: the training is not."""
+    """The process that started the training may be dead while the training still runs."""
     folder = tmp_path / 'work/plain-16'
     code = (
         f'import sys; from pathlib import Path; sys.path[:0] = [{str(RESEARCH)!r}, {str(ROOT)!r}]; '
@@ -198,7 +198,7 @@ def test_one_process_trains_in_a_folder(study, tmp_path):
 
 
 def test_a_failure_is_told_at_once(study, tmp_path):
-    """And not when what runs beside it has ended."""
+    """It is reported before the other training runs end."""
     done = study(*ONE, '16', '13', '--jobs', '2')
     assert done.returncode == 1 and 'plain, seed 13: a training failed' in done.stderr
     assert not (tmp_path / 'work/plain-16/count').exists()
@@ -246,7 +246,7 @@ def test_bad_experiments(tmp_path, text, message):
 
 
 def _pop_setting(config):
-    """Removes the setting of the backbone if it is this package's, or else of the hook."""
+    """Remove the setting from the backbone if it is one of this package's, and otherwise from the hook."""
     own = config['model']['backbone'].pop('sbp_cfg', None)
     for hook in config.pop('custom_hooks', []):
         if hook['type'] == 'LeanHook':
@@ -293,7 +293,7 @@ def test_launchers(tmp_path):
 
 @pytest.mark.parametrize('given', ['3', None])
 def test_threads(study, tmp_path, monkeypatch, given):
-    """The cores of this machine are shared out; what a launcher starts it knows better, it may be elsewhere."""
+    """The cores of this machine are divided among the runs, unless a launcher starts the runs elsewhere."""
     start = 'exec "$PYTHON" "$(dirname "$0")/train.py"'
     (tmp_path / 'tools/slurm_train.sh').write_text(f'{start} "$3" --work-dir "$4"')
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
@@ -329,7 +329,7 @@ def test_what_a_log_says():
 
 
 def test_evaluations_that_found_no_box():
-    """mmdet logs no AP for them: it is 0. The same weights evaluated twice are one point of the course."""
+    """mmdet logs no AP for them, so it is 0. Two evaluations of the same weights are one point of the course."""
     times = dict(time=0.1, data_time=0.01)
     lines = [
         dict(iter=1, loss=2.5, step=1),
@@ -348,7 +348,7 @@ def test_evaluations_that_found_no_box():
 
 
 def test_evaluations_are_at_the_end_of_an_epoch():
-    """mmengine logs every so many steps of an epoch and not its last one: here epochs have 7 steps."""
+    """mmengine logs every n-th step of an epoch, and not its last one. Here epochs have 7 steps."""
     lines = [dict(iter=7 * (epoch - 1) + i, epoch=epoch, loss=1.0) for epoch in (1, 2, 3) for i in (3, 6)]
     for epoch in (3, 2, 1):
         lines.insert(2 * epoch, {'step': epoch, 'coco/bbox_mAP': epoch / 10})
@@ -357,7 +357,7 @@ def test_evaluations_are_at_the_end_of_an_epoch():
 
 
 def test_logs_of_a_training_that_was_resumed(tmp_path):
-    """The steps after the last checkpoint were trained twice; they count once."""
+    """The steps after the last checkpoint were trained twice, and count once."""
     ap = [{'step': i, 'coco/bbox_mAP': i / 10} for i in range(4)]
     steps = [dict(iter=i, loss=float(i), time=1.0) for i in range(9)]
     parts = [[*steps[:4], ap[1], *steps[4:7]], [dict(steps[5], loss=0.5), steps[6], ap[2]], [steps[8], ap[3]]]
@@ -365,9 +365,9 @@ def test_logs_of_a_training_that_was_resumed(tmp_path):
         folder = tmp_path / f'{i}/vis_data'
         folder.mkdir(parents=True)
         (folder / 'scalars.json').write_text('\n'.join(map(json.dumps, part)))
-    found = read_log(tmp_path)
-    assert [point['step'] for point in found['curve']] == [3, 6, 8]
-    assert found['loss'] == [[0, 0.0], [1, 1.0], [2, 2.0], [3, 3.0], [4, 4.0], [5, 0.5], [6, 6.0], [8, 8.0]]
+    log = read_log(tmp_path)
+    assert [point['step'] for point in log['curve']] == [3, 6, 8]
+    assert log['loss'] == [[0, 0.0], [1, 1.0], [2, 2.0], [3, 3.0], [4, 4.0], [5, 0.5], [6, 6.0], [8, 8.0]]
     assert read_log(tmp_path / 'none') is None
 
 

@@ -16,7 +16,7 @@ from mmengine.logging import MMLogger
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
-from unusual_changes import BEFORE, BLOCK, hook
+from unusual_changes import BEFORE, BLOCK, add_hook
 from unusual_models import (
     CALLS,
     MODELS,
@@ -26,12 +26,12 @@ from unusual_models import (
     StochasticDepth,
     Tokens,
     assert_same,
-    call_noted,
+    build_resnet,
     conv_module,
-    image,
-    lean_modules,
-    resnet,
-    step,
+    find_lean_modules,
+    note_call,
+    random_images,
+    run_step,
 )
 
 from sbp_mmdet import LeanHook, adapter, apply_lean, remove_lean
@@ -70,9 +70,9 @@ def test_changed_before(name):
     else:
         plain = copy.deepcopy(stock)
     report = apply_lean(stock, verify=False)
-    assert lean_modules(stock), 'the rest is lean'
-    assert_same(stock, plain, image())
-    assert_same(stock, plain, image())
+    assert find_lean_modules(stock), 'the rest is lean'
+    assert_same(stock, plain, random_images())
+    assert_same(stock, plain, random_images())
     assert not named or named in report.left, report
     assert report.left.keys().isdisjoint(report.changed)
 
@@ -82,68 +82,70 @@ AFTER = {name: case for name, case in BEFORE.items() if 'subclass' not in name}
 
 @pytest.mark.parametrize('name', AFTER)
 def test_changed_after_a_step(name):
-    """What comes later is seen in the next step."""
+    """The next step takes later changes into account."""
     family, change, _ = AFTER[name]
     lean, plain = MODELS[family](), MODELS[family]()
     plain.load_state_dict(lean.state_dict())
     apply_lean(lean, verify=False)
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
     if family == 'ResNet' or family == 'deep stem':
         plain.load_state_dict(lean.state_dict())
     for model in (lean, plain):
         torch.manual_seed(0)
         change(model)
     plain.load_state_dict(lean.state_dict())
-    assert_same(lean, plain, image())
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
+    assert_same(lean, plain, random_images())
 
 
 def test_a_hook_that_goes_leaves_the_module_lean():
     lean = MODELS['Swin']()
     apply_lean(lean, verify=False)
     norm = lean.get_submodule(f'{BLOCK}.norm1')
-    handle = norm.register_forward_hook(call_noted)
-    step(lean, image())
+    handle = norm.register_forward_hook(note_call)
+    run_step(lean, random_images())
     assert set(lean.get_submodule(BLOCK)._lean.bound.parts) == {'mlp'}
     handle.remove()
-    step(lean, image())
+    run_step(lean, random_images())
     assert set(lean.get_submodule(BLOCK)._lean.bound.parts) == {'attention', 'mlp'}
 
 
 @pytest.mark.parametrize('family', MODELS)
 def test_hooks_of_every_module(family):
-    """Profilers and trackers register them; nothing may be hidden from them."""
+    """Profilers and trackers register such hooks, which have to see every module."""
     lean, plain = MODELS[family](), MODELS[family]()
     plain.load_state_dict(lean.state_dict())
     apply_lean(lean, verify=False)
     names = {id(m): name for model in (lean, plain) for name, m in model.named_modules()}
     handle = register_module_forward_hook(lambda module, args, out: CALLS.append(names[id(module)]))
     try:
-        assert_same(lean, plain, image())
+        assert_same(lean, plain, random_images())
     finally:
         handle.remove()
     plain.load_state_dict(lean.state_dict())
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
 
 
 @pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ResNet'])
 def test_compiled_blocks(family):
-    """A compiled block is one whose call is not that of its class."""
+    """The call of a compiled block is not that of its class."""
     torch._dynamo.reset()
     lean, plain = MODELS[family](), MODELS[family]()
     plain.load_state_dict(lean.state_dict())
     name = dict(Swin=f'{BLOCK}.ffn', ConvNeXt='stages.0.0.act', ResNet='layer1.0.relu')[family]
     apply_lean(lean, verify=False)
     lean.get_submodule(name).compile(backend='eager')
-    assert_same(lean, plain, image())
+    assert_same(lean, plain, random_images())
 
 
 def test_plugins_run_their_own_code():
-    lean = resnet(plugins=[PLUGIN])
+    lean = build_resnet(plugins=[PLUGIN])
     plain = copy.deepcopy(lean)
-    assert any(name.startswith('layer2.0.') for name in apply_lean(lean, verify=False).changed) or lean_modules(lean)
-    hook('layer2.0.context_block')(lean), hook('layer2.0.context_block')(plain)
-    assert_same(lean, plain, image())
+    assert any(name.startswith('layer2.0.') for name in apply_lean(lean, verify=False).changed) or find_lean_modules(
+        lean
+    )
+    add_hook('layer2.0.context_block')(lean), add_hook('layer2.0.context_block')(plain)
+    assert_same(lean, plain, random_images())
 
 
 class FlatBlock(nn.Module):
@@ -169,7 +171,7 @@ def test_an_adapter_of_somebody_is_asked_too():
         model.conv = nn.Conv2d(1, 1, 1)
         report = apply_lean(model, verify=False)
         assert 'StochasticDepth' in report.left['layers.0']
-        assert_same(model, copy.deepcopy(model), image())
+        assert_same(model, copy.deepcopy(model), random_images())
     finally:
         del ADAPTERS[f'{__name__}.FlatBlock']
 
@@ -179,12 +181,13 @@ def test_an_adapter_of_somebody_is_asked_too():
 
 @pytest.mark.parametrize('family', ['ConvNeXt', 'Swin', 'ViT'])
 def test_norms_in_full_precision(family):
-    """A model in bf16 whose layer norms stay in fp32, under autocast: own code for what folds them."""
+    """A model is in bf16, its layer norms are in fp32, and autocast is on: modules that would fold norms run their own
+    code."""
     lean = MODELS[family]().bfloat16()
     for module in lean.modules():
         if isinstance(module, nn.LayerNorm):
             module.float()
-    plain, x = copy.deepcopy(lean), image().bfloat16()
+    plain, x = copy.deepcopy(lean), random_images().bfloat16()
     report = apply_lean(lean, verify=False)
     found = []
     for model in (plain, lean):
@@ -256,9 +259,9 @@ def test_parametrized_after_the_change_and_back():
     copied = copy.deepcopy(model)
     remove_lean(model)
     remove_lean(copied)
-    assert not lean_modules(model) and not lean_modules(copied)
+    assert not find_lean_modules(model) and not find_lean_modules(copied)
     plain = copy.deepcopy(model)
-    assert_same(model, plain, image())
+    assert_same(model, plain, random_images())
     parametrize.remove_parametrizations(conv, 'weight')
     assert type(conv) is nn.Conv2d
 
@@ -296,7 +299,7 @@ def test_tracing_in_training_mode_is_an_error_that_says_what_to_do():
 
 
 def test_modules_of_deformable_detr_are_asked_one_by_one():
-    """The layer is refused, and its parts are changed alone."""
+    """The layer is unsupported, and its parts are changed individually."""
     layer = Deformable().double().train()
     layer.layer.norms[0] = DoubledNorm(layer.layer.norms[0].normalized_shape).double()
     report = apply_lean(layer, verify=False)

@@ -9,7 +9,7 @@ from mmengine.logging import MMLogger
 from test_class_patches import FAMILIES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from unusual_models import LoRA, image
+from unusual_models import LoRA, random_images
 
 from sbp_mmdet import apply_lean, remove_lean
 
@@ -21,34 +21,34 @@ def quiet():
     MMLogger.get_current_instance().setLevel('INFO')
 
 
-def outputs(model, x):
+def run_model(model, x):
     torch.manual_seed(3)
-    found = model(x)
-    return found if isinstance(found, (list, tuple)) else [found]
+    outs = model(x)
+    return outs if isinstance(outs, (list, tuple)) else [outs]
 
 
-def loss_of(outs):
+def compute_loss(outs):
     return sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).cos().view_as(o)).sum() for o in outs)
 
 
-def held(model):
+def get_gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def gradients(model, x=None):
+def compute_gradients(model, x=None):
     model.zero_grad()
-    loss_of(outputs(model, image() if x is None else x)).backward()
-    return held(model)
+    compute_loss(run_model(model, random_images() if x is None else x)).backward()
+    return get_gradients(model)
 
 
-# What is done in a step, or between two; each returns gradients.
+# Functions that run a step in an unusual way and return its gradients.
 
 
 def functional_call(model):
     given = {name: (p.detach() * 1.1).requires_grad_() for name, p in model.named_parameters()}
     torch.manual_seed(3)
-    found = torch.func.functional_call(model, given, (image(),))
-    loss = loss_of(found if isinstance(found, (list, tuple)) else [found])
+    outs = torch.func.functional_call(model, given, (random_images(),))
+    loss = compute_loss(outs if isinstance(outs, (list, tuple)) else [outs])
     grads = torch.autograd.grad(loss, [*given.values()], allow_unused=True)
     return {name: g for name, g in zip(given, grads, strict=True) if g is not None}
 
@@ -57,92 +57,94 @@ def saved_and_loaded(model):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return gradients(torch.load(file, weights_only=False))
+    return compute_gradients(torch.load(file, weights_only=False))
 
 
 def copied_and_both_trained(model):
-    gradients(model)
+    compute_gradients(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(1.05)
-    return gradients(model) | {f'other {name}': g for name, g in gradients(other).items()}
+    return compute_gradients(model) | {f'other {name}': g for name, g in compute_gradients(other).items()}
 
 
 def checkpointed_from_outside(model):
     model.zero_grad()
-    x = image().requires_grad_()
-    loss_of(checkpoint(lambda x: tuple(outputs(model, x)), x, use_reentrant=False)).backward()
-    return held(model) | ({} if x.grad is None else dict(x=x.grad))
+    x = random_images().requires_grad_()
+    compute_loss(checkpoint(lambda x: tuple(run_model(model, x)), x, use_reentrant=False)).backward()
+    return get_gradients(model) | ({} if x.grad is None else dict(x=x.grad))
 
 
 def validated_in_between(model):
-    gradients(model)
+    compute_gradients(model)
     model.eval()
     with torch.inference_mode():
-        model(image())
+        model(random_images())
     model.train()
     with torch.no_grad():
-        model(image())
-    return gradients(model)
+        model(random_images())
+    return compute_gradients(model)
 
 
 def two_losses(model):
     model.zero_grad()
-    outs = outputs(model, image())
-    loss_of(outs[:1]).backward(retain_graph=True)
-    loss_of(outs).backward()
-    return held(model)
+    outs = run_model(model, random_images())
+    compute_loss(outs[:1]).backward(retain_graph=True)
+    compute_loss(outs).backward()
+    return get_gradients(model)
 
 
 def two_passes(model):
     model.zero_grad()
-    first, second = outputs(model, image()), outputs(model, 0.5 * image())
-    (loss_of(first) + loss_of(second)).backward()
-    return held(model)
+    first, second = run_model(model, random_images()), run_model(model, 0.5 * random_images())
+    (compute_loss(first) + compute_loss(second)).backward()
+    return get_gradients(model)
 
 
 def some_gradients(model):
-    x, some = image().requires_grad_(), [*model.parameters()][::3]
-    found = torch.autograd.grad(loss_of(outputs(model, x)), [x, *some], allow_unused=True)
-    return {str(i): g for i, g in enumerate(found) if g is not None}
+    x, some = random_images().requires_grad_(), [*model.parameters()][::3]
+    gradients = torch.autograd.grad(compute_loss(run_model(model, x)), [x, *some], allow_unused=True)
+    return {str(i): g for i, g in enumerate(gradients) if g is not None}
 
 
 def hooks_on_parameters(model):
     handles = [p.register_hook(lambda g: 2 * g) for p in model.parameters() if p.requires_grad]
-    found = gradients(model)
+    gradients = compute_gradients(model)
     for handle in handles:
         handle.remove()
-    return found
+    return gradients
 
 
 def other_parameters(model):
-    gradients(model)
+    compute_gradients(model)
     for module in model.modules():
         for name, p in [*module._parameters.items()]:
             if p is not None:
                 setattr(module, name, nn.Parameter(1.05 * p.detach(), requires_grad=p.requires_grad))
-    return gradients(model)
+    return compute_gradients(model)
 
 
 def frozen_and_thawed(model):
     some = [*model.parameters()][::2]
     for p in some:
         p.requires_grad_(False)
-    first = gradients(model)
+    first = compute_gradients(model)
     for p in some:
         p.requires_grad_(True)
-    return gradients(model) | {f'first {name}': g for name, g in first.items()}
+    return compute_gradients(model) | {f'first {name}': g for name, g in first.items()}
 
 
 def other_sizes(model):
-    first = gradients(model, image(96)[:1])
-    return gradients(model, torch.cat([image(), image()])) | {f'first {name}': g for name, g in first.items()}
+    first = compute_gradients(model, random_images(96)[:1])
+    return compute_gradients(model, torch.cat([random_images(), random_images()])) | {
+        f'first {name}': g for name, g in first.items()
+    }
 
 
 def other_layouts(model):
-    first = gradients(model, image().to(memory_format=torch.channels_last))
-    return gradients(model, image().flip(3).mT) | {f'first {name}': g for name, g in first.items()}
+    first = compute_gradients(model, random_images().to(memory_format=torch.channels_last))
+    return compute_gradients(model, random_images().flip(3).mT) | {f'first {name}': g for name, g in first.items()}
 
 
 def tied(model):
@@ -151,7 +153,7 @@ def tied(model):
         weight = module._parameters.get('weight')
         if weight is not None:
             module.weight = seen.setdefault((type(module).__name__, weight.shape), weight)
-    return gradients(model)
+    return compute_gradients(model)
 
 
 def lora_in_every_linear_layer(model):
@@ -160,7 +162,7 @@ def lora_in_every_linear_layer(model):
         for name, child in [*module.named_children()]:
             if type(child).__name__ == 'Linear' and not isinstance(module, (LoRA, nn.MultiheadAttention)):
                 setattr(module, name, LoRA(child).double())
-    return gradients(model)
+    return compute_gradients(model)
 
 
 def other_activations(model):
@@ -168,7 +170,7 @@ def other_activations(model):
         for name, child in [*module.named_children()]:
             if isinstance(child, (nn.ReLU, nn.GELU, nn.SiLU)):
                 setattr(module, name, nn.Softplus())
-    return gradients(model)
+    return compute_gradients(model)
 
 
 STEPS = [functional_call, saved_and_loaded, copied_and_both_trained, checkpointed_from_outside, validated_in_between]
@@ -182,29 +184,31 @@ def test_step(family, run):
     lean = FAMILIES[family]()
     plain = copy.deepcopy(lean)
     apply_lean(lean, verify=False)
-    found, expected = run(lean), run(plain)
-    assert found.keys() == expected.keys()
+    actual, expected = run(lean), run(plain)
+    assert actual.keys() == expected.keys()
     for name, grad in expected.items():
-        assert (found[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+        assert (actual[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
 
 
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 @pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ViT'])
 def test_transforms_of_functions_run_the_own_code(family, preset):
-    """torch.func's transforms refuse operations with a backward pass of their own, and checkpoints."""
+    """torch.func's transforms support neither custom autograd functions nor checkpoints."""
     model = FAMILIES[family]()
     parameters = dict(model.named_parameters())
-    expected = torch.autograd.grad(loss_of(outputs(model, image())), [*parameters.values()], allow_unused=True)
+    expected = torch.autograd.grad(
+        compute_loss(run_model(model, random_images())), [*parameters.values()], allow_unused=True
+    )
     apply_lean(model, preset, verify=False)
 
     def run(parameters):
-        found = torch.func.functional_call(model, parameters, (image(),))
-        return loss_of(found if isinstance(found, (list, tuple)) else [found])
+        actual = torch.func.functional_call(model, parameters, (random_images(),))
+        return compute_loss(actual if isinstance(actual, (list, tuple)) else [actual])
 
     torch.manual_seed(3)
     loss, backward = torch.func.vjp(run, parameters)
-    found = backward(torch.ones_like(loss))[0]
-    for (name, g), grad in zip(found.items(), expected, strict=True):
+    actual = backward(torch.ones_like(loss))[0]
+    for (name, g), grad in zip(actual.items(), expected, strict=True):
         grad = torch.zeros_like(g) if grad is None else grad
         assert (g - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
 
@@ -217,17 +221,17 @@ def test_changed_back_and_forth(family):
         apply_lean(lean, preset, verify=False)
         remove_lean(lean)
     apply_lean(lean, verify=False)
-    found = gradients(lean)
-    for name, grad in gradients(plain).items():
-        assert (found[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+    gradients = compute_gradients(lean)
+    for name, grad in compute_gradients(plain).items():
+        assert (gradients[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
 
 
 @pytest.mark.parametrize('family', ['Swin', 'ResNet', 'ConvModule', 'FFN', 'pyramid'])
 def test_a_second_derivative_is_an_error(family):
-    """Operations have no derivative of their backward pass; silence would be a wrong gradient."""
+    """The backward passes of operations have no derivative; without an error, the gradient would be silently wrong."""
     lean = FAMILIES[family]()
     apply_lean(lean, verify=False)
-    x = image().requires_grad_()
-    (grad,) = torch.autograd.grad(loss_of(outputs(lean, x)), [x], create_graph=True)
+    x = random_images().requires_grad_()
+    (grad,) = torch.autograd.grad(compute_loss(run_model(lean, x)), [x], create_graph=True)
     with pytest.raises(RuntimeError, match='twice'):
-        (grad.square().sum() + loss_of(outputs(lean, x))).backward()
+        (grad.square().sum() + compute_loss(run_model(lean, x))).backward()

@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 from helpers import ROOT
-from oracles import image
-from verify_models import MODELS, check_fallback, check_plain, said, trained
+from oracles import random_images
+from verify_models import MODELS, apply_and_get_log, assert_fallback, assert_plain_training, build_in_training
 
 from sbp_mmdet import LeanHook, apply_lean
 from sbp_mmdet.adapters import LeanModule
@@ -53,7 +53,7 @@ def test_no_false_alarm(name, preset, caplog):
     if preset == 'int8' and name.startswith('CSP layer'):
         # A depthwise convolution and its norm undo the scale of the norm in front, whose gradient nearly cancels.
         pytest.skip('of this gradient eight bits leave noise on maps of a few hundred positions')
-    _, records = said(trained(name), caplog, preset=preset)
+    _, records = apply_and_get_log(build_in_training(name), caplog, preset=preset)
     assert [r.levelname for r in records] == ['INFO']
     assert 'against their own code' in records[0].message and 'not be compared' not in records[0].message
 
@@ -72,9 +72,9 @@ def faulty_gradient(operation, monkeypatch, number):
     original = operation.backward
 
     def backward(*args):
-        found = [*original(*args)]
-        found[number] = None if found[number] is None else found[number] * 1.2
-        return operation.gradients(*found)
+        gradients = [*original(*args)]
+        gradients[number] = None if gradients[number] is None else gradients[number] * 1.2
+        return operation.gradients(*gradients)
 
     monkeypatch.setattr(operation, 'backward', backward)
 
@@ -83,7 +83,7 @@ def faulty_gradient(operation, monkeypatch, number):
 def test_a_fault_in_the_forward_pass(case, monkeypatch, caplog):
     module, name = OPERATIONS[case]
     faulty_forward(operation_in(module), monkeypatch)
-    check_fallback(name, caplog)
+    assert_fallback(name, caplog)
 
 
 FIELDS = [
@@ -101,19 +101,19 @@ def test_a_fault_in_a_gradient(case, number, monkeypatch, caplog):
     original, seen = operation.backward, []
 
     def backward(*args):
-        found = [*original(*args)]
-        if args[3][number] and float(found[number].abs().max()):
+        gradients = [*original(*args)]
+        if args[3][number] and float(gradients[number].abs().max()):
             seen.append(1)
-            found[number] = found[number] * 1.2
-        return operation.gradients(*found)
+            gradients[number] = gradients[number] * 1.2
+        return operation.gradients(*gradients)
 
     monkeypatch.setattr(operation, 'backward', backward)
-    model = trained(name)
+    model = build_in_training(name)
     plain = copy.deepcopy(model)
-    report, records = said(model, caplog)
+    report, records = apply_and_get_log(model, caplog)
     if not seen:
         pytest.skip('this model does not ask for it')
-    check_plain(model, plain, report, records)
+    assert_plain_training(model, plain, report, records)
 
 
 def test_a_fault_that_raises(monkeypatch, caplog):
@@ -121,8 +121,8 @@ def test_a_fault_that_raises(monkeypatch, caplog):
         raise RuntimeError('no kernel image')
 
     monkeypatch.setattr(operation_in(layer_norm), 'forward', broken)
-    model = trained('Swin')
-    report, records = said(model, caplog)
+    model = build_in_training('Swin')
+    report, records = apply_and_get_log(model, caplog)
     assert any('no kernel image' in r.message for r in records if r.levelname == 'WARNING')
     failed = [name for name, reason in report.left.items() if 'no kernel image' in reason]
     assert failed and not any(isinstance(model.get_submodule(name), LeanModule) for name in failed)
@@ -130,16 +130,17 @@ def test_a_fault_that_raises(monkeypatch, caplog):
 
 def test_raise_stops(monkeypatch):
     faulty_forward(operation_in(layer_norm), monkeypatch)
-    model = trained('Swin')
+    model = build_in_training('Swin')
     apply_lean(model, verify='raise')
     with pytest.raises(RuntimeError, match="verify='raise'.*patch_embed.*modules="):
-        model(image(2, 64, 64, dtype=torch.float32))
+        model(random_images(2, 64, 64, dtype=torch.float32))
 
 
 def test_a_dropout_mask_that_is_not_the_forward_passes(monkeypatch, caplog):
-    """Chunk by chunk the draws are no longer the plain module's: the derivative of the forward pass tells."""
+    """Chunks draw other numbers than the plain module, so the backward pass is compared with the derivative of the
+    forward."""
     monkeypatch.setattr(deformable_encoder_layer, 'replayed', lambda device, state: contextlib.nullcontext())
-    check_fallback('encoder with dropout', caplog)
+    assert_fallback('encoder with dropout', caplog)
 
 
 TRAININGS = [
@@ -153,11 +154,11 @@ TRAININGS = [
 
 @pytest.mark.parametrize(('name', 'preset', 'amp'), TRAININGS)
 def test_training_is_bit_for_bit_that_without(name, preset, amp):
-    """Ten steps with accumulation, a moving average, a hook that keeps features, autocast and a gradient scaler."""
+    """Ten steps use accumulation, a moving average, a hook that keeps features, autocast and a gradient scaler."""
     found = []
     for verify in (False, 'raise'):
         torch.manual_seed(3)
-        model = trained(name)
+        model = build_in_training(name)
         kept = []
         next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d)).register_forward_hook(
             lambda module, args, out, kept=kept: kept.append(out.shape)
@@ -168,7 +169,7 @@ def test_training_is_bit_for_bit_that_without(name, preset, amp):
         scaler = torch.amp.GradScaler('cpu', enabled=amp is not None, growth_interval=2)
         for step in range(10):
             with torch.autocast('cpu', amp or torch.bfloat16, enabled=amp is not None):
-                outs = model(image(2, 64, 64, dtype=torch.float32, seed=step))
+                outs = model(random_images(2, 64, 64, dtype=torch.float32, seed=step))
             scaler.scale(sum(out.float().square().mean() for out in outs)).backward()
             if step % 2:
                 scaler.step(optimizer)
@@ -193,7 +194,7 @@ THE_COMMAND = ['verify', str(SHAPES), '--batch', '1', '--size', '64x64']
 
 
 def test_the_command_verifies_what_the_config_trains(capsys):
-    """This config thins its backbone and changes nothing else; with ``preset='none'`` nothing is left to verify."""
+    """This config only thins its backbone; with ``preset='none'`` there is nothing to verify."""
     main(THE_COMMAND)
     kinds = capsys.readouterr().out
     assert 'ConvNeXtBlock' in kinds and 'ConvModule' not in kinds
@@ -204,7 +205,7 @@ def test_the_command_verifies_what_the_config_trains(capsys):
 
 @pytest.mark.parametrize('broken', [False, True])
 def test_the_command(broken, monkeypatch, capsys):
-    """A table by kind; status 1 where one disagrees."""
+    """The command prints a table by kind of module, and its exit status is 1 if one disagrees."""
     if broken:
         faulty_forward(operation_in(conv_norm_act), monkeypatch)
     options = [*THE_COMMAND, '--preset', 'exact']

@@ -29,7 +29,7 @@ def log(caplog):
     logger.removeHandler(caplog.handler)
 
 
-def thinned(family, preset, **options):
+def build_thinned(family, preset, **options):
     model = build(family, drop_path_rate=0.5).float()
     model.train()
     for m in model.modules():
@@ -38,17 +38,17 @@ def thinned(family, preset, **options):
     return model, apply_lean(model, preset, **options)
 
 
-def warnings_of(log):
+def get_warnings(log):
     return [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize('preset', ['exact', 'sbp', 'int8'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_dropped_images_agree(family, preset, log):
-    model, report = thinned(family, preset)
+    model, report = build_thinned(family, preset)
     changed = dict(report.changed)
     model(X)
-    assert not warnings_of(log) and report.changed == changed
+    assert not get_warnings(log) and report.changed == changed
 
 
 def reversed_images(block, x, images, parameters):
@@ -63,23 +63,23 @@ def all_images(block, x, images, parameters):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_fault_of_dropped_images_is_found(family, wrong, log, monkeypatch):
     monkeypatch.setattr('sbp_mmdet.adapters.base.on_images', wrong)
-    model, report = thinned(family, 'exact')
+    model, report = build_thinned(family, 'exact')
     model(X)
     failed = [name for name, reason in report.left.items() if 'verification' in reason]
-    assert failed and all('disagrees' in line for line in warnings_of(log)) and warnings_of(log)
+    assert failed and all('disagrees' in line for line in get_warnings(log)) and get_warnings(log)
     assert not any(isinstance(model.get_submodule(name), LeanModule) for name in failed)
 
 
 def test_what_all_images_do_has_no_dropped_ones(log, monkeypatch):
     monkeypatch.setattr('sbp_mmdet.adapters.base.on_images', reversed_images)
-    model, report = thinned('stock Swin', 'exact', skip_dropped_images=False)
+    model, report = build_thinned('stock Swin', 'exact', skip_dropped_images=False)
     model(X)
-    assert not warnings_of(log) and not any('verification' in reason for reason in report.left.values())
+    assert not get_warnings(log) and not any('verification' in reason for reason in report.left.values())
 
 
 def test_dropping_leaves_nothing_behind():
-    """The draws of the step are those of a step without verification."""
-    first, _ = thinned('stock ConvNeXt', 'exact')
+    """The draws of the step are the same as without verification."""
+    first, _ = build_thinned('stock ConvNeXt', 'exact')
     second = copy.deepcopy(first)
     second_report = apply_lean(second, 'exact', verify=False)
     assert second_report.changed
@@ -117,4 +117,4 @@ def test_the_log_names_what_did_not_run(log):
     whole = Whole()
     apply_lean(whole)
     whole(X)
-    assert any('did not run in the first step, such as model.backbone' in line for line in warnings_of(log))
+    assert any('did not run in the first step, such as model.backbone' in line for line in get_warnings(log))

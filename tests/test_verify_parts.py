@@ -23,28 +23,28 @@ def small(monkeypatch):
     monkeypatch.setitem(parts_of_inputs._LEAST, 'cpu', 2**12)
 
 
-def maps(*shapes):
+def random_maps(*shapes):
     return [torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) for shape in shapes]
 
 
 def test_images_come_before_rows(small):
-    (x,), named = first_part(tuple(maps((16, 8, 20, 10))), dict(skip=None))
+    (x,), named = first_part(tuple(random_maps((16, 8, 20, 10))), dict(skip=None))
     assert x.shape == (3, 8, 20, 10) and named == dict(skip=None)
-    assert torch.equal(x, maps((16, 8, 20, 10))[0][:3])
+    assert torch.equal(x, random_maps((16, 8, 20, 10))[0][:3])
 
 
 def test_rows_stay_even_or_odd_and_in_proportion(small):
-    ((first, second),), _ = first_part((maps((2, 16, 41, 20), (2, 16, 21, 10)),), {})
+    ((first, second),), _ = first_part((random_maps((2, 16, 41, 20), (2, 16, 21, 10)),), {})
     assert first.shape == (2, 16, 9, 20) and second.shape == (2, 16, 5, 10)
 
 
 def test_tokens_are_cut_with_the_size_of_their_map(small):
-    (x, size), named = first_part((*maps((2, 56 * 20, 16)), (56, 20)), {})
+    (x, size), named = first_part((*random_maps((2, 56 * 20, 16)), (56, 20)), {})
     assert size == (28, 20) and x.shape == (2, 560, 16) and not named
 
 
 def test_rows_of_a_matrix(small):
-    (x,), _ = first_part(tuple(maps((64, 512))), {})
+    (x,), _ = first_part(tuple(random_maps((64, 512))), {})
     assert x.shape == (8, 512)
 
 
@@ -67,7 +67,7 @@ def test_a_gpu_takes_the_whole(small):
     assert first_part((torch.empty(9, 99, 99, 9, device='meta'),), {}) is None
 
 
-def counted(model, x):
+def verify_and_count(model, x):
     return verify_modules(
         model, [name for name, m in model.named_modules() if hasattr(m, '_lean')], lambda model: model(x)
     )
@@ -79,14 +79,14 @@ def test_stored_bytes_are_those_of_the_whole(make, monkeypatch):
     model, x = make(), torch.randn(4, 3, 96, 64)
     model.train()
     apply_lean(model, verify=False)
-    whole = counted(copy.deepcopy(model), x)
+    whole = verify_and_count(copy.deepcopy(model), x)
     monkeypatch.setitem(parts_of_inputs._LEAST, 'cpu', 2**12)
     ran = []
     compare_part = parts_of_inputs.first_part
     monkeypatch.setattr(
         'sbp_mmdet.verify.checks.first_part', lambda *call: ran.append(found := compare_part(*call)) or found
     )
-    part = counted(model, x)
+    part = verify_and_count(model, x)
     assert any(ran) and not part.failed and part.stored == whole.stored
     assert [(kind.name, kind.skipped) for kind in part.kinds] == [(kind.name, kind.skipped) for kind in whole.kinds]
 
@@ -114,6 +114,6 @@ def test_an_output_that_is_wrong_behind_the_part_is_found(small, monkeypatch):
         (out if isinstance(out, torch.Tensor) else out[0])[:, :, 60:].mul_(1.01)
         return out
 
-    assert not counted(model, x).failed
+    assert not verify_and_count(model, x).failed
     monkeypatch.setattr(conv_norm_act, 'convolve', wrong)
-    assert counted(model, x).failed
+    assert verify_and_count(model, x).failed

@@ -48,16 +48,16 @@ NAMES = {
 NAMES = {layout: dict(zip(PLACES, names, strict=True)) for layout, names in NAMES.items()}
 
 
-def backbone(**options) -> SBPConvNeXt:
-    """Returns a backbone with random values in all parameters."""
+def build_backbone(**options) -> SBPConvNeXt:
+    """Return a backbone with random values in all parameters."""
     model = SBPConvNeXt(arch=ARCH, gap_before_final_norm=False, **{'out_indices': [0, 3], **options})
     for p in model.parameters():
         nn.init.normal_(p)
     return model
 
 
-def in_layout(model: SBPConvNeXt, layout: str) -> dict:
-    """Returns the weights of a model and of a classifier under the names of a layout."""
+def convert_to_layout(model: SBPConvNeXt, layout: str) -> dict:
+    """Return the weights of a model and of a classifier under the names of a layout."""
     names, file = NAMES[layout], {}
 
     def put(name, module):
@@ -92,16 +92,16 @@ def log(caplog):
 @pytest.mark.parametrize('suffix', ['pth', 'safetensors'])
 @pytest.mark.parametrize('layout', NAMES)
 def test_pretrained_file_of_any_layout(layout, suffix, tmp_path, log):
-    source = backbone()
+    source = build_backbone()
     path = tmp_path / f'weights.{suffix}'
     if suffix == 'pth':
         nested = layout == 'original'  # as ConvNeXt's and DINO's scripts save it
-        file = in_layout(source, layout)
+        file = convert_to_layout(source, layout)
         torch.save(dict(model=file) if nested else file, path)
     else:
         safetensors = pytest.importorskip('safetensors.torch')
-        safetensors.save_file({name: t.contiguous() for name, t in in_layout(source, layout).items()}, path)
-    model = backbone(init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+        safetensors.save_file({name: t.contiguous() for name, t in convert_to_layout(source, layout).items()}, path)
+    model = build_backbone(init_cfg=dict(type='Pretrained', checkpoint=str(path)))
     model.init_weights()
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], value) == (not name.startswith('norm0')), name
@@ -115,7 +115,7 @@ def test_pretrained_file_of_any_layout(layout, suffix, tmp_path, log):
 
 
 def test_classifier_of_mmpretrain_without_a_prefix(tmp_path):
-    source, model = backbone(), backbone()
+    source, model = build_backbone(), build_backbone()
     file = {f'backbone.{name}': value for name, value in source.state_dict().items()}
     torch.save(dict(state_dict={**file, 'head.fc.weight': torch.ones(2)}), tmp_path / 'x.pth')
     load_checkpoint(model, str(tmp_path / 'x.pth'))
@@ -124,9 +124,9 @@ def test_classifier_of_mmpretrain_without_a_prefix(tmp_path):
 
 @pytest.mark.parametrize('layout', NAMES)
 def test_backbone_of_a_detector(layout, tmp_path):
-    source = backbone(out_indices=[3])
-    file = {f'backbone.{name}': value for name, value in in_layout(source, layout).items()}
-    detector = nn.ModuleDict(dict(backbone=backbone(out_indices=[3]), neck=nn.Linear(2, 2)))
+    source = build_backbone(out_indices=[3])
+    file = {f'backbone.{name}': value for name, value in convert_to_layout(source, layout).items()}
+    detector = nn.ModuleDict(dict(backbone=build_backbone(out_indices=[3]), neck=nn.Linear(2, 2)))
     torch.save({**file, 'neck.weight': torch.eye(2), 'neck.bias': torch.ones(2)}, tmp_path / 'x.pth')
     load_checkpoint(detector, str(tmp_path / 'x.pth'))
     for name, value in source.state_dict().items():
@@ -137,9 +137,11 @@ def test_backbone_of_a_detector(layout, tmp_path):
 @pytest.mark.parametrize('linear', [True, False])
 @pytest.mark.parametrize('layout', NAMES)
 def test_global_response_norm_and_convolutions_for_linear_layers(layout, linear):
-    source, model = (backbone(use_grn=True, linear_pw_conv=x, out_indices=[3]) for x in (linear, not linear))
+    source, model = (build_backbone(use_grn=True, linear_pw_conv=x, out_indices=[3]) for x in (linear, not linear))
     head = [NAMES[layout]['head'] + end for end in ('.weight', '.bias')]
-    model.load_state_dict({name: value for name, value in in_layout(source, layout).items() if name not in head})
+    model.load_state_dict(
+        {name: value for name, value in convert_to_layout(source, layout).items() if name not in head}
+    )
     for name, value in source.state_dict().items():
         assert torch.equal(model.state_dict()[name].flatten(), value.flatten()), name
 
@@ -147,7 +149,7 @@ def test_global_response_norm_and_convolutions_for_linear_layers(layout, linear)
 @pytest.mark.parametrize('linear', [True, False])
 @pytest.mark.parametrize('prefix', ['', 'backbone.'])
 def test_own_names_with_convolutions_for_linear_layers(prefix, linear):
-    source, model = (backbone(linear_pw_conv=x) for x in (linear, not linear))
+    source, model = (build_backbone(linear_pw_conv=x) for x in (linear, not linear))
     owner = nn.ModuleDict(dict(backbone=model)) if prefix else model
     owner.load_state_dict({prefix + name: value for name, value in source.state_dict().items()})
     for name, value in source.state_dict().items():
@@ -156,18 +158,18 @@ def test_own_names_with_convolutions_for_linear_layers(prefix, linear):
 
 def test_strict_loading_refuses_what_is_left_over():
     with pytest.raises(RuntimeError, match=r'Unexpected key.*head\.fc\.weight'):
-        backbone(out_indices=[3]).load_state_dict(in_layout(backbone(), 'timm'))
+        build_backbone(out_indices=[3]).load_state_dict(convert_to_layout(build_backbone(), 'timm'))
 
 
 def test_another_shape_is_refused():
-    file = in_layout(backbone(), 'timm')
+    file = convert_to_layout(build_backbone(), 'timm')
     file['stem.0.weight'] = file['stem.0.weight'][:2]
     with pytest.raises(RuntimeError, match=r'size mismatch for downsample_layers\.0\.0\.weight'):
-        backbone().load_state_dict(file, strict=False)
+        build_backbone().load_state_dict(file, strict=False)
 
 
 def test_own_weights_are_left_alone_and_others_are_said(log):
-    model = backbone()
+    model = build_backbone()
     state = model.state_dict()
     assert rename_weights(model, state, '', 'convnext') is None and log() == []
     assert rename_weights(model, {'layer1.0.conv1.weight': torch.ones(1)}, '', 'convnext') is None
@@ -227,7 +229,7 @@ def test_vit_gets_timms_names(names, prefix, layout):
 
 
 def test_safetensors_that_cannot_be_read(tmp_path, monkeypatch):
-    path, model = tmp_path / 'x.safetensors', backbone()
+    path, model = tmp_path / 'x.safetensors', build_backbone()
     with pytest.raises(FileNotFoundError, match='x.safetensors does not exist'):
         load_checkpoint(model, str(path))
     with pytest.raises(ValueError, match='download the file and give its path'):
@@ -243,6 +245,6 @@ def test_safetensors_that_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_log_level_of_what_is_missing(log, caplog):
-    backbone().load_state_dict(in_layout(backbone(), 'timm'), strict=False)
+    build_backbone().load_state_dict(convert_to_layout(build_backbone(), 'timm'), strict=False)
     assert len(log()) == 3
     assert [record.levelno for record in caplog.records][-3:] == [logging.INFO, logging.WARNING, logging.WARNING]

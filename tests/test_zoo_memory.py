@@ -32,13 +32,13 @@ def test_the_figures_that_lead_the_page():
 
 
 def test_batches_of_then_had_one_orientation():
-    """Four images of 800 x 1333 with FoveaBox, which today's sampler mixes at the end of an epoch."""
+    """Today's sampler mixes four images of 800 x 1333 with FoveaBox at the end of an epoch."""
     config = zoo_memory.with_sampler_of_then(plain(load_config('mmdet::foveabox/fovea_r50_fpn_4xb4-2x_coco.py')))
     assert inputs_of(config)[:3] == (4, 800, 1333)
 
 
 def test_wrongly_said_to_fit():
-    """Of four configs that were measured with 9, 9, 7 and 30 GiB, one is counted below 8 and has more."""
+    """Four configs were measured with 9, 9, 7 and 30 GiB; one of them is counted below 8 and needs more."""
     rows = {
         name: dict(peak=peak * 2**30, measured=measured)
         for name, peak, measured in (('a', 6, 9), ('b', 9, 9), ('c', 6.2, 7), ('d', 30, 30))
@@ -75,7 +75,7 @@ def test_what_is_counted_too_low_has_a_reason():
 
 
 def test_torch_of_then_stored_more():
-    """The input of softmax beside its result, and the normalized map beside the input of group norm."""
+    """It stored the input of softmax next to its result, and the normalized map next to the input of group norm."""
     for function, more in (
         (lambda x: F.softmax(x, -1), 1),
         (lambda x: x.softmax(-1), 1),
@@ -94,7 +94,7 @@ def test_torch_of_then_stored_more():
 
 
 def test_figures_are_mmdets():
-    figures = zoo_memory.measured()
+    figures = zoo_memory.read_published()
     assert len(figures) > 400 and all(figures[name] == row['measured'] for name, row in ROWS.items() if name in figures)
 
 
@@ -119,8 +119,8 @@ def _spin():
     ids=['answer', 'error', 'killed', 'too long'],
 )
 def test_a_case_apart(compute, found, tmp_path):
-    """What it breaks goes with it; what a machine killed is tried again the next time, other rows are kept."""
-    assert isolated.apart(compute, seconds=1) == found
+    """A crash ends only its own process. A killed count is repeated the next time, and other rows are kept."""
+    assert isolated.run_apart(compute, seconds=1) == found
     file = tmp_path / 'rows.json'
     write_json(file, dict(rows=dict(before=dict(peak=2))))
     isolated.sweep(file, ['now'], lambda name: found)

@@ -21,8 +21,8 @@ from unusual_models import (
     SteepReLU,
     StochasticDepth,
     UnscaledDropPath,
-    call_noted,
     doubled,
+    note_call,
 )
 
 from sbp_mmdet.models.layers import LayerNorm2d
@@ -30,27 +30,27 @@ from sbp_mmdet.models.layers import LayerNorm2d
 # A change takes the model.
 
 
-def put(name, make):
-    """Returns a change that replaces a module; ``make`` gets the old one."""
+def replace_module(name, make):
+    """Return a change that replaces a module by ``make(module)``."""
 
     def change(model):
         parent, _, child = name.rpartition('.')
-        found = make(model.get_submodule(name)).to(torch.float64)
-        found.train()
-        setattr(model.get_submodule(parent), child, found)
+        module = make(model.get_submodule(name)).to(torch.float64)
+        module.train()
+        setattr(model.get_submodule(parent), child, module)
 
     return change
 
 
-def hook(name, function=doubled, kind='forward'):
+def add_hook(name, function=doubled, kind='forward'):
     return lambda model: getattr(model.get_submodule(name), f'register_{kind}_hook')(function)
 
 
-def on(name, function):
+def apply_to(name, function):
     return lambda model: function(model.get_submodule(name))
 
 
-def every(kind, function):
+def apply_to_all(kind, function):
     def change(model):
         for module in [m for m in model.modules() if type(m).__mro__[-3:] and isinstance(m, kind)]:
             function(module)
@@ -88,8 +88,8 @@ def circular(conv):
     conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
 
 
-def settings(**values):
-    """Returns a function that sets attributes of a module."""
+def set_attributes(**values):
+    """Return a function that sets attributes of a module."""
 
     def change(module):
         for name, value in values.items():
@@ -108,7 +108,7 @@ def without_bias(module):
 
 
 def own_forward_for_an_attribute(module):
-    """Sets a forward and deletes an attribute, so that there are as many as before."""
+    """Set a forward on the instance and delete an attribute, so that the number of attributes is unchanged."""
     del module.approximate
     module.forward = lambda x: CALLS.append('own') or F.gelu(1.5 * x)
 
@@ -124,7 +124,7 @@ def own_helper(module):
 
 
 def wrapped_weight(module):
-    """Replaces a weight by a parameter of another class, as quantisation does."""
+    """Replace a weight by a parameter of another class, as quantisation does."""
 
     class Quantised(nn.Parameter):
         pass
@@ -135,113 +135,133 @@ def wrapped_weight(module):
 BLOCK = 'stages.1.blocks.0'
 # Model, what is done to it, and what of it has to be named; '': it may be lean.
 BEFORE = {
-    'LoRA in qkv of Swin': ('Swin', put(f'{BLOCK}.attn.w_msa.qkv', LoRA), f'{BLOCK}.attn.w_msa.qkv'),
-    'LoRA in proj of Swin': ('Swin', put(f'{BLOCK}.attn.w_msa.proj', LoRA), f'{BLOCK}.attn.w_msa.proj'),
-    'LoRA in FFN of Swin': ('Swin', put(f'{BLOCK}.ffn.layers.1', LoRA), f'{BLOCK}.ffn.layers.1'),
-    'LoRA in patch merging': ('Swin', put('stages.0.downsample.reduction', LoRA), 'stages.0.downsample'),
-    'LoRA in qkv of ViT': ('ViT', put('blocks.1.attn.qkv', LoRA), 'blocks.1.attn.qkv'),
-    'LoRA in qkv of mmpretrain': ('ViT of mmpretrain', put('layers.1.attn.qkv', LoRA), 'layers.1.attn.qkv'),
-    'LoRA in MLP of ViT': ('ViT', put('blocks.1.mlp.fc1', LoRA), 'blocks.1.mlp.fc1'),
-    'LoRA in pointwise convolution': ('ConvNeXt', put('stages.0.0.pointwise_conv1', LoRA), 'stages.0.0'),
-    'LoRA in a bottleneck': ('ResNet', put('layer2.1.conv1', LoRA), 'layer2.1.conv1'),
-    'LoRA in FFN': ('FFN', put('layers.0.layers.1', LoRA), 'layers.0'),
-    'LoRA in deformable attention': ('deformable', put('layer.self_attn.value_proj', LoRA), 'layer.self_attn'),
-    'hook in window attention': ('Swin', hook(f'{BLOCK}.attn.w_msa'), f'{BLOCK}.attn.w_msa'),
-    'hook on a norm of Swin': ('Swin', hook(f'{BLOCK}.norm2'), f'{BLOCK}.norm2'),
-    'hook on an FFN of Swin': ('Swin', hook(f'{BLOCK}.ffn'), ''),
-    'hook on a softmax': ('Swin', hook(f'{BLOCK}.attn.w_msa.softmax'), f'{BLOCK}.attn.w_msa.softmax'),
-    'hook on a block': ('ConvNeXt', hook('stages.0.0'), ''),
-    'hook in a ConvNeXt block': ('ConvNeXt', hook('stages.0.0.act'), 'stages.0.0'),
-    'pre-hook in a ViT': ('ViT', hook('blocks.0.norm1', lambda m, a: (2 * a[0],), 'forward_pre'), 'blocks.0.norm1'),
+    'LoRA in qkv of Swin': ('Swin', replace_module(f'{BLOCK}.attn.w_msa.qkv', LoRA), f'{BLOCK}.attn.w_msa.qkv'),
+    'LoRA in proj of Swin': ('Swin', replace_module(f'{BLOCK}.attn.w_msa.proj', LoRA), f'{BLOCK}.attn.w_msa.proj'),
+    'LoRA in FFN of Swin': ('Swin', replace_module(f'{BLOCK}.ffn.layers.1', LoRA), f'{BLOCK}.ffn.layers.1'),
+    'LoRA in patch merging': ('Swin', replace_module('stages.0.downsample.reduction', LoRA), 'stages.0.downsample'),
+    'LoRA in qkv of ViT': ('ViT', replace_module('blocks.1.attn.qkv', LoRA), 'blocks.1.attn.qkv'),
+    'LoRA in qkv of mmpretrain': ('ViT of mmpretrain', replace_module('layers.1.attn.qkv', LoRA), 'layers.1.attn.qkv'),
+    'LoRA in MLP of ViT': ('ViT', replace_module('blocks.1.mlp.fc1', LoRA), 'blocks.1.mlp.fc1'),
+    'LoRA in pointwise convolution': ('ConvNeXt', replace_module('stages.0.0.pointwise_conv1', LoRA), 'stages.0.0'),
+    'LoRA in a bottleneck': ('ResNet', replace_module('layer2.1.conv1', LoRA), 'layer2.1.conv1'),
+    'LoRA in FFN': ('FFN', replace_module('layers.0.layers.1', LoRA), 'layers.0'),
+    'LoRA in deformable attention': (
+        'deformable',
+        replace_module('layer.self_attn.value_proj', LoRA),
+        'layer.self_attn',
+    ),
+    'hook in window attention': ('Swin', add_hook(f'{BLOCK}.attn.w_msa'), f'{BLOCK}.attn.w_msa'),
+    'hook on a norm of Swin': ('Swin', add_hook(f'{BLOCK}.norm2'), f'{BLOCK}.norm2'),
+    'hook on an FFN of Swin': ('Swin', add_hook(f'{BLOCK}.ffn'), ''),
+    'hook on a softmax': ('Swin', add_hook(f'{BLOCK}.attn.w_msa.softmax'), f'{BLOCK}.attn.w_msa.softmax'),
+    'hook on a block': ('ConvNeXt', add_hook('stages.0.0'), ''),
+    'hook in a ConvNeXt block': ('ConvNeXt', add_hook('stages.0.0.act'), 'stages.0.0'),
+    'pre-hook in a ViT': ('ViT', add_hook('blocks.0.norm1', lambda m, a: (2 * a[0],), 'forward_pre'), 'blocks.0.norm1'),
     'backward hook in a ViT': (
         'ViT',
-        hook('blocks.0.norm1', lambda m, i, o: CALLS.append('back') or (2 * i[0],), 'full_backward'),
+        add_hook('blocks.0.norm1', lambda m, i, o: CALLS.append('back') or (2 * i[0],), 'full_backward'),
         'blocks.0.norm1',
     ),
-    'hook on a norm of a bottleneck': ('ResNet', hook('layer1.0.bn2'), 'layer1.0.bn2'),
-    'hook on a stage': ('ResNet', hook('layer2'), ''),
-    'hook on a block of a chain': ('ResNet', hook('layer2.1'), ''),
-    'hook on a shortcut': ('ResNet', hook('layer2.0.downsample'), ''),
-    'hook in a shortcut': ('ResNet', hook('layer2.0.downsample.1'), 'layer2.0.downsample.1'),
-    'hook in FFN': ('FFN', hook('layers.0.layers.0.1'), 'layers.0'),
-    'hook in multi-head attention': ('attention', hook('layers.0.attn', call_noted), 'layers.0'),
-    'hook in deformable attention': ('deformable', hook('layer.self_attn.sampling_offsets'), 'layer.self_attn'),
+    'hook on a norm of a bottleneck': ('ResNet', add_hook('layer1.0.bn2'), 'layer1.0.bn2'),
+    'hook on a stage': ('ResNet', add_hook('layer2'), ''),
+    'hook on a block of a chain': ('ResNet', add_hook('layer2.1'), ''),
+    'hook on a shortcut': ('ResNet', add_hook('layer2.0.downsample'), ''),
+    'hook in a shortcut': ('ResNet', add_hook('layer2.0.downsample.1'), 'layer2.0.downsample.1'),
+    'hook in FFN': ('FFN', add_hook('layers.0.layers.0.1'), 'layers.0'),
+    'hook in multi-head attention': ('attention', add_hook('layers.0.attn', note_call), 'layers.0'),
+    'hook in deformable attention': ('deformable', add_hook('layer.self_attn.sampling_offsets'), 'layer.self_attn'),
     'circular padding': (
         'ConvNeXt',
-        put('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding_mode='circular')),
+        replace_module('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding_mode='circular')),
         'stages.0.0.depthwise_conv',
     ),
     'reflected padding in a bottleneck': (
         'ResNet',
-        put('layer1.0.conv2', lambda conv: padded(conv, padding_mode='reflect')),
+        replace_module('layer1.0.conv2', lambda conv: padded(conv, padding_mode='reflect')),
         'layer1.0.conv2',
     ),
-    'padding of another kind set in place': ('ResNet', on('layer2.1.conv2', circular), 'layer2.1.conv2'),
+    'padding of another kind set in place': ('ResNet', apply_to('layer2.1.conv2', circular), 'layer2.1.conv2'),
     'padding by name': (
         'ConvNeXt',
-        put('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding='same')),
+        replace_module('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding='same')),
         'stages.0.0.depthwise_conv',
     ),
     'depthwise convolution without bias': (
         'ConvNeXt',
-        put('stages.0.0.depthwise_conv', lambda conv: padded(conv, bias=False)),
+        replace_module('stages.0.0.depthwise_conv', lambda conv: padded(conv, bias=False)),
         '',
     ),
     'patch embedding without bias': (
         'ConvNeXt',
-        put('downsample_layers.0.0', lambda conv: padded(conv, bias=False)),
+        replace_module('downsample_layers.0.0', lambda conv: padded(conv, bias=False)),
         'downsample_layers.0',
     ),
     'dilated depthwise convolution': (
         'ConvNeXt',
-        put('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding=6, dilation=2)),
+        replace_module('stages.0.0.depthwise_conv', lambda conv: padded(conv, padding=6, dilation=2)),
         '',
     ),
     'pointwise convolution of another size': (
         'ConvNeXt',
-        put('downsample_layers.1.1', lambda conv: nn.Conv2d(conv.in_channels, conv.out_channels, 3, 2, 1)),
+        replace_module('downsample_layers.1.1', lambda conv: nn.Conv2d(conv.in_channels, conv.out_channels, 3, 2, 1)),
         'downsample_layers.1',
     ),
     'stochastic depth of torchvision': (
         'ConvNeXt',
-        put('stages.1.0.drop_path', lambda m: StochasticDepth(0.5)),
+        replace_module('stages.1.0.drop_path', lambda m: StochasticDepth(0.5)),
         'stages.1.0',
     ),
-    'drop path without scale': ('ConvNeXt', put('stages.1.0.drop_path', lambda m: UnscaledDropPath(0.5)), 'stages.1.0'),
-    'dropout as drop path': ('ConvNeXt', put('stages.1.0.drop_path', lambda m: nn.Dropout(0.5)), 'stages.1.0'),
-    'dropout of rate 0 as drop path': ('ConvNeXt', put('stages.1.0.drop_path', lambda m: nn.Dropout(0.0)), ''),
-    'drop path of Swin': ('Swin', put(f'{BLOCK}.attn.drop', lambda m: StochasticDepth(0.5)), f'{BLOCK}.attn.drop'),
+    'drop path without scale': (
+        'ConvNeXt',
+        replace_module('stages.1.0.drop_path', lambda m: UnscaledDropPath(0.5)),
+        'stages.1.0',
+    ),
+    'dropout as drop path': (
+        'ConvNeXt',
+        replace_module('stages.1.0.drop_path', lambda m: nn.Dropout(0.5)),
+        'stages.1.0',
+    ),
+    'dropout of rate 0 as drop path': (
+        'ConvNeXt',
+        replace_module('stages.1.0.drop_path', lambda m: nn.Dropout(0.0)),
+        '',
+    ),
+    'drop path of Swin': (
+        'Swin',
+        replace_module(f'{BLOCK}.attn.drop', lambda m: StochasticDepth(0.5)),
+        f'{BLOCK}.attn.drop',
+    ),
     'shared weights': ('ConvNeXt', share('stages.1.0.pointwise_conv1', 'stages.1.1.pointwise_conv1'), ''),
     'weights shared in a block': ('ViT', share('blocks.0.norm1', 'blocks.0.norm2'), ''),
     'a block called twice': ('ConvNeXt', same_module('stages.1.0', 'stages.1.1'), ''),
     'a convolution called twice': ('ResNet', same_module('layer2.2.conv2', 'layer2.1.conv2'), ''),
-    'frozen norms': ('ResNet', every(nn.BatchNorm2d, lambda m: m.requires_grad_(False)), ''),
-    'half frozen': ('Swin', on(f'{BLOCK}.attn', lambda m: m.requires_grad_(False)), ''),
-    'frozen first layers': ('ConvNeXt', on('downsample_layers', lambda m: m.requires_grad_(False)), ''),
-    'norms in evaluation mode': ('ResNet', every(nn.BatchNorm2d, lambda m: m.eval()), ''),
-    'a norm in evaluation mode': ('ResNet', on('layer2.1.bn2', lambda m: m.eval()), ''),
-    'a block in evaluation mode': ('ResNet', on('layer2.1', lambda m: m.eval()), ''),
-    'a part in evaluation mode': ('Swin', on(BLOCK, lambda m: m.eval()), ''),
+    'frozen norms': ('ResNet', apply_to_all(nn.BatchNorm2d, lambda m: m.requires_grad_(False)), ''),
+    'half frozen': ('Swin', apply_to(f'{BLOCK}.attn', lambda m: m.requires_grad_(False)), ''),
+    'frozen first layers': ('ConvNeXt', apply_to('downsample_layers', lambda m: m.requires_grad_(False)), ''),
+    'norms in evaluation mode': ('ResNet', apply_to_all(nn.BatchNorm2d, lambda m: m.eval()), ''),
+    'a norm in evaluation mode': ('ResNet', apply_to('layer2.1.bn2', lambda m: m.eval()), ''),
+    'a block in evaluation mode': ('ResNet', apply_to('layer2.1', lambda m: m.eval()), ''),
+    'a part in evaluation mode': ('Swin', apply_to(BLOCK, lambda m: m.eval()), ''),
     'parametrized convolution': (
         'ResNet',
-        on('layer2.1.conv2', lambda m: parametrize.register_parametrization(m, 'weight', Doubling())),
+        apply_to('layer2.1.conv2', lambda m: parametrize.register_parametrization(m, 'weight', Doubling())),
         'layer2.1.conv2',
     ),
     'parametrized layer scale': (
         'ConvNeXt',
-        on('stages.1.0', lambda m: parametrize.register_parametrization(m, 'gamma', Doubling())),
+        apply_to('stages.1.0', lambda m: parametrize.register_parametrization(m, 'gamma', Doubling())),
         'stages.1.0',
     ),
     'parametrized linear layer': (
         'Swin',
-        on(f'{BLOCK}.ffn.layers.0.0', parametrized_weight_norm),
+        apply_to(f'{BLOCK}.ffn.layers.0.0', parametrized_weight_norm),
         f'{BLOCK}.ffn.layers.0.0',
     ),
-    'weight norm': ('ConvModule', on('0.conv', weight_norm), '0'),
-    'spectral norm': ('ViT', on('blocks.0.mlp.fc1', spectral_norm), 'blocks.0.mlp.fc1'),
-    'forward of the instance': ('ConvNeXt', on('stages.1.0', own_forward), 'stages.1.0'),
-    'forward of a submodule': ('Swin', on(f'{BLOCK}.attn.w_msa.qkv', own_forward), f'{BLOCK}.attn.w_msa.qkv'),
-    'helper of the instance': ('ConvNeXt', on('stages.1.0', own_helper), 'stages.1.0'),
+    'weight norm': ('ConvModule', apply_to('0.conv', weight_norm), '0'),
+    'spectral norm': ('ViT', apply_to('blocks.0.mlp.fc1', spectral_norm), 'blocks.0.mlp.fc1'),
+    'forward of the instance': ('ConvNeXt', apply_to('stages.1.0', own_forward), 'stages.1.0'),
+    'forward of a submodule': ('Swin', apply_to(f'{BLOCK}.attn.w_msa.qkv', own_forward), f'{BLOCK}.attn.w_msa.qkv'),
+    'helper of the instance': ('ConvNeXt', apply_to('stages.1.0', own_helper), 'stages.1.0'),
     'subclass of a norm': ('Swin', as_class(f'{BLOCK}.norm1', DoubledNorm), f'{BLOCK}.norm1'),
     'subclass of a norm of maps': ('ConvNeXt', as_class('stages.1.0.norm', DoubledNorm2d), 'stages.1.0'),
     'subclass of group norm': ('ConvModule', as_class('1.gn', ShiftedGroupNorm), '1.gn'),
@@ -254,57 +274,69 @@ BEFORE = {
     'deep stem and a layer more': ('deep stem', lambda model: None, ''),
     'norm without affine part': (
         'Swin',
-        put(f'{BLOCK}.norm1', lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=False)),
+        replace_module(f'{BLOCK}.norm1', lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=False)),
         '',
     ),
     'norm without affine part in deformable DETR': (
         'deformable',
-        put('layer.norms.0', lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=False)),
+        replace_module('layer.norms.0', lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=False)),
         'layer',
     ),
     'norm of a ConvNeXt block without affine part': (
         'ConvNeXt',
-        put('stages.1.0.norm', lambda m: LayerNorm2d(m.normalized_shape[0], elementwise_affine=False)),
+        replace_module('stages.1.0.norm', lambda m: LayerNorm2d(m.normalized_shape[0], elementwise_affine=False)),
         '',
     ),
-    'Mish in a ConvNeXt block': ('ConvNeXt', put('stages.1.0.act', lambda m: nn.Mish()), 'stages.1.0'),
-    'Mish in Swin': ('Swin', put(f'{BLOCK}.ffn.layers.0.1', lambda m: nn.Mish()), f'{BLOCK}.ffn.layers.0.1'),
-    'Mish behind a convolution': ('ConvModule', put('0.activate', lambda m: nn.Mish()), '0.activate'),
-    'tanh GELU': ('ConvNeXt', put('stages.1.0.act', lambda m: nn.GELU('tanh')), ''),
-    'instance norm': ('ConvModule', put('1.gn', lambda m: nn.InstanceNorm2d(8, affine=True)), '1.gn'),
-    'weight of a class with another product': ('ViT', on('blocks.0.attn.proj', doubled_weight), 'blocks.0.attn.proj'),
-    'such a weight in Swin': ('Swin', on(f'{BLOCK}.attn.w_msa.qkv', doubled_weight), f'{BLOCK}.attn.w_msa.qkv'),
-    'such a weight in a bottleneck': ('ResNet', on('layer2.1.conv2', doubled_weight), 'layer2.1.conv2'),
-    'rate of a dropout': ('Swin', on(f'{BLOCK}.ffn.layers.2', settings(p=0.3)), f'{BLOCK}.ffn.layers.2'),
+    'Mish in a ConvNeXt block': ('ConvNeXt', replace_module('stages.1.0.act', lambda m: nn.Mish()), 'stages.1.0'),
+    'Mish in Swin': ('Swin', replace_module(f'{BLOCK}.ffn.layers.0.1', lambda m: nn.Mish()), f'{BLOCK}.ffn.layers.0.1'),
+    'Mish behind a convolution': ('ConvModule', replace_module('0.activate', lambda m: nn.Mish()), '0.activate'),
+    'tanh GELU': ('ConvNeXt', replace_module('stages.1.0.act', lambda m: nn.GELU('tanh')), ''),
+    'instance norm': ('ConvModule', replace_module('1.gn', lambda m: nn.InstanceNorm2d(8, affine=True)), '1.gn'),
+    'weight of a class with another product': (
+        'ViT',
+        apply_to('blocks.0.attn.proj', doubled_weight),
+        'blocks.0.attn.proj',
+    ),
+    'such a weight in Swin': ('Swin', apply_to(f'{BLOCK}.attn.w_msa.qkv', doubled_weight), f'{BLOCK}.attn.w_msa.qkv'),
+    'such a weight in a bottleneck': ('ResNet', apply_to('layer2.1.conv2', doubled_weight), 'layer2.1.conv2'),
+    'rate of a dropout': ('Swin', apply_to(f'{BLOCK}.ffn.layers.2', set_attributes(p=0.3)), f'{BLOCK}.ffn.layers.2'),
     'rate of a dropout of attention': (
         'Swin',
-        on(f'{BLOCK}.attn.w_msa.attn_drop', settings(p=0.3)),
+        apply_to(f'{BLOCK}.attn.w_msa.attn_drop', set_attributes(p=0.3)),
         f'{BLOCK}.attn.w_msa.attn_drop',
     ),
     'dimension of a softmax': (
         'Swin',
-        on(f'{BLOCK}.attn.w_msa.softmax', settings(dim=-2)),
+        apply_to(f'{BLOCK}.attn.w_msa.softmax', set_attributes(dim=-2)),
         f'{BLOCK}.attn.w_msa.softmax',
     ),
-    'FFN without shortcut': ('Swin', on(f'{BLOCK}.ffn', settings(add_identity=False)), ''),
-    'layer without activation': ('ConvModule', on('0', settings(with_activation=False)), ''),
-    'layer without norm': ('ConvModule', on('1', settings(with_norm=False)), ''),
-    'order of a layer': ('ConvModule', on('1', settings(order=('norm', 'conv', 'act'))), '1'),
-    'padding by name, set in place': ('ResNet', on('layer1.1.conv2', settings(padding='same')), 'layer1.1.conv2'),
-    'bias that goes': ('ConvNeXt', on('stages.1.0.pointwise_conv1', without_bias), 'stages.1.0'),
-    'CSP layer without attention': ('CSP layer', on('1', settings(channel_attention=False)), ''),
-    'CSP block without shortcut': ('CSP layer', on('1.blocks.0', settings(add_identity=False)), ''),
+    'FFN without shortcut': ('Swin', apply_to(f'{BLOCK}.ffn', set_attributes(add_identity=False)), ''),
+    'layer without activation': ('ConvModule', apply_to('0', set_attributes(with_activation=False)), ''),
+    'layer without norm': ('ConvModule', apply_to('1', set_attributes(with_norm=False)), ''),
+    'order of a layer': ('ConvModule', apply_to('1', set_attributes(order=('norm', 'conv', 'act'))), '1'),
+    'padding by name, set in place': (
+        'ResNet',
+        apply_to('layer1.1.conv2', set_attributes(padding='same')),
+        'layer1.1.conv2',
+    ),
+    'bias that goes': ('ConvNeXt', apply_to('stages.1.0.pointwise_conv1', without_bias), 'stages.1.0'),
+    'CSP layer without attention': ('CSP layer', apply_to('1', set_attributes(channel_attention=False)), ''),
+    'CSP block without shortcut': ('CSP layer', apply_to('1.blocks.0', set_attributes(add_identity=False)), ''),
     'layer of a CSP block without activation': (
         'CSP layer',
-        on('1.blocks.1.conv2', settings(with_activation=False)),
+        apply_to('1.blocks.1.conv2', set_attributes(with_activation=False)),
         '',
     ),
     'interpolation of a pyramid': (
         'FPN',
-        on('neck', settings(upsample_cfg=dict(mode='bilinear', align_corners=False))),
+        apply_to('neck', set_attributes(upsample_cfg=dict(mode='bilinear', align_corners=False))),
         '',
     ),
-    'a forward instead of an attribute': ('ViT', on('blocks.2.act', own_forward_for_an_attribute), 'blocks.2.act'),
-    'a parameter of another class': ('ViT', on('blocks.0.attn.proj', wrapped_weight), 'blocks.0.attn.proj'),
-    'dropout in an FFN': ('Swin', put(f'{BLOCK}.ffn.layers.2', lambda m: nn.Dropout(0.0)), ''),
+    'a forward instead of an attribute': (
+        'ViT',
+        apply_to('blocks.2.act', own_forward_for_an_attribute),
+        'blocks.2.act',
+    ),
+    'a parameter of another class': ('ViT', apply_to('blocks.0.attn.proj', wrapped_weight), 'blocks.0.attn.proj'),
+    'dropout in an FFN': ('Swin', replace_module(f'{BLOCK}.ffn.layers.2', lambda m: nn.Dropout(0.0)), ''),
 }

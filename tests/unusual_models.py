@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from cases import build
-from conv_models import ordinary
+from conv_models import randomize_norms
 from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks import DropPath
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
@@ -56,7 +56,7 @@ class Doubling(nn.Module):
 
 
 class DoubledWeight(nn.Parameter):
-    """A parameter that counts twice as a weight, as an adapter or a quantised tensor computes another product."""
+    """Parameter that counts twice as a weight, like an adapter or quantised tensor that computes another product."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -144,7 +144,7 @@ class Deep(ResNetV1d):
         self.auxiliary = nn.Conv2d(3, 4, 1)
 
 
-def call_noted(*args):
+def note_call(*args):
     CALLS.append('hook')
 
 
@@ -156,25 +156,25 @@ def doubled(module, args, out):
 # Models, small, in fp64, with their inputs.
 
 
-def image(size=64):
+def random_images(size=64):
     return torch.randn(2, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def resnet(depth=50, **options):
-    return ordinary(ResNet(depth, base_channels=8, norm_eval=False, **options))
+def build_resnet(depth=50, **options):
+    return randomize_norms(ResNet(depth, base_channels=8, norm_eval=False, **options))
 
 
 def deep():
-    return ordinary(Deep(depth=18, stem_channels=8, base_channels=8))
+    return randomize_norms(Deep(depth=18, stem_channels=8, base_channels=8))
 
 
 def conv_module(**options):
     options = dict(padding=1, norm_cfg=dict(type='GN', num_groups=2), act_cfg=dict(type='SiLU')) | options
-    return ordinary(nn.Sequential(ConvModule(3, 8, 3, **options), ConvModule(8, 8, 3, **options)))
+    return randomize_norms(nn.Sequential(ConvModule(3, 8, 3, **options), ConvModule(8, 8, 3, **options)))
 
 
 def csp_layer():
-    return ordinary(nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), CSPLayer(16, 16, 0.5, 2, channel_attention=True)))
+    return randomize_norms(nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), CSPLayer(16, 16, 0.5, 2, channel_attention=True)))
 
 
 class Pyramid(nn.Module):
@@ -228,7 +228,7 @@ class Deformable(nn.Module):
 
 
 def deformable():
-    return ordinary(Deformable())
+    return randomize_norms(Deformable())
 
 
 MODELS = {
@@ -236,11 +236,11 @@ MODELS = {
     'ConvNeXt': lambda: build('stock ConvNeXt'),
     'ViT': lambda: build('SBPViT'),
     'ViT of mmpretrain': lambda: build('stock ViT'),
-    'ResNet': resnet,
+    'ResNet': build_resnet,
     'deep stem': deep,
     'ConvModule': conv_module,
     'CSP layer': csp_layer,
-    'FPN': lambda: ordinary(Pyramid()),
+    'FPN': lambda: randomize_norms(Pyramid()),
     'FFN': ffn,
     'attention': attention,
     'deformable': deformable,
@@ -250,8 +250,8 @@ MODELS = {
 # The comparison.
 
 
-def step(model, x):
-    """Returns outputs, gradients of images and parameters, and how often the user's code ran."""
+def run_step(model, x):
+    """Return outputs, gradients of images and parameters, and how often the user's code ran."""
     CALLS.clear()
     torch.manual_seed(3)
     x = x.clone().requires_grad_()
@@ -259,13 +259,13 @@ def step(model, x):
     outs = outs if isinstance(outs, (list, tuple)) else [outs]
     loss = sum((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).cos().view_as(out)).sum() for out in outs)
     wanted = dict(images=x, **{name: p for name, p in model.named_parameters() if p.requires_grad})
-    found = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+    gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    return [out.detach() for out in outs], dict(zip(wanted, found, strict=True)), sorted(CALLS), buffers
+    return [out.detach() for out in outs], dict(zip(wanted, gradients, strict=True)), sorted(CALLS), buffers
 
 
 def assert_same(lean, plain, x):
-    (outs, grads, calls, buffers), expected = step(lean, x), step(plain, x)
+    (outs, grads, calls, buffers), expected = run_step(lean, x), run_step(plain, x)
     for a, b in zip(outs, expected[0], strict=True):
         assert (a - b).norm() <= 1e-9 * b.norm().clamp_min(1e-9)
     assert grads.keys() == expected[1].keys()
@@ -277,5 +277,5 @@ def assert_same(lean, plain, x):
         torch.testing.assert_close(buffers[name], values, rtol=1e-9, atol=1e-9)
 
 
-def lean_modules(model):
+def find_lean_modules(model):
     return [name for name, module in model.named_modules() if isinstance(module, LeanModule)]

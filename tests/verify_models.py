@@ -11,7 +11,7 @@ from mmdet.models.backbones import ResNet
 from mmdet.models.layers import CSPLayer, DeformableDetrTransformerEncoder
 from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
 from mmengine.logging import MMLogger
-from oracles import image
+from oracles import random_images
 from test_adapters_outside import Block, Blocks
 from torch import nn
 
@@ -40,7 +40,7 @@ def encoder(dropout=0.0):
 
 
 class Tokens(torch.nn.Module):
-    """A model that feeds an encoder of one level from an image."""
+    """Model that feeds an encoder of one level with an image."""
 
     def __init__(self, encoder):
         super().__init__()
@@ -89,7 +89,7 @@ class Fused(Tokens):
 
 
 class OnTokens(Tokens):
-    """A model of a module on tokens, one after the other or as a map."""
+    """Model that applies a module to tokens or to a map."""
 
     def __init__(self, encoder, as_map=False):
         super().__init__(encoder)
@@ -138,7 +138,7 @@ class Several(nn.Module):
         return (x,)
 
 
-def with_small_variances(model):
+def shrink_variances(model):
     model.layer2[1].bn1.running_var.fill_(1e-4)
     return model
 
@@ -152,7 +152,7 @@ MODELS = {
     'ResNet': resnet,
     'ResNet in training mode': lambda: resnet(norm_eval=False),
     'ResNet with group norm': lambda: resnet(norm_cfg=dict(type='GN', num_groups=4)),
-    'ResNet with small variances': lambda: with_small_variances(resnet()),
+    'ResNet with small variances': lambda: shrink_variances(resnet()),
     'ResNet-50': lambda: resnet(50),
     'ResNet-50 in training mode': lambda: resnet(50, norm_eval=False),
     'ConvModules': conv_modules,
@@ -169,48 +169,50 @@ MODELS = {
 }
 
 
-def said(model, caplog, amp=None, **keys):
+def apply_and_get_log(model, caplog, amp=None, **keys):
+    """Apply a preset and run one step; return the report and the log records of the verification."""
     logger = MMLogger.get_current_instance()
     monitored = [*logger.handlers]
     logger.addHandler(caplog.handler)
     try:
         report = apply_lean(model, **keys)
         with torch.autocast('cpu', amp or torch.bfloat16, enabled=amp is not None):
-            outs = model(image(2, 64, 96, dtype=torch.float32))
+            outs = model(random_images(2, 64, 96, dtype=torch.float32))
         sum(out.float().square().mean() for out in outs).backward()
     finally:
         logger.handlers[:] = monitored
     return report, [r for r in caplog.records if 'verif' in r.message or 'disagrees' in r.message]
 
 
-def trained(name):
+def build_in_training(name):
+    """Build a model of ``MODELS`` in fp32 and training mode."""
     model = MODELS[name]().float()
     model.train()
     return model
 
 
-def check_fallback(name, caplog, **keys):
-    model = trained(name)
+def assert_fallback(name, caplog, **keys):
+    model = build_in_training(name)
     plain = copy.deepcopy(model)
-    report, records = said(model, caplog, **keys)
-    check_plain(model, plain, report, records)
+    report, records = apply_and_get_log(model, caplog, **keys)
+    assert_plain_training(model, plain, report, records)
 
 
-def check_plain(model, plain, report, records, tolerance=2e-3):
-    """Asserts a warning with figures, that failed modules run their own code, and that all gradients are exact."""
+def assert_plain_training(model, plain, report, records, tolerance=2e-3):
+    """Assert that a warning has figures, that failed modules run their own code, and that all gradients are exact."""
     assert any(r.levelname == 'WARNING' and 'off' in r.message for r in records)
     failed = [name for name, reason in report.left.items() if 'verification' in reason]
     assert failed and not set(failed) & set(report.changed)
     assert not any(isinstance(model.get_submodule(name), LeanModule) for name in failed)
     plain.load_state_dict(model.state_dict())
-    found, expected = gradients(model), gradients(plain)
+    actual, expected = get_gradients(model), get_gradients(plain)
     for name, grad in expected.items():
-        assert grad is None or (found[name] - grad).norm() <= tolerance * grad.norm().clamp_min(1e-3), name
+        assert grad is None or (actual[name] - grad).norm() <= tolerance * grad.norm().clamp_min(1e-3), name
 
 
-def gradients(model):
+def get_gradients(model):
     torch.manual_seed(5)
-    outs = model(image(2, 64, 96, dtype=torch.float32))
+    outs = model(random_images(2, 64, 96, dtype=torch.float32))
     loss = sum(out.float().square().mean() for out in outs)
     wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return dict(zip(wanted, torch.autograd.grad(loss, [*wanted.values()], allow_unused=True), strict=True))

@@ -39,8 +39,8 @@ class Net(nn.Module):
             return self(data)
 
 
-def trained(preset: str, verify: bool, rank: int) -> tuple[dict, list[str]]:
-    """Returns weights, their moving average and statistics after ten steps, and what was logged."""
+def train_net(preset: str, verify: bool, rank: int) -> tuple[dict, list[str]]:
+    """Return weights, their moving average and statistics after ten steps, and the log."""
     torch.manual_seed(0)
     model = Net()
     said = []
@@ -72,8 +72,8 @@ def main(out: str) -> None:
     dist.init_process_group('gloo')
     rank, lines = dist.get_rank(), []
     for preset in ('exact', 'sbp'):
-        (expected, silent), (found, said) = (trained(preset, verify, rank) for verify in (False, True))
-        different = [name for name in expected if not torch.equal(found[name], expected[name])]
+        (expected, silent), (actual, said) = (train_net(preset, verify, rank) for verify in (False, True))
+        different = [name for name in expected if not torch.equal(actual[name], expected[name])]
         verified = any('against their own code' in line for line in said) and len(said) > len(silent)
         lines.append(f'{preset} different={len(different)} verified={verified}')
     Path(out, f'{rank}.txt').write_text('\n'.join(lines))

@@ -1,6 +1,7 @@
 """Checks of the checkpoint that a run starts from, before mmdet loads it.
 
-mmengine itself loads what fits, even from a damaged file, lists the rest in a warning, and goes on with random weights.
+mmengine itself loads all weights that fit, even from a damaged file. It lists the others in a warning and continues
+with random weights for them.
 """
 
 import re
@@ -20,11 +21,11 @@ _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
 
 
 def damage(path: Path) -> str | None:
-    """Find out whether a checkpoint file is damaged. torch writes check sums into its archives but does not check them.
+    """Return how a checkpoint file is damaged, or ``None``; torch writes checksums but does not check them.
 
     Returns:
-        str | None: The damage. None if the file is whole. None also for what has no check sums: a file in torch's
-        format before 1.6, and a folder as FSDP and DeepSpeed write.
+        str | None: The damage. ``None`` if the file is intact, or has no checksums: files in torch's format before 1.6,
+        and folders that FSDP and DeepSpeed write.
     """
     if path.is_dir():
         return None
@@ -45,11 +46,11 @@ def damage(path: Path) -> str | None:
 
 
 def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
-    """Find the checkpoint from which ``--resume`` without a path goes on.
+    """Find the checkpoint from which ``--resume`` without a path continues.
 
     Returns:
-        tuple[Path | None, str | None]: The checkpoint to go on from, and why it is not the one that mmengine would take
-        (`None` if it is that one). Without any whole checkpoint, and without a complaint, the run starts anew.
+        tuple[Path | None, str | None]: The checkpoint, and why it is not the one that mmengine would use (``None`` if
+        it is). If there is neither an intact checkpoint nor a reason, a new run begins.
     """
     pointer = work_dir / 'last_checkpoint'
     if not pointer.is_file():
@@ -89,7 +90,8 @@ def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = Fals
 
 
 def _check_weights(weights, path, key, config, whole_run, all_weights):
-    """Compare weights as mmengine loads them, including what the model's own hooks rename and resize."""
+    """Compare weights with the detector as mmengine loads them, including the hooks of the model that rename and
+    resize."""
     detector = on_meta(config)
     if detector is None:
         return
@@ -118,7 +120,7 @@ def _check_weights(weights, path, key, config, whole_run, all_weights):
 
 
 def _read(path):
-    """Read a checkpoint with its tensors left on the disk; None if only mmengine can read it."""
+    """Read a checkpoint with its tensors left on disk; return ``None`` if only mmengine can read it."""
     resume = sys.modules.get('sbp_mmdet.resume')  # imported by the config; without it there is nothing of ours in it
     if resume is None:
         return None

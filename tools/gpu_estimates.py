@@ -1,4 +1,4 @@
-"""What was estimated without a GPU beside what the report measured on one."""
+"""Comparison of estimates that were made without a GPU with the measurements of the GPU report."""
 
 import json
 import math
@@ -15,7 +15,7 @@ CONTEXT = 0.6e9  # what `needs` of the planner has for CUDA's context, which a c
 
 
 class Estimate(NamedTuple):
-    """A figure that was estimated, and measured.
+    """Figure that was estimated and measured.
 
     Attributes:
         what (str): What was estimated, and how.
@@ -45,7 +45,7 @@ class Estimate(NamedTuple):
 
 
 def _results(name: str) -> dict:
-    """Return a file of docs/results; a file that is missing or cannot be read is empty."""
+    """Return a file of docs/results; a missing or unreadable file is empty."""
     try:
         return json.loads((ROOT / f'docs/results/{name}.json').read_text())
     except (OSError, ValueError):
@@ -77,7 +77,7 @@ def add_counted(part: Part, trial: Trial, rows: dict[str, dict]) -> None:
 
 
 def _ratios(file: str, model: str | None = None) -> dict[str, float]:
-    """Return times of docs/results relative to plain, by preset."""
+    """Return times of docs/results relative to plain by preset."""
     rows = [row for row in _results(file).get('rows', ()) if model is None or row.get('model') == model]
     return {row.get('preset'): row['ratio'] for row in rows if row.get('ratio')}
 
@@ -120,10 +120,10 @@ _IN_A_ROW = (
 
 
 def table(found: list[Estimate]) -> list[str]:
-    """Return the lines of the report on estimates: how many of each kind were right, and those that were not.
+    """Return the report's lines about estimates: how many of each kind were right, and a table of the wrong ones.
 
     Args:
-        found (list[Estimate]): All of them.
+        found (list[Estimate]): All estimates.
     """
     if not found:
         return ['Nothing that was estimated has been measured yet.']

@@ -1,4 +1,4 @@
-"""The page and the archive of the report of a GPU."""
+"""The page and the archive of the GPU report."""
 
 import re
 import tarfile
@@ -31,8 +31,8 @@ def write_page(parts: list[Part], out: Path, archive: Path, title: str) -> None:
         if part.name in waiting:
             continue
         state = states.get(part.name)
-        told = f'{state["state"]}, after {state["seconds"]} s: {part.name}.log' if state else 'It has not ended.'
-        lines += ['', f'## {part.name}', '', told, '']
+        text = f'{state["state"]}, after {state["seconds"]} s: {part.name}.log' if state else 'It has not ended.'
+        lines += ['', f'## {part.name}', '', text, '']
         try:
             lines += _trials(part, out, found) if part.trials else _of_commands(part, out)
         except Exception as error:  # what cannot be read takes no other part's table with it
@@ -64,7 +64,7 @@ def _of_commands(part, out):
 
 
 def _trials(part, out, found):
-    """Return a table for each trial, and add its estimates to those that were found."""
+    """Return a table for each trial, and append its estimates to ``found``."""
     from tables import benchmark_table  # noqa: PLC0415  it takes torch with it
 
     measured, begun = rows_of(part, out)
@@ -83,7 +83,7 @@ def _trials(part, out, found):
 
 
 def _profile(row):
-    """Return what a block spends its time on: the longest kernels, and the longest operations of the CPU."""
+    """Return the slowest kernels and the slowest CPU operations of a block."""
     lines = []
     for key, name in (('kernels', 'kernel'), ('operations', 'operation of the CPU')):
         if longest := row.get(key):
@@ -93,5 +93,5 @@ def _profile(row):
 
 
 def _short(name):
-    """Return the name of a kernel without arguments of templates, and without what Markdown reads."""
+    """Return the name of a kernel without template arguments and without characters that Markdown interprets."""
     return name.replace('void ', '').replace('|', '/')[:100]

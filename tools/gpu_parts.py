@@ -1,4 +1,4 @@
-"""The parts of the report of a GPU, in the order in which they run: what decides comes first."""
+"""The parts of the GPU report in the order in which they run, the most important ones first."""
 
 import dataclasses
 from pathlib import Path
@@ -45,7 +45,7 @@ class Part:
 
 
 def parts_of_report(rehearse: bool) -> list[Part]:
-    """Return all parts; for a rehearsal on a CPU, in a tiny size."""
+    """Return all parts; for a rehearsal on a CPU, with tiny sizes."""
 
     def measured(name, kind, seconds, trials, **more):
         trials, seconds = (_rehearsed(trials), 150) if rehearse else (trials, seconds)
@@ -82,7 +82,7 @@ def parts_of_report(rehearse: bool) -> list[Part]:
 
 
 def _rehearsed(trials):
-    """Return trials in a tiny size, without those that are the same then."""
+    """Return trials with tiny sizes, without duplicates."""
     tiny = {}
     for trial in map(Trial.rehearsed, trials):
         tiny.setdefault(repr(dataclasses.replace(trial, name='', counted='', times='', issue='')), trial)

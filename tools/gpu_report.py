@@ -1,7 +1,7 @@
 """Runs the parts of `tools/gpu_parts.py`, each in its own process, and writes a page and an archive of the results.
 
-Each row of a part is on the disk as soon as it is measured, and what ended its process is a row too: the rows behind it
-are measured by a new process. Called again with the same --out it goes on with the rows that are not there.
+Each row of a part is written to disk as soon as it is measured. If an error ends the process, the error is a row too,
+and a new process measures the remaining rows. A second call with the same --out measures the missing rows.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _NO_TIME = 'no time left'
 
 
 def run_part(part: Part, out: Path, end: float, rehearse: bool) -> None:
-    """Run a part until each of its rows is there, none came, or too little time is left."""
+    """Run a part until all of its rows exist, no new row comes, or too little time is left."""
     from tables import append_line  # noqa: PLC0415  it takes torch with it
 
     while (start := time.monotonic()) + part.seconds < end:
@@ -67,7 +67,7 @@ def _run(part, out, words, end, rehearse):
 
 
 def _wait(process, lines, seconds, end):
-    """Wait for a process as long as it goes on: for ``seconds`` from its start, and from each line that it writes."""
+    """Wait for a process: at most ``seconds`` from its start and from each line that it writes."""
     last, size = time.monotonic(), None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -91,12 +91,14 @@ def _end(process):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--quick', action='store_true', help='what matters most, in ten minutes')
-    parser.add_argument('--minutes', type=float, help='of this call (default: 9 with --quick, else 25)')
+    parser.add_argument(
+        '--quick', action='store_true', help='make only the most important measurements, in ten minutes'
+    )
+    parser.add_argument('--minutes', type=float, help='time limit of this call (default: 9 with --quick, otherwise 25)')
     parser.add_argument('--out', type=Path, required=True, help='folder of the report; the archive is beside it')
     parser.add_argument('--archive', type=Path, help='file of the archive (default: OUT.tar.gz)')
-    parser.add_argument('--rehearse', action='store_true', help='in a tiny size on a CPU')
-    parser.add_argument('--parts', nargs='+', metavar='NAME', help='only these, those that failed too')
+    parser.add_argument('--rehearse', action='store_true', help='use tiny sizes on a CPU')
+    parser.add_argument('--parts', nargs='+', metavar='NAME', help='run only these parts, and repeat their failed rows')
     args = parser.parse_args()
     end = time.monotonic() + 60 * (args.minutes or (9 if args.quick else 25))
     parts = [part for part in gpu_parts.parts_of_report(args.rehearse) if part.quick or not args.quick]

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: verification, tests, times of modules, profiles, whole steps, caps; a page and an archive.
+# Measures on a GPU: verification, tests, times of modules, profiles, whole steps, steps with limited memory. Writes a
+# page and an archive.
 #
-#   bash tools/gpu_report.sh --quick [--wheels DIR] [--out DIR] [--archive FILE]    # ten minutes
-#   bash tools/gpu_report.sh [--minutes 25] [--parts NAME ...] [--rehearse] ...     # the long list, as far as it gets
+#   bash tools/gpu_report.sh --quick [--wheels DIR] [--out DIR] [--archive FILE]    # the quick report, ten minutes
+#   bash tools/gpu_report.sh [--minutes 25] [--parts NAME ...] [--rehearse] ...     # the long report, until time is up
 #
-# Every row is written when it is there. Called again with the same --out it goes on. Nothing is downloaded.
+# Every row is written as soon as it is measured. A second call with the same --out continues. Nothing is downloaded.
 #
 #   --wheels DIR   first install the wheels in DIR or DIR/wheels (of mmcv, mmdet and so on) into a folder below --out
-#   --rehearse     everything in a tiny size on a CPU
+#   --rehearse     run everything with tiny sizes on a CPU
 #   SBP_PYTHON     the python with torch (default python3)
-#   SBP_COMMIT     the commit, where there is no git
+#   SBP_COMMIT     the commit, if there is no git
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

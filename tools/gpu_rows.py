@@ -1,4 +1,4 @@
-"""The rows of the report of a GPU on the disk: each part appends lines of JSON to a file of its own."""
+"""The rows of the GPU report on disk: each part appends lines of JSON to a file of its own."""
 
 import collections
 import contextlib
@@ -12,29 +12,29 @@ __all__ = ['lines_of', 'missing', 'rows_of', 'rows_to_run']
 
 
 def lines_of(file: Path) -> list[dict]:
-    """Read the whole lines of a file; a line that a killed process left unfinished is skipped."""
-    found = []
+    """Read the complete lines of a file; a line that a killed process left unfinished is skipped."""
+    lines = []
     for line in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            lines.append(json.loads(line))
+    return lines
 
 
 def rows_of(part: Part, out: Path) -> tuple[dict[str, dict], collections.Counter]:
-    """Return the rows by name, and for names without a row how often they were begun."""
+    """Return the rows by name, and how often rows without a result were begun."""
     lines = [line for line in lines_of(out / f'{part.name}.jsonl') if 'row' in line]
     rows = {line['row']: line for line in lines if line.get('state') != 'begun'}
     return rows, collections.Counter(line['row'] for line in lines if line['row'] not in rows)
 
 
 def missing(part: Part, out: Path) -> list[str]:
-    """Return the names of the rows to measure. One that ended together with the whole report is tried once more."""
+    """Return the names of the rows to measure. A row that was running when the report ended is tried once more."""
     rows, begun = rows_of(part, out)
     return [name for name in part.rows if name not in rows and begun[name] < 2]
 
 
 def rows_to_run(part: Part, out: Path) -> list[str]:
-    """Return the missing rows, each trial's with the row in front that they are compared with, if it could run."""
+    """Return the missing rows, each trial's preceded by its baseline, if the baseline could run."""
     rows, left = rows_of(part, out)[0], {*missing(part, out)}
     found = []
     for _, names in itertools.groupby(part.rows, key=lambda name: name.rpartition('/')[0]):

@@ -1,4 +1,4 @@
-"""What the report of a GPU measures: detectors, modules, sizes and presets."""
+"""The measurements of the GPU report: detectors, modules, sizes and presets."""
 
 import dataclasses
 
@@ -104,7 +104,7 @@ class Trial:
         return tuple(f'{self.name}/{preset}' for preset in self.presets)
 
     def rehearsed(self) -> 'Trial':
-        """Return the same in a tiny size, for a CPU."""
+        """Return the same trial with a tiny size, for a CPU."""
         config = SHAPES if self.config.startswith((_OURS, CONVNEXT_V2)) else self.config.replace('vit-b', 'vit-t')
         options = {} if config == SHAPES else {**self.options, **_TINY.get(config, {})}
         presets = tuple(dict.fromkeys(name for name in (self.presets[0], 'exact') if name in self.presets))

@@ -1,7 +1,7 @@
 """Measures rows of a part of the GPU report, in one process: `tools/gpu_report.py` starts it.
 
-Each row is on the disk as soon as it is there. What does not apply and what needs too much memory are rows too; after
-any other error the process ends, and the report starts another one for the rows that are left.
+Each row is written to disk as soon as it is measured. Presets that do not apply or need too much memory are rows too.
+After any other error the process ends, and the report starts another one for the remaining rows.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from gpu_trials import Trial
 
 sys.path[:0] = [str(ROOT), str(ROOT / 'research')]
 from block_profiles import profile_module  # noqa: E402
-from case import tried  # noqa: E402
+from case import try_and_note  # noqa: E402
 from module_runs import measure_module  # noqa: E402
 from provenance import describe_machine  # noqa: E402
 from step_runs import measure_steps  # noqa: E402
@@ -36,18 +36,20 @@ def _verify(trial: Trial, config, names, device, note):
     def measure(row):
         start = time.perf_counter()
         settings = Settings.parse(dict(preset=row['preset']), where='the report')
-        found = findings_of(config, settings, device, trial.batch, *trial.size)
-        row.update(kinds=len(found.compared), modules=len({name for kind in found.compared for name in kind.modules}))
-        row.update({key: max((getattr(kind, key) for kind in found.compared), default=0.0) for key in _DIFFERENCES})
+        findings = findings_of(config, settings, device, trial.batch, *trial.size)
+        row.update(
+            kinds=len(findings.compared), modules=len({name for kind in findings.compared for name in kind.modules})
+        )
+        row.update({key: max((getattr(kind, key) for kind in findings.compared), default=0.0) for key in _DIFFERENCES})
         row.update(seconds=time.perf_counter() - start)
-        kept = [f'{kind.name}: {kind.disagrees or kind.skipped}' for kind in found.kinds]
-        bad = [text for kind, text in zip(found.kinds, kept, strict=True) if kind.disagrees or kind.skipped]
-        if bad or found.skipped:
-            row['reason'] = found.skipped or '; '.join(bad)
+        kept = [f'{kind.name}: {kind.disagrees or kind.skipped}' for kind in findings.kinds]
+        bad = [text for kind, text in zip(findings.kinds, kept, strict=True) if kind.disagrees or kind.skipped]
+        if bad or findings.skipped:
+            row['reason'] = findings.skipped or '; '.join(bad)
 
     for name in names:
         row = dict(preset=name)
-        tried(row, False, lambda: measure(row), note)  # noqa: B023
+        try_and_note(row, False, lambda: measure(row), note)  # noqa: B023
 
 
 _DIFFERENCES = ('outputs', 'gradients')
@@ -120,7 +122,7 @@ def main():
     parser.add_argument('--rows', nargs='+', required=True, help='the first of each trial is the baseline')
     parser.add_argument('--lines', type=Path, required=True, help='file that rows are appended to')
     parser.add_argument('--end', type=float, default=float('inf'), help='see Part.commands')
-    parser.add_argument('--rehearse', action='store_true', help='in a tiny size on a CPU')
+    parser.add_argument('--rehearse', action='store_true', help='use tiny sizes on a CPU')
     args = parser.parse_args()
     warnings.simplefilter('ignore')
     device = str(use_device(check_device('cpu' if args.rehearse else 'cuda')))

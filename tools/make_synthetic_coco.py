@@ -29,7 +29,7 @@ def _outline(label, rng):
 
 
 def render_image(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
-    """Draw one image, back to front; a shape that would hide most of another one is left out of it.
+    """Draw one image from back to front. A shape that would hide most of another one is omitted.
 
     Returns:
         tuple: The image, uint8 BGR (size, size, 3), and for each object its index into ``CLASSES`` and its visible

@@ -1,7 +1,7 @@
 """Runs a script of the installed mmdet, or of mmpretrain for its configs, after the checks of :mod:`preflight`.
 
-The script parses its own command line. What the checks decide is written into the parsed arguments, which its ``main``
-then takes, so every option means what it means in mmdet.
+The script parses its own command line, so every option has the same meaning as in mmdet. The decisions of the checks
+are written into the parsed arguments, which the script's ``main`` uses.
 """
 
 import contextlib
@@ -234,7 +234,7 @@ def _join_cpu_ranks(config, launcher: str) -> bool:
 
 
 def _cpu_rank_options(config) -> dict:
-    """Return config options for gloo, and for a DistributedDataParallel without device."""
+    """Return config options for gloo, and for DistributedDataParallel without a device."""
     options = {'env_cfg.dist_cfg.backend': 'gloo', 'model_wrapper_cfg.device_ids': None}
     if 'model_wrapper_cfg' not in config:  # then mmengine would have made this one
         options['model_wrapper_cfg.type'] = 'MMDistributedDataParallel'

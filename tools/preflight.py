@@ -116,9 +116,9 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
 
 
 def _check_num_classes(config, labels, known):
-    """Find heads with fewer classes than the training data has labels: on a GPU an assertion that names nothing.
+    """Find heads with fewer classes than the training data, which on a GPU fail with an assertion that names nothing.
 
-    With more classes than metainfo names a training runs, but the evaluation ends in an IndexError.
+    With more classes than metainfo names, training runs, but the evaluation fails with an IndexError.
     """
     model = config.model.get('detector') or config.model
     roi_head = model.get('roi_head') or {}
@@ -143,7 +143,7 @@ def _check_num_classes(config, labels, known):
 
 
 def _check_optimizer(wrapper):
-    """Check the optimizer, which mmengine would refuse in a traceback after reading the data."""
+    """Check the optimizer, which mmengine would refuse with a traceback after reading the data."""
     if wrapper.get('type') == 'AmpOptimWrapper' and get_device() == 'cpu':
         raise PreflightError(
             'optim_wrapper: AmpOptimWrapper (mixed precision) needs a GPU, and none is there; on a CPU add '
@@ -156,7 +156,7 @@ def _check_optimizer(wrapper):
 
 
 def _check_imagenet(config, split):
-    """Check the folder of mmpretrain's ImageNet, which mmpretrain would not name."""
+    """Check the folder of mmpretrain's ImageNet, which mmpretrain's own error would not name."""
     for dataset in _dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
         if str(dataset.get('type')).rpartition('.')[2] == 'ImageNet':
             root = _local(dataset.get('data_root'), None, dataset.get('backend_args'))
@@ -168,7 +168,7 @@ def _check_imagenet(config, split):
 
 
 def check_backbone(config: Config) -> None:
-    """Find a config whose backbone with SBP is not registered, as its package was not imported, or has bad arguments.
+    """Check that a backbone of this package is registered, because its package was imported, and accepts its arguments.
 
     Raises:
         PreflightError: If the backbone is not registered, or refuses its arguments.
@@ -197,7 +197,7 @@ def check_backbone(config: Config) -> None:
 
 
 def _check_neck(config, name, backbone):
-    """Find a neck whose input channels are not those of the backbone's maps, as for another arch."""
+    """Find a neck whose input channels differ from the backbone's maps, for example those of another arch."""
     widths = getattr(backbone, 'num_features', getattr(backbone, 'channels', None))  # of the stages
     neck = config.model.get('neck') or {}
     neck = neck[0] if isinstance(neck, (list, tuple)) else neck
@@ -213,7 +213,7 @@ def _check_neck(config, name, backbone):
 
 
 def _check_hooks(config):
-    """Find hooks of sbp_mmdet that are not registered, and presets that the detector refuses."""
+    """Find hooks of sbp_mmdet that are not registered, and presets that do not apply to the detector."""
     for hook in config.get('custom_hooks') or []:
         name = str(hook.get('type')).rpartition('.')[2]
         if name not in _OWN_HOOKS:
@@ -246,7 +246,7 @@ def _imported(config):
 
 
 def _warn_if_unused(config):
-    """Warn of a config that imports this package and uses nothing of it, for example because a key is misspelt."""
+    """Warn if a config imports this package but does not use it, for example because a key is misspelt."""
     ours = [*_dicts(config.get('model')), *(config.get('custom_hooks') or []), *_dicts(config.get('optim_wrapper'))]
     kinds = [node.get('type') for node in ours]
     kinds = [getattr(kind, '__name__', str(kind).rpartition('.')[2]) for kind in kinds]
@@ -263,7 +263,7 @@ def _warn_if_unused(config):
 
 
 def on_meta(config: Config) -> torch.nn.Module | None:
-    """Build the model without memory for its weights; None if it cannot be built, which mmdet then reports."""
+    """Build the model without memory for its weights; return ``None`` if that fails, which mmdet reports later."""
     init_default_scope(config.get('default_scope', 'mmdet'))
     for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere
         with contextlib.suppress(Exception), torch.device(device):
@@ -362,7 +362,7 @@ def _dicts(node) -> Iterator[dict]:
 
 
 def _datasets(node) -> Iterator[tuple[type, dict]]:
-    """Yield class and config of each COCO-format set of a dataloader, whatever wraps it (RepeatDataset, ...)."""
+    """Yield class and config of each COCO-format data set of a dataloader, inside of wrappers such as RepeatDataset."""
     for dataset in _dicts(node):
         kind = dataset.get('type')
         kind = DATASETS.get(kind) if isinstance(kind, str) else kind

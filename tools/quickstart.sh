@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# From a checkout to a trained detector: environment, trainings plain, with the paper's backbone and with LeanHook,
-# evaluation, picture, summary.
-# Runs on the CPU, in a few minutes plus the first set-up; running it again sets nothing up, and trains anew.
+# Makes an environment, trains a detector plain, with LeanHook and with the paper's backbone, evaluates it, and prints a
+# summary. Runs on a CPU in a few minutes, plus the first set-up. A second run uses the same environment and trains again.
 #
 #   bash tools/quickstart.sh
 #

@@ -20,10 +20,10 @@ TRAININGS = {'plain': 'plain', 'lean': 'LeanHook', 'sbp': 'SBPConvNeXt'}  # fold
 
 def latest(folder: Path, pattern: str) -> Path:
     """Return the newest file."""
-    found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
-    if not found:
+    paths = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
+    if not paths:
         raise FileNotFoundError(f'{folder}/{pattern}: no such file; run tools/quickstart.sh to the end')
-    return found[-1]
+    return paths[-1]
 
 
 def read(folder: Path) -> dict[int, float]:

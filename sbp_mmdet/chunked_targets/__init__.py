@@ -50,9 +50,9 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f'{name}={value!r} must be a positive integer')
     overlaps, unchanged = assigners_in_chunks(model, pairs)
-    found = dict(overlaps=overlaps, masks=mask_heads_in_chunks(model, masks), **query_heads_in_chunks(model, masks))
-    found |= dict(losses=losses_in_chunks(model, pairs))
-    changed = '; '.join(f'{what} in {", ".join(heads)}' for what, heads in found.items() if heads)
-    said = f'training targets are computed in chunks: {changed}' if changed else 'no training targets in chunks'
+    changes = dict(overlaps=overlaps, masks=mask_heads_in_chunks(model, masks), **query_heads_in_chunks(model, masks))
+    changes |= dict(losses=losses_in_chunks(model, pairs))
+    changed = '; '.join(f'{what} in {", ".join(heads)}' for what, heads in changes.items() if heads)
+    message = f'training targets are computed in chunks: {changed}' if changed else 'no training targets in chunks'
     left = ', '.join(f'{name} ({reason})' for name, reason in unchanged.items())
-    return f'{said}. Unchanged assigners: {left}' if left else said
+    return f'{message}. Unchanged assigners: {left}' if left else message

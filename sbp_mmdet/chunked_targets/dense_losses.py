@@ -77,14 +77,14 @@ class _Sum(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad):
         pred, *others = ctx.saved_tensors
-        found = torch.empty_like(pred)
-        places = found.split(ctx.rows)
+        result = torch.empty_like(pred)
+        places = result.split(ctx.rows)
         for place, (part, *rest) in zip(places, _chunks(ctx, (pred, *others)), strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
                 total = _part(ctx, (part, *rest))
             place.copy_(*torch.autograd.grad(total, part, grad))
-        return None, None, found, *[None] * len(others)
+        return None, None, result, *[None] * len(others)
 
 
 def _chunks(ctx, tensors: Sequence[Tensor | None]):

@@ -125,8 +125,8 @@ class _Bytes(torch.Tensor):
             return args[0]
         if func is not F.grid_sample:
             with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **(kwargs or {}))
-            return tree_map(lambda x: _as_subclass(x, cls) if isinstance(x, torch.Tensor) else x, found)
+                result = func(*args, **(kwargs or {}))
+            return tree_map(lambda x: _as_subclass(x, cls) if isinstance(x, torch.Tensor) else x, result)
         masks, points, *rest = args
         with torch._C.DisableTorchFunctionSubclass():
             pairs = zip(masks.split(cls.at_a_time), points.split(cls.at_a_time), strict=True)

@@ -48,8 +48,8 @@ class LeanBackbone(nn.Module):
                 if reason not in ('frozen', UNKNOWN, NO_BLOCK):
                     refused.setdefault(reason, name)
             if refused:
-                said = '; '.join(f'{name}: {reason}' for reason, name in refused.items())
-                raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {said}')
+                reasons = '; '.join(f'{name}: {reason}' for reason, name in refused.items())
+                raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {reasons}')
         self.sbp, self._report = settings, report
         verify_at_first_pass(self, settings, report)
 
@@ -62,8 +62,8 @@ class LeanBackbone(nn.Module):
         super().train(mode)
         if mode and self._report is not None:
             report, self._report = self._report, None
-            said = f"{type(self).__name__}: preset='{self.sbp.preset.name}': {report}"
-            print_log('\n'.join(filter(None, (said, thinned_line(self)))), logger='current')
+            message = f"{type(self).__name__}: preset='{self.sbp.preset.name}': {report}"
+            print_log('\n'.join(filter(None, (message, thinned_line(self)))), logger='current')
             if any(draws.stages.ratios for draws in draws_of(self)) and not keep_ratios(self):
                 text = f'{type(self).__name__}: all layers that sbp_cfg thins are frozen, so no positions are dropped'
                 print_log(text, logger='current', level=logging.WARNING)

@@ -164,13 +164,13 @@ def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, f
     own = {name: value for name, value in module.state_dict().items()}
     names = [name for name in state_dict if name.startswith(prefix)]
     # Weights with the backbone's own names may belong to the other kind of layer (linear or 1x1 convolution).
-    state_dict.update({name: _shaped_as(state_dict[name], own.get(name.removeprefix(prefix))) for name in names})
-    found = _layout_of(names, prefix, family)
-    if found is None or all(name.removeprefix(prefix) in own for name in names):
-        if found is None and names and own and not any(name.removeprefix(prefix) in own for name in names):
+    state_dict.update({name: _reshape_like(state_dict[name], own.get(name.removeprefix(prefix))) for name in names})
+    match = _layout_of(names, prefix, family)
+    if match is None or all(name.removeprefix(prefix) in own for name in names):
+        if match is None and names and own and not any(name.removeprefix(prefix) in own for name in names):
             _log(module, f'the names of the weights, such as {names[0]!r}, belong to no known layout', logging.WARNING)
         return None
-    layout, wrapper = found
+    layout, wrapper = match
     last = getattr(module, 'num_stages', 1) - 1
     rules = [(re.compile(p.replace('{last}', str(last))), r.replace('{last}', str(last))) for p, r in layout.rules]
     weights, left_over = {}, []
@@ -184,12 +184,12 @@ def rename_weights(module: nn.Module, state_dict: MutableMapping, prefix: str, f
             weights[new] = state_dict.pop(name)
     _join_qkv(weights)
     left_over += [name for name in weights if name not in own]
-    state_dict.update({prefix + name: _shaped_as(value, own.get(name)) for name, value in weights.items()})
+    state_dict.update({prefix + name: _reshape_like(value, own.get(name)) for name, value in weights.items()})
     missing = [name for name in own if name not in weights]
     _log(module, f'weights with the names of {layout.name}: {len(own) - len(missing)} of {len(own)} found')
     for what, which in (('missing in the file', missing), ('left over in the file', left_over)):
         if which:
-            _log(module, f'{what}: {_listed(which)}', logging.WARNING)
+            _log(module, f'{what}: {_format_names(which)}', logging.WARNING)
     return layout.name
 
 
@@ -211,7 +211,7 @@ def _join_qkv(weights):
             weights[name.replace('.query.', '.qkv.')] = torch.cat([weights.pop(part) for part in parts])
 
 
-def _shaped_as(value, own):
+def _reshape_like(value, own):
     """Reshape weights between linear layers and 1x1 convolutions; other shapes stay, and are refused later."""
     if not (isinstance(value, Tensor) and isinstance(own, Tensor)) or value.shape == own.shape:
         return value  # not a copy, for load_state_dict(assign=True)
@@ -219,7 +219,7 @@ def _shaped_as(value, own):
     return value.reshape(own.shape) if squeezed[0] == squeezed[1] else value
 
 
-def _listed(names, most=6):
+def _format_names(names, most=6):
     return ', '.join(names[:most]) + (f' and {len(names) - most} more' if len(names) > most else '')
 
 

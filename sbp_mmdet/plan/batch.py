@@ -132,14 +132,14 @@ def _proposals(rng, truth, number, height, width, per_box=8):
 @contextlib.contextmanager
 def at_the_first_step() -> Iterator[None]:
     """Set iteration and epoch to 0 for heads that read them, within the context and if no runner has set them."""
-    told = MessageHub.get_current_instance().runtime_info
-    added = {key: 0 for key in ('iter', 'epoch') if told.get(key) is None}
-    told.update(added)
+    info = MessageHub.get_current_instance().runtime_info
+    added = {key: 0 for key in ('iter', 'epoch') if info.get(key) is None}
+    info.update(added)
     try:
         yield
     finally:
         for key in added:
-            told.pop(key)
+            info.pop(key)
 
 
 def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
@@ -160,7 +160,7 @@ def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
         if method == 'loss_and_predict':
             _find_near_the_truth(owner, per_box, seed)
         else:
-            owner.dynamic_k_matching = functools.partial(_assigned, owner.dynamic_k_matching, per_box)
+            owner.dynamic_k_matching = functools.partial(_assign_cheapest, owner.dynamic_k_matching, per_box)
 
 
 def _methods_that_find(detector):
@@ -193,7 +193,7 @@ def while_as_if_trained(detector: nn.Module) -> Iterator[None]:
                 vars(owner)[method] = own
 
 
-def _assigned(original, per_box, cost, ious, *args):
+def _assign_cheapest(original, per_box, cost, ious, *args):
     """Run the assigner's matching with IoUs that make it assign the ``per_box`` cheapest predictions to each box.
 
     Args:

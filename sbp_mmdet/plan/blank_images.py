@@ -157,7 +157,7 @@ class _MovedPolygons(PolygonMasks):
         return PolygonMasks(moved, expanded_h, expanded_w)
 
 
-def _stand_in(transform, channels):
+def _get_replacement(transform, channels):
     """Return the replacement for a transform, or ``None``. Only exact classes have one: a subclass may do more."""
     kind = type(transform)
     if kind is LoadImageFromFile:
@@ -175,16 +175,16 @@ def _stand_in(transform, channels):
     return None
 
 
-def _replaced(node, channels, blank):
+def _replace_transforms(node, channels, blank):
     """Return a copy of a pipeline, or of a part of it, with stand-ins for transforms, at any depth."""
     if isinstance(node, (list, tuple)):
-        return type(node)(_replaced(item, channels, blank) for item in node)
+        return type(node)(_replace_transforms(item, channels, blank) for item in node)
     if isinstance(node, dict):
-        return {key: _replaced(value, channels, blank) for key, value in node.items()}
+        return {key: _replace_transforms(value, channels, blank) for key, value in node.items()}
     if type(node) is PackDetInputs:
         return _ShapeAndBoxes()
-    if blank and (found := _stand_in(node, channels)):
-        return found
+    if blank and (replacement := _get_replacement(node, channels)):
+        return replacement
     if isinstance(node, BaseTransform) or type(node).__name__ == 'Compose':
         node = copy.copy(node)
         if blank and getattr(node, 'interpolation', None) == 'bilinear':
@@ -192,7 +192,7 @@ def _replaced(node, channels, blank):
         for key, value in vars(node).items():
             holds = isinstance(value, (list, tuple, dict, BaseTransform)) or type(value).__name__ == 'Compose'
             if holds:
-                vars(node)[key] = _replaced(value, channels, blank)
+                vars(node)[key] = _replace_transforms(value, channels, blank)
     return node
 
 
@@ -213,12 +213,12 @@ def blank_copy(dataset, channels: int, step: list | None, blank: bool):
         inner = getattr(dataset, key, None)
         if inner is not None:
             many = isinstance(inner, (list, tuple))
-            found = [blank_copy(one, channels, None, blank) for one in (inner if many else [inner])]
-            setattr(dataset, key, found if many else found[0])
+            copies = [blank_copy(one, channels, None, blank) for one in (inner if many else [inner])]
+            setattr(dataset, key, copies if many else copies[0])
     if step is not None:
         dataset.pipeline = Compose(copy.deepcopy(step))
     if hasattr(dataset, 'pipeline'):
-        dataset.pipeline = _replaced(copy.deepcopy(dataset.pipeline), channels, blank)
+        dataset.pipeline = _replace_transforms(copy.deepcopy(dataset.pipeline), channels, blank)
     if hasattr(dataset, 'max_refetch'):
         dataset.max_refetch = min(dataset.max_refetch, _REFETCHES)
     return dataset

@@ -130,7 +130,7 @@ class CachingAllocator:
         """
         if not nbytes:
             return None
-        size = _rounded(nbytes, _ROUNDING)
+        size = _round_up(nbytes, _ROUNDING)
         pool = self._small if size <= _LARGEST_SMALL else self._large
         block = pool.take(size)
         if block is None:
@@ -180,7 +180,7 @@ class CachingAllocator:
         if pool.small:
             nbytes = _SMALL_SEGMENT
         else:
-            nbytes = _LARGE_SEGMENT if size < _OWN_SEGMENT else _rounded(size, _SMALL_SEGMENT)
+            nbytes = _LARGE_SEGMENT if size < _OWN_SEGMENT else _round_up(size, _SMALL_SEGMENT)
         self._reserve(nbytes)
         block = Block(pool, self._end, nbytes)
         self._end += nbytes
@@ -230,11 +230,11 @@ class CachingAllocator:
         return block
 
     def _make_room(self, pool, size):
-        missing = sum(_rounded(need, pool.granule) for need in self._unmapped_of(self._place(pool, size), size))
+        missing = sum(_round_up(need, pool.granule) for need in self._unmapped_of(self._place(pool, size), size))
         if self.reserved + missing > self.capacity:
             self.retries += 1
             self.give_back()
-            missing = sum(_rounded(need, pool.granule) for need in self._unmapped_of(self._place(pool, size), size))
+            missing = sum(_round_up(need, pool.granule) for need in self._unmapped_of(self._place(pool, size), size))
             if self.reserved + missing > self.capacity:
                 raise OutOfMemory(f'no room for {missing} bytes: {self.reserved} of {self.capacity} are reserved')
 
@@ -262,7 +262,7 @@ class CachingAllocator:
         raise AssertionError('the unmapped block at the end of the segment is larger than any tensor')
 
     def _map(self, block, size):
-        nbytes = min(_rounded(size, block.pool.granule), block.size)
+        nbytes = min(_round_up(size, block.pool.granule), block.size)
         self.reserved += nbytes
         self.most_reserved = max(self.most_reserved, self.reserved)
         if nbytes < block.size:
@@ -273,7 +273,7 @@ class CachingAllocator:
     def _unmap(self, block):
         """Unmap the granules that lie wholly within a free block."""
         granule, pool = block.pool.granule, block.pool
-        begin = _rounded(block.address, granule)
+        begin = _round_up(block.address, granule)
         nbytes = (block.address + block.size) // granule * granule - begin
         if nbytes <= 0:
             return
@@ -352,5 +352,5 @@ def least_capacity(
     return high
 
 
-def _rounded(nbytes, multiple):
+def _round_up(nbytes, multiple):
     return -(-nbytes // multiple) * multiple

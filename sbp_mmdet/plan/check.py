@@ -20,10 +20,10 @@ def check() -> bool:
     Returns:
         bool: Whether all checks passed.
     """
-    return all([_says(name, look) for name, look in _LOOKS.items()])  # a list: all lines are printed
+    return all([_run_check(name, look) for name, look in _LOOKS.items()])  # a list: all lines are printed
 
 
-def _says(name, look):
+def _run_check(name, look):
     try:
         print(f'ok      {name}: {look()}')
     except Exception as error:  # noqa: BLE001  whatever is wrong with an environment
@@ -33,20 +33,18 @@ def _says(name, look):
 
 
 def _torch():
-    found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return (
-        f'{torch.__version__}, Python {platform.python_version()}, GPU: {", ".join(found) or "none, runs on the CPU"}'
-    )
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f'{torch.__version__}, Python {platform.python_version()}, GPU: {", ".join(gpus) or "none, runs on the CPU"}'
 
 
 def _stack():
-    names, found = packages_distributions(), []
+    names, lines = packages_distributions(), []
     for module in ('mmengine', 'mmcv', 'mmdet'):
         distributions = sorted(set(names.get(module, ())))
         if len(distributions) > 1:
             raise ImportError(f'{" and ".join(distributions)} both install {module}; uninstall both, and install one')
-        found.append(f'{distributions[0]} {version(distributions[0])}' if distributions else f'{module} (from a path)')
-    return ', '.join(found)
+        lines.append(f'{distributions[0]} {version(distributions[0])}' if distributions else f'{module} (from a path)')
+    return ', '.join(lines)
 
 
 def _operators():

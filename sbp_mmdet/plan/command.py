@@ -87,7 +87,7 @@ def _add_plan(verbs):
 
 
 def _plan(args, config):
-    budget, size = _budget(args.budget), parse_size(args.size) if args.size else None
+    budget, size = _parse_budget(args.budget), parse_size(args.size) if args.size else None
     for name in ('batch', 'boxes', 'gpus'):
         if getattr(args, name) not in (None, 'max') and getattr(args, name) < 1:
             raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
@@ -100,8 +100,8 @@ def _plan(args, config):
     if args.batch == 'max':
         return _plan_batches(args, config, budget, size)
     inputs = inputs_of(config, args.batch, size, processes=args.gpus)
-    told = inputs.boxes if args.boxes is None else args.boxes
-    args.boxes = crowded(inputs.batch) if told is None else told
+    boxes = inputs.boxes if args.boxes is None else args.boxes
+    args.boxes = crowded(inputs.batch) if boxes is None else boxes
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes, usual=inputs.usual)
     case['channels'] = inputs.channels
     if budget < WORKSPACES + CONTEXT and not args.json:
@@ -111,19 +111,19 @@ def _plan(args, config):
     try:
         rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
+        raise SystemExit(f'{args.config}: a training step cannot be run here: {reason_of(error)}') from error
     finally:
         end_progress()
-    found = answer(rows)
-    unchanged = found is None or found.variant == OWN
-    if found is not None and found.variant == 'none':
+    best = answer(rows)
+    unchanged = best is None or best.variant == OWN
+    if best is not None and best.variant == 'none':
         unchanged = is_plain(config) and not needs_mmpretrain(config)
-    lines = '' if unchanged else snippet(config, found.variant)
+    lines = '' if unchanged else snippet(config, best.variant)
     if args.json:
-        _print_json(args, budget, inputs, rows, found, lines)
+        _print_json(args, budget, inputs, rows, best, lines)
     else:
-        print(_page(args, config, inputs, budget, rows, found, lines))
-    if found is None:
+        print(_format_plan(args, config, inputs, budget, rows, best, lines))
+    if best is None:
         raise SystemExit(1)
 
 
@@ -141,27 +141,27 @@ def _plan_batches(args, config, budget, size):
     try:
         rows = largest_batches(base, budget, measure, presets, gpus=args.gpus)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise SystemExit(f'{args.config}: no training step of it runs here: {reason_of(error)}') from error
+        raise SystemExit(f'{args.config}: a training step cannot be run here: {reason_of(error)}') from error
     finally:
         end_progress()
     exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
-    found = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
-    lines = '' if found is None else snippet(config, found.variant, found.images)
+    best = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
+    lines = '' if best is None else snippet(config, best.variant, best.images)
     if args.json:
-        _print_json(args, budget, inputs, rows, found, lines)
+        _print_json(args, budget, inputs, rows, best, lines)
     else:
-        print(_batch_page(args, config, inputs, budget, rows, found, lines))
-    if found is None:
+        print(_format_batches(args, config, inputs, budget, rows, best, lines))
+    if best is None:
         raise SystemExit(1)
 
 
-def _print_json(args, budget, inputs, rows, found, lines):
+def _print_json(args, budget, inputs, rows, best, lines):
     inputs = dict(inputs._asdict(), truth=None, branches=None)  # the boxes of the data set are not printed
     result = dict(budget=budget, inputs=inputs, rows=[row._asdict() for row in rows])
-    print(json.dumps(dict(result, answer=found and found.variant, lines=lines), indent=1), file=args.output)
+    print(json.dumps(dict(result, answer=best and best.variant, lines=lines), indent=1), file=args.output)
 
 
-def _batch_page(args, config, inputs, budget, rows, found, lines):
+def _format_batches(args, config, inputs, budget, rows, best, lines):
     """Return the page of ``plan --batch max`` as text."""
     columns = [
         Column('variant', lambda row: row.variant),
@@ -174,18 +174,18 @@ def _batch_page(args, config, inputs, budget, rows, found, lines):
         f'Images of {inputs.height} x {inputs.width} on each of {args.gpus} GPU{"s" if args.gpus > 1 else ""} with '
         f'{format_gib(budget)} ({inputs.source}). The learning rate is what --auto-scale-lr sets for this batch.'
     )
-    note += _of_the_run(config)
-    if found is None:
-        end = f'Not even one image fits into {format_gib(budget)}. What is left: smaller images, or a smaller model.'
+    note += _describe_run(config)
+    if best is None:
+        end = f'Not even one image fits into {format_gib(budget)}. Try smaller images or a smaller model.'
     else:
-        short = f' It takes {inputs.batch} images a GPU today' if inputs.batch > found.images else ''
-        more = short and f': optim_wrapper.accumulative_counts={-(-inputs.batch // found.images)} makes up for it.'
-        end = f'Most images with exact gradients: {found.images}, with {found.variant}.{short}{more} {where_to(config)}'
+        short = f' The config has {inputs.batch} images per GPU' if inputs.batch > best.images else ''
+        more = short and f'; set optim_wrapper.accumulative_counts={-(-inputs.batch // best.images)} to keep that.'
+        end = f'Most images with exact gradients: {best.images}, with {best.variant}.{short}{more} {where_to(config)}'
         end = f'{end}\n\n{lines}'
     return f'{text_table(columns, rows)}\n\n{note}\n{end}'
 
 
-def _page(args, config, inputs, budget, rows, found, lines):
+def _format_plan(args, config, inputs, budget, rows, best, lines):
     """Return the page of ``plan`` as text."""
     columns = [
         Column('variant', lambda row: row['variant']),
@@ -208,31 +208,31 @@ def _page(args, config, inputs, budget, rows, found, lines):
     note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
-    note += _of_the_run(config)
-    if found is None:
+    note += _describe_run(config)
+    if best is None:
         adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
         more = ' --adamw8bit,' if adam and not args.adamw8bit else ''
-        end = f'Nothing fits into {format_gib(budget)}. What is left: a smaller batch or images,{more} a smaller model.'
+        end = f'Nothing fits into {format_gib(budget)}. Try a smaller batch, smaller images,{more} or a smaller model.'
     elif not lines:
         end = f'It fits into {format_gib(budget)} as it is.'
     else:
-        how = '' if found.variant == 'none' else f' with {found.variant}'
+        how = '' if best.variant == 'none' else f' with {best.variant}'
         end = f'It fits into {format_gib(budget)}{how}. {where_to(config)}\n\n{lines}'
-    return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, found, budget)}'
+    return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, best, budget)}'
 
 
-def _of_the_run(config):
+def _describe_run(config):
     """Return lines on what a training needs besides its steps: validation, and packages that are missing."""
     lines = []
     if config.get('val_dataloader') and config.get('val_cfg'):
         masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
     if needs_mmpretrain(config):
-        lines.append(f'The config {_missing(config)}; counts and lines are for that.')
+        lines.append(f'The config {_describe_missing_backbone(config)}; counts and lines are for that backbone.')
     return ''.join(f'\n{line}' for line in lines)
 
 
-def _missing(config):
+def _describe_missing_backbone(config):
     kind = config.model.backbone.type
     return (
         f'needs mmpretrain for {kind}, which is not installed. type={STANDS_IN[kind]!r} with the same arguments is the '
@@ -240,20 +240,20 @@ def _missing(config):
     )
 
 
-def _with_expandable_segments(rows, found, budget):
+def _with_expandable_segments(rows, best, budget):
     """Return a sentence on a cheaper variant that fits with expandable segments, or an empty text."""
-    before = rows[: rows.index(found)] if found else rows
+    before = rows[: rows.index(best)] if best else rows
     row = next((row for row in before if not row.fits and row.expandable <= budget), None)
     if row is None:
         return ''
     name = 'the config as it is' if row.variant in ('none', OWN) else row.variant
     return (
         f'\n\nWith PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, {name} needs '
-        f'{format_gib(row.expandable)}, which fits too: torch then loses less to gaps between tensors.'
+        f'{format_gib(row.expandable)}, which fits too, because gaps between tensors are smaller then.'
     )
 
 
-def _budget(text):
+def _parse_budget(text):
     if text is not None:
         return parse_bytes(text)
     if not torch.cuda.is_available():
@@ -296,7 +296,7 @@ class _Runner(Runner):
 def _rehearse(args, config):
     _refuse_strategies(args, config)
     if needs_mmpretrain(config):
-        raise ValueError(f'{args.config}: {_missing(config)}')
+        raise ValueError(f'{args.config}: {_describe_missing_backbone(config)}')
     if args.budget:
         parse_bytes(args.budget)
     if name_of(config.optim_wrapper) == 'AmpOptimWrapper' and not torch.cuda.is_available():

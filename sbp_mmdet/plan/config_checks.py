@@ -39,8 +39,8 @@ def add_config(verb: argparse.ArgumentParser, what: str = 'config file, or mmdet
 
 def imports_of(config: Config) -> list[str]:
     """Return the names of the modules in ``custom_imports`` of a config."""
-    found = (config.get('custom_imports') or {}).get('imports') or []
-    return [found] if isinstance(found, str) else found
+    modules = (config.get('custom_imports') or {}).get('imports') or []
+    return [modules] if isinstance(modules, str) else modules
 
 
 def check_config(config: Config) -> None:

@@ -167,8 +167,8 @@ def build_training(
         as_if_trained(model)
     reads_masks, semantic = labels_read(config)
     num_classes, masks = labels_of(config)
-    given = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
-    options = dict(semantic=semantic, proposals=given, channels=channels)
+    proposals = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
+    options = dict(semantic=semantic, proposals=proposals, channels=channels)
     data = build_batch(batch, height, width, boxes, num_classes, masks or reads_masks, **options)
     return model, wrapper, data
 
@@ -253,7 +253,7 @@ def _bytes(tensors):
     return sum(_storages(tensors))
 
 
-def _states(optimizer) -> list[Tensor]:
+def _get_states(optimizer) -> list[Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
 
 
@@ -267,15 +267,15 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
         list[torch.Tensor]: Parameters and buffers, also those of modules outside of the tree, such as the teacher of a
         distillation, which mmdet keeps as a plain attribute.
     """
-    found, modules, waiting = [], set(), [model]
+    tensors, modules, waiting = [], set(), [model]
     while waiting:
         module = waiting.pop()
         if id(module) in modules:
             continue
         modules.add(id(module))
-        found += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         waiting += [*module.children(), *(value for value in vars(module).values() if isinstance(value, nn.Module))]
-    return found
+    return tensors
 
 
 def averaged_bytes(config: Config, model: nn.Module) -> int:
@@ -326,7 +326,7 @@ def _count(model: nn.Module, wrapper, data, counter, config, skipping):
                 p.grad = torch.zeros_like(p)
         wrapper.step()
         wrapper.zero_grad()
-    row = dict(parameters=_bytes(held_tensors(model)), optimizer=_bytes(_states(wrapper.optimizer)))
+    row = dict(parameters=_bytes(held_tensors(model)), optimizer=_bytes(_get_states(wrapper.optimizer)))
     row['parameters'] += averaged_bytes(config, model)
     static = row['parameters'] + row['optimizer']
 
@@ -343,7 +343,7 @@ def _count(model: nn.Module, wrapper, data, counter, config, skipping):
         model.train_step(data, wrapper)
     peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
     row.update(peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks)
-    held = _storages([*held_tensors(model), *_states(wrapper.optimizer)])
+    held = _storages([*held_tensors(model), *_get_states(wrapper.optimizer)])
     return row, [*held, averaged_bytes(config, model)]
 
 

@@ -31,11 +31,11 @@ class AdamW8bitStates(torch.optim.Optimizer):
                 if p.grad is None or self.state[p]:
                     continue
                 if p.numel() < _SMALLEST:
-                    made = dict(state1=torch.zeros_like(p), state2=torch.zeros_like(p))
+                    states = dict(state1=torch.zeros_like(p), state2=torch.zeros_like(p))
                 else:
                     blocks = -(-p.numel() // _BLOCK)
-                    made = {f'state{i}': torch.zeros_like(p, dtype=torch.uint8) for i in (1, 2)}
-                    made |= {f'absmax{i}': torch.zeros(blocks, device=p.device) for i in (1, 2)}
-                    made |= self._tables or {f'qmap{i}': torch.zeros(_CODES, device=p.device) for i in (1, 2)}
-                    self._tables = {key: made[key] for key in ('qmap1', 'qmap2')}
-                self.state[p].update(made)
+                    states = {f'state{i}': torch.zeros_like(p, dtype=torch.uint8) for i in (1, 2)}
+                    states |= {f'absmax{i}': torch.zeros(blocks, device=p.device) for i in (1, 2)}
+                    states |= self._tables or {f'qmap{i}': torch.zeros(_CODES, device=p.device) for i in (1, 2)}
+                    self._tables = {key: states[key] for key in ('qmap1', 'qmap2')}
+                self.state[p].update(states)

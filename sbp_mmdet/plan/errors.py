@@ -19,7 +19,7 @@ def reason_of(error: Exception) -> str:
     if _says_no_images(error):
         return f'its data set {_NO_IMAGES}'
     frames = [f for f in traceback.extract_tb(error.__traceback__) if 'torch' not in Path(f.filename).parts]
-    text = _short(error)
+    text = _shorten(error)
     where = f'{Path(frames[-1].filename).name}, line {frames[-1].lineno}'
     return f'{type(error).__name__}{text and ": "}{text} ({where})'
 
@@ -36,7 +36,7 @@ def problem_of_data(what: str, error: Exception) -> str:
     """
     if _says_no_images(error):
         return f'{what} here: it {_NO_IMAGES}'
-    return f'{what} here ({type(error).__name__}: {_short(error)})'
+    return f'{what} here ({type(error).__name__}: {_shorten(error)})'
 
 
 _NO_IMAGES = 'has no image; look at ann_file, at the classes in metainfo and at filter_cfg'
@@ -46,5 +46,5 @@ def _says_no_images(error):
     return isinstance(error, ValueError) and 'at least one array' in str(error)  # mmengine's, of a list of no images
 
 
-def _short(error):
+def _shorten(error):
     return ' '.join(str(error).split())[:200]

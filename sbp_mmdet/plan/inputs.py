@@ -72,12 +72,12 @@ def add_inputs(parser: argparse.ArgumentParser, largest: bool = False) -> None:
     """
     more = "; 'max': the largest that fits" if largest else ''
     parser.add_argument(
-        '--batch', type=_images if largest else int, help=f"images on the GPU (default: the config's own){more}"
+        '--batch', type=_parse_images if largest else int, help=f"images on the GPU (default: the config's own){more}"
     )
     parser.add_argument('--size', help="of the images, before padding: 800x1333 (default: the pipeline's largest)")
 
 
-def _images(text):
+def _parse_images(text):
     if text == 'max':
         return text
     try:
@@ -124,17 +124,19 @@ def inputs_of(
     if size is None and not loader.get('dataset'):
         notes.append("size: not in the config, so COCO's")
     elif size is None:
-        case, note = _of_pipeline(config, case, dataset, processes)
+        case, note = _run_pipeline(config, case, dataset, processes)
         notes.append(note)
     return case._replace(source='; '.join(reversed(notes)) or 'as told')
 
 
-def _of_pipeline(config, case, dataset, processes):
+def _run_pipeline(config, case, dataset, processes):
     """Return the inputs with the sizes and boxes that the pipeline gives, and a note on the source of the sizes."""
     whose = 'those of the annotations'
     if dataset is None:
         dataset, whose = data_set_of(config)
-    samples = [samples_of(dataset, config, step, case.batch, skip) for step, skip in [(None, ()), *_later(config)]]
+    samples = [
+        samples_of(dataset, config, step, case.batch, skip) for step, skip in [(None, ()), *_find_later_changes(config)]
+    ]
     batches = [batches_of(one, config, case.batch, processes) for one in samples]
     first, most_pixels = batches[0], max(batches, key=lambda one: one.main.height * one.main.width)
     main, branches = most_pixels.main, most_pixels.largest
@@ -147,7 +149,7 @@ def _of_pipeline(config, case, dataset, processes):
     return case, f'size: of the pipeline; sizes of images: {whose}'
 
 
-def _later(config):
+def _find_later_changes(config):
     """Return what hooks change in the last epochs: a pipeline in the place of the first, or transforms to skip."""
     changes = []
     for hook in config.get('custom_hooks') or []:

@@ -22,15 +22,15 @@ def tensors_in(*values: object) -> list[Tensor]:
     Args:
         *values (object): Tensors, and lists, tuples and dicts of them. Other values are ignored.
     """
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(*value)
+            tensors += tensors_in(*value)
         elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+            tensors += tensors_in(*value.values())
+    return tensors
 
 
 class _Packed:

@@ -47,8 +47,8 @@ def part_of(name: str) -> str:
 def _located(patterns: Sequence[tuple[str, str]], name: str) -> str | None:
     for pattern, part in patterns:
         if match := re.match(rf'(?:{pattern})(?:\.|$)', name):
-            found = match.groupdict()
-            stage = int(found['from0']) + 1 if found.get('from0') else int(found.get('from1') or 0)
+            groups = match.groupdict()
+            stage = int(groups['from0']) + 1 if groups.get('from0') else int(groups.get('from1') or 0)
             return part.format(stage)
     return None
 

@@ -199,26 +199,26 @@ def _readable(step):
 
 def _run(dataset, batch) -> Samples:
     total, rng = len(dataset), np.random.default_rng(0)
-    infos = [_info_of(dataset, i) for i in range(total)]
+    infos = [_read_info(dataset, i) for i in range(total)]
     order = np.concatenate([rng.permutation(total) for _ in range(-(-_ROUNDS[-1] // total))])
     items, seen, done, begun = [], None, 0, time.process_time()
     for end in _ROUNDS:
         for i in order[done:end]:
-            items.append(_item(dataset, int(i)))
-            _show(len(items), _ROUNDS[-1])
+            items.append(_run_on_image(dataset, int(i)))
+            _show_progress(len(items), _ROUNDS[-1])
             if time.process_time() - begun > _SECONDS:  # of its own time: the answer is the same on a busy machine
                 break
         done = len(items)
         sizes = np.array([size[:2] for item in items for _, size in sorted(item.items())])
-        bounds = _bounds(items, [infos[i] for i in order[:done]])
+        bounds = _find_largest_sizes(items, [infos[i] for i in order[:done]])
         if done < end or bounds == seen and done >= min(total, _ROUNDS[1]) or _is_one(sizes):
             break
         seen = bounds
     # The largest images may not be among the samples, so they are added; once, if all sizes are the same.
     times = 1 if _is_one(sizes) else _TIMES
     extreme = [i for i in _extremes(infos, batch) for _ in range(times)] if done < total else []
-    items += [_item(dataset, i) for i in extreme]
-    _show(0, 0)
+    items += [_run_on_image(dataset, i) for i in extreme]
+    _show_progress(0, 0)
     images = np.concatenate([order[:done], np.array(extreme, int)])[: len(items)]
     weight = np.where(np.arange(len(items)) < done, 1 / done, 1 / times / total)
     branches = tuple(sorted({branch for item in items for branch in item}))
@@ -249,7 +249,7 @@ def _is_without_data(dataset):
     return isinstance(dataset, _CocoSizedImages)
 
 
-def _info_of(dataset, i):
+def _read_info(dataset, i):
     """Return height, width, number of boxes and source of an image by its annotations; unknown sizes are 0."""
     info = dataset.get_data_info(i)
     info = info if isinstance(info, dict) else {}
@@ -262,7 +262,7 @@ def _info_of(dataset, i):
     )
 
 
-def _bounds(items, infos):
+def _find_largest_sizes(items, infos):
     """Return the largest height and width of each branch, source and orientation (landscape or portrait)."""
     most = {}
     for item, (height, width, _, source) in zip(items, infos, strict=True):
@@ -283,7 +283,7 @@ def _extremes(infos, batch):
     return [int(i) for i in dict.fromkeys(chosen)]
 
 
-def _item(dataset, i):
+def _run_on_image(dataset, i):
     """Run the pipeline on an image; return height, width, channels and boxes of each branch."""
     with _time_limit(i):
         data = dataset[i]
@@ -336,7 +336,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _show(done, of):
+def _show_progress(done, of):
     if sys.stderr.isatty() and (not of or done % 16 == 0):
         share = round(20 * done / of) if of else 0
         text = f'[{"#" * share}{"." * (20 - share)}] sizes of images, by the pipeline' if of else ' ' * 82

@@ -169,10 +169,10 @@ def plan(
         rows.append(look('with_cp'))
     for name in ORDER:
         if name in presets:
-            variants = [v for v in dict.fromkeys(_ladder(config, name)) if eight_bit or 'adamw8bit' not in v]
+            variants = [v for v in dict.fromkeys(_list_variants(config, name)) if eight_bit or 'adamw8bit' not in v]
             rows.append(_first_that_fits(variants, look))
         if name == 'exact_min':  # the presets that follow change gradients more than half precision does
-            rows += _in_half(config, look, presets)
+            rows += _try_half_precision(config, look, presets)
     return rows
 
 
@@ -181,7 +181,7 @@ def most_counts(presets: Collection[str]) -> int:
     return 5 + sum(len(_LADDERS[name]) for name in ORDER if name in presets)
 
 
-def _in_half(config, look, presets):
+def _try_half_precision(config, look, presets):
     """Return a row of mixed precision, alone or with an exact preset, or no row if the config has it already."""
     try:
         piece_change(config, ['amp'])
@@ -191,7 +191,7 @@ def _in_half(config, look, presets):
     return [_first_that_fits([f'{name}+amp' for name in names], look)]
 
 
-def _ladder(config, name):
+def _list_variants(config, name):
     """Yield the variants of a preset from cheap to lean, without the pieces that do not apply to the model."""
     for pieces in _LADDERS[name]:
         found = [name]

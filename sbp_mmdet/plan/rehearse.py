@@ -239,9 +239,9 @@ def _is_plain(value):
 
 def _of_all_ranks(number: float | None, op: str) -> float | None:
     """Return the largest or smallest number of all processes (``op`` 'max' or 'min'); ``None`` counts as infinite."""
-    found = torch.tensor(math.inf if number is None else float(number), dtype=torch.float64)
-    all_reduce(found, op)
-    return None if found.isinf() else int(found)
+    value = torch.tensor(math.inf if number is None else float(number), dtype=torch.float64)
+    all_reduce(value, op)
+    return None if value.isinf() else int(value)
 
 
 def _peak(runner, batch, case) -> int | None:
@@ -284,18 +284,18 @@ def _every_score(model):
 
     The scores of an untrained detector are low. Without thresholds it returns as many detections as a trained one.
     """
-    found, waiting = [], [module.test_cfg for module in model.modules() if hasattr(module, 'test_cfg')]
+    configs, waiting = [], [module.test_cfg for module in model.modules() if hasattr(module, 'test_cfg')]
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
-            found += [(node, node['score_thr'])] if isinstance(node.get('score_thr'), (int, float)) else []
+            configs += [(node, node['score_thr'])] if isinstance(node.get('score_thr'), (int, float)) else []
             waiting += [*node.values()]
     try:
-        for node, _ in found:
+        for node, _ in configs:
             node['score_thr'] = 0.0
         yield
     finally:
-        for node, threshold in reversed(found):
+        for node, threshold in reversed(configs):
             node['score_thr'] = threshold
 
 
@@ -341,14 +341,14 @@ def _most(runner, model, run, buckets=0, usual_share=1) -> int | None:
 def _states(wrapper) -> list[int]:
     """Return the bytes of each of the states that an optimizer will make in its first step."""
     optimizers = [one.optimizer for one in wrapper.values()] if hasattr(wrapper, 'values') else [wrapper.optimizer]
-    found = []
+    sizes = []
     for optimizer in optimizers:
         size = 1 if '8bit' in type(optimizer).__name__ else None
         for group in optimizer.param_groups:
             copies = 2 if 'betas' in group else bool(group.get('momentum'))
             new = [p for p in group['params'] if p.requires_grad and p not in optimizer.state]
-            found += [p.numel() * (size or p.element_size()) for p in new for _ in range(copies)]
-    return found
+            sizes += [p.numel() * (size or p.element_size()) for p in new for _ in range(copies)]
+    return sizes
 
 
 def _memory(model):
@@ -363,12 +363,12 @@ def _advice(runner, budget, case):
     from .snippet import snippet, where_to  # noqa: PLC0415
 
     try:
-        found = answer(rows_of(runner.cfg, budget, case))
+        best = answer(rows_of(runner.cfg, budget, case))
     except Exception as error:  # noqa: BLE001  the message that the batch does not fit matters more than this one
         return f'The planner failed ({type(error).__name__}: {error}).'
-    if found is None:
-        return 'By the planner no variant fits: take a smaller batch, smaller images or a smaller model.'
-    if found.variant == 'none':
-        return 'By the planner it should fit without changes: does another program hold memory of this GPU?'
-    lines = snippet(runner.cfg, found.variant)
-    return f'By the planner {found.variant} fits. {where_to(runner.cfg)}\n\n{lines}'
+    if best is None:
+        return 'According to the planner no variant fits: use a smaller batch, smaller images or a smaller model.'
+    if best.variant == 'none':
+        return 'According to the planner it should fit without changes: does another program use this GPU?'
+    lines = snippet(runner.cfg, best.variant)
+    return f'According to the planner {best.variant} fits. {where_to(runner.cfg)}\n\n{lines}'

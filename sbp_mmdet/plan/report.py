@@ -21,8 +21,8 @@ def add_report(verbs) -> None:
     """Add the subcommand ``report`` to a parser."""
     verb = verbs.add_parser('report', help='what a config or a preset changes in the model')
     add_config(verb)
-    told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
-    verb.add_argument('--preset', choices=[*PRESETS], help=told)
+    help_text = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
+    verb.add_argument('--preset', choices=[*PRESETS], help=help_text)
     verb.set_defaults(run=_report)
 
 
@@ -61,5 +61,5 @@ def _report(args: argparse.Namespace, config: Config) -> None:
         report = apply_settings(owner, settings)
         prefix = f'{part}.' if part else ''
         names = [f'{prefix}{name} ({report.kinds[name]}): {meaning}' for name, meaning in report.changed.items()]
-        said = f"{part}{': ' if part else ''}preset='{settings.preset.name}': {report}"
-        print(*filter(None, (said, thinned_line(owner), *names)), sep='\n')
+        message = f"{part}{': ' if part else ''}preset='{settings.preset.name}': {report}"
+        print(*filter(None, (message, thinned_line(owner), *names)), sep='\n')

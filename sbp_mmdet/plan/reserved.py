@@ -66,5 +66,5 @@ def reserved_bytes(
     shares = dict.fromkeys((usual_share, (1 + 2 * usual_share) / 3, (2 + usual_share) / 3, 1.0))
     steps = [scaled(events, share, fixed) for share in shares] * 2
     unlimited = replay(CachingAllocator(), held, steps)
-    found = dict(reserved=unlimited.most_reserved, capacity=least_capacity(held, steps, unlimited=unlimited))
-    return dict(found, expandable=least_capacity(held, steps, expandable=True)) if expandable else found
+    result = dict(reserved=unlimited.most_reserved, capacity=least_capacity(held, steps, unlimited=unlimited))
+    return dict(result, expandable=least_capacity(held, steps, expandable=True)) if expandable else result

@@ -129,7 +129,7 @@ def _skipped(func, args, kwargs):
             _remembered[key] = results
     if results is _OF_VALUES:
         return func(*args, **kwargs)
-    return _made(results)
+    return _make_results(results)
 
 
 def _inferred(func, args, kwargs):
@@ -166,7 +166,7 @@ def _to_zeros(value):
     return _Zeros(value.shape, value.stride(), value.dtype, value.untyped_storage().nbytes(), value.storage_offset())
 
 
-def _made(results):
+def _make_results(results):
     if isinstance(results, _Zeros):
         return results.make()
-    return type(results)(map(_made, results)) if type(results) in (list, tuple) else results
+    return type(results)(map(_make_results, results)) if type(results) in (list, tuple) else results

@@ -176,10 +176,10 @@ def own_gradients(config: Config) -> str | None:
     """
     if is_plain(config):
         return None
-    found = [('LeanHook', hook_arguments(hook)) for hook in _lean(config)]
-    if given := (config.model.get('backbone') or {}).get('sbp_cfg'):
-        found.append(('sbp_cfg', given))
-    for where, keys in found:
+    changes = [('LeanHook', hook_arguments(hook)) for hook in _lean(config)]
+    if sbp_cfg := (config.model.get('backbone') or {}).get('sbp_cfg'):
+        changes.append(('sbp_cfg', sbp_cfg))
+    for where, keys in changes:
         settings = Settings.parse(keys, where, 'exact' if where == 'LeanHook' else 'sbp')
         gradients = settings.preset.gradients
         if gradients != 'exact':
@@ -197,9 +197,9 @@ def dropping_no_image(config: Config) -> Config:
     changed.custom_hooks = changed.get('custom_hooks') or []
     backbone = changed.model.get('backbone') or {}
     backbone.update(type=STANDS_IN.get(backbone.get('type'), backbone.get('type')))
-    given = backbone.get('sbp_cfg')
-    for keys in [*_lean(changed), *([given] if given else [])]:
-        if preset_named(keys.get('preset', 'sbp' if keys is given else 'exact')).form:
+    sbp_cfg = backbone.get('sbp_cfg')
+    for keys in [*_lean(changed), *([sbp_cfg] if sbp_cfg else [])]:
+        if preset_named(keys.get('preset', 'sbp' if keys is sbp_cfg else 'exact')).form:
             keys['skip_dropped_images'] = False
     return changed
 
@@ -217,15 +217,15 @@ def presets_of(model: nn.Module) -> dict[str, str | None]:
     Returns:
         dict[str, str | None]: For each preset, why it does not apply, or ``None`` if it does.
     """
-    found = {}
+    reasons = {}
     for name in PRESETS:
         try:
             apply_lean(model, name)
-            found[name] = None
+            reasons[name] = None
         except ValueError as error:
-            found[name] = str(error)
+            reasons[name] = str(error)
     remove_lean(model)
-    return found
+    return reasons
 
 
 def with_variant(config: Config, variant: str, **keys) -> Config:
@@ -267,11 +267,11 @@ def everything_checkpointed(config: Config, blocks: bool = True) -> str:
         >>> everything_checkpointed(load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'))
         'with_cp+targets+cp-heads+cp-neck'
     """
-    found = ['with_cp' if blocks else 'none', 'targets']
+    pieces = ['with_cp' if blocks else 'none', 'targets']
     for piece in PIECES:
         if piece.startswith('cp-') and _modules_of(config.model, piece.removeprefix('cp-')):
-            found.append(piece)
-    return '+'.join(found)
+            pieces.append(piece)
+    return '+'.join(pieces)
 
 
 def piece_change(config: Config, pieces: list[str]) -> dict:

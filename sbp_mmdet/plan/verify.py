@@ -30,8 +30,8 @@ def add_verify(verbs) -> None:
     verb = verbs.add_parser('verify', help='compare changed modules with their own code, on this device')
     add_config(verb)
     choices = [name for name, preset in PRESETS.items() if preset.form is not None]
-    told = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
-    verb.add_argument('--preset', choices=choices, help=told)
+    help_text = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
+    verb.add_argument('--preset', choices=choices, help=help_text)
     verb.add_argument('--device', default='cpu', type=check_device, help="'cpu' or 'cuda' (default: cpu)")
     add_inputs(verb)
     verb.set_defaults(run=_verify)
@@ -63,8 +63,8 @@ def findings_of(
 
 
 def _verify(args: argparse.Namespace, config: Config) -> None:
-    found = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
-    size = found.batch, found.height, found.width, found.channels
+    inputs = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
+    size = inputs.batch, inputs.height, inputs.width, inputs.channels
     part, settings = changes_of(config, args.preset)[0]
     if settings.preset.form is None:
         raise ValueError(

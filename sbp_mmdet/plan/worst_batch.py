@@ -88,13 +88,13 @@ def batches_of(samples: Samples, config: Config, batch: int, processes: int = 1)
     order = pixels.argsort(kind='stable')
     all_sizes = np.concatenate([sizes, *every])
     largest = all_sizes[_pixels(all_sizes, config).argmax()]
-    found = {}
+    batches = {}
     for i, (branch, (images, height, width)) in enumerate(zip(samples.branches, largest, strict=True)):
         if images:
             size = _padded(int(height), int(width), config)
-            found[branch] = Batch(int(images), *size, *_crowd(samples, i, int(images)))
+            batches[branch] = Batch(int(images), *size, *_crowd(samples, i, int(images)))
     rare, usual = (_of_main(sizes[order[int(share * (len(order) - 1))]], config) for share in (0.999, 0.5))
-    return Batches(found, rare, usual)
+    return Batches(batches, rare, usual)
 
 
 def _of_main(batch, config):
@@ -177,8 +177,8 @@ def _crowd(samples, branch, batch):
 
 
 def _preprocessor(config):
-    found = config.model.get('data_preprocessor') or {}
-    return found.get('data_preprocessor') or found
+    preprocessor = config.model.get('data_preprocessor') or {}
+    return preprocessor.get('data_preprocessor') or preprocessor
 
 
 def _pixels(sizes, config):

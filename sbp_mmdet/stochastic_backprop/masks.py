@@ -189,11 +189,11 @@ def positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:
     Returns:
         Positions: Kept and dropped flat indices.
     """
-    found = [m.flatten().nonzero()[:, 0] for m in (mask, ~mask)]
+    indices = [m.flatten().nonzero()[:, 0] for m in (mask, ~mask)]
     if torch.device(device).type == 'cuda':
         # From pinned memory the copy is queued behind the running kernels instead of waiting for them.
-        found = [i.pin_memory().to(device, non_blocking=True) for i in found]
-    return Positions(*(i.to(device) for i in found))
+        indices = [i.pin_memory().to(device, non_blocking=True) for i in indices]
+    return Positions(*(i.to(device) for i in indices))
 
 
 def grid_positions(mask: Tensor, device: torch.device | str = 'cpu') -> Positions:

@@ -99,19 +99,19 @@ class Findings:
         outputs, gradients = (
             max((getattr(kind, key) for kind in kinds), default=0.0) for key in ('outputs', 'gradients')
         )
-        said = (
+        text = (
             f'verified {number} modules against their own code, in {len(kinds)} cases of different class, settings or '
             f'shapes: outputs differ by at most '
             f'{outputs:.0e}, gradients by {gradients:.0e} (relative)'
         )
         if skipped := [kind for kind in self.kinds if kind.skipped]:
             first = skipped[0]
-            said += (
+            text += (
                 f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
             )
         if self.synced:
-            said += '; SyncBN was compared within this process, and not what processes send each other'
-        return said
+            text += '; SyncBN was compared within this process, without its communication'
+        return text
 
 
 def verify_modules(
@@ -161,10 +161,10 @@ def verify_modules(
 
 
 def _all_ranks(flags, device, op):
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
-    if found.numel():
-        all_reduce(found, op)
-    return found.tolist()
+    reduced = torch.tensor(flags, dtype=torch.int32, device=device)
+    if reduced.numel():
+        all_reduce(reduced, op)
+    return reduced.tolist()
 
 
 class _Watched(Mixin):
@@ -292,8 +292,8 @@ class _Watch:
         def check(own, lean, only=lambda name: True, slack=0.0):
             options = dict(devices=self.devices, slack=slack, only=only)
             runs = self._on_part(part, own, lean, options) or compare(own, lean, args, kwargs, **options)
-            found = [{name: g for name, g in run.gradients.items() if only(name)} for run in runs]
-            kind.gradients = max(kind.gradients, relative_difference(found[1], found[0]))
+            gradients = [{name: g for name, g in run.gradients.items() if only(name)} for run in runs]
+            kind.gradients = max(kind.gradients, relative_difference(gradients[1], gradients[0]))
             if part is not None and not self._chained():  # outputs and stored bytes are those of the whole
                 forward = (dataclasses.replace(side, backward=False) for side in (own, lean))
                 runs = compare(*forward, args, kwargs, devices=self.devices)

@@ -67,9 +67,9 @@ def _tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) -
     return max((_ROUNDING.get(dtype, _ROUNDING[torch.bfloat16]) for dtype in dtypes), default=(0.0, 0.0))
 
 
-def relative_difference(found: dict, expected: dict) -> float:
+def relative_difference(actual: dict, expected: dict) -> float:
     """Return the norm of the difference of two dicts of tensors, relative to the norm of the second dict."""
-    pairs = [(found[name], value) for name, value in expected.items() if value is not None]
+    pairs = [(actual[name], value) for name, value in expected.items() if value is not None]
     total = math.hypot(*(norm(value) for _, value in pairs)) if pairs else 0.0
     off = math.hypot(*(_distance(a, b) for a, b in pairs)) if pairs else 0.0
     return off / total if total else off
@@ -150,7 +150,7 @@ def compare(
     runs = _run_both(own, lean, args, kwargs, devices, dtype, expected)
     off = _beyond(runs, only, bars)
     if slack and (longer := _longer(runs, only, off, gradients, slack)):
-        raise Disagreement(_told(longer))
+        raise Disagreement(_format_figures(longer))
     if not off:
         return runs
     random = RandomParts(lean.module)
@@ -161,7 +161,7 @@ def compare(
     if not random or not off:
         return runs
     if not random.by_element:  # stochastic depth: both sides draw the same numbers
-        raise Disagreement(_told(off))
+        raise Disagreement(_format_figures(off))
     put_back()
     check_derivative(lean.prepared, lean.module, args, kwargs, put_back)
     return runs
@@ -170,11 +170,11 @@ def compare(
 def _beyond(runs, only, bars) -> dict:
     """Return the relative differences that exceed the bars, by part ('outputs', 'gradients') and name."""
     expected, lean = runs
-    found = {
+    differences = {
         (part, name): _distance(getattr(lean, part)[name], value) / (norm(value) or 1)
         for part, name, value in _pairs(expected, only)
     }
-    return {key: value for key, value in found.items() if not value <= bars[key[0]]}
+    return {key: value for key, value in differences.items() if not value <= bars[key[0]]}
 
 
 def _longer(runs, only, off, rounding, slack) -> dict:
@@ -183,21 +183,21 @@ def _longer(runs, only, off, rounding, slack) -> dict:
     Errors of rounding to eight bits point in every direction; the error of a wrong factor points along the gradient.
     """
     expected, lean = runs
-    found = {}
+    errors = {}
     for name, value in expected.gradients.items():
         if value is not None and only(name) and ('gradients', name) not in off:
             error = abs(_along(lean.gradients[name], value))
             if error > rounding + slack * (1 + 2 / value.numel() ** 0.5) / 3:
-                found['gradients', name] = error
-    return found
+                errors['gradients', name] = error
+    return errors
 
 
-def _along(found, expected) -> float:
+def _along(actual, expected) -> float:
     """Return the relative error of a tensor along the expected one: <found, expected> / |expected|^2 - 1."""
     size = norm(expected)
-    if found is None or not size:
+    if actual is None or not size:
         return 0.0
-    return float(torch.sum(found.double().div(size) * expected.double().div(size))) - 1
+    return float(torch.sum(actual.double().div(size) * expected.double().div(size))) - 1
 
 
 class _PreciseComparison:
@@ -239,8 +239,8 @@ class _PreciseComparison:
             suspects = off if suspects is None else {key: value for key, value in off.items() if key in suspects}
             if not suspects:
                 return self.errors
-            args, kwargs = _nearby((args, kwargs), attempt)
-        raise Disagreement(_told(suspects))
+            args, kwargs = _add_noise((args, kwargs), attempt)
+        raise Disagreement(_format_figures(suspects))
 
     def _exact(self, args, kwargs, put_back):
         """Return the results of the own code in a higher precision, or ``None`` if it does not run in one."""
@@ -279,7 +279,7 @@ def _pairs(run, only) -> Iterator[tuple[str, str, Tensor]]:
     yield from (('gradients', name, value) for name, value in run.gradients.items() if only(name))
 
 
-def _nearby(inputs, seed):
+def _add_noise(inputs, seed):
     """Return the arguments with noise of a thousandth in their floating-point tensors."""
 
     def moved(x):
@@ -292,11 +292,11 @@ def _nearby(inputs, seed):
     return tree_map(moved, inputs)
 
 
-def _distance(found, expected) -> float:
+def _distance(actual, expected) -> float:
     """Return the norm of the difference. Numbers that are not finite count only where the expected one is finite."""
-    if found is None or expected is None:
-        return norm(expected if found is None else found)
-    off = found.double() - expected.double() if found.dtype != expected.dtype else found - expected
+    if actual is None or expected is None:
+        return norm(expected if actual is None else actual)
+    off = actual.double() - expected.double() if actual.dtype != expected.dtype else actual - expected
     distance = norm(off)
     if math.isfinite(distance):
         return distance
@@ -304,7 +304,7 @@ def _distance(found, expected) -> float:
     return norm(off[finite].double())
 
 
-def _told(figures):
+def _format_figures(figures):
     worst = sorted(figures.items(), key=lambda item: -item[1])[:3]
     return ', '.join(
         f'{name} {"gradient " if part == "gradients" else ""}{value:.1e} off' for (part, name), value in worst

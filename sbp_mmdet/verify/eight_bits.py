@@ -37,17 +37,17 @@ def check_eight_bits(x: Tensor) -> None:
         return
     active = map.relu()
     shift = low + 0.3 * (high - low)  # zero of the ReLU behind a norm
-    for kind, kept, given, step in (
+    for kind, kept, original, step in (
         ('int8 map', keep(map, 'int8'), map, (high - low) / 252),
         ('int8 map with a threshold', keep(map, 'int8', shift), map, (high - low) / 252),
         ('int8 output of a ReLU', keep(active, 'int8', positive=True), active, high.clamp_min(0) / 252),
     ):
-        found = kept.load(torch.float32)
-        where = given > 0 if kind.endswith('ReLU') else None
-        _compare(kind, found, given, step, where)
-        above = (found > 0, given > 0) if where is not None else (found > shift, given > shift)
+        rounded = kept.load(torch.float32)
+        where = original > 0 if kind.endswith('ReLU') else None
+        _compare(kind, rounded, original, step, where)
+        above = (rounded > 0, original > 0) if where is not None else (rounded > shift, original > shift)
         if kind != 'int8 map' and not torch.equal(*above):
-            raise Disagreement(f'{kind}: {(above[0] != above[1]).double().mean():.1e} of the signs off')
+            raise Disagreement(f'{kind}: {(above[0] != above[1]).double().mean():.1e} of the signs differ')
 
 
 def _unlike(x):
@@ -58,11 +58,11 @@ def _unlike(x):
     return (x + noise * x.abs().amax().clamp_min(1e-3)) * sizes.clamp_(-1.5, 1.5).exp()
 
 
-def _compare(kind, found, given, step, where=None):
-    error = (found - given) / step.clamp_min(torch.finfo(torch.float32).tiny)
+def _compare(kind, rounded, original, step, where=None):
+    error = (rounded - original) / step.clamp_min(torch.finfo(torch.float32).tiny)
     inner = error
     if where is not None:
-        inner, error = error[where & (given < given.amax((2, 3), keepdim=True))], error[where]
+        inner, error = error[where & (original < original.amax((2, 3), keepdim=True))], error[where]
     if not inner.numel():
         return
     most, mean = float(error.abs().max()), float(inner.mean())

@@ -103,20 +103,20 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
     by_reason = {}
     for name, reason in findings.failed.items():
         by_reason.setdefault(reason, []).append(name)
-    told = []
+    messages = []
     for reason, names in by_reason.items():
         listed = ', '.join([*names[:3], *(['...'] if names[3:] else [])])
-        told.append(f'{listed} ({len(names)} of class {report.kinds[names[0]]}): {reason}')
-    if told and settings.verify == 'raise':
+        messages.append(f'{listed} ({len(names)} of class {report.kinds[names[0]]}): {reason}')
+    if messages and settings.verify == 'raise':
         raise RuntimeError(
-            f"{who}: changed modules disagree with their own code, and verify='raise': {'; '.join(told)}. "
+            f"{who}: changed modules disagree with their own code, and verify='raise': {'; '.join(messages)}. "
             'Exclude them with modules=[...], or write verify=True, with which they run their own code'
         )
     say(f'{who}: {findings}', logging.INFO)
-    for line in told:
+    for line in messages:
         say(
             f'{who}: a changed module disagrees with its own code, which runs from now on: {line}. The training is '
-            f"exact without it. Please report this line, versions and GPU to sbp_mmdet's issue tracker",
+            f"correct. Please report this line, versions and GPU to sbp_mmdet's issue tracker",
             logging.WARNING,
         )
     if findings.silent and findings.kinds:
@@ -164,5 +164,5 @@ def _print_to_log(message: str, level: int) -> None:
 def _copies(tree):
     """Return a copy of nested arguments, because a pass may change them in place."""
     leaves, structure = tree_flatten(tree)
-    found = [x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in leaves]
-    return tree_unflatten(found, structure)
+    copies = [x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in leaves]
+    return tree_unflatten(copies, structure)

@@ -19,14 +19,14 @@ def settings_of(module: nn.Module, place: Place) -> tuple:
     Returns:
         tuple: Settings of the module and of all modules inside it, as a hashable value.
     """
-    found = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
+    values = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
     for m in module.modules():
         own = [
             (key, _plain(key, value)) for key, value in sorted(vars(m).items()) if key[0] != '_' and _is_plain(value)
         ]
         shapes = [(key, p.shape, p.dtype, p.requires_grad) for key, p in m._parameters.items() if p is not None]
-        found.append((type(m).__name__, tuple(own), tuple(shapes)))
-    return tuple(found)
+        values.append((type(m).__name__, tuple(own), tuple(shapes)))
+    return tuple(values)
 
 
 def _plain(key, value):

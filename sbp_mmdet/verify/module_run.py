@@ -73,10 +73,10 @@ def cotangent(number: int, output: Tensor) -> Tensor:
     """
     generator = torch.Generator(output.device).manual_seed(number)
     full = torch.float64 if output.dtype == torch.float64 else torch.float32
-    found = torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32).to(full)
+    noise = torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32).to(full)
     scale = output.to(full).square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-    found += 0.5 + 0.5 * output.to(full) / scale
-    return found.nan_to_num_(0, 0, 0).mul_(max(output.numel(), 1) ** -0.25).to(output.dtype)
+    noise += 0.5 + 0.5 * output.to(full) / scale
+    return noise.nan_to_num_(0, 0, 0).mul_(max(output.numel(), 1) ** -0.25).to(output.dtype)
 
 
 def norm(x: Tensor | None) -> float:
