@@ -103,7 +103,7 @@ def test_a_folder_is_called_one(tmp_path, capsys):
 
 
 def test_json_is_json_whatever_others_print(tmp_path):
-    (tmp_path / 'loud.py').write_text("print('loud')\n")
+    (tmp_path / 'loud.py').write_text("import os\nprint('loud')\nos.system('echo louder')\n")
     (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\ncustom_imports = dict(imports=['loud'])\n")
     words = ['-W', 'ignore', '-m', 'sbp_mmdet.plan', 'plan', 'a.py', '--budget', '80GiB', '--batch', '1', '--json']
     words += ['--size', '64x64', '--boxes', '2']
@@ -111,4 +111,4 @@ def test_json_is_json_whatever_others_print(tmp_path):
     variables = environment(PYTHONPATH=path)
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert json.loads(done.stdout)['answer'] == 'none', done.stderr
-    assert 'loud' in done.stderr
+    assert 'loud\n' in done.stderr and 'louder\n' in done.stderr

@@ -38,9 +38,20 @@ def add_config(verb: argparse.ArgumentParser, what: str = 'config file, or mmdet
 
 
 def imports_of(config: Config) -> list[str]:
-    """Return the names of the modules in ``custom_imports`` of a config."""
-    found = (config.get('custom_imports') or {}).get('imports') or []
-    return [found] if isinstance(found, str) else found
+    """Return the names of the modules in ``custom_imports`` of a config.
+
+    Args:
+        config (Config): Any config.
+
+    Raises:
+        ValueError: If it is no dict with names.
+    """
+    told = config.get('custom_imports') or {}
+    found = told.get('imports') or [] if isinstance(told, dict) else None
+    found = [found] if isinstance(found, str) else found
+    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"custom_imports={told!r} must be a dict with names, such as dict(imports=['sbp_mmdet'])")
+    return list(found)
 
 
 def check_config(config: Config) -> None:

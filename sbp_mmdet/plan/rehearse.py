@@ -68,7 +68,7 @@ class RehearseHook(Hook):
         from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
         from .tables import format_gib  # noqa: PLC0415
 
-        budget = parse_bytes(self.budget) if self.budget else _memory(runner.model)
+        budget = _memory(runner.model) if self.budget is None else parse_bytes(self.budget)
         batch, case = largest_batch(runner)
         model = unwrapped(runner.model)
         # An untrained RPN finds next to nothing; in all but the first steps heads get more than that.
@@ -132,6 +132,7 @@ def largest_batch(runner) -> tuple[dict, dict]:
         semantic=inputs.semantic,
         channels=inputs.channels,
     )
+    images = inputs.batch
     case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=inputs.boxes, channels=inputs.channels)
     case['usual'] = inputs.usual
     if inputs.branches is None:

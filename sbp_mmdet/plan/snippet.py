@@ -1,6 +1,6 @@
 """The lines to add to a config for a variant, in the style of the config's file."""
 
-import ast
+import symtable
 from pathlib import Path
 
 from mmengine.config import Config
@@ -84,8 +84,8 @@ class _Style:
             self.head = [f"_base_ = './{file.name}'"]
         else:
             self.lazy = Config._is_lazy_import(str(file))
-            nodes = ast.walk(ast.parse(file.read_text()))
-            stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            symbols = symtable.symtable(file.read_text(), str(file), 'exec').get_symbols()  # of the module alone
+            stored = {symbol.get_name() for symbol in symbols if symbol.is_assigned()}
             self._names = set(config.keys()) if self.lazy else stored
             if self.lazy and 'site-packages' in file.parts:
                 module = '.'.join(file.with_suffix('').parts[file.parts.index('site-packages') + 1 :])
