@@ -50,6 +50,11 @@ MISTAKES = {
         "custom_imports = dict(imports=['raises_in_test'], allow_failed_imports=True)",
         'raises_in_test cannot be imported: ZeroDivisionError',
     ),
+    'a hook among those of the runner': (
+        FRCNN,
+        "default_hooks = dict(lean=dict(type='LeanHook'))",
+        r'default_hooks: lean=LeanHook changes the model; move it to custom_hooks',
+    ),
     'a hook beside sbp_cfg': (OURS, "custom_hooks = [dict(type='LeanHook')]", 'an sbp_cfg of its own.*sbp_cfg=None'),
 }
 

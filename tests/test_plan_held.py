@@ -12,7 +12,8 @@ from mmengine.config import Config
 
 from sbp_mmdet.plan import command
 from sbp_mmdet.plan.detector import build_detector, measure_detector
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.snippet import snippet
+from sbp_mmdet.plan.variants import is_plain, load_config, own_gradients, plain
 
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
 CASE = dict(batch=1, height=64, width=64, boxes=2)
@@ -53,6 +54,46 @@ def test_a_teacher_outside_of_the_tree_counts(retina, alone):
     config.model = dict(config.model, type='WithTeacher', teacher=config.model)
     found = measure_detector(config, **CASE)
     assert found['peak'] - alone['peak'] == pytest.approx(weights(retina), rel=1e-3)
+
+
+def test_weights_of_a_teacher_are_not_loaded(retina, tmp_path):
+    """As in mmdet's LAD, whose config names a file that would be downloaded."""
+    config = Config(retina.to_dict())
+    config.dump(tmp_path / 'teacher.py')
+    config.model.update(type='KnowledgeDistillationSingleStageDetector', teacher_config=str(tmp_path / 'teacher.py'))
+    config.model.update(teacher_ckpt='nowhere.pth')
+    assert build_detector(config, 'cpu')[0].teacher_model.backbone.depth == 18
+
+
+def test_hooks_that_the_runner_names_count(retina, alone):
+    config = Config(retina.to_dict())
+    config.default_hooks = dict(ema=dict(type='EMAHook'), timer=None)
+    assert measure_detector(config, **CASE)['parameters'] > 1.9 * alone['parameters']
+
+
+def test_what_mmengine_checkpoints_is_counted(retina, tmp_path):
+    case = dict(CASE, height=256, width=256)
+    config = Config(retina.to_dict())
+    config.activation_checkpointing = ['backbone']
+    plain_step, own = (measure_detector(one, **case) for one in (retina, config))
+    assert (
+        sum(own['saved'].values()) < 0.8 * sum(plain_step['saved'].values()) and own['forward'] < plain_step['forward']
+    )
+    assert not is_plain(config) and is_plain(plain(config)) and own_gradients(config) == 'exact'
+    config.dump(tmp_path / 'a.py')
+    lines = snippet(load_config(tmp_path / 'a.py'), 'exact')
+    (tmp_path / 'pasted.py').write_text(f'{(tmp_path / "a.py").read_text()}\n{lines}\n')
+    assert load_config(tmp_path / 'pasted.py').activation_checkpointing is None
+
+
+@pytest.mark.parametrize('optimizer', [{}, dict(optimizer='SGD')])
+def test_several_optimizers_are_not_planned(optimizer, retina, tmp_path, capsys):
+    config = Config(retina.to_dict())
+    config.optim_wrapper = dict(type='OptimWrapper', **optimizer)
+    config.dump(tmp_path / 'a.py')
+    with pytest.raises(SystemExit):
+        command.main(['plan', str(tmp_path / 'a.py'), '--budget', '8GiB', '--size', '64x64'])
+    assert 'optim_wrapper has no optimizer that is a dict; write' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('hooks', [1, 2])

@@ -111,6 +111,12 @@ def _plan(args, config):
         if getattr(args, name) not in (None, 'max') and getattr(args, name) < 1:
             raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
     _refuse_strategies(args, config)
+    if not isinstance(config.optim_wrapper.get('optimizer'), dict):
+        raise ValueError(
+            f'{args.config}: optim_wrapper has no optimizer that is a dict; write '
+            "optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)). Trainings with several optimizers are not "
+            'counted; sbp-mmdet rehearse runs a step of theirs'
+        )
     if 'detector' in config.model:
         raise ValueError(
             f'{args.config}: {name_of(config.model)} trains its model.detector together with a teacher or a tracker. '

@@ -7,7 +7,7 @@ from mmdet.registry import HOOKS, MODELS
 from mmengine.config import Config, DictAction
 
 from ..hooks import LeanHook
-from ..surgery import model_hooks
+from ..surgery import ModelHook, hook_class, model_hooks
 
 __all__ = ['add_config', 'check_config', 'imports_of', 'problem_of_imports']
 
@@ -72,6 +72,13 @@ def check_config(config: Config) -> None:
     for hook in hooks:
         if not isinstance(hook, dict) or 'type' not in hook:
             raise ValueError(f"custom_hooks: {hook!r} must be a dict with a type, for example dict(type='LeanHook')")
+    for name, hook in (config.get('default_hooks') or {}).items():
+        if isinstance(hook, dict) and hook.get('type') and isinstance(kind := hook_class(hook), type):
+            if issubclass(kind, ModelHook):
+                raise ValueError(
+                    f'default_hooks: {name}={kind.__name__} changes the model; move it to custom_hooks=[...], where '
+                    'plan, report and verify look for such hooks'
+                )
     _check_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from mmengine.config import Config
 
 from .config_checks import imports_of
-from .variants import PLAIN, STANDS_IN, is_lean, needs_mmpretrain, piece_change
+from .variants import PLAIN, PLAIN_RUN, STANDS_IN, is_lean, needs_mmpretrain, piece_change
 
 __all__ = ['snippet', 'where_to']
 
@@ -47,6 +47,7 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
     if missing:
         off = dict(type=STANDS_IN[backbone['type']], **off)
     lines += style.changed('model', dict(backbone=off) if off else {})
+    lines += [f'{key} = None' for key in PLAIN_RUN if config.get(key)]
     optimizer = dict(optimizer=change['optimizer']) if change['optimizer'] else {}
     changed = style.changed('optim_wrapper', change['wrapper'] | optimizer)
     if optimizer:

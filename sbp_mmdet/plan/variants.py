@@ -22,6 +22,7 @@ from .transforms import name_of
 __all__ = [
     'PIECES',
     'PLAIN',
+    'PLAIN_RUN',
     'STANDS_IN',
     'NotApplicable',
     'dropping_no_image',
@@ -140,6 +141,7 @@ def plain(config: Config) -> Config:
     kind = backbone.get('type')
     backbone.update(type=STANDS_IN.get(kind, kind), **{key: v for key, v in PLAIN.items() if key in backbone})
     changed.custom_hooks = [hook for hook in changed.get('custom_hooks') or [] if not is_lean(hook)]
+    changed.update({key: None for key in PLAIN_RUN if changed.get(key)})
     _without_checkpoints(changed.model)
     return changed
 
@@ -157,6 +159,7 @@ def _without_checkpoints(node):
 
 
 PLAIN = dict(sbp_cfg=None, with_cp=False)
+PLAIN_RUN = ('activation_checkpointing',)  # keys of mmengine's runner that change what a model stores
 
 
 def is_lean(hook: dict) -> bool:
@@ -168,7 +171,8 @@ def is_lean(hook: dict) -> bool:
 def is_plain(config: Config) -> bool:
     """Return whether a config names no preset and no checkpointed blocks, so that :func:`plain` is the same model."""
     backbone = config.model.get('backbone') or {}
-    return not _lean(config) and not any(backbone.get(key) for key in PLAIN)
+    changes = [*(backbone.get(key) for key in PLAIN), *(config.get(key) for key in PLAIN_RUN)]
+    return not _lean(config) and not any(changes)
 
 
 def own_gradients(config: Config) -> str | None:
