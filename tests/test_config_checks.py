@@ -121,9 +121,10 @@ def test_parts_that_do_not_meet_are_two_changes():
 
 @pytest.mark.parametrize('verb', ['report', 'plan'])
 def test_overrides_are_pairs(verb, capsys):
-    with pytest.raises(SystemExit):
-        command.main([verb, 'config.py', '--cfg-options', 'batch'])
-    assert "'batch' must be KEY=VALUE" in capsys.readouterr().err
+    for word in ('batch', '=3'):
+        with pytest.raises(SystemExit):
+            command.main([verb, 'config.py', '--cfg-options', word])
+        assert f'{word!r} must be KEY=VALUE' in capsys.readouterr().err
 
 
 class Data:

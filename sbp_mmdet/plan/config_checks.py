@@ -21,7 +21,7 @@ class ConfigOptions(DictAction):
     def __call__(self, parser, namespace, values, option_string=None):
         """Parse the values, see :class:`argparse.Action`."""
         for value in values:
-            if '=' not in value:
+            if value.find('=') < 1:
                 raise argparse.ArgumentError(self, f'{value!r} must be KEY=VALUE, for example model.backbone.depth=101')
         super().__call__(parser, namespace, values, option_string)
 

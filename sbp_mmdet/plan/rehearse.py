@@ -65,6 +65,7 @@ class RehearseHook(Hook):
             DoesNotFit: See :class:`RehearseHook`.
         """
         from .batch import while_as_if_trained  # noqa: PLC0415
+        from .inputs import labels_of  # noqa: PLC0415
         from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
         from .tables import format_gib  # noqa: PLC0415
 
@@ -93,10 +94,11 @@ class RehearseHook(Hook):
             peak = _of_all_ranks(peak, 'max')
             if peak is None or peak > budget * _DIGITS:
                 needs = 'more than the GPU has' if peak is None else format_gib(peak)
+                pasted = 'Masks are pasted into images of their full size: ' if labels_of(runner.cfg)[1] else ''
+                remedy = 'validate on smaller images, or with fewer detections (max_per_img in test_cfg)'
                 raise DoesNotFit(
                     f'RehearseHook: training fits, but validation on {images} needs {needs}; {format_gib(budget)} may '
-                    'be used. Masks are pasted into images of their full size: validate on smaller images, or with '
-                    'fewer detections (max_per_img in test_cfg)'
+                    f'be used. {pasted or "Remedy: "}{remedy}'
                 )
             message += f'; validation on {images} needs {format_gib(peak)}'
         if self.stop:
