@@ -10,6 +10,7 @@ from sbp_mmdet.plan import command
 from sbp_mmdet.plan.config_checks import check_config
 from sbp_mmdet.plan.pipeline import CannotRun
 from sbp_mmdet.plan.rehearse import refuse_more_classes
+from sbp_mmdet.plan.variants import load_config
 
 FRCNN = """
 _base_ = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
@@ -18,6 +19,7 @@ custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
 OURS = f"""
 _base_ = {str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py')!r}
 """
+IMPORTS = "imports=['sbp_mmdet', 'nothing_of_this_name'], allow_failed_imports=True"
 MISTAKES = {
     'hooks that are no list': (FRCNN, "custom_hooks = dict(type='LeanHook')", 'custom_hooks=.*must be a list of dicts'),
     'a hook without type': (FRCNN, "custom_hooks = [dict(preset='exact')]", 'must be a dict with a type'),
@@ -37,14 +39,32 @@ MISTAKES = {
         "custom_hooks = [dict(type='LeanHook', modules=[part]) for part in ('backbone', 'backbone.layer2')]",
         'two LeanHooks, and both change backbone.layer2',
     ),
+    'imports that are no dict': (FRCNN, "custom_imports = ['sbp_mmdet']", 'must be a dict with names, such as'),
+    'an import that is no name': (
+        FRCNN,
+        'custom_imports = dict(imports=[3])',
+        "'imports': .3.. must be a dict with names",
+    ),
+    'an import that raises': (
+        FRCNN,
+        "custom_imports = dict(imports=['raises_in_test'], allow_failed_imports=True)",
+        'raises_in_test cannot be imported: ZeroDivisionError',
+    ),
+    'a hook among those of the runner': (
+        FRCNN,
+        "default_hooks = dict(lean=dict(type='LeanHook'))",
+        r'default_hooks: lean=LeanHook changes the model; move it to custom_hooks',
+    ),
     'a hook beside sbp_cfg': (OURS, "custom_hooks = [dict(type='LeanHook')]", 'an sbp_cfg of its own.*sbp_cfg=None'),
 }
 
 
 @pytest.mark.parametrize('verb', ['report', 'plan', 'rehearse', 'verify'])
 @pytest.mark.parametrize('name', MISTAKES)
-def test_a_mistake(name, verb, tmp_path, capsys):
+def test_a_mistake(name, verb, tmp_path, capsys, monkeypatch):
     base, line, message = MISTAKES[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / 'raises_in_test.py').write_text('1 / 0\n')
     path = tmp_path / 'mistaken.py'
     path.write_text(base + line)
     with pytest.raises(SystemExit) as stopped:
@@ -52,6 +72,17 @@ def test_a_mistake(name, verb, tmp_path, capsys):
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert 'mistaken.py' in said and re.search(message, said), said
+
+
+def test_imports_that_may_fail(tmp_path):
+    (tmp_path / 'a.py').write_text(FRCNN.replace("imports=['sbp_mmdet'], allow_failed_imports=False", IMPORTS))
+    assert load_config(tmp_path / 'a.py').model.type == 'FasterRCNN'
+
+
+def test_a_part_of_a_package_that_is_not_there(capsys):
+    with pytest.raises(SystemExit):
+        command.main(['report', 'nothing.at.all::a.py'])
+    assert 'package nothing.at.all is not installed; install it' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -90,9 +121,10 @@ def test_parts_that_do_not_meet_are_two_changes():
 
 @pytest.mark.parametrize('verb', ['report', 'plan'])
 def test_overrides_are_pairs(verb, capsys):
-    with pytest.raises(SystemExit):
-        command.main([verb, 'config.py', '--cfg-options', 'batch'])
-    assert "'batch' must be KEY=VALUE" in capsys.readouterr().err
+    for word in ('batch', '=3'):
+        with pytest.raises(SystemExit):
+            command.main([verb, 'config.py', '--cfg-options', word])
+        assert f'{word!r} must be KEY=VALUE' in capsys.readouterr().err
 
 
 class Data:

@@ -70,6 +70,20 @@ def test_no_more_than_anybody_asks_for():
     assert largest_batch(lambda images: 2, 1) == (0, 2)
 
 
+def test_a_model_that_cannot_run_one_image():
+    """As with a batch norm behind a global pooling."""
+
+    def need(images):
+        if images == 1:
+            raise ValueError('Expected more than 1 value per channel when training')
+        return images * GB
+
+    assert largest_batch(need, 9 * GB) == (9, 9 * GB)
+    assert largest_batch(need, GB) == (0, 2 * GB)
+    with pytest.raises(ZeroDivisionError):
+        largest_batch(lambda images: images / 0, GB)
+
+
 def _config(**keys):
     return Config(
         dict(model=dict(), optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02)), **keys)

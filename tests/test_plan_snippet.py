@@ -113,6 +113,16 @@ def test_lines_are_short(tmp_path):
     ]
 
 
+def test_names_of_functions_and_comprehensions_are_not_the_configs(tmp_path):
+    (tmp_path / 'own.py').write_text(f'custom_hooks = [{EMA}]\n{OWN.split("custom_hooks")[0]}')
+    text = "_base_ = './own.py'\nnumber = len([custom_hooks for custom_hooks in 'ab'])\n"
+    (tmp_path / 'child.py').write_text(text)
+    lines = snippet(load_config(tmp_path / 'child.py'), 'exact')
+    (tmp_path / 'pasted.py').write_text(f'{text}{lines}\n')
+    found = Config.fromfile(tmp_path / 'pasted.py', import_custom_modules=False).custom_hooks
+    assert found == [EMA, dict(type='LeanHook', preset='exact')]
+
+
 LAZY = """
 from mmengine.config import read_base
 from mmengine.hooks import EMAHook

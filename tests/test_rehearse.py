@@ -14,6 +14,7 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
+from test_plan_sizes import coco, config_of
 
 from sbp_mmdet.plan import rehearse
 from sbp_mmdet.plan.command import main
@@ -198,6 +199,25 @@ def test_validation_is_rehearsed_too(project, monkeypatch):
     assert thresholds == [(0.0, False)] and runner.model.training
     assert runner.model.roi_head.test_cfg.score_thr == config.model.test_cfg.rcnn.score_thr > 0
     assert peaks[0] > sum(p.nbytes for p in runner.model.parameters())
+
+
+def test_the_largest_image_of_a_validation_may_be_so_behind_the_pipeline(tmp_path):
+    """An elongated image with few pixels is enlarged until its shorter side is long enough."""
+    folder, load = coco(tmp_path, [(64, 64), (20, 100), (60, 64)]), dict(type='LoadImageFromFile')
+    for steps, wanted in {'shortest': ['64 x 64', '20 x 100'], 'all alike': ['64 x 64']}.items():
+        resize = (
+            dict(type='ResizeShortestEdge', scale=40) if steps == 'shortest' else dict(type='Resize', scale=(32, 32))
+        )
+        dataset = config_of(folder, [resize], load=[load]).train_dataloader.dataset
+        loader = Runner.build_dataloader(
+            dict(
+                batch_size=1, num_workers=0, dataset=dict(dataset, test_mode=True), sampler=dict(type='DefaultSampler')
+            )
+        )
+        runner = SimpleNamespace(_val_loop=SimpleNamespace(dataloader=loader), cfg=Config(dict(model=dict())))
+        found = rehearse.largest_validation(runner)
+        assert [called for _, called in found] == [f'1 image of {size}' for size in wanted]
+    assert found[0][0]['inputs'][0].shape == (3, 32, 32)
 
 
 def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):

@@ -51,7 +51,7 @@ def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, in
 
     Returns:
         tuple[int, int]: Number of images, at most :data:`LARGEST`, and their need; or 0 and the need of one image if
-        not even one fits.
+        not even one fits. If a model cannot run one image, the smallest number is two.
     """
     counted = {} if counted is None else counted
 
@@ -60,9 +60,14 @@ def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, in
             counted[images] = need(images)
         return counted[images]
 
-    if count(1) > budget:
-        return 0, counted[1]
-    count(2)
+    try:
+        least = 1
+        count(1)
+    except Exception:  # noqa: BLE001  a batch norm behind a global pooling needs two
+        least = 2
+    if count(least) > budget:
+        return 0, counted[least]
+    count(least + 1)
     while True:
         low = max(images for images, bytes_ in counted.items() if bytes_ <= budget)
         above = [images for images, bytes_ in counted.items() if bytes_ > budget]

@@ -1,5 +1,6 @@
 """Pipelines on blank images: transforms that read files are replaced, so that the files are not needed."""
 
+import contextlib
 import copy
 from collections.abc import Sequence
 
@@ -17,12 +18,14 @@ from mmdet.datasets.transforms import (
 )
 from mmdet.structures.mask import PolygonMasks
 from mmengine.dataset import Compose
+from PIL import Image
 
 __all__ = ['NO_BOXES', 'as_array', 'blank_copy', 'rectangle']
 
 NO_BOXES = np.zeros((0, 4))
 # Largest number of other images that a data set tries when the pipeline rejects one; mmengine's default is 1000.
 _REFETCHES = 15
+_ORIENTATION = 0x0112  # tag of EXIF
 
 
 def rectangle(box: Sequence[float]) -> list[list[float]]:
@@ -45,35 +48,46 @@ def as_array(boxes) -> np.ndarray:
 
 
 class _BlankImage(BaseTransform):
-    """Replacement for a transform that reads an image. The first few images are read to learn their channels."""
+    """Replacement for a transform that reads an image.
+
+    Images are read to learn the channels of the first few, and where the file has another size than its annotations.
+    """
 
     def __init__(self, loader, channels):
-        self.loader, self.channels, self.asked, self.reads = loader, channels, 0, False
+        self.loader, self.channels, self.asked = loader, channels, 0
 
     def transform(self, results):
         shape = results.get('height'), results.get('width')
         known = all(shape)
-        if self.reads or not known or self.asked < 3:
+        if not known or self.asked < 3 or _has_other_size(results.get('img_path'), shape):
             self.asked += 1
             try:
                 read = self.loader(dict(results))
             except Exception:
-                if self.reads or not known:
+                if not known:
                     raise
                 self.asked = 3
             else:
-                if self.reads or read is None:
-                    return read
+                if read is None:
+                    return None
                 image = read['img']
                 self.channels = image.shape[2] if image.ndim == 3 else 0
-                # If the annotations have another size than the file, every image has to be read.
-                self.reads = image.shape[:2] != shape
-                if self.reads:
+                if image.shape[:2] != shape:
                     return read
         kind = np.float32 if self.loader.to_float32 else np.uint8
         results['img'] = np.zeros((*shape, self.channels) if self.channels else shape, kind)
         results['img_shape'] = results['ori_shape'] = shape
         return results
+
+
+def _has_other_size(path, shape):
+    """Return whether the header of an image file says another size than its annotations, or that it is rotated."""
+    path = path[0] if isinstance(path, (list, tuple)) and path else path
+    with contextlib.suppress(Exception):  # no file of this machine, or of a kind that Pillow does not know
+        with Image.open(path) as image:
+            rotated = 'exif' in image.info and image.getexif().get(_ORIENTATION, 1) != 1
+            return rotated or image.size != shape[::-1]
+    return False
 
 
 class _BlankAnnotations(BaseTransform):
@@ -208,17 +222,21 @@ def blank_copy(dataset, channels: int, step: list | None, blank: bool):
     Returns:
         The copy.
     """
-    dataset = copy.copy(dataset)
-    for key in ('datasets', 'dataset'):
-        inner = getattr(dataset, key, None)
+    original, dataset = dataset, object.__new__(type(dataset))  # mmengine's slice of a data set cannot be copied
+    vars(dataset).update(vars(original))
+    for key in ('datasets', 'dataset', '_dataset'):
+        inner = vars(dataset).get(key)
         if inner is not None:
             many = isinstance(inner, (list, tuple))
-            copies = [blank_copy(one, channels, None, blank) for one in (inner if many else [inner])]
+            copies = [
+                blank_copy(one, channels, step if key == '_dataset' else None, blank)
+                for one in (inner if many else [inner])
+            ]
             setattr(dataset, key, copies if many else copies[0])
-    if step is not None:
+    if step is not None and '_dataset' not in vars(dataset):
         dataset.pipeline = Compose(copy.deepcopy(step))
-    if hasattr(dataset, 'pipeline'):
+    if 'pipeline' in vars(dataset):
         dataset.pipeline = _replace_transforms(copy.deepcopy(dataset.pipeline), channels, blank)
-    if hasattr(dataset, 'max_refetch'):
+    if 'max_refetch' in vars(dataset):
         dataset.max_refetch = min(dataset.max_refetch, _REFETCHES)
     return dataset

@@ -12,8 +12,10 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import torch
 from mmengine.logging import MMLogger
@@ -57,11 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     if args.run is None:
         raise SystemExit(0 if check() else 1)
-    # Libraries print at import and in a step; with --json, stdout is for the answer alone.
-    quiet = contextlib.redirect_stdout(sys.stderr) if getattr(args, 'json', False) else contextlib.nullcontext()
-    args.output = sys.stdout
+    args.answer = ''
     try:
-        with quiet:
+        with _stdout_for_the_answer(args) if getattr(args, 'json', False) else contextlib.nullcontext():
             config = load_config(args.config, args.cfg_options)
             if problem := problem_of_imports(config):
                 print(f'warning: {args.config}: {problem}', file=sys.stderr)
@@ -69,6 +69,25 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         instead = isinstance(error, CannotRun) and hasattr(args, 'size')
         parser.error(f'{error}{"; give the size of the images, for example --size 800x1333" if instead else ""}')
+
+
+@contextlib.contextmanager
+def _stdout_for_the_answer(args) -> Iterator[None]:
+    """Send to stderr what is written to stdout within the context, and print the answer at its end.
+
+    Libraries print at import and in a step, configs start programs that print.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        print(args.answer, end='')
 
 
 def _add_plan(verbs):
@@ -92,6 +111,12 @@ def _plan(args, config):
         if getattr(args, name) not in (None, 'max') and getattr(args, name) < 1:
             raise ValueError(f'--{name} {getattr(args, name)} must be 1 or more')
     _refuse_strategies(args, config)
+    if not isinstance(config.optim_wrapper.get('optimizer'), dict):
+        raise ValueError(
+            f'{args.config}: optim_wrapper has no optimizer that is a dict; write '
+            "optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)). Trainings with several optimizers are not "
+            'counted; sbp-mmdet rehearse runs a step of theirs'
+        )
     if 'detector' in config.model:
         raise ValueError(
             f'{args.config}: {name_of(config.model)} trains its model.detector together with a teacher or a tracker. '
@@ -158,7 +183,7 @@ def _plan_batches(args, config, budget, size):
 def _print_json(args, budget, inputs, rows, best, lines):
     inputs = dict(inputs._asdict(), truth=None, branches=None)  # the boxes of the data set are not printed
     result = dict(budget=budget, inputs=inputs, rows=[row._asdict() for row in rows])
-    print(json.dumps(dict(result, answer=best and best.variant, lines=lines), indent=1), file=args.output)
+    args.answer = json.dumps(dict(result, answer=best and best.variant, lines=lines), indent=1) + '\n'
 
 
 def _format_batches(args, config, inputs, budget, rows, best, lines):
@@ -297,7 +322,7 @@ def _rehearse(args, config):
     _refuse_strategies(args, config)
     if needs_mmpretrain(config):
         raise ValueError(f'{args.config}: {_describe_missing_backbone(config)}')
-    if args.budget:
+    if args.budget is not None:
         parse_bytes(args.budget)
     if name_of(config.optim_wrapper) == 'AmpOptimWrapper' and not torch.cuda.is_available():
         raise ValueError(

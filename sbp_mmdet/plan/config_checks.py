@@ -7,7 +7,7 @@ from mmdet.registry import HOOKS, MODELS
 from mmengine.config import Config, DictAction
 
 from ..hooks import LeanHook
-from ..surgery import model_hooks
+from ..surgery import ModelHook, hook_class, model_hooks
 
 __all__ = ['add_config', 'check_config', 'imports_of', 'problem_of_imports']
 
@@ -21,7 +21,7 @@ class ConfigOptions(DictAction):
     def __call__(self, parser, namespace, values, option_string=None):
         """Parse the values, see :class:`argparse.Action`."""
         for value in values:
-            if '=' not in value:
+            if value.find('=') < 1:
                 raise argparse.ArgumentError(self, f'{value!r} must be KEY=VALUE, for example model.backbone.depth=101')
         super().__call__(parser, namespace, values, option_string)
 
@@ -38,9 +38,20 @@ def add_config(verb: argparse.ArgumentParser, what: str = 'config file, or mmdet
 
 
 def imports_of(config: Config) -> list[str]:
-    """Return the names of the modules in ``custom_imports`` of a config."""
-    modules = (config.get('custom_imports') or {}).get('imports') or []
-    return [modules] if isinstance(modules, str) else modules
+    """Return the names of the modules in ``custom_imports`` of a config.
+
+    Args:
+        config (Config): Any config.
+
+    Raises:
+        ValueError: If it is no dict with names.
+    """
+    imports = config.get('custom_imports') or {}
+    modules = imports.get('imports') or [] if isinstance(imports, dict) else None
+    modules = [modules] if isinstance(modules, str) else modules
+    if not isinstance(modules, (list, tuple)) or not all(isinstance(name, str) for name in modules):
+        raise ValueError(f"custom_imports={imports!r} must be a dict with names, such as dict(imports=['sbp_mmdet'])")
+    return list(modules)
 
 
 def check_config(config: Config) -> None:
@@ -61,6 +72,13 @@ def check_config(config: Config) -> None:
     for hook in hooks:
         if not isinstance(hook, dict) or 'type' not in hook:
             raise ValueError(f"custom_hooks: {hook!r} must be a dict with a type, for example dict(type='LeanHook')")
+    for name, hook in (config.get('default_hooks') or {}).items():
+        if isinstance(hook, dict) and hook.get('type') and isinstance(kind := hook_class(hook), type):
+            if issubclass(kind, ModelHook):
+                raise ValueError(
+                    f'default_hooks: {name}={kind.__name__} changes the model; move it to custom_hooks=[...], where '
+                    'plan, report and verify look for such hooks'
+                )
     _check_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
 
 

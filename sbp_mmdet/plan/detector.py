@@ -17,6 +17,7 @@ from mmengine.config import Config
 from mmengine.hooks import EMAHook
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
+from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from torch import Tensor, nn
 
 from ..models.weights import quiet
@@ -196,13 +197,15 @@ def build_detector(config: Config, device: str):
             module.init_weights()
     for hook in model_hooks(config.get('custom_hooks')):
         hook.apply(model)
+    if modules := config.get('activation_checkpointing'):  # behind the hooks, as the runner does
+        turn_on_activation_checkpointing(model, modules)
     cfg = copy.deepcopy(config.optim_wrapper)
     if torch.device(device).type == 'cpu':
         if 'Amp' in str(cfg.get('type', '')):
             cfg.type = 'OptimWrapper'
             for key in ('dtype', 'loss_scale', 'use_fsdp'):
                 cfg.pop(key, None)
-        if cfg.optimizer.type == 'AdamW8bit':
+        if (cfg.get('optimizer') or {}).get('type') == 'AdamW8bit':
             cfg.optimizer.type = AdamW8bitStates
     with quiet():  # optimizer wrapper constructors log the name of every parameter
         wrapper = build_optim_wrapper(model, cfg)
@@ -212,7 +215,7 @@ def build_detector(config: Config, device: str):
 def _without_weights(cfg):
     """Return a copy of a model's config that downloads no weights and has no synchronised batch norm."""
     cfg = copy.deepcopy(cfg)
-    for key in ('init_cfg', 'pretrained'):
+    for key in ('init_cfg', 'pretrained', 'teacher_ckpt'):
         cfg.pop(key, None)
     backbone = cfg.get('backbone')
     if backbone:
@@ -285,7 +288,8 @@ def averaged_bytes(config: Config, model: nn.Module) -> int:
         config (Config): Config of a detector.
         model (nn.Module): The model of the config. A copy has its parameters and its buffers.
     """
-    kinds = [hook_class(hook) for hook in config.get('custom_hooks') or []]
+    hooks = [*(config.get('custom_hooks') or []), *filter(None, (config.get('default_hooks') or {}).values())]
+    kinds = [hook_class(hook) for hook in hooks]
     copies = sum(isinstance(kind, type) and issubclass(kind, EMAHook) for kind in kinds)
     return copies * _bytes([*model.parameters(), *model.buffers()])
 

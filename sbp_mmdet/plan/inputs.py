@@ -137,12 +137,13 @@ def _run_pipeline(config, case, dataset, processes):
     samples = [
         samples_of(dataset, config, step, case.batch, skip) for step, skip in [(None, ()), *_find_later_changes(config)]
     ]
-    batches = [batches_of(one, config, case.batch, processes) for one in samples]
+    batches = [batches_of(one, config, dataset, case.batch, processes) for one in samples]
     first, most_pixels = batches[0], max(batches, key=lambda one: one.main.height * one.main.width)
     main, branches = most_pixels.main, most_pixels.largest
     boxes = max(one.main.boxes for one in batches) if samples[0].groups else None
+    batch = main.images if '' in branches else case.batch  # a batch sampler may take its own number
     case = case._replace(
-        height=main.height, width=main.width, usual=first.usual, rare=first.rare, boxes=boxes,
+        batch=batch, height=main.height, width=main.width, usual=first.usual, rare=first.rare, boxes=boxes,
         channels=samples[0].channels,
         truth=main.truth if samples[0].groups else None, branches=None if '' in branches else branches,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from .blank_images import NO_BOXES, as_array, blank_copy, rectangle
 from .errors import problem_of_data
 from .transforms import channels_of, name_of
 
-__all__ = ['CannotRun', 'Samples', 'data_set_of', 'samples_of']
+__all__ = ['CannotRun', 'Samples', 'data_set_of', 'own_draws', 'samples_of']
 
 # Widths, heights and approximate frequencies of COCO's images, including the most elongated ones.
 COCO_SIZES = (
@@ -139,7 +139,7 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequenc
             blanks.update_skip_type_keys(skip)
         return blanks
 
-    with _own_draws(), _quiet():
+    with own_draws(), _quiet():
         try:
             return _run(copied(blank=True), batch)
         except Exception as error:  # a transform may need the pictures: they are read if they are on this machine
@@ -322,7 +322,7 @@ def _time_limit(i) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_draws() -> Iterator[None]:
+def own_draws() -> Iterator[None]:
     """Seed all random generators within the context, and restore their states at its end."""
     with restored_random_states():
         random.seed(0), np.random.seed(0), torch.random.default_generator.manual_seed(0)

@@ -65,10 +65,11 @@ class RehearseHook(Hook):
             DoesNotFit: See :class:`RehearseHook`.
         """
         from .batch import while_as_if_trained  # noqa: PLC0415
+        from .inputs import labels_of  # noqa: PLC0415
         from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
         from .tables import format_gib  # noqa: PLC0415
 
-        budget = parse_bytes(self.budget) if self.budget else _memory(runner.model)
+        budget = _memory(runner.model) if self.budget is None else parse_bytes(self.budget)
         batch, case = largest_batch(runner)
         model = unwrapped(runner.model)
         # An untrained RPN finds next to nothing; in all but the first steps heads get more than that.
@@ -86,16 +87,18 @@ class RehearseHook(Hook):
         message = f'RehearseHook: the largest batch, {size}, needs {format_gib(peak)}'
         message += ': it fits' if budget else ' here; no budget was given'
         with as_before(unwrapped(runner.model)):
-            validation = largest_validation(runner) if budget else None
-            peak = validation_peak(runner, validation[0]) if validation else 0
-        if validation:
-            peak, images = _of_all_ranks(peak, 'max'), validation[1]
+            validations = largest_validation(runner) if budget else None
+            peaks = [(validation_peak(runner, one), called) for one, called in validations or ()]
+        if validations:
+            peak, images = max(peaks, key=lambda one: math.inf if one[0] is None else one[0])
+            peak = _of_all_ranks(peak, 'max')
             if peak is None or peak > budget * _DIGITS:
                 needs = 'more than the GPU has' if peak is None else format_gib(peak)
+                pasted = 'Masks are pasted into images of their full size: ' if labels_of(runner.cfg)[1] else ''
+                remedy = 'validate on smaller images, or with fewer detections (max_per_img in test_cfg)'
                 raise DoesNotFit(
                     f'RehearseHook: training fits, but validation on {images} needs {needs}; {format_gib(budget)} may '
-                    'be used. Masks are pasted into images of their full size: validate on smaller images, or with '
-                    'fewer detections (max_per_img in test_cfg)'
+                    f'be used. {pasted or "Remedy: "}{remedy}'
                 )
             message += f'; validation on {images} needs {format_gib(peak)}'
         if self.stop:
@@ -132,6 +135,7 @@ def largest_batch(runner) -> tuple[dict, dict]:
         semantic=inputs.semantic,
         channels=inputs.channels,
     )
+    images = inputs.batch
     case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=inputs.boxes, channels=inputs.channels)
     case['usual'] = inputs.usual
     if inputs.branches is None:
@@ -171,16 +175,20 @@ def refuse_more_classes(config: Config, dataset) -> None:
                 )
 
 
-def largest_validation(runner) -> tuple[dict, str] | None:
-    """Return a validation batch that consists of the largest image of a runner's validation data.
+def largest_validation(runner) -> list[tuple[dict, str]] | None:
+    """Return validation batches that consist of the largest image of a runner's validation data.
+
+    An image may be the largest on the disk, where masks are pasted into it, or behind its pipeline.
 
     Args:
         runner (Runner): A runner whose loops are built.
 
     Returns:
-        tuple[dict, str] | None: The batch, and its description as a text; ``None`` if the runner does not validate, or
-        uses a loop without a data loader.
+        list[tuple[dict, str]] | None: One or two batches, and their descriptions as a text; ``None`` if the runner does
+        not validate, or uses a loop without a data loader.
     """
+    from .pipeline import CannotRun, samples_of  # noqa: PLC0415
+
     loop = getattr(runner, '_val_loop', None)
     loader = getattr(loop, 'dataloader', None)
     if loader is None or not len(loader.dataset):
@@ -189,11 +197,19 @@ def largest_validation(runner) -> tuple[dict, str] | None:
     sizes = [
         (info.get('height') or 0, info.get('width') or 0) for info in map(dataset.get_data_info, range(len(dataset)))
     ]
-    largest = max(range(len(sizes)), key=lambda i: sizes[i][0] * sizes[i][1])
+    chosen = [max(range(len(sizes)), key=lambda i: sizes[i][0] * sizes[i][1])]
+    with contextlib.suppress(CannotRun):  # a pipeline without inputs has a step of its own
+        samples = samples_of(dataset, runner.cfg)
+        pixels = samples.sizes.prod(-1).max(-1)
+        if pixels[samples.images == chosen[0]].max(initial=0) < pixels.max():
+            chosen.append(int(samples.images[pixels.argmax()]))
     images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size or 1
-    height, width = sizes[largest]
-    called = f'{images} image{"s" * (images > 1)}' + (f' of {height} x {width}' if height else '')
-    return loader.collate_fn([dataset[largest] for _ in range(images)]), called
+    found = []
+    for i in chosen:
+        height, width = sizes[i]
+        called = f'{images} image{"s" * (images > 1)}' + (f' of {height} x {width}' if height else '')
+        found.append((loader.collate_fn([dataset[i] for _ in range(images)]), called))
+    return found
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
 """The lines to add to a config for a variant, in the style of the config's file."""
 
-import ast
+import symtable
 from pathlib import Path
 
 from mmengine.config import Config
 
 from .config_checks import imports_of
-from .variants import PLAIN, STANDS_IN, is_lean, needs_mmpretrain, piece_change
+from .variants import PLAIN, PLAIN_RUN, STANDS_IN, is_lean, needs_mmpretrain, piece_change
 
 __all__ = ['snippet', 'where_to']
 
@@ -47,6 +47,7 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
     if missing:
         off = dict(type=STANDS_IN[backbone['type']], **off)
     lines += style.changed('model', dict(backbone=off) if off else {})
+    lines += [f'{key} = None' for key in PLAIN_RUN if config.get(key)]
     optimizer = dict(optimizer=change['optimizer']) if change['optimizer'] else {}
     changed = style.changed('optim_wrapper', change['wrapper'] | optimizer)
     if optimizer:
@@ -84,8 +85,8 @@ class _Style:
             self.head = [f"_base_ = './{file.name}'"]
         else:
             self.lazy = Config._is_lazy_import(str(file))
-            nodes = ast.walk(ast.parse(file.read_text()))
-            stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            symbols = symtable.symtable(file.read_text(), str(file), 'exec').get_symbols()  # of the module alone
+            stored = {symbol.get_name() for symbol in symbols if symbol.is_assigned()}
             self._names = set(config.keys()) if self.lazy else stored
             if self.lazy and 'site-packages' in file.parts:
                 module = '.'.join(file.with_suffix('').parts[file.parts.index('site-packages') + 1 :])

@@ -22,6 +22,7 @@ from .transforms import name_of
 __all__ = [
     'PIECES',
     'PLAIN',
+    'PLAIN_RUN',
     'STANDS_IN',
     'NotApplicable',
     'dropping_no_image',
@@ -85,14 +86,20 @@ def load_config(path: str, options: dict | None = None) -> Config:
         raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
-    for name in imports_of(config):
+    try:
+        imports = imports_of(config)
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
+    for name in imports:
         try:
             importlib.import_module(name)
-        except ImportError as error:
-            if not name.startswith('mmpretrain'):
+        except Exception as error:  # a module is a program, too
+            allowed = name.startswith('mmpretrain') or config.custom_imports.get('allow_failed_imports')
+            if not (isinstance(error, ImportError) and allowed):
                 remedy = '; run this from the folder of your project, with PYTHONPATH=. in front'
                 remedy = remedy if getattr(error, 'name', None) == name.partition('.')[0] else ''
-                raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {error}{remedy}') from error
+                what = f'{error}' if isinstance(error, ImportError) else f'{type(error).__name__}: {error}'
+                raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {what}{remedy}') from error
     try:
         check_config(config)
     except (TypeError, ValueError) as error:  # mmengine raises a TypeError for an unknown argument of a hook
@@ -109,7 +116,10 @@ def needs_mmpretrain(config: Config) -> bool:
 def _of_package(path):
     """Return the file of 'mmdet::family/name.py', found as mmengine finds it, without importing the package."""
     package, name = path.split('::', 1)
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # of a part of a package that is not installed, or of an empty name
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f'{path}: package {package} is not installed; install it, or give the path of a config file')
     folder = Path(spec.submodule_search_locations[0])
@@ -131,6 +141,7 @@ def plain(config: Config) -> Config:
     kind = backbone.get('type')
     backbone.update(type=STANDS_IN.get(kind, kind), **{key: v for key, v in PLAIN.items() if key in backbone})
     changed.custom_hooks = [hook for hook in changed.get('custom_hooks') or [] if not is_lean(hook)]
+    changed.update({key: None for key in PLAIN_RUN if changed.get(key)})
     _without_checkpoints(changed.model)
     return changed
 
@@ -148,6 +159,7 @@ def _without_checkpoints(node):
 
 
 PLAIN = dict(sbp_cfg=None, with_cp=False)
+PLAIN_RUN = ('activation_checkpointing',)  # keys of mmengine's runner that change what a model stores
 
 
 def is_lean(hook: dict) -> bool:
@@ -159,7 +171,8 @@ def is_lean(hook: dict) -> bool:
 def is_plain(config: Config) -> bool:
     """Return whether a config names no preset and no checkpointed blocks, so that :func:`plain` is the same model."""
     backbone = config.model.get('backbone') or {}
-    return not _lean(config) and not any(backbone.get(key) for key in PLAIN)
+    changes = [*(backbone.get(key) for key in PLAIN), *(config.get(key) for key in PLAIN_RUN)]
+    return not _lean(config) and not any(changes)
 
 
 def own_gradients(config: Config) -> str | None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from mmengine.config import Config
 
+from .index_batches import GROUPING, index_batches
 from .pipeline import Samples
 from .transforms import name_of
 
@@ -18,7 +19,6 @@ __all__ = ['Batch', 'Batches', 'batches_of']
 
 # Number of batches that are drawn. A training on COCO, 12 epochs of two images on each of eight GPUs, has 88,000.
 _DRAWS = 100_000
-_GROUPING = ('AspectRatioBatchSampler', 'MultiDataAspectRatioBatchSampler', 'TrackAspectRatioBatchSampler')
 # Number of batches that are drawn with each sample, even a rare one: an epoch contains all images.
 _OF_EACH = 8
 _MOST_NUMBERS = 2_000_000
@@ -60,12 +60,15 @@ class Batches(NamedTuple):
         return max(self.largest.values(), key=lambda one: one.images * one.height * one.width)
 
 
-def batches_of(samples: Samples, config: Config, batch: int, processes: int = 1) -> Batches:
+def batches_of(samples: Samples, config: Config, dataset, batch: int, processes: int = 1) -> Batches:
     """Draw batches as the config's sampler groups images, and return the largest, a rare and the usual one.
+
+    Samplers that do not draw at random, and the user's own, are run.
 
     Args:
         samples (Samples): Result of :func:`.pipeline.samples_of`.
         config (Config): Config of the detector.
+        dataset: The train data set, of which the samples are.
         batch (int): Number of images of a batch.
         processes (int): Number of processes of the training, among which images are distributed at random. Default: 1.
 
@@ -74,15 +77,19 @@ def batches_of(samples: Samples, config: Config, batch: int, processes: int = 1)
     """
     rng = np.random.default_rng(0)
     drawn, every = [], []
-    groups = list(_groups(samples, config, batch))
     draws = max(1000, min(_DRAWS, _MOST_NUMBERS // (batch * len(samples.branches))))
-    if (samples.sizes == samples.sizes[0]).all():
-        draws = 1
-    shares = np.array([samples.weight[np.concatenate([inside for inside, _ in group])].sum() for group in groups])
-    for group, share in zip(groups, shares / shares.sum(), strict=True):
-        drawn.append(_draw(rng, samples, group, math.ceil(draws * share)))
-        every += _with_each(rng, samples, group)
-    drawn += _mixed(rng, samples, config, batch, draws, processes)
+    if (indices := index_batches(samples, config, dataset, batch, draws, processes)) is not None:
+        drawn.append(_of_indices(rng, samples, indices))
+        every += _of_indices_with_each(rng, samples, indices)
+    else:
+        groups = list(_groups(samples, config, batch))
+        if (samples.sizes == samples.sizes[0]).all():
+            draws = 1
+        shares = np.array([samples.weight[np.concatenate([inside for inside, _ in group])].sum() for group in groups])
+        for group, share in zip(groups, shares / shares.sum(), strict=True):
+            drawn.append(_draw(rng, samples, group, math.ceil(draws * share)))
+            every += _with_each(rng, samples, group)
+        drawn += _mixed(rng, samples, config, batch, draws, processes)
     sizes = np.concatenate(drawn)
     pixels = _pixels(sizes, config)
     order = pixels.argsort(kind='stable')
@@ -106,7 +113,7 @@ def _groups(samples, config, batch):
     """Yield the sampler's groups: lists of (indices of the samples of a source, number of them in a batch)."""
     loader = config.get('train_dataloader') or {}
     sampler, of_batches = loader.get('sampler') or {}, name_of(loader.get('batch_sampler') or {})
-    grouped = of_batches in _GROUPING or name_of(sampler).startswith('Group')
+    grouped = of_batches in GROUPING or name_of(sampler).startswith('Group')
     ratio = sampler.get('source_ratio')
     if ratio:
         numbers = [int(batch * share / sum(ratio)) for share in ratio]
@@ -144,12 +151,43 @@ def _with_each(rng, samples, parts):
         yield _draw(rng, samples, parts, len(inside) * _OF_EACH, (i, np.repeat(inside, _OF_EACH)))
 
 
+def _of_indices(rng, samples, indices):
+    """Return batches of given images as :func:`_draw` does; of each image one of its samples is drawn."""
+    begins = np.cumsum([0, *map(len, indices)])[:-1]
+    sizes = samples.sizes[_sample_of(rng, samples, np.concatenate(indices))]  # (images, branches, 2)
+    images = np.add.reduceat(sizes[..., :1] > 0, begins, dtype=int)
+    return np.concatenate([images, np.maximum.reduceat(sizes, begins)], -1)
+
+
+def _of_indices_with_each(rng, samples, indices):
+    """Yield batches in which each sample stands for its image, in the first batches that have the image."""
+    places = {}
+    for number, batch in enumerate(indices):
+        for place, image in enumerate(batch):
+            if len(found := places.setdefault(image, [])) < _OF_EACH:
+                found.append((number, place))
+    for sample, image in enumerate(samples.images):
+        for number, place in places.get(int(image), ()):
+            chosen = _sample_of(rng, samples, np.array(indices[number]))
+            chosen[place] = sample
+            sizes = samples.sizes[chosen]
+            yield np.concatenate([(sizes[..., :1] > 0).sum(0), sizes.max(0)], -1)[None]
+
+
+def _sample_of(rng, samples, images):
+    """Draw a sample of each image, or any sample for an image that has none."""
+    order = np.argsort(samples.images, kind='stable')
+    low, high = (np.searchsorted(samples.images[order], images, side) for side in ('left', 'right'))
+    known = low < high
+    return order[rng.integers(np.where(known, low, 0), np.where(known, high, len(order)))]
+
+
 def _mixed(rng, samples, config, batch, draws, processes):
     """Yield batches of the images that remain of both orientations at the end of an epoch."""
     loader = config.get('train_dataloader') or {}
     of_batches = loader.get('batch_sampler') or {}
     name, sampler = name_of(of_batches), name_of(loader.get('sampler') or {})
-    ends = name in _GROUPING and not of_batches.get('drop_last', name.startswith('MultiData'))
+    ends = name in GROUPING and not of_batches.get('drop_last', name.startswith('MultiData'))
     landscape, portrait = (np.flatnonzero(samples.portrait == side) for side in (False, True))
     if batch == 1 or not ends or 'Infinite' in sampler or not (len(landscape) and len(portrait)):
         return
@@ -169,7 +207,7 @@ def _crowd(samples, branch, batch):
     """Return the mean number of boxes of the most crowded images of a batch, and those boxes."""
     order = np.argsort(-samples.boxes[:, branch], kind='stable')
     _, first = np.unique(samples.images[order], return_index=True)  # each image once, as it is most crowded
-    top = order[np.sort(first)[:batch]]
+    top = np.resize(order[np.sort(first)[:batch]], batch)  # of fewer images, some come twice
     return -(-int(samples.boxes[top, branch].sum()) // batch), [samples.truth[i][branch] for i in top]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from mmengine.logging import MessageHub
 from mmengine.model.utils import _BatchNormXd
+from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
 
 __all__ = [
@@ -84,7 +85,9 @@ def _is_compiled(forward):
 
 
 class NoUpdate:
-    """Replacement for an optimizer wrapper in a step that does not update parameters.
+    """Replacement for an optimizer wrapper, or for several, in a step that does not update parameters.
+
+    It has those methods of mmengine's ``OptimWrapper`` and ``OptimWrapperDict`` that a ``train_step`` calls.
 
     Args:
         wrapper (OptimWrapper): The optimizer wrapper, whose ``optim_context`` the forward pass runs in.
@@ -93,11 +96,41 @@ class NoUpdate:
 
     def __init__(self, wrapper, backward: bool = False):
         self.optim_context, self._backward = wrapper.optim_context, backward
+        several = isinstance(wrapper, OptimWrapperDict)
+        self._each = {name: NoUpdate(one, backward) for name, one in wrapper.items()} if several else {}
+        self.keys, self.values, self.items = self._each.keys, self._each.values, self._each.items
+
+    def __getitem__(self, name: str) -> 'NoUpdate':
+        return self._each[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._each
+
+    def __len__(self) -> int:
+        return len(self._each)
 
     def update_params(self, loss: Tensor, *args, **kwargs) -> None:
         """Run the backward pass if ``backward`` is true, and update nothing."""
+        self.backward(loss)
+
+    def backward(self, loss: Tensor, **kwargs) -> None:
+        """Run the backward pass if ``backward`` is true."""
         if self._backward:
-            loss.backward()
+            loss.backward(**kwargs)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss."""
+        return loss
+
+    def should_update(self) -> bool:
+        """Return that this step is one that updates parameters."""
+        return True
+
+    def step(self, **kwargs) -> None:
+        """Update nothing."""
+
+    def zero_grad(self, **kwargs) -> None:
+        """Leave the gradients: who runs the step restores them."""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,129 @@
+"""Batches of samplers that do not draw images at random, beside those of the real loader."""
+
+import cv2
+import numpy as np
+import pytest
+from mmdet.registry import DATA_SAMPLERS
+from mmengine.registry import init_default_scope
+from mmengine.runner import Runner
+from PIL import Image
+from test_plan_sizes import coco, config_of
+from torch.utils.data import BatchSampler, Sampler
+
+from sbp_mmdet.plan.inputs import inputs_of
+from sbp_mmdet.plan.pipeline import samples_of
+
+# Neighbours are alike, so that a fixed order gives small batches: any two of them would need 120 x 120.
+SHAPES = [(40, 120), (50, 120), (120, 40), (120, 50)]
+
+
+@DATA_SAMPLERS.register_module(force=True)
+class FirstImages(Sampler):
+    """Sampler of the first images of a data set, with arguments of its own."""
+
+    def __init__(self, dataset, first, seed=None):
+        self.dataset, self.first = dataset, first
+
+    def __iter__(self):
+        return iter(range(self.first))
+
+    def __len__(self):
+        return self.first
+
+
+@DATA_SAMPLERS.register_module(force=True)
+class ThreesByWidth(BatchSampler):
+    """Batch sampler that takes its own number of images."""
+
+    def __init__(self, sampler, batch_size):
+        self.sampler = sampler
+
+    def __iter__(self):
+        infos = [self.sampler.dataset.get_data_info(i) for i in range(len(self.sampler.dataset))]
+        order = sorted(range(len(infos)), key=lambda i: infos[i]['width'])
+        return (order[i : i + 3] for i in range(0, len(order), 3))
+
+    def __len__(self):
+        return -(-len(self.sampler) // 3)
+
+
+FIXED = dict(type='DefaultSampler', shuffle=False)
+CASES = {
+    'in order': (dict(sampler=FIXED), 4),
+    'in order without end': (dict(sampler=dict(type='InfiniteSampler', shuffle=False)), 4),
+    'in order, by orientation': (dict(sampler=FIXED, batch_sampler=dict(type='AspectRatioBatchSampler')), 4),
+    'without the last': (dict(sampler=FIXED, drop_last=True, batch_size=3), 4),
+    'of my own': (dict(sampler=dict(type='FirstImages', first=2)), 4),
+    'batches of my own': (dict(batch_sampler=dict(type='ThreesByWidth')), 4),
+    'pairs that change': (dict(sampler=dict(type='InfiniteSampler', shuffle=False)), 3),
+    'at random': ({}, 4),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_as_large_as_those_of_the_loader(name, tmp_path):
+    keys, number = CASES[name]
+    config = config_of(coco(tmp_path, SHAPES[:number], boxes=2), [], sampler=None)
+    for key, value in keys.items():
+        config.train_dataloader[key] = value
+    init_default_scope('mmdet')
+    loader, real, epoch = Runner.build_dataloader(config.train_dataloader, seed=7), set(), 0
+    while epoch < 60:
+        getattr(loader.batch_sampler, 'sampler', loader.sampler).set_epoch(epoch) if name == 'at random' else None
+        for number, data in enumerate(loader):
+            shapes = np.array([image.shape[-2:] for image in data['inputs']])
+            real.add((len(shapes) * shapes.max(0).prod(), len(shapes), *shapes.max(0)))
+            if number > 20:
+                break
+        epoch += 1
+    found = inputs_of(config)
+    most = max(real)[0]
+    assert (most, found.batch, found.height, found.width) in real
+
+
+def test_a_sampler_that_cannot_run_is_a_line(tmp_path):
+    config = config_of(coco(tmp_path, SHAPES), [], sampler=None)
+    config.train_dataloader.sampler = dict(type='FirstImages')
+    with pytest.raises(ValueError, match="its sampler cannot be run here .*'first'"):
+        inputs_of(config)
+    config.train_dataloader.sampler = dict(type='FirstImages', first=0)
+    with pytest.raises(ValueError, match='it gives no batch'):
+        inputs_of(config)
+
+
+def test_samplers_of_other_processes_are_not_run(tmp_path):
+    config = config_of(coco(tmp_path, SHAPES), [], sampler=None)
+    config.train_dataloader.sampler = FIXED
+    assert inputs_of(config, processes=2)[1:3] == (120, 120)
+
+
+def test_images_of_a_small_set_come_twice(tmp_path):
+    config = config_of(coco(tmp_path, [(40, 120)], boxes=4), [], sampler=None)  # of the second image, one more
+    config.train_dataloader.sampler = dict(type='InfiniteSampler', shuffle=True)
+    assert inputs_of(config).boxes == 4
+
+
+def test_a_slice_of_a_data_set(tmp_path):
+    """As mmengine's runner makes them for ``num_batch_per_epoch``."""
+    config = config_of(coco(tmp_path, SHAPES), [], sampler=None)
+    config.train_dataloader.sampler = FIXED
+    config.train_dataloader.num_batch_per_epoch = 1
+    init_default_scope('mmdet')
+    dataset = Runner.build_dataloader(config.train_dataloader).dataset
+    assert sorted(set(samples_of(dataset, config).images)) == [0, 1]
+    assert inputs_of(config, dataset=dataset)[1:3] == (50, 120)
+
+
+@pytest.mark.parametrize('kind', ['rotated', 'larger'])
+def test_a_single_file_of_another_size_than_its_annotations(kind, tmp_path):
+    """Files are read where their headers differ: not only if the first of them do."""
+    folder = coco(tmp_path, [(40, 120)] * 6)
+    if kind == 'larger':
+        cv2.imwrite(str(folder / '4.png'), np.zeros((90, 120, 3), np.uint8))
+        wanted = (90, 120)
+    else:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # the camera was held upright
+        Image.new('RGB', (120, 40)).save(folder / '4.png', format='JPEG', exif=exif)
+        wanted = (120, 120)
+    assert inputs_of(config_of(folder, [], sampler=None))[1:3] == wanted
