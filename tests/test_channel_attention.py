@@ -14,6 +14,10 @@ from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.ops.activation import ActivationSettings, ActivationTensors, activate
+from sbp_mmdet.ops.common.activations import ACTIVATIONS as OPERATION_ACTIVATIONS
+from sbp_mmdet.ops.common.activations import Activation
+from sbp_mmdet.ops.common.autograd_function import Form
 from sbp_mmdet.plan.memory import saved_bytes
 
 of_mmyolo = functools.partial(define_in_module, 'mmyolo.models.layers.yolo_bricks')
@@ -221,3 +225,13 @@ def test_layers_of_mmdets_own_projects_hand_on_their_maps(project, is_known):
     plain, lean, _ = build_plain_and_lean(Held(Pair()))
     assert_near(run_step(lean), run_step(plain), 1e-11)
     assert (count_stored_maps(lean) < 2.1) == is_known
+
+
+@pytest.mark.parametrize('name', OPERATION_ACTIVATIONS)
+def test_an_activation_by_itself_in_eight_bits(name):
+    generator, activation = torch.Generator().manual_seed(1), Activation(name)
+    x = torch.randn(3, 8, 24, 24, generator=generator, dtype=torch.float64).requires_grad_()
+    settings = ActivationSettings(Form(storage='int8'), activation)
+    (expected,) = torch.autograd.grad(activation(x).sin().sum(), x)
+    (actual,) = torch.autograd.grad(activate(settings, ActivationTensors(x)).sin().sum(), x)
+    assert (actual - expected).norm() < 0.02 * expected.norm()

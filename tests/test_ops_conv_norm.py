@@ -10,7 +10,6 @@ from helpers import FP16
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
 
-from sbp_mmdet.ops.activation import ActivationSettings, ActivationTensors, activate
 from sbp_mmdet.ops.common.activations import ACTIVATIONS, Activation
 from sbp_mmdet.ops.common.autograd_function import Form
 from sbp_mmdet.ops.common.handed_maps import Scope
@@ -409,12 +408,3 @@ def test_the_bias_in_front_of_batch_statistics_has_no_gradient(storage):
     (_, grads), (_, lean_grads) = run_step(stock, x), run_step(lean, x)
     assert grads['conv.bias'].norm() < 1e-4 * grads['norm.bias'].norm()
     assert lean_grads['conv.bias'].abs().max() == 0
-
-
-@pytest.mark.parametrize('name', ACTIVATIONS)
-def test_an_activation_by_itself_in_eight_bits(name):
-    x, act = random_map(size=24), Activation(name)
-    settings = ActivationSettings(Form(storage='int8'), act)
-    (expected,) = torch.autograd.grad(act(x).sin().sum(), x)
-    (actual,) = torch.autograd.grad(activate(settings, ActivationTensors(x)).sin().sum(), x)
-    assert relative_distance(actual, expected) < 0.02

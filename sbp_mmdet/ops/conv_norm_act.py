@@ -390,9 +390,7 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
         if needs.weight:
             dweight = dweight.mul_(column) if dweight.dtype is column.dtype else dweight * column
         return dx, FixedGradients(t, factors, needs, dweight, products, dbias, factor)
-    found = {}
-    if needs.weight:
-        found['weight'] = cast(dweight, t.weight.dtype)
+    found = {'weight': cast(dweight, t.weight.dtype)} if needs.weight else {}
     if needs.bias:
         found['bias'] = torch.zeros_like(t.bias) if is_subtracted else cast(dbias, t.bias.dtype)
     return dx, found
