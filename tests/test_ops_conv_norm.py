@@ -174,9 +174,9 @@ class Chain(nn.Sequential):
 
     def forward(self, x):
         with Scope():
-            return self.run(x)
+            return self.run_layers(x)
 
-    def run_step(self, x):
+    def run_layers(self, x):
         for layer in self:
             if self.residual == 'before activation':
                 x = layer(x, x)
