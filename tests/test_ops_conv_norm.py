@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from fake_cuda import backward, simulate_gpu
-from helpers import FP16
+from helpers import FP16, needs_fp16
 from mmcv.cnn.bricks.swish import Swish
 from torch import nn
 
@@ -371,6 +371,7 @@ def test_what_a_gpu_would_refuse(norm, storage, dtype):
                 assert gradients[t].is_cuda and gradients[t].dtype == t.dtype and gradients[t].shape == t.shape, name
 
 
+@needs_fp16
 @pytest.mark.parametrize('kernel', [1, 3])
 @pytest.mark.parametrize('residual', [False, True])
 @pytest.mark.parametrize('k', [0.0, 1e-6, 1e-4, 1.0])

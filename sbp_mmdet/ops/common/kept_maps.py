@@ -297,7 +297,8 @@ def _in_parts(compute, x, *numbers):
 
 def _limits(groups, dtype):
     """Return the least and the largest value of each group in ``dtype``, with ones in the place of positions."""
-    if groups.is_cuda or groups.numel() < FEW:  # one pass, where a CPU's two are faster
+    # One pass; on a CPU two are faster for large maps, and torch 2.1 has no `aminmax` for half precision there.
+    if groups.is_cuda or (groups.numel() < FEW and groups.dtype is dtype):
         limits = groups.flatten(3).aminmax(dim=3, keepdim=True)
         limits = limits if groups.dim() == 4 else [limit.unsqueeze(4) for limit in limits]
     else:
