@@ -22,6 +22,8 @@ from sbp_mmdet.plan.memory import saved_bytes
 
 of_mmyolo = functools.partial(define_in_module, 'mmyolo.models.layers.yolo_bricks')
 SIZE = (2, 8, 12, 10)
+# Torch 2.1 stores the input of a mean, which the module's own code computes.
+MEAN_STORES = saved_bytes(lambda: (torch.ones(2, requires_grad=True) * 1).mean()) > 0
 
 
 def random_images(seed=0):
@@ -128,7 +130,7 @@ def test_channel_attention_stores_the_map_of_the_layer_in_front(kind):
     assert_near(run_step(lean), run_step(plain), 1e-11)
     assert 'held.1' in report.changed and {*report.left} <= {'held.1.conv2.activate'}  # a sigmoid of numbers
     assert (
-        count_stored_maps(plain) > 4.9 and count_stored_maps(lean) < 2.3
+        count_stored_maps(plain) > 4.9 and count_stored_maps(lean) < 2.3 + MEAN_STORES
     )  # what the norms of the two convolutions need, and numbers
 
 
@@ -171,7 +173,7 @@ def test_inverted_residuals_store_what_their_norms_need():
     assert (
         {*report.left} <= {'held.0.se.conv2.activate'}
         and count_stored_maps(plain) > 50
-        and count_stored_maps(lean) < 13.5
+        and count_stored_maps(lean) < 13.5 + 6 * MEAN_STORES  # of a map with six times the channels
     )  # two maps of 48 channels, one of 8
 
 
