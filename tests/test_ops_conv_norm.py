@@ -226,7 +226,6 @@ def count_stored_maps(model, x):
         (dict(norm='group', act='silu'), 18, 7, 7),
         (dict(norm='none', act='relu'), 7, 7, 7),
         (dict(norm='fixed', act='relu', residual='before activation'), 13, 7, 7),
-        # Of three sums one is stored.
         (dict(norm='batch', act='relu', residual='before activation'), 13, 9, 13),
         (dict(norm='batch', act='silu', residual='after activation'), 18, 8, 9),
         (dict(norm='fixed', act='relu', frozen='conv norm'), 6, 6, 6),
