@@ -13,6 +13,7 @@ from mmengine.config import Config
 
 from .index_batches import GROUPING, index_batches
 from .pipeline import Samples
+from .rare_sizes import expected_largest
 from .transforms import name_of
 
 __all__ = ['Batch', 'Batches', 'batches_of']
@@ -63,6 +64,7 @@ class Batches(NamedTuple):
 def batches_of(samples: Samples, config: Config, dataset, batch: int, processes: int = 1) -> Batches:
     """Draw batches as the config's sampler groups images, and return the largest, a rare and the usual one.
 
+    The largest one is at least as large as the one that is expected once in the training, see :mod:`.rare_sizes`.
     Samplers that do not draw at random, and the user's own, are run.
 
     Args:
@@ -89,6 +91,7 @@ def batches_of(samples: Samples, config: Config, dataset, batch: int, processes:
         for group, share in zip(groups, shares / shares.sum(), strict=True):
             drawn.append(_draw(rng, samples, group, math.ceil(draws * share)))
             every += _with_each(rng, samples, group)
+            every += _rarest(samples, group, share * _batches_in_training(config, samples, batch, processes))
         drawn += _mixed(rng, samples, config, batch, draws, processes)
     sizes = np.concatenate(drawn)
     pixels = _pixels(sizes, config)
@@ -149,6 +152,27 @@ def _draw(rng, samples, parts, number, first=None):
 def _with_each(rng, samples, parts):
     for i, (inside, _) in enumerate(parts):
         yield _draw(rng, samples, parts, len(inside) * _OF_EACH, (i, np.repeat(inside, _OF_EACH)))
+
+
+def _batches_in_training(config, samples, batch, processes):
+    """Return the number of batches of a training, on all GPUs."""
+    train = config.get('train_cfg') or {}
+    if iterations := train.get('max_iters'):
+        return iterations * processes
+    return (train.get('max_epochs') or 1) * samples.total / batch
+
+
+def _rarest(samples, parts, batches):
+    """Yield the batch that is expected once in so many batches, if its images are of one source and one branch."""
+    (inside, images), *others = parts
+    if others or images < 2 or len(samples.branches) > 1:
+        return
+    # Images that were added because they are large are no random sample.
+    inside = inside[samples.weight[inside] == samples.weight.max()]
+    if len(inside):
+        heights, widths = samples.sizes[inside, 0].T
+        size = expected_largest(heights, widths, images, batches, int(samples.sizes.max()))
+        yield np.array([[[images, *size]]])
 
 
 def _of_indices(rng, samples, indices):
