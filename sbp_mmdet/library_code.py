@@ -6,17 +6,19 @@ by name are checked: methods and properties of the class (``Conv2d._conv_forward
 its library, and those of ``torch.nn.functional``.
 """
 
+import contextlib
 import functools
 import itertools
 import operator
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ['LibraryCode', 'library_code', 'replaced_code']
+__all__ = ['LibraryCode', 'check_code_once', 'library_code', 'replaced_code']
 
 # Packages that build on one another: a class of one may use functions of another.
 _LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmseg', 'mmpose', 'mmrotate', 'mmyolo', 'sbp_mmdet')
@@ -67,6 +69,26 @@ class LibraryCode(NamedTuple):
 _found: dict[tuple[type, str], LibraryCode] = {}
 
 
+class _Checked(threading.local):
+    """Classes and methods whose code was found unchanged within :func:`check_code_once`, or ``None`` outside of it."""
+
+    keys: set[tuple[type, str]] | None = None
+
+
+_checked = _Checked()
+
+
+@contextlib.contextmanager
+def check_code_once() -> Iterator[None]:
+    """Check the code of each class once within the context, in which nobody may replace a function."""
+    outer = _checked.keys
+    _checked.keys = set() if outer is None else outer
+    try:
+        yield
+    finally:
+        _checked.keys = outer
+
+
 def library_code(kind: type, method: str = 'forward') -> LibraryCode:
     """Return the functions that a method of a class reaches now.
 
@@ -74,9 +96,14 @@ def library_code(kind: type, method: str = 'forward') -> LibraryCode:
         kind (type): The class, without mixins of this package.
         method (str): Name of the method. Default: 'forward'.
     """
-    found = _found.get((kind, method))
+    key, checked = (kind, method), _checked.keys
+    if checked is not None and key in checked:
+        return _found[key]
+    found = _found.get(key)
     if found is None or not found.holds():
-        found = _found[kind, method] = _Search(kind).run(method)
+        found = _found[key] = _Search(kind).run(method)
+    if checked is not None:
+        checked.add(key)
     return found
 
 

@@ -162,6 +162,7 @@ def foreign_classes(kind: type) -> tuple[type, ...]:
     return kind, *derived
 
 
+@functools.cache
 def stock_class(kind: type) -> type:
     """Return a class without this package's mixins and without classes that were derived later, for example by FSDP.
 
@@ -194,6 +195,8 @@ def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> 
         module (nn.Module): The module, changed in place.
         mixin (type[Mixin] | tuple[type[Mixin], ...]): The class or a base class of it, or several.
     """
+    if not isinstance(module, mixin):
+        return
     kind, fronts, derived = _apart(type(module))
     kept = [front for front in fronts if not issubclass(front, mixin)]
     if kept != fronts:
@@ -247,8 +250,7 @@ def detectors(model: nn.Module) -> dict[str, nn.Module]:
     model = unwrapped(model)
     found = {}
     for name, module in model.named_modules():  # the outer ones first; a backbone may be made of one
-        inside = any(not outer or name.startswith(f'{outer}.') for outer in found)
-        if 'backbone' in module._modules and not inside:
+        if 'backbone' in module._modules and not any(not outer or name.startswith(f'{outer}.') for outer in found):
             found[name] = module
     return found
 

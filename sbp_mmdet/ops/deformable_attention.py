@@ -145,7 +145,8 @@ def kernel_inputs(s: DeformableSettings, t: DeformableTensors) -> tuple[Tensor, 
 
 def _linear(s, t, x, name):
     """Apply the layer 'offset', 'attention', 'value' or 'output' in the precision of matrix products."""
-    return F.linear(x.to(s.dtype), *(getattr(t, f'{name}_{kind}').to(s.dtype) for kind in ('weight', 'bias')))
+    weight, bias = getattr(t, f'{name}_weight'), getattr(t, f'{name}_bias')
+    return F.linear(x.to(s.dtype), weight.to(s.dtype), bias.to(s.dtype))
 
 
 def _softmax(s, t, query):
@@ -180,7 +181,7 @@ def _for_kernel(value, places, weights):
     dtype = value.dtype
     if dtype == torch.bfloat16 or (dtype == torch.float16 and not has_kernel(value)):
         dtype = torch.float32
-    return tuple(x.to(dtype).contiguous() for x in (value, places, weights))
+    return value.to(dtype).contiguous(), places.to(dtype).contiguous(), weights.to(dtype).contiguous()
 
 
 def _parts(value, places, weights):

@@ -155,7 +155,8 @@ class FeedForward:
 
     def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None):
         self.settings, dtype = settings, settings.dtype
-        self.w1, self.b1, self.w2, self.b2 = (getattr(tensors, name).to(dtype) for name in _WEIGHTS)
+        self.w1, self.b1 = tensors.weight1.to(dtype), tensors.bias1.to(dtype)
+        self.w2, self.b2 = tensors.weight2.to(dtype), tensors.bias2.to(dtype)
         wanted = [] if needs is None else [name for name in _WEIGHTS if getattr(needs, name)]
         self._sums = {name: Sum(getattr(tensors, name)) for name in wanted}
 
